@@ -1,0 +1,47 @@
+"""gpumem_magic: where PyTorch GPU memory goes in a notebook, line by line and by category, with or without a GPU.
+
+In a notebook: ``%load_ext gpumem_magic``, then ``%%gpumem`` at the head of a cell. In a script::
+
+    import gpumem_magic
+
+    with gpumem_magic.measure(device="T4") as m:
+        train()
+    print(m.report)
+
+Importing this package imports neither torch nor matplotlib nor NVML: each name below is loaded when it is first asked for.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Report": "gpumem_magic.report.model",
+    "last_report": "gpumem_magic.session",
+    "load_ipython_extension": "gpumem_magic.magics",
+    "mark": "gpumem_magic.session",
+    "measure": "gpumem_magic.session",
+    "unload_ipython_extension": "gpumem_magic.magics",
+}
+
+__all__ = ["Report", "__version__", "last_report", "load_ipython_extension", "mark", "measure", "unload_ipython_extension"]
+
+if TYPE_CHECKING:
+    from gpumem_magic.magics import load_ipython_extension, unload_ipython_extension
+    from gpumem_magic.report.model import Report
+    from gpumem_magic.session import last_report, mark, measure
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'gpumem_magic' has no attribute {name!r}")
+    value = getattr(import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

@@ -1,0 +1,1 @@
+"""Attribution: which category every allocation belongs to, and how that is known."""

@@ -1,0 +1,1 @@
+"""What every device, real or virtual, can be asked."""

@@ -1,0 +1,91 @@
+"""What every device, real or virtual, can be asked: its facts, its counters now, and the log of what its allocator does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from gpumem_magic.snapshot.model import Segment, TraceEvent
+
+
+@dataclass(frozen=True)
+class DeviceFacts:
+    """What does not change. kind: "cuda" or "virtual". `total_bytes` is torch's figure, `smi_total_bytes` nvidia-smi's."""
+
+    name: str
+    kind: str
+    index: int
+    uuid: str | None
+    total_bytes: int
+    smi_total_bytes: int | None
+
+
+@dataclass(frozen=True)
+class Counters:
+    """What allocator and driver report at a moment, in bytes; null (None) is unavailable, never 0.
+
+    device_used = reserved + context + other_processes, or reserved + context_or_others where the driver can't tell this
+    process from the others (context and other_processes are None then).
+    """
+
+    allocated: int
+    reserved: int
+    device_used: int | None
+    context: int | None
+    other_processes: int | None
+    context_or_others: int | None
+    peak_allocated: int = 0
+    peak_reserved: int = 0
+    retries: int = 0
+
+
+@dataclass(frozen=True)
+class Label:
+    """What an allocation is and how that is known (the ledger's categories and kinds of evidence)."""
+
+    category: str
+    evidence: str
+    name: str | None = None
+
+
+@dataclass(frozen=True)
+class DeviceLog:
+    """What a device's allocator did between two moments.
+
+    start: the segments when the log began. events: since then; "position p" is the moment after the first p events.
+    origins: index of an alloc event -> how the block came to be: "workspace" (a library's scratch memory), "host_copy"
+    (a copy from the host), "factory" (torch.zeros, randn, empty and so on), "compute" (an operator's output or scratch).
+    carried: address -> label known from an earlier recording, of blocks that were live at the start.
+    """
+
+    facts: DeviceFacts
+    start: tuple[Segment, ...]
+    events: Sequence[TraceEvent]
+    origins: Mapping[int, str] = field(default_factory=dict)
+    carried: Mapping[int, Label] = field(default_factory=dict)
+
+
+class Device(Protocol):
+    """One GPU, or one emulated GPU."""
+
+    @property
+    def facts(self) -> DeviceFacts: ...
+
+    def counters(self) -> Counters:
+        """Figures of now. Cheap (microseconds on a virtual device)."""
+
+    def segments(self) -> tuple[Segment, ...]:
+        """The allocator's segments and blocks now."""
+
+    def start_log(self) -> object:
+        """Begins to keep events; returns a handle for the next three. Several logs may run at once."""
+
+    def position(self, log: object) -> int:
+        """The number of events in the log so far."""
+
+    def stop_log(self, log: object) -> DeviceLog:
+        """Ends the log. Allowed once."""
+
+    def remember(self, labels: Mapping[int, Label]) -> None:
+        """Keeps the labels of blocks that are live now (by address) for later recordings: the next log's `carried`."""

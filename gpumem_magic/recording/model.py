@@ -1,0 +1,109 @@
+"""What a recording is: numbers and strings only, no tensor, no exception, no frame.
+
+A *moment* is a position in each device's log with the counters read there. Checkpoints are moments after a statement of the
+user's; spans are pairs of moments with a meaning (forward, backward, ...); sightings are looks at a live object.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from gpumem_magic.devices.base import Counters, DeviceLog
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Per device index: how many events of its log had happened, and what its counters said."""
+
+    positions: Mapping[int, int]
+    counters: Mapping[int, Counters]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A moment after a statement. kind: before | statement | error | after.
+
+    line: as the notebook shows it, the magic's own line being 1; 0 for before and after. iteration: 1-based counters of the
+    cell's own loops around the statement, outermost first. loops: the lines of those loops, same order and length.
+    """
+
+    kind: str
+    label: str
+    statement: str
+    line: int
+    moment: Moment
+    iteration: tuple[int, ...] = ()
+    loops: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Span:
+    """A stretch with a name: kind is iteration | forward | backward | optimizer | range | mark (a mark's end is its start).
+
+    failed: an exception left it.
+    """
+
+    kind: str
+    label: str
+    start: Moment
+    end: Moment
+    failed: bool = False
+
+
+@dataclass(frozen=True)
+class Sighting:
+    """A live object seen to hold the storage at `address` when the device's log stood at `position`.
+
+    role: what it was there as: "parameter", "buffer", "gradient", "optimizer_state", "input" (an argument of the outermost
+    forward that no computation made), "named" (a variable of the cell held it).
+    name: its name for a reader (``decoder.weight``, ``output``) or None.
+    """
+
+    device: int
+    position: int
+    address: int
+    role: str
+    name: str | None = None
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The user's error, as strings and numbers. The last four are bytes, for an out-of-memory error only.
+
+    requested: what the program asked for; rounded: that to 512; segment: what the allocator asked the driver for;
+    largest_free: the largest cached-but-free block that was there.
+    """
+
+    type: str
+    message: str
+    line: int | None
+    requested: int | None = None
+    rounded: int | None = None
+    segment: int | None = None
+    largest_free: int | None = None
+    device: int | None = None
+
+
+@dataclass(frozen=True)
+class StandIn:
+    """How often a line read a value from a virtual device, which has none, and was given a stand-in."""
+
+    line: str
+    count: int
+
+
+@dataclass(frozen=True)
+class Recording:
+    """Everything that was seen. `logs` is by device index; `primary` is the device that the report is about."""
+
+    torch: str
+    primary: int
+    logs: Mapping[int, DeviceLog]
+    checkpoints: tuple[Checkpoint, ...]
+    spans: tuple[Span, ...] = ()
+    sightings: tuple[Sighting, ...] = ()
+    error: Failure | None = None
+    stand_ins: tuple[StandIn, ...] = ()
+    notes: tuple[str, ...] = ()
+    overhead_seconds: float = 0.0

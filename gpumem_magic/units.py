@@ -1,0 +1,37 @@
+"""Bytes to words. MiB = 2^20 and GiB = 2^30 everywhere in the package, always written out."""
+
+from __future__ import annotations
+
+KIB = 1 << 10
+MIB = 1 << 20
+GIB = 1 << 30
+
+
+def mib(size: int, *, signed: bool = False) -> str:
+    """`size` bytes as whole MiB with thousands separators: ``3,769`` (no unit; the column's head says MiB)."""
+    return f"{round(size / MIB):{'+' if signed else ''},}"
+
+
+def human(size: int) -> str:
+    """`size` bytes with the unit that keeps three or four digits: ``512 B``, ``8.1 MiB``, ``1,278 MiB``, ``14.7 GiB``."""
+    magnitude = abs(size)
+    if magnitude < KIB:
+        return f"{size} B"
+    if magnitude < MIB:
+        return f"{size / KIB:.1f} KiB"
+    if magnitude < 100 * MIB:
+        return f"{size / MIB:.1f} MiB"
+    if magnitude < 10 * GIB:
+        return f"{size / MIB:,.0f} MiB"
+    return f"{size / GIB:.1f} GiB"
+
+
+def allocator_text(size: int) -> str:
+    """`size` bytes as PyTorch's caching allocator prints it in an error: exactly 1 GiB is ``1024.00 MiB``."""
+    if size <= KIB:
+        return f"{size} bytes"
+    if size <= MIB:
+        return f"{size / KIB:.2f} KiB"
+    if size <= GIB:
+        return f"{size / MIB:.2f} MiB"
+    return f"{size / GIB:.2f} GiB"
