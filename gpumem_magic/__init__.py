@@ -27,7 +27,15 @@ _HOMES = {
     "unload_ipython_extension": "gpumem_magic.magics",
 }
 
-__all__ = ["Report", "__version__", "last_report", "load_ipython_extension", "mark", "measure", "unload_ipython_extension"]
+__all__ = [
+    "Report",
+    "__version__",
+    "last_report",
+    "load_ipython_extension",
+    "mark",
+    "measure",
+    "unload_ipython_extension",
+]
 
 if TYPE_CHECKING:
     from gpumem_magic.magics import load_ipython_extension, unload_ipython_extension

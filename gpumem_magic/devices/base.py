@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from gpumem_magic.snapshot.model import Segment, TraceEvent
 
@@ -89,3 +90,20 @@ class Device(Protocol):
 
     def remember(self, labels: Mapping[int, Label]) -> None:
         """Keeps the labels of blocks that are live now (by address) for later recordings: the next log's `carried`."""
+
+
+class Machine(Protocol):
+    """All devices of one kind that the process sees: the GPUs of this computer, or the virtual ones that are on."""
+
+    @property
+    def devices(self) -> Sequence[Device]: ...
+
+    def locate(self, tensor: Any) -> tuple[int, int] | None:
+        """(device index, address of the allocation that holds the tensor's storage), or None for a tensor elsewhere."""
+
+    @property
+    def stand_ins(self) -> Counter[tuple[str, int]]:
+        """(file name, line) of the user's code -> how often a device value was read there that does not exist.
+
+        Only grows; a recorder takes the difference. Empty on a real machine, which has the values.
+        """

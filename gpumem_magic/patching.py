@@ -1,0 +1,37 @@
+"""Replacing attributes of other people's modules for a while, and putting every one of them back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_MISSING = object()
+
+
+class Patches:
+    """A stack of replaced attributes. `undo` restores them in reverse order, and may be called twice."""
+
+    def __init__(self) -> None:
+        self._undo: list[tuple[Any, str, Any]] = []
+
+    def set(self, owner: Any, name: str, value: Any) -> Any:
+        """Sets ``owner.name = value`` and returns what was there (None where nothing was).
+
+        Only the owner's own dictionary is looked at and restored: an inherited attribute is hidden, and shows again after
+        `undo`.
+        """
+        before = vars(owner).get(name, _MISSING)
+        setattr(owner, name, value)
+        self._undo.append((owner, name, before))
+        return None if before is _MISSING else before
+
+    def names(self) -> list[tuple[Any, str]]:
+        """The (owner, name) pairs that are replaced now, oldest first."""
+        return [(owner, name) for owner, name, _ in self._undo]
+
+    def undo(self) -> None:
+        while self._undo:
+            owner, name, before = self._undo.pop()
+            if before is _MISSING:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, before)
