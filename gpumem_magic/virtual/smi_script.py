@@ -1,0 +1,461 @@
+"""The `nvidia-smi` of virtual GPUs: what `!nvidia-smi` runs while one is on.
+
+It starts after every line of a training loop, so it imports nothing but `sys` and `time`, neither torch nor the rest of
+this package; `smi.py` copies it beside the state file that it reads. Layout and words are those of driver 550's nvidia-smi;
+the head of the table says that the GPU is virtual. What an emulated GPU does not have (temperature, power, clocks, load) is
+N/A. The table of processes stays empty, as in a Colab container, so that `nvidia-smi | grep MiB` prints one line a GPU.
+
+Sizes are whole MiB, cut off and not rounded, as nvidia-smi does (a P100's 17,071,734,784 bytes are 16280.9 MiB; it shows
+16280MiB). Exit statuses: 0; 2 bad option or field; 3 not available on a virtual GPU; 6 no such GPU; 9 the virtual GPU is off.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+
+DRIVER_VERSION = "550.54.15"
+CUDA_VERSION = "12.4"
+MIB = 1 << 20
+
+# One record a device, little-endian: used bytes at 0, the same with all bits turned at 8 (a reader that finds the two
+# apart came between two halves of a write and reads again), then what does not change.
+RECORD_BYTES = 256
+USED_BYTES = 16
+_ALL_BITS = (1 << 64) - 1
+_TOTAL, _RESERVED, _CAPABILITY, _UUID, _BUS, _NAME = 16, 24, 32, 40, 88, 120
+
+
+def pack_used(used: int) -> bytes:
+    """The changing head of a record."""
+    return used.to_bytes(8, "little") + (used ^ _ALL_BITS).to_bytes(8, "little")
+
+
+def pack(used: int, total: int, reserved: int, capability: tuple[int, int], uuid: str, bus_id: str, name: str) -> bytes:
+    """A whole record."""
+    record = bytearray(RECORD_BYTES)
+    for offset, field in (
+        (0, pack_used(used)),
+        (_TOTAL, total.to_bytes(8, "little")),
+        (_RESERVED, reserved.to_bytes(8, "little")),
+        (_CAPABILITY, bytes(capability)),
+        (_UUID, uuid.encode()),
+        (_BUS, bus_id.encode()),
+        (_NAME, name.encode()),
+    ):
+        record[offset : offset + len(field)] = field
+    return bytes(record[:RECORD_BYTES])
+
+
+class Gpu:
+    """One record, read; sizes in MiB. The driver's own part is neither used nor free."""
+
+    __slots__ = ("bus_id", "capability", "free", "index", "name", "reserved", "total", "used", "uuid")
+
+    def __init__(self, index: int, record: bytes) -> None:
+        def number(offset: int) -> int:
+            return int.from_bytes(record[offset : offset + 8], "little")
+
+        def text(start: int, end: int) -> str:
+            return record[start:end].rstrip(b"\0").decode()
+
+        self.index = index
+        used, total, reserved = number(0), number(_TOTAL), number(_RESERVED)
+        self.used, self.total, self.reserved = used // MIB, total // MIB, reserved // MIB
+        self.free = max(0, total - reserved - used) // MIB
+        self.capability = f"{record[_CAPABILITY]}.{record[_CAPABILITY + 1]}"
+        self.uuid, self.bus_id, self.name = text(_UUID, _BUS), text(_BUS, _NAME), text(_NAME, RECORD_BYTES)
+
+
+def read_gpus(path: str) -> list[Gpu]:
+    """Raises OSError when the file is gone (the virtual GPU was turned off) or stays torn."""
+    for _ in range(100):
+        with open(path, "rb") as file:
+            data = file.read()
+        records = [data[i : i + RECORD_BYTES] for i in range(0, len(data), RECORD_BYTES)]
+        if records and all(
+            record[:USED_BYTES] == pack_used(int.from_bytes(record[:8], "little")) for record in records
+        ):
+            return [Gpu(index, record) for index, record in enumerate(records)]
+    raise OSError("unreadable state")
+
+
+# --- the table ------------------------------------------------------------------------------------------------------
+
+
+def table(gpus: list[Gpu]) -> str:
+    whole, left, middle, right = 89, 41, 24, 22
+    line = f"+{'-' * whole}+"
+    parts = f"+{'-' * left}+{'-' * middle}+{'-' * right}+"
+
+    def row(a: str, b: str, c: str) -> str:
+        return f"|{a:<{left}}|{b:>{middle}}|{c:>{right}}|"
+
+    rows = [
+        f"{time.ctime()}       ",
+        line,
+        # The version's place says whose program this is; the rest of the line is as programs expect it.
+        f"| NVIDIA-SMI {'virtual (gpumem_magic)':<23}Driver Version: {DRIVER_VERSION:<15}CUDA Version: {CUDA_VERSION:<9}|",
+        f"|{parts[1:]}",
+        row(" GPU  Name                 Persistence-M ", " Bus-Id          Disp.A ", " Volatile Uncorr. ECC "),
+        row(" Fan  Temp   Perf          Pwr:Usage/Cap ", "           Memory-Usage ", " GPU-Util  Compute M. "),
+        row("", "", "              MIG M. "),
+        f"|{parts[1:-1].replace('-', '=')}|",
+    ]
+    for gpu in gpus:
+        memory = f"{gpu.used}MiB / {gpu.total}MiB"
+        rows += [
+            row(f" {gpu.index:>3}  {gpu.name[:29]:<30} Off ", f"{gpu.bus_id} Off ", "N/A "),
+            row(f" N/A   N/A   N/A {'N/A /  N/A':>23} ", f"{memory} ", "    N/A      Default "),
+            row("", "", "N/A "),
+            parts,
+        ]
+    rows += [
+        " " * whole,
+        line,
+        f"|{' Processes:':<{whole}}|",
+        f"|{'  GPU   GI   CI        PID   Type   Process name':<78}{'GPU Memory':<11}|",
+        f"|{'        ID   ID':<78}{'Usage':<11}|",
+        f"|{'=' * whole}|",
+        f"|{'  No running processes found':<{whole}}|",
+        line,
+    ]
+    return "\n".join(rows) + "\n"
+
+
+# --- -L, -q ---------------------------------------------------------------------------------------------------------
+
+SECTIONS = (
+    "MEMORY UTILIZATION ECC TEMPERATURE POWER CLOCK COMPUTE PIDS PERFORMANCE SUPPORTED_CLOCKS PAGE_RETIREMENT ACCOUNTING "
+    "ENCODER_STATS ROW_REMAPPER VOLTAGE"
+).split()
+
+
+def listing(gpus: list[Gpu]) -> str:
+    return "".join(f"GPU {gpu.index}: {gpu.name} (UUID: {gpu.uuid})\n" for gpu in gpus)
+
+
+def details(gpus: list[Gpu], sections: list[str]) -> str:
+    """`-q`: everything, or the sections asked for with `-d`."""
+
+    def entry(depth: int, label: str, value: object) -> str:
+        return f"{' ' * (4 * depth) + label:<42}: {value}"
+
+    rows = [
+        "",
+        "==============NVSMI LOG==============",
+        "",
+        entry(0, "Timestamp", time.ctime()),
+        entry(0, "Driver Version", DRIVER_VERSION),
+        entry(0, "CUDA Version", CUDA_VERSION),
+        "",
+        entry(0, "Attached GPUs", f"{len(gpus)} (virtual, emulated by gpumem_magic)"),
+    ]
+    for gpu in gpus:
+        rows.append(f"GPU {gpu.bus_id}")
+        if not sections:
+            rows += [
+                entry(1, "Product Name", gpu.name),
+                entry(1, "GPU UUID", gpu.uuid),
+                entry(1, "Minor Number", gpu.index),
+            ]
+        for section in sections or ["MEMORY", "UTILIZATION", "TEMPERATURE", "POWER"]:
+            if section == "MEMORY":
+                rows.append("    FB Memory Usage")
+                for label, mebibytes in (
+                    ("Total", gpu.total),
+                    ("Reserved", gpu.reserved),
+                    ("Used", gpu.used),
+                    ("Free", gpu.free),
+                ):
+                    rows.append(entry(2, label, f"{mebibytes} MiB"))
+            else:
+                rows.append(entry(1, section.replace("_", " ").capitalize(), "N/A"))
+        rows.append("")
+    return "\n".join(rows) + "\n"
+
+
+# --- --query-gpu, --query-compute-apps ------------------------------------------------------------------------------
+
+ALIASES = {
+    "gpu_name": "name",
+    "gpu_uuid": "uuid",
+    "gpu_serial": "serial",
+    "gpu_bus_id": "pci.bus_id",
+    "clocks.gr": "clocks.current.graphics",
+    "clocks.sm": "clocks.current.sm",
+    "clocks.mem": "clocks.current.memory",
+}
+# What a virtual GPU does not have: field -> unit of its column.
+NOT_AVAILABLE = {
+    "serial": "",
+    "pstate": "",
+    "vbios_version": "",
+    "fan.speed": " [%]",
+    "utilization.gpu": " [%]",
+    "utilization.memory": " [%]",
+    "temperature.gpu": "",
+    "temperature.memory": "",
+    "power.draw": " [W]",
+    "power.draw.average": " [W]",
+    "power.draw.instant": " [W]",
+    "power.limit": " [W]",
+    "power.default_limit": " [W]",
+    "power.max_limit": " [W]",
+    "enforced.power.limit": " [W]",
+    "power.management": "",
+    "clocks.current.graphics": " [MHz]",
+    "clocks.current.sm": " [MHz]",
+    "clocks.current.memory": " [MHz]",
+    "clocks.max.graphics": " [MHz]",
+    "clocks.max.sm": " [MHz]",
+    "clocks.max.memory": " [MHz]",
+    "clocks_event_reasons.active": "",
+    "clocks_throttle_reasons.active": "",
+    "ecc.mode.current": "",
+    "ecc.mode.pending": "",
+    "mig.mode.current": "",
+    "mig.mode.pending": "",
+    "display_active": "",
+    "display_attached": "",
+    "display_mode": "",
+    "accounting.mode": "",
+    "driver_model.current": "",
+    "encoder.stats.sessionCount": "",
+    "pcie.link.gen.current": "",
+    "pcie.link.gen.max": "",
+    "pcie.link.width.current": "",
+    "pcie.link.width.max": "",
+}
+MEMORY_FIELDS = ("memory.total", "memory.reserved", "memory.used", "memory.free")
+OTHER_FIELDS = (
+    "timestamp driver_version count name uuid index pci.bus_id pci.domain pci.bus pci.device compute_cap compute_mode "
+    "persistence_mode"
+).split()
+APP_ALIASES = {"name": "process_name", "used_memory": "used_gpu_memory"}
+APP_FIELDS = "timestamp gpu_name gpu_bus_id gpu_serial gpu_uuid pid process_name used_gpu_memory".split()
+
+
+def gpu_value(gpu: Gpu, field: str, count: int, units: bool) -> str:
+    """One cell of `--query-gpu`; the field is known."""
+    if field in NOT_AVAILABLE:
+        return "[N/A]"
+    if field in MEMORY_FIELDS:
+        size: int = getattr(gpu, field.partition(".")[2])
+        return f"{size} MiB" if units else str(size)
+    domain, bus, slot = gpu.bus_id.split(":")
+    now = time.time()
+    return {
+        "timestamp": f"{time.strftime('%Y/%m/%d %H:%M:%S', time.localtime(now))}.{int(now * 1000) % 1000:03}",
+        "driver_version": DRIVER_VERSION,
+        "count": str(count),
+        "name": gpu.name,
+        "uuid": gpu.uuid,
+        "index": str(gpu.index),
+        "pci.bus_id": gpu.bus_id,
+        "pci.domain": f"0x{domain[-4:]}",
+        "pci.bus": f"0x{bus}",
+        "pci.device": f"0x{slot.partition('.')[0]}",
+        "compute_cap": gpu.capability,
+        "compute_mode": "Default",
+        "persistence_mode": "Disabled",
+    }[field]
+
+
+class Stop(Exception):
+    """Ends the program with a text and an exit status."""
+
+    def __init__(self, text: str, status: int) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+def query_fields(text: str, aliases: dict[str, str], known: tuple[str, ...]) -> list[str]:
+    names = [name.strip() for name in text.split(",")]
+    fields = [aliases.get(name, name) for name in names]
+    for name, field in zip(names, fields, strict=True):
+        if field not in known:
+            raise Stop(f'Field "{name}" is not a valid field to query.\n', 2)
+    return fields
+
+
+# --- the command line -----------------------------------------------------------------------------------------------
+
+HELP = """NVIDIA System Management Interface -- virtual (gpumem_magic)
+
+This nvidia-smi answers for the virtual GPUs of gpumem_magic. It is here while they are on; `%gpumem_device off` removes it.
+
+    nvidia-smi [OPTION1 [ARG1]] [OPTION2 [ARG2]] ...
+
+    -h,   --help                 this text
+          --version              what this program claims to be
+    -L,   --list-gpus            the GPUs, with their UUIDs
+    -q,   --query                details; with -d MEMORY (or UTILIZATION, ...) only those
+    -i,   --id=                  only these GPUs: index, UUID or bus id; several after commas
+    -l,   --loop=                again every so many seconds (5), until Ctrl-C
+    -lms, --loop-ms=             again every so many milliseconds, until Ctrl-C
+          --query-gpu=           fields, with --format=csv[,noheader][,nounits]
+          --query-compute-apps=  fields of processes (none are listed), with --format=
+          --help-query-gpu       the fields of --query-gpu
+"""
+# option -> (name, whether it takes a value)
+OPTIONS = {
+    "-h": ("help", False),
+    "--help": ("help", False),
+    "--version": ("version", False),
+    "--help-query-gpu": ("fields", False),
+    "-L": ("list", False),
+    "--list-gpus": ("list", False),
+    "-q": ("query", False),
+    "--query": ("query", False),
+    "-d": ("display", True),
+    "--display": ("display", True),
+    "-i": ("id", True),
+    "--id": ("id", True),
+    "-l": ("loop", True),
+    "--loop": ("loop", True),
+    "-lms": ("loop_ms", True),
+    "--loop-ms": ("loop_ms", True),
+    "--query-gpu": ("query_gpu", True),
+    "--query-compute-apps": ("query_apps", True),
+    "--format": ("format", True),
+}
+ELSEWHERE = (
+    "-x --xml-format -f --filename -B -pm -pl -r -c -e -p -ac -rac -lgc -rgc -mig --gpu-reset dmon daemon pmon topo nvlink "
+    "vgpu mig clocks drain encodersessions replay stats --query-accounted-apps --query-retired-pages "
+    "--query-supported-clocks --query-remapped-rows"
+).split()
+
+
+def parse(arguments: list[str]) -> dict[str, str]:
+    options: dict[str, str] = {}
+    left = list(arguments)
+    while left:
+        argument = left.pop(0)
+        name, equals, value = argument.partition("=")
+        if name in ELSEWHERE:
+            raise Stop(f"'{name}' is not available on a virtual GPU.\n", 3)
+        if name not in OPTIONS or (equals and not OPTIONS[name][1]):
+            raise Stop(f"ERROR: Option {argument} is not recognized. Please run 'nvidia-smi -h' for help.\n", 2)
+        key, takes_value = OPTIONS[name]
+        if takes_value and not equals:
+            if left and not left[0].startswith("-"):
+                value = left.pop(0)
+            elif key == "loop":
+                value = "5"
+            else:
+                raise Stop(f"ERROR: Option {name} needs a value. Please run 'nvidia-smi -h' for help.\n", 2)
+        options[key] = value
+    return options
+
+
+def interval(options: dict[str, str]) -> float | None:
+    """Seconds between two outputs, None for one output."""
+    for key, scale in (("loop_ms", 0.001), ("loop", 1.0)):
+        if key in options:
+            if not options[key].isdecimal() or int(options[key]) == 0:
+                raise Stop(f"Invalid loop interval: {options[key]}\n", 2)
+            return int(options[key]) * scale
+    return None
+
+
+def chosen(gpus: list[Gpu], ids: str | None) -> list[Gpu]:
+    if ids is None:
+        return gpus
+    wanted = [name.strip().casefold() for name in ids.split(",")]
+    found = []
+    for name in wanted:
+        match = [
+            gpu
+            for gpu in gpus
+            if name in (str(gpu.index), gpu.uuid.casefold(), gpu.bus_id.casefold(), gpu.bus_id[4:].casefold())
+        ]
+        if not match:
+            raise Stop("No devices were found\n", 6)
+        found += [gpu for gpu in match if gpu not in found]
+    return sorted(found, key=lambda gpu: gpu.index)
+
+
+def csv(gpus: list[Gpu], options: dict[str, str], count: int, first: bool) -> str:
+    if "format" not in options:
+        raise Stop("\"--format=\" switch is missing. Please run 'nvidia-smi -h' for help.\n", 2)
+    form = {part.strip() for part in options["format"].split(",")}
+    if "csv" not in form or form - {"csv", "noheader", "nounits"}:
+        raise Stop(f"Invalid format: {options['format']}; write csv, csv,noheader or csv,noheader,nounits\n", 2)
+    header = first and "noheader" not in form
+    if "query_apps" in options:
+        fields = query_fields(options["query_apps"], APP_ALIASES, tuple(APP_FIELDS))
+        heads = [f"{field} [MiB]" if field == "used_gpu_memory" else field for field in fields]
+        return ", ".join(heads) + "\n" if header else ""
+    known = (*OTHER_FIELDS, *MEMORY_FIELDS, *NOT_AVAILABLE)
+    fields = query_fields(options["query_gpu"], ALIASES, known)
+    units = [" [MiB]" if field in MEMORY_FIELDS else NOT_AVAILABLE.get(field, "") for field in fields]
+    rows = [", ".join(map("".join, zip(fields, units, strict=True)))] if header else []
+    rows += [", ".join(gpu_value(gpu, field, count, "nounits" not in form) for field in fields) for gpu in gpus]
+    return "\n".join(rows) + "\n"
+
+
+def answer(gpus: list[Gpu], options: dict[str, str], first: bool) -> str:
+    """One output."""
+    some = chosen(gpus, options.get("id"))
+    if "query_gpu" in options or "query_apps" in options:
+        return csv(some, options, len(gpus), first)
+    if "list" in options:
+        return listing(some)
+    if "query" in options:
+        sections = [part.strip().upper() for part in options.get("display", "").split(",") if part.strip()]
+        for section in sections:
+            if section not in SECTIONS:
+                raise Stop(f"ERROR: Section {section} is not known. Known: {', '.join(SECTIONS)}\n", 2)
+        return details(some, sections)
+    if "display" in options or "format" in options:
+        raise Stop("Invalid combination of input arguments. Please run 'nvidia-smi -h' for help.\n", 2)
+    return table(some)
+
+
+def run(path: str, arguments: list[str]) -> int:
+    """Writes what `nvidia-smi ARGUMENTS` would write for the devices in the state file; returns the exit status."""
+    write = sys.stdout.write
+    try:
+        options = parse(arguments)
+        if "help" in options:
+            write(HELP)
+            return 0
+        if "fields" in options:
+            write("\n".join(sorted((*OTHER_FIELDS, *MEMORY_FIELDS, *NOT_AVAILABLE))) + "\n")
+            return 0
+        if "version" in options:
+            write(f"NVIDIA-SMI version  : virtual (gpumem_magic)\nDRIVER version      : {DRIVER_VERSION}\n")
+            write(f"CUDA Version        : {CUDA_VERSION}\n")
+            return 0
+        pause = interval(options)
+        write(answer(read_gpus(path), options, True))
+        while pause is not None:
+            sys.stdout.flush()
+            time.sleep(pause)
+            write(answer(read_gpus(path), options, False))
+        sys.stdout.flush()
+    except Stop as stop:
+        write(f"{stop}\n" if stop.status == 2 else str(stop))
+        return stop.status
+    except BrokenPipeError:
+        raise
+    except OSError:
+        write("The virtual GPU of gpumem_magic is off.\n")
+        return 9
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def main(path: str) -> None:
+    """The program: never returns."""
+    try:
+        status = run(path, sys.argv[1:])
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader left (`nvidia-smi | head -1`): end as a signal would, without Python's complaint about it.
+        import os
+
+        os._exit(141)
+    sys.exit(status)
