@@ -80,6 +80,10 @@ def read_gpus(path: str) -> list[Gpu]:
     raise OSError("unreadable state")
 
 
+def words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
 # --- the table ------------------------------------------------------------------------------------------------------
 
 
@@ -125,10 +129,10 @@ def table(gpus: list[Gpu]) -> str:
 
 # --- -L, -q ---------------------------------------------------------------------------------------------------------
 
-SECTIONS = (
+SECTIONS = words(
     "MEMORY UTILIZATION ECC TEMPERATURE POWER CLOCK COMPUTE PIDS PERFORMANCE SUPPORTED_CLOCKS PAGE_RETIREMENT ACCOUNTING "
     "ENCODER_STATS ROW_REMAPPER VOLTAGE"
-).split()
+)
 
 
 def listing(gpus: list[Gpu]) -> str:
@@ -188,52 +192,33 @@ ALIASES = {
 }
 # What a virtual GPU does not have: field -> unit of its column.
 NOT_AVAILABLE = {
-    "serial": "",
-    "pstate": "",
-    "vbios_version": "",
-    "fan.speed": " [%]",
-    "utilization.gpu": " [%]",
-    "utilization.memory": " [%]",
-    "temperature.gpu": "",
-    "temperature.memory": "",
-    "power.draw": " [W]",
-    "power.draw.average": " [W]",
-    "power.draw.instant": " [W]",
-    "power.limit": " [W]",
-    "power.default_limit": " [W]",
-    "power.max_limit": " [W]",
-    "enforced.power.limit": " [W]",
-    "power.management": "",
-    "clocks.current.graphics": " [MHz]",
-    "clocks.current.sm": " [MHz]",
-    "clocks.current.memory": " [MHz]",
-    "clocks.max.graphics": " [MHz]",
-    "clocks.max.sm": " [MHz]",
-    "clocks.max.memory": " [MHz]",
-    "clocks_event_reasons.active": "",
-    "clocks_throttle_reasons.active": "",
-    "ecc.mode.current": "",
-    "ecc.mode.pending": "",
-    "mig.mode.current": "",
-    "mig.mode.pending": "",
-    "display_active": "",
-    "display_attached": "",
-    "display_mode": "",
-    "accounting.mode": "",
-    "driver_model.current": "",
-    "encoder.stats.sessionCount": "",
-    "pcie.link.gen.current": "",
-    "pcie.link.gen.max": "",
-    "pcie.link.width.current": "",
-    "pcie.link.width.max": "",
+    field: unit
+    for unit, fields in (
+        (
+            "",
+            "serial pstate vbios_version temperature.gpu temperature.memory power.management display_active display_mode",
+        ),
+        ("", "display_attached ecc.mode.current ecc.mode.pending mig.mode.current mig.mode.pending accounting.mode"),
+        (
+            "",
+            "clocks_event_reasons.active clocks_throttle_reasons.active driver_model.current encoder.stats.sessionCount",
+        ),
+        ("", "pcie.link.gen.current pcie.link.gen.max pcie.link.width.current pcie.link.width.max"),
+        (" [%]", "fan.speed utilization.gpu utilization.memory"),
+        (" [W]", "power.draw power.draw.average power.draw.instant power.limit power.default_limit power.max_limit"),
+        (" [W]", "enforced.power.limit"),
+        (" [MHz]", "clocks.current.graphics clocks.current.sm clocks.current.memory"),
+        (" [MHz]", "clocks.max.graphics clocks.max.sm clocks.max.memory"),
+    )
+    for field in fields.split()
 }
 MEMORY_FIELDS = ("memory.total", "memory.reserved", "memory.used", "memory.free")
-OTHER_FIELDS = (
+OTHER_FIELDS = words(
     "timestamp driver_version count name uuid index pci.bus_id pci.domain pci.bus pci.device compute_cap compute_mode "
     "persistence_mode"
-).split()
+)
 APP_ALIASES = {"name": "process_name", "used_memory": "used_gpu_memory"}
-APP_FIELDS = "timestamp gpu_name gpu_bus_id gpu_serial gpu_uuid pid process_name used_gpu_memory".split()
+APP_FIELDS = words("timestamp gpu_name gpu_bus_id gpu_serial gpu_uuid pid process_name used_gpu_memory")
 
 
 def gpu_value(gpu: Gpu, field: str, count: int, units: bool) -> str:
@@ -320,11 +305,11 @@ OPTIONS = {
     "--query-compute-apps": ("query_apps", True),
     "--format": ("format", True),
 }
-ELSEWHERE = (
+ELSEWHERE = words(
     "-x --xml-format -f --filename -B -pm -pl -r -c -e -p -ac -rac -lgc -rgc -mig --gpu-reset dmon daemon pmon topo nvlink "
     "vgpu mig clocks drain encodersessions replay stats --query-accounted-apps --query-retired-pages "
     "--query-supported-clocks --query-remapped-rows"
-).split()
+)
 
 
 def parse(arguments: list[str]) -> dict[str, str]:
@@ -384,7 +369,7 @@ def csv(gpus: list[Gpu], options: dict[str, str], count: int, first: bool) -> st
         raise Stop(f"Invalid format: {options['format']}; write csv, csv,noheader or csv,noheader,nounits\n", 2)
     header = first and "noheader" not in form
     if "query_apps" in options:
-        fields = query_fields(options["query_apps"], APP_ALIASES, tuple(APP_FIELDS))
+        fields = query_fields(options["query_apps"], APP_ALIASES, APP_FIELDS)
         heads = [f"{field} [MiB]" if field == "used_gpu_memory" else field for field in fields]
         return ", ".join(heads) + "\n" if header else ""
     known = (*OTHER_FIELDS, *MEMORY_FIELDS, *NOT_AVAILABLE)
