@@ -1,0 +1,269 @@
+"""The engine: what happens when an operator meets a virtual tensor.
+
+Shapes come from PyTorch's own fake tensors, memory from the emulated allocators, and host tensors stay real: an operator without a
+virtual tensor, and without a device argument that means one, runs as it always does.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn, Protocol
+
+import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    UnsupportedOperatorException,
+)
+
+from gpumem_magic.virtual.mismatch import refuse_mixed_devices
+from gpumem_magic.virtual.modes import DEVICE_QUERY, STATE, HostlessFakeMode, OperatorMode, answer_device
+from gpumem_magic.virtual.storage import StorageTable
+from gpumem_magic.virtual.tensors import VirtualTensor
+
+SPECIAL: dict[Any, Callable[..., Any]] = {}
+
+
+def special(*functions: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Registers a handler ``handler(engine, func, args, kwargs, device)`` for operators whose result is not just a shape."""
+
+    def register(handler: Callable[..., Any]) -> Callable[..., Any]:
+        for function in functions:
+            SPECIAL[function] = handler
+        return handler
+
+    return register
+
+
+class Memory(Protocol):
+    """What the engine asks of the devices."""
+
+    def malloc(self, device: int, nbytes: int) -> int: ...
+
+    def free(self, device: int, address: int) -> None: ...
+
+    def record_stream(self, device: int, address: int, stream: int) -> None: ...
+
+    def after_operator(self, func: Any, device: int) -> None:
+        """Memory that a library takes beside an operator's results, which are there now."""
+
+
+class DeviceGone(RuntimeError):
+    """A tensor of a virtual device was used after the device had been turned off."""
+
+
+class Engine:
+    """Runs operators on virtual tensors. One lock: the allocators and the fake mode's caches have one user at a time."""
+
+    def __init__(self, memory: Memory, device_count: int) -> None:
+        self.lock = threading.RLock()
+        self.memory = memory
+        self.device_count = device_count
+        self.closed_because = ""
+        self.fake = HostlessFakeMode(allow_non_fake_inputs=True)
+        self.fake.engine = self  # type: ignore[attr-defined]
+        self.mode = OperatorMode(self.handle)
+        self.table = StorageTable(memory.malloc, memory.free)
+        self.stand_ins: Counter[tuple[str, int]] = Counter()
+        self.largest_sizes: Counter[str] = Counter()
+        self.attend: Callable[..., Any] = _no_attention
+        self._allocates: dict[Any, bool] = {}
+
+    # ---- tensors
+
+    def wrap(self, meta: torch.Tensor, device: int) -> VirtualTensor:
+        """A virtual tensor around a plain meta tensor, given memory. Raises out of memory as the device would."""
+        tensor: VirtualTensor = FakeTensor.__new__(VirtualTensor, self.fake, meta, torch.device("cuda", device))
+        with torch._C.DisableTorchFunctionSubclass():
+            self.table.drain()
+            self.table.adopt(tensor.untyped_storage(), device)
+        return tensor
+
+    def address_of(self, tensor: VirtualTensor) -> int:
+        with self.lock, torch._C.DisableTorchFunctionSubclass():
+            placement = self.table.find(tensor.untyped_storage())
+            if placement is None or not placement.nbytes:
+                return 0
+            return placement.address + tensor.storage_offset() * tensor.element_size()
+
+    def locate(self, tensor: Any) -> tuple[int, int] | None:
+        """(device index, address) of the tensor's storage, None for host tensors and empty ones."""
+        if not isinstance(tensor, VirtualTensor) or tensor.fake_mode is not self.fake:
+            return None
+        with self.lock, torch._C.DisableTorchFunctionSubclass():
+            placement = self.table.find(tensor.untyped_storage())
+        return (placement.device, placement.address) if placement is not None and placement.nbytes else None
+
+    def record_stream(self, tensor: VirtualTensor, stream: Any) -> None:
+        with self.lock:
+            found = self.locate(tensor)
+            if found is not None:
+                self.memory.record_stream(*found, int(getattr(stream, "cuda_stream", 0)))
+
+    # ---- operators
+
+    def handle(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        if func is DEVICE_QUERY:
+            return answer_device(args[0]) if isinstance(args[0], VirtualTensor) else func(*args, **kwargs)
+        device = device_among(args, kwargs)
+        if device is None:
+            return func(*args, **kwargs)
+        if self.closed_because:
+            raise DeviceGone(self.closed_because)
+        if device >= self.device_count:
+            refuse_device(device)
+        with self.lock:
+            self.table.drain()
+            STATE.last_device = device
+            special_handler = SPECIAL.get(func)
+            if special_handler is not None:
+                return special_handler(self, func, args, kwargs, device)
+            return self.run(func, args, kwargs, device)
+
+    def run(self, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+        """The ordinary way: shape by the fake mode, memory for every storage that is new in the result."""
+        out = self.fake_call(func, args, kwargs)
+        allocates = self._allocates.get(func)
+        if allocates is None:
+            allocates = self._allocates[func] = _may_allocate(func)
+        self.settle(out, allocates)
+        self.memory.after_operator(func, device)
+        return out
+
+    def fake_call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Runs the operator under the fake mode; host tensors among the arguments become fake host tensors."""
+        args, hosts = self._fake_hosts(args)
+        if kwargs:
+            names = list(kwargs)
+            values, more = self._fake_hosts(tuple(kwargs.values()))
+            kwargs = dict(zip(names, values, strict=True))
+            hosts = hosts or more
+        STATE.depth += 1
+        try:
+            if hosts:
+                refuse_mixed_devices(func, args, kwargs)
+            return self.fake.dispatch(func, (), args, kwargs)
+        except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as error:
+            raise NotImplementedError(
+                f"the virtual GPU cannot run {func}: its result depends on values, or it has no shape rule "
+                f"({type(error).__name__}). Run this line on the host, or on a real GPU."
+            ) from None
+        except RuntimeError as error:
+            if type(error).__name__ == "FakeTensorDeviceMismatchError":
+                refuse_mixed_devices(func, args, kwargs, sure=True)
+            raise
+        finally:
+            STATE.depth -= 1
+
+    def settle(self, out: Any, allocates: bool = True) -> None:
+        """Makes virtual tensors of what the fake mode returned, and gives new storages memory."""
+        if isinstance(out, FakeTensor):
+            self._settle_one(out, allocates)
+        elif isinstance(out, (tuple, list)):
+            for leaf in out:
+                if isinstance(leaf, FakeTensor):
+                    self._settle_one(leaf, allocates)
+                elif isinstance(leaf, (tuple, list)):
+                    self.settle(leaf, allocates)
+
+    def _settle_one(self, tensor: FakeTensor, allocates: bool) -> None:
+        device = tensor._fake_device
+        if device.type != "cuda":
+            return
+        if type(tensor) is FakeTensor:
+            tensor.__class__ = VirtualTensor
+        if allocates:
+            self.table.adopt(tensor.untyped_storage(), device.index)
+
+    def _fake_hosts(self, args: Any) -> tuple[Any, bool]:
+        """The arguments with plain host tensors made fake, and whether there were any."""
+        found = False
+        converted = []
+        for arg in args:
+            if isinstance(arg, torch._C.Generator):
+                # Nothing is drawn on a virtual device, and the host's generator must not move.
+                found, arg = True, None
+            elif isinstance(arg, torch.Tensor):
+                if not isinstance(arg, FakeTensor):
+                    found = True
+                    arg = self.fake.from_tensor(arg, static_shapes=True)
+            elif isinstance(arg, (list, tuple)) and arg:
+                inner, more = self._fake_hosts(arg)
+                if more:
+                    found = True
+                    arg = inner if isinstance(arg, tuple) else list(inner)
+            converted.append(arg)
+        return (tuple(converted), True) if found else (args, False)
+
+    @contextmanager
+    def scratch(self, device: int, nbytes: int) -> Iterator[None]:
+        """Memory that a kernel holds while it runs."""
+        address = self.memory.malloc(device, nbytes) if nbytes else 0
+        try:
+            yield
+        finally:
+            if nbytes:
+                self.memory.free(device, address)
+
+    # ---- values that do not exist
+
+    def count_stand_in(self) -> None:
+        """Notes the line of the user's program that reads a value now."""
+        self.stand_ins[users_line()] += 1
+
+
+def _no_attention(*args: Any, **kwargs: Any) -> NoReturn:
+    raise NotImplementedError("this engine has no devices that could choose an attention kernel")
+
+
+def device_among(args: Any, kwargs: Any) -> int | None:
+    """Index of the virtual device that the operator runs on: the first virtual tensor's, else the device argument's."""
+    for arg in args:
+        if isinstance(arg, VirtualTensor):
+            return int(arg._fake_device.index)
+        if isinstance(arg, (list, tuple)):
+            found = device_among(arg, None)
+            if found is not None:
+                return found
+    if kwargs:
+        for arg in kwargs.values():
+            if isinstance(arg, VirtualTensor):
+                return int(arg._fake_device.index)
+            if isinstance(arg, torch.device) and arg.type in ("cuda", "meta"):
+                return STATE.last_device if arg.index is None else arg.index
+            if isinstance(arg, (list, tuple)):
+                found = device_among(arg, None)
+                if found is not None:
+                    return found
+    return None
+
+
+def refuse_device(index: int) -> NoReturn:
+    """The error that CUDA raises for a device number that there is not."""
+    raise torch.AcceleratorError(  # what 2.8 and newer raise
+        f"CUDA error: invalid device ordinal (the virtual machine has no cuda:{index})"
+    )
+
+
+def users_line() -> tuple[str, int]:
+    """(file name, line) of the innermost frame outside of torch and of this package."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if not name.startswith(("torch.", "gpumem_magic.", "contextlib")) and name != "torch":
+            return frame.f_code.co_filename, frame.f_lineno
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    return frame.f_code.co_filename, frame.f_lineno
+
+
+def _may_allocate(func: Any) -> bool:
+    """False where every tensor in the result is an argument of the call, or a view of one, by the operator's schema."""
+    schema = getattr(func, "_schema", None)
+    return schema is None or any(value.alias_info is None for value in schema.returns)

@@ -1,0 +1,258 @@
+"""Making and moving tensors: `torch.zeros(..., device="cuda")`, `tensor.to("cuda")` and their relatives.
+
+Each function is replaced by one that asks whether a virtual device is meant, and otherwise calls the original. A program may keep a
+replaced function (``from torch import zeros``) after the device is off: then it is the original with one question before it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.utils._device
+
+from gpumem_magic.patching import Patches
+from gpumem_magic.virtual.engine import Engine, refuse_device
+from gpumem_magic.virtual.modes import META, STATE, origin, pushed
+from gpumem_magic.virtual.tensors import VirtualTensor
+
+_LIKE = ("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like")
+_NEW = ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros")
+# Factories that must see values: made on the host, then copied, as the real ones are.
+_FROM_VALUES = ("tensor", "as_tensor", "asarray", "scalar_tensor")
+# Factories with no meta version, or whose result needs no device.
+_LEFT_ALONE = ("from_file", "from_numpy", "frombuffer")
+
+
+def _means_meta(device: Any) -> bool:
+    """Whether the program asks for the meta device itself (virtual devices are meta:i to C++, and must not be meant)."""
+    return device == "meta" or (isinstance(device, torch.device) and device.type == "meta")
+
+
+def plain_meta(tensor: VirtualTensor) -> torch.Tensor:
+    """An ordinary meta tensor with the virtual tensor's shape, strides and dtype."""
+    STATE.depth += 1
+    try:
+        return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=META)
+    finally:
+        STATE.depth -= 1
+
+
+class Factories:
+    """The replaced functions, for one engine. `current_device` gives the index that a bare "cuda" means."""
+
+    def __init__(self, engine: Engine, current_device: Callable[[], int]) -> None:
+        self._engine = engine
+        self._current_device = current_device
+
+    def install(self, patches: Patches) -> None:
+        makers = [function for function in torch.utils._device._device_constructors() if hasattr(function, "__name__")]
+        for function in makers:
+            name = function.__name__
+            owner = next((place for place in (torch, torch.fft) if getattr(place, name, None) is function), None)
+            if owner is None or name in _LEFT_ALONE:
+                continue
+            patches.set(owner, name, self._from_values(function) if name in _FROM_VALUES else self._maker(function))
+        for name in _LIKE:
+            patches.set(torch, name, self._maker(getattr(torch, name)))
+        for name in _NEW:
+            patches.set(torch.Tensor, name, self._maker(getattr(torch.Tensor, name)))
+        patches.set(torch.Tensor, "new_tensor", self._from_values(torch.Tensor.new_tensor))
+        patches.set(torch.Tensor, "to", self._to(torch.Tensor.to))
+        patches.set(torch.Tensor, "cuda", self._cuda(torch.Tensor.cuda))
+        patches.set(torch.Tensor, "type_as", self._type_as(torch.Tensor.type_as))
+        patches.set(torch.Tensor, "pin_memory", self._pin_memory(torch.Tensor.pin_memory))
+        patches.set(torch.Tensor, "resize_", self._resized(torch.Tensor.resize_))
+        patches.set(torch.UntypedStorage, "resize_", self._storage_resized(torch.UntypedStorage.resize_))
+        context = torch.utils._device.DeviceContext
+        patches.set(context, "__torch_function__", self._device_context(context.__torch_function__, set(makers)))
+
+    # ---- which device
+
+    def index_of(self, device: Any) -> int | None:
+        """Index of the virtual device that a device argument means; None for any other device, or none."""
+        if device is None or self._engine.closed_because:
+            return None
+        if isinstance(device, str):
+            if not device.startswith("cuda"):
+                return None
+            device = torch.device(device)
+        elif isinstance(device, bool):
+            return None
+        elif isinstance(device, int):
+            device = torch.device("cuda", device)
+        if not isinstance(device, torch.device) or device.type != "cuda":
+            return None
+        index = self._current_device() if device.index is None else device.index
+        if index >= self._engine.device_count:
+            refuse_device(index)
+        return index
+
+    # ---- making
+
+    def _maker(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def make(*args: Any, **kwargs: Any) -> Any:
+            device = kwargs.get("device")
+            if device is None or STATE.depth:
+                return original(*args, **kwargs)
+            index = self.index_of(device)
+            if index is None:
+                if _means_meta(device):
+                    args = tuple(plain_meta(arg) if isinstance(arg, VirtualTensor) else arg for arg in args)
+                return original(*args, **kwargs)
+            return self.make(original, index, args, kwargs)
+
+        return make
+
+    def make(self, original: Callable[..., Any], index: int, args: Any, kwargs: dict[str, Any]) -> Any:
+        """The factory's result on virtual device `index`."""
+        if any(isinstance(arg, VirtualTensor) for arg in args):
+            with origin("factory"), pushed(self._engine.mode):
+                return original(*args, **{**kwargs, "device": torch.device("meta", index)})
+        kwargs = {**kwargs, "device": META}
+        kwargs.pop("generator", None)  # a meta tensor draws nothing, and the device's generator is not the host's
+        kwargs.pop("pin_memory", None)
+        STATE.depth += 1
+        try:
+            meta = original(*args, **kwargs)
+        finally:
+            STATE.depth -= 1
+        with self._engine.lock, origin("factory"):
+            return self._engine.wrap(meta, index)
+
+    def _from_values(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def make(*args: Any, **kwargs: Any) -> Any:
+            if STATE.depth:
+                return original(*args, **kwargs)
+            index = self.index_of(kwargs.get("device"))
+            source = next((arg for arg in args[-1:] if isinstance(arg, VirtualTensor)), None)
+            if index is None and source is None:
+                return original(*args, **kwargs)
+            return self.from_values(original, index, args, kwargs)
+
+        return make
+
+    def from_values(self, original: Callable[..., Any], index: int | None, args: Any, kwargs: dict[str, Any]) -> Any:
+        """`torch.tensor` and its like: the values are gathered on the host, then copied to the device."""
+        data = args[-1] if args else kwargs.get("data")
+        dtype = kwargs.get("dtype")
+        requires_grad = kwargs.get("requires_grad", False)
+        if isinstance(data, VirtualTensor):
+            if kwargs.get("device") is not None and index is None:
+                return data.detach().to(kwargs["device"], dtype or data.dtype).requires_grad_(requires_grad)
+            target = data.device if index is None else torch.device("cuda", index)
+            if original.__name__ in ("as_tensor", "asarray"):
+                return data.to(target, dtype or data.dtype)
+            return data.detach().to(target, dtype or data.dtype, copy=True).requires_grad_(requires_grad)
+        host_kwargs = {name: value for name, value in kwargs.items() if name not in ("device", "requires_grad", "copy")}
+        host = original(*args, **host_kwargs, device=torch.device("cpu"))
+        if index is None:
+            return host.requires_grad_(requires_grad) if requires_grad else host
+        made = host.to(torch.device("cuda", index))
+        return made.detach().requires_grad_(True) if requires_grad else made
+
+    def _device_context(self, original: Callable[..., Any], makers: set[Any]) -> Callable[..., Any]:
+        """`with torch.device("cuda")` and `torch.set_default_device("cuda")`."""
+
+        def answer(context: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            index = self.index_of(context.device) if func in makers and not STATE.depth else None
+            if index is None or (kwargs or {}).get("device") is not None:
+                return original(context, func, types, args, kwargs)
+            name = getattr(func, "__name__", "")
+            maker = self.from_values if name in _FROM_VALUES else self.make
+            return maker(func, index, args, dict(kwargs or {}))
+
+        return answer
+
+    # ---- moving
+
+    def _to(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            if STATE.depth:
+                return original(self, *args, **kwargs)
+            first = args[0] if args else kwargs.get("device", kwargs.get("other"))
+            if isinstance(first, VirtualTensor):
+                args = (first.device, first.dtype, *args[1:])
+                kwargs.pop("other", None)
+                first = first.device
+            elif type(first) is int and not args:
+                kwargs["device"] = first = torch.device("cuda", first)
+            index = factories.index_of(first)
+            if index is None:
+                if isinstance(self, VirtualTensor) and _means_meta(first):
+                    self = plain_meta(self)
+                return original(self, *args, **kwargs)
+            # Not cuda:i: C++ would initialise CUDA, and remember for good that it has.
+            device = torch.device("meta", index)
+            if args:
+                args = (device, *args[1:])
+            else:
+                kwargs["device"] = device
+            with pushed(factories._engine.mode):
+                return original(self, *args, **kwargs)
+
+        factories = self
+        return to
+
+    def _cuda(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def cuda(
+            self: torch.Tensor, device: Any = None, non_blocking: bool = False, memory_format: Any = torch.preserve_format
+        ) -> Any:
+            if factories._engine.closed_because:
+                return original(self, device, non_blocking, memory_format=memory_format)
+            if device is None:
+                device = torch.device("cuda")
+            return self.to(device, non_blocking=non_blocking, memory_format=memory_format)
+
+        factories = self
+        return cuda
+
+    def _type_as(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def type_as(self: torch.Tensor, other: torch.Tensor) -> Any:
+            if STATE.depth or not isinstance(other, VirtualTensor):
+                return original(self, other)
+            return self.to(other.device, other.dtype)
+
+        return type_as
+
+    def _pin_memory(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def pin_memory(self: torch.Tensor, *args: Any) -> Any:
+            """Pinning needs a driver; the tensor is as good for copies to a virtual device as it is."""
+            return original(self, *args) if factories._engine.closed_because else self
+
+        factories = self
+        return pin_memory
+
+    # ---- changing size: dispatch does not see that
+
+    def _resized(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def resize_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            out = original(self, *args, **kwargs)
+            if isinstance(self, VirtualTensor) and not STATE.depth:
+                with engine.lock, torch._C.DisableTorchFunctionSubclass(), origin("factory"):
+                    engine.table.resized(self.untyped_storage())
+            return out
+
+        engine = self._engine
+        return resize_
+
+    def _storage_resized(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def resize_(self: torch.UntypedStorage, size: int) -> Any:
+            out = original(self, size)
+            if not STATE.depth:
+                with engine.lock, origin("factory"):
+                    engine.table.resized(self)
+            return out
+
+        engine = self._engine
+        return resize_

@@ -1,0 +1,83 @@
+"""The few functions of PyTorch through which the virtual GPU must see the program pass: backward, optimizers' grouping, contexts."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from typing import Any
+
+import torch
+import torch._subclasses.fake_tensor
+import torch.autograd.graph
+import torch.optim
+import torch.utils._foreach_utils
+
+from gpumem_magic.patching import Patches
+from gpumem_magic.virtual.engine import Engine
+from gpumem_magic.virtual.modes import STATE, pushed
+from gpumem_magic.virtual.tensors import VirtualTensor
+
+
+def install_engine_hooks(patches: Patches, engine: Engine) -> None:
+    _backward(patches, engine)
+    _fake_tensors(patches)
+    _foreach(patches)
+
+
+def _backward(patches: Patches, engine: Engine) -> None:
+    """C++ makes tensors in a backward pass that come to no virtual tensor's notice: the mode sees them.
+
+    `_engine_run_backward` is the one way into the engine from Python in torch 2.9 to 2.13; `torch.autograd` imports the name.
+    """
+    original = getattr(torch.autograd.graph, "_engine_run_backward", None)
+    if original is None:
+        raise RuntimeError(f"gpumem_magic does not know how torch {torch.__version__} starts a backward pass")
+
+    @functools.wraps(original)
+    def run(t_outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if engine.closed_because or not any(isinstance(output, VirtualTensor) or output.grad_fn for output in t_outputs):
+            return original(t_outputs, *args, **kwargs)
+        first = next((output for output in t_outputs if isinstance(output, VirtualTensor)), None)
+        if first is not None:
+            STATE.last_device = first._fake_device.index
+        STATE.backward += 1
+        try:
+            with pushed(engine.mode):
+                return original(t_outputs, *args, **kwargs)
+        finally:
+            STATE.backward -= 1
+
+    patches.set(torch.autograd.graph, "_engine_run_backward", run)
+    patches.set(torch.autograd, "_engine_run_backward", run)
+
+
+def _fake_tensors(patches: Patches) -> None:
+    """FakeTensor makes a tensor on the real device to warm its context up: there is no real device."""
+    patches.set(torch._subclasses.fake_tensor, "init_gpu_context", lambda device: None)
+
+
+def _foreach(patches: Patches) -> None:
+    """Optimizers take their grouped (foreach) path only for tensor types that they know, and group by the device that C++ sees."""
+    # `torch.optim` hides its submodule's name.
+    for module in (importlib.import_module("torch.optim.optimizer"), torch.utils._foreach_utils):
+        known = module._foreach_supported_types
+        patches.set(module, "_foreach_supported_types", [*known, VirtualTensor])
+
+    original = torch._C._group_tensors_by_device_and_dtype
+
+    def group(tensors: Any, with_indices: bool = False) -> Any:
+        groups = original(tensors, with_indices)
+        return {(_as_python_sees(device, lists), dtype): (lists, indices)
+                for (device, dtype), (lists, indices) in groups.items()}  # fmt: skip
+
+    patches.set(torch._C, "_group_tensors_by_device_and_dtype", group)
+
+
+def _as_python_sees(device: torch.device, lists: Any) -> torch.device:
+    for tensors in lists:
+        for tensor in tensors:
+            if isinstance(tensor, VirtualTensor):
+                return tensor.device
+            if tensor is not None:
+                return device
+    return device

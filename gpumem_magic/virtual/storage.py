@@ -1,0 +1,94 @@
+"""Which storages live in which device's memory: a storage seen for the first time is an allocation, its end is the free.
+
+Views share storages, so they cost nothing, as on a device. A storage ends when garbage collection says so, in any thread and even
+inside the allocator; such frees wait in a queue, and are done at the next operation or reading, in the order in which they came.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+
+class _Watch(weakref.ref[Any]):
+    """A weak reference to a storage which knows the storage's key after its death."""
+
+    __slots__ = ("key",)
+    key: int
+
+
+class Placement:
+    """Where a storage's memory is: device index, address, bytes asked for (the storage's size then)."""
+
+    __slots__ = ("address", "device", "nbytes", "watch")
+
+    def __init__(self, device: int, address: int, nbytes: int, watch: _Watch) -> None:
+        self.device = device
+        self.address = address
+        self.nbytes = nbytes
+        self.watch = watch
+
+
+class StorageTable:
+    """The placements of all live device storages, by the storage's own identity (`_cdata`).
+
+    malloc(device, nbytes) -> address and free(device, address) are the devices' allocators. Not safe for threads by itself: the
+    virtual machine's lock is held around every call, except that storages may end at any time.
+    """
+
+    def __init__(self, malloc: Callable[[int, int], int], free: Callable[[int, int], None]) -> None:
+        self._malloc = malloc
+        self._free = free
+        self._placements: dict[int, Placement] = {}
+        self._ended: deque[_Watch] = deque()
+
+    def __len__(self) -> int:
+        return len(self._placements)
+
+    def drain(self) -> None:
+        """Frees what ended since the last time."""
+        while self._ended:
+            watch = self._ended.popleft()
+            placement = self._placements.get(watch.key)
+            if placement is not None and placement.watch is watch:
+                del self._placements[watch.key]
+                if placement.nbytes:
+                    self._free(placement.device, placement.address)
+
+    def adopt(self, storage: Any, device: int) -> bool:
+        """Gives the storage memory on the device, unless it has some. True if it is new.
+
+        Raises what malloc raises, and then nothing has changed.
+        """
+        key = storage._cdata
+        known = self._placements.get(key)
+        if known is not None:
+            return False
+        nbytes = storage.nbytes()
+        address = self._malloc(device, nbytes) if nbytes else 0
+        self._watch(storage, key, device, address, nbytes)
+        return True
+
+    def resized(self, storage: Any) -> None:
+        """After the storage's size changed: new memory, then the old is given back, as the device does it."""
+        placement = self._placements.get(storage._cdata)
+        if placement is None:
+            return
+        nbytes = storage.nbytes()
+        if nbytes == placement.nbytes:
+            return
+        address = self._malloc(placement.device, nbytes) if nbytes else 0
+        if placement.nbytes:
+            self._free(placement.device, placement.address)
+        placement.address = address
+        placement.nbytes = nbytes
+
+    def find(self, storage: Any) -> Placement | None:
+        return self._placements.get(storage._cdata)
+
+    def _watch(self, storage: Any, key: int, device: int, address: int, nbytes: int) -> None:
+        watch = _Watch(storage, self._ended.append)
+        watch.key = key
+        self._placements[key] = Placement(device, address, nbytes, watch)

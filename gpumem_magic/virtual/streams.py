@@ -1,0 +1,215 @@
+"""Streams, events, generators and device contexts of the virtual GPU: they keep their places, and do nothing."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from typing import Any
+
+import torch
+
+_stream_ids = itertools.count(1)
+
+
+class StreamState(threading.local):
+    """Each thread's current device and current streams, as in CUDA."""
+
+    device = 0
+
+    def __init__(self) -> None:
+        self.streams: dict[int, Stream] = {}
+
+
+CURRENT = StreamState()
+
+
+def device_index(device: Any) -> int:
+    """The index that a device argument means (int, "cuda:1", torch.device, None for the current one).
+
+    Raises ValueError for a device that is not CUDA.
+    """
+    if device is None:
+        return CURRENT.device
+    if isinstance(device, int):
+        return CURRENT.device if device < 0 else device
+    if isinstance(device, str):
+        device = torch.device(device)
+    if device.type != "cuda":
+        raise ValueError(f"Expected a cuda device, but got: {device}")
+    return CURRENT.device if device.index is None else int(device.index)
+
+
+class Stream:
+    """Stands for `torch.cuda.Stream`. Memory belongs to the stream that it was first allocated on, as on a device."""
+
+    def __init__(self, device: Any = None, priority: int = 0, **kwargs: Any) -> None:
+        self.device = torch.device("cuda", device_index(device))
+        self.device_index = self.device.index
+        self.device_type = 1
+        self.priority = priority
+        self.cuda_stream = kwargs.get("_id", next(_stream_ids))
+        self.stream_id = self.cuda_stream
+        self._outer: list[Stream] = []
+
+    def wait_event(self, event: Any) -> None: ...
+
+    def wait_stream(self, stream: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def is_capturing(self) -> bool:
+        return False
+
+    def record_event(self, event: Event | None = None) -> Event:
+        event = Event() if event is None else event
+        event.record(self)
+        return event
+
+    def __enter__(self) -> Stream:
+        self._outer.append(current_stream(self.device))
+        CURRENT.streams[self.device_index] = self
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        CURRENT.streams[self.device_index] = self._outer.pop()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Stream) and (self.cuda_stream, self.device) == (other.cuda_stream, other.device)
+
+    def __hash__(self) -> int:
+        return hash((self.cuda_stream, self.device))
+
+    def __repr__(self) -> str:
+        return f"<torch.cuda.Stream device={self.device} cuda_stream={self.cuda_stream:#x}>"
+
+
+class ExternalStream(Stream):
+    """Stands for `torch.cuda.ExternalStream`."""
+
+    def __init__(self, stream_ptr: int, device: Any = None, **kwargs: Any) -> None:
+        super().__init__(device, _id=stream_ptr)
+
+
+class Event:
+    """Stands for `torch.cuda.Event`. Nothing runs on a device, so the time between two is the host's."""
+
+    def __init__(
+        self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False, external: bool = False
+    ) -> None:
+        self.cuda_event = 0
+        self.device = torch.device("cuda", CURRENT.device)
+        self._at: float | None = None
+
+    def record(self, stream: Any = None) -> None:
+        self._at = time.perf_counter()
+
+    def wait(self, stream: Any = None) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, end_event: Event) -> float:
+        """Host milliseconds between the two records."""
+        if self._at is None or end_event._at is None:
+            raise RuntimeError("Both events must be recorded before calculating elapsed time.")
+        return (end_event._at - self._at) * 1000
+
+
+class StreamContext:
+    """Stands for `torch.cuda.StreamContext` (``with torch.cuda.stream(s)``)."""
+
+    def __init__(self, stream: Stream | None) -> None:
+        self.stream = stream
+
+    def __enter__(self) -> None:
+        if self.stream is not None:
+            self._device = CURRENT.device
+            CURRENT.device = self.stream.device_index
+            self.stream.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        if self.stream is not None:
+            self.stream.__exit__()
+            CURRENT.device = self._device
+
+
+def current_stream(device: Any = None) -> Stream:
+    index = device_index(device)
+    stream = CURRENT.streams.get(index)
+    return Stream(index, _id=0) if stream is None else stream
+
+
+def default_stream(device: Any = None) -> Stream:
+    return Stream(device_index(device), _id=0)
+
+
+def set_stream(stream: Stream | None) -> None:
+    if stream is not None:
+        CURRENT.device = stream.device_index
+        CURRENT.streams[stream.device_index] = stream
+
+
+class DeviceContext:
+    """Stands for `torch.cuda.device` (``with torch.cuda.device(1)``). None and negative numbers change nothing."""
+
+    def __init__(self, device: Any) -> None:
+        self.idx = -1 if device is None else device_index(device)
+        self.prev_idx = -1
+
+    def __enter__(self) -> None:
+        self.prev_idx = CURRENT.device
+        if self.idx >= 0:
+            CURRENT.device = self.idx
+
+    def __exit__(self, *error: object) -> None:
+        CURRENT.device = self.prev_idx
+
+
+class DeviceOf(DeviceContext):
+    """Stands for `torch.cuda.device_of`."""
+
+    def __init__(self, tensor: Any) -> None:
+        super().__init__(tensor.get_device() if getattr(tensor, "is_cuda", False) else None)
+
+
+class _GeneratorKind(type(torch.Generator)):  # type: ignore[misc]
+    """``isinstance(g, torch.Generator)`` holds for every generator while the name is replaced."""
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, torch._C.Generator)
+
+
+class Generator(torch.Generator, metaclass=_GeneratorKind):
+    """A generator on a virtual device: it has a seed and a state, and nothing draws from it."""
+
+    def __new__(cls, device: Any = None) -> Any:
+        target = torch.device("cuda", device) if isinstance(device, int) else torch.device(device or "cpu")
+        if target.type != "cuda":
+            return torch._C.Generator(device=target)
+        generator = super().__new__(cls, device=torch.device("cpu"))
+        generator._index = device_index(target)
+        return generator
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cuda", self._index)
+
+    def get_state(self) -> torch.Tensor:
+        """Seed and offset, 16 bytes, as CUDA's generator has them."""
+        return rng_state(self.initial_seed())
+
+    def set_state(self, state: torch.Tensor) -> Any:
+        self.manual_seed(int(state.view(torch.int64)[0]))
+        return self
+
+
+def rng_state(seed: int) -> torch.Tensor:
+    """The state of a CUDA generator with this seed and offset 0: 16 bytes."""
+    signed = seed - (1 << 64) if seed >= 1 << 63 else seed
+    return torch._C._VariableFunctions.tensor([signed, 0], dtype=torch.int64).view(torch.uint8)

@@ -1,0 +1,186 @@
+"""The virtual tensor: shape, dtype and storage identity on a virtual device, and no data."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from gpumem_magic.virtual.modes import DEVICE_QUERY, answer_device, pushed
+
+if TYPE_CHECKING:
+    from gpumem_magic.virtual.engine import Engine
+
+
+def engine_of(tensor: VirtualTensor) -> Engine:
+    engine: Engine = tensor.fake_mode.engine  # type: ignore[attr-defined]
+    return engine
+
+
+class VirtualTensor(FakeTensor):
+    """A tensor on ``cuda:i`` of the virtual GPU.
+
+    A fake tensor of PyTorch's own whose class was changed after it was made: `FakeTensor` itself stays as it is, for
+    torch.compile and whoever else uses it.
+    """
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        engine = _engine_among(args, kwargs)
+        if engine is None or any(_speaks_for_itself(kind) for kind in types):
+            return NotImplemented
+        with pushed(engine.mode):
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func is DEVICE_QUERY:
+            return answer_device(args[0])
+        engine = _engine_among(args, kwargs)
+        if engine is None:
+            return NotImplemented
+        with torch._C.DisableTorchFunctionSubclass():
+            return engine.handle(func, types, args, kwargs or {})
+
+    @property
+    def is_cuda(self) -> bool:  # type: ignore[override]
+        return True
+
+    @property
+    def is_meta(self) -> bool:  # type: ignore[override]
+        return False
+
+    @property
+    def is_cpu(self) -> bool:  # type: ignore[override]
+        return False
+
+    def get_device(self) -> int:
+        return int(self._fake_device.index)
+
+    def data_ptr(self) -> int:
+        """The address that the emulated allocator gave, plus the view's offset: for comparing, never for reading."""
+        return engine_of(self).address_of(self)
+
+    def const_data_ptr(self) -> int:
+        return self.data_ptr()
+
+    def tolist(self) -> Any:
+        """Stand-in values in the tensor's shape."""
+        return self.cpu().tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        if force:
+            return self.detach().cpu().resolve_conj().resolve_neg().numpy()
+        raise TypeError(
+            f"can't convert {self.device} device type tensor to numpy. Use Tensor.cpu() to copy the tensor to host memory first."
+        )
+
+    def __array__(self, dtype: Any = None) -> Any:
+        return self.numpy()
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        shape = tuple(self.shape)
+        words = [f"size={shape}", f"dtype={str(self.dtype).removeprefix('torch.')}", f"device='{self.device}'"]
+        if self.grad_fn is not None:
+            words.append(f"grad_fn=<{type(self.grad_fn).__name__}>")
+        elif self.requires_grad:
+            words.append("requires_grad=True")
+        text = f"tensor(..., {', '.join(words)})  # virtual GPU: no values"
+        return f"Parameter containing:\n{text}" if isinstance(self, torch.nn.Parameter) else text
+
+    __str__ = __repr__
+
+    def __format__(self, spec: str) -> str:
+        if self.dim() == 0:
+            return format(self.item(), spec)
+        return object.__format__(self, spec)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if id(self) in memo:
+            return memo[id(self)]
+        if not self.is_leaf:
+            raise RuntimeError(
+                "Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol at the moment.  "
+                "If you were attempting to deepcopy a module, this may be because of a torch.nn.utils.weight_norm usage"
+            )
+        with torch.no_grad():
+            copy = self.detach().clone()
+        if isinstance(self, torch.nn.Parameter):
+            copy = torch.nn.Parameter(copy, requires_grad=self.requires_grad)
+        else:
+            copy.requires_grad_(self.requires_grad)
+        memo[id(self)] = copy
+        if self.grad is not None:
+            copy.grad = self.grad.__deepcopy__(memo)
+        return copy
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickles as a host tensor of zeros: there are no values. `torch.save` has its own, careful way (see `saving`)."""
+        return self.detach().cpu().requires_grad_(self.requires_grad).__reduce_ex__(protocol)
+
+    def pin_memory(self, *args: Any) -> Any:
+        raise RuntimeError(f"cannot pin '{self.type()}' only dense CPU tensors can be pinned")
+
+    def is_pinned(self, *args: Any) -> bool:
+        return False
+
+    def record_stream(self, stream: Any) -> None:
+        engine_of(self).record_stream(self, stream)
+
+    def type(self, dtype: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
+        if dtype is not None:
+            return super().type(dtype, non_blocking, **kwargs)
+        return _TYPE_NAMES.get(self.dtype, f"torch.cuda.{self.dtype}")
+
+    def share_memory_(self) -> Any:
+        return self
+
+    @property
+    def __cuda_array_interface__(self) -> Any:
+        raise AttributeError("a tensor on a virtual GPU has no memory to share")
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
+        raise BufferError("a tensor on a virtual GPU has no memory to share")
+
+
+_TYPE_NAMES = {
+    torch.float32: "torch.cuda.FloatTensor",
+    torch.float64: "torch.cuda.DoubleTensor",
+    torch.float16: "torch.cuda.HalfTensor",
+    torch.bfloat16: "torch.cuda.BFloat16Tensor",
+    torch.uint8: "torch.cuda.ByteTensor",
+    torch.int8: "torch.cuda.CharTensor",
+    torch.int16: "torch.cuda.ShortTensor",
+    torch.int32: "torch.cuda.IntTensor",
+    torch.int64: "torch.cuda.LongTensor",
+    torch.bool: "torch.cuda.BoolTensor",
+}
+
+# Tensor's own handler and Parameter's: anything else that overrides functions must get its turn first.
+_PLAIN_HANDLERS = {torch.Tensor.__torch_function__.__func__, VirtualTensor.__torch_function__.__func__}  # type: ignore[attr-defined]
+
+
+def _speaks_for_itself(kind: type) -> bool:
+    handler = kind.__torch_function__  # type: ignore[attr-defined]
+    return (
+        getattr(handler, "__func__", None) not in _PLAIN_HANDLERS and handler is not torch._C._disabled_torch_function_impl
+    )
+
+
+def _engine_among(args: Any, kwargs: Any) -> Engine | None:
+    """The engine of the first virtual tensor among the arguments, lists and tuples included."""
+    for arg in args:
+        if isinstance(arg, VirtualTensor):
+            return engine_of(arg)
+        if isinstance(arg, (list, tuple)):
+            found = _engine_among(arg, None)
+            if found is not None:
+                return found
+    for arg in (kwargs or {}).values():
+        found = _engine_among((arg,), None)
+        if found is not None:
+            return found
+    return None
