@@ -1,0 +1,98 @@
+"""The memory of one emulated device, as the driver hands it out: how much is free, and at which addresses."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from typing import Protocol
+
+from gpumem_magic.units import MIB
+
+# Where CUDA's allocations usually lie, so that addresses look like a GPU's.
+BASE_ADDRESS = 0x7F0000000000
+ALIGNMENT = 2 * MIB
+
+
+class Addresses(Protocol):
+    """Who decides at which address a new segment lies."""
+
+    def take(self, size: int) -> int:
+        """An address with `size` free bytes behind it."""
+
+    def claim(self, address: int, size: int) -> None:
+        """Marks a range as taken that something else chose."""
+
+    def give_back(self, address: int) -> None:
+        """The range that starts at `address` is free again."""
+
+
+class FirstFitAddresses:
+    """The lowest 2 MiB-aligned address with room from a base up, freed ranges included: close to what cudaMalloc does."""
+
+    def __init__(self, base: int = BASE_ADDRESS) -> None:
+        self._base = base
+        self._starts: list[int] = []
+        self._ends: dict[int, int] = {}
+        # No gap lies below this address, so that a search need not start from the base each time.
+        self._no_gap_below = base
+
+    def take(self, size: int) -> int:
+        span = -(-size // ALIGNMENT) * ALIGNMENT
+        address = self._no_gap_below
+        first_gap: int | None = None
+        for start in self._starts[bisect_left(self._starts, address) :]:
+            if start - address >= span:
+                break
+            if first_gap is None and start > address:
+                first_gap = address
+            address = max(address, self._ends[start])
+        self.claim(address, size)
+        self._no_gap_below = address + span if first_gap is None else first_gap
+        return address
+
+    def claim(self, address: int, size: int) -> None:
+        end = -(-(address + size) // ALIGNMENT) * ALIGNMENT
+        insort(self._starts, address)
+        self._ends[address] = end
+        if address <= self._no_gap_below < end:
+            self._no_gap_below = end
+
+    def give_back(self, address: int) -> None:
+        """Raises KeyError where nothing was taken at `address`."""
+        del self._ends[address]
+        del self._starts[bisect_left(self._starts, address)]
+        self._no_gap_below = min(self._no_gap_below, max(address, self._base))
+
+
+class DeviceMemory:
+    """One device's memory, in bytes.
+
+    total: what cudaMemGetInfo reports. outside: what is in use beside the allocator (this process's CUDA context, other
+    processes); may be changed at any time. reserved: what `allocate` has handed out.
+    """
+
+    def __init__(self, total: int, outside: int = 0, addresses: Addresses | None = None) -> None:
+        self.total = total
+        self.outside = outside
+        self.reserved = 0
+        self.addresses: Addresses = FirstFitAddresses() if addresses is None else addresses
+
+    @property
+    def free(self) -> int:
+        return max(0, self.total - self.outside - self.reserved)
+
+    def allocate(self, size: int) -> int | None:
+        """The address of `size` new bytes, or None where they are not free, as when cudaMalloc fails."""
+        if size > self.free:
+            return None
+        self.reserved += size
+        return self.addresses.take(size)
+
+    def adopt(self, address: int, size: int) -> None:
+        """Counts `size` bytes at `address` as handed out, whether they are free or not (a state from elsewhere)."""
+        self.addresses.claim(address, size)
+        self.reserved += size
+
+    def release(self, address: int, size: int) -> None:
+        """Takes back what `allocate` handed out. Raises KeyError for an address that it did not."""
+        self.addresses.give_back(address)
+        self.reserved -= size

@@ -1,0 +1,168 @@
+"""`PYTORCH_CUDA_ALLOC_CONF`: the text of the environment variable to `AllocatorSettings`.
+
+Options that change placement and are not emulated are not honoured in silence: they come back as notes for the reader.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+from gpumem_magic.snapshot.rules import DEFAULT_SETTINGS, INTERVALS, AllocatorSettings
+from gpumem_magic.units import MIB
+
+__all__ = ["AllocatorSettings", "parse", "parse_with_notes"]
+
+_SMALLEST_SIZE_MB = 20
+# They change speed or pinned host memory, never where a block on the device lies.
+_WITHOUT_EFFECT_ON_PLACEMENT = frozenset(
+    {
+        "graph_capture_record_stream_reuse",
+        "pinned_free_catch_all",
+        "pinned_max_cached_size",
+        "pinned_max_round_threshold",
+        "pinned_num_register_threads",
+        "pinned_reserve_segment_size_mb",
+        "pinned_use_background_threads",
+        "pinned_use_cuda_host_register",
+        "release_lock_on_cudamalloc",
+        "release_lock_on_hipmalloc",
+    }
+)
+
+
+def parse(text: str) -> AllocatorSettings:
+    """The settings of a text such as ``max_split_size_mb:128,garbage_collection_threshold:0.8``; empty is the default.
+
+    Raises ValueError, naming the option, where PyTorch would refuse the text.
+    """
+    return parse_with_notes(text)[0]
+
+
+def parse_with_notes(text: str) -> tuple[AllocatorSettings, list[str]]:
+    """The settings, and one sentence for each option that was understood but is not emulated. Raises as `parse` does."""
+    settings = DEFAULT_SETTINGS
+    notes: list[str] = []
+    for name, value in _options(text):
+        if name == "max_split_size_mb":
+            settings = replace(settings, max_split_size=_size_mb(name, value))
+        elif name == "max_non_split_rounding_mb":
+            settings = replace(settings, max_non_split_rounding=_size_mb(name, value))
+        elif name == "large_segment_size_mb":
+            settings = replace(settings, large_segment_size=_segment_size_mb(name, value))
+        elif name == "garbage_collection_threshold":
+            settings = replace(settings, garbage_collection_threshold=_threshold(name, value))
+        elif name == "roundup_power2_divisions":
+            settings = replace(settings, roundup_power2_divisions=_divisions(name, value))
+        elif name == "expandable_segments":
+            if _boolean(name, value):
+                notes.append("expandable_segments:True is not emulated: segments keep the size they were opened with.")
+        elif name == "backend":
+            if value not in ("native", "cudaMallocAsync"):
+                raise ValueError(f"backend must be native or cudaMallocAsync, not {value!r}")
+            if value == "cudaMallocAsync":
+                notes.append("backend:cudaMallocAsync is not emulated: the native allocator's rules are used.")
+        elif name == "per_process_memory_fraction":
+            fraction = _number(name, value)
+            if not 0.0 <= fraction <= 1.0:
+                raise ValueError(f"per_process_memory_fraction must be between 0 and 1, not {value}")
+            notes.append("per_process_memory_fraction is not read from here: set_per_process_memory_fraction sets it.")
+        elif name == "throw_on_cudamalloc_oom":
+            if _boolean(name, value):
+                notes.append("throw_on_cudamalloc_oom:True is not emulated: cached memory is released before failing.")
+        elif name not in _WITHOUT_EFFECT_ON_PLACEMENT:
+            raise ValueError(f"unknown option {name!r} in PYTORCH_CUDA_ALLOC_CONF")
+    return settings, notes
+
+
+def _options(text: str) -> list[tuple[str, str]]:
+    """Splits at the commas that are not within a list's brackets."""
+    compact = re.sub(r"\s+", "", text)
+    options = []
+    for part in re.split(r",(?![^\[]*\])", compact):
+        if not part:
+            continue
+        name, colon, value = part.partition(":")
+        if not (name and colon and value):
+            raise ValueError(f"expected name:value in PYTORCH_CUDA_ALLOC_CONF, not {part!r}")
+        options.append((name, value))
+    return options
+
+
+def _integer(name: str, value: str) -> int:
+    if not re.fullmatch(r"[0-9]+", value):
+        raise ValueError(f"{name} must be a whole number, not {value!r}")
+    return int(value)
+
+
+def _number(name: str, value: str) -> float:
+    try:
+        return float(value)
+    except ValueError:
+        raise ValueError(f"{name} must be a number, not {value!r}") from None
+
+
+def _boolean(name: str, value: str) -> bool:
+    if value not in ("True", "False"):
+        raise ValueError(f"{name} must be True or False, not {value!r}")
+    return value == "True"
+
+
+def _size_mb(name: str, value: str) -> int:
+    size = _integer(name, value)
+    if size < _SMALLEST_SIZE_MB:
+        raise ValueError(f"{name} must be at least {_SMALLEST_SIZE_MB}, not {value}")
+    return size * MIB
+
+
+def _segment_size_mb(name: str, value: str) -> int:
+    # Requests below 10 MiB share this segment, so a smaller one could not hold them.
+    size = _integer(name, value)
+    if size < 10:
+        raise ValueError(f"{name} must be at least 10, not {value}")
+    return size * MIB
+
+
+def _threshold(name: str, value: str) -> float:
+    threshold = _number(name, value)
+    if not 0.0 < threshold < 1.0:
+        raise ValueError(f"{name} must be between 0 and 1, both excluded, not {value}")
+    return threshold
+
+
+def _power_of_two(value: int) -> bool:
+    return value > 0 and value & (value - 1) == 0
+
+
+def _divisions(name: str, value: str) -> tuple[int, ...]:
+    """``8`` for all intervals, or ``[256:1,512:2,>:8]``: keys are MiB; the first also fills what lies below it, and ``>``
+    what lies above the last."""
+    if not value.startswith("["):
+        number = _integer(name, value)
+        if not _power_of_two(number):
+            raise ValueError(f"{name} must be a power of two, not {value}")
+        return (number,) * INTERVALS
+    if not value.endswith("]"):
+        raise ValueError(f"{name} has an opening bracket without a closing one: {value!r}")
+    divisions = [0] * INTERVALS
+    last: int | None = None
+    for entry in filter(None, value[1:-1].split(",")):
+        key, colon, text = entry.partition(":")
+        if not colon:
+            raise ValueError(f"{name} expects size:divisions in its list, not {entry!r}")
+        number = _integer(name, text)
+        if number and not _power_of_two(number):
+            raise ValueError(f"{name} must be 0 or a power of two, not {text}")
+        if key == ">":
+            start = 0 if last is None else last + 1
+            divisions[start:] = [number] * (INTERVALS - start)
+            continue
+        size = _integer(name, key)
+        if not _power_of_two(size):
+            raise ValueError(f"{name} expects sizes that are powers of two, not {key}")
+        index = min(size.bit_length() - 1, INTERVALS - 1)
+        if last is None:
+            divisions[:index] = [number] * index
+        divisions[index] = number
+        last = index
+    return tuple(divisions)

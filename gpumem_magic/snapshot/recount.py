@@ -1,0 +1,270 @@
+"""One walk through a trace: when each block lived, how big it was, and the bytes allocated, requested and reserved."""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from gpumem_magic.snapshot.model import ACTIVE, INACTIVE, Segment, TraceEvent
+from gpumem_magic.snapshot.rules import AllocatorSettings, pool_of, pool_of_segment, round_size, should_split
+
+
+@dataclass
+class Life:
+    """A block's life while it is being counted; see `Allocation` for the meaning of each field."""
+
+    address: int
+    requested: int
+    size: int
+    stream: int
+    born: int
+    freed: int | None = None
+    completed: int | None = None
+
+
+@dataclass
+class Extent:
+    """Memory from the driver in one piece: a segment, or a mapped range of an expandable one.
+
+    It is there at the positions after event `born` (-1: from the start) up to event `gone` (None: to the end).
+    """
+
+    device: int
+    address: int
+    size: int
+    stream: int
+    pool: str
+    expandable: bool
+    born: int
+    gone: int | None = None
+
+    def holds(self, position: int) -> bool:
+        return self.born < position and (self.gone is None or self.gone >= position)
+
+    def joins(self, other: Extent) -> bool:
+        return (
+            self.expandable
+            and other.expandable
+            and self.stream == other.stream
+            and self.pool == other.pool
+            and self.address + self.size == other.address
+        )
+
+    def with_size(self, size: int) -> Extent:
+        return replace(self, size=size)
+
+
+class Recount:
+    """Lives, extents, and for each position the bytes; see `Timeline`."""
+
+    def __init__(self, start: Sequence[Segment], events: Sequence[TraceEvent], settings: AllocatorSettings) -> None:
+        self.lives: list[Life] = []
+        self.extents: list[Extent] = []
+        self.unmatched = 0
+        self.unplaced = 0
+        self.allocated = array("q", [0])
+        self.reserved = array("q", [0])
+        self.requested = array("q", [0])
+        self._settings = settings
+        self._device = start[0].device if start else 0
+        # What is there now: extents by their address, and the blocks in use by theirs, each with a sorted list of addresses.
+        self._extents: dict[int, Extent] = {}
+        self._extent_starts: list[int] = []
+        self._used: dict[int, Life] = {}
+        self._used_starts: list[int] = []
+        self._unknown_frees: set[int] = set()
+        self._now_allocated = self._now_reserved = self._now_requested = 0
+        for segment in start:
+            self._begin(segment)
+        self._note(0)
+        steps = {
+            "alloc": self._alloc,
+            "free_requested": self._free_requested,
+            "free_completed": self._free_completed,
+            "segment_alloc": self._segment_alloc,
+            "segment_map": self._segment_map,
+            "segment_free": self._unmap,
+            "segment_unmap": self._unmap,
+        }
+        for index, event in enumerate(events):
+            step = steps.get(event.action)
+            if step is not None:
+                step(index, event)
+            self.allocated.append(self._now_allocated)
+            self.reserved.append(self._now_reserved)
+            self.requested.append(self._now_requested)
+
+    def _note(self, position: int) -> None:
+        self.allocated[position] = self._now_allocated
+        self.reserved[position] = self._now_reserved
+        self.requested[position] = self._now_requested
+
+    def _begin(self, segment: Segment) -> None:
+        self._add_extent(
+            Extent(
+                segment.device,
+                segment.address,
+                segment.total_size,
+                segment.stream,
+                segment.segment_type,
+                segment.is_expandable,
+                -1,
+            )
+        )
+        for block in segment.blocks:
+            if block.state == INACTIVE:
+                continue
+            life = Life(block.address, block.requested_size, block.size, segment.stream, -1)
+            self._add_life(life)
+            if block.state != ACTIVE:
+                self._end_allocation(life, -1)
+
+    # Blocks.
+
+    def _alloc(self, index: int, event: TraceEvent) -> None:
+        rounded = round_size(event.size, self._settings)
+        for life in self._overlapping(event.address, rounded):
+            # Its free is missing (a filtered trace, or one whose oldest events were dropped): it ended here at the latest.
+            self.unmatched += 1
+            self._end(life, index)
+        size = self._block_size(event.address, rounded)
+        self._add_life(Life(event.address, event.size, size, event.stream, index))
+
+    def _block_size(self, address: int, rounded: int) -> int:
+        """The block that a request was given: the free piece that starts at the address, or the part cut off for it."""
+        extent = self._extent_of(address)
+        if extent is None:
+            self.unplaced += 1
+            return rounded
+        remaining = self._free_end(extent, address) - address - rounded
+        if remaining <= 0 or should_split(
+            remaining, rounded, pool_of(rounded), self._settings, expandable=extent.expandable
+        ):
+            return rounded
+        return rounded + remaining
+
+    def _free_end(self, extent: Extent, address: int) -> int:
+        """Where the free piece that starts at an address ends: at the next block in use, or with its extents."""
+        end = extent.address + extent.size
+        while extent.expandable and (following := self._extents.get(end)) is not None and extent.joins(following):
+            extent = following
+            end += following.size
+        index = bisect_right(self._used_starts, address)
+        if index < len(self._used_starts):
+            end = min(end, self._used_starts[index])
+        return end
+
+    def _free_requested(self, index: int, event: TraceEvent) -> None:
+        life = self._used.get(event.address)
+        if life is None or life.freed is not None:
+            self.unmatched += 1
+            self._unknown_frees.add(event.address)
+            return
+        self._end_allocation(life, index)
+
+    def _free_completed(self, index: int, event: TraceEvent) -> None:
+        life = self._used.get(event.address)
+        if life is None:
+            # One free is two events; its first was counted already, unless the trace starts between the two.
+            if event.address in self._unknown_frees:
+                self._unknown_frees.remove(event.address)
+            else:
+                self.unmatched += 1
+            return
+        self._end(life, index)
+
+    def _end_allocation(self, life: Life, index: int) -> None:
+        life.freed = index
+        self._now_allocated -= life.size
+        self._now_requested -= life.requested
+
+    def _end(self, life: Life, index: int) -> None:
+        """The block's memory is free. A trace without free_requested events has the moment of that here too."""
+        if life.freed is None:
+            self._end_allocation(life, index)
+        life.completed = index
+        del self._used[life.address]
+        del self._used_starts[bisect_left(self._used_starts, life.address)]
+
+    def _add_life(self, life: Life) -> None:
+        self.lives.append(life)
+        self._used[life.address] = life
+        insort(self._used_starts, life.address)
+        self._now_allocated += life.size
+        self._now_requested += life.requested
+
+    def _overlapping(self, address: int, size: int) -> list[Life]:
+        starts = self._used_starts
+        first = bisect_left(starts, address)
+        if first > 0 and starts[first - 1] + self._used[starts[first - 1]].size > address:
+            first -= 1
+        last = bisect_left(starts, address + size)
+        return [self._used[start] for start in starts[first:last]]
+
+    # Segments.
+
+    def _segment_alloc(self, index: int, event: TraceEvent) -> None:
+        self._map(index, event, expandable=False)
+
+    def _segment_map(self, index: int, event: TraceEvent) -> None:
+        self._map(index, event, expandable=True)
+
+    def _map(self, index: int, event: TraceEvent, *, expandable: bool) -> None:
+        if self._extents_within(event.address, event.size):
+            # A segment_free is missing, or this trace and its start do not belong together.
+            self.unmatched += 1
+            self._remove(index, event.address, event.size)
+        pool = pool_of_segment(event.size)
+        if expandable:
+            neighbour = self._extent_of(event.address - 1) or self._extents.get(event.address + event.size)
+            if neighbour is not None and neighbour.expandable and neighbour.stream == event.stream:
+                pool = neighbour.pool
+        self._add_extent(Extent(self._device, event.address, event.size, event.stream, pool, expandable, index))
+
+    def _unmap(self, index: int, event: TraceEvent) -> None:
+        if not self._extents_within(event.address, event.size):
+            self.unmatched += 1
+            return
+        self._remove(index, event.address, event.size)
+
+    def _remove(self, index: int, address: int, size: int) -> None:
+        """Takes a range away. What is left of an extent at either side goes on as one of its own."""
+        end = address + size
+        for life in self._overlapping(address, size):
+            self.unmatched += 1
+            self._end(life, index)
+        for extent in self._extents_within(address, size):
+            self._drop_extent(extent, index)
+            stop = extent.address + extent.size
+            if extent.address < address:
+                self._add_extent(replace(extent, size=address - extent.address, born=index, gone=None))
+            if stop > end:
+                self._add_extent(replace(extent, address=end, size=stop - end, born=index, gone=None))
+
+    def _add_extent(self, extent: Extent) -> None:
+        self.extents.append(extent)
+        self._extents[extent.address] = extent
+        insort(self._extent_starts, extent.address)
+        self._now_reserved += extent.size
+
+    def _drop_extent(self, extent: Extent, index: int) -> None:
+        extent.gone = index
+        del self._extents[extent.address]
+        del self._extent_starts[bisect_left(self._extent_starts, extent.address)]
+        self._now_reserved -= extent.size
+
+    def _extent_of(self, address: int) -> Extent | None:
+        index = bisect_right(self._extent_starts, address) - 1
+        if index < 0:
+            return None
+        extent = self._extents[self._extent_starts[index]]
+        return extent if address < extent.address + extent.size else None
+
+    def _extents_within(self, address: int, size: int) -> list[Extent]:
+        starts = self._extent_starts
+        first = bisect_right(starts, address) - 1
+        if first < 0 or starts[first] + self._extents[starts[first]].size <= address:
+            first += 1
+        return [self._extents[start] for start in starts[first : bisect_left(starts, address + size)]]

@@ -1,0 +1,174 @@
+"""The state in which a trace began, worked out from the segments at its end and the events between.
+
+Exact, except for blocks from before the trace that it frees: their events carry the requested size only, and a large one may
+have kept up to 1 MiB that was not worth cutting off. Where the neighbourhood gives that away, it is used.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from gpumem_magic.snapshot.model import ACTIVE, INACTIVE, LARGE_POOL, PENDING_FREE, Block, Segment, TraceEvent
+from gpumem_magic.snapshot.rules import (
+    DEFAULT_SETTINGS,
+    SMALL_LIMIT,
+    UNLIMITED,
+    AllocatorSettings,
+    pool_of_segment,
+    round_size,
+)
+
+
+@dataclass(frozen=True)
+class StartState:
+    """segments: when the trace began. uncertain: blocks whose size is a lower bound (by up to 1 MiB each). orphans: blocks
+    from before the trace in segments that are not known; they are left out.
+    """
+
+    segments: tuple[Segment, ...]
+    uncertain: int
+    orphans: int
+
+
+def start_of(
+    final: Sequence[Segment],
+    events: Sequence[TraceEvent],
+    settings: AllocatorSettings = DEFAULT_SETTINGS,
+) -> StartState:
+    """The start of one device's trace, given its segments at the end. Raises ValueError where a segment is expandable."""
+    if any(segment.is_expandable for segment in final) or any(event.action == "segment_map" for event in events):
+        raise ValueError("the start of a trace with expandable segments is not worked out")
+    segments, opened = _earlier_segments(final, events)
+    blocks, born, waiting = _freed_blocks(events, settings)
+    guessed = set(blocks)
+    for segment in final:
+        if segment.address in opened:
+            continue
+        for block in segment.blocks:
+            if block.state != INACTIVE and block.address not in born:
+                # Its free may have been requested in the trace and still wait for a stream at the end.
+                blocks[block.address] = replace(block, state=ACTIVE) if block.address in waiting else block
+                guessed.discard(block.address)
+    starts = sorted(blocks)
+    homes = {start: segment for segment in segments for start in _within(starts, segment)}
+    uncertain = _settle_sizes(blocks, guessed, homes, events, settings)
+    return StartState(
+        tuple(_filled(segment, [blocks[start] for start in _within(starts, segment)]) for segment in segments),
+        uncertain,
+        len(blocks) - len(homes),
+    )
+
+
+def _earlier_segments(final: Sequence[Segment], events: Sequence[TraceEvent]) -> tuple[list[Segment], set[int]]:
+    """The segments from before the trace, by address; and the addresses of final segments that the trace opened."""
+    opened: set[int] = set()
+    released: list[Segment] = []
+    device = final[0].device if final else 0
+    for event in events:
+        if event.action == "segment_alloc":
+            opened.add(event.address)
+        elif event.action == "segment_free":
+            if event.address not in opened:
+                pool = pool_of_segment(event.size)
+                released.append(Segment(device, event.address, event.size, event.stream, pool, ()))
+            opened.discard(event.address)
+    kept = [segment for segment in final if segment.address not in opened]
+    return sorted(kept + released, key=lambda segment: segment.address), opened
+
+
+def _freed_blocks(
+    events: Sequence[TraceEvent], settings: AllocatorSettings
+) -> tuple[dict[int, Block], set[int], set[int]]:
+    """Blocks from before the trace that it frees, with their least size; and at its end the addresses of blocks that it
+    allocated, and of those that wait for a stream."""
+    born: set[int] = set()
+    waiting: set[int] = set()
+    blocks: dict[int, Block] = {}
+    requests_are_recorded = any(event.action == "free_requested" for event in events)
+    for event in events:
+        address = event.address
+        if event.action == "alloc":
+            born.add(address)
+        elif event.action == "free_requested":
+            waiting.add(address)
+            if address not in born and address not in blocks:
+                blocks[address] = Block(address, round_size(event.size, settings), event.size, ACTIVE)
+        elif event.action == "free_completed":
+            if address not in born and address not in blocks:
+                # Its free was requested before the trace began, if the trace has such events at all.
+                state = PENDING_FREE if requests_are_recorded else ACTIVE
+                blocks[address] = Block(address, round_size(event.size, settings), event.size, state)
+            born.discard(address)
+            waiting.discard(address)
+    return blocks, born, waiting
+
+
+def _within(starts: Sequence[int], segment: Segment) -> Sequence[int]:
+    """Those of the sorted addresses that lie in a segment."""
+    return starts[bisect_left(starts, segment.address) : bisect_left(starts, segment.address + segment.total_size)]
+
+
+def _settle_sizes(
+    blocks: dict[int, Block],
+    guessed: set[int],
+    homes: dict[int, Segment],
+    events: Sequence[TraceEvent],
+    settings: AllocatorSettings,
+) -> int:
+    """Completes the guessed sizes where there is proof; returns how many are left without.
+
+    In the large pool every free piece exceeds 1 MiB, since neither a block nor what is cut off is smaller. So a gap of up
+    to 1 MiB behind a block belongs to it. Behind a larger gap's block, the first request that is put into the gap shows
+    where the free piece began, because a request gets the low end.
+    """
+    starts = sorted(homes)
+    open_questions: set[int] = set()
+    for place, start in enumerate(starts):
+        segment = homes[start]
+        if start not in guessed or segment.segment_type != LARGE_POOL:
+            continue
+        end = segment.address + segment.total_size
+        if place + 1 < len(starts):
+            end = min(end, starts[place + 1])
+        gap = end - start - blocks[start].size
+        if gap > SMALL_LIMIT or (gap and settings.max_split_size != UNLIMITED):
+            open_questions.add(start)
+        else:
+            blocks[start] = replace(blocks[start], size=end - start)
+    uncertain = len(open_questions)
+    for event in events:
+        if not open_questions:
+            break
+        if event.action == "alloc":
+            before = bisect_right(starts, event.address) - 1
+            start = starts[before] if before >= 0 else -1
+            if start in open_questions and event.address < homes[start].address + homes[start].total_size:
+                size = event.address - start
+                surplus = size - blocks[start].size
+                open_questions.discard(start)
+                if 0 <= surplus <= SMALL_LIMIT:
+                    blocks[start] = replace(blocks[start], size=size)
+                    uncertain -= 1
+            insort(starts, event.address)
+        elif event.action == "free_completed":
+            place = bisect_left(starts, event.address)
+            if place < len(starts) and starts[place] == event.address:
+                del starts[place]
+            open_questions.discard(event.address)
+    return uncertain
+
+
+def _filled(segment: Segment, used: Sequence[Block]) -> Segment:
+    """The segment with its blocks in use, by address, and the free space between them."""
+    blocks: list[Block] = []
+    address, end = segment.address, segment.address + segment.total_size
+    for block in used:
+        if block.address > address:
+            blocks.append(Block(address, block.address - address, 0, INACTIVE))
+        blocks.append(block)
+        address = block.address + block.size
+    if address < end:
+        blocks.append(Block(address, end - address, 0, INACTIVE))
+    return replace(segment, blocks=tuple(blocks))

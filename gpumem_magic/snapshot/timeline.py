@@ -1,0 +1,200 @@
+"""What a device's memory looked like at any event of a trace, recounted from the segments at its start and the events.
+
+Nothing here reads an allocator's counters, so it can be held against them. "Position p" is the moment after the first p
+events. Traces carry requested sizes only; how big a block really was follows from the free piece that it was cut from.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gpumem_magic.snapshot.model import ACTIVE, INACTIVE, PENDING_FREE, Block, Segment, TraceEvent
+from gpumem_magic.snapshot.rangemax import RangeMax
+from gpumem_magic.snapshot.recount import Extent, Recount
+from gpumem_magic.snapshot.rules import DEFAULT_SETTINGS, AllocatorSettings
+
+# A list of the blocks in use is kept every so many events; what lies between is counted up from there.
+_STRIDE = 512
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """One block's life. Sizes are bytes; born, freed and completed are indices of events.
+
+    index: its place in `Timeline.allocations`. size: the block's, requested: the program's. born: of the alloc event, -1
+    for one that was there at the start. freed: of free_requested (-1: before the start), None where that never came.
+    completed: of free_completed, when the memory could be used again. requested is 0 where it is not known.
+    """
+
+    index: int
+    address: int
+    requested: int
+    size: int
+    stream: int
+    born: int
+    freed: int | None
+    completed: int | None
+
+
+class Timeline:
+    """The state at every position of one device's trace.
+
+    start: the segments when the trace began, () for an empty allocator. A trace that begins in the middle without its start
+    is counted as far as it goes. unmatched: the frees of blocks, and releases of segments, that are not known, and blocks
+    whose free is missing. unplaced: the allocations in segments that are not known; they count with their rounded size.
+    """
+
+    def __init__(
+        self,
+        start: Sequence[Segment],
+        events: Sequence[TraceEvent],
+        settings: AllocatorSettings = DEFAULT_SETTINGS,
+    ) -> None:
+        recount = Recount(start, events, settings)
+        self.allocations: list[Allocation] = [
+            Allocation(
+                index, life.address, life.requested, life.size, life.stream, life.born, life.freed, life.completed
+            )
+            for index, life in enumerate(recount.lives)
+        ]
+        self.unmatched = recount.unmatched
+        self.unplaced = recount.unplaced
+        self._allocated = recount.allocated
+        self._reserved = recount.reserved
+        self._requested = recount.requested
+        self._extents = recount.extents
+        self._highest_allocated = RangeMax(self._allocated)
+        self._highest_reserved = RangeMax(self._reserved)
+        self._births, self._ends = self._index_lives()
+        self._in_use = self._kept_lists()
+
+    def __len__(self) -> int:
+        """The number of events; positions run from 0 to this."""
+        return len(self._allocated) - 1
+
+    def allocated_at(self, position: int) -> int:
+        """Bytes of the blocks between their alloc and their free_requested."""
+        return self._allocated[self._checked(position)]
+
+    def reserved_at(self, position: int) -> int:
+        """Bytes of the segments."""
+        return self._reserved[self._checked(position)]
+
+    def requested_at(self, position: int) -> int:
+        """What the program asked for, of the same blocks as `allocated_at`."""
+        return self._requested[self._checked(position)]
+
+    def peak(self, begin: int, end: int) -> tuple[int, int]:
+        """The highest allocated bytes at positions begin..end, both included, and the first position that has them."""
+        return self._highest_allocated.highest(self._checked(begin), self._checked(end))
+
+    def peak_reserved(self, begin: int, end: int) -> tuple[int, int]:
+        """The same of the reserved bytes."""
+        return self._highest_reserved.highest(self._checked(begin), self._checked(end))
+
+    def live_at(self, position: int) -> list[Allocation]:
+        """The allocations that `allocated_at` counts, oldest first."""
+        return [life for life in self._used_at(position) if life.freed is None or life.freed >= position]
+
+    def segments_at(self, position: int) -> tuple[Segment, ...]:
+        """The segments and blocks then, by address. What no block uses is one free piece, as the allocator merges them."""
+        alive = sorted(
+            (extent for extent in self._extents if extent.holds(self._checked(position))),
+            key=lambda extent: extent.address,
+        )
+        used = sorted(self._used_at(position), key=lambda life: life.address)
+        addresses = [life.address for life in used]
+        segments = []
+        for joined in _joined(alive):
+            first = bisect_right(addresses, joined.address - 1)
+            last = bisect_right(addresses, joined.address + joined.size - 1)
+            segments.append(_segment(joined, used[first:last], position))
+        return tuple(segments)
+
+    def largest_free_at(self, position: int, stream: int | None = None) -> int:
+        """Bytes of the largest cached free block, of one stream or of all; 0 where there is none."""
+        return max(
+            (
+                block.size
+                for segment in self.segments_at(position)
+                if stream is None or segment.stream == stream
+                for block in segment.blocks
+                if block.state == INACTIVE
+            ),
+            default=0,
+        )
+
+    def _checked(self, position: int) -> int:
+        if not 0 <= position < len(self._allocated):
+            raise IndexError(f"position {position} is not within 0..{len(self)}")
+        return position
+
+    def _index_lives(self) -> tuple[dict[int, Allocation], dict[int, list[Allocation]]]:
+        births: dict[int, Allocation] = {}
+        ends: dict[int, list[Allocation]] = {}
+        for life in self.allocations:
+            if life.born >= 0:
+                births[life.born] = life
+            if life.completed is not None:
+                ends.setdefault(life.completed, []).append(life)
+        return births, ends
+
+    def _kept_lists(self) -> list[tuple[Allocation, ...]]:
+        used = {life.index: life for life in self.allocations if life.born < 0}
+        kept = [tuple(used.values())]
+        for event in range(len(self)):
+            self._step(used, event)
+            if (event + 1) % _STRIDE == 0:
+                kept.append(tuple(used.values()))
+        return kept
+
+    def _step(self, used: dict[int, Allocation], event: int) -> None:
+        for life in self._ends.get(event, ()):
+            used.pop(life.index, None)
+        if event in self._births:
+            life = self._births[event]
+            used[life.index] = life
+
+    def _used_at(self, position: int) -> list[Allocation]:
+        """Allocations whose memory is not free at a position: live ones and those that wait for a stream."""
+        nearest = self._checked(position) // _STRIDE
+        used = {life.index: life for life in self._in_use[nearest]}
+        for event in range(nearest * _STRIDE, position):
+            self._step(used, event)
+        return list(used.values())
+
+
+def _joined(extents: Sequence[Extent]) -> list[Extent]:
+    """Mapped ranges that touch are one segment in a snapshot; segments from cudaMalloc stay apart."""
+    joined: list[Extent] = []
+    for extent in extents:
+        last = joined[-1] if joined else None
+        if last is not None and last.joins(extent):
+            joined[-1] = last.with_size(last.size + extent.size)
+        else:
+            joined.append(extent)
+    return joined
+
+
+def _segment(extent: Extent, used: Sequence[Allocation], position: int) -> Segment:
+    blocks = []
+    address = extent.address
+    for life in used:
+        if life.address > address:
+            blocks.append(Block(address, life.address - address, 0, INACTIVE))
+        state = ACTIVE if life.freed is None or life.freed >= position else PENDING_FREE
+        blocks.append(Block(life.address, life.size, life.requested, state))
+        address = life.address + life.size
+    if address < extent.address + extent.size:
+        blocks.append(Block(address, extent.address + extent.size - address, 0, INACTIVE))
+    return Segment(
+        extent.device,
+        extent.address,
+        extent.size,
+        extent.stream,
+        extent.pool,
+        tuple(blocks),
+        extent.expandable,
+    )
