@@ -1,9 +1,21 @@
-"""The report that a user holds: numbers and strings only, in the ledger's schema 1 (`to_dict`)."""
+"""The report that a user holds: numbers and strings only, in the ledger's schema 1 (`to_dict`).
+
+A report measures nothing and changes nothing. How it looks is the business of `text`, `figure` and `html`, which are loaded when
+they are first needed, so that importing this module costs nothing.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import os
+from collections.abc import Container, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from gpumem_magic.recording.model import StandIn
+from gpumem_magic.units import mib
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 # In the order in which a bar stacks them, bottom (left) to top (right).
 CATEGORIES = (
@@ -23,7 +35,10 @@ CATEGORIES = (
     "other_processes",
     "context_or_others",
 )
+# The categories that add up to `allocated`; with `cached` they add up to `reserved`.
+ALLOCATED_CATEGORIES = CATEGORIES[: CATEGORIES.index("cached")]
 SCHEMA = 1
+VIEWS = ("table", "plot")
 
 
 @dataclass(frozen=True)
@@ -42,3 +57,170 @@ class Row:
     peak_allocated: int
     peak_reserved: int
     categories: Mapping[str, int | None]
+
+
+@dataclass(frozen=True)
+class Peak:
+    """A row's figures at the first moment of maximum allocated, in bytes. where: the statement (and part), in words."""
+
+    where: str
+    allocated: int
+    reserved: int
+    device_used: int | None
+    peak_allocated: int
+    peak_reserved: int
+    categories: Mapping[str, int | None]
+
+
+@dataclass(frozen=True)
+class ReportDevice:
+    """kind: "cuda" or "virtual". `total_bytes` is torch's figure, `smi_total_bytes` nvidia-smi's; None where unknown."""
+
+    name: str
+    kind: str
+    index: int
+    uuid: str | None
+    total_bytes: int | None
+    smi_total_bytes: int | None
+
+    @property
+    def capacity(self) -> int | None:
+        """What nvidia-smi gives as the total, or torch's figure without it, in bytes; None where neither is known."""
+        return self.total_bytes if self.smi_total_bytes is None else self.smi_total_bytes
+
+
+@dataclass(frozen=True)
+class ReportError:
+    """The user's error. The last four are bytes, for an out-of-memory error only, and None where they are not known."""
+
+    type: str
+    message: str
+    line: int | None
+    requested: int | None = None
+    rounded: int | None = None
+    segment: int | None = None
+    largest_free: int | None = None
+
+
+@dataclass(frozen=True)
+class Folded:
+    """A loop (at `line`) of which only `kept` of `total` iterations have rows."""
+
+    line: int
+    total: int
+    kept: int
+
+
+@dataclass(frozen=True, repr=False, kw_only=True)
+class Report:
+    """Where one device's memory went. `devices` holds the same for every other device that was used.
+
+    checkpoints: the rows in the order in which they ran. evidence: kind -> bytes at the peak. retries: how often the allocator
+    gave cached memory back and tried again.
+    """
+
+    torch: str
+    device: ReportDevice
+    checkpoints: tuple[Row, ...]
+    peak: Peak
+    error: ReportError | None = None
+    evidence: Mapping[str, int] = field(default_factory=dict)
+    retries: int = 0
+    stand_ins: tuple[StandIn, ...] = ()
+    folded: tuple[Folded, ...] = ()
+    notes: tuple[str, ...] = ()
+    overhead_seconds: float = 0.0
+    devices: tuple[Report, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """The ledger's schema 1: dictionaries, lists, strings and numbers, as JSON has them."""
+        from gpumem_magic.report.schema import report_to_dict
+
+        return report_to_dict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Report:
+        """Reads what `to_dict` made. Raises ValueError (one line: which key, and what to do) for anything else."""
+        from gpumem_magic.report.schema import report_from_dict
+
+        return report_from_dict(data)
+
+    def to_json(self, indent: int | None = None) -> str:
+        """`to_dict` as JSON text."""
+        from gpumem_magic.report.files import to_json
+
+        return to_json(self, indent)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the JSON (UTF-8) so that `path` holds either all of it or what it held before.
+
+        Raises OSError, in one line, where the folder is missing or cannot be written.
+        """
+        from gpumem_magic.report.files import save
+
+        save(self, path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Report:
+        """Reads what `save` wrote. Raises OSError or ValueError, in one line. Memory snapshots: `gpumem_magic.load`."""
+        from gpumem_magic.report.files import load
+
+        return load(path)
+
+    def plot(self, *, parts: bool | None = None) -> Figure:
+        """The picture as a matplotlib Figure, made without pyplot: nothing global changes, nothing is shown.
+
+        parts: rows for what happened inside statements; by default where the picture stays readable.
+        """
+        from gpumem_magic.report.figure import draw
+
+        return draw(self, parts=parts)
+
+    def view(self, kind: str) -> View:
+        """Only the "table" or only the "plot", to be displayed. Raises ValueError for another word."""
+        if kind not in VIEWS:
+            raise ValueError(f"a report has no view {kind!r}: choose one of {', '.join(VIEWS)}")
+        return View(self, kind)
+
+    def __repr__(self) -> str:
+        rows = len(self.checkpoints)
+        ending = f", {self.error.type}" if self.error else ""
+        return (
+            f"<Report {self.device.name}: peak {mib(self.peak.allocated)} MiB allocated, "
+            f"{rows} {'row' if rows == 1 else 'rows'}{ending}>"
+        )
+
+    def __str__(self) -> str:
+        from gpumem_magic.report.text import render
+
+        return render(self)
+
+    def _repr_mimebundle_(
+        self, include: Container[str] | None = None, exclude: Container[str] | None = None
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        from gpumem_magic.report.display import mimebundle
+
+        return mimebundle(self, include=include, exclude=exclude)
+
+
+@dataclass(frozen=True, repr=False)
+class View:
+    """One face of a report, for a notebook or a terminal. kind: "table" or "plot"."""
+
+    report: Report
+    kind: str
+
+    def __repr__(self) -> str:
+        return f"<{self.kind} of {self.report!r}>"
+
+    def __str__(self) -> str:
+        from gpumem_magic.report.text import render
+
+        return render(self.report, bars=self.kind == "plot", table=self.kind == "table")
+
+    def _repr_mimebundle_(
+        self, include: Container[str] | None = None, exclude: Container[str] | None = None
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        from gpumem_magic.report.display import mimebundle
+
+        return mimebundle(self.report, kind=self.kind, include=include, exclude=exclude)

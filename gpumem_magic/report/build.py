@@ -1,0 +1,291 @@
+"""A recording becomes a report: attribution, rows with their parts, the peak and where it was, what was left out, notes.
+
+Nothing is measured here. The state of every row is recounted from the device's log; where the device's own counters differ, a
+note names the gap.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from gpumem_magic.attribution.categories import attribute, labels_to_carry
+from gpumem_magic.attribution.ledger import Balance, Ledger, Outside, gaps
+from gpumem_magic.devices.base import Label
+from gpumem_magic.recording.model import Checkpoint, Failure, Moment, Recording
+from gpumem_magic.report.folding import AT_EACH_END, Fold, LoopRow, Turn, fold_rows, kept_turns
+from gpumem_magic.report.model import Folded, Peak, Report, ReportDevice, ReportError, Row
+from gpumem_magic.report.notes import notes_of
+from gpumem_magic.report.parts import Part, Stretch, parts_of, spans_in
+from gpumem_magic.snapshot.timeline import Timeline
+
+
+def build(recording: Recording, *, lines: bool = True) -> Report:
+    """The report of the recording's primary device, with those of the others that were used under `devices`.
+
+    lines: False leaves only the rows before, the error's, if any, and after. Raises ValueError for a recording without
+    checkpoints, or without the primary device's log.
+    """
+    if not recording.checkpoints or recording.primary not in recording.logs:
+        raise ValueError("the recording is incomplete: it has no checkpoint, or no log of its device")
+    others = [index for index in sorted(recording.logs) if index != recording.primary]
+    views = {index: DeviceView(recording, index) for index in [recording.primary, *others]}
+    used = [views[index].report(lines=lines) for index in others if views[index].was_used]
+    report = views[recording.primary].report(lines=lines)
+    return replace(report, devices=tuple(used), overhead_seconds=recording.overhead_seconds)
+
+
+def labels_at_end(recording: Recording, device: int) -> dict[int, Label]:
+    """Address -> label of what is still live on a device, for its `remember`."""
+    view = DeviceView(recording, device)
+    return labels_to_carry(view.timeline, view.labels)
+
+
+@dataclass
+class _Draft:
+    """A row before its figures: what it shows and which stretch of the log it is about."""
+
+    point: Checkpoint
+    stretch: Stretch
+    parts: list[Part]
+
+
+class DeviceView:
+    """What a recording says about one device."""
+
+    def __init__(self, recording: Recording, device: int) -> None:
+        self.recording = recording
+        self.device = device
+        self.log = recording.logs[device]
+        self.timeline = Timeline(self.log.start, self.log.events, self.log.settings)
+        self.labels = attribute(self.log, self.timeline, recording.spans, recording.sightings, recording.checkpoints)
+        self._ledger = Ledger(self.timeline, self.labels)
+        self._balances: dict[int, Balance] = {}
+        self._moments = self._known_moments()
+        self._folds: dict[int, list[int]] = {}
+        self._gaps: list[str] = []
+
+    @property
+    def was_used(self) -> bool:
+        """Whether anything lived or happened on the device."""
+        return bool(self.timeline.allocations) or bool(self.log.events)
+
+    def report(self, *, lines: bool = True) -> Report:
+        drafts = self._drafts()
+        span = Stretch(self.device, drafts[0].point.moment, drafts[-1].point.moment)
+        highest, peak_position = self.timeline.peak(span.start_position, span.end_position)
+        kept, folds = self._folded(drafts) if lines else (_ends(drafts), [])
+        self._balances = self._ledger.at([peak_position, *self._positions(kept)])
+        rows = tuple(self._row(draft, with_parts=lines) for draft in kept)
+        peak = self._balances[peak_position]
+        return Report(
+            torch=self.recording.torch,
+            device=ReportDevice(**vars(self.log.facts)),
+            checkpoints=rows,
+            peak=Peak(
+                where=self._where(drafts, peak_position),
+                allocated=peak.allocated,
+                reserved=peak.reserved,
+                device_used=self._outside(peak_position).device_used(peak.reserved),
+                peak_allocated=highest,
+                peak_reserved=self.timeline.peak_reserved(span.start_position, span.end_position)[0],
+                categories=peak.categories(self._outside(peak_position)),
+            ),
+            error=_error(self.recording.error, self.device),
+            evidence=peak.evidence,
+            retries=self._retries(),
+            stand_ins=self.recording.stand_ins if self.device == self.recording.primary else (),
+            folded=tuple(Folded(fold.line, fold.total, fold.kept) for fold in folds),
+            notes=(*notes_of(self.recording, self.device, self.timeline), *self._gaps),
+        )
+
+    # Rows
+
+    def _drafts(self) -> list[_Draft]:
+        points = self.recording.checkpoints
+        drafts = []
+        for before, point in zip((points[0], *points), points, strict=False):
+            stretch = Stretch(self.device, before.moment, point.moment)
+            drafts.append(_Draft(point, stretch, []))
+        starts = [span.start.tick for span in self.recording.spans]
+        for draft in drafts[1:]:
+            first = bisect_left(starts, draft.stretch.begin.tick)
+            last = bisect_left(starts, draft.stretch.end.tick + 1)
+            inside = spans_in(draft.stretch, self.recording.spans[first:last])
+            if inside:
+                draft.parts = parts_of(draft.stretch, inside, failed=draft.point.kind == "error")
+        return drafts
+
+    def _folded(self, drafts: list[_Draft]) -> tuple[list[_Draft], list[Fold]]:
+        rows = [
+            LoopRow(
+                number,
+                draft.point.loops,
+                draft.point.iteration,
+                self.timeline.peak(draft.stretch.start_position, draft.stretch.end_position)[0],
+                self.timeline.allocated_at(draft.stretch.start_position),
+                self.timeline.allocated_at(draft.stretch.end_position),
+            )
+            for number, draft in enumerate(drafts)
+        ]
+        keys, folds = fold_rows(rows)
+        # The row of an error is never folded away: it is in the last iteration.
+        kept = [drafts[key] for key in keys]
+        totals: dict[int, list[int]] = {}
+        for draft in kept:
+            draft.parts = self._fold_parts(draft.parts, draft.point.line, totals)
+        inner = [Fold(line, total, left) for line, (total, left) in totals.items() if left < total]
+        return kept, [*folds, *inner]
+
+    def _fold_parts(self, parts: list[Part], line: int, totals: dict[int, list[int]]) -> list[Part]:
+        """Iterations inside a call are folded as those of a loop."""
+        turns = [part for part in parts if part.kind == "iteration"]
+        chosen = kept_turns([self._turn(part) for part in turns])
+        if turns:
+            total = totals.setdefault(line, [0, 0])
+            total[0] += len(turns)
+            total[1] += len(chosen)
+        left_out = {id(part) for number, part in enumerate(turns) if number not in set(chosen)}
+        parts = [part for part in parts if id(part) not in left_out]
+        for part in parts:
+            part.parts = self._fold_parts(part.parts, line, totals)
+        return parts
+
+    def _turn(self, part: Part) -> Turn:
+        return Turn(
+            self.timeline.peak(part.start, part.end)[0],
+            self.timeline.allocated_at(part.end) - self.timeline.allocated_at(part.start),
+        )
+
+    def _positions(self, drafts: Iterable[_Draft]) -> list[int]:
+        positions: list[int] = []
+        for draft in drafts:
+            positions.append(draft.stretch.end_position)
+            todo = list(draft.parts)
+            while todo:
+                part = todo.pop()
+                positions.append(part.end)
+                todo += part.parts
+        return positions
+
+    def _row(self, draft: _Draft, *, with_parts: bool) -> Row:
+        point, stretch = draft.point, draft.stretch
+        row = self._figures(
+            point, point.kind, point.label, stretch.start_position, stretch.end_position,
+            tuple(self._part_row(part, point) for part in draft.parts) if with_parts else (),
+        )  # fmt: skip
+        told = point.moment.counters.get(self.device)
+        if told is not None:
+            name = f"{point.label or point.kind}{f', line {point.line}' if point.line else ''}"
+            self._gaps += [f"The figures do not add up after {name}: {gap}." for gap in gaps(row.categories, told)]
+        return row
+
+    def _part_row(self, part: Part, point: Checkpoint) -> Row:
+        inner = tuple(self._part_row(one, point) for one in part.parts)
+        return self._figures(point, "part", part.label, part.start, part.end, inner)
+
+    def _figures(self, point: Checkpoint, kind: str, label: str, start: int, end: int, parts: tuple[Row, ...]) -> Row:
+        balance, outside = self._balances[end], self._outside(end)
+        return Row(
+            kind=kind,
+            label=label,
+            statement=point.statement,
+            line=point.line,
+            iteration=point.iteration,
+            parts=parts,
+            allocated=balance.allocated,
+            reserved=balance.reserved,
+            device_used=outside.device_used(balance.reserved),
+            peak_allocated=self.timeline.peak(start, end)[0],
+            peak_reserved=self.timeline.peak_reserved(start, end)[0],
+            categories=balance.categories(outside),
+        )
+
+    # What is not in the log
+
+    def _known_moments(self) -> list[tuple[int, Moment]]:
+        moments = [point.moment for point in self.recording.checkpoints]
+        for span in self.recording.spans:
+            moments += [span.start, span.end]
+        known = [
+            (moment.positions[self.device], moment)
+            for moment in moments
+            if self.device in moment.positions and self.device in moment.counters
+        ]
+        return sorted(known, key=lambda pair: (pair[0], pair[1].tick))
+
+    def _outside(self, position: int) -> Outside:
+        """What the driver said at the nearest moment at or before a position; after it, where the context came in between."""
+        rank = bisect_left(self._moments, position + 1, key=lambda pair: pair[0])
+        at_or_before = self._moments[rank - 1][1] if rank else None
+        behind = self._moments[rank][1] if rank < len(self._moments) else None
+        if at_or_before is None:
+            return Outside() if behind is None else Outside.of(behind.counters[self.device])
+        now = Outside.of(at_or_before.counters[self.device])
+        exact = at_or_before.positions[self.device] == position
+        if not exact and now.context == 0 and behind is not None and self.timeline.reserved_at(position):
+            return Outside.of(behind.counters[self.device])
+        return now
+
+    def _retries(self) -> int:
+        first, last = self.recording.checkpoints[0].moment, self.recording.checkpoints[-1].moment
+        if self.device not in first.counters or self.device not in last.counters:
+            return 0
+        return last.counters[self.device].retries - first.counters[self.device].retries
+
+    # The peak
+
+    def _where(self, drafts: list[_Draft], position: int) -> str:
+        for draft in drafts:
+            if draft.stretch.start_position <= position <= draft.stretch.end_position and (
+                draft.point.kind == "before" or draft.stretch.start_position < position
+            ):
+                return _words(draft, _path(draft.parts, position))
+        return _words(drafts[0], [])
+
+
+def _path(parts: list[Part], position: int) -> list[Part]:
+    """The parts around a position, outermost first; marks are points and hold nothing."""
+    for part in parts:
+        if part.kind != "mark" and part.start < position <= part.end:
+            return [part, *_path(part.parts, position)]
+    return []
+
+
+def _words(draft: _Draft, path: list[Part]) -> str:
+    """``optimizer.step() in iteration 1, line 14``, or ``trainer.train(), iteration 2, backward``."""
+    point = draft.point
+    if point.kind == "before":
+        return "the start"
+    words = (point.statement or point.label).strip().partition("\n")[0] or point.kind
+    if point.iteration:
+        words += f" in iteration {'.'.join(str(number) for number in point.iteration)}"
+    if path:
+        return ", ".join([words, *(part.label for part in path)])
+    return f"{words}, line {point.line}" if point.line else words
+
+
+def _ends(drafts: list[_Draft]) -> list[_Draft]:
+    """The rows of a report without lines. What lies between two of them belongs to the later one."""
+    kept = [draft for draft in drafts if draft.point.kind in ("before", "error", "after")]
+    for before, draft in zip(kept, kept[1:], strict=False):
+        draft.stretch = Stretch(draft.stretch.device, before.point.moment, draft.point.moment)
+        draft.parts = []
+    return kept
+
+
+def _error(failure: Failure | None, device: int) -> ReportError | None:
+    """An error is every device's; the sizes of a failed request only those of the device where it failed."""
+    if failure is None:
+        return None
+    error = ReportError(failure.type, failure.message, failure.line)
+    if failure.device is not None and failure.device != device:
+        return error
+    return replace(
+        error,
+        requested=failure.requested,
+        rounded=failure.rounded,
+        segment=failure.segment,
+        largest_free=failure.largest_free,
+    )

@@ -1,0 +1,68 @@
+"""What a notebook is given to show: one bundle of text, picture and page, so that each place takes the richest that it can.
+
+A notebook takes the HTML; what has no HTML (a PDF, some hosts' previews) takes the PNG; a terminal the text.
+"""
+
+from __future__ import annotations
+
+import base64
+import sys
+import warnings
+from collections.abc import Container
+from typing import Any
+
+from gpumem_magic.report import explain
+from gpumem_magic.report.html import Picture, card
+from gpumem_magic.report.model import Report, View
+
+PLAIN, HTML, PNG = "text/plain", "text/html", "image/png"
+CSS_WIDTH = 1060
+
+
+def mimebundle(
+    report: Report,
+    *,
+    kind: str | None = None,
+    include: Container[str] | None = None,
+    exclude: Container[str] | None = None,
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(data, metadata) for IPython. kind: "table", "plot", or None for all of it. Draws nothing that nobody asked for."""
+    wanted = {
+        mime
+        for mime in (PLAIN, HTML, PNG)
+        if (include is None or mime in include) and (exclude is None or mime not in exclude)
+    }
+    if include is None and _in_terminal():
+        wanted &= {PLAIN}
+    data: dict[str, Any] = {}
+    metadata: dict[str, Any] = {}
+    if PLAIN in wanted:
+        data[PLAIN] = str(report) if kind is None else str(View(report, kind))
+    if HTML in wanted:
+        pictures = [None if kind == "table" else picture(each, bare=True) for each in (report, *report.devices)]
+        data[HTML] = card(report, pictures[0], table=kind != "plot" or pictures[0] is None, others=pictures[1:])
+    if PNG in wanted and kind != "table" and (whole := picture(report)):
+        data[PNG] = base64.b64encode(whole.data).decode("ascii")
+        metadata[PNG] = {"width": whole.width, "height": whole.height, "alt": explain.alt_text(report)}
+    return data, metadata
+
+
+def picture(report: Report, *, bare: bool = False) -> Picture | None:
+    """The picture, without title and words if bare. None, with a warning, if it cannot be drawn: the text still can."""
+    try:
+        from gpumem_magic.report.figure import png
+
+        data, width, height = png(report, title=not bare, words=not bare)
+    except Exception as error:
+        warnings.warn(f"gpumem_magic could not draw the picture: {type(error).__name__}: {error}", stacklevel=2)
+        return None
+    return Picture(data, CSS_WIDTH, round(height * CSS_WIDTH / width))
+
+
+def _in_terminal() -> bool:
+    """IPython in a terminal asks for everything and shows the text; the picture would cost a second for nothing."""
+    core = sys.modules.get("IPython.core.interactiveshell")
+    if core is None or not core.InteractiveShell.initialized():
+        return False
+    formatter = core.InteractiveShell.instance().display_formatter
+    return formatter is not None and HTML not in formatter.active_types

@@ -1,0 +1,79 @@
+"""Reports as JSON text and files. A file is replaced as a whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import uuid
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NoReturn
+
+from gpumem_magic.report.model import Report
+from gpumem_magic.report.schema import report_from_dict, report_to_dict
+from gpumem_magic.units import MIB, human
+
+# A report of 100,000 rows has about 60 MiB. What is larger is something else, and is not read into memory.
+MAX_FILE_BYTES = 256 * MIB
+
+
+def to_json(report: Report, indent: int | None = None) -> str:
+    data = report_to_dict(report)
+    text = json.dumps(data, indent=indent, ensure_ascii=False, allow_nan=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # half of a surrogate pair, in a statement's text: only an escape can carry it
+        text = json.dumps(data, indent=indent, allow_nan=False)
+    return text
+
+
+def save(report: Report, path: str | os.PathLike[str]) -> None:
+    # The file behind a link is what gets replaced, and not the link.
+    target = Path(os.path.realpath(Path(path).expanduser()))
+    if target.is_dir():
+        raise IsADirectoryError(f"{os.fspath(path)} is a folder: give the path of a file")
+    if not target.parent.is_dir():
+        raise FileNotFoundError(f"there is no folder {target.parent}: make it first, or save elsewhere")
+    content = to_json(report).encode()
+    partial = target.with_name(f".{target.name[:100]}.{uuid.uuid4().hex}.partial")
+    try:
+        with open(partial, "xb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, target)
+    except OSError as error:
+        raise type(error)(f"cannot write {os.fspath(path)}: {error.strerror or error}") from None
+    finally:
+        with suppress(OSError):
+            os.unlink(partial)
+
+
+def load(path: str | os.PathLike[str]) -> Report:
+    name = os.fspath(path)
+    try:
+        with open(Path(path).expanduser(), "rb") as file:
+            content = file.read(MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise type(error)(f"cannot read {name}: {error.strerror or error}") from None
+    if len(content) > MAX_FILE_BYTES:
+        raise ValueError(f"{name} is larger than any report ({human(MAX_FILE_BYTES)}): it was not read")
+    if content[:1] == b"\x80" or content[:2] in (b"\x1f\x8b", b"PK"):
+        raise ValueError(f"{name} is not JSON: memory snapshots are read by gpumem_magic.load")
+    try:
+        data: Any = json.loads(content.decode("utf-8-sig"), parse_constant=_not_a_number)
+        return report_from_dict(data)
+    except RecursionError:
+        raise ValueError(f"{name}: not a report: it is nested too deeply") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"{name}: not a whole JSON text (line {error.lineno}: {error.msg}): save the report again"
+        ) from None
+    except UnicodeDecodeError:
+        raise ValueError(f"{name}: not a JSON text in UTF-8: memory snapshots are read by gpumem_magic.load") from None
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+
+
+def _not_a_number(constant: str) -> NoReturn:
+    raise ValueError(f"not a report: a figure is {constant}; save the report again")

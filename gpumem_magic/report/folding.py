@@ -1,0 +1,101 @@
+"""Which iterations of a long loop stay in a report: the first and last three, the highest peak and the largest growth."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+AT_EACH_END = 3
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One iteration of a loop. peak: the highest allocated bytes in it; growth: allocated at its end less at its start."""
+
+    peak: int
+    growth: int
+
+
+def kept_turns(turns: Sequence[Turn]) -> list[int]:
+    """The indices to keep, in order. All of them where leaving out would save fewer than two."""
+    count = len(turns)
+    kept = {*range(min(AT_EACH_END, count)), *range(max(0, count - AT_EACH_END), count)}
+    if count:
+        kept.add(max(range(count), key=lambda number: turns[number].peak))
+        kept.add(max(range(count), key=lambda number: turns[number].growth))
+    return sorted(kept) if count - len(kept) >= 2 else list(range(count))
+
+
+@dataclass(frozen=True)
+class LoopRow:
+    """A row as folding sees it. key: any; loops and iteration: the lines and counters of the loops around it, outermost first."""
+
+    key: int
+    loops: tuple[int, ...]
+    iteration: tuple[int, ...]
+    peak: int
+    before: int
+    after: int
+
+
+@dataclass(frozen=True)
+class Fold:
+    """A loop at `line`: `kept` of its `total` iterations have rows."""
+
+    line: int
+    total: int
+    kept: int
+
+
+def fold_rows(rows: Sequence[LoopRow]) -> tuple[list[int], list[Fold]]:
+    """The keys of the rows that stay, in order, and what was left out, one entry per loop (all its runs together).
+
+    Whole iterations stay or go, so that a loop's statements can be read together; loops inside a kept iteration are folded
+    in their turn.
+    """
+    totals: dict[int, list[int]] = {}
+    kept = _fold(rows, 0, totals)
+    return kept, [Fold(line, total, left) for line, (total, left) in totals.items() if left < total]
+
+
+def _fold(rows: Sequence[LoopRow], depth: int, totals: dict[int, list[int]]) -> list[int]:
+    kept: list[int] = []
+    for run in _runs(rows, depth):
+        if len(run[0].loops) <= depth:
+            kept += [row.key for row in run]
+            continue
+        turns = _turns(run, depth)
+        chosen = kept_turns([Turn(max(row.peak for row in turn), turn[-1].after - turn[0].before) for turn in turns])
+        total = totals.setdefault(run[0].loops[depth], [0, 0])
+        total[0] += len(turns)
+        total[1] += len(chosen)
+        for number in chosen:
+            kept += _fold(turns[number], depth + 1, totals)
+    return kept
+
+
+def _runs(rows: Sequence[LoopRow], depth: int) -> list[list[LoopRow]]:
+    """Consecutive rows of one execution of the same loop at this depth, or of none."""
+    runs: list[list[LoopRow]] = []
+    for row in rows:
+        if runs and _continues(runs[-1][-1], row, depth):
+            runs[-1].append(row)
+        else:
+            runs.append([row])
+    return runs
+
+
+def _continues(last: LoopRow, row: LoopRow, depth: int) -> bool:
+    if len(last.loops) <= depth or len(row.loops) <= depth:
+        return len(last.loops) <= depth and len(row.loops) <= depth
+    return last.loops[: depth + 1] == row.loops[: depth + 1] and last.iteration[depth] <= row.iteration[depth]
+
+
+def _turns(rows: Sequence[LoopRow], depth: int) -> list[list[LoopRow]]:
+    turns: list[list[LoopRow]] = []
+    for row in rows:
+        if turns and turns[-1][-1].iteration[depth] == row.iteration[depth]:
+            turns[-1].append(row)
+        else:
+            turns.append([row])
+    return turns

@@ -1,0 +1,174 @@
+"""The report as HTML for a notebook or a page: the picture as an image, the rest as text. No script, no link, no style sheet.
+
+Inline SVG and style sheets are removed where a notebook is shown by somebody else (GitHub, a notebook that is not trusted); an
+image given as data is what stays everywhere. Styles here are attributes, and where those are removed too, plain headings,
+paragraphs and tables are left, in the colours of the page around them.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+
+from gpumem_magic.report import explain
+from gpumem_magic.report.lines import PEAK, Figures, Line, lines, present
+from gpumem_magic.report.model import Report
+from gpumem_magic.report.palette import ALARM, LABELS, PAPER, QUIET, TEXT
+
+MAX_TABLE_ROWS = 500
+_FONT = "system-ui,-apple-system,'Segoe UI',Roboto,'Helvetica Neue',Arial,sans-serif"
+_MONO = "ui-monospace,SFMono-Regular,Menlo,Consolas,'DejaVu Sans Mono',monospace"
+# A white card with dark text of its own, so that it reads on a dark page too.
+_CARD = (
+    f"background:{PAPER};color:{TEXT};font-family:{_FONT};font-size:14px;line-height:1.45;"
+    "max-width:1100px;padding:16px 20px;border-radius:8px;color-scheme:light;box-sizing:border-box"
+)
+# What a cell needs is inherited from its row where it can be: thousands of cells, each with a style, would swell a notebook.
+_ROW = f"background:{PAPER};color:{TEXT};border-bottom:1px solid #E6E6E6;vertical-align:top"
+_CODE = f"text-align:left;white-space:pre-wrap;font-family:{_MONO};font-size:12px"
+_WORDS = "text-align:left;white-space:normal"
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A PNG, and the size at which it is to be shown, in CSS pixels."""
+
+    data: bytes
+    width: int
+    height: int
+
+
+def card(report: Report, picture: Picture | None, *, table: bool = True, others: Sequence[Picture | None] = ()) -> str:
+    """The report in one element. picture: without title and words, which stand around it as text; None shows none.
+
+    table: the rows and categories, folded up under a picture and open without one. others: the other devices' pictures.
+    """
+    body = [
+        f'<p style="font-size:18px;font-weight:600;margin:0 0 8px 0;color:{TEXT}">{escape(explain.headline(report))}</p>'
+    ]
+    if picture:
+        body.append(_image(report, picture))
+    if verdict := explain.verdict(report):
+        body.append(
+            f'<p style="color:{ALARM};font-size:16px;font-weight:600;margin:8px 0 4px 0"><strong>{escape(verdict)}</strong></p>'
+        )
+    body += [f'<p style="color:{QUIET};margin:4px 0">{escape(sentence)}</p>' for sentence in explain.remarks(report)]
+    if table:
+        body.append(_details("Table (MiB)", _table(report), opened=picture is None))
+    for place, other in enumerate(report.devices):
+        shown = others[place] if place < len(others) else None
+        body.append(
+            f'<hr style="border:0;border-top:1px solid #E6E6E6;margin:14px 0">{_inner(card(other, shown, table=table))}'
+        )
+    label = escape(f"GPU memory report. {explain.headline(report)}", quote=True)
+    return f'<div role="group" aria-label="{label}" style="{_CARD}">{"".join(body)}</div>'
+
+
+def page(report: Report, picture: Picture | None, others: Sequence[Picture | None] = ()) -> str:
+    """A whole HTML document with the report in it."""
+    title = escape(f"GPU memory: {explain.device_name(report.device)}")
+    return (
+        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
+        '<meta name="viewport" content="width=device-width"></head>\n'
+        f'<body style="margin:16px">{card(report, picture, others=others)}</body></html>\n'
+    )
+
+
+def _inner(element: str) -> str:
+    return element.replace(_CARD, f"color:{TEXT}", 1)
+
+
+def _image(report: Report, picture: Picture) -> str:
+    data = base64.b64encode(picture.data).decode("ascii")
+    # The height follows from the width, so that a narrow page shrinks the picture and does not squeeze it.
+    return (
+        f'<img alt="{escape(explain.alt_text(report), quote=True)}" width="{picture.width}" '
+        f'style="max-width:100%;height:auto;display:block;background:{PAPER}" src="data:image/png;base64,{data}">'
+    )
+
+
+def _details(summary: str, inner: str, *, opened: bool) -> str:
+    return (
+        f'<details{" open" if opened else ""} style="margin-top:10px">'
+        f'<summary style="cursor:pointer;color:{QUIET}">{escape(summary)}</summary>'
+        f'<div style="overflow-x:auto">{inner}</div></details>'
+    )
+
+
+def _table(report: Report) -> str:
+    figures = Figures(report)
+    shown = lines(report)
+    sentence = explain.evidence(report)
+    body = [_row_table(shown[:MAX_TABLE_ROWS], report, figures), _category_table(shown, report, figures)]
+    if len(shown) > MAX_TABLE_ROWS:
+        rest = f"{len(shown) - MAX_TABLE_ROWS:,} more rows are in the saved report (save, to_dict)."
+        body.insert(1, f'<p style="color:{QUIET};margin:4px 0">{rest}</p>')
+    if sentence:
+        body.append(f'<p style="color:{QUIET};margin:4px 0">{escape(sentence)}</p>')
+    return "".join(body)
+
+
+def _grid(heads: Sequence[tuple[str, bool]], rows: Sequence[str]) -> str:
+    """heads: (text, whether the column holds words and not figures)."""
+    cells = "".join(
+        f'<th style="text-align:{"left" if words else "right"};color:{QUIET}">{escape(text)}</th>'
+        for text, words in heads
+    )
+    style = (
+        f"border-collapse:collapse;margin:10px 0;font-size:13px;background:{PAPER};color:{TEXT};"
+        "white-space:nowrap;font-variant-numeric:tabular-nums"
+    )
+    head = f'<thead><tr style="{_ROW}">{cells}</tr></thead>'
+    return f'<table cellpadding="5" style="{style}">{head}<tbody>{"".join(rows)}</tbody></table>'
+
+
+def _number(text: str) -> str:
+    return f'<td align="right">{escape(text)}</td>'
+
+
+def _name(line: Line, text: str) -> str:
+    # Non-breaking spaces indent the parts where styles are removed.
+    text = "\u00a0" * (4 * line.depth) + (f"{line.iteration} " if line.iteration else "") + text
+    style = _CODE if line.is_statement and line.row.kind != "part" else _WORDS
+    colour = f";color:{ALARM}" if line.row.kind == "error" else f";color:{QUIET}" if line.depth else ""
+    return f'<td style="{style}{colour}">{escape(text)}</td>'
+
+
+def _row_table(shown: Sequence[Line], report: Report, figures: Figures) -> str:
+    names = ("line", "statement", "allocated", "reserved", "nvidia-smi", "change", "peak inside", "what changed")
+    heads = [(name, name in ("statement", "what changed")) for name in names]
+    return _grid(heads, [_row(line, report, figures) for line in shown])
+
+
+def _row(line: Line, report: Report, figures: Figures) -> str:
+    row = line.row
+    text = row.statement.strip() or line.text
+    if row.kind == "error" and not line.depth:
+        text += f"  {explain.failure_word(report)}"
+    inside = row.kind != PEAK and row.peak_allocated > row.allocated
+    cells = [
+        _number(str(row.line) if row.line > 0 and not line.depth else ""),
+        _name(line, text),
+        _number(figures.size(row.allocated)),
+        _number(figures.size(row.reserved)),
+        _number(figures.size(row.device_used)),
+        _number(figures.change(line.change) if row.kind != PEAK else ""),
+        _number(figures.size(row.peak_allocated) if inside else ""),
+        f'<td style="{_WORDS}">{escape(explain.moves(line))}</td>',
+    ]
+    return f'<tr style="{_ROW}">{"".join(cells)}</tr>'
+
+
+def _category_table(shown: Sequence[Line], report: Report, figures: Figures) -> str:
+    """One column a category, one row a line: the numbers behind the picture."""
+    names = present(report)
+    if not names:
+        return ""
+    rows = [
+        f'<tr style="{_ROW}">{_name(line, line.text)}'
+        f"{''.join(_number(figures.size(line.row.categories.get(name))) for name in names)}</tr>"
+        for line in shown[:MAX_TABLE_ROWS]
+    ]
+    return _grid([("by category", True), *((LABELS[name], False) for name in names)], rows)

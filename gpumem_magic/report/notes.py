@@ -1,0 +1,77 @@
+"""What a reader must know besides the figures, in plain words: flushed caches, a growing context, repeating iterations."""
+
+from __future__ import annotations
+
+from gpumem_magic.devices.base import Counters
+from gpumem_magic.recording.model import Checkpoint, Recording, Span
+from gpumem_magic.recording.repetition import longest_repetition, signature
+from gpumem_magic.snapshot.timeline import Timeline
+from gpumem_magic.units import human
+
+
+def notes_of(recording: Recording, device: int, timeline: Timeline) -> list[str]:
+    """The notes of one device's report; the recorder's own stand first, in the primary device's."""
+    notes = list(recording.notes) if device == recording.primary else []
+    notes += _retries(recording, device)
+    notes += _context_growth(recording, device)
+    notes += _repetition(recording, device)
+    if device == recording.primary and not any(log.events or log.start for log in recording.logs.values()):
+        notes.append(
+            'Nothing was put on a device: the model and the data stayed on the host (`.to("cuda")` moves them).'
+        )
+    if timeline.unmatched:
+        notes.append(f"{timeline.unmatched:,} events are about memory that the log does not know.")
+    return notes
+
+
+def _steps(recording: Recording, device: int) -> list[tuple[Checkpoint, Counters, Counters]]:
+    """Each checkpoint with the counters before and at it."""
+    points = [point for point in recording.checkpoints if device in point.moment.counters]
+    return [
+        (point, before.moment.counters[device], point.moment.counters[device])
+        for before, point in zip(points, points[1:], strict=False)
+    ]
+
+
+def _place(point: Checkpoint) -> str:
+    words = (point.statement or point.label).strip().partition("\n")[0] or point.kind
+    if point.iteration:
+        words += f" in iteration {'.'.join(str(number) for number in point.iteration)}"
+    return f"{words}, line {point.line}" if point.line else words
+
+
+def _retries(recording: Recording, device: int) -> list[str]:
+    places = [_place(point) for point, before, now in _steps(recording, device) if now.retries > before.retries]
+    if not places:
+        return []
+    more = f", and in {len(places) - 3} more rows" if len(places) > 3 else ""
+    return [f"The allocator emptied its cache to make room in: {'; '.join(places[:3])}{more}."]
+
+
+def _context_growth(recording: Recording, device: int) -> list[str]:
+    """The context is measured at the device's first use; what comes later is said, since no category shows it apart."""
+    return [
+        f"The CUDA context grew by {human(now.context - before.context)} in {_place(point)}."
+        for point, before, now in _steps(recording, device)
+        if before.context and now.context is not None and now.context > before.context
+    ]
+
+
+def _repetition(recording: Recording, device: int) -> list[str]:
+    """Iterations are from one step of the first optimizer to its next, over the whole recording."""
+    events = recording.logs[device].events
+    steps = [span for span in recording.spans if span.kind == "optimizer" and not span.failed]
+    ends = _step_ends(steps, device)
+    if len(ends) < 2 or not events:
+        return []
+    signatures = [signature(events[start:end]) for start, end in zip([0, *ends], ends, strict=False)]
+    found = longest_repetition(signatures)
+    if found is None or ends[found[0]] == ends[found[1]]:
+        return []
+    return [f"Iterations {found[0] + 1}-{found[1] + 1} of {len(ends)} repeat exactly."]
+
+
+def _step_ends(steps: list[Span], device: int) -> list[int]:
+    return [
+        step.end.positions[device] for step in steps if step.label == steps[0].label and device in step.end.positions
+    ]

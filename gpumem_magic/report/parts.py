@@ -1,0 +1,150 @@
+"""What happened inside a statement, as a tree: iterations, phases, ranges and marks, nested by when they began and ended."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from gpumem_magic.recording.model import Moment, Span
+
+_SHOWN = frozenset({"forward", "backward", "optimizer", "range", "mark"})
+_PHASES = frozenset({"forward", "backward", "optimizer"})
+
+
+@dataclass
+class Part:
+    """A stretch of a statement. start and end are positions in one device's log, within those of what is around it."""
+
+    kind: str
+    label: str
+    start: int
+    end: int
+    begins: int
+    ends: int
+    failed: bool = False
+    parts: list[Part] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """A statement's interval: from one moment to another, on one device."""
+
+    device: int
+    begin: Moment
+    end: Moment
+
+    @property
+    def start_position(self) -> int:
+        return self.begin.positions.get(self.device, 0)
+
+    @property
+    def end_position(self) -> int:
+        return max(self.start_position, self.end.positions.get(self.device, 0))
+
+
+def parts_of(stretch: Stretch, spans: Iterable[Span], *, failed: bool = False) -> list[Part]:
+    """The parts of a statement, in order. `spans` are those that began in it, in order of their beginning.
+
+    failed: the statement failed, so that its last, unfinished iteration counts, and a lone phase says where.
+    """
+    chosen = [span for span in spans if span.kind in _SHOWN]
+    parts = _nested([_part(span, stretch) for span in chosen], _names(chosen))
+    parts = _with_iterations(parts, stretch.start_position, stretch.end_position)
+    if not failed and len(parts) == 1 and parts[0].kind in _PHASES:
+        return parts[0].parts
+    return parts
+
+
+def spans_in(stretch: Stretch, spans: Sequence[Span]) -> list[Span]:
+    """The spans that began after the statement did and before it ended, by the recorder's ticks."""
+    return [span for span in spans if stretch.begin.tick < span.start.tick <= stretch.end.tick]
+
+
+def _part(span: Span, stretch: Stretch) -> Part:
+    low, high = stretch.start_position, stretch.end_position
+    start = min(max(span.start.positions.get(stretch.device, low), low), high)
+    end = min(max(span.end.positions.get(stretch.device, start), start), high)
+    return Part(span.kind, span.label, start, end, span.start.tick, max(span.end.tick, span.start.tick), span.failed)
+
+
+def _names(spans: Sequence[Span]) -> dict[str, set[str]]:
+    names: dict[str, set[str]] = {}
+    for span in spans:
+        names.setdefault(span.kind, set()).add(span.label)
+    return names
+
+
+def _nested(parts: Sequence[Part], names: dict[str, set[str]]) -> list[Part]:
+    """A tree by ticks. What only overlaps another part (another thread's) stands beside it, after it."""
+    roots: list[Part] = []
+    around: list[Part] = []
+    for part in sorted(parts, key=lambda one: (one.begins, -one.ends)):
+        while around and around[-1].ends < part.ends:
+            around.pop()
+        (around[-1].parts if around else roots).append(part)
+        around.append(part)
+    _relabel(parts, names)
+    return roots
+
+
+def _relabel(parts: Iterable[Part], names: dict[str, set[str]]) -> None:
+    """Phases are named after their phase, and after their module or optimizer only where there are several."""
+    for part in parts:
+        several = len(names.get(part.kind, ())) > 1
+        if part.kind == "forward":
+            part.label = f"forward of {part.label}" if several else "forward"
+        elif part.kind == "optimizer":
+            part.label = f"optimizer step of {part.label}" if several else "optimizer step"
+
+
+def _with_iterations(parts: list[Part], start: int, end: int) -> list[Part]:
+    """Groups parts into iterations where there is more than one: each ends with a step of the first optimizer.
+
+    The first begins at `start`, the others where the one before ended. Phases after the last step are an iteration that did
+    not come to its step. A range may hold a step, or (an epoch) many: then the iterations are within it.
+    """
+    first = next((step.label for part in parts for step in _steps(part)), None)
+    counts = [sum(step.label == first for step in _steps(part)) for part in parts]
+    if any(count > 1 for count in counts):
+        for part in parts:
+            part.parts = _with_iterations(part.parts, part.start, part.end)
+        return parts
+    groups: list[list[Part]] = [[]]
+    for part, count in zip(parts, counts, strict=True):
+        groups[-1].append(part)
+        if count:
+            groups.append([])
+    rest = groups.pop()
+    unfinished = any(_has_phase(part) for part in rest)
+    if unfinished:
+        groups.append(rest)
+        rest = []
+    if len(groups) < 2:
+        return parts
+    iterations: list[Part] = []
+    for number, group in enumerate(groups, start=1):
+        last = group[-1]
+        is_open = unfinished and number == len(groups)
+        iterations.append(
+            Part(
+                "iteration",
+                f"iteration {number}",
+                iterations[-1].end if iterations else start,
+                end if is_open else last.end,
+                group[0].begins,
+                last.ends,
+                any(part.failed for part in group),
+                group,
+            )
+        )
+    return [*iterations, *rest]
+
+
+def _steps(part: Part) -> list[Part]:
+    """The steps in a part that came to their end, itself included."""
+    own = [part] if part.kind == "optimizer" and not part.failed else []
+    return own + [step for inner in part.parts for step in _steps(inner)]
+
+
+def _has_phase(part: Part) -> bool:
+    return part.kind in _PHASES or any(_has_phase(inner) for inner in part.parts)

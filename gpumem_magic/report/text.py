@@ -1,0 +1,154 @@
+"""The report for a terminal: one line a row, then the categories, then what has to be said in words. Works without colour."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping, Sequence
+
+from gpumem_magic.report import explain
+from gpumem_magic.report.lines import PEAK, Figures, Line, columns, fit, lines, present, wrap
+from gpumem_magic.report.model import CATEGORIES, Report, Row
+from gpumem_magic.report.palette import ASCII_LETTERS, LABELS, LETTERS
+
+DEFAULT_WIDTH = 100
+_NARROWEST, _WIDEST = 60, 160
+_HEADS = ("allocated", "reserved", "nvidia-smi", "change", "peak")
+_SMI = _HEADS.index("nvidia-smi")
+MARK = "|"
+_GAP = 2
+
+
+def render(
+    report: Report, *, width: int | None = None, ascii_only: bool = False, bars: bool = True, table: bool = True
+) -> str:
+    """The report as text, without an end of line at its end.
+
+    width: columns; by default the terminal's, or 100 where there is none. ascii_only: for terminals that show nothing else.
+    bars: a stacked bar in each line. table: the categories before, at the peak and after.
+    """
+    if width is None:
+        width = shutil.get_terminal_size((DEFAULT_WIDTH, 24)).columns
+    width = min(max(width, _NARROWEST), _WIDEST)
+    blocks = [_wrap(explain.headline(report), width), _rows(report, width, ascii_only, bars)]
+    if table:
+        blocks.append(_categories(report, width))
+    words = explain.remarks(report)
+    if sentence := explain.evidence(report):
+        words.append(sentence)
+    if verdict := explain.verdict(report):
+        words.insert(0, verdict)
+    blocks.append("\n".join(_wrap(sentence, width) for sentence in words))
+    blocks += [render(other, width=width, ascii_only=ascii_only, bars=bars, table=table) for other in report.devices]
+    text = "\n\n".join(block for block in blocks if block)
+    return _to_ascii(text) if ascii_only else text
+
+
+def _to_ascii(text: str) -> str:
+    return text.replace("…", "~").encode("ascii", "backslashreplace").decode()
+
+
+def _wrap(sentence: str, width: int) -> str:
+    return "\n".join(wrap(sentence, width, indent="  "))
+
+
+def _pad(text: str, width: int) -> str:
+    text = fit(text, width)
+    return text + " " * (width - columns(text))
+
+
+def _rows(report: Report, width: int, ascii_only: bool, bars: bool) -> str:
+    shown = lines(report)
+    figures = Figures(report)
+    # A column of nothing but "n/a" would only take room from the rest; a sentence below says it.
+    places = [place for place, _ in enumerate(_HEADS) if place != _SMI or any(line.row.device_used for line in shown)]
+    heads = [_HEADS[place] for place in places]
+    table = [[_cells(line, figures)[place] for place in places] for line in shown]
+    widths = [max(len(head), *(len(cells[place]) for cells in table)) for place, head in enumerate(heads)]
+    left = width - sum(widths) - _GAP * len(widths)
+    needed = max(columns(_name(line, report, width)) for line in shown)
+    bar_width = 0
+    if bars:
+        # Names have the first claim on the room up to 32 columns, then the bar up to 40.
+        bar_width = min(40, left - min(needed, 32) - _GAP)
+        bar_width = bar_width if bar_width >= 10 else 0
+    name_width = min(max(needed, len("MiB")), left - (bar_width + _GAP if bar_width else 0))
+    scale = max((max(line.used, line.row.peak_allocated) for line in shown), default=0)
+    letters = ASCII_LETTERS if ascii_only else LETTERS
+    drawn = ""
+    output = [_join(_pad("MiB", name_width), heads, widths)]
+    for line, cells in zip(shown, table, strict=True):
+        text = _join(_pad(_name(line, report, name_width), name_width), cells, widths)
+        if bar_width:
+            letters_of_row = bar(line.row, scale, bar_width, letters)
+            drawn += letters_of_row
+            text += " " * _GAP + letters_of_row
+        output.append(text.rstrip())
+    key = [f"{letters[name]} {LABELS[name]}" for name in present(report) if letters[name] in drawn]
+    if key:
+        mark = "; | highest allocated inside the statement" if MARK in drawn else ""
+        output += ["", _wrap(f"Bars: {'; '.join(key)}{mark}.", width)]
+    return "\n".join(output)
+
+
+def _join(name: str, cells: Sequence[str], widths: Sequence[int]) -> str:
+    return (" " * _GAP).join([name, *(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))])
+
+
+def _name(line: Line, report: Report, width: int) -> str:
+    name = f"{'  ' * line.depth}{line.iteration + ' ' if line.iteration else ''}{line.text}"
+    if line.row.kind == "error":
+        name = f"! {name}"
+        word = f"  {explain.failure_word(report)}"
+        # The verdict below says it too, so the word yields to the statement.
+        return name + word if columns(name + word) <= width else name
+    return name
+
+
+def _cells(line: Line, figures: Figures) -> list[str]:
+    row = line.row
+    inside = row.peak_allocated if row.kind != PEAK and row.peak_allocated > row.allocated else None
+    return [
+        figures.size(row.allocated),
+        figures.size(row.reserved),
+        figures.size(row.device_used),
+        figures.change(line.change),
+        "" if inside is None else figures.size(inside),
+    ]
+
+
+def bar(row: Row, scale: int, width: int, letters: Mapping[str, str]) -> str:
+    """A stacked bar of letters: `scale` bytes fill `width` columns; `|` stands at the highest allocated inside the row."""
+    if scale <= 0:
+        return ""
+    cells: list[str] = []
+    total = 0
+    for name in CATEGORIES:
+        total += max(0, row.categories.get(name) or 0)
+        cells += [letters[name]] * (min(width, round(width * total / scale)) - len(cells))
+    place = min(width - 1, round(width * row.peak_allocated / scale))
+    if row.kind != PEAK and place > round(width * row.allocated / scale):
+        cells += [" "] * (place + 1 - len(cells))
+        cells[place] = MARK
+    return "".join(cells)
+
+
+def _categories(report: Report, width: int) -> str:
+    """Before, peak and after of every category that has bytes, with the change from before to after."""
+    before = next((row for row in report.checkpoints if row.kind == "before"), None)
+    after = report.checkpoints[-1] if report.checkpoints else None
+    states = (before, report.peak, after)
+    names = [name for name in CATEGORIES if any(state and state.categories.get(name) for state in states)]
+    if not names:
+        return ""
+    figures = Figures(report)
+    table = []
+    for name in names:
+        sizes = [state.categories.get(name) if state else None for state in states]
+        moved = None if sizes[0] is None or sizes[2] is None else sizes[2] - sizes[0]
+        table.append([LABELS[name], *(figures.size(size) for size in sizes), figures.change(moved)])
+    rows = [["category (MiB)", "before", "peak", "after", "change"], *table]
+    widths = [max(columns(row[place]) for row in rows) for place in range(5)]
+    return "\n".join(
+        (" " * _GAP).join([_pad(row[0], widths[0]), *(row[place].rjust(widths[place]) for place in range(1, 5))])
+        for row in rows
+    )
