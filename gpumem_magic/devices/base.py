@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from gpumem_magic.snapshot.model import Segment, TraceEvent
+from gpumem_magic.snapshot.rules import DEFAULT_SETTINGS, AllocatorSettings
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,7 @@ class DeviceLog:
     origins: index of an alloc event -> how the block came to be: "workspace" (a library's scratch memory), "host_copy"
     (a copy from the host), "factory" (torch.zeros, randn, empty and so on), "compute" (an operator's output or scratch).
     carried: address -> label known from an earlier recording, of blocks that were live at the start.
+    settings: the allocator's, without which block sizes can't be recounted.
     """
 
     facts: DeviceFacts
@@ -65,6 +67,7 @@ class DeviceLog:
     events: Sequence[TraceEvent]
     origins: Mapping[int, str] = field(default_factory=dict)
     carried: Mapping[int, Label] = field(default_factory=dict)
+    settings: AllocatorSettings = DEFAULT_SETTINGS
 
 
 class Device(Protocol):

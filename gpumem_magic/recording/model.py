@@ -14,10 +14,14 @@ from gpumem_magic.devices.base import Counters, DeviceLog
 
 @dataclass(frozen=True)
 class Moment:
-    """Per device index: how many events of its log had happened, and what its counters said."""
+    """Per device index: how many events of its log had happened, and what its counters said.
+
+    tick: the recorder's own count of moments. It orders those between which no memory moved.
+    """
 
     positions: Mapping[int, int]
     counters: Mapping[int, Counters]
+    tick: int = 0
 
 
 @dataclass(frozen=True)
@@ -39,9 +43,10 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Span:
-    """A stretch with a name: kind is iteration | forward | backward | optimizer | range | mark (a mark's end is its start).
+    """A stretch with a name: kind is forward | backward | optimizer | recomputation | range | mark (a mark's end is its start).
 
-    failed: an exception left it.
+    recomputation: forward work that activation checkpointing does again inside a backward. failed: an exception left it.
+    Iterations are not recorded: they follow from the optimizer's steps.
     """
 
     kind: str
@@ -56,7 +61,8 @@ class Sighting:
     """A live object seen to hold the storage at `address` when the device's log stood at `position`.
 
     role: what it was there as: "parameter", "buffer", "gradient", "optimizer_state", "input" (an argument of the outermost
-    forward that no computation made), "named" (a variable of the cell held it).
+    forward that autograd did not compute), "named" (a variable of the cell held it), "output" (a variable of the cell held
+    it, and autograd computed it).
     name: its name for a reader (``decoder.weight``, ``output``) or None.
     """
 

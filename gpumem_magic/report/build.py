@@ -7,14 +7,15 @@ note names the gap.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from gpumem_magic.attribution.categories import attribute, labels_to_carry
 from gpumem_magic.attribution.ledger import Balance, Ledger, Outside, gaps
 from gpumem_magic.devices.base import Label
 from gpumem_magic.recording.model import Checkpoint, Failure, Moment, Recording
-from gpumem_magic.report.folding import AT_EACH_END, Fold, LoopRow, Turn, fold_rows, kept_turns
+from gpumem_magic.report.folding import Fold, LoopRow, Turn, fold_rows, kept_turns
 from gpumem_magic.report.model import Folded, Peak, Report, ReportDevice, ReportError, Row
 from gpumem_magic.report.notes import notes_of
 from gpumem_magic.report.parts import Part, Stretch, parts_of, spans_in
@@ -269,7 +270,7 @@ def _words(draft: _Draft, path: list[Part]) -> str:
 def _ends(drafts: list[_Draft]) -> list[_Draft]:
     """The rows of a report without lines. What lies between two of them belongs to the later one."""
     kept = [draft for draft in drafts if draft.point.kind in ("before", "error", "after")]
-    for before, draft in zip(kept, kept[1:], strict=False):
+    for before, draft in pairwise(kept):
         draft.stretch = Stretch(draft.stretch.device, before.point.moment, draft.point.moment)
         draft.parts = []
     return kept

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from gpumem_magic.devices.base import Counters
 from gpumem_magic.recording.model import Checkpoint, Recording, Span
 from gpumem_magic.recording.repetition import longest_repetition, signature
@@ -28,8 +30,7 @@ def _steps(recording: Recording, device: int) -> list[tuple[Checkpoint, Counters
     """Each checkpoint with the counters before and at it."""
     points = [point for point in recording.checkpoints if device in point.moment.counters]
     return [
-        (point, before.moment.counters[device], point.moment.counters[device])
-        for before, point in zip(points, points[1:], strict=False)
+        (point, before.moment.counters[device], point.moment.counters[device]) for before, point in pairwise(points)
     ]
 
 

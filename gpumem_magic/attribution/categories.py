@@ -1,0 +1,205 @@
+"""The rules that say what an allocation is. The first that matches wins, over the allocation's whole life.
+
+Every answer carries its evidence: "identity" (a live object held this address), "lifetime" (the phases of birth and
+death), "stack" (where the request came from), "inferred", or "unknown".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from gpumem_magic.attribution.owners import Roles, lives_at, owners
+from gpumem_magic.attribution.phase_map import (
+    BACKWARD,
+    FORWARD,
+    OPTIMIZER,
+    RECOMPUTATION,
+    Phase,
+    PhaseMap,
+    phases_on,
+)
+from gpumem_magic.devices.base import DeviceLog, Label
+from gpumem_magic.recording.model import Checkpoint, Sighting, Span
+from gpumem_magic.snapshot.timeline import Allocation, Timeline
+
+UNKNOWN = Label("unknown", "unknown")
+
+# What cuBLAS keeps per handle and stream: 4096 KiB x 2 + 16 KiB x 8, and 32 MiB on Hopper.
+WORKSPACE_SIZES = frozenset({8_519_680, 33_554_432})
+
+_IDENTITY = (
+    ("parameter", "parameters"),
+    ("buffer", "buffers"),
+    ("optimizer_state", "optimizer_state"),
+    ("gradient", "gradients"),
+)
+_HOLDING_NAMES = ("named", "output")
+_MADE = ("host_copy", "factory")
+
+
+def attribute(
+    log: DeviceLog,
+    timeline: Timeline,
+    spans: Iterable[Span],
+    sightings: Iterable[Sighting],
+    checkpoints: Iterable[Checkpoint] = (),
+) -> list[Label]:
+    """One label per allocation of `timeline`, in its order. Spans and sightings may be of several devices."""
+    device = log.facts.index
+    held = owners(timeline.allocations, (look for look in sightings if look.device == device))
+    map_ = PhaseMap(phases_on(device, spans, checkpoints))
+    return [_label(_Case.of(allocation, log, held, map_)) for allocation in timeline.allocations]
+
+
+def labels_to_carry(timeline: Timeline, labels: Sequence[Label]) -> dict[int, Label]:
+    """Address -> label of what is live at the end of the log, for `Device.remember`. What is unknown is left out."""
+    return {
+        allocation.address: label
+        for allocation, label in zip(timeline.allocations, labels, strict=True)
+        if allocation.freed is None and label.category != "unknown"
+    }
+
+
+@dataclass(frozen=True)
+class _Case:
+    """All that the rules look at for one allocation."""
+
+    allocation: Allocation
+    roles: Roles
+    origin: str | None
+    phase: Phase | None
+    phases: PhaseMap
+    carried: Label | None
+    real: bool
+    stack: tuple[str, ...]
+
+    @classmethod
+    def of(cls, allocation: Allocation, log: DeviceLog, held: Mapping[int, Roles], phases: PhaseMap) -> _Case:
+        at_start = allocation.born < 0
+        return cls(
+            allocation,
+            held.get(allocation.index, {}),
+            None if at_start else log.origins.get(allocation.born),
+            None if at_start else phases.at_event(allocation.born),
+            phases,
+            log.carried.get(allocation.address) if at_start else None,
+            log.facts.kind == "cuda",
+            () if at_start else tuple(frame.name for frame in log.events[allocation.born].frames),
+        )
+
+    @property
+    def at_start(self) -> bool:
+        return self.allocation.born < 0
+
+    @property
+    def between(self) -> bool:
+        """Born in this log, in no phase."""
+        return self.phase is None and not self.at_start
+
+    @property
+    def name(self) -> str | None:
+        return next((self.roles[role] for role in (*_HOLDING_NAMES, "input") if self.roles.get(role)), None)
+
+    @property
+    def is_named(self) -> bool:
+        return any(role in self.roles for role in _HOLDING_NAMES)
+
+    @property
+    def follows_forward(self) -> bool:
+        return self.phases.follows_forward(self.allocation.born)
+
+    def lives_at_next(self, *kinds: str) -> bool:
+        """Whether it is still live when the next phase (of these kinds) begins."""
+        start = self.phases.next_start(self.allocation.born, *kinds)
+        return start is not None and lives_at(self.allocation, start)
+
+    def outlives(self, phase: Phase) -> bool:
+        return lives_at(self.allocation, phase.end)
+
+
+def _label(case: _Case) -> Label:
+    for rule in _RULES:
+        label = rule(case)
+        if label is not None:
+            return label
+    return UNKNOWN
+
+
+def _identity(case: _Case) -> Label | None:
+    for role, category in _IDENTITY:
+        if role in case.roles:
+            return Label(category, "identity", case.roles[role])
+    return None
+
+
+def _workspace(case: _Case) -> Label | None:
+    if case.origin == "workspace" or any("cublas" in name.lower() or "cudnn" in name.lower() for name in case.stack):
+        return Label("workspace", "stack")
+    if case.real and case.allocation.requested in WORKSPACE_SIZES and case.allocation.freed is None and not case.roles:
+        return Label("workspace", "inferred")
+    return None
+
+
+def _carried(case: _Case) -> Label | None:
+    return case.carried if case.carried is not None and case.carried.category != "unknown" else None
+
+
+def _inputs(case: _Case) -> Label | None:
+    if case.at_start:
+        if "input" in case.roles:
+            return Label("inputs", "identity", case.name)
+        return Label("inputs", "inferred", case.name) if set(case.roles) == {"named"} else None
+    if not case.between or "output" in case.roles:
+        return None
+    # Under no_grad a forward's output looks like an input to the next module; what a forward left behind is an output.
+    if "input" in case.roles and not (case.origin == "compute" and case.follows_forward):
+        return Label("inputs", "identity", case.name)
+    if case.origin in _MADE and case.is_named:
+        return Label("inputs", "identity", case.name)
+    if case.origin is None and not case.follows_forward:
+        if case.is_named:
+            return Label("inputs", "inferred", case.name)
+        if case.allocation.freed is not None and case.lives_at_next(FORWARD):
+            return Label("inputs", "inferred")
+    # A batch that only a function's local variable held: it came from the host and a phase worked on it.
+    if case.origin in _MADE and case.lives_at_next(FORWARD, BACKWARD):
+        if case.allocation.freed is not None:
+            return Label("inputs", "lifetime")
+        if case.origin == "host_copy":
+            return Label("inputs", "inferred")
+    return None
+
+
+def _activations(case: _Case) -> Label | None:
+    if case.at_start:
+        return Label("activations", "identity", case.name) if "output" in case.roles else None
+    if case.phase is not None:
+        if case.phase.kind in (FORWARD, RECOMPUTATION) and (case.outlives(case.phase) or case.is_named):
+            return Label("activations", "lifetime", case.name)
+        return None
+    if case.is_named:
+        return Label("activations", "identity", case.name)
+    if case.origin not in _MADE and case.lives_at_next(BACKWARD):
+        return Label("activations", "lifetime")
+    return None
+
+
+def _activation_gradients(case: _Case) -> Label | None:
+    if case.phase is not None and case.phase.kind == BACKWARD:
+        return Label("activation_gradients", "lifetime", case.name)
+    return None
+
+
+def _temporaries(case: _Case) -> Label | None:
+    if case.phase is not None:
+        if not case.outlives(case.phase):
+            return Label("temporaries", "lifetime")
+        # What a failed step had in hand was on its way out: its states and gradients have been found by identity.
+        return Label("temporaries", "inferred") if case.phase.failed and case.phase.kind == OPTIMIZER else None
+    if case.between and case.allocation.freed is not None:
+        return Label("temporaries", "inferred" if case.lives_at_next() else "lifetime")
+    return None
+
+
+_RULES = (_identity, _workspace, _carried, _inputs, _activations, _activation_gradients, _temporaries)

@@ -1,0 +1,272 @@
+"""When forward, backward and the optimizer's step begin and end, wherever in the program they are called from.
+
+Everything here is global and temporary: hooks and replaced functions go back at `stop`. A hook returns None always, so that no
+result changes. Phases may begin in any thread; what another thread does inside a phase belongs to that phase.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.modules import module as nn_module
+from torch.optim import optimizer as nn_optimizer
+
+from gpumem_magic.patching import Patches
+from gpumem_magic.recording import torch_seams
+from gpumem_magic.recording.guard import Guard
+from gpumem_magic.recording.identity import Witness
+from gpumem_magic.recording.model import Moment, Span
+
+# PyTorch wraps these names around its own work; they are the phases themselves, or nothing that a user asked to see.
+_STEP_RANGE = "Optimizer.step#"
+_OWN_RANGES = (_STEP_RANGE, "Optimizer.zero_grad#", "enumerate(DataLoader)#")
+
+
+@dataclass
+class _Open:
+    """A span that has begun. owner: id of the module or optimizer, to know its end by."""
+
+    kind: str
+    label: str
+    start: Moment
+    thread: int
+    owner: int = 0
+
+
+class Phases:
+    """Records spans from `start` to `stop`. `moment` reads the devices; `step_ended` is told of each first-optimizer step."""
+
+    def __init__(
+        self,
+        moment: Callable[[], Moment],
+        witness: Witness,
+        guard: Guard,
+        step_ended: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.spans: list[Span] = []
+        self._moment = moment
+        self._witness = witness
+        self._guard = guard
+        self._step_ended = step_ended
+        self._patches = Patches()
+        self._handles: list[Any] = []
+        self._open: list[_Open] = []
+        self._local = threading.local()
+        self._labels: dict[tuple[str, int], str] = {}
+        self._label_counts: Counter[str] = Counter()
+        self._first_optimizer: int | None = None
+        self._running = False
+
+    def start(self) -> None:
+        """What this PyTorch lacks becomes a note, and the rest is recorded. Raises nothing but what memory can't hold."""
+        self._running = True
+        for task, install in (
+            ("watching modules", self._watch_modules),
+            ("watching optimizers", self._watch_optimizers),
+            ("watching backward", lambda: torch_seams.watch_backward(self._patches, self._backward_begins)),
+            (
+                "watching recomputation",
+                lambda: torch_seams.watch_recomputation(self._patches, self._recomputation_begins),
+            ),
+            ("watching record_function", lambda: torch_seams.watch_ranges(self._patches, self._range_begins)),
+        ):
+            with self._guard(task):
+                install()
+
+    def stop(self) -> None:
+        """Puts everything back and ends what is still open. May be called twice, and without `start`."""
+        self._running = False
+        while self._handles:
+            self._handles.pop().remove()
+        self._patches.undo()
+        with self._guard("ending phases"):
+            for one in list(reversed(self._open)):
+                self._close(one, failed=one.kind != "range")
+
+    def mark(self, label: str) -> None:
+        moment = self._moment()
+        self.spans.append(Span("mark", label, moment, moment))
+
+    def statement_ended(self) -> None:
+        """A statement of the cell has ended in this thread: a phase still open here was left by an exception unseen."""
+        thread = threading.get_ident()
+        self._stack().clear()
+        if self._open:
+            for one in list(reversed(self._open)):
+                if one.thread == thread and one.kind != "range":
+                    self._close(one, failed=True)
+
+    # Spans
+
+    def _begin(self, kind: str, label: str, owner: int = 0) -> _Open:
+        one = _Open(kind, label, self._moment(), threading.get_ident(), owner)
+        self._open.append(one)
+        return one
+
+    def _close(self, one: _Open, *, failed: bool = False) -> None:
+        if any(other is one for other in self._open):
+            self._open = [other for other in self._open if other is not one]
+            self.spans.append(Span(one.kind, one.label, one.start, self._moment(), failed))
+
+    def _is_open(self, kind: str) -> bool:
+        return any(one.kind == kind for one in self._open)
+
+    def _innermost(self, *kinds: str, owner: int | None = None) -> _Open | None:
+        thread = threading.get_ident()
+        return next(
+            (
+                one
+                for one in reversed(self._open)
+                if one.thread == thread and one.kind in kinds and owner in (None, one.owner)
+            ),
+            None,
+        )
+
+    def _label(self, kind: str, thing: object) -> str:
+        """A variable's name, or the class's; the second nameless thing of a class is ``Adam (2)``."""
+        key = kind, id(thing)
+        if key not in self._labels:
+            name = self._witness.variable_of(thing) or type(thing).__name__
+            self._label_counts[name] += 1
+            count = self._label_counts[name]
+            self._labels[key] = name if count == 1 else f"{name} ({count})"
+        return self._labels[key]
+
+    # Modules. Every submodule's call comes through here, so the way of an inner one is short.
+
+    def _stack(self) -> list[int]:
+        stack: list[int] | None = getattr(self._local, "modules", None)
+        if stack is None:
+            stack = self._local.modules = []
+        return stack
+
+    def _watch_modules(self) -> None:
+        self._handles.append(nn_module.register_module_forward_pre_hook(self._forward_begins))
+        self._handles.append(
+            nn_module.register_module_forward_hook(self._forward_ended, with_kwargs=True, always_call=True)
+        )
+
+    def _forward_begins(self, module: torch.nn.Module, args: tuple[Any, ...]) -> None:
+        stack = self._stack()
+        stack.append(id(module))
+        if len(stack) > 1:
+            return
+        with self._guard("the start of a forward"):
+            if self._is_open("backward"):
+                if not self._is_open("recomputation"):
+                    self._begin("recomputation", self._label("module", module), id(module))
+            elif not self._is_open("forward"):
+                self._witness.forward_begins(module, args)
+                self._begin("forward", self._label("module", module), id(module))
+
+    def _forward_ended(self, module: torch.nn.Module, args: tuple[Any, ...], *rest: Any) -> None:
+        # An exception may have jumped over the ends of inner modules.
+        stack = self._stack()
+        if id(module) not in stack:
+            return
+        while stack.pop() != id(module):
+            pass
+        if stack:
+            return
+        with self._guard("the end of a forward"):
+            one = self._innermost("forward", "recomputation", owner=id(module))
+            if one is None:
+                return
+            # PyTorch calls us with the result, or, when an exception is on its way, with None.
+            failed = rest[-1] is None and sys.exc_info()[1] is not None
+            self._close(one, failed=failed)
+            if one.kind == "forward" and len(rest) > 1:
+                self._witness.forward_ended(rest[0])
+
+    # Backward
+
+    def _backward_begins(self) -> Callable[[bool], None]:
+        one: _Open | None = None
+        with self._guard("the start of a backward"):
+            # A reentrant checkpoint computes forward again, then runs a backward of its own inside the outer one.
+            again = self._innermost("recomputation")
+            if again is not None:
+                self._close(again)
+            elif not self._is_open("backward"):
+                one = self._begin("backward", "backward")
+
+        def ended(failed: bool) -> None:
+            if one is not None and self._running:
+                with self._guard("the end of a backward"):
+                    self._close(one, failed=failed)
+                    self._witness.backward_ended()
+
+        return ended
+
+    def _recomputation_begins(self) -> Callable[[bool], None]:
+        one: _Open | None = None
+        with self._guard("the start of a recomputation"):
+            if self._is_open("backward") and not self._is_open("recomputation"):
+                one = self._begin("recomputation", "recomputation")
+
+        def ended(failed: bool) -> None:
+            if one is not None and self._running:
+                with self._guard("the end of a recomputation"):
+                    # PyTorch leaves a recomputation by an exception of its own once it has what it needs.
+                    self._close(one)
+
+        return ended
+
+    # Optimizers
+
+    def _watch_optimizers(self) -> None:
+        self._handles.append(nn_optimizer.register_optimizer_step_pre_hook(self._step_begins))
+        self._handles.append(nn_optimizer.register_optimizer_step_post_hook(self._step_ends))
+
+    def _step_begins(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        with self._guard("the start of a step"):
+            self._witness.step_begins(optimizer)
+            self._begin("optimizer", self._label("optimizer", optimizer), id(optimizer))
+
+    def _step_ends(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        with self._guard("the end of a step"):
+            one = self._innermost("optimizer", owner=id(optimizer))
+            if one is None:
+                return
+            self._close(one)
+            self._witness.step_ended(optimizer)
+            if self._first_optimizer is None:
+                self._first_optimizer = id(optimizer)
+            if self._first_optimizer == id(optimizer):
+                self._step_ended()
+
+    # Ranges
+
+    def _range_begins(self, name: str) -> Callable[[bool], None]:
+        if name.startswith(_STEP_RANGE):
+            return self._step_left
+        if name.startswith(_OWN_RANGES):
+            return _nothing
+        one: _Open | None = None
+        with self._guard("the start of a range"):
+            one = self._begin("range", name)
+
+        def ended(failed: bool) -> None:
+            if one is not None and self._running:
+                with self._guard("the end of a range"):
+                    self._close(one, failed=failed)
+
+        return ended
+
+    def _step_left(self, failed: bool) -> None:
+        """PyTorch's own range around a step: only it sees a step that an exception leaves."""
+        if failed and self._running:
+            with self._guard("the end of a failed step"):
+                one = self._innermost("optimizer")
+                if one is not None:
+                    self._close(one, failed=True)
+
+
+def _nothing(failed: bool) -> None:
+    pass

@@ -1,0 +1,273 @@
+"""The recorder: cheap checkpoints while the user's program runs, and one `Recording` of numbers and strings at the end.
+
+A checkpoint reads, per device, the length of a log and the counters. Everything that takes thought happens after the program.
+Whatever goes wrong in here becomes a note of the recording; the user's program never meets it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from gpumem_magic.devices.base import Device, DeviceLog, Machine
+from gpumem_magic.recording.failure import (
+    failing_request,
+    failure_of,
+    is_out_of_memory,
+    moment_of_failure,
+    with_event,
+)
+from gpumem_magic.recording.guard import Guard
+from gpumem_magic.recording.identity import Witness
+from gpumem_magic.recording.model import Checkpoint, Failure, Moment, Recording, StandIn
+from gpumem_magic.recording.phases import Phases
+from gpumem_magic.recording.repetition import alike_at_end, signature
+from gpumem_magic.snapshot.timeline import Timeline
+
+Failed = tuple[str, int, tuple[int, ...], tuple[int, ...]]
+"""The failing statement: its text, line, iteration, and the lines of its loops."""
+
+
+class Recorder:
+    """Records one run: `start`, then a `checkpoint` after each statement, then `finish`, once.
+
+    primary: index of the device that the report will be about. names: the variables that the cell mentions. own_file: the
+    file name under which the cell's code is compiled, so that its lines are called lines.
+    """
+
+    def __init__(
+        self, machine: Machine, *, primary: int = 0, names: Iterable[str] = (), own_file: str | None = None
+    ) -> None:
+        self._machine = machine
+        self._primary = primary
+        self._names = frozenset(names)
+        self._own_file = own_file
+        self._guard = Guard()
+        self._devices: dict[int, Device] = {}
+        self._handles: dict[int, object] = {}
+        self._iteration_logs: dict[int, object] = {}
+        self._signatures: list[bytes] = []
+        self._checkpoints: list[Checkpoint] = []
+        self._ticks = 0
+        self._stand_ins_before: Counter[tuple[str, int]] = Counter()
+        self._machine_notes_before: list[str] = []
+        self._witness: Witness | None = None
+        self._phases: Phases | None = None
+
+    @property
+    def alike(self) -> int:
+        """How many of the last iterations did exactly the same; 1 where none repeats. Virtual devices only, else 0."""
+        return alike_at_end(self._signatures)
+
+    def start(self, namespace: Mapping[str, Any] | None = None) -> None:
+        """Begins to record and takes the first checkpoint. namespace: where the values of `names` are found.
+
+        Raises what the devices raise where they can't record, with everything put back.
+        """
+        try:
+            with self._guard("starting"):
+                self._stand_ins_before = Counter(self._machine.stand_ins)
+                self._machine_notes_before = self._machine_notes()
+            self._settle()
+            for device in self._machine.devices:
+                index = device.facts.index
+                self._devices[index] = device
+                self._handles[index] = device.start_log()
+            self._start_iteration()
+            self._witness = Witness(self._machine, self._position, self._names, namespace)
+            self._phases = Phases(self._moment, self._witness, self._guard, self._step_ended)
+            self._phases.start()
+            self.checkpoint("before", "before")
+        except BaseException:
+            self._put_back()
+            raise
+
+    def checkpoint(
+        self,
+        kind: str,
+        label: str,
+        statement: str = "",
+        line: int = 0,
+        iteration: tuple[int, ...] = (),
+        loops: tuple[int, ...] = (),
+        *,
+        header: bool = False,
+    ) -> None:
+        """The state after a statement. A `header` row (a loop's own line) is kept only if a device's memory moved in it."""
+        with self._guard("a checkpoint"):
+            if self._phases is not None:
+                self._phases.statement_ended()
+            moment = self._moment()
+            if header and self._checkpoints and moment.positions == self._checkpoints[-1].moment.positions:
+                return
+            if self._witness is not None:
+                self._witness.statement_ended()
+            if kind == "before" and self._checkpoints and self._checkpoints[-1].kind == "before":
+                self._checkpoints.pop()
+            self._checkpoints.append(Checkpoint(kind, label, statement, line, moment, iteration, loops))
+
+    def mark(self, label: str) -> None:
+        """A named moment inside a statement."""
+        with self._guard("a mark"):
+            if self._phases is not None:
+                self._phases.mark(label)
+
+    def finish(
+        self,
+        error: BaseException | None = None,
+        failed: Failed | None = None,
+        namespace: Mapping[str, Any] | None = None,
+    ) -> Recording:
+        """Ends the recording and puts everything back. error: the user's, which is read and not kept.
+
+        Raises RuntimeError where the recording never started.
+        """
+        failure: Failure | None = None
+        reached: Moment | None = None
+        logs: dict[int, DeviceLog] = {}
+        if not self._handles or self._witness is None or self._phases is None:
+            self._put_back()
+            raise RuntimeError("a recording that did not start can't be finished")
+        try:
+            self._phases.stop()
+            with self._guard("reading the error"):
+                if error is not None:
+                    reached = self._moment()
+                    failure = failure_of(error, failed[1] if failed else None)
+            with self._guard("looking at the variables at the end"):
+                self._witness.cell_ended(namespace)
+            if not self._checkpoints or self._checkpoints[-1].kind != "after":
+                with self._guard("the last checkpoint"):
+                    self._checkpoints.append(Checkpoint("after", "after", "", 0, self._moment()))
+            with self._guard("stopping the logs"):
+                for index in list(self._handles):
+                    logs[index] = self._devices[index].stop_log(self._handles.pop(index))
+            if error is not None and failure is not None and reached is not None:
+                with self._guard("placing the error"):
+                    failure = self._place_error(failure, is_out_of_memory(error), reached, failed, logs)
+            stand_ins = self._stand_ins()
+            self._add_machine_notes()
+        finally:
+            self._put_back()
+        return Recording(
+            torch=str(torch.__version__),
+            primary=self._primary,
+            logs=logs,
+            checkpoints=tuple(self._checkpoints),
+            spans=tuple(sorted(self._phases.spans, key=lambda span: (span.start.tick, -span.end.tick))),
+            sightings=tuple(self._witness.sightings),
+            error=failure,
+            stand_ins=stand_ins,
+            notes=tuple(self._guard.notes),
+            overhead_seconds=self._guard.seconds,
+        )
+
+    def _place_error(
+        self,
+        failure: Failure,
+        out_of_memory: bool,
+        reached: Moment,
+        failed: Failed | None,
+        logs: Mapping[int, DeviceLog],
+    ) -> Failure:
+        """Puts the error's row before the row "after"."""
+        moment = reached
+        rows = [point for point in self._checkpoints if point.kind != "after"]
+        if out_of_memory:
+            found = failing_request(logs, failure.device, rows[-1].moment.positions, reached.positions)
+            if found is not None:
+                device, event = found
+                timeline = Timeline(logs[device].start, logs[device].events, logs[device].settings)
+                moment = moment_of_failure(reached, logs[device], event, timeline)
+                failure = with_event(failure, logs[device], event, timeline)
+        statement, line, iteration, loops = failed if failed is not None else ("", 0, (), ())
+        label = statement.strip().partition("\n")[0] or "error"
+        row = Checkpoint("error", label, statement, line, moment, iteration, loops)
+        self._checkpoints[len(rows) : len(rows)] = [row]
+        return failure
+
+    # Moments
+
+    def _settle(self) -> None:
+        """A virtual machine frees late: what waits is done, so that a moment is of now."""
+        settle = getattr(self._machine, "settle", None)
+        if settle is not None:
+            settle()
+
+    def _moment(self) -> Moment:
+        self._settle()
+        self._ticks += 1
+        return Moment(
+            {index: device.position(self._handles[index]) for index, device in self._devices.items()},
+            {index: device.counters() for index, device in self._devices.items()},
+            self._ticks,
+        )
+
+    def _position(self, device: int) -> int:
+        return self._devices[device].position(self._handles[device])
+
+    # Iterations of virtual devices
+
+    def _start_iteration(self) -> None:
+        for index, device in self._devices.items():
+            if device.facts.kind == "virtual":
+                self._iteration_logs[index] = device.start_log()
+
+    def _step_ended(self) -> None:
+        if self._iteration_logs:
+            self._settle()
+            self._signatures.append(b"".join(signature(events) for events in self._stop_iteration()))
+            self._start_iteration()
+
+    def _stop_iteration(self) -> list[Any]:
+        return [
+            self._devices[index].stop_log(self._iteration_logs.pop(index)).events
+            for index in sorted(self._iteration_logs)
+        ]
+
+    # The end
+
+    def _put_back(self) -> None:
+        """Undoes whatever `start` did, as far as it came. May be called twice."""
+        with self._guard("putting PyTorch back"):
+            if self._phases is not None:
+                self._phases.stop()
+        with self._guard("ending the logs"):
+            self._stop_iteration()
+            for index in list(self._handles):
+                self._devices[index].stop_log(self._handles.pop(index))
+        if self._witness is not None:
+            self._witness.forget()
+
+    def _machine_notes(self) -> list[str]:
+        notes = getattr(self._machine, "notes", None)
+        return [str(note) for note in notes()] if notes is not None else []
+
+    def _add_machine_notes(self) -> None:
+        with self._guard("the device's notes"):
+            for note in self._machine_notes():
+                if note not in self._machine_notes_before:
+                    self._guard.add_note(note)
+
+    def _stand_ins(self) -> tuple[StandIn, ...]:
+        with self._guard("counting stand-ins"):
+            read = Counter(self._machine.stand_ins)
+            read.subtract(self._stand_ins_before)
+            places: Counter[str] = Counter()
+            for (file, line), count in sorted(read.items()):
+                if count > 0:
+                    places[self._place(file, line)] += count
+            return tuple(StandIn(place, count) for place, count in places.items())
+        return ()
+
+    def _place(self, file: str, line: int) -> str:
+        """``14`` in the cell itself, ``trainer.py:210`` elsewhere. Only a file's name: paths are nobody's business."""
+        if file == self._own_file:
+            return str(line)
+        name = os.path.basename(file.replace("\\", "/"))
+        is_cell = file.startswith("<ipython-input") or "ipykernel_" in file
+        return f"another cell, line {line}" if is_cell else f"{name}:{line}"

@@ -1,0 +1,100 @@
+"""The places in PyTorch without a public hook where a phase can be seen to begin and end.
+
+Tested on torch 2.13; the names are the same from 2.9 on. Each function replaces attributes through `Patches`, so that they
+come back, and raises RuntimeError, naming what is missing, where a PyTorch has no such place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch.autograd.profiler import record_function
+
+from gpumem_magic.patching import Patches
+
+Around = Callable[[], Callable[[bool], None]]
+"""Called at the beginning; what it returns is called at the end with whether an exception left."""
+
+
+def watch_backward(patches: Patches, begins: Around) -> None:
+    """`begins` around every run of the autograd engine (``backward`` and ``grad``), nested ones too."""
+    places = [
+        place
+        for place in (torch.autograd.graph, torch.autograd)
+        if callable(getattr(place, "_engine_run_backward", None))
+    ]
+    if torch.autograd not in places:
+        raise RuntimeError(
+            f"torch {torch.__version__} has no torch.autograd._engine_run_backward: backward is not seen"
+        )
+    for place in places:
+        original = vars(place)["_engine_run_backward"]
+        patches.set(place, "_engine_run_backward", _around(original, begins))
+
+
+def watch_recomputation(patches: Patches, begins: Around) -> None:
+    """`begins` around what activation checkpointing computes again inside a backward.
+
+    With ``use_reentrant=True`` it also covers the nested backward that follows; the caller sees that one begin.
+    """
+    hook = getattr(torch.utils.checkpoint, "_recomputation_hook", None)
+    function = getattr(torch.utils.checkpoint, "CheckpointFunction", None)
+    if hook is None or function is None or "backward" not in vars(function):
+        raise RuntimeError(
+            f"torch {torch.__version__} has no torch.utils.checkpoint._recomputation_hook and CheckpointFunction: "
+            "recomputation is seen in modules only"
+        )
+    _watch_context(patches, hook, lambda _: begins(), key="_gpumem_magic_recomputation")
+    original = function.backward
+    patches.set(function, "backward", staticmethod(_around(original, begins)))
+
+
+def watch_ranges(patches: Patches, begins: Callable[[str], Callable[[bool], None]]) -> None:
+    """`begins` with the name of every ``record_function`` range. A C++ range is not seen."""
+    if "__enter__" not in vars(record_function) or "__exit__" not in vars(record_function):
+        raise RuntimeError(f"torch {torch.__version__} has another record_function: ranges are not seen")
+    _watch_context(patches, record_function, lambda one: begins(str(one.name)), key="_gpumem_magic_range")
+
+
+def _around(original: Callable[..., Any], begins: Around) -> Callable[..., Any]:
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        __tracebackhide__ = True  # one frame less in the user's traceback, where the viewer honours it
+        ended = begins()
+        failed = True
+        try:
+            result = original(*args, **kwargs)
+            failed = False
+            return result
+        finally:
+            ended(failed)
+
+    watched.__name__ = getattr(original, "__name__", "watched")
+    watched.__doc__ = original.__doc__
+    watched.__wrapped__ = original  # type: ignore[attr-defined]
+    return watched
+
+
+def _watch_context(
+    patches: Patches, owner: type[Any], begins: Callable[[Any], Callable[[bool], None]], *, key: str
+) -> None:
+    """Puts `begins` behind a context manager's entry, and what it returns before its exit."""
+    enter: Callable[..., Any] = owner.__enter__
+    leave: Callable[..., Any] = owner.__exit__
+
+    def watched_enter(self: Any) -> Any:
+        result = enter(self)
+        vars(self).setdefault(key, []).append(begins(self))
+        return result
+
+    def watched_exit(self: Any, kind: Any, error: Any, traceback: Any) -> Any:
+        # A manager that was entered before we came has nothing to end.
+        waiting = vars(self).get(key)
+        if waiting:
+            waiting.pop()(kind is not None)
+        return leave(self, kind, error, traceback)
+
+    patches.set(owner, "__enter__", watched_enter)
+    patches.set(owner, "__exit__", watched_exit)
