@@ -6,12 +6,14 @@ Options that change placement and are not emulated are not honoured in silence: 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
-from gpumem_magic.snapshot.rules import DEFAULT_SETTINGS, INTERVALS, AllocatorSettings
+from gpumem_magic.snapshot.rules import DEFAULT_SETTINGS, INTERVALS, UNLIMITED, AllocatorSettings
 from gpumem_magic.units import MIB
 
-__all__ = ["AllocatorSettings", "parse", "parse_with_notes"]
+__all__ = ["AllocatorSettings", "parse", "parse_with_notes", "settings_from_dict", "settings_to_dict"]
 
 _SMALLEST_SIZE_MB = 20
 # They change speed or pinned host memory, never where a block on the device lies.
@@ -166,3 +168,41 @@ def _divisions(name: str, value: str) -> tuple[int, ...]:
         divisions[index] = number
         last = index
     return tuple(divisions)
+
+
+def settings_to_dict(settings: AllocatorSettings, text: str = "") -> dict[str, Any]:
+    """The `allocator_settings` of a PyTorch snapshot (2.10's keys); an unlimited split size is -1 there."""
+    unlimited = settings.max_split_size == UNLIMITED
+    return {
+        "PYTORCH_CUDA_ALLOC_CONF": text,
+        "max_split_size": -1 if unlimited else settings.max_split_size,
+        "garbage_collection_threshold": settings.garbage_collection_threshold,
+        "expandable_segments": False,
+        "pinned_num_register_threads": 1,
+        "release_lock_on_cudamalloc": False,
+        "pinned_use_cuda_host_register": False,
+        "graph_capture_record_stream_reuse": False,
+        "roundup_power2_divisions": {
+            str(1 << index): number for index, number in enumerate(settings.roundup_power2_divisions)
+        },
+    }
+
+
+def settings_from_dict(recorded: Mapping[str, Any]) -> AllocatorSettings:
+    """The settings under which a snapshot was recorded, from its `allocator_settings`; {} is the default.
+
+    What that does not list comes from the recorded environment variable. Raises ValueError where the text is not one.
+    """
+    settings = parse(str(recorded.get("PYTORCH_CUDA_ALLOC_CONF", "")))
+    if "max_split_size" in recorded:
+        size = int(recorded["max_split_size"])
+        settings = replace(settings, max_split_size=UNLIMITED if size < 0 else size)
+    if "garbage_collection_threshold" in recorded:
+        settings = replace(settings, garbage_collection_threshold=float(recorded["garbage_collection_threshold"]))
+    if "roundup_power2_divisions" in recorded:
+        divisions = recorded["roundup_power2_divisions"]
+        settings = replace(
+            settings,
+            roundup_power2_divisions=tuple(int(divisions.get(str(1 << index), 0)) for index in range(INTERVALS)),
+        )
+    return settings
