@@ -1,0 +1,290 @@
+"""The IPython face: ``%%gpumem``, ``%gpumem``, ``%gpumem_device`` and ``%gpumem_smi``. It parses, runs and displays.
+
+What is measured, and how, is `gpumem_magic.session`'s business, which is imported when it is first needed: loading the
+extension imports no torch.
+"""
+
+# IPython's decorators carry no types.
+# mypy: disallow-untyped-calls=False, disallow-untyped-decorators=False
+
+from __future__ import annotations
+
+import argparse
+import keyword
+import re
+import sys
+from types import TracebackType
+from typing import Any
+
+from IPython.core.error import UsageError
+from IPython.core.magic import Magics, line_cell_magic, line_magic, magics_class, no_var_expand
+from IPython.core.magic_arguments import argument, magic_arguments
+
+from gpumem_magic.recording.cell import CellRun, prepare
+from gpumem_magic.shell_hooks import ShellHooks, hide_frames_once, value_or_coroutine
+
+_WORD = re.compile(r"""\s*("[^"]*"|'[^']*'|\S+)""")
+_FLAGS = ("--device", "--max-iterations", "--no-lines", "--output", "--plot", "--quiet", "--table")
+
+
+def _identifier(text: str) -> str:
+    if not text.isidentifier() or keyword.iskeyword(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a name for a variable")
+    return text
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+@magics_class
+class GpuMemMagics(Magics):
+    """The magics of one shell. ``%reload_ext`` makes a new object of it."""
+
+    shell: Any
+
+    def __init__(self, shell: Any) -> None:
+        super().__init__(shell)
+        self.running = False
+        self._hooks = ShellHooks(shell, self._statement_of)
+        for key in ("%gpumem", "%%gpumem"):
+            self._hooks.complete(key, _complete_flags)
+        self._hooks.complete("%gpumem_device", _complete_devices)
+
+    @magic_arguments()
+    @argument("-o", "--output", metavar="NAME", type=_identifier, help="Binds the report to the variable NAME.")
+    @argument("-q", "--quiet", action="store_true", help="Shows nothing; see -o and gpumem_magic.last_report().")
+    @argument("--no-lines", action="store_true", help="Only before, peak and after, without a row for each statement.")
+    @argument("--plot", action="store_true", help="Shows only the picture.")
+    @argument("--table", action="store_true", help="Shows only the table.")
+    @argument("--max-iterations", metavar="N", type=_count, help="Leaves each loop of the cell after N iterations.")
+    @argument(
+        "--device", metavar="NAME", help="The device to measure: cuda:1, T4, A100-40GB, 2xT4 (see %%gpumem_device)."
+    )
+    @no_var_expand
+    @line_cell_magic
+    def gpumem(self, line: str, cell: str | None = None) -> Any:
+        """Shows where GPU memory goes while a cell runs: a row for each statement, by category.
+
+        ::
+
+          %%gpumem --device T4
+          model = torch.nn.Linear(4096, 4096).cuda()
+          optimizer = torch.optim.Adam(model.parameters())
+          for step in range(2):
+              optimizer.zero_grad()
+              loss = model(torch.randn(64, 4096, device="cuda")).sum()
+              loss.backward()
+              optimizer.step()
+
+        The cell runs once, as it would without the first line; its last value is shown as ever. With no GPU and no device
+        chosen, a virtual T4 is used. ``%gpumem -q -o report train()`` measures one statement (write ``--`` between flags and a
+        statement that begins with a minus), and ``%gpumem`` alone prints the state of the devices.
+        """
+        options, statement = self._parse(line)
+        if cell is None and not statement:
+            if line.strip():
+                raise UsageError("%gpumem: the flags want a statement behind them; %gpumem alone prints the state")
+            print(_session().state_text())
+            return None
+        if cell is not None and statement:
+            raise UsageError(f"unexpected {statement!r} behind %%gpumem: the code goes on the lines below")
+        body, lines_above = (statement, 0) if cell is None else (cell, 1)
+        prepared = prepare(self.shell, body, lines_above)
+        if prepared.empty:
+            print("gpumem: nothing ran, there is no statement in the cell")
+            return None
+        run = CellRun(self.shell, prepared)
+        if not prepared.needs_await:
+            return self._run(run, options)
+        return value_or_coroutine(self.shell, self._run_awaited(run, options))
+
+    @magic_arguments()
+    @argument("name", nargs="*", help="A GPU's name, or off.")
+    @line_magic
+    def gpumem_device(self, line: str) -> None:
+        """Chooses the GPU: a virtual one (T4, A100-40GB, colab-2021, 2xT4, virtual:24GiB), a real one (cuda, cuda:1), or off.
+
+        ::
+
+          %gpumem_device T4
+          %gpumem_device T4,context=400MiB
+          %gpumem_device off
+
+        Alone it says what is on, and the names that it knows.
+        """
+        session = _session()
+        name = line.strip().strip("\"'")
+        try:
+            if not name:
+                print(session.device_state())
+            elif name == "off":
+                print(session.device_off())
+            else:
+                print(session.choose_device(name))
+        except session.DeviceError as error:
+            raise UsageError(str(error)) from None
+
+    @line_magic
+    def gpumem_smi(self, line: str) -> None:
+        """Prints used and total memory of each device, as nvidia-smi says it: ``3769MiB / 16160MiB``."""
+        if line.strip():
+            raise UsageError("%gpumem_smi takes no arguments")
+        for text in _session().smi_lines():
+            print(text)
+
+    def unload(self) -> None:
+        """Takes the magics and everything that came with them out of the shell, and turns a virtual device off."""
+        self._hooks.remove()
+        manager = self.shell.magics_manager
+        for kind, names in self.magics.items():
+            for name in names:
+                if getattr(manager.magics[kind].get(name), "__self__", None) is self:
+                    del manager.magics[kind][name]
+        manager.registry.pop(type(self).__name__, None)
+        configurables: list[Any] = self.shell.configurables
+        if self in configurables:
+            configurables.remove(self)
+        session = sys.modules.get("gpumem_magic.session")
+        if session is not None and (message := session.device_off()):
+            print(message)
+
+    def _run(self, run: CellRun, options: argparse.Namespace) -> Any:
+        __tracebackhide__ = True
+        with _Measurement(self, run, options):
+            return run.run()
+
+    async def _run_awaited(self, run: CellRun, options: argparse.Namespace) -> Any:
+        __tracebackhide__ = True
+        with _Measurement(self, run, options):
+            return await run.run_awaited()
+
+    def _statement_of(self, line: str) -> str:
+        return self._parse(line)[1]
+
+    def _parse(self, line: str) -> tuple[argparse.Namespace, str]:
+        """The flags at the front of a line, and the rest of it untouched. Raises UsageError, in one line."""
+        parser = self.gpumem.parser
+        flags: list[str] = []
+        rest = line
+        while (found := _WORD.match(rest)) and found[1].startswith("-"):
+            flag, rest = found[1], rest[found.end() :]
+            if flag == "--":
+                break
+            flags.append(flag)
+            try:
+                parser.parse_args([flag])
+            except UsageError as error:
+                # It wants a value, or it is wrong.
+                value = _WORD.match(rest)
+                if value is None or not str(error).endswith("expected one argument"):
+                    raise UsageError(f"%gpumem: {error}") from None
+                flags.append(value[1].strip("\"'"))
+                rest = rest[value.end() :]
+        try:
+            options = parser.parse_args(flags)
+        except UsageError as error:
+            raise UsageError(f"%gpumem: {error}") from None
+        if options.plot and options.table:
+            raise UsageError("%gpumem: choose one of --plot and --table")
+        rest = rest.strip()
+        return options, "" if rest.startswith("#") else rest
+
+
+class _Measurement:
+    """The measuring around one run. What fails in it becomes a warning; the cell's own result or error stands."""
+
+    def __init__(self, magics: GpuMemMagics, run: CellRun, options: argparse.Namespace) -> None:
+        self._magics = magics
+        self._shell = magics.shell
+        self._run = run
+        self._options = options
+        self._recording: Any = None
+        self._nested = False
+
+    def __enter__(self) -> None:
+        self._nested = self._magics.running
+        if self._nested:
+            _warn("a %gpumem inside another does not measure: its code runs plainly, as a part of the outer one")
+            return
+        session = None
+        try:
+            session = _session()
+            self._recording = session.open_recording(self._options.device, names=self._run.names)
+            self._run.observe(self._recording.observer(self._options.max_iterations, not self._options.no_lines))
+        except Exception as error:
+            if session is not None and isinstance(error, session.DeviceError):
+                raise UsageError(str(error)) from None
+            _warn(f"measuring is not possible here ({_in_one_line(error)}); the cell runs as it would without it")
+        self._magics.running = True
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._magics.running = self._nested
+        try:
+            if self._recording is not None:
+                self._show(self._recording.close(error, self._run.failed(traceback), self._shell.user_ns))
+            hide_frames_once(self._shell, traceback)
+        except Exception as own:
+            _warn(f"the report could not be made ({_in_one_line(own)}); the cell itself ran as it would without it")
+        if self._run.hook_failure is not None:
+            _warn(f"measuring stopped half way ({self._run.hook_failure}); the cell itself ran on")
+
+    def _show(self, report: Any) -> None:
+        if self._options.output is not None:
+            self._shell.user_ns[self._options.output] = report
+        if self._options.quiet:
+            return
+        from IPython.display import display
+
+        view = "plot" if self._options.plot else "table" if self._options.table else None
+        display(report if view is None else report.view(view))
+
+
+def _session() -> Any:
+    from gpumem_magic import session
+
+    return session
+
+
+def _warn(text: str) -> None:
+    # Not warnings.warn: a filter may turn that into an error, which would take the place of the cell's result.
+    print(f"gpumem: {text}", file=sys.stderr)
+
+
+def _in_one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def _complete_flags(event: Any) -> list[str]:
+    """The flags, and the devices' names behind ``--device``."""
+    words = event.line.split()
+    before = words[:-1] if event.symbol and words and words[-1] == event.symbol else words
+    if before and before[-1] == "--device":
+        return _device_names()
+    return list(_FLAGS) if event.symbol.startswith("-") or not event.symbol else []
+
+
+def _complete_devices(_event: Any) -> list[str]:
+    return [*_device_names(), "off"]
+
+
+def _device_names() -> list[str]:
+    from gpumem_magic.virtual.models import CATALOG
+
+    return ["cuda", *CATALOG]
+
+
+def load_ipython_extension(shell: Any) -> None:
+    """``%load_ext gpumem_magic``: registers the magics, and nothing else."""
+    shell.register_magics(GpuMemMagics(shell))
+
+
+def unload_ipython_extension(shell: Any) -> None:
+    """``%unload_ext gpumem_magic``: leaves the shell, and torch, as they were before."""
+    magics = shell.magics_manager.registry.get(GpuMemMagics.__name__)
+    if magics is not None:
+        magics.unload()

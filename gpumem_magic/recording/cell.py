@@ -1,0 +1,249 @@
+"""Running a cell's body once, in the user's namespace, through IPython's own steps, with an observer told of each statement.
+
+The steps are those of IPython's ``run_cell``: input transformers, the shell's compiler (which remembers ``from __future__``),
+AST transformers, then one statement at a time. Every use of the shell was tried on IPython 7.34 and 9.18.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import io
+import symtable
+import tokenize
+from collections.abc import Iterator
+from copy import deepcopy
+from dataclasses import dataclass
+from types import CodeType, TracebackType
+from typing import Any
+
+from gpumem_magic.recording.hook import CellObserver, StatementHook, installed, new_hook_name
+from gpumem_magic.recording.instrument import COMPOUND, Instrumenter, Statement
+from gpumem_magic.recording.source import Source, align
+
+__all__ = ["CellObserver", "CellRun", "PreparedCell", "Statement", "compiles", "names_in", "prepare"]
+
+
+@dataclass(frozen=True)
+class PreparedCell:
+    """A cell's body, ready to run once.
+
+    raw: as it was typed, with blank lines before it for the lines of the notebook's cell above it. python: what IPython made of
+    it, line by line at the same places (`extents`: see `Source`). filename: the name under which tracebacks find it.
+    silenced: a ``;`` at the end says that the value is not to be shown.
+    """
+
+    raw: str
+    python: str
+    extents: dict[int, int]
+    filename: str
+    tree: ast.Module
+    needs_await: bool
+    silenced: bool
+
+    @property
+    def empty(self) -> bool:
+        """Nothing to run: blank lines and comments only."""
+        return not self.tree.body
+
+
+def prepare(shell: Any, body: str, lines_above: int = 1) -> PreparedCell:
+    """Transforms and parses a body. lines_above: the lines of the notebook's cell before it, 1 for the magic's own.
+
+    Raises SyntaxError, with the notebook's line, for what Python cannot read.
+    """
+    transformed = shell.transform_cell(body)
+    aligned, extents = align(body, transformed) or (transformed, {})
+    above = "\n" * lines_above
+    python = above + aligned
+    raw = above + body
+    filename = shell.compile.cache(python, _execution_count(shell), raw_code=raw)
+    return PreparedCell(
+        raw=raw,
+        python=python,
+        extents={first + lines_above: last + lines_above for first, last in extents.items()},
+        filename=filename,
+        tree=shell.compile.ast_parse(python, filename=filename),
+        needs_await=shell.should_run_async(body, transformed_cell=python),
+        silenced=_ends_with_semicolon(transformed),
+    )
+
+
+def compiles(shell: Any, python: str) -> bool:
+    """Whether every statement of a (transformed) body compiles as IPython will compile it."""
+    flags = shell.compile.flags | (ast.PyCF_ALLOW_TOP_LEVEL_AWAIT if shell.autoawait else 0)
+    try:
+        for node in shell.compile.ast_parse(python).body:
+            compile(ast.Module([node], []), "<gpumem>", "exec", flags, dont_inherit=True)
+    except (SyntaxError, ValueError, OverflowError, MemoryError, TypeError):
+        return False
+    return True
+
+
+def names_in(python: str) -> frozenset[str]:
+    """The names of the notebook that a program mentions: those at module level, and the globals that its functions use."""
+    try:
+        table = symtable.symtable(python, "<gpumem>", "exec")
+    except (SyntaxError, ValueError):
+        return frozenset()
+    names: set[str] = set(table.get_identifiers())
+    todo = list(table.get_children())
+    while todo:
+        scope = todo.pop()
+        names.update(symbol.get_name() for symbol in scope.get_symbols() if symbol.is_global())
+        todo.extend(scope.get_children())
+    return frozenset(names)
+
+
+@dataclass(frozen=True)
+class _Unit:
+    """What is compiled at once. mode: "exec", "single" (shows its expressions) or "eval" (its value is the cell's).
+
+    index: the statement's, where the run and not the rewritten code tells the hook of it.
+    """
+
+    nodes: list[ast.stmt]
+    mode: str
+    index: int | None = None
+
+    def module(self) -> ast.mod:
+        if self.mode == "eval":
+            (node,) = self.nodes
+            assert isinstance(node, ast.Expr)
+            return ast.Expression(node.value)
+        return ast.Interactive(self.nodes) if self.mode == "single" else ast.Module(self.nodes, [])
+
+
+class CellRun:
+    """One run of a prepared cell: plain, unless it is told of an observer before it starts."""
+
+    def __init__(self, shell: Any, cell: PreparedCell) -> None:
+        self._shell = shell
+        self._cell = cell
+        self._name = new_hook_name()
+        self._codes: set[CodeType] = set()
+        self._hook: StatementHook | None = None
+        self._units = [_Unit([node], mode) for node, mode in _plan(shell, cell)]
+
+    @property
+    def names(self) -> frozenset[str]:
+        """See `names_in`."""
+        return names_in(self._cell.python)
+
+    def observe(self, observer: CellObserver) -> None:
+        """Rewrites the statements, so that the run tells `observer` of them. Where this fails the run stays a plain one."""
+        instrumenter = Instrumenter(Source(self._cell.python, self._cell.raw, self._cell.extents), self._name)
+        units = [_unit(instrumenter, deepcopy(unit.nodes[0]), unit.mode) for unit in self._units]
+        self._hook = StatementHook(instrumenter.sites, observer)
+        self._units = units
+
+    @property
+    def hook_failure(self) -> str | None:
+        """What went wrong in the observer, in one line, or None."""
+        return None if self._hook is None else self._hook.failure
+
+    def run(self) -> Any:
+        """Runs the cell and returns the value of its last expression, as ``%%time`` does. Raises what the cell raises."""
+        __tracebackhide__ = True
+        value = None
+        with installed(self._name, self._hook):
+            for code in self._steps():
+                value = eval(code, self._shell.user_global_ns, self._shell.user_ns)
+        return value
+
+    async def run_awaited(self) -> Any:
+        """The same for a cell that awaits."""
+        __tracebackhide__ = True
+        value = None
+        with installed(self._name, self._hook):
+            for code in self._steps():
+                value = eval(code, self._shell.user_global_ns, self._shell.user_ns)
+                if code.co_flags & inspect.CO_COROUTINE:
+                    value = await value
+        return value
+
+    def failed(self, traceback: TracebackType | None) -> tuple[Statement, tuple[int, ...], tuple[int, ...]] | None:
+        """Which statement an error came through, in which iteration, and the lines of the loops around it."""
+        return None if self._hook is None else self._hook.failed(traceback, self._codes)
+
+    def _steps(self) -> Iterator[CodeType]:
+        """The code of each unit in turn. Compiled just before it runs, since an earlier one may import from __future__."""
+        __tracebackhide__ = True
+        compiler = self._shell.compile
+        for unit in self._units:
+            with compiler.extra_flags(ast.PyCF_ALLOW_TOP_LEVEL_AWAIT if self._shell.autoawait else 0):
+                code = compiler(unit.module(), self._cell.filename, unit.mode)
+            self._codes.add(code)
+            if self._hook is None or unit.index is None:
+                yield code
+                continue
+            self._hook.before(unit.index)
+            if isinstance(unit.nodes[0], ast.Raise):  # a jump: its row is taken before it
+                self._hook.after(unit.index)
+            yield code
+            self._hook.after(unit.index)
+
+
+def _unit(instrumenter: Instrumenter, node: ast.stmt, mode: str) -> _Unit:
+    if isinstance(node, COMPOUND):
+        return _Unit(instrumenter.rewrite(node), mode)
+    if isinstance(node, _Reading):
+        return _Unit([node], mode)
+    return _Unit([node], mode, instrumenter.add(node))
+
+
+class _Reading(ast.Expr):
+    """A variable's value, read for display and not written by the user."""
+
+
+def _plan(shell: Any, cell: PreparedCell) -> list[tuple[ast.stmt, str]]:
+    """The statements of the cell, each with its mode: what IPython's ``run_ast_nodes`` makes of ``ast_node_interactivity``."""
+    nodes: list[ast.stmt] = list(shell.transform_ast(cell.tree).body)
+    interactivity = "none" if cell.silenced else shell.ast_node_interactivity
+    if not nodes:
+        return []
+    if interactivity == "last_expr_or_assign":
+        target = _assigned_name(nodes[-1])
+        if target is not None:
+            name = ast.copy_location(ast.Name(target, ast.Load()), nodes[-1])
+            nodes.append(ast.copy_location(_Reading(name), nodes[-1]))
+        interactivity = "last_expr"
+    if interactivity == "last_expr":
+        interactivity = "last" if isinstance(nodes[-1], ast.Expr) else "none"
+    shown = {"none": 0, "last": 1, "all": len(nodes)}[interactivity]
+    modes = ["exec"] * (len(nodes) - shown) + ["single"] * shown
+    if shown and isinstance(nodes[-1], ast.Expr):
+        modes[-1] = "eval"
+    return list(zip(nodes, modes, strict=True))
+
+
+def _assigned_name(node: ast.stmt) -> str | None:
+    """The variable of ``x = ...``, ``x += ...`` and ``x: T = ...``."""
+    target: ast.expr | None = None
+    if isinstance(node, ast.Assign) and len(node.targets) == 1:
+        target = node.targets[0]
+    elif isinstance(node, ast.AugAssign | ast.AnnAssign):
+        target = node.target
+    return target.id if isinstance(target, ast.Name) else None
+
+
+def _ends_with_semicolon(python: str) -> bool:
+    """IPython's rule for silencing a value. Its own decorator for it came in 8.10 and would swallow a coroutine."""
+    last = ""
+    try:
+        for token in tokenize.generate_tokens(io.StringIO(python).readline):
+            if token.type not in _UNSEEN_TOKENS:
+                last = token.string
+    except (tokenize.TokenError, SyntaxError):
+        return False
+    return last == ";"
+
+
+_UNSEEN_TOKENS = (tokenize.ENDMARKER, tokenize.NL, tokenize.NEWLINE, tokenize.COMMENT, tokenize.DEDENT)
+
+
+def _execution_count(shell: Any) -> int:
+    """The number in ``In [n]`` of the cell that runs. IPython 9 has counted on by then, 7.34 has not."""
+    result = getattr(shell.displayhook, "exec_result", None)
+    count = None if result is None else result.execution_count
+    return int(shell.execution_count if count is None else count)

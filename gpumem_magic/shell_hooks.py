@@ -1,0 +1,145 @@
+"""What the magics need of IPython beyond its magic API, one small function or class for each. Tried on IPython 7.34 and 9.18.
+
+Loading adds an input transformer and completions; `ShellHooks.remove` takes all of them out again.
+"""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+from collections.abc import Callable, Coroutine
+from types import FrameType, TracebackType
+from typing import Any
+
+from IPython.core.async_helpers import _asyncio_runner
+
+from gpumem_magic.recording.cell import compiles
+from gpumem_magic.recording.source import split_lines
+
+MAGIC = "gpumem"
+# What a completer is given has `line` (up to the cursor) and `symbol` (the word under it).
+Completer = Callable[[Any], list[str]]
+
+
+class ShellHooks:
+    """The input transformer and the completions of one shell.
+
+    statement_of: the statement on a line of ``%gpumem``, behind the flags. Raises UsageError for flags that are wrong.
+    """
+
+    def __init__(self, shell: Any, statement_of: Callable[[str], str]) -> None:
+        self._shell = shell
+        self._statement_of = statement_of
+        self._completed: list[str] = []
+        shell.input_transformers_post.append(self.rewrite_lines)
+
+    def complete(self, key: str, completer: Completer) -> None:
+        """Completes words on lines that begin with `key`, such as ``%gpumem``."""
+        self._shell.set_hook("complete_command", lambda _shell, event: completer(event), str_key=key)
+        self._completed.append(key)
+
+    def remove(self) -> None:
+        """Takes out what was put in. May be called twice."""
+        transformers = self._shell.input_transformers_post
+        if self.rewrite_lines in transformers:
+            transformers.remove(self.rewrite_lines)
+        # IPython has no call that removes a completion.
+        chains = self._shell.strdispatchers["complete_command"].strs
+        while self._completed:
+            chains.pop(self._completed.pop(), None)
+
+    def rewrite_lines(self, lines: list[str]) -> list[str]:
+        """The input transformer.
+
+        A body that awaits: the call of our magic is awaited too, so that the body runs in the notebook's own event loop. A body
+        that does not compile is left to IPython, which then shows the error as it would without us.
+        """
+        text = "".join(lines)
+        if f"'{MAGIC}'" not in text:
+            return lines
+        try:
+            tree = ast.parse(text)
+        except (SyntaxError, ValueError):
+            return lines
+        waiting: list[ast.Call] = []
+        for call in ast.walk(tree):
+            if not isinstance(call, ast.Call) or (python := self._python_of(call)) is None:
+                continue
+            if self._shell.should_run_async(text, transformed_cell=python):
+                waiting.append(call)
+            elif _is_cell_magic(call) and len(tree.body) == 1 and not compiles(self._shell, python):
+                return ["\n", *python.splitlines(keepends=True)]
+        return _with_await(lines, waiting)
+
+    def _python_of(self, call: ast.Call) -> str | None:
+        """The code that a call of our magic is to run, as IPython transforms it; None for any other call."""
+        match call:
+            case ast.Call(
+                func=ast.Attribute(value=ast.Call(func=ast.Name(id="get_ipython")), attr=attribute),
+                args=[ast.Constant(value="gpumem"), *_, ast.Constant(value=str(code))],
+            ) if attribute in ("run_cell_magic", "run_line_magic"):
+                try:
+                    return str(self._shell.transform_cell(code if _is_cell_magic(call) else self._statement_of(code)))
+                except Exception:  # the magic meets it again, and IPython shows it then
+                    return None
+        return None
+
+
+def _is_cell_magic(call: ast.Call) -> bool:
+    return isinstance(call.func, ast.Attribute) and call.func.attr == "run_cell_magic"
+
+
+def _with_await(lines: list[str], calls: list[ast.Call]) -> list[str]:
+    rows = split_lines("".join(lines))
+    for call in sorted(calls, key=lambda call: (call.lineno, call.col_offset), reverse=True):
+        row = rows[call.lineno - 1].encode()
+        rows[call.lineno - 1] = (row[: call.col_offset] + b"await " + row[call.col_offset :]).decode()
+    return "\n".join(rows).splitlines(keepends=True) if calls else lines
+
+
+def value_or_coroutine(shell: Any, coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """The coroutine itself where an event loop runs already (there the input transformer awaits it), and else its value."""
+    if shell.loop_runner is _asyncio_runner:
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            return shell.loop_runner(coroutine)
+    return coroutine
+
+
+def hide_frames_once(shell: Any, traceback: TracebackType | None) -> None:
+    """Lets the traceback that IPython is about to show begin in the user's code, and not in IPython's call of our magic.
+
+    traceback: the user's error's, from the frame of ours that it passes through now. Does nothing unless the running cell is our
+    magic's alone, since other code could still catch the error.
+    """
+    result = getattr(shell.displayhook, "exec_result", None)
+    if traceback is None or result is None or not result.info.raw_cell.lstrip().startswith(f"%%{MAGIC}"):
+        return
+    above = _frames_from_run_code(traceback.tb_frame)
+    below: TracebackType | None = traceback
+    skipped = 0
+    while below is not None and below.tb_frame.f_globals is not shell.user_global_ns:
+        below, skipped = below.tb_next, skipped + 1
+    if above is None or below is None:
+        return
+    handler = shell.InteractiveTB
+    usual = handler.tb_offset
+
+    def restore(*_: Any) -> None:
+        handler.tb_offset = usual
+        shell.events.unregister("post_execute", restore)
+
+    handler.tb_offset = above + skipped
+    shell.events.register("post_execute", restore)
+
+
+def _frames_from_run_code(frame: FrameType) -> int | None:
+    """How many frames stand above `frame`, from IPython's ``run_code`` on; None where IPython does not run this."""
+    count = 0
+    above: FrameType | None = frame
+    while above is not None:
+        if above.f_code.co_name == "run_code" and above.f_globals.get("__name__") == "IPython.core.interactiveshell":
+            return count
+        above, count = above.f_back, count + 1
+    return None
