@@ -1,8 +1,8 @@
 """`scaled_dot_product_attention` on a virtual device: the kernel that CUDA would choose, and what that kernel allocates.
 
 C++ sees meta tensors and would always take the math path, which writes the whole score matrix. The rules are those of PyTorch's
-`sdp_utils` (2.9 to 2.13): by data type, head size, mask, and the device's generation, in the order flash, memory-efficient, math; the
-user's switches (`torch.nn.attention.sdpa_kernel`, `torch.backends.cuda.enable_*_sdp`) count.
+`sdp_utils` (2.9 to 2.13): by data type, head size, mask, and the device's generation, in the order flash, memory-efficient,
+math; the user's switches (`torch.nn.attention.sdpa_kernel`, `torch.backends.cuda.enable_*_sdp`) count.
 """
 
 from __future__ import annotations
@@ -96,10 +96,9 @@ class Attention:
         device = next(t._fake_device.index for t in (query, key, value) if isinstance(t, VirtualTensor))
         kernel = choose(self._capability_of(device), query, key, value, attn_mask, is_causal, enable_gqa)
         if kernel == MATH:
-            out, _ = _aten._scaled_dot_product_attention_math.default(
+            return _aten._scaled_dot_product_attention_math.default(  # type: ignore[no-any-return]
                 query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
-            )
-            return out  # type: ignore[no-any-return]
+            )[0]
         size = query.shape[-1]
         scale = size**-0.5 if scale is None else scale
         if kernel == FLASH:
@@ -112,10 +111,10 @@ class Attention:
             )[0]
             return out[..., :size] if extra else out  # type: ignore[no-any-return]
         wanted = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
-        out = _aten._scaled_dot_product_efficient_attention.default(
-            query, key, value, _efficient_mask(attn_mask, query, key), wanted, dropout_p, is_causal, scale=scale
+        mask = _efficient_mask(attn_mask, query, key)
+        return _aten._scaled_dot_product_efficient_attention.default(  # type: ignore[no-any-return]
+            query, key, value, mask, wanted, dropout_p, is_causal, scale=scale
         )[0]
-        return out  # type: ignore[no-any-return]
 
 
 def _efficient_mask(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None:

@@ -1,8 +1,8 @@
 """`torch.autocast("cuda")` for virtual tensors.
 
-PyTorch's own kernels for the AutocastCUDA key ask C++ whether a tensor is on CUDA, and are told meta. While the virtual GPU is on,
-Python kernels for the operators in PyTorch's documentation ("Autocast Op Reference") take their place; afterwards the originals are
-back. Weights are cast once in a region and kept until it ends, which is memory that shows in the report.
+PyTorch's own kernels for the AutocastCUDA key ask C++ whether a tensor is on CUDA, and are told meta. While the virtual GPU
+is on, Python kernels for the operators in PyTorch's documentation ("Autocast Op Reference") take their place; afterwards the
+originals are back. Weights are cast once in a region and kept until it ends, which is memory that shows in the report.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from gpumem_magic.virtual.tensors import VirtualTensor
 
 _KEY = "AutocastCUDA"
 
-_LOWER = (
-    "addbmm addmm addmv addr baddbmm bmm chain_matmul conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d "
-    "conv_transpose3d convolution _convolution einsum gru_cell linalg_multi_dot linalg_vecdot linear lstm_cell matmul mm mv prelu "
-    "rnn_relu_cell rnn_tanh_cell _thnn_fused_gru_cell _thnn_fused_lstm_cell scaled_dot_product_attention"
-).split()
-_FLOAT32 = (
-    "acos asin binary_cross_entropy_with_logits cdist cosh cosine_embedding_loss cosine_similarity cross_entropy_loss dist erfinv "
-    "exp expm1 frobenius_norm group_norm hinge_embedding_loss kl_div l1_loss layer_norm log log10 log1p log2 logsumexp "
-    "margin_ranking_loss mse_loss multi_margin_loss multilabel_margin_loss native_layer_norm nll_loss nll_loss2d nuclear_norm pdist "
-    "poisson_nll_loss pow reciprocal renorm rsqrt sinh smooth_l1_loss soft_margin_loss softplus tan triplet_margin_loss"
-).split()
+_LOWER = """
+    addbmm addmm addmv addr baddbmm bmm chain_matmul conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d
+    conv_transpose3d convolution _convolution einsum gru_cell linalg_multi_dot linalg_vecdot linear lstm_cell matmul mm mv prelu
+    rnn_relu_cell rnn_tanh_cell _thnn_fused_gru_cell _thnn_fused_lstm_cell scaled_dot_product_attention
+"""
+_FLOAT32 = """
+    acos asin binary_cross_entropy_with_logits cdist cosh cosine_embedding_loss cosine_similarity cross_entropy_loss dist erfinv
+    exp expm1 frobenius_norm group_norm hinge_embedding_loss kl_div l1_loss layer_norm log log10 log1p log2 logsumexp
+    margin_ranking_loss mse_loss multi_margin_loss multilabel_margin_loss native_layer_norm nll_loss nll_loss2d nuclear_norm
+    pdist poisson_nll_loss pow reciprocal renorm rsqrt sinh smooth_l1_loss soft_margin_loss softplus tan triplet_margin_loss
+"""
 # Computed in float32 by asking the operator for that result type: its argument is not copied.
-_FLOAT32_RESULT = "cumprod cumsum linalg_matrix_norm linalg_vector_norm log_softmax prod softmax sum".split()
-_WIDEST = "addcdiv addcmul atan2 bilinear cross dot grid_sampler index_put scatter_add tensordot vdot".split()
+_FLOAT32_RESULT = "cumprod cumsum linalg_matrix_norm linalg_vector_norm log_softmax prod softmax sum"
+_WIDEST = "addcdiv addcmul atan2 bilinear cross dot grid_sampler index_put scatter_add tensordot vdot"
 
 
 class AutocastKernels:
@@ -135,13 +135,17 @@ class AutocastKernels:
         return known[1]
 
 
-def _overloads(names: list[str]) -> Iterator[Any]:
-    """All overloads of the operators that make new tensors: neither out= nor in-place ones. Names that this torch lacks are left out."""
-    for name in names:
+def _overloads(names: str) -> Iterator[Any]:
+    """All overloads of the operators that make new tensors: neither out= nor in-place ones. Names that this torch lacks are
+    left out."""
+    for name in names.split():
         packet = getattr(torch.ops.aten, name, None)
         for overload in packet.overloads() if packet is not None else ():
             operator = getattr(packet, overload)
-            if not any(argument.alias_info is not None and argument.alias_info.is_write for argument in operator._schema.arguments):
+            if not any(
+                argument.alias_info is not None and argument.alias_info.is_write
+                for argument in operator._schema.arguments
+            ):
                 yield operator
 
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import collections
 import pickle
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from gpumem_magic.snapshot.model import Frame, Snapshot, TraceEvent
-from gpumem_magic.virtual.streams import CURRENT
 
 if TYPE_CHECKING:
     from gpumem_magic.virtual.gpu import VirtualDevice, VirtualMachine

@@ -1,7 +1,7 @@
 """The engine: what happens when an operator meets a virtual tensor.
 
-Shapes come from PyTorch's own fake tensors, memory from the emulated allocators, and host tensors stay real: an operator without a
-virtual tensor, and without a device argument that means one, runs as it always does.
+Shapes come from PyTorch's own fake tensors, memory from the emulated allocators, and host tensors stay real: an operator
+without a virtual tensor, and without a device argument that means one, runs as it always does.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Engine:
             placement = self.table.find(tensor.untyped_storage())
             if placement is None or not placement.nbytes:
                 return 0
-            return placement.address + tensor.storage_offset() * tensor.element_size()
+            return placement.address + int(tensor.storage_offset()) * tensor.element_size()
 
     def locate(self, tensor: Any) -> tuple[int, int] | None:
         """(device index, address) of the tensor's storage, None for host tensors and empty ones."""

@@ -1,7 +1,8 @@
 """Making and moving tensors: `torch.zeros(..., device="cuda")`, `tensor.to("cuda")` and their relatives.
 
-Each function is replaced by one that asks whether a virtual device is meant, and otherwise calls the original. A program may keep a
-replaced function (``from torch import zeros``) after the device is off: then it is the original with one question before it.
+Each function is replaced by one that asks whether a virtual device is meant, and otherwise calls the original. A program may
+keep a replaced function (``from torch import zeros``) after the device is off: then it is the original with one question
+before it.
 """
 
 from __future__ import annotations
@@ -202,7 +203,10 @@ class Factories:
     def _cuda(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def cuda(
-            self: torch.Tensor, device: Any = None, non_blocking: bool = False, memory_format: Any = torch.preserve_format
+            self: torch.Tensor,
+            device: Any = None,
+            non_blocking: bool = False,
+            memory_format: Any = torch.preserve_format,
         ) -> Any:
             if factories._engine.closed_because:
                 return original(self, device, non_blocking, memory_format=memory_format)

@@ -1,7 +1,7 @@
 """The virtual machine: devices that are not there, and turning them on and off for the process.
 
-`turn_on("T4")` makes unmodified code on ``cuda`` run without a device; `turn_off()` puts every replaced name back. There is at most
-one virtual machine in a process.
+`turn_on("T4")` makes unmodified code on ``cuda`` run without a device; `turn_off()` puts every replaced name back. There is
+at most one virtual machine in a process.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 import torch.utils._device
 from torch._C import _len_torch_dispatch_stack  # the number of active dispatch modes; torch 2.9 to 2.13
 
+import gpumem_magic.virtual.operators  # noqa: F401 - registers its handlers with the engine
 from gpumem_magic.allocator.caching import CachingAllocator
 from gpumem_magic.allocator.failure import DeviceOutOfMemory, oom_text
 from gpumem_magic.allocator.memory import BASE_ADDRESS, DeviceMemory, FirstFitAddresses
@@ -133,7 +134,7 @@ class VirtualDevice:
     def stop_log(self, log: Any) -> DeviceLog:
         self._logs = [other for other in self._logs if other is not log]
         self.allocator.sinks[:] = [sink for sink in self.allocator.sinks if sink is not log.events]
-        return DeviceLog(self.facts, log.start, log.events, log.origins, log.carried)
+        return DeviceLog(self.facts, log.start, log.events, log.origins, log.carried, self.allocator.settings)
 
     @property
     def recorded(self) -> bool:
@@ -266,8 +267,8 @@ def current() -> VirtualMachine | None:
 def turn_on(text: str) -> VirtualMachine:
     """Turns on the devices that `text` names (a catalogue name, `2xT4`, `virtual:24GiB`, options after a comma).
 
-    Another virtual machine that is on is turned off first. Raises DeviceError with one line: an unknown name, CUDA in use already,
-    or a mode that is active.
+    Another virtual machine that is on is turned off first. Raises DeviceError with one line: an unknown name, CUDA in use
+    already, or a mode that is active.
     """
     global _current
     with _turning:
@@ -320,13 +321,12 @@ def _off() -> int:
 
 
 def _refuse_inside_modes(state: str) -> None:
-    functions = [
-        torch._C._get_function_stack_at(position)
-        for position in range(torch._C._len_torch_function_stack())
-    ]
+    functions = [torch._C._get_function_stack_at(position) for position in range(torch._C._len_torch_function_stack())]
     held = [mode for mode in functions if not isinstance(mode, torch.utils._device.DeviceContext)]
     if _len_torch_dispatch_stack() or held:
-        raise DeviceError(f"the virtual GPU can't be turned {state} inside a `with` that holds a torch mode: do it before or after")
+        raise DeviceError(
+            f"the virtual GPU can't be turned {state} inside a `with` that holds a torch mode: do it before or after"
+        )
 
 
 @atexit.register

@@ -1,4 +1,5 @@
-"""The few functions of PyTorch through which the virtual GPU must see the program pass: backward, optimizers' grouping, contexts."""
+"""The few functions of PyTorch through which the virtual GPU must see the program pass: backward, optimizers' grouping,
+contexts."""
 
 from __future__ import annotations
 
@@ -35,7 +36,9 @@ def _backward(patches: Patches, engine: Engine) -> None:
 
     @functools.wraps(original)
     def run(t_outputs: Any, *args: Any, **kwargs: Any) -> Any:
-        if engine.closed_because or not any(isinstance(output, VirtualTensor) or output.grad_fn for output in t_outputs):
+        if engine.closed_because or not any(
+            isinstance(output, VirtualTensor) or output.grad_fn for output in t_outputs
+        ):
             return original(t_outputs, *args, **kwargs)
         first = next((output for output in t_outputs if isinstance(output, VirtualTensor)), None)
         if first is not None:
@@ -57,7 +60,8 @@ def _fake_tensors(patches: Patches) -> None:
 
 
 def _foreach(patches: Patches) -> None:
-    """Optimizers take their grouped (foreach) path only for tensor types that they know, and group by the device that C++ sees."""
+    """Optimizers take their grouped (foreach) path only for tensor types that they know, and group by the device that C++
+    sees."""
     # `torch.optim` hides its submodule's name.
     for module in (importlib.import_module("torch.optim.optimizer"), torch.utils._foreach_utils):
         known = module._foreach_supported_types

@@ -1,8 +1,9 @@
 """Memory that libraries take beside an operator's results.
 
-cuBLAS: one workspace for each handle and stream, kept for good. Handles belong to host threads, and the autograd engine has a thread
-of its own for each device: hence two workspaces after the first backward pass (a published table of 48 measured rows is met exactly
-only so). The size is the model's (`GpuModel.cublas_workspace_bytes`); it is taken after the operator's result, as on a device.
+cuBLAS: one workspace for each handle and stream, kept for good. Handles belong to host threads, and the autograd engine has
+a thread of its own for each device: hence two workspaces after the first backward pass (a published table of 48 measured
+rows is met exactly only so). The size is the model's (`GpuModel.cublas_workspace_bytes`); it is taken after the operator's
+result, as on a device.
 """
 
 from __future__ import annotations

@@ -30,7 +30,8 @@ _FORWARDED = {"embedding": ("index", "_index_select")}
 
 # Kernels that are generated as structured ones: their wrapper has one underscore, all others have two.
 _STRUCTURED = {
-    "mm", "addmm", "bmm", "baddbmm", "addmv", "gather", "scatter", "scatter_add", "index_add", "linalg_cross", "nll_loss_forward", "cat",
+    "mm", "addmm", "bmm", "baddbmm", "addmv", "gather", "scatter", "scatter_add", "index_add", "linalg_cross",
+    "nll_loss_forward", "cat",
 }  # fmt: skip
 
 

@@ -1,11 +1,11 @@
 """The fake-tensor mode under the virtual GPU, and the dispatch mode that carries operators to it.
 
 C++ asks a tensor for its device through the operator `prim.device`, Python through the property. C++ is answered ``meta:i`` for
-``cuda:i``: every build of PyTorch has a device guard for meta, and the index survives, so that a factory call which comes back from
-C++ with ``device=meta:i`` is known to be meant for ``cuda:i``.
+``cuda:i``: every build of PyTorch has a device guard for meta, and the index survives, so that a factory call which comes
+back from C++ with ``device=meta:i`` is known to be meant for ``cuda:i``.
 
-Nothing here stays switched on: the dispatch mode is pushed for one operator (or one backward pass) and popped after it, so host code
-runs at its own speed, a user's meta tensors stay meta, and every thread works.
+Nothing here stays switched on: the dispatch mode is pushed for one operator (or one backward pass) and popped after it, so
+host code runs at its own speed, a user's meta tensors stay meta, and every thread works.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class HostlessFakeMode(FakeTensorMode):
     Tested on torch 2.9 to 2.13: `dispatch` and `in_kernel_invocation` are FakeTensorMode's own names.
     """
 
-    @property  # type: ignore[override]
+    @property
     def in_kernel_invocation(self) -> bool:
         return STATE.in_kernel
 
@@ -83,7 +83,7 @@ class OperatorMode(TorchDispatchMode):
     """Hands every operator of the code that it is pushed around to `handle`."""
 
     def __init__(self, handle: Callable[..., Any]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._handle = handle
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

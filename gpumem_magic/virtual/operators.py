@@ -67,7 +67,10 @@ def _to_copy(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> 
 
 def host_zeros(like: FakeTensor) -> torch.Tensor:
     """A real host tensor of zeros with the fake tensor's shape, strides and dtype."""
-    return _aten.empty_strided.default(like.size(), like.stride(), dtype=like.dtype, device=torch.device("cpu")).zero_()
+    blank: torch.Tensor = _aten.empty_strided.default(
+        like.size(), like.stride(), dtype=like.dtype, device=torch.device("cpu")
+    )
+    return blank.zero_()
 
 
 @special(_aten.copy_.default)
@@ -110,9 +113,7 @@ def _masked_select(engine: Engine, func: Any, args: Any, kwargs: Any, device: in
 
 
 @special(_aten._unique2.default)
-def _unique(
-    engine: Engine, func: Any, args: Any, kwargs: Any, device: int
-) -> Any:
+def _unique(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     engine.largest_sizes["unique"] += 1
     source = args[0]
     flags = dict(zip(("sorted", "return_inverse", "return_counts"), args[1:], strict=False)) | kwargs

@@ -1,4 +1,5 @@
-"""Keeping the identity of parameters: `model.to("cuda")` changes the objects that optimizers already hold, never replaces them."""
+"""Keeping the identity of parameters: `model.to("cuda")` changes the objects that optimizers already hold, never replaces
+them."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ def become(tensor: torch.Tensor, other: torch.Tensor) -> None:
     """
     swap = getattr(torch._C, "_swap_tensor_impl", None)
     if swap is None:
-        raise RuntimeError(f"gpumem_magic does not know how to keep a parameter's identity in torch {torch.__version__}")
+        raise RuntimeError(
+            f"gpumem_magic does not know how to keep a parameter's identity in torch {torch.__version__}"
+        )
     requires_grad = tensor.requires_grad
     hooks = tensor._backward_hooks
     accumulate_hooks = getattr(tensor, "_post_accumulate_grad_hooks", None)
@@ -67,25 +70,28 @@ _FAKE_ATTRIBUTES = {
 
 def install(patches: Patches) -> None:
     """Teaches `Module.to` and the ``.data =`` setter about virtual tensors."""
-    original_apply = torch.nn.Module._apply
+    original_apply: Callable[..., Any] = torch.nn.Module._apply
     original_data = torch.Tensor.data
 
-    def apply(self: torch.nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> torch.nn.Module:
+    def apply(
+        self: torch.nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
+    ) -> torch.nn.Module:
         if recurse:
             for child in self.children():
                 child._apply(fn)
-        made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        for parameter in self._parameters.values():
-            if parameter is not None and id(parameter) not in made:
+        made: dict[int, tuple[torch.nn.Parameter, torch.Tensor]] = {}
+        for own in self._parameters.values():
+            if own is not None and id(own) not in made:
                 with torch.no_grad():
-                    made[id(parameter)] = (parameter, fn(parameter))
+                    made[id(own)] = (own, fn(own))
         if not any(isinstance(tensor, VirtualTensor) for pair in made.values() for tensor in pair):
             # Nothing of ours: the original does the work, with what was already made (its buffers and gradients are new to it).
             def once(tensor: torch.Tensor) -> torch.Tensor:
                 known = made.get(id(tensor))
                 return known[1] if known is not None and known[0] is tensor else fn(tensor)
 
-            return original_apply(self, once, recurse=False)
+            whole: torch.nn.Module = original_apply(self, once, recurse=False)
+            return whole
         for parameter, applied in made.values():
             gradient = parameter.grad
             with torch.no_grad():

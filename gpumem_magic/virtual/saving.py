@@ -47,9 +47,7 @@ def _save(original: Callable[..., Any], engine: Engine, written: set[str]) -> Ca
                     f"new name, or set the environment variable {SWITCH}=1 to overwrite files with zeros"
                 )
             written.add(path)
-            warnings.warn(
-                f"{os.fspath(f)} gets zeros in place of the values of tensors on a virtual GPU", stacklevel=2
-            )
+            warnings.warn(f"{os.fspath(f)} gets zeros in place of the values of tensors on a virtual GPU", stacklevel=2)
         return original(obj, f, *args, **kwargs)
 
     return save
@@ -152,11 +150,11 @@ class _Mover:
         whole = self._storages.get(storage._cdata)
         if whole is None:
             # The storage goes over as a whole, once, so that views of it stay views of one memory.
-            flat = torch.empty(0, dtype=torch.uint8).set_(storage)  # type: ignore[call-overload]
+            flat = torch.empty(0, dtype=torch.uint8).set_(storage)
             whole = self._storages[storage._cdata] = flat.to(device)
         with torch.no_grad():
             typed = torch.empty(0, dtype=tensor.dtype, device=device)
-            typed.set_(whole.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())  # type: ignore[call-overload]
+            typed.set_(whole.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
         moved: torch.Tensor = typed.requires_grad_(tensor.requires_grad)
         if isinstance(tensor, torch.nn.Parameter):
             moved = torch.nn.Parameter(typed, requires_grad=tensor.requires_grad)

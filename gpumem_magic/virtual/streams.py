@@ -188,16 +188,18 @@ class _GeneratorKind(type(torch.Generator)):  # type: ignore[misc]
 class Generator(torch.Generator, metaclass=_GeneratorKind):
     """A generator on a virtual device: it has a seed and a state, and nothing draws from it."""
 
+    _index: int
+
     def __new__(cls, device: Any = None) -> Any:
         target = torch.device("cuda", device) if isinstance(device, int) else torch.device(device or "cpu")
         if target.type != "cuda":
             return torch._C.Generator(device=target)
-        generator = super().__new__(cls, device=torch.device("cpu"))
+        generator: Any = super().__new__(cls)
         generator._index = device_index(target)
         return generator
 
     @property
-    def device(self) -> torch.device:
+    def device(self) -> torch.device:  # type: ignore[override]
         return torch.device("cuda", self._index)
 
     def get_state(self) -> torch.Tensor:

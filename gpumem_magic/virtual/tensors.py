@@ -166,7 +166,8 @@ _PLAIN_HANDLERS = {torch.Tensor.__torch_function__.__func__, VirtualTensor.__tor
 def _speaks_for_itself(kind: type) -> bool:
     handler = kind.__torch_function__  # type: ignore[attr-defined]
     return (
-        getattr(handler, "__func__", None) not in _PLAIN_HANDLERS and handler is not torch._C._disabled_torch_function_impl
+        getattr(handler, "__func__", None) not in _PLAIN_HANDLERS
+        and handler is not torch._C._disabled_torch_function_impl
     )
 
 

@@ -1,4 +1,5 @@
-"""The face of `torch.cuda` (and `torch.accelerator`) while a virtual GPU is on: every question is answered from the emulated devices."""
+"""The face of `torch.cuda` (and `torch.accelerator`) while a virtual GPU is on: every question is answered from the emulated
+devices."""
 
 from __future__ import annotations
 
@@ -47,9 +48,9 @@ class CudaFace:
     def install(self, patches: Patches) -> None:
         CURRENT.device = 0
         CURRENT.streams.clear()
-        for name, member in inspect.getmembers(self, inspect.ismethod):
+        for name, method in inspect.getmembers(self, inspect.ismethod):
             if name not in ("install", "stream_of") and not name.startswith("__"):
-                _replace(patches, (torch.cuda, torch.cuda.random), name, member)
+                _replace(patches, (torch.cuda, torch.cuda.random), name, method)
         for name, member in self.memory.functions().items():
             _replace(patches, (torch.cuda, torch.cuda.memory), name, member)
         for name, kind in {
@@ -59,7 +60,9 @@ class CudaFace:
             "current_stream": streams.current_stream, "default_stream": streams.default_stream,
         }.items():  # fmt: skip
             _replace(patches, (torch.cuda, torch.cuda.streams), name, kind)
-        patches.set(torch.cuda, "default_generators", tuple(streams.Generator(gpu.index) for gpu in self._machine.devices))
+        patches.set(
+            torch.cuda, "default_generators", tuple(streams.Generator(gpu.index) for gpu in self._machine.devices)
+        )
         patches.set(torch, "Generator", streams.Generator)
         self._install_accelerator(patches)
 
@@ -114,7 +117,9 @@ class CudaFace:
         return torch.device("cuda") if self.is_available() or not check_available else None
 
     def _accelerator_capability(self, device: Any = None) -> dict[str, Any]:
-        return {"supported_dtypes": {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.bool}}
+        return {
+            "supported_dtypes": {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.bool}
+        }
 
     # ---- which device
 
@@ -182,7 +187,9 @@ class CudaFace:
         )
 
     def get_arch_list(self) -> list[str]:
-        return sorted({f"sm_{major}{minor}" for major, minor in (gpu.model.capability for gpu in self._machine.devices)})
+        return sorted(
+            {f"sm_{major}{minor}" for major, minor in (gpu.model.capability for gpu in self._machine.devices)}
+        )
 
     def get_gencode_flags(self) -> str:
         return ""

@@ -1,0 +1,84 @@
+"""Ending a run early: after so many training iterations, or once iterations repeat exactly.
+
+An iteration is a step of the first optimizer. A loop that the cell wrote itself ends as `break` would end it. A loop inside
+a call (``trainer.train()``) is left by raising `StopRun` where its next iteration would begin, at the next forward of an
+outermost module.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from gpumem_magic.recording.instrument import Statement
+
+
+class StopRun(BaseException):
+    """Leaves a call whose training loop has run long enough. Not an Exception, so that no retry in a library catches it."""
+
+
+class IterationLimit:
+    """Decides when a run is long enough: after `most` iterations (None: no limit), or when `repeating` says so."""
+
+    def __init__(self, most: int | None, repeating: Callable[[], bool] = lambda: False) -> None:
+        self.stopped = False
+        self.steps = 0
+        self._most = most
+        self._repeating = repeating
+        self._first: weakref.ref[Any] | None = None
+        self._step_statement: int | None = None
+        self._statement: int | None = None
+        self._thread = threading.get_ident()
+        self._at_start: dict[int, int] = {}
+        self._handles: list[Any] = []
+
+    def install(self) -> None:
+        self._handles.append(register_optimizer_step_post_hook(self._stepped))
+        self._handles.append(register_module_forward_pre_hook(self._before_forward))
+
+    def remove(self) -> None:
+        while self._handles:
+            self._handles.pop().remove()
+
+    # ---- what the cell tells
+
+    def statement_began(self, statement: Statement) -> None:
+        self._statement = statement.index
+        if statement.kind in ("for", "while"):
+            self._at_start[statement.index] = self.steps
+
+    def loop_turns(self, loop: Statement, iteration: tuple[int, ...], steps_expected: bool) -> bool:
+        """Whether the loop, which begins this iteration, is to end. steps_expected: its body calls an optimizer's step."""
+        stepped_here = self.steps > self._at_start.get(loop.index, 0)
+        if self._enough() and stepped_here:
+            self.stopped = True
+            return True
+        if self._most is not None and not stepped_here and not steps_expected and len(iteration) == 1:
+            self.stopped = self.stopped or iteration[0] > self._most
+            return iteration[0] > self._most
+        return False
+
+    def _enough(self) -> bool:
+        return (self._most is not None and self.steps >= self._most) or self._repeating()
+
+    # ---- what PyTorch tells
+
+    def _stepped(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if self._first is None or self._first() is None:
+            self._first = weakref.ref(optimizer)
+        if self._first() is optimizer:
+            self.steps += 1
+            self._step_statement = self._statement
+
+    def _before_forward(self, module: torch.nn.Module, args: Any) -> None:
+        """At the head of an iteration inside a call: the last steps were made by this very statement, and are enough."""
+        inside = self._statement is not None and self._step_statement == self._statement
+        if inside and self.steps and threading.get_ident() == self._thread and self._enough() and module.training:
+            self.stopped = True
+            raise StopRun
