@@ -220,7 +220,7 @@ def _stand_ins(report: Report) -> str:
 
 def _unknown(report: Report) -> str:
     size = report.peak.categories.get("unknown") or 0
-    if size * 100 <= report.peak.allocated:
+    if report.peak.allocated <= 0 or size * 100 <= report.peak.allocated:
         return ""
     share = _percent(size, report.peak.allocated)
     return f"Unknown: {_amount(size)} of what was allocated at the peak ({share}) could not be put in a category."

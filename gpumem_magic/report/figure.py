@@ -344,13 +344,20 @@ class _Picture:
 
     def _sentences(self) -> list[tuple[str, str]]:
         """The words below the picture, broken into lines, with their colours: the verdict first, in red."""
-        room = int((WIDTH - 2 * _MARGIN) / (0.545 * _SIZE / 72))
         verdict = explain.verdict(self.report)
         quiet = [*explain.remarks(self.report), *explain.other_devices(self.report)]
         if self._mixed:
             quiet.append("* reserved by PyTorch: nvidia-smi's figure was not available there.")
-        result = [(line, ALARM) for line in wrap(verdict or "", room)]
-        return result + [(line, QUIET) for sentence in quiet for line in wrap(sentence, room)]
+        result = [(line, ALARM) for line in self._wrapped(verdict or "")]
+        return result + [(line, QUIET) for sentence in quiet for line in self._wrapped(sentence)]
+
+    def _wrapped(self, sentence: str) -> list[str]:
+        """In lines that fit: first by the width of usual words, then by measuring what came out."""
+        room = WIDTH - 2 * _MARGIN
+        characters = int(room / (0.545 * _SIZE / 72))
+        while any(self._width(line, _SIZE) > room for line in wrap(sentence, characters)) and characters > 20:
+            characters = int(characters * 0.94)
+        return wrap(sentence, characters)
 
 
 def _canvas() -> tuple[Figure, Any]:

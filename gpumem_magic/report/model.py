@@ -183,10 +183,12 @@ class Report:
         return View(self, kind)
 
     def __repr__(self) -> str:
+        from gpumem_magic.report.lines import first_line
+
         rows = len(self.checkpoints)
-        ending = f", {self.error.type}" if self.error else ""
+        ending = f", {first_line(self.error.type)}" if self.error else ""
         return (
-            f"<Report {self.device.name}: peak {mib(self.peak.allocated)} MiB allocated, "
+            f"<Report {first_line(self.device.name)}: peak {mib(self.peak.allocated)} MiB allocated, "
             f"{rows} {'row' if rows == 1 else 'rows'}{ending}>"
         )
 

@@ -44,7 +44,7 @@ def render(
 
 
 def _to_ascii(text: str) -> str:
-    return text.replace("…", "~").encode("ascii", "backslashreplace").decode()
+    return text.replace("…", "~").encode("ascii", "replace").decode()
 
 
 def _wrap(sentence: str, width: int) -> str:
@@ -74,19 +74,28 @@ def _rows(report: Report, width: int, ascii_only: bool, bars: bool) -> str:
     name_width = min(max(needed, len("MiB")), left - (bar_width + _GAP if bar_width else 0))
     scale = max((max(line.used, line.row.peak_allocated) for line in shown), default=0)
     letters = ASCII_LETTERS if ascii_only else LETTERS
-    drawn = ""
+    drawn: list[str] = []
     output = [_join(_pad("MiB", name_width), heads, widths)]
     for line, cells in zip(shown, table, strict=True):
         text = _join(_pad(_name(line, report, name_width), name_width), cells, widths)
         if bar_width:
-            letters_of_row = bar(line.row, scale, bar_width, letters)
-            drawn += letters_of_row
-            text += " " * _GAP + letters_of_row
+            drawn.append(bar(line.row, scale, bar_width, letters))
+            text += " " * _GAP + drawn[-1]
         output.append(text.rstrip())
-    key = [f"{letters[name]} {LABELS[name]}" for name in present(report) if letters[name] in drawn]
+    if bars and not bar_width:
+        # No room beside the figures: the bars get lines of their own.
+        name_width = min(needed, 32, width // 2)
+        drawn = [bar(line.row, scale, width - name_width - _GAP, letters) for line in shown]
+        names = [_pad(_name(line, report, name_width), name_width) for line in shown]
+        output += ["", *((name + " " * _GAP + cells).rstrip() for name, cells in zip(names, drawn, strict=True))]
+    seen = {letter for cells in drawn for letter in cells}
+    key = [f"{letters[name]} {LABELS[name]}" for name in present(report) if letters[name] in seen]
+    if MARK in seen:
+        key.append(f"{MARK} highest allocated inside the statement")
     if key:
-        mark = "; | highest allocated inside the statement" if MARK in drawn else ""
-        output += ["", _wrap(f"Bars: {'; '.join(key)}{mark}.", width)]
+        # A line never ends between a letter and its meaning.
+        whole = [entry.replace(" ", "\0") for entry in key]
+        output += ["", _wrap(f"Bars: {'; '.join(whole)}.", width).replace("\0", " ")]
     return "\n".join(output)
 
 
@@ -95,13 +104,12 @@ def _join(name: str, cells: Sequence[str], widths: Sequence[int]) -> str:
 
 
 def _name(line: Line, report: Report, width: int) -> str:
-    name = f"{'  ' * line.depth}{line.iteration + ' ' if line.iteration else ''}{line.text}"
-    if line.row.kind == "error":
-        name = f"! {name}"
-        word = f"  {explain.failure_word(report)}"
-        # The verdict below says it too, so the word yields to the statement.
-        return name + word if columns(name + word) <= width else name
-    return name
+    failed = line.row.kind == "error"
+    iteration = f"{line.iteration} " if line.iteration else ""
+    name = f"{'  ' * line.depth}{'! ' if failed else ''}{iteration}{line.text}"
+    word = f"  {explain.failure_word(report)}" if failed and not line.depth else ""
+    # The verdict below says it too, so the word yields to the statement.
+    return name + word if columns(name + word) <= width else name
 
 
 def _cells(line: Line, figures: Figures) -> list[str]:

@@ -1,0 +1,286 @@
+"""The report as text, and the sentences that every face shares."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import report_samples as samples
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpumem_magic.report import explain
+from gpumem_magic.report.lines import columns, first_line, fit, lines, wrap
+from gpumem_magic.report.model import CATEGORIES, Folded, ReportDevice, ReportError
+from gpumem_magic.report.palette import ASCII_LETTERS, LETTERS
+from gpumem_magic.report.text import bar, render
+
+MIB = samples.MIB
+
+TWO_T4_FIRST = """\
+Peak 3,120 MiB allocated at first = first.to('cuda:0'); 3,233 of 15,360 MiB (21 %) in use on the
+  virtual Tesla T4.
+
+MiB                               allocated  reserved  nvidia-smi  change  peak
+before                                    0         0           3       .
+first = first.to('cuda:0')            3,120     3,120       3,233  +3,230        PPPPPPPPPPPPPPPPPP▓
+second = second.to('cuda:1')          3,120     3,120       3,233       .        PPPPPPPPPPPPPPPPPP▓
+peak: first = first.to('cuda:0')      3,120     3,120       3,233       .        PPPPPPPPPPPPPPPPPP▓
+after                                 3,120     3,120       3,233       .        PPPPPPPPPPPPPPPPPP▓
+
+Bars: P parameters; ▓ CUDA context.
+
+category (MiB)   before   peak  after  change
+parameters            0  3,100  3,100  +3,100
+buffers               0     20     20     +20
+CUDA context          0    110    110    +110
+other processes       3      3      3       ."""
+
+
+def row_of(text: str, start: str) -> str:
+    return next(line for line in text.splitlines() if line.strip().startswith(start))
+
+
+def test_a_report_of_two_devices_is_two_texts():
+    text = render(samples.two_devices(), width=100)
+    assert text.startswith(TWO_T4_FIRST)
+    second = text[len(TWO_T4_FIRST) :].strip()
+    assert second == render(samples.two_devices().devices[0], width=100)
+    assert second.startswith("Peak 1,400 MiB allocated at second = second.to('cuda:1'); 1,513 of 15,360 MiB (10 %)")
+    assert "virtual Tesla T4 (cuda:1)" in " ".join(second.split())
+
+
+def test_rows_of_the_investigation():
+    text = render(samples.colab(), width=140)
+    assert row_of(text, "1: optimizer.step()").split()[2:7] == ["9,687", "14,679", "16,053", "+6,292", "14,439"]
+    assert row_of(text, "1: loss = my_loss( …")
+    assert row_of(text, "1: input").split()[4:8] == ["2,471", "2,473", "3,847", "+78"]
+    failed = row_of(text, "! 2: optimizer.step()")
+    assert "out of memory" in failed
+    assert "-95" in failed
+    assert "T" in failed[-45:]
+    assert "retries" not in text
+    order = [line.split(" ")[0] for line in text.splitlines()[2:]]
+    assert order.index("before") < order.index("peak:") < order.index("after")
+
+
+def test_the_category_table_has_before_peak_after_and_the_change():
+    text = render(samples.colab(), width=100)
+    assert row_of(text, "temporaries").split() == ["temporaries", "0", "4,752", "0", "."]
+    assert row_of(text, "optimizer state ").split()[2:] == ["0", "4,784", "4,784", "+4,784"]
+    assert "category (MiB)" not in render(samples.colab(), width=100, table=False)
+
+
+def test_parts_are_indented_below_their_row_and_folding_is_said():
+    text = render(samples.trainer(), width=100)
+    names = [line[:20].rstrip() for line in text.splitlines()]
+    start = names.index("trainer.train()      3,"[:20].rstrip())
+    assert names[start + 1 : start + 6] == [
+        "  iteration 1",
+        "    forward",
+        "    backward",
+        "    optimizer step",
+        "  iteration 2",
+    ]
+    assert "Loop at line 4: 2 of 1,000 iterations are shown." in text
+
+
+def test_a_lone_phase_says_nothing_new_but_a_mark_does():
+    report = samples.colab()
+    step = report.checkpoints[7]
+    lone = replace(step, kind="part", statement="", label="optimizer step")
+    mark = replace(lone, label="after embedding")
+    for part, shown in ((lone, 0), (mark, 1)):
+        one = replace(report, checkpoints=(replace(step, parts=(part,)),))
+        assert sum(line.depth for line in lines(one)) == shown
+    failed = replace(report, checkpoints=(replace(report.checkpoints[11], parts=(replace(lone, kind="error"),)),))
+    assert "  ! optimizer step  " in render(failed, width=140)
+
+
+def test_what_is_not_known_is_not_a_zero():
+    text = render(samples.small(), width=100)
+    assert "nvidia-smi's figure was not available: bars end at what PyTorch reserved." in text
+    assert row_of(text, "x = torch.ones").split()[-4:-1] == ["1.0", "2.0", "+2.0"]
+    assert "CUDA context" not in text
+    report = samples.small()
+    mixed = replace(report, checkpoints=(replace(report.checkpoints[0], device_used=3 * MIB), *report.checkpoints[1:]))
+    assert "n/a" in row_of(render(mixed, width=100), "x = torch.ones")
+
+
+def test_small_sizes_do_not_read_as_nothing():
+    row = samples.row("x = tiny()", samples.state(None, None, activations=1))
+    tiny = replace(row, allocated=512, reserved=2 * MIB, categories={**row.categories, "activations": 512})
+    report = replace(samples.small(), checkpoints=(samples.small().checkpoints[0], tiny))
+    assert row_of(render(report, width=100), "x = tiny()").split()[3:6] == ["<0.1", "2.0", "+2.0"]
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 160])
+@pytest.mark.parametrize("make", [samples.colab, samples.trainer, samples.two_devices, samples.small])
+@pytest.mark.parametrize("ascii_only", [False, True])
+def test_no_line_is_wider_than_the_terminal(make, width, ascii_only):
+    report = make()
+    first = report.checkpoints[1]
+    wide = replace(first, statement="결과 = 모델(입력, 아주_긴_이름_하나, 아주_긴_이름_둘, 셋)")
+    report = replace(report, checkpoints=(report.checkpoints[0], wide, *report.checkpoints[2:]), notes=("긴 " * 90,))
+    text = render(report, width=width, ascii_only=ascii_only)
+    if ascii_only:
+        assert text.isascii()
+        assert ("#" in text) is (make is not samples.small)
+    assert max(columns(line) for line in text.splitlines()) <= width
+    assert render(report, width=1) == render(report, width=60)
+
+
+def test_the_width_is_the_terminals(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "72")
+    assert str(samples.colab()) == render(samples.colab(), width=72)
+    assert str(samples.colab().view("table")) == render(samples.colab(), width=72, bars=False)
+    assert "category (MiB)" not in str(samples.colab().view("plot"))
+
+
+@given(st.fixed_dictionaries(dict.fromkeys(CATEGORIES, st.integers(0, 10**12))), st.integers(1, 60))
+def test_a_bar_is_as_long_as_its_bytes(sizes, width):
+    total = sum(sizes.values())
+    row = replace(samples.row("x", samples.state()), categories=sizes, allocated=total, peak_allocated=total)
+    cells = bar(row, total, width, LETTERS)
+    assert len(cells) == (width if total else 0)
+    for name, size in sizes.items():
+        same = sum(other for key, other in sizes.items() if LETTERS[key] == LETTERS[name])
+        if size and LETTERS[name] != "▒":
+            assert abs(cells.count(LETTERS[name]) - width * same / total) <= 1
+    assert len(bar(row, 2 * total, width, ASCII_LETTERS)) in ((0,) if not total else (width // 2, (width + 1) // 2))
+
+
+@given(st.text(max_size=60), st.integers(2, 30))
+def test_trimming_and_wrapping_respect_the_width(text, width):
+    assert columns(fit(text, width)) <= width
+    assert all(columns(line) <= width for line in wrap(text, width))
+    assert not any(character in first_line(text) for character in "\n\t\r\x1b\x00")
+
+
+# Sentences
+
+
+def test_headlines():
+    assert explain.headline(samples.colab()) == (
+        "Peak 14,439 MiB allocated at optimizer.step() (iteration 1); "
+        "16,053 of 16,160 MiB (99 %) in use on the virtual Tesla V100-SXM2-16GB."
+    )
+    assert explain.headline(samples.small()).endswith("; 2.0 MiB reserved on the NVIDIA L4.")
+
+
+def test_what_a_statement_added():
+    changes = [explain.change(line) for line in lines(samples.colab())]
+    assert changes[0] == ""
+    assert changes[3] == "+78 MiB: inputs 78"
+    assert changes[7] == "+6,292 MiB: optimizer state 4,784, cached 1,508"
+    assert changes[8] == "no change"
+    assert changes[9] == "+18 MiB: activations +2,270, cached -2,252"
+    assert changes[10] == "no change: activations -2,270, cached +2,270"
+
+
+def failing(**error):
+    report = samples.colab()
+    figures = {"requested": 2376 * MIB, "rounded": 2376 * MIB, "segment": 2376 * MIB, "largest_free": 2252 * MIB}
+    return replace(report, error=ReportError("OutOfMemoryError", "CUDA out of memory.", 17, **{**figures, **error}))
+
+
+def test_fragmentation():
+    found = explain.diagnose(samples.colab())
+    assert found is not None
+    assert (found.cause, found.device_free, found.spare) == ("fragmentation", 183 * MIB, (183 + 2539 - 2376) * MIB)
+    assert explain.verdict(samples.colab()) == (
+        "Out of memory at line 17: 2,376 MiB wanted. There were 183 MiB free on the device, and 2,539 MiB cached but free "
+        "(largest piece 2,252 MiB). Fragmentation, not size: packed perfectly, 346 MiB would be left."
+    )
+
+
+def test_size():
+    verdict = explain.verdict(failing(requested=4000 * MIB, rounded=4000 * MIB, segment=4000 * MIB))
+    assert "Too big for the device: even packed perfectly, 1,278 MiB were missing." in verdict
+    assert verdict.endswith("The largest share: optimizer state, 4,784 MiB.")
+    huge = 40_000 * MIB
+    verdict = explain.verdict(failing(requested=huge, rounded=huge, segment=huge))
+    assert verdict.endswith("Too big for the device: it has 16,159 MiB in all.")
+
+
+def test_rounding_and_segment_are_said_where_they_differ():
+    verdict = explain.verdict(failing(requested=1025 * MIB, rounded=1026 * MIB, segment=1028 * MIB))
+    assert "1,025 MiB wanted (rounded to 1,026 MiB, a segment of 1,028 MiB)." in verdict
+
+
+def test_no_cause_is_given_where_the_figures_do_not_show_one():
+    # A piece was large enough: neither size nor fragmentation explains it.
+    assert explain.diagnose(failing(largest_free=2400 * MIB)).cause == "unknown"
+    # The device had room: a limit of the program's own.
+    small = 10 * MIB
+    assert explain.diagnose(failing(requested=small, rounded=small, segment=20 * MIB)).cause == "limit"
+    # No figure of the device.
+    report = failing()
+    rows = tuple(replace(row, device_used=None) for row in report.checkpoints)
+    blind = replace(report, checkpoints=rows)
+    assert explain.diagnose(blind).cause == "unknown"
+    assert "free on the device" not in explain.verdict(blind)
+    assert "Fragmentation" not in explain.verdict(blind)
+    # No size at all.
+    unknown = failing(requested=None)
+    assert explain.diagnose(unknown) is None
+    assert explain.verdict(unknown) == "OutOfMemoryError at line 17: CUDA out of memory."
+    assert explain.failure_word(unknown) == "out of memory"
+
+
+def test_other_errors_and_none():
+    error = ReportError("ValueError", "no such thing\nsecond line", None)
+    assert explain.verdict(replace(samples.small(), error=error)) == "ValueError: no such thing"
+    assert explain.failure_word(replace(samples.small(), error=error)) == "ValueError"
+    assert explain.verdict(samples.small()) is None
+    assert explain.diagnose(samples.small()) is None
+
+
+def test_remarks():
+    report = samples.colab()
+    remarks = explain.remarks(report)
+    assert remarks[0] == (
+        "2 times an allocation did not fit at first: the allocator gave cached memory back to the device and tried again."
+    )
+    assert "`loss_ = loss.detach().item()` (2 times)" in remarks[1]
+    assert remarks[2] == report.notes[0]
+    assert len(remarks) == 3
+    calm = replace(report, retries=0, stand_ins=(), notes=(), folded=(Folded(3, 1000, 8),))
+    assert explain.remarks(calm) == ["Loop at line 3: 8 of 1,000 iterations are shown."]
+
+
+def test_the_unknown_is_said_above_one_percent():
+    report = samples.small()
+    categories = {**report.peak.categories, "activations": 99 * MIB, "unknown": MIB}
+    peak = replace(report.peak, allocated=100 * MIB, categories=categories)
+    assert not any("Unknown" in text for text in explain.remarks(replace(report, peak=peak)))
+    peak = replace(peak, categories={**categories, "activations": 98 * MIB, "unknown": 2 * MIB})
+    assert (
+        "Unknown: 2.0 MiB of what was allocated at the peak (2 %) could not be put in a category."
+        in explain.remarks(replace(report, peak=peak))
+    )
+
+
+def test_context_and_others_as_one_figure_is_said():
+    report = samples.colab()
+    categories = {**report.peak.categories, "context": None, "other_processes": None, "context_or_others": 1374 * MIB}
+    one = replace(report, peak=replace(report.peak, categories=categories))
+    assert any("could not tell this process from others" in text for text in explain.remarks(one))
+
+
+def test_evidence_and_alt_text():
+    assert explain.evidence(samples.small()) == ""
+    assert explain.evidence(samples.colab()).endswith(
+        "identity (a live object holds it) 67 %, lifetime and phase 33 %."
+    )
+    alt = explain.alt_text(samples.colab())
+    assert alt.startswith("Stacked bars of GPU memory by category, after each of 11 statements. Peak 14,439 MiB")
+    assert "Largest at the peak: optimizer state 4,784 MiB, temporaries 4,752 MiB, parameters 2,392 MiB." in alt
+    assert alt.endswith(explain.verdict(samples.colab()))
+
+
+def test_device_names():
+    device = ReportDevice("Virtual 24 GiB", "virtual", 0, None, None, None)
+    assert explain.device_name(device) == "Virtual 24 GiB"
+    assert explain.device_name(replace(device, name="Tesla T4", index=1)) == "virtual Tesla T4 (cuda:1)"
+    assert explain.device_name(replace(device, name="Tesla T4", kind="cuda")) == "Tesla T4"
