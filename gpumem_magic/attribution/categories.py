@@ -63,7 +63,7 @@ def labels_to_carry(timeline: Timeline, labels: Sequence[Label]) -> dict[int, La
 
 @dataclass(frozen=True)
 class _Case:
-    """All that the rules look at for one allocation."""
+    """All that the rules look at for one allocation. origin: None on a real device, which can't tell."""
 
     allocation: Allocation
     roles: Roles
@@ -80,7 +80,7 @@ class _Case:
         return cls(
             allocation,
             held.get(allocation.index, {}),
-            None if at_start else log.origins.get(allocation.born),
+            None if at_start else log.origins.get(allocation.born, "compute" if log.facts.kind == "virtual" else None),
             None if at_start else phases.at_event(allocation.born),
             phases,
             log.carried.get(allocation.address) if at_start else None,

@@ -83,7 +83,7 @@ class Phases:
         """Puts everything back and ends what is still open. May be called twice, and without `start`."""
         self._running = False
         while self._handles:
-            self._handles.pop().remove()
+            torch_seams.remove_hook(self._handles.pop())
         self._patches.undo()
         with self._guard("ending phases"):
             for one in list(reversed(self._open)):

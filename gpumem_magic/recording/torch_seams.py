@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 from torch.autograd.profiler import record_function
+from torch.nn.modules import module as nn_module
 
 from gpumem_magic.patching import Patches
 
@@ -57,6 +58,13 @@ def watch_ranges(patches: Patches, begins: Callable[[str], Callable[[bool], None
     if "__enter__" not in vars(record_function) or "__exit__" not in vars(record_function):
         raise RuntimeError(f"torch {torch.__version__} has another record_function: ranges are not seen")
     _watch_context(patches, record_function, lambda one: begins(str(one.name)), key="_gpumem_magic_range")
+
+
+def remove_hook(handle: Any) -> None:
+    """Removes a global hook altogether: its handle may leave the hook's number behind in PyTorch's private tables."""
+    handle.remove()
+    for table in ("_global_forward_hooks_with_kwargs", "_global_forward_hooks_always_called"):
+        getattr(nn_module, table, {}).pop(handle.id, None)
 
 
 def _around(original: Callable[..., Any], begins: Around) -> Callable[..., Any]:

@@ -17,7 +17,7 @@ from gpumem_magic.devices.base import Label
 from gpumem_magic.recording.model import Checkpoint, Failure, Moment, Recording
 from gpumem_magic.report.folding import Fold, LoopRow, Turn, fold_rows, kept_turns
 from gpumem_magic.report.model import Folded, Peak, Report, ReportDevice, ReportError, Row
-from gpumem_magic.report.notes import notes_of
+from gpumem_magic.report.notes import notes_of, place_of
 from gpumem_magic.report.parts import Part, Stretch, parts_of, spans_in
 from gpumem_magic.snapshot.timeline import Timeline
 
@@ -64,8 +64,6 @@ class DeviceView:
         self._ledger = Ledger(self.timeline, self.labels)
         self._balances: dict[int, Balance] = {}
         self._moments = self._known_moments()
-        self._folds: dict[int, list[int]] = {}
-        self._gaps: list[str] = []
 
     @property
     def was_used(self) -> bool:
@@ -98,7 +96,7 @@ class DeviceView:
             retries=self._retries(),
             stand_ins=self.recording.stand_ins if self.device == self.recording.primary else (),
             folded=tuple(Folded(fold.line, fold.total, fold.kept) for fold in folds),
-            notes=(*notes_of(self.recording, self.device, self.timeline), *self._gaps),
+            notes=(*notes_of(self.recording, self.device, self.timeline), *self.gaps()),
         )
 
     # Rows
@@ -172,22 +170,29 @@ class DeviceView:
 
     def _row(self, draft: _Draft, *, with_parts: bool) -> Row:
         point, stretch = draft.point, draft.stretch
-        row = self._figures(
-            point, point.kind, point.label, stretch.start_position, stretch.end_position,
-            tuple(self._part_row(part, point) for part in draft.parts) if with_parts else (),
-        )  # fmt: skip
         told = point.moment.counters.get(self.device)
-        if told is not None:
-            name = f"{point.label or point.kind}{f', line {point.line}' if point.line else ''}"
-            self._gaps += [f"The figures do not add up after {name}: {gap}." for gap in gaps(row.categories, told)]
-        return row
+        # Its own moment's counters: another moment at the same position may have seen the context grow.
+        outside = self._outside(stretch.end_position) if told is None else Outside.of(told)
+        parts = tuple(self._part_row(part, point) for part in draft.parts) if with_parts else ()
+        return self._figures(
+            point, point.kind, point.label, (stretch.start_position, stretch.end_position), parts, outside
+        )
 
     def _part_row(self, part: Part, point: Checkpoint) -> Row:
         inner = tuple(self._part_row(one, point) for one in part.parts)
-        return self._figures(point, "part", part.label, part.start, part.end, inner)
+        return self._figures(point, "part", part.label, (part.start, part.end), inner, self._outside(part.end))
 
-    def _figures(self, point: Checkpoint, kind: str, label: str, start: int, end: int, parts: tuple[Row, ...]) -> Row:
-        balance, outside = self._balances[end], self._outside(end)
+    def _figures(
+        self,
+        point: Checkpoint,
+        kind: str,
+        label: str,
+        positions: tuple[int, int],
+        parts: tuple[Row, ...],
+        outside: Outside,
+    ) -> Row:
+        start, end = positions
+        balance = self._balances[end]
         return Row(
             kind=kind,
             label=label,
@@ -202,6 +207,18 @@ class DeviceView:
             peak_reserved=self.timeline.peak_reserved(start, end)[0],
             categories=balance.categories(outside),
         )
+
+    def gaps(self) -> list[str]:
+        """Where the recount differs from the device's own counters, at every checkpoint, shown or not; at most three."""
+        points = [point for point in self.recording.checkpoints if self.device in point.moment.counters]
+        balances = self._ledger.at(point.moment.positions[self.device] for point in points)
+        found = []
+        for point in points:
+            told = point.moment.counters[self.device]
+            balance = balances[point.moment.positions[self.device]]
+            words = gaps(balance.categories(Outside.of(told)), told)
+            found += [f"The figures do not add up after {place_of(point)}: {gap}." for gap in words]
+        return [*found[:3], f"{len(found) - 3:,} more gaps like these."] if len(found) > 4 else found
 
     # What is not in the log
 
@@ -259,12 +276,7 @@ def _words(draft: _Draft, path: list[Part]) -> str:
     point = draft.point
     if point.kind == "before":
         return "the start"
-    words = (point.statement or point.label).strip().partition("\n")[0] or point.kind
-    if point.iteration:
-        words += f" in iteration {'.'.join(str(number) for number in point.iteration)}"
-    if path:
-        return ", ".join([words, *(part.label for part in path)])
-    return f"{words}, line {point.line}" if point.line else words
+    return ", ".join([place_of(point, with_line=not path), *(part.label for part in path)])
 
 
 def _ends(drafts: list[_Draft]) -> list[_Draft]:

@@ -34,15 +34,16 @@ def _steps(recording: Recording, device: int) -> list[tuple[Checkpoint, Counters
     ]
 
 
-def _place(point: Checkpoint) -> str:
+def place_of(point: Checkpoint, *, with_line: bool = True) -> str:
+    """A row in words: ``optimizer.step() in iteration 1, line 14``."""
     words = (point.statement or point.label).strip().partition("\n")[0] or point.kind
     if point.iteration:
         words += f" in iteration {'.'.join(str(number) for number in point.iteration)}"
-    return f"{words}, line {point.line}" if point.line else words
+    return f"{words}, line {point.line}" if point.line and with_line else words
 
 
 def _retries(recording: Recording, device: int) -> list[str]:
-    places = [_place(point) for point, before, now in _steps(recording, device) if now.retries > before.retries]
+    places = [place_of(point) for point, before, now in _steps(recording, device) if now.retries > before.retries]
     if not places:
         return []
     more = f", and in {len(places) - 3} more rows" if len(places) > 3 else ""
@@ -52,7 +53,7 @@ def _retries(recording: Recording, device: int) -> list[str]:
 def _context_growth(recording: Recording, device: int) -> list[str]:
     """The context is measured at the device's first use; what comes later is said, since no category shows it apart."""
     return [
-        f"The CUDA context grew by {human(now.context - before.context)} in {_place(point)}."
+        f"The CUDA context grew by {human(now.context - before.context)} in {place_of(point)}."
         for point, before, now in _steps(recording, device)
         if before.context and now.context is not None and now.context > before.context
     ]

@@ -1,0 +1,437 @@
+"""What every allocation is, how that is known, and that no byte is lost or counted twice."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from recording_fakes import FakeDevice, Tape
+
+from gpumem_magic.attribution.categories import attribute, labels_to_carry
+from gpumem_magic.attribution.ledger import (
+    TENANT_CATEGORIES,
+    ConservationError,
+    Ledger,
+    Outside,
+    check,
+    gaps,
+)
+from gpumem_magic.attribution.owners import lives_at, owners
+from gpumem_magic.attribution.phase_map import PhaseMap, phases_on
+from gpumem_magic.devices.base import Counters, Label
+from gpumem_magic.recording.model import Recording
+from gpumem_magic.report.model import ALLOCATED_CATEGORIES, CATEGORIES
+from gpumem_magic.snapshot.timeline import Timeline
+from gpumem_magic.units import MIB
+
+
+def labelled(recording: Recording) -> tuple[Timeline, list[Label]]:
+    log = recording.logs[recording.primary]
+    timeline = Timeline(log.start, log.events, log.settings)
+    return timeline, attribute(log, timeline, recording.spans, recording.sightings, recording.checkpoints)
+
+
+def label_of(recording: Recording, address: int) -> Label:
+    """The label of the last allocation at an address."""
+    timeline, labels = labelled(recording)
+    return next(
+        label
+        for allocation, label in zip(reversed(timeline.allocations), reversed(labels), strict=True)
+        if allocation.address == address
+    )
+
+
+# ---- identity
+
+
+@pytest.mark.parametrize(
+    ("role", "category"),
+    [
+        ("parameter", "parameters"),
+        ("buffer", "buffers"),
+        ("optimizer_state", "optimizer_state"),
+        ("gradient", "gradients"),
+    ],
+)
+def test_what_a_live_object_held_is_known_by_identity(role: str, category: str) -> None:
+    tape = Tape()
+    address = tape.device.alloc(5 * MIB, "host_copy")
+    tape.see(address, role, "fc.weight")
+    assert label_of(tape.finish(), address) == Label(category, "identity", "fc.weight")
+
+
+def test_the_first_rule_wins() -> None:
+    tape = Tape()
+    with tape.span("backward"):
+        address = tape.device.alloc(5 * MIB)
+    for role in ("named", "gradient", "optimizer_state", "parameter"):
+        tape.see(address, role, role)
+    assert label_of(tape.finish(), address) == Label("parameters", "identity", "parameter")
+
+
+def test_an_address_used_again_is_another_allocation() -> None:
+    tape = Tape()
+    first = tape.device.alloc(5 * MIB)
+    tape.see(first, "parameter", "old.weight")
+    tape.device.free(first)
+    with tape.span("forward"):
+        second = tape.device.alloc(5 * MIB)
+    assert second == first
+    _, labels = labelled(tape.finish())
+    assert [label.category for label in labels] == ["parameters", "activations"]
+
+
+def test_a_label_holds_for_the_whole_life() -> None:
+    tape = Tape()
+    address = tape.device.alloc(5 * MIB, "host_copy")
+    tape.row("model.cuda()")
+    before = tape.position
+    tape.device.alloc(1024)
+    tape.see(address, "parameter", "weight")
+    timeline, labels = labelled(tape.finish())
+    assert Ledger(timeline, labels).at([before])[before].requested["parameters"] == 5 * MIB
+
+
+def test_a_look_at_freed_memory_names_nothing() -> None:
+    tape = Tape()
+    address = tape.device.alloc(5 * MIB)
+    tape.device.free(address)
+    tape.see(address, "parameter", "gone")
+    _, labels = labelled(tape.finish())
+    assert [label.category for label in labels] == ["temporaries"]
+
+
+# ---- phases
+
+
+def test_activations_outlive_their_forward_and_temporaries_do_not() -> None:
+    tape = Tape()
+    with tape.span("forward"):
+        kept = tape.device.alloc(3 * MIB)
+        gone = tape.device.alloc(7 * MIB)
+        tape.device.free(gone)
+    recording = tape.finish()
+    assert label_of(recording, kept) == Label("activations", "lifetime", None)
+    assert label_of(recording, gone) == Label("temporaries", "lifetime", None)
+
+
+def test_what_is_born_in_backward_and_is_no_gradient() -> None:
+    tape = Tape()
+    with tape.span("backward"):
+        inner = tape.device.alloc(3 * MIB)
+        gradient = tape.device.alloc(7 * MIB)
+        with tape.span("recomputation"):
+            again = tape.device.alloc(11 * MIB)
+            scratch = tape.device.alloc(13 * MIB)
+            tape.device.free(scratch)
+        tape.device.free(again)
+        tape.device.free(inner)
+    tape.see(gradient, "gradient", "weight")
+    recording = tape.finish()
+    assert label_of(recording, inner).category == "activation_gradients"
+    assert label_of(recording, gradient).category == "gradients"
+    assert label_of(recording, again).category == "activations"
+    assert label_of(recording, scratch).category == "temporaries"
+
+
+def test_the_innermost_phase_counts() -> None:
+    """LBFGS calls forward and backward inside its step."""
+    tape = Tape()
+    with tape.span("optimizer"):
+        with tape.span("forward"):
+            activation = tape.device.alloc(3 * MIB)
+        with tape.span("backward"):
+            inner = tape.device.alloc(5 * MIB)
+        scratch = tape.device.alloc(7 * MIB)
+        for address in (activation, inner, scratch):
+            tape.device.free(address)
+    recording = tape.finish()
+    assert label_of(recording, activation).category == "activations"
+    assert label_of(recording, inner).category == "activation_gradients"
+    assert label_of(recording, scratch).category == "temporaries"
+
+
+def test_a_failed_step_had_temporaries_in_hand() -> None:
+    tape = Tape()
+    tape.row(kind="before")
+    with suppress(MemoryError), tape.span("optimizer"):
+        scratch = tape.device.alloc(3 * MIB)
+        failure = tape.moment()
+        tape.device.free(scratch)
+        raise MemoryError
+    tape.row("step()", kind="error", at=failure)
+    timeline, labels = labelled(tape.finish())
+    assert labels == [Label("temporaries", "inferred")]
+    assert lives_at(timeline.allocations[0], failure.positions[0])
+
+
+def test_a_failed_forward_ends_at_the_failing_request() -> None:
+    tape = Tape()
+    with suppress(MemoryError), tape.span("forward"):
+        activation = tape.device.alloc(3 * MIB)
+        failure = tape.moment()
+        tape.device.free(activation)
+        raise MemoryError
+    tape.row("model(x)", kind="error", at=failure)
+    assert label_of(tape.finish(), activation).category == "activations"
+
+
+# ---- between phases
+
+
+def test_inputs() -> None:
+    tape = Tape()
+    argument = tape.device.alloc(3 * MIB, "compute")
+    tape.see(argument, "input")
+    named = tape.device.alloc(5 * MIB, "host_copy")
+    zeros = tape.device.alloc(7 * MIB, "factory")
+    tape.see(named, "named", "target")
+    tape.see(zeros, "named", "hidden")
+    local = tape.device.alloc(11 * MIB, "host_copy")
+    with tape.span("forward"):
+        pass
+    tape.device.free(local)
+    recording = tape.finish()
+    assert label_of(recording, argument) == Label("inputs", "identity", None)
+    assert label_of(recording, named) == Label("inputs", "identity", "target")
+    assert label_of(recording, zeros) == Label("inputs", "identity", "hidden")
+    assert label_of(recording, local) == Label("inputs", "lifetime", None)
+
+
+def test_an_output_that_goes_into_another_module_is_no_input() -> None:
+    tape = Tape()
+    with tape.span("forward"):
+        output = tape.device.alloc(3 * MIB)
+    probabilities = tape.device.alloc(5 * MIB)
+    for address in (output, probabilities):
+        tape.see(address, "input")
+    tape.see(probabilities, "named", "probabilities")
+    recording = tape.finish()
+    assert label_of(recording, output).category == "activations"
+    assert label_of(recording, probabilities).category == "activations"
+
+
+def test_what_is_computed_between_forward_and_backward() -> None:
+    tape = Tape()
+    with tape.span("forward"):
+        pass
+    loss = tape.device.alloc(512)
+    scratch = tape.device.alloc(3 * MIB)
+    tape.device.free(scratch)
+    with tape.span("backward"):
+        pass
+    tape.device.free(loss)
+    metric = tape.device.alloc(1024)
+    tape.see(metric, "named", "accuracy")
+    recording = tape.finish()
+    assert label_of(recording, loss).category == "activations"
+    assert label_of(recording, scratch) == Label("temporaries", "lifetime", None)
+    assert label_of(recording, metric) == Label("activations", "identity", "accuracy")
+
+
+def test_workspaces() -> None:
+    tape = Tape()
+    with tape.span("forward"):
+        address = tape.device.alloc(8_519_680, "workspace")
+    assert label_of(tape.finish(), address) == Label("workspace", "stack")
+
+
+def test_a_real_devices_workspace_is_inferred_from_its_size() -> None:
+    tape = Tape(FakeDevice(kind="cuda"))
+    with tape.span("forward"):
+        address = tape.device.alloc(8_519_680)
+    assert label_of(tape.finish(), address) == Label("workspace", "inferred")
+
+
+def test_a_real_device_has_no_origins_so_phases_must_do() -> None:
+    tape = Tape(FakeDevice(kind="cuda"))
+    batch = tape.device.alloc(3 * MIB)
+    tape.see(batch, "named", "batch")
+    with tape.span("forward"):
+        pass
+    loss = tape.device.alloc(512)
+    tape.see(loss, "output", "loss")
+    recording = tape.finish()
+    assert label_of(recording, batch) == Label("inputs", "inferred", "batch")
+    assert label_of(recording, loss) == Label("activations", "identity", "loss")
+
+
+# ---- what was there at the start
+
+
+def test_what_was_there_is_unknown_unless_carried_or_seen() -> None:
+    device = FakeDevice()
+    unknown, carried, seen, named = (device.alloc(size * MIB) for size in (3, 5, 7, 11))
+    device.remember({carried: Label("activations", "lifetime", "out"), seen: Label("inputs", "identity")})
+    tape = Tape(device)
+    tape.see(seen, "parameter", "weight")
+    tape.see(named, "named", "x")
+    recording = tape.finish()
+    assert label_of(recording, unknown) == Label("unknown", "unknown")
+    assert label_of(recording, carried) == Label("activations", "lifetime", "out")
+    assert label_of(recording, seen) == Label("parameters", "identity", "weight")
+    assert label_of(recording, named) == Label("inputs", "inferred", "x")
+
+
+def test_labels_go_from_one_recording_to_the_next() -> None:
+    device = FakeDevice()
+    tape = Tape(device)
+    with tape.span("forward"):
+        kept, gone = device.alloc(3 * MIB), device.alloc(5 * MIB)
+    device.free(gone)
+    nobody = device.alloc(7 * MIB)
+    timeline, labels = labelled(tape.finish())
+    carried = labels_to_carry(timeline, labels)
+    assert set(carried) == {kept}, nobody
+    device.remember(carried)
+    assert label_of(Tape(device).finish(), kept).category == "activations"
+
+
+# ---- conservation
+
+
+def test_check_names_the_gap() -> None:
+    tape = Tape()
+    tape.device.alloc(3 * MIB)
+    timeline, labels = labelled(tape.finish())
+    counters = tape.device.counters()
+    categories = Ledger(timeline, labels).categories_at(len(timeline), Outside.of(counters))
+    check(categories, counters)
+    short = {**categories, "unknown": (categories["unknown"] or 0) - 512}
+    with pytest.raises(ConservationError, match=r"allocated: .*-512 bytes"):
+        check(short, counters)
+    assert len(gaps(short, counters)) == 3  # allocated, reserved and the device
+
+
+def test_the_categories_are_those_of_the_report() -> None:
+    assert (*TENANT_CATEGORIES, "rounding") == ALLOCATED_CATEGORIES
+    tape = Tape()
+    timeline, labels = labelled(tape.finish())
+    assert tuple(Ledger(timeline, labels).categories_at(0, Outside())) == CATEGORIES
+
+
+def test_what_is_unavailable_stays_unavailable() -> None:
+    assert Outside().device_used(5) is None
+    assert Outside(context=1).device_used(5) is None
+    assert Outside(context_or_others=2).device_used(5) == 7
+    assert Outside(context=1, other_processes=0).device_used(5) == 6
+
+
+def test_a_ledger_refuses_a_label_that_it_does_not_know() -> None:
+    tape = Tape()
+    tape.device.alloc(512)
+    timeline, _ = labelled(tape.finish())
+    with pytest.raises(ValueError, match="not a label"):
+        Ledger(timeline, [Label("magic", "identity")])
+
+
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(
+            st.just("alloc"),
+            st.integers(1, 30 * MIB),
+            st.sampled_from([None, "host_copy", "factory", "workspace", "compute"]),
+        ),
+        st.tuples(st.just("free"), st.integers(0, 50), st.none()),
+        st.tuples(st.just("open"), st.integers(0, 3), st.none()),
+        st.tuples(st.just("close"), st.booleans(), st.none()),
+        st.tuples(
+            st.just("see"),
+            st.integers(0, 50),
+            st.sampled_from(["parameter", "buffer", "gradient", "optimizer_state", "input", "named", "output"]),
+        ),
+        st.tuples(st.just("empty_cache"), st.none(), st.none()),
+    ),
+    max_size=40,
+)
+KINDS = ("forward", "backward", "optimizer", "recomputation")
+
+
+def play(tape: Tape, steps: list, live: dict[int, int]) -> list[tuple[int, Counters, int]]:
+    """Plays a program; returns after each step (position, counters, live requested bytes). `live`: address -> bytes."""
+    open_spans = []
+    truth = []
+    for action, amount, word in steps:
+        addresses = list(live)
+        if action == "alloc":
+            live[tape.device.alloc(amount, word)] = amount
+        elif action == "free" and live:
+            address = addresses[amount % len(live)]
+            del live[address]
+            tape.device.free(address)
+        elif action == "open":
+            span = tape.span(KINDS[amount])
+            span.__enter__()
+            open_spans.append(span)
+        elif action == "close" and open_spans:
+            open_spans.pop().__exit__(MemoryError if amount else None, None, None)
+        elif action == "see" and live:
+            tape.see(addresses[amount % len(live)], word, f"name {amount}")
+        elif action == "empty_cache":
+            tape.device.allocator.empty_cache()
+        truth.append((tape.position, tape.device.counters(), sum(live.values())))
+    while open_spans:
+        open_spans.pop().__exit__(None, None, None)
+    return truth
+
+
+@settings(max_examples=60, deadline=None)
+@given(STEPS, st.lists(st.integers(1, 30 * MIB), max_size=3))
+def test_every_byte_is_accounted_for_at_every_position(steps: list, old: list[int]) -> None:
+    device = FakeDevice()
+    live = {device.alloc(size): size for size in old}
+    tape = Tape(device)
+    truth = play(tape, steps, live)
+    timeline, labels = labelled(tape.finish())
+    balances = Ledger(timeline, labels).at(range(len(timeline) + 1))
+    for position, counters, requested in truth:
+        check(balances[position].categories(Outside.of(counters)), counters)
+        assert sum(balances[position].requested.values()) == requested
+    for position, balance in balances.items():
+        assert balance.allocated == timeline.allocated_at(position)
+        assert sum(balance.requested.values()) == timeline.requested_at(position)
+        assert sum(balance.evidence.values()) == balance.allocated - balance.rounding
+        assert min(balance.requested.values()) >= 0
+        assert balance.rounding >= 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(STEPS)
+def test_labels_keep_the_rules_whatever_happens(steps: list) -> None:
+    tape = Tape()
+    play(tape, steps, {})
+    recording = tape.finish()
+    timeline, labels = labelled(recording)
+    held = owners(timeline.allocations, recording.sightings)
+    phases = PhaseMap(phases_on(0, recording.spans))
+    for allocation, label in zip(timeline.allocations, labels, strict=True):
+        roles = held.get(allocation.index, {})
+        if "parameter" in roles:
+            assert label.category == "parameters"
+        if label.category in ("parameters", "buffers", "gradients", "optimizer_state"):
+            assert label.evidence == "identity"
+            assert roles
+        phase = phases.at_event(allocation.born)
+        if label.category == "activation_gradients":
+            assert phase is not None
+            assert phase.kind == "backward"
+        if label.category == "unknown":
+            assert label.evidence == "unknown"
+            assert allocation.freed is None or phase is not None
+
+
+@settings(max_examples=60, deadline=None)
+@given(STEPS)
+def test_the_innermost_phase_is_the_one_that_a_plain_search_finds(steps: list) -> None:
+    tape = Tape()
+    play(tape, steps, {})
+    spans = tape.finish().spans
+    phases = phases_on(0, spans)
+    map_ = PhaseMap(phases)
+    for event in range(tape.position):
+        around = [phase for phase in phases if phase.start <= event < phase.end]
+        assert map_.at_event(event) == max(around, key=lambda phase: phase.order, default=None)
+        later = [phase.start for phase in phases if phase.start > event]
+        assert map_.next_start(event) == min(later, default=None)
