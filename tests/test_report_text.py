@@ -9,6 +9,7 @@ import report_samples as samples
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gpumem_magic.recording.model import StandIn
 from gpumem_magic.report import explain
 from gpumem_magic.report.lines import columns, first_line, fit, lines, wrap
 from gpumem_magic.report.model import CATEGORIES, Folded, ReportDevice, ReportError
@@ -245,6 +246,10 @@ def test_remarks():
     assert "`loss_ = loss.detach().item()` (2 times)" in remarks[1]
     assert remarks[2] == report.notes[0]
     assert len(remarks) == 3
+    places = (StandIn("14", 1), StandIn("trainer.py:210", 3), StandIn("20", 1), StandIn("21", 1))
+    assert explain.remarks(replace(report, stand_ins=places))[1] == (
+        "Values on this device are stand-ins; they were read at line 14, `trainer.py:210` (3 times), line 20 and 1 more place."
+    )
     calm = replace(report, retries=0, stand_ins=(), notes=(), folded=(Folded(3, 1000, 8),))
     assert explain.remarks(calm) == ["Loop at line 3: 8 of 1,000 iterations are shown."]
 

@@ -214,7 +214,8 @@ def _stand_ins(report: Report) -> str:
         line = stand_in.line.strip()
         place = f"line {line}" if line.isdecimal() else f"`{line}`"
         places.append(f"{place} ({stand_in.count:,} times)" if stand_in.count > 1 else place)
-    more = f" and {len(report.stand_ins) - 3} more places" if len(report.stand_ins) > 3 else ""
+    rest = len(report.stand_ins) - len(places)
+    more = f" and {rest} more {'place' if rest == 1 else 'places'}" if rest else ""
     return f"Values on this device are stand-ins; they were read at {', '.join(places)}{more}."
 
 

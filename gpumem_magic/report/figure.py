@@ -23,7 +23,7 @@ from matplotlib.patches import Rectangle
 from PIL import Image
 
 from gpumem_magic.report import explain
-from gpumem_magic.report.layout import flow, ticks
+from gpumem_magic.report.layout import flow, palette_image, ticks
 from gpumem_magic.report.lines import PEAK, Figures, Line, columns, fit, lines, used, wrap
 from gpumem_magic.report.model import CATEGORIES, Report, Row
 from gpumem_magic.report.palette import ALARM, COLOURS, LABELS, PAPER, QUIET, TEXT
@@ -76,7 +76,7 @@ def draw(
 def png(report: Report, *, dpi: int = 160, title: bool = True, words: bool = True) -> tuple[bytes, int, int]:
     """The picture as a PNG, and its width and height in pixels. Few colours, so that a saved notebook stays small."""
     raw = io.BytesIO(_render(draw(report, title=title, words=words), dpi))
-    image = Image.open(raw).convert("RGB").quantize(colors=48, dither=Image.Dither.NONE)
+    image = Image.open(raw).convert("RGB").quantize(palette=palette_image(), dither=Image.Dither.NONE)
     small = io.BytesIO()
     image.save(small, format="png", optimize=True)
     return small.getvalue(), image.width, image.height

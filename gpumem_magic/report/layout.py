@@ -1,10 +1,15 @@
-"""Sums that a picture's layout needs and that know nothing of drawing: ticks of an axis, things flowing into lines."""
+"""What a picture needs besides drawing: ticks of an axis, things flowing into lines, the few colours of its file."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from PIL import Image
+
+from gpumem_magic.report.palette import ALARM, COLOURS, QUIET, TEXT
 from gpumem_magic.units import GIB, MIB
+
+_SHADES = 14
 
 
 def ticks(top: int) -> list[tuple[int, str]]:
@@ -27,3 +32,18 @@ def flow(widths: Sequence[float], room: float) -> list[list[int]]:
         flow[-1].append(number)
         left -= width
     return flow
+
+
+def palette_image() -> Image.Image:
+    """The categories' colours, and the shades between ink and paper that the edges of letters and lines need."""
+    colours = [_parts(colour) for colour in COLOURS.values()]
+    for ink in map(_parts, (TEXT, QUIET, ALARM)):
+        shares = [step / (_SHADES - 1) for step in range(_SHADES)]
+        colours += [[round(part + (255 - part) * share) for part in ink] for share in shares]
+    image = Image.new("P", (1, 1))
+    image.putpalette([part for colour in colours for part in colour])
+    return image
+
+
+def _parts(colour: str) -> list[int]:
+    return list(bytes.fromhex(colour[1:]))
