@@ -238,7 +238,7 @@ def test_stand_ins_are_those_of_this_recording() -> None:
     recorder.start()
     machine.stand_ins["/home/me/trainer.py", 9] += 2
     machine.stand_ins["<cell 3>", 4] += 1
-    machine.stand_ins["/tmp/ipykernel_7/88.py", 6] += 1
+    machine.stand_ins["C:\\Temp\\ipykernel_7\\88.py", 6] += 1
     stand_ins = {stand_in.line: stand_in.count for stand_in in recorder.finish().stand_ins}
     assert stand_ins == {"trainer.py:9": 2, "4": 1, "another cell, line 6": 1}
 
