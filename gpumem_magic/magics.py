@@ -24,7 +24,16 @@ from gpumem_magic.recording.cell import CellRun, prepare
 from gpumem_magic.shell_hooks import ShellHooks, hide_frames_once, value_or_coroutine
 
 _WORD = re.compile(r"""\s*("[^"]*"|'[^']*'|\S+)""")
-_FLAGS = ("--device", "--max-iterations", "--no-lines", "--output", "--plot", "--quiet", "--table")
+_FLAGS = (
+    "--device",
+    "--max-iterations",
+    "--no-lines",
+    "--output",
+    "--plot",
+    "--quiet",
+    "--table",
+    "--until-repeat",
+)
 
 
 def _identifier(text: str) -> str:
@@ -59,7 +68,8 @@ class GpuMemMagics(Magics):
     @argument("--no-lines", action="store_true", help="Only before, peak and after, without a row for each statement.")
     @argument("--plot", action="store_true", help="Shows only the picture.")
     @argument("--table", action="store_true", help="Shows only the table.")
-    @argument("--max-iterations", metavar="N", type=_count, help="Leaves each loop of the cell after N iterations.")
+    @argument("--max-iterations", metavar="N", type=_count, help="Ends training after N iterations.")
+    @argument("--until-repeat", action="store_true", help="Ends training once its iterations repeat exactly.")
     @argument(
         "--device", metavar="NAME", help="The device to measure: cuda:1, T4, A100-40GB, 2xT4 (see %%gpumem_device)."
     )
@@ -80,9 +90,15 @@ class GpuMemMagics(Magics):
               optimizer.step()
 
         The cell runs once, as it would without the first line; its last value is shown as ever. With no GPU and no device
-        chosen, a virtual T4 is used. ``%gpumem -q -o report train()`` measures one statement (write ``--`` between flags and a
-        statement that begins with a minus), and ``%gpumem`` alone prints the state of the devices.
+        chosen, a virtual T4 is used.
+
+        ``%gpumem -q -o report train()`` measures one statement (write ``--`` between flags and a statement that begins with a
+        minus), and ``%gpumem`` alone prints the state of the devices.
+
+        Where ``--max-iterations`` or ``--until-repeat`` ends a loop of the cell itself, the cell goes on behind the loop; where
+        the loop is inside a call, the cell ends there.
         """
+        __tracebackhide__ = True
         options, statement = self._parse(line)
         if cell is None and not statement:
             if line.strip():
@@ -137,6 +153,12 @@ class GpuMemMagics(Magics):
 
     def unload(self) -> None:
         """Takes the magics and everything that came with them out of the shell, and turns a virtual device off."""
+        session = sys.modules.get("gpumem_magic.session")
+        if session is not None:
+            try:
+                print(session.device_off())
+            except session.DeviceError as error:
+                raise UsageError(str(error)) from None
         self._hooks.remove()
         manager = self.shell.magics_manager
         for kind, names in self.magics.items():
@@ -147,19 +169,18 @@ class GpuMemMagics(Magics):
         configurables: list[Any] = self.shell.configurables
         if self in configurables:
             configurables.remove(self)
-        session = sys.modules.get("gpumem_magic.session")
-        if session is not None and (message := session.device_off()):
-            print(message)
 
     def _run(self, run: CellRun, options: argparse.Namespace) -> Any:
         __tracebackhide__ = True
         with _Measurement(self, run, options):
             return run.run()
+        return None
 
     async def _run_awaited(self, run: CellRun, options: argparse.Namespace) -> Any:
         __tracebackhide__ = True
         with _Measurement(self, run, options):
             return await run.run_awaited()
+        return None
 
     def _statement_of(self, line: str) -> str:
         return self._parse(line)[1]
@@ -209,11 +230,20 @@ class _Measurement:
         if self._nested:
             _warn("a %gpumem inside another does not measure: its code runs plainly, as a part of the outer one")
             return
+        run = self._run
         session = None
         try:
             session = _session()
-            self._recording = session.open_recording(self._options.device, names=self._run.names)
-            self._run.observe(self._recording.observer(self._options.max_iterations, not self._options.no_lines))
+            self._recording = session.open_recording(
+                self._options.device, names=run.names, user_ns=self._shell.user_ns, own_file=run.filename
+            )
+            observer = self._recording.observer(
+                self._options.max_iterations,
+                not self._options.no_lines,
+                until_repeat=self._options.until_repeat,
+                source=run.source,
+            )
+            run.observe(observer)
         except Exception as error:
             if session is not None and isinstance(error, session.DeviceError):
                 raise UsageError(str(error)) from None
@@ -222,16 +252,23 @@ class _Measurement:
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    ) -> bool:
+        """True, which ends the cell without an error, only where a limit on iterations left it."""
         self._magics.running = self._nested
+        stopped = error is not None and not self._nested and _is_stop(error)
         try:
+            if stopped:
+                self._run.leave(traceback)
             if self._recording is not None:
-                self._show(self._recording.close(error, self._run.failed(traceback), self._shell.user_ns))
-            hide_frames_once(self._shell, traceback)
+                place = None if error is None or stopped else self._run.failed(traceback)
+                self._show(self._recording.close(None if stopped else error, place, self._shell.user_ns))
+            if not stopped:
+                hide_frames_once(self._shell, traceback)
         except Exception as own:
             _warn(f"the report could not be made ({_in_one_line(own)}); the cell itself ran as it would without it")
         if self._run.hook_failure is not None:
             _warn(f"measuring stopped half way ({self._run.hook_failure}); the cell itself ran on")
+        return stopped
 
     def _show(self, report: Any) -> None:
         if self._options.output is not None:
@@ -248,6 +285,12 @@ def _session() -> Any:
     from gpumem_magic import session
 
     return session
+
+
+def _is_stop(error: BaseException) -> bool:
+    """Whether our own limit on iterations left a call. Its module is there if it did: it is not imported for the question."""
+    limit = sys.modules.get("gpumem_magic.recording.limit")
+    return limit is not None and isinstance(error, limit.StopRun)
 
 
 def _warn(text: str) -> None:

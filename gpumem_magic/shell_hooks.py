@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import sys
 from collections.abc import Callable, Coroutine
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any
 
 from IPython.core.async_helpers import _asyncio_runner
 
+from gpumem_magic.patching import Patches
 from gpumem_magic.recording.cell import compiles
 from gpumem_magic.recording.source import split_lines
 
@@ -110,36 +112,35 @@ def value_or_coroutine(shell: Any, coroutine: Coroutine[Any, Any, Any]) -> Any:
 def hide_frames_once(shell: Any, traceback: TracebackType | None) -> None:
     """Lets the traceback that IPython is about to show begin in the user's code, and not in IPython's call of our magic.
 
-    traceback: the user's error's, from the frame of ours that it passes through now. Does nothing unless the running cell is our
-    magic's alone, since other code could still catch the error.
+    traceback: the user's error's, from a frame of ours that it passes through now. Does nothing unless the running cell is our
+    magic's alone, since other code could still catch the error. IPython has a ``tb_offset`` for this, which 9.18 ignores.
     """
     result = getattr(shell.displayhook, "exec_result", None)
-    if traceback is None or result is None or not result.info.raw_cell.lstrip().startswith(f"%%{MAGIC}"):
+    if result is None or not result.info.raw_cell.lstrip().startswith(f"%%{MAGIC}"):
         return
-    above = _frames_from_run_code(traceback.tb_frame)
-    below: TracebackType | None = traceback
-    skipped = 0
-    while below is not None and below.tb_frame.f_globals is not shell.user_global_ns:
-        below, skipped = below.tb_next, skipped + 1
-    if above is None or below is None:
+    while traceback is not None and traceback.tb_frame.f_globals is not shell.user_global_ns:
+        traceback = traceback.tb_next
+    if traceback is None:
         return
-    handler = shell.InteractiveTB
-    usual = handler.tb_offset
+    patches = Patches()
+    usual = shell.showtraceback
 
-    def restore(*_: Any) -> None:
-        handler.tb_offset = usual
+    def show(exc_tuple: Any = None, filename: str | None = None, tb_offset: int | None = None, **options: Any) -> None:
+        restore()
+        kind, error, shown = exc_tuple or sys.exc_info()
+        if exc_tuple is None and error is not None and _leads_to(shown, traceback):
+            exc_tuple, tb_offset = (kind, error.with_traceback(traceback), traceback), 0
+        usual(exc_tuple, filename=filename, tb_offset=tb_offset, **options)
+
+    def restore() -> None:
+        patches.undo()
         shell.events.unregister("post_execute", restore)
 
-    handler.tb_offset = above + skipped
+    patches.set(shell, "showtraceback", show)
     shell.events.register("post_execute", restore)
 
 
-def _frames_from_run_code(frame: FrameType) -> int | None:
-    """How many frames stand above `frame`, from IPython's ``run_code`` on; None where IPython does not run this."""
-    count = 0
-    above: FrameType | None = frame
-    while above is not None:
-        if above.f_code.co_name == "run_code" and above.f_globals.get("__name__") == "IPython.core.interactiveshell":
-            return count
-        above, count = above.f_back, count + 1
-    return None
+def _leads_to(traceback: TracebackType | None, goal: TracebackType) -> bool:
+    while traceback is not None and traceback is not goal:
+        traceback = traceback.tb_next
+    return traceback is goal

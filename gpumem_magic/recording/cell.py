@@ -130,6 +130,16 @@ class CellRun:
         """See `names_in`."""
         return names_in(self._cell.python)
 
+    @property
+    def filename(self) -> str:
+        """The name under which the cell's code is compiled."""
+        return self._cell.filename
+
+    @property
+    def source(self) -> str:
+        """The cell as it was typed; its line numbers are the notebook's."""
+        return self._cell.raw
+
     def observe(self, observer: CellObserver) -> None:
         """Rewrites the statements, so that the run tells `observer` of them. Where this fails the run stays a plain one."""
         instrumenter = Instrumenter(Source(self._cell.python, self._cell.raw, self._cell.extents), self._name)
@@ -165,6 +175,11 @@ class CellRun:
     def failed(self, traceback: TracebackType | None) -> tuple[Statement, tuple[int, ...], tuple[int, ...]] | None:
         """Which statement an error came through, in which iteration, and the lines of the loops around it."""
         return None if self._hook is None else self._hook.failed(traceback, self._codes)
+
+    def leave(self, traceback: TracebackType | None) -> None:
+        """Gives the statement that was left in the middle, by what is no error of the user's, its row."""
+        if self._hook is not None:
+            self._hook.leave(traceback, self._codes)
 
     def _steps(self) -> Iterator[CodeType]:
         """The code of each unit in turn. Compiled just before it runs, since an earlier one may import from __future__."""

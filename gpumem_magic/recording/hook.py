@@ -115,6 +115,12 @@ class StatementHook:
             iteration, lines = (*iteration, self._turns[index] + 1), (*lines, site.statement.line)
         return site.statement, iteration, lines
 
+    def leave(self, traceback: TracebackType | None, codes: Collection[CodeType]) -> None:
+        """Tells the observer that the statement which `failed` would name is over."""
+        left = self.failed(traceback, codes)
+        if left is not None:
+            self._tell(*left)
+
     def _at(self, line: int, column: int | None) -> int:
         if column is None:
             found = [index for index, site in enumerate(self._sites) if site.start[0] <= line <= site.end[0]]

@@ -1,0 +1,99 @@
+"""Running a script as ``python script.py`` would, with an observer told of each statement that it runs at module level."""
+
+from __future__ import annotations
+
+import ast
+import importlib.machinery
+import importlib.util
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import CodeType, ModuleType, TracebackType
+
+from gpumem_magic.recording.cell import names_in
+from gpumem_magic.recording.hook import CellObserver, StatementHook, installed, new_hook_name
+from gpumem_magic.recording.instrument import Instrumenter, Statement
+from gpumem_magic.recording.source import Source
+
+
+class ScriptRun:
+    """One run of a script: plain, unless it is told of an observer before it starts.
+
+    Raises OSError for a file that cannot be read; SyntaxError, as Python words it, for one that is no Python.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._bytes = Path(path).read_bytes()
+        self._code: CodeType = compile(self._bytes, path, "exec", dont_inherit=True)
+        self._text = importlib.util.decode_source(self._bytes)
+        self._name = new_hook_name()
+        self._hook: StatementHook | None = None
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The names that the script mentions; see `names_in`."""
+        return names_in(self._text)
+
+    @property
+    def source(self) -> str:
+        """The script's text."""
+        return self._text
+
+    @property
+    def hook_failure(self) -> str | None:
+        """What went wrong in the observer, in one line, or None."""
+        return None if self._hook is None else self._hook.failure
+
+    def observe(self, observer: CellObserver) -> None:
+        """Rewrites the statements, so that the run tells `observer` of them. Where this fails the run stays a plain one."""
+        tree = ast.parse(self._bytes, self.path)
+        instrumenter = Instrumenter(Source(self._text), self._name)
+        tree.body = instrumenter.module(tree.body)
+        code = compile(tree, self.path, "exec", dont_inherit=True)
+        self._hook = StatementHook(instrumenter.sites, observer)
+        self._code = code
+
+    def run(self, main: ModuleType) -> None:
+        """Runs it in the module `main` (see `as_main`). Raises what the script raises, SystemExit included."""
+        with installed(self._name, self._hook):
+            exec(self._code, main.__dict__)
+
+    def failed(self, traceback: TracebackType | None) -> tuple[Statement, tuple[int, ...], tuple[int, ...]] | None:
+        """Which statement an error came through, in which iteration, and the lines of the loops around it."""
+        return None if self._hook is None else self._hook.failed(traceback, {self._code})
+
+    def own_frames(self, traceback: TracebackType | None) -> TracebackType | None:
+        """The part of a traceback that begins in the script."""
+        while traceback is not None and traceback.tb_frame.f_code is not self._code:
+            traceback = traceback.tb_next
+        return traceback
+
+
+@contextmanager
+def as_main(path: str, arguments: Sequence[str]) -> Iterator[ModuleType]:
+    """Sets up ``__main__``, ``sys.argv`` and ``sys.path[0]`` as ``python path arguments`` does, and puts them back after."""
+    module = ModuleType("__main__")
+    module.__dict__.update(
+        __file__=path,
+        __builtins__=sys.modules["builtins"],
+        __loader__=importlib.machinery.SourceFileLoader("__main__", path),
+        __package__=None,
+        __cached__=None,
+    )
+    before = sys.argv, list(sys.path), sys.modules["__main__"]
+    sys.argv = [path, *arguments]
+    folder = os.path.dirname(os.path.realpath(path))
+    # The first entry is the folder of the `gpumem` command, unless Python was told to leave that out.
+    sys.path[: 0 if _has_safe_path() else 1] = [folder]
+    sys.modules["__main__"] = module
+    try:
+        yield module
+    finally:
+        sys.argv, sys.path[:], sys.modules["__main__"] = before[0], before[1], before[2]
+
+
+def _has_safe_path() -> bool:
+    return bool(getattr(sys.flags, "safe_path", False))

@@ -1,0 +1,160 @@
+"""Shells and a session for the tests of the magics: the session measures nothing and remembers what it was told."""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from IPython.core.interactiveshell import InteractiveShell
+
+
+@dataclass
+class FakeObserver:
+    """Keeps (line, text, iteration, loops) of every row; header rows apart."""
+
+    max_iterations: int | None = None
+    rows: list[tuple[int, str, tuple[int, ...], tuple[int, ...]]] = field(default_factory=list)
+    headers: list[tuple[int, str, tuple[int, ...], tuple[int, ...]]] = field(default_factory=list)
+    started: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
+    broken: Exception | None = None
+
+    def before_statement(self, statement: Any, iteration: tuple[int, ...], loops: tuple[int, ...]) -> None:
+        self.started.append((statement.line, iteration))
+
+    def after_statement(self, statement: Any, iteration: tuple[int, ...], loops: tuple[int, ...]) -> None:
+        if self.broken is not None:
+            raise self.broken
+        kept = self.headers if statement.header else self.rows
+        kept.append((statement.line, statement.text, iteration, loops))
+
+    def wants_stop(self, loop: Any, iteration: tuple[int, ...]) -> bool:
+        return self.max_iterations is not None and iteration[-1] > self.max_iterations
+
+    def lines(self) -> list[int]:
+        return [row[0] for row in self.rows]
+
+
+class FakeReport:
+    """Shown as one line of text."""
+
+    def __init__(self, word: str = "report") -> None:
+        self.word = word
+        self.saved: list[str] = []
+
+    def __repr__(self) -> str:
+        return f"<<{self.word}>>"
+
+    def view(self, kind: str) -> FakeReport:
+        return FakeReport(kind)
+
+    def save(self, path: Any) -> None:
+        with open(path, "w") as file:
+            file.write("{}")
+
+
+class FakeRecording:
+    def __init__(self, session: FakeSession) -> None:
+        self._session = session
+
+    def observer(
+        self, max_iterations: int | None, lines: bool, *, until_repeat: bool = False, source: str = ""
+    ) -> FakeObserver:
+        self._session.asked = (max_iterations, lines, until_repeat, source)
+        self._session.observer.max_iterations = max_iterations
+        return self._session.observer
+
+    def close(self, error: BaseException | None, failed: Any, user_ns: Mapping[str, Any] | None) -> FakeReport:
+        self._session.open = False
+        self._session.closed.append((None if error is None else repr(error), failed))
+        if self._session.close_error is not None:
+            raise self._session.close_error
+        return FakeReport()
+
+
+class FakeSession(types.ModuleType):
+    """Stands where `gpumem_magic.session` would."""
+
+    class DeviceError(Exception):
+        pass
+
+    def __init__(self) -> None:
+        super().__init__("gpumem_magic.session")
+        self.observer = FakeObserver()
+        self.open = False
+        self.opened: list[tuple[str | None, frozenset[str]]] = []
+        self.closed: list[tuple[str | None, Any]] = []
+        self.asked: tuple[int | None, bool, bool, str] | None = None
+        self.open_error: Exception | None = None
+        self.close_error: Exception | None = None
+        self.on: str | None = None
+
+    def open_recording(
+        self,
+        device: str | None,
+        *,
+        names: frozenset[str],
+        user_ns: Mapping[str, Any] | None = None,
+        own_file: str | None = None,
+    ) -> FakeRecording:
+        if device == "nonsense":
+            raise self.DeviceError("unknown device 'nonsense'; known are T4, L4")
+        if self.open_error is not None:
+            raise self.open_error
+        self.opened.append((device, names))
+        self.open = True
+        return FakeRecording(self)
+
+    def choose_device(self, name: str) -> str:
+        if name == "nonsense":
+            raise self.DeviceError("unknown device 'nonsense'; known are T4, L4")
+        self.on = name
+        return f"{name} is on"
+
+    def device_off(self) -> str:
+        self.on = None
+        return "off now"
+
+    def device_state(self) -> str:
+        return f"on: {self.on}; known are T4, L4"
+
+    def state_text(self) -> str:
+        return "state of all devices"
+
+    def smi_lines(self) -> list[str]:
+        return ["3769MiB / 16160MiB", "2MiB / 16160MiB"]
+
+    def last_report(self) -> None:
+        return None
+
+
+def install_session(monkeypatch: pytest.MonkeyPatch) -> FakeSession:
+    import gpumem_magic
+
+    session = FakeSession()
+    monkeypatch.setitem(sys.modules, "gpumem_magic.session", session)
+    monkeypatch.setattr(gpumem_magic, "session", session, raising=False)
+    return session
+
+
+@contextmanager
+def clean_shell() -> Any:
+    """A shell of its own, as the one that `get_ipython` finds."""
+    InteractiveShell.clear_instance()
+    shell = InteractiveShell.instance()
+    shell.history_manager.enabled = False
+    shell.run_line_magic("colors", "nocolor" if "nocolor" in _colour_names(shell) else "NoColor")
+    shell.user_ns["get_ipython"] = lambda: shell
+    try:
+        yield shell
+    finally:
+        InteractiveShell.clear_instance()
+
+
+def _colour_names(shell: InteractiveShell) -> list[str]:
+    trait = type(shell).colors
+    return [str(value) for value in getattr(trait, "values", None) or ["nocolor"]]
