@@ -86,6 +86,17 @@ def test_parts_are_indented_below_their_row_and_folding_is_said():
     assert "Loop at line 4: 2 of 1,000 iterations are shown." in text
 
 
+def test_without_statements_the_parts_stand_before_the_peak():
+    report = samples.trainer()
+    before, train, after = report.checkpoints[0], report.checkpoints[2], report.checkpoints[3]
+    report = replace(report, checkpoints=(before, replace(after, parts=train.parts)))
+    names = [(line.depth, line.text) for line in lines(report)]
+    phases = [(1, "forward"), (1, "backward"), (1, "optimizer step")]
+    peak = (0, "peak: trainer.train(), iteration 2, backward")
+    assert names == [(0, "before"), (0, "iteration 1"), *phases, (0, "iteration 2"), *phases, peak, (0, "after")]
+    assert [line.text for line in lines(report, parts=False)] == ["before", peak[1], "after"]
+
+
 def test_a_lone_phase_says_nothing_new_but_a_mark_does():
     report = samples.colab()
     step = report.checkpoints[7]

@@ -32,7 +32,7 @@ class Line:
     @property
     def iteration(self) -> str:
         """``2:`` or, in nested loops, ``1.3:``; empty outside loops and for parts, whose line above says it."""
-        if self.depth or not self.row.iteration:
+        if self.row.kind == "part" or self.depth or not self.row.iteration:
             return ""
         return ".".join(str(number) for number in self.row.iteration) + ":"
 
@@ -95,6 +95,9 @@ def lines(report: Report, *, parts: bool = True) -> list[Line]:
         line = Line(row, 0, before, change_between(before, row))
         if row.kind == "after":
             after.append(line)
+            # Without rows for statements it is this row that has what happened, and all of it came before.
+            if parts:
+                _add_parts(shown, row, before, 0)
         else:
             shown.append(line)
             if parts:
