@@ -76,7 +76,7 @@ def _run(parser: argparse.ArgumentParser, options: argparse.Namespace, arguments
     try:
         run = ScriptRun(options.script)
     except SyntaxError as error:
-        sys.excepthook(type(error), error, None)
+        sys.excepthook(type(error), error.with_traceback(None), None)
         return 1
     except OSError as error:
         parser.error(str(error))

@@ -1,0 +1,254 @@
+"""The command: a script runs as under `python`, and everything of ours goes to standard error."""
+
+from __future__ import annotations
+
+import builtins
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from shell_fakes import FakeSession, install_session
+
+from gpumem_magic import cli
+
+Write = Callable[..., Path]
+
+
+@pytest.fixture
+def session(monkeypatch: pytest.MonkeyPatch) -> FakeSession:
+    return install_session(monkeypatch)
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Write:
+    def write(text: str, name: str = "script.py") -> Path:
+        path = tmp_path / name
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    return write
+
+
+def test_rows_of_a_script(session: FakeSession, script: Write, capsys: pytest.CaptureFixture[str]) -> None:
+    text = (
+        '"""What it does."""\nfrom __future__ import annotations\nimport sys\n\n'
+        "def main(n: nothing):\n    x = n\n    return x\n\n"
+        'for i in range(2):\n    y = i\nif __name__ == "__main__":\n    main(3)\n    print(__doc__)\n'
+    )
+    assert cli.main(["run", str(script(text)), "--device", "T4"]) == 0
+    assert [row[:3] for row in session.observer.rows] == [
+        (3, "import sys", ()),
+        (5, "def main(n: nothing):", ()),
+        (10, "y = i", (1,)),
+        (10, "y = i", (2,)),
+        (12, "main(3)", ()),
+        (13, "print(__doc__)", ()),
+    ]
+    ((device, names),) = session.opened
+    assert device == "T4"
+    assert {"main", "y", "i", "sys"} <= names
+    captured = capsys.readouterr()
+    assert captured.out == "What it does.\n"
+    assert captured.err.strip() == "<<report>>"
+    assert session.asked is not None
+    assert session.asked[3] == text
+
+
+def test_a_script_sees_what_python_would_show_it(
+    session: FakeSession, script: Write, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program = (
+        "import os, sys, pickle, helper\nclass A: pass\n"
+        "print(__name__, __file__ == sys.argv[0], sys.argv[1:], os.path.realpath(sys.path[0]), __spec__, __package__)\n"
+        "print(sys.modules['__main__'].A is A, type(pickle.loads(pickle.dumps(A()))) is A, type(__loader__).__name__)\n"
+        "print(helper.x, sorted(k for k in globals() if 'gpumem' in k))\n"
+    )
+    path = script(program)
+    script("x = 5\n", "helper.py")
+    before = list(sys.argv), list(sys.path), sys.modules["__main__"], set(vars(builtins))
+    assert cli.main(["run", str(path), "--", "--device", "-x", "--", "y z"]) == 0
+    assert (list(sys.argv), list(sys.path), sys.modules["__main__"], set(vars(builtins))) == before
+    ours = capsys.readouterr().out
+    sys.modules.pop("helper", None)
+    plain = subprocess.run(
+        [sys.executable, str(path), "--device", "-x", "--", "y z"], capture_output=True, text=True, check=True
+    )
+    assert ours == plain.stdout
+
+
+@pytest.mark.parametrize(
+    ("text", "status", "word"),
+    [
+        ("import sys\nsys.exit()\n", 0, ""),
+        ("import sys\nsys.exit(7)\n", 7, ""),
+        ("import sys\nsys.exit('a word')\n", 1, "a word"),
+        ("raise SystemExit(True)\n", 1, ""),
+        ("raise KeyboardInterrupt\n", 130, "KeyboardInterrupt"),
+        ("{}['missing']\n", 1, "KeyError: 'missing'"),
+    ],
+)
+def test_exit_status(
+    session: FakeSession, script: Write, capsys: pytest.CaptureFixture[str], text: str, status: int, word: str
+) -> None:
+    assert cli.main(["run", str(script(text))]) == status
+    err = capsys.readouterr().err
+    assert word in err
+    assert err.count("<<report>>") == 1
+    assert not session.open
+
+
+def test_an_error_is_shown_once_as_python_shows_it(
+    session: FakeSession, script: Write, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = script("def f(n):\n    return 1 / n\n\nfor i in range(2):\n    f(1 - i)\n")
+    assert cli.main(["run", str(path)]) == 1
+    ours = capsys.readouterr().err
+    plain = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, check=False)
+    assert ours == plain.stderr + "<<report>>\n"
+    ((error, failed),) = session.closed
+    assert error == "ZeroDivisionError('division by zero')"
+    assert (failed[0].text, failed[1:]) == ("f(1 - i)", ((2,), (4,)))
+
+
+def test_sys_exit_is_no_failure_of_the_script(session: FakeSession, script: Write) -> None:
+    cli.main(["run", str(script("raise SystemExit(3)\n"))])
+    assert session.closed == [(None, None)]
+
+
+def test_a_script_that_is_no_python(session: FakeSession, script: Write, capsys: pytest.CaptureFixture[str]) -> None:
+    path = script("x = 1\ny = = 2\n")
+    assert cli.main(["run", str(path)]) == 1
+    plain = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, check=False)
+    assert capsys.readouterr().err == plain.stderr
+    assert session.opened == []
+
+
+def test_an_excepthook_of_the_script_is_used(
+    session: FakeSession, script: Write, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    text = "import sys\nsys.excepthook = lambda kind, error, tb: print('mine', kind.__name__, tb.tb_lineno)\n1 / 0\n"
+    assert cli.main(["run", str(script(text))]) == 1
+    assert capsys.readouterr().out == "mine ZeroDivisionError 3\n"
+
+
+def test_encodings(session: FakeSession, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "latin.py"
+    path.write_bytes("# coding: latin-1\nx = 'é'; y = 'ü'\nprint(x + y)\n".encode("latin-1"))
+    assert cli.main(["run", str(path)]) == 0
+    assert capsys.readouterr().out == "éü\n"
+    assert [row[1] for row in session.observer.rows] == ["x = 'é'", "y = 'ü'", "print(x + y)"]
+
+
+# ---- the JSON file
+
+
+def test_json(session: FakeSession, script: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    path = script("import os\nos.chdir('elsewhere')\n")
+    assert cli.main(["run", str(path), "--json", "out.json"]) == 0
+    assert (tmp_path / "out.json").read_text() == "{}"
+
+
+@pytest.mark.parametrize("target", ["missing/out.json", "."])
+def test_a_json_file_that_cannot_be_written_is_refused_before_the_script_runs(
+    session: FakeSession, script: Write, tmp_path: Path, target: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["run", str(script("print('ran')\n")), "--json", str(tmp_path / target)])
+    assert caught.value.code == 2
+    captured = capsys.readouterr()
+    assert "--json" in captured.err
+    assert captured.out == ""
+    assert session.opened == []
+
+
+# ---- bad input and our own failures
+
+
+@pytest.mark.parametrize(
+    ("argv", "word"),
+    [
+        ([], "COMMAND"),
+        (["nonsense"], "nonsense"),
+        (["run"], "SCRIPT"),
+        (["run", "no_such_file.py"], "no_such_file.py"),
+        (["run", os.curdir], "there is no file"),
+        (["devices", "--", "x"], "no arguments"),
+    ],
+)
+def test_bad_input(session: FakeSession, capsys: pytest.CaptureFixture[str], argv: list[str], word: str) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(argv)
+    assert caught.value.code == 2
+    assert word in capsys.readouterr().err
+
+
+def test_an_unknown_device_is_refused_before_the_script_runs(
+    session: FakeSession, script: Write, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["run", str(script("print('ran')\n")), "--device", "nonsense"])
+    assert caught.value.code == 2
+    captured = capsys.readouterr()
+    assert "known are T4, L4" in captured.err
+    assert captured.out == ""
+
+
+def test_where_measuring_fails_the_script_runs_plainly(
+    session: FakeSession, script: Write, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(script("import sys\nprint('ran')\nsys.exit(4)\n"))
+    session.open_error = RuntimeError("broken")
+    assert cli.main(["run", path]) == 4
+    assert "measuring is not possible here (RuntimeError: broken)" in capsys.readouterr().err
+    session.open_error, session.close_error = None, RuntimeError("broken")
+    assert cli.main(["run", path]) == 4
+    assert "the report could not be made (RuntimeError: broken)" in capsys.readouterr().err
+    session.close_error, session.observer.broken = None, RuntimeError("broken")
+    assert cli.main(["run", path]) == 4
+    captured = capsys.readouterr()
+    assert captured.out == "ran\n"
+    assert "measuring stopped half way (RuntimeError: broken)" in captured.err
+
+
+def test_devices_prints_the_catalogue(capsys: pytest.CaptureFixture[str]) -> None:
+    from gpumem_magic.virtual.catalog import CATALOG
+
+    assert cli.main(["devices"]) == 0
+    out = capsys.readouterr().out
+    assert all(name in out for name in CATALOG)
+
+
+def test_a_real_measurement_in_a_process_of_its_own(script: Write, tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    from gpumem_magic import Report
+
+    text = (
+        "import sys, torch\nmodel = torch.nn.Linear(1024, 1024).cuda()\n"
+        "out = model(torch.randn(8, 1024, device='cuda'))\nout.sum().backward()\nprint('done')\nsys.exit(5)\n"
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "gpumem_magic.cli",
+        "run",
+        str(script(text)),
+        "--device",
+        "T4",
+        "--json",
+        "out.json",
+    ]
+    folder = str(Path(__file__).parents[1])
+    environment = {**os.environ, "PYTHONPATH": folder}
+    ran = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, env=environment)
+    assert (ran.returncode, ran.stdout) == (5, "done\n"), ran.stderr
+    report: Any = Report.load(tmp_path / "out.json")
+    assert [row.line for row in report.checkpoints if row.kind == "statement"] == [1, 2, 3, 4, 5]
+    assert report.peak.categories["parameters"] == 4 * (1024 * 1024 + 1024)
+    assert str(report).splitlines()[0] in ran.stderr
