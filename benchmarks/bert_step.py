@@ -121,8 +121,8 @@ def main() -> None:
     print(
         f"peak of two steps: {stats['requested_bytes.all.peak'] / MIB:,.1f} MiB requested, of which "
         f"{2 * machine.devices[0].model.cublas_workspace_bytes / MIB:.2f} MiB are two cuBLAS workspaces; "
-        f"{stats['allocated_bytes.all.peak'] / MIB:,.1f} MiB allocated, {stats['reserved_bytes.all.peak'] / MIB:,.0f} MiB
-        reserved"
+        f"{stats['allocated_bytes.all.peak'] / MIB:,.1f} MiB allocated, "
+        f"{stats['reserved_bytes.all.peak'] / MIB:,.0f} MiB reserved"
     )
     measured()
     times: dict[str, list[float]] = {"bare": [], "ours": [], "measured": []}
