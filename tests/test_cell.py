@@ -488,8 +488,16 @@ def test_future_imports_are_remembered_as_in_any_cell(shell: Any) -> None:
     ],
 )
 def test_interactivity(
-    shell: Any, setting: str, body: str, value: Any, printed: str, capsys: pytest.CaptureFixture[str]
+    shell: Any,
+    setting: str,
+    body: str,
+    value: Any,
+    printed: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    # Python's own would leave `_` among the builtins.
+    monkeypatch.setattr(sys, "displayhook", lambda shown: None if shown is None else print(shown))
     shell.ast_node_interactivity = setting
     found, seen = observe(shell, body)
     assert found == value
