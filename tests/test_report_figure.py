@@ -132,6 +132,18 @@ def test_parts_are_thinner_and_can_be_left_out():
     assert "    forward" not in texts(draw(samples.trainer()))  # indented by its place, not by spaces
 
 
+def test_in_a_long_picture_statements_that_moved_nothing_are_slim():
+    report = samples.colab()
+    moved = report.checkpoints[3]
+    quiet = replace(moved, statement="print('check')", peak_allocated=moved.allocated, peak_reserved=moved.reserved)
+    for count, slim in ((3, False), (30, True)):
+        long = replace(report, checkpoints=(*report.checkpoints[:4], *[quiet] * count, *report.checkpoints[4:]))
+        heights = [round(max(piece[3] for piece in bar), 4) for bar in bars(draw(long))]
+        assert len(heights) == len(report.checkpoints) + count + 1
+        assert (max(heights[4 : 4 + count]) < heights[0]) is slim
+        assert draw(long).axes[0].texts and texts(draw(long)).count("print('check')") == count
+
+
 def test_the_hairline_stands_at_the_highest_allocated():
     report = samples.colab()
     figure = draw(report)

@@ -30,6 +30,8 @@ from gpumem_magic.report.palette import ALARM, COLOURS, LABELS, PAPER, QUIET, TE
 
 WIDTH = 11.0
 MAX_ROWS = 200
+_ALL_ALIKE_UP_TO = 24  # rows; in a longer picture those that moved nothing are slim
+_SLIM_SIZE = 5.5
 _PARTS_UP_TO = 60  # rows; a picture with more leaves the parts to the table unless they are asked for
 _MARGIN = 0.22
 _FIGURES = 1.55  # the two columns on the right
@@ -172,7 +174,11 @@ class _Picture:
         return tops
 
     def _pitch(self, line: Line) -> float:
-        return self.pitch * (0.8 if line.depth else 1)
+        return self.pitch * (0.46 if self._slim(line) else 0.8 if line.depth else 1)
+
+    def _slim(self, line: Line) -> bool:
+        """In a long picture, statements that moved nothing stand back, so that the others can be seen."""
+        return len(self.lines) > _ALL_ALIKE_UP_TO and line.moved_nothing
 
     def _width(self, text: str, size: float, **font: Any) -> float:
         """How wide the text will be, in inches."""
@@ -244,8 +250,9 @@ class _Picture:
     def _row(self, line: Line, top: float) -> None:
         middle = top + self._pitch(line) / 2
         failed = line.row.kind == "error"
+        slim = self._slim(line)
         self._label(line, middle)
-        thick = self.pitch * (0.74 if line.depth == 0 else 0.46 if line.depth == 1 else 0.32)
+        thick = self.pitch * (0.34 if slim else 0.74 if line.depth == 0 else 0.46 if line.depth == 1 else 0.32)
         total, end = 0, self.scale.left
         for category in CATEGORIES:
             size = max(0, line.row.categories.get(category) or 0)
@@ -255,6 +262,8 @@ class _Picture:
             start, end = end, self.scale.x(total)
             hairline = 0.008 if end - start > 0.03 else 0  # white, between neighbours that have room for one
             self._box(start, middle - thick / 2, end - start - hairline, thick, COLOURS[category])
+        if slim:
+            return
         self._marks(line.row, middle, thick, total)
         star = "*" if line.row.device_used is None and self._mixed else ""
         colour = ALARM if failed else TEXT if line.depth == 0 else QUIET
@@ -288,6 +297,16 @@ class _Picture:
         room = int((self.scale.left - 0.12 - _MARGIN) / _CHARACTER + 0.01)
         indent = 2 * line.depth + (columns(line.iteration) + 1 if line.iteration else 0)
         x = _MARGIN + indent * _CHARACTER
+        if self._slim(line):
+            self._text(
+                x,
+                middle,
+                fit(line.text, int((room - indent) * _SIZE / _SLIM_SIZE)),
+                mono=True,
+                color=QUIET,
+                size=_SLIM_SIZE,
+            )
+            return
         if line.iteration:
             self._text(_MARGIN, middle, line.iteration, mono=True, color=QUIET)
         if not line.is_statement:

@@ -48,6 +48,17 @@ class Line:
         return self.row.kind in ("statement", "error", "part")
 
     @property
+    def moved_nothing(self) -> bool:
+        """A statement in which no byte moved: a ``print``, for example."""
+        row, before = self.row, self.before
+        return (
+            row.kind == "statement"
+            and before is not None
+            and row.categories == before.categories
+            and (row.peak_allocated, row.peak_reserved) == (row.allocated, row.reserved)
+        )
+
+    @property
     def used(self) -> int:
         """What nvidia-smi would show, or what PyTorch reserved where that is not known. Bytes."""
         return used(self.row)
