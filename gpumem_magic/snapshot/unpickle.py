@@ -1,0 +1,197 @@
+"""Reading a pickle from a stranger: it can hold dictionaries, lists, tuples, strings, numbers and None, and nothing else.
+
+Three fences, one behind the other. The scan walks over the operations before any is carried out: it knows only those that plain
+data needs, and what they declare (lengths, places in the memo) must fit into the file. The C unpickler then loads, and would
+refuse every global. What comes out is walked without recursion: it must not be too deep, contain itself, or be a small file
+that stands for an enormous structure.
+
+The scan is a regular expression, since a loop over a million operations would take longer than the loading.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import re
+from collections.abc import Iterable
+from functools import lru_cache
+from itertools import chain
+from typing import Any, NoReturn
+
+from gpumem_magic.units import MIB, human
+
+MAX_BYTES = 2048 * MIB
+# PyTorch's own data are 6 deep; a report that we keep beside them has its rows within rows.
+MAX_DEPTH = 64
+# Shared parts count as often as they are referred to: PyTorch's stacks are, some 5 values for each byte.
+MAX_VALUES_PER_BYTE = 64
+MAX_VALUES_OF_SMALL_FILE = 1 << 20
+_BUFFER = 1 << 17
+
+_CONTAINERS = frozenset({dict, list, tuple})
+# A frame of protocol 4 comes with its length, a string of each kind with one of 1, 4 or 8 bytes.
+_LENGTHS = {0x8C: 1, ord("X"): 4, 0x8D: 8}
+_FRAME, _PROTOCOL, _STOP = 0x95, 0x80, ord(".")
+_NUMBER_TOO_LONG = "an integer of more than 72 bits"
+_REFUSED = {
+    **dict.fromkeys(b"c\x93", "a global (it would import and hand out a function or class)"),
+    **dict.fromkeys(b"R", "a call of a function (REDUCE)"),
+    **dict.fromkeys(b"bio\x81\x92", "the making of an object"),
+    **dict.fromkeys(b"\x82\x83\x84", "an extension code"),
+    **dict.fromkeys(b"PQ", "a persistent id"),
+    **dict.fromkeys(b"BC\x8e\x96\x97\x98STU", "bytes"),
+    **dict.fromkeys(b"\x8f\x90\x91", "a set"),
+    **dict.fromkeys(b"\x85\x86\x87t", "a tuple of something other than numbers"),
+    **dict.fromkeys(b"ILFVpgld", "the text form of protocol 0"),
+    **dict.fromkeys(b"012", "an operation that plain data does not need"),
+    ord("\x8b"): _NUMBER_TOO_LONG,
+    ord("\x8a"): _NUMBER_TOO_LONG,
+    ord("r"): "a place in the memo beyond anything in the file",
+}
+
+
+class SnapshotFileError(ValueError):
+    """A file that can't be read as a snapshot. One line: the file, what is wrong with it, and what to do."""
+
+
+def loads(data: bytes, name: str) -> Any:
+    """The plain data in a pickle of protocol 2 to 5. `name` is for errors: the file that the bytes came from.
+
+    Raises SnapshotFileError for anything but dict, list, tuple (of numbers), str, int, float, bool and None, for data that is
+    cut off or damaged, and for what would take far more memory than the file has.
+    """
+    if len(data) > MAX_BYTES:
+        _refuse(name, f"it has {human(len(data))}, and at most {human(MAX_BYTES)} are read", "Record fewer events.")
+    _scan(data, name)
+    try:
+        # The buffer lets the unpickler look ahead; without it every operation of protocol 2 is a call of read().
+        loaded = _Unpickler(io.BufferedReader(io.BytesIO(data), _BUFFER)).load()
+    except MemoryError:
+        _refuse(name, "there is not enough memory to load it", "Load it on a machine with more.")
+    except Exception as error:  # the C unpickler raises many kinds for damaged data
+        _refuse(name, f"the pickle is damaged ({one_line(error)})", "Copy or record it again.")
+    _check_values(loaded, len(data), name)
+    return loaded
+
+
+class _Unpickler(pickle.Unpickler):
+    """The second fence: the scan lets nothing through that would get here."""
+
+    def find_class(self, module: str, qualname: str) -> NoReturn:
+        raise pickle.UnpicklingError("globals are not allowed")
+
+    def persistent_load(self, pid: Any) -> NoReturn:
+        raise pickle.UnpicklingError("persistent ids are not allowed")
+
+
+@lru_cache(maxsize=8)
+def _plain_operations(memo_limit: int) -> re.Pattern[bytes]:
+    """Matches a run of operations of fixed size. Places in the memo are below about twice the limit.
+
+    The unpickler keeps a table as long as the highest place, so a place of four billion in a file of nine bytes would cost
+    gigabytes. A tuple is matched as a whole, with the numbers in it: nested ones would make a hash recurse without end.
+    """
+    last_byte = (memo_limit.bit_length() - 1) // 8
+    classes = [b"."] * last_byte + [b"[\\x00-" + re.escape(bytes([memo_limit >> 8 * last_byte])) + b"]"]
+    place = b"".join(classes + [b"\\x00"] * (3 - last_byte)) if last_byte < 4 else b"...."
+    long = b"|".join(re.escape(bytes([size])) + b"." * size for size in range(10))
+    number = b"(?:K.|M..|J....|G.{8}|\\x8a(?:" + long + b")|[N\\x88\\x89])"
+    operations = (
+        b"h.|j....|q.|r" + place,
+        number + b"(?:" + number + b"(?:" + number + b"\\x87|\\x86)|\\x85)?",
+        b"\\((?:" + number + b"{4,64}t)?",
+        b"[\\x94}\\])aesu]",
+        # Strings of up to three bytes: newer PyTorchs write "N/A" and "" anew with each event.
+        b"\\x8c(?:\\x00|\\x01.|\\x02..|\\x03...)",
+    )
+    # Possessive groups come with Python 3.11; before, the matcher keeps a way back from each repetition, so they are bounded.
+    return re.compile(b"(?:" + b"|".join(operations) + b"){0,4096}", re.DOTALL)
+
+
+def _scan(data: bytes, name: str) -> None:
+    """Raises SnapshotFileError for what is not plain data, from the first operation to the last (STOP)."""
+    size = len(data)
+    if size < 2 or data[0] != _PROTOCOL:
+        _refuse(name, "it is not a pickle of protocol 2 to 5", "Give it a file of torch.cuda.memory._dump_snapshot.")
+    if not 2 <= data[1] <= 5:
+        _refuse(name, f"its pickle protocol is {data[1]}", "Save it again with protocol 2 to 5.")
+    # An empty list is one byte in the file and sixty in memory; in real data some content follows each.
+    if data.count(b"]") + data.count(b"}") > size // 3 + 64:
+        _refuse(name, "it is made of empty lists and dictionaries", "Record it again.")
+    match = _plain_operations(max(size, 256)).match
+    position = 2
+    while True:
+        run = match(data, position)
+        position = run.end() if run else position
+        if position >= size:
+            _cut_off(name)
+        operation = data[position]
+        if operation in _LENGTHS:
+            start = position + 1 + _LENGTHS[operation]
+            length = int.from_bytes(data[position + 1 : start], "little")
+            if start > size or length > size - start:
+                _cut_off(name, f" (a string of {length:,} bytes is announced at byte {position:,})")
+            position = start + length
+        elif operation == _FRAME:
+            if int.from_bytes(data[position + 1 : position + 9], "little") > size - position - 9:
+                _cut_off(name)
+            position += 9
+        elif operation == _STOP:
+            return
+        elif run is None or run.end() == run.start():
+            if _is_cut_off(data, position):
+                _cut_off(name)
+            what = _REFUSED.get(operation, f"the unknown operation 0x{operation:02x}")
+            _refuse(name, f"it holds {what} at byte {position:,}", "A snapshot is plain data: do not trust this file.")
+
+
+def _is_cut_off(data: bytes, position: int) -> bool:
+    """Whether the operation that the scan did not match is a good one that goes beyond the end."""
+    operation = data[position : position + 1]
+    need = {b"K": 2, b"h": 2, b"q": 2, b"M": 3, b"J": 5, b"j": 5, b"r": 5, b"G": 9}.get(operation, 0)
+    if operation == b"\x8a":
+        announced = data[position + 1 : position + 2]
+        need = 2 + announced[0] if announced and announced[0] < 10 else 0 if announced else 2
+    return len(data) - position < need
+
+
+def _check_values(loaded: Any, size: int, name: str) -> None:
+    """Depth, cycles, and the number of values when shared parts are counted as often as they are referred to.
+
+    Level by level, each container once a level; one that contains itself is on every level and never ends.
+    """
+    level = [loaded] if type(loaded) in _CONTAINERS else []
+    levels = []
+    while level:
+        levels.append(level)
+        if len(levels) > MAX_DEPTH:
+            _refuse(name, f"it is nested more than {MAX_DEPTH} deep, or contains itself", "Do not trust this file.")
+        below = chain.from_iterable(map(_children, level))
+        level = list({id(value): value for value in below if type(value) in _CONTAINERS}.values())
+    most = MAX_VALUES_OF_SMALL_FILE + MAX_VALUES_PER_BYTE * size
+    values_in: dict[int, int] = {}
+    for level in reversed(levels):
+        for value in level:
+            if id(value) not in values_in:
+                values = len(value) + sum(filter(None, map(values_in.get, map(id, _children(value)))))
+                if values > most:
+                    _refuse(name, f"its {human(size)} stand for more than {most:,} values", "Do not trust this file.")
+                values_in[id(value)] = values
+
+
+def _children(value: Any) -> Iterable[Any]:
+    return value.values() if type(value) is dict else value
+
+
+def _cut_off(name: str, detail: str = "") -> NoReturn:
+    _refuse(name, f"it is cut off{detail}", "Copy or record it again.")
+
+
+def _refuse(name: str, what: str, advice: str) -> NoReturn:
+    raise SnapshotFileError(f"{one_line(name)}: {what}. {advice}") from None
+
+
+def one_line(text: object) -> str:
+    """The text of anything as one printable line of at most 200 characters."""
+    line = " ".join("".join(char if char.isprintable() else " " for char in str(text)[:1000]).split())
+    return line if len(line) <= 200 else f"{line[:197]}..."
