@@ -1,4 +1,4 @@
-"""The IPython face: ``%%gpumem``, ``%gpumem``, ``%gpumem_device`` and ``%gpumem_smi``. It parses, runs and displays.
+"""The IPython face: ``%%gpumem``, ``%gpumem`` and ``%gpumem_device``, ``_smi``, ``_watch``. It parses, runs and displays.
 
 What is measured, and how, is `gpumem_magic.session`'s business, which is imported when it is first needed: loading the
 extension imports no torch.
@@ -61,6 +61,7 @@ class GpuMemMagics(Magics):
         for key in ("%gpumem", "%%gpumem"):
             self._hooks.complete(key, _complete_flags)
         self._hooks.complete("%gpumem_device", _complete_devices)
+        self._hooks.complete("%gpumem_watch", _complete_watch)
 
     @magic_arguments()
     @argument("-o", "--output", metavar="NAME", type=_identifier, help="Binds the report to the variable NAME.")
@@ -151,8 +152,33 @@ class GpuMemMagics(Magics):
         for text in _session().smi_lines():
             print(text)
 
+    @no_var_expand
+    @line_magic
+    def gpumem_watch(self, line: str) -> None:
+        """Shows the GPU's memory by category, live, while other cells run.
+
+        ::
+
+          %gpumem_watch
+          %gpumem_watch --hz 5
+          %gpumem_watch --static
+          %gpumem_watch mark warm-up is over
+          %gpumem_watch pause
+          %gpumem_watch resume
+          %gpumem_watch stop
+
+        ``stop`` leaves a picture in the place of the live chart; `gpumem_magic.last_watch()` has the samples. ``--static`` is a
+        plain picture, updated in place, for notebooks without custom widgets.
+        """
+        from gpumem_magic.widgets.magic import watch_line
+
+        watch_line(self.shell, line)
+
     def unload(self) -> None:
-        """Takes the magics and everything that came with them out of the shell, and turns a virtual device off."""
+        """Takes the magics and everything that came with them out of the shell, ends a watch, and turns a virtual device off."""
+        watch = sys.modules.get("gpumem_magic.widgets.watch")
+        if watch is not None:
+            watch.stop_if_running()
         session = sys.modules.get("gpumem_magic.session")
         if session is not None:
             try:
@@ -313,6 +339,12 @@ def _complete_flags(event: Any) -> list[str]:
 
 def _complete_devices(_event: Any) -> list[str]:
     return [*_device_names(), "off"]
+
+
+def _complete_watch(event: Any) -> list[str]:
+    from gpumem_magic.widgets.magic import complete
+
+    return complete(event)
 
 
 def _device_names() -> list[str]:

@@ -1,0 +1,265 @@
+"""The faces of a watch: a widget, a picture updated in place, one line in a terminal, or only the summary.
+
+A front is given samples by the sampler's thread, and is opened and closed once. It keeps no samples: those are the watch's.
+"""
+
+# IPython's functions carry no types.
+# mypy: disallow-untyped-calls=False
+
+from __future__ import annotations
+
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from gpumem_magic.units import human
+from gpumem_magic.widgets.columns import ALLOCATED, DEVICE_USED, PEAK, RESERVED, value
+from gpumem_magic.widgets.observer import Observer, Sample, Series
+from gpumem_magic.widgets.page import left_behind
+from gpumem_magic.widgets.samples import WatchSamples, summary
+
+
+class Front(Protocol):
+    """state: running | paused | stopped. `show` and `close` may be called from any thread; `close` more than once."""
+
+    def open(self) -> None: ...
+
+    def show(self, sample: Sample, state: str) -> None: ...
+
+    def cell_begins(self) -> None: ...
+
+    def cell_ended(self) -> None:
+        """The notebook is idle again."""
+
+    def close(self, samples: WatchSamples) -> None: ...
+
+
+class WidgetFront:
+    """The live chart. on_request: see `WatchWidget`."""
+
+    def __init__(self, observer: Observer, period: float, on_request: Callable[[str, str, float | None], None]) -> None:
+        from gpumem_magic.widgets.widget import WatchWidget
+
+        self._observer = observer
+        self._on_request = on_request
+        self._id = f"gpumem-watch-{uuid.uuid4().hex}"
+        self._number = 0
+        self._known_series = 0
+        self._beat = 0.0
+        self._closed = False
+        self.widget = WatchWidget(self._requested, period=period, started=time.time())
+
+    def open(self) -> None:
+        from IPython.display import display
+
+        display(self.widget, display_id=self._id)
+
+    def show(self, sample: Sample, state: str) -> None:
+        from gpumem_magic.widgets.widget import ALIVE, RELABELLED, ROWS
+
+        if self._closed:
+            return
+        if self.widget.state != state:
+            self.widget.state = state
+        if sample.series != self._known_series:
+            self._known_series = sample.series
+            self.widget.series = [_facts(series) for series in self._observer.series]
+        if sample.relabelled:
+            self.widget.send_rows(RELABELLED, sample.relabelled, (), self._number)
+        if sample.rows or sample.marks:
+            self._number += 1
+            self.widget.send_rows(ROWS, sample.rows, sample.marks, self._number)
+            self._beat = time.monotonic()
+        elif time.monotonic() - self._beat > 1.0:
+            # Nothing to show, and still alive: the page can tell a pause from a dead kernel.
+            self.widget.send_rows(ALIVE, [], (), self._number)
+            self._beat = time.monotonic()
+
+    def cell_begins(self) -> None:
+        pass
+
+    def cell_ended(self) -> None:
+        pass
+
+    def close(self, samples: WatchSamples) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        from IPython.display import update_display
+
+        self.widget.state = "stopped"
+        try:
+            update_display(left_behind(samples), raw=True, display_id=self._id)
+        finally:
+            self.widget.leave()
+
+    def _requested(self, kind: str, text: str, at: float | None) -> None:
+        if kind == "hello":
+            from gpumem_magic.widgets.widget import HISTORY
+
+            with self._observer.lock:
+                rows, marks = self._observer.history()
+                if not self._closed:
+                    self.widget.send_rows(HISTORY, rows, marks, self._number)
+        else:
+            self._on_request(kind, text, at)
+
+
+class StaticFront:
+    """A picture in SVG, replaced in place: no script in the page, and no buttons. At most twice a second."""
+
+    SECONDS = 0.5
+
+    def __init__(self, samples: Callable[[], WatchSamples]) -> None:
+        self._samples = samples
+        self._id = f"gpumem-watch-{uuid.uuid4().hex}"
+        self._shown = 0.0
+        self._closed = False
+
+    def open(self) -> None:
+        from IPython.display import display
+
+        display(self._bundle(self._samples()), raw=True, display_id=self._id)
+
+    def show(self, sample: Sample, state: str) -> None:
+        now = time.monotonic()
+        if self._closed or now - self._shown < self.SECONDS or not (sample.rows or sample.marks or sample.relabelled):
+            return
+        self._shown = now
+        self._update(self._bundle(self._samples()))
+
+    def cell_begins(self) -> None:
+        pass
+
+    def cell_ended(self) -> None:
+        pass
+
+    def close(self, samples: WatchSamples) -> None:
+        if not self._closed:
+            self._closed = True
+            self._update(left_behind(samples))
+
+    def _bundle(self, samples: WatchSamples) -> dict[str, Any]:
+        from gpumem_magic.widgets.picture import svg
+
+        return {"image/svg+xml": svg(samples), "text/plain": summary(samples)}
+
+    def _update(self, bundle: dict[str, Any]) -> None:
+        from IPython.display import update_display
+
+        update_display(bundle, raw=True, display_id=self._id)
+
+
+class SummaryFront:
+    """Nothing while it runs; the picture and the summary after each cell, so that they are there however the run ends."""
+
+    def __init__(self, samples: Callable[[], WatchSamples]) -> None:
+        self._samples = samples
+        self._id = f"gpumem-watch-{uuid.uuid4().hex}"
+        self._closed = False
+
+    def open(self) -> None:
+        from IPython.display import display
+
+        display({"text/plain": "gpumem: watching the GPU's memory"}, raw=True, display_id=self._id)
+
+    def show(self, sample: Sample, state: str) -> None:
+        pass
+
+    def cell_begins(self) -> None:
+        pass
+
+    def cell_ended(self) -> None:
+        if not self._closed and (samples := self._samples()).devices:
+            self._update(samples)
+
+    def close(self, samples: WatchSamples) -> None:
+        if not self._closed:
+            self._closed = True
+            self._update(samples)
+
+    def _update(self, samples: WatchSamples) -> None:
+        from IPython.display import update_display
+
+        update_display(left_behind(samples), raw=True, display_id=self._id)
+
+
+class LineFront:
+    """One line in a terminal, rewritten while a cell runs; the summary at the end. In a pipe only the summary."""
+
+    SECONDS = 0.25
+
+    def __init__(self, observer: Observer, stream: Any = None, columns: Callable[[], int] | None = None) -> None:
+        self._observer = observer
+        self._stream = stream if stream is not None else sys.stdout
+        self._columns = columns if columns is not None else _terminal_width
+        self._live = bool(getattr(self._stream, "isatty", lambda: False)())
+        self._busy = False
+        self._on_line = False
+        self._shown = 0.0
+        self._closed = False
+
+    def open(self) -> None:
+        self._write("gpumem: watching the GPU's memory; `%gpumem_watch stop` ends it\n")
+
+    def cell_begins(self) -> None:
+        self._busy = True
+
+    def show(self, sample: Sample, state: str) -> None:
+        now = time.monotonic()
+        # At the prompt nothing is written: that line is the user's.
+        if not self._live or not self._busy or self._closed or not sample.rows or now - self._shown < self.SECONDS:
+            return
+        self._shown = now
+        words = " | ".join(line_of(series) for series in self._observer.series)
+        self._write(f"\r\x1b[2K{words[: self._columns() - 1]}")
+        self._on_line = True
+
+    def cell_ended(self) -> None:
+        self._busy = False
+        if self._on_line:
+            self._on_line = False
+            self._write("\n")
+
+    def close(self, samples: WatchSamples) -> None:
+        if not self._closed:
+            self._closed = True
+            self.cell_ended()
+            self._write(summary(samples) + "\n")
+
+    def _write(self, text: str) -> None:
+        self._stream.write(text)
+        self._stream.flush()
+
+
+def line_of(series: Series) -> str:
+    """``cuda:0 T4  allocated 3,769 MiB  reserved 3,900 MiB  peak 4,096 MiB  nvidia-smi 5,272 MiB of 15.0 GiB``."""
+    row = series.ring.latest
+    if row is None:
+        return f"cuda:{series.facts.index}"
+    words = [f"cuda:{series.facts.index} {series.facts.name}"]
+    words += [f"{name} {human(value(row, column) or 0)}" for name, column in _LINE]
+    used = value(row, DEVICE_USED)
+    if used is not None:
+        words.append(f"nvidia-smi {human(used)} of {human(series.capacity)}")
+    return "  ".join(words)
+
+
+_LINE = (("allocated", ALLOCATED), ("reserved", RESERVED), ("peak", PEAK))
+
+
+def _facts(series: Series) -> dict[str, Any]:
+    facts = series.facts
+    return {
+        "title": f"cuda:{facts.index}",
+        "name": f"{'virtual ' if facts.kind == 'virtual' else ''}{facts.name}",
+        "capacity": series.capacity,
+    }
+
+
+def _terminal_width() -> int:
+    import shutil
+
+    return shutil.get_terminal_size().columns

@@ -1,0 +1,205 @@
+"""Categories while the cell runs: what the recording under way has seen so far, and nothing that it would have to guess.
+
+Parameters, gradients, optimizer states and inputs are known once the recording has seen who holds them, workspaces from
+birth, and labels of earlier recordings stay. Everything else is `not_yet_known` until the cell is over: most categories
+depend on when an allocation *ends*. Then `relabel` gives the samples of the cell the categories that the report has.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from gpumem_magic.devices.base import Counters, DeviceLog
+from gpumem_magic.recording.model import Checkpoint, Sighting, Span
+from gpumem_magic.snapshot.model import ACTIVE, Segment, TraceEvent
+from gpumem_magic.snapshot.rules import DEFAULT_SETTINGS
+from gpumem_magic.widgets.columns import LAYERS, NOT_YET_KNOWN
+
+# A longer log takes the attribution seconds, in which the next cell would run slower: its samples stay as they were.
+RELABEL_LIMIT = 100_000
+
+# The roles that decide by themselves, in the order of the rules that the report has (`attribution.categories`).
+_ROLES = {
+    "parameter": (5, "parameters"),
+    "buffer": (4, "buffers"),
+    "optimizer_state": (3, "optimizer_state"),
+    "gradient": (2, "gradients"),
+    "input": (1, "inputs"),
+}
+
+
+class SoFar:
+    """A recording under way, read from beside it. Numbers and strings only; `serial` tells one from the next.
+
+    It keeps the recorder's own lists, which go on growing, and adds nothing to them.
+    """
+
+    def __init__(self, recorder: Any, serial: int) -> None:
+        self.recorder = recorder
+        self.serial = serial
+        self.logs: dict[int, Any] = {
+            index: log for index, log in dict(recorder._handles).items() if hasattr(log, "events")
+        }
+        self.checkpoints: list[Checkpoint] = recorder._checkpoints
+        self.sightings: list[Sighting] = recorder._witness.sightings if recorder._witness is not None else []
+
+    @property
+    def finished(self) -> bool:
+        """Whether nothing is added any more."""
+        return not self.recorder._handles
+
+    @property
+    def spans(self) -> Sequence[Span]:
+        return () if self.recorder._phases is None else tuple(self.recorder._phases.spans)
+
+    def device_log(self, device: Any) -> DeviceLog:
+        """The device's log as `stop_log` gives it, without ending it."""
+        log = self.logs[device.facts.index]
+        settings = getattr(getattr(device, "allocator", None), "settings", DEFAULT_SETTINGS)
+        return DeviceLog(device.facts, log.start, log.events, log.origins, log.carried, settings)
+
+
+def active_recorder() -> Any:
+    """The recorder of the session's recording under way, once it has begun; None without one. Imports nothing."""
+    session = sys.modules.get("gpumem_magic.session")
+    recorder = getattr(getattr(session, "_active", None), "_recorder", None)
+    return recorder if recorder is not None and recorder._handles and recorder._witness is not None else None
+
+
+class LiveLabels:
+    """What is live on one device and what is known about it, kept up to date with a log's events and the sightings.
+
+    An allocation's category is decided by the best sighting in its life, like the report's.
+    """
+
+    def __init__(
+        self, device: int, start: Iterable[Segment], carried: Mapping[int, Any], origins: Mapping[int, str]
+    ) -> None:
+        self._device = device
+        self._origins = origins
+        # address -> [requested bytes, rank of what is known, category, position of birth]
+        self._live: dict[int, list[Any]] = {}
+        self._sums = dict.fromkeys(LAYERS, 0)
+        self._position = 0
+        self._looked = 0
+        for segment in start:
+            for block in segment.blocks:
+                if block.state == ACTIVE:
+                    label = carried.get(block.address)
+                    category = label.category if label is not None else NOT_YET_KNOWN
+                    self._live[block.address] = [block.requested_size, 0, category, -1]
+                    self._sums[category] += block.requested_size
+
+    @property
+    def position(self) -> int:
+        """How many events have been taken in."""
+        return self._position
+
+    def requested(self) -> dict[str, int]:
+        """Layer -> requested bytes of what is live."""
+        return dict(self._sums)
+
+    def advance(self, events: Sequence[TraceEvent], sightings: Sequence[Sighting], end: int) -> None:
+        """Takes in what has been added to both since the last call, the events up to `end`."""
+        looks = len(sightings)
+        while self._looked < looks:
+            look = sightings[self._looked]
+            self._looked += 1
+            if look.device == self._device:
+                self._replay(events, min(look.position, end))
+                self._see(look)
+        self._replay(events, end)
+
+    def _replay(self, events: Sequence[TraceEvent], end: int) -> None:
+        for position in range(self._position, end):
+            event = events[position]
+            action = event.action
+            if action == "alloc":
+                category = "workspace" if self._origins.get(position) == "workspace" else NOT_YET_KNOWN
+                self._live[event.address] = [event.size, 0, category, position]
+                self._sums[category] += event.size
+            elif action in ("free_requested", "free_completed"):
+                gone = self._live.pop(event.address, None)
+                if gone is not None:
+                    self._sums[gone[2]] -= gone[0]
+        self._position = max(self._position, end)
+
+    def _see(self, look: Sighting) -> None:
+        rank, category = _ROLES.get(look.role, (0, ""))
+        block = self._live.get(look.address)
+        # A look from before the block's birth was at an earlier tenant of its address.
+        if block is None or rank <= block[1] or block[3] >= look.position or block[2] == "workspace":
+            return
+        # The weakest evidence does not overrule what an earlier recording said.
+        if rank == 1 and block[2] != NOT_YET_KNOWN:
+            return
+        self._sums[block[2]] -= block[0]
+        self._sums[category] += block[0]
+        block[1], block[2] = rank, category
+
+
+def requested_now(
+    segments: Iterable[Segment], carried: Mapping[int, str], at_end: Mapping[int, tuple[int, str]]
+) -> tuple[dict[str, int], dict[int, tuple[int, str]]]:
+    """Layer -> requested bytes of what is allocated now, without a recording; and what of `at_end` is still there.
+
+    carried: address -> category, from the device. at_end: address -> (requested bytes, category) when the last recording ended,
+    which includes what it could not explain.
+    """
+    sums = dict.fromkeys(LAYERS, 0)
+    left: dict[int, tuple[int, str]] = {}
+    for segment in segments:
+        for block in segment.blocks:
+            if block.state != ACTIVE:
+                continue
+            known = at_end.get(block.address)
+            # A block of another size has another tenant.
+            if known is not None and known[0] == block.requested_size:
+                left[block.address] = known
+            category = carried.get(block.address) or left.get(block.address, (0, NOT_YET_KNOWN))[1]
+            sums[category] += block.requested_size
+    return sums, left
+
+
+def layers(requested: Mapping[str, int] | None, counters: Counters) -> dict[str, int | None]:
+    """All layers of a moment, which add up to what the counters say. requested: None where no category is known."""
+    found: dict[str, int | None] = dict.fromkeys(LAYERS, 0)
+    if requested is None:
+        found[NOT_YET_KNOWN] = counters.allocated
+    else:
+        found.update(requested)
+        found["rounding"] = counters.allocated - sum(requested.values())
+    found["cached"] = counters.reserved - counters.allocated
+    found["context"] = counters.context
+    found["other_processes"] = counters.other_processes
+    found["context_or_others"] = counters.context_or_others
+    return found
+
+
+def relabel(
+    so_far: SoFar, device: Any, positions: Iterable[int]
+) -> tuple[dict[int, dict[str, int]], dict[int, tuple[int, str]]]:
+    """The report's categories for samples of a recording that is over.
+
+    Returns position -> requested bytes by category, and address -> (requested bytes, category) of what was
+    live at the end.
+    Raises ValueError where the log is longer than `RELABEL_LIMIT` events.
+    """
+    from gpumem_magic.attribution.categories import attribute
+    from gpumem_magic.attribution.ledger import Ledger
+    from gpumem_magic.snapshot.timeline import Timeline
+
+    log = so_far.device_log(device)
+    if len(log.events) > RELABEL_LIMIT:
+        raise ValueError(f"{len(log.events):,} events are too many to go through again")
+    timeline = Timeline(log.start, log.events, log.settings)
+    labels = attribute(log, timeline, so_far.spans, so_far.sightings, so_far.checkpoints)
+    balances = Ledger(timeline, labels).at(positions)
+    at_end = {
+        allocation.address: (allocation.requested, label.category)
+        for allocation, label in zip(timeline.allocations, labels, strict=True)
+        if allocation.freed is None
+    }
+    return {position: dict(balance.requested) for position, balance in balances.items()}, at_end

@@ -1,0 +1,57 @@
+"""Moments with a name: the cell's checkpoints, the beginnings of cells, and what the user marks. A bounded number of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+CHECKPOINT, CELL, USER = "checkpoint", "cell", "mark"
+LIMIT = 400
+LABEL_LENGTH = 120
+
+
+@dataclass(frozen=True)
+class Mark:
+    """kind: checkpoint | cell | mark. line: of the statement, else 0. count: how many fell between two samples; the last is
+    named."""
+
+    time: float
+    kind: str
+    label: str
+    line: int = 0
+    count: int = 1
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class Marks:
+    """Marks in the order of time. A user's own go last: of the others every second is left out when there are too many."""
+
+    def __init__(self, limit: int = LIMIT) -> None:
+        self._limit = limit
+        self._marks: list[Mark] = []
+
+    def __iter__(self) -> Iterator[Mark]:
+        return iter(tuple(self._marks))
+
+    def __len__(self) -> int:
+        return len(self._marks)
+
+    def add(self, mark: Mark) -> None:
+        self._marks.append(mark)
+        if len(self._marks) > self._limit:
+            self._marks = self._thinned()
+
+    def _thinned(self) -> list[Mark]:
+        others = [mark for mark in self._marks if mark.kind != USER]
+        kept = {id(mark) for mark in others[1::2]}
+        thinned = [mark for mark in self._marks if mark.kind == USER or id(mark) in kept]
+        return thinned[-self._limit :]
+
+
+def short(text: str) -> str:
+    """One line of at most `LABEL_LENGTH` characters."""
+    line = " ".join(text.split())
+    return line if len(line) <= LABEL_LENGTH else line[: LABEL_LENGTH - 1] + "…"

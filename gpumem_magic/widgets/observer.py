@@ -1,0 +1,263 @@
+"""One sample: every device's row of now, put into its ring, and the marks that fell since the last one. No thread, no display."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from gpumem_magic.devices.base import Counters, DeviceFacts
+from gpumem_magic.widgets import live, source
+from gpumem_magic.widgets.columns import (
+    ALLOCATED,
+    FIRST_LAYER,
+    KEPT,
+    LAYERS,
+    NOT_YET_KNOWN,
+    POSITION,
+    RECORDING,
+    SENT,
+)
+from gpumem_magic.widgets.marks import CELL, CHECKPOINT, USER, Mark, Marks, short
+from gpumem_magic.widgets.ring import Ring
+from gpumem_magic.widgets.source import Source
+
+CAPACITY = 4096
+# A look at all blocks may take one fiftieth of the time, no more.
+_REST = 50.0
+_NOTHING = float("nan")
+
+Rows = list[tuple[int, list[float]]]
+"""(number of the series, its row of `SENT` columns)."""
+
+
+@dataclass
+class Series:
+    """The samples of one device. number: its place among the series of the watch."""
+
+    number: int
+    facts: DeviceFacts
+    ring: Ring
+    peak: int = 0
+    counted_peak: int | None = None
+    tracker: live.LiveLabels | None = None
+    at_end: dict[int, tuple[int, str]] = field(default_factory=dict)
+    idle: dict[str, int] | None = None
+    idle_key: tuple[int, int, int] | None = None
+    idle_not_before: float = 0.0
+
+    @property
+    def capacity(self) -> int:
+        """What nvidia-smi gives as the total, or torch's figure without it, in bytes."""
+        return self.facts.total_bytes if self.facts.smi_total_bytes is None else self.facts.smi_total_bytes
+
+    def reached(self, counters: Counters) -> int:
+        """The highest allocated since the watch began, also between two samples where the device counts that."""
+        if self.counted_peak is not None and counters.peak_allocated > self.counted_peak:
+            self.peak = max(self.peak, counters.peak_allocated)
+        self.counted_peak = counters.peak_allocated
+        self.peak = max(self.peak, counters.allocated)
+        return self.peak
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What is new. relabelled: rows of before whose categories have become known."""
+
+    time: float
+    rows: Rows
+    marks: list[Mark]
+    relabelled: Rows
+    series: int
+
+
+class Observer:
+    """Takes samples. `lock` is held while rings and marks change; who reads them from another thread holds it too."""
+
+    def __init__(
+        self, found: Source | None = None, clock: Callable[[], float] = time.time, capacity: int = CAPACITY
+    ) -> None:
+        self.lock = threading.RLock()
+        self.series: list[Series] = []
+        self.marks = Marks()
+        self.notes: list[str] = []
+        self._source = found if found is not None else Source()
+        self._clock = clock
+        self._capacity = capacity
+        self._new_marks: list[Mark] = []
+        self._serial = 0
+        self._so_far: live.SoFar | None = None
+        self._checkpoints = 0
+
+    def mark(self, text: str, kind: str = USER, at: float | None = None) -> Mark:
+        """Names this moment, or the one at a time by this observer's clock."""
+        with self.lock:
+            mark = Mark(self._clock() if at is None else at, kind, short(text) or "mark")
+            self._add(mark)
+            return mark
+
+    def cell_begins(self, label: str) -> None:
+        self.mark(label, CELL)
+
+    def observe(self) -> Sample:
+        """Reads every device once. Raises what a device raises."""
+        now = self._clock()
+        machine = self._source.machine()
+        devices = self._source.devices(machine) if machine is not None else []
+        with self.lock:
+            relabelled = self._follow_recording(now, devices)
+            if machine is not None and self._so_far is None:
+                source.settle(machine)
+            rows = [self._row(machine, device, now) for device in devices]
+            marks, self._new_marks = self._new_marks, []
+            return Sample(now, rows, marks, relabelled, len(self.series))
+
+    def rest(self) -> Sample:
+        """A sample of nothing, for a pause: only the marks are new."""
+        with self.lock:
+            marks, self._new_marks = self._new_marks, []
+            return Sample(self._clock(), [], marks, [], len(self.series))
+
+    def history(self) -> tuple[Rows, list[Mark]]:
+        """All rows and marks, for a page that comes late."""
+        with self.lock:
+            rows = [(series.number, row[: len(SENT)]) for series in self.series for row in series.ring]
+            return rows, list(self.marks)
+
+    # The recording under way
+
+    def _follow_recording(self, now: float, devices: Sequence[Any]) -> Rows:
+        """Begins with a new recording and ends with one that is over; the rows whose categories are known thereby."""
+        changed: Rows = []
+        self._take_checkpoints(now)
+        if self._so_far is not None and self._so_far.finished:
+            for device in devices:
+                if device.facts.index in self._so_far.logs:
+                    changed += self._relabel(self._so_far, device)
+            for series in self.series:
+                series.tracker = None
+                series.idle_key = None
+            self._so_far = None
+        recorder = live.active_recorder()
+        if recorder is not None and self._so_far is None:
+            self._serial += 1
+            self._so_far = live.SoFar(recorder, self._serial)
+            self._checkpoints = 0
+            for device in devices:
+                log = self._so_far.logs.get(device.facts.index)
+                if log is not None:
+                    self._series_of(device).tracker = live.LiveLabels(
+                        device.facts.index, log.start, log.carried, log.origins
+                    )
+            self._take_checkpoints(now)
+        return changed
+
+    def _take_checkpoints(self, now: float) -> None:
+        """A mark for the statements that ended since the last sample: one, which names the last of them."""
+        if self._so_far is None:
+            return
+        points = self._so_far.checkpoints
+        new = [point for point in points[self._checkpoints :] if point.kind in ("statement", "error")]
+        self._checkpoints = len(points)
+        if new:
+            last = new[-1]
+            self._add(Mark(now, CHECKPOINT, short(last.label), last.line, len(new)))
+
+    def _relabel(self, so_far: live.SoFar, device: Any) -> Rows:
+        series = self._series_of(device)
+        places = [(place, row) for place, row in enumerate(series.ring) if row[RECORDING] == so_far.serial]
+        try:
+            found, series.at_end = live.relabel(so_far, device, {int(row[POSITION]) for _, row in places})
+        except Exception as error:
+            # Whatever it is, the samples stand as they were taken, and the program that is watched goes on.
+            self.note(f"The samples of a cell keep their first categories: {error}")
+            return []
+        series.idle_key = None
+        changed: Rows = []
+        for place, row in places:
+            requested = found[int(row[POSITION])]
+            rounding = int(row[ALLOCATED]) - sum(requested.values())
+            # Read while memory moved: the position and the counters are not of one moment.
+            if rounding < 0:
+                continue
+            for category, size in {**dict.fromkeys(LAYERS[: LAYERS.index("rounding")], 0), **requested}.items():
+                row[FIRST_LAYER + LAYERS.index(category)] = size
+            row[FIRST_LAYER + LAYERS.index("rounding")] = rounding
+            series.ring.replace(place, row)
+            changed.append((series.number, row[: len(SENT)]))
+        return changed
+
+    # One device
+
+    def _series_of(self, device: Any) -> Series:
+        facts = device.facts
+        for series in self.series:
+            if series.facts == facts:
+                return series
+        series = Series(len(self.series), facts, Ring(self._capacity, len(KEPT), ALLOCATED))
+        self.series.append(series)
+        return series
+
+    def _row(self, machine: Any, device: Any, now: float) -> tuple[int, list[float]]:
+        series = self._series_of(device)
+        so_far = self._so_far
+        log = so_far.logs.get(device.facts.index) if so_far is not None and series.tracker is not None else None
+        counters, position = source.read(device, log)
+        requested: dict[str, int] | None
+        if series.tracker is not None and so_far is not None and log is not None:
+            series.tracker.advance(log.events, so_far.sightings, position)
+            requested = series.tracker.requested()
+        else:
+            requested = self._idle(machine, device, series, counters)
+        if requested is not None and sum(requested.values()) > counters.allocated:
+            # A sample in the middle of an operation; what the counters say stands.
+            requested = None
+        layers = live.layers(requested, counters)
+        row = [
+            now,
+            *(_number(layers[layer]) for layer in LAYERS),
+            float(counters.allocated),
+            float(counters.reserved),
+            _number(counters.device_used),
+            float(series.reached(counters)),
+            float(so_far.serial) if log is not None and so_far is not None else 0.0,
+            float(position),
+        ]
+        series.ring.push(row)
+        return series.number, row[: len(SENT)]
+
+    def _idle(self, machine: Any, device: Any, series: Series, counters: Counters) -> dict[str, int] | None:
+        """Categories without a recording: those of blocks that an earlier one knew. As often as it is cheap."""
+        key = (counters.allocated, counters.reserved, len(getattr(device, "_labels", ())))
+        if key == series.idle_key:
+            return series.idle
+        began = time.perf_counter()
+        if began < series.idle_not_before and series.idle is not None and series.idle_key is not None:
+            guess = dict(series.idle)
+            guess[NOT_YET_KNOWN] += counters.allocated - series.idle_key[0]
+            if guess[NOT_YET_KNOWN] >= 0:
+                return guess
+        found = source.blocks(machine, device)
+        if found is None:
+            return None
+        segments, labels = found
+        series.idle, series.at_end = live.requested_now(segments, labels, series.at_end)
+        series.idle_key = key
+        now = time.perf_counter()
+        series.idle_not_before = now + _REST * (now - began)
+        return series.idle
+
+    def _add(self, mark: Mark) -> None:
+        self.marks.add(mark)
+        self._new_marks.append(mark)
+
+    def note(self, text: str) -> None:
+        """Keeps a sentence for the summary, once."""
+        if text not in self.notes and len(self.notes) < 20:
+            self.notes.append(text)
+
+
+def _number(size: int | None) -> float:
+    return _NOTHING if size is None else float(size)

@@ -1,0 +1,50 @@
+"""Fewer points for the same picture: of the rows that fall on one column the highest is drawn, so that no peak is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from gpumem_magic.widgets.columns import ALLOCATED, TIME
+
+Row = Sequence[float]
+
+
+def thin(rows: Sequence[Row], points: int) -> list[Row]:
+    """At most `points` rows and the last one: the one with the most allocated of each stretch of time of equal length."""
+    if len(rows) <= points or points < 1:
+        return list(rows)
+    start = rows[0][TIME]
+    width = (rows[-1][TIME] - start) / points or 1.0
+    kept: list[Row] = []
+    column = -1
+    for row in rows[:-1]:
+        at = int((row[TIME] - start) / width)
+        if at != column:
+            kept.append(row)
+            column = at
+        elif row[ALLOCATED] > kept[-1][ALLOCATED]:
+            kept[-1] = row
+    return [*kept, rows[-1]]
+
+
+def stretches(rows: Sequence[Row], longest: float) -> list[list[Row]]:
+    """Rows that follow each other without a gap of more than `longest` seconds: a pause is not drawn over."""
+    found: list[list[Row]] = []
+    for row in rows:
+        if not found or row[TIME] - found[-1][-1][TIME] > longest:
+            found.append([])
+        found[-1].append(row)
+    return found
+
+
+def longest_gap(rows: Sequence[Row], period: float, per_row: int) -> float:
+    """How far apart two rows may be without a pause between them, in seconds: a few samples."""
+    thinned = (rows[-1][TIME] - rows[0][TIME]) / len(rows) if rows else 0.0
+    return max(1.0, 5 * period, 4 * period * per_row, 3 * thinned)
+
+
+def top_of_scale(highest: float, capacity: float) -> float:
+    """Where the vertical axis ends, in bytes: the device's capacity where that leaves the chart readable, else a little room."""
+    if capacity > 0 and highest > 0.35 * capacity:
+        return max(highest, capacity) * 1.04
+    return max(highest * 1.15, 1 << 20)
