@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 from hypothesis import strategies as st
@@ -30,6 +31,8 @@ _step = st.one_of(
     st.tuples(st.just("free"), st.integers(0, 99), st.just(0)),
     st.tuples(st.just("record"), st.integers(0, 99), streams),
     st.tuples(st.sampled_from(["empty_cache", "complete_pending"]), st.just(0), st.just(0)),
+    # Begins filling a private pool, or ends it; gives one up.
+    st.tuples(st.sampled_from(["pool", "pool", "release_pool"]), st.integers(1, 2), st.just(0)),
 )
 # Long ones fill the memory, which short ones hardly ever do.
 steps = st.one_of(st.lists(_step, max_size=20), st.lists(_step, min_size=30, max_size=70))
@@ -43,6 +46,10 @@ settings_choices = st.sampled_from(
         AllocatorSettings(roundup_power2_divisions=(4,) * 16),
         AllocatorSettings(garbage_collection_threshold=0.5),
         AllocatorSettings(large_segment_size=12 * MIB),
+        AllocatorSettings(expandable_segments=True),
+        AllocatorSettings(expandable_segments=True),
+        AllocatorSettings(expandable_segments=True, large_segment_size=10 * MIB),
+        AllocatorSettings(expandable_segments=True, max_split_size=20 * MIB, garbage_collection_threshold=0.5),
     ]
 )
 
@@ -56,6 +63,9 @@ class Run:
     live: list[int] = field(default_factory=list)
     requests: dict[int, int] = field(default_factory=dict)
     failures: list[DeviceOutOfMemory] = field(default_factory=list)
+    # The private pool that is being filled, and how many users each has.
+    pool_id: tuple[int, int] = (0, 0)
+    users: Counter[tuple[int, int]] = field(default_factory=Counter)
 
     def step(self, action: str, number: int, stream: int) -> None:
         if action == "malloc":
@@ -74,6 +84,23 @@ class Run:
             self.allocator.empty_cache()
         elif action == "complete_pending":
             self.allocator.complete_pending()
+        elif action == "pool" and self.pool_id == (0, 0):
+            self.pool_id = (0, number)
+            self.users[self.pool_id] += 1
+            self.allocator.begin_pool(self.pool_id)
+        elif action == "pool":
+            self.allocator.end_pool(self.pool_id)
+            self.pool_id = (0, 0)
+        elif action == "release_pool" and self.users[0, number] and self.pool_id != (0, number):
+            self.users[0, number] -= 1
+            self.allocator.release_pool((0, number))
+
+    def leave_pools(self) -> None:
+        if self.pool_id != (0, 0):
+            self.step("pool", 0, 0)
+        for (_, number), count in self.users.items():
+            for _ in range(count):
+                self.step("release_pool", number, 0)
 
 
 def start_run(
@@ -97,6 +124,8 @@ def shape(segments: tuple[Segment, ...]) -> list[object]:
             segment.total_size,
             segment.stream,
             segment.segment_type,
+            segment.is_expandable,
+            segment.segment_pool_id,
             [
                 (block.address, block.size, block.state, block.requested_size if block.state != "inactive" else 0)
                 for block in segment.blocks

@@ -318,9 +318,27 @@ def test_the_start_of_a_trace_is_found_again(
             assert all(0 <= b.size - a.size <= MIB for a, b in zip(guesses, used, strict=True))
 
 
-def test_the_start_of_an_expandable_trace_is_refused() -> None:
-    with pytest.raises(ValueError, match="expandable"):
-        start_of((), events_of(("segment_map", 0, 2 * MIB)))
+def test_the_start_of_an_expandable_trace() -> None:
+    """Backwards: what was mapped comes off, what was unmapped comes back; ranges that touch are one segment."""
+    block = Block(BASE + 20 * MIB, 20 * MIB, 20 * MIB, "active_allocated")
+    final = Segment(0, BASE + 20 * MIB, 20 * MIB, 0, "large", (block,), is_expandable=True)
+    events = events_of(
+        ("free_requested", 0, 12 * MIB),
+        ("free_completed", 0, 12 * MIB),
+        ("segment_unmap", 0, 20 * MIB),
+        ("segment_map", 40 * MIB, 20 * MIB),
+        ("segment_unmap", 40 * MIB, 20 * MIB),
+        ("segment_unmap", 1 << 40, 4 * MIB),
+    )
+    found = start_of([final], events)
+    assert (found.uncertain, found.orphans) == (0, 0)
+    first, second = found.segments
+    assert (first.address, first.total_size, first.segment_type, first.is_expandable) == (BASE, 40 * MIB, "large", True)
+    assert [(one.size // MIB, one.state[0]) for one in first.blocks] == [(12, "a"), (8, "i"), (20, "a")]
+    # Large pages would not add up to 4 MiB.
+    assert (second.address, second.total_size, second.segment_type) == (BASE + (1 << 40), 4 * MIB, "small")
+    timeline = Timeline(found.segments, events)
+    assert timeline.segments_at(len(timeline)) == (final,)
 
 
 def test_a_leftover_is_found_by_what_comes_behind_it() -> None:

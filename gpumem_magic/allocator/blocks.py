@@ -4,50 +4,106 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 
-from gpumem_magic.allocator.statistics import PoolGauges
-from gpumem_magic.snapshot.model import ACTIVE, INACTIVE, PENDING_FREE, Block, Frame, Segment
+from gpumem_magic.snapshot.model import (
+    ACTIVE,
+    INACTIVE,
+    LARGE_POOL,
+    PENDING_FREE,
+    SMALL_POOL,
+    Block,
+    Frame,
+    Segment,
+)
 
-# (stream, size, address, block). The first three are unique, so blocks are never compared.
-FreeEntry = tuple[int, int, int, "CachedBlock"]
+PoolId = tuple[int, int]
+DEFAULT_POOL: PoolId = (0, 0)
+
+# A free block's key is its size followed by its address, as one number: sorted, that is the order of the search.
+KEY_SHIFT = 64
+ADDRESS_MASK = (1 << KEY_SHIFT) - 1
+
+# States of a block. Only FREE is false, so that "neither used nor unmapped" is quick to ask.
+FREE = 0
+ALLOCATED = 1
+# Freed, but other streams may still use it.
+PENDING = 2
+# Part of an expandable segment's address space without memory behind it.
+UNMAPPED = 3
+
+_NAMES = {FREE: INACTIVE, ALLOCATED: ACTIVE, PENDING: PENDING_FREE}
 
 
 class CachedSegment:
-    """Memory from the driver. Its first block is always the same object: merging keeps the lower one."""
+    """Memory from the driver, or (expandable) a range of addresses of which some pages have memory behind them.
 
-    __slots__ = ("address", "first", "frames", "pool", "size", "stream")
+    Its first block is always the same object: merging keeps the lower one.
+    """
 
-    def __init__(self, address: int, size: int, stream: int, pool: Pool, frames: tuple[Frame, ...]) -> None:
+    __slots__ = ("address", "expandable", "first", "frames", "free", "page", "pool", "size", "stream")
+
+    def __init__(
+        self,
+        address: int,
+        size: int,
+        stream: int,
+        pool: Pool,
+        frames: tuple[Frame, ...],
+        page: int = 0,
+    ) -> None:
         self.address = address
         self.size = size
         self.stream = stream
         self.pool = pool
         self.frames = frames
+        # Pages have this size; 0 for a segment that is not expandable.
+        self.page = page
+        self.expandable = page > 0
+        # The keys of the free blocks of this pool and stream.
+        self.free = pool.free_of(stream)
         self.first = CachedBlock(address, size, self)
 
-    def describe(self, device: int) -> Segment:
-        blocks = []
+    def describe(self, device: int) -> list[Segment]:
+        """As in a snapshot: the segment, or each range of touching mapped pages of an expandable one."""
+        ranges: list[list[Block]] = [[]]
         block: CachedBlock | None = self.first
         while block is not None:
-            blocks.append(block.describe())
+            if block.state == UNMAPPED:
+                ranges.append([])
+            else:
+                ranges[-1].append(block.describe())
             block = block.next
-        return Segment(device, self.address, self.size, self.stream, self.pool.name, tuple(blocks), frames=self.frames)
+        return [
+            Segment(
+                device,
+                blocks[0].address,
+                sum(block.size for block in blocks),
+                self.stream,
+                self.pool.name,
+                tuple(blocks),
+                self.expandable,
+                self.pool.group.id,
+                self.frames,
+            )
+            for blocks in ranges
+            if blocks
+        ]
 
 
 class CachedBlock:
-    """A piece of a segment: allocated, freed but awaited by other streams (`pending`), or free."""
+    """A piece of a segment; `state` is one of the constants above."""
 
     __slots__ = (
         "address",
         "age_base",
-        "allocated",
         "frames",
         "next",
-        "pending",
         "previous",
         "requested",
         "segment",
         "size",
+        "state",
         "streams",
+        "waits",
     )
 
     def __init__(self, address: int, size: int, segment: CachedSegment) -> None:
@@ -55,9 +111,9 @@ class CachedBlock:
         self.size = size
         self.segment = segment
         self.requested = 0
-        self.allocated = False
+        self.state = FREE
         # How many streams' events have to finish before the block is free.
-        self.pending = 0
+        self.waits = 0
         # The other streams that use the block (record_stream); None while there is none, which is nearly always.
         self.streams: set[int] | None = None
         self.previous: CachedBlock | None = None
@@ -70,39 +126,87 @@ class CachedBlock:
         return self.previous is not None or self.next is not None
 
     @property
-    def is_mergeable(self) -> bool:
-        return not self.allocated and not self.pending
+    def room(self) -> int:
+        """The size that the block could grow to in its expandable segment."""
+        following = self.next
+        return self.size + following.size if following is not None and following.state == UNMAPPED else self.size
 
     def describe(self) -> Block:
-        state = ACTIVE if self.allocated else PENDING_FREE if self.pending else INACTIVE
-        frames = () if state == INACTIVE else self.frames
-        return Block(self.address, self.size, self.requested, state, frames)
+        frames = () if self.state == FREE else self.frames
+        return Block(self.address, self.size, self.requested, _NAMES[self.state], frames)
 
 
 class Pool:
-    """The small or the large pool: its free blocks, ordered by stream, then size, then address."""
+    """A small or a large pool: per stream its free blocks by size and address, and its unmapped blocks by address."""
 
-    __slots__ = ("free", "gauges", "lookups", "name")
+    __slots__ = ("code", "free", "group", "is_small", "lookups", "name", "unmapped")
 
-    def __init__(self, name: str, gauges: PoolGauges) -> None:
+    def __init__(self, name: str, group: PoolGroup) -> None:
         self.name = name
-        self.gauges = gauges
-        self.free: list[FreeEntry] = []
+        self.group = group
+        self.is_small = name == SMALL_POOL
+        # What the journal of the statistics adds for the pool.
+        self.code = 0 if self.is_small else 1
+        self.free: dict[int, list[int]] = {}
+        self.unmapped: dict[int, list[tuple[int, CachedBlock]]] = {}
         # Counted for garbage collection only: a free block's age is the number of lookups since it was put here.
         self.lookups = 0
 
+    def free_of(self, stream: int) -> list[int]:
+        return self.free.setdefault(stream, [])
+
     def insert(self, block: CachedBlock) -> None:
         block.age_base = self.lookups
-        insort(self.free, (block.segment.stream, block.size, block.address, block))
+        insort(block.segment.free, block.size << KEY_SHIFT | block.address)
 
     def remove(self, block: CachedBlock) -> None:
-        index = bisect_left(self.free, (block.segment.stream, block.size, block.address))
-        del self.free[index]
+        keys = block.segment.free
+        del keys[bisect_left(keys, block.size << KEY_SHIFT | block.address)]
+
+    def insert_unmapped(self, block: CachedBlock) -> None:
+        insort(self.unmapped.setdefault(block.segment.stream, []), (block.address, block))
+
+    def remove_unmapped(self, block: CachedBlock) -> None:
+        blocks = self.unmapped[block.segment.stream]
+        del blocks[bisect_left(blocks, (block.address,))]
 
     def age(self, block: CachedBlock) -> int:
         return self.lookups - block.age_base
 
     def largest(self, stream: int) -> int:
         """The size of the largest free block of a stream, in bytes; 0 where there is none."""
-        index = bisect_left(self.free, (stream + 1,)) - 1
-        return self.free[index][1] if index >= 0 and self.free[index][0] == stream else 0
+        keys = self.free.get(stream)
+        return keys[-1] >> KEY_SHIFT if keys else 0
+
+    @property
+    def free_bytes(self) -> int:
+        return sum(key >> KEY_SHIFT for keys in self.free.values() for key in keys)
+
+
+class PoolGroup:
+    """A small and a large pool that belong together: the default ones, or a private pair (a graph's or a MemPool's).
+
+    users: how many graphs or MemPools hold a private group; its memory can be given back once that is 0.
+    no_split: its blocks are never cut. use_on_oom: others may take from it before failing. own_memory: it gets segments
+    from an allocator of its own, which are never expandable.
+    """
+
+    __slots__ = ("id", "large", "no_split", "own_memory", "small", "use_on_oom", "users")
+
+    def __init__(
+        self, pool_id: PoolId, *, no_split: bool = False, use_on_oom: bool = False, own_memory: bool = False
+    ) -> None:
+        self.id = pool_id
+        self.small = Pool(SMALL_POOL, self)
+        self.large = Pool(LARGE_POOL, self)
+        self.users = 0
+        self.no_split = no_split
+        self.use_on_oom = use_on_oom
+        self.own_memory = own_memory
+
+    @property
+    def is_private(self) -> bool:
+        return self.id != DEFAULT_POOL
+
+    def pool(self, name: str) -> Pool:
+        return self.small if name == SMALL_POOL else self.large

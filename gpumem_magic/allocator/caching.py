@@ -1,7 +1,8 @@
 """PyTorch's caching allocator for one device, emulated: the same blocks at the same places for the same requests.
 
-Covered: both pools, streams, best fit, splitting and merging, release and retry, garbage collection, memory fraction,
-record_stream, statistics, trace events. Not covered: expandable segments, private pools, graph capture.
+Covered: both kinds of segments, private pools, streams, best fit, splitting and merging, release and retry, garbage
+collection, memory fraction, record_stream, statistics, trace events. A graph capture is, for memory, a private pool under
+way; restoring a graph's checkpoint is not emulated.
 
 Nothing here locks: whoever shares an allocator between threads holds a lock around each call.
 """
@@ -12,10 +13,20 @@ from bisect import bisect_left
 from collections import deque
 from typing import NoReturn
 
-from gpumem_magic.allocator.blocks import CachedBlock, Pool
+from gpumem_magic.allocator.blocks import (
+    ADDRESS_MASK,
+    ALLOCATED,
+    KEY_SHIFT,
+    PENDING,
+    CachedBlock,
+    Pool,
+    PoolId,
+)
 from gpumem_magic.allocator.failure import ONE_EXABYTE, DeviceOutOfMemory
-from gpumem_magic.allocator.heap import Heap, Stacks
+from gpumem_magic.allocator.giving_back import ReleasingHeap
+from gpumem_magic.allocator.heap import Stacks
 from gpumem_magic.allocator.memory import DeviceMemory
+from gpumem_magic.allocator.statistics import FREE_REQUESTED, TAKEN
 from gpumem_magic.snapshot.model import Frame
 from gpumem_magic.snapshot.rules import (
     DEFAULT_SETTINGS,
@@ -28,8 +39,11 @@ from gpumem_magic.snapshot.rules import (
     should_split,
 )
 
+# So many different sizes are remembered with how they are rounded.
+_REMEMBERED_SIZES = 1 << 16
 
-class CachingAllocator(Heap):
+
+class CachingAllocator(ReleasingHeap):
     """One device's allocator. All sizes are bytes, addresses and streams are integers, 0 is the default stream.
 
     A virtual device's work is done at once. So with auto_complete (the default) a block that record_stream deferred
@@ -46,94 +60,112 @@ class CachingAllocator(Heap):
         *,
         auto_complete: bool = True,
     ) -> None:
+        # Request -> rounded size, default pool, and the key to search from.
+        self._rounded: dict[int, tuple[int, Pool, int]] = {}
         super().__init__(device, memory, settings, stacks)
         self.auto_complete = auto_complete
-        self._fraction: float | None = None
 
-    @property
-    def limit(self) -> int | None:
-        """What the memory fraction allows to reserve, or None without one."""
-        return None if self._fraction is None else int(self._fraction * self.memory.total)
-
-    def set_memory_fraction(self, fraction: float) -> None:
-        """Limits what may be reserved to a share of the device's total; 1 is no limit. Raises ValueError beyond 0 to 1."""
-        if not 0.0 <= fraction <= 1.0:
-            raise ValueError(f"a memory fraction lies between 0 and 1, not {fraction}")
-        self._fraction = fraction if fraction < 1.0 else None
+    def _apply_settings(self) -> None:
+        super()._apply_settings()
+        self._rounded.clear()
+        self._expands = self._settings.expandable_segments
+        self._collects = self._fraction is not None and self._settings.garbage_collection_threshold > 0
+        # Most often the first block that is big enough is the one.
+        self._is_plain = not self._expands and not self._collects and self._max_split == UNLIMITED
 
     # Requests.
 
-    def malloc(self, size: int, stream: int = 0) -> int:
+    def malloc(self, size: int, stream: int = 0, pool_id: PoolId | None = None) -> int:
         """The address of a new block for `size` bytes; a request of 0 bytes gets address 0 and no block.
 
+        pool_id: takes it from this private pool, as if that were under way; by default whichever is under way decides.
         Raises DeviceOutOfMemory where neither cached nor new memory is found, ValueError for a negative size.
         """
-        if size <= 0:
-            if size < 0:
-                raise ValueError(f"cannot allocate {size} bytes")
-            return 0
-        if self._pending and self.auto_complete:
+        if self._pending and self.auto_complete and not self._routes:
             self.complete_pending()
-        settings = self.settings
-        rounded = round_size(size, settings)
-        pool = self._small if rounded <= SMALL_LIMIT else self._large
-        if size >= ONE_EXABYTE:
-            raise self._failure(size, rounded, segment_size(rounded, settings), stream)
+        try:
+            rounded, pool, key = self._rounded[size]
+        except KeyError:
+            if size == 0:
+                return 0
+            rounded, pool, key = self._look_at(size, stream)
+        if pool_id is not None or self._routes:
+            pool = self._routed(pool, stream, pool_id)
         frames = self.stacks() if self.stacks is not None else ()
-        block = self._find(pool, rounded, stream) or self._open(pool, size, rounded, stream, frames)
+        block: CachedBlock | None = None
+        if self._is_plain:
+            keys = pool.free.get(stream)
+            if keys:
+                index = bisect_left(keys, key)
+                if index < len(keys):
+                    block = self._blocks[keys[index] & ADDRESS_MASK]
+                    if block.segment.page:
+                        block = self._find(pool, key, rounded, stream)
+                    else:
+                        del keys[index]
+        else:
+            block = self._find(pool, key, rounded, stream)
+        if block is None:
+            block = self._open(pool, size, key, rounded, stream, frames)
+            pool = block.segment.pool
 
-        statistics = self.statistics
-        remaining = block.size - rounded
-        # Most blocks fit exactly, and both rules for cutting need at least this much.
-        if remaining >= MIN_BLOCK and should_split(remaining, rounded, pool.name, settings):
+        taken = block.size
+        splits = split_bytes = 0
+        if block.previous is not None or block.next is not None:
+            if taken != rounded and self._splits(taken - rounded, rounded, pool):
+                self._split(block, rounded, pool)
+                taken = rounded
+            else:
+                splits = -1
+            split_bytes = -taken
+        elif taken != rounded and self._splits(taken - rounded, rounded, pool):
             self._split(block, rounded, pool)
-        elif block.previous is not None or block.next is not None:
-            for gauges in (statistics.all, pool.gauges):
-                gauges.inactive_split.decrease(1)
-                gauges.inactive_split_bytes.decrease(block.size)
-        block.allocated = True
+            splits = 1
+            split_bytes = taken - rounded
+            taken = rounded
+        if block.segment.page:
+            # The counters of unused pieces leave expandable segments out.
+            splits = split_bytes = 0
+        block.state = ALLOCATED
         block.requested = size
         block.frames = frames
+        self._journal += (TAKEN + pool.code, taken, size, splits, split_bytes)
+        self.allocated = now = self.allocated + taken
+        if now > self._watermark:
+            self._rise()
+        if taken >= self._max_split:
+            self._books.oversize_allocations.increase(1)
         address = block.address
-        self._allocated[address] = block
-        taken = block.size
-        statistics.all.took_block(taken, size)
-        pool.gauges.took_block(taken, size)
-        if taken >= settings.max_split_size:
-            statistics.oversize_allocations.increase(1)
-        current = statistics.all.allocated_bytes.current
-        if current > self.window_peak_allocated:
-            self.window_peak_allocated = current
         if self.sinks:
-            self._emit("alloc", address, size, stream, frames if self.stack_context != "state" else ())
+            self._emit("alloc", address, size, block.segment, self._frames_of_alloc(frames))
         return address
 
     def free(self, address: int) -> None:
         """Frees a block; address 0 is nothing. Raises ValueError where no allocated block starts at `address`."""
-        if address == 0:
-            return
-        block = self._allocated.pop(address, None)
-        if block is None:
+        block = self._blocks.get(address)
+        if block is None or block.state != ALLOCATED:
+            if address == 0:
+                return
             raise ValueError(f"no allocated block at address {address:#x}")
-        block.allocated = False
         size = block.size
-        statistics = self.statistics
-        statistics.all.free_requested(size)
-        block.segment.pool.gauges.free_requested(size)
-        if size >= self.settings.max_split_size:
-            statistics.oversize_allocations.decrease(1)
+        self.allocated -= size
+        if size >= self._max_split:
+            self._books.oversize_allocations.decrease(1)
         frames: tuple[Frame, ...] = ()
         if self.sinks:
             frames = self._frames_of_free(block)
-            self._emit("free_requested", address, block.requested, block.segment.stream, frames)
-        if block.streams:
+            self._emit("free_requested", address, block.requested, block.segment, frames)
+        if block.streams is None:
+            self._complete(block, frames)
+        else:
             # In PyTorch one event is recorded on each of these streams now, and the block waits for all of them.
-            block.pending = len(block.streams)
+            block.state = PENDING
+            block.waits = len(block.streams)
             for stream in block.streams:
                 self._pending.setdefault(stream, deque()).append(block)
             block.streams = None
-        else:
-            self._complete(block, frames)
+            self._journal += (FREE_REQUESTED + block.segment.pool.code, -size, -block.requested, 0, 0)
+        self._books.count_if_long()
 
     def record_stream(self, address: int, stream: int) -> None:
         """Says that `stream` uses the block too, so that its free has to wait for that stream. Raises as `free` does."""
@@ -145,93 +177,141 @@ class CachingAllocator(Heap):
                 block.streams = set()
             block.streams.add(stream)
 
-    def complete_pending(self, stream: int | None = None) -> None:
-        """Finishes the work of one stream, or of all, and frees the blocks that waited for nothing else."""
-        for queue_of in [stream] if stream is not None else list(self._pending):
-            for block in self._pending.pop(queue_of, ()):
-                block.pending -= 1
-                if block.pending == 0:
-                    self._complete(block, self._frames_of_free(block) if self.sinks else ())
-
-    def empty_cache(self) -> None:
-        """Gives every segment without a used block back to the driver, after waiting for all streams."""
-        self.statistics.num_sync_all_streams += 1
-        self.complete_pending()
-        for pool in (self._large, self._small):
-            for entry in [entry for entry in pool.free if not entry[3].is_split]:
-                self._release(entry[3])
-
-    def release_segment(self, address: int) -> None:
-        """Gives one cached segment back. Raises ValueError where none starts at `address` or a part of it is in use."""
-        segment = self._segments.get(address)
-        if segment is None or segment.first.is_split or not segment.first.is_mergeable:
-            raise ValueError(f"no unused segment at address {address:#x}")
-        self._release(segment.first)
-
     # Finding memory.
 
-    def _find(self, pool: Pool, rounded: int, stream: int) -> CachedBlock | None:
+    def _look_at(self, size: int, stream: int) -> tuple[int, Pool, int]:
+        """How a request is rounded, its default pool, and the key of the smallest block that would do."""
+        if size < 0:
+            raise ValueError(f"cannot allocate {size} bytes")
+        rounded = round_size(size, self._settings)
+        if size >= ONE_EXABYTE:
+            raise self._failure(size, rounded, stream)
+        if len(self._rounded) >= _REMEMBERED_SIZES:
+            self._rounded.clear()
+        found = rounded, self._small if rounded <= SMALL_LIMIT else self._large, rounded << KEY_SHIFT
+        self._rounded[size] = found
+        return found
+
+    def _find(self, pool: Pool, key: int, rounded: int, stream: int) -> CachedBlock | None:
         """The smallest free block of the stream that is big enough, of those the lowest; taken out of the pool."""
-        settings = self.settings
-        if self._fraction is not None and settings.garbage_collection_threshold > 0:
+        if self._collects:
             pool.lookups += 1
-        free = pool.free
-        index = bisect_left(free, (stream, rounded))
-        if index == len(free):
+        keys = pool.free.get(stream)
+        if not keys:
             return None
-        owner, size, _, block = free[index]
-        if owner != stream:
+        blocks = self._blocks
+        index = bisect_left(keys, key)
+        if index == len(keys):
             return None
+        block = blocks[keys[index] & ADDRESS_MASK]
+        if block.segment.page:
+            if self._expands:
+                # A block that can grow counts as what it could grow to, so it is used last.
+                while block.segment.page and index + 1 < len(keys):
+                    following = blocks[keys[index + 1] & ADDRESS_MASK]
+                    if following.room >= block.room:
+                        break
+                    block = following
+                    index += 1
+            else:
+                while block.segment.page:
+                    index += 1
+                    if index == len(keys):
+                        return None
+                    block = blocks[keys[index] & ADDRESS_MASK]
         # Only this one candidate is looked at, even where a later one would pass.
-        if rounded < settings.max_split_size:
-            if size >= settings.max_split_size:
+        if rounded < self._max_split:
+            if block.size >= self._max_split:
                 return None
-        elif size >= rounded + settings.max_non_split_rounding:
+        elif block.size >= rounded + self._settings.max_non_split_rounding:
             return None
-        del free[index]
+        del keys[index]
         return block
 
-    def _open(self, pool: Pool, size: int, rounded: int, stream: int, frames: tuple[Frame, ...]) -> CachedBlock:
-        """A new segment's only block; frees cached memory where that is needed to get it."""
-        wanted = segment_size(rounded, self.settings)
-        if self._fraction is not None and self.settings.garbage_collection_threshold > 0:
+    def _grows(self, pool: Pool) -> bool:
+        """Whether expandable segments are in use for a pool."""
+        return self._expands and not pool.group.own_memory
+
+    def _splits(self, remaining: int, rounded: int, pool: Pool) -> bool:
+        if remaining < MIN_BLOCK or pool.group.no_split:
+            return False
+        if pool.is_small:
+            return True
+        return should_split(remaining, rounded, pool.name, self._settings, expandable=self._grows(pool))
+
+    def _split(self, block: CachedBlock, rounded: int, pool: Pool) -> None:
+        """Puts all but the low part back among the free blocks."""
+        rest = self._cut(block, rounded)
+        self._blocks[rest.address] = rest
+        pool.insert(rest)
+
+    def _open(
+        self, pool: Pool, size: int, key: int, rounded: int, stream: int, frames: tuple[Frame, ...]
+    ) -> CachedBlock:
+        """A block in new memory; frees cached memory where that is needed to get it."""
+        # While a private pool is being filled, nothing is flushed: a capture must not wait for the device.
+        under_way = bool(self._routes) or pool.group.is_private
+        if self._collects:
             self._collect_garbage()
-        block = self._open_segment(pool, wanted, stream, frames)
-        if block is None and self._release_available(pool, rounded, stream):
-            block = self._open_segment(pool, wanted, stream, frames)
-        if block is None:
+        block = self._attempt(pool, rounded, stream, frames)
+        if block is None and not pool.group.is_private:
+            block = self._find_elsewhere(pool, key, rounded, stream)
+        if block is None and self._release_available(pool, key, rounded, stream):
+            block = self._attempt(pool, rounded, stream, frames)
+        if block is None and not under_way:
             self.empty_cache()
-            self.statistics.num_alloc_retries += 1
-            block = self._open_segment(pool, wanted, stream, frames)
+            self._books.num_alloc_retries += 1
+            block = self._attempt(pool, rounded, stream, frames)
         if block is None:
-            self._fail(size, rounded, wanted, stream, frames)
+            self._fail(pool, size, rounded, stream, frames)
         return block
 
-    def _open_segment(self, pool: Pool, size: int, stream: int, frames: tuple[Frame, ...]) -> CachedBlock | None:
+    def _attempt(self, pool: Pool, rounded: int, stream: int, frames: tuple[Frame, ...]) -> CachedBlock | None:
+        """A free block of the driver's, taken out of its pool; None where the driver or the limit refuses."""
+        size = segment_size(rounded, self._settings)
         limit = self.limit
         if limit is not None and self.reserved + size > limit:
             return None
+        if self._grows(pool):
+            return self._grow(pool, rounded, stream, frames)
         address = self.memory.allocate(size)
         if address is None:
             return None
         segment = self._add_segment(pool, address, size, stream, frames)
         if self.sinks:
-            self._emit("segment_alloc", address, size, stream, frames if self.stack_context != "state" else ())
+            self._emit("segment_alloc", address, size, segment, self._frames_of_alloc(frames))
         self._note_reserved()
         return segment.first
 
-    def _fail(self, size: int, rounded: int, wanted: int, stream: int, frames: tuple[Frame, ...]) -> NoReturn:
-        failure = self._failure(size, rounded, wanted, stream)
+    def grow_in_vain(self, size: int, stream: int, pool_id: PoolId | None = None) -> None:
+        """Maps what can be mapped for a request that then fails, as where the driver runs out half-way."""
+        rounded = round_size(size, self._settings)
+        pool = self._routed(self._small if rounded <= SMALL_LIMIT else self._large, stream, pool_id)
+        block = self._grow(pool, rounded, stream, ())
+        if block is not None:
+            pool.insert(block)
+
+    def _find_elsewhere(self, pool: Pool, key: int, rounded: int, stream: int) -> CachedBlock | None:
+        """A free block of a private pool that may be used before failing."""
+        for group in self._groups.values():
+            if group.use_on_oom:
+                block = self._find(group.pool(pool.name), key, rounded, stream)
+                if block is not None:
+                    return block
+        return None
+
+    def _fail(self, pool: Pool, size: int, rounded: int, stream: int, frames: tuple[Frame, ...]) -> NoReturn:
+        failure = self._failure(size, rounded, stream)
         if self.sinks:
-            self._emit("oom", failure.free, rounded, stream, frames if self.stack_context != "state" else ())
-        self.statistics.num_ooms += 1
+            self._send("oom", failure.free, rounded, stream, self._frames_of_alloc(frames), pool.group)
+        self._books.num_ooms += 1
         raise failure
 
-    def _failure(self, size: int, rounded: int, wanted: int, stream: int) -> DeviceOutOfMemory:
+    def _failure(self, size: int, rounded: int, stream: int) -> DeviceOutOfMemory:
         return DeviceOutOfMemory(
             requested=size,
             rounded=rounded,
-            segment_size=wanted,
+            segment_size=segment_size(rounded, self._settings),
             device=self.device,
             total=self.memory.total,
             free=self.memory.free,
@@ -240,43 +320,5 @@ class CachingAllocator(Heap):
             limit=self.limit,
             largest_free=self.largest_free(stream),
             outside=self.memory.outside,
+            private_free=self.private_free,
         )
-
-    # Giving memory back.
-
-    def _release_available(self, pool: Pool, rounded: int, stream: int) -> bool:
-        """With a split limit: gives back one cached oversize block that would do, or several that do together."""
-        least = self.settings.max_split_size
-        if least == UNLIMITED:
-            return False
-        wanted = max(rounded, least)
-        index = bisect_left(pool.free, (stream, wanted))
-        if index < len(pool.free) and pool.free[index][0] == stream:
-            if pool.free[index][3].is_split:
-                return False
-            self._release(pool.free[index][3])
-            return True
-        released = 0
-        # Downwards from the largest; what was given back stays so even where it is not enough.
-        for owner, size, _, block in reversed(pool.free[:index]):
-            if released >= wanted or owner != stream or size < least:
-                break
-            if not block.is_split:
-                self._release(block)
-                released += size
-        return released >= wanted
-
-    def _collect_garbage(self) -> None:
-        """Gives back unused large segments that are older than the mean, until reserved is below the threshold."""
-        limit = self.limit
-        assert limit is not None
-        threshold = int(self.settings.garbage_collection_threshold * limit)
-        surplus = self.reserved - threshold
-        whole = [entry[3] for entry in self._large.free if not entry[3].is_split]
-        while surplus > 0 and whole:
-            mean = sum(map(self._large.age, whole)) / len(whole)
-            # A pass is never cut short: PyTorch does not want to be back here soon.
-            for block in [block for block in whole if self._large.age(block) >= mean]:
-                surplus -= block.size
-                whole.remove(block)
-                self._release(block)

@@ -22,7 +22,8 @@ class DeviceOutOfMemory(Exception):
 
     requested: what the program asked for; rounded: that as a block; segment_size: what the driver was asked for.
     total, free: the whole device's; limit: what the memory fraction allows, None without one; largest_free: the largest
-    cached free block on the request's stream (in either pool); outside: in use beside the allocator.
+    cached free block on the request's stream (in either pool); outside: in use beside the allocator. private_free: free
+    blocks of private pools, which the request could not use.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class DeviceOutOfMemory(Exception):
         limit: int | None,
         largest_free: int,
         outside: int,
+        private_free: int = 0,
     ) -> None:
         self.requested = requested
         self.rounded = rounded
@@ -51,6 +53,7 @@ class DeviceOutOfMemory(Exception):
         self.limit = limit
         self.largest_free = largest_free
         self.outside = outside
+        self.private_free = private_free
         super().__init__(requested, rounded, segment_size, device)
 
     def __str__(self) -> str:
@@ -114,11 +117,14 @@ def _new_text(failure: DeviceOutOfMemory, version: tuple[int, int], processes: s
     allowed = ""
     if failure.limit is not None and version >= (2, 9):
         allowed = f"{allocator_text(failure.limit)} allowed; "
+    private = failure.private_free
+    # PyTorch adds the free bytes of private pools to what it calls allocated.
+    pools = f"with {allocator_text(private)} allocated in private pools (e.g., CUDA Graphs), " if private else ""
     return (
         f"CUDA out of memory. Tried to allocate {allocator_text(failure.segment_size)}. GPU {failure.device} has a total "
         f"{capacity} of {allocator_text(failure.total)} of which {allocator_text(failure.free)} is free. {processes}{allowed}"
-        f"Of the allocated memory {allocator_text(failure.allocated)} is allocated by PyTorch, and "
-        f"{allocator_text(failure.reserved - failure.allocated)} is reserved by PyTorch but unallocated. "
+        f"Of the allocated memory {allocator_text(failure.allocated + private)} is allocated by PyTorch, {pools}and "
+        f"{allocator_text(failure.reserved - failure.allocated - private)} is reserved by PyTorch but unallocated. "
         f"If reserved but unallocated memory is large try setting {_advice(version)}"
     )
 

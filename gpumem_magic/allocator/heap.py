@@ -6,16 +6,26 @@
 from __future__ import annotations
 
 import time
+from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Callable, Sequence
-from itertools import pairwise
+from collections.abc import Callable
 from typing import Any, Protocol
 
-from gpumem_magic.allocator.blocks import CachedBlock, CachedSegment, Pool
+from gpumem_magic.allocator.blocks import (
+    ALLOCATED,
+    DEFAULT_POOL,
+    FREE,
+    KEY_SHIFT,
+    CachedBlock,
+    CachedSegment,
+    Pool,
+    PoolGroup,
+    PoolId,
+)
 from gpumem_magic.allocator.memory import DeviceMemory
 from gpumem_magic.allocator.settings import settings_to_dict
-from gpumem_magic.allocator.statistics import Statistics
-from gpumem_magic.snapshot.model import ACTIVE, INACTIVE, LARGE_POOL, SMALL_POOL, Frame, Segment, TraceEvent
+from gpumem_magic.allocator.statistics import FREE_COMPLETED, FREED, Statistics
+from gpumem_magic.snapshot.model import Frame, Segment, TraceEvent
 from gpumem_magic.snapshot.rules import UNLIMITED, AllocatorSettings
 
 Stacks = Callable[[], tuple[Frame, ...]]
@@ -33,7 +43,7 @@ class Heap:
     sinks: lists to which every trace event is appended; add and remove your own. stacks: gives the frames for a memory
     history, or None; stack_context says where they go, as PyTorch's `context` does: "state" (blocks only), "alloc" (and
     alloc events) or "all" (and free events). on_reserved: called with the reserved bytes after each change of them.
-    settings_text: the text of the environment variable, if the settings came from one.
+    settings_text: the text of the environment variable, if the settings came from one. allocated: bytes of blocks in use.
     """
 
     def __init__(
@@ -45,31 +55,54 @@ class Heap:
     ) -> None:
         self.device = device
         self.memory = memory
-        self.settings = settings
         self.stacks = stacks
         self.stack_context = "all"
         self.settings_text = ""
         self.sinks: list[EventSink] = []
         self.on_reserved: Callable[[int], None] | None = None
-        self.statistics = Statistics()
+        self.allocated = 0
+        self.peak_allocated = 0
         self.window_peak_allocated = 0
         self.window_peak_reserved = 0
-        self._small = Pool(SMALL_POOL, self.statistics.small)
-        self._large = Pool(LARGE_POOL, self.statistics.large)
+        # The lower of the two peaks of what is allocated: below it nothing has to be looked at.
+        self._watermark = 0
+        self._books = Statistics()
+        self._journal = self._books.journal
+        self._groups: dict[PoolId, PoolGroup] = {DEFAULT_POOL: PoolGroup(DEFAULT_POOL)}
+        self._small = self._groups[DEFAULT_POOL].small
+        self._large = self._groups[DEFAULT_POOL].large
         self._segments: dict[int, CachedSegment] = {}
-        self._allocated: dict[int, CachedBlock] = {}
+        # All blocks with memory behind them, by address.
+        self._blocks: dict[int, CachedBlock] = {}
         # Per stream, oldest first: the blocks whose free waits for that stream.
         self._pending: dict[int, deque[CachedBlock]] = {}
+        self._settings = settings
+        self._apply_settings()
+
+    @property
+    def settings(self) -> AllocatorSettings:
+        return self._settings
+
+    @settings.setter
+    def settings(self, settings: AllocatorSettings) -> None:
+        self._settings = settings
+        self._apply_settings()
+
+    def _apply_settings(self) -> None:
+        """Called after each change of the settings."""
+        self._max_split = self._settings.max_split_size
 
     # Figures of now.
 
     @property
-    def allocated(self) -> int:
-        return self.statistics.all.allocated_bytes.current
+    def statistics(self) -> Statistics:
+        """All counters, counted up to now."""
+        self._books.count()
+        return self._books
 
     @property
     def reserved(self) -> int:
-        return self.statistics.all.reserved_bytes.current
+        return self._books.all.reserved_bytes.current
 
     @property
     def requested(self) -> int:
@@ -77,25 +110,28 @@ class Heap:
         return self.statistics.all.requested_bytes.current
 
     @property
-    def peak_allocated(self) -> int:
-        return self.statistics.all.allocated_bytes.peak
-
-    @property
     def peak_reserved(self) -> int:
-        return self.statistics.all.reserved_bytes.peak
+        return self._books.all.reserved_bytes.peak
 
     @property
     def num_alloc_retries(self) -> int:
-        return self.statistics.num_alloc_retries
+        return self._books.num_alloc_retries
 
     @property
     def num_ooms(self) -> int:
-        return self.statistics.num_ooms
+        return self._books.num_ooms
+
+    @property
+    def private_free(self) -> int:
+        """Bytes of the free blocks of private pools, which nothing else can use."""
+        return sum(
+            group.small.free_bytes + group.large.free_bytes for group in self._groups.values() if group.is_private
+        )
 
     def memory_stats(self) -> dict[str, int]:
         """The keys and figures of `torch.cuda.memory_stats`, sorted by key."""
         split = self.settings.max_split_size
-        return self.statistics.flat(-1 if split == UNLIMITED else split)
+        return self._books.flat(-1 if split == UNLIMITED else split)
 
     def settings_dict(self) -> dict[str, Any]:
         """The settings as a snapshot's `allocator_settings` has them."""
@@ -103,19 +139,29 @@ class Heap:
 
     def reset_peak_stats(self) -> None:
         """Peaks become what is current. The window's peaks stay."""
-        self.statistics.reset_peaks()
+        self._books.reset_peaks()
+        self.peak_allocated = self.allocated
+        self._watermark = min(self.peak_allocated, self.window_peak_allocated)
 
     def reset_accumulated_stats(self) -> None:
-        self.statistics.reset_accumulated()
+        self._books.reset_accumulated()
 
     def start_window(self) -> None:
         """The window's peaks become what is current. They are a recorder's own: nothing else resets them."""
-        self.window_peak_allocated = self.allocated
+        self.window_peak_allocated = self._watermark = self.allocated
         self.window_peak_reserved = self.reserved
 
+    def _rise(self) -> None:
+        """What is allocated passed the lower of the two peaks."""
+        now = self.allocated
+        self.peak_allocated = max(self.peak_allocated, now)
+        self.window_peak_allocated = max(self.window_peak_allocated, now)
+        self._watermark = min(self.peak_allocated, self.window_peak_allocated)
+
     def segments(self) -> tuple[Segment, ...]:
-        """All segments and their blocks now, by address."""
-        return tuple(self._segments[address].describe(self.device) for address in sorted(self._segments))
+        """All segments and their blocks now, by address, as a snapshot has them."""
+        found = [segment for cached in self._segments.values() for segment in cached.describe(self.device)]
+        return tuple(sorted(found, key=lambda segment: segment.address))
 
     def largest_free(self, stream: int = 0) -> int:
         """The largest cached free block that a request on `stream` could be given (0: none)."""
@@ -125,86 +171,18 @@ class Heap:
         """The size of the allocated block at `address`. Raises ValueError where there is none."""
         return self._block_at(address).size
 
-    # States from elsewhere.
-
-    def adopt(self, segments: Sequence[Segment]) -> None:
-        """Takes over a state that something else recorded: segments at their addresses with their blocks, no events.
-
-        Blocks that wait for a stream wait for their own here, which `complete_pending` finishes. Current figures and peaks
-        include what is adopted. Raises ValueError, and changes nothing, where a segment is expandable, overlaps another or
-        is not tiled by its blocks.
-        """
-        self._check_adoptable(segments)
-        for segment in segments:
-            self.memory.adopt(segment.address, segment.total_size)
-            pool = self._large if segment.segment_type == LARGE_POOL else self._small
-            cached = self._add_segment(pool, segment.address, segment.total_size, segment.stream, segment.frames)
-            self._adopt_blocks(cached, segment)
-        self._note_reserved()
-
-    def _check_adoptable(self, segments: Sequence[Segment]) -> None:
-        ranges = [(known.address, known.size) for known in self._segments.values()]
-        ranges += [(segment.address, segment.total_size) for segment in segments]
-        ranges.sort()
-        for (address, size), (following, _) in pairwise(ranges):
-            if address + size > following:
-                raise ValueError(f"the segments at {address:#x} and {following:#x} overlap")
-        for segment in segments:
-            if segment.is_expandable:
-                raise ValueError("expandable segments are not emulated")
-            address = segment.address
-            for block in segment.blocks:
-                if block.address != address:
-                    raise ValueError(f"no block of the segment at {segment.address:#x} covers {address:#x}")
-                address += block.size
-            if address != segment.address + segment.total_size:
-                raise ValueError(f"the blocks of the segment at {segment.address:#x} do not add up to its size")
-
-    def _adopt_blocks(self, cached: CachedSegment, segment: Segment) -> None:
-        gauges = (self.statistics.all, cached.pool.gauges)
-        previous: CachedBlock | None = None
-        for given in segment.blocks:
-            block = cached.first if previous is None else CachedBlock(given.address, given.size, cached)
-            block.size = given.size
-            block.requested = given.requested_size
-            block.frames = given.frames
-            block.previous = previous
-            if previous is not None:
-                previous.next = block
-            previous = block
-            if given.state == INACTIVE:
-                cached.pool.insert(block)
-                if len(segment.blocks) > 1:
-                    for gauge in gauges:
-                        gauge.inactive_split.increase(1)
-                        gauge.inactive_split_bytes.increase(given.size)
-                continue
-            for gauge in gauges:
-                gauge.took_block(given.size, given.requested_size)
-            if given.state == ACTIVE:
-                block.allocated = True
-                self._allocated[block.address] = block
-                if given.size >= self.settings.max_split_size:
-                    self.statistics.oversize_allocations.increase(1)
-            else:
-                block.pending = 1
-                self._pending.setdefault(segment.stream, deque()).append(block)
-                for gauge in gauges:
-                    gauge.free_requested(given.size)
-        self.window_peak_allocated = max(self.window_peak_allocated, self.allocated)
-
     # Segments.
 
     def _add_segment(
         self, pool: Pool, address: int, size: int, stream: int, frames: tuple[Frame, ...]
     ) -> CachedSegment:
+        """A segment from cudaMalloc, as one block that is in no list yet."""
         segment = CachedSegment(address, size, stream, pool, frames)
         self._segments[address] = segment
-        self.statistics.all.opened_segment(size)
-        pool.gauges.opened_segment(size)
-        self.statistics.num_device_alloc += 1
-        if size >= self.settings.max_split_size:
-            self.statistics.oversize_segments.increase(1)
+        self._blocks[address] = segment.first
+        self._books.opened_segment(pool.name, size)
+        if size >= self._max_split:
+            self._books.oversize_segments.increase(1)
         return segment
 
     def _note_reserved(self) -> None:
@@ -219,80 +197,97 @@ class Heap:
         segment = block.segment
         segment.pool.remove(block)
         del self._segments[segment.address]
+        del self._blocks[segment.address]
         self.memory.release(segment.address, segment.size)
-        statistics = self.statistics
-        statistics.all.closed_segment(segment.size)
-        segment.pool.gauges.closed_segment(segment.size)
-        statistics.num_device_free += 1
-        if segment.size >= self.settings.max_split_size:
-            statistics.oversize_segments.decrease(1)
+        self._books.closed_segment(segment.pool.name, segment.size)
+        if segment.size >= self._max_split:
+            self._books.oversize_segments.decrease(1)
         if self.sinks:
-            self._emit("segment_free", segment.address, segment.size, segment.stream, segment.frames)
+            self._emit("segment_free", segment.address, segment.size, segment, segment.frames)
         self._note_reserved()
 
     # Cutting and joining.
 
-    def _split(self, block: CachedBlock, rounded: int, pool: Pool) -> None:
-        """Keeps the low part in `block` and puts the rest among the free blocks."""
-        was_split = block.is_split
-        rest = CachedBlock(block.address + rounded, block.size - rounded, block.segment)
+    def _cut(self, block: CachedBlock, size: int) -> CachedBlock:
+        """Keeps the low part in `block`; the rest is a new free block, which is in no list yet."""
+        rest = CachedBlock(block.address + size, block.size - size, block.segment)
         rest.requested = block.requested
         rest.previous = block
-        rest.next = block.next
-        if rest.next is not None:
-            rest.next.previous = rest
+        rest.next = following = block.next
+        if following is not None:
+            following.previous = rest
         block.next = rest
-        block.size = rounded
-        pool.insert(rest)
-        for gauges in (self.statistics.all, pool.gauges):
-            if was_split:
-                gauges.inactive_split_bytes.decrease(rounded)
-            else:
-                gauges.inactive_split_bytes.increase(rest.size)
-                gauges.inactive_split.increase(1)
+        block.size = size
+        return rest
 
-    def _complete(self, block: CachedBlock, frames: tuple[Frame, ...]) -> None:
+    def _complete(self, block: CachedBlock, frames: tuple[Frame, ...], kind: int = FREED) -> None:
         """Makes a freed block free: joins it with free neighbours and puts it in its pool."""
         segment = block.segment
         pool = segment.pool
-        size = block.size
+        keys = segment.free
+        size = whole = block.size
         requested = block.requested
         if self.sinks:
-            self._emit("free_completed", block.address, requested, segment.stream, frames)
+            self._emit("free_completed", block.address, requested, segment, frames)
         splits = split_bytes = 0
         left = block.previous
-        if left is not None and left.is_mergeable:
-            pool.remove(left)
-            splits -= 1
-            split_bytes -= left.size
-            left.size += size
-            left.requested = requested
-            left.next = block.next
-            if left.next is not None:
-                left.next.previous = left
-            block = left
         right = block.next
-        if right is not None and right.is_mergeable:
-            pool.remove(right)
+        if left is not None and not left.state:
+            left_size = left.size
+            del keys[bisect_left(keys, left_size << KEY_SHIFT | left.address)]
+            del self._blocks[block.address]
             splits -= 1
-            split_bytes -= right.size
-            block.size += right.size
-            block.next = right.next
-            if right.next is not None:
-                right.next.previous = block
-        pool.insert(block)
-        if block.previous is not None or block.next is not None:
+            split_bytes -= left_size
+            left.size = whole = left_size + size
+            left.requested = requested
+            left.next = right
+            if right is not None:
+                right.previous = left
+            block = left
+        else:
+            block.state = FREE
+        if right is not None and not right.state:
+            right_size = right.size
+            del keys[bisect_left(keys, right_size << KEY_SHIFT | right.address)]
+            del self._blocks[right.address]
+            splits -= 1
+            split_bytes -= right_size
+            block.size = whole = whole + right_size
+            block.next = right = right.next
+            if right is not None:
+                right.previous = block
+        block.age_base = pool.lookups
+        insort(keys, whole << KEY_SHIFT | block.address)
+        if segment.expandable:
+            # The counters of unused pieces leave expandable segments out.
+            splits = split_bytes = 0
+        elif block.previous is not None or right is not None:
             splits += 1
-            split_bytes += block.size
-        self.statistics.all.free_completed(size, requested, splits, split_bytes)
-        pool.gauges.free_completed(size, requested, splits, split_bytes)
+            split_bytes += whole
+        self._journal += (kind + pool.code, -size, -requested, splits, split_bytes)
+
+    def _complete_pending(self, block: CachedBlock) -> None:
+        """One of the streams that a block waits for is done."""
+        block.waits -= 1
+        if block.waits == 0:
+            self._complete(block, self._frames_of_free(block) if self.sinks else (), FREE_COMPLETED)
 
     # Events.
 
-    def _emit(self, action: str, address: int, size: int, stream: int, frames: tuple[Frame, ...]) -> None:
-        event = TraceEvent(action, address, size, stream, time.time_ns() // 1000, frames)
+    def _emit(self, action: str, address: int, size: int, segment: CachedSegment, frames: tuple[Frame, ...]) -> None:
+        group = segment.pool.group
+        self._send(action, address, size, segment.stream, frames, group)
+
+    def _send(
+        self, action: str, address: int, size: int, stream: int, frames: tuple[Frame, ...], group: PoolGroup
+    ) -> None:
+        pool_id = group.id if group.is_private else None
+        event = TraceEvent(action, address, size, stream, time.time_ns() // 1000, frames, pool_id)
         for sink in self.sinks:
             sink.append(event)
+
+    def _frames_of_alloc(self, frames: tuple[Frame, ...]) -> tuple[Frame, ...]:
+        return frames if self.stack_context != "state" else ()
 
     def _frames_of_free(self, block: CachedBlock) -> tuple[Frame, ...]:
         if self.stack_context == "state":
@@ -302,7 +297,7 @@ class Heap:
         return block.frames
 
     def _block_at(self, address: int) -> CachedBlock:
-        try:
-            return self._allocated[address]
-        except KeyError:
-            raise ValueError(f"no allocated block at address {address:#x}") from None
+        block = self._blocks.get(address)
+        if block is None or block.state != ALLOCATED:
+            raise ValueError(f"no allocated block at address {address:#x}")
+        return block

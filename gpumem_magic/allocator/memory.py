@@ -67,7 +67,8 @@ class DeviceMemory:
     """One device's memory, in bytes.
 
     total: what cudaMemGetInfo reports. outside: what is in use beside the allocator (this process's CUDA context, other
-    processes); may be changed at any time. reserved: what `allocate` has handed out.
+    processes); may be changed at any time. reserved: what `allocate` and `map` have handed out. address_space: how many
+    addresses an expandable segment reserves: more than the device has memory, so that one is enough.
     """
 
     def __init__(self, total: int, outside: int = 0, addresses: Addresses | None = None) -> None:
@@ -75,6 +76,7 @@ class DeviceMemory:
         self.outside = outside
         self.reserved = 0
         self.addresses: Addresses = FirstFitAddresses() if addresses is None else addresses
+        self.address_space = total + total // 8
 
     @property
     def free(self) -> int:
@@ -95,4 +97,27 @@ class DeviceMemory:
     def release(self, address: int, size: int) -> None:
         """Takes back what `allocate` handed out. Raises KeyError for an address that it did not."""
         self.addresses.give_back(address)
+        self.reserved -= size
+
+    def reserve(self, size: int) -> int:
+        """The address of `size` bytes of address space without memory behind them."""
+        return self.addresses.take(size)
+
+    def give_up(self, address: int) -> None:
+        """Takes back address space that has no memory behind it any more. Raises KeyError for what is not reserved."""
+        self.addresses.give_back(address)
+
+    def claim(self, address: int, size: int) -> None:
+        """Reserves the given address space (a state from elsewhere)."""
+        self.addresses.claim(address, size)
+
+    def map(self, address: int, size: int) -> bool:
+        """Puts `size` bytes of memory behind reserved addresses; False, and nothing happens, where they are not free."""
+        if size > self.free:
+            return False
+        self.reserved += size
+        return True
+
+    def unmap(self, size: int) -> None:
+        """Takes back memory that `map` handed out."""
         self.reserved -= size

@@ -1,56 +1,94 @@
 """Replaying a recorded trace through the emulated allocator, which decides for itself where everything goes.
 
 Recorded addresses are labels: they say which block an event is about, and where the driver put each segment. Where a block
-goes within the segments is the emulator's decision, compared with what was recorded.
+goes within the segments, and when memory is asked of the driver, is the emulator's decision, compared with the recording.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from gpumem_magic.allocator.adoption import RangeKey, range_key
+from gpumem_magic.allocator.blocks import PoolId
 from gpumem_magic.allocator.caching import CachingAllocator
-from gpumem_magic.allocator.memory import DeviceMemory, FirstFitAddresses
-from gpumem_magic.snapshot.model import ACTIVE, PENDING_FREE, Segment, TraceEvent
-from gpumem_magic.snapshot.rules import DEFAULT_SETTINGS, UNLIMITED, AllocatorSettings
+from gpumem_magic.allocator.recorded_pools import PrivatePools
+from gpumem_magic.allocator.recorded import RecordedMemory
+from gpumem_magic.snapshot.model import PENDING_FREE, Segment, TraceEvent
+from gpumem_magic.snapshot.rules import (
+    DEFAULT_SETTINGS,
+    AllocatorSettings,
+    page_size,
+    pool_of,
+    pool_of_segment,
+    round_size,
+)
 
-# Above any address of a GPU: segments that the emulator opened and the recording did not.
-_UNRECORDED_BASE = 1 << 60
+_SEGMENT_ACTIONS = frozenset({"segment_alloc", "segment_free", "segment_map", "segment_unmap"})
 
 
 @dataclass
 class ReplayResult:
-    """allocations: the alloc events. placed: those that the emulator put at the recorded address, opening a segment of the
-    recorded size exactly where the recording opened one. misplaced: indices of the other events. allocator: its end state.
+    """allocations: the alloc events. misplaced: indices of those that the emulator put elsewhere, or for which it asked the
+    driver for something else. decisions: the segment_* events; misjudged: indices of those that it would not have made.
+    unmatched: events about blocks or segments that are not there. allocator: its end state.
     """
 
     allocator: CachingAllocator
     allocations: int = 0
-    placed: int = 0
     misplaced: list[int] = field(default_factory=list)
+    decisions: int = 0
+    misjudged: list[int] = field(default_factory=list)
     unmatched: int = 0
 
+    @property
+    def placed(self) -> int:
+        return self.allocations - len(self.misplaced)
 
-class _RecordedAddresses:
-    """Puts the next segment where the recording put it, if the recording opened one of that size now."""
+    @property
+    def agrees(self) -> bool:
+        """Whether every allocation and every segment decision is the recording's."""
+        return not self.misplaced and not self.misjudged and not self.unmatched
 
-    def __init__(self) -> None:
-        self.offered: tuple[int, int] | None = None
-        self._unrecorded = FirstFitAddresses(_UNRECORDED_BASE)
 
-    def take(self, size: int) -> int:
-        if self.offered is not None and self.offered[1] == size:
-            address = self.offered[0]
-            self.offered = None
-            return address
-        return self._unrecorded.take(size)
+@dataclass(frozen=True)
+class Figures:
+    """Of one pool and stream of one device."""
 
-    def claim(self, address: int, size: int) -> None:
-        """Nothing: the recording's driver knew which addresses were free."""
+    device: int
+    pool: str
+    stream: int
+    allocations: int
+    placed: int
+    decisions: int
+    decided: int
 
-    def give_back(self, address: int) -> None:
-        if address >= _UNRECORDED_BASE:
-            self._unrecorded.give_back(address)
+
+def figures(
+    result: ReplayResult, events: Sequence[TraceEvent], settings: AllocatorSettings = DEFAULT_SETTINGS
+) -> list[Figures]:
+    """A result by pool and stream, in that order. `events` and `settings` are those that were replayed."""
+    allocations, decisions = Counter[tuple[str, int]](), Counter[tuple[str, int]]()
+    misplaced, misjudged = set(result.misplaced), set(result.misjudged)
+    placed, decided = Counter[tuple[str, int]](), Counter[tuple[str, int]]()
+    pools: dict[int, str] = {}
+    for index, event in enumerate(events):
+        if event.action == "alloc":
+            pool = pools.get(event.size) or pools.setdefault(event.size, pool_of(round_size(event.size, settings)))
+            allocations[pool, event.stream] += 1
+            placed[pool, event.stream] += index not in misplaced
+        elif event.action in _SEGMENT_ACTIONS:
+            pool = pool_of_segment(event.size)
+            decisions[pool, event.stream] += 1
+            decided[pool, event.stream] += index not in misjudged
+    return [
+        Figures(
+            result.allocator.device, pool, stream, allocations[pool, stream], placed[pool, stream],
+            decisions[pool, stream], decided[pool, stream],
+        )
+        for pool, stream in sorted(allocations | decisions)
+    ]  # fmt: skip
 
 
 def replay(
@@ -58,55 +96,186 @@ def replay(
     events: Sequence[TraceEvent],
     settings: AllocatorSettings = DEFAULT_SETTINGS,
     device: int = 0,
+    final: Sequence[Segment] = (),
 ) -> ReplayResult:
     """Sends a trace's requests through the emulator, from the segments at its start (() for an empty allocator).
 
-    What can't be predicted is taken from the trace: the addresses of segments, when they are given back, and when a free
-    that waited for a stream completed. `unmatched` in the result counts events about blocks or segments that are not there.
-    Raises ValueError for expandable segments.
+    What can't be predicted is taken from the trace: the addresses of segments, when memory is given back or has run out,
+    and when a free that waited for a stream completed. final: the segments at its end, which tell the pools of segments
+    that the trace opened. Raises ValueError where the start's segments overlap or are not tiled by their blocks.
     """
-    addresses = _RecordedAddresses()
-    allocator = CachingAllocator(device, DeviceMemory(UNLIMITED, addresses=addresses), settings, auto_complete=False)
-    allocator.adopt(start)
-    result = ReplayResult(allocator)
-    # Recorded address -> where the emulator put it. They are equal as long as the emulation is right.
-    labels = {block.address: block.address for segment in start for block in segment.blocks if block.state == ACTIVE}
-    # A free that waits does so for a stream of its own here, so that it can be completed alone.
-    waits_for: dict[int, int] = {
-        block.address: segment.stream for segment in start for block in segment.blocks if block.state == PENDING_FREE
-    }
-    for index, event in enumerate(events):
-        address = event.address
+    return _Replay(start, events, settings, device, final).run()
+
+
+class _Replay:
+    def __init__(
+        self,
+        start: Sequence[Segment],
+        events: Sequence[TraceEvent],
+        settings: AllocatorSettings,
+        device: int,
+        final: Sequence[Segment],
+    ) -> None:
+        self._events = events
+        self._memory = RecordedMemory()
+        self._allocator = CachingAllocator(device, self._memory, settings, auto_complete=False)
+        self._allocator.adopt(start, _bases(start, events, settings))
+        self._memory.surprises = 0
+        self._result = ReplayResult(self._allocator)
+        self._private = PrivatePools(start, events, final)
+        # A free that waits does so for a stream of its own here, so that it can be completed alone.
+        self._waits_for: dict[int, int] = {
+            block.address: segment.stream
+            for segment in start
+            for block in segment.blocks
+            if block.state == PENDING_FREE
+        }
+        # Recorded address -> where the emulator put it, where that differs.
+        self._moved: dict[int, int] = {}
+        # Segments and pages that the recording got for the next request: indices of events.
+        self._got: list[int] = []
+
+    def run(self) -> ReplayResult:
+        events, result, moved, memory = self._events, self._result, self._moved, self._memory
+        malloc, free = self._allocator.malloc, self._allocator.free
+        has_private = bool(self._private)
+        # The address of a free_requested event; most often the next event completes it.
+        requested = -1
+        index = -1
+        for event in events:
+            index += 1
+            action, address, size, stream, _, _, _ = event
+            if action == "free_completed" and address == requested:
+                requested = -1
+                try:
+                    free(address if not moved else moved.pop(address, address))
+                except ValueError:
+                    result.unmatched += 1
+                continue
+            if requested >= 0:
+                self._defer(requested, index - 1)
+                requested = -1
+            if action == "alloc":
+                pool_id = self._private.of(event) if has_private else None
+                place = malloc(size, stream, pool_id)
+                result.allocations += 1
+                if place != address or self._got or memory.surprises:
+                    self._compare(index, address, place)
+                elif moved:
+                    moved.pop(address, None)
+            elif action == "free_requested":
+                requested = address
+            elif action == "free_completed":
+                self._complete(address)
+            elif action in _SEGMENT_ACTIONS:
+                result.decisions += 1
+                self._segment_event(index, event)
+                if has_private:
+                    self._private.note(index, event)
+        if requested >= 0:
+            self._defer(requested, index)
+        return result
+
+    # Blocks.
+
+    def _compare(self, index: int, address: int, place: int) -> None:
+        """Notes a request that was not simply placed: elsewhere, or in memory that was got for it."""
+        agrees = self._memory.agrees
+        if not agrees:
+            self._result.misjudged += self._got
+        if place != address or not agrees:
+            self._result.misplaced.append(index)
+        if place != address:
+            self._moved[address] = place
+        else:
+            self._moved.pop(address, None)
+        self._got.clear()
+
+    def _defer(self, address: int, index: int) -> None:
+        """A free that does not complete at once."""
+        block = self._moved.pop(address, address)
+        self._waits_for[address] = -1 - index
+        try:
+            self._allocator.record_stream(block, -1 - index)
+            self._allocator.free(block)
+        except ValueError:
+            self._result.unmatched += 1
+
+    def _complete(self, address: int) -> None:
+        waits_for = self._waits_for.pop(address, None)
+        if waits_for is not None:
+            self._allocator.complete_pending(waits_for)
+            return
+        try:
+            # A trace that has no free_requested events.
+            self._allocator.free(self._moved.pop(address, address))
+        except ValueError:
+            self._result.unmatched += 1
+
+    # Segments.
+
+    def _segment_event(self, index: int, event: TraceEvent) -> None:
         if event.action == "segment_alloc":
-            addresses.offered = address, event.size
-        elif event.action == "alloc":
-            labels[address] = allocator.malloc(event.size, event.stream)
-            result.allocations += 1
-            if labels[address] == address and addresses.offered is None:
-                result.placed += 1
-            else:
-                result.misplaced.append(index)
-            addresses.offered = None
-        elif event.action == "free_requested" and address in labels:
-            block = labels.pop(address)
-            following = events[index + 1] if index + 1 < len(events) else None
-            if following is None or following.action != "free_completed" or following.address != address:
-                waits_for[address] = -1 - index
-                allocator.record_stream(block, waits_for[address])
-            allocator.free(block)
-        elif event.action == "free_completed":
-            if address in waits_for:
-                allocator.complete_pending(waits_for.pop(address))
-            elif address in labels:
-                # A trace that has no free_requested events.
-                allocator.free(labels.pop(address))
-        elif event.action == "segment_free":
-            try:
-                allocator.release_segment(address)
-            except ValueError:
-                result.unmatched += 1
-        elif event.action == "free_requested":
-            result.unmatched += 1
-        elif event.action in ("segment_map", "segment_unmap"):
-            raise ValueError("expandable segments are not emulated")
-    return result
+            self._memory.opened = event
+            self._got.append(index)
+        elif event.action == "segment_map":
+            self._memory.mapped.append(event)
+            self._got.append(index)
+            following = self._events[index + 1] if index + 1 < len(self._events) else None
+            if following is None or following.action not in ("segment_map", "alloc"):
+                self._fail_after_mapping(index)
+        else:
+            self._give_back(index, event)
+
+    def _fail_after_mapping(self, index: int) -> None:
+        """The recording mapped some pages and then the driver refused: the same is done here, if the request is known."""
+        request = next((event for event in self._events[index + 1 :] if event.action in ("alloc", "oom")), None)
+        self._memory.exhausted = True
+        if request is not None:
+            self._allocator.grow_in_vain(request.size, request.stream, self._private.of(request))
+        self._memory.exhausted = False
+        if not self._memory.agrees:
+            self._result.misjudged += self._got
+        self._got.clear()
+
+    def _give_back(self, index: int, event: TraceEvent) -> None:
+        try:
+            if event.action == "segment_free":
+                self._allocator.release_segment(event.address)
+            elif not self._allocator.release_pages(event.address, event.size):
+                self._result.misjudged.append(index)
+        except ValueError:
+            self._result.unmatched += 1
+            self._result.misjudged.append(index)
+
+
+def _bases(start: Sequence[Segment], events: Sequence[TraceEvent], settings: AllocatorSettings) -> dict[RangeKey, int]:
+    """Where the expandable segments of the start begin: at the lowest page that is ever mapped while they exist."""
+    bases: dict[RangeKey, int] = {}
+    mapped = Counter[RangeKey]()
+    for segment in start:
+        if segment.is_expandable:
+            key = range_key(segment, page_size(segment.segment_type, settings))
+            bases[key] = min(bases.get(key, segment.address), segment.address)
+            mapped[key] += segment.total_size
+    gone: set[RangeKey] = set()
+    for event in events if bases else ():
+        if event.action not in ("segment_map", "segment_unmap"):
+            continue
+        for key in bases:
+            stream, pool, _, place = key
+            page = page_size(pool, settings)
+            begin = event.address - bases[key]
+            if key in gone or stream != event.stream or event.address % page != place or begin > 1 << 44:
+                continue
+            if event.action == "segment_map" and pool_of_segment(event.size) == pool:
+                bases[key] = min(bases[key], event.address)
+                mapped[key] += event.size
+            elif event.action == "segment_unmap" and (event.size >= page):
+                mapped[key] -= event.size
+                if mapped[key] <= 0:
+                    gone.add(key)
+    return bases
+
+
+__all__ = ["Figures", "PoolId", "ReplayResult", "figures", "replay"]

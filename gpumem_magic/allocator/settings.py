@@ -57,8 +57,7 @@ def parse_with_notes(text: str) -> tuple[AllocatorSettings, list[str]]:
         elif name == "roundup_power2_divisions":
             settings = replace(settings, roundup_power2_divisions=_divisions(name, value))
         elif name == "expandable_segments":
-            if _boolean(name, value):
-                notes.append("expandable_segments:True is not emulated: segments keep the size they were opened with.")
+            settings = replace(settings, expandable_segments=_boolean(name, value))
         elif name == "backend":
             if value not in ("native", "cudaMallocAsync"):
                 raise ValueError(f"backend must be native or cudaMallocAsync, not {value!r}")
@@ -68,7 +67,7 @@ def parse_with_notes(text: str) -> tuple[AllocatorSettings, list[str]]:
             fraction = _number(name, value)
             if not 0.0 <= fraction <= 1.0:
                 raise ValueError(f"per_process_memory_fraction must be between 0 and 1, not {value}")
-            notes.append("per_process_memory_fraction is not read from here: set_per_process_memory_fraction sets it.")
+            settings = replace(settings, memory_fraction=fraction)
         elif name == "throw_on_cudamalloc_oom":
             if _boolean(name, value):
                 notes.append("throw_on_cudamalloc_oom:True is not emulated: cached memory is released before failing.")
@@ -177,7 +176,7 @@ def settings_to_dict(settings: AllocatorSettings, text: str = "") -> dict[str, A
         "PYTORCH_CUDA_ALLOC_CONF": text,
         "max_split_size": -1 if unlimited else settings.max_split_size,
         "garbage_collection_threshold": settings.garbage_collection_threshold,
-        "expandable_segments": False,
+        "expandable_segments": settings.expandable_segments,
         "pinned_num_register_threads": 1,
         "release_lock_on_cudamalloc": False,
         "pinned_use_cuda_host_register": False,
@@ -199,6 +198,8 @@ def settings_from_dict(recorded: Mapping[str, Any]) -> AllocatorSettings:
         settings = replace(settings, max_split_size=UNLIMITED if size < 0 else size)
     if "garbage_collection_threshold" in recorded:
         settings = replace(settings, garbage_collection_threshold=float(recorded["garbage_collection_threshold"]))
+    if "expandable_segments" in recorded:
+        settings = replace(settings, expandable_segments=bool(recorded["expandable_segments"]))
     if "roundup_power2_divisions" in recorded:
         divisions = recorded["roundup_power2_divisions"]
         settings = replace(

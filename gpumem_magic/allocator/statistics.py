@@ -1,6 +1,13 @@
-"""The counters behind `torch.cuda.memory_stats`: for each family and pool its current value, peak and running totals."""
+"""The counters behind `torch.cuda.memory_stats`: for each family and pool its current value, peak and running totals.
+
+What every request and free moves is written to a journal, five numbers an entry, and counted when somebody asks (or when
+the journal is long). That keeps the allocator quick, and no figure depends on when it was asked for.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, compress
 
 from gpumem_magic.snapshot.model import LARGE_POOL, SMALL_POOL
 
@@ -15,6 +22,20 @@ FAMILIES = (
     "inactive_split_bytes",
     "requested_bytes",
 )
+
+# An entry: kind, and signed changes of block bytes, requested bytes, unused pieces of split segments, and their bytes.
+# The kind is one of the four below, plus 1 for the large pool.
+TAKEN = 0
+FREED = 2
+FREE_REQUESTED = 4
+FREE_COMPLETED = 6
+ENTRY = 5
+# From here on the journal is counted up, so that it does not grow for ever.
+_LONG = ENTRY << 16
+
+_IS_LARGE = (0, 1, 0, 1, 0, 1, 0, 1)
+_ALLOCATIONS = (1, 1, -1, -1, -1, -1, 0, 0)
+_ACTIVE = (1, 1, -1, -1, 0, 0, -1, -1)
 
 
 class Gauge:
@@ -35,16 +56,19 @@ class Gauge:
         self.current -= amount
         self.freed += amount
 
-    def shift(self, amount: int) -> None:
-        """A net change of either sign, counted once; 0 is no change."""
-        if amount > 0:
-            self.increase(amount)
-        else:
-            self.decrease(-amount)
+    def apply(self, changes: Sequence[int]) -> None:
+        """Many changes in their order, increases and decreases."""
+        highest = self.current + max(accumulate(changes), default=0)
+        net = sum(changes)
+        added = (sum(map(abs, changes)) + net) // 2
+        self.peak = max(self.peak, highest)
+        self.current += net
+        self.allocated += added
+        self.freed += added - net
 
 
 class PoolGauges:
-    """The gauges of one pool, or of all pools together. One method for each moment at which they move."""
+    """The gauges of one pool, or of all pools together."""
 
     __slots__ = FAMILIES
 
@@ -65,38 +89,33 @@ class PoolGauges:
     def gauges(self) -> list[tuple[str, Gauge]]:
         return [(family, getattr(self, family)) for family in FAMILIES]
 
-    def took_block(self, size: int, requested: int) -> None:
-        self.allocation.increase(1)
-        self.allocated_bytes.increase(size)
-        self.active.increase(1)
-        self.active_bytes.increase(size)
-        self.requested_bytes.increase(requested)
-
-    def free_requested(self, size: int) -> None:
-        self.allocation.decrease(1)
-        self.allocated_bytes.decrease(size)
-
-    def free_completed(self, size: int, requested: int, splits: int, split_bytes: int) -> None:
-        """`splits` and `split_bytes`: the net change of unused pieces of split segments, after merging."""
-        if splits:
-            self.inactive_split.shift(splits)
-        if split_bytes:
-            self.inactive_split_bytes.shift(split_bytes)
-        self.active.decrease(1)
-        self.active_bytes.decrease(size)
-        self.requested_bytes.decrease(requested)
-
-    def opened_segment(self, size: int) -> None:
-        self.segment.increase(1)
-        self.reserved_bytes.increase(size)
-
-    def closed_segment(self, size: int) -> None:
-        self.segment.decrease(1)
-        self.reserved_bytes.decrease(size)
+    def count(self, columns: Sequence[Sequence[int]]) -> None:
+        """Applies the journal's columns."""
+        kinds, sizes, requests, splits, split_bytes = columns
+        if not kinds:
+            return
+        self.inactive_split.apply(splits)
+        self.inactive_split_bytes.apply(split_bytes)
+        if max(kinds) < FREE_REQUESTED:
+            # Every free was at once complete.
+            steps = list(map(_ACTIVE.__getitem__, kinds))
+            self.allocation.apply(steps)
+            self.active.apply(steps)
+            self.allocated_bytes.apply(sizes)
+            self.active_bytes.apply(sizes)
+            self.requested_bytes.apply(requests)
+            return
+        allocations = [_ALLOCATIONS[kind] for kind in kinds]
+        active = [_ACTIVE[kind] for kind in kinds]
+        self.allocation.apply(allocations)
+        self.active.apply(active)
+        self.allocated_bytes.apply(list(compress(sizes, allocations)))
+        self.active_bytes.apply(list(compress(sizes, active)))
+        self.requested_bytes.apply(list(compress(requests, active)))
 
 
 class Statistics:
-    """All counters of one device's allocator."""
+    """All counters of one device's allocator. Call `count` before reading what the journal moves."""
 
     def __init__(self) -> None:
         self.all = PoolGauges()
@@ -106,12 +125,51 @@ class Statistics:
         self.oversize_segments = Gauge()
         self.num_alloc_retries = 0
         self.num_ooms = 0
+        self.num_oom_rejections = 0
         self.num_sync_all_streams = 0
         self.num_device_alloc = 0
         self.num_device_free = 0
+        self.journal: list[int] = []
+
+    def count(self) -> None:
+        """Counts what the journal holds and empties it."""
+        journal = self.journal
+        if not journal:
+            return
+        columns = [journal[place::ENTRY] for place in range(ENTRY)]
+        journal.clear()
+        large = list(map(_IS_LARGE.__getitem__, columns[0]))
+        self.all.count(columns)
+        if not any(large):
+            self.small.count(columns)
+        elif all(large):
+            self.large.count(columns)
+        else:
+            small = [not one for one in large]
+            self.small.count([list(compress(column, small)) for column in columns])
+            self.large.count([list(compress(column, large)) for column in columns])
+
+    def count_if_long(self) -> None:
+        if len(self.journal) > _LONG:
+            self.count()
 
     def of_pool(self, name: str) -> PoolGauges:
         return {SMALL_POOL: self.small, LARGE_POOL: self.large}[name]
+
+    def opened_segment(self, pool: str, size: int, *, expandable: bool = False) -> None:
+        """New memory from the driver. The pages of an expandable segment are bytes, but no segments."""
+        for gauges in (self.all, self.of_pool(pool)):
+            if not expandable:
+                gauges.segment.increase(1)
+            gauges.reserved_bytes.increase(size)
+        self.num_device_alloc += 1
+
+    def closed_segment(self, pool: str, size: int, *, expandable: bool = False) -> None:
+        for gauges in (self.all, self.of_pool(pool)):
+            if not expandable:
+                gauges.segment.decrease(1)
+            gauges.reserved_bytes.decrease(size)
+        self.num_device_free += 1
 
     def _gauges(self) -> list[tuple[str, Gauge]]:
         found = [
@@ -126,21 +184,25 @@ class Statistics:
         ]
 
     def reset_peaks(self) -> None:
+        self.count()
         for _, gauge in self._gauges():
             gauge.peak = gauge.current
 
     def reset_accumulated(self) -> None:
         """Zeroes the running totals, and the counts of events that PyTorch resets with them."""
+        self.count()
         for _, gauge in self._gauges():
             gauge.allocated = gauge.freed = 0
         self.num_alloc_retries = 0
         self.num_ooms = 0
+        self.num_oom_rejections = 0
         self.num_sync_all_streams = 0
         self.num_device_alloc = 0
         self.num_device_free = 0
 
     def flat(self, max_split_size: int) -> dict[str, int]:
         """The dictionary of `torch.cuda.memory_stats`, sorted by key; an unlimited split size is -1 there."""
+        self.count()
         figures = {
             f"{name}.{metric}": getattr(gauge, metric)
             for name, gauge in self._gauges()
@@ -152,8 +214,7 @@ class Statistics:
             num_sync_all_streams=self.num_sync_all_streams,
             num_device_alloc=self.num_device_alloc,
             num_device_free=self.num_device_free,
-            # Counts what throw_on_cudamalloc_oom refused; that option is not emulated, so nothing ever is.
-            num_oom_rejections=0,
+            num_oom_rejections=self.num_oom_rejections,
             max_split_size=max_split_size,
         )
         return dict(sorted(figures.items()))

@@ -32,6 +32,7 @@ class TraceEvent(NamedTuple):
     action: alloc, free_requested, free_completed, segment_alloc, segment_free, segment_map, segment_unmap, snapshot or oom.
     address: of the block or segment; for oom the device's free bytes at that moment (PyTorch's `device_free`).
     size: alloc and free_* carry the *requested* bytes, segment_* real bytes, oom the rounded request.
+    pool_id: of the private pool that it is about, (0, 0) for the default one; None where the trace does not say (up to 2.12).
     """
 
     action: str
@@ -40,6 +41,7 @@ class TraceEvent(NamedTuple):
     stream: int = 0
     time_us: int = 0
     frames: tuple[Frame, ...] = ()
+    pool_id: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -188,11 +190,14 @@ def event_to_dict(event: TraceEvent) -> dict[str, Any]:
     }
     if event.frames:
         data["frames"] = _frames_to_list(event.frames)
+    if event.pool_id is not None:
+        data["pool_id"] = event.pool_id
     return data
 
 
 def event_from_dict(data: Mapping[str, Any]) -> TraceEvent:
     action = str(data["action"])
+    pool_id = data.get("pool_id")
     return TraceEvent(
         action,
         int(data["device_free" if action == "oom" else "addr"]),
@@ -200,4 +205,5 @@ def event_from_dict(data: Mapping[str, Any]) -> TraceEvent:
         int(data.get("stream", 0)),
         int(data.get("time_us", 0)),
         _frames_from_list(data.get("frames")),
+        None if pool_id is None else (int(pool_id[0]), int(pool_id[1])),
     )

@@ -39,6 +39,7 @@ class Extent:
     expandable: bool
     born: int
     gone: int | None = None
+    pool_id: tuple[int, int] = (0, 0)
 
     def holds(self, position: int) -> bool:
         return self.born < position and (self.gone is None or self.gone >= position)
@@ -49,6 +50,7 @@ class Extent:
             and other.expandable
             and self.stream == other.stream
             and self.pool == other.pool
+            and self.pool_id == other.pool_id
             and self.address + self.size == other.address
         )
 
@@ -111,6 +113,7 @@ class Recount:
                 segment.segment_type,
                 segment.is_expandable,
                 -1,
+                pool_id=segment.segment_pool_id,
             )
         )
         for block in segment.blocks:
@@ -139,9 +142,9 @@ class Recount:
             self.unplaced += 1
             return rounded
         remaining = self._free_end(extent, address) - address - rounded
-        if remaining <= 0 or should_split(
-            remaining, rounded, pool_of(rounded), self._settings, expandable=extent.expandable
-        ):
+        # While expandable segments are on, other segments of the default pools are cut as they are.
+        expandable = extent.expandable or (self._settings.expandable_segments and extent.pool_id == (0, 0))
+        if remaining <= 0 or should_split(remaining, rounded, pool_of(rounded), self._settings, expandable=expandable):
             return rounded
         return rounded + remaining
 
@@ -217,11 +220,14 @@ class Recount:
             self.unmatched += 1
             self._remove(index, event.address, event.size)
         pool = pool_of_segment(event.size)
-        if expandable:
-            neighbour = self._extent_of(event.address - 1) or self._extents.get(event.address + event.size)
-            if neighbour is not None and neighbour.expandable and neighbour.stream == event.stream:
-                pool = neighbour.pool
-        self._add_extent(Extent(self._device, event.address, event.size, event.stream, pool, expandable, index))
+        pool_id = event.pool_id or (0, 0)
+        if expandable and event.pool_id is None:
+            for near in (self._extent_of(event.address - 1), self._extents.get(event.address + event.size)):
+                if near is not None and near.expandable and (near.stream, near.pool) == (event.stream, pool):
+                    pool_id = near.pool_id
+        self._add_extent(
+            Extent(self._device, event.address, event.size, event.stream, pool, expandable, index, None, pool_id)
+        )
 
     def _unmap(self, index: int, event: TraceEvent) -> None:
         if not self._extents_within(event.address, event.size):

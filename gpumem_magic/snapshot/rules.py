@@ -28,7 +28,9 @@ class AllocatorSettings:
     roundup_power2_divisions: one number for each interval [1 MiB, 2 MiB), [2 MiB, 4 MiB), ... 16 of them; 0 is off.
     garbage_collection_threshold: a share of the memory limit; 0 is off, and it only acts where a limit is set.
     max_non_split_rounding: how much an uncut large block may be bigger than the request that gets it.
-    large_segment_size: the segment that large requests below 10 MiB share.
+    large_segment_size: the segment that large requests below 10 MiB share; the page size of large expandable segments.
+    expandable_segments: segments grow and shrink by pages instead of being opened with a fixed size.
+    memory_fraction: the share of the device's total that may be reserved; 1 is no limit.
     """
 
     max_split_size: int = UNLIMITED
@@ -36,6 +38,8 @@ class AllocatorSettings:
     garbage_collection_threshold: float = 0.0
     max_non_split_rounding: int = 20 * MIB
     large_segment_size: int = 20 * MIB
+    expandable_segments: bool = False
+    memory_fraction: float = 1.0
 
 
 DEFAULT_SETTINGS = AllocatorSettings()
@@ -75,6 +79,11 @@ def segment_size(rounded: int, settings: AllocatorSettings = DEFAULT_SETTINGS) -
     return -(-rounded // SEGMENT_STEP) * SEGMENT_STEP
 
 
+def page_size(pool: str, settings: AllocatorSettings = DEFAULT_SETTINGS) -> int:
+    """By how much a pool's expandable segments grow and shrink."""
+    return SMALL_SEGMENT if pool == SMALL_POOL else settings.large_segment_size
+
+
 def should_split(
     remaining: int,
     rounded: int,
@@ -83,12 +92,16 @@ def should_split(
     *,
     expandable: bool = False,
 ) -> bool:
-    """Whether a block that exceeds the rounded request by `remaining` bytes is cut; otherwise the request keeps it all."""
+    """Whether a block that exceeds the rounded request by `remaining` bytes is cut; otherwise the request keeps it all.
+
+    expandable: whether expandable segments are in use for the request.
+    """
     if pool == SMALL_POOL or expandable:
         return remaining >= MIN_BLOCK
     return rounded < settings.max_split_size and remaining > SMALL_LIMIT
 
 
 def pool_of_segment(total_size: int) -> str:
-    """The pool of a segment that is known only by its size (a trace event has no more): large ones are 10 MiB and up."""
+    """The pool of a segment, or of newly mapped pages, known only by size (a trace event has no more): large ones are 10 MiB
+    and up."""
     return SMALL_POOL if total_size <= SMALL_SEGMENT else LARGE_POOL

@@ -10,15 +10,27 @@ from bisect import bisect_left, bisect_right, insort
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from gpumem_magic.snapshot.model import ACTIVE, INACTIVE, LARGE_POOL, PENDING_FREE, Block, Segment, TraceEvent
+from gpumem_magic.snapshot.model import (
+    ACTIVE,
+    INACTIVE,
+    LARGE_POOL,
+    PENDING_FREE,
+    SMALL_POOL,
+    Block,
+    Segment,
+    TraceEvent,
+)
+from gpumem_magic.snapshot.ranges import MappedRanges
 from gpumem_magic.snapshot.rules import (
     DEFAULT_SETTINGS,
+    MIN_BLOCK,
     SMALL_LIMIT,
     UNLIMITED,
     AllocatorSettings,
     pool_of_segment,
     round_size,
 )
+from gpumem_magic.units import MIB
 
 
 @dataclass(frozen=True)
@@ -37,14 +49,13 @@ def start_of(
     events: Sequence[TraceEvent],
     settings: AllocatorSettings = DEFAULT_SETTINGS,
 ) -> StartState:
-    """The start of one device's trace, given its segments at the end. Raises ValueError where a segment is expandable."""
-    if any(segment.is_expandable for segment in final) or any(event.action == "segment_map" for event in events):
-        raise ValueError("the start of a trace with expandable segments is not worked out")
+    """The start of one device's trace, given its segments at the end, of both kinds."""
     segments, opened = _earlier_segments(final, events)
+    segments = sorted([*segments, *_earlier_ranges(final, events)], key=lambda segment: segment.address)
     blocks, born, waiting = _freed_blocks(events, settings)
     guessed = set(blocks)
     for segment in final:
-        if segment.address in opened:
+        if not segment.is_expandable and segment.address in opened:
             continue
         for block in segment.blocks:
             if block.state != INACTIVE and block.address not in born:
@@ -62,7 +73,7 @@ def start_of(
 
 
 def _earlier_segments(final: Sequence[Segment], events: Sequence[TraceEvent]) -> tuple[list[Segment], set[int]]:
-    """The segments from before the trace, by address; and the addresses of final segments that the trace opened."""
+    """The segments from before the trace that are not expandable; and the addresses of those that the trace opened."""
     opened: set[int] = set()
     released: list[Segment] = []
     device = final[0].device if final else 0
@@ -72,10 +83,42 @@ def _earlier_segments(final: Sequence[Segment], events: Sequence[TraceEvent]) ->
         elif event.action == "segment_free":
             if event.address not in opened:
                 pool = pool_of_segment(event.size)
-                released.append(Segment(device, event.address, event.size, event.stream, pool, ()))
+                pool_id = event.pool_id or (0, 0)
+                released.append(
+                    Segment(device, event.address, event.size, event.stream, pool, (), segment_pool_id=pool_id)
+                )
             opened.discard(event.address)
-    kept = [segment for segment in final if segment.address not in opened]
-    return sorted(kept + released, key=lambda segment: segment.address), opened
+    kept = [segment for segment in final if not segment.is_expandable and segment.address not in opened]
+    return kept + released, opened
+
+
+def _earlier_ranges(final: Sequence[Segment], events: Sequence[TraceEvent]) -> list[Segment]:
+    """The mapped ranges of expandable segments before the trace: those at its end, with each step undone."""
+    steps = [event for event in events if event.action in ("segment_map", "segment_unmap")]
+    ranges = MappedRanges(segment for segment in final if segment.is_expandable)
+    small_maps = sorted(
+        event.address for event in steps if event.action == "segment_map" and pool_of_segment(event.size) == SMALL_POOL
+    )
+    device = final[0].device if final else 0
+    for event in reversed(steps):
+        if event.action == "segment_map":
+            ranges.remove(event.address, event.size)
+            continue
+        near = ranges.at(event.address - 1) or ranges.at(event.address + event.size)
+        if near is not None and near.stream == event.stream:
+            pool, pool_id = near.segment_type, near.segment_pool_id
+        else:
+            mapped = bisect_left(small_maps, event.address)
+            was_small = mapped < len(small_maps) and small_maps[mapped] < event.address + event.size
+            # Without a trace of where the pages came from: large ones are many, and rarely fit this size by chance.
+            pool = SMALL_POOL if was_small or event.size % (10 * MIB) else LARGE_POOL
+            pool_id = (0, 0)
+        ranges.add(
+            Segment(
+                device, event.address, event.size, event.stream, pool, (), True, event.pool_id or pool_id, event.frames
+            )
+        )
+    return list(ranges)
 
 
 def _freed_blocks(
@@ -127,13 +170,16 @@ def _settle_sizes(
     open_questions: set[int] = set()
     for place, start in enumerate(starts):
         segment = homes[start]
-        if start not in guessed or segment.segment_type != LARGE_POOL:
+        if start not in guessed:
             continue
         end = segment.address + segment.total_size
         if place + 1 < len(starts):
             end = min(end, starts[place + 1])
         gap = end - start - blocks[start].size
-        if gap > SMALL_LIMIT or (gap and settings.max_split_size != UNLIMITED):
+        if segment.segment_type != LARGE_POOL or segment.is_expandable or settings.expandable_segments:
+            if 0 < gap < MIN_BLOCK:
+                blocks[start] = replace(blocks[start], size=end - start)
+        elif gap > SMALL_LIMIT or (gap and settings.max_split_size != UNLIMITED):
             open_questions.add(start)
         else:
             blocks[start] = replace(blocks[start], size=end - start)

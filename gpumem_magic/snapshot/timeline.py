@@ -197,4 +197,5 @@ def _segment(extent: Extent, used: Sequence[Allocation], position: int) -> Segme
         extent.pool,
         tuple(blocks),
         extent.expandable,
+        extent.pool_id,
     )

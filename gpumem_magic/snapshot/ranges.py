@@ -1,0 +1,76 @@
+"""Mapped ranges of expandable segments, put on and taken off: which touch is one segment in a snapshot."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+from gpumem_magic.snapshot.model import Segment
+
+
+class MappedRanges:
+    """Ranges by address, as segments without blocks. Those of one stream and pool that touch are joined."""
+
+    def __init__(self, segments: Iterable[Segment]) -> None:
+        self._ranges: dict[int, Segment] = {}
+        self._starts: list[int] = []
+        for segment in segments:
+            self._put(replace(segment, blocks=()))
+
+    def __iter__(self) -> Iterator[Segment]:
+        return iter([self._ranges[start] for start in self._starts])
+
+    def add(self, segment: Segment) -> None:
+        """Puts a range on; what lies there already is replaced."""
+        self.remove(segment.address, segment.total_size)
+        for place in (segment.address - 1, segment.address + segment.total_size):
+            near = self.at(place)
+            if near is not None and _same_place(near, segment):
+                self._drop(near)
+                begin = min(near.address, segment.address)
+                size = near.total_size + segment.total_size
+                segment = replace(segment, address=begin, total_size=size, frames=near.frames or segment.frames)
+        self._put(segment)
+
+    def remove(self, address: int, size: int) -> None:
+        """Takes a range off, as far as it is there."""
+        end = address + size
+        for known in self.within(address, size):
+            self._drop(known)
+            stop = known.address + known.total_size
+            if known.address < address:
+                self._put(replace(known, total_size=address - known.address))
+            if stop > end:
+                self._put(replace(known, address=end, total_size=stop - end))
+
+    def at(self, address: int) -> Segment | None:
+        """The range that an address lies in."""
+        place = bisect_right(self._starts, address) - 1
+        if place < 0:
+            return None
+        found = self._ranges[self._starts[place]]
+        return found if address < found.address + found.total_size else None
+
+    def within(self, address: int, size: int) -> list[Segment]:
+        """The ranges that share an address with the given one."""
+        first = bisect_right(self._starts, address) - 1
+        if first < 0 or self.at(address) is None:
+            first += 1
+        return [self._ranges[start] for start in self._starts[first : bisect_left(self._starts, address + size)]]
+
+    def _put(self, segment: Segment) -> None:
+        self._ranges[segment.address] = segment
+        insort(self._starts, segment.address)
+
+    def _drop(self, segment: Segment) -> None:
+        del self._ranges[segment.address]
+        del self._starts[bisect_left(self._starts, segment.address)]
+
+
+def _same_place(one: Segment, other: Segment) -> bool:
+    return (one.stream, one.segment_type, one.segment_pool_id) == (
+        other.stream,
+        other.segment_type,
+        other.segment_pool_id,
+    )
