@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -231,11 +233,13 @@ class ActiveRecording:
         return _last
 
     def _own_notes(self, recording: Any) -> list[str]:
+        from gpumem_magic.recording.repetition import ENOUGH
+
         notes = []
         if self._limit is not None and self._limit.stopped:
             count = self._limit.steps
             notes.append(f"Stopped as asked, after {count} training iteration{'s' if count != 1 else ''}.")
-        elif self._recorder.alike >= 3:
+        elif self._recorder.alike >= ENOUGH and any(log.events for log in recording.logs.values()):
             notes.append(
                 "The last iterations repeat exactly: `%%gpumem --until-repeat` ends a run there and shows the same."
             )
@@ -325,6 +329,27 @@ def mark(name: str) -> None:
         _active.mark(str(name))
 
 
+class _FrameNames(Mapping[str, Any]):
+    """The variables of a running function as they are now, and the globals behind them."""
+
+    def __init__(self, frame: FrameType) -> None:
+        self._frame = frame
+
+    def __getitem__(self, name: str) -> Any:
+        variables = self._frame.f_locals
+        return variables[name] if name in variables else self._frame.f_globals[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter({**self._frame.f_globals, **self._frame.f_locals})
+
+    def __len__(self) -> int:
+        return len({**self._frame.f_globals, **self._frame.f_locals})
+
+
+def _names_of(code: CodeType) -> frozenset[str]:
+    return frozenset((*code.co_varnames, *code.co_cellvars, *code.co_freevars, *code.co_names))
+
+
 class Measurement:
     """What ``with measure() as m`` gives: `m.report` is there after the block."""
 
@@ -347,7 +372,10 @@ def measure(device: str | None = None) -> Iterator[Measurement]:
     DeviceError before the block where the device can't be used. The block's own error goes through, and the report is there.
     """
     measurement = Measurement()
-    active = open_recording(device)
+    # The caller's frame, behind contextlib's: its variables name what lives on the device.
+    frame = sys._getframe(2)
+    names = _FrameNames(frame)
+    active = open_recording(device, names=_names_of(frame.f_code), user_ns=names)
     error: BaseException | None = None
     try:
         yield measurement
@@ -355,5 +383,5 @@ def measure(device: str | None = None) -> Iterator[Measurement]:
         error = raised
         raise
     finally:
-        measurement._report = active.close(error)
-        error = None
+        measurement._report = active.close(error, user_ns=names)
+        del frame, names, error

@@ -17,7 +17,7 @@ from torch import nn
 from gpumem_magic.allocator.failure import DeviceOutOfMemory
 from gpumem_magic.recording.model import Failure, Recording
 from gpumem_magic.recording.recorder import Recorder
-from gpumem_magic.recording.repetition import alike_at_end, longest_repetition, repeats_exactly, signature
+from gpumem_magic.recording.repetition import ENOUGH, LONGEST_TURN, alike_at_end, longest_repetition, signature
 from gpumem_magic.snapshot.model import TraceEvent
 from gpumem_magic.units import GIB, MIB
 
@@ -291,28 +291,39 @@ def test_signatures_see_places_and_not_times() -> None:
     assert signature([]) != signature([event])
 
 
-@given(st.lists(st.sampled_from([b"a", b"b"]), max_size=12))
+@given(st.lists(st.sampled_from([b"a", b"b", b"c"]), max_size=16))
 def test_repetition(signatures: list[bytes]) -> None:
-    alike = alike_at_end(signatures)
-    assert len(set(signatures[len(signatures) - alike :])) <= 1
-    assert alike == len(signatures) or signatures[-alike - 1] != signatures[-1]
-    assert repeats_exactly(signatures) == (alike >= 3)
-    found = longest_repetition(signatures)
-    runs = [
-        (first, last)
-        for first in range(len(signatures))
-        for last in range(first + 2, len(signatures))
-        if len(set(signatures[first : last + 1])) == 1
+    def turns(first: int, last: int, period: int) -> bool:
+        return all(signatures[at] == signatures[at - period] for at in range(first + period, last + 1))
+
+    count = len(signatures)
+    possible = [
+        (first, last, period)
+        for period in range(1, LONGEST_TURN + 1)
+        for first in range(count)
+        for last in range(first + ENOUGH * period - 1, count)
+        if turns(first, last, period)
     ]
-    assert (found is None) == (not runs)
+    found = longest_repetition(signatures)
+    assert (found is None) == (not possible)
     if found is not None:
-        assert found in runs
-        assert found[1] - found[0] == max(last - first for first, last in runs)
+        assert tuple(found) in possible
+        assert found.last - found.first == max(last - first for first, last, _ in possible)
+    expected = max(
+        (
+            repeats
+            for period in range(1, LONGEST_TURN + 1)
+            for repeats in range(1, count // period + 1)
+            if turns(count - repeats * period, count - 1, period)
+        ),
+        default=0,
+    )
+    assert alike_at_end(signatures) == expected
 
 
-def test_a_repetition_needs_two() -> None:
-    with pytest.raises(ValueError, match="two"):
-        repeats_exactly([b"a"], 1)
+def test_a_loop_that_alternates_between_two_places_repeats() -> None:
+    assert alike_at_end([b"first", *[b"a", b"b"] * 3]) == 3
+    assert longest_repetition([b"first", *[b"a", b"b"] * 3]) == (1, 6, 2)
 
 
 def test_a_failures_facts_may_come_from_anything_with_the_names() -> None:

@@ -60,7 +60,7 @@ class Recorder:
 
     @property
     def alike(self) -> int:
-        """How many of the last iterations did exactly the same; 1 where none repeats. Virtual devices only, else 0."""
+        """How many equal turns the last iterations made (see `repetition`), 1 if none repeats; 0 on a real device."""
         return alike_at_end(self._signatures)
 
     def start(self, namespace: Mapping[str, Any] | None = None) -> None:

@@ -7,11 +7,23 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from gpumem_magic.snapshot.model import TraceEvent
 
 ENOUGH = 3
-"""So many equal iterations in a row are called a repetition."""
+"""So many equal turns in a row are called a repetition."""
+
+LONGEST_TURN = 4
+"""In iterations. A loop that rebinds its batch alternates between two places in memory, so a turn may have several."""
+
+
+class Repetition(NamedTuple):
+    """Iterations `first` to `last` (0-based) repeat in turns of `period` iterations."""
+
+    first: int
+    last: int
+    period: int
 
 
 def signature(events: Iterable[TraceEvent]) -> bytes:
@@ -23,30 +35,29 @@ def signature(events: Iterable[TraceEvent]) -> bytes:
 
 
 def alike_at_end(signatures: Sequence[bytes]) -> int:
-    """How many of the last signatures are equal; 1 where the last differs from the one before, 0 for none."""
-    count = 0
-    for one in reversed(signatures):
-        if one != signatures[-1]:
+    """How many equal turns are at the end, for the turn length that gives most; 1 where none repeats, 0 for no iterations."""
+    most = 0
+    for period in range(1, LONGEST_TURN + 1):
+        if len(signatures) < period:
             break
-        count += 1
-    return count
+        same = 0
+        while same + period < len(signatures) and signatures[-1 - same] == signatures[-1 - same - period]:
+            same += 1
+        most = max(most, same // period + 1)
+    return most
 
 
-def repeats_exactly(signatures: Sequence[bytes], times: int = ENOUGH) -> bool:
-    """Whether the last `times` iterations did exactly the same. Raises ValueError for fewer than two times."""
-    if times < 2:
-        raise ValueError("a repetition needs at least two iterations")
-    return alike_at_end(signatures) >= times
-
-
-def longest_repetition(signatures: Sequence[bytes]) -> tuple[int, int] | None:
-    """The longest run of equal signatures of at least `ENOUGH`, as (first, last) 0-based; the earliest among equals."""
-    best: tuple[int, int] | None = None
-    first = 0
-    for number in range(1, len(signatures) + 1):
-        if number < len(signatures) and signatures[number] == signatures[first]:
-            continue
-        if number - first >= ENOUGH and (best is None or number - first > best[1] - best[0] + 1):
-            best = first, number - 1
-        first = number
+def longest_repetition(signatures: Sequence[bytes]) -> Repetition | None:
+    """The longest stretch of at least `ENOUGH` equal turns; the earliest and the shortest turn among equals."""
+    best: Repetition | None = None
+    for period in range(1, LONGEST_TURN + 1):
+        first = 0
+        for number in range(period, len(signatures) + 1):
+            if number < len(signatures) and signatures[number] == signatures[number - period]:
+                continue
+            found = Repetition(first, number - 1, period)
+            length = found.last - found.first + 1
+            if length >= ENOUGH * period and (best is None or length > best.last - best.first + 1):
+                best = found
+            first = number - period + 1
     return best

@@ -68,9 +68,10 @@ def _repetition(recording: Recording, device: int) -> list[str]:
         return []
     signatures = [signature(events[start:end]) for start, end in zip([0, *ends], ends, strict=False)]
     found = longest_repetition(signatures)
-    if found is None or ends[found[0]] == ends[found[1]]:
+    if found is None or ends[found.first] == ends[found.last]:
         return []
-    return [f"Iterations {found[0] + 1}-{found[1] + 1} of {len(ends)} repeat exactly."]
+    turns = f", in turns of {found.period}" if found.period > 1 else ""
+    return [f"Iterations {found.first + 1}-{found.last + 1} of {len(ends)} repeat exactly{turns}."]
 
 
 def _step_ends(steps: list[Span], device: int) -> list[int]:
