@@ -70,7 +70,7 @@ def loads(data: bytes, name: str) -> Any:
         _refuse(name, "there is not enough memory to load it", "Load it on a machine with more.")
     except Exception as error:  # the C unpickler raises many kinds for damaged data
         _refuse(name, f"the pickle is damaged ({one_line(error)})", "Copy or record it again.")
-    _check_values(loaded, len(data), name)
+    check_values(loaded, len(data), name)
     return loaded
 
 
@@ -155,7 +155,7 @@ def _is_cut_off(data: bytes, position: int) -> bool:
     return len(data) - position < need
 
 
-def _check_values(loaded: Any, size: int, name: str) -> None:
+def check_values(loaded: Any, size: int, name: str) -> None:
     """Depth, cycles, and the number of values when shared parts are counted as often as they are referred to.
 
     Level by level, each container once a level; one that contains itself is on every level and never ends.

@@ -1,0 +1,236 @@
+"""Snapshot files: read from whatever form they come in, with what is known about each; written so that PyTorch's tools open them.
+
+A file is somebody else's until proven harmless: nothing in it is executed, and what it announces is held against what it has.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import os
+import pickle
+import re
+import uuid
+import zlib
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+from gpumem_magic.snapshot.model import Frame, Snapshot
+from gpumem_magic.snapshot.origin import Beginning, beginning_of, version_of
+from gpumem_magic.snapshot.plain import PlainDataError, forward_stacks, snapshot_from_data, snapshot_to_data
+from gpumem_magic.snapshot.unpickle import MAX_BYTES, SnapshotFileError, check_values, loads, one_line
+from gpumem_magic.units import MIB, human
+
+__all__ = ["LoadedSnapshot", "SnapshotFileError", "read", "write"]
+
+OWN_KEY = "gpumem_magic"
+_NOT_ONE = "Give it a file of torch.cuda.memory._dump_snapshot."
+_AGAIN = "Copy or record it again."
+# Snapshots compress 10 to 50 times; a file that is one long run of the same byte, a thousand times.
+_MOST_COMPRESSION = 200
+_ALWAYS_UNPACKED = 16 * MIB
+_CHUNK = MIB
+# PyTorch's page keeps its pickle as a list of {"name": ..., "base64": ...}.
+_EMBEDDED = re.compile(rb"""["']base64["']\s*:\s*["']([A-Za-z0-9+/=]+)["']""")
+_FORMS_OF_OTHERS = (
+    (b"PK\x03\x04", "it is a zip archive, as torch.save writes them"),
+    (b"version https://git-lfs", "it is a pointer of Git LFS, not the file itself"),
+    (b"\x28\xb5\x2f\xfd", "it is compressed with zstandard"),
+    (b"\xfd7zXZ", "it is compressed with xz"),
+    (b"BZh", "it is compressed with bzip2"),
+)
+
+
+@dataclass(frozen=True)
+class LoadedSnapshot:
+    """A snapshot and what is known about its file.
+
+    path: as it was given. form: "pickle", "JSON" or "HTML", with "gzip " before it where it was compressed. torch: the
+    version that wrote it, as far as the keys tell ("2.5-2.7"). devices: one `Beginning` for each device that has segments or
+    events. extra: what gpumem_magic kept beside the snapshot, or None. forward_frames: device -> event -> stack of the forward
+    operator (2.13). notes: what it lacks, one sentence each.
+    """
+
+    path: str
+    snapshot: Snapshot
+    form: str
+    torch: str
+    devices: tuple[Beginning, ...]
+    extra: Mapping[str, Any] | None = None
+    forward_frames: Mapping[int, Mapping[int, tuple[Frame, ...]]] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    @property
+    def has_trace(self) -> bool:
+        return any(device.events for device in self.devices)
+
+    @property
+    def has_frames(self) -> bool:
+        return any(device.has_frames for device in self.devices)
+
+    @property
+    def complete(self) -> bool:
+        """Whether every device's trace begins with an empty allocator, so that it tells all."""
+        return bool(self.devices) and all(device.kind == "empty" for device in self.devices)
+
+
+def read(path: str | os.PathLike[str]) -> LoadedSnapshot:
+    """The snapshot in a file: a pickle, a JSON text, or a page of PyTorch's memory_viz with one in it, gzipped or not.
+
+    Raises SnapshotFileError, in one line, for what is not one, and OSError where the file can't be opened.
+    """
+    name = os.fspath(path)
+    content = _content(name)
+    zipped = content.startswith(b"\x1f\x8b")
+    if zipped:
+        content = _unzipped(content, name)
+    data, form, notes = _plain_data(content, name)
+    del content
+    try:
+        snapshot = snapshot_from_data(data)
+        forward = forward_stacks(data)
+    except PlainDataError as error:
+        _refuse(name, f"it is not a memory snapshot: {one_line(error)}", _NOT_ONE)
+    extra = data.get(OWN_KEY) if isinstance(data, dict) else None
+    extra = extra if isinstance(extra, dict) else None
+    told = extra.get("torch") if extra is not None else None
+    torch = told if isinstance(told, str) else version_of(data)
+    devices = _devices(snapshot)
+    return LoadedSnapshot(
+        path=name,
+        snapshot=snapshot,
+        form=f"gzip {form}" if zipped else form,
+        torch=torch,
+        devices=devices,
+        extra=extra,
+        forward_frames=forward,
+        notes=(*notes, *_lacks(devices)),
+    )
+
+
+def write(snapshot: Snapshot, path: str | os.PathLike[str], extra: Mapping[str, Any] | None = None) -> None:
+    """Writes a pickle (protocol 4) that PyTorch's `_memory_viz.py` opens; `path` then holds all of it, or what it held before.
+
+    extra: plain data (JSON's types) that is kept beside the snapshot under the key `gpumem_magic`; others ignore it. Raises
+    TypeError for extra data of another type, OSError where the file can't be written.
+    """
+    data = snapshot_to_data(snapshot)
+    if extra is not None:
+        # By way of JSON: only its types come through, as lists where there were tuples.
+        data[OWN_KEY] = json.loads(json.dumps(extra))
+    target = Path(path)
+    beside = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.part")
+    try:
+        with open(beside, "xb") as file:
+            pickle.dump(data, file, protocol=4)
+        os.replace(beside, target)
+    finally:
+        with suppress(OSError):
+            beside.unlink()
+
+
+def _content(name: str) -> bytes:
+    if os.path.isdir(name):
+        _refuse(name, "it is a folder", "Name a file in it.")
+    if os.path.exists(name) and not os.path.isfile(name):
+        _refuse(name, "it is not a regular file", "Copy it to one.")
+    size = os.path.getsize(name)
+    if size > MAX_BYTES:
+        _refuse(name, f"it has {human(size)}, and at most {human(MAX_BYTES)} are read", "Record fewer events.")
+    with open(name, "rb") as file:
+        content = file.read(size)
+    if not content:
+        _refuse(name, "it is empty", _AGAIN)
+    return content
+
+
+def _unzipped(content: bytes, name: str) -> bytes:
+    """What a gzip file holds, all members of it, up to a limit that depends on the file's size."""
+    limit = min(MAX_BYTES, max(_ALWAYS_UNPACKED, _MOST_COMPRESSION * len(content)))
+    parts: list[bytes] = []
+    total = 0
+    rest = content
+    try:
+        # Zeros may follow the last member.
+        while rest.rstrip(b"\0"):
+            unpacker = zlib.decompressobj(wbits=31)
+            while not unpacker.eof:
+                part = unpacker.decompress(rest, _CHUNK)
+                rest = unpacker.unconsumed_tail
+                total += len(part)
+                if total > limit:
+                    _refuse(name, f"unpacked it has more than {human(limit)}", "Unpack it yourself if you trust it.")
+                if not part and not rest and not unpacker.eof:
+                    _refuse(name, "its gzip data are cut off", _AGAIN)
+                parts.append(part)
+            rest = unpacker.unused_data
+    except zlib.error as error:
+        _refuse(name, f"its gzip data are damaged ({one_line(error)})", _AGAIN)
+    return b"".join(parts)
+
+
+def _plain_data(content: bytes, name: str) -> tuple[Any, str, list[str]]:
+    """The data, the form they were in, and what the reader should know about that."""
+    if content.startswith(b"\x80"):
+        return loads(content, name), "pickle", []
+    for magic, what in _FORMS_OF_OTHERS:
+        if content.startswith(magic):
+            _refuse(name, what, _NOT_ONE)
+    head = content[:4096].removeprefix(b"\xef\xbb\xbf").lstrip()
+    if head[:1] in (b"{", b"["):
+        return _from_json(content, name), "JSON", []
+    if head[:1] != b"<":
+        _refuse(name, "it is neither a pickle of protocol 2 to 5, nor JSON, nor a page of memory_viz", _NOT_ONE)
+    return _from_page(content, name)
+
+
+def _from_json(content: bytes, name: str) -> Any:
+    try:
+        data = json.loads(content)
+    except RecursionError:
+        _refuse(name, "its JSON is nested too deep", "A snapshot is not: do not trust this file.")
+    except ValueError as error:
+        _refuse(name, f"its JSON is damaged ({one_line(error)})", _AGAIN)
+    check_values(data, len(content), name)
+    return data
+
+
+def _from_page(content: bytes, name: str) -> tuple[Any, str, list[str]]:
+    found = _EMBEDDED.findall(content)
+    if not found:
+        _refuse(
+            name, "it is a web page without a snapshot in it", "Save the page with its data, or give it the pickle."
+        )
+    try:
+        inner = base64.b64decode(found[0], validate=True)
+    except (binascii.Error, ValueError) as error:
+        _refuse(name, f"the snapshot in the page is damaged ({one_line(error)})", _AGAIN)
+    notes = [f"The page holds {len(found):,} snapshots; this is the first."] if len(found) > 1 else []
+    return loads(inner, name), "HTML", notes
+
+
+def _devices(snapshot: Snapshot) -> tuple[Beginning, ...]:
+    with_segments = {segment.device for segment in snapshot.segments}
+    with_events = {number for number, trace in enumerate(snapshot.device_traces) if trace}
+    return tuple(
+        beginning_of(
+            device,
+            [segment for segment in snapshot.segments if segment.device == device],
+            snapshot.device_traces[device] if device < len(snapshot.device_traces) else (),
+        )
+        for device in sorted(with_segments | with_events)
+    )
+
+
+def _lacks(devices: Sequence[Beginning]) -> list[str]:
+    if not devices:
+        return ["It holds no segments and no events: PyTorch had used no GPU memory."]
+    return [note for device in devices for note in device.notes(several=len(devices) > 1)]
+
+
+def _refuse(name: str, what: str, advice: str) -> NoReturn:
+    raise SnapshotFileError(f"{one_line(name)}: {what}. {advice}") from None
