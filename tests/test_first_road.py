@@ -396,12 +396,12 @@ def work():
 def test_measure_outside_notebooks_and_its_errors() -> None:
     layer = nn.Linear(1000, 1000)
 
-    def fail() -> None:
+    def fail(layer: nn.Module) -> None:
         layer.cuda()
         raise ValueError("mine")
 
     with pytest.raises(ValueError, match="mine"), gpumem_magic.measure(device="T4") as measured:
-        fail()
+        fail(layer)
     assert measured.report.error is not None
     assert measured.report.error.type == "ValueError"
     check_conservation(measured.report)
