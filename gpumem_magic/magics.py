@@ -149,8 +149,11 @@ class GpuMemMagics(Magics):
         """Prints used and total memory of each device, as nvidia-smi says it: ``3769MiB / 16160MiB``."""
         if line.strip():
             raise UsageError("%gpumem_smi takes no arguments")
-        for text in _session().smi_lines():
-            print(text)
+        session = _session()
+        try:
+            print("\n".join(session.smi_lines()))
+        except session.DeviceError as error:
+            raise UsageError(str(error)) from None
 
     @no_var_expand
     @line_magic

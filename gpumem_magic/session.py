@@ -132,7 +132,8 @@ def _smi_line(device: Any) -> str:
 def _machine_words(machine: VirtualMachine) -> str:
     names = [device.model.name for device in machine.devices]
     count = f"{len(names)} x " if len(names) > 1 else ""
-    return f"A virtual {count}{names[0]} ({machine.spec.text})"
+    name = names[0] if names[0].startswith("Virtual") else f"virtual {names[0]}"
+    return f"A {count}{name} ({machine.spec.text})"
 
 
 def _live_storages(machine: VirtualMachine | None) -> int:
@@ -214,7 +215,7 @@ class ActiveRecording:
     ) -> Report:
         """Ends the recording and makes the report, which becomes `last_report()`. The error is read and not kept."""
         global _active, _last
-        from gpumem_magic.report.build import build, labels_at_end
+        from gpumem_magic.report.build import build_with_labels
 
         _active = None
         place = None
@@ -226,9 +227,9 @@ class ActiveRecording:
         finally:
             if self._limit is not None:
                 self._limit.remove()
-        report = build(recording, lines=self._lines)
+        report, labels = build_with_labels(recording, lines=self._lines)
         for device in self._machine.devices:
-            device.remember(labels_at_end(recording, device.index))
+            device.remember(labels.get(device.index, {}))
         _last = replace(report, notes=(*self._notes, *self._own_notes(recording), *report.notes))
         return _last
 

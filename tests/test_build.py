@@ -12,7 +12,7 @@ from test_attribution import STEPS, play
 
 from gpumem_magic.devices.base import Counters, Label
 from gpumem_magic.recording.model import Failure, StandIn
-from gpumem_magic.report.build import build, labels_at_end
+from gpumem_magic.report.build import build, build_with_labels
 from gpumem_magic.report.folding import Fold, LoopRow, Turn, fold_rows, kept_turns
 from gpumem_magic.report.model import ALLOCATED_CATEGORIES, Report, Row
 from gpumem_magic.units import GIB, MIB
@@ -429,7 +429,7 @@ def test_labels_go_back_to_the_device() -> None:
     tape.row(kind="before")
     address = tape.device.alloc(5 * MIB, "host_copy")
     tape.see(address, "parameter", "weight")
-    assert labels_at_end(tape.finish(), 0) == {address: Label("parameters", "identity", "weight")}
+    assert build_with_labels(tape.finish())[1][0] == {address: Label("parameters", "identity", "weight")}
 
 
 def test_an_incomplete_recording_is_refused() -> None:

@@ -28,19 +28,19 @@ def build(recording: Recording, *, lines: bool = True) -> Report:
     lines: False leaves only the rows before, the error's, if any, and after. Raises ValueError for a recording without
     checkpoints, or without the primary device's log.
     """
+    return build_with_labels(recording, lines=lines)[0]
+
+
+def build_with_labels(recording: Recording, *, lines: bool = True) -> tuple[Report, dict[int, dict[int, Label]]]:
+    """The same, and per device index the labels of what is still live at the end by address, for its `remember`."""
     if not recording.checkpoints or recording.primary not in recording.logs:
         raise ValueError("the recording is incomplete: it has no checkpoint, or no log of its device")
     others = [index for index in sorted(recording.logs) if index != recording.primary]
     views = {index: DeviceView(recording, index) for index in [recording.primary, *others]}
     used = [views[index].report(lines=lines) for index in others if views[index].was_used]
     report = views[recording.primary].report(lines=lines)
-    return replace(report, devices=tuple(used), overhead_seconds=recording.overhead_seconds)
-
-
-def labels_at_end(recording: Recording, device: int) -> dict[int, Label]:
-    """Address -> label of what is still live on a device, for its `remember`."""
-    view = DeviceView(recording, device)
-    return labels_to_carry(view.timeline, view.labels)
+    labels = {index: labels_to_carry(view.timeline, view.labels) for index, view in views.items()}
+    return replace(report, devices=tuple(used), overhead_seconds=recording.overhead_seconds), labels
 
 
 @dataclass
