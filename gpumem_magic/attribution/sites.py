@@ -1,0 +1,95 @@
+"""What a stack says about the allocation that it was recorded for: which part of PyTorch, or of the program, asked for memory."""
+
+from __future__ import annotations
+
+import re
+
+from gpumem_magic.snapshot.model import Frame
+
+# Kinds of sites.
+NO_STACK = "no stack"
+PARAMETERS = "parameters"
+OPTIMIZER = "optimizer"
+FORWARD = "forward"
+BACKWARD = "backward"
+WORKSPACE = "workspace"
+FUNCTION = "function"
+SCRIPT = "script"
+# Within the program's own __init__: what a module or an optimizer keeps is often made there.
+CONSTRUCTOR = "constructor"
+# C++ frames only, although Python frames are recorded: the thread that backward runs on has none.
+NATIVE = "native"
+
+_OPTIMIZER_FILE = re.compile(r"[/\\]?torch[/\\]optim[/\\]|[/\\](?:bitsandbytes|apex)[/\\]optim")
+_MODULES_FILE = re.compile(r"[/\\]?torch[/\\]nn[/\\]modules[/\\]\w+\.py$")
+_MODULE_FILE = re.compile(r"[/\\]?torch[/\\]nn[/\\]modules[/\\]module\.py$")
+_FUNCTION_FILE = re.compile(r"[/\\]?torch[/\\]nn[/\\]functional\.py$")
+_BACKWARD_FILE = re.compile(r"[/\\]?torch[/\\](?:_tensor|autograd[/\\](?:__init__|graph))\.py$")
+_LIBRARY_FILE = re.compile(r"[/\\](?:site|dist)-packages[/\\]|[/\\]lib[/\\]python3\.\d+[/\\]|^<frozen |^torch[/\\]")
+_WORKSPACE = re.compile(r"[Ww]orkspace|CUDABlasHandle|cublasHandle")
+_BACKWARD_NAMES = ("torch::autograd::Engine::", "torch::autograd::Node::", "Backward0::apply", "AccumulateGrad")
+_MOVING = frozenset({"_apply", "convert", "to_empty"})
+_LOADING = frozenset({"_load_from_state_dict", "_load_parameter_into_model", "_load_state_dict_into_meta_model"})
+
+
+def is_python(frame: Frame) -> bool:
+    """C++ frames have no file, or a C++ one; Python's have a .py file, a notebook's cell or ``<string>``."""
+    return frame.filename.endswith((".py", ">")) or "ipykernel_" in frame.filename
+
+
+def is_library(frame: Frame) -> bool:
+    """Whether the frame is of installed code, not of the user's own."""
+    return _LIBRARY_FILE.search(frame.filename) is not None
+
+
+def site_of(frames: tuple[Frame, ...]) -> str:
+    """One of the kinds above. Looks from the innermost frame outwards; the first telling one decides."""
+    if not frames:
+        return NO_STACK
+    if any(_WORKSPACE.search(frame.name) for frame in frames if not is_python(frame)):
+        return WORKSPACE
+    python = [frame for frame in frames if is_python(frame)]
+    if not python:
+        backward = any(name in frame.name for frame in frames for name in _BACKWARD_NAMES)
+        return BACKWARD if backward else NATIVE
+    found = SCRIPT
+    for frame in python:
+        if _OPTIMIZER_FILE.search(frame.filename):
+            return OPTIMIZER
+        if _MODULE_FILE.search(frame.filename):
+            if frame.name in _MOVING:
+                return PARAMETERS
+            if found in (SCRIPT, FUNCTION) and frame.name in ("_call_impl", "_wrapped_call_impl", "__call__"):
+                found = FORWARD
+        elif frame.name in _LOADING:
+            return PARAMETERS
+        elif frame.name in ("__init__", "reset_parameters") and found in (SCRIPT, CONSTRUCTOR):
+            if _MODULES_FILE.search(frame.filename):
+                return PARAMETERS
+            found = SCRIPT if is_library(frame) else CONSTRUCTOR
+        elif _FUNCTION_FILE.search(frame.filename) and found == SCRIPT:
+            found = FUNCTION
+        elif _BACKWARD_FILE.search(frame.filename) and frame.name in ("backward", "grad", "_engine_run_backward"):
+            # A forward within: activation checkpointing computes it again.
+            return FORWARD if found == FORWARD else BACKWARD
+    return found
+
+
+def folded(frames: tuple[Frame, ...], most: int = 6) -> list[str]:
+    """A stack for a reader, innermost first: the user's own Python frames, and between them how many others there are."""
+    lines: list[str] = []
+    hidden = 0
+    python = [frame for frame in frames if is_python(frame)]
+    own = [frame for frame in python if not is_library(frame)]
+    shown = own or python[:1] or list(frames[:1])
+    for frame in python or frames:
+        if frame in shown and len(lines) < most:
+            if hidden:
+                lines.append(f"({hidden} library {'frame' if hidden == 1 else 'frames'})")
+                hidden = 0
+            lines.append(f"{frame.filename}:{frame.line} {frame.name}" if is_python(frame) else frame.name)
+        else:
+            hidden += 1
+    if hidden:
+        lines.append(f"({hidden} more {'frame' if hidden == 1 else 'frames'})")
+    return lines
