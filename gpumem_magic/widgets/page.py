@@ -12,6 +12,7 @@ from typing import Any
 from gpumem_magic.report.palette import PAPER, TEXT
 from gpumem_magic.widgets.samples import WatchSamples, summary
 
+_CSS_WIDTH = 860
 _CARD = (
     f"background:{PAPER};color:{TEXT};font-family:system-ui,-apple-system,'Segoe UI',Roboto,Arial,sans-serif;"
     "font-size:14px;line-height:1.45;max-width:1060px;padding:12px 16px;border-radius:8px;color-scheme:light"
@@ -27,11 +28,11 @@ def left_behind(samples: WatchSamples) -> dict[str, Any]:
         try:
             from gpumem_magic.widgets.watch_figure import png
 
-            data, width, _height = png(samples)
+            data, _width, _height = png(samples)
             image = base64.b64encode(data).decode("ascii")
             body.append(
                 f'<img alt="{escape(words, quote=True)}" src="data:image/png;base64,{image}" '
-                f'style="width:{width}px;max-width:100%;height:auto"/>'
+                f'style="width:{_CSS_WIDTH}px;max-width:100%;height:auto"/>'
             )
         except Exception as error:
             rest += f"\nnote: the picture could not be drawn ({type(error).__name__}: {error})"

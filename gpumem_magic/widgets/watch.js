@@ -690,8 +690,10 @@ class View {
         ? `repeating-linear-gradient(135deg, ${colour} 0 2px, ${hatch} 2px 4px)` : colour;
       const row = element("tr", { "data-layer": name }, element("th", { scope: "row" }, swatch, label));
       for (const size of sizes) row.append(element("td", { "data-bytes": String(size) }, size === size ? human(size) : "–"));
+      if (!sizes.some((size) => size > 0)) row.classList.add("gpumem-none");
       body.append(row);
     }
+    body.style.setProperty("--gpumem-rows", String(Math.ceil(cells.length / 3)));
     this.table.replaceChildren(element("caption", {}, caption));
     if (series.length > 1) {
       const head = element("tr", {}, element("td"));

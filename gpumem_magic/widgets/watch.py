@@ -144,7 +144,8 @@ class Watch:
         def begins(info: Any) -> None:
             text = str(getattr(info, "raw_cell", "")).lstrip()
             if not text.startswith("%gpumem_watch") and getattr(info, "store_history", True):
-                self.observer.cell_begins(f"In [{shell.execution_count}]")
+                # Not `execution_count`: some versions have counted the cell by now, some have not.
+                self.observer.cell_begins(f"In [{len(shell.history_manager.input_hist_raw)}]")
             self.front.cell_begins()
 
         def ended(_result: Any) -> None:

@@ -35,8 +35,8 @@ from gpumem_magic.widgets.marks import CELL, CHECKPOINT, USER
 from gpumem_magic.widgets.samples import DeviceSamples, WatchSamples, duration, present_layers
 from gpumem_magic.widgets.thin import Row, longest_gap, stretches, thin, top_of_scale
 
-WIDTH = 9.6
-DPI = 110
+WIDTH = 7.8
+DPI = 130
 POINTS = 600
 _PANEL = 2.7
 _TITLE = 0.3
@@ -76,14 +76,14 @@ def _render(figure: Figure) -> bytes:
 
 def _draw(samples: WatchSamples) -> Figure:
     names = present_layers(samples)
-    legend = 0.24 * math.ceil(len(names) / 4) + 0.15
+    legend = 0.23 * math.ceil(len(names) / 4) + 0.08
     panels = max(len(samples.devices), 1)
     height = panels * _PANEL + legend
     figure = WatchFigure(figsize=(WIDTH, height), dpi=DPI, facecolor=PAPER)
     FigureCanvasAgg(figure)
     for number, device in enumerate(samples.devices):
         bottom = height - (number + 1) * _PANEL
-        box = (0.9 / WIDTH, (bottom + 0.42) / height, (WIDTH - 1.95) / WIDTH, (_PANEL - 0.42 - _TITLE) / height)
+        box = (0.9 / WIDTH, (bottom + 0.4) / height, (WIDTH - 1.95) / WIDTH, (_PANEL - 0.4 - _TITLE) / height)
         bar = ((WIDTH - 0.92) / WIDTH, box[1], 0.42 / WIDTH, box[3])
         _panel(figure.add_axes(box), figure.add_axes(bar), device, samples)
     if not samples.devices:
@@ -93,7 +93,8 @@ def _draw(samples: WatchSamples) -> Figure:
     if handles:
         figure.legend(
             handles=_by_columns(handles, 4), loc="upper left", ncols=4, frameon=False, fontsize=8.5, labelcolor=TEXT,
-            bbox_to_anchor=(0.72 / WIDTH, legend / height), handlelength=1.1, handleheight=1.1, columnspacing=2.0,
+            bbox_to_anchor=(0.82 / WIDTH, legend / height), handlelength=1.1, handleheight=1.1, columnspacing=1.8,
+            borderaxespad=0, borderpad=0.2,
         )  # fmt: skip
     return figure
 

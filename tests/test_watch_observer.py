@@ -1,0 +1,261 @@
+"""Samples: every byte of a moment in a layer, categories as they become known, and the report's after the cell."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from watch_fakes import MIB, FakeDevice, observer_of
+
+from gpumem_magic.devices.base import Label
+from gpumem_magic.recording.model import Sighting
+from gpumem_magic.snapshot.model import ACTIVE, INACTIVE, Block, Segment, TraceEvent
+from gpumem_magic.widgets import live
+from gpumem_magic.widgets.columns import ALLOCATED, DEVICE_USED, LAYERS, PEAK, RESERVED, SENT, layers_of
+from gpumem_magic.widgets.observer import Observer
+from gpumem_magic.widgets.source import Source
+
+
+def named(row: Any) -> dict[str, int]:
+    return {layer: size for layer, size in layers_of(list(row)).items() if size}
+
+
+# ---- without a recording
+
+
+def test_what_nobody_has_recorded_is_not_yet_known() -> None:
+    device = FakeDevice()
+    device.now = (100 * MIB, 120 * MIB, 100 * MIB)
+    observer, clock = observer_of(device)
+    sample = observer.observe()
+    ((number, row),) = sample.rows
+    assert number == 0
+    assert row[0] == clock.time
+    assert len(row) == len(SENT)
+    assert named(row) == {"not_yet_known": 100 * MIB, "cached": 20 * MIB, "context": 300 * MIB}
+    assert sum(named(row).values()) == row[DEVICE_USED]
+    # Unavailable is not a number, never 0.
+    assert math.isnan(row[1 + LAYERS.index("context_or_others")])
+
+
+def test_the_peak_counts_what_lies_between_two_samples_but_not_what_was_before() -> None:
+    device = FakeDevice()
+    observer, _ = observer_of(device)
+    peaks = []
+    for now in ((10, 900, 700), (20, 900, 700), (5, 900, 800), (5, 900, 800), (30, 900, 30), (5, 900, 90)):
+        device.now = now
+        ((_, row),) = observer.observe().rows
+        peaks.append(row[PEAK])
+    # 700 was reached before the watch; after the program reset its counter, 90 is less than was seen.
+    assert peaks == [10, 20, 800, 800, 800, 800]
+
+
+def test_several_devices_are_several_series_and_one_that_goes_keeps_its_samples() -> None:
+    first, second = FakeDevice(0), FakeDevice(1)
+    observer, clock = observer_of(first, second)
+    assert [number for number, _ in observer.observe().rows] == [0, 1]
+    observer._source.on = None  # type: ignore[attr-defined]
+    clock.time += 1
+    assert observer.observe().rows == []
+    observer._source.on = SimpleNamespace(devices=[second, FakeDevice(0, "other")])  # type: ignore[attr-defined]
+    clock.time += 1
+    assert [number for number, _ in observer.observe().rows] == [1, 2]
+    assert [len(series.ring) for series in observer.series] == [1, 2, 1]
+    rows, _ = observer.history()
+    assert [number for number, _ in rows] == [0, 1, 1, 2]
+
+
+def test_marks_come_with_the_next_sample_once() -> None:
+    observer, clock = observer_of(FakeDevice())
+    observer.mark("here\nnow")
+    observer.mark("earlier", at=clock.time - 5)
+    assert [(mark.label, mark.time) for mark in observer.observe().marks] == [("here now", 1000.0), ("earlier", 995.0)]
+    assert observer.observe().marks == []
+    assert len(observer.history()[1]) == 2
+
+
+def test_the_source_imports_nothing_and_wakes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "gpumem_magic.virtual.gpu", raising=False)
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=SimpleNamespace(is_initialized=lambda: False)))
+    assert Source().machine() is None
+    # Modules in the middle of being imported by another thread.
+    monkeypatch.setitem(sys.modules, "gpumem_magic.virtual.gpu", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace())
+    assert Source().machine() is None
+
+
+# ---- live labels
+
+
+def block(address: int, size: int, state: str = ACTIVE) -> Block:
+    return Block(address, max(size, 512), size, state)
+
+
+def segment(*blocks: Block) -> Segment:
+    return Segment(0, blocks[0].address, sum(each.size for each in blocks), 0, "large", blocks)
+
+
+def test_labels_follow_the_log() -> None:
+    start = [segment(block(1, 100), block(2, 50), block(3, 7, INACTIVE))]
+    labels = live.LiveLabels(0, start, {2: Label("optimizer_state", "identity")}, {1: "workspace"})
+    assert {name: size for name, size in labels.requested().items() if size} == {
+        "optimizer_state": 50,
+        "not_yet_known": 100,
+    }
+    events = [
+        TraceEvent("alloc", 10, 1000),
+        TraceEvent("alloc", 11, 4096),
+        TraceEvent("segment_alloc", 99, 1 << 20),
+        TraceEvent("free_requested", 10, 1000),
+        TraceEvent("free_completed", 10, 1000),
+        TraceEvent("alloc", 10, 30),
+    ]
+    looks = [
+        Sighting(0, 0, 1, "parameter"),
+        Sighting(1, 1, 10, "parameter"),  # another device's
+        Sighting(0, 1, 10, "input"),  # of the tenant that goes
+        Sighting(0, 6, 10, "named"),  # a role that decides nothing alone
+    ]
+    labels.advance(events, looks, 2)
+    found = {name: size for name, size in labels.requested().items() if size}
+    assert found == {"parameters": 100, "optimizer_state": 50, "inputs": 1000, "workspace": 4096}
+    labels.advance(events, looks, len(events))
+    found = {name: size for name, size in labels.requested().items() if size}
+    assert found == {"parameters": 100, "optimizer_state": 50, "workspace": 4096, "not_yet_known": 30}
+    # Seen as a gradient, then known as a parameter; a weaker look afterwards changes nothing.
+    more = [*looks, *(Sighting(0, 6, 10, role) for role in ("gradient", "parameter", "gradient", "input"))]
+    labels.advance(events, more, len(events))
+    assert labels.requested()["parameters"] == 130
+    assert labels.requested()["not_yet_known"] == 0
+    # A look at an earlier tenant of the address that is taken in late.
+    labels.advance(events, [*more, Sighting(0, 1, 10, "buffer")], len(events))
+    assert labels.requested()["parameters"] == 130
+
+
+def test_idle_labels_forget_an_address_that_has_another_tenant() -> None:
+    at_end = {1: (100, "unknown"), 2: (50, "activations"), 9: (1, "inputs")}
+    sums, left = live.requested_now([segment(block(1, 100), block(2, 51), block(3, 8))], {3: "parameters"}, at_end)
+    assert {name: size for name, size in sums.items() if size} == {"unknown": 100, "not_yet_known": 51, "parameters": 8}
+    assert left == {1: (100, "unknown")}
+
+
+# ---- the virtual GPU, and the report
+
+
+@pytest.fixture
+def machine() -> Any:
+    from gpumem_magic.virtual import gpu
+
+    yield gpu.turn_on("T4")
+    gpu.turn_off()
+
+
+def train(steps: int, each: Any) -> Any:
+    import torch
+
+    model = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.ReLU(), torch.nn.Linear(256, 8)).cuda()
+    optimizer = torch.optim.Adam(model.parameters())
+    for _ in range(steps):
+        batch = torch.randn(64, 256, device="cuda")
+        loss = model(batch).square().mean()
+        each("forward")
+        loss.backward()
+        each("backward")
+        optimizer.step()
+        each("step")
+    return model, optimizer, batch, loss
+
+
+def test_categories_become_known_and_end_as_the_reports(machine: Any) -> None:
+    from gpumem_magic import session
+
+    observer = Observer(Source(), time.time, 256)
+    recording = session.open_recording()
+    seen: dict[str, dict[str, int]] = {}
+
+    def look(where: str) -> None:
+        ((_, row),) = observer.observe().rows
+        assert sum(named(row).values()) == row[DEVICE_USED]
+        assert (
+            sum(size for layer, size in named(row).items() if layer in LAYERS[: LAYERS.index("cached")])
+            == row[ALLOCATED]
+        )
+        seen[where] = named(row)
+
+    observer.observe()
+    kept = train(2, look)
+    assert {"parameters", "inputs"} <= set(seen["forward"])
+    assert seen["backward"]["gradients"] == seen["backward"]["parameters"]
+    assert seen["step"]["optimizer_state"] >= 2 * seen["step"]["parameters"]
+    assert seen["forward"]["not_yet_known"] > 0
+    report = recording.close()
+    sample = observer.observe()
+    ((_, last),) = sample.rows
+    assert named(last) == {name: size for name, size in report.checkpoints[-1].categories.items() if size}
+    # The samples of the cell have the report's categories now, and are sent again.
+    assert len(sample.relabelled) == 7
+    assert all("not_yet_known" not in named(row) for _, row in sample.relabelled)
+    assert any("activations" in named(row) for _, row in sample.relabelled)
+    for _, row in sample.relabelled:
+        assert sum(named(row).values()) == row[DEVICE_USED]
+    assert observer.notes == []
+    assert observer.observe().relabelled == []
+    # What is freed without a recording is seen too.
+    del kept
+    ((_, row),) = observer.observe().rows
+    assert named(row).get("parameters", 0) == 0
+    assert row[RESERVED] == last[RESERVED]
+
+
+def test_a_log_that_is_too_long_keeps_the_samples_as_they_were(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from gpumem_magic import session
+
+    monkeypatch.setattr(live, "RELABEL_LIMIT", 3)
+    observer = Observer(Source(), time.time, 256)
+    recording = session.open_recording()
+    kept = train(1, lambda where: observer.observe())
+    recording.close()
+    assert observer.observe().relabelled == []
+    assert "keep their first categories" in observer.notes[0]
+    assert kept
+
+
+def test_watching_leaves_the_report_as_it_is(machine: Any) -> None:
+    from gpumem_magic import session
+    from gpumem_magic.virtual import gpu
+
+    reports = []
+    for watched in (False, True):
+        gpu.turn_on("T4")
+        observer = Observer(Source(), time.time, 256)
+        recording = session.open_recording()
+        looks = observer.observe if watched else object
+        kept = train(2, lambda where, looks=looks: looks())
+        data = recording.close().to_dict()
+        data.pop("overhead_seconds")
+        reports.append(data)
+        del kept
+    assert reports[0] == reports[1]
+
+
+def test_statements_are_marks(machine: Any) -> None:
+    from gpumem_magic import session
+    from gpumem_magic.recording.instrument import Statement
+
+    observer = Observer(Source(), time.time, 256)
+    recording = session.open_recording()
+    progress = recording.observer()
+    observer.observe()
+    for line in (2, 3, 4):
+        statement = Statement(line, line, line, f"x = {line}", "assign", 0)
+        progress.after_statement(statement, (), ())
+    (mark,) = observer.observe().marks
+    assert (mark.kind, mark.label, mark.line, mark.count) == ("checkpoint", "x = 4", 4, 3)
+    progress.after_statement(statement, (), ())
+    recording.close()
+    assert [mark.count for mark in observer.observe().marks] == [1]
+    assert observer.observe().marks == []
