@@ -108,8 +108,12 @@ def start_run(
     settings: AllocatorSettings | None = None,
     fraction: float = 1.0,
     auto_complete: bool = True,
+    address_space: int | None = None,
 ) -> Run:
-    allocator = CachingAllocator(0, DeviceMemory(total), settings or AllocatorSettings(), auto_complete=auto_complete)
+    memory = DeviceMemory(total)
+    # By default an expandable segment never uses up its addresses, as on a GPU, whose memory is not cut up as badly as here.
+    memory.address_space = address_space or 1 << 40
+    allocator = CachingAllocator(0, memory, settings or AllocatorSettings(), auto_complete=auto_complete)
     allocator.set_memory_fraction(fraction)
     run = Run(allocator)
     allocator.sinks.append(run.events)

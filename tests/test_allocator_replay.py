@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
-from allocator_programs import shape, start_run, steps
+from allocator_programs import settings_choices, shape, start_run, steps
 from hypothesis import given, settings
 
 from gpumem_magic.allocator.replay import replay
@@ -113,21 +113,25 @@ def test_a_wrong_rule_is_noticed(name: str) -> None:
         assert len(result.misplaced) == result.allocations - result.placed
 
 
-@settings(deadline=None, max_examples=80)
-@given(steps, steps)
+@settings(deadline=None, max_examples=150)
+@given(steps, steps, settings_choices)
 def test_an_emulated_trace_replays_to_itself(
-    before: list[tuple[str, int, int]], after: list[tuple[str, int, int]]
+    before: list[tuple[str, int, int]], after: list[tuple[str, int, int]], options: AllocatorSettings
 ) -> None:
-    run = start_run(auto_complete=False)
+    run = start_run(settings=options, auto_complete=False)
     for step in before:
         run.step(*step)
     start, first = run.allocator.segments(), len(run.events)
     for step in after:
         run.step(*step)
-    result = replay(start, run.events[first:])
-    assert result.misplaced == []
+    result = replay(start, run.events[first:], options, final=run.allocator.segments())
+    assert result.misplaced == result.misjudged == []
     assert result.unmatched == 0
     assert shape(result.allocator.segments()) == shape(run.allocator.segments())
+    stats, replayed = run.allocator.memory_stats(), result.allocator.memory_stats()
+    assert {key: replayed[key] for key in replayed if key.endswith(".current")} == {
+        key: stats[key] for key in stats if key.endswith(".current")
+    }
 
 
 def test_events_about_unknown_memory_are_counted() -> None:

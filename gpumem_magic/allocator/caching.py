@@ -62,6 +62,7 @@ class CachingAllocator(ReleasingHeap):
     ) -> None:
         # Request -> rounded size, default pool, and the key to search from.
         self._rounded: dict[int, tuple[int, Pool, int]] = {}
+        self._searches = True
         super().__init__(device, memory, settings, stacks)
         self.auto_complete = auto_complete
 
@@ -140,6 +141,27 @@ class CachingAllocator(ReleasingHeap):
             self._emit("alloc", address, size, block.segment, self._frames_of_alloc(frames))
         return address
 
+    def malloc_anew(self, size: int, stream: int = 0, pool_id: PoolId | None = None) -> int:
+        """As `malloc` goes on after a flush: it asks the driver, whatever the flush has freed meanwhile. Raises likewise."""
+        self._searches = self._is_plain = False
+        try:
+            return self.malloc(size, stream, pool_id)
+        finally:
+            self._searches = True
+            self._apply_settings()
+
+    def finds(self, size: int, stream: int = 0, pool_id: PoolId | None = None) -> bool:
+        """Whether a cached block would be used for a request."""
+        rounded, pool, key = self._look_at(size, stream)
+        pool = self._routed(pool, stream, pool_id)
+        block = self._find(pool, key, rounded, stream)
+        if block is None:
+            return False
+        age = block.age_base
+        pool.insert(block)
+        block.age_base = age
+        return True
+
     def free(self, address: int) -> None:
         """Frees a block; address 0 is nothing. Raises ValueError where no allocated block starts at `address`."""
         block = self._blocks.get(address)
@@ -194,6 +216,8 @@ class CachingAllocator(ReleasingHeap):
 
     def _find(self, pool: Pool, key: int, rounded: int, stream: int) -> CachedBlock | None:
         """The smallest free block of the stream that is big enough, of those the lowest; taken out of the pool."""
+        if not self._searches:
+            return None
         if self._collects:
             pool.lookups += 1
         keys = pool.free.get(stream)

@@ -55,6 +55,10 @@ class PrivatePools:
             return self._open[place][2]
         return None
 
+    def of_new_memory(self, index: int, event: TraceEvent) -> PoolId:
+        """The pool that a segment_alloc or segment_map event was for."""
+        return event.pool_id or self._gets.get(index, DEFAULT_POOL)
+
     def note(self, index: int, event: TraceEvent) -> None:
         """A segment event of the trace."""
         if event.action in _OPENING:

@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 from gpumem_magic.allocator.adoption import RangeKey, range_key
 from gpumem_magic.allocator.blocks import PoolId
 from gpumem_magic.allocator.caching import CachingAllocator
-from gpumem_magic.allocator.recorded_pools import PrivatePools
 from gpumem_magic.allocator.recorded import RecordedMemory
+from gpumem_magic.allocator.recorded_pools import PrivatePools
 from gpumem_magic.snapshot.model import PENDING_FREE, Segment, TraceEvent
+from gpumem_magic.snapshot.ranges import MappedRanges
 from gpumem_magic.snapshot.rules import (
     DEFAULT_SETTINGS,
     AllocatorSettings,
@@ -119,10 +120,10 @@ class _Replay:
         self._events = events
         self._memory = RecordedMemory()
         self._allocator = CachingAllocator(device, self._memory, settings, auto_complete=False)
-        self._allocator.adopt(start, _bases(start, events, settings))
+        self._private = PrivatePools(start, events, final)
+        self._allocator.adopt(start, _bases(start, events, settings, self._private))
         self._memory.surprises = 0
         self._result = ReplayResult(self._allocator)
-        self._private = PrivatePools(start, events, final)
         # A free that waits does so for a stream of its own here, so that it can be completed alone.
         self._waits_for: dict[int, int] = {
             block.address: segment.stream
@@ -134,6 +135,9 @@ class _Replay:
         self._moved: dict[int, int] = {}
         # Segments and pages that the recording got for the next request: indices of events.
         self._got: list[int] = []
+        # Index of the alloc event of a request that flushed, and how far was looked for one.
+        self._flushed = -1
+        self._looked_until = 0
 
     def run(self) -> ReplayResult:
         events, result, moved, memory = self._events, self._result, self._moved, self._memory
@@ -157,7 +161,10 @@ class _Replay:
                 requested = -1
             if action == "alloc":
                 pool_id = self._private.of(event) if has_private else None
-                place = malloc(size, stream, pool_id)
+                if index == self._flushed:
+                    place = self._allocator.malloc_anew(size, stream, pool_id)
+                else:
+                    place = malloc(size, stream, pool_id)
                 result.allocations += 1
                 if place != address or self._got or memory.surprises:
                     self._compare(index, address, place)
@@ -166,7 +173,7 @@ class _Replay:
             elif action == "free_requested":
                 requested = address
             elif action == "free_completed":
-                self._complete(address)
+                self._complete(index, address)
             elif action in _SEGMENT_ACTIONS:
                 result.decisions += 1
                 self._segment_event(index, event)
@@ -201,9 +208,10 @@ class _Replay:
         except ValueError:
             self._result.unmatched += 1
 
-    def _complete(self, address: int) -> None:
+    def _complete(self, index: int, address: int) -> None:
         waits_for = self._waits_for.pop(address, None)
         if waits_for is not None:
+            self._look_for_flush(index)
             self._allocator.complete_pending(waits_for)
             return
         try:
@@ -211,6 +219,26 @@ class _Replay:
             self._allocator.free(self._moved.pop(address, address))
         except ValueError:
             self._result.unmatched += 1
+
+    def _look_for_flush(self, index: int) -> None:
+        """Whether memory is given back, or a free that waited completes, because a request flushes everything. PyTorch then
+        asks the driver, even where a piece that is free only since then would do; so the search has to be done before.
+        """
+        if index < self._looked_until:
+            return
+        events = self._events
+        end = index
+        while end < len(events) and events[end].action in ("free_completed", "segment_free", "segment_unmap"):
+            end += 1
+        self._looked_until = end
+        first = end
+        while end < len(events) and events[end].action in ("segment_alloc", "segment_map"):
+            end += 1
+        if first < end < len(events) and events[end].action == "alloc":
+            request = events[end]
+            pool_id = self._private.of_new_memory(first, events[first])
+            if not self._allocator.finds(request.size, request.stream, pool_id):
+                self._flushed = end
 
     # Segments.
 
@@ -239,6 +267,7 @@ class _Replay:
         self._got.clear()
 
     def _give_back(self, index: int, event: TraceEvent) -> None:
+        self._look_for_flush(index)
         try:
             if event.action == "segment_free":
                 self._allocator.release_segment(event.address)
@@ -249,32 +278,31 @@ class _Replay:
             self._result.misjudged.append(index)
 
 
-def _bases(start: Sequence[Segment], events: Sequence[TraceEvent], settings: AllocatorSettings) -> dict[RangeKey, int]:
+def _bases(
+    start: Sequence[Segment], events: Sequence[TraceEvent], settings: AllocatorSettings, private: PrivatePools
+) -> dict[RangeKey, int]:
     """Where the expandable segments of the start begin: at the lowest page that is ever mapped while they exist."""
     bases: dict[RangeKey, int] = {}
-    mapped = Counter[RangeKey]()
+    mapped: dict[RangeKey, MappedRanges] = {}
     for segment in start:
         if segment.is_expandable:
             key = range_key(segment, page_size(segment.segment_type, settings))
             bases[key] = min(bases.get(key, segment.address), segment.address)
-            mapped[key] += segment.total_size
-    gone: set[RangeKey] = set()
-    for event in events if bases else ():
-        if event.action not in ("segment_map", "segment_unmap"):
-            continue
-        for key in bases:
-            stream, pool, _, place = key
-            page = page_size(pool, settings)
-            begin = event.address - bases[key]
-            if key in gone or stream != event.stream or event.address % page != place or begin > 1 << 44:
-                continue
-            if event.action == "segment_map" and pool_of_segment(event.size) == pool:
+            mapped.setdefault(key, MappedRanges(())).add(segment)
+    for index, event in enumerate(events if bases else ()):
+        if event.action == "segment_map":
+            pool = pool_of_segment(event.size)
+            place = event.address % page_size(pool, settings)
+            key = event.stream, pool, private.of_new_memory(index, event), place
+            if key in mapped:
                 bases[key] = min(bases[key], event.address)
-                mapped[key] += event.size
-            elif event.action == "segment_unmap" and (event.size >= page):
-                mapped[key] -= event.size
-                if mapped[key] <= 0:
-                    gone.add(key)
+                mapped[key].add(Segment(0, event.address, event.size, event.stream, pool, (), True, key[2]))
+        elif event.action == "segment_unmap":
+            for key, ranges in list(mapped.items()):
+                ranges.remove(event.address, event.size)
+                if not ranges:
+                    # The next one is a segment of its own.
+                    del mapped[key]
     return bases
 
 

@@ -18,6 +18,9 @@ class MappedRanges:
         for segment in segments:
             self._put(replace(segment, blocks=()))
 
+    def __len__(self) -> int:
+        return len(self._starts)
+
     def __iter__(self) -> Iterator[Segment]:
         return iter([self._ranges[start] for start in self._starts])
 
