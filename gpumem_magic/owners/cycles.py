@@ -1,0 +1,160 @@
+"""Reference cycles that nothing reaches any more, and that still hold device memory until Python's garbage collector runs.
+
+Looks at every object that Python's collector knows, so it runs only when asked. It collects nothing: it counts, as the collector
+would, which objects are referred to only by each other.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from gpumem_magic.owners.autograd import is_node_type, next_nodes, saved_by
+from gpumem_magic.owners.model import Root
+from gpumem_magic.owners.roots import FREE_CYCLES
+from gpumem_magic.owners.traversal import Locate, Place, Traversal
+
+_MEMBERS = 4
+
+
+def garbage_holding(locate: Locate, walk: Traversal, blocks: Mapping[Place, Any]) -> Iterable[tuple[Root, list[Any]]]:
+    """Roots of kind "cycle" for the live blocks that the walk did not reach: each cycle by the classes of its members."""
+    everything = gc.get_objects()
+    mine = {id(everything), id(walk.objects)}
+    unseen = [one for one in everything if id(one) not in mine and walk.number_of(one) is None]
+    del everything
+    candidates = _closure(unseen, _starting_points(unseen, locate, walk, blocks))
+    garbage = _only_held_by_each_other(unseen, candidates)
+    found = []
+    with torch._C.DisableTorchFunctionSubclass():
+        for group in _groups(unseen, candidates, garbage):
+            things = [unseen[number] for number in group]
+            found.append((Root(_words(things), "cycle", FREE_CYCLES), things))
+    return found
+
+
+def _starting_points(unseen: list[Any], locate: Locate, walk: Traversal, blocks: Mapping[Place, Any]) -> list[int]:
+    """The tensors on blocks that the walk did not reach, and the graph nodes that save such tensors."""
+    found = []
+    is_tensor: dict[type, bool] = {}
+    is_node: dict[type, bool] = {}
+    missing = blocks.keys() - walk.storages.keys()
+    with torch._C.DisableTorchFunctionSubclass():
+        for number, thing in enumerate(unseen):
+            kind = type(thing)
+            if kind not in is_tensor:
+                is_tensor[kind] = issubclass(kind, torch.Tensor)
+                is_node[kind] = not is_tensor[kind] and is_node_type(kind)
+            if is_tensor[kind]:
+                held = [thing, thing.grad] if thing.is_leaf else [thing]
+                if thing.grad_fn is not None and _graph_holds(thing.grad_fn, locate, missing):
+                    found.append(number)
+                    continue
+            elif is_node[kind]:
+                held = [value for _, value in saved_by(thing)]
+            else:
+                continue
+            if any(isinstance(one, torch.Tensor) and _place(locate, one) in missing for one in held):
+                found.append(number)
+    return found
+
+
+def _graph_holds(node: Any, locate: Locate, missing: Iterable[Place]) -> bool:
+    places = set(missing)
+    todo, seen = [node], [node]
+    known = {id(node)}
+    while todo:
+        one = todo.pop()
+        for _, value in saved_by(one):
+            if isinstance(value, torch.Tensor) and _place(locate, value) in places:
+                return True
+        for following in next_nodes(one):
+            if id(following) not in known:
+                known.add(id(following))
+                seen.append(following)
+                todo.append(following)
+    return False
+
+
+def _place(locate: Locate, tensor: torch.Tensor) -> Place | None:
+    try:
+        return locate(tensor)
+    except (NotImplementedError, RuntimeError):
+        return None
+
+
+def _closure(unseen: list[Any], starts: list[int]) -> dict[int, list[int]]:
+    """The starting points and everything unseen that leads to them: number -> the numbers that refer to it."""
+    if not starts:
+        return {}
+    number_of = {id(thing): number for number, thing in enumerate(unseen)}
+    holders: dict[int, list[int]] = {}
+    for number, thing in enumerate(unseen):
+        for held in gc.get_referents(thing):
+            target = number_of.get(id(held))
+            if target is not None:
+                holders.setdefault(target, []).append(number)
+    found: dict[int, list[int]] = {}
+    todo = list(starts)
+    while todo:
+        number = todo.pop()
+        if number not in found:
+            found[number] = holders.get(number, [])
+            todo += found[number]
+    return found
+
+
+def _only_held_by_each_other(unseen: list[Any], candidates: Mapping[int, list[int]]) -> set[int]:
+    """Those of the candidates that no object outside them refers to, as Python's collector decides it."""
+    # Each is referred to by `unseen`, by the loop's variable and by the call besides.
+    outside = set()
+    for number, holders in candidates.items():
+        thing = unseen[number]
+        if sys.getrefcount(thing) - 3 > len(holders):
+            outside.add(number)
+    held: dict[int, list[int]] = {}
+    for number, holders in candidates.items():
+        for holder in holders:
+            held.setdefault(holder, []).append(number)
+    todo = list(outside)
+    while todo:
+        for number in held.get(todo.pop(), ()):
+            if number not in outside:
+                outside.add(number)
+                todo.append(number)
+    return candidates.keys() - outside
+
+
+def _groups(unseen: list[Any], candidates: Mapping[int, list[int]], garbage: set[int]) -> list[list[int]]:
+    """The garbage in connected groups."""
+    near: dict[int, set[int]] = {number: set() for number in garbage}
+    for number in garbage:
+        for holder in candidates[number]:
+            if holder in garbage:
+                near[number].add(holder)
+                near[holder].add(number)
+    groups = []
+    left = set(garbage)
+    while left:
+        todo = [left.pop()]
+        group = []
+        while todo:
+            number = todo.pop()
+            group.append(number)
+            fresh = near[number] & left
+            left -= fresh
+            todo += fresh
+        groups.append(sorted(group))
+    return groups
+
+
+def _words(things: list[Any]) -> str:
+    """``a reference cycle (Trainer, dict, ...)``: plain containers only where there is nothing else."""
+    kinds = list(dict.fromkeys(type(one).__name__ for one in things if not isinstance(one, (torch.Tensor, type))))
+    telling = [kind for kind in kinds if kind not in ("dict", "list", "tuple", "cell", "set")] or kinds
+    more = ", ..." if len(telling) > _MEMBERS else ""
+    return f"a reference cycle ({', '.join(telling[:_MEMBERS])}{more})" if telling else "a reference cycle"

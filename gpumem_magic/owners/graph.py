@@ -1,0 +1,105 @@
+"""The part of the object graph that leads to device memory, as numbers: which roots reach what, and what is on a cycle."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+Edge = tuple[int, int]
+
+
+class HoldGraph:
+    """Nodes are numbers, edges lead from a holder to what it holds. `roots` are the nodes that live by themselves.
+
+    kinds: edge -> "grad", "graph", "saved", "next" or "variable", for the edges that autograd knows; others have none.
+    """
+
+    def __init__(self, roots: Sequence[int], children: Mapping[int, Sequence[int]], kinds: Mapping[Edge, str]) -> None:
+        self._roots = tuple(roots)
+        self._children = {node: tuple(held) for node, held in children.items()}
+        self._kinds = dict(kinds)
+        self._groups = _strong_components(self._roots, self._children)
+
+    def children(self, node: int) -> tuple[int, ...]:
+        return self._children.get(node, ())
+
+    def kind(self, holder: int, held: int) -> str | None:
+        return self._kinds.get((holder, held))
+
+    def reachable(self, roots: Iterable[int] | None = None, *, without: frozenset[str] = frozenset()) -> set[int]:
+        """The nodes that these roots (all of them by default) reach over edges that are not of the kinds in `without`."""
+        todo = list(self._roots if roots is None else roots)
+        found = set(todo)
+        while todo:
+            node = todo.pop()
+            for child in self._children.get(node, ()):
+                if child not in found and (not without or self._kinds.get((node, child)) not in without):
+                    found.add(child)
+                    todo.append(child)
+        return found
+
+    def holders(self) -> dict[int, int]:
+        """Node -> the set of roots that reach it, as bits in the order of `roots`."""
+        bits = {root: 1 << number for number, root in enumerate(self._roots)}
+        reached: dict[int, int] = {}
+        # Components come with holders behind what they hold: backwards, a component is complete when it is looked at.
+        for group in reversed(self._groups):
+            of_group = 0
+            for node in group:
+                of_group |= reached.get(node, 0) | bits.get(node, 0)
+            for node in group:
+                reached[node] = of_group
+                for child in self._children.get(node, ()):
+                    reached[child] = reached.get(child, 0) | of_group
+        return reached
+
+    def behind_cycles(self) -> set[int]:
+        """The nodes that are on a reference cycle, or held by one."""
+        cyclic = {
+            node
+            for group in self._groups
+            if len(group) > 1 or group[0] in self._children.get(group[0], ())
+            for node in group
+        }
+        return self.reachable(cyclic) if cyclic else set()
+
+
+def _strong_components(roots: Sequence[int], children: Mapping[int, Sequence[int]]) -> list[list[int]]:
+    """Tarjan's strongly connected components, without recursion; what is held comes before its holders."""
+    order: dict[int, int] = {}
+    low: dict[int, int] = {}
+    waiting: list[int] = []
+    is_waiting: set[int] = set()
+    components: list[list[int]] = []
+    for root in roots:
+        if root in order:
+            continue
+        order[root] = low[root] = len(order)
+        waiting.append(root)
+        is_waiting.add(root)
+        path = [(root, iter(children.get(root, ())))]
+        while path:
+            node, rest = path[-1]
+            for child in rest:
+                if child not in order:
+                    order[child] = low[child] = len(order)
+                    waiting.append(child)
+                    is_waiting.add(child)
+                    path.append((child, iter(children.get(child, ()))))
+                    break
+                if child in is_waiting:
+                    low[node] = min(low[node], order[child])
+            else:
+                path.pop()
+                if path:
+                    parent = path[-1][0]
+                    low[parent] = min(low[parent], low[node])
+                if low[node] == order[node]:
+                    component = []
+                    while True:
+                        member = waiting.pop()
+                        is_waiting.discard(member)
+                        component.append(member)
+                        if member == node:
+                            break
+                    components.append(component)
+    return components

@@ -1,0 +1,104 @@
+"""Who holds what: numbers and strings only, so that nothing of the user's is kept alive by an answer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from gpumem_magic.owners.graph import HoldGraph
+
+
+@dataclass(frozen=True)
+class Root:
+    """Something that keeps objects alive by itself.
+
+    kind: variable | out | traceback | module | thread | cycle | library. name: as the notebook writes it. statement: what lets go
+    of it, or None where no single statement does. type: the class of what it holds (``Linear``), "" where that means nothing.
+    """
+
+    name: str
+    kind: str
+    statement: str | None
+    type: str = ""
+
+
+@dataclass(frozen=True)
+class Held:
+    """A live allocation and who holds it. Sizes in bytes: the block's, and what the program asked for.
+
+    place: the best name for it (``model.fc.weight``, ``graph of loss: self saved by gelu``). kind: parameter | buffer |
+    gradient | optimizer_state | graph | tensor | workspace. roots: the numbers of all roots that reach it, the place's first.
+    cyclic: whether a reference cycle is among its holders, so that letting go is not enough without a garbage collection.
+    node: its number in the graph, -1 for memory that no object holds. dtype and shape: of the largest tensor that was seen on it.
+    """
+
+    device: int
+    address: int
+    size: int
+    requested: int
+    place: str
+    kind: str
+    roots: tuple[int, ...]
+    cyclic: bool
+    node: int
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Lost:
+    """A live allocation that no name was found for. Sizes in bytes."""
+
+    device: int
+    address: int
+    size: int
+    requested: int
+
+
+@dataclass(frozen=True)
+class Holdings:
+    """The answer of one search. held: largest first. seconds: what the search took."""
+
+    roots: tuple[Root, ...]
+    held: tuple[Held, ...]
+    lost: tuple[Lost, ...]
+    graph: HoldGraph
+    seconds: float
+    objects: int
+
+    @property
+    def allocated(self) -> int:
+        """Bytes of all live allocations, found or not."""
+        return self.found + sum(one.size for one in self.lost)
+
+    @property
+    def found(self) -> int:
+        """Bytes of the allocations that have an owner."""
+        return sum(one.size for one in self.held)
+
+    def number(self, name: str) -> int | None:
+        """The number of the root of this name, or None."""
+        return next((number for number, root in enumerate(self.roots) if root.name == name), None)
+
+    def reached(self, root: int) -> list[Held]:
+        """What a root keeps, alone or with others."""
+        return [one for one in self.held if root in one.roots]
+
+    def freed(self, roots: Iterable[int]) -> list[Held]:
+        """What would be freed if all these roots let go, and no other: what nothing else holds."""
+        gone = frozenset(roots)
+        return [one for one in self.held if gone.issuperset(one.roots)]
+
+    def freed_without(self, *kinds: str) -> list[Held]:
+        """What would be freed if all links of these kinds were cut: "grad" (zero_grad), "graph" (detach)."""
+        kept = self.graph.reachable(without=frozenset(kinds))
+        return [one for one in self.held if one.node >= 0 and one.node not in kept]
+
+    def of_kind(self, kind: str) -> list[int]:
+        """The numbers of the roots of a kind."""
+        return [number for number, root in enumerate(self.roots) if root.kind == kind]
+
+
+def size_of(held: Iterable[Held]) -> int:
+    """Bytes of the allocations' blocks."""
+    return sum(one.size for one in held)

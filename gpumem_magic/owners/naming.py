@@ -1,0 +1,243 @@
+"""Names in the notebook's words for what a walk found: the best path from a root, read as a user would write it."""
+
+from __future__ import annotations
+
+import heapq
+import inspect
+import sys
+import types
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from gpumem_magic.owners import autograd
+from gpumem_magic.owners.model import Root
+from gpumem_magic.owners.traversal import Traversal
+
+# What a step costs: a name through a module is better than one through an optimizer, and a graph is the last resort.
+_COSTS = {"grad": 3, "graph": 1000, "saved": 5, "next": 1, "variable": 1000}
+_ROOT_COSTS = {"variable": 0, "module": 100, "out": 400, "traceback": 800, "thread": 600, "cycle": 900}
+_OPTIMIZER = 300
+_TABLES = ("_parameters", "_buffers", "_modules")
+_LONGEST = 60
+_GRAPH = "graph of "
+
+
+class Namer:
+    """Names for the numbers of a walk. numbers: those that lead to device memory; children: the links among them."""
+
+    def __init__(self, walk: Traversal, roots: Sequence[int], children: Mapping[int, Sequence[int]]) -> None:
+        self._walk = walk
+        self._parent, self._root = _best_paths(walk, roots, children)
+        self._places: dict[int, str] = {}
+        self._inside: dict[int, dict[int, str]] = {}
+
+    def root_of(self, number: int) -> int:
+        """The root of the best path."""
+        return self._root[number]
+
+    def path(self, number: int) -> list[int]:
+        """From the root to the number, both included."""
+        path = [number]
+        while (parent := self._parent.get(path[-1], -1)) >= 0:
+            path.append(parent)
+        return path[::-1]
+
+    def is_in_graph(self, number: int) -> bool:
+        """Whether the best path goes through autograd's graph."""
+        return self.place(number).startswith(_GRAPH)
+
+    def place(self, number: int) -> str:
+        """The name of what has this number."""
+        if number not in self._places:
+            # From the nearest holder that has a name, so that long chains do not recurse.
+            unnamed = [number]
+            while (parent := self._parent.get(unnamed[-1], -1)) >= 0 and parent not in self._places:
+                unnamed.append(parent)
+            for node in reversed(unnamed):
+                if node not in self._places:
+                    self._places[node] = self._place(node)
+        return self._places[number]
+
+    def _place(self, number: int) -> str:
+        parent = self._parent.get(number, -1)
+        thing = self._walk.objects[number]
+        if parent < 0:
+            return thing.name if isinstance(thing, Root) else type(thing).__name__
+        start = self._places[parent]
+        holder = self._walk.objects[parent]
+        if isinstance(holder, Root):
+            return start
+        kind = self._walk.kinds.get((parent, number))
+        if kind is not None:
+            return self._graph_place(start, kind, parent, number)
+        if isinstance(holder, torch.Tensor):
+            return start
+        return self._step(start, parent, holder, number, thing)
+
+    def _graph_place(self, start: str, kind: str, parent: int, number: int) -> str:
+        if kind == "grad":
+            return f"{start}.grad"
+        if kind == "graph":
+            return start if start.startswith(_GRAPH) else f"{_GRAPH}{start}"
+        base = start.partition(": ")[0]
+        if kind == "saved":
+            operation = autograd.operation_of(self._walk.objects[parent])
+            return f"{base}: {self._walk.arguments.get((parent, number), 'a tensor')} saved by {operation}"
+        return f"{base}: a parameter" if kind == "variable" else base
+
+    def _step(self, start: str, parent: int, holder: Any, number: int, thing: Any) -> str:
+        labels = self._labels(parent, holder)
+        label = labels.get(id(thing), "")
+        if label.startswith(" "):
+            return f"{label[1:]} of {start}"
+        return start + label
+
+    def _labels(self, parent: int, holder: Any) -> dict[int, str]:
+        """id of what a holder holds -> how a user reaches it from the holder; " word" stands for "word of ..."."""
+        if parent not in self._inside:
+            self._inside[parent] = self._read_labels(parent, holder)
+        return self._inside[parent]
+
+    def _read_labels(self, parent: int, holder: Any) -> dict[int, str]:
+        if isinstance(holder, dict):
+            return self._dict_labels(parent, holder)
+        if isinstance(holder, (list, tuple, deque)):
+            fields = getattr(type(holder), "_fields", None) if isinstance(holder, tuple) else None
+            if isinstance(fields, tuple) and len(fields) == len(holder):
+                return {id(one): f".{field}" for field, one in zip(fields, _items(holder), strict=True)}
+            return {id(one): f"[{place}]" for place, one in enumerate(_items(holder))}
+        if isinstance(holder, types.FrameType):
+            called = holder.f_code.co_name
+            return {id(one): f" local `{name}` of {called}()" for name, one in locals_of(holder).items()}
+        if isinstance(holder, types.FunctionType):
+            cells = zip(holder.__code__.co_freevars, holder.__closure__ or (), strict=False)
+            return {id(cell): f" closure variable `{name}`" for name, cell in cells} | {
+                id(holder.__defaults__): " a default argument",
+                id(holder.__kwdefaults__): " a default argument",
+                id(holder.__dict__): "",
+            }
+        if isinstance(holder, types.GeneratorType):
+            frame = holder.gi_frame
+            inside = {} if frame is None else locals_of(frame)
+            return {id(one): f" local `{name}` of the generator {holder.__name__}()" for name, one in inside.items()}
+        if isinstance(holder, BaseException):
+            return {id(holder.__traceback__): "", id(holder.args): ".args"} | _attribute_labels(holder)
+        if isinstance(holder, type):
+            return {id(value): f".{name}" for name, value in vars(holder).items()}
+        if isinstance(holder, types.MethodType):
+            return {id(holder.__self__): ".__self__"}
+        return _attribute_labels(holder)
+
+    def _dict_labels(self, parent: int, holder: dict[Any, Any]) -> dict[int, str]:
+        above = self._parent.get(parent, -1)
+        owner = self._walk.objects[above] if above >= 0 else None
+        if owner is not None and not isinstance(owner, Root) and _is_attributes_of(holder, owner):
+            return {id(value): _attribute(owner, name) for name, value in dict.items(holder)}
+        if owner is not None and self._is_table_of_module(above, holder):
+            return {id(value): f".{name}" for name, value in dict.items(holder)}
+        labels = {}
+        for key, value in dict.items(holder):
+            labels[id(value)] = f"[{self._key(parent, key)}]"
+            labels.setdefault(id(key), " a key")
+        return labels
+
+    def _is_table_of_module(self, above: int, holder: Any) -> bool:
+        """Whether a dictionary is a module's `_parameters`, `_buffers` or `_modules`: its entries read as attributes."""
+        while above >= 0:
+            thing = self._walk.objects[above]
+            if isinstance(thing, torch.nn.Module):
+                own = thing.__dict__
+                return any(own.get(table) is holder for table in _TABLES)
+            if not isinstance(thing, dict):
+                return False
+            above = self._parent.get(above, -1)
+        return False
+
+    def _key(self, parent: int, key: Any) -> str:
+        if isinstance(key, (str, int, float, bool)):
+            text = repr(key)
+            return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+        number = self._walk.number_of(key)
+        # A parameter that only the optimizer knows is named through this very dictionary.
+        if isinstance(key, torch.Tensor) and number in self._parent and parent not in self.path(number):
+            return self.place(number)
+        return type(key).__name__
+
+
+def _items(holder: list[Any] | tuple[Any, ...] | deque[Any]) -> Iterator[Any]:
+    """The members, by the built-in way: a subclass may have its own."""
+    if isinstance(holder, list):
+        return list.__iter__(holder)
+    return tuple.__iter__(holder) if isinstance(holder, tuple) else deque.__iter__(holder)
+
+
+def locals_of(frame: types.FrameType) -> dict[str, Any]:
+    """A frame's variables. Before Python 3.13 asking leaves a copy of them in the frame, which would keep them: it is emptied."""
+    held = frame.f_locals
+    found = dict(held)
+    is_copy = bool(frame.f_code.co_flags & inspect.CO_OPTIMIZED)
+    # Held by the frame, by `held` and by the call: somebody else's `locals()` would be a fourth.
+    if sys.version_info < (3, 13) and is_copy and sys.getrefcount(held) <= 3:
+        held.clear()
+    return found
+
+
+def _attribute(owner: Any, name: Any) -> str:
+    if isinstance(owner, torch.nn.Module) and name in _TABLES:
+        return ""
+    return f".{name}" if isinstance(name, str) else "[?]"
+
+
+def _is_attributes_of(holder: dict[Any, Any], owner: Any) -> bool:
+    try:
+        return object.__getattribute__(owner, "__dict__") is holder
+    except AttributeError:
+        return False
+
+
+def _attribute_labels(holder: Any) -> dict[int, str]:
+    """Attributes kept in the object itself: Python's compact instances, and slots."""
+    labels: dict[int, str] = {}
+    try:
+        own = object.__getattribute__(holder, "__dict__")
+    except AttributeError:
+        own = None
+    if isinstance(own, dict):
+        labels[id(own)] = ""
+        labels.update((id(value), _attribute(holder, name)) for name, value in own.items())
+    for kind in type(holder).__mro__:
+        for name, slot in vars(kind).items():
+            if isinstance(slot, types.MemberDescriptorType):
+                try:
+                    labels.setdefault(id(slot.__get__(holder)), f".{name}")
+                except AttributeError:
+                    continue
+    return labels
+
+
+def _best_paths(
+    walk: Traversal, roots: Sequence[int], children: Mapping[int, Sequence[int]]
+) -> tuple[dict[int, int], dict[int, int]]:
+    """Number -> its parent on the cheapest path from a root (-1 for roots), and number -> that root."""
+    parent: dict[int, int] = {}
+    top: dict[int, int] = {}
+    todo: list[tuple[int, int, int]] = []
+    for number in roots:
+        root = walk.objects[number]
+        cost = _ROOT_COSTS.get(root.kind, 0) + (5 if root.name.startswith("_") else 0)
+        todo.append((cost, number, -1))
+    heapq.heapify(todo)
+    while todo:
+        cost, number, holder = heapq.heappop(todo)
+        if number in parent:
+            continue
+        parent[number] = holder
+        top[number] = number if holder < 0 else top[holder]
+        more = _OPTIMIZER if isinstance(walk.objects[number], torch.optim.Optimizer) else 0
+        for child in children.get(number, ()):
+            if child not in parent:
+                heapq.heappush(todo, (cost + more + _COSTS.get(walk.kinds.get((number, child), ""), 1), child, number))
+    return parent, top

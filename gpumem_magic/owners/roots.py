@@ -1,0 +1,140 @@
+"""What lives by itself in a notebook: its variables, its results, the last error, the user's modules, other threads."""
+
+from __future__ import annotations
+
+import builtins
+import sys
+import threading
+import types
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from gpumem_magic.owners.model import Root
+from gpumem_magic.owners.traversal import is_users_module
+
+Rooted = tuple[Root, list[Any]]
+
+FREE_OUT = "%gpumem_free out"
+FREE_TRACEBACK = "%gpumem_free traceback"
+FREE_CYCLES = "%gpumem_free cycles"
+_RECENT = ("_", "__", "___")
+
+
+def roots_of(shell: Any, namespace: Mapping[str, Any]) -> list[Rooted]:
+    """Every root with what it holds. shell: the notebook's, or None in a script; namespace: the program's variables."""
+    return [
+        *_results(shell, namespace),
+        *_variables(namespace, _hidden(shell)),
+        *_traceback(shell),
+        *_modules(namespace),
+        *_threads(namespace),
+    ]
+
+
+def closed_to(shell: Any, namespace: Mapping[str, Any]) -> list[Any]:
+    """What a walk must not enter: the namespace itself (its variables are roots), the shell, and Python's own tables."""
+    closed: list[Any] = [namespace, sys.modules, vars(builtins), vars(sys)]
+    if shell is not None:
+        closed += [shell, shell.user_ns, shell.user_global_ns, shell.user_ns_hidden, shell.displayhook]
+        closed += [
+            value for value in (namespace.get("_oh"), namespace.get("_ih"), namespace.get("_dh")) if value is not None
+        ]
+    return closed
+
+
+def results(namespace: Mapping[str, Any]) -> dict[Any, Any]:
+    """``Out``, as a dictionary; empty in a script."""
+    kept = namespace.get("_oh")
+    return dict(kept) if isinstance(kept, dict) else {}
+
+
+def _hidden(shell: Any) -> Mapping[str, Any]:
+    return {} if shell is None else shell.user_ns_hidden
+
+
+def _variables(namespace: Mapping[str, Any], hidden: Mapping[str, Any]) -> Iterator[Rooted]:
+    for name, value in list(namespace.items()):
+        if not isinstance(name, str) or is_result_name(name) or (name in hidden and hidden[name] is value):
+            continue
+        if isinstance(value, types.ModuleType):
+            continue
+        word = "del " + name if name.isidentifier() else f"del globals()[{name!r}]"
+        yield Root(name, "variable", word, type(value).__name__), [value]
+
+
+def is_result_name(name: str) -> bool:
+    """Whether IPython itself keeps this name: ``_``, ``__``, ``_7``, ``_i``, ``Out``."""
+    return (
+        name in _RECENT
+        or name in ("In", "Out", "_ih", "_oh", "_dh")
+        or (name[:1] == "_" and name[1:].isdecimal())
+        or (name[:2] == "_i" and (name[2:].isdecimal() or set(name[2:]) <= {"i"}))
+    )
+
+
+def _results(shell: Any, namespace: Mapping[str, Any]) -> Iterator[Rooted]:
+    if shell is None:
+        return
+    kept = results(namespace)
+    seen: set[int] = set()
+    for number, value in kept.items():
+        held = [value]
+        variable = namespace.get(f"_{number}")
+        if variable is not None and variable is not value:
+            held.append(variable)
+        seen.update(id(one) for one in held)
+        yield Root(f"Out[{number}]", "out", FREE_OUT, type(value).__name__), held
+    for name in _RECENT:
+        for value in (namespace.get(name), getattr(shell.displayhook, name, None)):
+            # What Out holds too is said once, as Out[n].
+            if value is not None and id(value) not in seen:
+                seen.add(id(value))
+                yield Root(name, "out", FREE_OUT, type(value).__name__), [value]
+    last = getattr(shell, "last_execution_result", None)
+    value = getattr(last, "result", None)
+    if value is not None and id(value) not in seen:
+        yield Root("the last cell's value", "out", FREE_OUT, type(value).__name__), [value]
+
+
+def _traceback(shell: Any) -> Iterator[Rooted]:
+    held = last_errors(shell)
+    if held:
+        error = next((one for one in held if isinstance(one, BaseException)), None)
+        kind = "" if error is None else type(error).__name__
+        yield Root("the last error's traceback", "traceback", FREE_TRACEBACK, kind), held
+
+
+def last_errors(shell: Any) -> list[Any]:
+    """The exceptions and tracebacks that Python and IPython keep of the last error."""
+    held = [getattr(sys, name, None) for name in ("last_exc", "last_value", "last_traceback")]
+    if shell is not None:
+        result = getattr(shell, "last_execution_result", None)
+        held += [getattr(result, "error_in_exec", None), getattr(result, "error_before_exec", None)]
+        held.append(getattr(getattr(shell, "InteractiveTB", None), "tb", None))
+    unique = {id(one): one for one in held if one is not None}
+    return list(unique.values())
+
+
+def _modules(namespace: Mapping[str, Any]) -> Iterator[Rooted]:
+    for name, module in list(sys.modules.items()):
+        if not is_users_module(module) or vars(module) is namespace:
+            continue
+        for variable, value in list(vars(module).items()):
+            if variable == "__builtins__" or isinstance(value, (types.ModuleType, types.FunctionType)):
+                continue
+            yield Root(f"{name}.{variable}", "module", f"del {name}.{variable}", type(value).__name__), [value]
+
+
+def _threads(namespace: Mapping[str, Any]) -> Iterator[Rooted]:
+    """The user's functions that run in other threads. A frame's callers come with it."""
+    own = threading.get_ident()
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    for thread, top in list(sys._current_frames().items()):
+        if thread == own:
+            continue
+        frame: types.FrameType | None = top
+        while frame is not None:
+            if frame.f_globals is namespace or is_users_module(sys.modules.get(str(frame.f_globals.get("__name__")))):
+                yield Root(f"thread {names.get(thread, thread)}", "thread", None), [frame]
+                break
+            frame = frame.f_back

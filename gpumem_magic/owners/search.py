@@ -1,0 +1,175 @@
+"""Who holds each live allocation: one walk through the user's objects, joined with the allocators' blocks."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from gpumem_magic.devices.base import Machine
+from gpumem_magic.owners.cycles import garbage_holding
+from gpumem_magic.owners.graph import HoldGraph
+from gpumem_magic.owners.model import Held, Holdings, Lost, Root
+from gpumem_magic.owners.naming import Namer
+from gpumem_magic.owners.roots import closed_to, roots_of
+from gpumem_magic.owners.traversal import Traversal
+from gpumem_magic.snapshot.model import ACTIVE
+
+# What cuBLAS keeps per handle and stream: nothing of the user's holds it.
+WORKSPACE_SIZES = frozenset({8_519_680, 33_554_432})
+CLEAR_WORKSPACES = "torch._C._cuda_clearCublasWorkspaces()"
+
+Place = tuple[int, int]
+
+
+def find_owners(machine: Machine, namespace: Mapping[str, Any], shell: Any = None, *, cycles: bool = False) -> Holdings:
+    """Who holds what is live on the machine now.
+
+    namespace: the program's variables; shell: the notebook's IPython shell, or None in a script. cycles: also look through all of
+    Python's objects for reference cycles that only a garbage collection would free (slower). Nothing is collected, and nothing of
+    the user's is kept.
+    """
+    began = time.perf_counter()
+    settle = getattr(machine, "settle", None)
+    if settle is not None:
+        settle()
+    blocks = _blocks(machine)
+    # The walk makes many objects: Python would collect the user's garbage in the middle of it.
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        walk = Traversal(machine.locate, closed_to(shell, namespace))
+        for root, values in roots_of(shell, namespace):
+            walk.add_root(root, values)
+        walk.walk()
+        if cycles and not blocks.keys() <= walk.storages.keys():
+            for root, values in garbage_holding(machine.locate, walk, blocks):
+                walk.add_root(root, values)
+            walk.walk()
+        with torch._C.DisableTorchFunctionSubclass():
+            roots, held, graph = _read(walk, blocks)
+        objects = len(walk.objects)
+        del walk
+    finally:
+        if collecting:
+            gc.enable()
+    known = {(one.device, one.address) for one in held}
+    workspace = Root("cuBLAS", "library", CLEAR_WORKSPACES)
+    lost = []
+    for (device, address), (size, requested) in blocks.items():
+        if (device, address) in known:
+            continue
+        if requested in WORKSPACE_SIZES:
+            if roots[-1:] != [workspace]:
+                roots.append(workspace)
+            held.append(
+                Held(device, address, size, requested, "cuBLAS workspace", "workspace", (len(roots) - 1,), False, -1)
+            )
+        else:
+            lost.append(Lost(device, address, size, requested))
+    held.sort(key=lambda one: (-one.size, one.place))
+    lost.sort(key=lambda one: -one.size)
+    return Holdings(tuple(roots), tuple(held), tuple(lost), graph, time.perf_counter() - began, objects)
+
+
+def _blocks(machine: Machine) -> dict[Place, tuple[int, int]]:
+    """(device, address) -> (size, requested) of every live block."""
+    return {
+        (device.facts.index, block.address): (block.size, block.requested_size)
+        for device in machine.devices
+        for segment in device.segments()
+        for block in segment.blocks
+        if block.state == ACTIVE
+    }
+
+
+def _read(walk: Traversal, blocks: Mapping[Place, tuple[int, int]]) -> tuple[list[Root], list[Held], HoldGraph]:
+    """The walk as numbers and strings."""
+    live = {place: number for place, number in walk.storages.items() if place in blocks}
+    children, is_root = _leading_to(walk, list(live.values()))
+    numbers = [number for number in is_root if children.get(number)]
+    graph = HoldGraph(
+        numbers,
+        children,
+        {pair: kind for pair, kind in walk.kinds.items() if pair[0] in children and pair[1] in children},
+    )
+    namer = Namer(walk, numbers, children)
+    holders = graph.holders()
+    cyclic = graph.behind_cycles()
+    rank = {number: place for place, number in enumerate(numbers)}
+    held = []
+    for (device, address), node in live.items():
+        size, requested = blocks[device, address]
+        best = rank[namer.root_of(node)]
+        others = tuple(place for place in _bits(holders.get(node, 0)) if place != best)
+        tensor = _largest([walk.objects[number] for number in walk.tensors[node]])
+        held.append(
+            Held(
+                device,
+                address,
+                size,
+                requested,
+                namer.place(node),
+                _kind(walk, namer, node),
+                (best, *others),
+                node in cyclic,
+                node,
+                str(tensor.dtype).removeprefix("torch."),
+                tuple(int(length) for length in tensor.shape),
+            )
+        )
+    return [walk.objects[number] for number in numbers], held, graph
+
+
+def _leading_to(walk: Traversal, storages: list[int]) -> tuple[dict[int, list[int]], list[int]]:
+    """Number -> those of what it holds that lead to the storages; and the roots among them."""
+    parents = walk.parents()
+    children: dict[int, list[int]] = {number: [] for number in storages}
+    todo = list(storages)
+    roots = []
+    while todo:
+        number = todo.pop()
+        if isinstance(walk.objects[number], Root):
+            roots.append(number)
+        for parent in parents[number]:
+            if parent not in children:
+                children[parent] = []
+                todo.append(parent)
+            children[parent].append(number)
+    return children, sorted(roots)
+
+
+def _bits(bits: int) -> list[int]:
+    found = []
+    while bits:
+        lowest = bits & -bits
+        found.append(lowest.bit_length() - 1)
+        bits ^= lowest
+    return found
+
+
+def _largest(tensors: list[torch.Tensor]) -> torch.Tensor:
+    return max(tensors, key=lambda tensor: tensor.numel())
+
+
+def _kind(walk: Traversal, namer: Namer, node: int) -> str:
+    if namer.is_in_graph(node):
+        return "graph"
+    path = namer.path(node)
+    if any(walk.kinds.get(pair) == "grad" for pair in pairwise(path)):
+        return "gradient"
+    things = [walk.objects[number] for number in path]
+    holders = [thing for thing in things if isinstance(thing, (torch.optim.Optimizer, torch.nn.Module))]
+    if isinstance(things[-2], torch.nn.Parameter):
+        return "parameter"
+    if not holders:
+        return "tensor"
+    table, kind = (
+        ("state", "optimizer_state") if isinstance(holders[-1], torch.optim.Optimizer) else ("_buffers", "buffer")
+    )
+    held_in = holders[-1].__dict__.get(table)
+    return kind if any(thing is held_in for thing in things) else "tensor"

@@ -1,0 +1,279 @@
+"""One walk forward through the user's objects, from the roots to the device memory that they keep.
+
+Nothing of the user's runs: objects are asked for what they refer to as the garbage collector asks them. Functions are not
+followed into their globals, nor anything into Python's modules and into the notebook's own machinery: everything would lead
+everywhere.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import types
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from gpumem_magic.owners import autograd
+from gpumem_magic.owners.model import Root
+
+MACHINERY = frozenset(
+    {
+        "IPython",
+        "_pytest",
+        "asyncio",
+        "comm",
+        "debugpy",
+        "gpumem_magic",
+        "importlib",
+        "ipykernel",
+        "jupyter_client",
+        "logging",
+        "pluggy",
+        "prompt_toolkit",
+        "pydevd",
+        "tornado",
+        "traitlets",
+        "zmq",
+    }
+)
+_LEAF = -1
+_CLOSED = (
+    types.ModuleType,
+    types.CodeType,
+    types.MappingProxyType,
+    types.MethodDescriptorType,
+    types.GetSetDescriptorType,
+)
+_PACKAGES = ("site-packages", "dist-packages")
+
+Locate = Callable[[Any], "tuple[int, int] | None"]
+Expand = Callable[[int, Any], Iterable[Any]]
+Place = tuple[int, int]
+
+
+class Traversal:
+    """The objects that were met, by number, and which object met them first (`first`) and again (`more`).
+
+    It holds the user's objects: whoever made it drops it as soon as the names are read.
+    """
+
+    def __init__(self, locate: Locate, closed: Iterable[Any] = ()) -> None:
+        self.objects: list[Any] = []
+        self.first: list[int] = []
+        self.more: list[tuple[int, int]] = []
+        self.kinds: dict[tuple[int, int], str] = {}
+        self.arguments: dict[tuple[int, int], str] = {}
+        self.storages: dict[Place, int] = {}
+        self.tensors: dict[int, list[int]] = {}
+        self._locate = locate
+        self._closed = list(closed)
+        self._index: dict[int, int] = {id(thing): _LEAF for thing in self._closed}
+        self._expanders: dict[type, Expand | None] = {Root: None}
+        self._expand: list[Expand | None] = []
+        self._done = 0
+
+    def add_root(self, root: Root, values: Iterable[Any]) -> int | None:
+        """A root and what it holds; its number, or None if nothing in it can hold memory."""
+        values = [value for value in values if gc.is_tracked(value)]
+        if not values:
+            return None
+        number = self._add(root, _LEAF, None)
+        for value in values:
+            self._meet(number, value)
+        return number
+
+    def walk(self) -> None:
+        """Goes on until everything that was met has been looked into."""
+        objects, expanders = self.objects, self._expand
+        index, referents, is_tracked = self._index, gc.get_referents, gc.is_tracked
+        known, kinds = index.get, self._expanders
+        first, more = self.first, self.more
+        with torch._C.DisableTorchFunctionSubclass():
+            while self._done < len(objects):
+                source = self._done
+                self._done += 1
+                expand = expanders[source]
+                if expand is None:
+                    continue
+                thing = objects[source]
+                found = referents(thing) if expand is _generic else expand(source, thing)
+                # The body is `_meet`, written out: it runs for each of the user's objects.
+                for child in filter(is_tracked, found):
+                    target = known(id(child))
+                    if target is None:
+                        kind = type(child)
+                        its = kinds[kind] if kind in kinds else self._choose(kind)
+                        if its is None or (its is _class and not _is_users(child)):
+                            index[id(child)] = _LEAF
+                            self._closed.append(child)
+                            continue
+                        index[id(child)] = len(objects)
+                        objects.append(child)
+                        first.append(source)
+                        expanders.append(its)
+                    elif target >= 0:
+                        more.append((source, target))
+
+    def number_of(self, thing: Any) -> int | None:
+        """The number of an object, or None for one that was not met or not looked into."""
+        number = self._index.get(id(thing), _LEAF)
+        return None if number < 0 else number
+
+    def parents(self) -> list[list[int]]:
+        """For each number, who holds it."""
+        found = [[] if source < 0 else [source] for source in self.first]
+        for source, target in self.more:
+            found[target].append(source)
+        return found
+
+    # Meeting things
+
+    def _add(self, thing: Any, source: int, expand: Expand | None) -> int:
+        number = len(self.objects)
+        self.objects.append(thing)
+        self.first.append(source)
+        self._expand.append(expand)
+        return number
+
+    def _meet(self, source: int, thing: Any) -> int | None:
+        target = self._index.get(id(thing))
+        if target is None:
+            kind = type(thing)
+            expand = self._expanders[kind] if kind in self._expanders else self._choose(kind)
+            if expand is None or (expand is _class and not _is_users(thing)):
+                self._index[id(thing)] = _LEAF
+                self._closed.append(thing)
+                return None
+            target = self._index[id(thing)] = self._add(thing, source, expand)
+        elif target >= 0:
+            self.more.append((source, target))
+        return target if target >= 0 else None
+
+    def _link(self, source: int, thing: Any, kind: str, argument: str = "") -> None:
+        target = self._meet(source, thing)
+        if target is not None:
+            self.kinds[source, target] = kind
+            if argument:
+                self.arguments[source, target] = argument
+
+    def _choose(self, kind: type) -> Expand | None:
+        expand: Expand | None = _generic
+        if issubclass(kind, torch.Tensor):
+            expand = self._tensor
+        elif issubclass(kind, types.FunctionType):
+            expand = _function
+        elif issubclass(kind, types.FrameType):
+            expand = _frame
+        elif issubclass(kind, type):
+            expand = _class
+        elif issubclass(kind, _CLOSED) or _package(kind) in MACHINERY:
+            expand = None
+        elif autograd.is_node_type(kind):
+            expand = self._node
+        self._expanders[kind] = expand
+        return expand
+
+    # What things hold
+
+    def _tensor(self, number: int, tensor: torch.Tensor) -> Iterable[Any]:
+        place = _located(self._locate, tensor)
+        if place is not None:
+            target = self.storages.get(place)
+            if target is None:
+                target = self.storages[place] = self._add(None, number, None)
+            else:
+                self.more.append((number, target))
+            self.tensors.setdefault(target, []).append(number)
+        if tensor.grad_fn is not None:
+            self._link(number, tensor.grad_fn, "graph")
+        # Asking other tensors for a gradient makes PyTorch warn.
+        if tensor.is_leaf or tensor.retains_grad:
+            gradient = tensor.grad
+            if gradient is not None:
+                self._link(number, gradient, "grad")
+        found = gc.get_referents(tensor)
+        if isinstance(tensor, FakeTensor):
+            own = tensor.__dict__
+            found = [one for one in found if one is not own]
+            found += [value for name, value in own.items() if name not in _fake_names(tensor)]
+        return found
+
+    def _node(self, number: int, node: Any) -> Iterable[Any]:
+        for argument, value in autograd.saved_by(node):
+            self._link(number, value, "saved", argument)
+        for following in autograd.next_nodes(node):
+            self._link(number, following, "next")
+        variable = getattr(node, "variable", None)
+        if isinstance(variable, torch.Tensor):
+            self._link(number, variable, "variable")
+        return gc.get_referents(node)
+
+
+def _generic(_number: int, thing: Any) -> Iterable[Any]:
+    return gc.get_referents(thing)
+
+
+def _class(_number: int, kind: type) -> Iterable[Any]:
+    return list(vars(kind).values())
+
+
+def _function(_number: int, function: types.FunctionType) -> Iterable[Any]:
+    return [*(function.__closure__ or ()), function.__defaults__, function.__kwdefaults__, function.__dict__]
+
+
+def _frame(_number: int, frame: types.FrameType) -> Iterable[Any]:
+    name = frame.f_globals.get("__name__")
+    if isinstance(name, str) and name.partition(".")[0] in MACHINERY:
+        return ()
+    held_by_all = frame.f_globals
+    return [thing for thing in gc.get_referents(frame) if thing is not held_by_all]
+
+
+def _located(locate: Locate, tensor: torch.Tensor) -> Place | None:
+    try:
+        return locate(tensor)
+    except (NotImplementedError, RuntimeError):
+        # A tensor without one storage (sparse, a wrapper): the tensors inside it are met on their own.
+        return None
+
+
+_fake_attributes: frozenset[str] = frozenset()
+
+
+def _fake_names(tensor: FakeTensor) -> frozenset[str]:
+    """The attributes that PyTorch, and the virtual GPU, gave a fake tensor: they hold the mode, not memory."""
+    global _fake_attributes
+    if not _fake_attributes:
+        _fake_attributes = frozenset(
+            name
+            for name in tensor.__dict__
+            if name.endswith(("_memo", "_memo_vc", "_memo_epoch"))
+            or name in ("_fake_device", "fake_mode", "constant", "pytype", "dispatch_keys", "real_tensor")
+        ) | {"_gpumem_host_class", "_is_param"}
+    return _fake_attributes
+
+
+def _package(kind: type) -> str:
+    module = kind.__module__
+    return module.partition(".")[0] if isinstance(module, str) else ""
+
+
+def _is_users(kind: type) -> bool:
+    """Whether a class was written by the user: only those are looked into (class attributes that cache tensors)."""
+    return is_users_module(sys.modules.get(kind.__module__) if isinstance(kind.__module__, str) else None)
+
+
+def is_users_module(module: Any) -> bool:
+    """Whether a module is the notebook's or a file of the user's own, and not of Python or of an installed package."""
+    if not isinstance(module, types.ModuleType):
+        return False
+    name = module.__name__.partition(".")[0]
+    if name == "__main__":
+        return True
+    if name in sys.stdlib_module_names or name in MACHINERY or name == "torch":
+        return False
+    file = getattr(module, "__file__", None)
+    return isinstance(file, str) and not any(part in file for part in _PACKAGES)

@@ -1,0 +1,288 @@
+"""Who holds what: names for every live byte, and a promise of freed bytes that comes true when the statement is run."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gpumem_magic.owners.graph import HoldGraph
+from gpumem_magic.owners.model import Holdings, size_of
+from gpumem_magic.owners.search import find_owners
+from gpumem_magic.virtual import gpu
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def machine() -> Iterator[Any]:
+    machine = gpu.turn_on("A100-40GB")
+    yield machine
+    gpu.turn_off()
+
+
+def ran(code: str) -> dict[str, Any]:
+    namespace: dict[str, Any] = {"__name__": "cell", "torch": torch}
+    exec("def mib(n):\n    return torch.empty(n << 18, device='cuda')\n" + code, namespace)
+    return namespace
+
+
+def places(holdings: Holdings) -> dict[str, int]:
+    return {one.place: one.size for one in holdings.held}
+
+
+def freed_by(machine: Any, namespace: dict[str, Any], statement: str) -> int:
+    gc.collect()
+    machine.settle()
+    before = machine.devices[0].counters().allocated
+    exec(statement, namespace)
+    machine.settle()
+    return before - machine.devices[0].counters().allocated
+
+
+TRAINING = """
+model = torch.nn.Sequential(torch.nn.Linear(512, 1024), torch.nn.GELU(), torch.nn.Linear(1024, 512)).cuda()
+optimizer = torch.optim.Adam(model.parameters())
+x = torch.randn(512, 512, device="cuda")
+for step in range(2):
+    optimizer.zero_grad()
+    loss = model(x).pow(2).mean()
+    loss.backward()
+    optimizer.step()
+"""
+
+# Code, and then (place, MiB) that must be among the names.
+NAMES = [
+    ("x = mib(8)", "x", 8),
+    ("outputs = [mib(1) for _ in range(4)]", "outputs[3]", 1),
+    ("state = {'model': {'weight': mib(8)}}", "state['model']['weight']", 8),
+    ("class A: pass\na = A()\na.cache = [mib(8)]", "a.cache[0]", 8),
+    ("class S:\n    __slots__ = ('kept',)\ns = S()\ns.kept = mib(8)", "s.kept", 8),
+    ("class C:\n    cache = mib(8)\nC.__module__ = '__main__'", "C.cache", 8),
+    ("from collections import namedtuple\np = namedtuple('P', 'left right')(mib(1), mib(2))", "p.right", 2),
+    ("from collections import deque\nd = deque([mib(8)])", "d[0]", 8),
+    ("def f():\n    y = mib(8)\n    return lambda: y\ng = f()", "closure variable `y` of g", 8),
+    ("def h(a, cache=mib(8)):\n    pass", "a default argument of h[0]", 8),
+    ("def gen():\n    z = mib(8)\n    yield 1\nit = gen()\nnext(it)", "local `z` of the generator gen() of it", 8),
+    ("from functools import partial\nq = partial(print, mib(8))", "q.args[0]", 8),
+    ("class M:\n    def __init__(self): self.t = mib(8)\n    def go(self): pass\ncall = M().go", "call.__self__.t", 8),
+    ("net = torch.nn.ModuleDict({'enc': torch.nn.Linear(1024, 1024)}).cuda()", "net.enc.weight", 4),
+    ("bn = torch.nn.BatchNorm1d(1 << 18).cuda()", "bn.running_mean", 1),
+    ("w = mib(8).requires_grad_()\nw.grad = torch.empty_like(w)", "w.grad", 8),
+    ("w = mib(8).requires_grad_()\nloss = w.exp()", "loss", 8),
+    ("w = mib(8).requires_grad_()\nloss = w.exp().sum()", "graph of loss: result saved by exp", 8),
+    (
+        "w = mib(8).requires_grad_()\ntry:\n    raise ValueError(w)\nexcept ValueError as e:\n    err = e\ndel w",
+        "err.args[0]",
+        8,
+    ),
+    (
+        "def bad():\n    big = mib(8)\n    1 / 0\ntry:\n    bad()\nexcept Exception as e:\n    err = e",
+        "local `big` of bad()",
+        8,
+    ),
+    ("x = mib(8)[:4]", "x", 8),
+]
+
+
+@pytest.mark.parametrize(("code", "place", "size"), NAMES, ids=[name for _, name, _ in NAMES])
+def test_the_name_of_what_holds_it(machine: Any, code: str, place: str, size: int) -> None:
+    holdings = find_owners(machine, ran(code))
+    found = {name: held for name, held in places(holdings).items() if name == place or name.startswith(f"{place} of ")}
+    assert list(found.values()) == [size * MIB], places(holdings)
+    assert holdings.lost == ()
+
+
+def test_a_training_loop_has_an_owner_for_every_byte(machine: Any) -> None:
+    holdings = find_owners(machine, ran(TRAINING))
+    assert holdings.found == holdings.allocated == machine.devices[0].counters().allocated
+    names = places(holdings)
+    assert names["model.0.weight"] == 2 * MIB
+    assert names["model.0.weight.grad"] == 2 * MIB
+    assert names["optimizer.state[model.2.weight]['exp_avg_sq']"] == 2 * MIB
+    kinds = {kind: size_of(one for one in holdings.held if one.kind == kind) for kind in ("parameter", "gradient")}
+    assert kinds["parameter"] == kinds["gradient"]
+    assert size_of(one for one in holdings.held if one.kind == "optimizer_state") == 2 * kinds["parameter"]
+
+
+# Code, the statement, and whose promise it is.
+STATEMENTS = [
+    (TRAINING, "del optimizer", ["optimizer"]),
+    (TRAINING, "del model", ["model"]),
+    (TRAINING, "del model, optimizer", ["model", "optimizer"]),
+    (TRAINING, "del model, optimizer, loss", ["model", "optimizer", "loss"]),
+    (TRAINING, "del x", ["x"]),
+    ("x = mib(8)\ny = x[:2]", "del x", ["x"]),
+    ("x = mib(8)\ny = x[:2]", "del x, y", ["x", "y"]),
+    ("w = mib(8).requires_grad_()\nlosses = [w.exp().sum() for _ in range(3)]", "del losses", ["losses"]),
+    ("w = mib(8).requires_grad_()\na = w.exp()\nb = a.sum()", "del a", ["a"]),
+    ("w = mib(8).requires_grad_()\na = w.exp()\nb = a.sum()", "del b", ["b"]),
+    ("w = mib(8).requires_grad_()\na = w.exp()\nb = a.sum()", "del a, b", ["a", "b"]),
+    ("a = [mib(2)]\nb = {'k': a, 'l': mib(3)}", "del b", ["b"]),
+    ("def f():\n    y = mib(8)\n    return (lambda: y), (lambda: y)\ng, h = f()", "del g", ["g"]),
+]
+
+
+@pytest.mark.parametrize(("code", "statement", "names"), STATEMENTS)
+def test_a_statement_frees_what_was_promised(machine: Any, code: str, statement: str, names: list[str]) -> None:
+    namespace = ran(code)
+    holdings = find_owners(machine, namespace)
+    numbers = [number for name in names if (number := holdings.number(name)) is not None]
+    promised = [one for one in holdings.freed(numbers) if not one.cyclic]
+    del holdings
+    assert freed_by(machine, namespace, statement) == size_of(promised)
+
+
+def test_what_zero_grad_and_detaching_would_free(machine: Any) -> None:
+    namespace = ran(TRAINING)
+    promised = size_of(find_owners(machine, namespace).freed_without("grad"))
+    assert promised > 4 * MIB
+    assert freed_by(machine, namespace, "optimizer.zero_grad()") == promised
+    namespace = ran("w = mib(8).requires_grad_()\nlosses = [w.exp().sum() for _ in range(3)]")
+    promised = size_of(find_owners(machine, namespace).freed_without("graph"))
+    assert promised == 24 * MIB
+    assert freed_by(machine, namespace, "losses = [one.detach() for one in losses]") == promised
+
+
+def test_saved_tensors_are_read_without_running_hooks(machine: Any) -> None:
+    namespace = ran(
+        "unpacked = []\nw = mib(8).requires_grad_()\n"
+        "with torch.autograd.graph.saved_tensors_hooks(lambda t: ('packed', t + 1), lambda p: unpacked.append(1) or p[1]):\n"
+        "    loss = w.exp().sum()\n"
+    )
+    holdings = find_owners(machine, namespace)
+    assert namespace["unpacked"] == []
+    assert holdings.lost == ()
+    assert places(holdings)["graph of loss: result saved by exp[1]"] == 8 * MIB
+
+
+def test_a_function_of_the_users_keeps_tensors_on_its_context(machine: Any) -> None:
+    namespace = ran(
+        "class Mine(torch.autograd.Function):\n"
+        "    @staticmethod\n    def forward(ctx, a):\n"
+        "        ctx.save_for_backward(a.exp())\n        ctx.other = a * 2\n        return a.sum()\n"
+        "    @staticmethod\n    def backward(ctx, g): return g\n"
+        "w = mib(8).requires_grad_()\nloss = Mine.apply(w)\n"
+    )
+    holdings = find_owners(machine, namespace)
+    assert holdings.lost == ()
+    assert sum(one.size for one in holdings.held if one.kind == "graph") == 16 * MIB
+
+
+CYCLE = "class Node: pass\ndef make():\n    a = Node()\n    a.me, a.kept = a, mib(8)\n"
+
+
+def test_a_reference_cycle_is_found_when_asked(machine: Any) -> None:
+    namespace = ran(CYCLE + "make()")
+    assert [one.size for one in find_owners(machine, namespace).lost] == [8 * MIB]
+    holdings = find_owners(machine, namespace, cycles=True)
+    (held,) = holdings.held
+    assert (held.size, held.cyclic) == (8 * MIB, True)
+    root = holdings.roots[held.roots[0]]
+    assert (root.kind, root.name, root.statement) == ("cycle", "a reference cycle (Node)", "%gpumem_free cycles")
+    del holdings
+    gc.collect()
+    assert find_owners(machine, namespace, cycles=True).held == ()
+
+
+def test_a_cycle_that_a_variable_holds_is_no_garbage(machine: Any) -> None:
+    namespace = ran("class Node: pass\na = Node()\na.me, a.kept = a, mib(8)")
+    (held,) = find_owners(machine, namespace, cycles=True).held
+    assert (held.place, held.cyclic) == ("a.kept", True)
+
+
+def test_an_object_that_something_else_holds_is_not_called_a_cycle(machine: Any) -> None:
+    elsewhere = [ran("kept = {'x': mib(8)}").pop("kept")]
+    holdings = find_owners(machine, {}, cycles=True)
+    assert [one.size for one in holdings.lost] == [8 * MIB]
+    assert holdings.held == ()
+    del elsewhere
+
+
+def test_nothing_is_collected_and_nothing_is_kept(machine: Any) -> None:
+    namespace = ran(TRAINING + CYCLE + "make()\n" + "def g():\n    t = mib(1)\n    yield\ni = g()\nnext(i)")
+    watched = [weakref.ref(namespace[name]) for name in ("model", "optimizer", "x", "loss", "i")]
+    before = machine.devices[0].counters().allocated
+    was_on = gc.isenabled()
+    holdings = find_owners(machine, namespace, cycles=True)
+    machine.settle()
+    assert gc.isenabled() is was_on
+    assert machine.devices[0].counters().allocated == before
+    namespace.clear()
+    gc.collect()
+    assert [reference() for reference in watched] == [None] * 5
+    machine.settle()
+    assert holdings.lost == ()
+    assert machine.devices[0].counters().allocated == size_of(one for one in holdings.held if one.kind == "workspace")
+
+
+def test_nothing_of_the_users_runs(machine: Any) -> None:
+    namespace = ran(
+        "calls = []\n"
+        "class Loud:\n"
+        "    kept = property(lambda self: calls.append('property'))\n"
+        "    def __init__(self): self.__dict__['t'] = mib(8)\n"
+        "    def __getattr__(self, name): calls.append(name); raise AttributeError(name)\n"
+        "    def __iter__(self): calls.append('iter'); return iter(())\n"
+        "    def __len__(self): calls.append('len'); return 0\n"
+        "    def __eq__(self, other): calls.append('eq'); return True\n"
+        "    def __hash__(self): calls.append('hash'); return 1\n"
+        "    def __bool__(self): calls.append('bool'); return False\n"
+        "    def __repr__(self): calls.append('repr'); return ''\n"
+        "loud = Loud()\n"
+        "class D(dict):\n"
+        "    def __getitem__(self, k): calls.append('getitem')\n"
+        "    def values(self): calls.append('values'); return []\n"
+        "d = D(k=mib(4))\n"
+    )
+    holdings = find_owners(machine, namespace, cycles=True)
+    assert namespace["calls"] == []
+    assert places(holdings) == {"loud.t": 8 * MIB, "d['k']": 4 * MIB}
+
+
+def test_a_users_module_is_a_root(machine: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "users_tools.py").write_text("import torch\nCACHE = {'k': torch.empty(1 << 21, device='cuda')}\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    try:
+        holdings = find_owners(machine, ran("import users_tools"))
+        (held,) = holdings.held
+        assert held.place == "users_tools.CACHE['k']"
+        assert holdings.roots[held.roots[0]].statement == "del users_tools.CACHE"
+    finally:
+        sys.modules.pop("users_tools", None)
+
+
+# ---- the numbers alone
+
+edges = st.integers(1, 12).flatmap(
+    lambda count: st.tuples(
+        st.just(count),
+        st.lists(st.tuples(st.integers(0, count - 1), st.integers(0, count - 1)), max_size=40),
+        st.sets(st.integers(0, count - 1), min_size=1),
+    )
+)
+
+
+@settings(deadline=None, max_examples=200)
+@given(edges)
+def test_holders_and_cycles_are_what_plain_reachability_says(case: tuple[int, list[tuple[int, int]], set[int]]) -> None:
+    count, pairs, roots = case
+    children: dict[int, list[int]] = {node: [] for node in range(count)}
+    for source, target in pairs:
+        children[source].append(target)
+    order = sorted(roots)
+    graph = HoldGraph(order, children, {})
+    holders = graph.holders()
+    for node in range(count):
+        bits = sum(1 << number for number, root in enumerate(order) if node in graph.reachable([root]))
+        assert holders.get(node, 0) == bits
+    reached = graph.reachable()
+    on_cycle = {node for node in reached if any(node in graph.reachable([child]) for child in children[node])}
+    assert graph.behind_cycles() == graph.reachable(on_cycle)
