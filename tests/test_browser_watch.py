@@ -1,0 +1,208 @@
+"""The watch in JupyterLab and in Notebook 7, in a headless Chromium: what a reader sees, down to the pixels.
+
+Skipped where Chromium, Playwright or the notebook server is missing. Nothing here asserts a time.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+from notebook_browser import Notebook, browsing, chromium, serving, write_notebook
+
+from gpumem_magic.widgets.columns import LAYER_COLOURS, LAYERS
+
+if any(
+    find_spec(name) is None for name in ("playwright", "nbformat", "jupyterlab", "notebook", "anywidget", "ipykernel")
+):
+    pytest.skip("playwright, jupyterlab, notebook, anywidget and ipykernel are needed", allow_module_level=True)
+CHROMIUM = chromium()
+if CHROMIUM is None:
+    pytest.skip("no Chromium is installed", allow_module_level=True)
+
+START, TRAIN, REPORT, AGAIN, STOP = range(5)
+CELLS = [
+    "%load_ext gpumem_magic\n%gpumem_device T4\nimport torch, os\nfrom pathlib import Path\n%gpumem_watch",
+    # Trains until the test says that it has seen enough.
+    """%%gpumem -q -o report
+model = torch.nn.Sequential(*[torch.nn.Linear(4096, 4096) for _ in range(6)]).cuda()
+optimizer = torch.optim.Adam(model.parameters())
+while not Path("enough").exists():
+    batch = torch.randn(16384, 4096, device="cuda")
+    loss = model(batch).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=False)
+""",
+    "import json\nprint(json.dumps(report.checkpoints[-1].categories))",
+    "%gpumem_watch\n%gpumem_watch mark second",
+    "%gpumem_watch stop\nimport threading, gpumem_magic\n"
+    "print(sum(thread.name == 'gpumem-watch' for thread in threading.enumerate()), gpumem_magic.last_watch().devices[0].taken)",
+]
+WATCH = ".gpumem-watch"
+
+# Runs of one colour in the column of pixels through the middle of the bar, bottom to top: [[r, g, b], height in CSS pixels].
+BAR = """() => {
+  const canvas = document.querySelector('.gpumem-canvas'), ratio = window.devicePixelRatio || 1, data = canvas.dataset;
+  const x = Math.round(data.barX * ratio), top = Math.round(data.upper * ratio), height = Math.round(data.plot * ratio);
+  const pixels = canvas.getContext('2d').getImageData(x, top, 1, height).data, found = [];
+  for (let i = height - 1; i >= 0; i--) {
+    const colour = [...pixels.slice(4 * i, 4 * i + 4)], last = found[found.length - 1];
+    if (last && last[0].join() === colour.join()) last[1] += 1 / ratio; else found.push([colour, 1 / ratio]);
+  }
+  return { runs: found.filter(([colour]) => colour[3] === 255).map(([colour, size]) => [colour.slice(0, 3), size]),
+           perPixel: data.top / data.plot };
+}"""
+COLOURS_IN_PLOT = """() => {
+  const canvas = document.querySelector('.gpumem-canvas'), ratio = window.devicePixelRatio || 1;
+  const width = Math.round((canvas.dataset.barX - 25) * ratio);
+  const data = canvas.getContext('2d').getImageData(0, 0, width, canvas.height).data, found = {};
+  for (let i = 0; i < data.length; i += 4) {
+    if (data[i + 3] === 255) { const key = [data[i], data[i + 1], data[i + 2]].join(); found[key] = (found[key] ?? 0) + 1; }
+  }
+  return found;
+}"""
+
+
+def rgb(layer: str) -> tuple[int, ...]:
+    return tuple(bytes.fromhex(LAYER_COLOURS[layer][1:]))
+
+
+def area(page: Any, layer: str) -> int:
+    return int(page.evaluate(COLOURS_IN_PLOT).get(",".join(map(str, rgb(layer))), 0))
+
+
+def state(page: Any, name: str) -> str:
+    return str(page.locator(WATCH).get_attribute(f"data-{name}"))
+
+
+def wait_samples(page: Any, more: int) -> int:
+    """Waits until the page has so many more samples, and returns how many it has."""
+    goal = int(state(page, "samples")) + more
+    page.wait_for_function(f"() => +document.querySelector('{WATCH}').dataset.samples >= {goal}")
+    return goal
+
+
+def wait_state(page: Any, wanted: str) -> None:
+    page.wait_for_function(f"() => document.querySelector('{WATCH}').dataset.state === '{wanted}'")
+
+
+@pytest.fixture(params=["lab", "notebook"])
+def notebook(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Notebook]:
+    folder, own = tmp_path / "notebooks", tmp_path / "own"
+    folder.mkdir()
+    own.mkdir()
+    write_notebook(folder / "watch.ipynb", CELLS)
+    with serving(request.param, folder, own) as server, browsing(CHROMIUM, tmp_path / "profile") as (context, strays):
+        opened = Notebook(context.new_page(), server, strays, folder)
+        try:
+            opened.open("watch.ipynb")
+            yield opened
+        finally:
+            (folder / "enough").touch()
+
+
+def test_the_watch_lives_while_the_cell_runs_and_leaves_its_picture(notebook: Notebook, tmp_path: Path) -> None:
+    page = notebook.page
+    notebook.run(START)
+    notebook.wait_for(START)
+    page.locator(WATCH).wait_for()
+
+    # It grows while the cell holds the kernel: samples, and paint.
+    notebook.run(TRAIN)
+    page.wait_for_function(f"() => +document.querySelector('{WATCH}').dataset.samples >= 5")
+    page.wait_for_selector("[data-layer=optimizer_state]")
+    before = wait_samples(page, 5)
+    wait_samples(page, 10)
+    assert notebook.is_busy(TRAIN)
+    assert int(state(page, "samples")) >= before + 10
+    for layer in ("parameters", "gradients", "optimizer_state", "context"):
+        assert area(page, layer) > 50, layer
+    assert int(state(page, "marks")) > 0
+
+    # Buttons are answered by the busy kernel (ipykernel 7 and later have subshells), and by the page in any case.
+    page.click(".gpumem-mark")
+    page.click(".gpumem-pause")
+    wait_state(page, "paused")
+    assert page.inner_text(".gpumem-pause") == "Resume"
+    page.click(".gpumem-pause")
+    wait_state(page, "running")
+    wait_samples(page, 3)
+    assert notebook.is_busy(TRAIN)
+
+    # After the cell, the bar is the report's last row: in figures, and in pixels.
+    (notebook.folder / "enough").touch()
+    notebook.wait_for(TRAIN)
+    notebook.run(REPORT)
+    categories = {name: size for name, size in json.loads(notebook.wait_for(REPORT)).items() if size}
+    page.wait_for_function(
+        "(wanted) => { const shown = {}; for (const row of document.querySelectorAll('.gpumem-table tr[data-layer]'))"
+        " { const size = +row.querySelector('td').dataset.bytes; if (size) shown[row.dataset.layer] = size; }"
+        " return Object.keys(shown).length === Object.keys(wanted).length"
+        "  && Object.entries(wanted).every(([name, size]) => shown[name] === size); }",
+        arg=categories,
+    )
+    bar = page.evaluate(BAR)
+    heights: dict[tuple[int, ...], float] = {}
+    for colour, height in bar["runs"]:
+        heights[tuple(colour)] = heights.get(tuple(colour), 0) + height
+    for layer in LAYERS:
+        expected = categories.get(layer, 0) / bar["perPixel"]
+        if expected >= 3:
+            # A pixel at each end is a mixture of two colours.
+            assert heights.get(rgb(layer), 0) == pytest.approx(expected, abs=2.1), layer
+    assert not page.locator("[data-layer=not_yet_known]:not(.gpumem-none)").count()
+    assert area(page, "activations") > 0
+
+    # The keyboard goes through the samples, and says where it is.
+    canvas = page.locator(".gpumem-canvas")
+    canvas.focus()
+    last = canvas.get_attribute("aria-valuetext")
+    page.keyboard.press("Home")
+    page.wait_for_function("() => document.querySelector('.gpumem-canvas').getAttribute('aria-valuenow') === '0'")
+    assert canvas.get_attribute("aria-valuetext") != last
+    assert page.inner_text(".gpumem-table caption").startswith("at 0.")
+    page.keyboard.press("Escape")
+    page.wait_for_function("() => document.querySelector('.gpumem-table caption').innerText === 'now'")
+
+    # Another watch ends the first, which leaves its picture.
+    notebook.run(AGAIN)
+    notebook.wait_for(AGAIN)
+    page.wait_for_function(f"() => document.querySelectorAll('{WATCH}').length === 1")
+    open_comms = notebook.comms()
+    assert open_comms == 2, "a widget and its layout"
+    notebook.run(STOP)
+    threads, taken = notebook.wait_for(STOP).split()
+    assert threads == "0"
+    assert int(taken) > 0
+    page.wait_for_function(f"() => document.querySelectorAll('{WATCH}').length === 0")
+    assert notebook.comms() == 0
+    pictures = (
+        "() => [...document.querySelectorAll('.jp-OutputArea img')].filter((image) => image.naturalWidth > 500).length"
+    )
+    page.wait_for_function(f"() => ({pictures})() === 2")
+    for cell in (START, AGAIN):
+        (shown,) = (output for output in notebook.outputs(cell) if output["output_type"] == "display_data")
+        assert set(shown["data"]) == {"text/html", "text/plain"}
+
+    # Reopened: the pictures, without a kernel that knows of them. Exported: the same.
+    notebook.save()
+    notebook.open("watch.ipynb")
+    page.wait_for_function(f"() => ({pictures})() === 2")
+    assert "Error displaying widget" not in page.inner_text("body")
+    assert notebook.strays == []
+    assert notebook.errors == []
+    check_export(notebook.folder / "watch.ipynb", tmp_path)
+
+
+def check_export(path: Path, folder: Path) -> None:
+    nbconvert = pytest.importorskip("nbconvert", reason="the export needs nbconvert")
+    page, _ = nbconvert.HTMLExporter(template_name="basic").from_filename(str(path))
+    (folder / "watch.html").write_text(page)
+    assert page.count("data:image/png;base64,") == 2
+    assert "GPU memory, watched" in page
+    assert "application/vnd.jupyter.widget-view+json" not in page
