@@ -133,6 +133,11 @@ def _identity(case: _Case) -> Label | None:
     return None
 
 
+def _summed(case: _Case) -> Label | None:
+    """A stand-in for what is only known as a total: its birth says nothing about it."""
+    return UNKNOWN if case.origin == "summed" else None
+
+
 def _workspace(case: _Case) -> Label | None:
     if case.origin == "workspace" or any("cublas" in name.lower() or "cudnn" in name.lower() for name in case.stack):
         return Label("workspace", "stack")
@@ -202,4 +207,4 @@ def _temporaries(case: _Case) -> Label | None:
     return None
 
 
-_RULES = (_identity, _workspace, _carried, _inputs, _activations, _activation_gradients, _temporaries)
+_RULES = (_identity, _summed, _workspace, _carried, _inputs, _activations, _activation_gradients, _temporaries)

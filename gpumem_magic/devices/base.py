@@ -57,9 +57,12 @@ class DeviceLog:
 
     start: the segments when the log began. events: since then; "position p" is the moment after the first p events.
     origins: index of an alloc event -> how the block came to be: "workspace" (a library's scratch memory), "host_copy"
-    (a copy from the host), "factory" (torch.zeros, randn, empty and so on), "compute" (an operator's output or scratch).
+    (a copy from the host), "factory" (torch.zeros, randn, empty and so on), "compute" (an operator's output or scratch),
+    "summed" (a stand-in for what is only known as a total: the events were dropped, or the allocator has none).
     carried: address -> label known from an earlier recording, of blocks that were live at the start.
     settings: the allocator's, without which block sizes can't be recounted.
+    places: what `Device.position` had answered -> the position in `events`, where events had to be left out and the two are
+    not the same; None where they are.
     """
 
     facts: DeviceFacts
@@ -68,6 +71,7 @@ class DeviceLog:
     origins: Mapping[int, str] = field(default_factory=dict)
     carried: Mapping[int, Label] = field(default_factory=dict)
     settings: AllocatorSettings = DEFAULT_SETTINGS
+    places: Mapping[int, int] | None = None
 
 
 class Device(Protocol):
@@ -86,7 +90,7 @@ class Device(Protocol):
         """Begins to keep events; returns a handle for the next three. Several logs may run at once."""
 
     def position(self, log: object) -> int:
-        """The number of events in the log so far."""
+        """The number of events in the log so far. Never falls, and is the same twice only where nothing moved."""
 
     def stop_log(self, log: object) -> DeviceLog:
         """Ends the log. Allowed once."""

@@ -25,6 +25,7 @@ from gpumem_magic.recording.guard import Guard
 from gpumem_magic.recording.identity import Witness
 from gpumem_magic.recording.model import Checkpoint, Failure, Moment, Recording, StandIn
 from gpumem_magic.recording.phases import Phases
+from gpumem_magic.recording.placing import Placing
 from gpumem_magic.recording.repetition import alike_at_end, signature
 from gpumem_magic.snapshot.timeline import Timeline
 
@@ -146,6 +147,9 @@ class Recorder:
             with self._guard("stopping the logs"):
                 for index in list(self._handles):
                     logs[index] = self._devices[index].stop_log(self._handles.pop(index))
+            placing = Placing(logs)
+            self._checkpoints = [placing.checkpoint(point) for point in self._checkpoints]
+            reached = placing.moment(reached) if reached is not None else None
             if error is not None and failure is not None and reached is not None:
                 with self._guard("placing the error"):
                     failure = self._place_error(failure, is_out_of_memory(error), reached, failed, logs)
@@ -158,8 +162,11 @@ class Recorder:
             primary=self._primary,
             logs=logs,
             checkpoints=tuple(self._checkpoints),
-            spans=tuple(sorted(self._phases.spans, key=lambda span: (span.start.tick, -span.end.tick))),
-            sightings=tuple(self._witness.sightings),
+            spans=tuple(
+                placing.span(span)
+                for span in sorted(self._phases.spans, key=lambda span: (span.start.tick, -span.end.tick))
+            ),
+            sightings=tuple(placing.sighting(look) for look in self._witness.sightings),
             error=failure,
             stand_ins=stand_ins,
             notes=tuple(self._guard.notes),

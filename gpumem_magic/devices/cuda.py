@@ -1,0 +1,275 @@
+"""The real GPUs: PyTorch's allocators read through their counters and history, the driver's figures beside them.
+
+Nothing here synchronises, empties a cache, resets a peak, or brings CUDA into use. `torch` is handed in.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from gpumem_magic.devices import torch_memory
+from gpumem_magic.devices.base import Counters, DeviceFacts, DeviceLog, Label
+from gpumem_magic.devices.driver import Driver, DriverDevice, GpuProcess
+from gpumem_magic.devices.history import RING, History, OpenLog
+from gpumem_magic.devices.outside import OutsideMemory, Shares
+from gpumem_magic.devices.readings import Counts
+from gpumem_magic.devices.unsupported import is_rocm
+from gpumem_magic.devices.visible import find
+from gpumem_magic.devices.weaving import Woven, weave
+from gpumem_magic.snapshot.model import ACTIVE, Segment
+from gpumem_magic.units import human
+
+_NO_HISTORY = {
+    "cudaMallocAsync": "The allocator's backend is cudaMallocAsync, which keeps no history: rows show its totals, without "
+    "categories.",
+    "uncached": "PYTORCH_NO_CUDA_MEMORY_CACHING is set, so PyTorch keeps no figures: only the driver's are shown, and tensors "
+    "count as context.",
+    "pluggable": "A pluggable allocator is in use, which keeps no history: rows show the totals that it tells, without "
+    "categories.",
+}
+
+
+class CudaDevice:
+    """One GPU. Made by `CudaMachine`."""
+
+    def __init__(self, torch: Any, index: int, history: History, driver: Driver, lock: threading.RLock) -> None:
+        self._torch = torch
+        self._index = index
+        self._history = history
+        self._driver = driver
+        self._lock = lock
+        self._facts: DeviceFacts | None = None
+        self._before_use: DeviceFacts | None = None
+        self._nvml: DriverDevice | None = None
+        self._outside: OutsideMemory | None = None
+        self._labels: dict[int, tuple[int, Label]] = {}
+        self._labelled_at: Counts = ()
+        self._last: dict[int, int] = {}
+        self.notes: list[str] = []
+        self.has_ended = False
+
+    @property
+    def index(self) -> int:
+        return self._index
+
+    @property
+    def facts(self) -> DeviceFacts:
+        """PyTorch's, once CUDA is in use; until then what the driver says (total_bytes is nvidia-smi's, or 0)."""
+        if self._facts is not None:
+            return self._facts
+        if torch_memory.in_use(self._torch):
+            return self._known_facts()
+        if self._before_use is None:
+            self._nvml = find(self._driver, self._index, None, None)
+            memory = None if self._nvml is None else self._nvml.memory()
+            name = None if self._nvml is None else self._nvml.name
+            total = None if memory is None else memory.total
+            uuid = None if self._nvml is None else self._nvml.uuid
+            self._before_use = DeviceFacts(name or "CUDA GPU", "cuda", self._index, uuid, total or 0, total)
+        return self._before_use
+
+    def _known_facts(self) -> DeviceFacts:
+        properties = self._torch.cuda.get_device_properties(self._index)
+        uuid = getattr(properties, "uuid", None)
+        total = int(properties.total_memory)
+        self._nvml = find(self._driver, self._index, None if uuid is None else str(uuid), total)
+        memory = None if self._nvml is None else self._nvml.memory()
+        named = None if self._nvml is None else self._nvml.uuid
+        if named is None and uuid is not None:
+            named = f"GPU-{uuid}"
+        self._outside = OutsideMemory(self._nvml, self._runtime_used)
+        self._facts = DeviceFacts(
+            str(properties.name), "cuda", self._index, named, total, None if memory is None else memory.total
+        )
+        return self._facts
+
+    # ---- now
+
+    def counters(self) -> Counters:
+        with self._lock:
+            reading = self._history.read(self._index)
+            shares = self._shares(reading.reserved)
+        return Counters(
+            allocated=reading.allocated,
+            reserved=reading.reserved,
+            device_used=shares.device_used,
+            context=shares.context,
+            other_processes=shares.other_processes,
+            context_or_others=shares.context_or_others,
+            peak_allocated=reading.peak_allocated,
+            peak_reserved=reading.peak_reserved,
+            retries=reading.retries,
+        )
+
+    def _shares(self, reserved: int) -> Shares:
+        # Reading the facts finds the driver's device.
+        self.facts  # noqa: B018
+        if self._outside is None:
+            self._outside = OutsideMemory(self._nvml, self._runtime_used)
+        has_context = reserved > 0 or torch_memory.has_context(self._torch, self._index)
+        return self._outside.now(reserved, has_context)
+
+    def _runtime_used(self) -> int | None:
+        """Bytes in use as cudaMemGetInfo tells them."""
+        try:
+            free, total = self._torch.cuda.mem_get_info(self._index)
+        except (RuntimeError, AssertionError):
+            return None
+        return int(total) - int(free)
+
+    def processes(self) -> tuple[GpuProcess, ...] | None:
+        """Who has memory on the device; None where the driver does not say."""
+        self.facts  # noqa: B018
+        return None if self._nvml is None else self._nvml.processes()
+
+    def segments(self) -> tuple[Segment, ...]:
+        return self._history.segments(self._index)
+
+    # ---- logs
+
+    def start_log(self) -> OpenLog:
+        with self._lock:
+            return self._history.open(self._index)
+
+    def position(self, log: Any) -> int:
+        with self._lock:
+            return self._history.position(log)
+
+    def stop_log(self, log: Any) -> DeviceLog:
+        with self._lock:
+            settings = self._history.close(log)
+            woven = weave(self._index, log.start, log.marks, log.chunks, settings)
+            self._tell(woven, log)
+            self._last = _requested(log.chunks[-1].segments) if log.chunks else {}
+            return DeviceLog(
+                self._facts_at_end(),
+                woven.start,
+                woven.events,
+                woven.origins,
+                self._carried(log),
+                settings,
+                woven.places,
+            )
+
+    def _facts_at_end(self) -> DeviceFacts:
+        facts = self.facts
+        if facts.total_bytes:
+            return facts
+        try:
+            # No driver to ask, and CUDA was never used: only PyTorch can tell how big the device is.
+            return self._known_facts()
+        except (RuntimeError, AssertionError):
+            return facts
+
+    def _tell(self, woven: Woven, log: OpenLog) -> None:
+        self.notes.clear()
+        self.has_ended = True
+        where = f"cuda:{self._index}"
+        if woven.disagreed:
+            self.notes.append(
+                f"The memory history of {where} does not fit its counters (it may leave kinds of events out, or end in "
+                "expandable segments): the rows without it show totals, without categories."
+            )
+        elif woven.dropped and self._history.backend == "native":
+            self.notes.append(
+                f"{woven.dropped:,} of {log.marks[-1].raw:,} allocator events on {where} were dropped, as the history is "
+                "bounded: rows there show totals; what was not there before or after is `unknown`."
+            )
+        if woven.hidden:
+            self.notes.append(
+                f"Without a history, {woven.hidden:,} rows or parts on {where} may have peaked higher than is shown, up to "
+                f"{human(log.marks[-1].peak_allocated)}, the highest since the counters were reset."
+            )
+        private = sum(
+            segment.total_size
+            for segment in (log.chunks[-1].segments if log.chunks else ())
+            if any(segment.segment_pool_id)
+        )
+        if private:
+            self.notes.append(f"{human(private)} on {where} are in private pools (CUDA graphs or a MemPool).")
+
+    # ---- labels
+
+    def remember(self, labels: Mapping[int, Label]) -> None:
+        with self._lock:
+            for address, label in labels.items():
+                if address in self._last:
+                    self._labels[address] = self._last[address], label
+            self._labelled_at = self._history.read(self._index).counts
+
+    def _carried(self, log: OpenLog) -> dict[int, Label]:
+        """Labels of blocks that are still there. Where anything happened in between, an address proves little."""
+        there = _requested(log.start)
+        self._labels = {
+            address: (requested, label)
+            for address, (requested, label) in self._labels.items()
+            if there.get(address) == requested
+        }
+        untouched = log.base == self._labelled_at
+        return {
+            address: label if untouched else replace(label, evidence="inferred")
+            for address, (_, label) in self._labels.items()
+        }
+
+
+class CudaMachine:
+    """The GPUs that `torch.cuda` sees. ring: how many events of history are kept per device."""
+
+    def __init__(self, torch: Any, driver: Driver | None = None, ring: int = RING) -> None:
+        self._torch = torch
+        self._driver = driver if driver is not None else Driver(None) if is_rocm(torch) else Driver.open()
+        count = int(torch.cuda.device_count())
+        self._history = History(torch, count, ring)
+        lock = threading.RLock()
+        self._devices = [CudaDevice(torch, index, self._history, self._driver, lock) for index in range(count)]
+
+    @property
+    def devices(self) -> Sequence[CudaDevice]:
+        return self._devices
+
+    @property
+    def stand_ins(self) -> Counter[tuple[str, int]]:
+        """None: the values are there."""
+        return Counter()
+
+    def current_device(self) -> int:
+        """The number of the current device; 0 while CUDA is not in use, as asking would change that."""
+        return int(self._torch.cuda.current_device()) if torch_memory.in_use(self._torch) else 0
+
+    def locate(self, tensor: Any) -> tuple[int, int] | None:
+        """By the storage's pointer, which waits for nothing. None for tensors without memory of their own (fake, wrapped)."""
+        device = tensor.device
+        if device.type != "cuda":
+            return None
+        try:
+            address = int(tensor.untyped_storage().data_ptr())
+        except (RuntimeError, NotImplementedError):
+            return None
+        return (int(device.index), address) if address else None
+
+    def notes(self) -> list[str]:
+        """What a reader must know of the recording that ended last. Told once."""
+        if not any(device.has_ended for device in self._devices):
+            return []
+        notes = [*self._history.notes, *(note for device in self._devices for note in device.notes)]
+        for device in self._devices:
+            device.notes.clear()
+            device.has_ended = False
+        backend = self._history.backend
+        if backend in _NO_HISTORY:
+            notes.append(_NO_HISTORY[backend])
+        if not self._driver.available and not is_rocm(self._torch):
+            notes.append(
+                f"The driver could not be asked ({self._driver.reason}): the device's use is what the CUDA runtime says."
+            )
+        return notes
+
+
+def _requested(segments: Sequence[Segment]) -> dict[int, int]:
+    return {
+        block.address: block.requested_size for segment in segments for block in segment.blocks if block.state == ACTIVE
+    }

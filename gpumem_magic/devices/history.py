@@ -1,0 +1,322 @@
+"""The history of PyTorch's real allocators, kept while recordings are open: a ring of events, and marks that cost a reading.
+
+A user's own recording is left as it is and read along. Where CUDA is not in use yet, ours begins with it. What the ring
+dropped stays known as totals, from the marks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from gpumem_magic.allocator.settings import settings_from_dict
+from gpumem_magic.devices import torch_memory
+from gpumem_magic.devices.readings import KIND_OF_ACTION, NOTHING, Counts, Reading, minus, plus, reading_of
+from gpumem_magic.patching import Patches
+from gpumem_magic.snapshot.model import Segment, TraceEvent, event_from_dict, segment_from_dict
+from gpumem_magic.snapshot.rules import DEFAULT_SETTINGS, AllocatorSettings
+
+RING = 150_000
+"""Events kept per device: about 40 MB in PyTorch, and some 100 MB more for a moment while they are read."""
+
+_TRIES = 3
+
+
+class Mark(NamedTuple):
+    """What a device's counters said when somebody asked for the position. raw: the number of events since the log began."""
+
+    raw: int
+    counts: Counts
+    allocated: int
+    reserved: int
+    peak_allocated: int
+    peak_reserved: int
+
+
+@dataclass
+class Chunk:
+    """Consecutive events of a log, from its event number `first` on, and the segments behind the last of them."""
+
+    first: int
+    events: list[TraceEvent]
+    segments: tuple[Segment, ...]
+
+    @property
+    def end(self) -> int:
+        return self.first + len(self.events)
+
+
+@dataclass
+class OpenLog:
+    """A log under way. base: the device's counts when it began."""
+
+    device: int
+    base: Counts
+    start: tuple[Segment, ...]
+    marks: list[Mark] = field(default_factory=list)
+    chunks: list[Chunk] = field(default_factory=list)
+    drained: bool = False
+
+
+@dataclass
+class _Taken:
+    """A snapshot, with the counts of each device that belong to it."""
+
+    data: Mapping[str, Any]
+    counts: dict[int, Counts]
+
+
+class History:
+    """The logs of all devices of a machine. Not thread-safe: whoever shares it holds a lock.
+
+    ring: how many events PyTorch is asked to keep per device.
+    """
+
+    def __init__(self, torch: Any, devices: int, ring: int = RING) -> None:
+        self._torch = torch
+        self._devices = range(devices)
+        self._ring = ring
+        self._open: list[OpenLog] = []
+        self._patches = Patches()
+        self._is_ours = False
+        # Our own call of what is patched is under way.
+        self._calling = False
+        self._waits: Any = None
+        self._taken: _Taken | None = None
+        # What the user's own resets took from the counters.
+        self._lost: dict[int, Counts] = {}
+        self._notes: list[str] = []
+
+    @property
+    def backend(self) -> str:
+        """``native`` where there is a history; else what stands in its way."""
+        return torch_memory.backend(self._torch)
+
+    @property
+    def notes(self) -> list[str]:
+        """What a reader must know about the logs that ended last."""
+        return list(self._notes)
+
+    def read(self, index: int) -> Reading:
+        """The counters of now, all 0 where there are none: CUDA not in use, or an allocator of somebody else's."""
+        if not torch_memory.in_use(self._torch):
+            return Reading()
+        try:
+            return reading_of(self._torch.cuda.memory_stats_as_nested_dict(index))
+        except (RuntimeError, NotImplementedError) as error:
+            self._note(f"PyTorch does not tell its counters of cuda:{index}: {_words(error)}.")
+            return Reading()
+
+    def segments(self, index: int) -> tuple[Segment, ...]:
+        """The segments of now; () where CUDA is not in use or the allocator has none."""
+        if self.backend != "native" or not torch_memory.in_use(self._torch):
+            return ()
+        return _segments_of(torch_memory.segments(self._torch), index)
+
+    # ---- logs
+
+    def open(self, index: int) -> OpenLog:
+        """Begins a log. Raises RuntimeError or AttributeError where PyTorch can't record."""
+        if not self._open:
+            self._notes.clear()
+            self._taken = None
+            if self.backend == "native":
+                self._begin()
+        log = self._opened(index)
+        self._mark(log)
+        self._open.append(log)
+        return log
+
+    def _opened(self, index: int) -> OpenLog:
+        """Start and counts of the same moment, also where another thread allocates just then."""
+        for _ in range(_TRIES):
+            counts = self._counts(index)
+            start = self.segments(index)
+            if self._counts(index) == counts:
+                break
+        if self.backend != "native":
+            counts = NOTHING
+        return OpenLog(index, counts, start)
+
+    def position(self, log: OpenLog) -> int:
+        """The number of events so far, or, where events are not counted, of changes seen so far."""
+        mark = self._mark(log)
+        # The beginning of a long run is the part that people look at: it is kept, once, before the ring loses it.
+        if self._is_ours and not log.drained and self._ring // 2 <= mark.raw <= self._ring:
+            self._drain()
+        return mark.raw
+
+    def close(self, log: OpenLog) -> AllocatorSettings:
+        """Ends a log: its marks and chunks are complete then. Returns the allocator's settings."""
+        self._mark(log)
+        settings = DEFAULT_SETTINGS
+        try:
+            if self.backend == "native" and torch_memory.in_use(self._torch):
+                taken = self._take(log)
+                self._keep(log, taken)
+                settings = settings_from_dict(taken.data.get("allocator_settings", {}))
+        except Exception as error:
+            self._note(f"The history of cuda:{log.device} could not be read: {_words(error)}.")
+        finally:
+            self._open = [other for other in self._open if other is not log]
+            if not self._open:
+                self._end()
+        return settings
+
+    def _mark(self, log: OpenLog) -> Mark:
+        reading = self.read(log.device)
+        figures = (reading.allocated, reading.reserved, reading.peak_allocated, reading.peak_reserved)
+        if not log.marks:
+            raw, counts = 0, NOTHING
+        elif self.backend == "native":
+            counts = minus(plus(reading.counts, self._lost.get(log.device, NOTHING)), log.base)
+            raw = max(sum(counts), log.marks[-1].raw)
+        else:
+            counts = NOTHING
+            raw = log.marks[-1].raw + (log.marks[-1][2:] != figures)
+        mark = Mark(raw, counts, *figures)
+        if log.marks and log.marks[-1].raw == raw:
+            log.marks[-1] = mark
+        else:
+            log.marks.append(mark)
+        return mark
+
+    def _counts(self, index: int) -> Counts:
+        return plus(self.read(index).counts, self._lost.get(index, NOTHING))
+
+    # ---- reading the history
+
+    def _take(self, log: OpenLog) -> _Taken:
+        """A snapshot of now; the last one where nothing has happened on the log's device since."""
+        if self._taken is None or self._taken.counts.get(log.device) != self._counts(log.device):
+            for _ in range(_TRIES):
+                counts = {index: self._counts(index) for index in self._devices}
+                self._taken = _Taken(torch_memory.snapshot(self._torch), counts)
+                if all(self._counts(index) == count for index, count in counts.items()):
+                    break
+        assert self._taken is not None
+        return self._taken
+
+    def _keep(self, log: OpenLog, taken: _Taken) -> None:
+        """Adds the events of the log that a snapshot holds, oldest first."""
+        counts = minus(taken.counts[log.device], log.base)
+        traces = taken.data.get("device_traces", ())
+        events = newest(traces[log.device] if log.device < len(traces) else (), counts)
+        segments = _segments_of(taken.data["segments"], log.device)
+        log.chunks.append(Chunk(sum(counts) - len(events), events, segments))
+
+    def _drain(self) -> None:
+        self._taken = None
+        for log in self._open:
+            self._keep(log, self._take(log))
+            log.drained = True
+        self._taken = None
+
+    # ---- PyTorch's own recording
+
+    def _begin(self) -> None:
+        self._watch_user()
+        try:
+            if torch_memory.in_use(self._torch):
+                self._record()
+            else:
+                self._waits = torch_memory.on_first_use(self._torch, self._record)
+        except BaseException:
+            self._end()
+            raise
+
+    def _record(self) -> None:
+        if torch_memory.history_is_on(self._torch):
+            return
+        self._calling = True
+        try:
+            torch_memory.begin_history(self._torch, self._ring)
+            self._is_ours = True
+        finally:
+            self._calling = False
+
+    def _end(self) -> None:
+        self._taken = None
+        self._patches.undo()
+        self._lost.clear()
+        if self._waits is not None:
+            self._waits()
+            self._waits = None
+        if self._is_ours:
+            self._is_ours = False
+            torch_memory.end_history(self._torch)
+
+    def _watch_user(self) -> None:
+        """While logs are open: the user's program may begin or end a recording of its own, or reset the counters."""
+        binding = self._torch._C
+        for name in (torch_memory.BEGIN_HISTORY, torch_memory.BEGIN_HISTORY_LEGACY):
+            begin = getattr(binding, name, None)
+            if begin is not None:
+                self._patches.set(binding, name, self._user_history(begin))
+        reset = getattr(binding, torch_memory.RESET_TOTALS, None)
+        if reset is not None:
+            self._patches.set(binding, torch_memory.RESET_TOTALS, self._user_reset(reset))
+
+    def _user_history(self, begin: Any) -> Any:
+        def record(enabled: Any = None, *arguments: Any, **options: Any) -> Any:
+            if self._calling or not torch_memory.in_use(self._torch):
+                return begin(enabled, *arguments, **options)
+            # Whatever they ask for may forget the trace, which is ours as well.
+            with suppress(Exception):
+                self._drain()
+            result = begin(enabled, *arguments, **options)
+            if enabled is None or enabled is False:
+                self._is_ours = False
+                self._record()
+            elif self._is_ours:
+                self._is_ours = False
+                self._note(
+                    "The program began a memory history of its own, which goes on; this report was read from it."
+                )
+            return result
+
+        return record
+
+    def _user_reset(self, reset: Any) -> Any:
+        def forget(device: Any = 0, *arguments: Any, **options: Any) -> Any:
+            index = int(device)
+            before = self._counts(index)
+            result = reset(device, *arguments, **options)
+            self._lost[index] = minus(before, self.read(index).counts)
+            return result
+
+        return forget
+
+    def _note(self, note: str) -> None:
+        if note not in self._notes:
+            self._notes.append(note)
+
+
+def newest(trace: Sequence[Mapping[str, Any]], counts: Counts) -> list[TraceEvent]:
+    """The newest events of a trace that the counts of a log account for; what is older was before it."""
+    remaining = list(counts)
+    missing = sum(counts)
+    events: list[TraceEvent] = []
+    for event in reversed(trace):
+        if not missing:
+            break
+        kind = KIND_OF_ACTION.get(event["action"])
+        if kind is None:
+            continue
+        if not remaining[kind]:
+            break
+        remaining[kind] -= 1
+        missing -= 1
+        events.append(event_from_dict(event))
+    events.reverse()
+    return events
+
+
+def _segments_of(segments: Sequence[Mapping[str, Any]], index: int) -> tuple[Segment, ...]:
+    return tuple(segment_from_dict(segment) for segment in segments if int(segment.get("device", 0)) == index)
+
+
+def _words(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
