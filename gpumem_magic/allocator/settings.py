@@ -5,15 +5,27 @@ Options that change placement and are not emulated are not honoured in silence: 
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from gpumem_magic.snapshot.rules import DEFAULT_SETTINGS, INTERVALS, UNLIMITED, AllocatorSettings
 from gpumem_magic.units import MIB
 
-__all__ = ["AllocatorSettings", "parse", "parse_with_notes", "settings_from_dict", "settings_to_dict"]
+__all__ = [
+    "AllocatorSettings",
+    "EnvironmentSettings",
+    "parse",
+    "parse_with_notes",
+    "settings_from_dict",
+    "settings_from_environment",
+    "settings_to_dict",
+]
+
+# PyTorch looks at the first that is set.
+VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 _SMALLEST_SIZE_MB = 20
 # They change speed or pinned host memory, never where a block on the device lies.
@@ -74,6 +86,36 @@ def parse_with_notes(text: str) -> tuple[AllocatorSettings, list[str]]:
         elif name not in _WITHOUT_EFFECT_ON_PLACEMENT:
             raise ValueError(f"unknown option {name!r} in PYTORCH_CUDA_ALLOC_CONF")
     return settings, notes
+
+
+@dataclass(frozen=True)
+class EnvironmentSettings:
+    """text: as the variable has it, for snapshots; notes: sentences about what was understood but is not emulated."""
+
+    settings: AllocatorSettings
+    text: str
+    notes: tuple[str, ...]
+
+
+def settings_from_environment(environ: Mapping[str, str] = os.environ) -> EnvironmentSettings:
+    """The settings that PyTorch would take from the environment: PYTORCH_CUDA_ALLOC_CONF, else PYTORCH_ALLOC_CONF.
+
+    Raises ValueError, naming the variable and the option, where PyTorch would refuse the text.
+    """
+    notes: list[str] = []
+    given = [(name, environ[name]) for name in VARIABLES if environ.get(name)]
+    settings, text = DEFAULT_SETTINGS, ""
+    if given:
+        name, text = given[0]
+        try:
+            settings, notes = parse_with_notes(text)
+        except ValueError as error:
+            raise ValueError(f"{name}={text}: {error}") from None
+        if len(given) > 1 and given[1][1] != text:
+            notes.append(f"{given[1][0]} is set too, and differs: {name} is the one that counts.")
+    if environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING", "0") not in ("", "0"):
+        notes.append("PYTORCH_NO_CUDA_MEMORY_CACHING is not emulated: memory is cached.")
+    return EnvironmentSettings(settings, text, tuple(notes))
 
 
 def _options(text: str) -> list[tuple[str, str]]:
