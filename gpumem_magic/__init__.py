@@ -22,6 +22,7 @@ _HOMES = {
     "Report": "gpumem_magic.report.model",
     "last_report": "gpumem_magic.session",
     "last_watch": "gpumem_magic.widgets.watch",
+    "load": "gpumem_magic.report.from_file",
     "load_ipython_extension": "gpumem_magic.magics",
     "mark": "gpumem_magic.session",
     "measure": "gpumem_magic.session",
@@ -33,6 +34,7 @@ __all__ = [
     "__version__",
     "last_report",
     "last_watch",
+    "load",
     "load_ipython_extension",
     "mark",
     "measure",
@@ -41,6 +43,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from gpumem_magic.magics import load_ipython_extension, unload_ipython_extension
+    from gpumem_magic.report.from_file import load
     from gpumem_magic.report.model import Report
     from gpumem_magic.session import last_report, mark, measure
     from gpumem_magic.widgets.watch import last_watch

@@ -1,6 +1,6 @@
-"""The command ``gpumem``: the same for a script, and the list of devices.
+"""The command ``gpumem``: the same for a script, the list of devices, and what reads snapshot files (`gpumem_magic.commands`).
 
-The script's standard output and exit status are its own; everything of ours goes to standard error.
+With ``run``, the script's standard output and exit status are its own; everything of ours goes to standard error.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ from types import TracebackType
 from typing import Any
 
 from gpumem_magic import __version__
+from gpumem_magic.commands import diff, show
 from gpumem_magic.recording.script import ScriptRun, as_main
 
 INTERRUPTED = 128 + signal.SIGINT
+_READERS = {"show": show, "diff": diff}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -27,9 +29,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     split = given.index("--") if "--" in given else len(given)
     parser = _parser()
     options = parser.parse_args(given[:split])
+    if options.command != "run" and given[split:]:
+        parser.error(f"{options.command} takes no arguments behind --")
+    if options.command in _READERS:
+        status: int = options.run(options)
+        return status
     if options.command == "devices":
-        if given[split:]:
-            parser.error("devices takes no arguments")
         from gpumem_magic.virtual.catalog import describe
 
         print(describe())
@@ -57,6 +62,8 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("script", metavar="SCRIPT")
     run.add_argument("--device", metavar="NAME", help="cuda, cuda:1, T4, A100-40GB, 2xT4; see `gpumem devices`")
     run.add_argument("--json", metavar="PATH", help="also write the report to PATH, as JSON")
+    for reader in _READERS.values():
+        reader.add_parser(commands)
     commands.add_parser("devices", help="list the virtual GPUs")
     return parser
 

@@ -26,6 +26,10 @@ _MODULE_FILE = re.compile(r"[/\\]?torch[/\\]nn[/\\]modules[/\\]module\.py$")
 _FUNCTION_FILE = re.compile(r"[/\\]?torch[/\\]nn[/\\]functional\.py$")
 _BACKWARD_FILE = re.compile(r"[/\\]?torch[/\\](?:_tensor|autograd[/\\](?:__init__|graph))\.py$")
 _LIBRARY_FILE = re.compile(r"[/\\](?:site|dist)-packages[/\\]|[/\\]lib[/\\]python3\.\d+[/\\]|^<frozen |^torch[/\\]")
+# The way from an operator to the recorder: every C++ stack begins with it.
+_PLUMBING = re.compile(
+    r"^(?:torch::unwind|torch::CapturedTraceback|torch::cuda::|c10::|at::detail::|at::TensorBase|\?\?)"
+)
 _WORKSPACE = re.compile(r"[Ww]orkspace|CUDABlasHandle|cublasHandle")
 _BACKWARD_NAMES = ("torch::autograd::Engine::", "torch::autograd::Node::", "Backward0::apply", "AccumulateGrad")
 _MOVING = frozenset({"_apply", "convert", "to_empty"})
@@ -81,7 +85,8 @@ def folded(frames: tuple[Frame, ...], most: int = 6) -> list[str]:
     hidden = 0
     python = [frame for frame in frames if is_python(frame)]
     own = [frame for frame in python if not is_library(frame)]
-    shown = own or python[:1] or list(frames[:1])
+    telling = [frame for frame in frames if not _PLUMBING.match(frame.name)]
+    shown = own or python[:1] or telling[:1] or list(frames[:1])
     for frame in python or frames:
         if frame in shown and len(lines) < most:
             if hidden:

@@ -1,0 +1,78 @@
+"""``gpumem diff A B``: what changed between two snapshot files, by category and by the code that asked for memory."""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from gpumem_magic.commands.common import guarded, table
+from gpumem_magic.units import human, mib
+
+if TYPE_CHECKING:
+    from gpumem_magic.report.from_file import FileView
+
+
+def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+    """Adds the subcommand; its options have the attribute `run`."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "diff",
+        help="compare two memory snapshots",
+        description="Compares what is allocated at the peak (or another moment) of snapshot A and of snapshot B.",
+    )
+    parser.add_argument("a", metavar="A")
+    parser.add_argument("b", metavar="B")
+    parser.add_argument("--device", type=int, metavar="N", help="the GPU; by default the one with the highest peak")
+    parser.add_argument("--at", default="peak", metavar="MOMENT", help="peak (the default) or end")
+    parser.add_argument("--top", type=int, default=10, metavar="N", help="how many places in the code (default 10)")
+    parser.set_defaults(run=run)
+    return parser
+
+
+def run(options: argparse.Namespace) -> int:
+    """Prints the comparison. 0; 2 where a file can't be read."""
+    return guarded(lambda: _run(options))
+
+
+def _run(options: argparse.Namespace) -> int:
+    before, after = (_view(path, options.device) for path in (options.a, options.b))
+    first, second = before.position(options.at), after.position(options.at)
+    one, other = before.sizes(first), after.sizes(second)
+    rows = [[f"MiB at the {options.at}", "A", "B", "change"]]
+    rows += [
+        [name.replace("_", " "), mib(one[name]), mib(other[name]), mib(other[name] - one[name], signed=True)]
+        for name in one
+        if one[name] or other[name]
+    ]
+    print(f"A: {_printable(before.loaded.path)}\nB: {_printable(after.loaded.path)}\n\n{table(rows)}")
+    places = [_places(before, first), _places(after, second)]
+    changes = {place: places[1][place] - places[0][place] for place in [*places[0], *places[1]]}
+    ranked = sorted((place for place in changes if changes[place]), key=lambda place: (-abs(changes[place]), place))
+    if ranked and options.top > 0:
+        print("\nWhere the most changed:")
+    for place in ranked[: max(options.top, 0)]:
+        change = f"{'+' if changes[place] > 0 else '-'}{human(abs(changes[place]))}"
+        sizes = f"{human(places[0][place])} -> {human(places[1][place])}"
+        print(f"  {change:>10}  {_printable(place)}  ({sizes})")
+    return 0
+
+
+def _view(path: str, device: int | None) -> FileView:
+    from gpumem_magic.report.from_file import FileView, highest_device
+    from gpumem_magic.snapshot.files import read
+
+    loaded = read(path)
+    return FileView(loaded, highest_device(loaded) if device is None else device)
+
+
+def _places(view: FileView, position: int) -> Counter[str]:
+    """Requested bytes by the user's innermost line, or by category where no stack tells."""
+    sizes: Counter[str] = Counter()
+    for one in view.largest(position, len(view.timeline.allocations)):
+        own = [line for line in one.stack if not line.startswith("(")]
+        sizes[own[0] if own else f"{one.category.replace('_', ' ')} without a stack"] += one.requested
+    return sizes
+
+
+def _printable(text: str) -> str:
+    return "".join(character if character.isprintable() else "?" for character in text)
