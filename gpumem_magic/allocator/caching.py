@@ -150,17 +150,23 @@ class CachingAllocator(ReleasingHeap):
             self._searches = True
             self._apply_settings()
 
-    def finds(self, size: int, stream: int = 0, pool_id: PoolId | None = None) -> bool:
-        """Whether a cached block would be used for a request."""
+    def finds(self, size: int, stream: int = 0, pool_id: PoolId | None = None) -> range | None:
+        """The addresses of the cached block that would be used for a request; None where there is none."""
         rounded, pool, key = self._look_at(size, stream)
         pool = self._routed(pool, stream, pool_id)
         block = self._find(pool, key, rounded, stream)
         if block is None:
-            return False
+            return None
         age = block.age_base
         pool.insert(block)
         block.age_base = age
-        return True
+        return range(block.address, block.address + block.size)
+
+    def grows_at(self, size: int, stream: int = 0, pool_id: PoolId | None = None) -> int | None:
+        """Where a request would go that expands a segment; None where it would need a new one."""
+        rounded, pool, _ = self._look_at(size, stream)
+        block = self._growable(self._routed(pool, stream, pool_id), rounded, stream)
+        return None if block is None else block.address
 
     def free(self, address: int) -> None:
         """Frees a block; address 0 is nothing. Raises ValueError where no allocated block starts at `address`."""

@@ -137,6 +137,7 @@ class _Replay:
         self._got: list[int] = []
         # Index of the alloc event of a request that flushed, and how far was looked for one.
         self._flushed = -1
+        self._got_more = False
         self._looked_until = 0
 
     def run(self) -> ReplayResult:
@@ -161,10 +162,8 @@ class _Replay:
                 requested = -1
             if action == "alloc":
                 pool_id = self._private.of(event) if has_private else None
-                if index == self._flushed:
-                    place = self._allocator.malloc_anew(size, stream, pool_id)
-                else:
-                    place = malloc(size, stream, pool_id)
+                after_flush = index == self._flushed
+                place = self._malloc_after_flush(event, pool_id) if after_flush else malloc(size, stream, pool_id)
                 result.allocations += 1
                 if place != address or self._got or memory.surprises:
                     self._compare(index, address, place)
@@ -228,21 +227,34 @@ class _Replay:
             return
         events = self._events
         end = index
+        # Up to the next request, and where its new memory begins.
         while end < len(events) and events[end].action in ("free_completed", "segment_free", "segment_unmap"):
             end += 1
         self._looked_until = end
         first = end
         while end < len(events) and events[end].action in ("segment_alloc", "segment_map"):
             end += 1
-        if first < end < len(events) and events[end].action == "alloc":
-            request = events[end]
+        if index < end < len(events) and events[end].action == "alloc":
+            request, before = events[end], events[index - 1]
             pool_id = self._private.of_new_memory(first, events[first])
-            if not self._allocator.finds(request.size, request.stream, pool_id):
+            found = self._allocator.finds(request.size, request.stream, pool_id)
+            # The free just before may be one that waited, and was completed by the flush at once.
+            waited = index > 0 and before.action == "free_completed"
+            if found is None or (first < end and waited and before.address in found):
                 self._flushed = end
+                self._got_more = first < end
+
+    def _malloc_after_flush(self, event: TraceEvent, pool_id: PoolId | None) -> int:
+        size, stream = event.size, event.stream
+        # Without new memory it may have been the program that emptied the cache, between two requests.
+        if self._got_more or self._allocator.grows_at(size, stream, pool_id) == event.address:
+            return self._allocator.malloc_anew(size, stream, pool_id)
+        return self._allocator.malloc(size, stream, pool_id)
 
     # Segments.
 
     def _segment_event(self, index: int, event: TraceEvent) -> None:
+        self._look_for_flush(index)
         if event.action == "segment_alloc":
             self._memory.opened = event
             self._got.append(index)
@@ -267,7 +279,6 @@ class _Replay:
         self._got.clear()
 
     def _give_back(self, index: int, event: TraceEvent) -> None:
-        self._look_for_flush(index)
         try:
             if event.action == "segment_free":
                 self._allocator.release_segment(event.address)
