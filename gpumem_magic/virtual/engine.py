@@ -6,6 +6,8 @@ without a virtual tensor, and without a device argument that means one, runs as 
 
 from __future__ import annotations
 
+import logging
+import os
 import sys
 import threading
 from collections import Counter
@@ -21,7 +23,8 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 
-from gpumem_magic.virtual.mismatch import refuse_mixed_devices
+from gpumem_magic.virtual import values
+from gpumem_magic.virtual.mismatch import refuse_mixed_devices, refuse_mixed_types, refuse_wrong_shapes
 from gpumem_magic.virtual.modes import DEVICE_QUERY, STATE, HostlessFakeMode, OperatorMode, answer_device
 from gpumem_magic.virtual.storage import StorageTable
 from gpumem_magic.virtual.tensors import VirtualTensor
@@ -64,8 +67,9 @@ class Engine:
         self.lock = threading.RLock()
         self.memory = memory
         self.device_count = device_count
+        self.process = os.getpid()
         self.closed_because = ""
-        self.fake = HostlessFakeMode(allow_non_fake_inputs=True)
+        self.fake = HostlessFakeMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
         self.fake.engine = self  # type: ignore[attr-defined]
         self.mode = OperatorMode(self.handle)
         self.table = StorageTable(memory.malloc, memory.free)
@@ -133,6 +137,7 @@ class Engine:
             allocates = self._allocates[func] = _may_allocate(func)
         self.settle(out, allocates)
         self.memory.after_operator(func, device)
+        values.follow(func, args, kwargs, out)
         return out
 
     def fake_call(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -140,13 +145,14 @@ class Engine:
         args, hosts = self._fake_hosts(args)
         if kwargs:
             names = list(kwargs)
-            values, more = self._fake_hosts(tuple(kwargs.values()))
-            kwargs = dict(zip(names, values, strict=True))
+            named, more = self._fake_hosts(tuple(kwargs.values()))
+            kwargs = dict(zip(names, named, strict=True))
             hosts = hosts or more
         STATE.depth += 1
         try:
             if hosts:
                 refuse_mixed_devices(func, args, kwargs)
+            refuse_mixed_types(func, args)
             return self.fake.dispatch(func, (), args, kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as error:
             raise NotImplementedError(
@@ -156,6 +162,7 @@ class Engine:
         except RuntimeError as error:
             if type(error).__name__ == "FakeTensorDeviceMismatchError":
                 refuse_mixed_devices(func, args, kwargs, sure=True)
+            refuse_wrong_shapes(func, args)
             raise
         finally:
             STATE.depth -= 1
@@ -178,7 +185,19 @@ class Engine:
         if type(tensor) is FakeTensor:
             tensor.__class__ = VirtualTensor
         if allocates:
-            self.table.adopt(tensor.untyped_storage(), device.index)
+            for part in self._strided_parts(tensor):
+                self.table.adopt(part.untyped_storage(), device.index)
+
+    def _strided_parts(self, tensor: FakeTensor) -> tuple[Any, ...]:
+        """The tensors that hold the memory: the tensor itself, or a sparse tensor's indices and values."""
+        if tensor.layout is torch.strided:
+            return (tensor,)
+        if tensor.layout is not torch.sparse_coo:
+            raise NotImplementedError(f"the virtual GPU cannot hold a tensor with layout {tensor.layout}")
+        return tuple(
+            self.fake_call(part, (tensor,), {})
+            for part in (torch.ops.aten._indices.default, torch.ops.aten._values.default)
+        )
 
     def _fake_hosts(self, args: Any) -> tuple[Any, bool]:
         """The arguments with plain host tensors made fake, and whether there were any."""
@@ -234,7 +253,7 @@ def device_among(args: Any, kwargs: Any) -> int | None:
         for arg in kwargs.values():
             if isinstance(arg, VirtualTensor):
                 return int(arg._fake_device.index)
-            if isinstance(arg, torch.device) and arg.type in ("cuda", "meta"):
+            if isinstance(arg, torch.device) and arg.type in ("cuda", "meta") and not STATE.depth:
                 return STATE.last_device if arg.index is None else arg.index
             if isinstance(arg, (list, tuple)):
                 found = device_among(arg, None)
@@ -248,6 +267,18 @@ def refuse_device(index: int) -> NoReturn:
     raise torch.AcceleratorError(  # what 2.8 and newer raise
         f"CUDA error: invalid device ordinal (the virtual machine has no cuda:{index})"
     )
+
+
+def refuse_fork() -> NoReturn:
+    """The error that CUDA raises in a child process which was forked after its first use."""
+    raise RuntimeError(
+        "Cannot re-initialize CUDA in forked subprocess. To use CUDA with multiprocessing, you must use the 'spawn' start method"
+    )
+
+
+def quiet(record: logging.LogRecord) -> bool:
+    """A filter for the fake mode's log: an operator that a program calls wrongly is its own error, and is raised."""
+    return not STATE.depth
 
 
 def users_line() -> tuple[str, int]:

@@ -8,6 +8,7 @@ before it.
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,8 @@ import torch
 import torch.utils._device
 
 from gpumem_magic.patching import Patches
-from gpumem_magic.virtual.engine import Engine, refuse_device
+from gpumem_magic.virtual import values
+from gpumem_magic.virtual.engine import Engine, refuse_device, refuse_fork
 from gpumem_magic.virtual.modes import META, STATE, origin, pushed
 from gpumem_magic.virtual.tensors import VirtualTensor
 
@@ -23,13 +25,15 @@ _LIKE = ("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "ran
 _NEW = ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros")
 # Factories that must see values: made on the host, then copied, as the real ones are.
 _FROM_VALUES = ("tensor", "as_tensor", "asarray", "scalar_tensor")
+# Factories whose values are known without a device.
+_CONSTANTS = ("zeros", "ones", "full", "arange", "linspace", "eye", "zeros_like", "ones_like", "full_like")
 # Factories with no meta version, or whose result needs no device.
-_LEFT_ALONE = ("from_file", "from_numpy", "frombuffer")
+_LEFT_ALONE = ("from_file", "from_numpy", "frombuffer", "sparse_coo_tensor")
 
 
 def _means_meta(device: Any) -> bool:
     """Whether the program asks for the meta device itself (virtual devices are meta:i to C++, and must not be meant)."""
-    return device == "meta" or (isinstance(device, torch.device) and device.type == "meta")
+    return device == "meta" or (isinstance(device, torch.device) and device.type == "meta" and device.index is None)
 
 
 def plain_meta(tensor: VirtualTensor) -> torch.Tensor:
@@ -56,6 +60,7 @@ class Factories:
             if owner is None or name in _LEFT_ALONE:
                 continue
             patches.set(owner, name, self._from_values(function) if name in _FROM_VALUES else self._maker(function))
+        patches.set(torch, "sparse_coo_tensor", self._sparse(torch.sparse_coo_tensor))
         for name in _LIKE:
             patches.set(torch, name, self._maker(getattr(torch, name)))
         for name in _NEW:
@@ -89,6 +94,8 @@ class Factories:
         index = self._current_device() if device.index is None else device.index
         if index >= self._engine.device_count:
             refuse_device(index)
+        if os.getpid() != self._engine.process:
+            refuse_fork()
         return index
 
     # ---- making
@@ -97,6 +104,8 @@ class Factories:
         @functools.wraps(original)
         def make(*args: Any, **kwargs: Any) -> Any:
             device = kwargs.get("device")
+            if kwargs.get("pin_memory") and not self._engine.closed_because:
+                kwargs["pin_memory"] = False  # pinning needs a driver
             if device is None or STATE.depth:
                 return original(*args, **kwargs)
             index = self.index_of(device)
@@ -110,7 +119,7 @@ class Factories:
 
     def make(self, original: Callable[..., Any], index: int, args: Any, kwargs: dict[str, Any]) -> Any:
         """The factory's result on virtual device `index`."""
-        if any(isinstance(arg, VirtualTensor) for arg in args):
+        if any(isinstance(arg, VirtualTensor) for arg in (*args, *kwargs.values())):
             with origin("factory"), pushed(self._engine.mode):
                 return original(*args, **{**kwargs, "device": torch.device("meta", index)})
         kwargs = {**kwargs, "device": META}
@@ -122,7 +131,11 @@ class Factories:
         finally:
             STATE.depth -= 1
         with self._engine.lock, origin("factory"):
-            return self._engine.wrap(meta, index)
+            made = self._engine.wrap(meta, index)
+        if getattr(original, "__name__", "") in _CONSTANTS and values.small(meta):
+            with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
+                values.learn(made, original(*args, **{**kwargs, "device": torch.device("cpu"), "requires_grad": False}))
+        return made
 
     def _from_values(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -134,6 +147,19 @@ class Factories:
             if index is None and source is None:
                 return original(*args, **kwargs)
             return self.from_values(original, index, args, kwargs)
+
+        return make
+
+    def _sparse(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def make(*args: Any, **kwargs: Any) -> Any:
+            index = None if STATE.depth else self.index_of(kwargs.get("device"))
+            if index is None:
+                return original(*args, **kwargs)
+            del kwargs["device"]
+            target = torch.device("cuda", index)
+            parts = [arg.to(target) if isinstance(arg, torch.Tensor) else arg for arg in args]
+            return original(*parts, **kwargs)
 
         return make
 

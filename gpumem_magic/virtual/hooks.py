@@ -3,8 +3,11 @@ contexts."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
+import inspect
+import sys
 from typing import Any
 
 import torch
@@ -14,7 +17,7 @@ import torch.optim
 import torch.utils._foreach_utils
 
 from gpumem_magic.patching import Patches
-from gpumem_magic.virtual.engine import Engine
+from gpumem_magic.virtual.engine import Engine, quiet
 from gpumem_magic.virtual.modes import STATE, pushed
 from gpumem_magic.virtual.tensors import VirtualTensor
 
@@ -23,6 +26,8 @@ def install_engine_hooks(patches: Patches, engine: Engine) -> None:
     _backward(patches, engine)
     _fake_tensors(patches)
     _foreach(patches)
+    _compile(patches)
+    _scripts(patches)
 
 
 def _backward(patches: Patches, engine: Engine) -> None:
@@ -57,6 +62,40 @@ def _backward(patches: Patches, engine: Engine) -> None:
 def _fake_tensors(patches: Patches) -> None:
     """FakeTensor makes a tensor on the real device to warm its context up: there is no real device."""
     patches.set(torch._subclasses.fake_tensor, "init_gpu_context", lambda device: None)
+    log = torch._subclasses.fake_tensor.log
+    patches.set(log, "filters", [*log.filters, quiet])
+
+
+def _compile(patches: Patches) -> None:
+    """`torch.compile` keeps its objects and runs what they hold eagerly: there is no device to compile for."""
+    original = torch.compile
+
+    @functools.wraps(original)
+    def compile_(*args: Any, **kwargs: Any) -> Any:
+        _run_eagerly(patches)
+        return original(*args, **kwargs)
+
+    patches.set(torch, "compile", compile_)
+    if "torch._dynamo.eval_frame" in sys.modules:
+        _run_eagerly(patches)
+
+
+def _scripts(patches: Patches) -> None:
+    """TorchScript knows `torch.zeros` and its like by identity: under a replaced name it finds the original."""
+    original: Any = torch.jit._builtins._find_builtin
+
+    def find_builtin(function: Any) -> Any:
+        return original(inspect.unwrap(function) if callable(function) else function)
+
+    for module in ("torch.jit._builtins", "torch.jit._recursive"):
+        patches.set(importlib.import_module(module), "_find_builtin", find_builtin)
+
+
+def _run_eagerly(patches: Patches) -> None:
+    """The state that `torch.compiler.set_stance("force_eager")` sets (torch 2.6 and newer), until the patches are undone."""
+    frames = importlib.import_module("torch._dynamo.eval_frame")
+    if (frames, "_stance") not in patches.names():
+        patches.set(frames, "_stance", dataclasses.replace(frames._stance, stance="force_eager"))
 
 
 def _foreach(patches: Patches) -> None:

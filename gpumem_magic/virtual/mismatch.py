@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 _aten = torch.ops.aten
 
@@ -25,6 +24,14 @@ _MIXING = {
     _aten.is_same_size.default,
 }
 
+# Arguments that kernels take from the host.
+_ON_HOST = {
+    "_pack_padded_sequence": {"lengths"},
+    "_ctc_loss": {"input_lengths", "target_lengths"},
+    "_cudnn_ctc_loss": {"input_lengths", "target_lengths"},
+    "tensor_split": {"tensor_indices_or_sections"},
+}
+
 # (operator, argument) as CUDA's own kernels name them, where the outer operator only forwards the call.
 _FORWARDED = {"embedding": ("index", "_index_select")}
 
@@ -42,7 +49,12 @@ def refuse_mixed_devices(func: Any, args: Any, kwargs: Any, *, sure: bool = Fals
     """
     if func in _MIXING and not sure:
         return
-    named = list(_named_tensors(func, args, kwargs))
+    if func in _CONVOLUTIONS and args[0].device != args[1].device:
+        raise RuntimeError(
+            f"Input type ({_type_name(args[0])}) and weight type ({_type_name(args[1])}) should be the same"
+        )
+    host_names = _ON_HOST.get(func._schema.name.removeprefix("aten::"), ())
+    named = [(name, tensor) for name, tensor in _named_tensors(func, args, kwargs) if name not in host_names]
     on_device = [tensor.device for _, tensor in named if tensor.device.type == "cuda"]
     for name, tensor in named:
         if on_device and tensor.device != on_device[0] and not (tensor.dim() == 0 and tensor.device.type == "cpu"):
@@ -53,6 +65,56 @@ def refuse_mixed_devices(func: Any, args: Any, kwargs: Any, *, sure: bool = Fals
             "Expected all tensors to be on the same device, but found at least two devices, "
             f"{' and '.join(devices[:2])}!"
         )
+
+
+# Matrix products: the positions of the two matrices among the arguments.
+_PRODUCTS = {_aten.mm.default: 0, _aten.addmm.default: 1, _aten.bmm.default: 0, _aten.baddbmm.default: 1}
+_BATCHED = {_aten.bmm.default, _aten.baddbmm.default}
+_CONVOLUTIONS = {_aten.convolution.default, _aten._convolution.default}
+
+
+def refuse_mixed_types(func: Any, args: Any) -> None:
+    """Raises CUDA's RuntimeError for matrices, or input and weight, of different types: shape rules do not look at that."""
+    first = _PRODUCTS.get(func)
+    if first is not None:
+        left, right = args[first], args[first + 1]
+        if left.dtype != right.dtype:
+            names = _SCALAR_NAMES.get(left.dtype, str(left.dtype)), _SCALAR_NAMES.get(right.dtype, str(right.dtype))
+            if func in _BATCHED:
+                raise RuntimeError(f"expected scalar type {names[0]} but found {names[1]}")
+            raise RuntimeError(f"mat1 and mat2 must have the same dtype, but got {names[0]} and {names[1]}")
+    elif func in _CONVOLUTIONS and args[0].dtype != args[1].dtype:
+        raise RuntimeError(
+            f"Input type ({_type_name(args[0])}) and weight type ({_type_name(args[1])}) should be the same"
+        )
+
+
+def _type_name(tensor: Any) -> str:
+    name = _SCALAR_NAMES.get(tensor.dtype, str(tensor.dtype))
+    return f"torch.{'cuda.' if tensor.device.type == 'cuda' else ''}{name}Tensor"
+
+
+def refuse_wrong_shapes(func: Any, args: Any) -> None:
+    """After a shape rule refused a product: CUDA's own words for it."""
+    first = _PRODUCTS.get(func)
+    if first is None or func in _BATCHED:
+        return
+    left, right = args[first], args[first + 1]
+    if left.dim() == 2 and right.dim() == 2 and left.shape[1] != right.shape[0]:
+        raise RuntimeError(
+            f"mat1 and mat2 shapes cannot be multiplied ({left.shape[0]}x{left.shape[1]} and "
+            f"{right.shape[0]}x{right.shape[1]})"
+        )
+
+
+_SCALAR_NAMES = {
+    torch.float16: "Half",
+    torch.bfloat16: "BFloat16",
+    torch.float32: "Float",
+    torch.float64: "Double",
+    torch.int64: "Long",
+    torch.int32: "Int",
+}
 
 
 def _refuse(func: Any, name: str, odd: torch.device, common: torch.device) -> None:
@@ -76,8 +138,8 @@ def _named_tensors(func: Any, args: Any, kwargs: Any) -> Any:
     for position, arg in enumerate(args):
         name = names[position] if position < len(names) else f"argument {position + 1}"
         for tensor in arg if isinstance(arg, (list, tuple)) else (arg,):
-            if isinstance(tensor, FakeTensor):
+            if isinstance(tensor, torch.Tensor):
                 yield ("tensors" if isinstance(arg, (list, tuple)) else name), tensor
     for name, arg in (kwargs or {}).items():
-        if isinstance(arg, FakeTensor):
+        if isinstance(arg, torch.Tensor):
             yield name, arg

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch._C import _get_dispatch_stack_at, _len_torch_dispatch_stack  # the active dispatch modes; torch 2.9 to 2.13
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -80,13 +81,25 @@ class HostlessFakeMode(FakeTensorMode):
 
 
 class OperatorMode(TorchDispatchMode):
-    """Hands every operator of the code that it is pushed around to `handle`."""
+    """Hands every operator of the code that it is pushed around to `handle`.
+
+    Modes of the program's own that lie below (counters, selective activation checkpointing) get their turn first: they hand on
+    what they have seen, and the virtual tensors among the arguments bring it back here.
+    """
 
     def __init__(self, handle: Callable[..., Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._handle = handle
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No wrapper that keeps torch.compile away from this mode: it would cost more than the mode, and compiled code runs
+        eagerly while the device is on."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if _len_torch_dispatch_stack() and types:
+            return func(*args, **(kwargs or {}))
         return self._handle(func, types, args, kwargs or {})
 
 
@@ -109,6 +122,11 @@ def pushed(mode: TorchDispatchMode) -> Iterator[None]:
     way would cost more than the operator.
     """
     with torch._C.DisableTorchFunctionSubclass():
+        on_top = _len_torch_dispatch_stack()
+        if on_top and _get_dispatch_stack_at(on_top - 1) is mode:
+            # Twice would hand each operator to the mode again from inside its own handling.
+            yield
+            return
         torch._C._push_on_torch_dispatch_stack(mode)
         try:
             yield

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import cmath
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensor
 
+from gpumem_magic.virtual import values
 from gpumem_magic.virtual.engine import Engine, special
-from gpumem_magic.virtual.modes import origin
+from gpumem_magic.virtual.mismatch import refuse_mixed_devices
+from gpumem_magic.virtual.modes import STATE, origin
 from gpumem_magic.virtual.tensors import VirtualTensor
 
 _aten = torch.ops.aten
@@ -28,12 +32,24 @@ def stand_in(dtype: torch.dtype) -> complex | bool:
 
 @special(_aten._local_scalar_dense.default)
 def _read_scalar(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    found = values.known(args[0])
+    if found is not None:
+        value = found.host.item()
+        if found.exact:
+            return value
+        if isinstance(value, int) or cmath.isfinite(value):
+            engine.count_stand_in()
+            return value
     engine.count_stand_in()
     return stand_in(args[0].dtype)
 
 
-@special(_aten.equal.default)
+@special(_aten.equal.default, _aten.allclose.default)
 def _equal(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> bool:
+    refuse_mixed_devices(func, args, kwargs)
+    hosts = [values.exact(tensor) for tensor in args[:2]]
+    if None not in hosts:
+        return bool(func(*hosts, *args[2:], **kwargs))
     engine.count_stand_in()
     return False
 
@@ -53,16 +69,36 @@ def _to_copy(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> 
     if not isinstance(source, VirtualTensor):
         if target is None or target.type == "cpu":
             return func(*args, **kwargs)
+        if source.layout is torch.sparse_coo:
+            return _sparse_to_device(source, target)
         meta = _aten.empty_like.default(
             source, dtype=kwargs.get("dtype"), device=torch.device("meta"), memory_format=kwargs.get("memory_format")
         )
+        if source.is_meta:
+            raise NotImplementedError("Cannot copy out of meta tensor; no data!")
         with origin("host_copy"):
-            return engine.wrap(meta, device if target.index is None else target.index)
+            made = engine.wrap(meta, device if target.index is None else target.index)
+        if values.small(source):
+            values.learn(made, source.to(made.dtype))
+        return made
     if target is None or target.type in ("cuda", "meta"):
         return engine.run(func, args, kwargs, device)
     shape = engine.fake_call(func, args, {**kwargs, "pin_memory": None})
-    engine.count_stand_in()
-    return host_zeros(shape)
+    blank = host_zeros(shape)
+    found = values.known(source)
+    if found is not None:
+        blank.copy_(found.host)
+    if found is None or not found.exact:
+        engine.count_stand_in()
+    return blank
+
+
+def _sparse_to_device(source: torch.Tensor, target: torch.device) -> Any:
+    device = torch.device("cuda", STATE.last_device if target.index is None else target.index)
+    moved = torch.sparse_coo_tensor(
+        source._indices().to(device), source._values().to(device), source.shape, check_invariants=False
+    )
+    return moved._coalesced_(source.is_coalesced())
 
 
 def host_zeros(like: FakeTensor) -> torch.Tensor:
@@ -73,13 +109,33 @@ def host_zeros(like: FakeTensor) -> torch.Tensor:
     return blank.zero_()
 
 
+@special(
+    _aten.set_.source_Storage,
+    _aten.set_.source_Storage_storage_offset,
+    _aten.set_.source_Tensor,
+    _aten.set_.source_Tensor_storage_offset,
+)
+def _set(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    """The fake mode remembers calls with their arguments, and would keep this storage alive."""
+    values.forget(args[0])
+    remembers = engine.fake.cache_enabled
+    engine.fake.cache_enabled = False
+    try:
+        return engine.run(func, args, kwargs, device)
+    finally:
+        engine.fake.cache_enabled = remembers
+
+
 @special(_aten.copy_.default)
 def _copy(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     target = args[0]
     if isinstance(target, VirtualTensor):
-        return engine.run(func, args, kwargs, device)
-    engine.count_stand_in()
-    return target.zero_()
+        engine.run(func, args, kwargs, device)
+        return target
+    found = values.known(args[1])
+    if found is None or not found.exact:
+        engine.count_stand_in()
+    return target.zero_() if found is None else target.copy_(found.host)
 
 
 # ---- sizes that depend on values: the largest that there can be
@@ -98,8 +154,17 @@ def _placed(engine: Engine, shape: tuple[int, ...], dtype: torch.dtype, device: 
     return tensor
 
 
+def _with_values(engine: Engine, host: torch.Tensor, device: int) -> Any:
+    made = _placed(engine, tuple(host.shape), host.dtype, device)
+    values.learn(made, host)
+    return made
+
+
 @special(_aten.nonzero.default)
 def _nonzero(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    host = values.exact(args[0])
+    if host is not None:
+        return _with_values(engine, host.nonzero(), device)
     engine.largest_sizes["nonzero"] += 1
     return _placed(engine, (args[0].numel(), args[0].dim()), torch.int64, device)
 
@@ -108,6 +173,7 @@ def _nonzero(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> 
 def _masked_select(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     engine.largest_sizes["masked_select"] += 1
     elements = torch.broadcast_shapes(args[0].shape, args[1].shape).numel()
+    refuse_mixed_devices(func, args, kwargs)
     with engine.scratch(device, elements * 8):
         return _placed(engine, (elements,), args[0].dtype, device)
 
@@ -141,6 +207,116 @@ def _unique_along(engine: Engine, func: Any, args: Any, kwargs: Any, device: int
     )
 
 
+@special(_aten.bincount.default)
+def _bincount(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    least = args[2] if len(args) > 2 else kwargs.get("minlength", 0)
+    weights = args[1] if len(args) > 1 else kwargs.get("weights")
+    host = values.exact(args[0])
+    if host is not None:
+        size = max(least, int(host.max()) + 1 if host.numel() else 0)
+    else:
+        # There is no largest size here: classes are as many as the program says.
+        engine.largest_sizes["bincount (minlength, or 1)"] += 1
+        size = max(least, 1)
+    dtype = torch.int64 if weights is None else torch.float32 if weights.dtype == torch.float32 else torch.float64
+    return _placed(engine, (size,), dtype, device)
+
+
+@special(_aten._pack_padded_sequence.default)
+def _pack_padded(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    """The lengths are on the host, so the packed size is exact."""
+    padded, lengths, _ = args
+    if isinstance(lengths, VirtualTensor):
+        raise RuntimeError(
+            f"'lengths' argument should be a 1D CPU int64 tensor, but got 1D {lengths.device} Long tensor"
+        )
+    steps = int(lengths[0]) if lengths.numel() else 0
+    sizes = torch.tensor([int((lengths > step).sum()) for step in range(steps)], dtype=torch.int64)
+    return _placed(engine, (int(lengths.sum()), *padded.shape[2:]), padded.dtype, device), sizes
+
+
+@special(_aten._pad_packed_sequence.default)
+def _pad_packed(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    data, sizes, batch_first, _, total = args
+    steps = max(len(sizes), total)
+    batch = int(sizes[0])
+    lengths = torch.tensor([int((sizes > row).sum()) for row in range(batch)], dtype=torch.int64)
+    padded = torch.zeros((steps, batch, *data.shape[1:]), dtype=data.dtype, device=torch.device("cuda", device))
+    return (padded.transpose(0, 1) if batch_first else padded), lengths
+
+
+@special(_aten._ctc_loss.default, _aten._ctc_loss.Tensor)
+def _ctc_loss(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    """One loss for each sequence, and the table of the forward pass: a row for every time step and target position."""
+    log_probs, targets, _, target_lengths = args[:4]
+    host = values.exact(target_lengths) if isinstance(target_lengths, VirtualTensor) else target_lengths
+    longest = targets.shape[-1] if host is None else max((int(length) for length in host), default=0)
+    batch = log_probs.shape[1] if log_probs.dim() == 3 else 1
+    return (
+        _placed(engine, (batch,), log_probs.dtype, device),
+        _placed(engine, (batch, log_probs.shape[0], 2 * longest + 1), log_probs.dtype, device),
+    )
+
+
+@special(_aten._fused_sgd_.default, _aten._fused_sgd_.tensor_lr)
+def _fused_sgd(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> None:
+    """Everything is written in place."""
+
+
+@special(_aten._nested_tensor_from_mask_left_aligned.default)
+def _left_aligned(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> bool:
+    """Nested tensors have sizes that depend on values; the dense way gives the same results."""
+    return False
+
+
+@special(_aten._transformer_encoder_layer_fwd.default)
+def _encoder_layer(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    """The fast path of an encoder layer in inference, as the steps that it is made of."""
+    (source, size, heads, qkv_weight, qkv_bias, proj_weight, proj_bias, use_gelu, norm_first, eps, norm1_weight, norm1_bias,
+     norm2_weight, norm2_bias, ff1_weight, ff1_bias, ff2_weight, ff2_bias, *rest) = args  # fmt: skip
+    mask = rest[0] if rest else kwargs.get("mask")
+    x = source
+
+    def attend(y: Any) -> Any:
+        return _attention(y, size, heads, qkv_weight, qkv_bias, proj_weight, proj_bias, mask)
+
+    def feed_forward(y: Any) -> Any:
+        hidden = F.linear(y, ff1_weight, ff1_bias)
+        return F.linear(F.gelu(hidden) if use_gelu else hidden.relu_(), ff2_weight, ff2_bias)
+
+    if norm_first:
+        x = x + attend(F.layer_norm(x, (size,), norm1_weight, norm1_bias, eps))
+        return feed_forward(F.layer_norm(x, (size,), norm2_weight, norm2_bias, eps)).add_(x)
+    x = F.layer_norm(attend(x).add_(x), (size,), norm1_weight, norm1_bias, eps)
+    return F.layer_norm(feed_forward(x).add_(x), (size,), norm2_weight, norm2_bias, eps)
+
+
+def _attention(
+    x: Any, size: int, heads: int, qkv_weight: Any, qkv_bias: Any, proj_weight: Any, proj_bias: Any, mask: Any
+) -> Any:
+    batch, length, _ = x.shape
+    split = F.linear(x, qkv_weight, qkv_bias).view(batch, length, 3, heads, size // heads)
+    query, key, value = split.permute(2, 0, 3, 1, 4)
+    if mask is not None and mask.dim() == 2 and mask.shape == (batch, length):
+        mask = mask.view(batch, 1, 1, length)
+    allowed = None if mask is None else mask.logical_not().expand(batch, heads, length, length)
+    out = F.scaled_dot_product_attention(query, key, value, allowed)
+    return F.linear(out.transpose(1, 2).reshape(batch, length, size), proj_weight, proj_bias)
+
+
+@special(_aten._native_multi_head_attention.default)
+def _native_attention(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    """The fast path of multi-head attention in inference, likewise."""
+    query, _, _, size, heads, qkv_weight, qkv_bias, proj_weight, proj_bias, *rest = args
+    mask = rest[0] if rest else kwargs.get("mask")
+    need_weights = rest[1] if len(rest) > 1 else kwargs.get("need_weights", True)
+    average = rest[2] if len(rest) > 2 else kwargs.get("average_attn_weights", True)
+    batch, length, _ = query.shape
+    out = _attention(query, size, heads, qkv_weight, qkv_bias, proj_weight, proj_bias, mask)
+    shape = (batch, length, length) if average else (batch, heads, length, length)
+    return out, _placed(engine, shape if need_weights else (0,), query.dtype, device)
+
+
 @special(_aten.repeat_interleave.Tensor)
 def _repeat_interleave(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     size = kwargs.get("output_size")
@@ -161,6 +337,10 @@ def _index(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> An
     for index in indices:
         if index is None or index.dtype not in (torch.bool, torch.uint8):
             expanded.append(index)
+        elif values.exact(index) is not None:
+            scratch += index.numel() * index.dim() * 8
+            positions = values.exact(index).nonzero()  # type: ignore[union-attr]
+            expanded += [_blank(engine, (len(positions),), torch.int64, device) for _ in range(index.dim())]
         elif isinstance(index, VirtualTensor):
             # CUDA finds the positions first, in memory that it gives back after.
             engine.largest_sizes["boolean mask"] += 1

@@ -9,9 +9,7 @@ from typing import Any
 import torch
 
 from gpumem_magic.patching import Patches
-from gpumem_magic.virtual.tensors import VirtualTensor
-
-_HOST_CLASS = "_gpumem_host_class"
+from gpumem_magic.virtual.tensors import HOST_CLASS, VirtualTensor, own_attributes
 
 
 def become(tensor: torch.Tensor, other: torch.Tensor) -> None:
@@ -29,8 +27,8 @@ def become(tensor: torch.Tensor, other: torch.Tensor) -> None:
     requires_grad = tensor.requires_grad
     hooks = tensor._backward_hooks
     accumulate_hooks = getattr(tensor, "_post_accumulate_grad_hooks", None)
-    own = _own_attributes(tensor)
-    host_class = type(tensor) if not isinstance(tensor, VirtualTensor) else tensor.__dict__.get(_HOST_CLASS)
+    own = own_attributes(tensor)
+    host_class = type(tensor) if not isinstance(tensor, VirtualTensor) else tensor.__dict__.get(HOST_CLASS)
     is_parameter = isinstance(tensor, torch.nn.Parameter)
     other = other.detach()
     fake = dict(other.__dict__) if isinstance(other, VirtualTensor) else {}
@@ -38,7 +36,7 @@ def become(tensor: torch.Tensor, other: torch.Tensor) -> None:
     if fake:
         tensor.__class__ = VirtualTensor
         tensor.__dict__.clear()
-        tensor.__dict__.update(own, **fake, **{_HOST_CLASS: host_class})
+        tensor.__dict__.update(own, **fake, **{HOST_CLASS: host_class})
         if is_parameter:
             tensor._is_param = True
     else:
@@ -51,21 +49,6 @@ def become(tensor: torch.Tensor, other: torch.Tensor) -> None:
             tensor._backward_hooks = hooks
         if accumulate_hooks is not None:
             tensor._post_accumulate_grad_hooks = accumulate_hooks
-
-
-def _own_attributes(tensor: torch.Tensor) -> dict[str, Any]:
-    if not isinstance(tensor, VirtualTensor):
-        return dict(tensor.__dict__)
-    return {name: value for name, value in tensor.__dict__.items() if name not in _FAKE_ATTRIBUTES}
-
-
-# What PyTorch's fake tensors (2.9 to 2.13) keep in a tensor's own dictionary, apart from what users put there.
-_FAKE_ATTRIBUTES = {
-    "_fake_device", "fake_mode", "constant", "real_tensor", "pytype", "dispatch_keys", "_is_param", "_debug_trace", _HOST_CLASS,
-    "_nonzero_memo", "_item_memo", "_unique_memo", "_unique_consecutive_memo", "_nested_int_memo",
-    "_nonzero_memo_vc", "_item_memo_vc", "_unique_memo_vc", "_unique_consecutive_memo_vc", "_nested_int_memo_vc",
-    "_nonzero_memo_epoch", "_item_memo_epoch", "_unique_memo_epoch", "_unique_consecutive_memo_epoch", "_nested_int_memo_epoch",
-}  # fmt: skip
 
 
 def install(patches: Patches) -> None:

@@ -8,9 +8,12 @@ overwritten, because it may hold a training run's only good copy, unless this pr
 from __future__ import annotations
 
 import functools
+import importlib
+import importlib.util
 import io
 import os
 import pickle
+import threading
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +22,7 @@ import torch
 
 from gpumem_magic.patching import Patches
 from gpumem_magic.virtual.engine import Engine
-from gpumem_magic.virtual.tensors import VirtualTensor
+from gpumem_magic.virtual.tensors import VirtualTensor, place_of, saved_storages
 
 SWITCH = "GPUMEM_SAVE_STAND_INS"
 
@@ -32,6 +35,9 @@ def install(patches: Patches, engine: Engine) -> None:
     written: set[str] = set()
     patches.set(torch, "save", _save(torch.save, engine, written))
     patches.set(torch, "load", _load(torch.load, engine))
+    patches.set(torch.serialization, "location_tag", _location_tag(torch.serialization.location_tag))
+    if importlib.util.find_spec("safetensors") is not None:
+        _safetensors(patches, engine, written)
 
 
 def _save(original: Callable[..., Any], engine: Engine, written: set[str]) -> Callable[..., Any]:
@@ -40,17 +46,60 @@ def _save(original: Callable[..., Any], engine: Engine, written: set[str]) -> Ca
         if engine.closed_because or not _holds_stand_ins(obj):
             return original(obj, f, *args, **kwargs)
         if isinstance(f, (str, os.PathLike)):
-            path = os.path.abspath(os.fspath(f))
-            if os.path.exists(path) and path not in written and os.environ.get(SWITCH) != "1":
-                raise StandInsNotSaved(
-                    f"{os.fspath(f)} exists, and tensors on a virtual GPU have no values: it was left as it is. Save under a "
-                    f"new name, or set the environment variable {SWITCH}=1 to overwrite files with zeros"
-                )
-            written.add(path)
-            warnings.warn(f"{os.fspath(f)} gets zeros in place of the values of tensors on a virtual GPU", stacklevel=2)
-        return original(obj, f, *args, **kwargs)
+            _check(f, written)
+        with saved_storages():
+            return original(obj, f, *args, **kwargs)
 
     return save
+
+
+def _check(f: str | os.PathLike[str], written: set[str]) -> None:
+    """Raises StandInsNotSaved for a file that must not be overwritten; warns where a file gets zeros."""
+    path = os.path.abspath(os.fspath(f))
+    if os.path.exists(path) and path not in written and os.environ.get(SWITCH) != "1":
+        raise StandInsNotSaved(
+            f"{os.fspath(f)} exists, and tensors on a virtual GPU have no values: it was left as it is. Save under a "
+            f"new name, or set the environment variable {SWITCH}=1 to overwrite files with zeros"
+        )
+    written.add(path)
+    warnings.warn(f"{os.fspath(f)} gets zeros in place of the values of tensors on a virtual GPU", stacklevel=3)
+
+
+def _location_tag(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A file says of every storage where it was: of stand-ins, on which virtual device."""
+
+    @functools.wraps(original)
+    def location_tag(storage: Any) -> Any:
+        place = place_of(storage._cdata)
+        return original(storage) if place is None else place
+
+    return location_tag
+
+
+def _safetensors(patches: Patches, engine: Engine, written: set[str]) -> None:
+    """The same care for `safetensors.torch.save_file` (0.4 to 0.8), whose two steps other libraries have imported already."""
+    module = importlib.import_module("safetensors.torch")
+    flatten = next((name for name in ("_flatten_as_ptr", "_flatten") if hasattr(module, name)), None)
+    if flatten is None or not hasattr(module, "serialize_file"):
+        return
+    original_flatten = getattr(module, flatten)
+    original_write = module.serialize_file
+    seen = threading.local()
+
+    @functools.wraps(original_flatten)
+    def flatten_(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        seen.virtual = isinstance(tensors, dict) and any(isinstance(item, VirtualTensor) for item in tensors.values())
+        return original_flatten(tensors, *args, **kwargs)
+
+    @functools.wraps(original_write)
+    def serialize_file(tensors: Any, filename: Any, *args: Any, **kwargs: Any) -> Any:
+        if getattr(seen, "virtual", False) and not engine.closed_because:
+            seen.virtual = False
+            _check(filename, written)
+        return original_write(tensors, filename, *args, **kwargs)
+
+    patches.set(module, flatten, flatten_)
+    patches.set(module, "serialize_file", serialize_file)
 
 
 def _holds_stand_ins(obj: Any) -> bool:
@@ -87,6 +136,8 @@ def _load(original: Callable[..., Any], engine: Engine) -> Callable[..., Any]:
 
         def on_host(storage: Any, location: str) -> Any:
             target = _target(map_location, storage, location)
+            if isinstance(target, (torch.UntypedStorage, torch.TypedStorage)) and target.device.type == "cuda":
+                target = target.device  # `lambda storage, location: storage.cuda()`
             if isinstance(target, torch.device) and target.type == "cuda":
                 placed[storage._cdata] = target
                 return storage
@@ -107,7 +158,7 @@ def _target(map_location: Any, storage: Any, location: str) -> Any:
         if result is not None:
             return result
     elif map_location is not None:
-        return torch.device(map_location)
+        return torch.device("cuda", map_location) if isinstance(map_location, int) else torch.device(map_location)
     if not isinstance(location, str):
         return location
     return torch.device(location)

@@ -178,6 +178,32 @@ class DeviceOf(DeviceContext):
         super().__init__(tensor.get_device() if getattr(tensor, "is_cuda", False) else None)
 
 
+class _DeviceKind(type):
+    """Stands for the type `torch.device`, which asks C++ for an accelerator when it is given a bare number."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        if len(args) == 1 and not kwargs and type(args[0]) is int:
+            return _DEVICE("cuda", args[0])
+        return _DEVICE(*args, **kwargs)
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, _DEVICE)
+
+    def __subclasscheck__(cls, subclass: type) -> bool:
+        return issubclass(subclass, _DEVICE)
+
+
+_DEVICE = torch.device
+
+
+class DeviceByNumber(metaclass=_DeviceKind):
+    """`torch.device` while the virtual GPU is on: makes ordinary `torch.device` objects; ``torch.device(0)`` is ``cuda:0``."""
+
+
+# Pickles find the type by its name.
+DeviceByNumber.__module__, DeviceByNumber.__name__, DeviceByNumber.__qualname__ = "torch", "device", "device"
+
+
 class _GeneratorKind(type(torch.Generator)):  # type: ignore[misc]
     """``isinstance(g, torch.Generator)`` holds for every generator while the name is replaced."""
 

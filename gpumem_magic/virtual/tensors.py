@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +23,69 @@ def engine_of(tensor: VirtualTensor) -> Engine:
     return engine
 
 
+# The names under which a tensor's own dictionary keeps the class that it had on the host, and its values if they are known.
+HOST_CLASS = "_gpumem_host_class"
+KNOWN = "_gpumem_known"
+
+# What PyTorch's fake tensors (2.9 to 2.13) keep in a tensor's own dictionary, apart from what users put there.
+_FAKE_ATTRIBUTES = {
+    "_fake_device", "fake_mode", "constant", "real_tensor", "pytype", "dispatch_keys", "_is_param", "_debug_trace", HOST_CLASS,
+    "_nonzero_memo", "_item_memo", "_unique_memo", "_unique_consecutive_memo", "_nested_int_memo", KNOWN,
+    "_nonzero_memo_vc", "_item_memo_vc", "_unique_memo_vc", "_unique_consecutive_memo_vc", "_nested_int_memo_vc",
+    "_nonzero_memo_epoch", "_item_memo_epoch", "_unique_memo_epoch", "_unique_consecutive_memo_epoch", "_nested_int_memo_epoch",
+}  # fmt: skip
+
+
+def own_attributes(tensor: torch.Tensor) -> dict[str, Any]:
+    """What the program put on the tensor object."""
+    if not isinstance(tensor, VirtualTensor):
+        return dict(tensor.__dict__)
+    return {name: value for name, value in tensor.__dict__.items() if name not in _FAKE_ATTRIBUTES}
+
+
+class _Saving(threading.local):
+    """While `torch.save` runs in a thread: the host storages that stand for device storages, and where those are."""
+
+    twins: dict[int, torch.UntypedStorage] | None = None
+    places: dict[int, str] | None = None
+
+
+_saving = _Saving()
+
+
+@contextmanager
+def saved_storages() -> Iterator[None]:
+    """Inside, tensors that share a storage are pickled with one, and `place_of` knows where it was."""
+    before = _saving.twins, _saving.places
+    _saving.twins, _saving.places = {}, {}
+    try:
+        yield
+    finally:
+        _saving.twins, _saving.places = before
+
+
+def place_of(host_storage: int) -> str | None:
+    """The device (``cuda:0``) that a host storage stands for in the running `torch.save`; None for others. By `_cdata`."""
+    return None if _saving.places is None else _saving.places.get(host_storage)
+
+
+def _host_twin(tensor: VirtualTensor) -> torch.Tensor:
+    """A host tensor of zeros (or known values), on a storage of its own or, in `torch.save`, on the shared one."""
+    if _saving.twins is None or _saving.places is None:
+        return tensor.detach().cpu()
+    storage = tensor.untyped_storage()
+    twin = _saving.twins.get(storage._cdata)
+    if twin is None:
+        twin = torch.zeros(storage.nbytes(), dtype=torch.uint8).untyped_storage()
+        _saving.twins[storage._cdata] = twin
+        _saving.places[twin._cdata] = str(tensor.device)
+    host = torch.empty(0, dtype=tensor.dtype).set_(twin, int(tensor.storage_offset()), tensor.size(), tensor.stride())
+    found = tensor.__dict__.get(KNOWN)
+    if found is not None:
+        host.copy_(found.host)
+    return host
+
+
 class VirtualTensor(FakeTensor):
     """A tensor on ``cuda:i`` of the virtual GPU.
 
@@ -30,8 +98,14 @@ class VirtualTensor(FakeTensor):
         engine = _engine_among(args, kwargs)
         if engine is None or any(_speaks_for_itself(kind) for kind in types):
             return NotImplemented
-        with pushed(engine.mode):
-            return func(*args, **(kwargs or {}))
+        try:
+            with pushed(engine.mode):
+                return func(*args, **(kwargs or {}))
+        except RuntimeError as error:
+            if error.args and "meta:" in str(error.args[0]):
+                # C++ names the device that it was told of.
+                error.args = (_META_NAME.sub(r"cuda:\1", str(error.args[0])), *error.args[1:])
+            raise
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -106,20 +180,47 @@ class VirtualTensor(FakeTensor):
                 "Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol at the moment.  "
                 "If you were attempting to deepcopy a module, this may be because of a torch.nn.utils.weight_norm usage"
             )
+        # Tensors that share a storage go on sharing one, whose size is that of the whole.
+        storages = memo.setdefault(id(VirtualTensor), {})
+        storage = self.untyped_storage()
         with torch.no_grad():
-            copy = self.detach().clone()
+            flat = storages.get(storage._cdata)
+            if flat is None:
+                flat = self.new_empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),), (1,)).clone()
+                storages[storage._cdata] = flat
+            copy = self.new_empty(0).set_(flat.untyped_storage(), self.storage_offset(), self.size(), self.stride())
         if isinstance(self, torch.nn.Parameter):
             copy = torch.nn.Parameter(copy, requires_grad=self.requires_grad)
         else:
             copy.requires_grad_(self.requires_grad)
         memo[id(self)] = copy
+        copy.__dict__.update(deepcopy(own_attributes(self), memo))
+        found = self.__dict__.get(KNOWN)
+        if found is not None:
+            copy.__dict__[KNOWN] = found._replace(host=found.host.clone())
         if self.grad is not None:
             copy.grad = self.grad.__deepcopy__(memo)
         return copy
 
+    def __copy__(self) -> Any:
+        """A tensor of its own on the same storage."""
+        copy = self.detach()
+        if isinstance(self, torch.nn.Parameter):
+            copy = torch.nn.Parameter(copy, requires_grad=self.requires_grad)
+        else:
+            copy.requires_grad_(self.requires_grad)
+        copy.__dict__.update(own_attributes(self))
+        return copy
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickles as a host tensor of zeros: there are no values. `torch.save` has its own, careful way (see `saving`)."""
-        return self.detach().cpu().requires_grad_(self.requires_grad).__reduce_ex__(protocol)
+        host = self.detach().cpu() if self.layout is not torch.strided else _host_twin(self)
+        if isinstance(self, torch.nn.Parameter):
+            host = torch.nn.Parameter(host, requires_grad=self.requires_grad)
+        else:
+            host.requires_grad_(self.requires_grad)
+        host.__dict__.update(own_attributes(self))
+        return host.__reduce_ex__(protocol)
 
     def pin_memory(self, *args: Any) -> Any:
         raise RuntimeError(f"cannot pin '{self.type()}' only dense CPU tensors can be pinned")
@@ -133,7 +234,7 @@ class VirtualTensor(FakeTensor):
     def type(self, dtype: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
         if dtype is not None:
             return super().type(dtype, non_blocking, **kwargs)
-        return _TYPE_NAMES.get(self.dtype, f"torch.cuda.{self.dtype}")
+        return TYPE_NAMES.get(self.dtype, f"torch.cuda.{self.dtype}")
 
     def share_memory_(self) -> Any:
         return self
@@ -146,7 +247,9 @@ class VirtualTensor(FakeTensor):
         raise BufferError("a tensor on a virtual GPU has no memory to share")
 
 
-_TYPE_NAMES = {
+_META_NAME = re.compile(r"\bmeta:(\d+)")
+
+TYPE_NAMES = {
     torch.float32: "torch.cuda.FloatTensor",
     torch.float64: "torch.cuda.DoubleTensor",
     torch.float16: "torch.cuda.HalfTensor",

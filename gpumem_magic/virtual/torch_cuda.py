@@ -19,6 +19,7 @@ import torch.cuda.streams
 from gpumem_magic.patching import Patches
 from gpumem_magic.virtual import streams
 from gpumem_magic.virtual.cuda_memory import CudaMemory
+from gpumem_magic.virtual.engine import refuse_device, refuse_fork
 from gpumem_magic.virtual.streams import CURRENT, device_index, rng_state
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ class CudaFace:
             torch.cuda, "default_generators", tuple(streams.Generator(gpu.index) for gpu in self._machine.devices)
         )
         patches.set(torch, "Generator", streams.Generator)
+        patches.set(torch, "device", streams.DeviceByNumber)
         self._install_accelerator(patches)
 
     def _install_accelerator(self, patches: Patches) -> None:
@@ -104,10 +106,7 @@ class CudaFace:
 
     def _lazy_init(self) -> None:
         if self._is_in_bad_fork():
-            raise RuntimeError(
-                "Cannot re-initialize CUDA in forked subprocess. To use CUDA with multiprocessing, you must use the 'spawn' "
-                "start method"
-            )
+            refuse_fork()
         self._initialised = True
 
     def device_count(self) -> int:
@@ -134,7 +133,8 @@ class CudaFace:
 
     def set_device(self, device: Any) -> None:
         index = device_index(device)
-        self._gpu(index)
+        if not 0 <= index < len(self._machine.devices):
+            refuse_device(index)
         CURRENT.device = index
 
     def _exchange_device(self, device: int) -> int:
