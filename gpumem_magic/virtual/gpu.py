@@ -24,7 +24,7 @@ from gpumem_magic.allocator.memory import BASE_ADDRESS, DeviceMemory, FirstFitAd
 from gpumem_magic.devices.base import Counters, DeviceFacts, DeviceLog, Label
 from gpumem_magic.patching import Patches
 from gpumem_magic.snapshot.model import Segment, TraceEvent
-from gpumem_magic.virtual import catalog, kernels, parameters, saving
+from gpumem_magic.virtual import catalog, communication, kernels, parameters, saving, storages, surroundings
 from gpumem_magic.virtual.attention import Attention
 from gpumem_magic.virtual.autocast import AutocastKernels
 from gpumem_magic.virtual.engine import Engine
@@ -222,7 +222,10 @@ class VirtualMachine:
                 gpu.allocator.on_reserved = self._tell_smi(gpu)
             Factories(self.engine, self.face.current_device).install(self._patches)
             parameters.install(self._patches)
+            storages.install(self._patches, self.engine)
             saving.install(self._patches, self.engine)
+            surroundings.install(self._patches)
+            communication.install(self._patches)
             install_engine_hooks(self._patches, self.engine)
             self.face.install(self._patches)
             self._autocast.install(self._patches)

@@ -1,0 +1,100 @@
+"""Parts of PyTorch that look at values or at the driver on their own account, and must not while a virtual GPU is on."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from typing import Any
+
+import torch
+import torch.autograd.profiler
+import torch.backends.cudnn
+import torch.distributions
+
+from gpumem_magic.patching import Patches
+from gpumem_magic.virtual.tensors import TYPE_NAMES, VirtualTensor
+
+
+def install(patches: Patches) -> None:
+    _distributions(patches)
+    _profiler(patches)
+    _legacy_types(patches)
+    _ctc_loss(patches)
+    patches.set(torch.backends.cudnn, "is_acceptable", _cudnn_is_acceptable(torch.backends.cudnn.is_acceptable))
+
+
+def _distributions(patches: Patches) -> None:
+    """Parameters of distributions are checked by their values, which do not exist."""
+    original = torch.distributions.Distribution.__init__
+
+    @functools.wraps(original)
+    def init(self: Any, batch_shape: Any = (), event_shape: Any = (), validate_args: Any = None) -> None:
+        if any(isinstance(value, VirtualTensor) for value in self.__dict__.values()):
+            validate_args = False
+        original(self, torch.Size(batch_shape), torch.Size(event_shape), validate_args)
+
+    patches.set(torch.distributions.Distribution, "__init__", init)
+
+
+def _profiler(patches: Patches) -> None:
+    """Without a driver there are no kernels to time: PyTorch's profiler sees the host's side only, and says so once."""
+    kind = torch.autograd.profiler.profile
+    original = kind.__init__
+
+    @functools.wraps(original)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        if kwargs.get("use_device") == "cuda":
+            warnings.warn("a virtual GPU runs no kernels: the profiler shows the host's side only", stacklevel=3)
+            kwargs["use_device"] = None
+        original(self, *args, **kwargs)
+
+    patches.set(kind, "__init__", init)
+
+
+def _ctc_loss(patches: Patches) -> None:
+    """CUDA's CTC loss takes its lengths to the host; for tensor subclasses PyTorch leaves them where they are."""
+    original = torch.ctc_loss
+
+    @functools.wraps(original)
+    def ctc_loss(
+        log_probs: Any, targets: Any, input_lengths: Any, target_lengths: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        if isinstance(log_probs, VirtualTensor):
+            input_lengths, target_lengths = (
+                lengths.tolist() if isinstance(lengths, torch.Tensor) else lengths
+                for lengths in (input_lengths, target_lengths)
+            )
+        return original(log_probs, targets, input_lengths, target_lengths, *args, **kwargs)
+
+    patches.set(torch, "ctc_loss", ctc_loss)
+
+
+def _cudnn_is_acceptable(original: Any) -> Any:
+    @functools.wraps(original)
+    def is_acceptable(tensor: Any) -> bool:
+        """Layers of cuDNN's run as PyTorch's own operators here."""
+        return False if isinstance(tensor, VirtualTensor) else bool(original(tensor))
+
+    return is_acceptable
+
+
+class _LegacyKind(type):
+    """Stands for the type of `torch.cuda.FloatTensor` and its relatives."""
+
+    dtype: torch.dtype
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        device = kwargs.get("device") or torch.device("cuda")
+        if len(args) == 1 and isinstance(args[0], (list, tuple, torch.Tensor)) and not isinstance(args[0], torch.Size):
+            return torch.tensor(args[0], dtype=cls.dtype, device=device)
+        return torch.empty(*args, dtype=cls.dtype, device=device)
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, VirtualTensor) and instance.dtype == cls.dtype
+
+
+def _legacy_types(patches: Patches) -> None:
+    for dtype, full_name in TYPE_NAMES.items():
+        name = full_name.rpartition(".")[2]
+        if hasattr(torch.cuda, name):
+            patches.set(torch.cuda, name, _LegacyKind(name, (), {"dtype": dtype, "__module__": "torch.cuda"}))
