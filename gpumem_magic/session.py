@@ -9,172 +9,56 @@ from dataclasses import replace
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
 
+from gpumem_magic import chosen
+from gpumem_magic.chosen import DEFAULT_DEVICE, DeviceError
+
 if TYPE_CHECKING:
     from gpumem_magic.recording.instrument import Statement
+    from gpumem_magic.recording.model import Recording
     from gpumem_magic.recording.recorder import Recorder
     from gpumem_magic.report.model import Report
-    from gpumem_magic.virtual.gpu import VirtualMachine
 
-DEFAULT_DEVICE = "T4"
+__all__ = [
+    "DEFAULT_DEVICE",
+    "ActiveRecording",
+    "CellProgress",
+    "DeviceError",
+    "Measurement",
+    "choose_device",
+    "device_off",
+    "device_state",
+    "last_report",
+    "mark",
+    "measure",
+    "open_recording",
+    "smi_lines",
+    "state_text",
+]
 
 _last: Report | None = None
 _active: ActiveRecording | None = None
-
-
-class DeviceError(Exception):
-    """A device cannot be used. The text is one line and says what to do."""
 
 
 # ---- devices
 
 
 def choose_device(name: str) -> str:
-    """Turns a virtual device on and returns a sentence about it. Raises DeviceError."""
-    from gpumem_magic.virtual import catalog, gpu
-
+    """Turns a virtual device on, or chooses a real one, and returns a sentence about it. Raises DeviceError."""
     if _active is not None:
         raise DeviceError("a recording is under way: choose the device in a cell that is not measured")
-    before = gpu.current()
-    try:
-        if isinstance(catalog.parse(name), catalog.RealDevice):
-            return _choose_real(name)
-        left = _live_storages(before)
-        machine = gpu.turn_on(name)
-    except (gpu.DeviceError, catalog.UnknownDevice) as error:
-        raise DeviceError(str(error)) from None
-    lost = f" {left} tensors of {before.spec.text} can't be used any more." if before is not None and left else ""
-    return f"{_machine_words(machine)} is on: code on cuda runs without a GPU, and without computing.{lost}"
-
-
-def _choose_real(name: str) -> str:
-    from gpumem_magic.virtual import gpu
-
-    if gpu.current() is not None:
-        device_off()
-    raise DeviceError(_real_device_words(name))
-
-
-def _real_device_words(name: str) -> str:
-    import torch
-
-    if not torch.cuda.is_available():
-        return f"{name}: this computer has no CUDA GPU that PyTorch can use; `%gpumem_device` lists the virtual ones"
-    return f"{name}: real GPUs can't be measured yet; `%gpumem_device T4` (before CUDA is used) measures without one"
+    return chosen.choose(name)
 
 
 def device_off() -> str:
     """Turns the virtual device off and returns a sentence. Raises DeviceError."""
-    from gpumem_magic.virtual import gpu
-
     if _active is not None:
         raise DeviceError("a recording is under way: turn the device off in a cell that is not measured")
-    machine = gpu.current()
-    if machine is None:
-        return "No virtual device was on."
-    try:
-        left = gpu.turn_off()
-    except gpu.DeviceError as error:
-        raise DeviceError(str(error)) from None
-    words = f"The virtual {machine.spec.text} is off, and PyTorch is as it was."
-    if left:
-        words += f" {left} tensors were still on it: they can't be used any more."
-    return words
+    return chosen.off()
 
 
-def device_state() -> str:
-    """What is on, and the names that there are, for a bare ``%gpumem_device``."""
-    from gpumem_magic.virtual import catalog, gpu
-
-    machine = gpu.current()
-    state = "No virtual device is on." if machine is None else f"{_machine_words(machine)} is on."
-    return f"{state}\n\n{catalog.describe()}"
-
-
-def state_text() -> str:
-    """The memory of every device now, one line each, for a bare ``%gpumem``."""
-    from gpumem_magic.units import human
-    from gpumem_magic.virtual import gpu
-
-    machine = gpu.current()
-    if machine is None:
-        return (
-            f"No device is on. `%%gpumem` turns a virtual {DEFAULT_DEVICE} on where there is no GPU; "
-            "`%gpumem_device NAME` chooses another."
-        )
-    machine.settle()
-    lines = []
-    for device in machine.devices:
-        now = device.counters()
-        lines.append(
-            f"cuda:{device.index}  virtual {device.model.name}  allocated {human(now.allocated)}  "
-            f"reserved {human(now.reserved)}  nvidia-smi {_smi_line(device)}"
-        )
-    return "\n".join(lines)
-
-
-def smi_lines() -> list[str]:
-    """``3769MiB / 16160MiB`` for every device. Raises DeviceError where there is none."""
-    from gpumem_magic.virtual import gpu
-
-    machine = gpu.current()
-    if machine is None:
-        raise DeviceError("no device is on: `%gpumem_device NAME` turns a virtual one on")
-    machine.settle()
-    return [_smi_line(device) for device in machine.devices]
-
-
-def _smi_line(device: Any) -> str:
-    from gpumem_magic.virtual import smi
-
-    return smi.line(device.used_bytes(), device.model.smi_total_bytes)
-
-
-def _machine_words(machine: VirtualMachine) -> str:
-    names = [device.model.name for device in machine.devices]
-    count = f"{len(names)} x " if len(names) > 1 else ""
-    name = names[0] if names[0].startswith("Virtual") else f"virtual {names[0]}"
-    return f"A {count}{name} ({machine.spec.text})"
-
-
-def _live_storages(machine: VirtualMachine | None) -> int:
-    if machine is None:
-        return 0
-    machine.settle()
-    return len(machine.engine.table)
-
-
-def _machine_for(name: str | None) -> tuple[VirtualMachine, list[str]]:
-    """The machine to record, turned on if need be, and what to tell the reader about that."""
-    import torch
-
-    from gpumem_magic.virtual import catalog, gpu
-
-    machine = gpu.current()
-    if name is not None and (machine is None or not _is_on(name, machine)):
-        choose_device(name)
-        machine = gpu.current()
-    if machine is not None:
-        return machine, []
-    if torch.cuda.is_available():
-        raise DeviceError(_real_device_words("cuda"))
-    try:
-        machine = gpu.turn_on(DEFAULT_DEVICE)
-    except (gpu.DeviceError, catalog.UnknownDevice) as error:
-        raise DeviceError(str(error)) from None
-    return machine, [
-        f"No GPU is here and no device was chosen: this ran on a virtual {DEFAULT_DEVICE}, which stays on. "
-        "`%gpumem_device NAME` chooses another, `%gpumem_device off` ends it."
-    ]
-
-
-def _is_on(name: str, machine: VirtualMachine) -> bool:
-    from gpumem_magic.virtual import catalog
-
-    try:
-        spec = catalog.parse(name)
-    except catalog.UnknownDevice as error:
-        raise DeviceError(str(error)) from None
-    return isinstance(spec, catalog.DeviceSpec) and spec.models == machine.spec.models
+device_state = chosen.state
+state_text = chosen.memory_text
+smi_lines = chosen.smi_lines
 
 
 # ---- recordings
@@ -183,11 +67,9 @@ def _is_on(name: str, machine: VirtualMachine) -> bool:
 class ActiveRecording:
     """A recording under way. At most one in a process: `open_recording` makes it, `close` ends it."""
 
-    def __init__(self, machine: VirtualMachine, recorder: Recorder, notes: list[str]) -> None:
-        self._machine = machine
+    def __init__(self, what: chosen.Chosen, recorder: Recorder) -> None:
+        self._chosen = what
         self._recorder = recorder
-        self._notes = notes
-        self._turned_on_here = bool(notes)
         self._lines = True
         self._limit: Any = None
 
@@ -227,13 +109,21 @@ class ActiveRecording:
         finally:
             if self._limit is not None:
                 self._limit.remove()
+        recording = replace(recording, primary=self._primary(recording))
         report, labels = build_with_labels(recording, lines=self._lines)
-        for device in self._machine.devices:
-            device.remember(labels.get(device.index, {}))
-        _last = replace(report, notes=(*self._notes, *self._own_notes(recording), *report.notes))
+        self._chosen.remember(labels)
+        _last = replace(report, notes=(*self._chosen.notes, *self._own_notes(recording), *report.notes))
         return _last
 
-    def _own_notes(self, recording: Any) -> list[str]:
+    def _primary(self, recording: Recording) -> int:
+        """The device that the report is about: the one that was asked for, or else the one that the program used."""
+        first = recording.primary
+        used = [index for index, log in sorted(recording.logs.items()) if log.events or log.start]
+        if self._chosen.named or first in used or not used:
+            return first
+        return used[0]
+
+    def _own_notes(self, recording: Recording) -> list[str]:
         from gpumem_magic.recording.repetition import ENOUGH
 
         notes = []
@@ -244,7 +134,7 @@ class ActiveRecording:
             notes.append(
                 "The last iterations repeat exactly: `%%gpumem --until-repeat` ends a run there and shows the same."
             )
-        if self._turned_on_here and not any(log.events for log in recording.logs.values()):
+        if self._chosen.turned_on and not any(log.events for log in recording.logs.values()):
             notes.append(
                 "There was no GPU before this cell, so code that asked earlier was sent to the CPU "
                 "(`device = 'cuda' if torch.cuda.is_available() else 'cpu'`): run the cells that choose the device again."
@@ -299,7 +189,7 @@ def open_recording(
     user_ns: Mapping[str, Any] | None = None,
     own_file: str | None = None,
 ) -> ActiveRecording:
-    """Begins to record on the chosen device (None: the one that is on, else a virtual T4 where there is no GPU).
+    """Begins to record on the chosen device (None: the one that is on or chosen, else this computer's GPU, else a virtual T4).
 
     names: the variables that the program mentions, looked up in user_ns; own_file: the file name of its code. Raises DeviceError
     where the device can't be used, or a recording is under way.
@@ -309,10 +199,10 @@ def open_recording(
         raise DeviceError("a recording is under way already: measure one program at a time")
     from gpumem_magic.recording.recorder import Recorder
 
-    machine, notes = _machine_for(device)
-    recorder = Recorder(machine, primary=machine.face.current_device(), names=names, own_file=own_file)
+    what = chosen.for_recording(device)
+    recorder = Recorder(what.machine, primary=what.primary, names=names, own_file=own_file)
     recorder.start(user_ns)
-    _active = ActiveRecording(machine, recorder, notes)
+    _active = ActiveRecording(what, recorder)
     return _active
 
 
@@ -369,7 +259,7 @@ class Measurement:
 def measure(device: str | None = None) -> Iterator[Measurement]:
     """Measures a block of code outside notebooks: rows before and after, with its iterations, phases, ranges and marks.
 
-    device: a name as for ``%gpumem_device``; None is the device that is on, else a virtual T4 where there is no GPU. Raises
+    device: a name as for ``%gpumem_device``; None is the device that is on, else this computer's GPU, else a virtual T4. Raises
     DeviceError before the block where the device can't be used. The block's own error goes through, and the report is there.
     """
     measurement = Measurement()
