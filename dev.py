@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import subprocess
 import sys
 import venv
@@ -19,11 +20,15 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 ENVIRONMENT = HERE / ".venv"
 PYTHON = ENVIRONMENT / ("Scripts" if os.name == "nt" else "bin") / "python"
+# Colab's IPython, beside the current one: tests/test_oldest_ipython.py runs the magics' tests on it.
+OLDEST_IPYTHON = ENVIRONMENT / "oldest-ipython"
+OLDEST = "ipython==7.34.0"
 
 
 def set_up() -> None:
-    """Makes the environment, unless it is there and was made from this very `pyproject.toml`."""
-    wanted = hashlib.sha256((HERE / "pyproject.toml").read_bytes()).hexdigest()
+    """Makes the environment, unless it is there and was made for these very packages."""
+    made_from = (HERE / "pyproject.toml").read_bytes() + OLDEST.encode()
+    wanted = hashlib.sha256(made_from).hexdigest()
     stamp = ENVIRONMENT / "made-from"
     if PYTHON.exists() and stamp.exists() and stamp.read_text() == wanted:
         return
@@ -32,6 +37,8 @@ def set_up() -> None:
         venv.create(ENVIRONMENT, with_pip=True)
     subprocess.run([PYTHON, "-m", "pip", "install", "--quiet", "--upgrade", "pip"], check=True)
     subprocess.run([PYTHON, "-m", "pip", "install", "--quiet", "--editable", f"{HERE}[dev]"], check=True)
+    shutil.rmtree(OLDEST_IPYTHON, ignore_errors=True)
+    subprocess.run([PYTHON, "-m", "pip", "install", "--quiet", "--target", OLDEST_IPYTHON, OLDEST], check=True)
     stamp.write_text(wanted)
 
 
