@@ -74,6 +74,11 @@ class Timeline:
         """The number of events; positions run from 0 to this."""
         return len(self._allocated) - 1
 
+    @property
+    def extents(self) -> Sequence[Extent]:
+        """All memory that ever came from the driver, in pieces, each with the events that brought it and took it."""
+        return self._extents
+
     def allocated_at(self, position: int) -> int:
         """Bytes of the blocks between their alloc and their free_requested."""
         return self._allocated[self._checked(position)]
