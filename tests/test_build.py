@@ -110,6 +110,15 @@ def test_a_peak_that_was_there_before() -> None:
     assert report.peak.allocated == 30 * MIB
 
 
+def test_a_peak_between_the_ends_is_named_by_its_part_alone() -> None:
+    tape = Tape()
+    tape.row(kind="before")
+    for number in range(3):
+        step(tape, (5 if number == 1 else 3) * MIB)
+    tape.row(kind="after")
+    assert build(tape.finish(), lines=False).peak.where == "iteration 2, backward"
+
+
 # ---- parts
 
 

@@ -74,6 +74,7 @@ class DeviceView:
         drafts = self._drafts()
         span = Stretch(self.device, drafts[0].point.moment, drafts[-1].point.moment)
         highest, peak_position = self.timeline.peak(span.start_position, span.end_position)
+        where = self._where(drafts, peak_position)
         kept, folds = self._folded(drafts) if lines else (_ends(drafts), [])
         self._balances = self._ledger.at([peak_position, *self._positions(kept)])
         rows = tuple(self._row(draft, with_parts=lines) for draft in kept)
@@ -83,7 +84,7 @@ class DeviceView:
             device=ReportDevice(**vars(self.log.facts)),
             checkpoints=rows,
             peak=Peak(
-                where=self._where(drafts, peak_position),
+                where=where,
                 allocated=peak.allocated,
                 reserved=peak.reserved,
                 device_used=self._outside(peak_position).device_used(peak.reserved),
@@ -272,11 +273,12 @@ def _path(parts: list[Part], position: int) -> list[Part]:
 
 
 def _words(draft: _Draft, path: list[Part]) -> str:
-    """``optimizer.step() in iteration 1, line 14``, or ``trainer.train(), iteration 2, backward``."""
+    """``optimizer.step() in iteration 1, line 14``, or ``trainer.train(), iteration 2, backward``; empty where it has no name."""
     point = draft.point
     if point.kind == "before":
         return "the start"
-    return ", ".join([place_of(point, with_line=not path), *(part.label for part in path)])
+    place = [] if point.kind == "after" else [place_of(point, with_line=not path)]
+    return ", ".join([*place, *(part.label for part in path)])
 
 
 def _ends(drafts: list[_Draft]) -> list[_Draft]:
