@@ -1,0 +1,52 @@
+"""A device of a snapshot file, made ready for a replay: its start, its events, its settings, and why not where it can't be."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gpumem_magic.allocator.seed import Seed, seed_of
+from gpumem_magic.allocator.settings import settings_from_dict
+from gpumem_magic.snapshot.files import LoadedSnapshot
+from gpumem_magic.snapshot.model import Segment, TraceEvent
+from gpumem_magic.snapshot.rules import DEFAULT_SETTINGS, AllocatorSettings
+
+
+@dataclass(frozen=True)
+class Replayable:
+    """events: the device's trace; final: its segments at the end; settings: those that it was recorded with. notes: what a
+    reader of the replay has to know, one sentence each."""
+
+    device: int
+    events: tuple[TraceEvent, ...]
+    final: tuple[Segment, ...]
+    settings: AllocatorSettings
+    seed: Seed
+    notes: tuple[str, ...]
+
+
+def replayables(loaded: LoadedSnapshot) -> list[Replayable]:
+    """One for each device that has segments or events."""
+    settings, notes = DEFAULT_SETTINGS, []
+    try:
+        settings = settings_from_dict(loaded.snapshot.allocator_settings)
+    except (ValueError, TypeError, AttributeError) as error:
+        notes.append(f"The allocator's settings in the file are not understood ({error}); defaults are used.")
+    return [_of_device(loaded, found.device, settings, notes) for found in loaded.devices]
+
+
+def _of_device(loaded: LoadedSnapshot, device: int, settings: AllocatorSettings, notes: list[str]) -> Replayable:
+    traces = loaded.snapshot.device_traces
+    events = traces[device] if device < len(traces) else ()
+    final = tuple(segment for segment in loaded.snapshot.segments if segment.device == device)
+    seed = seed_of(final, events, settings)
+    own = list(notes)
+    if seed.start:
+        own.append(
+            f"It begins in the middle: the {len(seed.start):,} segments at its start were worked out from its end."
+        )
+    if seed.uncertain:
+        own.append(
+            f"The sizes of {seed.uncertain:,} blocks from before the recording are lower bounds (by up to 1 MiB each): "
+            "a difference may be theirs."
+        )
+    return Replayable(device, events, final, settings, seed, tuple(own))

@@ -1,0 +1,79 @@
+"""Whether a recording can be replayed, and from which state."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gpumem_magic.allocator.adoption import check_adoptable
+from gpumem_magic.snapshot.model import INACTIVE, Segment, TraceEvent
+from gpumem_magic.snapshot.rules import DEFAULT_SETTINGS, AllocatorSettings
+from gpumem_magic.snapshot.start import start_of
+from gpumem_magic.snapshot.timeline import Timeline
+
+
+@dataclass(frozen=True)
+class Seed:
+    """start: the segments when the trace began, () for an empty allocator. reason: why the trace can't be replayed, in words;
+    None where it can. uncertain: blocks from before the trace whose size is a lower bound (by up to 1 MiB each), so that a
+    replay may differ from the recording because of them.
+    """
+
+    start: tuple[Segment, ...] = ()
+    reason: str | None = None
+    uncertain: int = 0
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the recording began with an empty allocator."""
+        return self.reason is None and not self.start
+
+
+def seed_of(
+    final: Sequence[Segment], events: Sequence[TraceEvent], settings: AllocatorSettings = DEFAULT_SETTINGS
+) -> Seed:
+    """What one device's trace can be replayed from, given its segments at the end."""
+    if not events:
+        return Seed(reason="there is no trace: the memory history was not recorded")
+    if not any(event.action == "alloc" for event in events):
+        return Seed(reason=f"the trace has {len(events)} events and no allocation among them")
+    try:
+        check_adoptable(final, final)
+    except ValueError as error:
+        return Seed(reason=f"the segments at the end are not whole: {error}")
+    missing = _missing_frees(events)
+    if missing:
+        return Seed(reason=f"{missing} frees are missing: the trace was filtered, or its oldest events were dropped")
+    found = start_of(final, events, settings)
+    if found.orphans:
+        return Seed(reason=f"{found.orphans} blocks from before the trace lie in segments that are not known")
+    timeline = Timeline(found.segments, events, settings)
+    if timeline.unplaced:
+        return Seed(reason=f"{timeline.unplaced} allocations lie in no segment of the file")
+    if timeline.unmatched:
+        return Seed(reason=f"{timeline.unmatched} events are about blocks or segments that are not known")
+    if _used(timeline.segments_at(len(timeline))) != _used(final):
+        return Seed(reason="the trace does not lead to the segments that the file has at its end")
+    return Seed(found.segments, None, found.uncertain)
+
+
+def _missing_frees(events: Sequence[TraceEvent]) -> int:
+    """How often an address was allocated again without having been freed."""
+    used: set[int] = set()
+    missing = 0
+    for event in events:
+        if event.action == "alloc":
+            missing += event.address in used
+            used.add(event.address)
+        elif event.action == "free_completed":
+            used.discard(event.address)
+    return missing
+
+
+def _used(segments: Sequence[Segment]) -> list[tuple[int, int, str]]:
+    return sorted(
+        (block.address, block.requested_size, block.state)
+        for segment in segments
+        for block in segment.blocks
+        if block.state != INACTIVE
+    )

@@ -1,0 +1,294 @@
+"""Why a request failed: what was asked and what there was, what stood in the way, and which settings would have let it pass.
+
+Facts come from a recording. Settings are tried by running the recorded program through the emulated allocator, never by
+running the user's code again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from gpumem_magic.allocator.program import Program
+from gpumem_magic.allocator.repetition import last_iteration
+from gpumem_magic.allocator.what_if import Capacity, what_if
+from gpumem_magic.snapshot.model import INACTIVE, Segment, TraceEvent
+from gpumem_magic.snapshot.rules import INTERVALS, AllocatorSettings, pool_of, segment_size
+from gpumem_magic.snapshot.timeline import Allocation, Timeline
+from gpumem_magic.units import MIB
+
+CAPACITY = "capacity"
+FRAGMENTATION = "fragmentation"
+OTHER_PROCESS = "other_process"
+LIMIT = "limit"
+
+# Repetitions of the last iteration that settings have to survive.
+ROUNDS = 5
+# Settings that people are told to try, as PYTORCH_CUDA_ALLOC_CONF has them.
+_SPLIT_SIZES_MB = (128, 512, 2048)
+_DIVISIONS = 8
+_THRESHOLD = 0.8
+# What stands in the way is listed up to here.
+_MOST_BLOCKERS = 8
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known beside the trace. Bytes; None is unknown. total: the device's. limit: what the allocator may reserve.
+    other_processes: what they hold."""
+
+    total: int | None = None
+    limit: int | None = None
+    other_processes: int | None = None
+
+
+@dataclass(frozen=True)
+class Gap:
+    """Where the request would have fitted but for the least that is in use there. Sizes are bytes.
+
+    address, size: that place, blocks in use included. in_use: bytes of those, in `blocks` of them. blockers: them, largest
+    first, at most eight. left_by: what used the place as one piece before, None where nothing in the trace did.
+    """
+
+    address: int
+    size: int
+    in_use: int
+    blocks: int
+    blockers: tuple[Allocation, ...]
+    left_by: Allocation | None
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One setting tried. conf: as PYTORCH_CUDA_ALLOC_CONF has it, beside what was set already. passes: whether the failed
+    request, and all before it, would have been served. rounds: how many repetitions of the last iteration then went through.
+    peak_reserved: bytes."""
+
+    conf: str
+    passes: bool
+    rounds: int
+    peak_reserved: int
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Of one failed request. Sizes are bytes; None is unknown.
+
+    event: its index in the trace. rounded: as a block; segment: what the driver was asked for. free: what the driver had.
+    cached: reserved and not allocated; largest_free: the largest piece of that which the request could be given. spare: what
+    would be left with perfect packing; negative is what was missing. limit: what the allocator was allowed. cause: one of the
+    constants above. gap: where fragmentation decides. trials: settings by replay; rounds: how many repetitions each was to
+    survive, 0 where the recording shows no earlier iteration. tried: False where the replay was not possible, or too long.
+    """
+
+    event: int
+    stream: int
+    rounded: int
+    segment: int
+    free: int
+    allocated: int
+    reserved: int
+    cached: int
+    largest_free: int
+    spare: int
+    limit: int | None
+    other_processes: int | None
+    cause: str
+    gap: Gap | None
+    trials: tuple[Trial, ...]
+    rounds: int
+    tried: bool
+
+
+def capacity_of(
+    events: Sequence[TraceEvent],
+    timeline: Timeline,
+    settings: AllocatorSettings,
+    facts: Facts = Facts(),
+) -> Capacity:
+    """What there was to have when a request last failed; not known where none did, since a trace does not say."""
+    event = last_failure(events)
+    if event is None:
+        return Capacity(total=facts.total)
+    return _capacity_at(events[event], timeline.reserved_at(event), settings, facts)
+
+
+def last_failure(events: Sequence[TraceEvent]) -> int | None:
+    """The index of the last request that failed; None where none did."""
+    return next((index for index in range(len(events) - 1, -1, -1) if events[index].action == "oom"), None)
+
+
+def _capacity_at(failed: TraceEvent, reserved: int, settings: AllocatorSettings, facts: Facts) -> Capacity:
+    available = reserved + failed.address
+    limit = _limit(settings, facts)
+    if limit is not None:
+        available = min(available, max(limit, reserved))
+    elif failed.address >= _needed(failed.size, settings):
+        # The driver had room, so something else set the limit: this much at least was allowed.
+        available = reserved
+    return Capacity(available, facts.total)
+
+
+def _limit(settings: AllocatorSettings, facts: Facts) -> int | None:
+    if facts.limit is not None or facts.total is None or settings.memory_fraction >= 1.0:
+        return facts.limit
+    return int(settings.memory_fraction * facts.total)
+
+
+def _needed(rounded: int, settings: AllocatorSettings) -> int:
+    return rounded if settings.expandable_segments else segment_size(rounded, settings)
+
+
+def verdict_of(
+    start: Sequence[Segment],
+    events: Sequence[TraceEvent],
+    timeline: Timeline,
+    settings: AllocatorSettings,
+    *,
+    event: int | None = None,
+    final: Sequence[Segment] = (),
+    facts: Facts = Facts(),
+    rounds: int = ROUNDS,
+    most_steps: int | None = None,
+    can_replay: bool = True,
+) -> Verdict | None:
+    """The verdict of the failed request at `event`, by default the last one; None where there is none.
+
+    timeline: of the same start, events and settings. most_steps: how many steps the trials may take in all; with more to do
+    they are left out. can_replay: False for a trace that lacks what a replay needs.
+    """
+    if event is None:
+        event = last_failure(events)
+    if event is None or events[event].action != "oom":
+        return None
+    failed = events[event]
+    reserved, allocated = timeline.reserved_at(event), timeline.allocated_at(event)
+    cached = reserved - allocated
+    spare = failed.address + cached - failed.size
+    usable = _usable(timeline.segments_at(event), failed)
+    cause = _cause(failed, reserved, spare, settings, facts)
+    verdict = Verdict(
+        event=event,
+        stream=failed.stream,
+        rounded=failed.size,
+        segment=segment_size(failed.size, settings),
+        free=failed.address,
+        allocated=allocated,
+        reserved=reserved,
+        cached=cached,
+        largest_free=max((block.size for one in usable for block in one.blocks if block.state == INACTIVE), default=0),
+        spare=spare,
+        limit=_limit(settings, facts),
+        other_processes=facts.other_processes,
+        cause=cause,
+        gap=_gap(usable, timeline, failed.size, event) if cause == FRAGMENTATION else None,
+        trials=(),
+        rounds=0,
+        tried=False,
+    )
+    # Beyond what rounding costs, no setting makes blocks smaller.
+    hopeless = cause in (CAPACITY, OTHER_PROCESS) and -spare > allocated - timeline.requested_at(event)
+    if not can_replay or hopeless:
+        return replace(verdict, tried=hopeless)
+    capacity = _capacity_at(failed, reserved, settings, facts)
+    return _with_trials(
+        verdict, Program(start, events, final, event + 1), events, settings, capacity, rounds, most_steps
+    )
+
+
+def _cause(failed: TraceEvent, reserved: int, spare: int, settings: AllocatorSettings, facts: Facts) -> str:
+    limit = _limit(settings, facts)
+    needed = _needed(failed.size, settings)
+    if failed.address >= needed or (limit is not None and reserved + needed > limit and spare >= 0):
+        return LIMIT
+    if spare >= 0:
+        return FRAGMENTATION
+    return OTHER_PROCESS if spare + (facts.other_processes or 0) >= 0 else CAPACITY
+
+
+def _usable(segments: Iterable[Segment], failed: TraceEvent) -> list[Segment]:
+    """The segments whose free blocks the request could be given."""
+    pool, pool_id = pool_of(failed.size), failed.pool_id or (0, 0)
+    return [
+        one for one in segments if (one.stream, one.segment_type, one.segment_pool_id) == (failed.stream, pool, pool_id)
+    ]
+
+
+def _gap(segments: Sequence[Segment], timeline: Timeline, wanted: int, event: int) -> Gap | None:
+    best: tuple[int, int, int] | None = None
+    for segment in segments:
+        blocks = segment.blocks
+        first = size = in_use = 0
+        for block in blocks:
+            size += block.size
+            in_use += block.size if block.state != INACTIVE else 0
+            # Without its first block it would still do.
+            while size - blocks[first].size >= wanted:
+                size -= blocks[first].size
+                in_use -= blocks[first].size if blocks[first].state != INACTIVE else 0
+                first += 1
+            if size >= wanted and (best is None or in_use < best[0]):
+                best = in_use, blocks[first].address, size
+    if best is None:
+        return None
+    in_use, address, size = best
+    inside = [life for life in timeline.live_at(event) if address <= life.address < address + size]
+    inside.sort(key=lambda life: (-life.size, life.address))
+    return Gap(
+        address, size, in_use, len(inside), tuple(inside[:_MOST_BLOCKERS]), _left_by(timeline, address, size, wanted)
+    )
+
+
+def _left_by(timeline: Timeline, address: int, size: int, wanted: int) -> Allocation | None:
+    """The last block that had the place, or most of it, to itself."""
+    found: Allocation | None = None
+    for life in timeline.allocations:
+        overlap = min(life.address + life.size, address + size) - max(life.address, address)
+        if (
+            life.completed is not None
+            and 2 * overlap > wanted
+            and (found is None or life.completed > (found.completed or 0))
+        ):
+            found = life
+    return found
+
+
+def _with_trials(
+    verdict: Verdict,
+    program: Program,
+    events: Sequence[TraceEvent],
+    settings: AllocatorSettings,
+    capacity: Capacity,
+    rounds: int,
+    most_steps: int | None,
+) -> Verdict:
+    candidates = _candidates(settings, verdict.rounded)
+    repetition = last_iteration(program, events, settings)
+    rounds = rounds if repetition is not None else 0
+    steps = len(program.steps)
+    if repetition is not None:
+        steps += rounds * sum(repetition.first <= step.event < repetition.stop for step in program.steps)
+    if most_steps is not None and steps * len(candidates) > most_steps:
+        return verdict
+    trials = []
+    for conf, chosen in candidates:
+        outcome = what_if(program, chosen, capacity, repetition=repetition, rounds=rounds, until_failure=True)
+        early = any(failure.round == 0 for failure in outcome.failed)
+        passes = not early and outcome.passed_last
+        trials.append(Trial(conf, passes, outcome.rounds if passes else 0, outcome.peak_reserved))
+    return replace(verdict, trials=tuple(trials), rounds=rounds, tried=True)
+
+
+def _candidates(settings: AllocatorSettings, rounded: int) -> list[tuple[str, AllocatorSettings]]:
+    """Settings that are not on already, each with what it is called."""
+    found = [("expandable_segments:True", replace(settings, expandable_segments=True))]
+    found += [
+        (f"max_split_size_mb:{size}", replace(settings, max_split_size=size * MIB))
+        for size in _SPLIT_SIZES_MB
+        if size * MIB <= rounded
+    ]
+    divided = replace(settings, roundup_power2_divisions=(_DIVISIONS,) * INTERVALS)
+    found.append((f"roundup_power2_divisions:{_DIVISIONS}", divided))
+    collecting = replace(settings, garbage_collection_threshold=_THRESHOLD)
+    found.append((f"garbage_collection_threshold:{_THRESHOLD}", collecting))
+    return [(conf, chosen) for conf, chosen in found if chosen != settings]

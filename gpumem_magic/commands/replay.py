@@ -1,0 +1,171 @@
+"""``gpumem replay FILE...``: does our allocator decide as the recorded one did; and what would other settings have done."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+from gpumem_magic.commands.common import FAILED, UNREADABLE, table
+from gpumem_magic.units import human
+
+if TYPE_CHECKING:
+    from gpumem_magic.allocator.replayable import Replayable
+
+
+def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+    """Adds the subcommand; its options have the attribute `run`."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "replay",
+        help="replay memory snapshots through the emulated allocator",
+        description="Replays each FILE and compares every allocation's place and every segment decision with the recording. "
+        "Exit status: 0 where all agree, 1 where not, 2 where a file can't be read or replayed. With --conf it says what these "
+        "settings would have done instead; the exit status is 0.",
+    )
+    parser.add_argument("files", metavar="FILE", nargs="+")
+    parser.add_argument("--conf", metavar="OPTIONS", help="as in PYTORCH_CUDA_ALLOC_CONF: expandable_segments:True")
+    parser.add_argument("--json", action="store_true", help="print one JSON text instead")
+    parser.set_defaults(run=run)
+    return parser
+
+
+def run(options: argparse.Namespace) -> int:
+    """Prints what came out, a line for each device of each file."""
+    conf = options.conf
+    if conf is not None:
+        from gpumem_magic.allocator.settings import parse
+
+        try:
+            parse(conf)
+        except ValueError as error:
+            print(f"gpumem: --conf: {error}", file=sys.stderr)
+            return UNREADABLE
+    results = [result for path in options.files for result in _of_file(path, conf)]
+    print(
+        json.dumps({"agrees": _agree(results, conf), "devices": results}, indent=2) if options.json else _text(results)
+    )
+    if any("why_not" in result for result in results):
+        return UNREADABLE
+    return 0 if _agree(results, conf) is not False else FAILED
+
+
+def _agree(results: list[dict[str, Any]], conf: str | None) -> bool | None:
+    """Whether everything was decided as recorded; None where that was not asked."""
+    return None if conf is not None else all(result.get("agrees", False) for result in results)
+
+
+def _of_file(path: str, conf: str | None) -> list[dict[str, Any]]:
+    """A result for each device. A file or device without one has `why_not` instead of figures."""
+    from gpumem_magic.allocator.replayable import replayables
+    from gpumem_magic.snapshot.files import read
+
+    try:
+        found = replayables(read(path))
+    except (OSError, ValueError) as error:
+        return [{"file": path, "device": None, "why_not": " ".join(str(error).split())}]
+    results = []
+    for one in found:
+        result: dict[str, Any] = {"file": path, "device": one.device, "notes": list(one.notes)}
+        if one.seed.reason is not None:
+            result["why_not"] = one.seed.reason
+        else:
+            result.update(_compared(one) if conf is None else _with_settings(one, conf))
+        results.append(result)
+    return results or [{"file": path, "device": None, "why_not": "it holds no segments and no events"}]
+
+
+def _compared(one: Replayable) -> dict[str, Any]:
+    from gpumem_magic.allocator.replay import figures, replay
+
+    result = replay(one.seed.start, one.events, one.settings, one.device, one.final)
+    return {
+        "events": len(one.events),
+        "allocations": result.allocations,
+        "placed": result.placed,
+        "decisions": result.decisions,
+        "decided": result.decisions - len(result.misjudged),
+        "unmatched": result.unmatched,
+        "agrees": result.agrees,
+        "first_difference": min([*result.misplaced, *result.misjudged], default=None),
+        "pools": [vars(pool) for pool in figures(result, one.events, one.settings)],
+    }
+
+
+def _with_settings(one: Replayable, conf: str) -> dict[str, Any]:
+    from gpumem_magic.allocator.program import Program
+    from gpumem_magic.allocator.settings import parse_with_notes
+    from gpumem_magic.allocator.verdict import capacity_of
+    from gpumem_magic.allocator.what_if import what_if
+    from gpumem_magic.snapshot.timeline import Timeline
+
+    settings, notes = parse_with_notes(conf)
+    timeline = Timeline(one.seed.start, one.events, one.settings)
+    capacity = capacity_of(one.events, timeline, one.settings)
+    program = Program(one.seed.start, one.events, one.final)
+    was = what_if(program, one.settings, capacity, device=one.device)
+    would = what_if(program, settings, capacity, device=one.device)
+    if one.seed.start and settings.expandable_segments != one.settings.expandable_segments:
+        notes.append(
+            "What was there before the recording keeps its form: only what was got since is under these settings."
+        )
+    return {
+        "conf": conf,
+        "available": capacity.available,
+        "recorded_peak_reserved": timeline.peak_reserved(0, len(timeline))[0],
+        "was": was.to_dict(),
+        "would_be": would.to_dict(),
+        "notes": [*one.notes, *notes],
+    }
+
+
+def _text(results: list[dict[str, Any]]) -> str:
+    lines = []
+    for result in results:
+        name = "".join(character if character.isprintable() else "?" for character in result["file"])
+        device = "" if result["device"] is None else f", device {result['device']}"
+        if "why_not" in result:
+            lines.append(f"{name}{device}: not replayed: {result['why_not']}")
+        elif "conf" not in result:
+            verdict = "all agree" if result["agrees"] else f"first difference at event {result['first_difference']}"
+            lines.append(
+                f"{name}{device}: {result['placed']:,} of {result['allocations']:,} allocations placed, "
+                f"{result['decided']:,} of {result['decisions']:,} segment decisions: {verdict}"
+            )
+        else:
+            lines.append(_comparison(f"{name}{device}", result))
+        lines += [f"  {note}" for note in result.get("notes", ())]
+    return "\n".join(lines)
+
+
+def _comparison(name: str, result: dict[str, Any]) -> str:
+    was, would = result["was"], result["would_be"]
+    rows = [["", "as recorded", result["conf"]]]
+    for key, words in (
+        ("peak_allocated", "highest allocated"),
+        ("peak_reserved", "highest reserved"),
+        ("cached", "cached but free then"),
+    ):
+        rows.append([words, human(was[key]), human(would[key])])
+    rows.append(["fragmentation then", *(f"{one['fragmentation']:.1%}" for one in (was, would))])
+    rows.append(["times memory was given back to go on", *(f"{one['retries']:,}" for one in (was, would))])
+    return f"{name}\n{table(rows)}\n{_answer(was, would, result['available'])}"
+
+
+def _answer(was: dict[str, Any], would: dict[str, Any], available: int | None) -> str:
+    saved = was["peak_reserved"] - would["peak_reserved"]
+    answer = "It reserves as much."
+    if saved:
+        answer = f"It reserves {human(abs(saved))} {'less' if saved > 0 else 'more'}."
+    failures = was["recorded_failures"]
+    if available is None:
+        return f"{answer} No request failed in the recording, so how much there is to have is not known."
+    if would["failed"]:
+        first = would["failed"][0]["event"]
+        return f"{answer} An allocation that the recording served would have failed, first at event {first:,}."
+    errors = "out-of-memory error" if failures == 1 else f"{failures:,} out-of-memory errors"
+    if would["passed"] == failures:
+        return f"{answer} The recorded {errors} would not have happened."
+    if would["passed"]:
+        return f"{answer} Of the recorded {errors}, {would['passed']:,} would not have happened."
+    return f"{answer} The recorded {errors} would have happened all the same."
