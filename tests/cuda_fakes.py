@@ -9,14 +9,18 @@ from __future__ import annotations
 import collections
 import os
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 from gpumem_magic.allocator.caching import CachingAllocator
 from gpumem_magic.allocator.failure import DeviceOutOfMemory
 from gpumem_magic.allocator.memory import BASE_ADDRESS, DeviceMemory, FirstFitAddresses
+from gpumem_magic.allocator.replay import replay
+from gpumem_magic.allocator.settings import settings_from_dict
 from gpumem_magic.snapshot.model import Snapshot, TraceEvent
 from gpumem_magic.snapshot.rules import DEFAULT_SETTINGS, AllocatorSettings
+from gpumem_magic.snapshot.start import start_of
 from gpumem_magic.units import GIB, MIB
 
 CONTEXT = 420 * MIB
@@ -313,3 +317,32 @@ class FakeNvml:
     def nvmlDeviceGetMigDeviceHandleByIndex(self, handle: Any, index: int) -> str:
         self._ask("DeviceGetMigDeviceHandleByIndex")
         return list(self.mig)[index]
+
+
+class RecordedGpu(FakeGpu):
+    """A GPU on which a recorded trace happens again: `play_to` goes on to the moment after so many of its events."""
+
+    def __init__(self, torch: FakeTorch, snapshot: Snapshot, device: int) -> None:
+        settings = settings_from_dict(snapshot.allocator_settings)
+        super().__init__(0, 160 * GIB, settings, torch.gpus[0].uuid)
+        self.final = sorted((one for one in snapshot.segments if one.device == device), key=lambda one: one.address)
+        self.events = snapshot.device_traces[device]
+        self.start = tuple(
+            replace(segment, device=0) for segment in start_of(self.final, self.events, settings).segments
+        )
+        self.has_context = True
+        self.played = 0
+        self._torch = torch
+        self.allocator = self._at(0)
+        torch.gpus = [self]
+
+    def play_to(self, count: int) -> None:
+        if self._torch.history is not None:
+            self.trace.extend(self.events[self.played : count])
+        self.played = count
+        self.allocator = self._at(count)
+
+    def _at(self, count: int) -> CachingAllocator:
+        result = replay(self.start, self.events[:count], self.settings, final=self.final)
+        assert not result.misplaced
+        return result.allocator
