@@ -58,6 +58,8 @@ class Recorder:
         self._machine_notes_before: list[str] = []
         self._witness: Witness | None = None
         self._phases: Phases | None = None
+        # What `finish` made, for who reads along (the watch).
+        self.recorded: Recording | None = None
 
     @property
     def alike(self) -> int:
@@ -157,7 +159,7 @@ class Recorder:
             self._add_machine_notes()
         finally:
             self._put_back()
-        return Recording(
+        self.recorded = Recording(
             torch=str(torch.__version__),
             primary=self._primary,
             logs=logs,
@@ -172,6 +174,7 @@ class Recorder:
             notes=tuple(self._guard.notes),
             overhead_seconds=self._guard.seconds,
         )
+        return self.recorded
 
     def _place_error(
         self,

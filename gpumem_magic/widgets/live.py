@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from gpumem_magic.devices.base import Counters, DeviceLog
-from gpumem_magic.recording.model import Checkpoint, Sighting, Span
+from gpumem_magic.devices.base import Counters
+from gpumem_magic.recording.model import Checkpoint, Recording, Sighting
 from gpumem_magic.snapshot.model import ACTIVE, Segment, TraceEvent
-from gpumem_magic.snapshot.rules import DEFAULT_SETTINGS
 from gpumem_magic.widgets.columns import LAYERS, NOT_YET_KNOWN
+
+if TYPE_CHECKING:
+    from gpumem_magic.attribution.ledger import Balance
 
 # A longer log takes the attribution seconds, in which the next cell would run slower: its samples stay as they were.
 RELABEL_LIMIT = 100_000
@@ -39,26 +41,29 @@ class SoFar:
     def __init__(self, recorder: Any, serial: int) -> None:
         self.recorder = recorder
         self.serial = serial
-        self.logs: dict[int, Any] = {
-            index: log for index, log in dict(recorder._handles).items() if hasattr(log, "events")
-        }
         self.checkpoints: list[Checkpoint] = recorder._checkpoints
         self.sightings: list[Sighting] = recorder._witness.sightings if recorder._witness is not None else []
+        self._handles: dict[int, Any] = dict(recorder._handles)
 
     @property
-    def finished(self) -> bool:
-        """Whether nothing is added any more."""
+    def has_ended(self) -> bool:
+        """Whether the logs are closed. What became of them may be there a little later."""
         return not self.recorder._handles
 
     @property
-    def spans(self) -> Sequence[Span]:
-        return () if self.recorder._phases is None else tuple(self.recorder._phases.spans)
+    def recorded(self) -> Recording | None:
+        """The whole recording, once it is there; None before, and where it failed."""
+        found: Recording | None = self.recorder.recorded
+        return found
 
-    def device_log(self, device: Any) -> DeviceLog:
-        """The device's log as `stop_log` gives it, without ending it."""
-        log = self.logs[device.facts.index]
-        settings = getattr(getattr(device, "allocator", None), "settings", DEFAULT_SETTINGS)
-        return DeviceLog(device.facts, log.start, log.events, log.origins, log.carried, settings)
+    def log(self, device: int) -> Any:
+        """A device's log whose events are there at once (a virtual device's). None for others, and once it is closed."""
+        handle = self._handles.get(device)
+        return handle if hasattr(handle, "events") and not self.has_ended else None
+
+    def first_position(self, device: int) -> int:
+        """How many events a real device had counted when its log began."""
+        return sum(getattr(self._handles.get(device), "base", ()))
 
 
 def active_recorder() -> Any:
@@ -163,6 +168,14 @@ def requested_now(
     return sums, left
 
 
+def sums_of(live: Mapping[int, tuple[int, str]]) -> dict[str, int]:
+    """Layer -> requested bytes of blocks given as address -> (requested bytes, category)."""
+    sums = dict.fromkeys(LAYERS, 0)
+    for size, category in live.values():
+        sums[category] += size
+    return sums
+
+
 def layers(requested: Mapping[str, int] | None, counters: Counters) -> dict[str, int | None]:
     """All layers of a moment, which add up to what the counters say. requested: None where no category is known."""
     found: dict[str, int | None] = dict.fromkeys(LAYERS, 0)
@@ -179,27 +192,31 @@ def layers(requested: Mapping[str, int] | None, counters: Counters) -> dict[str,
 
 
 def relabel(
-    so_far: SoFar, device: Any, positions: Iterable[int]
-) -> tuple[dict[int, dict[str, int]], dict[int, tuple[int, str]]]:
+    recording: Recording, device: int, positions: Iterable[int]
+) -> tuple[dict[int, Balance], dict[int, tuple[int, str]]]:
     """The report's categories for samples of a recording that is over.
 
-    Returns position -> requested bytes by category, and address -> (requested bytes, category) of what was
-    live at the end.
+    positions: as the device told them; those that its log had to leave out are left out. Returns position -> what was there,
+    and address -> (requested bytes, category) of what was live at the end.
     Raises ValueError where the log is longer than `RELABEL_LIMIT` events.
     """
     from gpumem_magic.attribution.categories import attribute
     from gpumem_magic.attribution.ledger import Ledger
     from gpumem_magic.snapshot.timeline import Timeline
 
-    log = so_far.device_log(device)
+    log = recording.logs[device]
     if len(log.events) > RELABEL_LIMIT:
         raise ValueError(f"{len(log.events):,} events are too many to go through again")
     timeline = Timeline(log.start, log.events, log.settings)
-    labels = attribute(log, timeline, so_far.spans, so_far.sightings, so_far.checkpoints)
-    balances = Ledger(timeline, labels).at(positions)
+    labels = attribute(log, timeline, recording.spans, recording.sightings, recording.checkpoints)
+    if log.places is None:
+        places = {position: position for position in positions if 0 <= position <= len(log.events)}
+    else:
+        places = {position: log.places[position] for position in positions if position in log.places}
+    balances = Ledger(timeline, labels).at(places.values())
     at_end = {
         allocation.address: (allocation.requested, label.category)
         for allocation, label in zip(timeline.allocations, labels, strict=True)
         if allocation.freed is None
     }
-    return {position: dict(balance.requested) for position, balance in balances.items()}, at_end
+    return {position: balances[place] for position, place in places.items()}, at_end

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gpumem_magic.devices.base import Counters, DeviceFacts
+from gpumem_magic.recording.model import Checkpoint, Recording
 from gpumem_magic.widgets import live, source
 from gpumem_magic.widgets.columns import (
     ALLOCATED,
@@ -27,6 +28,8 @@ from gpumem_magic.widgets.source import Source
 CAPACITY = 4096
 # A look at all blocks may take one fiftieth of the time, no more.
 _REST = 50.0
+# Seconds between the end of a recording's logs and the recording.
+_PATIENCE = 10.0
 _NOTHING = float("nan")
 
 Rows = list[tuple[int, list[float]]]
@@ -44,6 +47,7 @@ class Series:
     counted_peak: int | None = None
     tracker: live.LiveLabels | None = None
     at_end: dict[int, tuple[int, str]] = field(default_factory=dict)
+    end_position: int = -1
     idle: dict[str, int] | None = None
     idle_key: tuple[int, int, int] | None = None
     idle_not_before: float = 0.0
@@ -90,6 +94,7 @@ class Observer:
         self._serial = 0
         self._so_far: live.SoFar | None = None
         self._checkpoints = 0
+        self._ended_at: float | None = None
 
     def mark(self, text: str, kind: str = USER, at: float | None = None) -> Mark:
         """Names this moment, or the one at a time by this observer's clock."""
@@ -132,21 +137,16 @@ class Observer:
         """Begins with a new recording and ends with one that is over; the rows whose categories are known thereby."""
         changed: Rows = []
         self._take_checkpoints(now)
-        if self._so_far is not None and self._so_far.finished:
-            for device in devices:
-                if device.facts.index in self._so_far.logs:
-                    changed += self._relabel(self._so_far, device)
-            for series in self.series:
-                series.tracker = None
-                series.idle_key = None
-            self._so_far = None
         recorder = live.active_recorder()
+        if self._so_far is not None and self._so_far.has_ended:
+            changed = self._end_recording(now, devices, recorder is not None)
         if recorder is not None and self._so_far is None:
             self._serial += 1
             self._so_far = live.SoFar(recorder, self._serial)
+            self._ended_at = None
             self._checkpoints = 0
             for device in devices:
-                log = self._so_far.logs.get(device.facts.index)
+                log = self._so_far.log(device.facts.index)
                 if log is not None:
                     self._series_of(device).tracker = live.LiveLabels(
                         device.facts.index, log.start, log.carried, log.origins
@@ -154,37 +154,61 @@ class Observer:
             self._take_checkpoints(now)
         return changed
 
-    def _take_checkpoints(self, now: float) -> None:
-        """A mark for the statements that ended since the last sample: one, which names the last of them."""
-        if self._so_far is None:
-            return
-        points = self._so_far.checkpoints
-        new = [point for point in points[self._checkpoints :] if point.kind in ("statement", "error")]
-        self._checkpoints = len(points)
-        if new:
-            last = new[-1]
-            self._add(Mark(now, CHECKPOINT, short(last.label), last.line, len(new)))
+    def _end_recording(self, now: float, devices: Sequence[Any], is_replaced: bool) -> Rows:
+        """Takes over what a recording found out. It may need a moment more, or never come."""
+        so_far = self._so_far
+        assert so_far is not None
+        recording = so_far.recorded
+        changed: Rows = []
+        if recording is None:
+            self._ended_at = now if self._ended_at is None else self._ended_at
+            if not is_replaced and now - self._ended_at < _PATIENCE:
+                return []
+            self.note("The samples of a cell keep their first categories: its recording did not come to its end.")
+        else:
+            errors = [point for point in recording.checkpoints if point.kind == "error"]
+            self._add_checkpoints(now, errors)
+            for device in devices:
+                if device.facts.index in recording.logs:
+                    changed += self._relabel(recording, so_far, device)
+        for series in self.series:
+            series.tracker = None
+            series.idle_key = None
+        self._so_far = None
+        return changed
 
-    def _relabel(self, so_far: live.SoFar, device: Any) -> Rows:
+    def _take_checkpoints(self, now: float) -> None:
+        if self._so_far is not None:
+            points = self._so_far.checkpoints
+            self._add_checkpoints(now, [point for point in points[self._checkpoints :] if point.kind == "statement"])
+            self._checkpoints = len(points)
+
+    def _add_checkpoints(self, now: float, new: Sequence[Checkpoint]) -> None:
+        """A mark for the statements that ended since the last sample: one, which names the last of them."""
+        if new:
+            self._add(Mark(now, CHECKPOINT, short(new[-1].label), new[-1].line, len(new)))
+
+    def _relabel(self, recording: Recording, so_far: live.SoFar, device: Any) -> Rows:
         series = self._series_of(device)
+        first = so_far.first_position(device.facts.index)
         places = [(place, row) for place, row in enumerate(series.ring) if row[RECORDING] == so_far.serial]
         try:
-            found, series.at_end = live.relabel(so_far, device, {int(row[POSITION]) for _, row in places})
+            positions = {int(row[POSITION]) - first for _, row in places}
+            found, series.at_end = live.relabel(recording, device.facts.index, positions)
         except Exception as error:
             # Whatever it is, the samples stand as they were taken, and the program that is watched goes on.
             self.note(f"The samples of a cell keep their first categories: {error}")
             return []
-        series.idle_key = None
+        series.end_position = first + len(recording.logs[device.facts.index].events)
         changed: Rows = []
         for place, row in places:
-            requested = found[int(row[POSITION])]
-            rounding = int(row[ALLOCATED]) - sum(requested.values())
+            balance = found.get(int(row[POSITION]) - first)
             # Read while memory moved: the position and the counters are not of one moment.
-            if rounding < 0:
+            if balance is None or balance.allocated != row[ALLOCATED]:
                 continue
-            for category, size in {**dict.fromkeys(LAYERS[: LAYERS.index("rounding")], 0), **requested}.items():
-                row[FIRST_LAYER + LAYERS.index(category)] = size
-            row[FIRST_LAYER + LAYERS.index("rounding")] = rounding
+            for category in LAYERS[: LAYERS.index("rounding")]:
+                row[FIRST_LAYER + LAYERS.index(category)] = balance.requested.get(category, 0)
+            row[FIRST_LAYER + LAYERS.index("rounding")] = balance.rounding
             series.ring.replace(place, row)
             changed.append((series.number, row[: len(SENT)]))
         return changed
@@ -203,14 +227,14 @@ class Observer:
     def _row(self, machine: Any, device: Any, now: float) -> tuple[int, list[float]]:
         series = self._series_of(device)
         so_far = self._so_far
-        log = so_far.logs.get(device.facts.index) if so_far is not None and series.tracker is not None else None
+        log = so_far.log(device.facts.index) if so_far is not None and series.tracker is not None else None
         counters, position = source.read(device, log)
         requested: dict[str, int] | None
         if series.tracker is not None and so_far is not None and log is not None:
             series.tracker.advance(log.events, so_far.sightings, position)
             requested = series.tracker.requested()
         else:
-            requested = self._idle(machine, device, series, counters)
+            requested = self._idle(machine, device, series, counters, position)
         if requested is not None and sum(requested.values()) > counters.allocated:
             # A sample in the middle of an operation; what the counters say stands.
             requested = None
@@ -222,14 +246,19 @@ class Observer:
             float(counters.reserved),
             _number(counters.device_used),
             float(series.reached(counters)),
-            float(so_far.serial) if log is not None and so_far is not None else 0.0,
+            float(so_far.serial) if so_far is not None and not so_far.has_ended else 0.0,
             float(position),
         ]
         series.ring.push(row)
         return series.number, row[: len(SENT)]
 
-    def _idle(self, machine: Any, device: Any, series: Series, counters: Counters) -> dict[str, int] | None:
+    def _idle(
+        self, machine: Any, device: Any, series: Series, counters: Counters, position: int
+    ) -> dict[str, int] | None:
         """Categories without a recording: those of blocks that an earlier one knew. As often as it is cheap."""
+        if device.facts.kind != "virtual":
+            # Where nothing has moved since the end of a recording, all is still what it was. Else nobody knows.
+            return live.sums_of(series.at_end) if series.at_end and position == series.end_position else None
         key = (counters.allocated, counters.reserved, len(getattr(device, "_labels", ())))
         if key == series.idle_key:
             return series.idle

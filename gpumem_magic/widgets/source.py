@@ -52,10 +52,14 @@ def settle(machine: Any) -> None:
 
 
 def read(device: Any, log: Any = None) -> tuple[Counters, int]:
-    """The counters, and how many events a log had then (0 without one), of the same moment where the program allows it.
+    """The counters, and a position of the same moment: how many events a log had then, or a real device has counted; else 0.
 
     No lock: the program is not to wait for us. What changed under our hands is read again.
     """
+    own = getattr(device, "read", None)
+    if own is not None:
+        both: tuple[Counters, int] = own()
+        return both
     counters, position = device.counters(), 0
     for _ in range(_TRIES if log is not None else 0):
         position = len(log.events)
