@@ -16,6 +16,7 @@ import json
 import platform
 import random
 import statistics
+import subprocess
 import sys
 import threading
 import time
@@ -130,12 +131,13 @@ class Wire(threading.Thread):
         self._socket.close(0)
 
 
-def measured(rates: Sequence[float], pairs: int, seconds: float, seed: int) -> tuple[dict[str, Any], Wire]:
+def in_kernel(module: str, expression: str) -> tuple[dict[str, Any], Wire]:
+    """What an expression of a module beside this one gives in a new kernel with a virtual T4; and what was on the wire."""
     from jupyter_client.manager import KernelManager
 
     manager = KernelManager(kernel_name="python3")
     manager.kernel_spec.argv[0] = sys.executable
-    manager.start_kernel()
+    manager.start_kernel(stderr=subprocess.DEVNULL)
     client = manager.client()
     client.start_channels()
     client.wait_for_ready(timeout=120)
@@ -144,8 +146,8 @@ def measured(rates: Sequence[float], pairs: int, seconds: float, seed: int) -> t
     here = Path(__file__).resolve()
     code = (
         f"import sys, json\nsys.path[:0] = [{str(here.parents[1])!r}, {str(here.parent)!r}]\n"
-        f"%load_ext gpumem_magic\n%gpumem_device T4\nimport {here.stem} as bench\n"
-        f"print('FOUND ' + json.dumps(bench.pairs_in_kernel(get_ipython(), {list(rates)}, {pairs}, {seconds}, {seed})))"
+        f"%load_ext gpumem_magic\n%gpumem_device T4\nimport {module} as bench\n"
+        f"print('FOUND ' + json.dumps(bench.{expression}))"
     )
     texts: list[str] = []
 
@@ -162,7 +164,8 @@ def measured(rates: Sequence[float], pairs: int, seconds: float, seed: int) -> t
         wire.stop()
         client.stop_channels()
         manager.shutdown_kernel()
-    return json.loads("".join(texts).rpartition("FOUND ")[2]), wire
+    found: dict[str, Any] = json.loads("".join(texts).rpartition("FOUND ")[2])
+    return found, wire
 
 
 def interval(draw: Callable[[random.Random], float]) -> tuple[float, float]:
@@ -183,7 +186,8 @@ def main() -> None:
     parser.add_argument("--rates", type=float, nargs="+", default=[2.0, 5.0, 10.0], help="samples a second")
     parser.add_argument("--seed", type=int, default=int(time.time()))
     options = parser.parse_args()
-    found, wire = measured(options.rates, options.pairs, options.seconds, options.seed)
+    numbers = f"{options.rates}, {options.pairs}, {options.seconds}, {options.seed}"
+    found, wire = in_kernel(Path(__file__).stem, f"pairs_in_kernel(get_ipython(), {numbers})")
     print(
         f"Python {platform.python_version()}, {options.pairs} pairs of {options.seconds:g} s for each, seed {options.seed}"
     )
