@@ -18,15 +18,22 @@ from gpumem_magic.snapshot.rules import DEFAULT_SETTINGS, AllocatorSettings, rou
 _CANDIDATES = 200
 # So many comparisons in all: a second's work at most.
 _EFFORT = 1_000_000
-# How far the two iterations may differ at one place.
-_DETOUR = 6
+# Where they differ, so many requests of both are laid side by side at once.
+_WINDOW = 48
+# What a pair is worth: less where both were kept (what is in use at the failure need not stay), still less where the earlier one
+# was and the later was not. And a request without a partner, where one that the earlier iteration kept costs nothing: a first
+# iteration makes what later ones find.
+_SAME = 3
+_BOTH_KEPT = 2
+_KEPT_ONE = 1
+_LEFT_OUT = -2
 # A match is one where at least this many requests agree, and half of an iteration's.
 _FEWEST = 3
 
 
 @dataclass(frozen=True)
 class _Match:
-    """score: pairs of requests whose earlier one was freed again; pairs: earlier block -> later block."""
+    """score: how well two stretches agree; pairs: earlier block -> later block."""
 
     score: int
     pairs: dict[int, int]
@@ -83,6 +90,8 @@ def _keys(
 
 
 class _Search:
+    """Walks back along both iterations at once, as long as they agree."""
+
     def __init__(self, program: Program, requests: Sequence[Step], keys: Sequence[int]) -> None:
         self._blocks = [step.block for step in requests]
         self._keys = keys
@@ -96,34 +105,82 @@ class _Search:
         """How far what comes before a request agrees with what comes before the failed one."""
         keys, kept, blocks = self._keys, self._kept, self._blocks
         pairs: dict[int, int] = {}
-        score = int(not kept[place])
+        score = _KEPT_ONE if kept[place] else _SAME
         early, late = place - 1, len(keys) - 1
         while early >= 0 and late > place:
             self.effort += 1
-            if keys[early] == keys[late]:
+            if keys[early] == keys[late] and (kept[late] or not kept[early]):
                 pairs[blocks[early]] = blocks[late]
-                score += not kept[early]
+                score += self._worth(early, late, 1, 1)
                 early -= 1
                 late -= 1
-            elif kept[early]:
-                early -= 1
-            else:
-                detour = self._detour(early, late)
-                if detour is None:
-                    break
-                early -= detour[0]
-                late -= detour[1]
+                continue
+            path = self._aligned(early, late, place)
+            if path is None:
+                break
+            for step_early, step_late in path:
+                if step_early and step_late:
+                    pairs[blocks[early]] = blocks[late]
+                score += self._worth(early, late, step_early, step_late)
+                early -= step_early
+                late -= step_late
         return _Match(score, pairs)
 
-    def _detour(self, early: int, late: int) -> tuple[int, int] | None:
-        """The fewest requests to leave out on both sides before two in a row agree again."""
+    def _worth(self, early: int, late: int, step_early: int, step_late: int) -> int:
+        kept = self._kept
+        if step_early and step_late:
+            if not kept[early]:
+                return _SAME
+            return _BOTH_KEPT if kept[late] else _KEPT_ONE
+        if step_early and kept[early]:
+            return 0
+        return _LEFT_OUT
+
+    def _aligned(self, early: int, late: int, place: int) -> list[tuple[int, int]] | None:
+        """How a stretch of both fits best: for each step whether it goes on in the earlier, the later or both. None where most
+        of it does not fit."""
         keys = self._keys
-        for total in range(1, _DETOUR + 1):
-            for left_out in range(total + 1):
-                first, second = early - left_out, late - (total - left_out)
-                if first > 0 and second > 0 and keys[first] == keys[second] and keys[first - 1] == keys[second - 1]:
-                    return left_out, total - left_out
-        return None
+        height, width = min(_WINDOW, early + 1), min(_WINDOW, late - place)
+        self.effort += height * width
+        best = [[0] * (width + 1) for _ in range(height + 1)]
+        came: list[list[tuple[int, int]]] = [[(0, 0)] * (width + 1) for _ in range(height + 1)]
+        top = (0, 0, 0)
+        for row in range(height + 1):
+            for column in range(width + 1):
+                ways = []
+                if row and column and keys[early - row + 1] == keys[late - column + 1]:
+                    ways.append((1, 1))
+                if row:
+                    ways.append((1, 0))
+                if column:
+                    ways.append((0, 1))
+                if not ways:
+                    continue
+                scored = [
+                    (
+                        best[row - down][column - right]
+                        + self._worth(early - row + down, late - column + right, down, right),
+                        (down, right),
+                    )
+                    for down, right in ways
+                ]
+                best[row][column], came[row][column] = max(scored)
+                top = max(top, (best[row][column], row, column))
+        score, row, column = top
+        if not score:
+            return None
+        at_the_edge = (row == height and early >= height) or (column == width and late - place > width)
+        path = []
+        while row or column:
+            down, right = came[row][column]
+            path.append((down, right))
+            row -= down
+            column -= right
+        path.reverse()
+        if 2 * sum(down and right for down, right in path) < sum(right for _, right in path):
+            return None
+        # What lies at the edge of the window might fit better with what lies beyond it.
+        return path[: -(-len(path) // 2)] if at_the_edge else path
 
 
 def _repetition(program: Program, first: int, stop: int, pairs: dict[int, int], keys: dict[int, int]) -> Repetition:
