@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import (
 )
 
 from gpumem_magic.virtual import values
-from gpumem_magic.virtual.mismatch import refuse_mixed_devices, refuse_mixed_types, refuse_wrong_shapes
+from gpumem_magic.virtual.mismatch import in_cudas_words, refuse_mixed_devices, refuse_mixed_types
 from gpumem_magic.virtual.modes import DEVICE_QUERY, STATE, HostlessFakeMode, OperatorMode, answer_device
 from gpumem_magic.virtual.storage import StorageTable
 from gpumem_magic.virtual.tensors import VirtualTensor
@@ -148,22 +148,21 @@ class Engine:
             named, more = self._fake_hosts(tuple(kwargs.values()))
             kwargs = dict(zip(names, named, strict=True))
             hosts = hosts or more
+        if hosts:
+            refuse_mixed_devices(func, args, kwargs)
+        refuse_mixed_types(func, args)
         STATE.depth += 1
         try:
-            if hosts:
-                refuse_mixed_devices(func, args, kwargs)
-            refuse_mixed_types(func, args)
             return self.fake.dispatch(func, (), args, kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as error:
             raise NotImplementedError(
                 f"the virtual GPU cannot run {func}: its result depends on values, or it has no shape rule "
                 f"({type(error).__name__}). Run this line on the host, or on a real GPU."
             ) from None
-        except RuntimeError as error:
+        except Exception as error:
             if type(error).__name__ == "FakeTensorDeviceMismatchError":
                 refuse_mixed_devices(func, args, kwargs, sure=True)
-            refuse_wrong_shapes(func, args)
-            raise
+            raise in_cudas_words(error, func, args, kwargs) from None
         finally:
             STATE.depth -= 1
 

@@ -20,6 +20,7 @@ from gpumem_magic.virtual import values
 from gpumem_magic.virtual.engine import Engine, refuse_device, refuse_fork
 from gpumem_magic.virtual.modes import META, STATE, origin, pushed
 from gpumem_magic.virtual.tensors import VirtualTensor
+from gpumem_magic.virtual.tracebacks import cut
 
 _LIKE = ("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like")
 _NEW = ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros")
@@ -102,20 +103,24 @@ class Factories:
 
     def _maker(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
-        def make(*args: Any, **kwargs: Any) -> Any:
-            device = kwargs.get("device")
-            if kwargs.get("pin_memory") and not self._engine.closed_because:
-                kwargs["pin_memory"] = False  # pinning needs a driver
-            if device is None or STATE.depth:
-                return original(*args, **kwargs)
-            index = self.index_of(device)
-            if index is None:
-                if _means_meta(device):
-                    args = tuple(plain_meta(arg) if isinstance(arg, VirtualTensor) else arg for arg in args)
-                return original(*args, **kwargs)
-            return self.make(original, index, args, kwargs)
+        def make_one(*args: Any, **kwargs: Any) -> Any:
+            try:
+                device = kwargs.get("device")
+                if kwargs.get("pin_memory") and not self._engine.closed_because:
+                    kwargs["pin_memory"] = False  # pinning needs a driver
+                if device is None or STATE.depth:
+                    return original(*args, **kwargs)
+                index = self.index_of(device)
+                if index is None:
+                    if _means_meta(device):
+                        args = tuple(plain_meta(arg) if isinstance(arg, VirtualTensor) else arg for arg in args)
+                    return original(*args, **kwargs)
+                return self.make(original, index, args, kwargs)
+            except Exception as error:
+                __tracebackhide__ = True
+                raise cut(error)  # noqa: B904
 
-        return make
+        return make_one
 
     def make(self, original: Callable[..., Any], index: int, args: Any, kwargs: dict[str, Any]) -> Any:
         """The factory's result on virtual device `index`."""
@@ -139,29 +144,37 @@ class Factories:
 
     def _from_values(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
-        def make(*args: Any, **kwargs: Any) -> Any:
-            if STATE.depth:
-                return original(*args, **kwargs)
-            index = self.index_of(kwargs.get("device"))
-            source = next((arg for arg in args[-1:] if isinstance(arg, VirtualTensor)), None)
-            if index is None and source is None:
-                return original(*args, **kwargs)
-            return self.from_values(original, index, args, kwargs)
+        def make_from_values(*args: Any, **kwargs: Any) -> Any:
+            try:
+                if STATE.depth:
+                    return original(*args, **kwargs)
+                index = self.index_of(kwargs.get("device"))
+                source = next((arg for arg in args[-1:] if isinstance(arg, VirtualTensor)), None)
+                if index is None and source is None:
+                    return original(*args, **kwargs)
+                return self.from_values(original, index, args, kwargs)
+            except Exception as error:
+                __tracebackhide__ = True
+                raise cut(error)  # noqa: B904
 
-        return make
+        return make_from_values
 
     def _sparse(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
-        def make(*args: Any, **kwargs: Any) -> Any:
-            index = None if STATE.depth else self.index_of(kwargs.get("device"))
-            if index is None:
-                return original(*args, **kwargs)
-            del kwargs["device"]
-            target = torch.device("cuda", index)
-            parts = [arg.to(target) if isinstance(arg, torch.Tensor) else arg for arg in args]
-            return original(*parts, **kwargs)
+        def make_sparse(*args: Any, **kwargs: Any) -> Any:
+            try:
+                index = None if STATE.depth else self.index_of(kwargs.get("device"))
+                if index is None:
+                    return original(*args, **kwargs)
+                del kwargs["device"]
+                target = torch.device("cuda", index)
+                parts = [arg.to(target) if isinstance(arg, torch.Tensor) else arg for arg in args]
+                return original(*parts, **kwargs)
+            except Exception as error:
+                __tracebackhide__ = True
+                raise cut(error)  # noqa: B904
 
-        return make
+        return make_sparse
 
     def from_values(self, original: Callable[..., Any], index: int | None, args: Any, kwargs: dict[str, Any]) -> Any:
         """`torch.tensor` and its like: the values are gathered on the host, then copied to the device."""
@@ -186,12 +199,16 @@ class Factories:
         """`with torch.device("cuda")` and `torch.set_default_device("cuda")`."""
 
         def answer(context: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            index = self.index_of(context.device) if func in makers and not STATE.depth else None
-            if index is None or (kwargs or {}).get("device") is not None:
-                return original(context, func, types, args, kwargs)
-            name = getattr(func, "__name__", "")
-            maker = self.from_values if name in _FROM_VALUES else self.make
-            return maker(func, index, args, dict(kwargs or {}))
+            try:
+                index = self.index_of(context.device) if func in makers and not STATE.depth else None
+                if index is None or (kwargs or {}).get("device") is not None:
+                    return original(context, func, types, args, kwargs)
+                name = getattr(func, "__name__", "")
+                maker = self.from_values if name in _FROM_VALUES else self.make
+                return maker(func, index, args, dict(kwargs or {}))
+            except Exception as error:
+                __tracebackhide__ = True
+                raise cut(error)  # noqa: B904
 
         return answer
 
@@ -200,28 +217,32 @@ class Factories:
     def _to(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            if STATE.depth:
-                return original(self, *args, **kwargs)
-            first = args[0] if args else kwargs.get("device", kwargs.get("other"))
-            if isinstance(first, VirtualTensor):
-                args = (first.device, first.dtype, *args[1:])
-                kwargs.pop("other", None)
-                first = first.device
-            elif type(first) is int and not args:
-                kwargs["device"] = first = torch.device("cuda", first)
-            index = factories.index_of(first)
-            if index is None:
-                if isinstance(self, VirtualTensor) and _means_meta(first):
-                    self = plain_meta(self)
-                return original(self, *args, **kwargs)
-            # Not cuda:i: C++ would initialise CUDA, and remember for good that it has.
-            device = torch.device("meta", index)
-            if args:
-                args = (device, *args[1:])
-            else:
-                kwargs["device"] = device
-            with pushed(factories._engine.mode):
-                return original(self, *args, **kwargs)
+            try:
+                if STATE.depth:
+                    return original(self, *args, **kwargs)
+                first = args[0] if args else kwargs.get("device", kwargs.get("other"))
+                if isinstance(first, VirtualTensor):
+                    args = (first.device, first.dtype, *args[1:])
+                    kwargs.pop("other", None)
+                    first = first.device
+                elif type(first) is int and not args:
+                    kwargs["device"] = first = torch.device("cuda", first)
+                index = factories.index_of(first)
+                if index is None:
+                    if isinstance(self, VirtualTensor) and _means_meta(first):
+                        self = plain_meta(self)
+                    return original(self, *args, **kwargs)
+                # Not cuda:i: C++ would initialise CUDA, and remember for good that it has.
+                device = torch.device("meta", index)
+                if args:
+                    args = (device, *args[1:])
+                else:
+                    kwargs["device"] = device
+                with pushed(factories._engine.mode):
+                    return original(self, *args, **kwargs)
+            except Exception as error:
+                __tracebackhide__ = True
+                raise cut(error)  # noqa: B904
 
         factories = self
         return to
@@ -234,11 +255,15 @@ class Factories:
             non_blocking: bool = False,
             memory_format: Any = torch.preserve_format,
         ) -> Any:
-            if factories._engine.closed_because:
-                return original(self, device, non_blocking, memory_format=memory_format)
-            if device is None:
-                device = torch.device("cuda")
-            return self.to(device, non_blocking=non_blocking, memory_format=memory_format)
+            try:
+                if factories._engine.closed_because:
+                    return original(self, device, non_blocking, memory_format=memory_format)
+                if device is None:
+                    device = torch.device("cuda")
+                return self.to(device, non_blocking=non_blocking, memory_format=memory_format)
+            except Exception as error:
+                __tracebackhide__ = True
+                raise cut(error)  # noqa: B904
 
         factories = self
         return cuda
@@ -246,9 +271,13 @@ class Factories:
     def _type_as(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def type_as(self: torch.Tensor, other: torch.Tensor) -> Any:
-            if STATE.depth or not isinstance(other, VirtualTensor):
-                return original(self, other)
-            return self.to(other.device, other.dtype)
+            try:
+                if STATE.depth or not isinstance(other, VirtualTensor):
+                    return original(self, other)
+                return self.to(other.device, other.dtype)
+            except Exception as error:
+                __tracebackhide__ = True
+                raise cut(error)  # noqa: B904
 
         return type_as
 
@@ -265,24 +294,32 @@ class Factories:
 
     def _resized(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
-        def resize_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            out = original(self, *args, **kwargs)
-            if isinstance(self, VirtualTensor) and not STATE.depth:
-                with engine.lock, torch._C.DisableTorchFunctionSubclass(), origin("factory"):
-                    engine.table.resized(self.untyped_storage())
-            return out
+        def resize_tensor(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            try:
+                out = original(self, *args, **kwargs)
+                if isinstance(self, VirtualTensor) and not STATE.depth:
+                    with engine.lock, torch._C.DisableTorchFunctionSubclass(), origin("factory"):
+                        engine.table.resized(self.untyped_storage())
+                return out
+            except Exception as error:
+                __tracebackhide__ = True
+                raise cut(error)  # noqa: B904
 
         engine = self._engine
-        return resize_
+        return resize_tensor
 
     def _storage_resized(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
-        def resize_(self: torch.UntypedStorage, size: int) -> Any:
-            out = original(self, size)
-            if not STATE.depth:
-                with engine.lock, origin("factory"):
-                    engine.table.resized(self)
-            return out
+        def resize_storage(self: torch.UntypedStorage, size: int) -> Any:
+            try:
+                out = original(self, size)
+                if not STATE.depth:
+                    with engine.lock, origin("factory"):
+                        engine.table.resized(self)
+                return out
+            except Exception as error:
+                __tracebackhide__ = True
+                raise cut(error)  # noqa: B904
 
         engine = self._engine
-        return resize_
+        return resize_storage

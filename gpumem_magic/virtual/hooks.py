@@ -20,6 +20,7 @@ from gpumem_magic.patching import Patches
 from gpumem_magic.virtual.engine import Engine, quiet
 from gpumem_magic.virtual.modes import STATE, pushed
 from gpumem_magic.virtual.tensors import VirtualTensor
+from gpumem_magic.virtual.tracebacks import cut
 
 
 def install_engine_hooks(patches: Patches, engine: Engine) -> None:
@@ -52,6 +53,9 @@ def _backward(patches: Patches, engine: Engine) -> None:
         try:
             with pushed(engine.mode):
                 return original(t_outputs, *args, **kwargs)
+        except Exception as error:
+            __tracebackhide__ = True
+            raise cut(error)  # noqa: B904
         finally:
             STATE.backward -= 1
 

@@ -1,7 +1,8 @@
-"""Tensors on different devices in one operator: PyTorch's own errors for them."""
+"""Operators with tensors of different devices or types, or of wrong shapes: PyTorch's own errors for them."""
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
@@ -94,17 +95,53 @@ def _type_name(tensor: Any) -> str:
     return f"torch.{'cuda.' if tensor.device.type == 'cuda' else ''}{name}Tensor"
 
 
-def refuse_wrong_shapes(func: Any, args: Any) -> None:
-    """After a shape rule refused a product: CUDA's own words for it."""
+# Larger arguments than this are not tried on the host: a refusal comes at once, but what is not refused would be computed.
+_MOST_ELEMENTS = 1 << 24
+_MOST_WRITTEN = 1 << 20
+
+
+def in_cudas_words(error: Exception, func: Any, args: Any, kwargs: Any) -> Exception:
+    """The error that a device raises where a shape rule refused an operator: the rules' own words are often others.
+
+    Most checks are in code that CUDA shares with the host, so the host is asked, with arguments of the same shapes (of one
+    element each in memory, where nothing is written to them).
+    """
     first = _PRODUCTS.get(func)
-    if first is None or func in _BATCHED:
-        return
-    left, right = args[first], args[first + 1]
-    if left.dim() == 2 and right.dim() == 2 and left.shape[1] != right.shape[0]:
-        raise RuntimeError(
-            f"mat1 and mat2 shapes cannot be multiplied ({left.shape[0]}x{left.shape[1]} and "
-            f"{right.shape[0]}x{right.shape[1]})"
-        )
+    if first is not None and func not in _BATCHED:
+        left, right = args[first], args[first + 1]
+        if left.dim() == 2 and right.dim() == 2 and left.shape[1] != right.shape[0]:
+            return RuntimeError(
+                f"mat1 and mat2 shapes cannot be multiplied ({left.shape[0]}x{left.shape[1]} and "
+                f"{right.shape[0]}x{right.shape[1]})"
+            )
+    if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
+        return error
+    try:
+        most = _MOST_WRITTEN if func._schema.is_mutable else _MOST_ELEMENTS
+        host_args = [_on_host(arg, most, func._schema.is_mutable) for arg in args]
+        host_kwargs = {name: _on_host(arg, most, func._schema.is_mutable) for name, arg in kwargs.items()}
+        with torch._C._DisableTorchDispatch(), torch.no_grad():
+            func(*host_args, **host_kwargs)
+    except Exception as hosts:
+        if type(hosts) in (RuntimeError, IndexError, ValueError) and not re.search(
+            "cpu|not implemented", str(hosts), re.I
+        ):
+            return hosts.with_traceback(None)
+    return error
+
+
+def _on_host(arg: Any, most: int, written: bool) -> Any:
+    if isinstance(arg, torch.Tensor):
+        if arg.numel() > most:
+            raise NotImplementedError
+        with torch._C._DisableTorchDispatch():
+            one = torch.ops.aten.zeros.default([] if not written else arg.shape, dtype=arg.dtype)
+            return one if written else one.expand(arg.shape)
+    if isinstance(arg, torch.device):
+        return torch.device("cpu")
+    if isinstance(arg, (list, tuple)):
+        return [_on_host(item, most, written) for item in arg]
+    return arg
 
 
 _SCALAR_NAMES = {

@@ -20,6 +20,8 @@ from torch._C import _get_dispatch_stack_at, _len_torch_dispatch_stack  # the ac
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from gpumem_magic.virtual.tracebacks import cut_below_operator
+
 META = torch.device("meta")
 DEVICE_QUERY = torch.ops.prim.device.default
 
@@ -98,9 +100,13 @@ class OperatorMode(TorchDispatchMode):
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if _len_torch_dispatch_stack() and types:
-            return func(*args, **(kwargs or {}))
-        return self._handle(func, types, args, kwargs or {})
+        try:
+            if _len_torch_dispatch_stack() and types:
+                return func(*args, **(kwargs or {}))
+            return self._handle(func, types, args, kwargs or {})
+        except Exception as error:
+            __tracebackhide__ = True
+            raise cut_below_operator(error)  # noqa: B904
 
 
 @contextmanager

@@ -4,12 +4,15 @@ them."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
 from gpumem_magic.patching import Patches
 from gpumem_magic.virtual.tensors import HOST_CLASS, VirtualTensor, own_attributes
+from gpumem_magic.virtual.tracebacks import cut
+
+_Convert = Callable[[torch.Tensor], torch.Tensor]
+_Apply = Callable[..., torch.nn.Module]
 
 
 def become(tensor: torch.Tensor, other: torch.Tensor) -> None:
@@ -53,54 +56,87 @@ def become(tensor: torch.Tensor, other: torch.Tensor) -> None:
 
 def install(patches: Patches) -> None:
     """Teaches `Module.to` and the ``.data =`` setter about virtual tensors."""
-    original_apply: Callable[..., Any] = torch.nn.Module._apply
+    original_apply: _Apply = torch.nn.Module._apply
     original_data = torch.Tensor.data
 
-    def apply(
-        self: torch.nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
-    ) -> torch.nn.Module:
-        if recurse:
-            for child in self.children():
-                child._apply(fn)
-        made: dict[int, tuple[torch.nn.Parameter, torch.Tensor]] = {}
-        for own in self._parameters.values():
-            if own is not None and id(own) not in made:
-                with torch.no_grad():
-                    made[id(own)] = (own, fn(own))
-        if not any(isinstance(tensor, VirtualTensor) for pair in made.values() for tensor in pair):
-            # Nothing of ours: the original does the work, with what was already made (its buffers and gradients are new to it).
-            def once(tensor: torch.Tensor) -> torch.Tensor:
-                known = made.get(id(tensor))
-                return known[1] if known is not None and known[0] is tensor else fn(tensor)
-
-            whole: torch.nn.Module = original_apply(self, once, recurse=False)
-            return whole
-        for parameter, applied in made.values():
-            gradient = parameter.grad
-            with torch.no_grad():
-                new_gradient = fn(gradient) if gradient is not None else None
-            if applied is not parameter:
-                parameter.grad = None
-                become(parameter, applied)
-            if gradient is not None and new_gradient is not None and parameter.grad is not new_gradient:
-                if new_gradient is not gradient:
-                    become(gradient, new_gradient)
-                parameter.grad = gradient
-        for key, buffer in self._buffers.items():
-            if buffer is not None:
-                self._buffers[key] = fn(buffer)
-        return self
+    def apply(self: torch.nn.Module, fn: _Convert, recurse: bool = True) -> torch.nn.Module:
+        try:
+            if recurse:
+                for child in self.children():
+                    child._apply(fn)
+            return _apply_here(self, fn, original_apply)
+        except Exception as error:
+            __tracebackhide__ = True
+            raise cut(error)  # noqa: B904
 
     def set_data(self: torch.Tensor, value: torch.Tensor) -> None:
-        if isinstance(self, VirtualTensor) != isinstance(value, VirtualTensor):
-            gradient = self.grad
-            if gradient is not None:
-                self.grad = None
-            become(self, value.detach().view(value.shape))
-            if gradient is not None and gradient.device == self.device:
-                self.grad = gradient
-            return
-        original_data.__set__(self, value)  # type: ignore[attr-defined]
+        try:
+            if isinstance(self, VirtualTensor) == isinstance(value, VirtualTensor):
+                original_data.__set__(self, value)  # type: ignore[attr-defined]
+            else:
+                _exchange(self, value)
+        except Exception as error:
+            __tracebackhide__ = True
+            raise cut(error)  # noqa: B904
 
     patches.set(torch.nn.Module, "_apply", apply)
     patches.set(torch.Tensor, "data", property(original_data.__get__, set_data))  # type: ignore[attr-defined]
+
+
+def _apply_here(module: torch.nn.Module, fn: _Convert, original_apply: _Apply) -> torch.nn.Module:
+    """`Module._apply` for one module: each parameter and its gradient in turn, so that one is converted while all others are
+    held, as PyTorch does it."""
+    made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    ours = False
+    for parameter in module._parameters.values():
+        if parameter is None or id(parameter) in made:
+            continue
+        with torch.no_grad():
+            applied = fn(parameter)
+        made[id(parameter)] = (parameter, applied)
+        if isinstance(parameter, VirtualTensor) or isinstance(applied, VirtualTensor):
+            ours = True
+            _convert_parameter(parameter, applied, fn)
+            # Not the converted tensor: it is the parameter now, and nothing else may hold it.
+            made[id(parameter)] = (parameter, parameter)
+        del applied
+    if not ours:
+        # The original does the work, with what was already made (its buffers and gradients are new to it).
+        def once(tensor: torch.Tensor) -> torch.Tensor:
+            known = made.get(id(tensor))
+            return known[1] if known is not None and known[0] is tensor else fn(tensor)
+
+        return original_apply(module, once, recurse=False)
+    for before, applied in made.values():
+        if applied is not before:
+            # A host parameter beside virtual ones.
+            before.data = applied
+    for key, buffer in module._buffers.items():
+        if buffer is not None:
+            module._buffers[key] = fn(buffer)
+    return module
+
+
+def _convert_parameter(parameter: torch.Tensor, applied: torch.Tensor, fn: _Convert) -> None:
+    gradient = parameter.grad
+    if applied is not parameter:
+        parameter.grad = None
+        become(parameter, applied)
+    if gradient is None:
+        return
+    with torch.no_grad():
+        converted = fn(gradient)
+    if converted is not gradient:
+        become(gradient, converted)
+    if parameter.grad is not gradient:
+        parameter.grad = gradient
+
+
+def _exchange(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """``tensor.data = value`` from or to a virtual device."""
+    gradient = tensor.grad
+    if gradient is not None:
+        tensor.grad = None
+    become(tensor, value.detach().view(value.shape))
+    if gradient is not None and gradient.device == tensor.device:
+        tensor.grad = gradient

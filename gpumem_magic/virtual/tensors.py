@@ -13,6 +13,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from gpumem_magic.virtual.modes import DEVICE_QUERY, answer_device, pushed
+from gpumem_magic.virtual.tracebacks import cut, cut_below_operator
 
 if TYPE_CHECKING:
     from gpumem_magic.virtual.engine import Engine
@@ -101,11 +102,12 @@ class VirtualTensor(FakeTensor):
         try:
             with pushed(engine.mode):
                 return func(*args, **(kwargs or {}))
-        except RuntimeError as error:
-            if error.args and "meta:" in str(error.args[0]):
+        except Exception as error:
+            __tracebackhide__ = True
+            if isinstance(error, RuntimeError) and error.args and "meta:" in str(error.args[0]):
                 # C++ names the device that it was told of.
                 error.args = (_META_NAME.sub(r"cuda:\1", str(error.args[0])), *error.args[1:])
-            raise
+            raise cut(error)  # noqa: B904
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -116,8 +118,12 @@ class VirtualTensor(FakeTensor):
         engine = _engine_among(args, kwargs)
         if engine is None:
             return NotImplemented
-        with torch._C.DisableTorchFunctionSubclass():
-            return engine.handle(func, types, args, kwargs or {})
+        try:
+            with torch._C.DisableTorchFunctionSubclass():
+                return engine.handle(func, types, args, kwargs or {})
+        except Exception as error:
+            __tracebackhide__ = True
+            raise cut_below_operator(error)  # noqa: B904
 
     @property
     def is_cuda(self) -> bool:  # type: ignore[override]

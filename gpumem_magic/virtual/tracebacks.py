@@ -1,0 +1,57 @@
+"""Errors as the program's author should see them: without the frames through which the virtual GPU carried an operator.
+
+On a device these steps are C++ and leave no frames. Each place where the program enters this package cuts what lies below it
+out of the traceback; its own frame, which Python adds again, is marked for IPython with ``__tracebackhide__``. Frames that are
+cut also let go of the tensors among their variables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import TracebackType
+from typing import TypeVar
+
+_Error = TypeVar("_Error", bound=BaseException)
+
+_OURS = ("gpumem_magic.virtual", "contextlib")
+# Below an operator there is also what works shapes out: the user called none of it.
+_BELOW_OPERATORS = (*_OURS, "torch", "sympy")
+
+
+def cut(error: _Error) -> _Error:
+    """The error without this package's frames; PyTorch's and the program's own stay."""
+    return error.with_traceback(_without(error.__traceback__, _OURS))
+
+
+def cut_below_operator(error: _Error) -> _Error:
+    """The error without this package's and PyTorch's frames; only code of the program's (a kernel of its own) stays.
+
+    Errors that were dealt with on the way, and became this one, go too: on a device nobody would have heard of them.
+    """
+    if _only_inside(error.__cause__):
+        error.__cause__ = None
+    if _only_inside(error.__context__):
+        error.__context__ = None
+    return error.with_traceback(_without(error.__traceback__, _BELOW_OPERATORS))
+
+
+def _only_inside(error: BaseException | None) -> bool:
+    return error is not None and _without(error.__traceback__, _BELOW_OPERATORS) is None
+
+
+def _without(trace: TracebackType | None, packages: tuple[str, ...]) -> TracebackType | None:
+    kept: TracebackType | None = None
+    for entry in reversed(list(_entries(trace))):
+        if not _belongs(entry.tb_frame.f_globals.get("__name__", ""), packages):
+            kept = TracebackType(kept, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+    return kept
+
+
+def _belongs(module: str, packages: tuple[str, ...]) -> bool:
+    return any(module == package or module.startswith(f"{package}.") for package in packages)
+
+
+def _entries(trace: TracebackType | None) -> Iterator[TracebackType]:
+    while trace is not None:
+        yield trace
+        trace = trace.tb_next
