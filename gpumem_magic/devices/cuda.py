@@ -169,12 +169,14 @@ class CudaDevice:
         self.notes.clear()
         self.has_ended = True
         where = f"cuda:{self._index}"
-        if woven.disagreed:
+        # Where PyTorch would not record, the history's own note says so.
+        recorded = self._history.backend == "native" and not self._history.is_refused
+        if recorded and woven.disagreed:
             self.notes.append(
                 f"The memory history of {where} does not fit its counters (it may leave kinds of events out, or end in "
                 "expandable segments): the rows without it show totals, without categories."
             )
-        elif woven.dropped and self._history.backend == "native":
+        elif recorded and woven.dropped:
             self.notes.append(
                 f"{woven.dropped:,} of {log.marks[-1].raw:,} allocator events on {where} were dropped, as the history is "
                 "bounded: rows there show totals; what was not there before or after is `unknown`."

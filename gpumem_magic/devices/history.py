@@ -88,6 +88,8 @@ class History:
         # What the user's own resets took from the counters.
         self._lost: dict[int, Counts] = {}
         self._notes: list[str] = []
+        # Whether PyTorch would not record, in the logs that are open or ended last.
+        self.is_refused = False
 
     @property
     def backend(self) -> str:
@@ -118,10 +120,11 @@ class History:
     # ---- logs
 
     def open(self, index: int) -> OpenLog:
-        """Begins a log. Raises RuntimeError or AttributeError where PyTorch can't record."""
+        """Begins a log. Where PyTorch can't record, which becomes a note, it has totals only."""
         if not self._open:
             self._notes.clear()
             self._taken = None
+            self.is_refused = False
             if self.backend == "native":
                 self._begin()
         log = self._opened(index)
@@ -217,8 +220,8 @@ class History:
     # ---- PyTorch's own recording
 
     def _begin(self) -> None:
-        self._watch_user()
         try:
+            self._watch_user()
             if torch_memory.in_use(self._torch):
                 self._record()
             else:
@@ -228,12 +231,15 @@ class History:
             raise
 
     def _record(self) -> None:
-        if torch_memory.history_is_on(self._torch):
-            return
+        """Raises nothing of PyTorch's: it also runs inside the user's first call of CUDA."""
         self._calling = True
         try:
-            torch_memory.begin_history(self._torch, self._ring)
-            self._is_ours = True
+            if not torch_memory.history_is_on(self._torch):
+                torch_memory.begin_history(self._torch, self._ring)
+                self._is_ours = True
+        except Exception as error:
+            self.is_refused = True
+            self._note(f"PyTorch can't record its allocator's history here ({_words(error)}): rows show totals.")
         finally:
             self._calling = False
 
