@@ -137,7 +137,8 @@ class CudaMemory:
         gpu.allocator.set_memory_fraction(fraction)
 
     def get_per_process_memory_fraction(self, device: Any = None) -> float:
-        return self._fractions.get(self._gpu(device).index, 1.0)
+        gpu = self._gpu(device)
+        return self._fractions.get(gpu.index, gpu.allocator.settings.memory_fraction)
 
     def caching_allocator_alloc(self, size: int, device: Any = None, stream: Any = None) -> int:
         gpu = self._gpu(device)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import os
 import threading
+import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -21,6 +22,7 @@ import gpumem_magic.virtual.operators  # noqa: F401 - registers its handlers wit
 from gpumem_magic.allocator.caching import CachingAllocator
 from gpumem_magic.allocator.failure import DeviceOutOfMemory, oom_text
 from gpumem_magic.allocator.memory import BASE_ADDRESS, DeviceMemory, FirstFitAddresses
+from gpumem_magic.allocator.settings import EnvironmentSettings, settings_from_environment
 from gpumem_magic.devices.base import Counters, DeviceFacts, DeviceLog, Label
 from gpumem_magic.patching import Patches
 from gpumem_magic.snapshot.model import Segment, TraceEvent
@@ -56,14 +58,15 @@ class _Log:
 class VirtualDevice:
     """One emulated GPU: the caching allocator over a memory of the model's size."""
 
-    def __init__(self, index: int, model: catalog.GpuModel) -> None:
+    def __init__(self, index: int, model: catalog.GpuModel, settings: EnvironmentSettings) -> None:
         self.index = index
         self.model = model
         self.uuid = catalog.device_uuid(model.name, index)
         self.in_use = False
         addresses = FirstFitAddresses(BASE_ADDRESS + index * _ADDRESS_STEP)
         self.memory = DeviceMemory(model.total_bytes, model.idle_bytes, addresses)
-        self.allocator = CachingAllocator(index, self.memory)
+        self.allocator = CachingAllocator(index, self.memory, settings.settings)
+        self.allocator.settings_text = settings.text
         self._logs: list[_Log] = []
         self._labels: dict[int, Label] = {}
 
@@ -147,10 +150,10 @@ class VirtualDevice:
 class VirtualMachine:
     """All virtual devices that are on, and the engine that runs operators on them."""
 
-    def __init__(self, spec: catalog.DeviceSpec) -> None:
+    def __init__(self, spec: catalog.DeviceSpec, settings: EnvironmentSettings) -> None:
         self.spec = spec
         self.process = os.getpid()
-        self._devices = [VirtualDevice(index, model) for index, model in enumerate(spec.models)]
+        self._devices = [VirtualDevice(index, model, settings) for index, model in enumerate(spec.models)]
         self.engine = Engine(self, len(self._devices))
         self.face = CudaFace(self)
         self.workspaces = kernels.Workspaces(self._devices, self.malloc, self.face.stream_of)
@@ -270,14 +273,16 @@ def current() -> VirtualMachine | None:
 def turn_on(text: str) -> VirtualMachine:
     """Turns on the devices that `text` names (a catalogue name, `2xT4`, `virtual:24GiB`, options after a comma).
 
-    Another virtual machine that is on is turned off first. Raises DeviceError with one line: an unknown name, CUDA in use
-    already, or a mode that is active.
+    Another virtual machine that is on is turned off first. The allocators take their settings from PYTORCH_CUDA_ALLOC_CONF or
+    PYTORCH_ALLOC_CONF as they are now; an option that is not emulated is a warning. Raises DeviceError with one line, and
+    changes nothing: an unknown name, a setting that PyTorch would refuse, CUDA in use already, or a mode that is active.
     """
     global _current
     with _turning:
         try:
             spec = catalog.parse(text)
-        except catalog.UnknownDevice as error:
+            settings = settings_from_environment()
+        except (catalog.UnknownDevice, ValueError) as error:
             raise DeviceError(str(error)) from None
         if isinstance(spec, catalog.RealDevice):
             raise DeviceError(f"{text} is a real device; to go back to it, turn the virtual one off")
@@ -289,7 +294,9 @@ def turn_on(text: str) -> VirtualMachine:
             )
         if _current is not None:
             _off()
-        machine = VirtualMachine(spec)
+        for note in settings.notes:
+            warnings.warn(note, stacklevel=2)
+        machine = VirtualMachine(spec, settings)
         machine.install()
         _current = machine
         return machine
