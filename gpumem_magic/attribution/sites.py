@@ -30,6 +30,10 @@ _LIBRARY_FILE = re.compile(r"[/\\](?:site|dist)-packages[/\\]|[/\\]lib[/\\]pytho
 _PLUMBING = re.compile(
     r"^(?:torch::unwind|torch::CapturedTraceback|torch::cuda::|c10::|at::detail::|at::TensorBase|\?\?)"
 )
+# The operator in a backward, by the forward operator that it belongs to: BmmBackward0.
+_BACKWARD_NODE = re.compile(r"Backward\d*::apply|AccumulateGrad::apply")
+# "at::(anonymous namespace)::f(long, c10::ArrayRef<long>)": the list of arguments says little and is long.
+_ARGUMENTS = re.compile(r"(?<!operator)\((?!anonymous namespace\)).*$", re.DOTALL)
 _WORKSPACE = re.compile(r"[Ww]orkspace|CUDABlasHandle|cublasHandle")
 _BACKWARD_NAMES = ("torch::autograd::Engine::", "torch::autograd::Node::", "Backward0::apply", "AccumulateGrad")
 _MOVING = frozenset({"_apply", "convert", "to_empty"})
@@ -79,20 +83,28 @@ def site_of(frames: tuple[Frame, ...]) -> str:
     return found
 
 
+def words_of(frame: Frame) -> str:
+    """A frame in one line: ``train.py:12 step``, or a C++ function without its arguments."""
+    if is_python(frame):
+        return f"{frame.filename}:{frame.line} {frame.name}"
+    return _ARGUMENTS.sub("", frame.name) or frame.filename
+
+
 def folded(frames: tuple[Frame, ...], most: int = 6) -> list[str]:
     """A stack for a reader, innermost first: the user's own Python frames, and between them how many others there are."""
     lines: list[str] = []
     hidden = 0
     python = [frame for frame in frames if is_python(frame)]
     own = [frame for frame in python if not is_library(frame)]
+    nodes = [frame for frame in frames if _BACKWARD_NODE.search(frame.name)]
     telling = [frame for frame in frames if not _PLUMBING.match(frame.name)]
-    shown = own or python[:1] or telling[:1] or list(frames[:1])
+    shown = own or python[:1] or nodes[:1] or telling[:1] or list(frames[:1])
     for frame in python or frames:
         if frame in shown and len(lines) < most:
             if hidden:
                 lines.append(f"({hidden} library {'frame' if hidden == 1 else 'frames'})")
                 hidden = 0
-            lines.append(f"{frame.filename}:{frame.line} {frame.name}" if is_python(frame) else frame.name)
+            lines.append(words_of(frame))
         else:
             hidden += 1
     if hidden:

@@ -1,0 +1,144 @@
+"""A recording as the page wants it: columns of small numbers, each text once, nothing that a browser could take for markup.
+
+Whatever a file says ends up as the text of an element and never as markup; here every string is made short and printable.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from gpumem_magic.attribution.ledger import KINDS_OF_EVIDENCE, TENANT_CATEGORIES
+from gpumem_magic.attribution.sites import folded, is_library, is_python, words_of
+from gpumem_magic.report.palette import COLOURS, LABELS
+from gpumem_magic.snapshot.model import Frame
+from gpumem_magic.timeline_page.source import TimelineSource
+
+# Colours that would drown on a dark page.
+DARK = {"unknown": "#C4CAD0", "cached": "#3F444B", "optimizer_state": "#35A04A", "parameters": "#5B8FC7"}
+_LONGEST_TEXT = 300
+_MOST_FRAMES = 100
+# Kinds of frames in a stack.
+_OWN, _LIBRARY, _NATIVE = range(3)
+
+
+def page_data(title: str, sources: Sequence[TimelineSource]) -> dict[str, Any]:
+    """Everything that the page shows. The devices come in the order of `sources`."""
+    return {
+        "title": plain(title),
+        "categories": [
+            {"key": key, "label": LABELS[key], "light": COLOURS[key], "dark": DARK.get(key, COLOURS[key])}
+            for key in TENANT_CATEGORIES
+        ],
+        "evidence": list(KINDS_OF_EVIDENCE),
+        "cached": {"light": COLOURS["cached"], "dark": DARK["cached"]},
+        "devices": [_device(source) for source in sources],
+    }
+
+
+def script_json(data: Any) -> str:
+    """JSON that can stand in a ``<script type="application/json">``: no character of it can end the element."""
+    text = json.dumps(data, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+    for character in "<>&":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return text
+
+
+def plain(text: str) -> str:
+    """Short and printable: no line breaks, no controls, nothing that turns the direction of writing."""
+    line = "".join(character if character.isprintable() else "\ufffd" for character in text[: 2 * _LONGEST_TEXT])
+    return line if len(line) <= _LONGEST_TEXT else f"{line[: _LONGEST_TEXT - 1]}\u2026"
+
+
+def _device(source: TimelineSource) -> dict[str, Any]:
+    texts = _Texts()
+    stacks: dict[tuple[Frame, ...], int] = {(): 0}
+    allocations = source.timeline.allocations
+    stack_of = [stacks.setdefault(source.frames_of(one), len(stacks)) for one in allocations]
+    reasons = sorted(set(source.reasons.values()))
+    number_of = {reason: number for number, reason in enumerate(reasons)}
+    before = 0
+    births = []
+    for one in allocations:
+        births.append(one.born - before)
+        before = one.born
+    return {
+        "name": plain(source.name),
+        "notes": [plain(note) for note in source.notes],
+        "events": len(source.timeline),
+        "times": _times(source),
+        "marks": [[mark.position, plain(mark.words), mark.kind] for mark in source.marks],
+        "reasons": [plain(reason) for reason in reasons],
+        # The first is how far the alloc event lies behind the one before; -1 in the next two is never.
+        "born": births,
+        "lived": [-1 if one.freed is None else max(one.freed - one.born, 0) for one in allocations],
+        "waited": [
+            -1 if one.completed is None or one.freed is None else max(one.completed - one.freed, 0)
+            for one in allocations
+        ],
+        "requested": [one.requested for one in allocations],
+        "size": [one.size for one in allocations],
+        "address": [one.address for one in allocations],
+        "stream": [one.stream for one in allocations],
+        "category": [TENANT_CATEGORIES.index(label.category) for label in source.labels],
+        "evidence": [KINDS_OF_EVIDENCE.index(label.evidence) for label in source.labels],
+        "holder": [-1 if label.name is None else texts.number(label.name) for label in source.labels],
+        "reason": [number_of.get(source.reasons.get(one.index, ""), -1) for one in allocations],
+        "stack": stack_of,
+        "stacks": [_stack(frames, texts) for frames in stacks],
+        # The one frame that tells the most, of each stack.
+        "heads": [_head(frames, texts) for frames in stacks],
+        "strings": texts.all,
+        "extents": [
+            [
+                extent.address,
+                extent.size,
+                extent.born,
+                -1 if extent.gone is None else extent.gone,
+                extent.stream,
+                plain(extent.pool),
+                int(extent.expandable),
+            ]
+            for extent in source.timeline.extents
+        ],
+    }
+
+
+class _Texts:
+    """Each text once; a stack is a list of numbers."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[str, int] = {}
+
+    @property
+    def all(self) -> list[str]:
+        return list(self._numbers)
+
+    def number(self, text: str) -> int:
+        return self._numbers.setdefault(plain(text), len(self._numbers))
+
+
+def _stack(frames: tuple[Frame, ...], texts: _Texts) -> list[int]:
+    """Python's frames first, innermost first, then the native ones: 3 x the text's number + the kind of frame."""
+    python = [frame for frame in frames if is_python(frame)]
+    native = [frame for frame in frames if not is_python(frame)]
+    found = []
+    for frame in [*python, *native][:_MOST_FRAMES]:
+        kind = _NATIVE if not is_python(frame) else _LIBRARY if is_library(frame) else _OWN
+        found.append(3 * texts.number(words_of(frame)) + kind)
+    return found
+
+
+def _head(frames: tuple[Frame, ...], texts: _Texts) -> int:
+    telling = [line for line in folded(frames) if not line.startswith("(")] if frames else []
+    return texts.number(telling[0]) if telling else -1
+
+
+def _times(source: TimelineSource) -> list[int]:
+    """Microseconds since the first event; [] where the trace has no times."""
+    times = [event.time_us for event in source.events]
+    if not any(times):
+        return []
+    first = times[0]
+    return [time - first for time in times]
