@@ -210,6 +210,8 @@ class Engine:
                 if not isinstance(arg, FakeTensor):
                     found = True
                     arg = self.fake.from_tensor(arg, static_shapes=True)
+                elif arg.fake_mode is not self.fake:
+                    _refuse_foreign(arg)
             elif isinstance(arg, (list, tuple)) and arg:
                 inner, more = self._fake_hosts(arg)
                 if more:
@@ -259,6 +261,14 @@ def device_among(args: Any, kwargs: Any) -> int | None:
                 if found is not None:
                     return found
     return None
+
+
+def _refuse_foreign(tensor: FakeTensor) -> NoReturn:
+    """For a tensor of another fake mode: most often one of a virtual device that has been turned off."""
+    engine = getattr(tensor.fake_mode, "engine", None)
+    if isinstance(engine, Engine) and engine.closed_because:
+        raise DeviceGone(engine.closed_because)
+    raise RuntimeError("a tensor of another FakeTensorMode can't be used together with tensors on the virtual GPU")
 
 
 def refuse_device(index: int) -> NoReturn:
