@@ -62,6 +62,8 @@ class GpuMemMagics(Magics):
             self._hooks.complete(key, _complete_flags)
         self._hooks.complete("%gpumem_device", _complete_devices)
         self._hooks.complete("%gpumem_watch", _complete_watch)
+        self._hooks.complete("%gpumem_who", _complete_who)
+        self._hooks.complete("%gpumem_free", _complete_free)
 
     @magic_arguments()
     @argument("-o", "--output", metavar="NAME", type=_identifier, help="Binds the report to the variable NAME.")
@@ -176,6 +178,44 @@ class GpuMemMagics(Magics):
         from gpumem_magic.widgets.magic import watch_line
 
         watch_line(self.shell, line)
+
+    @no_var_expand
+    @line_magic
+    def gpumem_who(self, line: str) -> None:
+        """Says who holds the GPU's memory, and what deleting each would really free.
+
+        ::
+
+          %gpumem_who
+          %gpumem_who model
+          %gpumem_who losses[0]
+          %gpumem_who --modules --depth 4
+          %gpumem_who --cycles
+
+        ``--modules`` is a tree of layers, ``--cycles`` also looks for reference cycles that wait for Python's garbage collector,
+        ``--all`` leaves nothing out.
+        """
+        from gpumem_magic.owners.magic import who_line
+
+        who_line(self.shell, line)
+
+    @no_var_expand
+    @line_magic
+    def gpumem_free(self, line: str) -> None:
+        """Gives back what Python, IPython and PyTorch keep by themselves, and never a variable.
+
+        ::
+
+          %gpumem_free
+          %gpumem_free --dry-run
+          %gpumem_free out cache
+
+        ``traceback`` is the last error's, ``out`` the results in Out, ``cycles`` runs Python's garbage collector and ``cache``
+        empties PyTorch's cache. Without words: traceback, cycles and cache.
+        """
+        from gpumem_magic.owners.magic import free_line
+
+        free_line(self.shell, line)
 
     def unload(self) -> None:
         """Takes the magics and everything that came with them out of the shell, ends a watch, and turns a virtual device off."""
@@ -348,6 +388,18 @@ def _complete_watch(event: Any) -> list[str]:
     from gpumem_magic.widgets.magic import complete
 
     return complete(event)
+
+
+def _complete_who(event: Any) -> list[str]:
+    from gpumem_magic.owners.magic import complete_who
+
+    return complete_who(event)
+
+
+def _complete_free(event: Any) -> list[str]:
+    from gpumem_magic.owners.magic import complete_free
+
+    return complete_free(event)
 
 
 def _device_names() -> list[str]:

@@ -223,6 +223,18 @@ def test_nothing_is_collected_and_nothing_is_kept(machine: Any) -> None:
     assert machine.devices[0].counters().allocated == size_of(one for one in holdings.held if one.kind == "workspace")
 
 
+def test_nothing_is_kept_even_while_python_collects_no_garbage(machine: Any) -> None:
+    namespace = ran("x = mib(8)\nd = {'k': [mib(4)]}")
+    gc.disable()
+    try:
+        find_owners(machine, namespace, cycles=True)
+        namespace.clear()
+        machine.settle()
+        assert machine.devices[0].counters().allocated == 0
+    finally:
+        gc.enable()
+
+
 def test_nothing_of_the_users_runs(machine: Any) -> None:
     namespace = ran(
         "calls = []\n"

@@ -37,6 +37,23 @@ class HoldGraph:
                     todo.append(child)
         return found
 
+    def reachable_but(self, root: int, kind: str) -> set[int]:
+        """The nodes that would be reached if what this root reaches let go of its links of one kind; other roots keep theirs.
+
+        root: a place in the order of `roots`. What another root reaches too keeps all that it holds.
+        """
+        number = self._roots[root]
+        kept = self.reachable(other for other in self._roots if other != number)
+        todo = [number]
+        found = kept | {number}
+        while todo:
+            node = todo.pop()
+            for child in self._children.get(node, ()):
+                if child not in found and self._kinds.get((node, child)) != kind:
+                    found.add(child)
+                    todo.append(child)
+        return found
+
     def holders(self) -> dict[int, int]:
         """Node -> the set of roots that reach it, as bits in the order of `roots`."""
         bits = {root: 1 << number for number, root in enumerate(self._roots)}

@@ -30,6 +30,7 @@ class Held:
     gradient | optimizer_state | graph | tensor | workspace. roots: the numbers of all roots that reach it, the place's first.
     cyclic: whether a reference cycle is among its holders, so that letting go is not enough without a garbage collection.
     node: its number in the graph, -1 for memory that no object holds. dtype and shape: of the largest tensor that was seen on it.
+    layer: of a graph's, the layer that saved it, or whose output the saving operation works on; "" where that is not known.
     """
 
     device: int
@@ -43,6 +44,7 @@ class Held:
     node: int
     dtype: str = ""
     shape: tuple[int, ...] = ()
+    layer: str = ""
 
 
 @dataclass(frozen=True)

@@ -20,12 +20,15 @@ FREE_CYCLES = "%gpumem_free cycles"
 _RECENT = ("_", "__", "___")
 
 
-def roots_of(shell: Any, namespace: Mapping[str, Any]) -> list[Rooted]:
-    """Every root with what it holds. shell: the notebook's, or None in a script; namespace: the program's variables."""
+def roots_of(shell: Any, namespace: Mapping[str, Any], error: BaseException | None = None) -> list[Rooted]:
+    """Every root with what it holds. shell: the notebook's, or None in a script; namespace: the program's variables.
+
+    error: one that is on its way out of the program now.
+    """
     return [
         *_results(shell, namespace),
-        *_variables(namespace, _hidden(shell)),
-        *_traceback(shell),
+        *_variables(shell, namespace),
+        *_traceback(shell, error),
         *_modules(namespace),
         *_threads(namespace),
     ]
@@ -48,18 +51,27 @@ def results(namespace: Mapping[str, Any]) -> dict[Any, Any]:
     return dict(kept) if isinstance(kept, dict) else {}
 
 
+def class_name(value: Any) -> str:
+    """The class as its author knows it: a virtual device's tensors are tensors."""
+    kind = type(value)
+    return "Tensor" if kind.__module__.startswith("gpumem_magic.virtual") else kind.__name__
+
+
 def _hidden(shell: Any) -> Mapping[str, Any]:
     return {} if shell is None else shell.user_ns_hidden
 
 
-def _variables(namespace: Mapping[str, Any], hidden: Mapping[str, Any]) -> Iterator[Rooted]:
+def _variables(shell: Any, namespace: Mapping[str, Any]) -> Iterator[Rooted]:
+    hidden = _hidden(shell)
     for name, value in list(namespace.items()):
-        if not isinstance(name, str) or is_result_name(name) or (name in hidden and hidden[name] is value):
+        if not isinstance(name, str) or (name in hidden and hidden[name] is value):
+            continue
+        if is_result_name(name) and not _is_users_own(name, shell, namespace):
             continue
         if isinstance(value, types.ModuleType):
             continue
         word = "del " + name if name.isidentifier() else f"del globals()[{name!r}]"
-        yield Root(name, "variable", word, type(value).__name__), [value]
+        yield Root(name, "variable", word, class_name(value)), [value]
 
 
 def is_result_name(name: str) -> bool:
@@ -72,35 +84,47 @@ def is_result_name(name: str) -> bool:
     )
 
 
+def _is_users_own(name: str, shell: Any, namespace: Mapping[str, Any]) -> bool:
+    """Whether a name that IPython keeps for itself was given a value by the program: ``for _ in batches``."""
+    if name in _RECENT:
+        return shell is None or getattr(shell.displayhook, name, None) is not namespace[name]
+    return name[1:].isdecimal() and (shell is None or int(name[1:]) not in results(namespace))
+
+
 def _results(shell: Any, namespace: Mapping[str, Any]) -> Iterator[Rooted]:
     if shell is None:
         return
     kept = results(namespace)
+    hidden = _hidden(shell)
     seen: set[int] = set()
     for number, value in kept.items():
+        name = f"_{number}"
         held = [value]
-        variable = namespace.get(f"_{number}")
-        if variable is not None and variable is not value:
-            held.append(variable)
+        held += [one for one in (namespace.get(name), hidden.get(name)) if one is not None and one is not value]
         seen.update(id(one) for one in held)
-        yield Root(f"Out[{number}]", "out", FREE_OUT, type(value).__name__), held
+        yield Root(f"Out[{number}]", "out", FREE_OUT, class_name(value)), held
     for name in _RECENT:
-        for value in (namespace.get(name), getattr(shell.displayhook, name, None)):
+        for value in (getattr(shell.displayhook, name, None), hidden.get(name)):
             # What Out holds too is said once, as Out[n].
             if value is not None and id(value) not in seen:
                 seen.add(id(value))
-                yield Root(name, "out", FREE_OUT, type(value).__name__), [value]
+                yield Root(name, "out", FREE_OUT, class_name(value)), [value]
     last = getattr(shell, "last_execution_result", None)
     value = getattr(last, "result", None)
     if value is not None and id(value) not in seen:
-        yield Root("the last cell's value", "out", FREE_OUT, type(value).__name__), [value]
+        yield Root("the last cell's value", "out", FREE_OUT, class_name(value)), [value]
 
 
-def _traceback(shell: Any) -> Iterator[Rooted]:
+def _traceback(shell: Any, error: BaseException | None) -> Iterator[Rooted]:
+    if error is not None:
+        yield (
+            Root("this error's traceback", "traceback", FREE_TRACEBACK, class_name(error)),
+            [error, error.__traceback__],
+        )
     held = last_errors(shell)
     if held:
-        error = next((one for one in held if isinstance(one, BaseException)), None)
-        kind = "" if error is None else type(error).__name__
+        last = next((one for one in held if isinstance(one, BaseException)), None)
+        kind = "" if last is None else class_name(last)
         yield Root("the last error's traceback", "traceback", FREE_TRACEBACK, kind), held
 
 
@@ -122,7 +146,7 @@ def _modules(namespace: Mapping[str, Any]) -> Iterator[Rooted]:
         for variable, value in list(vars(module).items()):
             if variable == "__builtins__" or isinstance(value, (types.ModuleType, types.FunctionType)):
                 continue
-            yield Root(f"{name}.{variable}", "module", f"del {name}.{variable}", type(value).__name__), [value]
+            yield Root(f"{name}.{variable}", "module", f"del {name}.{variable}", class_name(value)), [value]
 
 
 def _threads(namespace: Mapping[str, Any]) -> Iterator[Rooted]:

@@ -13,6 +13,7 @@ import torch
 from gpumem_magic.devices.base import Machine
 from gpumem_magic.owners.cycles import garbage_holding
 from gpumem_magic.owners.graph import HoldGraph
+from gpumem_magic.owners.layers import Layers
 from gpumem_magic.owners.model import Held, Holdings, Lost, Root
 from gpumem_magic.owners.naming import Namer
 from gpumem_magic.owners.roots import closed_to, roots_of
@@ -26,12 +27,19 @@ CLEAR_WORKSPACES = "torch._C._cuda_clearCublasWorkspaces()"
 Place = tuple[int, int]
 
 
-def find_owners(machine: Machine, namespace: Mapping[str, Any], shell: Any = None, *, cycles: bool = False) -> Holdings:
+def find_owners(
+    machine: Machine,
+    namespace: Mapping[str, Any],
+    shell: Any = None,
+    *,
+    cycles: bool = False,
+    error: BaseException | None = None,
+) -> Holdings:
     """Who holds what is live on the machine now.
 
     namespace: the program's variables; shell: the notebook's IPython shell, or None in a script. cycles: also look through all of
-    Python's objects for reference cycles that only a garbage collection would free (slower). Nothing is collected, and nothing of
-    the user's is kept.
+    Python's objects for reference cycles that only a garbage collection would free (slower). error: one that is on its way out of
+    the program now. Nothing is collected, and nothing of the user's is kept.
     """
     began = time.perf_counter()
     settle = getattr(machine, "settle", None)
@@ -41,9 +49,9 @@ def find_owners(machine: Machine, namespace: Mapping[str, Any], shell: Any = Non
     # The walk makes many objects: Python would collect the user's garbage in the middle of it.
     collecting = gc.isenabled()
     gc.disable()
+    walk = Traversal(machine.locate, closed_to(shell, namespace))
     try:
-        walk = Traversal(machine.locate, closed_to(shell, namespace))
-        for root, values in roots_of(shell, namespace):
+        for root, values in roots_of(shell, namespace, error):
             walk.add_root(root, values)
         walk.walk()
         if cycles and not blocks.keys() <= walk.storages.keys():
@@ -53,8 +61,8 @@ def find_owners(machine: Machine, namespace: Mapping[str, Any], shell: Any = Non
         with torch._C.DisableTorchFunctionSubclass():
             roots, held, graph = _read(walk, blocks)
         objects = len(walk.objects)
-        del walk
     finally:
+        walk.forget()
         if collecting:
             gc.enable()
     known = {(one.device, one.address) for one in held}
@@ -98,15 +106,19 @@ def _read(walk: Traversal, blocks: Mapping[Place, tuple[int, int]]) -> tuple[lis
         {pair: kind for pair, kind in walk.kinds.items() if pair[0] in children and pair[1] in children},
     )
     namer = Namer(walk, numbers, children)
+    layers = Layers(walk, namer)
     holders = graph.holders()
     cyclic = graph.behind_cycles()
     rank = {number: place for place, number in enumerate(numbers)}
+    # An error in a notebook is always on a cycle: IPython's frames, which the walk does not enter, refer to it.
+    errors = sum(1 << place for number, place in rank.items() if walk.objects[number].kind == "traceback")
     held = []
     for (device, address), node in live.items():
         size, requested = blocks[device, address]
         best = rank[namer.root_of(node)]
         others = tuple(place for place in _bits(holders.get(node, 0)) if place != best)
         tensor = _largest([walk.objects[number] for number in walk.tensors[node]])
+        kind = _kind(walk, namer, node)
         held.append(
             Held(
                 device,
@@ -114,12 +126,13 @@ def _read(walk: Traversal, blocks: Mapping[Place, tuple[int, int]]) -> tuple[lis
                 size,
                 requested,
                 namer.place(node),
-                _kind(walk, namer, node),
+                kind,
                 (best, *others),
-                node in cyclic,
+                node in cyclic or bool(holders.get(node, 0) & errors),
                 node,
                 str(tensor.dtype).removeprefix("torch."),
                 tuple(int(length) for length in tensor.shape),
+                layers.of(namer.path(node)) if kind == "graph" else "",
             )
         )
     return [walk.objects[number] for number in numbers], held, graph

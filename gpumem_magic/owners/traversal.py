@@ -57,7 +57,7 @@ Place = tuple[int, int]
 class Traversal:
     """The objects that were met, by number, and which object met them first (`first`) and again (`more`).
 
-    It holds the user's objects: whoever made it drops it as soon as the names are read.
+    It holds the user's objects: whoever made it calls `forget` as soon as the names are read.
     """
 
     def __init__(self, locate: Locate, closed: Iterable[Any] = ()) -> None:
@@ -116,6 +116,12 @@ class Traversal:
                         expanders.append(its)
                     elif target >= 0:
                         more.append((source, target))
+
+    def forget(self) -> None:
+        """Lets go of everything now. (It refers to itself, so that Python would do it only at the next garbage collection.)"""
+        for kept in (self.objects, self._closed, self._expand):
+            kept.clear()
+        self._expanders.clear()
 
     def number_of(self, thing: Any) -> int | None:
         """The number of an object, or None for one that was not met or not looked into."""
@@ -263,17 +269,19 @@ def _package(kind: type) -> str:
 
 def _is_users(kind: type) -> bool:
     """Whether a class was written by the user: only those are looked into (class attributes that cache tensors)."""
-    return is_users_module(sys.modules.get(kind.__module__) if isinstance(kind.__module__, str) else None)
+    module = kind.__module__
+    return module == "__main__" or (isinstance(module, str) and is_users_module(sys.modules.get(module)))
 
 
 def is_users_module(module: Any) -> bool:
     """Whether a module is the notebook's or a file of the user's own, and not of Python or of an installed package."""
-    if not isinstance(module, types.ModuleType):
+    full_name = vars(module).get("__name__") if isinstance(module, types.ModuleType) else None
+    if not isinstance(full_name, str):
         return False
-    name = module.__name__.partition(".")[0]
+    name = full_name.partition(".")[0]
     if name == "__main__":
         return True
     if name in sys.stdlib_module_names or name in MACHINERY or name == "torch":
         return False
-    file = getattr(module, "__file__", None)
+    file = vars(module).get("__file__")
     return isinstance(file, str) and not any(part in file for part in _PACKAGES)

@@ -1,0 +1,179 @@
+"""Who holds the memory, in words and columns for a notebook or a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from gpumem_magic.owners.model import Held, Holdings, size_of
+from gpumem_magic.owners.tree import COLUMNS, Branch
+from gpumem_magic.owners.who import Holder, freed_by_detaching, holders, matching
+from gpumem_magic.units import KIB, MIB, human
+
+SHOWN = 15
+_HEADS = {
+    "parameters": "parameters",
+    "gradients": "gradients",
+    "optimizer_state": "optimizer state",
+    "activations": "activations",
+}
+_UNNAMED = "Nothing is on the device."
+
+
+def summary(holdings: Holdings, limit: int | None = SHOWN) -> str:
+    """Everybody who keeps memory, by bytes. limit: how many lines, None for all."""
+    everybody = [one for one in holders(holdings) if one.bytes or one.frees]
+    if not everybody and not holdings.lost:
+        return _UNNAMED
+    count = len(holdings.held) + len(holdings.lost)
+    head = f"{human(holdings.allocated)} in {_count(count, 'allocation')}: who holds it, and what deleting would free."
+    shown = everybody[:limit]
+    rows = [("MiB", "frees", "held by", "")]
+    rows += [(_mib(one.bytes), _frees(one), _who(one), _advice(one)) for one in shown]
+    rest = everybody[len(shown) :]
+    if rest:
+        rows.append((_mib(sum(one.bytes for one in rest)), "", f"{len(rest)} more", "%gpumem_who --all"))
+    if holdings.lost:
+        size = sum(one.size for one in holdings.lost)
+        rows.append((_mib(size), "", "no name was found", "%gpumem_who --cycles looks for reference cycles"))
+    blocks = [head, _columns(rows, right=2)]
+    if words := _links(holdings):
+        blocks.append(words)
+    return "\n\n".join(blocks)
+
+
+def details(holdings: Holdings, name: str, limit: int | None = SHOWN) -> str | None:
+    """What one name keeps, allocation by allocation; None where nothing of that name holds memory."""
+    found = matching(holdings, name)
+    if not found:
+        return None
+    number = holdings.number(name)
+    lines = [f"{name} keeps {human(size_of(found))} in {_count(len(found), 'allocation')}."]
+    if number is not None:
+        lines += _of_root(holdings, number, found)
+    rows = [("MiB", "what", "", "also held by")]
+    for one in found[:limit]:
+        others = [holdings.roots[each].name for each in one.roots if each != number]
+        rows.append((_mib(one.size), one.place, _tensor(one), _list(others)))
+    rest = found[len(rows) - 1 :]
+    if rest:
+        rows.append((_mib(size_of(rest)), f"{len(rest):,} more", "", ""))
+    return "\n".join(lines) + "\n\n" + _columns(rows, right=1)
+
+
+def tree_text(branches: Sequence[Branch]) -> str:
+    """The tree of layers, in MiB."""
+    if not branches:
+        return "Nothing on the device belongs to a module."
+    rows = [("MiB", *(_HEADS[column] for column in COLUMNS), "all")]
+    for branch in branches:
+        words = f"{branch.name} (each of {branch.times})" if branch.times > 1 else branch.name
+        figures = (*branch.bytes, sum(branch.bytes))
+        rows.append(("  " * branch.depth + words, *(_mib(size) if size else "" for size in figures)))
+    note = "Activations are what a living graph saved; an operation without parameters counts with the layer before it."
+    return f"{_columns(rows, right=len(rows[0]) - 1, first_left=True)}\n\n{note}"
+
+
+def unknown_name(holdings: Holdings, name: str) -> str:
+    """One line for a name that holds nothing, with those that do and read like it."""
+    import difflib
+
+    names = [root.name for root in holdings.roots]
+    near = difflib.get_close_matches(name, names, 3)
+    hint = f"; did you mean {' or '.join(near)}?" if near else "; %gpumem_who alone lists who does"
+    return f"{name} holds no memory on the device{hint}"
+
+
+def _of_root(holdings: Holdings, number: int, found: Sequence[Held]) -> list[str]:
+    one = next((each for each in holders(holdings) if each.name == holdings.roots[number].name), None)
+    if one is None:
+        return []
+    lines = []
+    if one.statement is not None:
+        lines.append(f"`{one.statement}` frees {_freed(one)}.")
+    if one.together and one.together_frees > one.frees:
+        lines.append(f"`{'; '.join(one.together)}` frees {human(one.together_frees)}.")
+    if one.kind == "variable" and (detached := size_of(freed_by_detaching(holdings, number))):
+        lines.append(f"Detaching frees {human(detached)}: {detaching(one)}.")
+    return lines
+
+
+def detaching(one: Holder) -> str:
+    """What to type so that a variable lets go of autograd's graph and keeps its values."""
+    if one.type == "list":
+        return f"`{one.name} = [one.detach() for one in {one.name}]`"
+    if one.type == "dict":
+        return f"`{one.name} = {{key: one.detach() for key, one in {one.name}.items()}}`"
+    if one.type == "Tensor":
+        return f"`{one.name} = {one.name}.detach()`"
+    return f"call `.detach()` on the tensors in {one.name}"
+
+
+def _links(holdings: Holdings) -> str:
+    """What comes back without deleting anything."""
+    lines = []
+    gradients = size_of(one for one in holdings.held if one.kind == "gradient")
+    freed = size_of(holdings.freed_without("grad"))
+    if gradients:
+        lines.append(f"Gradients: {human(gradients)}; `optimizer.zero_grad()` frees {human(freed)}.")
+    graphs = size_of(one for one in holdings.held if one.kind == "graph")
+    if graphs:
+        lines.append(
+            f"Autograd's graphs: {human(graphs)} saved for backward; `%gpumem_who NAME` says what detaching a variable frees."
+        )
+    return "\n".join(lines)
+
+
+def _who(one: Holder) -> str:
+    kind = f" ({one.type})" if one.type and one.type not in one.name else ""
+    return f"{one.name}{kind}"
+
+
+def _frees(one: Holder) -> str:
+    return _mib(one.frees) if one.statement is not None else ""
+
+
+def _freed(one: Holder) -> str:
+    if one.collected:
+        return f"{human(one.frees)}, {human(one.collected)} of it after a garbage collection (`%gpumem_free cycles`)"
+    return human(one.frees) if one.frees else "nothing by itself"
+
+
+def _advice(one: Holder) -> str:
+    if one.statement is None:
+        return ""
+    words = one.statement
+    if one.collected:
+        words += ", then %gpumem_free cycles" if one.kind != "cycle" else ""
+    if one.together and one.together_frees - one.frees > max(MIB, one.frees // 100):
+        words = f"{'; '.join(one.together)} (frees {_mib(one.together_frees)})"
+    return words
+
+
+def _list(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _tensor(one: Held) -> str:
+    return f"{one.dtype} {'x'.join(str(length) for length in one.shape)}".strip() if one.dtype else ""
+
+
+def _count(number: int, word: str) -> str:
+    return f"{number:,} {word}{'' if number == 1 else 's'}"
+
+
+def _mib(size: int) -> str:
+    """MiB with one digit; what is smaller than that keeps a sign of life."""
+    return f"{size / MIB:,.1f}" if size >= 51 * KIB or not size else "<0.1"
+
+
+def _columns(rows: Sequence[Sequence[str]], *, right: int, first_left: bool = False) -> str:
+    """Rows as columns two blanks apart. right: how many columns are figures: the first, or with first_left those behind it."""
+    widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
+    figures = range(1, right + 1) if first_left else range(right)
+    return "\n".join(
+        "  ".join(
+            cell.rjust(width) if place in figures else cell.ljust(width)
+            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    )
