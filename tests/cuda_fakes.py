@@ -216,7 +216,7 @@ class FakeTorch:
         """All that a recording could leave behind."""
         return {
             "bindings": dict(vars(self._C)),
-            "history": (self.history, self.entries, self.context),
+            "history": None if self.history is None else (self.history, self.entries, self.context),
             "queue": list(self.cuda._queued_calls),
             "sinks": [[sink is gpu.trace for sink in gpu.allocator.sinks] for gpu in self.gpus],
             "environment": {key: value for key, value in os.environ.items() if "CUDA" in key},
