@@ -29,6 +29,7 @@ from gpumem_magic.snapshot.model import Segment, TraceEvent
 from gpumem_magic.virtual import catalog, communication, kernels, parameters, saving, storages, surroundings
 from gpumem_magic.virtual.attention import Attention
 from gpumem_magic.virtual.autocast import AutocastKernels
+from gpumem_magic.virtual.composites import Composites
 from gpumem_magic.virtual.engine import Engine
 from gpumem_magic.virtual.factories import Factories
 from gpumem_magic.virtual.hooks import install_engine_hooks
@@ -163,6 +164,7 @@ class VirtualMachine:
         self.nvml = VirtualNvml(self._devices)
         self._patches = Patches()
         self._autocast = AutocastKernels()
+        self._composites = Composites()
 
     # ---- what a machine can be asked
 
@@ -196,16 +198,19 @@ class VirtualMachine:
         gpu = self._devices[device]
         try:
             return gpu.malloc(nbytes, self.face.stream_of(device))
-        except DeviceOutOfMemory as failure:
-            text = oom_text(
-                failure,
-                gpu.model.oom_text_version or torch.__version__,
-                process_id=self.process,
-                process_bytes=gpu.process_bytes(),
-            )
-            error = torch.OutOfMemoryError(text)
-            error.gpumem_failure = failure  # type: ignore[attr-defined]
-            raise error from None
+        except DeviceOutOfMemory as caught:
+            # Its frames hold the operator's tensors, and what the program was dealing with is not its business.
+            failure = caught.with_traceback(None)
+            failure.__context__ = None
+        text = oom_text(
+            failure,
+            gpu.model.oom_text_version or torch.__version__,
+            process_id=self.process,
+            process_bytes=gpu.process_bytes(),
+        )
+        error = torch.OutOfMemoryError(text)
+        error.gpumem_failure = failure  # type: ignore[attr-defined]
+        raise error
 
     def free(self, device: int, address: int) -> None:
         self._devices[device].free(address)
@@ -233,6 +238,7 @@ class VirtualMachine:
             self.face.install(self._patches)
             self._autocast.install(self._patches)
             self.attention.install()
+            self._composites.install()
             self.smi.install()
             self.nvml.install()
             for gpu in self._devices:
@@ -246,6 +252,7 @@ class VirtualMachine:
         self.engine.closed_because = because
         self.nvml.remove()
         self.smi.remove()
+        self._composites.remove()
         self.attention.remove()
         self._autocast.remove()
         self._patches.undo()

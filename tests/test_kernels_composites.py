@@ -1,0 +1,92 @@
+"""Operators that C++ puts together differently for CUDA: what they keep and what they make on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from gpumem_magic.units import MIB
+from gpumem_magic.virtual import gpu
+
+
+@pytest.fixture(autouse=True)
+def device() -> Iterator[None]:
+    gpu.turn_on("A100-40GB")
+    yield
+    gpu.turn_off()
+
+
+def square(dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.zeros(2048, 2048, device="cuda", dtype=dtype, requires_grad=True)
+
+
+def growth_and_peak(before: int) -> tuple[float, float]:
+    return (torch.cuda.memory_allocated() - before) / MIB, (torch.cuda.max_memory_allocated() - before) / MIB
+
+
+def test_dropout_keeps_one_byte_an_element_for_its_mask() -> None:
+    x = square()
+    before = torch.cuda.memory_allocated()
+    y = F.dropout(x, 0.1)
+    assert growth_and_peak(before)[0] == 16 + 4
+    y.sum().backward()
+    assert x.grad is not None
+    assert x.grad.shape == x.shape
+
+
+@pytest.mark.parametrize(("p", "train"), [(0.0, True), (0.5, False)])
+def test_dropout_that_drops_nothing_is_its_input(p: float, train: bool) -> None:
+    x = square()
+    before = torch.cuda.memory_allocated()
+    y = torch.dropout(x, p, train)
+    assert growth_and_peak(before) == (0, 0)
+    assert y.shape == x.shape
+
+
+def test_dropout_of_everything_has_a_result_and_a_gradient() -> None:
+    x = square()
+    F.dropout(x, 1.0).sum().backward()
+    assert x.grad is not None
+
+
+def test_dropout_of_nothing_and_under_inference() -> None:
+    assert F.dropout(torch.zeros(0, 3, device="cuda"), 0.5).shape == (0, 3)
+    with torch.inference_mode():
+        x = torch.zeros(2048, 2048, device="cuda")
+        before = torch.cuda.memory_allocated()
+        y = F.dropout(x, 0.5)
+        assert growth_and_peak(before) == (16, 20)
+        assert y.shape == x.shape
+
+
+@pytest.mark.parametrize("operator", [F.softmax, F.log_softmax])
+def test_float16_scores_become_float32_inside_the_kernel(operator: object) -> None:
+    x = square(torch.float16)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    y = operator(x, -1, dtype=torch.float32)  # type: ignore[operator]
+    assert y.dtype == torch.float32
+    assert growth_and_peak(before) == (16, 16)
+    y.sum().backward()
+    assert x.grad is not None
+    assert x.grad.dtype == torch.float16
+
+
+def test_bfloat16_scores_are_converted_first() -> None:
+    x = square(torch.bfloat16)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    y = F.softmax(x, -1, dtype=torch.float32)
+    assert y.dtype == torch.float32
+    assert growth_and_peak(before) == (16, 32)
+
+
+def test_the_hosts_own_operators_are_back_afterwards() -> None:
+    F.dropout(square(), 0.5)
+    gpu.turn_off()
+    y = F.dropout(torch.ones(1000), 0.5)
+    assert set(y.tolist()) <= {0.0, 2.0}
+    gpu.turn_on("T4")
