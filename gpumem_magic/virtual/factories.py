@@ -117,7 +117,7 @@ class Factories:
                     return original(*args, **kwargs)
                 return self.make(original, index, args, kwargs)
             except Exception as error:
-                __tracebackhide__ = True
+                __tracebackhide__, args, kwargs = True, (), {}
                 raise cut(error)  # noqa: B904
 
         return make_one
@@ -154,7 +154,7 @@ class Factories:
                     return original(*args, **kwargs)
                 return self.from_values(original, index, args, kwargs)
             except Exception as error:
-                __tracebackhide__ = True
+                __tracebackhide__, args, kwargs = True, (), {}
                 raise cut(error)  # noqa: B904
 
         return make_from_values
@@ -171,7 +171,7 @@ class Factories:
                 parts = [arg.to(target) if isinstance(arg, torch.Tensor) else arg for arg in args]
                 return original(*parts, **kwargs)
             except Exception as error:
-                __tracebackhide__ = True
+                __tracebackhide__, args, kwargs, parts = True, (), {}, []
                 raise cut(error)  # noqa: B904
 
         return make_sparse
@@ -207,7 +207,7 @@ class Factories:
                 maker = self.from_values if name in _FROM_VALUES else self.make
                 return maker(func, index, args, dict(kwargs or {}))
             except Exception as error:
-                __tracebackhide__ = True
+                __tracebackhide__, args, kwargs = True, (), {}
                 raise cut(error)  # noqa: B904
 
         return answer
@@ -241,7 +241,8 @@ class Factories:
                 with pushed(factories._engine.mode):
                     return original(self, *args, **kwargs)
             except Exception as error:
-                __tracebackhide__ = True
+                __tracebackhide__, args, kwargs = True, (), {}
+                del self
                 raise cut(error)  # noqa: B904
 
         factories = self
@@ -263,6 +264,7 @@ class Factories:
                 return self.to(device, non_blocking=non_blocking, memory_format=memory_format)
             except Exception as error:
                 __tracebackhide__ = True
+                del self
                 raise cut(error)  # noqa: B904
 
         factories = self
@@ -277,6 +279,7 @@ class Factories:
                 return self.to(other.device, other.dtype)
             except Exception as error:
                 __tracebackhide__ = True
+                del self, other
                 raise cut(error)  # noqa: B904
 
         return type_as

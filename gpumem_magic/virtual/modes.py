@@ -105,7 +105,7 @@ class OperatorMode(TorchDispatchMode):
                 return func(*args, **(kwargs or {}))
             return self._handle(func, types, args, kwargs or {})
         except Exception as error:
-            __tracebackhide__ = True
+            __tracebackhide__, args, kwargs = True, (), {}
             raise cut_below_operator(error)  # noqa: B904
 
 

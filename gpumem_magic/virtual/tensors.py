@@ -103,7 +103,7 @@ class VirtualTensor(FakeTensor):
             with pushed(engine.mode):
                 return func(*args, **(kwargs or {}))
         except Exception as error:
-            __tracebackhide__ = True
+            __tracebackhide__, args, kwargs = True, (), {}
             if isinstance(error, RuntimeError) and error.args and "meta:" in str(error.args[0]):
                 # C++ names the device that it was told of.
                 error.args = (_META_NAME.sub(r"cuda:\1", str(error.args[0])), *error.args[1:])
@@ -122,7 +122,7 @@ class VirtualTensor(FakeTensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return engine.handle(func, types, args, kwargs or {})
         except Exception as error:
-            __tracebackhide__ = True
+            __tracebackhide__, args, kwargs = True, (), {}
             raise cut_below_operator(error)  # noqa: B904
 
     @property

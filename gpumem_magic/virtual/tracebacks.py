@@ -1,8 +1,8 @@
 """Errors as the program's author should see them: without the frames through which the virtual GPU carried an operator.
 
 On a device these steps are C++ and leave no frames. Each place where the program enters this package cuts what lies below it
-out of the traceback; its own frame, which Python adds again, is marked for IPython with ``__tracebackhide__``. Frames that are
-cut also let go of the tensors among their variables.
+out of the traceback; its own frame, which Python adds again, is marked for IPython with ``__tracebackhide__``, and forgets its
+arguments: an error that is kept keeps no tensors that the program itself does not keep.
 """
 
 from __future__ import annotations
@@ -30,8 +30,12 @@ def cut_below_operator(error: _Error) -> _Error:
     """
     if _only_inside(error.__cause__):
         error.__cause__ = None
-    if _only_inside(error.__context__):
-        error.__context__ = None
+    context = error.__context__
+    if _only_inside(context):
+        while context is not None and _only_inside(context):
+            context = context.__context__
+        error.__context__ = context
+        error.__suppress_context__ = error.__cause__ is not None
     return error.with_traceback(_without(error.__traceback__, _BELOW_OPERATORS))
 
 

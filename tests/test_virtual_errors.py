@@ -1,0 +1,290 @@
+"""Errors on the virtual GPU: the type and the words are those of a device, and so is what the user sees of the way there."""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from gpumem_magic.virtual import gpu
+
+MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def machine() -> Iterator[gpu.VirtualMachine]:
+    yield gpu.turn_on("2xvirtual:1GiB")
+    gpu.turn_off()
+
+
+def zeros(*shape: int, device: str = "cuda", dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.zeros(*shape, device=device, dtype=dtype)
+
+
+def frames(error: BaseException) -> list[str]:
+    """The modules of the traceback's frames that are not hidden from an IPython user, outermost first."""
+    found = []
+    entry: TracebackType | None = error.__traceback__
+    while entry is not None:
+        if "__tracebackhide__" not in entry.tb_frame.f_locals:
+            found.append(entry.tb_frame.f_globals["__name__"])
+        entry = entry.tb_next
+    return found
+
+
+def own_frames(error: BaseException) -> int:
+    return sum("gpumem_magic" in frame.filename for frame in traceback.extract_tb(error.__traceback__))
+
+
+# ---- out of memory
+
+
+def fills_the_device(size: int = 1 << 30) -> None:
+    zeros(size, dtype=torch.uint8)
+
+
+def test_out_of_memory_has_the_type_and_the_words_of_the_installed_torch() -> None:
+    kept = zeros(100 * MIB, dtype=torch.uint8)
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        fills_the_device()
+    text = str(caught.value)
+    assert text.startswith(
+        "CUDA out of memory. Tried to allocate 1024.00 MiB. GPU 0 has a total capacity of 1024.00 MiB"
+    )
+    assert "Of the allocated memory 100.00 MiB is allocated by PyTorch, and 0 bytes is reserved by PyTorch" in text
+    assert isinstance(caught.value, RuntimeError)
+    assert torch.cuda.OutOfMemoryError is torch.OutOfMemoryError
+    del kept
+
+
+def test_the_allocator_goes_on_after_out_of_memory() -> None:
+    kept = zeros(100 * MIB, dtype=torch.uint8)
+    del kept
+    with pytest.raises(torch.OutOfMemoryError):
+        fills_the_device()
+    stats = torch.cuda.memory_stats()
+    assert stats["num_ooms"] == 1
+    assert stats["num_alloc_retries"] == 1
+    assert torch.cuda.memory_allocated() == 0
+    assert torch.cuda.memory_reserved() == 0, "the cache was given back in the attempt"
+    again = zeros(200 * MIB, dtype=torch.uint8)
+    assert torch.cuda.memory_allocated() == 200 * MIB
+    del again
+
+
+def test_an_operator_that_runs_out_leaves_its_arguments_alone() -> None:
+    x = zeros(60 * MIB)
+    x.requires_grad_()
+    before = torch.cuda.memory_allocated()
+    for attempt in (lambda: (x * 2) * (x * 3) * (x * 4), lambda: (x.sin() * x.cos()).exp().sum().backward()):
+        with pytest.raises(torch.OutOfMemoryError):
+            attempt()
+        assert torch.cuda.memory_allocated() == before
+    assert x.grad is None
+
+
+def test_a_program_can_catch_it_and_try_a_smaller_batch() -> None:
+    layer = torch.nn.Linear(1024, 1024, device="cuda")
+    batch, tried = 1 << 18, []
+    while True:
+        tried.append(batch)
+        try:
+            layer(zeros(batch, 1024)).sum().backward()
+            break
+        except torch.cuda.OutOfMemoryError:
+            batch //= 2
+    assert tried == [1 << 18, 1 << 17, 1 << 16]
+    assert layer.weight.grad is not None
+
+
+def test_each_device_runs_out_by_itself() -> None:
+    kept = zeros(600 * MIB, dtype=torch.uint8, device="cuda:1")
+    with pytest.raises(torch.OutOfMemoryError, match="GPU 1 has"):
+        zeros(600 * MIB, dtype=torch.uint8, device="cuda:1")
+    assert zeros(600 * MIB, dtype=torch.uint8, device="cuda:0").device.index == 0
+    del kept
+
+
+def test_a_memory_fraction_is_a_limit() -> None:
+    torch.cuda.set_per_process_memory_fraction(0.25)
+    with pytest.raises(torch.OutOfMemoryError, match=r"256\.00 MiB allowed"):
+        zeros(300 * MIB, dtype=torch.uint8)
+
+
+# ---- what the user sees of it
+
+WAYS: list[Callable[[], Any]] = [
+    lambda: fills_the_device(),
+    lambda: torch.zeros(1 << 30, dtype=torch.uint8).cuda(),
+    lambda: torch.tensor([1.0]).to("cuda").expand(1 << 30).clone(),
+    lambda: torch.nn.Sequential(torch.nn.Sequential(torch.nn.Linear(1 << 15, 1 << 14, device="meta"))).to_empty(device="cuda"),
+    lambda: torch.nn.Linear(3, 4, device="cuda")(zeros(2, 5)),
+    lambda: zeros(3) + zeros(4),
+    lambda: zeros(3, device="cuda:1") + zeros(3),
+    lambda: zeros(3, 4) @ zeros(4, 2, dtype=torch.float16),
+    lambda: zeros(3)[5],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("way", WAYS, ids=range(len(WAYS)))
+def test_no_frame_of_the_virtual_gpu_is_shown(way: Callable[[], Any]) -> None:
+    with pytest.raises((RuntimeError, IndexError)) as caught:
+        way()
+    shown = frames(caught.value)
+    assert [name for name in shown if name.startswith("gpumem_magic.virtual")] == []
+    assert [name for name in shown if "_subclasses" in name or "_meta" in name or "_refs" in name] == []
+    assert shown[0] == __name__
+    assert own_frames(caught.value) <= 2
+    assert caught.value.__context__ is None
+    assert caught.value.__cause__ is None
+
+
+def test_frames_of_the_program_within_a_backward_pass_are_shown() -> None:
+    weight = torch.ones(4, device="cuda", requires_grad=True)
+
+    def complain(gradient: torch.Tensor) -> None:
+        raise ValueError("the program's own")
+
+    weight.register_hook(complain)
+    with pytest.raises(ValueError, match="the program's own") as caught:
+        (weight * 2).sum().backward()
+    names = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+    assert names[-1] == "complain"
+    assert own_frames(caught.value) <= 1
+
+
+def test_an_error_that_the_program_was_dealing_with_stays_its_context() -> None:
+    def deal_with_it() -> None:
+        try:
+            raise KeyError("first")
+        except KeyError:
+            fills_the_device()
+
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        deal_with_it()
+    assert isinstance(caught.value.__context__, KeyError)
+
+
+def test_tensors_of_the_failed_operator_do_not_live_in_its_traceback() -> None:
+    x = zeros(80 * MIB)
+    try:
+        x.double()
+    except torch.OutOfMemoryError as error:
+        caught = error
+    assert torch.cuda.memory_allocated() == 320 * MIB
+    del x
+    assert torch.cuda.memory_allocated() == 0
+    assert str(caught).startswith("CUDA out of memory")
+
+
+def test_shape_errors_are_not_logged(caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]) -> None:
+    with caplog.at_level(logging.DEBUG, logger="torch._subclasses.fake_tensor"):
+        for way in (lambda: zeros(3, 4) @ zeros(3, 4), lambda: F.conv2d(zeros(1, 2, 3, 3), zeros(1, 3, 3, 3))):
+            with pytest.raises(RuntimeError):
+                way()
+    assert [record for record in caplog.records if "failed" in record.getMessage()] == []
+    assert "failed" not in capfd.readouterr().err
+
+
+# ---- devices and types that do not fit
+
+
+@pytest.mark.parametrize(
+    ("way", "text"),
+    [
+        (
+            lambda: torch.nn.Linear(4, 4, device="cuda")(torch.zeros(2, 4)),
+            "Expected all tensors to be on the same device, but got mat1 is on cpu, different from other tensors on cuda:0 "
+            "(when checking argument in method wrapper_CUDA_addmm)",
+        ),
+        (
+            lambda: F.embedding(torch.zeros(2, dtype=torch.long), zeros(4, 4)),
+            "Expected all tensors to be on the same device, but got index is on cpu, different from other tensors on cuda:0 "
+            "(when checking argument in method wrapper_CUDA__index_select)",
+        ),
+        (
+            lambda: zeros(3) + torch.zeros(3),
+            "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu!",
+        ),
+        (
+            lambda: zeros(3) * zeros(3, device="cuda:1"),
+            "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cuda:1!",
+        ),
+        (
+            lambda: F.conv2d(torch.zeros(1, 2, 3, 3), zeros(1, 2, 3, 3)),
+            "Input type (torch.FloatTensor) and weight type (torch.cuda.FloatTensor) should be the same",
+        ),
+        (
+            lambda: F.conv2d(zeros(1, 2, 3, 3, dtype=torch.float16), zeros(1, 2, 3, 3)),
+            "Input type (torch.cuda.HalfTensor) and weight type (torch.cuda.FloatTensor) should be the same",
+        ),
+        (
+            lambda: zeros(3, 4).numpy(),
+            "can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() to copy the tensor to host memory first.",
+        ),
+        (
+            lambda: zeros(3).pin_memory(),
+            "cannot pin 'torch.cuda.FloatTensor' only dense CPU tensors can be pinned",
+        ),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_together_is_refused_in_pytorchs_words(way: Callable[[], Any], text: str) -> None:
+    with pytest.raises((RuntimeError, TypeError)) as caught:
+        way()
+    assert str(caught.value) == text
+
+
+def test_a_host_number_goes_with_any_device() -> None:
+    assert (zeros(3) * torch.tensor(2.0)).device.index == 0
+    assert torch.where(zeros(3) > 0, torch.tensor(1.0), zeros(3)).is_cuda
+
+
+SHAPES: list[Callable[[str], Any]] = [
+    lambda d: torch.zeros(3, 4, device=d) + torch.zeros(5, device=d),
+    lambda d: torch.zeros(3, 4, device=d).add_(torch.zeros(5, device=d)),
+    lambda d: torch.cat([torch.zeros(3, 4, device=d), torch.zeros(3, device=d)]),
+    lambda d: torch.cat([torch.zeros(3, 4, device=d), torch.zeros(3, 5, device=d)]),
+    lambda d: torch.zeros(3, 4, device=d) @ torch.zeros(3, 4, device=d),
+    lambda d: torch.bmm(torch.zeros(3, 4, 5, device=d), torch.zeros(3, 4, 5, device=d)),
+    lambda d: torch.zeros(3, 4, device=d).view(5),
+    lambda d: F.conv2d(torch.zeros(3, 4, 5, 5, device=d), torch.zeros(3, 5, 3, 3, device=d)),
+    lambda d: F.layer_norm(torch.zeros(3, 4, device=d), (5,)),
+    lambda d: F.embedding(torch.zeros(3, 4, dtype=torch.long, device=d), torch.zeros(7, device=d)),
+    lambda d: torch.stack([torch.zeros(3, 4, device=d), torch.zeros(3, device=d)]),
+    lambda d: torch.zeros(3, 4, device=d).sum(5),
+    lambda d: F.cross_entropy(torch.zeros(3, 4, device=d), torch.zeros(5, dtype=torch.long, device=d)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("way", SHAPES, ids=range(len(SHAPES)))
+def test_wrong_shapes_are_refused_in_the_words_that_host_and_device_share(way: Callable[[str], Any]) -> None:
+    with pytest.raises((RuntimeError, ValueError, IndexError)) as on_host:
+        way("cpu")
+    with pytest.raises(type(on_host.value)) as on_device:
+        way("cuda")
+    assert str(on_device.value) == str(on_host.value)
+
+
+def test_a_device_number_that_there_is_not() -> None:
+    for way in (
+        lambda: zeros(3, device="cuda:2"),
+        lambda: torch.zeros(3).to("cuda:7"),
+        lambda: torch.cuda.set_device(2),
+    ):
+        with pytest.raises(RuntimeError, match="invalid device ordinal"):
+            way()
+    with pytest.raises(AssertionError, match="Invalid device id"):
+        torch.cuda.get_device_name(5)
+
+
+def test_an_operator_without_a_shape_rule_says_which_and_what_to_do() -> None:
+    with pytest.raises(NotImplementedError) as caught:
+        torch.histogram(zeros(10), 3)
+    assert "aten.histogram" in str(caught.value)
+    assert "Run this line on the host" in str(caught.value)
