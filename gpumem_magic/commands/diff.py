@@ -7,6 +7,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from gpumem_magic.commands.common import guarded, table
+from gpumem_magic.commands.words import printable
 from gpumem_magic.units import human, mib
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ def _run(options: argparse.Namespace) -> int:
         for name in one
         if one[name] or other[name]
     ]
-    print(f"A: {_printable(before.loaded.path)}\nB: {_printable(after.loaded.path)}\n\n{table(rows)}")
+    print(f"A: {printable(before.loaded.path)}\nB: {printable(after.loaded.path)}\n\n{table(rows)}")
     places = [_places(before, first), _places(after, second)]
     changes = {place: places[1][place] - places[0][place] for place in [*places[0], *places[1]]}
     ranked = sorted((place for place in changes if changes[place]), key=lambda place: (-abs(changes[place]), place))
@@ -53,16 +54,15 @@ def _run(options: argparse.Namespace) -> int:
     for place in ranked[: max(options.top, 0)]:
         change = f"{'+' if changes[place] > 0 else '-'}{human(abs(changes[place]))}"
         sizes = f"{human(places[0][place])} -> {human(places[1][place])}"
-        print(f"  {change:>10}  {_printable(place)}  ({sizes})")
+        print(f"  {change:>10}  {printable(place)}  ({sizes})")
     return 0
 
 
 def _view(path: str, device: int | None) -> FileView:
-    from gpumem_magic.report.from_file import FileView, highest_device
+    from gpumem_magic.report.from_file import views_of
     from gpumem_magic.snapshot.files import read
 
-    loaded = read(path)
-    return FileView(loaded, highest_device(loaded) if device is None else device)
+    return views_of(read(path), device)[0]
 
 
 def _places(view: FileView, position: int) -> Counter[str]:
@@ -72,7 +72,3 @@ def _places(view: FileView, position: int) -> Counter[str]:
         own = [line for line in one.stack if not line.startswith("(")]
         sizes[own[0] if own else f"{one.category.replace('_', ' ')} without a stack"] += one.requested
     return sizes
-
-
-def _printable(text: str) -> str:
-    return "".join(character if character.isprintable() else "?" for character in text)

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import argparse
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gpumem_magic.commands.common import guarded, table
+from gpumem_magic.commands.words import printable
 from gpumem_magic.units import human, mib
+
+if TYPE_CHECKING:
+    from gpumem_magic.report.from_file import FileView
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
@@ -23,6 +27,9 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument("--at", default="peak", metavar="MOMENT", help="peak (the default), end, or an event's number")
     parser.add_argument("--top", type=int, default=10, metavar="N", help="how many allocations to list (default 10)")
     parser.add_argument("--json", metavar="PATH", help="also write the report to PATH, as JSON")
+    parser.add_argument(
+        "--html", metavar="PATH", help="write the interactive timeline to PATH: one page, needs no network"
+    )
     parser.add_argument("--redact", metavar="PATH", help="write a copy of the snapshot without paths and names to PATH")
     parser.set_defaults(run=run)
     return parser
@@ -34,66 +41,68 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    if len(options.files) > 1:
-        if options.json or options.redact:
-            raise ValueError("--json and --redact are for one file: name only one")
-        print(_side_by_side(options))
-        return 0
-    from gpumem_magic.report.from_file import FileView, fragmentation, report_of
-    from gpumem_magic.snapshot.files import read, write
+    from gpumem_magic.report.from_file import views_of
+    from gpumem_magic.snapshot.files import read
+
+    if len(options.files) > 1 and (options.json or options.redact):
+        raise ValueError("--json and --redact are for one file: name only one")
+    views = [views_of(read(path), options.device) for path in options.files]
+    print(_side_by_side(views, options.at) if len(views) > 1 else _text(views[0], options))
+    if options.html:
+        from gpumem_magic.timeline_page.view import timeline_of_files
+
+        timeline_of_files(views, options.at).save(options.html)
+    return 0
+
+
+def _text(views: list[FileView], options: argparse.Namespace) -> str:
+    """The report of one file; writes what else is asked for of it."""
+    from gpumem_magic.report.from_file import fragmentation, report_of
+    from gpumem_magic.snapshot.files import write
     from gpumem_magic.snapshot.redact import redacted
 
-    loaded = read(options.files[0])
-    report = report_of(loaded, options.device, options.at)
-    view = FileView(loaded, report.device.index)
+    loaded = views[0].loaded
+    report = report_of(loaded, options.device, options.at, views)
+    view = next((one for one in views if one.device == report.device.index), views[0])
     position = view.position(options.at)
-    print(f"{loaded.path}: {loaded.form}, written by torch {loaded.torch}\n")
-    print(report)
+    lines = [f"{printable(loaded.path)}: {loaded.form}, written by torch {printable(loaded.torch)}", "", str(report)]
     largest = view.largest(position, max(options.top, 0))
     if largest:
-        print(f"\nThe largest allocations ({_moment(options.at)}):")
+        lines += ["", f"The largest allocations ({_moment(options.at)}):"]
     for one in largest:
         why = f"; it {one.why}" if one.why else ""
-        print(f"  {human(one.requested):>10}  {one.category.replace('_', ' ')} ({one.evidence}{why})")
-        for line in one.stack:
-            print(f"              {_printable(line)}")
-    print(f"\nSegments ({_moment(options.at)}; # in use, : partly, . free):")
-    for line in fragmentation(view.segments(position)):
-        print(f"  {line}")
+        name = f" {printable(one.name)}" if one.name else ""
+        lines.append(f"  {human(one.requested):>10}  {one.category.replace('_', ' ')}{name} ({one.evidence}{why})")
+        lines += [f"              {printable(line)}" for line in one.stack]
+    lines += ["", f"Segments ({_moment(options.at)}; # in use, : partly, . free):"]
+    lines += [f"  {line}" for line in fragmentation(view.segments(position))]
     if options.json:
         report.save(options.json)
     if options.redact:
         write(redacted(loaded.snapshot), options.redact, {"torch": loaded.torch})
-    return 0
+    return "\n".join(lines)
 
 
-def _side_by_side(options: argparse.Namespace) -> str:
-    from gpumem_magic.report.from_file import report_of
-    from gpumem_magic.report.model import CATEGORIES
-    from gpumem_magic.snapshot.files import read
-
-    reports = [report_of(read(path), options.device, options.at) for path in options.files]
-    names = [os.path.basename(path) for path in options.files]
+def _side_by_side(files: list[list[FileView]], at: str) -> str:
+    """A column for each device of each file: several ranks of one job."""
+    names = [os.path.basename(views[0].loaded.path) for views in files]
     if len(set(names)) < len(names):
-        names = list(options.files)
-    rows = [["MiB at the peak", *names]]
-    rows.append(["allocated", *(mib(report.peak.allocated) for report in reports)])
-    rows.append(["reserved, highest", *(mib(report.peak.peak_reserved) for report in reports)])
-    for category in CATEGORIES:
-        sizes = [report.peak.categories.get(category) for report in reports]
-        if any(sizes):
-            rows.append([category.replace("_", " "), *("-" if size is None else mib(size) for size in sizes)])
-    return _printable_lines(table(rows))
+        names = [views[0].loaded.path for views in files]
+    heads, columns, highest = [], [], []
+    for name, views in zip(names, files, strict=True):
+        for view in views:
+            heads.append(name if len(views) == 1 else f"{name}:{view.device}")
+            columns.append(view.sizes(view.position(at)))
+            highest.append(view.timeline.peak_reserved(0, len(view.timeline))[0])
+    rows = [[f"MiB {_moment(at)}", *(printable(head) for head in heads)]]
+    rows += [
+        [name.replace("_", " "), *(mib(column[name]) for column in columns)]
+        for name in columns[0]
+        if any(column[name] for column in columns)
+    ]
+    rows.append(["reserved, highest", *map(mib, highest)])
+    return table(rows)
 
 
 def _moment(at: str) -> str:
     return {"peak": "at the peak", "end": "at the end"}.get(at, f"after event {at}")
-
-
-def _printable(text: str) -> str:
-    """A hostile file's strings must not move the cursor or change colours."""
-    return "".join(character if character.isprintable() else "?" for character in text)
-
-
-def _printable_lines(text: str) -> str:
-    return "\n".join(_printable(line) for line in text.split("\n"))

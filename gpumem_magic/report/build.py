@@ -37,10 +37,11 @@ def build_with_labels(recording: Recording, *, lines: bool = True) -> tuple[Repo
         raise ValueError("the recording is incomplete: it has no checkpoint, or no log of its device")
     others = [index for index in sorted(recording.logs) if index != recording.primary]
     views = {index: DeviceView(recording, index) for index in [recording.primary, *others]}
-    used = [views[index].report(lines=lines) for index in others if views[index].was_used]
+    used = [replace(views[index].report(lines=lines), recording=recording) for index in others if views[index].was_used]
     report = views[recording.primary].report(lines=lines)
     labels = {index: labels_to_carry(view.timeline, view.labels) for index, view in views.items()}
-    return replace(report, devices=tuple(used), overhead_seconds=recording.overhead_seconds), labels
+    report = replace(report, devices=tuple(used), overhead_seconds=recording.overhead_seconds, recording=recording)
+    return report, labels
 
 
 @dataclass

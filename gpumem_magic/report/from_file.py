@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from gpumem_magic.allocator.settings import settings_from_dict
 from gpumem_magic.attribution.from_stacks import attribute_by_stacks
 from gpumem_magic.attribution.ledger import Balance, Ledger, Outside
 from gpumem_magic.attribution.sites import folded
+from gpumem_magic.report.kept_labels import kept_labels
 from gpumem_magic.report.model import Peak, Report, ReportDevice, ReportError, Row
 from gpumem_magic.snapshot.files import LoadedSnapshot, SnapshotFileError, read
 from gpumem_magic.snapshot.model import INACTIVE, Frame, Segment, TraceEvent
@@ -31,37 +32,41 @@ def load(path: str | os.PathLike[str]) -> Report:
     return report_of(read(path))
 
 
-def report_of(loaded: LoadedSnapshot, device: int | None = None, at: str = "peak") -> Report:
+def report_of(
+    loaded: LoadedSnapshot, device: int | None = None, at: str = "peak", views: Sequence[FileView] = ()
+) -> Report:
     """The report of one device (by default that with the highest peak; the others are under `devices`).
 
-    at: "peak", "end", or the number of an event, whose state then is a row of its own. A file that was saved with its report
-    gives that one back. Raises SnapshotFileError where there is no such device or event.
+    at: "peak", "end", or the number of an event, whose state then is a row of its own. views: what `views_of` gave for the same
+    file and device, so that nothing is recounted. A file that was saved with its report gives that one back. Raises
+    SnapshotFileError where there is no such device or event.
     """
     kept = (loaded.extra or {}).get("report")
     if isinstance(kept, dict) and device is None and at == "peak":
         try:
-            return Report.from_dict(kept)
+            return replace(Report.from_dict(kept), recording=loaded)
         except ValueError as error:
             raise SnapshotFileError(f"{loaded.path}: the report in it is damaged: {error}") from None
-    if not loaded.devices:
-        raise SnapshotFileError(f"{loaded.path}: {loaded.notes[-1]} There is nothing to report.")
+    first, *others = views or views_of(loaded, device)
+    return replace(
+        first.report(at), devices=tuple(replace(view.report(), recording=loaded) for view in others), recording=loaded
+    )
+
+
+def views_of(loaded: LoadedSnapshot, device: int | None = None) -> list[FileView]:
+    """The device's view, or all devices', the one with the highest peak first. Raises SnapshotFileError where there is none."""
     if device is not None:
-        return FileView(loaded, device).report(at)
-    views = sorted((FileView(loaded, found.device) for found in loaded.devices), key=lambda view: -view.peak[0])
-    return replace(views[0].report(at), devices=tuple(view.report() for view in views[1:]))
-
-
-def highest_device(loaded: LoadedSnapshot) -> int:
-    """The device with the highest peak. Raises SnapshotFileError where the file has none."""
+        return [FileView(loaded, device)]
     if not loaded.devices:
         raise SnapshotFileError(f"{loaded.path}: it holds no segments and no events. There is nothing to report.")
-    return max((FileView(loaded, found.device) for found in loaded.devices), key=lambda view: view.peak[0]).device
+    return sorted((FileView(loaded, found.device) for found in loaded.devices), key=lambda view: -view.peak[0])
 
 
 @dataclass(frozen=True)
 class LargeAllocation:
     """An allocation that is live at a position. Sizes are bytes; born and freed are indices of events (-1: before the
-    recording; None: never). stack: lines for a reader, innermost first, library frames folded. why: where it is unknown."""
+    recording; None: never). stack: lines for a reader, innermost first, library frames folded. why: where it is unknown.
+    name: of what held it, in a recording that this package saved."""
 
     requested: int
     size: int
@@ -71,6 +76,7 @@ class LargeAllocation:
     born: int
     freed: int | None
     stack: tuple[str, ...]
+    name: str | None = None
 
 
 class FileView:
@@ -95,6 +101,9 @@ class FileView:
         self.timeline = Timeline(self.start, self.events, self.settings)
         found_labels = attribute_by_stacks(self.timeline, self.events, self.final)
         self.labels, self.reasons = found_labels.labels, found_labels.reasons
+        kept = kept_labels((loaded.extra or {}).get("labels"), device, self.timeline)
+        if kept is not None:
+            self.labels, self.reasons = kept, {}
         self._ledger = Ledger(self.timeline, self.labels)
 
     @property
@@ -181,6 +190,7 @@ class FileView:
                     one.born,
                     one.freed,
                     tuple(folded(frames)) if frames else (),
+                    label.name,
                 )
             )
         return found

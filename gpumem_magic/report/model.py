@@ -17,6 +17,10 @@ from gpumem_magic.units import mib
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from gpumem_magic.recording.model import Recording
+    from gpumem_magic.snapshot.files import LoadedSnapshot
+    from gpumem_magic.timeline_page.view import TimelineView
+
 # In the order in which a bar stacks them, bottom (left) to top (right).
 CATEGORIES = (
     "parameters",
@@ -116,7 +120,8 @@ class Report:
     """Where one device's memory went. `devices` holds the same for every other device that was used.
 
     checkpoints: the rows in the order in which they ran. evidence: kind -> bytes at the peak. retries: how often the allocator
-    gave cached memory back and tried again.
+    gave cached memory back and tried again. recording: what it was made from, numbers and strings too, which `timeline` and
+    `save_snapshot` need; not a part of the JSON.
     """
 
     torch: str
@@ -131,6 +136,7 @@ class Report:
     notes: tuple[str, ...] = ()
     overhead_seconds: float = 0.0
     devices: tuple[Report, ...] = ()
+    recording: Recording | LoadedSnapshot | None = field(default=None, compare=False)
 
     def to_dict(self) -> dict[str, Any]:
         """The ledger's schema 1: dictionaries, lists, strings and numbers, as JSON has them."""
@@ -175,6 +181,24 @@ class Report:
         from gpumem_magic.report.figure import draw
 
         return draw(self, parts=parts)
+
+    def timeline(self) -> TimelineView:
+        """Every allocation, stacked over time by category: interactive in a notebook, and `save(path)` writes it as a page.
+
+        Raises ValueError for a report without its recording (one that `Report.load` read).
+        """
+        from gpumem_magic.timeline_page.view import timeline_of_report
+
+        return timeline_of_report(self)
+
+    def save_snapshot(self, path: str | os.PathLike[str]) -> None:
+        """Writes the recording as a pickle that PyTorch's `_memory_viz.py` opens, and `gpumem_magic.load` as this report.
+
+        Raises ValueError for a report without its recording, OSError where it can't be written.
+        """
+        from gpumem_magic.report.to_file import save_snapshot
+
+        save_snapshot(self, path)
 
     def view(self, kind: str) -> View:
         """Only the "table" or only the "plot", to be displayed. Raises ValueError for another word."""

@@ -67,6 +67,7 @@ def _device(source: TimelineSource) -> dict[str, Any]:
         "name": plain(source.name),
         "notes": [plain(note) for note in source.notes],
         "events": len(source.timeline),
+        "opensAt": source.peak if source.opens_at is None else source.opens_at,
         "times": _times(source),
         "marks": [[mark.position, plain(mark.words), mark.kind] for mark in source.marks],
         "reasons": [plain(reason) for reason in reasons],

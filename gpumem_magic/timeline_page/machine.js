@@ -17,7 +17,7 @@ export class Machine {
     this.device = this.devices[number];
     this.whole = wholeView(this.device);
     this.view = this.whole;
-    this.position = this.device.peak;
+    this.position = this.device.opensAt;
     this.selected = -1;
     return "all";
   }

@@ -56,6 +56,7 @@ const running = (steps) => {
 export class Device {
   constructor(data) {
     Object.assign(this, { name: data.name, notes: data.notes, marks: data.marks, reasons: data.reasons, events: data.events });
+    this.opensAt = data.opensAt;
     this.stacks = data.stacks;
     this.heads = data.heads;
     this.strings = data.strings;

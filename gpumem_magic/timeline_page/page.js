@@ -135,7 +135,7 @@ export function start(document, data) {
   }
 
   /** The same without the folders of its file. */
-  const briefly = (one) => origin(one).replace(/^.*[\\/](?=[^\\/]*:\d+ )/, "");
+  const briefly = (one) => origin(one).replace("torch::autograd::generated::", "").replace(/^.*[\\/](?=[^\\/]*:\d+ )/, "");
 
   function drawWords() {
     const { device, position } = machine;
@@ -145,7 +145,7 @@ export function start(document, data) {
       + (device.times && position ? `, ${((device.times[position - 1] || 0) / 1e6).toFixed(3)} s after the first event.` : ".");
     data.categories.forEach((_, category) => {
       const button = find(`category-${category}`);
-      button.hidden = !device.present.has(category);
+      button.parentElement.hidden = !device.present.has(category);
       button.lastChild.textContent = `${label(category)} ${human(now.sizes[category])}`;
       button.setAttribute("aria-pressed", String(!device.hidden.has(category)));
     });

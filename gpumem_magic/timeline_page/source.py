@@ -32,7 +32,8 @@ class Mark:
 class TimelineSource:
     """One device's recording. labels: of the timeline's allocations, in order. reasons: why one is unknown, by its index.
 
-    frames_at_end: address -> stack, of blocks whose alloc event is not in the trace. notes: what the recording lacks.
+    frames_at_end: address -> stack, of blocks whose alloc event is not in the trace. notes: what the recording lacks. opens_at:
+    the position that the page shows first; None is the peak.
     """
 
     name: str
@@ -43,6 +44,7 @@ class TimelineSource:
     frames_at_end: Mapping[int, tuple[Frame, ...]] = field(default_factory=dict)
     marks: tuple[Mark, ...] = ()
     notes: tuple[str, ...] = ()
+    opens_at: int | None = None
 
     @property
     def peak(self) -> int:

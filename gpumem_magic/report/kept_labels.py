@@ -1,0 +1,54 @@
+"""What a measured cell knew about its allocations, as it is kept beside the snapshot in a saved recording, and back.
+
+Names and categories come from live objects, which a file no longer has; with these a saved recording gives the same ledger. They
+are found again by what does not change: the event that made a block, or its address where it was there before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from gpumem_magic.attribution.ledger import KINDS_OF_EVIDENCE, TENANT_CATEGORIES
+from gpumem_magic.devices.base import Label
+from gpumem_magic.snapshot.timeline import Timeline
+
+_UNKNOWN = Label("unknown", "unknown")
+
+
+def labels_to_keep(timeline: Timeline, labels: Sequence[Label]) -> dict[str, list[list[Any]]]:
+    """Plain data: [event or address, category, evidence, name], for blocks born in the recording and for those from before."""
+    kept: dict[str, list[list[Any]]] = {"born": [], "before": []}
+    for one, label in zip(timeline.allocations, labels, strict=True):
+        group, key = ("born", one.born) if one.born >= 0 else ("before", one.address)
+        kept[group].append([key, label.category, label.evidence, label.name])
+    return kept
+
+
+def kept_labels(kept: Any, device: int, timeline: Timeline) -> tuple[Label, ...] | None:
+    """The labels of the timeline's allocations, in order; None where there are none for the device, or they are damaged."""
+    found = kept.get(str(device)) if isinstance(kept, dict) else None
+    if not isinstance(found, dict):
+        return None
+    born, before = _by_key(found.get("born")), _by_key(found.get("before"))
+    if born is None or before is None:
+        return None
+    return tuple(
+        born.get(one.born, _UNKNOWN) if one.born >= 0 else before.get(one.address, _UNKNOWN)
+        for one in timeline.allocations
+    )
+
+
+def _by_key(entries: Any) -> dict[int, Label] | None:
+    labels: dict[int, Label] = {}
+    if not isinstance(entries, list):
+        return None
+    for entry in entries:
+        if not isinstance(entry, list) or len(entry) != 4:
+            return None
+        key, category, evidence, name = entry
+        known = category in TENANT_CATEGORIES and evidence in KINDS_OF_EVIDENCE
+        if not (isinstance(key, int) and known and (name is None or isinstance(name, str))):
+            return None
+        labels[key] = Label(category, evidence, name)
+    return labels

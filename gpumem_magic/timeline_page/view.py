@@ -1,0 +1,155 @@
+"""The timeline that a user holds: shown in a notebook, or saved as a page."""
+
+from __future__ import annotations
+
+import base64
+import os
+import sys
+import uuid
+import warnings
+from collections.abc import Container, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from gpumem_magic.report.from_file import FileView
+from gpumem_magic.report.model import Report
+from gpumem_magic.snapshot.files import LoadedSnapshot
+from gpumem_magic.timeline_page.page import document
+from gpumem_magic.timeline_page.source import TimelineSource, of_file, of_recording
+from gpumem_magic.units import human
+
+PLAIN, HTML, PNG = "text/plain", "text/html", "image/png"
+HEIGHT = 980
+
+
+class TimelineView:
+    """Every allocation of one or more devices, stacked over time by category.
+
+    In a notebook it is the interactive page, with a still picture beneath for where pages are not shown. It keeps the
+    recording's numbers and strings, and nothing of the program.
+    """
+
+    def __init__(self, title: str, sources: Sequence[TimelineSource]) -> None:
+        if not sources:
+            raise ValueError("a timeline needs at least one device")
+        self.title = title
+        self.sources = tuple(sources)
+
+    def to_html(self) -> str:
+        """A whole page: one file, which needs no network."""
+        return document(self.title, self.sources)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the page; `path` then holds all of it, or what it held before. Raises OSError."""
+        target = Path(path).expanduser()
+        beside = target.with_name(f".{target.name[:100]}.{uuid.uuid4().hex[:8]}.part")
+        try:
+            beside.write_text(self.to_html(), "utf-8")
+            os.replace(beside, target)
+        finally:
+            with suppress(OSError):
+                beside.unlink()
+
+    def to_png(self) -> tuple[bytes, int, int]:
+        """The still picture, its width and its height in pixels."""
+        from gpumem_magic.timeline_page.figure import png
+
+        return png(self.title, self.sources)
+
+    def __repr__(self) -> str:
+        first = self.sources[0]
+        highest = first.timeline.peak(0, len(first.timeline))[0]
+        others = "" if len(self.sources) == 1 else f", and {len(self.sources) - 1} more"
+        return f"<Timeline of {first.name}: {len(first.timeline):,} events, peak {human(highest)} allocated{others}>"
+
+    def _repr_mimebundle_(
+        self, include: Container[str] | None = None, exclude: Container[str] | None = None
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        def wanted(kind: str) -> bool:
+            return (include is None or kind in include) and (exclude is None or kind not in exclude)
+
+        data: dict[str, Any] = {PLAIN: repr(self)} if wanted(PLAIN) else {}
+        metadata: dict[str, Any] = {}
+        if _in_terminal() or not (wanted(HTML) or wanted(PNG)):
+            return data, metadata
+        still = self._still()
+        if wanted(HTML):
+            data[HTML] = self._element(still)
+        if wanted(PNG) and still:
+            data[PNG] = base64.b64encode(still[0]).decode("ascii")
+            metadata[PNG] = {"width": still[1], "height": still[2], "alt": repr(self)}
+        return data, metadata
+
+    def _still(self) -> tuple[bytes, int, int] | None:
+        try:
+            return self.to_png()
+        except Exception as error:
+            warnings.warn(f"gpumem_magic could not draw the timeline: {type(error).__name__}: {error}", stacklevel=2)
+            return None
+
+    def _element(self, still: tuple[bytes, int, int] | None) -> str:
+        """The page in a frame of its own, over the picture: where frames are taken out (GitHub, a notebook that is not
+        trusted), the picture is what is left."""
+        picture = ""
+        if still:
+            image = base64.b64encode(still[0]).decode("ascii")
+            picture = (
+                f'<img alt="{escape(repr(self), quote=True)}" width="{still[1]}" style="max-width:100%;height:auto" '
+                f'src="data:image/png;base64,{image}">'
+            )
+        frame = (
+            f'<iframe title="{escape(f"GPU memory timeline: {self.title}", quote=True)}" sandbox="allow-scripts" '
+            'style="position:absolute;inset:0;width:100%;height:100%;border:1px solid #D5D9DE;border-radius:8px;'
+            f'background:#FFFFFF" srcdoc="{escape(self.to_html(), quote=True)}"></iframe>'
+        )
+        return f'<div style="position:relative;min-height:{HEIGHT}px;overflow:hidden;background:#FFFFFF">{picture}{frame}</div>'
+
+
+def timeline_of_files(files: Sequence[Sequence[FileView]], at: str = "peak") -> TimelineView:
+    """The devices of one or several files (one for each rank): what `views_of` gave for each.
+
+    at: "peak", "end" or an event's number, at which the first one opens. Raises SnapshotFileError.
+    """
+    sources = [
+        of_file(view, _name(view, several_files=len(files) > 1, several=len(views) > 1))
+        for views in files
+        for view in views
+    ]
+    sources[0] = replace(sources[0], opens_at=files[0][0].position(at))
+    names = [os.path.basename(views[0].loaded.path) for views in files]
+    return TimelineView(names[0] if len(names) == 1 else f"{len(names)} recordings: {', '.join(names)}", sources)
+
+
+def timeline_of_report(report: Report) -> TimelineView:
+    """The timeline of a report that has its recording. Raises ValueError for one that has not."""
+    recording = report.recording
+    if recording is None:
+        raise ValueError(
+            "this report came without its recording, which has the allocations: a report of a measured cell "
+            "or of a snapshot file (gpumem_magic.load) has it, one of a JSON file has not"
+        )
+    devices = [report.device.index, *(other.device.index for other in report.devices)]
+    if isinstance(recording, LoadedSnapshot):
+        sources = [of_file(FileView(recording, device), f"GPU {device}") for device in devices]
+        return TimelineView(os.path.basename(recording.path), sources)
+    return TimelineView(f"GPU memory: {report.device.name}", [of_recording(recording, device) for device in devices])
+
+
+def _name(view: FileView, *, several_files: bool, several: bool) -> str:
+    device = f"GPU {view.device}"
+    if not several_files:
+        return device
+    name = os.path.basename(view.loaded.path)
+    return f"{name}, {device}" if several else name
+
+
+def _in_terminal() -> bool:
+    """IPython in a terminal asks for everything and shows the text."""
+    core = sys.modules.get("IPython.core.interactiveshell")
+    if core is None or not core.InteractiveShell.initialized():
+        return False
+    formatter = core.InteractiveShell.instance().display_formatter
+    return formatter is not None and HTML not in formatter.active_types
