@@ -26,6 +26,11 @@ def human(size: int) -> str:
     return f"{size / GIB:.1f} GiB"
 
 
+def amount(size: int) -> str:
+    """`size` bytes for a sentence beside a table: whole MiB as there, ``2,376 MiB``; what is small keeps its digits."""
+    return f"{mib(size)} MiB" if abs(size) >= 100 * MIB else human(size)
+
+
 def allocator_text(size: int) -> str:
     """`size` bytes as PyTorch's caching allocator prints it in an error: exactly 1 GiB is ``1024.00 MiB``."""
     if size <= KIB:

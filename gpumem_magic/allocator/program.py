@@ -41,7 +41,7 @@ class Repetition:
 
     handed: block that was there when the stretch began and that it frees -> the block of the stretch that stands for it in
     the next round. once: blocks of the stretch that a further round does not make again (an optimizer's states). replaced:
-    those that it makes anew and whose predecessor goes then.
+    those that it makes anew and whose predecessor goes then. passing: those that have to fit, and of whose life nothing is known.
     """
 
     first: int
@@ -49,6 +49,7 @@ class Repetition:
     handed: Mapping[int, int] = field(default_factory=dict)
     once: frozenset[int] = frozenset()
     replaced: frozenset[int] = frozenset()
+    passing: frozenset[int] = frozenset()
 
 
 class Program:
@@ -100,6 +101,9 @@ class Program:
             if not repetition.first <= step.event < repetition.stop:
                 continue
             if step.action == ALLOC:
+                if step.block in repetition.passing:
+                    steps += [(step, 0), (step._replace(action=FREE), 0)]
+                    continue
                 if step.block in repetition.once:
                     continue
                 steps.append((step, 0))

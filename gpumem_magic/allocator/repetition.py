@@ -23,29 +23,35 @@ _WINDOW = 48
 # What a pair is worth: less where both were kept (what is in use at the failure need not stay), still less where the earlier one
 # was and the later was not. And a request without a partner, where one that the earlier iteration kept costs nothing: a first
 # iteration makes what later ones find.
-_SAME = 3
-_BOTH_KEPT = 2
+_SAME = 6
+_BOTH_KEPT = 3
 _KEPT_ONE = 1
-_LEFT_OUT = -2
+_LEFT_OUT = -4
+_IMPOSSIBLE = -(1 << 30)
 # A match is one where at least this many requests agree, and half of an iteration's.
 _FEWEST = 3
 
 
 @dataclass(frozen=True)
 class _Match:
-    """score: how well two stretches agree; pairs: earlier block -> later block."""
+    """score: how well two stretches agree, and how few requests had to be stepped over for that; pairs: earlier block -> later
+    block."""
 
-    score: int
+    score: tuple[int, int]
     pairs: dict[int, int]
 
 
 def last_iteration(
-    program: Program, events: Sequence[TraceEvent], settings: AllocatorSettings = DEFAULT_SETTINGS
+    program: Program,
+    events: Sequence[TraceEvent],
+    settings: AllocatorSettings = DEFAULT_SETTINGS,
+    among: Sequence[range] = (),
 ) -> Repetition | None:
     """The stretch from the earlier counterpart of the program's last failed request up to that request, its last step.
 
     Run again behind the program, it begins with the request that failed and ends where that is asked again. None where the
-    program does not end with a failed request, or no earlier iteration is recognised.
+    program does not end with a failed request, or no earlier iteration is recognised. among: the events of which the earlier
+    counterpart is one, where that is known (the same statement, in earlier iterations).
     """
     if not program.steps or program.steps[-1].action != FAILED:
         return None
@@ -56,7 +62,7 @@ def last_iteration(
     best: tuple[int, _Match] | None = None
     tried = 0
     for place in range(len(requests) - 1, -1, -1):
-        if keys[place] != keys[-1]:
+        if keys[place] != keys[-1] or (among and not any(requests[place].event in part for part in among)):
             continue
         found = search.backwards(place)
         # The latest wins where several agree as far.
@@ -105,9 +111,11 @@ class _Search:
         """How far what comes before a request agrees with what comes before the failed one."""
         keys, kept, blocks = self._keys, self._kept, self._blocks
         pairs: dict[int, int] = {}
-        score = _KEPT_ONE if kept[place] else _SAME
+        score = stepped_over = 0
         early, late = place - 1, len(keys) - 1
-        while early >= 0 and late > place:
+        # What is stepped over must not bring the two together.
+        apart = max(1, (late - early) // 2)
+        while early >= 0:
             self.effort += 1
             if keys[early] == keys[late] and (kept[late] or not kept[early]):
                 pairs[blocks[early]] = blocks[late]
@@ -115,16 +123,17 @@ class _Search:
                 early -= 1
                 late -= 1
                 continue
-            path = self._aligned(early, late, place)
+            path = self._aligned(early, late, apart)
             if path is None:
                 break
             for step_early, step_late in path:
                 if step_early and step_late:
                     pairs[blocks[early]] = blocks[late]
                 score += self._worth(early, late, step_early, step_late)
+                stepped_over += not (step_early and step_late)
                 early -= step_early
                 late -= step_late
-        return _Match(score, pairs)
+        return _Match((score, -stepped_over), pairs)
 
     def _worth(self, early: int, late: int, step_early: int, step_late: int) -> int:
         kept = self._kept
@@ -136,11 +145,11 @@ class _Search:
             return 0
         return _LEFT_OUT
 
-    def _aligned(self, early: int, late: int, place: int) -> list[tuple[int, int]] | None:
+    def _aligned(self, early: int, late: int, apart: int) -> list[tuple[int, int]] | None:
         """How a stretch of both fits best: for each step whether it goes on in the earlier, the later or both. None where most
         of it does not fit."""
         keys = self._keys
-        height, width = min(_WINDOW, early + 1), min(_WINDOW, late - place)
+        height, width = min(_WINDOW, early + 1), min(_WINDOW, late + 1)
         self.effort += height * width
         best = [[0] * (width + 1) for _ in range(height + 1)]
         came: list[list[tuple[int, int]]] = [[(0, 0)] * (width + 1) for _ in range(height + 1)]
@@ -148,6 +157,9 @@ class _Search:
         for row in range(height + 1):
             for column in range(width + 1):
                 ways = []
+                if late - column - early + row < apart:
+                    best[row][column] = _IMPOSSIBLE
+                    continue
                 if row and column and keys[early - row + 1] == keys[late - column + 1]:
                     ways.append((1, 1))
                 if row:
@@ -169,7 +181,7 @@ class _Search:
         score, row, column = top
         if not score:
             return None
-        at_the_edge = (row == height and early >= height) or (column == width and late - place > width)
+        at_the_edge = (row == height and early >= height) or (column == width and late >= width)
         path = []
         while row or column:
             down, right = came[row][column]
@@ -207,7 +219,10 @@ def _repetition(program: Program, first: int, stop: int, pairs: dict[int, int], 
             handed[block] = others[keys[block]].popleft()
             free.discard(handed[block])
     earlier = {late: early for early, late in pairs.items()}
+    # The counterpart of the failed request: whether that would be kept is not known.
+    passing = frozenset(free & {first})
+    free -= passing
     # Kept in both iterations: it really grows. Kept in one that has no counterpart: made once.
     once = frozenset(block for block in free if block not in earlier)
     replaced = frozenset(block for block in free if block in earlier and earlier[block] in program.freed)
-    return Repetition(first, stop, handed, once, replaced)
+    return Repetition(first, stop, handed, once, replaced, passing)

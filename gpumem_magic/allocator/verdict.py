@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from gpumem_magic.allocator.program import Program
+from gpumem_magic.allocator.program import Program, Repetition
 from gpumem_magic.allocator.repetition import last_iteration
 from gpumem_magic.allocator.what_if import Capacity, what_if
 from gpumem_magic.snapshot.model import INACTIVE, Segment, TraceEvent
@@ -44,7 +44,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class Gap:
-    """Where the request would have fitted but for the least that is in use there. Sizes are bytes.
+    """Where the request would have fitted but for the least that is in use there, less than half of it. Sizes are bytes.
 
     address, size: that place, blocks in use included. in_use: bytes of those, in `blocks` of them. blockers: them, largest
     first, at most eight. left_by: what used the place as one piece before, None where nothing in the trace did.
@@ -151,11 +151,12 @@ def verdict_of(
     rounds: int = ROUNDS,
     most_steps: int | None = None,
     can_replay: bool = True,
+    among: Sequence[range] = (),
 ) -> Verdict | None:
     """The verdict of the failed request at `event`, by default the last one; None where there is none.
 
     timeline: of the same start, events and settings. most_steps: how many steps the trials may take in all; with more to do
-    they are left out. can_replay: False for a trace that lacks what a replay needs.
+    they are left out. can_replay: False for a trace that lacks what a replay needs. among: see `last_iteration`.
     """
     if event is None:
         event = last_failure(events)
@@ -191,9 +192,9 @@ def verdict_of(
     if not can_replay or hopeless:
         return replace(verdict, tried=hopeless)
     capacity = _capacity_at(failed, reserved, settings, facts)
-    return _with_trials(
-        verdict, Program(start, events, final, event + 1), events, settings, capacity, rounds, most_steps
-    )
+    program = Program(start, events, final, event + 1)
+    repetition = last_iteration(program, events, settings, among)
+    return _with_trials(verdict, program, repetition, settings, capacity, rounds, most_steps)
 
 
 def _cause(failed: TraceEvent, reserved: int, spare: int, settings: AllocatorSettings, facts: Facts) -> str:
@@ -229,7 +230,8 @@ def _gap(segments: Sequence[Segment], timeline: Timeline, wanted: int, event: in
                 first += 1
             if size >= wanted and (best is None or in_use < best[0]):
                 best = in_use, blocks[first].address, size
-    if best is None:
+    # Where most of a place is in use, nothing "splits" it.
+    if best is None or 2 * best[0] > wanted:
         return None
     in_use, address, size = best
     inside = [life for life in timeline.live_at(event) if address <= life.address < address + size]
@@ -256,14 +258,13 @@ def _left_by(timeline: Timeline, address: int, size: int, wanted: int) -> Alloca
 def _with_trials(
     verdict: Verdict,
     program: Program,
-    events: Sequence[TraceEvent],
+    repetition: Repetition | None,
     settings: AllocatorSettings,
     capacity: Capacity,
     rounds: int,
     most_steps: int | None,
 ) -> Verdict:
     candidates = _candidates(settings, verdict.rounded)
-    repetition = last_iteration(program, events, settings)
     rounds = rounds if repetition is not None else 0
     steps = len(program.steps)
     if repetition is not None:

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+from gpumem_magic.allocator.verdict import Facts, verdict_of
 from gpumem_magic.attribution.categories import attribute, labels_to_carry
 from gpumem_magic.attribution.ledger import Balance, Ledger, Outside, gaps
 from gpumem_magic.devices.base import Label
@@ -18,8 +19,13 @@ from gpumem_magic.recording.model import Checkpoint, Failure, Moment, Recording
 from gpumem_magic.report.folding import Fold, LoopRow, Turn, fold_rows, kept_turns
 from gpumem_magic.report.model import Folded, Peak, Report, ReportDevice, ReportError, Row
 from gpumem_magic.report.notes import notes_of, place_of
+from gpumem_magic.report.out_of_memory import out_of_memory
+from gpumem_magic.report.palette import LABELS
 from gpumem_magic.report.parts import Part, Stretch, parts_of, spans_in
-from gpumem_magic.snapshot.timeline import Timeline
+from gpumem_magic.snapshot.timeline import Allocation, Timeline
+
+# Settings are tried on a failed cell for about a second at most.
+_MOST_STEPS = 1_000_000
 
 
 def build(recording: Recording, *, lines: bool = True) -> Report:
@@ -93,7 +99,7 @@ class DeviceView:
                 peak_reserved=self.timeline.peak_reserved(span.start_position, span.end_position)[0],
                 categories=peak.categories(self._outside(peak_position)),
             ),
-            error=_error(self.recording.error, self.device),
+            error=self._error(drafts),
             evidence=peak.evidence,
             retries=self._retries(),
             stand_ins=self.recording.stand_ins if self.device == self.recording.primary else (),
@@ -253,6 +259,41 @@ class DeviceView:
         if self.device not in first.counters or self.device not in last.counters:
             return 0
         return last.counters[self.device].retries - first.counters[self.device].retries
+
+    # The error
+
+    def _error(self, drafts: list[_Draft]) -> ReportError | None:
+        error = _error(self.recording.error, self.device)
+        failed = next((draft for draft in reversed(drafts) if draft.point.kind == "error"), None)
+        if error is None or error.requested is None or failed is None:
+            return error
+        position = failed.stretch.end_position
+        verdict = verdict_of(
+            self.log.start,
+            self.log.events,
+            self.timeline,
+            self.log.settings,
+            event=position - 1,
+            facts=Facts(self.log.facts.total_bytes, other_processes=self._outside(position).other_processes),
+            most_steps=_MOST_STEPS,
+            can_replay=not self.timeline.unmatched and not self.timeline.unplaced,
+            among=[
+                range(draft.stretch.start_position, draft.stretch.end_position)
+                for draft in drafts
+                if draft.point.kind == "statement" and draft.point.line == failed.point.line
+            ],
+        )
+        if verdict is None:
+            return error
+        kept = self.timeline.reserved_at(0)
+        return replace(error, verdict=out_of_memory(verdict, lambda life: self._in_words(life, drafts), kept))
+
+    def _in_words(self, life: Allocation, drafts: list[_Draft]) -> str:
+        """An allocation for a reader: ```output` (activations) of output = model(input) in iteration 2, line 9``."""
+        label = self.labels[life.index]
+        kind = LABELS[label.category]
+        what = f"`{label.name}` ({kind})" if label.name else kind
+        return f"{what} from before the cell" if life.born < 0 else f"{what} of {self._where(drafts, life.born + 1)}"
 
     # The peak
 

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 from gpumem_magic.report.lines import Line, lines
 from gpumem_magic.report.model import ALLOCATED_CATEGORIES, CATEGORIES, Report, ReportDevice, Row
+from gpumem_magic.report.out_of_memory import place_sentence, trial_sentences
 from gpumem_magic.report.palette import LABELS as LEGEND
-from gpumem_magic.units import MIB, human, mib
+from gpumem_magic.units import MIB, amount, mib
 
 EVIDENCE_WORDS = {
     "identity": "identity (a live object holds it)",
@@ -33,13 +34,13 @@ def headline(report: Report) -> str:
     """The peak, where it was, the device, and how full that was."""
     peak, device = report.peak, report.device
     where = f" at {peak.where}" if peak.where else ""
-    start = f"Peak {_amount(peak.allocated)} allocated{where}"
+    start = f"Peak {amount(peak.allocated)} allocated{where}"
     kind, size = ("reserved", peak.reserved) if peak.device_used is None else ("in use", peak.device_used)
     if not device.capacity:
-        return f"{start}; {_amount(size)} {kind} on the {device_name(device)}."
-    used = mib(size) if size >= 100 * MIB else _amount(size)
+        return f"{start}; {amount(size)} {kind} on the {device_name(device)}."
+    used = mib(size) if size >= 100 * MIB else amount(size)
     share = _percent(size, device.capacity)
-    return f"{start}; {used} of {_amount(device.capacity)} ({share}) {kind} on the {device_name(device)}."
+    return f"{start}; {used} of {amount(device.capacity)} ({share}) {kind} on the {device_name(device)}."
 
 
 def change(line: Line) -> str:
@@ -75,8 +76,9 @@ def _move(before: Row, row: Row, category: str) -> int:
 class Diagnosis:
     """Why an allocation failed, in bytes; None is unknown.
 
-    cause: "fragmentation" (it would have fitted, packed perfectly), "size" (it would not), "limit" (the device itself had
-    room), "unknown" (a figure is missing). spare: what would be left, packed perfectly; negative is what was missing.
+    cause: "fragmentation" (it would have fitted, packed perfectly), "size" (it would not), "other_process" (it would without
+    what other processes hold), "limit" (the device itself had room), "unknown" (a figure is missing). spare: what would be
+    left, packed perfectly; negative is what was missing.
     """
 
     cause: str
@@ -106,7 +108,8 @@ def diagnose(report: Report) -> Diagnosis | None:
     elif spare is None:
         cause = "unknown"
     elif spare < 0:
-        cause = "size"
+        others = None if row is None else row.categories.get("other_processes")
+        cause = "size" if spare + (others or 0) < 0 else "other_process"
     elif error.largest_free is None or error.largest_free < wanted:
         cause = "fragmentation"
     else:
@@ -127,9 +130,11 @@ def verdict(report: Report) -> str | None:
         return f"{error.type}{at}: {message}" if message else f"{error.type}{at}."
     sentences = [_wanted(report, found, at), _room(found)]
     if found.cause == "fragmentation":
-        sentences.append(f"Fragmentation, not size: packed perfectly, {_amount(found.spare or 0)} would be left.")
+        sentences += _fragmentation(report, found)
     elif found.cause == "size":
         sentences.append(_too_big(report, found))
+    elif found.cause == "other_process":
+        sentences.append(_others(report, found))
     elif found.cause == "limit":
         sentences.append(
             "The device itself had room, so something else set the limit (for example set_per_process_memory_fraction)."
@@ -139,36 +144,55 @@ def verdict(report: Report) -> str | None:
 
 def _wanted(report: Report, found: Diagnosis, at: str) -> str:
     requested = (report.error.requested if report.error else None) or 0
-    text = f"Out of memory{at}: {_amount(requested)} wanted"
+    text = f"Out of memory{at}: {amount(requested)} wanted"
     extra = []
-    if _amount(found.wanted) != _amount(requested):
-        extra.append(f"rounded to {_amount(found.wanted)}")
-    if found.segment is not None and _amount(found.segment) != _amount(found.wanted):
-        extra.append(f"a segment of {_amount(found.segment)}")
+    if amount(found.wanted) != amount(requested):
+        extra.append(f"rounded to {amount(found.wanted)}")
+    if found.segment is not None and amount(found.segment) != amount(found.wanted):
+        extra.append(f"a segment of {amount(found.segment)}")
     return f"{text} ({', '.join(extra)})." if extra else f"{text}."
 
 
 def _room(found: Diagnosis) -> str:
     words = []
     if found.device_free is not None:
-        words.append(f"{_amount(found.device_free)} free on the device")
+        words.append(f"{amount(found.device_free)} free on the device")
     if found.cached is not None:
         piece = ""
         if found.cached and found.largest_free is not None:
-            piece = f" (largest piece {_amount(found.largest_free)})" if found.largest_free else " (no piece of use)"
-        words.append(f"{_amount(found.cached)} cached but free{piece}")
+            piece = f" (largest piece {amount(found.largest_free)})" if found.largest_free else " (no piece of use)"
+        words.append(f"{amount(found.cached)} cached but free{piece}")
     return f"There were {', and '.join(words)}." if words else ""
+
+
+def _others(report: Report, found: Diagnosis) -> str:
+    row = next(row for row in reversed(report.checkpoints) if row.kind == "error")
+    held = row.categories.get("other_processes") or 0
+    return (
+        f"Other processes decide: packed perfectly, {amount(-(found.spare or 0))} were missing, and they hold {amount(held)} "
+        "of the device."
+    )
+
+
+def _fragmentation(report: Report, found: Diagnosis) -> list[str]:
+    spare, capacity = found.spare or 0, report.device.capacity
+    if report.error is None or report.error.verdict is None:
+        return [f"Fragmentation, not size: packed perfectly, {amount(spare)} would be left."]
+    nearly = capacity is not None and spare * 20 < capacity
+    share = f" ({_percent(spare, capacity)} of the device)" if capacity else ""
+    head = "Nearly full, and fragmentation decides" if nearly else "Fragmentation decides, not size"
+    return [f"{head}: packed perfectly, {amount(spare)}{share} would be left.", place_sentence(report.error.verdict)]
 
 
 def _too_big(report: Report, found: Diagnosis) -> str:
     total = report.device.total_bytes
     if total is not None and found.wanted > total:
-        return f"Too big for the device: it has {_amount(total)} in all."
-    text = f"Too big for the device: even packed perfectly, {_amount(-(found.spare or 0))} were missing."
+        return f"Too big for the device: it has {amount(total)} in all."
+    text = f"Too big for the device: even packed perfectly, {amount(-(found.spare or 0))} were missing."
     row = next(row for row in reversed(report.checkpoints) if row.kind == "error")
     largest = max(_TENSOR_CATEGORIES, key=lambda name: row.categories.get(name) or 0)
     size = row.categories.get(largest) or 0
-    return f"{text} The largest share: {LABELS[largest]}, {_amount(size)}." if size else text
+    return f"{text} The largest share: {LABELS[largest]}, {amount(size)}." if size else text
 
 
 def failure_word(report: Report) -> str:
@@ -185,6 +209,8 @@ def remarks(report: Report) -> list[str]:
     sentences = [
         f"Loop at line {fold.line}: {fold.kept:,} of {fold.total:,} iterations are shown." for fold in report.folded
     ]
+    if report.error is not None and report.error.verdict is not None:
+        sentences += trial_sentences(report.error.verdict)
     sentences += [_retries(report), _stand_ins(report), _unknown(report), _unavailable(report)]
     sentences += [" ".join(note.split()) for note in report.notes]
     return [sentence for sentence in sentences if sentence]
@@ -224,7 +250,7 @@ def _unknown(report: Report) -> str:
     if report.peak.allocated <= 0 or size * 100 <= report.peak.allocated:
         return ""
     share = _percent(size, report.peak.allocated)
-    return f"Unknown: {_amount(size)} of what was allocated at the peak ({share}) could not be put in a category."
+    return f"Unknown: {amount(size)} of what was allocated at the peak ({share}) could not be put in a category."
 
 
 def _unavailable(report: Report) -> str:
@@ -243,7 +269,7 @@ def evidence(report: Report) -> str:
         return ""
     kinds = sorted(report.evidence.items(), key=lambda item: -item[1])
     words = [f"{EVIDENCE_WORDS.get(kind, kind)} {_percent(size, total)}" for kind, size in kinds if size]
-    return f"How the peak's {_amount(total)} in tensors are known: {', '.join(words)}."
+    return f"How the peak's {amount(total)} in tensors are known: {', '.join(words)}."
 
 
 def alt_text(report: Report) -> str:
@@ -251,17 +277,12 @@ def alt_text(report: Report) -> str:
     statements = sum(1 for line in lines(report, parts=False) if line.is_statement)
     peak = report.peak.categories
     largest = sorted(((size or 0, name) for name, size in peak.items() if name in CATEGORIES), reverse=True)[:3]
-    shares = ", ".join(f"{LABELS[name]} {_amount(size)}" for size, name in largest if size > 0)
+    shares = ", ".join(f"{LABELS[name]} {amount(size)}" for size, name in largest if size > 0)
     rows = "1 statement" if statements == 1 else f"{statements:,} statements"
     text = f"Stacked bars of GPU memory by category, after each of {rows}. {headline(report)}"
     if shares:
         text += f" Largest at the peak: {shares}."
     return f"{text} {verdict(report)}" if report.error else text
-
-
-def _amount(size: int) -> str:
-    """MiB, whole as in the tables; what is small keeps its digits."""
-    return f"{mib(size)} MiB" if abs(size) >= 100 * MIB else human(size)
 
 
 def _percent(part: int, whole: int) -> str:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from gpumem_magic.recording.model import StandIn
+from gpumem_magic.report.out_of_memory import OutOfMemory
 from gpumem_magic.units import mib
 
 if TYPE_CHECKING:
@@ -95,7 +96,8 @@ class ReportDevice:
 
 @dataclass(frozen=True)
 class ReportError:
-    """The user's error. The last four are bytes, for an out-of-memory error only, and None where they are not known."""
+    """The user's error. What follows the line is for an out-of-memory error only, and None where it is not known: four sizes in
+    bytes, and the verdict: what stood in the way and which settings would have helped."""
 
     type: str
     message: str
@@ -104,6 +106,7 @@ class ReportError:
     rounded: int | None = None
     segment: int | None = None
     largest_free: int | None = None
+    verdict: OutOfMemory | None = None
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from typing import Any, TypeVar
 
 from gpumem_magic.recording.model import StandIn
 from gpumem_magic.report.model import CATEGORIES, SCHEMA, Folded, Peak, Report, ReportDevice, ReportError, Row
+from gpumem_magic.report.out_of_memory import OutOfMemory, Piece, Trial
 
 KINDS = ("before", "statement", "part", "error", "after")
 _T = TypeVar("_T")
@@ -38,6 +40,8 @@ def report_to_dict(report: Report) -> dict[str, Any]:
             "rounded": error.rounded,
             "segment": error.segment,
             "largest_free": error.largest_free,
+            # Only out-of-memory errors have one.
+            **({} if error.verdict is None else {"verdict": asdict(error.verdict)}),
         },
         "evidence": dict(report.evidence),
         "retries": report.retries,
@@ -88,6 +92,15 @@ class _Fields:
         if key not in self._data:
             raise ValueError(f"not a complete report: the key '{self.path(key)}' is missing; save the report again")
         return self._data[key]
+
+    def has(self, key: str) -> bool:
+        return self._data.get(key) is not None
+
+    def yes_or_no(self, key: str) -> bool:
+        value = self.get(key)
+        if not isinstance(value, bool):
+            raise _wrong(self.path(key), "true or false", value)
+        return value
 
     def text(self, key: str) -> str:
         return _typed(self.get(key), str, self.path(key), "text")
@@ -218,6 +231,38 @@ def _error_from_fields(fields: _Fields) -> ReportError:
         rounded=fields.number_or_none("rounded"),
         segment=fields.number_or_none("segment"),
         largest_free=fields.number_or_none("largest_free"),
+        verdict=_verdict_from_fields(fields.fields("verdict")) if fields.has("verdict") else None,
+    )
+
+
+def _verdict_from_fields(fields: _Fields) -> OutOfMemory:
+    return OutOfMemory(
+        cause=fields.text("cause"),
+        spare=fields.number("spare"),
+        limit=fields.number_or_none("limit"),
+        place=fields.number_or_none("place"),
+        left_by=fields.text("left_by"),
+        pieces=fields.each("pieces", _piece_from_dict),
+        more_pieces=fields.number("more_pieces"),
+        trials=fields.each("trials", _trial_from_dict),
+        rounds=fields.number("rounds"),
+        tried=fields.yes_or_no("tried"),
+        kept=fields.number("kept"),
+    )
+
+
+def _piece_from_dict(data: Any, where: str) -> Piece:
+    fields = _Fields(data, where)
+    return Piece(what=fields.text("what"), bytes=fields.number("bytes"))
+
+
+def _trial_from_dict(data: Any, where: str) -> Trial:
+    fields = _Fields(data, where)
+    return Trial(
+        conf=fields.text("conf"),
+        passes=fields.yes_or_no("passes"),
+        rounds=fields.number("rounds"),
+        peak_reserved=fields.number("peak_reserved"),
     )
 
 
