@@ -64,6 +64,7 @@ class GpuMemMagics(Magics):
         self._hooks.complete("%gpumem_watch", _complete_watch)
         self._hooks.complete("%gpumem_who", _complete_who)
         self._hooks.complete("%gpumem_free", _complete_free)
+        self._hooks.complete("%gpumem_load", _complete_load)
 
     @magic_arguments()
     @argument("-o", "--output", metavar="NAME", type=_identifier, help="Binds the report to the variable NAME.")
@@ -216,6 +217,23 @@ class GpuMemMagics(Magics):
         from gpumem_magic.owners.magic import free_line
 
         free_line(self.shell, line)
+
+    @line_magic
+    def gpumem_load(self, line: str) -> None:
+        """Reports memory snapshots (``torch.cuda.memory._dump_snapshot``) as it does cells, with an interactive timeline.
+
+        ::
+
+          %gpumem_load snapshot.pickle
+          %gpumem_load rank0.pickle rank1.pickle
+          %gpumem_load snapshot.pickle.gz --device 1 --at end -o report
+          %gpumem_load snapshot.pickle --html timeline.html --quiet
+
+        ``--at`` is peak, end, or an event's number; ``--no-timeline`` shows only the report. Nothing in a file is executed.
+        """
+        from gpumem_magic.commands.load_magic import load_line
+
+        load_line(self.shell, line)
 
     def unload(self) -> None:
         """Takes the magics and everything that came with them out of the shell, ends a watch, and turns a virtual device off."""
@@ -386,6 +404,12 @@ def _complete_devices(_event: Any) -> list[str]:
 
 def _complete_watch(event: Any) -> list[str]:
     from gpumem_magic.widgets.magic import complete
+
+    return complete(event)
+
+
+def _complete_load(event: Any) -> list[str]:
+    from gpumem_magic.commands.load_magic import complete
 
     return complete(event)
 

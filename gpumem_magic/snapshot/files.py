@@ -138,11 +138,14 @@ def _content(name: str) -> bytes:
         _refuse(name, "it is a folder", "Name a file in it.")
     if os.path.exists(name) and not os.path.isfile(name):
         _refuse(name, "it is not a regular file", "Copy it to one.")
-    size = os.path.getsize(name)
-    if size > MAX_BYTES:
-        _refuse(name, f"it has {human(size)}, and at most {human(MAX_BYTES)} are read", "Record fewer events.")
-    with open(name, "rb") as file:
-        content = file.read(size)
+    try:
+        size = os.path.getsize(name)
+        if size > MAX_BYTES:
+            _refuse(name, f"it has {human(size)}, and at most {human(MAX_BYTES)} are read", "Record fewer events.")
+        with open(name, "rb") as file:
+            content = file.read(size)
+    except OSError as error:
+        raise type(error)(f"cannot read {one_line(name)}: {error.strerror or error}") from None
     if not content:
         _refuse(name, "it is empty", _AGAIN)
     return content

@@ -73,8 +73,11 @@ def _stack(axes: Axes, source: TimelineSource, *, named: bool) -> set[str]:
     balances = Ledger(source.timeline, source.labels).at(positions)
     layers = [balances[position].categories(Outside()) for position in positions]
     heights = np.array([[float(layer[name] or 0) for layer in layers] for name in _LAYERS])
+    there = {name for name, sizes in zip(_LAYERS, heights, strict=True) if sizes.any()}
+    top = float(heights.sum(axis=0).max())
+    unit, name = (GIB, "GiB") if top >= 4 * GIB else (MIB, "MiB")
     # A column reaches to the next one's edge.
-    heights = np.concatenate([heights, heights[:, -1:]], axis=1)
+    heights = np.concatenate([heights, heights[:, -1:]], axis=1) / unit
     axes.stackplot(
         edges, heights, colors=[COLOURS[name] for name in _LAYERS], step="post", linewidth=0, antialiased=False
     )
@@ -86,18 +89,16 @@ def _stack(axes: Axes, source: TimelineSource, *, named: bool) -> set[str]:
     words = f"peak {human(highest)} allocated, {human(source.timeline.peak_reserved(0, end)[0])} reserved at most"
     axes.set_title(f"{_words(source.name)}: {words}" if named else words, fontsize=10, loc="left", color=TEXT)
     axes.set_xlim(0, end + 1)
-    top = float(heights.sum(axis=0).max())
-    axes.set_ylim(0, top * 1.04 or 1)
-    unit, name = (GIB, "GiB") if top >= 4 * GIB else (MIB, "MiB")
+    axes.set_ylim(0, top / unit * 1.04 or 1)
     axes.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda size, _: f"{size / unit:,.4g}"))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda size, _: f"{size:,.6g}"))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda event, _: f"{event:,.0f}"))
     axes.set_ylabel(name, color=QUIET, fontsize=9)
-    axes.set_xlabel("event", color=QUIET, fontsize=9, loc="right", labelpad=-9)
+    axes.set_xlabel("event", color=QUIET, fontsize=9)
     axes.tick_params(labelsize=9, colors=QUIET)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
-    return {name for name, sizes in zip(_LAYERS, heights, strict=True) if sizes.any()}
+    return there
 
 
 def _segments(axes: Axes, source: TimelineSource) -> None:
@@ -131,6 +132,7 @@ def _drawn(segments: Sequence[Segment], live: dict[int, int]) -> Any:
     shades = [_rgb(COLOURS[name]) for name in TENANT_CATEGORIES]
     most = 3 * _ROWS * _ROW_PIXELS
     line: list[Any] = []
+    drawn = 0
     for segment in segments:
         width = max(round(segment.total_size / per_pixel), 2)
         bar = np.tile(np.array(cached, np.uint8), (width, 1))
@@ -140,10 +142,11 @@ def _drawn(segments: Sequence[Segment], live: dict[int, int]) -> Any:
                 continue
             begin = (block.address - segment.address) * scale
             first, last = round(begin), max(round(begin + block.size * scale), round(begin) + 1)
-            # Blocks that wait for a stream are not live; they are drawn as workspace-grey between used and free.
+            # A block that waits for a stream is neither live nor free.
             bar[first:last] = shades[live[block.address]] if block.address in live else _rgb(COLOURS["context"])
         line += [bar, np.tile(np.array(paper, np.uint8), (1, 1))]
-        if sum(map(len, line[-2:])) and sum(len(part) for part in line) > most:
+        drawn += len(bar) + 1
+        if drawn > most:
             break
     flat = np.concatenate(line)
     rows = -(-len(flat) // _ROW_PIXELS)
