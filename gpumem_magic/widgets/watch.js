@@ -305,6 +305,11 @@ export function drawPanel(ctx, store, view, where) {
     ctx.stroke();
     ctx.setLineDash([]);
   };
+  // What crosses the areas has an edge of the ground's colour: areas are light and dark, in both themes.
+  const edged = (x1, y1, x2, y2, colour, dash, thick) => {
+    line(x1, y1, x2, y2, view.paper, [], thick + 1.6);
+    line(x1, y1, x2, y2, colour, dash, thick);
+  };
   const text = (words, at, height_, colour, align = "left") => {
     ctx.fillStyle = colour;
     ctx.textAlign = align;
@@ -327,13 +332,13 @@ export function drawPanel(ctx, store, view, where) {
     const until = last === rows[rows.length - 1] ? Math.min(view.end, last[0] + gap) : last[0] + view.period;
     drawAreas(ctx, store, stretch, until, x, y, view.fills);
   }
-  drawMarks(ctx, view, x, floor, upper, left + plotWidth, line, text);
+  drawMarks(ctx, view, x, floor, upper, left + plotWidth, line, edged, text);
   if (view.peak > 0) {
-    line(left, y(view.peak), left + plotWidth, y(view.peak), view.ink, [], 0.8);
+    edged(left, y(view.peak), left + plotWidth, y(view.peak), view.ink, [], 0.8);
     tag(ctx, `peak allocated ${human(view.peak)}`, left + plotWidth - 3, Math.max(y(view.peak) - 4, 11), view, "right");
   }
   if (view.capacity > 0 && view.capacity <= top) {
-    line(left, y(view.capacity), width - 4, y(view.capacity), view.alarm, [6, 4]);
+    edged(left, y(view.capacity), width - 4, y(view.capacity), view.alarm, [6, 4], 1);
     tag(ctx, `capacity ${human(view.capacity)}`, left + 4, Math.max(y(view.capacity) - 4, 11), { ...view, ink: view.alarm }, "left");
   }
   if (view.bar) {
@@ -348,7 +353,7 @@ export function drawPanel(ctx, store, view, where) {
     text(view.barWord, barX + bar / 2, floor + 16, view.quiet, "center");
   }
   line(left, floor + 0.5, left + plotWidth, floor + 0.5, view.quiet);
-  if (view.cursor !== null) line(x(view.cursor), upper, x(view.cursor), floor, view.ink, [2, 2]);
+  if (view.cursor !== null) edged(x(view.cursor), upper, x(view.cursor), floor, view.ink, [2, 2], 1);
   return { top };
 }
 
@@ -377,19 +382,24 @@ function drawAreas(ctx, store, rows, until, x, y, fills) {
   }
 }
 
-function drawMarks(ctx, view, x, floor, upper, right, line, text) {
-  let free = -Infinity;
-  for (const mark of view.marks) {
+function drawMarks(ctx, view, x, floor, upper, right, line, edged, text) {
+  const visible = view.marks.filter((mark) => mark.time >= view.start && x(mark.time) <= right + 1);
+  for (const mark of visible) {
     const at = x(mark.time);
-    if (mark.time < view.start || at > right + 1) continue;
     if (mark.kind === "checkpoint") line(at, floor, at, floor + 4, view.quiet);
     else if (mark.kind === "cell") line(at, upper, at, floor, view.quiet, [1, 3]);
-    else line(at, upper, at, floor, view.ink);
-    // Names where there is room for them.
-    if (mark.kind !== "checkpoint" && at > free) {
-      text(mark.label.slice(0, 24), at + 3, upper - 5, view.quiet);
-      free = at + 9 + ctx.measureText(mark.label.slice(0, 24)).width;
-    }
+    else edged(at, upper, at, floor, view.ink, [], 1);
+  }
+  // Names where there is room for them; a reader's own come first.
+  const named = (kind) => visible.filter((mark) => mark.kind === kind);
+  const taken = [];
+  for (const mark of [...named("mark"), ...named("cell")]) {
+    const words = mark.label.slice(0, 24);
+    const width = ctx.measureText(words).width;
+    const from = Math.min(x(mark.time) + 3, right + 8 - width);
+    if (taken.some(([low, high]) => from < high + 6 && from + width + 6 > low)) continue;
+    taken.push([from, from + width]);
+    text(words, from, upper - 5, mark.kind === "mark" ? view.ink : view.quiet);
   }
 }
 

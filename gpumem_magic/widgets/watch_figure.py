@@ -110,12 +110,20 @@ def _panel(axes: Any, bar: Any, device: DeviceSamples, samples: WatchSamples) ->
         _areas(axes, stretch, samples.started, end)
     if device.latest is not None:
         _bar(bar, device.latest)
+    # Cells have their names where there is room for them.
+    named = -length
     for mark in samples.marks:
         at = mark.time - samples.started
         if mark.kind == CHECKPOINT:
             axes.plot([at, at], [-0.025, 0], transform=axes.get_xaxis_transform(), color=QUIET, lw=0.7, clip_on=False)
         elif mark.kind == CELL:
             axes.axvline(at, color=QUIET, lw=0.7, ls=":")
+            if at - named > 0.12 * length:
+                named = at
+                axes.annotate(
+                    mark.label, (at, 1), (3, -3), xycoords=("data", "axes fraction"), textcoords="offset points",
+                    fontsize=8, color=QUIET, va="top",
+                )  # fmt: skip
         elif mark.kind == USER:
             axes.axvline(at, color=TEXT, lw=0.8)
             axes.annotate(

@@ -198,6 +198,31 @@ test("peak, capacity, marks and the cursor are drawn", () => {
   assert.ok(ctx.calls.some(([name, , colour]) => name === "stroke" && colour === "red"));
 });
 
+test("a reader's own marks keep their names where there is no room for all", () => {
+  const s = store({ capacity: 100 });
+  for (const time of [101, 102, 103]) s.receive({ k: "rows", s: [0] }, view([row(time, 900 * MIB)]), 0);
+  const marks = [
+    { time: 102, kind: "cell", label: "In [2]" }, { time: 102.01, kind: "mark", label: "mine" }, { time: 102.99, kind: "mark", label: "at the very end of it" },
+    { time: 99, kind: "mark", label: "before" },
+  ];
+  const ctx = recorder();
+  const where = geometry(700, 220);
+  drawPanel(ctx, s, panel(s, { marks }), where);
+  const names = ctx.calls.filter(([name, [, , height]]) => name === "fillText" && height < where.top);
+  assert.deepEqual(names.map(([, [text]]) => text), ["mine", "at the very end of it"]);
+  for (const [, [text, x]] of names) assert.ok(x + 6 * text.length <= where.left + where.plotWidth + 9, text);
+});
+
+test("lines over the areas have an edge of the ground's colour", () => {
+  const s = store({ capacity: 100 });
+  for (const time of [101, 102]) s.receive({ k: "rows", s: [0] }, view([row(time, 900 * MIB)]), 0);
+  const ctx = recorder();
+  drawPanel(ctx, s, panel(s, { peak: 900 * MIB, paper: "ground" }), geometry(700, 220));
+  const strokes = ctx.calls.filter(([name]) => name === "stroke").map(([, , colour]) => colour);
+  const peak = strokes.indexOf("ink");
+  assert.equal(strokes[peak - 1], "ground");
+});
+
 test("nothing to draw, and a figure that is unavailable, are drawn without an error", () => {
   const s = store();
   drawPanel(recorder(), s, panel(s, { bar: null }), geometry(160, 170));
