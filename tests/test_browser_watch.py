@@ -6,7 +6,8 @@ Skipped where Chromium, Playwright or the notebook server is missing. Nothing he
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -77,7 +78,7 @@ def area(page: Any, layer: str) -> int:
 
 
 def state(page: Any, name: str) -> str:
-    return str(page.locator(WATCH).get_attribute(f"data-{name}"))
+    return str(page.locator(WATCH).first.get_attribute(f"data-{name}"))
 
 
 def wait_samples(page: Any, more: int) -> int:
@@ -92,21 +93,35 @@ def wait_state(page: Any, wanted: str) -> None:
 
 
 @pytest.fixture(params=["lab", "notebook"])
-def notebook(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Notebook]:
+def app(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def open_notebook(app: str, tmp_path: Path) -> Iterator[Callable[[list[str]], Notebook]]:
+    """Writes a notebook with these cells, and opens it."""
     folder, own = tmp_path / "notebooks", tmp_path / "own"
     folder.mkdir()
     own.mkdir()
-    write_notebook(folder / "watch.ipynb", CELLS)
-    with serving(request.param, folder, own) as server, browsing(CHROMIUM, tmp_path / "profile") as (context, strays):
-        opened = Notebook(context.new_page(), server, strays, folder)
-        try:
-            opened.open("watch.ipynb")
-            yield opened
-        finally:
-            (folder / "enough").touch()
+    with ExitStack() as stack:
+
+        def opened(cells: list[str]) -> Notebook:
+            write_notebook(folder / "watch.ipynb", cells)
+            server = stack.enter_context(serving(app, folder, own))
+            context, strays = stack.enter_context(browsing(CHROMIUM or "", tmp_path / "profile"))
+            notebook = Notebook(context.new_page(), server, strays, folder)
+            # Ends a cell that waits for it, also where a test failed.
+            stack.callback((folder / "enough").touch)
+            notebook.open("watch.ipynb")
+            return notebook
+
+        yield opened
 
 
-def test_the_watch_lives_while_the_cell_runs_and_leaves_its_picture(notebook: Notebook, tmp_path: Path) -> None:
+def test_the_watch_lives_while_the_cell_runs_and_leaves_its_picture(
+    open_notebook: Callable[[list[str]], Notebook], tmp_path: Path
+) -> None:
+    notebook = open_notebook(CELLS)
     page = notebook.page
     notebook.run(START)
     notebook.wait_for(START)
@@ -206,3 +221,102 @@ def check_export(path: Path, folder: Path) -> None:
     assert page.count("data:image/png;base64,") == 2
     assert "GPU memory, watched" in page
     assert "application/vnd.jupyter.widget-view+json" not in page
+
+
+OTHERS = [
+    "%load_ext gpumem_magic\n%gpumem_device 2xT4\nimport torch\nfrom pathlib import Path\n%gpumem_watch",
+    "from IPython.display import display\nfrom gpumem_magic.widgets import watch\ndisplay(watch.running().front.widget)",
+    """%%gpumem -q
+kept = [torch.zeros(1 << 24, device=f"cuda:{index}") for index in (0, 1)]
+turn = 0
+while not Path("enough").exists():
+    turn += 1
+    other = torch.zeros(turn % 50 << 20, device="cuda:1")
+""",
+    "%gpumem_watch --static",
+    "%gpumem_watch stop\nimport comm\nprint(len(comm.get_comm_manager().comms))",
+]
+VIEW_TWICE, BUSY, STATIC, END = range(1, 5)
+INTERRUPT = "async () => { await window.jupyterapp.shell.currentWidget.sessionContext.session.kernel.interrupt(); }"
+RESTART = "async () => { await window.jupyterapp.shell.currentWidget.sessionContext.session.kernel.restart(); }"
+
+
+def test_two_views_an_interrupt_a_static_picture_and_a_restart(
+    open_notebook: Callable[[list[str]], Notebook],
+) -> None:
+    notebook = open_notebook(OTHERS)
+    page = notebook.page
+    notebook.run(START)
+    notebook.wait_for(START)
+    notebook.run(VIEW_TWICE)
+    notebook.wait_for(VIEW_TWICE)
+    page.wait_for_function(f"() => document.querySelectorAll('{WATCH}').length === 2")
+
+    # Two views of one widget go on together, each with a chart for each device.
+    notebook.run(BUSY)
+    page.wait_for_function("() => document.querySelectorAll('.gpumem-canvas').length === 4")
+    goal = wait_samples(page, 5)
+    page.wait_for_function(
+        f"() => [...document.querySelectorAll('{WATCH}')].every((view) => +view.dataset.samples >= {goal})"
+    )
+    assert notebook.is_busy(BUSY)
+    titles = page.locator(WATCH).first.locator(".gpumem-table thead th").all_inner_texts()
+    assert titles == ["cuda:0", "cuda:1"]
+    # A pause in one of them is seen in the other.
+    page.locator(".gpumem-pause").first.click()
+    page.wait_for_function(
+        f"() => [...document.querySelectorAll('{WATCH}')].every((view) => view.dataset.state === 'paused')"
+    )
+    page.locator(".gpumem-pause").first.click()
+    wait_state(page, "running")
+
+    # The interrupt ends the cell, and not the watch.
+    page.evaluate(INTERRUPT)
+    page.wait_for_function("(n) => {" + IDLE + "}", arg=BUSY)
+    assert "KeyboardInterrupt" in [output.get("ename") for output in notebook.outputs(BUSY)]
+    wait_samples(page, 5)
+
+    # A static picture takes its place, and is replaced while a cell runs. It needs no comm.
+    notebook.run(STATIC)
+    notebook.wait_for(STATIC)
+    page.wait_for_function(f"() => document.querySelectorAll('{WATCH}').length === 0")
+    notebook.run(BUSY)
+    first = svg_of(notebook)
+    for _ in range(2):
+        page.wait_for_function("([n, before]) => {" + SVG + " return svg && svg !== before; }", arg=[STATIC, first])
+        first = svg_of(notebook)
+    assert notebook.is_busy(BUSY)
+    assert "cuda:1" in first
+    (notebook.folder / "enough").touch()
+    notebook.wait_for(BUSY)
+    notebook.run(END)
+    assert notebook.wait_for(END).split() == ["0"]
+    (shown,) = (output for output in notebook.outputs(STATIC) if output["output_type"] == "display_data")
+    assert set(shown["data"]) == {"text/html", "text/plain"}
+
+    # The page of a kernel that has gone says so, and another run of the cell begins anew.
+    notebook.run(START)
+    page.locator(WATCH).wait_for()
+    wait_samples(page, 2)
+    page.evaluate(RESTART)
+    wait_state(page, "stale")
+    assert page.locator(".gpumem-status").inner_text().startswith("stale")
+    notebook.run(START)
+    page.wait_for_function(f"() => document.querySelector('{WATCH}')?.dataset.state === 'running'")
+    wait_samples(page, 2)
+    assert notebook.strays == []
+    assert notebook.errors == []
+
+
+IDLE = (
+    "const model = window.jupyterapp.shell.currentWidget.content.widgets[n];"
+    " return model.model.executionCount != null && !model.node.innerText.includes('[*]');"
+)
+SVG = (
+    "const outputs = window.jupyterapp.shell.currentWidget.content.widgets[n].model.outputs.toJSON();"
+    " const svg = outputs.map((output) => output.data?.['image/svg+xml']).flat().filter(Boolean).join('');"
+)
+
+
+def svg_of(notebook: Notebook) -> str:
+    return str(notebook.page.evaluate("(n) => {" + SVG + " return svg; }", STATIC))
