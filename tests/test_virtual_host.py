@@ -1,0 +1,269 @@
+"""The virtual GPU beside the host: files, threads, data loaders, and values that a program reads."""
+
+from __future__ import annotations
+
+import os
+import threading
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from gpumem_magic.virtual import gpu
+from gpumem_magic.virtual.saving import SWITCH, StandInsNotSaved
+
+
+@pytest.fixture(autouse=True)
+def machine() -> Iterator[gpu.VirtualMachine]:
+    yield gpu.turn_on("2xT4")
+    gpu.turn_off()
+
+
+def line_of(marker: str) -> int:
+    """The line of this file that ends with a comment."""
+    lines = Path(__file__).read_text(encoding="utf-8").splitlines()
+    return next(number for number, line in enumerate(lines, 1) if line.endswith(f"# {marker}"))
+
+
+# ---- files
+
+
+def test_saved_and_loaded_back_to_where_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "model.pt"
+    model = torch.nn.Linear(8, 8).to("cuda:1")
+    whole = torch.zeros(100, device="cuda:1")
+    with pytest.warns(UserWarning, match="gets zeros in place of the values"):
+        torch.save(
+            {"model": model.state_dict(), "whole": whole, "part": whole[10:], "host": torch.ones(3), "step": 4}, path
+        )
+    loaded = torch.load(path)
+    assert loaded["step"] == 4
+    assert torch.equal(loaded["host"], torch.ones(3))
+    assert loaded["model"]["weight"].device.index == 1
+    assert loaded["part"].data_ptr() == loaded["whole"].data_ptr() + 40
+    assert loaded["part"].untyped_storage().nbytes() == 400
+    assert torch.nn.Linear(8, 8).to("cuda").load_state_dict(loaded["model"]).missing_keys == []
+
+
+@pytest.mark.parametrize(
+    ("place", "device"),
+    [
+        ("cpu", "cpu"), ("cuda", "cuda:0"), ("cuda:1", "cuda:1"), (torch.device("cuda", 0), "cuda:0"), (1, "cuda:1"),
+        ({"cuda:1": "cuda:0"}, "cuda:0"), (lambda storage, location: storage, "cpu"),
+        (lambda storage, location: storage.cuda(0), "cuda:0"), (None, "cuda:1"),
+    ],
+)  # fmt: skip
+def test_every_kind_of_map_location(tmp_path: Path, place: Any, device: str) -> None:
+    path = tmp_path / "tensor.pt"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.save([torch.zeros(4, device="cuda:1")], path)
+    (loaded,) = torch.load(path, map_location=place)
+    assert str(loaded.device) == device
+    if device == "cpu":
+        assert type(loaded) is torch.Tensor
+
+
+def test_a_host_file_is_read_as_it_is_and_sent_to_the_device(tmp_path: Path) -> None:
+    path = tmp_path / "host.pt"
+    gpu.turn_off()
+    layer = torch.nn.Linear(3, 3)
+    torch.save(layer.state_dict(), path)
+    torch.save(layer, tmp_path / "layer.pt")
+    gpu.turn_on("T4")
+    assert torch.equal(torch.load(path)["weight"], layer.weight)
+    assert torch.load(path, map_location="cuda")["weight"].is_cuda
+    whole = torch.load(tmp_path / "layer.pt", map_location="cuda", weights_only=False)
+    assert whole.weight.is_cuda
+    assert isinstance(whole.weight, torch.nn.Parameter)
+    assert whole(torch.zeros(1, 3, device="cuda")).is_cuda
+
+
+def test_the_state_of_an_optimizer_goes_round(tmp_path: Path) -> None:
+    model = torch.nn.Linear(8, 8).cuda()
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.zeros(1, 8, device="cuda")).sum().backward()
+    optimizer.step()
+    with pytest.warns(UserWarning, match="zeros"):
+        torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
+    other = torch.optim.Adam(model.parameters())
+    other.load_state_dict(torch.load(tmp_path / "optimizer.pt", map_location="cpu"))
+    state = other.state[model.weight]
+    assert state["exp_avg"].is_cuda
+    assert state["step"].item() == 1
+    other.step()
+
+
+def test_a_file_that_exists_is_not_overwritten_with_zeros(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "good.pt"
+    torch.save(torch.ones(3), path)
+    before = path.read_bytes()
+    with pytest.raises(StandInsNotSaved, match="was left as it is"):
+        torch.save(torch.zeros(3, device="cuda"), path)
+    assert path.read_bytes() == before
+    torch.save(torch.zeros(3), path)
+    monkeypatch.setenv(SWITCH, "1")
+    with pytest.warns(UserWarning, match="gets zeros"):
+        torch.save(torch.zeros(3, device="cuda"), path)
+
+
+def test_a_file_of_this_run_may_be_written_again(tmp_path: Path) -> None:
+    for _ in range(2):
+        with pytest.warns(UserWarning, match="gets zeros"):
+            torch.save(torch.zeros(3, device="cuda"), tmp_path / "latest.pt")
+
+
+def test_safetensors_are_careful_too(tmp_path: Path) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    path = tmp_path / "model.safetensors"
+    with pytest.warns(UserWarning, match="gets zeros"):
+        safetensors.save_file({"x": torch.zeros(3, 4, device="cuda")}, str(path))
+    assert safetensors.load_file(str(path))["x"].shape == (3, 4)
+    good = tmp_path / "good.safetensors"
+    safetensors.save_file({"x": torch.ones(3)}, str(good))
+    with pytest.raises(StandInsNotSaved):
+        safetensors.save_file({"x": torch.zeros(3, device="cuda")}, str(good))
+    assert torch.equal(safetensors.load_file(str(good))["x"], torch.ones(3))
+
+
+def test_safetensors_are_loaded_to_the_device(tmp_path: Path) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    path = tmp_path / "host.safetensors"
+    safetensors.save_file({"x": torch.ones(300)}, str(path))
+    loaded = safetensors.load_file(str(path), device="cuda")
+    assert loaded["x"].is_cuda
+    assert torch.cuda.memory_allocated() == 1536
+
+
+# ---- threads
+
+
+def test_every_thread_can_use_the_device() -> None:
+    results: list[Any] = []
+
+    def train() -> None:
+        try:
+            layer = torch.nn.Linear(32, 32).to("cuda")
+            for _ in range(5):
+                loss = layer(torch.randn(4, 32).cuda()).sum()
+                loss.backward()
+            results.append(loss.item())
+        except BaseException as error:
+            results.append(error)
+
+    threads = [threading.Thread(target=train) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == [0.0] * 4
+
+
+def test_counters_hold_when_threads_allocate_at_once() -> None:
+    kept: list[torch.Tensor] = []
+
+    def allocate(seed: int) -> None:
+        for size in range(1, 60):
+            kept.append(torch.empty(size * 100 + seed, device="cuda"))
+            torch.empty(size * 1000, device="cuda")
+
+    threads = [threading.Thread(target=allocate, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert torch.cuda.memory_allocated() == sum(-(-tensor.nbytes // 512) * 512 for tensor in kept)
+    assert torch.cuda.memory_allocated() == sum(segment["allocated_size"] for segment in torch.cuda.memory_snapshot())
+
+
+# ---- data loaders
+
+
+@pytest.mark.parametrize("pin_memory", [False, True])
+def test_batches_of_a_loader_go_to_the_device(pin_memory: bool) -> None:
+    data = TensorDataset(torch.arange(12.0).view(6, 2), torch.arange(6))
+    loader = DataLoader(data, batch_size=4, shuffle=True, pin_memory=pin_memory)
+    shapes = [tuple(x.to("cuda", non_blocking=True).shape) for x, _ in loader]
+    assert shapes == [(4, 2), (2, 2)]
+
+
+class SeesTheDevice(torch.utils.data.Dataset[int]):
+    """In a worker there is no device, as with CUDA after a fork."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        if index == 3:
+            try:
+                torch.zeros(3, device="cuda")
+            except RuntimeError as error:
+                return 10 if "Cannot re-initialize CUDA in forked subprocess" in str(error) else -1
+            return -2
+        return int(torch.cuda.is_available())
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
+def test_in_a_forked_worker_the_device_is_out_of_reach() -> None:
+    loader = DataLoader(SeesTheDevice(), batch_size=1, num_workers=1, multiprocessing_context="fork")
+    assert [int(batch) for batch in loader] == [0, 0, 0, 10]
+    assert torch.cuda.is_available()
+
+
+# ---- values that are not there
+
+
+def test_lines_that_read_a_value_are_listed(machine: gpu.VirtualMachine) -> None:
+    x = torch.rand(3, device="cuda")
+    for _ in range(4):
+        x.sum().item()  # reads
+    if x.sum() > 0:  # compares
+        pytest.fail("a stand-in is zero")
+    x.cpu()  # copies
+    x.tolist()  # lists
+    found = {line: count for (file, line), count in machine.stand_ins.items() if file == __file__}
+    assert found == {line_of("reads"): 4, line_of("compares"): 1, line_of("copies"): 1, line_of("lists"): 1}
+
+
+def test_a_host_program_is_not_touched(machine: gpu.VirtualMachine) -> None:
+    x = torch.arange(4.0, requires_grad=True)
+    (x * x).sum().backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [0.0, 2.0, 4.0, 6.0]
+    assert x.max().item() == 3.0
+    assert torch.save is not None
+    assert not machine.stand_ins
+    assert torch.cuda.memory_allocated() == 0
+
+
+def test_copies_to_the_host_are_real_tensors() -> None:
+    x = torch.rand(3, 4, device="cuda").t()
+    host = x.cpu()
+    assert type(host) is torch.Tensor
+    assert (host.shape, host.stride()) == (x.shape, x.stride())
+    host += 1
+    assert host.sum().item() == 12.0
+    assert x.detach().cpu().numpy().shape == (4, 3)
+    target = torch.ones(4, 3)
+    target.copy_(x)
+    assert target.sum().item() == 0.0
+    w = torch.ones(2, device="cuda", requires_grad=True)
+    (w.cpu() * torch.tensor([3.0, 4.0])).sum().backward()
+    assert w.grad is not None
+    assert w.grad.is_cuda
+
+
+def test_distributions_are_not_checked_by_values() -> None:
+    normal = torch.distributions.Normal(torch.zeros(3, device="cuda"), torch.ones(3, device="cuda"))
+    assert normal.rsample((2,)).shape == (2, 3)
+    assert normal.log_prob(torch.zeros(3, device="cuda")).is_cuda
+    categorical = torch.distributions.Categorical(logits=torch.zeros(2, 5, device="cuda"))
+    assert categorical.sample().shape == (2,)
+
+
+def test_a_subprocess_sees_the_device_only_through_nvidia_smi() -> None:
+    assert "gpumem" in os.environ["PATH"].split(os.pathsep)[0]
