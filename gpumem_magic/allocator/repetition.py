@@ -28,8 +28,9 @@ _BOTH_KEPT = 3
 _KEPT_ONE = 1
 _LEFT_OUT = -4
 _IMPOSSIBLE = -(1 << 30)
-# A match is one where at least this many requests agree, and half of an iteration's.
-_FEWEST = 3
+# An iteration has at least this many requests, and half of them agree with the one before. Fewer repeat by chance, as where an
+# optimizer goes through weights of the same size.
+_FEWEST = 8
 
 
 @dataclass(frozen=True)
@@ -45,13 +46,13 @@ def last_iteration(
     program: Program,
     events: Sequence[TraceEvent],
     settings: AllocatorSettings = DEFAULT_SETTINGS,
-    among: Sequence[range] = (),
+    among: Sequence[range] | None = None,
 ) -> Repetition | None:
     """The stretch from the earlier counterpart of the program's last failed request up to that request, its last step.
 
     Run again behind the program, it begins with the request that failed and ends where that is asked again. None where the
     program does not end with a failed request, or no earlier iteration is recognised. among: the events of which the earlier
-    counterpart is one, where that is known (the same statement, in earlier iterations).
+    counterpart is one, where that is known (the same statement, in earlier iterations); None where it is not.
     """
     if not program.steps or program.steps[-1].action != FAILED:
         return None
@@ -62,7 +63,7 @@ def last_iteration(
     best: tuple[int, _Match] | None = None
     tried = 0
     for place in range(len(requests) - 1, -1, -1):
-        if keys[place] != keys[-1] or (among and not any(requests[place].event in part for part in among)):
+        if keys[place] != keys[-1] or (among is not None and not any(requests[place].event in part for part in among)):
             continue
         found = search.backwards(place)
         # The latest wins where several agree as far.
@@ -74,8 +75,10 @@ def last_iteration(
     if best is None:
         return None
     place, match = best
-    length = len(requests) - place
-    if len(match.pairs) < max(_FEWEST, length // 2):
+    # What a first iteration makes and keeps is not expected to have a counterpart.
+    paired = set(match.pairs.values())
+    length = sum(step.block in program.freed or step.block in paired for step in requests[place:])
+    if length < _FEWEST or len(match.pairs) < max(_FEWEST, length // 2):
         return None
     return _repetition(program, requests[place].event, failed.event, match.pairs, search.keys_by_block())
 

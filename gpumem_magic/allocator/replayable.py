@@ -46,7 +46,7 @@ def _of_device(loaded: LoadedSnapshot, device: int, settings: AllocatorSettings,
         )
     if seed.uncertain:
         own.append(
-            f"The sizes of {seed.uncertain:,} blocks from before the recording are lower bounds (by up to 1 MiB each): "
+            f"The sizes of blocks from before the recording are lower bounds in {seed.uncertain:,} cases (by up to 1 MiB each): "
             "a difference may be theirs."
         )
     return Replayable(device, events, final, settings, seed, tuple(own))

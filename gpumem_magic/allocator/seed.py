@@ -36,7 +36,8 @@ def seed_of(
     if not events:
         return Seed(reason="there is no trace: the memory history was not recorded")
     if not any(event.action == "alloc" for event in events):
-        return Seed(reason=f"the trace has {len(events)} events and no allocation among them")
+        what = "its one event is" if len(events) == 1 else f"none of its {len(events):,} events is"
+        return Seed(reason=f"{what} {'no' if len(events) == 1 else 'an'} allocation: only the state was recorded")
     try:
         check_adoptable(final, final)
     except ValueError as error:

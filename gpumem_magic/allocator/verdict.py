@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from gpumem_magic.allocator.program import Program, Repetition
+from gpumem_magic.allocator.program import ALLOC, Program, Repetition
 from gpumem_magic.allocator.repetition import last_iteration
 from gpumem_magic.allocator.what_if import Capacity, what_if
 from gpumem_magic.snapshot.model import INACTIVE, Segment, TraceEvent
@@ -78,7 +78,8 @@ class Verdict:
     cached: reserved and not allocated; largest_free: the largest piece of that which the request could be given. spare: what
     would be left with perfect packing; negative is what was missing. limit: what the allocator was allowed. cause: one of the
     constants above. gap: where fragmentation decides. trials: settings by replay; rounds: how many repetitions each was to
-    survive, 0 where the recording shows no earlier iteration. tried: False where the replay was not possible, or too long.
+    survive, of an iteration of so many `requests`; both 0 where the recording shows no earlier iteration. tried: False where
+    the replay was not possible, or too long.
     """
 
     event: int
@@ -97,6 +98,7 @@ class Verdict:
     gap: Gap | None
     trials: tuple[Trial, ...]
     rounds: int
+    requests: int
     tried: bool
 
 
@@ -151,7 +153,7 @@ def verdict_of(
     rounds: int = ROUNDS,
     most_steps: int | None = None,
     can_replay: bool = True,
-    among: Sequence[range] = (),
+    among: Sequence[range] | None = None,
 ) -> Verdict | None:
     """The verdict of the failed request at `event`, by default the last one; None where there is none.
 
@@ -185,12 +187,16 @@ def verdict_of(
         gap=_gap(usable, timeline, failed.size, event) if cause == FRAGMENTATION else None,
         trials=(),
         rounds=0,
+        requests=0,
         tried=False,
     )
     # Beyond what rounding costs, no setting makes blocks smaller.
     hopeless = cause in (CAPACITY, OTHER_PROCESS) and -spare > allocated - timeline.requested_at(event)
     if not can_replay or hopeless:
         return replace(verdict, tried=hopeless)
+    if cause == LIMIT and spare < failed.address:
+        # What is cached would not do in one piece either, and no option lifts a limit.
+        return verdict
     capacity = _capacity_at(failed, reserved, settings, facts)
     program = Program(start, events, final, event + 1)
     repetition = last_iteration(program, events, settings, among)
@@ -266,18 +272,18 @@ def _with_trials(
 ) -> Verdict:
     candidates = _candidates(settings, verdict.rounded)
     rounds = rounds if repetition is not None else 0
-    steps = len(program.steps)
-    if repetition is not None:
-        steps += rounds * sum(repetition.first <= step.event < repetition.stop for step in program.steps)
+    again = [] if repetition is None else [s for s in program.steps if repetition.first <= s.event < repetition.stop]
+    steps = len(program.steps) + rounds * len(again)
     if most_steps is not None and steps * len(candidates) > most_steps:
         return verdict
+    requests = sum(step.action == ALLOC for step in again)
     trials = []
     for conf, chosen in candidates:
         outcome = what_if(program, chosen, capacity, repetition=repetition, rounds=rounds, until_failure=True)
         early = any(failure.round == 0 for failure in outcome.failed)
         passes = not early and outcome.passed_last
         trials.append(Trial(conf, passes, outcome.rounds if passes else 0, outcome.peak_reserved))
-    return replace(verdict, trials=tuple(trials), rounds=rounds, tried=True)
+    return replace(verdict, trials=tuple(trials), rounds=rounds, requests=requests, tried=True)
 
 
 def _candidates(settings: AllocatorSettings, rounded: int) -> list[tuple[str, AllocatorSettings]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 
@@ -10,9 +11,18 @@ UNREADABLE = 2
 
 
 def guarded(work: Callable[[], int]) -> int:
-    """Runs it; a file that can't be read or written is one line on standard error and status 2."""
+    """Runs it; a file that can't be read or written is one line on standard error and status 2.
+
+    Where nobody reads on (``| head``), it ends in silence with status 1.
+    """
     try:
-        return work()
+        status = work()
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:
+        # Python flushes once more at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
     except (OSError, ValueError) as error:
         print(f"gpumem: {' '.join(str(error).split())}", file=sys.stderr)
         return UNREADABLE

@@ -7,7 +7,7 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any
 
-from gpumem_magic.commands.common import FAILED, UNREADABLE, table
+from gpumem_magic.commands.common import FAILED, UNREADABLE, guarded, table
 from gpumem_magic.units import human
 
 if TYPE_CHECKING:
@@ -32,6 +32,10 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 
 def run(options: argparse.Namespace) -> int:
     """Prints what came out, a line for each device of each file."""
+    return guarded(lambda: _run(options))
+
+
+def _run(options: argparse.Namespace) -> int:
     conf = options.conf
     if conf is not None:
         from gpumem_magic.allocator.settings import parse

@@ -277,21 +277,24 @@ class DeviceView:
             facts=Facts(self.log.facts.total_bytes, other_processes=self._outside(position).other_processes),
             most_steps=_MOST_STEPS,
             can_replay=not self.timeline.unmatched and not self.timeline.unplaced,
-            among=[
-                range(draft.stretch.start_position, draft.stretch.end_position)
-                for draft in drafts
-                if draft.point.kind == "statement" and draft.point.line == failed.point.line
-            ],
+            among=self._earlier(drafts, failed.point),
         )
         if verdict is None:
             return error
         kept = self.timeline.reserved_at(0)
         return replace(error, verdict=out_of_memory(verdict, lambda life: self._in_words(life, drafts), kept))
 
+    def _earlier(self, drafts: list[_Draft], failed: Checkpoint) -> list[range] | None:
+        """The events of earlier runs of the failed statement; None where it is in no loop of the cell's own."""
+        if not failed.iteration:
+            return None
+        runs = [draft.stretch for draft in drafts if (draft.point.kind, draft.point.line) == ("statement", failed.line)]
+        return [range(run.start_position, run.end_position) for run in runs]
+
     def _in_words(self, life: Allocation, drafts: list[_Draft]) -> str:
         """An allocation for a reader: ```output` (activations) of output = model(input) in iteration 2, line 9``."""
         label = self.labels[life.index]
-        kind = LABELS[label.category]
+        kind = "a block" if label.category == "unknown" else LABELS[label.category]
         what = f"`{label.name}` ({kind})" if label.name else kind
         return f"{what} from before the cell" if life.born < 0 else f"{what} of {self._where(drafts, life.born + 1)}"
 

@@ -96,6 +96,9 @@ def diagnose(report: Report) -> Diagnosis | None:
     if error is None or error.requested is None:
         return None
     wanted = error.requested if error.rounded is None else error.rounded
+    if (told := error.verdict) is not None:
+        cause = "size" if told.cause == "capacity" else told.cause
+        return Diagnosis(cause, wanted, error.segment, told.free, told.cached, error.largest_free, told.spare)
     row = next((row for row in reversed(report.checkpoints) if row.kind == "error"), None)
     total = report.device.total_bytes if report.device.total_bytes is not None else report.device.smi_total_bytes
     free = None
@@ -136,9 +139,7 @@ def verdict(report: Report) -> str | None:
     elif found.cause == "other_process":
         sentences.append(_others(report, found))
     elif found.cause == "limit":
-        sentences.append(
-            "The device itself had room, so something else set the limit (for example set_per_process_memory_fraction)."
-        )
+        sentences.append(_limit(report))
     return " ".join(sentence for sentence in sentences if sentence)
 
 
@@ -163,6 +164,13 @@ def _room(found: Diagnosis) -> str:
             piece = f" (largest piece {amount(found.largest_free)})" if found.largest_free else " (no piece of use)"
         words.append(f"{amount(found.cached)} cached but free{piece}")
     return f"There were {', and '.join(words)}." if words else ""
+
+
+def _limit(report: Report) -> str:
+    known = None if report.error is None or report.error.verdict is None else report.error.verdict.limit
+    if known is not None:
+        return f"A limit decides: the device itself had room, and this process may reserve {amount(known)}."
+    return "The device itself had room, so something else set the limit (for example set_per_process_memory_fraction)."
 
 
 def _others(report: Report, found: Diagnosis) -> str:

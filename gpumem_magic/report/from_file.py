@@ -10,18 +10,25 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from gpumem_magic.allocator.seed import seed_of
 from gpumem_magic.allocator.settings import settings_from_dict
+from gpumem_magic.allocator.verdict import verdict_of
 from gpumem_magic.attribution.from_stacks import attribute_by_stacks
 from gpumem_magic.attribution.ledger import Balance, Ledger, Outside
 from gpumem_magic.attribution.sites import folded
 from gpumem_magic.report.kept_labels import kept_labels
 from gpumem_magic.report.model import Peak, Report, ReportDevice, ReportError, Row
+from gpumem_magic.report.out_of_memory import OutOfMemory, out_of_memory
+from gpumem_magic.report.palette import LABELS
 from gpumem_magic.snapshot.files import LoadedSnapshot, SnapshotFileError, read
 from gpumem_magic.snapshot.model import INACTIVE, Frame, Segment, TraceEvent
 from gpumem_magic.snapshot.rules import DEFAULT_SETTINGS, AllocatorSettings, segment_size
 from gpumem_magic.snapshot.start import start_of
-from gpumem_magic.snapshot.timeline import Timeline
+from gpumem_magic.snapshot.timeline import Allocation, Timeline
 from gpumem_magic.units import human
+
+# Settings are tried on a recorded failure for some seconds at most.
+_MOST_STEPS = 4_000_000
 
 
 def load(path: str | os.PathLike[str]) -> Report:
@@ -98,7 +105,12 @@ class FileView:
         self.notes: list[str] = []
         self.settings = self._settings()
         self.start = self._start()
-        self.timeline = Timeline(self.start, self.events, self.settings)
+        try:
+            self.timeline = Timeline(self.start, self.events, self.settings)
+        except OverflowError:
+            raise SnapshotFileError(
+                f"{loaded.path}: its sizes add up to more than 8 EiB: they are damaged. Copy or record it again."
+            ) from None
         found_labels = attribute_by_stacks(self.timeline, self.events, self.final)
         self.labels, self.reasons = found_labels.labels, found_labels.reasons
         kept = kept_labels((loaded.extra or {}).get("labels"), device, self.timeline)
@@ -265,7 +277,30 @@ class FileView:
             rounded=rounded,
             segment=segment_size(rounded, self.settings),
             largest_free=self.timeline.largest_free_at(index, event.stream),
+            verdict=self._verdict(index),
         )
+
+    def _verdict(self, failed: int) -> OutOfMemory | None:
+        verdict = verdict_of(
+            self.start,
+            self.events,
+            self.timeline,
+            self.settings,
+            event=failed,
+            final=self.final,
+            most_steps=_MOST_STEPS,
+            can_replay=seed_of(self.final, self.events, self.settings).reason is None,
+        )
+        return None if verdict is None else out_of_memory(verdict, self._in_words, self.timeline.reserved_at(0))
+
+    def _in_words(self, life: Allocation) -> str:
+        """An allocation for a reader: ``activations of train.py:14 forward``."""
+        category = self.labels[life.index].category
+        kind = "a block" if category == "unknown" else LABELS[category]
+        if life.born < 0:
+            return f"{kind} from before the recording"
+        frames = self.events[life.born].frames
+        return f"{kind} of {folded(frames)[0]}" if frames else f"{kind} of event {life.born:,}"
 
     def _why_unknown(self, position: int) -> list[str]:
         sizes: Counter[str] = Counter()

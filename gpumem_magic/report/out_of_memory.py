@@ -27,7 +27,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class OutOfMemory:
-    """Sizes are bytes. cause, spare, limit, trials, rounds, tried: as in `allocator.verdict.Verdict`.
+    """Sizes are bytes. cause, free, cached, spare, limit, trials, rounds, requests, tried: as in `allocator.verdict.Verdict`.
 
     place: how large the place is that would have held the request without `pieces`, the largest first (and `more_pieces` that
     are not listed); None where fragmentation is not the cause, or no place is mostly free. left_by: what had that place to
@@ -36,6 +36,8 @@ class OutOfMemory:
     """
 
     cause: str
+    free: int
+    cached: int
     spare: int
     limit: int | None
     place: int | None
@@ -44,6 +46,7 @@ class OutOfMemory:
     more_pieces: int
     trials: tuple[Trial, ...]
     rounds: int
+    requests: int
     tried: bool
     kept: int
 
@@ -54,6 +57,8 @@ def out_of_memory(verdict: Verdict, words: Callable[[Allocation], str], kept: in
     shown = () if gap is None else gap.blockers[:_NAMED_PIECES]
     return OutOfMemory(
         cause=verdict.cause,
+        free=verdict.free,
+        cached=verdict.cached,
         spare=verdict.spare,
         limit=verdict.limit,
         place=None if gap is None else gap.size,
@@ -62,6 +67,7 @@ def out_of_memory(verdict: Verdict, words: Callable[[Allocation], str], kept: in
         more_pieces=0 if gap is None else gap.blocks - len(shown),
         trials=verdict.trials,
         rounds=verdict.rounds,
+        requests=verdict.requests,
         tried=verdict.tried,
         kept=kept,
     )
@@ -91,7 +97,11 @@ def trial_sentences(found: OutOfMemory) -> list[str]:
     useless = [trial.conf for trial in found.trials if not trial.passes]
     sentences = []
     if helped:
-        again = f", and so do {found.rounds} more iterations like the last" if found.rounds else ""
+        again = (
+            f", and so do {found.rounds} more iterations like the last ({found.requests:,} requests)"
+            if found.rounds
+            else ""
+        )
         sentences.append(f"Replayed with {_listed(helped, 'or')}, the request passes{again}.")
     sentences += [f"With {trial.conf} it passes, and memory runs out {_later(trial.rounds)}." for trial in moved]
     if useless:

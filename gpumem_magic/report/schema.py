@@ -238,6 +238,8 @@ def _error_from_fields(fields: _Fields) -> ReportError:
 def _verdict_from_fields(fields: _Fields) -> OutOfMemory:
     return OutOfMemory(
         cause=fields.text("cause"),
+        free=fields.number("free"),
+        cached=fields.number("cached"),
         spare=fields.number("spare"),
         limit=fields.number_or_none("limit"),
         place=fields.number_or_none("place"),
@@ -246,6 +248,7 @@ def _verdict_from_fields(fields: _Fields) -> OutOfMemory:
         more_pieces=fields.number("more_pieces"),
         trials=fields.each("trials", _trial_from_dict),
         rounds=fields.number("rounds"),
+        requests=fields.number("requests"),
         tried=fields.yes_or_no("tried"),
         kept=fields.number("kept"),
     )

@@ -1,0 +1,228 @@
+"""Out of memory, the verdict: held against what the allocator really does with other settings, for more iterations."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from allocator_training import BATCH, OUTSIDE, TOTAL, WEIGHT, Training, train
+
+from gpumem_magic.allocator.program import ALLOC, Program, Repetition
+from gpumem_magic.allocator.repetition import last_iteration
+from gpumem_magic.allocator.settings import parse
+from gpumem_magic.allocator.verdict import CAPACITY, FRAGMENTATION, LIMIT, OTHER_PROCESS, Facts, Verdict, verdict_of
+from gpumem_magic.allocator.what_if import Capacity, what_if
+from gpumem_magic.snapshot.model import TraceEvent
+from gpumem_magic.snapshot.rules import DEFAULT_SETTINGS, AllocatorSettings
+from gpumem_magic.snapshot.timeline import Timeline
+from gpumem_magic.units import GIB, MIB
+
+ROUNDS = 4
+
+
+def verdict(
+    run: Training, settings: AllocatorSettings = DEFAULT_SETTINGS, rounds: int = ROUNDS, **options: Any
+) -> Verdict:
+    found = verdict_of((), run.events, Timeline((), run.events, settings), settings, rounds=rounds, **options)
+    assert found is not None
+    return found
+
+
+@pytest.fixture(scope="module")
+def failed() -> Training:
+    return train(2)
+
+
+def test_the_second_step_fails_as_it_did_on_the_real_device(failed: Training) -> None:
+    """The published figures: 2.32 GiB wanted, 11.91 GiB allocated, 182.75 MiB free, 14.26 GiB reserved."""
+    assert failed.begun == 2
+    found = verdict(failed)
+    assert failed.failure is not None
+    assert (found.rounded, found.segment) == (failed.failure.rounded, failed.failure.segment_size)
+    assert (found.free, found.largest_free) == (failed.failure.free, failed.failure.largest_free)
+    assert (found.allocated, found.reserved) == (failed.failure.allocated, failed.failure.reserved)
+    assert found.cached == found.reserved - found.allocated
+    assert found.spare == TOTAL - OUTSIDE - found.allocated - WEIGHT
+    assert abs(found.free - 182.75 * MIB) < 32 * MIB
+    assert abs(found.reserved - 14.26 * GIB) < 0.01 * 14.26 * GIB
+    assert found.cause == FRAGMENTATION
+
+
+def test_the_place_and_what_splits_it(failed: Training) -> None:
+    gap = verdict(failed).gap
+    assert gap is not None
+    assert gap.blocks == 1
+    (blocker,) = gap.blockers
+    # The output of the second iteration lies where the first step had a temporary.
+    assert blocker.size == gap.in_use
+    assert blocker.requested == BATCH
+    assert gap.address <= blocker.address < gap.address + gap.size
+    assert gap.size >= WEIGHT
+    assert gap.left_by is not None
+    assert gap.left_by.size >= WEIGHT
+    assert gap.left_by.completed is not None
+    assert gap.left_by.completed < blocker.born
+
+
+@pytest.mark.parametrize("stacks", [False, True])
+def test_settings_do_in_truth_what_the_replay_says(stacks: bool) -> None:
+    found = verdict(train(2, stacks=stacks))
+    assert (found.tried, found.rounds) == (True, ROUNDS)
+    outcomes = {}
+    for trial in found.trials:
+        truth = train(2 + ROUNDS, parse(trial.conf))
+        outcomes[trial.conf] = trial.passes, trial.rounds
+        if truth.failure is None:
+            assert (trial.passes, trial.rounds) == (True, ROUNDS), trial
+            assert trial.peak_reserved == pytest.approx(truth.allocator.peak_reserved, rel=0.01)
+        else:
+            assert trial.passes is (truth.begun > 2), trial
+            assert trial.rounds == max(truth.begun - 2, 0), trial
+    assert outcomes["expandable_segments:True"] == (True, ROUNDS)
+    assert outcomes["max_split_size_mb:512"] == (True, 1)
+    assert outcomes["garbage_collection_threshold:0.8"] == (False, 0)
+
+
+def test_a_leak_grows_in_the_repetitions_too() -> None:
+    """Settings that mend the fragmentation only put off what is kept for ever."""
+    leaking = train(2, leak=40 * MIB)
+    assert leaking.begun == 2
+    found = verdict(leaking, rounds=8)
+    trial = next(trial for trial in found.trials if trial.conf == "expandable_segments:True")
+    truth = train(2 + 8, parse(trial.conf), leak=40 * MIB)
+    assert truth.failure is not None
+    assert (trial.passes, trial.rounds) == (truth.begun > 2, truth.begun - 2)
+    assert 0 < trial.rounds < 8
+
+
+def test_too_little_memory_is_a_matter_of_capacity(failed: Training) -> None:
+    small = train(1, available=8 * GIB)
+    found = verdict(small)
+    assert found.cause == CAPACITY
+    assert found.spare < 0
+    assert (found.tried, found.trials, found.gap) == (True, (), None)
+    held = verdict(small, facts=Facts(TOTAL, other_processes=-found.spare))
+    assert held.cause == OTHER_PROCESS
+    assert verdict(small, facts=Facts(TOTAL, other_processes=-found.spare - 1)).cause == CAPACITY
+
+
+def test_a_limit_of_the_programs_own() -> None:
+    run = train(1, AllocatorSettings(memory_fraction=0.4))
+    found = verdict(run)
+    assert found.cause == LIMIT
+    assert found.free >= found.segment
+    known = verdict(run, AllocatorSettings(memory_fraction=0.4), facts=Facts(TOTAL))
+    assert (known.cause, known.limit) == (LIMIT, int(0.4 * TOTAL))
+    assert not found.tried
+
+
+def test_nothing_failed() -> None:
+    run = train(1)
+    assert verdict_of((), run.events, Timeline((), run.events), DEFAULT_SETTINGS) is None
+    events = [TraceEvent("alloc", 1, 512)]
+    assert verdict_of((), events, Timeline((), events), DEFAULT_SETTINGS, event=0) is None
+
+
+def test_what_takes_too_long_is_left_out(failed: Training) -> None:
+    assert not verdict(failed, most_steps=1000).tried
+    assert verdict(failed, most_steps=1000_000).tried
+    assert not verdict(failed, can_replay=False).tried
+
+
+def test_no_iteration_before() -> None:
+    """In the first iteration nothing can be repeated, but the request itself is tried."""
+    run = train(1, available=14 * GIB - 200 * MIB)
+    if run.failure is None:
+        pytest.fail("the first step was to fail")
+    found = verdict(run)
+    assert found.rounds == 0
+    assert all(trial.rounds == 0 for trial in found.trials)
+
+
+# The parts
+
+
+def program_of(run: Training) -> Program:
+    return Program((), run.events, (), len(run.events))
+
+
+def test_the_last_iteration_begins_at_the_same_request(failed: Training) -> None:
+    with_stacks = train(2, stacks=True)
+    for run in (failed, with_stacks):
+        found = last_iteration(program_of(run), run.events)
+        assert found is not None
+        # Adam's second temporary of the big weight, in the first step; in the second it was not to be had.
+        assert with_stacks.events[found.first].frames[0].line == 14
+        assert run.events[found.first].size == WEIGHT
+        assert found.stop == len(run.events) - 1
+
+
+def test_the_last_iteration_of_many() -> None:
+    """Where a leak ends it late, an iteration is one iteration, not two."""
+    run = train(40, parse("expandable_segments:True"), leak=60 * MIB, stacks=True)
+    assert run.failure is not None
+    assert run.begun > 3
+    program = program_of(run)
+    found = last_iteration(program, run.events)
+    assert found is not None
+    starts = [index for index, event in enumerate(run.events) if event.action == "alloc" and event.frames[0].line == 2]
+    assert sum(found.first < start for start in starts) == 1
+    # What leaks is made again and kept in every round; nothing else is.
+    kept = [run.events[block].size for block in found.once]
+    assert kept == []
+
+
+def test_only_earlier_runs_of_the_statement_count(failed: Training) -> None:
+    program = program_of(failed)
+    assert last_iteration(program, failed.events, among=[range(5)]) is None
+    found = last_iteration(program, failed.events)
+    assert found is not None
+    assert last_iteration(program, failed.events, among=[range(found.first, found.first + 1)]) == found
+
+
+def test_a_program_runs_again_as_recorded() -> None:
+    run = train(3, available=TOTAL)
+    program = Program((), run.events)
+    outcome = what_if(program, DEFAULT_SETTINGS, Capacity(TOTAL, TOTAL))
+    assert outcome.failed == ()
+    assert outcome.peak_reserved == run.allocator.peak_reserved
+    assert outcome.peak_allocated == run.allocator.peak_allocated
+
+
+def test_a_stretch_without_relations_makes_its_blocks_anew() -> None:
+    run = train(1, available=TOTAL)
+    program = Program((), run.events)
+    first = next(step for step in program.steps if step.action == ALLOC)
+    again = list(program.run(Repetition(0, len(run.events)), 2))
+    assert len(again) == 3 * len(program.steps)
+    blocks = [step.block for step in again if step.action == ALLOC]
+    assert len(blocks) == len(set(blocks))
+    assert [step.block for step in again if step.action == ALLOC and step.event == first.event] == [
+        first.block + turn * len(run.events) for turn in range(3)
+    ]
+    with pytest.raises(ValueError, match="not within"):
+        list(program.run(Repetition(0, len(run.events) + 1), 1))
+
+
+def test_an_emptied_cache_is_emptied_again() -> None:
+    events = [
+        TraceEvent("segment_alloc", 1 << 30, 20 * MIB),
+        TraceEvent("alloc", 1 << 30, 5 * MIB),
+        TraceEvent("free_requested", 1 << 30, 5 * MIB),
+        TraceEvent("free_completed", 1 << 30, 5 * MIB),
+        TraceEvent("segment_free", 1 << 30, 20 * MIB),
+        TraceEvent("segment_alloc", 1 << 30, 2 * MIB),
+        TraceEvent("alloc", 1 << 30, 100),
+    ]
+    # A request was behind the release: it decides for itself whether it needs that.
+    assert what_if(Program((), events), DEFAULT_SETTINGS).peak_reserved == 22 * MIB
+    emptied = [*events[:5], TraceEvent("snapshot", 0, 0), *events[5:]]
+    assert what_if(Program((), emptied), DEFAULT_SETTINGS).peak_reserved == 20 * MIB
+
+
+def test_a_fraction_without_a_total_is_left_out() -> None:
+    run = train(1, available=TOTAL)
+    tight = replace(DEFAULT_SETTINGS, memory_fraction=0.1)
+    assert what_if(Program((), run.events), tight, Capacity(TOTAL)).failed == ()
+    assert what_if(Program((), run.events), tight, Capacity(TOTAL, TOTAL)).failed != ()
