@@ -39,11 +39,11 @@ def day_in_kernel(shell: Any, samples: int) -> dict[str, Any]:
     from gpumem_magic.widgets.watch import Watch, choose_front
 
     now = time.time()
+    manager = comm.get_comm_manager()
+    before = len(manager.comms)
     observer = Observer(clock=lambda: now)
     watch = Watch(PER_SECOND, lambda watch: choose_front(watch, shell, False), observer)
     watch._started = now
-    manager = comm.get_comm_manager()
-    before = len(manager.comms)
     watch.front.open()
     opened = len(manager.comms) - before
     kept = [torch.empty(1 << 20, device="cuda")]

@@ -1,8 +1,5 @@
 // What the page of a watch keeps after a day at 10 Hz: node --expose-gc benchmarks/watch_page.mjs [samples]
-import { readFileSync } from "node:fs";
-
-const source = readFileSync(new URL("../gpumem_magic/widgets/watch.js", import.meta.url));
-const { default: make } = await import(`data:text/javascript;base64,${source.toString("base64")}`);
+import make from "../gpumem_magic/widgets/watch.js";
 
 const samples = Number(process.argv[2] ?? 864_000);
 const LAYERS = 15;

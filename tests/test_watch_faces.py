@@ -7,6 +7,7 @@ import csv
 import io
 import json
 import math
+import re
 import shutil
 import subprocess
 import xml.etree.ElementTree as ElementTree
@@ -227,13 +228,31 @@ def test_leaving_closes_every_comm() -> None:
 
 
 def test_the_page_runs_without_loading_anything() -> None:
-    script = (ROOT / "gpumem_magic/widgets/watch.js").read_text()
+    pytest.importorskip("anywidget", reason="the live chart needs anywidget")
+    from gpumem_magic.widgets.widget import page_script
+
+    script = page_script()
     style = (ROOT / "gpumem_magic/widgets/watch.css").read_text()
     for text in (script, style):
         assert "http" not in text
         assert "@import" not in text
     assert "import " not in script.replace("import()", "")
     assert "fetch(" not in script
+
+
+def test_the_modules_of_the_page_are_one_script(tmp_path: Path) -> None:
+    pytest.importorskip("anywidget", reason="the live chart needs anywidget")
+    from gpumem_magic.widgets.widget import page_script
+
+    script = page_script()
+    names = re.findall(r"^(?:export )?(?:const|class|function) (\w+)", script, re.MULTILINE)
+    assert len(names) == len(set(names)), "a name that two of the modules have"
+    assert script.count("export default") == 1
+    node = shutil.which("node")
+    if node is not None:
+        file = tmp_path / "script.mjs"
+        file.write_text(script, encoding="utf-8")
+        subprocess.run([node, "--check", str(file)], check=True)
 
 
 def test_the_pages_own_tests_pass() -> None:

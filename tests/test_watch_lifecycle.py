@@ -206,6 +206,17 @@ def test_cells_are_marked_by_their_number(shell: Any) -> None:
     assert len(made.samples().marks) == 2
 
 
+def test_a_front_that_fails_after_a_cell_is_a_note(shell: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    class Front(FakeFront):
+        def cell_ended(self) -> None:
+            raise OSError("closed")
+
+    made = started(Front(), shell=shell)
+    assert shell.run_cell("a = 1", store_history=True).success
+    assert made.samples().notes == ("The picture could not be shown: OSError: closed",)
+    assert capsys.readouterr().out == ""
+
+
 def test_an_interrupted_cell_leaves_the_watch_running(shell: Any) -> None:
     made = started(FakeFront(), shell=shell)
     shell.run_cell("raise KeyboardInterrupt", store_history=True)

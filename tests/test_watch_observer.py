@@ -259,3 +259,31 @@ def test_statements_are_marks(machine: Any) -> None:
     recording.close()
     assert [mark.count for mark in observer.observe().marks] == [1]
     assert observer.observe().marks == []
+
+
+def test_a_cell_that_ends_in_a_pause_is_relabelled_there(machine: Any) -> None:
+    from gpumem_magic import session
+
+    observer = Observer(Source(), time.time, 256)
+    recording = session.open_recording()
+    kept = train(1, lambda where: observer.observe())
+    assert observer.rest().relabelled == []
+    recording.close()
+    sample = observer.rest()
+    assert sample.rows == []
+    assert len(sample.relabelled) == 3
+    assert kept
+    assert observer.rest().relabelled == []
+
+
+def test_the_failing_statement_is_a_mark(machine: Any) -> None:
+    from gpumem_magic import session
+    from gpumem_magic.recording.instrument import Statement
+
+    observer = Observer(Source(), time.time, 256)
+    recording = session.open_recording()
+    observer.observe()
+    failed = Statement(7, 7, 7, "1 / 0", "expression", 0)
+    recording.close(ZeroDivisionError("division by zero"), (failed, (), ()))
+    (mark,) = observer.observe().marks
+    assert (mark.kind, mark.label, mark.line) == ("checkpoint", "1 / 0", 7)

@@ -120,10 +120,14 @@ class Observer:
             return Sample(now, rows, marks, relabelled, len(self.series))
 
     def rest(self) -> Sample:
-        """A sample of nothing, for a pause: only the marks are new."""
+        """A sample of nothing, for a pause: marks are new, and what a recording that has ended found out."""
+        now = self._clock()
+        machine = self._source.machine()
+        devices = self._source.devices(machine) if machine is not None else []
         with self.lock:
+            relabelled = self._follow_recording(now, devices)
             marks, self._new_marks = self._new_marks, []
-            return Sample(self._clock(), [], marks, [], len(self.series))
+            return Sample(now, [], marks, relabelled, len(self.series))
 
     def history(self) -> tuple[Rows, list[Mark]]:
         """All rows and marks, for a page that comes late."""

@@ -149,7 +149,10 @@ class Watch:
             self.front.cell_begins()
 
         def ended(_result: Any) -> None:
-            self.front.cell_ended()
+            try:
+                self.front.cell_ended()
+            except Exception as error:
+                self._note(f"The picture could not be shown: {type(error).__name__}: {error}")
 
         for name, callback in (("pre_run_cell", begins), ("post_run_cell", ended)):
             shell.events.register(name, callback)

@@ -22,6 +22,16 @@ from gpumem_magic.widgets.observer import Rows
 
 _HERE = Path(__file__).parent
 
+# Each needs only those before it.
+_MODULES = ("watch_store.js", "watch_chart.js", "watch.js")
+
+
+def page_script() -> str:
+    """The page's modules as one, which is all that a widget can send: without the lines that load one from another."""
+    lines = [line for name in _MODULES for line in (_HERE / name).read_text(encoding="utf-8").splitlines()]
+    return "\n".join(line for line in lines if not line.startswith("import "))
+
+
 ROWS, HISTORY, RELABELLED, ALIVE = "rows", "history", "relabelled", "alive"
 
 
@@ -29,7 +39,7 @@ class WatchWidget(anywidget.AnyWidget):
     """The model in the kernel. on_request: called with what the page asks for ("pause", "resume",
     "mark", "stop", "hello"), a text, and the time of what was on the screen."""
 
-    _esm = _HERE / "watch.js"
+    _esm = page_script()
     _css = _HERE / "watch.css"
 
     state = traitlets.Unicode("running").tag(sync=True)

@@ -2,9 +2,9 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
 
-import make, {
-  Ring, Store, describe, drawPanel, duration, geometry, human, markAt, nearest, scaleTop, statusWords, stretches, thin, ticks, timeTicks,
-} from "../../gpumem_magic/widgets/watch.js";
+import make, { describe, markAt, statusWords } from "../../gpumem_magic/widgets/watch.js";
+import { drawPanel, geometry } from "../../gpumem_magic/widgets/watch_chart.js";
+import { Ring, Store, duration, human, nearest, scaleTop, stretches, thin, ticks, timeTicks } from "../../gpumem_magic/widgets/watch_store.js";
 
 const MIB = 2 ** 20;
 const COLUMNS = ["time", "parameters", "activations", "cached", "allocated", "reserved", "device_used", "peak"];
