@@ -8,6 +8,8 @@ from __future__ import annotations
 import gzip
 import io
 import pickle
+import tempfile
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
@@ -16,8 +18,11 @@ import pytest
 from allocator_programs import settings_choices, shape, start_run, steps
 from hypothesis import given, settings
 
-from gpumem_magic.allocator.replay import replay
+from gpumem_magic.allocator.replay import figures, replay
+from gpumem_magic.allocator.replayable import replayables
+from gpumem_magic.allocator.seed import seed_of
 from gpumem_magic.allocator.settings import settings_from_dict
+from gpumem_magic.snapshot.files import read, write
 from gpumem_magic.snapshot.model import Segment, Snapshot, TraceEvent
 from gpumem_magic.snapshot.rules import AllocatorSettings
 from gpumem_magic.snapshot.start import start_of
@@ -111,6 +116,85 @@ def test_a_wrong_rule_is_noticed(name: str) -> None:
         result = replay(start_of(final, events).segments, events, wrong)
         assert result.placed < result.allocations
         assert len(result.misplaced) == result.allocations - result.placed
+
+
+WHY_NOT = {
+    "alloc-and-free-completed-only": "do not add up to its size",
+    "one-event": "only the state was recorded",
+    "segments-only": "there is no trace",
+    "torch-2.0-history-format": "only the state was recorded",
+}
+
+
+@pytest.mark.parametrize("path", sorted(RECORDINGS.glob("*.pickle.gz")) or [None], ids=str)
+def test_every_recording_is_replayed_or_says_why_not(path: Path | None) -> None:
+    """As `gpumem replay` does it: any file that lies there, from the file to the figures."""
+    if path is None:
+        pytest.skip("needs the recordings, which lie in shared/data/snapshots beside the project")
+    found = replayables(read(path))
+    assert found
+    name = path.name.removesuffix(".pickle.gz")
+    for one in found:
+        if name in WHY_NOT:
+            assert one.seed.reason is not None
+            assert WHY_NOT[name] in one.seed.reason
+            continue
+        assert one.seed.reason is None
+        result = replay(one.seed.start, one.events, one.settings, one.device, one.final)
+        assert result.agrees
+        assert result.placed == result.allocations == sum(event.action == "alloc" for event in one.events) > 0
+        of_pools = figures(result, one.events, one.settings)
+        assert sum(pool.placed for pool in of_pools) == result.placed
+        assert sum(pool.decided for pool in of_pools) == result.decisions
+
+
+@settings(deadline=None, max_examples=200)
+@given(steps, steps, settings_choices)
+def test_a_recording_of_ours_from_the_middle(
+    before: list[tuple[str, int, int]], after: list[tuple[str, int, int]], options: AllocatorSettings
+) -> None:
+    """Nothing is known but what a snapshot has: the events, and the segments at the end."""
+    run = start_run(settings=options, auto_complete=False)
+    for step in before:
+        run.step(*step)
+    first = len(run.events)
+    for step in after:
+        run.step(*step)
+    final, events = run.allocator.segments(), tuple(run.events[first:])
+    seed = seed_of(final, events, options)
+    if not any(event.action == "alloc" for event in events):
+        assert seed.reason is not None
+        return
+    assert seed.reason is None
+    result = replay(seed.start, events, options, final=final)
+    if not seed.uncertain:
+        assert result.agrees
+        assert shape(result.allocator.segments()) == shape(final)
+
+
+@settings(deadline=None, max_examples=40)
+@given(steps, settings_choices)
+def test_saved_and_loaded_it_is_the_same(program: list[tuple[str, int, int]], options: AllocatorSettings) -> None:
+    run = start_run(settings=options, auto_complete=False)
+    for step in program:
+        run.step(*step)
+    segments = run.allocator.segments()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "own.pickle"
+        write(Snapshot(segments, (tuple(run.events),), run.allocator.settings_dict()), path)
+        found = replayables(read(path))
+    assert [one.device for one in found] == ([0] if segments or run.events else [])
+    for one in found:
+        assert one.final == segments
+        # What a snapshot's settings do not list stays at its default: these two are in no PyTorch's.
+        kept = replace(one.settings, max_non_split_rounding=options.max_non_split_rounding)
+        assert replace(kept, large_segment_size=options.large_segment_size) == options
+        if one.seed.reason is None and kept == options:
+            assert replay(one.seed.start, one.events, one.settings, final=one.final).agrees
+            there, here = Timeline(one.seed.start, one.events, one.settings), Timeline((), run.events, options)
+            for position in range(len(here) + 1):
+                assert there.allocated_at(position) == here.allocated_at(position)
+                assert there.reserved_at(position) == here.reserved_at(position)
 
 
 @settings(deadline=None, max_examples=150)

@@ -6,7 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from allocator_programs import settings_choices, start_run, steps
 from allocator_training import BATCH, OUTSIDE, TOTAL, WEIGHT, Training, train
+from hypothesis import given, settings
 
 from gpumem_magic.allocator.program import ALLOC, Program, Repetition
 from gpumem_magic.allocator.repetition import last_iteration
@@ -21,10 +23,8 @@ from gpumem_magic.units import GIB, MIB
 ROUNDS = 4
 
 
-def verdict(
-    run: Training, settings: AllocatorSettings = DEFAULT_SETTINGS, rounds: int = ROUNDS, **options: Any
-) -> Verdict:
-    found = verdict_of((), run.events, Timeline((), run.events, settings), settings, rounds=rounds, **options)
+def verdict(run: Training, options: AllocatorSettings = DEFAULT_SETTINGS, rounds: int = ROUNDS, **more: Any) -> Verdict:
+    found = verdict_of((), run.events, Timeline((), run.events, options), options, rounds=rounds, **more)
     assert found is not None
     return found
 
@@ -226,3 +226,42 @@ def test_a_fraction_without_a_total_is_left_out() -> None:
     tight = replace(DEFAULT_SETTINGS, memory_fraction=0.1)
     assert what_if(Program((), run.events), tight, Capacity(TOTAL)).failed == ()
     assert what_if(Program((), run.events), tight, Capacity(TOTAL, TOTAL)).failed != ()
+
+
+_BUT_FOR = {"record", "pool", "release_pool", "empty_cache", "complete_pending"}
+
+
+@settings(deadline=None, max_examples=100)
+@given(steps, settings_choices)
+def test_any_program_runs_again_as_recorded(program: list[tuple[str, int, int]], options: AllocatorSettings) -> None:
+    """The same settings do the same again: peaks, retries, and the requests that failed."""
+    run = start_run(settings=options)
+    for step in program:
+        if step[0] not in _BUT_FOR:
+            run.step(*step)
+    outcome = what_if(Program((), run.events), options, Capacity(80 * MIB, 80 * MIB))
+    assert outcome.failed == ()
+    assert outcome.peak_reserved == run.allocator.peak_reserved
+    assert outcome.retries == run.allocator.num_alloc_retries
+    assert (outcome.recorded_failures, outcome.passed) == (len(run.failures), 0)
+    assert outcome.peak_allocated == run.allocator.peak_allocated
+
+
+@settings(deadline=None, max_examples=60)
+@given(steps, settings_choices)
+def test_any_failed_request_has_a_verdict(program: list[tuple[str, int, int]], options: AllocatorSettings) -> None:
+    run = start_run(settings=options)
+    for step in program:
+        run.step(*step)
+    timeline = Timeline((), run.events, options)
+    failures = [index for index, event in enumerate(run.events) if event.action == "oom"]
+    assert len(failures) == len(run.failures)
+    for index, failure in zip(failures, run.failures, strict=True):
+        found = verdict_of((), run.events, timeline, options, event=index, facts=Facts(80 * MIB), rounds=1)
+        assert found is not None
+        assert (found.free, found.reserved, found.rounded) == (failure.free, failure.reserved, failure.rounded)
+        assert found.cause in (CAPACITY, FRAGMENTATION, LIMIT)
+        assert (found.spare < 0) is (found.cause == CAPACITY) or found.cause == LIMIT
+        if found.gap is not None:
+            assert found.gap.size >= found.rounded
+            assert sum(life.size for life in found.gap.blockers) <= found.gap.in_use < found.rounded
