@@ -20,6 +20,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "Report": "gpumem_magic.report.model",
+    "investigate": "gpumem_magic.investigation.widget",
     "last_report": "gpumem_magic.session",
     "last_watch": "gpumem_magic.widgets.watch",
     "load": "gpumem_magic.report.from_file",
@@ -32,6 +33,7 @@ _HOMES = {
 __all__ = [
     "Report",
     "__version__",
+    "investigate",
     "last_report",
     "last_watch",
     "load",
@@ -42,6 +44,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from gpumem_magic.investigation.widget import investigate
     from gpumem_magic.magics import load_ipython_extension, unload_ipython_extension
     from gpumem_magic.report.from_file import load
     from gpumem_magic.report.model import Report

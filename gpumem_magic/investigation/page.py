@@ -1,0 +1,65 @@
+"""What a saved notebook keeps of a stepper: every checkpoint in one picture and one table. No script, no widget, no link."""
+
+from __future__ import annotations
+
+import base64
+import warnings
+from html import escape
+from typing import Any
+
+from gpumem_magic.investigation.steps import Investigation, Step
+from gpumem_magic.report.lines import Figures
+from gpumem_magic.report.palette import ALARM, PAPER, QUIET, TEXT
+
+_CSS_WIDTH = 1060
+_CARD = (
+    f"background:{PAPER};color:{TEXT};font-family:system-ui,-apple-system,'Segoe UI',Roboto,Arial,sans-serif;"
+    "font-size:14px;line-height:1.45;max-width:1060px;padding:12px 16px;border-radius:8px;color-scheme:light"
+)
+
+
+def still(investigation: Investigation) -> dict[str, Any]:
+    """A display bundle: HTML with the picture and the sentences, and plain text. The text alone where nothing can be drawn."""
+    text = investigation.text()
+    head = f"Every checkpoint: {investigation.report!r}"[:-1].replace("<Report ", "")
+    body = [f'<p style="font-weight:600;margin:0 0 6px 0;color:{TEXT}">{escape(head)}</p>']
+    try:
+        from gpumem_magic.investigation.figure import png
+
+        data, _width, _height = png(investigation)
+        image = base64.b64encode(data).decode("ascii")
+        body.append(
+            f'<img alt="{escape(text, quote=True)}" src="data:image/png;base64,{image}" width="{_CSS_WIDTH}" '
+            f'style="width:{_CSS_WIDTH}px;max-width:100%;height:auto"/>'
+        )
+    except Exception as error:
+        warnings.warn(f"gpumem_magic could not draw the checkpoints: {type(error).__name__}: {error}", stacklevel=2)
+    body.append(_details(investigation))
+    return {"text/html": f'<div style="{_CARD}">{"".join(body)}</div>', "text/plain": text}
+
+
+def _details(investigation: Investigation) -> str:
+    figures = Figures(investigation.report)
+    rows = "".join(_row(step, figures, investigation) for step in investigation.steps)
+    names = ["", "checkpoint", "nvidia-smi", *(["published"] if investigation.has_published else []), "what changed"]
+    head = "".join(f'<th style="text-align:left;color:{QUIET}">{name}</th>' for name in names)
+    style = f"border-collapse:collapse;font-size:13px;background:{PAPER};color:{TEXT};font-variant-numeric:tabular-nums"
+    return (
+        f'<details><summary style="cursor:pointer;color:{TEXT}">The {len(investigation.steps)} checkpoints in words'
+        f'</summary><table cellpadding="5" style="{style}"><thead><tr style="background:{PAPER}">{head}</tr></thead>'
+        f"<tbody>{rows}</tbody></table></details>"
+    )
+
+
+def _row(step: Step, figures: Figures, investigation: Investigation) -> str:
+    row = step.line.row
+    colour = ALARM if row.kind == "error" else TEXT
+    cells = [
+        f'<td align="right">{row.line if row.line > 0 else ""}</td>',
+        f'<td style="text-align:left;color:{colour};font-family:ui-monospace,Menlo,Consolas,monospace">{escape(step.title)}</td>',
+        f'<td align="right">{figures.size(row.device_used)}</td>',
+    ]
+    if investigation.has_published:
+        cells.append(f'<td align="right">{"" if step.published is None else figures.size(step.published)}</td>')
+    cells.append(f'<td style="text-align:left">{escape(" ".join(step.sentences))}</td>')
+    return f'<tr style="background:{PAPER}">{"".join(cells)}</tr>'

@@ -1,0 +1,83 @@
+"""The stepper in a notebook: a model with one dictionary of settled facts and the number of the step, drawn by ``stepper.js``."""
+
+# traitlets and anywidget carry types that a strict check does not accept as base classes.
+# mypy: disallow-any-unimported=False, disallow-subclassing-any=False, disallow-untyped-calls=False
+# mypy: disallow-untyped-decorators=False
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import anywidget
+import traitlets
+
+from gpumem_magic.investigation.page import still
+from gpumem_magic.investigation.readings import Published
+from gpumem_magic.investigation.steps import Investigation, facts, investigation_of
+from gpumem_magic.report.model import Report
+
+_HERE = Path(__file__).parent
+
+
+class InvestigationWidget(anywidget.AnyWidget):
+    """Steps through the checkpoints of a report. step: from 0; may be set, and follows what the reader does.
+
+    Displayed alone it brings a picture of all checkpoints along, which is what a saved notebook keeps.
+    """
+
+    _esm = _HERE / "stepper.js"
+    _css = _HERE / "stepper.css"
+
+    facts = traitlets.Dict().tag(sync=True)
+    step = traitlets.Int(0).tag(sync=True)
+
+    def __init__(self, investigation: Investigation, step: int = 0) -> None:
+        self.investigation = investigation
+        super().__init__(facts=facts(investigation), step=step)
+
+    @traitlets.validate("step")
+    def _within(self, proposal: Any) -> int:
+        return max(0, min(int(proposal["value"]), len(self.investigation.steps) - 1))
+
+    def __repr__(self) -> str:
+        return f"<InvestigationWidget: {len(self.investigation.steps)} checkpoints of {self.investigation.report!r}>"
+
+    def _ipython_display_(self, **_options: Any) -> None:
+        from IPython.display import display
+
+        if _in_terminal():
+            print(self.investigation.text())
+            return
+        live = anywidget.AnyWidget._repr_mimebundle_(self)
+        if live is not None:
+            display(live[0] if isinstance(live, tuple) else live, raw=True)
+        display(still(self.investigation), raw=True)
+
+
+def investigate(
+    report: Report, *, published: Published | None = None, source: str | None = None, step: int = 0
+) -> InvestigationWidget:
+    """A stepper through the checkpoints of a report, for any measured cell.
+
+    ::
+
+        gpumem_magic.investigate(gpumem_magic.last_report())
+        gpumem_magic.investigate(report, published={"!nvidia-smi": [2, 2, 3769]})
+
+    published: readings that somebody else took, in whole MiB: a part of a statement's text, and what nvidia-smi said after its
+    first run, its second and so on. source: the cell's text; by default it is looked up in the session. step: where it opens.
+    Raises TypeError for what is no report, and ValueError for one without rows, or for readings that fit no statement.
+    """
+    if not isinstance(report, Report):
+        raise TypeError(f"investigate wants a report (gpumem_magic.last_report()), not {type(report).__name__}")
+    return InvestigationWidget(investigation_of(report, published=published, source=source), step)
+
+
+def _in_terminal() -> bool:
+    core = sys.modules.get("IPython.core.interactiveshell")
+    if core is None or not core.InteractiveShell.initialized():
+        return False
+    formatter = core.InteractiveShell.instance().display_formatter
+    return formatter is not None and "text/html" not in formatter.active_types
