@@ -287,22 +287,30 @@ def test_a_terminal_has_one_line_that_is_rewritten_while_a_cell_runs(monkeypatch
     device.now = (100 * MIB, 200 * MIB, 100 * MIB)
     observer, _ = observer_of(device)
     terminal = Terminal()
-    front = LineFront(observer, terminal, lambda: 60)
+    width = 120
+    front = LineFront(observer, terminal, lambda: width)
     front.open()
     at_prompt = terminal.getvalue()
     front.show(observer.observe(), "running")
     assert terminal.getvalue() == at_prompt, "the prompt's line is the user's"
     front.cell_begins()
     front.show(observer.observe(), "running")
+    width = 60
     front.show(observer.observe(), "running")
+    width = 20
+    device.now = (120 * MIB, 200 * MIB, 120 * MIB)
+    observer.observe()
     front.cell_ended()
     written = terminal.getvalue()[len(at_prompt) :]
-    assert written.count("\r") == 2
     assert written.count("\n") == 1
     assert written.endswith("\n")
-    line = written.split("\r")[1].removeprefix("\x1b[2K")
-    assert line.startswith("cuda:0 H100  allocated 100 MiB  reserved 200 MiB")
-    assert len(line) < 60
+    lines = [line.removeprefix("\x1b[2K").rstrip("\n") for line in written.split("\r")[1:]]
+    # What does not fit is said in fewer words, and the last word is of the cell's end.
+    assert lines == [
+        "cuda:0 H100  allocated 100 MiB  reserved 200 MiB  peak 100 MiB  nvidia-smi 500 MiB of 1,024 MiB",
+        "cuda:0 100 MiB (peak 100 MiB)",
+        "cuda:0 120 MiB (pea",
+    ]
 
 
 def test_a_pipe_gets_only_the_summary() -> None:

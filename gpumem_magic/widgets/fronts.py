@@ -213,13 +213,20 @@ class LineFront:
         if not self._live or not self._busy or self._closed or not sample.rows or now - self._shown < self.SECONDS:
             return
         self._shown = now
-        words = " | ".join(line_of(series) for series in self._observer.series)
-        self._write(f"\r\x1b[2K{words[: self._columns() - 1]}")
+        self._rewrite()
+
+    def _rewrite(self) -> None:
+        series, room = self._observer.series, self._columns() - 1
+        words = " | ".join(line_of(each) for each in series)
+        if len(words) > room:
+            words = " | ".join(short_line_of(each) for each in series)
+        self._write(f"\r\x1b[2K{words[:room]}")
         self._on_line = True
 
     def cell_ended(self) -> None:
         self._busy = False
         if self._on_line:
+            self._rewrite()
             self._on_line = False
             self._write("\n")
 
@@ -236,15 +243,24 @@ class LineFront:
 
 def line_of(series: Series) -> str:
     """``cuda:0 T4  allocated 3,769 MiB  reserved 3,900 MiB  peak 4,096 MiB  nvidia-smi 5,272 MiB of 15.0 GiB``."""
-    row = series.ring.latest
+    facts, row = series.facts, series.ring.latest
     if row is None:
-        return f"cuda:{series.facts.index}"
-    words = [f"cuda:{series.facts.index} {series.facts.name}"]
+        return f"cuda:{facts.index}"
+    words = [f"cuda:{facts.index} {_name(series)}"]
     words += [f"{name} {human(value(row, column) or 0)}" for name, column in _LINE]
     used = value(row, DEVICE_USED)
     if used is not None:
         words.append(f"nvidia-smi {human(used)} of {human(series.capacity)}")
     return "  ".join(words)
+
+
+def short_line_of(series: Series) -> str:
+    """``cuda:0 3,769 MiB (peak 4,096 MiB)``: allocated, where there is no room for more."""
+    row = series.ring.latest
+    if row is None:
+        return f"cuda:{series.facts.index}"
+    allocated, peak = (human(value(row, column) or 0) for column in (ALLOCATED, PEAK))
+    return f"cuda:{series.facts.index} {allocated} (peak {peak})"
 
 
 _LINE = (("allocated", ALLOCATED), ("reserved", RESERVED), ("peak", PEAK))
@@ -254,9 +270,13 @@ def _facts(series: Series) -> dict[str, Any]:
     facts = series.facts
     return {
         "title": f"cuda:{facts.index}",
-        "name": f"{'virtual ' if facts.kind == 'virtual' else ''}{facts.name}",
+        "name": _name(series),
         "capacity": series.capacity,
     }
+
+
+def _name(series: Series) -> str:
+    return f"{'virtual ' if series.facts.kind == 'virtual' else ''}{series.facts.name}"
 
 
 def _terminal_width() -> int:
