@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from gpumem_magic.attribution import sites
 from gpumem_magic.attribution.categories import WORKSPACE_SIZES
 from gpumem_magic.devices.base import Label
-from gpumem_magic.snapshot.model import Frame, Segment, TraceEvent
+from gpumem_magic.snapshot.model import Segment, TraceEvent
 from gpumem_magic.snapshot.timeline import Allocation, Timeline
 
 BEFORE = "was there before the recording began, and has no stack"
@@ -48,14 +48,15 @@ class _Attributor:
         self._timeline = timeline
         self._allocations = timeline.allocations
         at_end = {block.address: block.frames for segment in final for block in segment.blocks if block.frames}
-        known: dict[tuple[Frame, ...], str] = {}
+        # By identity: a file's equal stacks are one tuple, and hashing long ones for each allocation would take long.
+        known: dict[int, str] = {}
         self._sites: list[str] = []
         for one in self._allocations:
             left = at_end.get(one.address, ()) if one.freed is None else ()
             frames = events[one.born].frames if one.born >= 0 else left
-            if frames not in known:
-                known[frames] = sites.site_of(frames)
-            self._sites.append(known[frames])
+            if id(frames) not in known:
+                known[id(frames)] = sites.site_of(frames)
+            self._sites.append(known[id(frames)])
         self._has_stacks = any(site != sites.NO_STACK for site in self._sites)
         self._runs = _Runs(
             (one.born, self._kind_of_run(site)) for one, site in zip(self._allocations, self._sites, strict=True)

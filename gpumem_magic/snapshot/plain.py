@@ -48,15 +48,15 @@ def snapshot_from_data(data: Any) -> Snapshot:
         data = {"segments": data}
     if not isinstance(data, dict) or not ("segments" in data or "device_traces" in data):
         raise PlainDataError("it holds neither 'segments' nor 'device_traces'")
-    stacks = _Stacks()
-    segments = _list(data.get("segments", []), "segments")
+    stacks, parts = _Stacks(), _Parts()
+    segments = parts.take(_list(data.get("segments", []), "segments"), "segments")
     traces = _list(data.get("device_traces", []), "device_traces")
     if len(traces) > _MOST_DEVICES:
         _wrong("device_traces", f"a list of at most {_MOST_DEVICES:,}", traces)
     annotations = _list(data.get("external_annotations") or [], "external_annotations")
     return Snapshot(
-        tuple(_segment(segment, f"segments[{number}]", stacks) for number, segment in enumerate(segments)),
-        tuple(_trace(trace, f"device_traces[{number}]", stacks) for number, trace in enumerate(traces)),
+        tuple(_segment(segment, f"segments[{number}]", stacks, parts) for number, segment in enumerate(segments)),
+        tuple(_trace(trace, f"device_traces[{number}]", stacks, parts) for number, trace in enumerate(traces)),
         dict(_dict(data.get("allocator_settings") or {}, "allocator_settings")),
         tuple(dict(_dict(note, f"external_annotations[{number}]")) for number, note in enumerate(annotations)),
     )
@@ -116,6 +116,21 @@ def snapshot_to_data(snapshot: Snapshot) -> dict[str, Any]:
     }
 
 
+class _Parts:
+    """The events, blocks and segments that were taken. In a recording each is its own object: a small file in which one stands
+    for thousands was made to take long."""
+
+    def __init__(self) -> None:
+        self._taken: set[int] = set()
+
+    def take(self, parts: Sequence[Any], where: str) -> Sequence[Any]:
+        expected = len(self._taken) + len(parts)
+        self._taken.update(map(id, parts))
+        if len(self._taken) != expected:
+            raise PlainDataError(f"{where} names the same thing twice")
+        return parts
+
+
 class _Stacks:
     """Lists of frames to tuples. A list is recognised by its identity, which holds as long as the data are there."""
 
@@ -150,11 +165,11 @@ def readable(text: str) -> str:
     return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
 
 
-def _segment(data: Any, where: str, stacks: _Stacks) -> Segment:
+def _segment(data: Any, where: str, stacks: _Stacks, parts: _Parts) -> Segment:
     _dict(data, where)
     start = address = _int(data, "address", where)
     blocks = []
-    for number, block in enumerate(_list(data.get("blocks"), f"{where}.blocks")):
+    for number, block in enumerate(parts.take(_list(data.get("blocks"), f"{where}.blocks"), f"{where}.blocks")):
         inside = f"{where}.blocks[{number}]"
         _dict(block, inside)
         address = _int(block, "address", inside, address)
@@ -191,10 +206,10 @@ def _segment(data: Any, where: str, stacks: _Stacks) -> Segment:
     )
 
 
-def _trace(trace: Any, where: str, stacks: _Stacks) -> tuple[TraceEvent, ...]:
+def _trace(trace: Any, where: str, stacks: _Stacks, parts: _Parts) -> tuple[TraceEvent, ...]:
     events = []
     stack_of = stacks.of
-    for index, data in enumerate(_list(trace, where)):
+    for index, data in enumerate(parts.take(_list(trace, where), where)):
         try:
             action = data["action"]
             address = data["device_free" if action == "oom" else "addr"]

@@ -53,9 +53,8 @@ def plain(text: str) -> str:
 
 def _device(source: TimelineSource) -> dict[str, Any]:
     texts = _Texts()
-    stacks: dict[tuple[Frame, ...], int] = {(): 0}
     allocations = source.timeline.allocations
-    stack_of = [stacks.setdefault(source.frames_of(one), len(stacks)) for one in allocations]
+    stacks, stack_of = _numbered([source.frames_of(one) for one in allocations])
     reasons = sorted(set(source.reasons.values()))
     number_of = {reason: number for number, reason in enumerate(reasons)}
     before = 0
@@ -104,6 +103,19 @@ def _device(source: TimelineSource) -> dict[str, Any]:
             for extent in source.timeline.extents
         ],
     }
+
+
+def _numbered(stacks: Sequence[tuple[Frame, ...]]) -> tuple[list[tuple[Frame, ...]], list[int]]:
+    """The different stacks, and the number of each that was given. A stack is compared once for each object that it is."""
+    different: dict[tuple[Frame, ...], int] = {}
+    known: dict[int, int] = {}
+    numbers = []
+    for frames in stacks:
+        number = known.get(id(frames))
+        if number is None:
+            number = known[id(frames)] = different.setdefault(frames, len(different))
+        numbers.append(number)
+    return list(different), numbers
 
 
 class _Texts:

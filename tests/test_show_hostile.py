@@ -1,0 +1,49 @@
+"""Damaged and hostile files on the whole road to a report and a page: one clear error or a correct load, and nothing executed.
+
+A sample; `benchmarks/hostile.py` walks ten thousand, and also holds them against the clock and the memory.
+"""
+
+from __future__ import annotations
+
+import tracemalloc
+from pathlib import Path
+
+import pytest
+from hostile_snapshots import hand_made, mutations, walk
+
+MIB = 1 << 20
+LOADS = {
+    "overlapping segments",
+    "a trace for each of a hundred devices",
+    "markup everywhere",
+    "labels that are none",
+}
+HAND_MADE = sorted(hand_made(Path("canary")))
+
+
+@pytest.mark.parametrize("name", HAND_MADE)
+def test_hand_made_files(name: str, tmp_path: Path) -> None:
+    canary, path = tmp_path / "canary", tmp_path / "case.pickle"
+    path.write_bytes(hand_made(canary)[name])
+    tracemalloc.start()
+    try:
+        text = walk(path)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert not canary.exists()
+    assert (text == "") == (name in LOADS), text
+    assert peak < 100 * MIB
+
+
+def test_mutated_files(tmp_path: Path) -> None:
+    path = tmp_path / "case.pickle"
+    outcomes = []
+    for content in mutations(seed=20240608, count=400):
+        path.write_bytes(content)
+        outcomes.append(walk(path))
+    assert [one.name for one in tmp_path.iterdir()] == ["case.pickle"]
+    loaded = outcomes.count("")
+    assert 60 < loaded < 300, "both ways are walked"
+    # The same words for many files would say nothing of what is wrong with each.
+    assert len({text.partition(": ")[2][:40] for text in outcomes if text}) > 15
