@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from gpumem_magic.snapshot.model import Segment, TraceEvent
 from gpumem_magic.snapshot.rules import DEFAULT_SETTINGS, AllocatorSettings
@@ -97,6 +97,14 @@ class Device(Protocol):
 
     def remember(self, labels: Mapping[int, Label]) -> None:
         """Keeps the labels of blocks that are live now (by address) for later recordings: the next log's `carried`."""
+
+
+@runtime_checkable
+class LongRunning(Protocol):
+    """A device whose logs can be thinned while they run."""
+
+    def forget(self, log: object, needed: Set[int]) -> None:
+        """Positions that were answered so far and are not needed will not be asked about: what only they need may go."""
 
 
 class Machine(Protocol):

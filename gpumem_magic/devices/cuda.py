@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
@@ -138,6 +138,10 @@ class CudaDevice:
     def position(self, log: Any) -> int:
         with self._lock:
             return self._history.position(log)
+
+    def forget(self, log: Any, needed: Set[int]) -> None:
+        with self._lock:
+            self._history.forget(log, needed)
 
     def stop_log(self, log: Any) -> DeviceLog:
         with self._lock:

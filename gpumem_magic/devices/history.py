@@ -6,7 +6,7 @@ dropped stays known as totals, from the marks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -18,8 +18,8 @@ from gpumem_magic.patching import Patches
 from gpumem_magic.snapshot.model import Segment, TraceEvent, event_from_dict, segment_from_dict
 from gpumem_magic.snapshot.rules import DEFAULT_SETTINGS, AllocatorSettings
 
-RING = 150_000
-"""Events kept per device: about 40 MB in PyTorch, and some 100 MB more for a moment while they are read."""
+RING = 100_000
+"""Events kept per device: about 20 MB in PyTorch, and some 70 MB more for a moment while they are read."""
 
 _TRIES = 3
 
@@ -150,6 +150,20 @@ class History:
         if self._is_ours and not log.drained and self._ring // 2 <= mark.raw <= self._ring:
             self._drain()
         return mark.raw
+
+    def forget(self, log: OpenLog, needed: Set[int]) -> None:
+        """Drops marks at positions that are not needed, but for the highest of those that follow each other."""
+        kept: list[Mark] = []
+        dropped: list[Mark] = []
+        last = log.marks[-1]
+        for mark in log.marks:
+            if kept and mark is not last and mark.raw not in needed:
+                dropped.append(mark)
+                continue
+            kept += _highest(dropped, kept[-1], mark) if dropped else ()
+            kept.append(mark)
+            dropped.clear()
+        log.marks[:] = kept
 
     def close(self, log: OpenLog) -> AllocatorSettings:
         """Ends a log: its marks and chunks are complete then. Returns the allocator's settings."""
@@ -298,6 +312,21 @@ class History:
     def _note(self, note: str) -> None:
         if note not in self._notes:
             self._notes.append(note)
+
+
+def _highest(dropped: Sequence[Mark], before: Mark, after: Mark) -> list[Mark]:
+    """Those that rise above their surroundings, in order: a peak that no later mark may tell."""
+    allocated = max(dropped, key=lambda mark: mark.allocated)
+    reserved = max(dropped, key=lambda mark: mark.reserved)
+    found = {
+        mark.raw: mark
+        for mark, rises in (
+            (allocated, allocated.allocated > max(before.allocated, after.allocated)),
+            (reserved, reserved.reserved > max(before.reserved, after.reserved)),
+        )
+        if rises
+    }
+    return [found[raw] for raw in sorted(found)]
 
 
 def newest(trace: Sequence[Mapping[str, Any]], counts: Counts) -> list[TraceEvent]:

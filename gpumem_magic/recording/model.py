@@ -7,7 +7,7 @@ user's; spans are pairs of moments with a meaning (forward, backward, ...); sigh
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from gpumem_magic.devices.base import Counters, DeviceLog
 
@@ -29,7 +29,8 @@ class Checkpoint:
     """A moment after a statement. kind: before | statement | error | after.
 
     line: as the notebook shows it, the magic's own line being 1; 0 for before and after. iteration: 1-based counters of the
-    cell's own loops around the statement, outermost first. loops: the lines of those loops, same order and length.
+    cell's own loops around the statement, outermost first. loops: the lines of those loops, same order and length. begin: where
+    its statement began, if rows before it were left out of a long run; else at the row before.
     """
 
     kind: str
@@ -39,6 +40,7 @@ class Checkpoint:
     moment: Moment
     iteration: tuple[int, ...] = ()
     loops: tuple[int, ...] = ()
+    begin: Moment | None = None
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,8 @@ class Span:
     """A stretch with a name: kind is forward | backward | optimizer | recomputation | range | mark (a mark's end is its start).
 
     recomputation: forward work that activation checkpointing does again inside a backward. failed: an exception left it.
-    Iterations are not recorded: they follow from the optimizer's steps.
+    Iterations are not recorded: they follow from the optimizer's steps. skipped: how many iterations of a long run were left
+    out just before it.
     """
 
     kind: str
@@ -54,6 +57,7 @@ class Span:
     start: Moment
     end: Moment
     failed: bool = False
+    skipped: int = 0
 
 
 @dataclass(frozen=True)
@@ -101,7 +105,10 @@ class StandIn:
 
 @dataclass(frozen=True)
 class Recording:
-    """Everything that was seen. `logs` is by device index; `primary` is the device that the report is about."""
+    """Everything that was seen. `logs` is by device index; `primary` is the device that the report is about.
+
+    left_out: the line of a loop -> how many of its iterations have no rows here, since the run was long.
+    """
 
     torch: str
     primary: int
@@ -113,3 +120,4 @@ class Recording:
     stand_ins: tuple[StandIn, ...] = ()
     notes: tuple[str, ...] = ()
     overhead_seconds: float = 0.0
+    left_out: Mapping[int, int] = field(default_factory=dict)

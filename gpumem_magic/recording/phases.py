@@ -40,7 +40,8 @@ class _Open:
 
 
 class Phases:
-    """Records spans from `start` to `stop`. `moment` reads the devices; `step_ended` is told of each first-optimizer step."""
+    """Records spans from `start` to `stop`. `moment` reads the devices; `step_ended` is told of each first-optimizer step,
+    `grown` of each span that is added."""
 
     def __init__(
         self,
@@ -48,12 +49,14 @@ class Phases:
         witness: Witness,
         guard: Guard,
         step_ended: Callable[[], None] = lambda: None,
+        grown: Callable[[], None] = lambda: None,
     ) -> None:
         self.spans: list[Span] = []
         self._moment = moment
         self._witness = witness
         self._guard = guard
         self._step_ended = step_ended
+        self._grown = grown
         self._patches = Patches()
         self._handles: list[Any] = []
         self._open: list[_Open] = []
@@ -92,6 +95,11 @@ class Phases:
     def mark(self, label: str) -> None:
         moment = self._moment()
         self.spans.append(Span("mark", label, moment, moment))
+        self._grown()
+
+    def begun(self) -> list[Moment]:
+        """When the spans that have not ended yet began."""
+        return [one.start for one in self._open]
 
     def statement_ended(self) -> None:
         """A statement of the cell has ended in this thread: a phase still open here was left by an exception unseen."""
@@ -113,6 +121,7 @@ class Phases:
         if any(other is one for other in self._open):
             self._open = [other for other in self._open if other is not one]
             self.spans.append(Span(one.kind, one.label, one.start, self._moment(), failed))
+            self._grown()
 
     def _is_open(self, kind: str) -> bool:
         return any(one.kind == kind for one in self._open)

@@ -17,7 +17,10 @@ class Placing:
         self._moments: dict[int, tuple[Moment, Moment]] = {}
 
     def checkpoint(self, point: Checkpoint) -> Checkpoint:
-        return replace(point, moment=self.moment(point.moment)) if self._places else point
+        if not self._places:
+            return point
+        begin = None if point.begin is None else self.moment(point.begin)
+        return replace(point, moment=self.moment(point.moment), begin=begin)
 
     def span(self, span: Span) -> Span:
         return replace(span, start=self.moment(span.start), end=self.moment(span.end)) if self._places else span

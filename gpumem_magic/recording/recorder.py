@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from gpumem_magic.devices.base import Device, DeviceLog, Machine
+from gpumem_magic.devices.base import Device, DeviceLog, LongRunning, Machine
 from gpumem_magic.recording.failure import (
     failing_request,
     failure_of,
@@ -23,10 +23,11 @@ from gpumem_magic.recording.failure import (
 )
 from gpumem_magic.recording.guard import Guard
 from gpumem_magic.recording.identity import Witness
-from gpumem_magic.recording.model import Checkpoint, Failure, Moment, Recording, StandIn
+from gpumem_magic.recording.model import Checkpoint, Failure, Moment, Recording, Span, StandIn
 from gpumem_magic.recording.phases import Phases
 from gpumem_magic.recording.placing import Placing
 from gpumem_magic.recording.repetition import alike_at_end, signature
+from gpumem_magic.recording.thinning import MOST, Kept, thin
 from gpumem_magic.snapshot.timeline import Timeline
 
 Failed = tuple[str, int, tuple[int, ...], tuple[int, ...]]
@@ -37,11 +38,18 @@ class Recorder:
     """Records one run: `start`, then a `checkpoint` after each statement, then `finish`, once.
 
     primary: index of the device that the report will be about. names: the variables that the cell mentions. own_file: the
-    file name under which the cell's code is compiled, so that its lines are called lines.
+    file name under which the cell's code is compiled, so that its lines are called lines. most: how many moments are kept of a
+    run on a real device, before it is thinned.
     """
 
     def __init__(
-        self, machine: Machine, *, primary: int = 0, names: Iterable[str] = (), own_file: str | None = None
+        self,
+        machine: Machine,
+        *,
+        primary: int = 0,
+        names: Iterable[str] = (),
+        own_file: str | None = None,
+        most: int = MOST,
     ) -> None:
         self._machine = machine
         self._primary = primary
@@ -58,6 +66,8 @@ class Recorder:
         self._machine_notes_before: list[str] = []
         self._witness: Witness | None = None
         self._phases: Phases | None = None
+        self._most = most
+        self._left_out: Counter[int] = Counter()
         # What `finish` made, for who reads along (the watch).
         self.recorded: Recording | None = None
 
@@ -82,7 +92,7 @@ class Recorder:
                 self._handles[index] = device.start_log()
             self._start_iteration()
             self._witness = Witness(self._machine, self._position, self._names, namespace)
-            self._phases = Phases(self._moment, self._witness, self._guard, self._step_ended)
+            self._phases = Phases(self._moment, self._witness, self._guard, self._step_ended, self._grown)
             self._phases.start()
             self.checkpoint("before", "before")
         except BaseException:
@@ -112,6 +122,7 @@ class Recorder:
             if kind == "before" and self._checkpoints and self._checkpoints[-1].kind == "before":
                 self._checkpoints.pop()
             self._checkpoints.append(Checkpoint(kind, label, statement, line, moment, iteration, loops))
+            self._grown()
 
     def mark(self, label: str) -> None:
         """A named moment inside a statement."""
@@ -157,6 +168,7 @@ class Recorder:
                     failure = self._place_error(failure, is_out_of_memory(error), reached, failed, logs)
             stand_ins = self._stand_ins()
             self._add_machine_notes()
+            self._add_note_of_thinning(self._phases.spans)
         finally:
             self._put_back()
         self.recorded = Recording(
@@ -173,6 +185,7 @@ class Recorder:
             stand_ins=stand_ins,
             notes=tuple(self._guard.notes),
             overhead_seconds=self._guard.seconds,
+            left_out=dict(self._left_out),
         )
         return self.recorded
 
@@ -220,6 +233,23 @@ class Recorder:
     def _position(self, device: int) -> int:
         return self._devices[device].position(self._handles[device])
 
+    # Long runs
+
+    def _grown(self) -> None:
+        """Thins what is kept, once it is too much. Virtual devices keep every event, and are not run for hours."""
+        devices = {index: device for index, device in self._devices.items() if isinstance(device, LongRunning)}
+        if self._phases is None or self._witness is None or len(devices) < len(self._devices):
+            return
+        kept = Kept(self._checkpoints, self._phases.spans, self._witness.sightings, self._left_out)
+        if kept.weight <= self._most:
+            return
+        thin(kept, self._primary, self._most)
+        # Where iterations are huge, little can be left out: not to try again at once.
+        self._most = max(self._most, kept.weight * 3 // 2)
+        needed = kept.positions(self._phases.begun())
+        for index, device in devices.items():
+            device.forget(self._handles[index], needed.get(index, set()))
+
     # Iterations of virtual devices
 
     def _start_iteration(self) -> None:
@@ -262,6 +292,14 @@ class Recorder:
             for note in self._machine_notes():
                 if note not in self._machine_notes_before:
                     self._guard.add_note(note)
+
+    def _add_note_of_thinning(self, spans: Iterable[Span]) -> None:
+        count = sum(self._left_out.values()) + sum(span.skipped for span in spans)
+        if count:
+            self._guard.add_note(
+                f"The run was long: {count:,} iterations in its middle were measured and not kept; those with the highest peak "
+                "and the largest growth were. The peak of the whole is exact."
+            )
 
     def _stand_ins(self) -> tuple[StandIn, ...]:
         with self._guard("counting stand-ins"):

@@ -103,7 +103,7 @@ class DeviceView:
             evidence=peak.evidence,
             retries=self._retries(),
             stand_ins=self.recording.stand_ins if self.device == self.recording.primary else (),
-            folded=tuple(Folded(fold.line, fold.total, fold.kept) for fold in folds),
+            folded=tuple(self._with_left_out(kept, folds)),
             notes=(*notes_of(self.recording, self.device, self.timeline), *self.gaps()),
         )
 
@@ -113,7 +113,7 @@ class DeviceView:
         points = self.recording.checkpoints
         drafts = []
         for before, point in zip((points[0], *points), points, strict=False):
-            stretch = Stretch(self.device, before.moment, point.moment)
+            stretch = Stretch(self.device, point.begin or before.moment, point.moment)
             drafts.append(_Draft(point, stretch, []))
         starts = [span.start.tick for span in self.recording.spans]
         for draft in drafts[1:]:
@@ -145,13 +145,27 @@ class DeviceView:
         inner = [Fold(line, total, left) for line, (total, left) in totals.items() if left < total]
         return kept, [*folds, *inner]
 
+    def _with_left_out(self, kept: list[_Draft], folds: list[Fold]) -> list[Folded]:
+        """Of a long run, the recording itself holds only some of the iterations."""
+        found = {fold.line: Folded(fold.line, fold.total, fold.kept) for fold in folds}
+        for line, count in self.recording.left_out.items():
+            if line not in found:
+                turns = {
+                    point.iteration[: point.loops.index(line) + 1]
+                    for point in (draft.point for draft in kept)
+                    if line in point.loops
+                }
+                found[line] = Folded(line, len(turns), len(turns))
+            found[line] = replace(found[line], total=found[line].total + count)
+        return list(found.values())
+
     def _fold_parts(self, parts: list[Part], line: int, totals: dict[int, list[int]]) -> list[Part]:
         """Iterations inside a call are folded as those of a loop."""
         turns = [part for part in parts if part.kind == "iteration"]
         chosen = kept_turns([self._turn(part) for part in turns])
         if turns:
             total = totals.setdefault(line, [0, 0])
-            total[0] += len(turns)
+            total[0] += len(turns) + sum(part.skipped for part in turns)
             total[1] += len(chosen)
         left_out = {id(part) for number, part in enumerate(turns) if number not in set(chosen)}
         parts = [part for part in parts if id(part) not in left_out]

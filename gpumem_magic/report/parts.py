@@ -13,7 +13,10 @@ _PHASES = frozenset({"forward", "backward", "optimizer"})
 
 @dataclass
 class Part:
-    """A stretch of a statement. start and end are positions in one device's log, within those of what is around it."""
+    """A stretch of a statement. start and end are positions in one device's log, within those of what is around it.
+
+    skipped: how many iterations just before it were left out of the recording.
+    """
 
     kind: str
     label: str
@@ -23,6 +26,7 @@ class Part:
     ends: int
     failed: bool = False
     parts: list[Part] = field(default_factory=list)
+    skipped: int = 0
 
 
 @dataclass(frozen=True)
@@ -64,7 +68,8 @@ def _part(span: Span, stretch: Stretch) -> Part:
     low, high = stretch.start_position, stretch.end_position
     start = min(max(span.start.positions.get(stretch.device, low), low), high)
     end = min(max(span.end.positions.get(stretch.device, start), start), high)
-    return Part(span.kind, span.label, start, end, span.start.tick, max(span.end.tick, span.start.tick), span.failed)
+    ends = max(span.end.tick, span.start.tick)
+    return Part(span.kind, span.label, start, end, span.start.tick, ends, span.failed, skipped=span.skipped)
 
 
 def _names(spans: Sequence[Span]) -> dict[str, set[str]]:
@@ -122,19 +127,25 @@ def _with_iterations(parts: list[Part], start: int, end: int) -> list[Part]:
     if len(groups) < 2:
         return parts
     iterations: list[Part] = []
-    for number, group in enumerate(groups, start=1):
+    number = 0
+    for group in groups:
         last = group[-1]
-        is_open = unfinished and number == len(groups)
+        is_open = unfinished and group is groups[-1]
+        skipped = sum(_skipped(part) for part in group)
+        number += 1 + skipped
+        before = iterations[-1].end if iterations else start
         iterations.append(
             Part(
                 "iteration",
                 f"iteration {number}",
-                iterations[-1].end if iterations else start,
+                # What came before those that were left out is not its own.
+                group[0].start if skipped else before,
                 end if is_open else last.end,
                 group[0].begins,
                 last.ends,
                 any(part.failed for part in group),
                 group,
+                skipped,
             )
         )
     return [*iterations, *rest]
@@ -144,6 +155,10 @@ def _steps(part: Part) -> list[Part]:
     """The steps in a part that came to their end, itself included."""
     own = [part] if part.kind == "optimizer" and not part.failed else []
     return own + [step for inner in part.parts for step in _steps(inner)]
+
+
+def _skipped(part: Part) -> int:
+    return part.skipped + sum(_skipped(inner) for inner in part.parts)
 
 
 def _has_phase(part: Part) -> bool:

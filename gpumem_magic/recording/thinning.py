@@ -1,0 +1,266 @@
+"""What is kept of a long run: its beginning, its end, and in between the iterations with the highest peak and the largest growth.
+
+A report shows no more of a loop (`report.folding`), and an hour of training has millions of moments. Iterations go as a whole.
+They are those of the cell's own loops; inside a statement that trains for long, they end with the steps of its first optimizer,
+or, where nothing steps, with its forwards.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+
+from gpumem_magic.recording.model import Checkpoint, Moment, Sighting, Span
+
+MOST = 30_000
+"""Moments kept of a run, before it is thinned: some 60 MB with what belongs to them."""
+
+_SIGHTINGS_PER_MOMENT = 4
+
+
+@dataclass
+class Kept:
+    """What is there of a run. left_out: the line of a loop -> how many of its iterations have no rows any more."""
+
+    checkpoints: list[Checkpoint]
+    spans: list[Span]
+    sightings: list[Sighting]
+    left_out: Counter[int] = field(default_factory=Counter)
+
+    @property
+    def steps_left_out(self) -> int:
+        """Of iterations inside statements."""
+        return sum(span.skipped for span in self.spans)
+
+    @property
+    def weight(self) -> int:
+        """In moments, as `MOST` is."""
+        return len(self.checkpoints) + 2 * len(self.spans) + len(self.sightings) // _SIGHTINGS_PER_MOMENT
+
+    def positions(self, open_moments: Iterable[Moment]) -> dict[int, set[int]]:
+        """By device, the positions that something refers to. open_moments: beginnings whose ends are still to come."""
+        moments = [*open_moments]
+        for point in self.checkpoints:
+            moments += [point.moment] if point.begin is None else [point.begin, point.moment]
+        for span in self.spans:
+            moments += [span.start, span.end]
+        found: dict[int, set[int]] = {}
+        for moment in moments:
+            for device, position in moment.positions.items():
+                found.setdefault(device, set()).add(position)
+        for look in self.sightings:
+            found.setdefault(look.device, set()).add(look.position)
+        return found
+
+
+@dataclass(frozen=True)
+class _Unit:
+    """An iteration: what came after `begin`, up to `end`. in_rows: whether it has rows of its own."""
+
+    begin: Moment
+    end: Moment
+    in_rows: bool
+    weight: int
+
+
+def thin(kept: Kept, device: int, most: int = MOST) -> None:
+    """Leaves out iterations from the middle, such that about half of `most` is kept. device: whose peaks and growth count."""
+    units = _units(kept, max(most // 64, 24))
+    first = _reach(units, most // 4)
+    last = len(units) - _reach(units[::-1], most // 4)
+    if last - first < 2:
+        return
+    middle = range(first, last)
+    moments = _moments(kept)
+    ticks = [moment.tick for moment in moments]
+    records = {
+        max(middle, key=lambda number: _peak(units[number], moments, ticks, device)),
+        max(middle, key=lambda number: _growth(units[number], device)),
+    }
+    _leave_out(kept, _Runs(units[number] for number in middle if number not in records))
+
+
+# ---- iterations
+
+
+def _units(kept: Kept, large: int) -> list[_Unit]:
+    """The iterations, in order. One of more than `large` moments is cut up by the steps in it."""
+    spans = sorted(kept.spans, key=lambda span: span.end.tick)
+    ends = [span.end.tick for span in spans]
+    points = kept.checkpoints
+    units: list[_Unit] = []
+    begin = 0
+    for number in range(1, len(points)):
+        following = points[number + 1] if number + 1 < len(points) else None
+        if following is not None and _place(following) == _place(points[number]):
+            continue
+        start, end = points[begin].moment, points[number].moment
+        if points[begin + 1].begin is not None:
+            start = points[begin + 1].begin or start
+        inside = spans[bisect_right(ends, start.tick) : bisect_right(ends, end.tick)]
+        weight = number - begin + 2 * len(inside)
+        if weight > large:
+            units += _steps_of(inside)
+        elif points[number].iteration:
+            units.append(_Unit(start, end, True, weight))
+        begin = number
+    # The statement that runs now.
+    if points:
+        units += _steps_of(spans[bisect_right(ends, points[-1].moment.tick) :])
+    return units
+
+
+def _place(point: Checkpoint) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    return point.loops, point.iteration
+
+
+def _steps_of(spans: Sequence[Span]) -> list[_Unit]:
+    """The iterations inside a statement. spans: those that ended in it, in order of their ends."""
+    steps = [span for span in spans if span.kind == "optimizer" and not span.failed]
+    if steps:
+        ends = [span.end for span in steps if span.label == steps[0].label]
+    else:
+        ends = [span.end for span in spans if span.kind == "forward"]
+    ticks = [span.end.tick for span in spans]
+    units = []
+    for begin, end in pairwise(ends):
+        count = bisect_right(ticks, end.tick) - bisect_right(ticks, begin.tick)
+        units.append(_Unit(begin, end, False, 2 * count))
+    return units
+
+
+def _reach(units: Sequence[_Unit], weight: int) -> int:
+    """How many of the first units weigh that much together, but at least three of them."""
+    total = 0
+    for number, unit in enumerate(units):
+        if total >= weight and number >= 3:
+            return number
+        total += unit.weight
+    return len(units)
+
+
+def _moments(kept: Kept) -> list[Moment]:
+    moments = [point.moment for point in kept.checkpoints]
+    for span in kept.spans:
+        moments += [span.start, span.end]
+    return sorted(moments, key=lambda moment: moment.tick)
+
+
+def _peak(unit: _Unit, moments: Sequence[Moment], ticks: Sequence[int], device: int) -> int:
+    inside = moments[bisect_right(ticks, unit.begin.tick) : bisect_right(ticks, unit.end.tick)]
+    highest = max((moment.counters[device].allocated for moment in inside if device in moment.counters), default=0)
+    before, after = unit.begin.counters.get(device), unit.end.counters.get(device)
+    if before is not None and after is not None and after.peak_allocated > before.peak_allocated:
+        return max(highest, after.peak_allocated)
+    return highest
+
+
+def _growth(unit: _Unit, device: int) -> int:
+    before, after = unit.begin.counters.get(device), unit.end.counters.get(device)
+    return 0 if before is None or after is None else after.allocated - before.allocated
+
+
+# ---- leaving out
+
+
+@dataclass
+class _Run:
+    """Iterations that follow each other: what came after `begin`, up to `end`."""
+
+    begin: Moment
+    end: Moment
+    in_rows: bool
+
+
+class _Runs:
+    """Runs of iterations that go, in order."""
+
+    def __init__(self, units: Iterable[_Unit]) -> None:
+        self.all: list[_Run] = []
+        for unit in units:
+            last = self.all[-1] if self.all else None
+            if last is not None and last.end.tick == unit.begin.tick and last.in_rows == unit.in_rows:
+                last.end = unit.end
+            else:
+                self.all.append(_Run(unit.begin, unit.end, unit.in_rows))
+        self._begins = [run.begin.tick for run in self.all]
+
+    def around(self, tick: int) -> _Run | None:
+        number = bisect_left(self._begins, tick) - 1
+        return self.all[number] if number >= 0 and tick <= self.all[number].end.tick else None
+
+
+def _leave_out(kept: Kept, runs: _Runs) -> None:
+    _leave_out_rows(kept, runs)
+    spans: list[Span] = []
+    skipped: Counter[int] = Counter()
+    steps = [span for span in kept.spans if span.kind == "optimizer" and not span.failed]
+    first = min(steps, key=lambda span: span.start.tick).label if steps else None
+    for span in kept.spans:
+        run = runs.around(span.start.tick)
+        if run is None or span.end.tick > run.end.tick:
+            spans.append(span)
+        elif not run.in_rows:
+            is_step = span.kind == "optimizer" and not span.failed and span.label == first
+            skipped[run.end.tick] += span.skipped + is_step
+    kept.spans[:] = _numbered(spans, skipped)
+    kept.sightings[:] = _outside(kept.sightings, runs.all)
+
+
+def _leave_out_rows(kept: Kept, runs: _Runs) -> None:
+    points: list[Checkpoint] = []
+    gone: list[Checkpoint] = []
+    left: _Run | None = None
+    for point in kept.checkpoints:
+        run = runs.around(point.moment.tick)
+        if run is not None and run.in_rows:
+            gone.append(point)
+            left = run
+            continue
+        points.append(point if left is None else replace(point, begin=left.end))
+        left = None
+    there = {turn for point in points for turn in _turns(point)}
+    for loops, _ in {turn for point in gone for turn in _turns(point)} - there:
+        kept.left_out[loops[-1]] += 1
+    kept.checkpoints[:] = points
+
+
+def _turns(point: Checkpoint) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """The iterations that a row belongs to, of its outermost loop first."""
+    depths = range(1, len(point.iteration) + 1)
+    return [(point.loops[:depth], point.iteration[:depth]) for depth in depths]
+
+
+def _numbered(spans: list[Span], skipped: Mapping[int, int]) -> list[Span]:
+    """With the number of steps left out noted at the phase that follows. skipped: tick -> steps left out before it."""
+    phases = sorted(
+        (span.start.tick, number)
+        for number, span in enumerate(spans)
+        if span.kind in ("forward", "backward", "optimizer")
+    )
+    for tick, count in skipped.items():
+        rank = bisect_right(phases, (tick, len(spans)))
+        if rank < len(phases):
+            number = phases[rank][1]
+            spans[number] = replace(spans[number], skipped=spans[number].skipped + count)
+    return spans
+
+
+def _outside(sightings: Iterable[Sighting], runs: Sequence[_Run]) -> list[Sighting]:
+    """The looks that were not in a run. What lived on was seen again, or will be at the end."""
+    edges: dict[int, tuple[list[int], list[int]]] = {}
+    found = []
+    for look in sightings:
+        if look.device not in edges:
+            edges[look.device] = (
+                [run.begin.positions.get(look.device, 0) for run in runs],
+                [run.end.positions.get(look.device, 0) for run in runs],
+            )
+        begins, ends = edges[look.device]
+        number = bisect_left(begins, look.position) - 1
+        if number < 0 or look.position >= ends[number]:
+            found.append(look)
+    return found
