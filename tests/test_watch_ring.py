@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpumem_magic.widgets.columns import ALLOCATED, SENT
-from gpumem_magic.widgets.marks import CELL, USER, Mark, Marks, short
+from gpumem_magic.widgets.marks import CELL, CHECKPOINT, USER, Mark, Marks, named_marks, short
 from gpumem_magic.widgets.ring import Ring
 from gpumem_magic.widgets.thin import stretches, thin
 
@@ -81,6 +83,33 @@ def test_marks_stay_bounded_and_a_users_own_stay_longest() -> None:
 def test_labels_are_one_short_line() -> None:
     assert short("a\n  b\tc") == "a b c"
     assert len(short("x" * 500)) == 120
+
+
+def test_names_have_room_and_a_users_own_come_first() -> None:
+    marks = [
+        Mark(10.0, CELL, "In [1]"),
+        Mark(11.0, USER, "mine"),
+        Mark(50.0, CELL, "In [2]"),
+        Mark(51.0, CHECKPOINT, "loss.backward()"),
+        Mark(99.0, USER, "at the very end"),
+        Mark(101.0, USER, "later"),
+    ]
+    found = [(mark.label, on_left) for mark, on_left in named_marks(marks, 0.0, 100.0)]
+    assert found == [("mine", False), ("at the very end", True), ("In [2]", False)]
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.floats(0, 100), st.sampled_from([CELL, USER]), st.text(max_size=40)), max_size=60))
+def test_names_never_cross_the_ends_of_the_axis_or_each_other(drawn: list[tuple[float, str, str]]) -> None:
+    found = named_marks([Mark(*each) for each in drawn], 0.0, 100.0)
+    places = []
+    for mark, on_left in found:
+        width = min(len(mark.label), 24) + 2
+        places.append((mark.time - width, mark.time) if on_left else (mark.time, mark.time + width))
+    places.sort()
+    assert all(high <= 100.001 for _, high in places)
+    assert all(first[1] <= second[0] + 0.001 for first, second in itertools.pairwise(places))
+    assert bool(found) == bool(drawn)
 
 
 @settings(deadline=None)

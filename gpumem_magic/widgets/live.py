@@ -57,9 +57,9 @@ class SoFar:
         return found
 
     def log(self, device: int) -> Any:
-        """A device's log whose events are there at once (a virtual device's). None for others, and once it is closed."""
+        """A device's log whose events are there at once (a virtual device's); None for others."""
         handle = self._handles.get(device)
-        return handle if hasattr(handle, "events") and not self.has_ended else None
+        return handle if hasattr(handle, "events") else None
 
     def first_position(self, device: int) -> int:
         """How many events a real device had counted when its log began."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -51,7 +51,27 @@ class Marks:
         return thinned[-self._limit :]
 
 
-def short(text: str) -> str:
-    """One line of at most `LABEL_LENGTH` characters."""
+def short(text: str, length: int = LABEL_LENGTH) -> str:
+    """One line of at most `length` characters."""
     line = " ".join(text.split())
-    return line if len(line) <= LABEL_LENGTH else line[: LABEL_LENGTH - 1] + "…"
+    return line if len(line) <= length else line[: length - 1] + "…"
+
+
+def named_marks(marks: Iterable[Mark], start: float, length: float) -> list[tuple[Mark, bool]]:
+    """The marks whose names have room on an axis of `length` seconds, and whether the name stands on the left of its mark.
+
+    A user's own come first, then the cells; checkpoints are too many.
+    """
+    found = []
+    taken: list[tuple[float, float]] = []
+    marks = [mark for mark in marks if mark.kind != CHECKPOINT and 0 <= mark.time - start <= length]
+    for mark in sorted(marks, key=lambda mark: mark.kind != USER):
+        at = (mark.time - start) / length
+        # About a hundred letters are as wide as the axis.
+        width = (min(len(mark.label), 24) + 2) / 100
+        on_left = at + width > 1
+        low, high = (at - width, at) if on_left else (at, at + width)
+        if not any(low < other_high and high > other_low for other_low, other_high in taken):
+            taken.append((low, high))
+            found.append((mark, on_left))
+    return found

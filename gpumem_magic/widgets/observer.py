@@ -234,7 +234,7 @@ class Observer:
         log = so_far.log(device.facts.index) if so_far is not None and series.tracker is not None else None
         counters, position = source.read(device, log)
         requested: dict[str, int] | None
-        if series.tracker is not None and so_far is not None and log is not None:
+        if series.tracker is not None and so_far is not None and log is not None and not so_far.has_ended:
             series.tracker.advance(log.events, so_far.sightings, position)
             requested = series.tracker.requested()
         else:
@@ -250,7 +250,7 @@ class Observer:
             float(counters.reserved),
             _number(counters.device_used),
             float(series.reached(counters)),
-            float(so_far.serial) if so_far is not None and not so_far.has_ended else 0.0,
+            float(so_far.serial) if so_far is not None else 0.0,
             float(position),
         ]
         series.ring.push(row)

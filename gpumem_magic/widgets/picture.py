@@ -20,7 +20,7 @@ from gpumem_magic.widgets.columns import (
     NOT_YET_KNOWN,
     TIME,
 )
-from gpumem_magic.widgets.marks import CHECKPOINT, USER
+from gpumem_magic.widgets.marks import CHECKPOINT, USER, named_marks, short
 from gpumem_magic.widgets.samples import DeviceSamples, WatchSamples, duration, present_layers, summary
 from gpumem_magic.widgets.thin import Row, longest_gap, stretches, thin, top_of_scale
 
@@ -160,8 +160,10 @@ def _lines(device: DeviceSamples, samples: WatchSamples, across: Scale, up: Scal
             parts.append(
                 f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP}" y2="{_TOP + _PLOT}" stroke="{TEXT}"{dash}>{title}</line>'
             )
-            if mark.kind == USER:
-                parts.append(f'<text x="{x + 3:.1f}" y="{_TOP + 11}" font-size="11">{escape(mark.label)}</text>')
+    for mark, on_left in named_marks(samples.marks, samples.started, max(samples.ended - samples.started, 1.0)):
+        x = across(mark.time) + (-3 if on_left else 3)
+        look = f'font-size="11" fill="{TEXT if mark.kind == USER else QUIET}" text-anchor="{"end" if on_left else "start"}"'
+        parts.append(f'<text x="{x:.1f}" y="{_TOP + 11}" {look}>{escape(short(mark.label, 24))}</text>')
     if device.peak:
         y = up(device.peak)
         parts.append(f'<line x1="{_LEFT}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}" stroke="{TEXT}" stroke-width="0.8"/>')

@@ -38,9 +38,9 @@ def stretches(rows: Sequence[Row], longest: float) -> list[list[Row]]:
 
 
 def longest_gap(rows: Sequence[Row], period: float, per_row: int) -> float:
-    """How far apart two rows may be without a pause between them, in seconds: a few samples."""
+    """How far apart two rows may be without a pause between them, in seconds: a few samples, and what a busy machine is late."""
     thinned = (rows[-1][TIME] - rows[0][TIME]) / len(rows) if rows else 0.0
-    return max(1.0, 5 * period, 4 * period * per_row, 3 * thinned)
+    return max(2.5, 5 * period, 4 * period * per_row, 3 * thinned)
 
 
 def top_of_scale(highest: float, capacity: float) -> float:

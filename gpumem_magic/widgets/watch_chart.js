@@ -54,7 +54,7 @@ export function drawPanel(ctx, store, view, where) {
     if (at + half <= left + plotWidth + 8) text(word, at, floor + 16, view.quiet, "center");
   }
   const thinned = rows.length ? (rows[rows.length - 1][0] - rows[0][0]) / rows.length : 0;
-  const gap = Math.max(1, 5 * view.period, 4 * view.period * view.perRow, 3 * thinned);
+  const gap = Math.max(2.5, 5 * view.period, 4 * view.period * view.perRow, 3 * thinned);
   for (const stretch of stretches(rows, gap)) {
     const last = stretch[stretch.length - 1];
     const until = last === rows[rows.length - 1] ? Math.min(view.end, last[0] + gap) : last[0] + view.period;

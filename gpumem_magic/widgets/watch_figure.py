@@ -31,7 +31,7 @@ from gpumem_magic.widgets.columns import (
     NOT_YET_KNOWN,
     TIME,
 )
-from gpumem_magic.widgets.marks import CELL, CHECKPOINT, USER
+from gpumem_magic.widgets.marks import CELL, CHECKPOINT, USER, named_marks, short
 from gpumem_magic.widgets.samples import DeviceSamples, WatchSamples, duration, present_layers
 from gpumem_magic.widgets.thin import Row, longest_gap, stretches, thin, top_of_scale
 
@@ -110,26 +110,20 @@ def _panel(axes: Any, bar: Any, device: DeviceSamples, samples: WatchSamples) ->
         _areas(axes, stretch, samples.started, end)
     if device.latest is not None:
         _bar(bar, device.latest)
-    # Cells have their names where there is room for them.
-    named = -length
     for mark in samples.marks:
         at = mark.time - samples.started
         if mark.kind == CHECKPOINT:
             axes.plot([at, at], [-0.025, 0], transform=axes.get_xaxis_transform(), color=QUIET, lw=0.7, clip_on=False)
         elif mark.kind == CELL:
             axes.axvline(at, color=QUIET, lw=0.7, ls=":")
-            if at - named > 0.12 * length:
-                named = at
-                axes.annotate(
-                    mark.label, (at, 1), (3, -3), xycoords=("data", "axes fraction"), textcoords="offset points",
-                    fontsize=8, color=QUIET, va="top",
-                )  # fmt: skip
         elif mark.kind == USER:
             axes.axvline(at, color=TEXT, lw=0.8)
-            axes.annotate(
-                mark.label, (at, 1), (3, -3), xycoords=("data", "axes fraction"), textcoords="offset points",
-                fontsize=8, color=TEXT, va="top", bbox={"facecolor": PAPER, "alpha": 0.75, "lw": 0, "pad": 1},
-            )  # fmt: skip
+    for mark, on_left in named_marks(samples.marks, samples.started, length):
+        axes.annotate(
+            short(mark.label, 24), (mark.time - samples.started, 1), (-3 if on_left else 3, -3),
+            xycoords=("data", "axes fraction"), textcoords="offset points", ha="right" if on_left else "left", va="top",
+            fontsize=8, color=TEXT if mark.kind == USER else QUIET, bbox={"facecolor": PAPER, "alpha": 0.75, "lw": 0, "pad": 1},
+        )  # fmt: skip
     if device.peak:
         axes.axhline(device.peak, color=TEXT, lw=0.8)
         axes.annotate(
