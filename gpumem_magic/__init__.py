@@ -27,6 +27,7 @@ _HOMES = {
     "load_ipython_extension": "gpumem_magic.magics",
     "mark": "gpumem_magic.session",
     "measure": "gpumem_magic.session",
+    "register_kernel": "gpumem_magic.virtual.rules",
     "unload_ipython_extension": "gpumem_magic.magics",
 }
 
@@ -40,6 +41,7 @@ __all__ = [
     "load_ipython_extension",
     "mark",
     "measure",
+    "register_kernel",
     "unload_ipython_extension",
 ]
 
@@ -49,6 +51,7 @@ if TYPE_CHECKING:
     from gpumem_magic.report.from_file import load
     from gpumem_magic.report.model import Report
     from gpumem_magic.session import last_report, mark, measure
+    from gpumem_magic.virtual.rules import register_kernel
     from gpumem_magic.widgets.watch import last_watch
 
 

@@ -23,9 +23,9 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 
-from gpumem_magic.virtual import values
+from gpumem_magic.virtual import rules, values
 from gpumem_magic.virtual.mismatch import in_cudas_words, refuse_mixed_devices, refuse_mixed_types
-from gpumem_magic.virtual.modes import DEVICE_QUERY, STATE, HostlessFakeMode, OperatorMode, answer_device
+from gpumem_magic.virtual.modes import DEVICE_QUERY, STATE, HostlessFakeMode, OperatorMode, answer_device, pushed
 from gpumem_magic.virtual.storage import StorageTable
 from gpumem_magic.virtual.tensors import VirtualTensor
 
@@ -75,6 +75,8 @@ class Engine:
         self.table = StorageTable(memory.malloc, memory.free)
         self.stand_ins: Counter[tuple[str, int]] = Counter()
         self.largest_sizes: Counter[str] = Counter()
+        self.compiled_calls = 0
+        self.captures = 0
         self.attend: Callable[..., Any] = _no_attention
         self._allocates: dict[Any, bool] = {}
 
@@ -127,6 +129,10 @@ class Engine:
             special_handler = SPECIAL.get(func)
             if special_handler is not None:
                 return special_handler(self, func, args, kwargs, device)
+            rule = rules.for_operator(func)
+            if rule is not None:
+                with pushed(self.mode):
+                    return rule(*args, **kwargs)
             return self.run(func, args, kwargs, device)
 
     def run(self, func: Any, args: Any, kwargs: Any, device: int) -> Any:
@@ -155,14 +161,17 @@ class Engine:
         try:
             return self.fake.dispatch(func, (), args, kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as error:
-            raise NotImplementedError(
-                f"the virtual GPU cannot run {func}: its result depends on values, or it has no shape rule "
-                f"({type(error).__name__}). Run this line on the host, or on a real GPU."
-            ) from None
+            raise cannot_run(func, type(error).__name__) from None
         except Exception as error:
             if type(error).__name__ == "FakeTensorDeviceMismatchError":
                 refuse_mixed_devices(func, args, kwargs, sure=True)
-            raise in_cudas_words(error, func, args, kwargs) from None
+            if _is_foreign(func):
+                raise cannot_run(func, str(error)) from None
+            words = in_cudas_words(error, func, args, kwargs)
+            if isinstance(words, (AssertionError, AttributeError)):
+                # A shape rule that stumbled, not one that refused.
+                words = cannot_run(func, f"{type(error).__name__}: {error}")
+            raise words from None
         finally:
             STATE.depth -= 1
 
@@ -209,7 +218,7 @@ class Engine:
             elif isinstance(arg, torch.Tensor):
                 if not isinstance(arg, FakeTensor):
                     found = True
-                    arg = self.fake.from_tensor(arg, static_shapes=True)
+                    arg = self._fake_host(arg)
                 elif arg.fake_mode is not self.fake:
                     _refuse_foreign(arg)
             elif isinstance(arg, (list, tuple)) and arg:
@@ -219,6 +228,15 @@ class Engine:
                     arg = inner if isinstance(arg, tuple) else list(inner)
             converted.append(arg)
         return (tuple(converted), True) if found else (args, False)
+
+    def _fake_host(self, tensor: torch.Tensor) -> FakeTensor:
+        try:
+            return self.fake.from_tensor(tensor, static_shapes=True)
+        except AssertionError as error:
+            # Nested tensors, whose sizes would have to be symbols.
+            raise NotImplementedError(
+                f"the virtual GPU cannot work with a {type(tensor).__name__} ({error}). Use padded tensors, or a real GPU."
+            ) from None
 
     @contextmanager
     def scratch(self, device: int, nbytes: int) -> Iterator[None]:
@@ -275,6 +293,23 @@ def refuse_device(index: int) -> NoReturn:
     """The error that CUDA raises for a device number that there is not."""
     raise torch.AcceleratorError(  # what 2.8 and newer raise
         f"CUDA error: invalid device ordinal (the virtual machine has no cuda:{index})"
+    )
+
+
+def _is_foreign(func: Any) -> bool:
+    return getattr(func, "namespace", "aten") not in ("aten", "prims", "prim", "c10d", "_c10d_functional")
+
+
+def cannot_run(func: Any, reason: str) -> NotImplementedError:
+    """The error for an operator that cannot be emulated: which, why, and what to do."""
+    if _is_foreign(func):
+        return NotImplementedError(
+            f"the virtual GPU cannot run {func}, a kernel of a library's own ({reason}). Say what it returns with "
+            f'gpumem_magic.register_kernel("{func._schema.name}", rule), or run this line on a real GPU.'
+        )
+    return NotImplementedError(
+        f"the virtual GPU cannot run {func}: its result depends on values, or it has no shape rule ({reason}). Run this line on "
+        "the host, or on a real GPU."
     )
 
 

@@ -26,7 +26,17 @@ from gpumem_magic.allocator.settings import EnvironmentSettings, settings_from_e
 from gpumem_magic.devices.base import Counters, DeviceFacts, DeviceLog, Label
 from gpumem_magic.patching import Patches
 from gpumem_magic.snapshot.model import Segment, TraceEvent
-from gpumem_magic.virtual import catalog, communication, kernels, parameters, saving, storages, surroundings
+from gpumem_magic.virtual import (
+    catalog,
+    communication,
+    graphs,
+    kernels,
+    parameters,
+    rules,
+    saving,
+    storages,
+    surroundings,
+)
 from gpumem_magic.virtual.attention import Attention
 from gpumem_magic.virtual.autocast import AutocastKernels
 from gpumem_magic.virtual.composites import Composites
@@ -186,11 +196,21 @@ class VirtualMachine:
 
     def notes(self) -> list[str]:
         """What a reader of figures must know about how they came to be."""
-        found = self.engine.largest_sizes
-        if not found:
-            return []
-        words = ", ".join(f"{name} ({count})" for name, count in sorted(found.items()))
-        return [f"Sizes that depend on values are not known here; the largest possible was taken: {words}."]
+        engine = self.engine
+        found = []
+        if engine.largest_sizes:
+            words = ", ".join(f"{name} ({count})" for name, count in sorted(engine.largest_sizes.items()))
+            found.append(f"Sizes that depend on values are not known here; the largest possible was taken: {words}.")
+        if engine.compiled_calls:
+            found.append(
+                f"What torch.compile made ran eagerly ({engine.compiled_calls} calls): compiled code fuses operators, and "
+                "needs less memory between them."
+            )
+        if engine.captures:
+            found.append(
+                f"CUDA graphs ran eagerly while they were captured ({engine.captures}), and not again in replays."
+            )
+        return found
 
     # ---- memory (asked by the engine, under its lock)
 
@@ -233,9 +253,11 @@ class VirtualMachine:
             storages.install(self._patches, self.engine)
             saving.install(self._patches, self.engine)
             surroundings.install(self._patches)
+            rules.install(self._patches)
             communication.install(self._patches)
             install_engine_hooks(self._patches, self.engine)
             self.face.install(self._patches)
+            graphs.install(self._patches, self)
             self._autocast.install(self._patches)
             self.attention.install()
             self._composites.install()

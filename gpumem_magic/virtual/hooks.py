@@ -27,7 +27,8 @@ def install_engine_hooks(patches: Patches, engine: Engine) -> None:
     _backward(patches, engine)
     _fake_tensors(patches)
     _foreach(patches)
-    _compile(patches)
+    _compile(patches, engine)
+    _vmap(patches, engine)
     _scripts(patches)
 
 
@@ -70,18 +71,18 @@ def _fake_tensors(patches: Patches) -> None:
     patches.set(log, "filters", [*log.filters, quiet])
 
 
-def _compile(patches: Patches) -> None:
+def _compile(patches: Patches, engine: Engine) -> None:
     """`torch.compile` keeps its objects and runs what they hold eagerly: there is no device to compile for."""
     original = torch.compile
 
     @functools.wraps(original)
     def compile_(*args: Any, **kwargs: Any) -> Any:
-        _run_eagerly(patches)
+        _run_eagerly(patches, engine)
         return original(*args, **kwargs)
 
     patches.set(torch, "compile", compile_)
     if "torch._dynamo.eval_frame" in sys.modules:
-        _run_eagerly(patches)
+        _run_eagerly(patches, engine)
 
 
 def _scripts(patches: Patches) -> None:
@@ -95,11 +96,49 @@ def _scripts(patches: Patches) -> None:
         patches.set(importlib.import_module(module), "_find_builtin", find_builtin)
 
 
-def _run_eagerly(patches: Patches) -> None:
-    """The state that `torch.compiler.set_stance("force_eager")` sets (torch 2.6 and newer), until the patches are undone."""
+def _run_eagerly(patches: Patches, engine: Engine) -> None:
+    """The state that `torch.compiler.set_stance("force_eager")` sets (torch 2.6 to 2.13), until the patches are undone; and a
+    count of the calls that it concerns, where `_callback_from_stance` is asked before each."""
     frames = importlib.import_module("torch._dynamo.eval_frame")
-    if (frames, "_stance") not in patches.names():
-        patches.set(frames, "_stance", dataclasses.replace(frames._stance, stance="force_eager"))
+    if (frames, "_stance") in patches.names():
+        return
+    patches.set(frames, "_stance", dataclasses.replace(frames._stance, stance="force_eager"))
+    original = getattr(frames, "_callback_from_stance", None)
+    if original is None:
+        return
+
+    def callback_from_stance(callback: Any) -> Any:
+        if callback not in (None, False):
+            engine.compiled_calls += 1
+        return original(callback)
+
+    patches.set(frames, "_callback_from_stance", callback_from_stance)
+
+
+def _vmap(patches: Patches, engine: Engine) -> None:
+    """Inside `torch.vmap` a tensor is wrapped, and what C++ makes for it would come to no virtual tensor's notice.
+
+    `_flat_vmap` is where every vmap runs its function (torch 2.0 to 2.13).
+    """
+    module = importlib.import_module("torch._functorch.vmap")
+    original = module._flat_vmap
+
+    @functools.wraps(original)
+    def flat_vmap(func: Any, batch_size: Any, flat_in_dims: Any, flat_args: Any, *args: Any, **kwargs: Any) -> Any:
+        ours = any(isinstance(_unwrapped(arg), VirtualTensor) for arg in flat_args)
+        if engine.closed_because or not ours:
+            return original(func, batch_size, flat_in_dims, flat_args, *args, **kwargs)
+        with pushed(engine.mode):
+            return original(func, batch_size, flat_in_dims, flat_args, *args, **kwargs)
+
+    patches.set(module, "_flat_vmap", flat_vmap)
+
+
+def _unwrapped(arg: Any) -> Any:
+    """What is inside the wrappers of `torch.func`."""
+    while isinstance(arg, torch.Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(arg):
+        arg = torch._C._functorch.get_unwrapped(arg)
+    return arg
 
 
 def _foreach(patches: Patches) -> None:

@@ -114,7 +114,7 @@ def in_cudas_words(error: Exception, func: Any, args: Any, kwargs: Any) -> Excep
                 f"mat1 and mat2 shapes cannot be multiplied ({left.shape[0]}x{left.shape[1]} and "
                 f"{right.shape[0]}x{right.shape[1]})"
             )
-    if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
+    if func.namespace != "aten" or torch.Tag.nondeterministic_seeded in func.tags:
         return error
     try:
         most = _MOST_WRITTEN if func._schema.is_mutable else _MOST_ELEMENTS

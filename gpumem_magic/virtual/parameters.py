@@ -35,7 +35,15 @@ def become(tensor: torch.Tensor, other: torch.Tensor) -> None:
     is_parameter = isinstance(tensor, torch.nn.Parameter)
     other = other.detach()
     fake = dict(other.__dict__) if isinstance(other, VirtualTensor) else {}
-    swap(tensor, other)
+    try:
+        swap(tensor, other)
+    except RuntimeError as error:
+        if "weakrefs" not in str(error):
+            raise
+        raise RuntimeError(
+            "a parameter can't move to or from the virtual GPU while PyTorch's profiler looks at it: move the model before the "
+            "profiler starts"
+        ) from None
     if fake:
         tensor.__class__ = VirtualTensor
         tensor.__dict__.clear()

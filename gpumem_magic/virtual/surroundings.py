@@ -20,6 +20,7 @@ def install(patches: Patches) -> None:
     _profiler(patches)
     _legacy_types(patches)
     _ctc_loss(patches)
+    _convolution_formats(patches)
     patches.set(torch.backends.cudnn, "is_acceptable", _cudnn_is_acceptable(torch.backends.cudnn.is_acceptable))
 
 
@@ -76,6 +77,29 @@ def _cudnn_is_acceptable(original: Any) -> Any:
         return False if isinstance(tensor, VirtualTensor) else bool(original(tensor))
 
     return is_acceptable
+
+
+def _convolution_formats(patches: Patches) -> None:
+    """C++ is told that tensors are on meta, and would choose a kernel that knows one memory format; cuDNN knows two.
+
+    `_conv_determine_backend_memory_format` is what FakeTensor asks for a convolution's result (torch 2.9 to 2.13).
+    """
+    original = getattr(torch._C, "_conv_determine_backend_memory_format", None)
+    if original is None:
+        return
+
+    @functools.wraps(original)
+    def determine(tensor: Any, weight: Any, *args: Any, **kwargs: Any) -> Any:
+        if getattr(getattr(tensor, "fake_device", None), "type", "") != "cuda" or not torch.backends.cudnn.enabled:
+            return original(tensor, weight, *args, **kwargs)
+        last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.dim())
+        if last is None or torch.float64 in (tensor.dtype, weight.dtype):
+            return torch.contiguous_format
+        either = tensor.is_contiguous(memory_format=last) or weight.is_contiguous(memory_format=last)
+        plain = tensor.is_contiguous() and weight.is_contiguous()
+        return last if either and not plain else torch.contiguous_format
+
+    patches.set(torch._C, "_conv_determine_backend_memory_format", determine)
 
 
 class _LegacyKind(type):

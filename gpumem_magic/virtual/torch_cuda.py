@@ -212,9 +212,6 @@ class CudaFace:
     def ipc_collect(self) -> None:
         self._machine.settle()
 
-    def is_current_stream_capturing(self) -> bool:
-        return False
-
     def get_sync_debug_mode(self) -> int:
         return 0
 
