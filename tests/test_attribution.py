@@ -275,6 +275,16 @@ def test_what_was_there_is_unknown_unless_carried_or_seen() -> None:
     assert label_of(recording, named) == Label("inputs", "inferred", "x")
 
 
+def test_a_workspace_from_before_is_inferred_from_its_size() -> None:
+    device = FakeDevice()
+    workspace, held = device.alloc(8_519_680), device.alloc(8_519_680)
+    tape = Tape(device)
+    tape.see(held, "named", "x")
+    recording = tape.finish()
+    assert label_of(recording, workspace) == Label("workspace", "inferred")
+    assert label_of(recording, held) == Label("inputs", "inferred", "x")
+
+
 def test_labels_go_from_one_recording_to_the_next() -> None:
     device = FakeDevice()
     tape = Tape(device)

@@ -141,7 +141,8 @@ def _summed(case: _Case) -> Label | None:
 def _workspace(case: _Case) -> Label | None:
     if case.origin == "workspace" or any("cublas" in name.lower() or "cudnn" in name.lower() for name in case.stack):
         return Label("workspace", "stack")
-    if case.real and case.allocation.requested in WORKSPACE_SIZES and case.allocation.freed is None and not case.roles:
+    by_size = case.real or case.at_start
+    if by_size and case.allocation.requested in WORKSPACE_SIZES and case.allocation.freed is None and not case.roles:
         return Label("workspace", "inferred")
     return None
 
