@@ -24,7 +24,7 @@ from gpumem_magic.virtual.catalog import (
     parse_size,
 )
 
-NAMES = "T4 V100-16GB P100 L4 A100-40GB A100-80GB H100 H200 RTX3090 RTX4090 colab-2021".split()  # noqa: SIM905
+NAMES = "T4 V100-16GB P100 L4 A100-40GB A100-80GB H100 H200 RTX3090 RTX4090 A10G TITAN-RTX colab-2021".split()  # noqa: SIM905
 
 
 def one(text: str) -> GpuModel:
@@ -224,3 +224,26 @@ def test_these_modules_import_neither_torch_nor_pynvml() -> None:
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
+
+
+def test_another_version_brings_its_context_and_its_workspaces() -> None:
+    old = one("V100-16GB,torch=1.10")
+    assert (old.context_bytes, old.cublas_workspace_bytes, old.torch_version) == (1341 * MIB, 0, "1.10")
+    assert not old.context_is_estimate
+    assert one("H100,torch=2.6").cublas_workspace_bytes == 32 * MIB
+    assert one("A100-80GB,loading=eager").context_bytes == 942 * MIB
+    assert one("A100-80GB,torch=2.1,loading=lazy").context_bytes == 481 * MIB
+
+
+def test_a_context_that_is_written_wins_over_that_of_the_version() -> None:
+    for text in ("T4,context=123MiB,torch=1.10", "T4,torch=1.10,context=123MiB"):
+        assert one(text).context_bytes == 123 * MIB
+
+
+@pytest.mark.parametrize(
+    "text", ["T4,torch=new", "T4,torch=2", "T4,loading=fast", "T4,torch=1.10,loading=lazy", "T4,torch=2.6,torch=2.7"]
+)
+def test_versions_and_loading_that_mean_nothing_are_refused_in_one_line(text: str) -> None:
+    with pytest.raises(UnknownDevice) as failure:
+        parse(text)
+    assert "\n" not in str(failure.value)

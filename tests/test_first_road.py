@@ -194,10 +194,11 @@ def test_bert_large_as_measured_by_others() -> None:
     check_conservation(of)
     peak = of.peak.categories
     assert round(peak["parameters"] / MIB) == 1278
-    # PyTorch's own MemTracker gives 11,968 MiB of tensors; the two cuBLAS workspaces come beside them.
+    # PyTorch's own MemTracker gives 11,968 MiB of tensors on fakes, whose dropout keeps masks in float32; CUDA's keep a byte
+    # for each element: 60 MiB less in each of the 24 layers. The two cuBLAS workspaces come beside them.
     assert peak["workspace"] == 2 * 8_519_680
     in_tensors = of.peak.allocated - peak["rounding"] - peak["workspace"]
-    assert round(in_tensors / MIB) == 11968
+    assert round(in_tensors / MIB) == 11968 - 24 * 60
     assert peak["unknown"] == 0
     (after,) = [row for row in of.checkpoints if row.kind == "after"]
     assert [part.label.split()[0] for part in after.parts if part.label.startswith("iteration")] == ["iteration"] * 2

@@ -12,6 +12,7 @@ from difflib import get_close_matches
 from typing import Protocol
 
 from gpumem_magic.units import GIB, KIB, MIB, human
+from gpumem_magic.virtual import generations
 from gpumem_magic.virtual.models import CATALOG, GpuModel, generic
 
 __all__ = [
@@ -83,8 +84,10 @@ _BY_BARE_NAME = {_bare(key): model for key, model in CATALOG.items()}
 _UNITS = {"": 1, "b": 1, "kib": KIB, "mib": MIB, "gib": GIB, "tib": 1024 * GIB}
 _SIZE = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]*)")
 _COUNT = re.compile(r"(\d+)\s*[xX]\s*(.*)", re.DOTALL)
+# Only chooses between the contexts of older and newer releases.
+_A_RECENT_VERSION = "2.9"
 _REAL = re.compile(r"cuda(?::(\d{1,3}))?", re.IGNORECASE)
-_OPTIONS = ("context", "total", "idle", "name")
+_OPTIONS = ("context", "total", "idle", "name", "torch", "loading")
 
 
 def parse_size(text: str) -> int:
@@ -147,22 +150,28 @@ def _checked_total(size: int) -> int:
 
 
 def _with_options(model: GpuModel, options: list[str]) -> GpuModel:
-    seen = set()
+    given: dict[str, str] = {}
     for option in options:
         name, equals, value = (part.strip() for part in option.partition("="))
         name = name.casefold()
         if name not in _OPTIONS or not equals or not value:
-            raise UnknownDevice(f"unknown option {option!r}: write context=, total=, idle= (sizes) or name=")
-        if name in seen:
+            raise UnknownDevice(
+                f"unknown option {option!r}: write context=, total=, idle= (sizes), name=, torch= (a version) or "
+                "loading= (eager or lazy)"
+            )
+        if name in given:
             raise UnknownDevice(f"option {name}= is given twice")
-        seen.add(name)
+        given[name] = value
+    if "torch" in given or "loading" in given:
+        model = _of_generation(model, given.get("torch"), given.get("loading"))
+    for name, value in given.items():
         if name == "name":
             model = replace(model, name=_checked_name(value))
         elif name == "context":
             model = replace(model, context_bytes=parse_size(value), context_is_estimate=False)
         elif name == "idle":
             model = replace(model, idle_bytes=parse_size(value))
-        else:
+        elif name == "total":
             # The total is torch's; nvidia-smi's stays above it by what the driver keeps.
             total = _checked_total(parse_size(value))
             model = replace(model, total_bytes=total, smi_total_bytes=total + model.driver_reserved_bytes)
@@ -172,6 +181,29 @@ def _with_options(model: GpuModel, options: list[str]) -> GpuModel:
             f"{human(model.total_bytes)}: give a larger total= or a smaller context="
         )
     return model
+
+
+def _of_generation(model: GpuModel, version_text: str | None, loading: str | None) -> GpuModel:
+    """The model with the context and the library workspaces of another PyTorch version, or another way of loading kernels."""
+    try:
+        version = generations.parse_version(version_text or _A_RECENT_VERSION)
+    except ValueError as error:
+        raise UnknownDevice(f"torch=: {error}") from None
+    lazy = generations.loads_lazily(version)
+    if loading is not None:
+        if loading.casefold() not in ("eager", "lazy"):
+            raise UnknownDevice(f"loading={loading}: write loading=eager or loading=lazy")
+        if loading.casefold() == "lazy" and not lazy:
+            raise UnknownDevice(
+                f"loading=lazy: torch {version_text} loads all kernels at once; 1.13 was the first to load lazily"
+            )
+        lazy = loading.casefold() == "lazy"
+    found = generations.context(model.key, model.capability, version, lazy)
+    model = replace(model, context_bytes=found.nbytes, context_is_estimate=found.is_estimate)
+    if version_text is None:
+        return model
+    workspace = generations.cublas_workspace_bytes(version, model.capability, generations.is_rocm(version_text))
+    return replace(model, torch_version=version_text, cublas_workspace_bytes=workspace)
 
 
 def _checked_name(value: str) -> str:
@@ -204,6 +236,8 @@ def describe() -> str:
         "",
         "colab-2021: the author of the question said P100, but its totals are those of a V100-SXM2-16GB.",
         "Several: 2xT4. Options: T4,context=400MiB,total=14.7GiB,idle=2MiB. A real GPU: cuda, cuda:1.",
+        "torch=1.10 takes the context and the library workspaces of another PyTorch version; loading=eager those of kernels that",
+        "are loaded all at once (CUDA_MODULE_LOADING=EAGER).",
         '"about": nobody published the context of that GPU with lazily loaded kernels; measure yours and set context=.',
     ]
     return "\n".join(lines)

@@ -133,6 +133,10 @@ class Engine:
             if rule is not None:
                 with pushed(self.mode):
                     return rule(*args, **kwargs)
+            if torch.is_inference_mode_enabled() and isinstance(func, torch._ops.OpOverload) and func._can_decompose():
+                # Here operators come whole that are made of others; each of those may allocate.
+                with pushed(self.mode):
+                    return func.decompose(*args, **kwargs)
             return self.run(func, args, kwargs, device)
 
     def run(self, func: Any, args: Any, kwargs: Any, device: int) -> Any:

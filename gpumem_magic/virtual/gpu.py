@@ -167,7 +167,7 @@ class VirtualMachine:
         self._devices = [VirtualDevice(index, model, settings) for index, model in enumerate(spec.models)]
         self.engine = Engine(self, len(self._devices))
         self.face = CudaFace(self)
-        self.workspaces = kernels.Workspaces(self._devices, self.malloc, self.face.stream_of)
+        self.workspaces = kernels.Workspaces(self._devices, self.malloc, self.face.stream_of, self.free)
         self.attention = Attention(lambda index: self._devices[index].model.capability)
         self.engine.attend = self.attention.attend
         self.smi = VirtualSmi(self._devices)

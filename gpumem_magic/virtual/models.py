@@ -8,8 +8,8 @@ Where the constants come from, model by model, is said in `note`. In general:
 * The CUDA context is what nvidia-smi shows above PyTorch's reserved memory after the first use. It depends on GPU, driver
   and build. Kernels are loaded when they are first used since CUDA 11.7, which took it from about 1.3 GiB to about
   0.4 GiB. Where nobody published a figure, `context_is_estimate` says so.
-* cuBLAS workspaces: PyTorch takes one of 8,519,680 bytes for each handle and stream from its own allocator, and of
-  32 MiB on compute capability 9; before PyTorch 2.0 cuBLAS took its own, outside.
+* cuBLAS workspaces are those of PyTorch 2.0 to 2.14 (see `generations`); the device option `torch=1.10` gives another
+  version's, with its context.
 * Multiprocessors, caches and limits are those of NVIDIA's public architecture tables. There are no clocks: nothing is timed.
 """
 
@@ -20,9 +20,8 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from gpumem_magic.units import GIB, KIB, MIB
+from gpumem_magic.virtual.generations import LARGE_WORKSPACE, WORKSPACE
 
-_CUBLAS_WORKSPACE = 8_519_680
-_CUBLAS_WORKSPACE_CC9 = 32 * MIB
 _LAZY_CONTEXT = 400 * MIB
 _LAZY_CONTEXT_NOTE = "context: an estimate, the 300 to 400 MiB that PyTorch's developers name for lazily loaded kernels"
 
@@ -34,7 +33,8 @@ class GpuModel:
     total_bytes: `torch.cuda.get_device_properties(...).total_memory`. smi_total_bytes: nvidia-smi's total.
     idle_bytes: shown by nvidia-smi before anything runs. context_bytes: this process's memory outside PyTorch's allocator
     once the device is in use. cublas_workspace_bytes: one workspace in PyTorch's allocator, 0 for none.
-    oom_text_version: the PyTorch version whose out-of-memory text is used; None for the installed one.
+    oom_text_version: the PyTorch version whose out-of-memory text is used; None for the installed one. torch_version: the version
+    whose library workspaces are used; None likewise.
     """
 
     key: str
@@ -51,12 +51,13 @@ class GpuModel:
     max_threads_per_multiprocessor: int
     note: str
     idle_bytes: int = 0
-    cublas_workspace_bytes: int = _CUBLAS_WORKSPACE
+    cublas_workspace_bytes: int = WORKSPACE
     shared_memory_per_block: int = 48 * KIB
     registers_per_multiprocessor: int = 65536
     max_threads_per_block: int = 1024
     warp_size: int = 32
     oom_text_version: str | None = None
+    torch_version: str | None = None
 
     @property
     def driver_reserved_bytes(self) -> int:
@@ -167,7 +168,7 @@ _MODELS = (
         smi_total_bytes=81559 * MIB,
         context_bytes=481 * MIB,
         context_is_estimate=True,
-        cublas_workspace_bytes=_CUBLAS_WORKSPACE_CC9,
+        cublas_workspace_bytes=LARGE_WORKSPACE,
         shared_memory_per_block_optin=227 * KIB,
         shared_memory_per_multiprocessor=228 * KIB,
         l2_cache_bytes=50 * MIB,
@@ -183,7 +184,7 @@ _MODELS = (
         smi_total_bytes=143771 * MIB,
         context_bytes=481 * MIB,
         context_is_estimate=True,
-        cublas_workspace_bytes=_CUBLAS_WORKSPACE_CC9,
+        cublas_workspace_bytes=LARGE_WORKSPACE,
         shared_memory_per_block_optin=227 * KIB,
         shared_memory_per_multiprocessor=228 * KIB,
         l2_cache_bytes=60 * MIB,
@@ -220,6 +221,37 @@ _MODELS = (
         l2_cache_bytes=72 * MIB,
         max_threads_per_multiprocessor=1536,
         note=f"totals: Linux, newest drivers; {_LAZY_CONTEXT_NOTE}",
+    ),
+    GpuModel(
+        key="A10G",
+        name="NVIDIA A10G",
+        capability=(8, 6),
+        multi_processor_count=80,
+        total_bytes=22731 * MIB,
+        smi_total_bytes=23028 * MIB,
+        context_bytes=300 * MIB,
+        context_is_estimate=True,
+        shared_memory_per_block_optin=99 * KIB,
+        shared_memory_per_multiprocessor=100 * KIB,
+        l2_cache_bytes=6 * MIB,
+        max_threads_per_multiprocessor=1536,
+        note="torch's total: 2023 (22.20 GiB; 21.99 GiB was seen in 2026); nvidia-smi's: from memory, not looked up; context: an "
+        "estimate, the 300 MiB that PyTorch's developers name for lazily loaded kernels",
+    ),
+    GpuModel(
+        key="TITAN-RTX",
+        name="NVIDIA TITAN RTX",
+        capability=(7, 5),
+        multi_processor_count=72,
+        total_bytes=24217 * MIB,
+        smi_total_bytes=24217 * MIB,
+        context_bytes=_LAZY_CONTEXT,
+        context_is_estimate=True,
+        shared_memory_per_block_optin=64 * KIB,
+        shared_memory_per_multiprocessor=64 * KIB,
+        l2_cache_bytes=6 * MIB,
+        max_threads_per_multiprocessor=1024,
+        note=f"totals: as Hugging Face's PyTorchBenchmark printed them in 2020; {_LAZY_CONTEXT_NOTE}",
     ),
     replace(
         _V100,

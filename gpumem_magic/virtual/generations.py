@@ -1,0 +1,147 @@
+"""What depends on the generation of PyTorch and CUDA: the workspaces of cuBLAS, and the size of a CUDA context.
+
+Imports neither torch nor anything of NVIDIA's, so that device names can be read without them.
+
+cuBLAS's workspaces come from PyTorch's allocator since 2.0 (pull requests 83461, 89027 and 91564 of pytorch/pytorch; before, the
+library took its own). cuBLASLt's, for a product with a bias: 1 MiB for the call (73439), kept for each handle and stream since
+2.9 (156495), one with cuBLAS's since 2.11 (168175). Blackwell got Hopper's 32 MiB with 2.12 (175344). From 2.15 nothing is kept
+(194311). AMD builds have them since 2.6 (138791).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from gpumem_magic.units import KIB, MIB
+
+Version = tuple[int, int]
+
+WORKSPACE = 8_519_680
+"""Two buffers of 4096 KiB and eight of 16 KiB."""
+LARGE_WORKSPACE = 32 * MIB
+_LT_WORKSPACE = 1 * MIB
+_PAIR = re.compile(r":(\d+):(\d+)")
+
+
+def parse_version(text: str) -> Version:
+    """(2, 6) of ``2.6.0+cu124``. Raises ValueError for what is no version."""
+    match = re.match(r"(\d{1,3})\.(\d{1,3})(?![\d])", text.strip())
+    if match is None:
+        raise ValueError(f"{text.strip()!r} is not a PyTorch version: write it as 2.6 or 1.10")
+    return int(match[1]), int(match[2])
+
+
+def is_rocm(text: str) -> bool:
+    """Whether the version is that of a build for AMD, as in ``2.2.2+rocm5.7``."""
+    return "rocm" in text.casefold()
+
+
+def cublas_workspace_bytes(version: Version, capability: tuple[int, int], rocm: bool = False) -> int:
+    """One workspace of cuBLAS in PyTorch's allocator, in bytes; 0 where the library takes its own outside."""
+    if rocm:
+        return LARGE_WORKSPACE if version >= (2, 6) else 0
+    if version < (2, 0):
+        return 0
+    large = capability[0] == 9 or (capability[0] in (10, 12) and version >= (2, 12))
+    return LARGE_WORKSPACE if large else WORKSPACE
+
+
+@dataclass(frozen=True)
+class BlasPolicy:
+    """How products get their workspaces. Sizes in bytes; kept: one for each handle and stream, else for one call."""
+
+    cublas_bytes: int
+    cublas_kept: bool
+    lt_bytes: int
+    """cuBLASLt's own, for products with a bias; 0 where it shares cuBLAS's or has none here."""
+    lt_kept: bool
+
+
+def blas_policy(version: Version, cublas_bytes: int, environment: Mapping[str, str]) -> BlasPolicy:
+    """The policy of a PyTorch version on a device whose workspace is `cublas_bytes` (0: none at all).
+
+    The variables CUBLAS_WORKSPACE_CONFIG, CUBLASLT_WORKSPACE_SIZE (KiB), TORCH_CUBLASLT_UNIFIED_WORKSPACE and
+    TORCH_CUBLAS_WORKSPACE_CACHE count as they do there; what can't be read is ignored, as there.
+    """
+    if not cublas_bytes:
+        return BlasPolicy(0, True, 0, True)
+    pairs = _PAIR.findall(environment.get("CUBLAS_WORKSPACE_CONFIG", ""))
+    if pairs:
+        cublas_bytes = sum(int(size) * int(count) for size, count in pairs) * KIB
+    unified = environment.get("TORCH_CUBLASLT_UNIFIED_WORKSPACE", "1" if version >= (2, 11) else "0") == "1"
+    lt_bytes = 0
+    if not (unified and version >= (2, 8)):
+        text = environment.get("CUBLASLT_WORKSPACE_SIZE", "")
+        lt_bytes = int(text) * KIB if text.isdecimal() else _LT_WORKSPACE
+    kept = version < (2, 15) or environment.get("TORCH_CUBLAS_WORKSPACE_CACHE") == "1"
+    return BlasPolicy(cublas_bytes, kept, lt_bytes, version >= (2, 9) and kept)
+
+
+# ---- contexts
+
+
+@dataclass(frozen=True)
+class Context:
+    """This process's memory outside PyTorch's allocator on one kind of device, and where the figure is from."""
+
+    nbytes: int
+    is_estimate: bool
+    source: str
+
+
+@dataclass(frozen=True)
+class _Measured:
+    keys: tuple[str, ...]
+    capability: tuple[int, int]
+    version: Version
+    lazy: bool
+    mib: int
+    source: str
+
+
+# nvidia-smi's figure without PyTorch's segments. Kernels were loaded all at once before 1.13, and since then on first use.
+_MEASURED = (
+    _Measured((), (7, 0), (1, 3), False, 1005, "TITAN V, CUDA 10.1 (pytorch issue 28394)"),
+    _Measured((), (7, 5), (1, 6), False, 877, "RTX 2080 Ti, CUDA 10.1 (pytorch issue 49877)"),
+    _Measured((), (6, 1), (1, 8), False, 721, "GTX 1080, CUDA 10.1 (pytorch issue 55277)"),
+    _Measured(("RTX3090",), (8, 6), (1, 7), False, 1486, "RTX 3090, CUDA 11.0 (pytorch issue 49877)"),
+    _Measured(("RTX3090",), (8, 6), (1, 8), False, 1687, "RTX 3090, CUDA 11.1 (pytorch issue 55277)"),
+    _Measured(("V100-16GB",), (7, 0), (1, 10), False, 1341, "V100, driver 460 (Hugging Face's one-GPU guide)"),
+    _Measured(("A100-80GB",), (8, 0), (1, 10), False, 1823, "A100-80GB (the ml-engineering book)"),
+    _Measured(("A100-80GB",), (8, 0), (1, 13), False, 922, "A100-80GB (the ml-engineering book)"),
+    _Measured(("A100-80GB",), (8, 0), (2, 1), False, 942, "A100-80GB, CUDA 12.1 (the ml-engineering book)"),
+    _Measured(("A100-80GB",), (8, 0), (2, 1), True, 481, "A100-80GB, CUDA 12.1 (the ml-engineering book)"),
+    _Measured((), (8, 6), (2, 0), True, 300, "the 300 MiB of PyTorch's developers (pytorch issue 107667)"),
+    _Measured((), (7, 5), (2, 0), True, 400, "the 400 MiB of PyTorch's developers (pytorch issue 109888)"),
+)
+
+
+def loads_lazily(version: Version) -> bool:
+    """Whether kernels are loaded on first use where nobody has said otherwise."""
+    return version >= (1, 13)
+
+
+def context(key: str, capability: tuple[int, int], version: Version, lazy: bool) -> Context:
+    """The measured context of that GPU nearest to the version, else of the most similar GPU (an estimate)."""
+    if version < (1, 13):
+        lazy = False
+
+    def distance(entry: _Measured) -> tuple[bool, int, int]:
+        generation = abs(_generation(entry.version) - _generation(version))
+        chips = abs(10 * (entry.capability[0] - capability[0]) + entry.capability[1] - capability[1])
+        return key not in entry.keys, 100 * generation + chips, abs(_rank(entry.version) - _rank(version))
+
+    best = min((entry for entry in _MEASURED if entry.lazy == lazy), key=distance)
+    near = key in best.keys and _generation(best.version) == _generation(version)
+    return Context(best.mib * MIB, not near, f"{best.source}, with torch {best.version[0]}.{best.version[1]}")
+
+
+def _generation(version: Version) -> int:
+    """CUDA 10, CUDA 11 with all kernels loaded at once, and what came with lazy loading."""
+    return 0 if version < (1, 7) else 1 if version < (1, 13) else 2
+
+
+def _rank(version: Version) -> int:
+    return 14 * version[0] + version[1]

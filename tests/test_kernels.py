@@ -1,0 +1,168 @@
+"""Workspaces of cuBLAS and cuBLASLt: when they are taken, how large, by which version, and what inference mode sees."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from gpumem_magic.units import KIB, MIB
+from gpumem_magic.virtual import gpu
+from gpumem_magic.virtual.generations import (
+    LARGE_WORKSPACE,
+    WORKSPACE,
+    BlasPolicy,
+    blas_policy,
+    context,
+    cublas_workspace_bytes,
+    is_rocm,
+    parse_version,
+)
+
+
+@pytest.fixture(autouse=True)
+def off_again(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in ("CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE", "TORCH_CUBLASLT_UNIFIED_WORKSPACE"):
+        monkeypatch.delenv(name, raising=False)
+    yield
+    gpu.turn_off()
+
+
+def squares(count: int = 2) -> list[torch.Tensor]:
+    return [torch.zeros(512, 512, device="cuda", requires_grad=True) for _ in range(count)]
+
+
+def test_one_workspace_before_the_backward_pass_and_two_after() -> None:
+    gpu.turn_on("A100-40GB")
+    a, b = squares()
+    start = torch.cuda.memory_allocated()
+    product = a @ b
+    assert torch.cuda.memory_allocated() - start == MIB + WORKSPACE
+    product.sum().backward()
+    del product
+    assert torch.cuda.memory_allocated() - start == 2 * MIB + 2 * WORKSPACE
+
+
+def test_every_stream_has_its_own() -> None:
+    gpu.turn_on("A100-40GB")
+    a, b = squares()
+    start = torch.cuda.memory_allocated()
+    (a @ b), (a @ b)
+    assert torch.cuda.memory_allocated() - start == WORKSPACE
+    with torch.cuda.stream(torch.cuda.Stream()):
+        (a @ b), (a @ b)
+    assert torch.cuda.memory_allocated() - start == 2 * WORKSPACE
+
+
+def test_clearing_gives_them_back() -> None:
+    machine = gpu.turn_on("A100-40GB")
+    a, b = squares()
+    start = torch.cuda.memory_allocated()
+    a @ b
+    machine.workspaces.clear()
+    assert torch.cuda.memory_allocated() == start
+    a @ b
+    assert torch.cuda.memory_allocated() - start == WORKSPACE
+
+
+@pytest.mark.parametrize(
+    ("device", "kept"),
+    [
+        ("A100-40GB,torch=1.12", 0),
+        ("A100-40GB,torch=2.6", WORKSPACE),
+        ("H100,torch=2.6", LARGE_WORKSPACE),
+        ("A100-40GB,torch=2.15", 0),
+        ("A100-40GB,torch=2.5+rocm6", 0),
+        ("A100-40GB,torch=2.6+rocm6", LARGE_WORKSPACE),
+    ],
+)
+def test_what_stays_after_a_product_depends_on_version_and_generation(device: str, kept: int) -> None:
+    gpu.turn_on(device)
+    a, b = squares()
+    start = torch.cuda.memory_allocated()
+    a @ b
+    assert torch.cuda.memory_allocated() - start == kept
+
+
+def test_newest_versions_take_a_workspace_for_the_call() -> None:
+    gpu.turn_on("A100-40GB,torch=2.15")
+    a, b = squares()
+    start = torch.cuda.memory_allocated()
+    a @ b
+    assert torch.cuda.max_memory_allocated() - start == MIB + WORKSPACE
+
+
+@pytest.mark.parametrize(("version", "peak", "kept"), [("2.6", MIB, 0), ("2.9", MIB, MIB), ("2.11", 0, 0)])
+def test_a_product_with_a_bias_has_a_workspace_of_its_own(version: str, peak: int, kept: int) -> None:
+    gpu.turn_on(f"A100-40GB,torch={version}")
+    layer, x = nn.Linear(512, 512).cuda(), squares(1)[0]
+    start = torch.cuda.memory_allocated()
+    y = layer(x)
+    assert torch.cuda.max_memory_allocated() - start == y.nbytes + WORKSPACE + peak
+    assert torch.cuda.memory_allocated() - start == y.nbytes + WORKSPACE + kept
+
+
+def test_the_variable_for_the_workspace_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    gpu.turn_on("A100-40GB")
+    a, b = squares()
+    start = torch.cuda.memory_allocated()
+    a @ b
+    assert torch.cuda.memory_allocated() - start == 128 * KIB
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_inference_mode_allocates_what_no_grad_allocates(mode: type[torch.no_grad]) -> None:
+    gpu.turn_on("A100-40GB")
+    layer = nn.Linear(512, 512).cuda()
+    x = torch.zeros(4, 128, 512, device="cuda")
+    start = torch.cuda.memory_allocated()
+    with mode():
+        y = torch.einsum("bid,bjd->bij", layer(x), x.transpose(0, 1).reshape(4, 128, 512))
+    # The layer's result, the copy that reshape makes and the scores; one workspace.
+    assert torch.cuda.max_memory_allocated() - start == 2 * x.nbytes + y.nbytes + WORKSPACE
+    assert torch.cuda.memory_allocated() - start == y.nbytes + WORKSPACE
+
+
+@pytest.mark.parametrize(
+    ("environment", "policy"),
+    [
+        ({}, BlasPolicy(WORKSPACE, True, 0, True)),
+        ({"CUBLAS_WORKSPACE_CONFIG": ":4096:2:16:8"}, BlasPolicy(WORKSPACE, True, 0, True)),
+        ({"CUBLAS_WORKSPACE_CONFIG": ":0:0"}, BlasPolicy(0, True, 0, True)),
+        ({"CUBLAS_WORKSPACE_CONFIG": "many"}, BlasPolicy(WORKSPACE, True, 0, True)),
+        ({"TORCH_CUBLASLT_UNIFIED_WORKSPACE": "0"}, BlasPolicy(WORKSPACE, True, MIB, True)),
+        (
+            {"TORCH_CUBLASLT_UNIFIED_WORKSPACE": "0", "CUBLASLT_WORKSPACE_SIZE": "4096"},
+            BlasPolicy(WORKSPACE, True, 4 * MIB, True),
+        ),
+    ],
+)
+def test_variables(environment: dict[str, str], policy: BlasPolicy) -> None:
+    assert blas_policy((2, 13), WORKSPACE, environment) == policy
+
+
+def test_blackwell_got_hoppers_workspace_later() -> None:
+    assert cublas_workspace_bytes((2, 9), (10, 0)) == WORKSPACE
+    assert cublas_workspace_bytes((2, 13), (10, 0)) == cublas_workspace_bytes((2, 13), (12, 0)) == LARGE_WORKSPACE
+
+
+def test_versions_are_read_as_torch_writes_them() -> None:
+    assert parse_version("2.6.0+cu124") == (2, 6)
+    assert parse_version(torch.__version__) >= (2, 9)
+    assert is_rocm("2.2.2+rocm5.7")
+    for text in ("", "new", "2", "2.x"):
+        with pytest.raises(ValueError, match="PyTorch version"):
+            parse_version(text)
+
+
+def test_contexts_are_the_measured_ones_of_the_same_gpu_where_there_are_any() -> None:
+    own = context("A100-80GB", (8, 0), (2, 1), True)
+    assert (own.nbytes, own.is_estimate) == (481 * MIB, False)
+    assert context("A100-80GB", (8, 0), (2, 1), False).nbytes == 942 * MIB
+    assert context("A100-80GB", (8, 0), (1, 10), False).nbytes == 1823 * MIB
+    other = context("T4", (7, 5), (1, 4), False)
+    assert (other.nbytes, other.is_estimate) == (877 * MIB, True)
+    assert "2080 Ti" in other.source
