@@ -26,7 +26,7 @@ from gpumem_magic.allocator.failure import ONE_EXABYTE, DeviceOutOfMemory
 from gpumem_magic.allocator.giving_back import ReleasingHeap
 from gpumem_magic.allocator.heap import Stacks
 from gpumem_magic.allocator.memory import DeviceMemory
-from gpumem_magic.allocator.statistics import FREE_REQUESTED, TAKEN
+from gpumem_magic.allocator.statistics import FREE_REQUESTED, LONG, TAKEN
 from gpumem_magic.snapshot.model import Frame
 from gpumem_magic.snapshot.rules import (
     DEFAULT_SETTINGS,
@@ -193,7 +193,8 @@ class CachingAllocator(ReleasingHeap):
                 self._pending.setdefault(stream, deque()).append(block)
             block.streams = None
             self._journal += (FREE_REQUESTED + block.segment.pool.code, -size, -block.requested, 0, 0)
-        self._books.count_if_long()
+        if len(self._journal) > LONG:
+            self._books.put_aside()
 
     def record_stream(self, address: int, stream: int) -> None:
         """Says that `stream` uses the block too, so that its free has to wait for that stream. Raises as `free` does."""
