@@ -25,6 +25,7 @@ export function start(document, data) {
   let box = { x: LEFT, y: TOP, width: 10, height: 10 };
   let [ratio, coarse, scheduled, settled] = [1, false, "", 0];
   let allFrames = false;
+  let said = ""; // what the words on the page are about
 
   // ---- what is drawn, when
 
@@ -40,7 +41,9 @@ export function start(document, data) {
     scheduled = "";
     if (what === "all") drawStack();
     drawTop();
-    drawWords();
+    const about = [machine.number, machine.position, machine.selected, [...machine.device.hidden], theme, over.parentElement.clientWidth].join("|");
+    if (about !== said) drawWords();
+    said = about;
   }
 
   function moving() {
@@ -52,9 +55,16 @@ export function start(document, data) {
     }, QUIET_AFTER);
   }
 
+  /** Gives a canvas its size, or an empty one back where it has that. */
   function size(canvas, width, height, scale) {
-    canvas.width = Math.max(Math.round(width * scale), 1);
-    canvas.height = Math.max(Math.round(height * scale), 1);
+    const [wide, tall] = [width, height].map((length) => Math.max(Math.round(length * scale), 1));
+    if (canvas.width === wide && canvas.height === tall) {
+      const context = canvas.getContext("2d");
+      context.setTransform(1, 0, 0, 1, 0, 0);
+      context.clearRect(0, 0, wide, tall);
+      return;
+    }
+    [canvas.width, canvas.height] = [wide, tall];
     canvas.style.width = `${width}px`;
     canvas.style.height = `${height}px`;
   }
@@ -66,7 +76,7 @@ export function start(document, data) {
     size(stack, box.width, box.height, ratio);
     stack.style.left = `${LEFT}px`;
     stack.style.top = `${TOP}px`;
-    const context = stack.getContext("2d", { alpha: false });
+    const context = stack.getContext("2d");
     if (!image || image.width !== stack.width || image.height !== stack.height) {
       image = context.createImageData(stack.width, stack.height);
       pixels = new Uint32Array(image.data.buffer);

@@ -1,0 +1,229 @@
+"""The timeline page in a real browser: down to the pixels, by keyboard alone, and with a hostile file."""
+
+from __future__ import annotations
+
+import pickle
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hostile_snapshots import MARKUP, recording, with_markup
+
+pytest.importorskip("playwright", reason="the browser tests need playwright")
+
+from notebook_browser import browsing, chromium
+
+from gpumem_magic.attribution.ledger import TENANT_CATEGORIES
+from gpumem_magic.report.from_file import FileView, views_of
+from gpumem_magic.report.palette import COLOURS
+from gpumem_magic.snapshot.files import read
+from gpumem_magic.timeline_page.view import timeline_of_files
+from gpumem_magic.units import human
+
+BROWSER = chromium()
+pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed: the browser tests did not run")
+
+# How many pixels of a column of the stack have each colour, from the bottom: [["r,g,b", rows], ...].
+_COLUMN = """(share) => {
+  const canvas = document.getElementById("stack");
+  const column = canvas.getContext("2d").getImageData(Math.floor(share * canvas.width), 0, 1, canvas.height).data;
+  const runs = [];
+  for (let row = canvas.height - 1; row >= 0; row--) {
+    const colour = [...column.slice(4 * row, 4 * row + 3)].join(",");
+    const last = runs[runs.length - 1];
+    if (last && last[0] === colour) last[1] += 1;
+    else runs.push([colour, 1]);
+  }
+  return runs;
+}"""
+
+
+@pytest.fixture(scope="module")
+def context(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, list[str]]]:
+    assert BROWSER is not None
+    with browsing(BROWSER, tmp_path_factory.mktemp("profile")) as opened:
+        yield opened
+
+
+class Page:
+    """A page from a file, and what went wrong in it."""
+
+    def __init__(self, context: Any, path: Path, scheme: str = "light") -> None:
+        self.errors: list[str] = []
+        self.page = context.new_page()
+        self.page.emulate_media(color_scheme=scheme)
+        self.page.on("pageerror", lambda error: self.errors.append(str(error)))
+        self.page.on("console", lambda message: self.errors.append(message.text) if message.type == "error" else None)
+        self.page.route("file://**", lambda route: route.continue_())
+        self.page.goto(path.as_uri())
+        self.page.wait_for_function("() => document.getElementById('moment').textContent")
+
+    def text(self, element: str) -> str:
+        found: str = self.page.locator(element).inner_text()
+        return found
+
+    def press(self, *keys: str) -> None:
+        for key in keys:
+            self.page.locator("#over").press(key)
+
+    def wait_for_moment(self, words: str) -> None:
+        self.page.wait_for_function(
+            "(words) => document.getElementById('moment').textContent.includes(words)", arg=words
+        )
+
+
+def page_of(folder: Path, data: Any) -> tuple[Path, list[FileView]]:
+    source, target = folder / "run.pickle", folder / "run.html"
+    source.write_bytes(pickle.dumps(data, 4))
+    views = views_of(read(source))
+    timeline_of_files([views]).save(target)
+    return target, views
+
+
+def rgb(colour: str) -> list[int]:
+    return [int(colour[at : at + 2], 16) for at in (1, 3, 5)]
+
+
+def tint(colour: str) -> set[str]:
+    """The shades of a category on white, one for each of three neighbours, and the edge."""
+    return {
+        ",".join(str(int(value * (1 - share) + 255 * share + 0.5)) for value in rgb(colour))
+        for share in (0, 0.1, 0.2, 0.55)
+    }
+
+
+def test_the_peak_is_drawn_to_scale(context: Any, tmp_path: Path) -> None:
+    path, views = page_of(tmp_path, recording(random.Random(3), 90))
+    page = Page(context[0], path)
+    page.page.wait_for_timeout(400)  # until it is drawn with all pixels
+    view = views[0]
+    end, (_, peak) = len(view.timeline), view.peak
+    runs = page.page.evaluate(_COLUMN, (peak + 0.5) / (end + 1))
+    rows = sum(count for _, count in runs)
+    sizes = view.sizes(peak)
+    scale = rows / (view.timeline.peak_reserved(0, end)[0] * 1.04)
+    for name in TENANT_CATEGORIES:
+        drawn = sum(count for colour, count in runs if colour in tint(COLOURS[name]))
+        assert abs(drawn - sizes[name] * scale) <= 3, name
+    cached = ",".join(map(str, rgb(COLOURS["cached"])))
+    assert abs(dict(reversed(runs))[cached] - sizes["cached"] * scale) <= 3
+    assert page.errors == []
+    assert page.text("#moment").startswith(
+        f"Peak, after event {peak - 1} of {end}: {human(sizes['allocated'])} allocated"
+    )
+
+
+def test_everything_by_keyboard(context: Any, tmp_path: Path) -> None:
+    path, views = page_of(tmp_path, recording(random.Random(3), 90))
+    view, page = views[0], Page(context[0], path)
+    for _ in range(9):
+        page.page.keyboard.press("Tab")
+        if page.page.evaluate("document.activeElement.id") == "over":
+            break
+    else:
+        page.page.locator("#over").focus()
+        assert page.page.evaluate("document.activeElement.id") == "over"
+    end = len(view.timeline)
+    page.press("End")
+    page.wait_for_moment(f"after event {end - 1} of {end}: {human(view.sizes(end)['allocated'])} allocated")
+    page.press("ArrowLeft", "ArrowLeft", "ArrowUp")
+    position = end - 2
+    page.wait_for_moment(f"after event {position - 1} of")
+    live = view.timeline.live_at(position)
+    order = {one.index: (TENANT_CATEGORIES.index(view.labels[one.index].category), one.index) for one in live}
+    bottom = min(live, key=lambda one: order[one.index])
+    page.page.wait_for_function("() => document.getElementById('selected').textContent.includes('asked for')")
+    assert f"{human(bottom.requested)} asked for, {human(bottom.size)} with rounding" in page.text("#selected")
+    assert f"from event {bottom.born} " in page.text("#selected")
+    told = page.text("#live")
+    assert f"after event {position - 1}" in told
+    assert "Selected: " in told
+    page.press("[")
+    page.wait_for_moment(f"after event {bottom.born} of")
+    page.press("Escape")
+    page.page.wait_for_function("() => document.getElementById('selected').textContent.includes('Nothing is selected')")
+    # The list is another way to the same allocations.
+    page.page.locator("#largest button").first.press("Enter")
+    page.page.wait_for_function("() => document.getElementById('selected').textContent.includes('asked for')")
+    assert page.errors == []
+
+
+def test_what_a_screen_reader_meets(context: Any, tmp_path: Path) -> None:
+    path, _ = page_of(tmp_path, recording(random.Random(3), 60))
+    page = Page(context[0], path)
+    named = page.page.evaluate(
+        "() => [...document.querySelectorAll('button, select, canvas:not([aria-hidden])')].filter(one => one.offsetParent)"
+        ".map(one => (one.getAttribute('aria-label') || one.labels?.[0]?.textContent || one.textContent).trim())"
+    )
+    assert all(named), named
+    assert any("Allocations stacked over time" in name for name in named)
+    assert any(name.startswith("Segments ") for name in named)
+    assert page.page.evaluate("document.documentElement.lang") == "en"
+
+
+def test_hiding_a_category_takes_it_out_of_the_picture(context: Any, tmp_path: Path) -> None:
+    path, views = page_of(tmp_path, recording(random.Random(3), 90))
+    page = Page(context[0], path)
+    position = views[0].peak[1]
+    sizes = views[0].sizes(position)
+    number = max(range(len(TENANT_CATEGORIES)), key=lambda place: sizes[TENANT_CATEGORIES[place]])
+    button = page.page.locator(f"#category-{number}")
+    assert button.get_attribute("aria-pressed") == "true"
+    button.click()
+    page.page.wait_for_function(f"() => document.getElementById('category-{number}').ariaPressed === 'false'")
+    page.page.wait_for_timeout(400)
+    share = (position + 0.5) / (len(views[0].timeline) + 1)
+    colours = {colour for colour, _ in page.page.evaluate(_COLUMN, share)}
+    others = {name for name in TENANT_CATEGORIES if sizes[name] and name != TENANT_CATEGORIES[number]}
+    assert not colours & tint(COLOURS[TENANT_CATEGORIES[number]])
+    assert not others or any(colours & tint(COLOURS[name]) for name in others)
+
+
+def test_dark_and_light(context: Any, tmp_path: Path) -> None:
+    path, _ = page_of(tmp_path, recording(random.Random(3), 60))
+    page = Page(context[0], path, "dark")
+    paper = "() => getComputedStyle(document.body).backgroundColor"
+    ink = "() => getComputedStyle(document.body).color"
+
+    def brightness(script: str) -> int:
+        words = page.page.evaluate(script)
+        return sum(int(part) for part in words[words.index("(") + 1 : -1].split(",")[:3])
+
+    assert brightness(paper) < 120 < 600 < brightness(ink)
+    page.page.locator("#theme").click()
+    assert brightness(ink) < 120 < 700 < brightness(paper)
+
+
+def test_zooming_with_the_pointer_and_the_whole_again(context: Any, tmp_path: Path) -> None:
+    path, _ = page_of(tmp_path, recording(random.Random(3), 90))
+    page = Page(context[0], path)
+    page.page.wait_for_timeout(400)
+    before = [page.page.evaluate(_COLUMN, share) for share in (0.2, 0.6, 0.9)]
+    page.page.locator("#over").dblclick(position={"x": 400, "y": 200})
+    page.page.wait_for_timeout(400)
+    assert [page.page.evaluate(_COLUMN, share) for share in (0.2, 0.6, 0.9)] != before
+    page.page.locator("#whole").click()
+    page.page.wait_for_timeout(400)
+    assert [page.page.evaluate(_COLUMN, share) for share in (0.2, 0.6, 0.9)] == before
+    assert page.errors == []
+
+
+def test_a_hostile_file_runs_nothing_and_loads_nothing(context: Any, tmp_path: Path) -> None:
+    data = with_markup(recording(random.Random(4), 80))
+    for one in data["device_traces"][0][::2]:
+        one["frames"] = [{"filename": f"{MARKUP}.py", "name": MARKUP, "line": 1}]
+    path, views = page_of(tmp_path, data)
+    page = Page(context[0], path)
+    assert views[0].timeline.live_at(views[0].peak[1])
+    page.press("Home", *["ArrowRight", "ArrowUp"] * 8, "p")
+    words = page.page.locator("#largest .what").all_inner_texts()
+    marked = next(number for number, text in enumerate(words) if "onerror" in text)
+    page.page.locator("#largest button").nth(marked).click()
+    page.page.wait_for_function("() => document.getElementById('selected').textContent.includes('asked for')")
+    assert MARKUP in page.text("#selected"), "it is there to be read, as text"
+    assert page.page.evaluate("window.broken") is None
+    assert page.page.locator("img").count() == 0
+    assert context[1] == []
+    assert page.errors == []
