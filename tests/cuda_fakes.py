@@ -100,6 +100,7 @@ class FakeTorch:
             memory_reserved=lambda index: self.gpus[index].allocator.reserved,
             memory_snapshot=lambda include_traces=True: self._snapshot()["segments"],
             mem_get_info=self._mem_get_info,
+            is_current_stream_capturing=lambda: False,
             reset_accumulated_memory_stats=lambda index=0: self._C._cuda_resetAccumulatedMemoryStats(index),
             memory=SimpleNamespace(_snapshot=self._snapshot, _record_memory_history=self._record_memory_history),
             _queued_calls=[],

@@ -114,8 +114,10 @@ class CudaDevice:
         return self._outside.now(reserved, has_context)
 
     def _runtime_used(self) -> int | None:
-        """Bytes in use as cudaMemGetInfo tells them."""
+        """Bytes in use as cudaMemGetInfo tells them; not while a CUDA graph is captured, where it is not asked for certain."""
         try:
+            if self._torch.cuda.is_current_stream_capturing():
+                return None
             free, total = self._torch.cuda.mem_get_info(self._index)
         except (RuntimeError, AssertionError):
             return None

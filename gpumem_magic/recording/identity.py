@@ -50,6 +50,8 @@ class Witness:
         self._parameter_names: dict[int, str] = {}
         self._last_look: dict[str, tuple[int, int, int]] = {}
         self._last_gradients: set[tuple[int, str]] = set()
+        # Positions of the look under way. A look allocates nothing, and a real device takes its time to answer.
+        self._now: dict[int, int] = {}
 
     def forget(self) -> None:
         """Drops every reference to the user's objects."""
@@ -63,30 +65,36 @@ class Witness:
 
     def forward_begins(self, module: torch.nn.Module, args: tuple[Any, ...]) -> None:
         """An outermost forward: its module's parameters and buffers, once, and its arguments, each time."""
+        self._now.clear()
         self.see_module(module)
         for _, tensor in tensors_in(args, "", ROW_LIMIT):
             self._see_argument(tensor, None)
 
     def forward_ended(self, kwargs: Mapping[str, Any]) -> None:
         """Keyword arguments: PyTorch shows them to a global hook only at the end of the forward."""
+        self._now.clear()
         for name, tensor in tensors_in(kwargs, "", ROW_LIMIT):
             self._see_argument(tensor, name)
 
     def backward_ended(self) -> None:
         """The gradients of every parameter known so far."""
+        self._now.clear()
         self._last_gradients.clear()
         for name, parameter in self._known_parameters():
             self._see_gradient(name, parameter)
 
     def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
+        self._now.clear()
         self._see_groups(optimizer)
 
     def step_ended(self, optimizer: torch.optim.Optimizer) -> None:
+        self._now.clear()
         self._see_states(optimizer)
         self._last_gradients.clear()
 
     def statement_ended(self) -> None:
         """The variables of the cell. A batch or a loss lives for an iteration only: this is when it can be seen."""
+        self._now.clear()
         for name in self._names:
             value = self._namespace.get(name)
             if isinstance(value, torch.nn.Module):
@@ -98,6 +106,7 @@ class Witness:
 
     def cell_ended(self, namespace: Mapping[str, Any] | None) -> None:
         """All modules and optimizers of the notebook, used or not, and the cell's variables."""
+        self._now.clear()
         values = dict(namespace) if namespace is not None else dict(self._namespace)
         for value in values.values():
             if isinstance(value, torch.nn.Module):
@@ -116,6 +125,10 @@ class Witness:
             self._see_gradient(name, parameter)
         for name in self._names:
             self._see_variable(name, values.get(name), END_LIMIT)
+
+    def modules(self) -> list[torch.nn.Module]:
+        """Those that were seen and are still there. For a look, not to be kept."""
+        return _alive(self._modules)
 
     def variable_of(self, thing: object) -> str | None:
         """The cell's name for an object, if it has one."""
@@ -207,7 +220,7 @@ class Witness:
             if where is None:
                 continue
             device, address = where
-            look = device, address, self._position(device)
+            look = device, address, self._at(device)
             # No event since the last look under this name: the same tenant.
             if self._last_look.get(place) != look:
                 self._last_look[place] = look
@@ -220,7 +233,13 @@ class Witness:
     def _see(self, tensor: torch.Tensor, role: str, name: str | None) -> None:
         where = self._machine.locate(tensor)
         if where is not None:
-            self._add((*where, self._position(where[0])), role, name)
+            self._add((*where, self._at(where[0])), role, name)
+
+    def _at(self, device: int) -> int:
+        position = self._now.get(device)
+        if position is None:
+            position = self._now[device] = self._position(device)
+        return position
 
     def _add(self, look: tuple[int, int, int], role: str, name: str | None) -> None:
         device, address, position = look

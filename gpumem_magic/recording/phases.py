@@ -20,6 +20,7 @@ from torch.optim import optimizer as nn_optimizer
 from gpumem_magic.patching import Patches
 from gpumem_magic.recording import torch_seams
 from gpumem_magic.recording.guard import Guard
+from gpumem_magic.recording.hidden import Hidden
 from gpumem_magic.recording.identity import Witness
 from gpumem_magic.recording.model import Moment, Span
 
@@ -52,6 +53,7 @@ class Phases:
         grown: Callable[[], None] = lambda: None,
     ) -> None:
         self.spans: list[Span] = []
+        self.hidden = Hidden()
         self._moment = moment
         self._witness = witness
         self._guard = guard
@@ -77,6 +79,7 @@ class Phases:
                 "watching recomputation",
                 lambda: torch_seams.watch_recomputation(self._patches, self._recomputation_begins),
             ),
+            ("watching CUDA graphs", lambda: self.hidden.watch_graphs(self._patches)),
             ("watching record_function", lambda: torch_seams.watch_ranges(self._patches, self._range_begins)),
         ):
             with self._guard(task):
@@ -160,8 +163,12 @@ class Phases:
         self._handles.append(
             nn_module.register_module_forward_hook(self._forward_ended, with_kwargs=True, always_call=True)
         )
+        torch_seams.be_quiet_about_hooks(self._patches, lambda: [handle.id for handle in self._handles])
 
     def _forward_begins(self, module: torch.nn.Module, args: tuple[Any, ...]) -> None:
+        # The compiler, which reads this as a part of the user's program, finds nothing to do.
+        if torch.compiler.is_compiling():
+            return
         stack = self._stack()
         stack.append(id(module))
         if len(stack) > 1:
@@ -171,10 +178,13 @@ class Phases:
                 if not self._is_open("recomputation"):
                     self._begin("recomputation", self._label("module", module), id(module))
             elif not self._is_open("forward"):
+                self.hidden.forward_of(module)
                 self._witness.forward_begins(module, args)
                 self._begin("forward", self._label("module", module), id(module))
 
     def _forward_ended(self, module: torch.nn.Module, args: tuple[Any, ...], *rest: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
         # An exception may have jumped over the ends of inner modules.
         stack = self._stack()
         if id(module) not in stack:
@@ -234,11 +244,15 @@ class Phases:
         self._handles.append(nn_optimizer.register_optimizer_step_post_hook(self._step_ends))
 
     def _step_begins(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
         with self._guard("the start of a step"):
             self._witness.step_begins(optimizer)
             self._begin("optimizer", self._label("optimizer", optimizer), id(optimizer))
 
     def _step_ends(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
         with self._guard("the end of a step"):
             one = self._innermost("optimizer", owner=id(optimizer))
             if one is None:

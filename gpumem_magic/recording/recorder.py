@@ -169,6 +169,8 @@ class Recorder:
             stand_ins = self._stand_ins()
             self._add_machine_notes()
             self._add_note_of_thinning(self._phases.spans)
+            for note in self._hidden_notes(self._phases, self._witness):
+                self._guard.add_note(note)
         finally:
             self._put_back()
         self.recorded = Recording(
@@ -292,6 +294,13 @@ class Recorder:
             for note in self._machine_notes():
                 if note not in self._machine_notes_before:
                     self._guard.add_note(note)
+
+    def _hidden_notes(self, phases: Phases, witness: Witness) -> list[str]:
+        with self._guard("looking for what is hidden"):
+            for module in witness.modules():
+                phases.hidden.exists(module)
+            return phases.hidden.notes()
+        return []
 
     def _add_note_of_thinning(self, spans: Iterable[Span]) -> None:
         count = sum(self._left_out.values()) + sum(span.skipped for span in spans)

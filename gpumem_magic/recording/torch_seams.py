@@ -6,7 +6,7 @@ come back, and raises RuntimeError, naming what is missing, where a PyTorch has 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -65,6 +65,24 @@ def remove_hook(handle: Any) -> None:
     handle.remove()
     for table in ("_global_forward_hooks_with_kwargs", "_global_forward_hooks_always_called"):
         getattr(nn_module, table, {}).pop(handle.id, None)
+
+
+def be_quiet_about_hooks(patches: Patches, own: Callable[[], Iterable[int]]) -> None:
+    """PyTorch warns the user of a compiled module about global hooks; of ours, which do nothing to it, it need not.
+
+    own: the numbers of our hooks' handles. Where a PyTorch has no such question, nothing is done.
+    """
+    if not callable(getattr(nn_module, "_has_any_global_hook", None)):
+        return
+    tables = [
+        table for name, table in vars(nn_module).items() if name.startswith("_global_") and isinstance(table, dict)
+    ]
+
+    def has_others() -> bool:
+        ours = set(own())
+        return any(number not in ours for table in tables for number in table)
+
+    patches.set(nn_module, "_has_any_global_hook", has_others)
 
 
 def _around(original: Callable[..., Any], begins: Around) -> Callable[..., Any]:

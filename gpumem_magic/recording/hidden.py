@@ -1,0 +1,65 @@
+"""What a recording can't look into: compiled code and replayed CUDA graphs. It is counted, so that a report can say so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from gpumem_magic.patching import Patches
+
+
+class Hidden:
+    """Counts while a recording runs; `notes` says it in sentences."""
+
+    def __init__(self) -> None:
+        self._compiled = False
+        self._unseen = False
+        self._captures = 0
+        self._replays = 0
+
+    def watch_graphs(self, patches: Patches) -> None:
+        """Counts captures and replays. `torch.cuda.CUDAGraph` has these two names from 1.10 on; tested on torch 2.13."""
+        graph = getattr(torch.cuda, "CUDAGraph", None)
+        if graph is None or not callable(getattr(graph, "replay", None)):
+            return
+        replay, capture = graph.replay, graph.capture_begin
+
+        def watched_replay(self_: Any, *args: Any, **kwargs: Any) -> Any:
+            self._replays += 1
+            return replay(self_, *args, **kwargs)
+
+        def watched_capture(self_: Any, *args: Any, **kwargs: Any) -> Any:
+            self._captures += 1
+            return capture(self_, *args, **kwargs)
+
+        patches.set(graph, "replay", watched_replay)
+        patches.set(graph, "capture_begin", watched_capture)
+
+    def forward_of(self, module: torch.nn.Module) -> None:
+        """An outermost module that is called."""
+        # Not imported for the question: that costs seconds where nothing is compiled.
+        self._compiled = self._compiled or type(module).__name__ == "OptimizedModule"
+
+    def exists(self, module: torch.nn.Module) -> None:
+        """A module of the notebook, called or not."""
+        self._unseen = self._unseen or getattr(module, "_compiled_call_impl", None) is not None
+
+    def notes(self) -> list[str]:
+        found = []
+        if self._compiled:
+            found.append(
+                "A compiled model ran (torch.compile): its compiler decides what is kept for backward and reuses buffers, and "
+                "what happens inside it has no parts here."
+            )
+        if self._unseen:
+            found.append(
+                "A module was compiled in place (`module.compile()`): its forward is not seen, so that what was born in it may "
+                "be `unknown` or `temporaries`."
+            )
+        if self._captures or self._replays:
+            found.append(
+                f"CUDA graphs: {self._captures:,} captured, {self._replays:,} replays. A replay works in memory that its capture "
+                "took from a private pool, and allocates nothing: what lives in that pool when is not seen."
+            )
+        return found
