@@ -124,7 +124,7 @@ def in_cudas_words(error: Exception, func: Any, args: Any, kwargs: Any) -> Excep
             func(*host_args, **host_kwargs)
     except Exception as hosts:
         if type(hosts) in (RuntimeError, IndexError, ValueError) and not re.search(
-            "cpu|not implemented", str(hosts), re.I
+            "cpu|not implemented|strides", str(hosts), re.I
         ):
             return hosts.with_traceback(None)
     return error

@@ -317,6 +317,21 @@ def _native_attention(engine: Engine, func: Any, args: Any, kwargs: Any, device:
     return out, _placed(engine, shape if need_weights else (0,), query.dtype, device)
 
 
+@special(_aten._grouped_mm.default)
+def _grouped_mm(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    """One product for each group; the groups' ends are values, the shape is not. Rows of the result start at 16 bytes."""
+    left, right, *rest = args
+    refuse_mixed_devices(func, args, kwargs)
+    ends = rest[0] if rest else kwargs.get("offs")
+    shape = [left.shape[-2], right.shape[-1]]
+    if left.dim() == right.dim():
+        shape.insert(0, left.shape[0] if left.dim() == 3 else ends.shape[0])
+    dtype = (rest[2] if len(rest) > 2 else kwargs.get("out_dtype")) or left.dtype
+    step = 16 // dtype.itemsize
+    row = -(-shape[-1] // step) * step
+    return _placed(engine, (*shape[:-1], row), dtype, device).narrow(-1, 0, shape[-1])
+
+
 @special(_aten.repeat_interleave.Tensor)
 def _repeat_interleave(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     size = kwargs.get("output_size")

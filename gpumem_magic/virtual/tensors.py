@@ -94,6 +94,14 @@ class VirtualTensor(FakeTensor):
     torch.compile and whoever else uses it.
     """
 
+    @staticmethod
+    def __new__(cls: Any, data: torch.Tensor, requires_grad: bool = True, **kwargs: Any) -> Any:
+        """``type(parameter)(tensor)`` is how libraries make a parameter like another; all others come from `Engine`."""
+        return torch.nn.Parameter(data, requires_grad=requires_grad)
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """All is there already."""
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         engine = _engine_among(args, kwargs)
