@@ -13,6 +13,7 @@ from gpumem_magic import chosen
 from gpumem_magic.chosen import DEFAULT_DEVICE, DeviceError
 
 if TYPE_CHECKING:
+    from gpumem_magic.causes.why import Why
     from gpumem_magic.recording.instrument import Statement
     from gpumem_magic.recording.model import Recording
     from gpumem_magic.recording.recorder import Recorder
@@ -67,9 +68,10 @@ smi_lines = chosen.smi_lines
 class ActiveRecording:
     """A recording under way. At most one in a process: `open_recording` makes it, `close` ends it."""
 
-    def __init__(self, what: chosen.Chosen, recorder: Recorder) -> None:
+    def __init__(self, what: chosen.Chosen, recorder: Recorder, why: Why) -> None:
         self._chosen = what
         self._recorder = recorder
+        self._why = why
         self._lines = True
         self._limit: Any = None
 
@@ -105,12 +107,14 @@ class ActiveRecording:
             statement, iteration, loops = failed
             place = (statement.text, statement.line, iteration, loops)
         try:
+            # Its patches came last, and go first.
+            self._why.stop(user_ns, error)
             recording = self._recorder.finish(error, place, user_ns)
         finally:
             if self._limit is not None:
                 self._limit.remove()
         recording = replace(recording, primary=self._primary(recording))
-        report, labels = build_with_labels(recording, lines=self._lines)
+        report, labels = build_with_labels(recording, lines=self._lines, explain=self._why.explain)
         self._chosen.remember(labels)
         _last = replace(report, notes=(*self._chosen.notes, *self._own_notes(recording), *report.notes))
         return _last
@@ -197,12 +201,15 @@ def open_recording(
     global _active
     if _active is not None:
         raise DeviceError("a recording is under way already: measure one program at a time")
+    from gpumem_magic.causes.why import Why
     from gpumem_magic.recording.recorder import Recorder
 
     what = chosen.for_recording(device)
     recorder = Recorder(what.machine, primary=what.primary, names=names, own_file=own_file)
+    why = Why(what.machine, user_ns)
     recorder.start(user_ns)
-    _active = ActiveRecording(what, recorder)
+    why.start(user_ns, recorder.position)
+    _active = ActiveRecording(what, recorder, why)
     return _active
 
 

@@ -104,7 +104,7 @@ def test_samples_add_up_and_have_exactly_the_schema(make):
     data = report.to_dict()
     assert list(data) == [
         "schema", "torch", "device", "checkpoints", "peak", "error", "evidence", "retries", "stand_ins", "folded", "notes",
-        "overhead_seconds", "devices",
+        "overhead_seconds", "devices", "owners", "causes",
     ]  # fmt: skip
     assert data["schema"] == 1
     assert set(data["device"]) == {"name", "kind", "index", "uuid", "total_bytes", "smi_total_bytes"}

@@ -93,19 +93,19 @@ def _of_root(holdings: Holdings, number: int, found: Sequence[Held]) -> list[str
     if one.together and one.together_frees > one.frees:
         lines.append(f"`{'; '.join(one.together)}` frees {human(one.together_frees)}.")
     if one.kind == "variable" and (detached := size_of(freed_by_detaching(holdings, number))):
-        lines.append(f"Detaching frees {human(detached)}: {detaching(one)}.")
+        lines.append(f"Detaching frees {human(detached)}: {detach_words(one.name, one.type)}.")
     return lines
 
 
-def detaching(one: Holder) -> str:
-    """What to type so that a variable lets go of autograd's graph and keeps its values."""
-    if one.type == "list":
-        return f"`{one.name} = [one.detach() for one in {one.name}]`"
-    if one.type == "dict":
-        return f"`{one.name} = {{key: one.detach() for key, one in {one.name}.items()}}`"
-    if one.type == "Tensor":
-        return f"`{one.name} = {one.name}.detach()`"
-    return f"call `.detach()` on the tensors in {one.name}"
+def detach_words(name: str, kind: str) -> str:
+    """What to type so that a variable (of the class `kind`) lets go of autograd's graph and keeps its values."""
+    if kind == "list":
+        return f"`{name} = [one.detach() for one in {name}]`"
+    if kind == "dict":
+        return f"`{name} = {{key: one.detach() for key, one in {name}.items()}}`"
+    if kind == "Tensor":
+        return f"`{name} = {name}.detach()`"
+    return f"`.detach()` on the tensors in `{name}`"
 
 
 def _links(holdings: Holdings) -> str:

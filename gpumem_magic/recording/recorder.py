@@ -124,6 +124,11 @@ class Recorder:
             self._checkpoints.append(Checkpoint(kind, label, statement, line, moment, iteration, loops))
             self._grown()
 
+    def position(self, device: int) -> int:
+        """Where a device's log stands now."""
+        self._settle()
+        return self._position(device)
+
     def mark(self, label: str) -> None:
         """A named moment inside a statement."""
         with self._guard("a mark"):

@@ -7,7 +7,7 @@ note names the gap.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -37,8 +37,16 @@ def build(recording: Recording, *, lines: bool = True) -> Report:
     return build_with_labels(recording, lines=lines)[0]
 
 
-def build_with_labels(recording: Recording, *, lines: bool = True) -> tuple[Report, dict[int, dict[int, Label]]]:
-    """The same, and per device index the labels of what is still live at the end by address, for its `remember`."""
+def build_with_labels(
+    recording: Recording,
+    *,
+    lines: bool = True,
+    explain: Callable[[Recording, DeviceView, Report], Report] | None = None,
+) -> tuple[Report, dict[int, dict[int, Label]]]:
+    """The same, and per device index the labels of what is still live at the end by address, for its `remember`.
+
+    explain: adds to the primary device's report what follows from more than the recording (who holds what, and why).
+    """
     if not recording.checkpoints or recording.primary not in recording.logs:
         raise ValueError("the recording is incomplete: it has no checkpoint, or no log of its device")
     others = [index for index in sorted(recording.logs) if index != recording.primary]
@@ -47,7 +55,7 @@ def build_with_labels(recording: Recording, *, lines: bool = True) -> tuple[Repo
     report = views[recording.primary].report(lines=lines)
     labels = {index: labels_to_carry(view.timeline, view.labels) for index, view in views.items()}
     report = replace(report, devices=tuple(used), overhead_seconds=recording.overhead_seconds, recording=recording)
-    return report, labels
+    return (report if explain is None else explain(recording, views[recording.primary], report)), labels
 
 
 @dataclass

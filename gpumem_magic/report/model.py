@@ -118,6 +118,35 @@ class Folded:
     kept: int
 
 
+@dataclass(frozen=True)
+class Owner:
+    """Who held memory at the end of the cell, in bytes; over all owners `bytes` add up to what has a name.
+
+    kind: variable | out | traceback | module | thread | cycle | library. frees: what comes back if it alone lets go; statement:
+    what lets go of it, None where no single one does. together: statements that free all of `bytes`, where others hold some of it
+    too, and together_frees what they free.
+    """
+
+    name: str
+    kind: str
+    type: str
+    bytes: int
+    frees: int
+    statement: str | None
+    together: str
+    together_frees: int
+
+
+@dataclass(frozen=True)
+class ReportCause:
+    """Why memory was what it was. name: the cause's in the catalogue; remedy: what to do, or "". bytes: what is at stake."""
+
+    name: str
+    text: str
+    remedy: str
+    bytes: int
+
+
 @dataclass(frozen=True, repr=False, kw_only=True)
 class Report:
     """Where one device's memory went. `devices` holds the same for every other device that was used.
@@ -139,6 +168,8 @@ class Report:
     notes: tuple[str, ...] = ()
     overhead_seconds: float = 0.0
     devices: tuple[Report, ...] = ()
+    owners: tuple[Owner, ...] = ()
+    causes: tuple[ReportCause, ...] = ()
     recording: Recording | LoadedSnapshot | None = field(default=None, compare=False)
 
     def to_dict(self) -> dict[str, Any]:

@@ -8,7 +8,18 @@ from dataclasses import asdict
 from typing import Any, TypeVar
 
 from gpumem_magic.recording.model import StandIn
-from gpumem_magic.report.model import CATEGORIES, SCHEMA, Folded, Peak, Report, ReportDevice, ReportError, Row
+from gpumem_magic.report.model import (
+    CATEGORIES,
+    SCHEMA,
+    Folded,
+    Owner,
+    Peak,
+    Report,
+    ReportCause,
+    ReportDevice,
+    ReportError,
+    Row,
+)
 from gpumem_magic.report.out_of_memory import OutOfMemory, Piece, Trial
 
 KINDS = ("before", "statement", "part", "error", "after")
@@ -50,6 +61,8 @@ def report_to_dict(report: Report) -> dict[str, Any]:
         "notes": list(report.notes),
         "overhead_seconds": report.overhead_seconds,
         "devices": [report_to_dict(other) for other in report.devices],
+        "owners": [dict(vars(owner)) for owner in report.owners],
+        "causes": [dict(vars(cause)) for cause in report.causes],
     }
 
 
@@ -179,6 +192,8 @@ def report_from_dict(data: Any, where: str = "") -> Report:
         notes=fields.each("notes", lambda item, path: _typed(item, str, path, "text")),
         overhead_seconds=fields.real("overhead_seconds"),
         devices=fields.each("devices", report_from_dict),
+        owners=fields.each("owners", _owner_from_dict),
+        causes=fields.each("causes", _cause_from_dict),
     )
 
 
@@ -272,6 +287,25 @@ def _trial_from_dict(data: Any, where: str) -> Trial:
 def _stand_in_from_dict(data: Any, where: str) -> StandIn:
     fields = _Fields(data, where)
     return StandIn(line=fields.text("line"), count=fields.number("count"))
+
+
+def _owner_from_dict(data: Any, where: str) -> Owner:
+    fields = _Fields(data, where)
+    return Owner(
+        name=fields.text("name"),
+        kind=fields.text("kind"),
+        type=fields.text("type"),
+        bytes=fields.number("bytes"),
+        frees=fields.number("frees"),
+        statement=fields.text_or_none("statement"),
+        together=fields.text("together"),
+        together_frees=fields.number("together_frees"),
+    )
+
+
+def _cause_from_dict(data: Any, where: str) -> ReportCause:
+    fields = _Fields(data, where)
+    return ReportCause(fields.text("name"), fields.text("text"), fields.text("remedy"), fields.number("bytes"))
 
 
 def _folded_from_dict(data: Any, where: str) -> Folded:

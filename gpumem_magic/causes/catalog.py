@@ -1,0 +1,49 @@
+"""All detectors, in the order in which their answers are told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from gpumem_magic.causes import copies, graphs, holding, room, shapes, training
+from gpumem_magic.causes.model import Cause, Scene
+
+Detector = Callable[[Scene], list[Cause]]
+
+DETECTORS: tuple[Detector, ...] = (
+    room.fragmentation,
+    room.another_process,
+    graphs.kept_graphs,
+    graphs.growth,
+    graphs.graph_without_backward,
+    copies.built_again,
+    copies.held_checkpoint,
+    copies.loaded_to_device,
+    holding.freed_nothing,
+    holding.pinned,
+    training.late_zero_grad,
+    training.optimizer_states,
+    training.optimizer_temporaries,
+    shapes.attention_scores,
+    shapes.dominating_layer,
+    shapes.wide_numbers,
+    holding.only_cached,
+)
+# A cause that another one explains better is not told twice.
+_COVERED = {
+    "growth": ("kept_graphs",),
+    "dominating_layer": ("attention_scores",),
+    "map_location_missing": ("held_checkpoint",),
+}
+
+
+def find_causes(scene: Scene) -> tuple[list[Cause], list[str]]:
+    """What the detectors found; and, for each that failed, a line about it. A detector's failure is not the others'."""
+    found: list[Cause] = []
+    failures: list[str] = []
+    for detector in DETECTORS:
+        try:
+            found += detector(scene)
+        except Exception as error:
+            failures.append(f"Looking for a cause failed in {detector.__name__} ({type(error).__name__}: {error}).")
+    names = {one.name for one in found}
+    return [one for one in found if not names.intersection(_COVERED.get(one.name, ()))], failures

@@ -1,0 +1,138 @@
+"""The same weights twice: a checkpoint that is still held, one that was loaded to the device, a model that was built again."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+
+from gpumem_magic.causes.model import LEAST, Cause, Scene, size
+from gpumem_magic.owners.model import Held, Root, size_of
+from gpumem_magic.snapshot.timeline import Allocation
+from gpumem_magic.units import human
+
+_LOAD = re.compile(r"\btorch\.load\s*\((?P<arguments>[^\n]*)")
+
+
+def held_checkpoint(scene: Scene) -> list[Cause]:
+    """A variable that something was loaded into, and that still holds the same weights as a model's, by shape and type."""
+    if scene.holdings is None:
+        return []
+    weights = Counter(_shape(one) for one in scene.held if one.kind == "parameter")
+    found = []
+    for number, root in enumerate(scene.holdings.roots):
+        if root.kind != "variable" or not _was_loaded(root, scene.typed):
+            continue
+        copies = [one for one in scene.holdings.freed([number]) if one.device == scene.device and one.kind == "tensor"]
+        left = weights.copy()
+        same = []
+        for one in copies:
+            if left[_shape(one)] > 0:
+                left[_shape(one)] -= 1
+                same.append(one)
+        if size_of(same) < LEAST or 2 * size_of(same) < size_of(copies):
+            continue
+        found.append(
+            Cause(
+                "held_checkpoint",
+                f"A checkpoint loaded to the device is still held by `{root.name}`, beside the model that has its weights: "
+                f"{human(size_of(copies))}.",
+                f'`{root.statement}` frees {human(size_of(copies))}; better, load it to the host with `map_location="cpu"`.',
+                size_of(copies),
+            )
+        )
+    return found
+
+
+def loaded_to_device(scene: Scene) -> list[Cause]:
+    """`torch.load` without `map_location` that put tensors where they were saved from: on the device."""
+    total, lines = 0, []
+    for point, begin, end in scene.points:
+        call = _LOAD.search(point.statement)
+        if call is None or "map_location" in point.statement or point.kind != "statement":
+            continue
+        new = [one for one in scene.timeline.live_at(end) if one.born >= begin]
+        if size(new) >= LEAST:
+            total += size(new)
+            lines.append(point.line)
+    if not total:
+        return []
+    return [
+        Cause(
+            "map_location_missing",
+            f"`torch.load` at line {lines[0]} put {human(total)} on the device, where they had been saved from.",
+            'Give it `map_location="cpu"`: `load_state_dict` copies the weights to where the model is.',
+            total,
+        )
+    ]
+
+
+def built_again(scene: Scene) -> list[Cause]:
+    """A model built while the one from an earlier run was still there."""
+    found = []
+    for point, begin, end in scene.points:
+        if point.kind != "statement" or begin == end:
+            continue
+        old = [one for one in scene.living_in(begin, "parameters") if one.born < begin]
+        new = [one for one in scene.living_in(end, "parameters") if begin <= one.born < end]
+        if size(new) < LEAST or not old:
+            continue
+        twins = _twins(old, new)
+        both = [one for one in twins if one.freed is None or one.freed >= max(fresh.born for fresh in new)]
+        if size(both) < 0.9 * size(new):
+            continue
+        gone = [one for one in both if one.freed is not None and one.freed < end]
+        name = point.statement.partition("=")[0].strip()
+        if len(gone) == len(both):
+            text = (
+                f"`{_short(point.statement)}` built a model while the one before was still there: for a moment both were, "
+                f"{human(size(both))} more."
+            )
+            remedy = f"`del {name}` (and its optimizer) before building it again." if name.isidentifier() else ""
+            found.append(Cause("model_built_again", text, remedy, size(both)))
+        elif (keeper := _keeper(scene, both)) is not None:
+            text = (
+                f"The model before this one is still there ({human(size(both))}): `{keeper.name}` keeps its parameters."
+            )
+            remedy = f"`{keeper.statement}` before building it again." if keeper.statement else ""
+            found.append(Cause("model_built_again", text, remedy, size(both)))
+    return found[:1]
+
+
+def _keeper(scene: Scene, allocations: list[Allocation]) -> Root | None:
+    """Who keeps the old weights at the end, where one and the same variable keeps them all and it is no model."""
+    if scene.holdings is None:
+        return None
+    addresses = {one.address for one in allocations if one.freed is None}
+    held = [one for one in scene.held if one.address in addresses]
+    if not held or len(held) < len(addresses):
+        return None
+    everyone = set.intersection(*(set(one.roots) for one in held))
+    names = [scene.holdings.roots[number] for number in sorted(everyone)]
+    # Two models that are meant to be there (a teacher, a target network) each have a variable of their own.
+    if not all(".param_groups" in one.place for one in held):
+        return None
+    return next(iter(names), None)
+
+
+def _twins(old: list[Allocation], new: list[Allocation]) -> list[Allocation]:
+    wanted = Counter(one.requested for one in new)
+    found = []
+    for one in old:
+        if wanted[one.requested] > 0:
+            wanted[one.requested] -= 1
+            found.append(one)
+    return found
+
+
+def _was_loaded(root: Root, typed: str) -> bool:
+    name = re.escape(root.name)
+    return re.search(rf"(?m)\b{name}\b\s*=\s*[^\n]*\bload\w*\s*\(", typed) is not None
+
+
+def _shape(one: Held) -> tuple[str, tuple[int, ...]]:
+    return one.dtype, one.shape
+
+
+def _short(statement: str) -> str:
+    line = statement.strip().partition("\n")[0]
+    return line if len(line) <= 60 else f"{line[:59]}…"

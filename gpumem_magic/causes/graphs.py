@@ -1,0 +1,126 @@
+"""Memory that grows with the iterations, and graphs that nobody will run backward through."""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left
+from collections import Counter, defaultdict
+
+from gpumem_magic.causes.model import LEAST, Cause, Scene
+from gpumem_magic.owners.model import Held, Root, size_of
+from gpumem_magic.owners.text import detach_words
+from gpumem_magic.owners.who import freed_by_detaching
+from gpumem_magic.units import human
+
+_MEMBER = re.compile(r"^(?:graph of )?(?P<member>[^:]*?\[[^\]]+\])")
+# So many equal steps are no accident.
+_TURNS = 3
+
+
+def kept_graphs(scene: Scene) -> list[Cause]:
+    """A variable that keeps the graphs of several iterations: a list of losses, or a running total of them."""
+    if scene.holdings is None:
+        return []
+    found = []
+    for number, root in enumerate(scene.holdings.roots):
+        if root.kind != "variable":
+            continue
+        graphs = [one for one in scene.held_by(number) if one.kind == "graph"]
+        if not graphs:
+            continue
+        members = {match["member"] for one in graphs if (match := _MEMBER.match(one.place))}
+        turns = {turn for one in graphs if (turn := _turn(scene, one)) is not None}
+        if len(members) < 2 and len(turns) < 2:
+            continue
+        freed = size_of(freed_by_detaching(scene.holdings, number))
+        if freed < LEAST:
+            continue
+        count = max(len(members), len(turns))
+        found.append(
+            Cause(
+                "kept_graphs",
+                f"`{root.name}` keeps the graphs of {count} iterations alive: {human(freed)} of activations that were saved for "
+                "backward.",
+                f"Keep numbers instead (`.item()` or `.detach()` before they go into `{root.name}`); for now "
+                f"{detach_words(root.name, root.type)} frees {human(freed)}.",
+                freed,
+            )
+        )
+    return found
+
+
+def growth(scene: Scene) -> list[Cause]:
+    """What each iteration leaves behind, where the last ones all left the same and it is still there."""
+    turns = scene.turns
+    if len(turns) < _TURNS + 1:
+        return []
+    steps = [scene.timeline.allocated_at(turn.end) - scene.timeline.allocated_at(turn.start) for turn in turns]
+    # The first iteration brings gradients and optimizer states, which stay.
+    last = steps[-_TURNS:]
+    if min(last) < LEAST or max(last) > 1.5 * min(last):
+        return []
+    # What the last iteration made may be made anew in each (gradients, the batch): only what outlived one counts.
+    alive = [one for one in scene.alive.values() if turns[-_TURNS].start <= one.born < turns[-1].start]
+    left = sum(one.size for one in alive)
+    if left < sum(last[:-1]) * 0.5:
+        return []
+    owner = _owner(scene, {one.address for one in alive})
+    each = sum(last) // len(last)
+    text = f"Each iteration leaves {human(each)} more than the one before ({len(steps)} iterations)"
+    if owner is None:
+        return [Cause("growth", f"{text}.", "`%gpumem_who` says who holds it.", left)]
+    remedy = f"`{owner.statement}` frees it" if owner.statement else "`%gpumem_who` says more"
+    return [
+        Cause(
+            "growth", f"{text}: it is held by `{owner.name}`.", f"{remedy}; better, keep less in `{owner.name}`.", left
+        )
+    ]
+
+
+def graph_without_backward(scene: Scene) -> list[Cause]:
+    """A forward in evaluation mode whose graph a variable keeps, where no backward ever ran."""
+    if scene.holdings is None or not scene.evaluating or scene.spans("backward") or not scene.spans("forward"):
+        return []
+    first = scene.start_of(scene.spans("forward")[0])
+    ours = [one for one in scene.held if one.kind == "graph" and _born(scene, one) >= first]
+    roots = Counter[int]()
+    for one in ours:
+        roots[one.roots[0]] += one.size
+    freed = size_of(ours)
+    if freed < LEAST:
+        return []
+    root = scene.holdings.roots[roots.most_common(1)[0][0]]
+    names = ", ".join(f"`{name}`" for name in sorted(scene.evaluating)[:3])
+    return [
+        Cause(
+            "missing_no_grad",
+            f"{names} is in evaluation mode, yet `{root.name}` keeps a graph for a backward that never comes: {human(freed)}.",
+            "Evaluate inside `with torch.inference_mode():` (or `torch.no_grad()`).",
+            freed,
+        )
+    ]
+
+
+def _turn(scene: Scene, one: Held) -> int | None:
+    """The iteration in which a held allocation was born; None for one from before the cell or without iterations."""
+    born = _born(scene, one)
+    if born < 0 or not scene.turns:
+        return None
+    return bisect_left([turn.end for turn in scene.turns], born + 1)
+
+
+def _born(scene: Scene, one: Held) -> int:
+    allocation = scene.alive.get(one.address)
+    return -1 if allocation is None else allocation.born
+
+
+def _owner(scene: Scene, addresses: set[int]) -> Root | None:
+    if scene.holdings is None:
+        return None
+    by_root: dict[int, int] = defaultdict(int)
+    for one in scene.held:
+        if one.address in addresses:
+            by_root[one.roots[0]] += one.size
+    if not by_root:
+        return None
+    return scene.holdings.roots[max(by_root, key=lambda number: by_root[number])]

@@ -1,0 +1,144 @@
+"""Memory that did not come back: pinned by a result or an error, held by another name, or only cached."""
+
+from __future__ import annotations
+
+import re
+
+from gpumem_magic.causes.model import LEAST, Cause, Scene
+from gpumem_magic.owners.model import size_of
+from gpumem_magic.owners.who import joined
+from gpumem_magic.recording.model import Sighting
+from gpumem_magic.units import MIB, human
+
+_DELETED = re.compile(r"^del\s+(?P<names>[\w\s,.\[\]'\"]+)$")
+# What nvidia-smi goes on showing is worth a word only where someone would wonder.
+_WONDER = 64 * MIB
+
+
+def pinned(scene: Scene) -> list[Cause]:
+    """What only a result in Out, or an error's traceback, keeps."""
+    if scene.holdings is None:
+        return []
+    found = []
+    for kind, words in (("out", "Results that IPython keeps"), ("traceback", "The last error's traceback")):
+        numbers = scene.holdings.of_kind(kind)
+        freed = [one for one in scene.holdings.freed(numbers) if one.device == scene.device]
+        if size_of(freed) < LEAST:
+            continue
+        roots = sorted({number for one in freed for number in one.roots})
+        names = [scene.holdings.roots[number].name for number in roots]
+        which = f" ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})" if kind == "out" else ""
+        largest = freed[0].place
+        remedy = "`%gpumem_free out cache`" if kind == "out" else "`%gpumem_free`"
+        found.append(
+            Cause(
+                f"pinned_by_{kind}",
+                f"{words}{which} pin{'' if kind == 'out' else 's'} {human(size_of(freed))} that nothing else holds, "
+                f"first of all {largest}.",
+                f"{remedy} gives {human(size_of(freed))} back.",
+                size_of(freed),
+            )
+        )
+    return found
+
+
+def freed_nothing(scene: Scene) -> list[Cause]:
+    """A `del` after which the memory was all still there, as somebody else holds it."""
+    if scene.holdings is None:
+        return []
+    found = []
+    for point, begin, end in scene.points:
+        if point.kind == "statement":
+            found += [cause for name in _deleted(point.statement) for cause in _held_after(scene, name, begin, end)]
+    return found
+
+
+def _held_after(scene: Scene, name: str, begin: int, end: int) -> list[Cause]:
+    """The answer for one name that a statement deleted."""
+    if scene.holdings is None or _freed_under(scene, name, begin, end):
+        return []
+    addresses = _seen_as(scene, name, begin)
+    left = [one for one in scene.held if one.address in addresses and scene.alive[one.address].born < begin]
+    if size_of(left) < LEAST:
+        return []
+    numbers = sorted({number for one in left for number in one.roots})
+    roots = [scene.holdings.roots[number] for number in numbers]
+    if any(root.name == name for root in roots):
+        # Made again later in the cell.
+        return []
+    statements = [root.statement for root in roots if root.statement is not None]
+    keepers = ", ".join(f"`{root.name}`" for root in roots[:3]) + (" and others" if len(roots) > 3 else "")
+    freed = [one for one in scene.holdings.freed(numbers) if one.device == scene.device]
+    word = "still hold" if len(roots) > 1 else "still holds"
+    return [
+        Cause(
+            "del_freed_nothing",
+            f"`del {name}` freed nothing: {keepers} {word} {human(size_of(left))} of it.",
+            f"`{'; '.join(joined(statements))}` frees {human(size_of(freed))}."
+            if len(statements) == len(roots)
+            else "",
+            size_of(left),
+        )
+    ]
+
+
+def only_cached(scene: Scene) -> list[Cause]:
+    """Tensors went, and nvidia-smi did not fall: what is cached is free for PyTorch."""
+    points = scene.points
+    for number, (point, begin, end) in enumerate(points):
+        if point.kind != "statement" or not (_deleted(point.statement) or ".cpu(" in point.statement):
+            continue
+        fell = scene.timeline.allocated_at(begin) - scene.timeline.allocated_at(end)
+        if fell < _WONDER or scene.timeline.reserved_at(end) < scene.timeline.reserved_at(begin):
+            continue
+        later = points[number + 1 :]
+        # Somebody who empties the cache, or uses it again, knows.
+        if any(scene.timeline.reserved_at(stop) < scene.timeline.reserved_at(end) for _, _, stop in later):
+            continue
+        if scene.timeline.peak(end, scene.end)[0] - scene.timeline.allocated_at(end) >= fell // 2:
+            continue
+        return [
+            Cause(
+                "only_cached",
+                f"`{point.statement.strip().partition(chr(10))[0]}` freed {human(fell)} of tensors, and nvidia-smi did not fall: "
+                "PyTorch keeps that memory cached, free for its next tensors.",
+                "Nothing is to be done for this process; `torch.cuda.empty_cache()` gives it to other processes.",
+                fell,
+            )
+        ]
+    return []
+
+
+def _deleted(statement: str) -> list[str]:
+    found = _DELETED.match(statement.strip())
+    return [name.strip() for name in found["names"].split(",")] if found else []
+
+
+def _is_of(look: Sighting, name: str) -> bool:
+    return look.name is not None and (look.name == name or look.name.startswith((f"{name}[", f"{name}.")))
+
+
+def _freed_under(scene: Scene, name: str, begin: int, end: int) -> bool:
+    """Whether anything that was seen under a name was freed in a stretch."""
+    seen = {look.address for look in scene.recording.sightings if look.position <= begin and _is_of(look, name)}
+    return any(
+        one.address in seen and one.freed is not None and begin <= one.freed < end and one.born < begin
+        for one in scene.timeline.allocations
+    )
+
+
+def _seen_as(scene: Scene, name: str, position: int) -> set[int]:
+    """The addresses of what is still there and was seen under a name before a position."""
+    found = {
+        look.address
+        for look in scene.recording.sightings
+        if look.device == scene.device
+        and look.position <= position
+        and look.address in scene.alive
+        and _is_of(look, name)
+    }
+    found |= {address for address in scene.modules.get(name, ()) if address in scene.alive}
+    if name not in scene.modules and any(span.label in (name, f"{name}.forward") for span in scene.spans("forward")):
+        # A model of this very cell: parameters that only an optimizer still knows.
+        found |= {one.address for one in scene.held if one.kind == "parameter" and ".param_groups" in one.place}
+    return found

@@ -1,0 +1,62 @@
+"""The device itself: who else is on it, and free memory in pieces."""
+
+from __future__ import annotations
+
+from gpumem_magic.causes.model import Cause, Scene
+from gpumem_magic.report.explain import diagnose
+from gpumem_magic.snapshot.model import INACTIVE
+from gpumem_magic.units import MIB, human
+
+_WORTH = 256 * MIB
+
+
+def fragmentation(scene: Scene) -> list[Cause]:
+    """An allocation failed that packed perfectly would have fitted; or much is cached in pieces between live blocks."""
+    found = diagnose(scene.report)
+    if found is not None:
+        if found.cause != "fragmentation":
+            return []
+        largest = f", the largest piece {human(found.largest_free)}" if found.largest_free is not None else ""
+        return [
+            Cause(
+                "fragmentation",
+                f"Fragmentation: {human(found.cached or 0)} were free{largest}, and {human(found.wanted)} were wanted in one "
+                "piece.",
+                "Emptying the cache once only postpones it; `expandable_segments:True` in PYTORCH_CUDA_ALLOC_CONF, where the "
+                "device can, or tensors of fewer different sizes, end it.",
+                found.cached or 0,
+            )
+        ]
+    stuck = 0
+    for segment in scene.timeline.segments_at(scene.end):
+        free = sum(block.size for block in segment.blocks if block.state == INACTIVE)
+        if 0 < free < segment.total_size:
+            stuck += free
+    reserved = scene.timeline.reserved_at(scene.end)
+    if stuck < max(_WORTH, reserved // 4):
+        return []
+    return [
+        Cause(
+            "fragmentation",
+            f"{human(stuck)} of the {human(reserved)} reserved are free pieces between living tensors: emptying the cache does "
+            "not give them back.",
+            "Delete what lives between them, or set `expandable_segments:True` in PYTORCH_CUDA_ALLOC_CONF.",
+            stuck,
+        )
+    ]
+
+
+def another_process(scene: Scene) -> list[Cause]:
+    """Somebody else holds a good part of the device."""
+    others = scene.report.peak.categories.get("other_processes")
+    capacity = scene.report.device.capacity
+    if others is None or not capacity or others < max(_WORTH, capacity // 20):
+        return []
+    return [
+        Cause(
+            "another_process",
+            f"Other processes hold {human(others)} of the device's {human(capacity)} ({100 * others // capacity} %).",
+            "`nvidia-smi` names them; another notebook's kernel keeps its memory until it is shut down.",
+            others,
+        )
+    ]

@@ -1,0 +1,101 @@
+"""What is larger than it need be by its type or its shape: float64, one dominating layer, attention scores."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+
+from gpumem_magic.causes.model import LEAST, Cause, Scene
+from gpumem_magic.owners.model import size_of
+from gpumem_magic.snapshot.timeline import Allocation
+from gpumem_magic.units import human
+
+_WIDE = {"float64": "float32", "complex128": "complex64"}
+_ON_PURPOSE = re.compile(r"float64|\.double\(|complex128|torch\.double|DoubleTensor|set_default_dtype")
+# Square scores below this are small change.
+_LEAST_LENGTH = 128
+
+
+def wide_numbers(scene: Scene) -> list[Cause]:
+    """Tensors of float64 in a program that never asked for it: NumPy's default came along."""
+    if _ON_PURPOSE.search(scene.typed):
+        return []
+    wide = [one for one in scene.held if one.dtype in _WIDE and one.kind != "workspace"]
+    if size_of(wide) < max(LEAST, scene.report.peak.allocated // 100):
+        return []
+    first = wide[0]
+    name = first.place
+    return [
+        Cause(
+            "wide_numbers",
+            f"{human(size_of(wide))} are {first.dtype}, first of all `{name}`: twice what {_WIDE[first.dtype]} takes.",
+            f"`{name.partition('.')[0].partition('[')[0]}` as {_WIDE[first.dtype]} (`.float()`, or `dtype=` where it is made) "
+            f"saves {human(size_of(wide) // 2)}.",
+            size_of(wide) // 2,
+        )
+    ]
+
+
+def dominating_layer(scene: Scene) -> list[Cause]:
+    """Activations are much of the peak, and one layer among several saved most of them."""
+    by_layer = Counter[str]()
+    saved = _saved(scene)
+    for one, layer, _ in saved:
+        by_layer[layer] += one.size
+    total = sum(by_layer.values())
+    named = [layer for layer in by_layer if layer]
+    if total < max(LEAST, scene.report.peak.allocated // 4) or len(named) < 3:
+        return []
+    layer, most = max(((name, by_layer[name]) for name in named), key=lambda pair: pair[1])
+    if 2 * most < total:
+        return []
+    return [
+        Cause(
+            "dominating_layer",
+            f"One layer saves most of the activations: `{layer}` with what follows it keeps {human(most)} of {human(total)} "
+            "for backward.",
+            "Activation checkpointing of that layer (`torch.utils.checkpoint`), or a smaller input to it, goes furthest.",
+            most,
+        )
+    ]
+
+
+def attention_scores(scene: Scene) -> list[Cause]:
+    """Square tensors, a row and a column for every token, that softmax and its neighbours saved."""
+    scores = [
+        one
+        for one, _, shape in _saved(scene)
+        if len(shape) in (3, 4) and shape[-1] == shape[-2] >= _LEAST_LENGTH and one.index in _by_attention(scene)
+    ]
+    total = sum(one.size for one in scores)
+    if total < max(LEAST, scene.report.peak.allocated // 10):
+        return []
+    length = next(shape[-1] for one, _, shape in _saved(scene) if one.index == scores[0].index)
+    return [
+        Cause(
+            "attention_scores",
+            f"Attention scores are kept whole: {human(total)} in {len(scores)} tensors of {length} x {length} for every head.",
+            '`torch.nn.functional.scaled_dot_product_attention` (`attn_implementation="sdpa"`) never writes them down.',
+            total,
+        )
+    ]
+
+
+def _saved(scene: Scene) -> list[tuple[Allocation, str, tuple[int, ...]]]:
+    """What the first backward's graph kept: the allocation, its layer ("" where unknown) and its shape."""
+    found = []
+    for one in scene.saved:
+        allocation = scene.saved_allocations.get((one.device, one.address))
+        if allocation is not None:
+            found.append((allocation, scene.layer_at(one.parameter), one.shape))
+    return found
+
+
+def _by_attention(scene: Scene) -> set[int]:
+    """The allocations that softmax saved, and those of the same size and shape beside them (dropout's, the masked scores)."""
+    shapes = {one.shape for one in scene.saved if any("softmax" in operation for operation in one.operations)}
+    return {
+        scene.saved_allocations[one.device, one.address].index
+        for one in scene.saved
+        if one.shape in shapes and (one.device, one.address) in scene.saved_allocations
+    }

@@ -1,0 +1,195 @@
+"""Looking around while a recording runs, so that its report can say who holds the memory, and why.
+
+A look keeps numbers and strings. What goes wrong in here becomes a note of the report.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from gpumem_magic.causes.catalog import find_causes
+from gpumem_magic.causes.model import Cause, Scene
+from gpumem_magic.devices.base import Machine
+from gpumem_magic.owners.model import Holdings
+from gpumem_magic.owners.saved import Saved, saved_in_graph
+from gpumem_magic.owners.search import find_owners
+from gpumem_magic.owners.who import holders
+from gpumem_magic.patching import Patches
+from gpumem_magic.recording.model import Recording
+from gpumem_magic.report.build import DeviceView
+from gpumem_magic.report.model import Owner, Report, ReportCause
+
+# The report names so many; `%gpumem_who` has them all.
+_OWNERS = 20
+# So many cells before this one are read for where a variable came from.
+_CELLS = 50
+
+
+class Why:
+    """Made when a recording begins; `stop` when the program has ended, before the recording does; then `explain`."""
+
+    def __init__(self, machine: Machine, namespace: Mapping[str, Any] | None) -> None:
+        self.seconds = 0.0
+        self._machine = machine
+        self._shell = _shell_of(namespace)
+        self._patches = Patches()
+        self._failures: list[str] = []
+        self._saved: tuple[Saved, ...] = ()
+        self._saved_at: dict[int, int] = {}
+        self._holdings: Holdings | None = None
+        self._evaluating: frozenset[str] = frozenset()
+        self._modules: dict[str, frozenset[int]] = {}
+        self._typed = ""
+
+    def start(self, namespace: Mapping[str, Any] | None, positions: Any) -> None:
+        """positions: a function from a device's index to where its log stands."""
+        with _Timed(self, "looking at the notebook's models"):
+            self._modules = _parameters_of(namespace or {}, self._machine)
+        with _Timed(self, "watching the first backward"):
+            self._watch_first_backward(positions)
+
+    def stop(self, namespace: Mapping[str, Any] | None, error: BaseException | None) -> None:
+        """Puts PyTorch back, and looks who holds what now. May be called without `start`."""
+        self._patches.undo()
+        with _Timed(self, "looking for who holds the memory"):
+            if namespace is not None:
+                self._holdings = find_owners(self._machine, namespace, self._shell, error=error)
+                self._evaluating = _evaluating(namespace)
+                self._typed = _typed(namespace)
+
+    def explain(self, recording: Recording, view: DeviceView, report: Report) -> Report:
+        """The report with its owners, its causes, and the causes' sentences among its notes."""
+        causes: list[Cause] = []
+        owners: tuple[Owner, ...] = ()
+        with _Timed(self, "looking for causes"):
+            saved_at = self._place_in(view)
+            saved = [one for one in self._saved if one.device == view.device and saved_at is not None]
+            scene = Scene(
+                recording,
+                view.device,
+                view.timeline,
+                view.labels,
+                report,
+                self._holdings,
+                self._evaluating,
+                "\n".join([self._typed, *(point.statement for point in recording.checkpoints)]),
+                self._modules,
+                saved,
+                saved_at or 0,
+            )
+            causes, failures = find_causes(scene)
+            self._failures += failures
+            owners = _owners(self._holdings)
+        notes = [f"{one.text} {one.remedy}".strip() for one in causes]
+        return replace(
+            report,
+            owners=owners,
+            causes=tuple(ReportCause(one.name, one.text, one.remedy, one.bytes) for one in causes),
+            notes=(*notes, *report.notes, *self._failures),
+            overhead_seconds=report.overhead_seconds + self.seconds,
+        )
+
+    def _place_in(self, view: DeviceView) -> int | None:
+        """Where the device's log stood at the look at the first graph; None where there was none, or it was left out."""
+        at = self._saved_at.get(view.device)
+        return at if at is None or view.log.places is None else view.log.places.get(at)
+
+    def _watch_first_backward(self, positions: Any) -> None:
+        for place in (torch.autograd.graph, torch.autograd):
+            original = vars(place).get("_engine_run_backward")
+            if original is not None:
+                self._patches.set(place, "_engine_run_backward", self._looking(original, positions))
+
+    def _looking(self, original: Any, positions: Any) -> Any:
+        """The engine's entry, with a look at the graph before it runs for the first time. Tried on torch 2.13."""
+
+        def watched(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+            __tracebackhide__ = True
+            if not self._saved:
+                with _Timed(self, "looking at the first graph"):
+                    self._saved = tuple(saved_in_graph(outputs, self._machine.locate))
+                    self._saved_at = {one.facts.index: positions(one.facts.index) for one in self._machine.devices}
+            return original(outputs, *args, **kwargs)
+
+        return watched
+
+    def failed(self, task: str, error: Exception) -> None:
+        text = f"{type(error).__name__}: {error}".splitlines()[0]
+        self._failures.append(f"gpumem_magic failed in {task} ({text}); the figures are not touched by it.")
+
+
+class _Timed:
+    """Around our own work: counts its time, and keeps its failure from the user's program."""
+
+    def __init__(self, why: Why, task: str) -> None:
+        self._why = why
+        self._task = task
+        self._began = 0.0
+
+    def __enter__(self) -> None:
+        self._began = time.perf_counter()
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> bool:
+        self._why.seconds += time.perf_counter() - self._began
+        if isinstance(error, Exception):
+            self._why.failed(self._task, error)
+            return True
+        return False
+
+
+def _owners(holdings: Holdings | None) -> tuple[Owner, ...]:
+    if holdings is None:
+        return ()
+    return tuple(
+        Owner(
+            one.name,
+            one.kind,
+            one.type,
+            one.bytes,
+            one.frees,
+            one.statement,
+            "; ".join(one.together),
+            one.together_frees,
+        )
+        for one in holders(holdings)[:_OWNERS]
+        if one.bytes
+    )
+
+
+def _shell_of(namespace: Mapping[str, Any] | None) -> Any:
+    """The notebook's shell, where the program is a notebook's."""
+    ipython = sys.modules.get("IPython.core.getipython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    return shell if shell is not None and namespace is shell.user_ns else None
+
+
+def _evaluating(namespace: Mapping[str, Any]) -> frozenset[str]:
+    """Variables that are modules in evaluation mode. No attribute is asked for that the user could have written."""
+    return frozenset(
+        name
+        for name, value in list(namespace.items())
+        if isinstance(value, torch.nn.Module) and value.__dict__.get("training") is False and not name.startswith("_")
+    )
+
+
+def _typed(namespace: Mapping[str, Any]) -> str:
+    """What was typed in the last cells, as IPython keeps it; empty in a script."""
+    lines = namespace.get("_ih")
+    return "\n".join(str(one) for one in lines[-_CELLS:]) if isinstance(lines, list) else ""
+
+
+def _parameters_of(namespace: Mapping[str, Any], machine: Machine) -> dict[str, frozenset[int]]:
+    found = {}
+    for name, value in list(namespace.items()):
+        if isinstance(value, torch.nn.Module) and not name.startswith("_"):
+            places = [machine.locate(one) for one in torch.nn.Module.parameters(value)]
+            addresses = frozenset(place[1] for place in places if place is not None)
+            if addresses:
+                found[name] = addresses
+    return found

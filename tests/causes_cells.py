@@ -1,0 +1,64 @@
+"""Running cells in a notebook of its own, for the tests of causes."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from IPython.utils.capture import capture_output
+from shell_fakes import clean_shell
+
+import gpumem_magic
+from gpumem_magic.report.model import Report
+
+SETUP = """
+import torch
+from torch import nn
+
+def mib(n): return torch.empty(n << 18, device="cuda")
+def net(width=512, layers=3):
+    return nn.Sequential(*[nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(layers)]).cuda()
+"""
+
+
+class Notebook:
+    """A shell with a virtual device. A cell's report is made by ``%%gpumem``."""
+
+    def __init__(self, shell: Any) -> None:
+        self.shell = shell
+
+    def cell(self, code: str) -> str:
+        """Runs a cell as it is; what it printed."""
+        with capture_output(display=False) as captured:
+            self.shell.run_cell(code, store_history=True)
+        return captured.stdout + captured.stderr
+
+    def measured(self, code: str) -> Report:
+        self.cell("%%gpumem -q\n" + code)
+        report = gpumem_magic.last_report()
+        assert report is not None
+        return report
+
+
+@contextmanager
+def notebook(device: str = "A100-40GB", setup: str = SETUP) -> Iterator[Notebook]:
+    with clean_shell() as shell:
+        shell.run_line_magic("load_ext", "gpumem_magic")
+        book = Notebook(shell)
+        try:
+            book.cell(f"%gpumem_device {device}")
+            book.cell(setup)
+            yield book
+        finally:
+            shell.user_ns.clear()
+            for name in ("last_exc", "last_type", "last_value", "last_traceback"):
+                vars(sys).pop(name, None)
+            gc.collect()
+            shell.run_line_magic("gpumem_device", "off")
+
+
+def names(report: Report) -> list[str]:
+    return [cause.name for cause in report.causes]

@@ -1,0 +1,263 @@
+"""Every cause of the catalogue: cells that show it, and innocent twins where nothing is claimed."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from dataclasses import dataclass
+
+import pytest
+from causes_cells import SETUP, names, notebook
+
+from gpumem_magic.causes import catalog, copies, graphs, holding, room, shapes, training
+
+
+@dataclass(frozen=True)
+class Case:
+    """cells: those before, plain; the last one is measured. says: words of the sentence. tells: the cause's name."""
+
+    tells: str
+    cells: tuple[str, ...]
+    says: str = ""
+    device: str = "A100-40GB"
+
+
+TRAIN = """
+model = net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+x = torch.randn(512, 512, device="cuda")
+"""
+
+GUILTY = [
+    # https://github.com/pytorch/pytorch/issues/9669 and the "My model reports OOM" FAQ: losses kept with their graphs
+    Case("kept_graphs", (TRAIN, "losses = []\nfor _ in range(4):\n    losses.append(model(x).mean())"), "`losses`"),
+    Case("kept_graphs", (TRAIN, "total = 0\nfor _ in range(4):\n    total = total + model(x).mean()"), "`total`"),
+    Case("kept_graphs", (TRAIN, "log = {}\nfor i in range(4):\n    log[i] = model(x).mean()"), "`log`"),
+    # pytorch/pytorch#20275: memory rises with each iteration, as results stay on the device
+    Case("growth", (TRAIN, "kept = []\nfor _ in range(6):\n    kept.append(mib(4))"), "held by `kept`"),
+    Case(
+        "growth",
+        (
+            TRAIN,
+            "outs = []\nfor _ in range(6):\n    optimizer.zero_grad()\n    out = model(x)\n    out.mean().backward()\n"
+            "    optimizer.step()\n    outs.append(out.detach())",
+        ),
+        "held by `outs`",
+    ),
+    Case("missing_no_grad", (TRAIN, "model.eval()\noutput = model(x)"), "`model` is in evaluation mode"),
+    Case("missing_no_grad", (TRAIN, "model.eval()\nfor _ in range(3):\n    out = model(x)"), "`out` keeps a graph"),
+    Case(
+        "late_zero_grad",
+        (
+            TRAIN,
+            "for _ in range(3):\n    loss = model(x).mean()\n    optimizer.zero_grad()\n    loss.backward()\n"
+            "    optimizer.step()",
+        ),
+        "zero_grad",
+    ),
+    Case(
+        "held_checkpoint",
+        (
+            TRAIN + "import io\nfile = io.BytesIO()\ntorch.save(model.state_dict(), file)\nfile.seek(0)",
+            "state = torch.load(file, map_location='cuda')\nmodel.load_state_dict(state)",
+        ),
+        "`state`",
+    ),
+    Case(
+        "held_checkpoint",
+        (
+            TRAIN + "import io\nfile = io.BytesIO()\ntorch.save({'model': model.state_dict()}, file)\nfile.seek(0)",
+            "ckpt = torch.load(file, map_location='cuda')\nmodel.load_state_dict(ckpt['model'])",
+        ),
+        "`ckpt`",
+    ),
+    Case(
+        "map_location_missing",
+        (
+            TRAIN + "import io\nfile = io.BytesIO()\ntorch.save(model.state_dict(), file)\nfile.seek(0)",
+            "state = torch.load(file)\nmodel.load_state_dict(state)\ndel state",
+        ),
+        "torch.load",
+    ),
+    # pytorch/pytorch#22684: running one cell again eats memory
+    Case(
+        "model_built_again",
+        ("%%gpumem -q\nmodel = net(1024)", "model = net(1024)"),
+        "built a model while the one before",
+    ),
+    Case(
+        "model_built_again",
+        ("%%gpumem -q\n" + TRAIN + "model(x).sum().backward()\noptimizer.step()\ndel x", "model = net()"),
+        "`optimizer` keeps its parameters",
+    ),
+    Case("pinned_by_out", (TRAIN, "mib(30)", "y = mib(1)"), "Out["),
+    # pytorch/pytorch#27600, ipython/ipython#13103: after an error the memory does not come back
+    Case("pinned_by_traceback", ("def bad():\n    big = mib(30)\n    1 / 0", "bad()", "y = mib(1)"), "traceback"),
+    Case("pinned_by_traceback", ("def bad():\n    big = mib(30)\n    1 / 0", "bad()"), "traceback"),
+    Case("del_freed_nothing", (TRAIN, "del model"), "`optimizer` still holds"),
+    Case("del_freed_nothing", ("x = mib(8)\nviews = [x[:4]]", "y = x + 1\ndel y, x"), "`views` still holds"),
+    Case("only_cached", ("x = mib(200)", "y = mib(1)\ndel x"), "nvidia-smi did not fall"),
+    Case("only_cached", ("x = mib(200)", "x = x.cpu()"), "nvidia-smi did not fall"),
+    Case(
+        "optimizer_temporaries",
+        (
+            "model = net(1024)\noptimizer = torch.optim.Adam(model.parameters(), foreach=True)\n"
+            "x = torch.randn(4, 1024, device='cuda')",
+            "for _ in range(2):\n    optimizer.zero_grad()\n    model(x).mean().backward()\n    optimizer.step()",
+        ),
+        "foreach=False",
+    ),
+    Case(
+        "optimizer_states",
+        (
+            "model = net(1024)\noptimizer = torch.optim.Adam(model.parameters())\nx = torch.randn(4, 1024, device='cuda')",
+            "model(x).mean().backward()\noptimizer.step()",
+        ),
+        "2 x the",
+    ),
+    Case("wide_numbers", ("import numpy as np", "x = torch.from_numpy(np.zeros((1024, 1024))).cuda()"), "`x`"),
+    Case(
+        "dominating_layer",
+        (
+            "model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 32768), nn.ReLU(), nn.Linear(32768, 16),\n"
+            "    nn.Linear(16, 16)).cuda()\n"
+            "x = torch.randn(2048, 64, device='cuda')",
+            "model(x).sum().backward()",
+        ),
+        "`3`",
+    ),
+    Case(
+        "attention_scores",
+        (
+            "q = nn.Linear(64, 64).cuda()\nx = torch.randn(8, 512, 64, device='cuda')",
+            "h = q(x)\np = torch.softmax(h @ h.transpose(1, 2) / 8, -1)\n(p @ h).sum().backward()",
+        ),
+        "scaled_dot_product_attention",
+    ),
+    Case("another_process", ("x = mib(1)", "y = mib(1)"), "Other processes hold", device="T4,idle=6GiB"),
+    # blocks below 10 MiB share segments of 20: half of every one stays in use
+    Case(
+        "fragmentation",
+        ("a = [mib(9) for _ in range(1400)]", "del a[::2]\nbig = mib(1500)"),
+        "in one piece",
+        device="T4",
+    ),
+    Case(
+        "fragmentation",
+        ("a = [mib(9) for _ in range(100)]", "del a[::2]\ny = mib(1)"),
+        "free pieces between",
+        device="T4",
+    ),
+]
+
+LOOP = "for _ in range(4):\n    optimizer.zero_grad()\n    loss = model(x).mean()\n    loss.backward()\n    optimizer.step()"
+ACCUMULATING = """
+for i in range(4):
+    model(x).mean().backward()
+    if i % 2:
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+INNOCENT = [
+    Case("", (TRAIN, LOOP)),
+    Case("", (TRAIN, LOOP + "\nlosses = []\nfor _ in range(4):\n    losses.append(model(x).mean().item())")),
+    Case("", (TRAIN, "losses = []\nfor _ in range(4):\n    losses.append(model(x).mean().detach())")),
+    Case("", (TRAIN, "total = 0\nfor _ in range(4):\n    total = total + model(x).mean()\ntotal.backward()")),
+    Case("", (TRAIN, "losses = [model(x).mean() for _ in range(3)]\nsum(losses).backward()\ndel losses")),
+    Case("", (TRAIN, "buffers = [mib(4) for _ in range(6)]")),
+    Case("", (TRAIN, "for _ in range(6):\n    y = mib(4)")),
+    Case("", (TRAIN, "model.eval()\nwith torch.no_grad():\n    output = model(x)")),
+    Case("", (TRAIN, "output = model(x)")),
+    Case("", (TRAIN, "model.eval()\nx.requires_grad_()\nmodel(x).sum().backward()")),
+    # gradients are added up over two micro-batches on purpose
+    Case(
+        "",
+        (
+            TRAIN,
+            ACCUMULATING,
+        ),
+    ),
+    Case("", (TRAIN, "state = model.state_dict()\nmodel.load_state_dict(state)")),
+    Case("", (TRAIN, "average = {name: one.clone() for name, one in model.state_dict().items()}")),
+    Case(
+        "",
+        (
+            TRAIN + "import io\nfile = io.BytesIO()\ntorch.save(model.state_dict(), file)\nfile.seek(0)",
+            "state = torch.load(file, map_location='cpu')\nmodel.load_state_dict(state)",
+        ),
+    ),
+    Case(
+        "",
+        (
+            "x = torch.zeros(4)\nimport io\nfile = io.BytesIO()\ntorch.save(x, file)\nfile.seek(0)",
+            "y = torch.load(file)",
+        ),
+    ),
+    Case("", ("%%gpumem -q\nstudent = net(1024)", "teacher = net(1024)")),
+    Case("", ("model = net(1024)", "del model\nmodel = net(1024)")),
+    Case("", (TRAIN, "x.sum()")),
+    Case("", ("def bad():\n    big = [0] * 1000\n    1 / 0", "bad()", "y = mib(1)")),
+    Case("", (TRAIN, "del x")),
+    Case("", (TRAIN, "del model, optimizer")),
+    Case("", ("x = mib(200)", "del x\ntorch.cuda.empty_cache()")),
+    Case("", ("x = mib(200)", "del x\ny = mib(200)")),
+    Case("", ("x = torch.zeros(1024, 1024, dtype=torch.float64)", "y = x.cuda()")),
+    Case("", ("import numpy as np", "x = torch.from_numpy(np.zeros((1024, 1024), dtype='float32')).cuda()")),
+    Case("", (TRAIN, "model(x).sum().backward()")),
+    Case(
+        "",
+        (
+            "q = nn.Linear(64, 64).cuda()\nx = torch.randn(8, 1, 512, 64, device='cuda')",
+            "h = q(x)\nnn.functional.scaled_dot_product_attention(h, h, h).sum().backward()",
+        ),
+    ),
+    Case("", ("x = mib(1)", "y = mib(1)"), device="T4"),
+    Case("", ("a = [mib(300) for _ in range(10)]", "big = mib(300)"), device="T4"),
+    Case("", ("x = 1", "big = mib(20000)"), device="T4"),
+]
+
+
+@pytest.mark.parametrize("case", GUILTY, ids=[f"{number}-{case.tells}" for number, case in enumerate(GUILTY)])
+def test_a_cause_is_found(case: Case) -> None:
+    with notebook(case.device) as book:
+        for code in case.cells[:-1]:
+            book.cell(code)
+        report = book.measured(case.cells[-1])
+        assert case.tells in names(report), report.causes
+        (cause,) = [one for one in report.causes if one.name == case.tells]
+        assert case.says in f"{cause.text} {cause.remedy}"
+        assert f"{cause.text} {cause.remedy}".strip() in report.notes
+
+
+@pytest.mark.parametrize("case", INNOCENT, ids=[str(number) for number in range(len(INNOCENT))])
+def test_innocent_cells_hear_nothing(case: Case) -> None:
+    with notebook(case.device) as book:
+        for code in case.cells[:-1]:
+            book.cell(code)
+        assert book.measured(case.cells[-1]).causes == ()
+
+
+def test_every_detector_has_a_case() -> None:
+    modules = (copies, graphs, holding, room, shapes, training)
+    told = set(re.findall(r'Cause\(\s*f?"(\w+)(?:\{kind\})?"', "".join(inspect.getsource(one) for one in modules)))
+    told = (told - {"pinned_by_"}) | {"pinned_by_out", "pinned_by_traceback"}
+    assert told == {case.tells for case in GUILTY}
+    defined = {
+        name
+        for module in modules
+        for name, value in vars(module).items()
+        if inspect.isfunction(value) and value.__module__ == module.__name__ and not name.startswith("_")
+    }
+    assert defined == {detector.__name__ for detector in catalog.DETECTORS}
+
+
+def test_a_broken_detector_costs_a_line_and_not_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(scene: object) -> list[object]:
+        raise RuntimeError("no way")
+
+    monkeypatch.setattr(catalog, "DETECTORS", (broken, *catalog.DETECTORS))
+    with notebook(setup=SETUP) as book:
+        book.cell(TRAIN)
+        report = book.measured("del model")
+        assert names(report) == ["del_freed_nothing"]
+        assert "Looking for a cause failed in broken (RuntimeError: no way)." in report.notes
