@@ -25,6 +25,7 @@ from gpumem_magic.snapshot.model import INACTIVE, Frame, Segment, TraceEvent
 from gpumem_magic.snapshot.rules import DEFAULT_SETTINGS, AllocatorSettings, segment_size
 from gpumem_magic.snapshot.start import start_of
 from gpumem_magic.snapshot.timeline import Allocation, Timeline
+from gpumem_magic.snapshot.unpickle import one_line
 from gpumem_magic.units import human
 
 # Settings are tried on a recorded failure for some seconds at most.
@@ -53,7 +54,7 @@ def report_of(
         try:
             return replace(Report.from_dict(kept), recording=loaded)
         except ValueError as error:
-            raise SnapshotFileError(f"{loaded.path}: the report in it is damaged: {error}") from None
+            raise SnapshotFileError(f"{one_line(loaded.path)}: the report in it is damaged: {error}") from None
     first, *others = views or views_of(loaded, device)
     return replace(
         first.report(at), devices=tuple(replace(view.report(), recording=loaded) for view in others), recording=loaded
@@ -65,7 +66,9 @@ def views_of(loaded: LoadedSnapshot, device: int | None = None) -> list[FileView
     if device is not None:
         return [FileView(loaded, device)]
     if not loaded.devices:
-        raise SnapshotFileError(f"{loaded.path}: it holds no segments and no events. There is nothing to report.")
+        raise SnapshotFileError(
+            f"{one_line(loaded.path)}: it holds no segments and no events. There is nothing to report."
+        )
     return sorted((FileView(loaded, found.device) for found in loaded.devices), key=lambda view: -view.peak[0])
 
 
@@ -94,7 +97,7 @@ class FileView:
         found = [one for one in loaded.devices if one.device == device]
         if not found:
             there = ", ".join(str(one.device) for one in loaded.devices) or "none"
-            raise SnapshotFileError(f"{loaded.path}: it has no device {device}. It has: {there}.")
+            raise SnapshotFileError(f"{one_line(loaded.path)}: it has no device {device}. It has: {there}.")
         self.loaded = loaded
         self.device = device
         self.beginning = found[0]
@@ -109,7 +112,7 @@ class FileView:
             self.timeline = Timeline(self.start, self.events, self.settings)
         except OverflowError:
             raise SnapshotFileError(
-                f"{loaded.path}: its sizes add up to more than 8 EiB: they are damaged. Copy or record it again."
+                f"{one_line(loaded.path)}: its sizes add up to more than 8 EiB: they are damaged. Copy or record it again."
             ) from None
         found_labels = attribute_by_stacks(self.timeline, self.events, self.final)
         self.labels, self.reasons = found_labels.labels, found_labels.reasons
@@ -129,10 +132,10 @@ class FileView:
             return self.peak[1]
         if at == "end":
             return len(self.timeline)
-        number = int(at) if at.isdecimal() and len(at) < 19 else -1
+        number = int(at) if at.isascii() and at.isdecimal() and len(at) < 19 else -1
         if not 0 <= number < len(self.timeline):
             raise SnapshotFileError(
-                f"{self.loaded.path}: no event {at!r}. Say peak, end, or a number from 0 to {len(self.timeline) - 1}."
+                f"{one_line(self.loaded.path)}: no event {at!r}. Say peak, end, or a number from 0 to {len(self.timeline) - 1}."
             )
         return number + 1
 
@@ -157,7 +160,12 @@ class FileView:
         return Report(
             torch=self.loaded.torch,
             device=ReportDevice(
-                f"GPU {self.device} of {os.path.basename(self.loaded.path)}", "cuda", self.device, None, None, None
+                f"GPU {self.device} of {one_line(os.path.basename(self.loaded.path))}",
+                "cuda",
+                self.device,
+                None,
+                None,
+                None,
             ),
             checkpoints=tuple(rows),
             peak=Peak(
@@ -227,7 +235,7 @@ class FileView:
             state = start_of(self.final, self.events, self.settings)
         except ValueError as error:
             raise SnapshotFileError(
-                f"{self.loaded.path}: its segments and events do not fit together: {error}."
+                f"{one_line(self.loaded.path)}: its segments and events do not fit together: {error}."
             ) from None
         if state.uncertain:
             self.notes.append(

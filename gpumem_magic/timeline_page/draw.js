@@ -13,6 +13,12 @@ export function human(size) {
   return `${fixed(size / GIB)} GiB`;
 }
 
+/** Microseconds as 250 µs, 3.1 ms or 12.4 s. */
+export function since(microseconds) {
+  if (Math.abs(microseconds) < 1e3) return `${microseconds} µs`;
+  return Math.abs(microseconds) < 1e6 ? `${(microseconds / 1e3).toFixed(1)} ms` : `${(microseconds / 1e6).toFixed(1)} s`;
+}
+
 export const count = (number) => number.toLocaleString("en");
 
 /** About `most` round values between low and high; steps: those to try, the last is doubled. */

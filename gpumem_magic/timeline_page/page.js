@@ -1,7 +1,7 @@
 /* The page's elements: what the reader does goes to the machine, and what the machine says is drawn. Every text that comes from
    the recording becomes the text of an element, never markup. */
 
-import { count, drawOver, drawSegments, fragmentation, human, layout, pixelColours, runsOf, segmentAt } from "./draw.js";
+import { count, drawOver, drawSegments, fragmentation, human, layout, pixelColours, runsOf, segmentAt, since } from "./draw.js";
 import { Machine } from "./machine.js";
 import { CACHED, Device, NEVER, paint } from "./model.js";
 
@@ -152,7 +152,7 @@ export function start(document, data) {
     const now = device.sums(position, data.categories.length);
     find("moment").textContent = `${position === device.peak ? "Peak, " : ""}${moment(position)} of ${count(device.events)}: `
       + `${human(now.allocated)} allocated, ${human(now.reserved)} reserved`
-      + (device.times && position ? `, ${((device.times[position - 1] || 0) / 1e6).toFixed(3)} s after the first event.` : ".");
+      + (device.times && position ? `, ${since(device.times[position - 1])} after the first event.` : ".");
     data.categories.forEach((_, category) => {
       const button = find(`category-${category}`);
       button.parentElement.hidden = !device.present.has(category);

@@ -1,0 +1,144 @@
+"""`gpumem diff`: what changed between two snapshots, by category and by place in the code."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hostile_snapshots import BASE, event
+
+from gpumem_magic import cli
+from gpumem_magic.report.from_file import views_of
+from gpumem_magic.snapshot.files import read
+
+SHARED = Path(__file__).parents[1].parent / "shared" / "data" / "snapshots"
+MIB = 1 << 20
+MODEL = [{"filename": "/home/me/model.py", "name": "build", "line": 10}]
+BATCH = [
+    {"filename": "/env/lib/python3.11/site-packages/torch/_tensor.py", "name": "to", "line": 5},
+    {"filename": "/home/me/data.py", "name": "batch", "line": 20},
+]
+
+
+def snapshot(*requests: tuple[int, Any], freed: int = 0) -> dict[str, Any]:
+    """Allocations of MiB with stacks, one behind the other; the first `freed` are freed at the end."""
+    trace = [event("segment_alloc", BASE, 200 * MIB, 0, MODEL)]
+    blocks = []
+    address = BASE
+    for number, (size, frames) in enumerate(requests):
+        trace.append(event("alloc", address, size * MIB, number, frames))
+        state = "inactive" if number < freed else "active_allocated"
+        blocks.append(
+            {"address": address, "size": size * MIB, "requested_size": size * MIB, "state": state, "frames": frames}
+        )
+        address += size * MIB
+    for number in range(freed):
+        trace += [
+            event(action, blocks[number]["address"], requests[number][0] * MIB, 90, [])
+            for action in ("free_requested", "free_completed")
+        ]
+    rest = BASE + 200 * MIB - address
+    blocks.append({"address": address, "size": rest, "requested_size": 0, "state": "inactive", "frames": []})
+    segment = {
+        "device": 0,
+        "address": BASE,
+        "total_size": 200 * MIB,
+        "stream": 0,
+        "segment_type": "large",
+        "blocks": blocks,
+    }
+    return {"segments": [segment], "device_traces": [trace]}
+
+
+@pytest.fixture
+def diff(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Compares two snapshots' data: the lines that it prints."""
+
+    def run(a: Any, b: Any, *options: str) -> list[str]:
+        paths = []
+        for name, data in (("a.pickle", a), ("b.pickle", b)):
+            path = tmp_path / name
+            path.write_bytes(pickle.dumps(data, 4))
+            paths.append(str(path))
+        assert cli.main(["diff", *paths, *options]) == 0
+        captured = capsys.readouterr()
+        assert captured.err == ""
+        return captured.out.splitlines()
+
+    return run
+
+
+def table_of(lines: list[str]) -> dict[str, list[str]]:
+    first = next(number for number, line in enumerate(lines) if line.startswith("MiB at the"))
+    rows: dict[str, list[str]] = {}
+    for line in lines[first + 1 :]:
+        if not line:
+            break
+        name, a, b, change = line.rsplit(None, 3)
+        rows[name.strip()] = [a, b, change]
+    return rows
+
+
+def test_bytes_and_places(diff: Any) -> None:
+    before = snapshot((10, MODEL), (4, BATCH), (3, []))
+    after = snapshot((10, MODEL), (4, BATCH), (20, BATCH), (1, []))
+    lines = diff(before, after)
+    rows = table_of(lines)
+    assert rows["allocated"] == ["17", "35", "+18"]
+    assert rows["reserved"] == ["200", "200", "+0"]
+    assert rows["cached"] == ["183", "165", "-18"]
+    places = lines[lines.index("Where the most changed:") + 1 :]
+    assert places[0].split(None, 2) == ["+20.0", "MiB", "/home/me/data.py:20 batch  (4.0 MiB -> 24.0 MiB)"]
+    assert places[1].split(None, 2)[:2] == ["-2.0", "MiB"]
+    assert "without a stack  (3.0 MiB -> 1.0 MiB)" in places[1]
+    assert len(places) == 2, "what did not change is left out"
+
+
+def test_the_changes_of_categories_add_up(diff: Any) -> None:
+    rows = table_of(diff(snapshot((40, MODEL), (7, BATCH)), snapshot((2, MODEL), (9, []), (50, BATCH))))
+    change = sum(int(row[2]) for name, row in rows.items() if name not in ("allocated", "reserved", "cached"))
+    assert change == int(rows["allocated"][2]) == 14
+    assert int(rows["allocated"][2]) + int(rows["cached"][2]) == int(rows["reserved"][2]) == 0
+
+
+def test_equal_files(diff: Any) -> None:
+    lines = diff(snapshot((10, MODEL)), snapshot((10, MODEL)))
+    assert all(row[2] == "+0" for row in table_of(lines).values())
+    assert "Where the most changed:" not in lines
+
+
+def test_at_the_end_and_only_some_places(diff: Any) -> None:
+    before, after = snapshot((10, MODEL), (4, BATCH)), snapshot((10, MODEL), (4, BATCH), freed=1)
+    assert table_of(diff(before, after))["allocated"][2] == "+0"
+    lines = diff(before, after, "--at", "end", "--top", "1")
+    assert table_of(lines)["allocated"] == ["14", "4", "-10"]
+    assert lines[-1].split(None, 2) == ["-10.0", "MiB", "/home/me/model.py:10 build  (10.0 MiB -> 0 B)"]
+    assert lines[-2] == "Where the most changed:"
+
+
+def test_a_device_that_one_of_them_lacks(diff: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    diff(snapshot((10, MODEL)), snapshot((10, MODEL)), "--device", "0")
+    assert cli.main(["diff", str(tmp_path / "a.pickle"), str(tmp_path / "b.pickle"), "--device", "2"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith(f"gpumem: {tmp_path / 'a.pickle'}: it has no device 2")
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason="the real recordings (shared/data/snapshots) are not here")
+def test_two_real_recordings(capsys: pytest.CaptureFixture[str]) -> None:
+    names = ("transformer-forward-b150", "transformer-forward-backward-b100")
+    paths = [str(SHARED / f"{name}.pickle.gz") for name in names]
+    assert cli.main(["diff", *paths]) == 0
+    rows = table_of(capsys.readouterr().out.splitlines())
+    peaks = [views_of(read(path))[0].peak[0] for path in paths]
+    assert rows["allocated"][:2] == [f"{round(peak / MIB):,}" for peak in peaks]
+    for column in range(2):
+        parts = [
+            int(row[column].replace(",", ""))
+            for name, row in rows.items()
+            if name not in ("allocated", "reserved", "cached")
+        ]
+        # Each is rounded to a whole MiB.
+        assert abs(sum(parts) - int(rows["allocated"][column].replace(",", ""))) <= len(parts)

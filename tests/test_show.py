@@ -1,0 +1,290 @@
+"""`gpumem show`: a snapshot file in the terminal, several side by side, and what can be written beside it."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hostile_snapshots import MARKUP, event, recording, with_markup
+
+from gpumem_magic import cli
+from gpumem_magic.report.from_file import fragmentation, load, report_of, views_of
+from gpumem_magic.report.model import Report
+from gpumem_magic.snapshot.files import SnapshotFileError, read
+from gpumem_magic.snapshot.model import ACTIVE, INACTIVE, Block, Segment
+
+SHARED = Path(__file__).parents[1].parent / "shared" / "data" / "snapshots"
+MIB = 1 << 20
+
+
+def one_device(seed: int = 3, length: int = 60) -> dict[str, Any]:
+    data = recording(random.Random(seed), length)
+    return {**data, "segments": data["segments"][:1], "device_traces": data["device_traces"][:1]}
+
+
+def saved(folder: Path, data: Any, name: str = "run.pickle") -> str:
+    path = folder / name
+    path.write_bytes(pickle.dumps(data, 4))
+    return str(path)
+
+
+@pytest.fixture
+def show(capsys: pytest.CaptureFixture[str]) -> Any:
+    """Runs the command: (exit status, standard output, standard error)."""
+
+    def run(*arguments: str, command: str = "show") -> tuple[int, str, str]:
+        status = cli.main([command, *arguments])
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+
+    return run
+
+
+def test_a_report_the_largest_allocations_and_the_segments(show: Any, tmp_path: Path) -> None:
+    path = saved(tmp_path, one_device())
+    status, text, errors = show(path, "--top", "3")
+    assert (status, errors) == (0, "")
+    view = views_of(read(path))[0]
+    report = report_of(read(path))
+    assert str(report) in text
+    assert text.startswith(f"{path}: pickle, written by torch ")
+    largest = view.largest(view.peak[1], 3)
+    assert [one.requested for one in largest] == sorted(
+        (one.requested for one in view.timeline.live_at(view.peak[1])), reverse=True
+    )[:3]
+    section = text[text.index("The largest allocations (at the peak):") : text.index("\nSegments (at the peak")]
+    assert section.count("MiB  ") == 3
+    for one in largest:
+        assert all(line in section for line in one.stack)
+    assert text.rstrip().endswith("that are partly in use.")
+
+
+def test_python_frames_come_first_and_the_library_is_folded(tmp_path: Path) -> None:
+    data = one_device()
+    own = [
+        {"filename": "??", "name": "at::empty_cuda(long)", "line": 0},
+        {"filename": "/env/lib/python3.11/site-packages/torch/nn/modules/linear.py", "name": "forward", "line": 125},
+        {
+            "filename": "/env/lib/python3.11/site-packages/torch/nn/modules/module.py",
+            "name": "_call_impl",
+            "line": 1700,
+        },
+        {"filename": "/home/me/model.py", "name": "forward", "line": 30},
+        {
+            "filename": "/env/lib/python3.11/site-packages/torch/nn/modules/module.py",
+            "name": "_call_impl",
+            "line": 1700,
+        },
+        {"filename": "/home/me/train.py", "name": "<module>", "line": 88},
+        {"filename": "??", "name": "_start", "line": 0},
+    ]
+    native = [
+        {"filename": "??", "name": "c10::cuda::CUDACachingAllocator::malloc(long)", "line": 0},
+        {"filename": "??", "name": "at::_ops::bmm::call(at::Tensor const&)", "line": 0},
+        {
+            "filename": "??",
+            "name": "torch::autograd::generated::BmmBackward0::apply(std::vector<at::Tensor>&&)",
+            "line": 0,
+        },
+    ]
+    births = [one for one in data["device_traces"][0] if one["action"] == "alloc"]
+    for number, one in enumerate(births):
+        one["frames"] = own if number % 2 else native
+    view = views_of(read(saved(tmp_path, data)))[0]
+    stacks = {one.stack for one in view.largest(view.peak[1], 100)}
+    assert stacks == {
+        (
+            "(2 library frames)",
+            "/home/me/model.py:30 forward",
+            "(1 library frame)",
+            "/home/me/train.py:88 <module>",
+        ),
+        ("(2 library frames)", "torch::autograd::generated::BmmBackward0::apply"),
+    }
+
+
+def test_another_moment(show: Any, tmp_path: Path) -> None:
+    path = saved(tmp_path, one_device())
+    view = views_of(read(path))[0]
+    status, text, _ = show(path, "--at", "7")
+    assert status == 0
+    assert "event 7 of" in text
+    assert "The largest allocations (after event 7):" in text
+    assert "Segments (after event 7;" in text
+    at_end = show(path, "--at", "end", "--top", "0")[1]
+    assert "The largest" not in at_end
+    report = report_of(read(path), at="7")
+    row = next(row for row in report.checkpoints if row.kind == "statement")
+    assert row.allocated == view.timeline.allocated_at(8)
+    assert sum(size for size in row.categories.values() if size) == row.reserved
+
+
+@pytest.mark.parametrize("at", ["-1", "99999", "now", "1.5", "9" * 30, "\u0663"])
+def test_no_such_moment(show: Any, tmp_path: Path, at: str) -> None:
+    path = saved(tmp_path, one_device())
+    status, text, errors = show(path, f"--at={at}")
+    assert (status, text) == (2, "")
+    assert errors.startswith(f"gpumem: {path}: no event ")
+    assert errors.count("\n") == 1
+
+
+def test_devices(show: Any, tmp_path: Path) -> None:
+    data = recording(random.Random(5), 60)
+    assert len(data["device_traces"]) == 1
+    other = recording(random.Random(6), 90)
+    second = one_device(6, 90)
+    for segment in second["segments"]:
+        segment["device"] = 3
+    both = {
+        **data,
+        "segments": [*data["segments"], *second["segments"]],
+        "device_traces": [*data["device_traces"], [], [], *second["device_traces"]],
+    }
+    path = saved(tmp_path, both)
+    views = views_of(read(path))
+    assert {view.device for view in views} == {0, 3}
+    assert views[0].peak[0] >= views[1].peak[0]
+    report = load(path)
+    assert report.device.index == views[0].device
+    assert [one.device.index for one in report.devices] == [views[1].device]
+    assert report.devices[0] == report_of(read(path), views[1].device)
+    text = show(path, "--device", "3")[1]
+    assert "GPU 3 of run.pickle" in text
+    status, text, errors = show(path, "--device", "1")
+    assert (status, text) == (2, "")
+    assert errors == f"gpumem: {path}: it has no device 1. It has: 0, 3.\n"
+    assert other
+
+
+def test_what_is_written_beside(show: Any, tmp_path: Path) -> None:
+    path = saved(tmp_path, one_device())
+    json_path, page, copy = tmp_path / "out.json", tmp_path / "out.html", tmp_path / "copy.pickle"
+    assert show(path, "--json", str(json_path), "--html", str(page), "--redact", str(copy))[0] == 0
+    assert Report.load(json_path) == load(path)
+    assert json.loads(json_path.read_text())["schema"] == 1
+    assert page.read_text("utf-8").startswith("<!DOCTYPE html>")
+    for word in (b"/home/me", b"train.py", b"/env/"):
+        assert word in Path(path).read_bytes()
+        assert word not in copy.read_bytes()
+    before, after = views_of(read(path))[0], views_of(read(copy))[0]
+    assert after.peak == before.peak
+    assert after.sizes(before.peak[1]) == before.sizes(before.peak[1]), "categories are found in the copy too"
+
+
+@pytest.mark.parametrize("option", ["--json", "--html", "--redact"])
+def test_a_place_that_cannot_be_written(show: Any, tmp_path: Path, option: str) -> None:
+    path = saved(tmp_path, one_device())
+    status, _, errors = show(path, option, str(tmp_path / "nowhere" / "file"))
+    assert status == 2
+    assert errors.startswith("gpumem: ")
+    assert errors.count("\n") == 1
+    assert [one.name for one in tmp_path.iterdir()] == ["run.pickle"]
+
+
+def test_several_ranks_side_by_side(show: Any, tmp_path: Path) -> None:
+    paths = [saved(tmp_path, one_device(seed), f"rank{seed}.pickle") for seed in (3, 5, 8)]
+    status, text, _ = show(*paths, "--html", str(tmp_path / "ranks.html"))
+    assert status == 0
+    head, *rows = text.splitlines()
+    assert head.split() == ["MiB", "at", "the", "peak", "rank3.pickle", "rank5.pickle", "rank8.pickle"]
+    found = {row.rsplit(None, 3)[0].strip(): row.rsplit(None, 3)[1:] for row in rows}
+    assert found["allocated"] == [f"{round(views_of(read(path))[0].peak[0] / MIB):,}" for path in paths]
+    assert "rank8.pickle" in (tmp_path / "ranks.html").read_text("utf-8")
+    assert show(*paths, "--json", "x.json")[0] == 2
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder in folders:
+        folder.mkdir()
+    same = [saved(folder, one_device(), "rank.pickle") for folder in folders]
+    assert all(path in show(*same)[1] for path in same), "files of one name are told apart by their folders"
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", "it is empty"),
+        (b"\x80\x04cos\nsystem\n.", "it holds a global"),
+        (pickle.dumps({"segments": [], "device_traces": []}), "nothing to report"),
+        (b"hello", "it is neither a pickle"),
+    ],
+)
+@pytest.mark.parametrize("command", ["show", "diff"])
+def test_files_that_are_none(show: Any, tmp_path: Path, content: bytes, words: str, command: str) -> None:
+    path = tmp_path / "bad\nname.pickle"
+    path.write_bytes(content)
+    status, text, errors = show(str(path), *([str(path)] if command == "diff" else []), command=command)
+    assert (status, text) == (2, "")
+    assert words in errors
+    assert errors.count("\n") == 1
+
+
+def test_a_file_that_is_not_there(show: Any, tmp_path: Path) -> None:
+    status, _, errors = show(str(tmp_path / "none.pickle"))
+    assert status == 2
+    assert errors == f"gpumem: cannot read {tmp_path / 'none.pickle'}: No such file or directory\n"
+
+
+def test_a_hostile_file_cannot_write_to_the_terminal(show: Any, tmp_path: Path) -> None:
+    data = with_markup(one_device())
+    path = saved(tmp_path, data, "run\x1b[2J.pickle")
+    text = show(path)[1]
+    assert MARKUP[:8] in text or "red" in text
+    side_by_side = show(path, saved(tmp_path, data, "b.pickle"))[1]
+    difference = show(path, saved(tmp_path, one_device(), "c.pickle"), command="diff")[1]
+    for shown in (text, side_by_side, difference):
+        assert not [character for character in shown if not character.isprintable() and character != "\n"]
+
+
+def test_nothing_goes_behind_two_dashes(show: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["show", saved(tmp_path, one_device()), "--", "more"])
+    assert "show takes no arguments" in capsys.readouterr().err
+
+
+def test_fragmentation_in_text() -> None:
+    base = 1 << 40
+    half = Segment(
+        0, base, 20 * MIB, 0, "large", (Block(base, 10 * MIB, 10 * MIB, ACTIVE), Block(base + 10 * MIB, 10 * MIB, 0, INACTIVE))
+    )  # fmt: skip
+    empty = Segment(0, base + 64 * MIB, 2 * MIB, 0, "small", (Block(base + 64 * MIB, 2 * MIB, 0, INACTIVE),))
+    full = Segment(0, base + 128 * MIB, 2 * MIB, 0, "small", (Block(base + 128 * MIB, 2 * MIB, 5, ACTIVE),))
+    lines = fragmentation((half, empty, full), width=10)
+    assert lines == [
+        "  20.0 MiB [#####.....] 10.0 MiB free, largest piece 10.0 MiB",
+        "   2.0 MiB [..........] 2.0 MiB free, largest piece 2.0 MiB",
+        "3 segments; 12.0 MiB cached but free in 2 pieces, 10.0 MiB of it in segments that are partly in use.",
+    ]
+    assert fragmentation(()) == [
+        "0 segments; 0 B cached but free in 0 pieces, 0 B of it in segments that are partly in use."
+    ]
+
+
+def test_sizes_beyond_64_bits_are_refused(tmp_path: Path) -> None:
+    trace = [event("segment_alloc", number << 62, (1 << 62) - 512, number, []) for number in range(4)]
+    data = {"segments": [], "device_traces": [trace]}
+    with pytest.raises(SnapshotFileError, match="add up to more than 8 EiB"):
+        load(saved(tmp_path, data))
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason="the real recordings (shared/data/snapshots) are not here")
+@pytest.mark.parametrize("path", sorted(SHARED.glob("*.pickle.gz")), ids=lambda one: one.name.partition(".")[0])
+def test_every_real_recording_is_shown(path: Path) -> None:
+    loaded = read(path)
+    views = views_of(loaded)
+    report = report_of(loaded, views=views)
+    text = str(report)
+    assert "Peak" in text
+    if not loaded.complete:
+        assert report.notes, "what it lacks is said"
+    for view in views:
+        position = view.peak[1]
+        sizes = view.sizes(position)
+        parts = [size for name, size in sizes.items() if name not in ("allocated", "reserved", "cached")]
+        assert sum(parts) == sizes["allocated"] == view.peak[0]
+        assert min(parts) >= 0
+        largest = view.largest(position, 5)
+        assert all(one.stack or one.born < 0 or not loaded.has_frames or one.evidence != "stack" for one in largest)
+        assert len(fragmentation(view.segments(position))) >= 1
