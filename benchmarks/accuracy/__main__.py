@@ -26,7 +26,7 @@ if __package__ in (None, ""):
 from accuracy import sources, table
 from accuracy.fitted import FITTED
 from accuracy.plans import Skip, carry_out
-from accuracy.scores import Result, Summary, summarise
+from accuracy.scores import MARGIN, Result, Summary, summarise
 
 
 def main() -> int:
@@ -85,7 +85,8 @@ def _print(summary: Summary) -> None:
     print(
         f"\n{summary.group}: {summary.rows} rows, median of sources {summary.median_of_medians:.2%}, worst {summary.worst:+.2%} "
         f"(row {summary.worst_row}); to the printed digit {summary.to_the_digit}; "
-        f"as a cap {summary.running_out} of {summary.rows} would run out ({summary.running_out / summary.rows:.0%})"
+        f"as a cap {summary.running_out} of {summary.rows} would run out ({summary.running_out / summary.rows:.0%}), "
+        f"with {MARGIN:.0%} added {summary.running_out_with_margin} ({summary.running_out_with_margin / summary.rows:.0%})"
     )
     for source, error in summary.by_source.items():
         print(f"    {error:>7.2%}  {source}")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from accuracy.table import Row
 from gpumem_magic.units import MIB
+
+MARGIN = 0.02
 
 
 @dataclass(frozen=True)
@@ -23,8 +26,10 @@ class Result:
 
     @property
     def error(self) -> float:
-        """Relative: 0.01 for one percent too much."""
-        return self.predicted_mib / self.row.value_mib - 1
+        """Relative, beyond half a unit of the last printed digit: 0.01 for one percent too much."""
+        difference = self.predicted_mib - self.row.value_mib
+        beyond = max(0.0, abs(difference) - self.row.resolution_mib / 2)
+        return math.copysign(beyond, difference) / self.row.value_mib
 
     @property
     def to_the_digit(self) -> bool:
@@ -34,7 +39,11 @@ class Result:
     @property
     def runs_out(self) -> bool:
         """Whether a run that is given only the predicted figure would lack memory (beyond the printed precision)."""
-        return self.predicted_mib < self.row.value_mib and not self.to_the_digit
+        return self.lacks(1.0)
+
+    def lacks(self, factor: float) -> bool:
+        """Likewise with the prediction times `factor`."""
+        return self.predicted_mib * factor < self.row.value_mib and not self.to_the_digit
 
 
 @dataclass(frozen=True)
@@ -49,6 +58,8 @@ class Summary:
     worst_row: int
     to_the_digit: int
     running_out: int
+    running_out_with_margin: int
+    """The same with MARGIN added to every prediction."""
 
 
 def summarise(results: Sequence[Result]) -> list[Summary]:
@@ -74,4 +85,5 @@ def _summary(group: str, members: Sequence[Result]) -> Summary:
         worst_row=worst.row.number,
         to_the_digit=sum(result.to_the_digit for result in members),
         running_out=sum(result.runs_out for result in members),
+        running_out_with_margin=sum(result.lacks(1 + MARGIN) for result in members),
     )

@@ -10,7 +10,7 @@ from accuracy.building import unfilled
 from accuracy.plans import Plan, Readings, Skip, readings
 from accuracy.table import Row
 
-DEVICE = "virtual:24GiB"
+DEVICE = "TITAN-RTX,torch=1.4"
 
 
 def plan(row: Row) -> Plan | Skip:

@@ -12,7 +12,7 @@ from accuracy.gpt2 import GPT2, Variant
 from accuracy.plans import Plan, Readings, Skip, readings
 from accuracy.table import Row
 
-DEVICE = "A100-80GB"
+DEVICE = "A100-80GB,torch=2.6"
 STEPS = 3
 PROMPT, NEW_TOKENS = 4, 50
 

@@ -11,11 +11,12 @@ import re
 import torch
 
 from accuracy.building import unfilled
+from accuracy.older import old_attention
 from accuracy.plans import Plan, Readings, Skip, readings
 from accuracy.table import Row
 from accuracy.training import EightBitAdam, OldAdamW, train
 
-DEVICE = "V100-16GB"
+DEVICE = "V100-16GB,torch=1.10"
 STEPS = 3
 
 
@@ -52,7 +53,7 @@ def _model() -> torch.nn.Module:
         num_hidden_layers=24,
         num_attention_heads=16,
         intermediate_size=4096,
-        attn_implementation="eager",
+        attn_implementation=old_attention(),
     )
     with unfilled():
         model: torch.nn.Module = BertForSequenceClassification(config)

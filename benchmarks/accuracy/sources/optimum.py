@@ -12,9 +12,9 @@ from accuracy.plans import Plan, Readings, Skip, readings
 from accuracy.table import Row
 from accuracy.training import train
 
-NVIDIA = "virtual:22GiB"
+NVIDIA = "A10G,torch=2.3"
 # ROCm's allocator is the same code; the device has 64 GiB, and the context is what that source's own rows leave over.
-ROCM = "virtual:64GiB,name=AMD Instinct MI200"
+ROCM = "virtual:64GiB,torch=2.2+rocm,name=AMD Instinct MI200"
 STEPS = 5
 
 
@@ -42,6 +42,7 @@ def _bert(batch: int, sequence: int) -> Readings:
     # Without weights to load, the model is made on the device itself, and its tied decoder exists for a moment.
     with unfilled(), torch.device("cuda"):
         model = BertForMaskedLM(BertConfig(attn_implementation="sdpa")).eval()
+        model.tie_weights()
     found = readings("load: ")
     torch.cuda.reset_peak_memory_stats()
     inputs = {
@@ -59,6 +60,7 @@ def _gpt2(batch: int, sequence: int) -> Readings:
 
     with unfilled():
         model = GPT2LMHeadModel(GPT2Config(attn_implementation="eager"))
+        model.tie_weights()
     model.to("cuda")
     optimizer = torch.optim.AdamW(model.parameters())
 

@@ -10,8 +10,8 @@ import torch
 from accuracy.plans import Plan, Readings, Skip, current_devices, readings
 from accuracy.table import Row
 
-_OLD = "virtual:16GiB"
-_NEW = "virtual:16GiB"
+_OLD = "virtual:16GiB,torch=1.12"
+_NEW = "virtual:16GiB,torch=2.0"
 
 
 def plan(row: Row) -> Plan | Skip:
