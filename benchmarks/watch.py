@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import queue
 import random
 import statistics
 import subprocess
@@ -150,16 +151,24 @@ def in_kernel(module: str, expression: str) -> tuple[dict[str, Any], Wire]:
         f"print('FOUND ' + json.dumps(bench.{expression}))"
     )
     texts: list[str] = []
-
-    def hear(message: dict[str, Any]) -> None:
-        content = message["content"]
-        if message["msg_type"] == "stream":
-            texts.append(content["text"])
-        elif message["msg_type"] == "error":
-            raise SystemExit("\n".join(content["traceback"]))
-
     try:
-        client.execute_interactive(code, timeout=None, output_hook=hear)
+        request = client.execute(code)
+        while True:
+            try:
+                message = client.get_iopub_msg(timeout=5.0)
+            except queue.Empty:
+                if not manager.is_alive():
+                    raise SystemExit("the kernel has gone") from None
+                continue
+            content, kind = message["content"], message["msg_type"]
+            if message["parent_header"].get("msg_id") != request:
+                continue
+            if kind == "stream":
+                (texts.append if content["name"] == "stdout" else sys.stderr.write)(content["text"])
+            elif kind == "error":
+                raise SystemExit("\n".join(content["traceback"]))
+            elif kind == "status" and content["execution_state"] == "idle":
+                break
     finally:
         wire.stop()
         client.stop_channels()
