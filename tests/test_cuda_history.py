@@ -146,6 +146,14 @@ def test_a_ring_that_overflows_leaves_the_totals_of_every_mark(
     assert all(log.events[index].action == "alloc" for index in log.origins)
 
 
+def test_a_free_that_was_asked_for_in_the_dropped_stretch_is_not_allocated() -> None:
+    run = Run(FakeTorch(), ring=1)
+    run.begin()
+    run.play([("alloc", 100), ("other stream", 0), ("free", 0), ("mark", 0), ("complete", 0)])
+    log, timeline = run.end()
+    check_totals(run, log, timeline)
+
+
 def test_the_peak_of_a_long_run_is_exact_although_its_events_are_gone() -> None:
     run = Run(FakeTorch(), ring=30)
     run.begin()

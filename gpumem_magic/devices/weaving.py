@@ -8,7 +8,7 @@ and reserved at each mark are the counters', and a peak between two marks shows 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from gpumem_magic.devices.history import Chunk, Mark
 from gpumem_magic.devices.readings import KIND_OF_ACTION, minus
@@ -108,9 +108,31 @@ def _fits(chunk: Chunk, marks: Sequence[Mark]) -> bool:
 
 def _begin_of(chunk: Chunk, settings: AllocatorSettings) -> tuple[Segment, ...] | None:
     try:
-        return start_of(chunk.segments, chunk.events, settings).segments
+        begin = start_of(chunk.segments, chunk.events, settings).segments
     except ValueError:
         return None
+    waiting = _waiting(chunk.events)
+    return tuple(_with_waiting(segment, waiting) for segment in begin) if waiting else begin
+
+
+def _waiting(events: Sequence[TraceEvent]) -> set[int]:
+    """Blocks whose free had been asked for before these events: it completes in them, and is not asked for."""
+    found: set[int] = set()
+    seen: set[int] = set()
+    for event in events:
+        if event.action in ("alloc", "free_requested"):
+            seen.add(event.address)
+        elif event.action == "free_completed" and event.address not in seen:
+            found.add(event.address)
+    return found
+
+
+def _with_waiting(segment: Segment, waiting: set[int]) -> Segment:
+    blocks = tuple(
+        replace(block, state=PENDING_FREE) if block.state == ACTIVE and block.address in waiting else block
+        for block in segment.blocks
+    )
+    return replace(segment, blocks=blocks)
 
 
 def _segment_of_totals(device: int, mark: Mark) -> Segment:
@@ -258,20 +280,27 @@ class _Weaver:
             self._block = Block(address, volatile, requested, ACTIVE)
 
     def _arrive(self, begin: tuple[Segment, ...], kept: Mapping[int, Segment]) -> None:
-        """What is there where the events go on. From high to low: then a block's size follows from the one above it."""
+        """What is there where the events go on. From high to low: then a block's size follows from the one above it.
+
+        Blocks whose free waits come first: they were allocated when the others may not have been.
+        """
+        coming: list[tuple[Block, int]] = []
         for segment in begin:
             staying = kept.get(segment.address)
             known = {block.address for block in staying.blocks if block.state == ACTIVE} if staying else set()
             if staying is None:
                 action = "segment_map" if segment.is_expandable else "segment_alloc"
                 self._event(action, segment.address, segment.total_size, segment.stream)
-            for block in reversed(segment.blocks):
-                if block.state == INACTIVE or block.address in known:
-                    continue
-                self.woven.origins[len(self.woven.events)] = "summed"
-                self._event("alloc", block.address, block.requested_size, segment.stream)
-                if block.state == PENDING_FREE:
-                    self._event("free_requested", block.address, block.requested_size, segment.stream)
+            coming += [
+                (block, segment.stream)
+                for block in reversed(segment.blocks)
+                if block.state != INACTIVE and block.address not in known
+            ]
+        for block, stream in sorted(coming, key=lambda pair: pair[0].state != PENDING_FREE):
+            self.woven.origins[len(self.woven.events)] = "summed"
+            self._event("alloc", block.address, block.requested_size, stream)
+            if block.state == PENDING_FREE:
+                self._event("free_requested", block.address, block.requested_size, stream)
 
     # Events.
 
