@@ -41,7 +41,8 @@ def owners() -> list[Any]:
     scripts = importlib.import_module("torch.jit._builtins"), importlib.import_module("torch.jit._recursive")
     return [
         torch, torch._C, torch.cuda, torch.cuda.memory, torch.cuda.random, torch.cuda.streams, torch.accelerator,
-        torch.accelerator.memory, torch.autograd, torch.autograd.graph, torch.autograd.profiler.profile, torch.fft,
+        torch.accelerator.memory, torch.autograd, torch.autograd.graph, torch.autograd.profiler.profile,
+        torch.profiler.profile, torch.fft,
         torch.serialization, torch.Tensor, torch._C.StorageBase, torch.UntypedStorage, torch.TypedStorage, torch.nn.Module,
         torch.nn.Parameter, torch.nn.functional, torch.distributions.Distribution, torch.backends.cudnn,
         torch.utils._device.DeviceContext, torch.utils._foreach_utils, optimizer, *scripts, fake_tensor, fake_tensor.FakeTensor,

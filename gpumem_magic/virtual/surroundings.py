@@ -10,6 +10,7 @@ import torch
 import torch.autograd.profiler
 import torch.backends.cudnn
 import torch.distributions
+import torch.profiler
 
 from gpumem_magic.patching import Patches
 from gpumem_magic.virtual.tensors import TYPE_NAMES, VirtualTensor
@@ -38,7 +39,10 @@ def _distributions(patches: Patches) -> None:
 
 
 def _profiler(patches: Patches) -> None:
-    """Without a driver there are no kernels to time: PyTorch's profiler sees the host's side only, and says so once."""
+    """Without a driver there are no kernels to time: PyTorch's profiler sees the host's side only, and says so once.
+
+    Stacks are not recorded either: thousands of calls of this package lie below each operator.
+    """
     kind = torch.autograd.profiler.profile
     original = kind.__init__
 
@@ -46,10 +50,18 @@ def _profiler(patches: Patches) -> None:
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         if kwargs.get("use_device") == "cuda":
             warnings.warn("a virtual GPU runs no kernels: the profiler shows the host's side only", stacklevel=3)
-            kwargs["use_device"] = None
+            kwargs.update(use_device=None, with_stack=False)
         original(self, *args, **kwargs)
 
+    def export_memory_timeline(self: Any, path: str, device: str | None = None) -> None:
+        warnings.warn(
+            "the profiler's memory timeline has nothing of a virtual GPU, and was not written: use %%gpumem, or "
+            "torch.cuda.memory._record_memory_history and _dump_snapshot",
+            stacklevel=2,
+        )
+
     patches.set(kind, "__init__", init)
+    patches.set(torch.profiler.profile, "export_memory_timeline", export_memory_timeline)
 
 
 def _ctc_loss(patches: Patches) -> None:
