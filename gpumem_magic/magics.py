@@ -25,7 +25,9 @@ from gpumem_magic.shell_hooks import ShellHooks, hide_frames_once, value_or_coro
 
 _WORD = re.compile(r"""\s*("[^"]*"|'[^']*'|\S+)""")
 _FLAGS = (
+    "--budget",
     "--device",
+    "--max-delta",
     "--max-iterations",
     "--no-lines",
     "--output",
@@ -33,6 +35,7 @@ _FLAGS = (
     "--quiet",
     "--table",
     "--until-repeat",
+    "--warn",
 )
 
 
@@ -46,6 +49,15 @@ def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return int(text)
+
+
+def _size(text: str) -> int:
+    from gpumem_magic.virtual.catalog import UnknownDevice, parse_size
+
+    try:
+        return parse_size(text)
+    except UnknownDevice as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 @magics_class
@@ -64,6 +76,7 @@ class GpuMemMagics(Magics):
         self._hooks.complete("%gpumem_watch", _complete_watch)
         self._hooks.complete("%gpumem_who", _complete_who)
         self._hooks.complete("%gpumem_free", _complete_free)
+        self._hooks.complete("%gpumem_auto", lambda _event: ["on", "off"])
         self._hooks.complete("%gpumem_load", _complete_load)
 
     @magic_arguments()
@@ -74,6 +87,11 @@ class GpuMemMagics(Magics):
     @argument("--table", action="store_true", help="Shows only the table.")
     @argument("--max-iterations", metavar="N", type=_count, help="Ends training after N iterations.")
     @argument("--until-repeat", action="store_true", help="Ends training once its iterations repeat exactly.")
+    @argument(
+        "--budget", metavar="SIZE", type=_size, help="Fails if the peak of allocated memory is more, as in 10GiB."
+    )
+    @argument("--max-delta", metavar="SIZE", type=_size, help="Fails if the cell leaves more allocated than it found.")
+    @argument("--warn", action="store_true", help="With --budget and --max-delta: warns, and does not fail.")
     @argument(
         "--device", metavar="NAME", help="The device to measure: cuda:1, T4, A100-40GB, 2xT4 (see %%gpumem_device)."
     )
@@ -235,8 +253,31 @@ class GpuMemMagics(Magics):
 
         load_line(self.shell, line)
 
+    @line_magic
+    def gpumem_auto(self, line: str) -> None:
+        """Records every cell from now on, cheaply: the counters before and after it.
+
+        ::
+
+          %gpumem_auto on
+          %gpumem_auto off
+        """
+        from gpumem_magic.notebook.magic import auto_line
+
+        auto_line(self.shell, line)
+
+    @line_magic
+    def gpumem_history(self, line: str) -> None:
+        """Shows what each recorded cell did to the GPU's memory, and which added more when it was run again."""
+        from gpumem_magic.notebook.magic import history_line
+
+        history_line(line)
+
     def unload(self) -> None:
         """Takes the magics and everything that came with them out of the shell, ends a watch, and turns a virtual device off."""
+        auto = sys.modules.get("gpumem_magic.notebook.auto")
+        if auto is not None:
+            auto.forget()
         watch = sys.modules.get("gpumem_magic.widgets.watch")
         if watch is not None:
             watch.stop_if_running()
@@ -343,19 +384,37 @@ class _Measurement:
         """True, which ends the cell without an error, only where a limit on iterations left it."""
         self._magics.running = self._nested
         stopped = error is not None and not self._nested and _is_stop(error)
+        exceeded = None
         try:
             if stopped:
                 self._run.leave(traceback)
             if self._recording is not None:
                 place = None if error is None or stopped else self._run.failed(traceback)
                 self._show(self._recording.close(None if stopped else error, place, self._shell.user_ns))
+                exceeded = self._exceeded()
             if not stopped:
                 hide_frames_once(self._shell, traceback)
         except Exception as own:
             _warn(f"the report could not be made ({_in_one_line(own)}); the cell itself ran as it would without it")
         if self._run.hook_failure is not None:
             _warn(f"measuring stopped half way ({self._run.hook_failure}); the cell itself ran on")
+        if exceeded is not None:
+            if self._options.warn or (error is not None and not stopped):
+                _warn(exceeded)
+            else:
+                from gpumem_magic.notebook.budget import BudgetExceeded
+
+                raise BudgetExceeded(exceeded) from None
         return stopped
+
+    def _exceeded(self) -> str | None:
+        """What the cell used or left beyond its budgets, or None."""
+        if self._options.budget is None and self._options.max_delta is None:
+            return None
+        from gpumem_magic.notebook.budget import Budget
+
+        report = _session().last_report()
+        return None if report is None else Budget(self._options.budget, self._options.max_delta).exceeded(report)
 
     def _show(self, report: Any) -> None:
         if self._options.output is not None:

@@ -17,12 +17,13 @@ def machine_in_use() -> Machine:
         raise NoDevice("no memory is in use: PyTorch has not been imported yet")
     import torch
 
-    from gpumem_magic.devices.cuda import CudaMachine
+    from gpumem_magic.devices import here
     from gpumem_magic.virtual import gpu
 
     machine = gpu.current()
     if machine is not None:
         return machine
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        return CudaMachine(torch)
+    real = here.machine(torch) if torch.cuda.is_initialized() else None
+    if real is not None:
+        return real
     raise NoDevice("no device is on: `%gpumem_device NAME` turns a virtual one on")

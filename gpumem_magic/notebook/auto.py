@@ -1,0 +1,143 @@
+"""Recording every cell cheaply: the counters before and after it, and nothing else.
+
+Two of IPython's events, ``pre_run_cell`` and ``post_run_cell``; tried on IPython 9.18, the names are those of 7.34. A failure in
+here ends the recording with one line, and never touches the cell.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+from gpumem_magic.notebook.history import CellRecord, History, State
+from gpumem_magic.owners.here import NoDevice, machine_in_use
+
+
+@dataclass(frozen=True)
+class _Begun:
+    """The counters at a moment. peak: the allocators' own, of their whole life."""
+
+    state: State
+    peak: int
+
+
+class Auto:
+    """Of one shell. At most one is on; `turn_on` and `turn_off` are the ways in and out."""
+
+    def __init__(self, shell: Any, history: History) -> None:
+        self._shell = shell
+        self._history = history
+        self._begun: list[_Begun | None] = []
+
+    def start(self) -> None:
+        self._shell.events.register("pre_run_cell", self._before)
+        self._shell.events.register("post_run_cell", self._after)
+
+    def stop(self) -> None:
+        """May be called twice."""
+        for name, callback in (("pre_run_cell", self._before), ("post_run_cell", self._after)):
+            if callback in self._shell.events.callbacks[name]:
+                self._shell.events.unregister(name, callback)
+        self._begun.clear()
+
+    def _before(self, info: Any) -> None:
+        try:
+            self._begun.append(self._look())
+        except Exception as error:
+            self._give_up(error)
+
+    def _after(self, result: Any) -> None:
+        # The cell that turned us on had begun before.
+        begun = self._begun.pop() if self._begun else None
+        try:
+            now = self._look()
+            if now is not None:
+                self._keep(begun, now, result)
+        except Exception as error:
+            self._give_up(error)
+
+    def _keep(self, begun: _Begun | None, now: _Begun, result: Any) -> None:
+        info = result.info
+        text = str(info.raw_cell or "").strip()
+        if begun is None and not now.state.allocated:
+            return
+        error = result.error_in_exec or result.error_before_exec
+        sentence = self._history.add(
+            CellRecord(
+                number=int(result.execution_count or 0),
+                key=str(getattr(info, "cell_id", None) or text),
+                title=text.partition("\n")[0],
+                before=begun.state if begun is not None else State(0, 0, None),
+                after=now.state,
+                peak=now.peak if begun is None or now.peak > begun.peak else None,
+                error=None if error is None else type(error).__name__,
+            )
+        )
+        if sentence is not None:
+            print(f"gpumem: {sentence}", file=sys.stderr)
+
+    def _look(self) -> _Begun | None:
+        """What the counters say now; None while no device is in use."""
+        try:
+            machine = machine_in_use()
+        except NoDevice:
+            return None
+        settle = getattr(machine, "settle", None)
+        if settle is not None:
+            settle()
+        counters = [device.counters() for device in machine.devices]
+        used = [one.device_used for one in counters]
+        return _Begun(
+            State(
+                sum(one.allocated for one in counters),
+                sum(one.reserved for one in counters),
+                None if any(one is None for one in used) else sum(one for one in used if one is not None),
+            ),
+            sum(one.peak_allocated for one in counters),
+        )
+
+    def _give_up(self, error: Exception) -> None:
+        self.stop()
+        text = f"{type(error).__name__}: {error}".splitlines()[0]
+        print(f"gpumem: cells are not recorded any more ({text})", file=sys.stderr)
+
+
+_auto: Auto | None = None
+_history = History()
+
+
+def turn_on(shell: Any) -> str:
+    """Begins to record; a sentence about it."""
+    global _auto
+    if _auto is not None:
+        return "Every cell is recorded already: `%gpumem_history` shows them."
+    _auto = Auto(shell, _history)
+    _auto.start()
+    return "From now on every cell is recorded: `%gpumem_history` shows them, `%gpumem_auto off` ends it."
+
+
+def turn_off() -> str:
+    """Ends it; what was recorded stays. A sentence about it."""
+    global _auto
+    if _auto is None:
+        return "Cells were not recorded."
+    _auto.stop()
+    _auto = None
+    return "Cells are not recorded any more; `%gpumem_history` shows those that were."
+
+
+def is_on() -> bool:
+    return _auto is not None
+
+
+def history() -> History:
+    """What was recorded in this process."""
+    return _history
+
+
+def forget() -> None:
+    """Ends the recording and drops what was recorded (the extension is unloaded)."""
+    global _history
+    turn_off()
+    _history = History()

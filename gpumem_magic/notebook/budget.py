@@ -1,0 +1,54 @@
+"""Budgets of a cell: the most that it may use, and the most that it may leave behind. For graded notebooks and CI."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gpumem_magic.report.model import Report
+from gpumem_magic.units import human
+
+
+class BudgetExceeded(Exception):
+    """A cell used, or left, more memory than it was allowed. The text is one line."""
+
+
+@dataclass(frozen=True)
+class Budget:
+    """In bytes, None for what is not limited. peak: of allocated memory, inside the cell. growth: allocated after less before.
+
+    On every device that the report is about.
+    """
+
+    peak: int | None = None
+    growth: int | None = None
+
+    def exceeded(self, report: Report) -> str | None:
+        """What was exceeded, in one line with the largest owner; None where the budget was kept."""
+        found = []
+        for one in (report, *report.devices):
+            where = f" on cuda:{one.device.index}" if report.devices else ""
+            if self.peak is not None and one.peak.peak_allocated > self.peak:
+                at = f" at {one.peak.where}" if one.peak.where else ""
+                found.append(
+                    f"the peak{where} was {human(one.peak.peak_allocated)}{at}, and the budget is {human(self.peak)}"
+                )
+            growth = _growth(one)
+            if self.growth is not None and growth > self.growth:
+                found.append(
+                    f"the cell left {human(growth)} more{where} than it found, and {human(self.growth)} are allowed"
+                )
+        if not found:
+            return None
+        largest = max(report.owners, key=lambda owner: owner.bytes, default=None)
+        owner = (
+            f"; most is held by `{largest.name}` ({human(largest.bytes)})"
+            if largest is not None and largest.bytes
+            else ""
+        )
+        return "; ".join(found) + owner
+
+
+def _growth(report: Report) -> int:
+    if not report.checkpoints:
+        return 0
+    return report.checkpoints[-1].allocated - report.checkpoints[0].allocated
