@@ -26,7 +26,7 @@ from gpumem_magic.widgets.thin import Row, longest_gap, stretches, thin, top_of_
 
 WIDTH = 860
 POINTS = 150
-_LEFT, _RIGHT, _TOP, _PLOT, _BOTTOM = 84, 92, 30, 190, 26
+_LEFT, _RIGHT, _TOP, _PLOT, _BOTTOM = 84, 92, 42, 190, 26
 _BAR = 34
 _FONT = 'font-family="system-ui,\'Segoe UI\',Roboto,Arial,sans-serif" font-size="12"'
 
@@ -161,9 +161,9 @@ def _lines(device: DeviceSamples, samples: WatchSamples, across: Scale, up: Scal
                 f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP}" y2="{_TOP + _PLOT}" stroke="{TEXT}"{dash}>{title}</line>'
             )
     for mark, on_left in named_marks(samples.marks, samples.started, max(samples.ended - samples.started, 1.0)):
-        x = across(mark.time) + (-3 if on_left else 3)
+        x = across(mark.time)
         look = f'font-size="11" fill="{TEXT if mark.kind == USER else QUIET}" text-anchor="{"end" if on_left else "start"}"'
-        parts.append(f'<text x="{x:.1f}" y="{_TOP + 11}" {look}>{escape(short(mark.label, 24))}</text>')
+        parts.append(f'<text x="{x:.1f}" y="{_TOP - 4}" {look}>{escape(short(mark.label, 24))}</text>')
     if device.peak:
         y = up(device.peak)
         parts.append(f'<line x1="{_LEFT}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}" stroke="{TEXT}" stroke-width="0.8"/>')

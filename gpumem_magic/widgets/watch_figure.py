@@ -38,8 +38,9 @@ from gpumem_magic.widgets.thin import Row, longest_gap, stretches, thin, top_of_
 WIDTH = 7.8
 DPI = 130
 POINTS = 600
-_PANEL = 2.7
-_TITLE = 0.3
+_PANEL = 2.8
+# The device's line, and below it the names of marks.
+_TITLE = 0.44
 _HATCH: Any = {"hatch.color": HATCH_COLOUR, "hatch.linewidth": 1.6}
 
 
@@ -76,15 +77,15 @@ def _render(figure: Figure) -> bytes:
 
 def _draw(samples: WatchSamples) -> Figure:
     names = present_layers(samples)
-    legend = 0.23 * math.ceil(len(names) / 4) + 0.08
+    legend = 0.19 * math.ceil(len(names) / 4) + 0.1
     panels = max(len(samples.devices), 1)
     height = panels * _PANEL + legend
     figure = WatchFigure(figsize=(WIDTH, height), dpi=DPI, facecolor=PAPER)
     FigureCanvasAgg(figure)
     for number, device in enumerate(samples.devices):
         bottom = height - (number + 1) * _PANEL
-        box = (0.9 / WIDTH, (bottom + 0.4) / height, (WIDTH - 1.95) / WIDTH, (_PANEL - 0.4 - _TITLE) / height)
-        bar = ((WIDTH - 0.92) / WIDTH, box[1], 0.42 / WIDTH, box[3])
+        box = (0.7 / WIDTH, (bottom + 0.4) / height, (WIDTH - 1.4) / WIDTH, (_PANEL - 0.4 - _TITLE) / height)
+        bar = ((WIDTH - 0.57) / WIDTH, box[1], 0.42 / WIDTH, box[3])
         _panel(figure.add_axes(box), figure.add_axes(bar), device, samples)
     if not samples.devices:
         figure.text(0.5, 0.5, "no GPU was in use", ha="center", color=QUIET)
@@ -93,7 +94,7 @@ def _draw(samples: WatchSamples) -> Figure:
     if handles:
         figure.legend(
             handles=_by_columns(handles, 4), loc="upper left", ncols=4, frameon=False, fontsize=8.5, labelcolor=TEXT,
-            bbox_to_anchor=(0.82 / WIDTH, legend / height), handlelength=1.1, handleheight=1.1, columnspacing=1.8,
+            bbox_to_anchor=(0.62 / WIDTH, legend / height), handlelength=1.1, handleheight=1.1, columnspacing=1.8,
             borderaxespad=0, borderpad=0.2,
         )  # fmt: skip
     return figure
@@ -120,9 +121,9 @@ def _panel(axes: Any, bar: Any, device: DeviceSamples, samples: WatchSamples) ->
             axes.axvline(at, color=TEXT, lw=0.8)
     for mark, on_left in named_marks(samples.marks, samples.started, length):
         axes.annotate(
-            short(mark.label, 24), (mark.time - samples.started, 1), (-3 if on_left else 3, -3),
-            xycoords=("data", "axes fraction"), textcoords="offset points", ha="right" if on_left else "left", va="top",
-            fontsize=8, color=TEXT if mark.kind == USER else QUIET, bbox={"facecolor": PAPER, "alpha": 0.75, "lw": 0, "pad": 1},
+            short(mark.label, 24), (mark.time - samples.started, 1), (0, 2), xycoords=("data", "axes fraction"),
+            textcoords="offset points", ha="right" if on_left else "left", va="bottom",
+            fontsize=8, color=TEXT if mark.kind == USER else QUIET,
         )  # fmt: skip
     if device.peak:
         axes.axhline(device.peak, color=TEXT, lw=0.8)
@@ -135,7 +136,7 @@ def _panel(axes: Any, bar: Any, device: DeviceSamples, samples: WatchSamples) ->
         for each in (axes, bar):
             each.axhline(device.capacity, color=ALARM, lw=1, ls=(0, (5, 4)))
     _furniture(axes, bar, length, top)
-    axes.set_title(_title(device), loc="left", fontsize=9.5, color=TEXT)
+    axes.set_title(_title(device), loc="left", fontsize=9.5, color=TEXT, pad=15)
 
 
 def _areas(axes: Any, rows: Sequence[Row], start: float, until: float) -> None:
