@@ -168,6 +168,15 @@ def hand_made(canary: Path) -> dict[str, bytes]:
         "a report that is none": pickle.dumps(
             {**sound, "gpumem_magic": {"report": {"schema": 1, "device": MARKUP}}}, 4
         ),
+        "a start that does not fit": pickle.dumps(
+            {
+                **sound,
+                "device_traces": [sound["device_traces"][0][3:]],
+                "gpumem_magic": {"start": {"0": copies(sound["segments"], 3)}},
+            },
+            4,
+        ),
+        "a start that is none": pickle.dumps({**sound, "gpumem_magic": {"start": {"0": [MARKUP, {}, -1]}}}, 4),
         "labels that are none": pickle.dumps(
             {**sound, "gpumem_magic": {"labels": {"0": {"born": [[[], {}, [], 1]]}}}}, 4
         ),

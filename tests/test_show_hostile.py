@@ -17,6 +17,8 @@ LOADS = {
     "a trace for each of a hundred devices",
     "markup everywhere",
     "labels that are none",
+    "a start that does not fit",
+    "a start that is none",
 }
 HAND_MADE = sorted(hand_made(Path("canary")))
 

@@ -16,7 +16,7 @@ from gpumem_magic.allocator.verdict import verdict_of
 from gpumem_magic.attribution.from_stacks import attribute_by_stacks
 from gpumem_magic.attribution.ledger import Balance, Ledger, Outside
 from gpumem_magic.attribution.sites import folded
-from gpumem_magic.report.kept_labels import kept_labels
+from gpumem_magic.report.kept import kept_labels, kept_start
 from gpumem_magic.report.model import Peak, Report, ReportDevice, ReportError, Row
 from gpumem_magic.report.out_of_memory import OutOfMemory, out_of_memory
 from gpumem_magic.report.palette import LABELS
@@ -52,13 +52,16 @@ def report_of(
     kept = (loaded.extra or {}).get("report")
     if isinstance(kept, dict) and device is None and at == "peak":
         try:
-            return replace(Report.from_dict(kept), recording=loaded)
+            return _with_recording(Report.from_dict(kept), loaded)
         except ValueError as error:
             raise SnapshotFileError(f"{one_line(loaded.path)}: the report in it is damaged: {error}") from None
     first, *others = views or views_of(loaded, device)
-    return replace(
-        first.report(at), devices=tuple(replace(view.report(), recording=loaded) for view in others), recording=loaded
-    )
+    return _with_recording(replace(first.report(at), devices=tuple(view.report() for view in others)), loaded)
+
+
+def _with_recording(report: Report, loaded: LoadedSnapshot) -> Report:
+    devices = tuple(replace(other, recording=loaded) for other in report.devices)
+    return replace(report, recording=loaded, devices=devices)
 
 
 def views_of(loaded: LoadedSnapshot, device: int | None = None) -> list[FileView]:
@@ -231,6 +234,9 @@ class FileView:
             return self.final
         if self.beginning.kind == "empty":
             return ()
+        kept = kept_start((self.loaded.extra or {}).get("start"), self.device)
+        if kept is not None:
+            return kept
         try:
             state = start_of(self.final, self.events, self.settings)
         except ValueError as error:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from gpumem_magic.allocator.settings import settings_to_dict
 from gpumem_magic.recording.model import Recording
 from gpumem_magic.report.build import DeviceView
-from gpumem_magic.report.kept_labels import labels_to_keep
+from gpumem_magic.report.kept import labels_to_keep, start_to_keep
 from gpumem_magic.report.model import Report
 from gpumem_magic.snapshot.files import LoadedSnapshot, write
 from gpumem_magic.snapshot.model import INACTIVE, Segment, Snapshot, TraceEvent
@@ -27,6 +27,7 @@ def save_snapshot(report: Report, path: str | os.PathLike[str]) -> None:
     extra = {
         "torch": recording.torch,
         "report": report.to_dict(),
+        "start": {str(device): start_to_keep(_of_device(view.log.start, device)) for device, view in views.items()},
         "labels": {str(device): labels_to_keep(view.timeline, view.labels) for device, view in views.items()},
     }
     write(snapshot_of(recording, views), path, extra)
@@ -41,6 +42,11 @@ def snapshot_of(recording: Recording, views: dict[int, DeviceView]) -> Snapshot:
         segments += _with_stacks(view)
     settings = views[recording.primary].log.settings
     return Snapshot(tuple(segments), tuple(traces), settings_to_dict(settings))
+
+
+def _of_device(segments: Sequence[Segment], device: int) -> list[Segment]:
+    """A log's own segments name the device as its allocator does, which may be another number."""
+    return [replace(segment, device=device) for segment in segments]
 
 
 def _with_stacks(view: DeviceView) -> Sequence[Segment]:

@@ -1,7 +1,8 @@
-"""What a measured cell knew about its allocations, as it is kept beside the snapshot in a saved recording, and back.
+"""What a measured cell knew beyond what a snapshot holds, as it is kept beside the snapshot in a saved recording, and back.
 
-Names and categories come from live objects, which a file no longer has; with these a saved recording gives the same ledger. They
-are found again by what does not change: the event that made a block, or its address where it was there before.
+Names and categories come from live objects, which a file no longer has, and a snapshot only has the segments at its end; with
+both kept, a saved recording gives the same ledger. Labels are found again by what does not change: the event that made a block,
+or its address where it was there before.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from typing import Any
 
 from gpumem_magic.attribution.ledger import KINDS_OF_EVIDENCE, TENANT_CATEGORIES
 from gpumem_magic.devices.base import Label
+from gpumem_magic.snapshot.model import Segment, segment_to_dict
+from gpumem_magic.snapshot.plain import PlainDataError, snapshot_from_data
 from gpumem_magic.snapshot.timeline import Timeline
 
 _UNKNOWN = Label("unknown", "unknown")
@@ -37,6 +40,23 @@ def kept_labels(kept: Any, device: int, timeline: Timeline) -> tuple[Label, ...]
         born.get(one.born, _UNKNOWN) if one.born >= 0 else before.get(one.address, _UNKNOWN)
         for one in timeline.allocations
     )
+
+
+def start_to_keep(start: Sequence[Segment]) -> list[dict[str, Any]]:
+    """Plain data: the segments when the recording began."""
+    return [segment_to_dict(segment) for segment in start]
+
+
+def kept_start(kept: Any, device: int) -> tuple[Segment, ...] | None:
+    """The segments when the recording of a device began; None where they were not kept, or are damaged."""
+    found = kept.get(str(device)) if isinstance(kept, dict) else None
+    if not isinstance(found, list):
+        return None
+    try:
+        segments = snapshot_from_data(found).segments
+    except PlainDataError:
+        return None
+    return segments if all(segment.device == device for segment in segments) else None
 
 
 def _by_key(entries: Any) -> dict[int, Label] | None:
