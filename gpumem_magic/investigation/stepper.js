@@ -108,7 +108,8 @@ export function stripWords(facts, step) {
   const hole = largestHole(stripOf(facts, step, 1000));
   const free = hole ? `the largest free piece is ${mib(hole.bytes)} MiB` : "no piece is free";
   const wanted = one.kind === "error" && facts.wanted ? `; ${mib(facts.wanted)} MiB are wanted in one piece` : "";
-  return `${one.strip.length.toLocaleString("en")} segments, ${mib(one.reserved)} MiB: ${free}${wanted}`;
+  const count = one.strip.length === 1 ? "1 segment" : `${one.strip.length.toLocaleString("en")} segments`;
+  return `${count}, ${mib(one.reserved)} MiB: ${free}${wanted}`;
 }
 
 /** The kinds that any step has, for the legend: those of the bars, and those of the strips only. */
