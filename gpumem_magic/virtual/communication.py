@@ -1,19 +1,28 @@
-"""Copies between several virtual devices in one process, which `torch.nn.DataParallel` is made of.
+"""Copies between several virtual devices in one process, which `torch.nn.DataParallel` is made of, and the buckets of
+`DistributedDataParallel`.
 
 The names are those of `torch._C` in CUDA builds (torch 2.9 to 2.13); CPU builds do not have them.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from gpumem_magic.patching import Patches
+from gpumem_magic.virtual import values
+from gpumem_magic.virtual.engine import Engine
+from gpumem_magic.virtual.modes import pushed
+from gpumem_magic.virtual.tensors import VirtualTensor
 
 
-def install(patches: Patches) -> None:
+def install(patches: Patches, engine: Engine) -> None:
+    _install_distributed(patches, engine)
     for name, function in {
         "_broadcast": _broadcast,
         "_broadcast_coalesced": _broadcast_coalesced,
@@ -64,3 +73,74 @@ def _gather(tensors: Sequence[torch.Tensor], dim: int, destination: int | None) 
         out.narrow(dim, at, tensor.shape[dim]).copy_(tensor)
         at += tensor.shape[dim]
     return out
+
+
+# ---- DistributedDataParallel
+
+
+def _install_distributed(patches: Patches, engine: Engine) -> None:
+    """The reducer makes its buckets in C++, and would compare the parameters' values with other processes'.
+
+    Tested on torch 2.13. Where the module lacks a name, DistributedDataParallel stays as it is.
+    """
+    if not torch.distributed.is_available():
+        return
+    distributed: Any = importlib.import_module("torch.distributed")
+    module = importlib.import_module("torch.nn.parallel.distributed")
+    kind = module.DistributedDataParallel
+    original_init = kind.__init__
+    original_hook = kind.register_comm_hook
+
+    @functools.wraps(original_init)
+    def init(self: Any, wrapped: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+        if engine.closed_because or not any(isinstance(p, VirtualTensor) for p in wrapped.parameters()):
+            original_init(self, wrapped, *args, **kwargs)
+            return
+        with pushed(engine.mode):
+            original_init(self, wrapped, *args, **kwargs)
+        distributed._register_comm_hook(self.reducer, None, _as_it_is)
+        self._gpumem_virtual = True
+
+    @functools.wraps(original_hook)
+    def register_comm_hook(self: Any, state: object, hook: Any) -> None:
+        if getattr(self, "_gpumem_virtual", False):
+            warnings.warn("a virtual GPU sends nothing to other processes: the hook is not called", stacklevel=2)
+            return
+        original_hook(self, state, hook)
+
+    def skip_for_ours(original: Any, place: str) -> Any:
+        @functools.wraps(original)
+        def instead(*args: Any, **kwargs: Any) -> Any:
+            found = kwargs.get(place, args[1] if len(args) > 1 else ())
+            tensors = found.parameters() if isinstance(found, torch.nn.Module) else found
+            if any(isinstance(tensor, VirtualTensor) for tensor in tensors):
+                return None
+            return original(*args, **kwargs)
+
+        return instead
+
+    def within_our_mode(original: Any) -> Any:
+        @functools.wraps(original)
+        def instead(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if engine.closed_because or not getattr(self, "_gpumem_virtual", False):
+                return original(self, *args, **kwargs)
+            with pushed(engine.mode), values.every_integer():
+                return original(self, *args, **kwargs)
+
+        return instead
+
+    for name in ("_pre_forward", "_post_forward"):
+        # Buckets are made again there, after the first backward pass; which parameter goes where is sent round as integers.
+        patches.set(kind, name, within_our_mode(getattr(kind, name)))
+    patches.set(kind, "__init__", init)
+    patches.set(kind, "register_comm_hook", register_comm_hook)
+    for name, place in (("_verify_param_shape_across_processes", "tensors"), ("_sync_module_states", "module")):
+        if hasattr(module, name):
+            patches.set(module, name, skip_for_ours(getattr(module, name), place))
+
+
+def _as_it_is(state: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+    """In place of the exchange between processes, which needs no memory of PyTorch's beside the bucket."""
+    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    done.set_result(bucket.buffer())
+    return done

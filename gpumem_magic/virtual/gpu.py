@@ -254,7 +254,7 @@ class VirtualMachine:
             saving.install(self._patches, self.engine)
             surroundings.install(self._patches)
             rules.install(self._patches)
-            communication.install(self._patches)
+            communication.install(self._patches, self.engine)
             install_engine_hooks(self._patches, self.engine)
             self.face.install(self._patches)
             graphs.install(self._patches, self)

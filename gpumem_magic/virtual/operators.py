@@ -131,6 +131,8 @@ def _copy(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any
     target = args[0]
     if isinstance(target, VirtualTensor):
         engine.run(func, args, kwargs, device)
+        if type(args[1]) is torch.Tensor:
+            values.overwritten(target, args[1])
         return target
     found = values.known(args[1])
     if found is None or not found.exact:
@@ -256,6 +258,14 @@ def _ctc_loss(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) ->
         _placed(engine, (batch,), log_probs.dtype, device),
         _placed(engine, (batch, log_probs.shape[0], 2 * longest + 1), log_probs.dtype, device),
     )
+
+
+@special(_aten._ctc_loss_backward.default, _aten._ctc_loss_backward.Tensor)
+def _ctc_loss_backward(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    """The gradient, and a second table like the forward pass's while it is worked out."""
+    log_probs, log_alpha = args[1], args[6]
+    with engine.scratch(device, log_alpha.numel() * log_alpha.element_size()):
+        return _placed(engine, tuple(log_probs.shape), log_probs.dtype, device)
 
 
 @special(_aten._fused_sgd_.default, _aten._fused_sgd_.tensor_lr)

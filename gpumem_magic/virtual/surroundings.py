@@ -53,7 +53,13 @@ def _profiler(patches: Patches) -> None:
             kwargs.update(use_device=None, with_stack=False)
         original(self, *args, **kwargs)
 
+    original_export = torch.profiler.profile.export_memory_timeline
+
+    @functools.wraps(original_export)
     def export_memory_timeline(self: Any, path: str, device: str | None = None) -> None:
+        if device is not None and not device.startswith("cuda"):
+            original_export(self, path, device)
+            return
         warnings.warn(
             "the profiler's memory timeline has nothing of a virtual GPU, and was not written: use %%gpumem, or "
             "torch.cuda.memory._record_memory_history and _dump_snapshot",

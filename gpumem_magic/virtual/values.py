@@ -8,7 +8,9 @@ reading it is still listed as reading a stand-in. Nothing is drawn from the host
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -57,8 +59,26 @@ def exact(tensor: Any) -> torch.Tensor | None:
     return found.host if found is not None and found.exact else None
 
 
+class _Limit(threading.local):
+    integers = MOST_INTEGERS
+
+
+_LIMIT = _Limit()
+
+
+@contextmanager
+def every_integer() -> Iterator[None]:
+    """Inside, integers are followed in tensors of any size: for code of PyTorch's own that would crash on stand-ins."""
+    before = _LIMIT.integers
+    _LIMIT.integers = 1 << 40
+    try:
+        yield
+    finally:
+        _LIMIT.integers = before
+
+
 def small(tensor: torch.Tensor) -> bool:
-    return tensor.numel() <= (MOST_FLOATS if tensor.is_floating_point() else MOST_INTEGERS)
+    return tensor.numel() <= (MOST_FLOATS if tensor.is_floating_point() else _LIMIT.integers)
 
 
 def learn(tensor: VirtualTensor, host: torch.Tensor) -> None:
@@ -68,6 +88,13 @@ def learn(tensor: VirtualTensor, host: torch.Tensor) -> None:
             tensor.__dict__[KNOWN] = Known(host.detach().clone(), True)
 
 
+def overwritten(tensor: VirtualTensor, source: torch.Tensor) -> None:
+    """After a copy from a host tensor into all of `tensor`, whose values were not known before (`follow` sees to others)."""
+    if KNOWN not in tensor.__dict__ and small(tensor) and tensor.layout is torch.strided and _owns_storage(tensor):
+        with torch._C._DisableTorchDispatch(), torch.no_grad():
+            tensor.__dict__[KNOWN] = Known(source.detach().to(tensor.dtype).expand(tensor.shape).clone(), True)
+
+
 def forget(tensor: Any) -> None:
     tensor.__dict__.pop(KNOWN, None)
 
@@ -75,6 +102,9 @@ def forget(tensor: Any) -> None:
 def follow(func: Any, args: Any, kwargs: Any, out: Any) -> None:
     """After an operator on virtual tensors: does it on the known values as well, where that is cheap and possible."""
     if not _any_known(args) and func not in _CONSTANT:
+        return
+    if func.namespace == "c10d":
+        # Other processes, if there are any, are taken to hold the same values; and nothing is sent to them.
         return
     results = [leaf for leaf in _leaves((out,)) if isinstance(leaf, VirtualTensor)]
     writes = func._schema.is_mutable

@@ -1,0 +1,373 @@
+"""Programs as people have them, unmodified, on the virtual GPU: plain PyTorch."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils import prune
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+
+from gpumem_magic.virtual import gpu
+
+KIB = 1 << 10
+MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def machine() -> Iterator[gpu.VirtualMachine]:
+    yield gpu.turn_on("A100-40GB")
+    gpu.turn_off()
+
+
+def rand(*shape: int, **options: Any) -> torch.Tensor:
+    return torch.rand(*shape, device="cuda", **options)
+
+
+def allocated() -> int:
+    return torch.cuda.memory_allocated()
+
+
+# ---- activation checkpointing
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_activation_checkpointing_keeps_less_and_recomputes(use_reentrant: bool) -> None:
+    layers = nn.Sequential(*[nn.Sequential(nn.Linear(256, 256), nn.ReLU()) for _ in range(8)]).cuda()
+    x = rand(1024, 256, requires_grad=True)
+    layers(x)  # the workspace
+    before = allocated()
+    plain = layers(x)
+    with_everything = allocated() - before
+    del plain
+    y = x
+    for layer in layers:
+        y = checkpoint(layer, y, use_reentrant=use_reentrant)
+    assert allocated() - before == 8 * MIB, "one output for each layer"
+    assert with_everything == 16 * MIB - 8 * MIB, "the ReLU's output, which is saved, for each layer"
+    y.sum().backward()
+    assert x.grad is not None
+    assert all(parameter.grad is not None for parameter in layers.parameters())
+
+
+def test_checkpointing_in_sequence_and_by_choice() -> None:
+    layers = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)]).cuda()
+    checkpoint_sequential(layers, 2, rand(8, 64, requires_grad=True), use_reentrant=False).sum().backward()
+
+    def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+        kept = op == torch.ops.aten.mm.default
+        policies = torch.utils.checkpoint.CheckpointPolicy
+        return policies.MUST_SAVE if kept else policies.PREFER_RECOMPUTE
+
+    contexts = functools.partial(torch.utils.checkpoint.create_selective_checkpoint_contexts, policy)
+    x = rand(8, 64, requires_grad=True)
+    checkpoint(layers, x, use_reentrant=False, context_fn=contexts).sum().backward()
+    assert x.grad is not None
+
+
+# ---- layers
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers_and_packed_sequences(kind: Any) -> None:
+    model = kind(16, 32, num_layers=2, batch_first=True, bidirectional=True, dropout=0.1).cuda()
+    model(rand(4, 7, 16))[0].sum().backward()
+    packed = nn.utils.rnn.pack_padded_sequence(rand(4, 7, 16), torch.tensor([7, 5, 3, 1]), batch_first=True)
+    assert packed.data.shape == (16, 16)
+    padded, lengths = nn.utils.rnn.pad_packed_sequence(model(packed)[0], batch_first=True)
+    assert padded.shape == (4, 7, 64)
+    assert lengths.tolist() == [7, 5, 3, 1]
+    padded.sum().backward()
+    moved = nn.utils.rnn.pack_sequence([torch.rand(3, 2), torch.rand(2, 2)]).to("cuda")
+    assert moved.is_cuda
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_convolutions_and_batch_norm(channels_last: bool) -> None:
+    form = torch.channels_last if channels_last else torch.contiguous_format
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.MaxPool2d(2), nn.Conv2d(8, 8, 3),
+        nn.GroupNorm(2, 8), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 10),
+    ).to("cuda", memory_format=form)  # fmt: skip
+    x = rand(2, 3, 32, 32).to(memory_format=form)
+    y = model[:5](x)
+    assert y.is_contiguous(memory_format=form)
+    F.cross_entropy(model(x), torch.tensor([1, 2], device="cuda")).backward()
+    assert model[0].weight.grad.shape == (8, 3, 3, 3)
+    model.eval()
+    with torch.no_grad():
+        assert model(x).shape == (2, 10)
+    nn.ConvTranspose2d(8, 4, 2, 2).cuda()(rand(1, 8, 4, 4)).sum().backward()
+    nn.Conv1d(3, 4, 3).cuda()(rand(1, 3, 9)).sum().backward()
+    nn.Conv3d(1, 2, 3).cuda()(rand(1, 1, 5, 5, 5)).sum().backward()
+
+
+def test_one_channels_last_argument_is_enough_and_doubles_have_none() -> None:
+    layer = nn.Conv2d(4, 8, 3).cuda()
+    x = rand(2, 4, 8, 8)
+    assert layer(x).is_contiguous()
+    assert layer(x.to(memory_format=torch.channels_last)).is_contiguous(memory_format=torch.channels_last)
+    assert layer.double()(x.double().to(memory_format=torch.channels_last)).is_contiguous()
+
+
+def test_transformers_of_pytorchs_own() -> None:
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, batch_first=True), 2).cuda()
+    encoder(rand(2, 5, 32)).sum().backward()
+    mask = torch.zeros(2, 5, dtype=torch.bool, device="cuda")
+    with torch.inference_mode():
+        assert encoder.eval()(rand(2, 5, 32), src_key_padding_mask=mask).shape == (2, 5, 32)
+    nn.Transformer(32, 4, 1, 1, batch_first=True).cuda()(rand(2, 5, 32), rand(2, 3, 32)).sum().backward()
+    attention = nn.MultiheadAttention(32, 4, batch_first=True).cuda()
+    assert attention(*[rand(2, 5, 32)] * 3)[1].shape == (2, 5, 5)
+
+
+def test_sparse_gradients_of_embeddings() -> None:
+    table = nn.Embedding(10000, 64, sparse=True).cuda()
+    optimizer = torch.optim.SparseAdam(list(table.parameters()))
+    before = allocated()
+    table(torch.tensor([1, 2, 3, 3], device="cuda")).sum().backward()
+    assert table.weight.grad is not None
+    assert table.weight.grad.is_sparse
+    assert allocated() - before < 8 * KIB, "a dense gradient would be 2.4 MiB"
+    optimizer.step()
+    table.zero_grad()
+    nn.EmbeddingBag(10, 3, mode="sum").cuda()(
+        torch.tensor([1, 2], device="cuda"), torch.tensor([0], device="cuda")
+    ).sum().backward()
+
+
+def test_weights_that_are_made_from_others() -> None:
+    for make in (nn.utils.parametrizations.weight_norm, nn.utils.parametrizations.spectral_norm):
+        make(nn.Linear(4, 4)).cuda()(rand(2, 4)).sum().backward()
+    layer = nn.Linear(4, 4).cuda()
+    prune.l1_unstructured(layer, "weight", amount=0.5)
+    layer(rand(2, 4)).sum().backward()
+
+
+def test_many_operators_have_their_shapes() -> None:
+    x = rand(8, 8)
+    index = torch.zeros(8, 8, dtype=torch.long, device="cuda")
+    shapes = [
+        x.sort()[0], x.topk(3)[1], x.cumsum(0), torch.linalg.svd(x)[1], torch.linalg.inv(x), torch.linalg.qr(x)[0],
+        torch.einsum("ij,jk", x, x), torch.cdist(x, x), x.kthvalue(2)[0], x.median(), torch.histc(x), x.quantile(0.5),
+        torch.searchsorted(x[0], x[1]), x.scatter_add(0, index, x), x.gather(1, index), torch.kron(x, x), x.roll(1, 0),
+        torch.stft(rand(1000), 64, window=rand(64), return_complex=True), F.one_hot(torch.arange(5, device="cuda"), 5),
+        F.gumbel_softmax(x), torch.isin(x, x), torch.bucketize(x, x[0]), F.interpolate(rand(1, 3, 8, 8), scale_factor=2),
+        F.grid_sample(rand(1, 3, 8, 8), rand(1, 4, 4, 2), align_corners=False), x.std(), torch.multinomial(x, 2),
+    ]  # fmt: skip
+    assert all(tensor.is_cuda for tensor in shapes)
+    log_probs = rand(50, 4, 20, requires_grad=True).log_softmax(2)
+    targets = torch.randint(1, 20, (4, 30), device="cuda")
+    F.ctc_loss(log_probs, targets, torch.full((4,), 50), torch.full((4,), 30)).backward()
+
+
+# ---- autograd
+
+
+def test_hooks_and_saved_tensors_on_the_host() -> None:
+    layer, seen = nn.Linear(512, 512).cuda(), []
+    layer.register_forward_pre_hook(lambda *args: seen.append("before"))
+    layer.register_forward_hook(lambda *args: seen.append("forward"))
+    layer.register_full_backward_hook(lambda *args: seen.append("backward"))
+    x = rand(512, 512, requires_grad=True)
+    layer(x).sum().backward()
+    assert seen == ["before", "forward", "backward"]
+    x.grad = None
+    before = allocated()
+    with torch.autograd.graph.save_on_cpu(pin_memory=True):
+        y = (x * 2).sin()
+    assert allocated() - before == MIB, "what backward needs went to the host"
+    y.sum().backward()
+    assert x.grad is not None
+    assert x.grad.is_cuda
+
+
+class Square(torch.autograd.Function):
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="cuda")
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    @torch.amp.custom_bwd(device_type="cuda")
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        return 2 * x * gradient
+
+
+def test_functions_of_ones_own_and_second_derivatives() -> None:
+    x = rand(4, requires_grad=True)
+    with torch.autocast("cuda"):
+        Square.apply(x).sum().backward()
+    assert x.grad is not None
+    (first,) = torch.autograd.grad((x**3).sum(), x, create_graph=True)
+    first.sum().backward()
+    assert torch.autograd.functional.jacobian(lambda y: y**2, rand(3)).shape == (3, 3)
+    loss = (x * x).sum()
+    loss.backward()
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        loss.backward()
+
+
+def test_functional_transforms() -> None:
+    layer = nn.Linear(4, 2).cuda()
+    parameters = dict(layer.named_parameters())
+
+    def loss(params: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.mse_loss(torch.func.functional_call(layer, params, (x,)), y)
+
+    each = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0, 0))(parameters, rand(8, 4), rand(8, 2))
+    assert each["weight"].shape == (8, 2, 4)
+    assert torch.func.jacrev(torch.sin)(rand(3)).shape == (3, 3)
+    assert torch.func.hessian(lambda x: (x**3).sum())(rand(3)).is_cuda
+    assert torch.func.jvp(torch.sin, (rand(3),), (rand(3),))[1].is_cuda
+    made = torch.func.vmap(lambda x: x.new_zeros(5).scatter(0, torch.arange(3, device="cuda"), x))(rand(7, 3))
+    assert made.shape == (7, 5)
+    assert made.is_cuda
+
+
+def test_inference_mode_and_no_grad_keep_nothing() -> None:
+    layers = nn.Sequential(*[nn.Linear(256, 256) for _ in range(8)]).cuda()
+    x = rand(1024, 256)
+    layers(x)
+    before = allocated()
+    for mode in (torch.inference_mode, torch.no_grad):
+        with mode():
+            y = layers(x)
+        assert allocated() - before == MIB
+        assert not y.requires_grad
+        del y
+
+
+# ---- what surrounds a program
+
+
+def test_compiled_code_runs_eagerly_and_the_report_says_so(machine: gpu.VirtualMachine) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU()).cuda()
+    assert machine.notes() == []
+    torch.compile(model)(rand(2, 4)).sum().backward()
+
+    @torch.compile(mode="reduce-overhead")
+    def wave(x: torch.Tensor) -> torch.Tensor:
+        return x.sin() + x.cos()
+
+    assert wave(rand(3)).is_cuda
+    model.compile()
+    assert model(rand(2, 4)).is_cuda
+    (note,) = machine.notes()
+    assert "torch.compile made ran eagerly (3 calls)" in note
+
+
+def test_graphs_take_memory_of_their_own_once(machine: gpu.VirtualMachine) -> None:
+    x = rand(256 * KIB)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        assert torch.cuda.is_current_stream_capturing()
+        y = x * 2
+    captured = allocated()
+    for _ in range(3):
+        graph.replay()
+    assert allocated() == captured
+    pools = {tuple(segment["segment_pool_id"]) for segment in torch.cuda.memory_snapshot()}
+    assert pools == {(0, 0), tuple(graph.pool())}
+    assert "CUDA graphs ran eagerly" in machine.notes()[0]
+    del y
+    graph.reset()
+    torch.cuda.empty_cache()
+    assert {tuple(segment["segment_pool_id"]) for segment in torch.cuda.memory_snapshot()} == {(0, 0)}
+    with pytest.raises(RuntimeError, match="without a preceding successful capture"):
+        torch.cuda.CUDAGraph().replay()
+
+
+def test_a_memory_pool_of_ones_own() -> None:
+    pool = torch.cuda.MemPool()
+    with torch.cuda.use_mem_pool(pool):
+        kept = rand(256 * KIB)
+    other = rand(256 * KIB)
+    (segment,) = pool.snapshot()
+    assert segment["address"] == kept.data_ptr()
+    assert len(torch.cuda.memory_snapshot()) == 2
+    del kept, other
+
+
+def test_pytorchs_profiler_shows_the_hosts_side_and_says_so() -> None:
+    from torch.profiler import ProfilerActivity, profile, record_function
+
+    layer = nn.Linear(4, 4).cuda()
+    profiler = profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA])
+    with pytest.warns(UserWarning, match="a virtual GPU runs no kernels: the profiler shows the host's side only"):
+        profiler.start()
+    with record_function("mine"):
+        layer(rand(2, 4)).sum().backward()
+    profiler.stop()
+    assert "mine" in {event.key for event in profiler.key_averages()}
+
+
+def test_pytorchs_memory_timeline_says_what_to_use_instead(tmp_path: Path) -> None:
+    from torch.profiler import profile
+
+    with profile(record_shapes=True, profile_memory=True, with_stack=True) as profiler:
+        rand(2, 4)
+    with pytest.warns(
+        UserWarning, match="memory timeline has nothing of a virtual GPU, and was not written: use %%gpumem"
+    ):
+        profiler.export_memory_timeline(str(tmp_path / "timeline.html"), device="cuda:0")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("view", [False, True])
+def test_distributed_data_parallel_with_one_process(view: bool) -> None:
+    if not torch.distributed.is_available():
+        pytest.skip("this PyTorch has no torch.distributed")
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        layers = nn.Sequential(nn.Linear(256, 256, bias=False), nn.Linear(256, 256, bias=False)).cuda()
+        layers(rand(1, 256)).sum().backward()
+        layers.zero_grad()
+        x, weights, before = rand(2, 256), 2 * 256 * KIB, allocated()
+        model = nn.parallel.DistributedDataParallel(layers, device_ids=[0], gradient_as_bucket_view=view)
+        assert allocated() - before >= weights, "a bucket for all gradients"
+        for _ in range(3):
+            model(x).sum().backward()
+        assert allocated() - before == (weights if view else 2 * weights), "gradients in the buckets, or beside them"
+        torch.optim.AdamW(model.parameters()).step()
+        with model.no_sync():
+            model(x).sum().backward()
+        with pytest.warns(UserWarning, match="the hook is not called"):
+            model.register_comm_hook(None, lambda state, bucket: None)  # type: ignore[arg-type, return-value]
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_averages_scripts_and_optimizers_that_look_back() -> None:
+    from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).cuda()
+    AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn()).update_parameters(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert torch.jit.script(nn.Linear(4, 4).cuda())(rand(2, 4)).is_cuda
+        assert torch.jit.trace(nn.Linear(4, 4).cuda(), rand(2, 4))(rand(2, 4)).is_cuda
+    layer = nn.Linear(4, 4).cuda()
+    optimizer = torch.optim.LBFGS(layer.parameters())
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = layer(rand(2, 4)).sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+
+
+def test_nested_tensors_say_what_to_do_instead() -> None:
+    with pytest.raises(NotImplementedError, match=r"virtual GPU cannot work with a NestedTensor.*Use padded tensors"):
+        torch.nested.nested_tensor([torch.rand(2, 3), torch.rand(4, 3)], device="cuda", layout=torch.jagged)
