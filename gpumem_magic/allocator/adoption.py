@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -22,6 +23,7 @@ from gpumem_magic.allocator.statistics import FREE_REQUESTED, TAKEN
 from gpumem_magic.snapshot.model import ACTIVE, INACTIVE, Block, Segment
 from gpumem_magic.snapshot.rules import page_size
 
+_NO_END = 1 << 64
 # Mapped ranges of one expandable segment have these in common: stream, pool, pool id, and their place within a page.
 RangeKey = tuple[int, str, PoolId, int]
 
@@ -51,8 +53,12 @@ class AdoptingHeap(ExpandableHeap):
             self.memory.adopt(segment.address, segment.total_size)
             cached = self._add_segment(pool, segment.address, segment.total_size, segment.stream, segment.frames)
             self._adopt_blocks(cached.first, segment)
+        starts = sorted(segment.address for segment in segments)
         for key, mapped in ranges.items():
-            self._adopt_ranges(mapped, (bases or {}).get(key, mapped[0].address))
+            base = (bases or {}).get(key, mapped[0].address)
+            for part, end in _apart(mapped, starts):
+                first = part[0].address
+                self._adopt_ranges(part, base if first == mapped[0].address else first, end)
         self._note_reserved()
 
     def _group_of(self, pool_id: PoolId) -> PoolGroup:
@@ -62,12 +68,13 @@ class AdoptingHeap(ExpandableHeap):
             group.users = 1
         return group
 
-    def _adopt_ranges(self, mapped: Sequence[Segment], base: int) -> None:
+    def _adopt_ranges(self, mapped: Sequence[Segment], base: int, end: int) -> None:
+        """One expandable segment with these ranges, which reaches at most to `end`."""
         first = mapped[0]
         pool = self._group_of(first.segment_pool_id).pool(first.segment_type)
         page = page_size(first.segment_type, self.settings)
         space = max(self.memory.address_space, mapped[-1].address + mapped[-1].total_size - base)
-        size = -(-space // page) * page
+        size = min(-(-space // page) * page, end - base)
         self.memory.claim(base, size)
         segment = self._add_expandable(pool, base, size, first.stream, first.frames, page)
         block = segment.first
@@ -129,6 +136,20 @@ class AdoptingHeap(ExpandableHeap):
             block.waits = 1
             self._pending.setdefault(cached.stream, deque()).append(block)
             self._journal += (FREE_REQUESTED + pool.code, -given.size, -given.requested_size, 0, 0)
+
+
+def _apart(mapped: Sequence[Segment], starts: Sequence[int]) -> list[tuple[list[Segment], int]]:
+    """Mapped ranges by address, cut where something else lies between two; with each part, where it has to end."""
+    parts: list[tuple[list[Segment], int]] = []
+    for segment in mapped:
+        if parts and segment.address < parts[-1][1]:
+            parts[-1][0].append(segment)
+            continue
+        own = {one.address for one in mapped}
+        place = bisect_right(starts, segment.address)
+        following = next((start for start in starts[place:] if start not in own), _NO_END)
+        parts.append(([segment], following))
+    return parts
 
 
 def check_adoptable(known: Sequence[Segment], segments: Sequence[Segment]) -> None:

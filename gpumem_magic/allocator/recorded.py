@@ -27,6 +27,7 @@ class RecordedMemory(DeviceMemory):
         self.mapped: deque[TraceEvent] = deque()
         self.exhausted = False
         self.surprises = 0
+        self._unrecorded: set[int] = set()
 
     @property
     def agrees(self) -> bool:
@@ -42,8 +43,13 @@ class RecordedMemory(DeviceMemory):
             address = self.opened.address
             self.opened = None
             return address
+        return self._take(size)
+
+    def _take(self, size: int) -> int:
         self.surprises += 1
-        return self.addresses.take(size)
+        address = self.addresses.take(size)
+        self._unrecorded.add(address)
+        return address
 
     def adopt(self, address: int, size: int) -> None:
         """Nothing: the recording's driver knew which addresses were free."""
@@ -57,11 +63,11 @@ class RecordedMemory(DeviceMemory):
     def reserve(self, size: int) -> int:
         if self.mapped:
             return self.mapped[0].address
-        self.surprises += 1
-        return self.addresses.take(size)
+        return self._take(size)
 
     def give_up(self, address: int) -> None:
-        if address >= UNRECORDED_BASE:
+        if address in self._unrecorded:
+            self._unrecorded.remove(address)
             self.addresses.give_back(address)
 
     def map(self, address: int, size: int) -> bool:

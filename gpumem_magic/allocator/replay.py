@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from gpumem_magic.allocator.adoption import RangeKey, range_key
 from gpumem_magic.allocator.blocks import PoolId
 from gpumem_magic.allocator.caching import CachingAllocator
+from gpumem_magic.allocator.failure import DeviceOutOfMemory
 from gpumem_magic.allocator.recorded import RecordedMemory
 from gpumem_magic.allocator.recorded_pools import PrivatePools
 from gpumem_magic.snapshot.model import PENDING_FREE, Segment, TraceEvent
@@ -103,9 +104,13 @@ def replay(
 
     What can't be predicted is taken from the trace: the addresses of segments, when memory is given back or has run out,
     and when a free that waited for a stream completed. final: the segments at its end, which tell the pools of segments
-    that the trace opened. Raises ValueError where the start's segments overlap or are not tiled by their blocks.
+    that the trace opened. Raises ValueError where the start's segments overlap or are not tiled by their blocks, and for a
+    request that no allocator serves.
     """
-    return _Replay(start, events, settings, device, final).run()
+    try:
+        return _Replay(start, events, settings, device, final).run()
+    except DeviceOutOfMemory as failure:
+        raise ValueError(f"a request of {failure.requested:,} bytes can't have been served") from None
 
 
 class _Replay:
@@ -133,6 +138,8 @@ class _Replay:
         }
         # Recorded address -> where the emulator put it, where that differs.
         self._moved: dict[int, int] = {}
+        # Where there is memory, by the recording.
+        self._ranges = MappedRanges(start)
         # Segments and pages that the recording got for the next request: indices of events.
         self._got: list[int] = []
         # Index of the alloc event of a request that flushed, and how far was looked for one.
@@ -255,6 +262,15 @@ class _Replay:
 
     def _segment_event(self, index: int, event: TraceEvent) -> None:
         self._look_for_flush(index)
+        if event.action in ("segment_alloc", "segment_map"):
+            if event.size <= 0 or self._ranges.within(event.address, event.size):
+                # There is memory already: the release of that is missing.
+                self._result.unmatched += 1
+                self._result.misjudged.append(index)
+                return
+            self._ranges.add(Segment(0, event.address, event.size, event.stream, pool_of_segment(event.size), ()))
+        else:
+            self._ranges.remove(event.address, event.size)
         if event.action == "segment_alloc":
             self._memory.opened = event
             self._got.append(index)

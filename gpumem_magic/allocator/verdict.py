@@ -200,7 +200,11 @@ def verdict_of(
     capacity = _capacity_at(failed, reserved, settings, facts)
     program = Program(start, events, final, event + 1)
     repetition = last_iteration(program, events, settings, among)
-    return _with_trials(verdict, program, repetition, settings, capacity, rounds, most_steps)
+    try:
+        return _with_trials(verdict, program, repetition, settings, capacity, rounds, most_steps)
+    except ValueError:
+        # A damaged recording: what it says can't have happened.
+        return verdict
 
 
 def _cause(failed: TraceEvent, reserved: int, spare: int, settings: AllocatorSettings, facts: Facts) -> str:

@@ -74,7 +74,10 @@ def _of_file(path: str, conf: str | None) -> list[dict[str, Any]]:
         if one.seed.reason is not None:
             result["why_not"] = one.seed.reason
         else:
-            result.update(_compared(one) if conf is None else _with_settings(one, conf))
+            try:
+                result.update(_compared(one) if conf is None else _with_settings(one, conf))
+            except ValueError as error:
+                result["why_not"] = f"its events and segments do not fit together: {' '.join(str(error).split())}"
         results.append(result)
     return results or [{"file": path, "device": None, "why_not": "it holds no segments and no events"}]
 

@@ -104,6 +104,10 @@ class Recount:
         self.requested[position] = self._now_requested
 
     def _begin(self, segment: Segment) -> None:
+        if segment.total_size <= 0 or self._extents_within(segment.address, segment.total_size):
+            # Two segments can't be in one place; the first stays.
+            self.unmatched += 1
+            return
         self._add_extent(
             Extent(
                 segment.device,
@@ -118,6 +122,9 @@ class Recount:
         )
         for block in segment.blocks:
             if block.state == INACTIVE:
+                continue
+            if block.size <= 0 or self._overlapping(block.address, block.size):
+                self.unmatched += 1
                 continue
             life = Life(block.address, block.requested_size, block.size, segment.stream, -1)
             self._add_life(life)
@@ -215,6 +222,9 @@ class Recount:
         self._map(index, event, expandable=True)
 
     def _map(self, index: int, event: TraceEvent, *, expandable: bool) -> None:
+        if event.size <= 0:
+            self.unmatched += 1
+            return
         if self._extents_within(event.address, event.size):
             # A segment_free is missing, or this trace and its start do not belong together.
             self.unmatched += 1

@@ -97,10 +97,12 @@ def _earlier_ranges(final: Sequence[Segment], events: Sequence[TraceEvent]) -> l
     steps = [event for event in events if event.action in ("segment_map", "segment_unmap")]
     ranges = MappedRanges(segment for segment in final if segment.is_expandable)
     small_maps = sorted(
-        event.address for event in steps if event.action == "segment_map" and pool_of_segment(event.size) == SMALL_POOL
+        (event.address, number)
+        for number, event in enumerate(steps)
+        if event.action == "segment_map" and pool_of_segment(event.size) == SMALL_POOL
     )
     device = final[0].device if final else 0
-    for event in reversed(steps):
+    for number, event in reversed(list(enumerate(steps))):
         if event.action == "segment_map":
             ranges.remove(event.address, event.size)
             continue
@@ -108,8 +110,10 @@ def _earlier_ranges(final: Sequence[Segment], events: Sequence[TraceEvent]) -> l
         if near is not None and near.stream == event.stream:
             pool, pool_id = near.segment_type, near.segment_pool_id
         else:
-            mapped = bisect_left(small_maps, event.address)
-            was_small = mapped < len(small_maps) and small_maps[mapped] < event.address + event.size
+            begin = bisect_left(small_maps, (event.address, 0))
+            stop = bisect_left(small_maps, (event.address + event.size, 0))
+            # Only what was mapped before: later, another segment may lie at these addresses.
+            was_small = any(when < number for _, when in small_maps[begin:stop])
             # Without a trace of where the pages came from: large ones are many, and rarely fit this size by chance.
             pool = SMALL_POOL if was_small or event.size % (10 * MIB) else LARGE_POOL
             pool_id = (0, 0)
