@@ -244,11 +244,12 @@ class FileView:
                 f"{one_line(self.loaded.path)}: its segments and events do not fit together: {error}."
             ) from None
         if state.uncertain:
-            self.notes.append(
-                f"The sizes of {state.uncertain:,} blocks from before the recording are lower bounds (by up to 1 MiB each)."
-            )
+            whose = "size of a block" if state.uncertain == 1 else f"sizes of {state.uncertain:,} blocks"
+            bounds = "is a lower bound" if state.uncertain == 1 else "are lower bounds"
+            self.notes.append(f"The {whose} from before the recording {bounds} (by up to 1 MiB each).")
         if state.orphans:
-            self.notes.append(f"{state.orphans:,} blocks from before the recording lay in segments that are not known.")
+            which = "A block" if state.orphans == 1 else f"{state.orphans:,} blocks"
+            self.notes.append(f"{which} from before the recording lay in segments that are not known.")
         return state.segments
 
     def _row(self, kind: str, words: str, balance: Balance, before: int) -> Row:

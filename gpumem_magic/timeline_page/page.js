@@ -131,10 +131,12 @@ export function start(document, data) {
   const moment = (position) => (position ? `after event ${count(position - 1)}` : "at the start");
   const frameWord = (code, device) => device.strings[Math.floor(code / 3)];
 
+  /** The name of what held it, where a measured cell knew it. */
+  const holder = (one) => (machine.device.holder[one] < 0 ? "" : machine.device.strings[machine.device.holder[one]]);
+
   function named(one) {
     const { device } = machine;
-    const holder = device.holder[one];
-    return `${label(device.category[one])}, ${human(device.requested[one])}${holder < 0 ? "" : `, ${device.strings[holder]}`}`;
+    return `${label(device.category[one])}, ${human(device.requested[one])}${holder(one) && `, ${holder(one)}`}`;
   }
 
   /** The line of the program that asked for it, or what else tells the most. */
@@ -180,7 +182,7 @@ export function start(document, data) {
     const why = device.reason[selected];
     fact("category", label(device.category[selected]));
     fact("known by", data.evidence[device.evidence[selected]] + (why < 0 ? "" : `: it ${device.reasons[why]}`));
-    if (device.holder[selected] >= 0) fact("held by", device.strings[device.holder[selected]]);
+    if (holder(selected)) fact("held by", holder(selected));
     fact("size", `${human(device.requested[selected])} asked for, ${human(device.size[selected])} with rounding`);
     fact("lives", `${born < 0 ? "from before the recording" : `from event ${count(born)}`} `
       + (freed === NEVER ? "to its end" : `to event ${count(freed)}`));
@@ -212,7 +214,8 @@ export function start(document, data) {
       const button = make("button");
       const swatch = make("span", "", { className: "swatch" });
       swatch.style.background = data.categories[device.category[one]][theme];
-      const what = make("span", `${label(device.category[one])} · ${briefly(one)}`, { className: "what", title: origin(one) });
+      const known = [label(device.category[one]), holder(one), holder(one) && origin(one) === "no stack" ? "" : briefly(one)];
+      const what = make("span", known.filter(Boolean).join(" · "), { className: "what", title: origin(one) });
       button.append(swatch, make("span", human(device.requested[one]), { className: "size" }), what);
       button.setAttribute("aria-current", String(one === machine.selected));
       button.addEventListener("click", () => act(machine.select(one), true));

@@ -21,7 +21,7 @@ _MOST_WORDS = 80
 
 @dataclass(frozen=True)
 class Mark:
-    """A moment with a name. kind: "statement" (after it), "error" (memory ran out), "range" (its start)."""
+    """A moment with a name. kind: "statement" (after it), "error" (memory ran out), "range" (where it or a phase starts)."""
 
     position: int
     words: str
@@ -88,6 +88,12 @@ def of_recording(recording: Recording, device: int) -> TimelineSource:
         for point in recording.checkpoints
         if point.kind in ("statement", "error")
     ]
+    marks += [
+        Mark(span.start.positions[device], span.label, "range")
+        for span in recording.spans
+        if device in span.start.positions
+    ]
+    marks.sort(key=lambda mark: mark.position)
     facts = view.log.facts
     name = f"{facts.name} (cuda:{facts.index})"
     return TimelineSource(
