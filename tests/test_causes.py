@@ -28,6 +28,8 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 x = torch.randn(512, 512, device="cuda")
 """
 
+LOOP = "for _ in range(4):\n    optimizer.zero_grad()\n    loss = model(x).mean()\n    loss.backward()\n    optimizer.step()"
+
 GUILTY = [
     # https://github.com/pytorch/pytorch/issues/9669 and the "My model reports OOM" FAQ: losses kept with their graphs
     Case("kept_graphs", (TRAIN, "losses = []\nfor _ in range(4):\n    losses.append(model(x).mean())"), "`losses`"),
@@ -90,11 +92,20 @@ GUILTY = [
         ("%%gpumem -q\n" + TRAIN + "model(x).sum().backward()\noptimizer.step()\ndel x", "model = net()"),
         "`optimizer` keeps its parameters",
     ),
+    Case(
+        "model_built_again",
+        (
+            "%%gpumem -q\n" + TRAIN + "model(x).sum().backward()\noptimizer.step()\ndel x",
+            "model = net()\noptimizer = torch.optim.SGD(model.parameters(), lr=0.1)",
+        ),
+        "until `optimizer = torch",
+    ),
     Case("pinned_by_out", (TRAIN, "mib(30)", "y = mib(1)"), "Out["),
     # pytorch/pytorch#27600, ipython/ipython#13103: after an error the memory does not come back
     Case("pinned_by_traceback", ("def bad():\n    big = mib(30)\n    1 / 0", "bad()", "y = mib(1)"), "traceback"),
     Case("pinned_by_traceback", ("def bad():\n    big = mib(30)\n    1 / 0", "bad()"), "traceback"),
     Case("del_freed_nothing", (TRAIN, "del model"), "`optimizer` still holds"),
+    Case("del_freed_nothing", (TRAIN.replace("SGD", "Adam"), LOOP + "\ndel model"), "`optimizer`"),
     Case("del_freed_nothing", ("x = mib(8)\nviews = [x[:4]]", "y = x + 1\ndel y, x"), "`views` still holds"),
     Case("only_cached", ("x = mib(200)", "y = mib(1)\ndel x"), "nvidia-smi did not fall"),
     Case("only_cached", ("x = mib(200)", "x = x.cpu()"), "nvidia-smi did not fall"),
@@ -150,7 +161,6 @@ GUILTY = [
     ),
 ]
 
-LOOP = "for _ in range(4):\n    optimizer.zero_grad()\n    loss = model(x).mean()\n    loss.backward()\n    optimizer.step()"
 ACCUMULATING = """
 for i in range(4):
     model(x).mean().backward()

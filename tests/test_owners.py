@@ -112,6 +112,12 @@ def test_a_training_loop_has_an_owner_for_every_byte(machine: Any) -> None:
     assert size_of(one for one in holdings.held if one.kind == "optimizer_state") == 2 * kinds["parameter"]
 
 
+def test_a_parameter_that_only_the_optimizer_knows(machine: Any) -> None:
+    names = places(find_owners(machine, ran(TRAINING + "del model, loss")))
+    first = "optimizer.param_groups[0]['params'][0]"
+    assert names[first] == names[f"{first}.grad"] == names[f"optimizer.state[{first}]['exp_avg']"] == 2 * MIB
+
+
 # Code, the statement, and whose promise it is.
 STATEMENTS = [
     (TRAINING, "del optimizer", ["optimizer"]),

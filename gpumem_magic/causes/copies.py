@@ -80,12 +80,14 @@ def built_again(scene: Scene) -> list[Cause]:
         both = [one for one in twins if one.freed is None or one.freed >= max(fresh.born for fresh in new)]
         if size(both) < 0.9 * size(new):
             continue
-        gone = [one for one in both if one.freed is not None and one.freed < end]
+        gone = [one for one in both if one.freed is not None]
         name = point.statement.partition("=")[0].strip()
         if len(gone) == len(both):
+            later = _statement_at(scene, max(one.freed for one in gone if one.freed is not None))
+            until = f", until `{_short(later)}`" if later and later != point.statement else ""
             text = (
                 f"`{_short(point.statement)}` built a model while the one before was still there: for a moment both were, "
-                f"{human(size(both))} more."
+                f"{human(size(both))} more{until}."
             )
             remedy = f"`del {name}` (and its optimizer) before building it again." if name.isidentifier() else ""
             found.append(Cause("model_built_again", text, remedy, size(both)))
@@ -96,6 +98,11 @@ def built_again(scene: Scene) -> list[Cause]:
             remedy = f"`{keeper.statement}` before building it again." if keeper.statement else ""
             found.append(Cause("model_built_again", text, remedy, size(both)))
     return found[:1]
+
+
+def _statement_at(scene: Scene, event: int) -> str:
+    """The statement in which an event happened; "" for none."""
+    return next((point.statement for point, begin, end in scene.points if begin <= event < end), "")
 
 
 def _keeper(scene: Scene, allocations: list[Allocation]) -> Root | None:

@@ -67,11 +67,15 @@ def optimizer_temporaries(scene: Scene) -> list[Cause]:
     used = [one for one in scene.living_in(scene.peak, "temporaries") if one.born >= scene.start_of(step)]
     if size(used) < max(LEAST, scene.report.peak.allocated // 10):
         return []
+    one_by_one = "`foreach=False` works on one parameter at a time, and "
+    if "foreach=False" in scene.typed:
+        one_by_one = ""
     return [
         Cause(
             "optimizer_temporaries",
-            f"The peak is inside {step.label}: its temporaries take {human(size(used))} there, and are cached afterwards.",
-            "`foreach=False` works on one parameter at a time, and `fused=True` without temporaries.",
+            f"The peak is inside the step of {step.label}: its temporaries take {human(size(used))} there, and are cached "
+            "afterwards.",
+            f"{one_by_one}`fused=True` works without temporaries.",
             size(used),
         )
     ]

@@ -7,7 +7,7 @@ import inspect
 import sys
 import types
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,8 @@ from gpumem_magic.owners.traversal import Traversal
 _COSTS = {"grad": 3, "graph": 1000, "saved": 5, "next": 1, "variable": 1000}
 _ROOT_COSTS = {"variable": 0, "module": 100, "out": 400, "traceback": 800, "thread": 600, "cycle": 900}
 _OPTIMIZER = 300
+# A parameter that only an optimizer knows is one of its param_groups, rather than a key of its states.
+_STATE = 20
 _TABLES = ("_parameters", "_buffers", "_modules")
 _LONGEST = 60
 _GRAPH = "graph of "
@@ -218,6 +220,13 @@ def _attribute_labels(holder: Any) -> dict[int, str]:
     return labels
 
 
+def _states_of_optimizers(walk: Traversal, numbers: Iterable[int]) -> set[int]:
+    """The numbers of the optimizers' dictionaries of states."""
+    optimizers = (thing for thing in map(walk.objects.__getitem__, numbers) if isinstance(thing, torch.optim.Optimizer))
+    found = (walk.number_of(one.__dict__.get("state")) for one in optimizers)
+    return {number for number in found if number is not None}
+
+
 def _best_paths(
     walk: Traversal, roots: Sequence[int], children: Mapping[int, Sequence[int]]
 ) -> tuple[dict[int, int], dict[int, int]]:
@@ -230,13 +239,16 @@ def _best_paths(
         cost = _ROOT_COSTS.get(root.kind, 0) + (5 if root.name.startswith("_") else 0)
         todo.append((cost, number, -1))
     heapq.heapify(todo)
+    states = _states_of_optimizers(walk, children)
     while todo:
         cost, number, holder = heapq.heappop(todo)
         if number in parent:
             continue
         parent[number] = holder
         top[number] = number if holder < 0 else top[holder]
-        more = _OPTIMIZER if isinstance(walk.objects[number], torch.optim.Optimizer) else 0
+        more = (
+            _OPTIMIZER if isinstance(walk.objects[number], torch.optim.Optimizer) else _STATE if number in states else 0
+        )
         for child in children.get(number, ()):
             if child not in parent:
                 heapq.heappush(todo, (cost + more + _COSTS.get(walk.kinds.get((number, child), ""), 1), child, number))
