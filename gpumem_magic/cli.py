@@ -15,11 +15,11 @@ from types import TracebackType
 from typing import Any
 
 from gpumem_magic import __version__
-from gpumem_magic.commands import diff, replay, show
+from gpumem_magic.commands import calibrate, diff, replay, show
 from gpumem_magic.recording.script import ScriptRun, as_main
 
 INTERRUPTED = 128 + signal.SIGINT
-_READERS = {"show": show, "diff": diff, "replay": replay}
+_READERS = {"show": show, "diff": diff, "replay": replay, "calibrate": calibrate}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
