@@ -2,7 +2,7 @@
 
     python benchmarks/show.py FILE.pickle [--turns 5]
 
-Each is a new process, in turns, so that both meet the same machine; the median and the fastest are printed. Much of PyTorch's time
+Each is a new process, in turns, so that both meet the same machine; median and fastest are printed. Much of PyTorch's time
 is the import of torch, which reading a file does without here; its page works out the drawing later, in the browser.
 """
 
