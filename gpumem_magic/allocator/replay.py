@@ -107,10 +107,16 @@ def replay(
     that the trace opened. Raises ValueError where the start's segments overlap or are not tiled by their blocks, and for a
     request that no allocator serves.
     """
+    run = _Replay(start, events, settings, device, final)
     try:
-        return _Replay(start, events, settings, device, final).run()
+        return run.run()
     except DeviceOutOfMemory as failure:
         raise ValueError(f"a request of {failure.requested:,} bytes can't have been served") from None
+    except (LookupError, TypeError, AssertionError):
+        # Once the emulator went another way, the recording can open memory where the emulator has some already.
+        if not run.diverged:
+            raise
+        return run.given_up()
 
 
 class _Replay:
@@ -187,6 +193,20 @@ class _Replay:
                     self._private.note(index, event)
         if requested >= 0:
             self._defer(requested, index)
+        return result
+
+    @property
+    def diverged(self) -> bool:
+        return not self._result.agrees
+
+    def given_up(self) -> ReplayResult:
+        """The result where the emulator can't go on: nothing from there on counts as agreeing."""
+        result = self._result
+        allocations = [index for index, event in enumerate(self._events) if event.action == "alloc"]
+        decisions = [index for index, event in enumerate(self._events) if event.action in _SEGMENT_ACTIONS]
+        result.misplaced += [index for index in allocations[result.allocations :] if index not in result.misplaced]
+        result.misjudged += [index for index in decisions[result.decisions :] if index not in result.misjudged]
+        result.allocations, result.decisions = len(allocations), len(decisions)
         return result
 
     # Blocks.
