@@ -134,6 +134,22 @@ def test_measure_takes_a_device(computer: Computer) -> None:
         pass
 
 
+def test_the_gpus_are_found_once_and_again_where_others_became_visible(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(here, "_found", None)
+    fake = FakeTorch(2, initialized=False)
+    first = here.machine(fake)
+    assert first is not None
+    assert first is here.machine(fake)
+    del fake.gpus[1]
+    second = here.machine(fake)
+    assert second is not None
+    assert [len(first.devices), len(second.devices)] == [2, 1]
+    fake.cuda.is_available = lambda: False
+    assert here.machine(fake) is None
+    assert "PYTORCH_NVML_BASED_CUDA_CHECK" not in os.environ
+    assert "get_device_properties" not in fake.calls
+
+
 def test_the_state_of_the_devices(shell: Any, computer: Computer) -> None:
     computer.torch.alloc(30 * MIB)
     computer.torch.gpus[0].others = GIB

@@ -17,7 +17,9 @@ def machine(torch: Any) -> CudaMachine | None:
     global _found
     if not torch_memory.is_present(torch):
         return None
-    if _found is None or _found[0] != os.getpid() or _found[1] is not torch:
+    known = _found is not None and _found[:2] == (os.getpid(), torch)
+    # CUDA_VISIBLE_DEVICES may change for as long as CUDA is not in use.
+    if _found is None or not known or len(_found[2].devices) != torch.cuda.device_count():
         _found = os.getpid(), torch, CudaMachine(torch)
     return _found[2]
 
