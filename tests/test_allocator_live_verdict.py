@@ -1,0 +1,99 @@
+"""A measured program that runs out of memory on a virtual device: its report says what splits the place, and what would help."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from IPython.utils.capture import capture_output
+from shell_fakes import clean_shell
+
+import gpumem_magic
+from gpumem_magic.report import explain
+from gpumem_magic.report.model import Report
+from gpumem_magic.units import MIB
+
+SETUP = """
+import torch
+
+def mib(size):
+    return torch.empty(size << 18, device="cuda")
+"""
+
+# In the second iteration `kept` lies in the piece that `scratch` had in the first.
+CELL = """%%gpumem
+rows = mib(300)
+for step in range(4):
+    small = [mib(30 + number) for number in range(8)]
+    small = None
+    scratch = mib(500)
+    scratch = None
+    kept = mib(40)
+"""
+
+
+@pytest.fixture
+def shell() -> Iterator[Any]:
+    with clean_shell() as shell:
+        shell.run_line_magic("load_ext", "gpumem_magic")
+        shell.run_line_magic("gpumem_device", "virtual:1000MiB,context=0MiB,idle=0MiB")
+        yield shell
+        shell.user_ns.clear()
+        gc.collect()
+        shell.run_line_magic("gpumem_device", "off")
+
+
+def run(shell: Any, cell: str) -> Report:
+    with capture_output():
+        shell.run_cell(SETUP)
+        shell.run_cell(cell)
+    report = gpumem_magic.last_report()
+    assert report is not None
+    return report
+
+
+def test_a_failed_cell_says_who_splits_the_place(shell: Any) -> None:
+    report = run(shell, CELL)
+    assert report.error is not None
+    found = report.error.verdict
+    assert found is not None
+    assert (found.cause, found.free, found.cached, found.spare) == ("fragmentation", 200 * MIB, 460 * MIB, 160 * MIB)
+    assert (found.place, found.more_pieces) == (500 * MIB, 0)
+    (piece,) = found.pieces
+    assert piece.bytes == 40 * MIB
+    assert piece.what.startswith("`kept`")
+    assert piece.what.endswith("kept = mib(40) in iteration 1, line 8")
+    assert found.left_by.endswith("scratch = mib(500) in iteration 1, line 6")
+    outcomes = {trial.conf: (trial.passes, trial.rounds) for trial in found.trials}
+    assert outcomes["expandable_segments:True"] == (True, found.rounds)
+    assert found.rounds > 1
+    assert outcomes["garbage_collection_threshold:0.8"] == (False, 0)
+    # The eight small ones, the scratch memory, and what is kept.
+    assert found.requests == 10
+    verdict = explain.verdict(report)
+    assert verdict is not None
+    assert "fragmentation decides" in verdict.lower()
+    assert "packed perfectly, 160 MiB (16 % of the device) would be left." in verdict
+    assert "left are split by `kept`" in verdict
+    assert "Replayed with expandable_segments:True" in " ".join(explain.remarks(report))
+    assert Report.from_dict(report.to_dict()).error == report.error
+
+
+def test_in_truth_the_setting_helps(shell: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    shell.run_line_magic("gpumem_device", "off")
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    shell.run_line_magic("gpumem_device", "virtual:1000MiB,context=0MiB,idle=0MiB")
+    report = run(shell, CELL)
+    assert report.error is None
+    assert report.peak.peak_reserved <= 1000 * MIB
+
+
+def test_too_much_is_too_much(shell: Any) -> None:
+    report = run(shell, "%%gpumem\nrows = [mib(300) for _ in range(4)]\n")
+    assert report.error is not None
+    found = report.error.verdict
+    assert found is not None
+    assert (found.cause, found.spare, found.trials, found.tried) == ("capacity", -200 * MIB, (), True)
+    assert "No setting of the allocator can make up for what was missing." in explain.remarks(report)
