@@ -14,6 +14,7 @@ from hostile_snapshots import hand_made, mutations, walk
 MIB = 1 << 20
 LOADS = {
     "overlapping segments",
+    "one segment fifty times",
     "a trace for each of a hundred devices",
     "markup everywhere",
     "labels that are none",

@@ -27,6 +27,8 @@ from gpumem_magic.snapshot.model import (
 # 64-bit figures; a bigger one is damage. Devices are counted from 0, and a list is as long as the highest.
 _LIMIT = 1 << 64
 _MOST_DEVICES = 4096
+# Events (and blocks, and segments) that are one object in the file and stand for several.
+_MOST_REPEATED = 10_000
 _STATES = {
     ACTIVE: ACTIVE,
     PENDING_FREE: PENDING_FREE,
@@ -117,17 +119,19 @@ def snapshot_to_data(snapshot: Snapshot) -> dict[str, Any]:
 
 
 class _Parts:
-    """The events, blocks and segments that were taken. In a recording each is its own object: a small file in which one stands
-    for thousands was made to take long."""
+    """The events, blocks and segments that were taken. In a recording each is its own object; a small file in which a few stand
+    for very many was made to take long."""
 
     def __init__(self) -> None:
         self._taken: set[int] = set()
+        self._repeated = 0
 
     def take(self, parts: Sequence[Any], where: str) -> Sequence[Any]:
         expected = len(self._taken) + len(parts)
         self._taken.update(map(id, parts))
-        if len(self._taken) != expected:
-            raise PlainDataError(f"{where} names the same thing twice")
+        self._repeated += expected - len(self._taken)
+        if self._repeated > _MOST_REPEATED:
+            raise PlainDataError(f"{where} names the same things again, {self._repeated:,} times so far")
         return parts
 
 
