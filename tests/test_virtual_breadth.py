@@ -371,3 +371,13 @@ def test_averages_scripts_and_optimizers_that_look_back() -> None:
 def test_nested_tensors_say_what_to_do_instead() -> None:
     with pytest.raises(NotImplementedError, match=r"virtual GPU cannot work with a NestedTensor.*Use padded tensors"):
         torch.nested.nested_tensor([torch.rand(2, 3), torch.rand(4, 3)], device="cuda", layout=torch.jagged)
+
+
+def test_operators_of_the_compiler_say_what_to_do_instead() -> None:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    q = rand(1, 2, 128, 16)
+    with pytest.raises(
+        NotImplementedError, match=r"virtual GPU cannot run flex_attention.*scaled_dot_product_attention"
+    ):
+        flex_attention(q, q, q)

@@ -115,6 +115,11 @@ class VirtualTensor(FakeTensor):
             if isinstance(error, RuntimeError) and error.args and "meta:" in str(error.args[0]):
                 # C++ names the device that it was told of.
                 error.args = (_META_NAME.sub(r"cuda:\1", str(error.args[0])), *error.args[1:])
+            if isinstance(error, NotImplementedError) and "HigherOrderOperator" in str(error):
+                raise NotImplementedError(
+                    f"the virtual GPU cannot run {getattr(func, '__name__', func)}, which only PyTorch's compiler understands. "
+                    "Use ordinary operators, such as scaled_dot_product_attention, or a real GPU."
+                ) from None
             raise cut(error)  # noqa: B904
 
     @classmethod
