@@ -117,6 +117,16 @@ def test_a_limit_of_the_programs_own() -> None:
     assert not found.tried
 
 
+def test_expandable_segments_need_whole_pages() -> None:
+    """The driver had as much as was asked for, but not in pages of 20 MiB: that is no limit of the program's own."""
+    size, free = 30 * MIB, 35 * MIB
+    events = [TraceEvent("oom", free, size)]
+    for options, cause in ((AllocatorSettings(expandable_segments=True), FRAGMENTATION), (DEFAULT_SETTINGS, LIMIT)):
+        found = verdict_of((), events, Timeline((), events, options), options)
+        assert found is not None
+        assert (found.cause, found.spare) == (cause, free - size)
+
+
 def test_nothing_failed() -> None:
     run = train(1)
     assert verdict_of((), run.events, Timeline((), run.events), DEFAULT_SETTINGS) is None

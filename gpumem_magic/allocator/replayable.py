@@ -52,7 +52,7 @@ def _of_device(loaded: LoadedSnapshot, device: int, settings: AllocatorSettings,
     has_private = any(segment.segment_pool_id != (0, 0) for segment in (*seed.start, *final))
     if has_private and not any(event.pool_id is not None for event in events):
         own.append(
-            "Its events do not say which private pool they were for (PyTorch does since 2.13): the segments at its end tell it, as "
-            "far as they are still there. A difference may come from that."
+            "Its events do not say which private pool they were for (PyTorch's do since 2.13): the segments at its end tell it, "
+            "as far as they are still there. A difference may come from that."
         )
     return Replayable(device, events, final, settings, seed, tuple(own))

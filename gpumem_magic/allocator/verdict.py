@@ -13,7 +13,7 @@ from gpumem_magic.allocator.program import ALLOC, Program, Repetition
 from gpumem_magic.allocator.repetition import last_iteration
 from gpumem_magic.allocator.what_if import Capacity, what_if
 from gpumem_magic.snapshot.model import INACTIVE, Segment, TraceEvent
-from gpumem_magic.snapshot.rules import INTERVALS, AllocatorSettings, pool_of, segment_size
+from gpumem_magic.snapshot.rules import INTERVALS, AllocatorSettings, page_size, pool_of, segment_size
 from gpumem_magic.snapshot.timeline import Allocation, Timeline
 from gpumem_magic.units import MIB
 
@@ -138,7 +138,11 @@ def _limit(settings: AllocatorSettings, facts: Facts) -> int | None:
 
 
 def _needed(rounded: int, settings: AllocatorSettings) -> int:
-    return rounded if settings.expandable_segments else segment_size(rounded, settings)
+    """What the driver has to have: a segment, or whole pages."""
+    if not settings.expandable_segments:
+        return segment_size(rounded, settings)
+    page = page_size(pool_of(rounded), settings)
+    return -(-rounded // page) * page
 
 
 def verdict_of(
