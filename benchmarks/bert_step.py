@@ -65,6 +65,14 @@ def timed(run: Callable[[], Any]) -> float:
 
 
 def fake_side(layers: int) -> Callable[[], None]:
+    """A step under bare FakeTensorMode."""
+    return fake_parts(layers)[3]
+
+
+def fake_parts(
+    layers: int,
+) -> tuple[FakeTensorMode, torch.nn.Module, torch.optim.Optimizer, Callable[[], None]]:
+    """The mode, the model and the optimizer on fakes, and a function that runs one step."""
     from torch.optim import optimizer as optim
     from torch.utils import _foreach_utils
 
@@ -97,7 +105,7 @@ def fake_side(layers: int) -> Callable[[], None]:
             adam.step()
             adam.zero_grad()
 
-    return step
+    return mode, model, adam, step
 
 
 def main() -> None:
