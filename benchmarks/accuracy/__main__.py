@@ -24,7 +24,7 @@ if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from accuracy import sources, table
-from accuracy.fitted import FITTED
+from accuracy.fitted import FITTED, NOT_KNOWN
 from accuracy.plans import Skip, carry_out
 from accuracy.scores import MARGIN, Result, Summary, summarise
 
@@ -66,6 +66,9 @@ def main() -> int:
     print("\nConstants that were fitted, and the rows used:")
     for fitted in FITTED:
         print(f"  {fitted}")
+    print("\nWhat is not known:")
+    for gap in NOT_KNOWN:
+        print(f"  {gap}")
     if options.json is not None:
         _write(options.json, results, skipped, summaries)
     return 0
