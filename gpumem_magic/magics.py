@@ -27,6 +27,7 @@ _WORD = re.compile(r"""\s*("[^"]*"|'[^']*'|\S+)""")
 _FLAGS = (
     "--budget",
     "--device",
+    "--into",
     "--max-delta",
     "--max-iterations",
     "--no-lines",
@@ -91,6 +92,9 @@ class GpuMemMagics(Magics):
         "--budget", metavar="SIZE", type=_size, help="Fails if the peak of allocated memory is more, as in 10GiB."
     )
     @argument("--max-delta", metavar="SIZE", type=_size, help="Fails if the cell leaves more allocated than it found.")
+    @argument(
+        "--into", metavar="NAME[,NAME]", help="Also shows the statements inside these functions: train_step,utils.fit."
+    )
     @argument("--warn", action="store_true", help="With --budget and --max-delta: warns, and does not fail.")
     @argument(
         "--device", metavar="NAME", help="The device to measure: cuda:1, T4, A100-40GB, 2xT4 (see %%gpumem_device)."
@@ -352,6 +356,7 @@ class _Measurement:
         self._options = options
         self._recording: Any = None
         self._nested = False
+        self._inside: Any = None
 
     def __enter__(self) -> None:
         self._nested = self._magics.running
@@ -360,6 +365,7 @@ class _Measurement:
             return
         run = self._run
         session = None
+        self._look_inside()
         try:
             session = _session()
             self._recording = session.open_recording(
@@ -374,6 +380,7 @@ class _Measurement:
             run.observe(observer)
         except Exception as error:
             if session is not None and isinstance(error, session.DeviceError):
+                self._leave_inside()
                 raise UsageError(str(error)) from None
             _warn(f"measuring is not possible here ({_in_one_line(error)}); the cell runs as it would without it")
         self._magics.running = True
@@ -383,6 +390,7 @@ class _Measurement:
     ) -> bool:
         """True, which ends the cell without an error, only where a limit on iterations left it."""
         self._magics.running = self._nested
+        self._leave_inside()
         stopped = error is not None and not self._nested and _is_stop(error)
         exceeded = None
         try:
@@ -406,6 +414,26 @@ class _Measurement:
 
                 raise BudgetExceeded(exceeded) from None
         return stopped
+
+    def _look_inside(self) -> None:
+        """Rewrites the functions of ``--into`` for the run. Raises UsageError, in one line."""
+        if self._options.into is None:
+            return
+        from gpumem_magic.recording.inside import Inside, InsideError, find_function
+
+        names = [name.strip() for name in self._options.into.split(",") if name.strip()]
+        try:
+            functions = [find_function(name, self._shell.user_ns) for name in names]
+            self._inside = Inside(functions, lambda label: _session().begin_range(label))
+            self._inside.install()
+        except InsideError as error:
+            raise UsageError(str(error)) from None
+        except Exception as error:
+            _warn(f"--into is not possible here ({_in_one_line(error)}); the cell is measured without it")
+
+    def _leave_inside(self) -> None:
+        if self._inside is not None:
+            self._inside.remove()
 
     def _exceeded(self) -> str | None:
         """What the cell used or left beyond its budgets, or None."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from types import CodeType, FrameType
@@ -90,6 +90,9 @@ class ActiveRecording:
 
     def mark(self, label: str) -> None:
         self._recorder.mark(label)
+
+    def begin_range(self, label: str) -> Callable[[bool], None]:
+        return self._recorder.begin_range(label)
 
     def close(
         self,
@@ -225,6 +228,11 @@ def mark(name: str) -> None:
     """Names this moment of a program that is being measured: it shows as a part of its statement's row. Else does nothing."""
     if _active is not None:
         _active.mark(str(name))
+
+
+def begin_range(label: str) -> Callable[[bool], None]:
+    """Begins a part of the row that is being measured; the answer ends it. Does nothing where nothing is measured."""
+    return _active.begin_range(label) if _active is not None else lambda failed: None
 
 
 class _FrameNames(Mapping[str, Any]):

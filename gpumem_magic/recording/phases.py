@@ -271,6 +271,10 @@ class Phases:
             return self._step_left
         if name.startswith(_OWN_RANGES):
             return _nothing
+        return self.begin_range(name)
+
+    def begin_range(self, name: str) -> Callable[[bool], None]:
+        """Begins a range; the answer ends it, and is told whether an exception left it."""
         one: _Open | None = None
         with self._guard("the start of a range"):
             one = self._begin("range", name)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -134,6 +134,10 @@ class Recorder:
         with self._guard("a mark"):
             if self._phases is not None:
                 self._phases.mark(label)
+
+    def begin_range(self, label: str) -> Callable[[bool], None]:
+        """Begins a range with a name; the answer ends it, and is told whether an exception left it."""
+        return self._phases.begin_range(label) if self._phases is not None else lambda failed: None
 
     def finish(
         self,

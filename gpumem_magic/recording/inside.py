@@ -1,0 +1,239 @@
+"""Rows inside named functions: while a program is measured their statements are told one by one; then they are as before.
+
+Only a function's code object is exchanged (``function.__code__``), so that every reference to it, imported ones and methods too,
+sees the same; calls that run already keep the old code. Its source must be there.
+"""
+
+from __future__ import annotations
+import __future__
+
+import ast
+import inspect
+import threading
+import types
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from gpumem_magic.recording.hook import new_hook_name
+from gpumem_magic.recording.instrument import Instrumenter, Site
+from gpumem_magic.recording.source import Source
+
+# A statement is shown so often per function; a loop of thousands says no more.
+MOST = 12
+# Compound statements are told by what is in them, and a jump does nothing.
+_UNTOLD = frozenset(
+    {"for", "while", "if", "with", "try", "match", "except", "return", "break", "continue", "raise", "pass"}
+)
+_OUTER = "_gpumem_outer"
+_FUTURES = 0
+for _feature in __future__.all_feature_names:
+    _FUTURES |= getattr(__future__, _feature).compiler_flag
+
+Begins = Callable[[str], Callable[[bool], None]]
+
+
+class InsideError(Exception):
+    """A name is no function that can be looked into. The text is one line."""
+
+
+class Inside:
+    """The functions that are looked into, from `install` to `remove`. begins: begins a range of a name, and returns its end."""
+
+    def __init__(self, functions: Sequence[types.FunctionType], begins: Begins) -> None:
+        self._functions = functions
+        self._begins = begins
+        self._before: list[tuple[types.FunctionType, types.CodeType]] = []
+
+    def install(self) -> None:
+        """Raises InsideError, with everything put back, where a function can't be rewritten."""
+        try:
+            for function in self._functions:
+                code = rewritten(function, self._begins)
+                self._before.append((function, function.__code__))
+                function.__code__ = code
+        except BaseException:
+            self.remove()
+            raise
+
+    def remove(self) -> None:
+        """Puts every function back. May be called twice. A call that is under way ends with the code that it began with."""
+        while self._before:
+            function, code = self._before.pop()
+            function.__code__ = code
+
+
+def find_function(text: str, namespace: Mapping[str, Any]) -> types.FunctionType:
+    """The Python function of a name as the notebook writes it (``train_step``, ``utils.train``, ``Trainer.step``).
+
+    Raises InsideError. Nothing of the user's runs: attributes are read from dictionaries.
+    """
+    first, *rest = text.split(".")
+    if first not in namespace:
+        raise InsideError(
+            f"--into {text}: there is no {first!r} in the notebook (yet): define or import it in an earlier cell"
+        )
+    thing = namespace[first]
+    for part in rest:
+        try:
+            thing = inspect.getattr_static(thing, part)
+        except AttributeError:
+            raise InsideError(f"--into {text}: {first} has no {part!r}") from None
+    if isinstance(thing, (staticmethod, classmethod)):
+        thing = thing.__func__
+    if isinstance(thing, types.MethodType):
+        thing = thing.__func__
+    found = inspect.unwrap(thing) if callable(thing) else thing
+    if not isinstance(found, types.FunctionType):
+        raise InsideError(f"--into {text}: a {type(thing).__name__} is no Python function with statements to show")
+    return found
+
+
+def rewritten(function: types.FunctionType, begins: Begins) -> types.CodeType:
+    """The function's code, telling its statements. Raises InsideError."""
+    hook_name = new_hook_name()
+    words = f"--into {function.__name__}"
+    try:
+        text = inspect.getsource(function)
+    except (OSError, TypeError):
+        raise InsideError(f"{words}: its source is not there") from None
+    # Indentation, and so every column, stays as it is in the file.
+    indented = text[:1].isspace()
+    source = f"if 1:\n{text}" if indented else text
+    try:
+        tree = ast.parse(source)
+    except SyntaxError:
+        raise InsideError(f"{words}: its source can't be read by itself") from None
+    node = _definition(tree, function.__name__)
+    if node is None:
+        raise InsideError(f"{words}: its source holds no `def`")
+    instrumenter = Instrumenter(Source(source), hook_name)
+    body = instrumenter.module(node.body)
+    kept = 1 if body and body[0] is node.body[0] and ast.get_docstring(node, clean=False) is not None else 0
+    began, left = (_call(hook_name, method, node) for method in ("began", "left"))
+    guarded = ast.copy_location(
+        ast.Try(body=body[kept:] or [ast.Pass()], handlers=[], orelse=[], finalbody=[left]), node.body[0]
+    )
+    node.body = [*body[:kept], began, guarded]
+    _ToConstant(hook_name).visit(node)
+    node.decorator_list = []
+    module = _around(node, function)
+    ast.fix_missing_locations(module)
+    ast.increment_lineno(module, function.__code__.co_firstlineno - 1 - indented)
+    flags = function.__code__.co_flags & _FUTURES
+    compiled = compile(module, function.__code__.co_filename, "exec", flags=flags, dont_inherit=True)
+    code = _code_of(compiled, function.__name__)
+    if code is None or code.co_freevars != function.__code__.co_freevars:
+        raise InsideError(f"{words}: its surroundings can't be made again")
+    teller = _Teller(function.__name__, instrumenter.sites, begins)
+    constants = tuple(teller if constant == hook_name else constant for constant in code.co_consts)
+    return code.replace(co_firstlineno=function.__code__.co_firstlineno, co_consts=constants)
+
+
+class _ToConstant(ast.NodeTransformer):
+    """The calls' receiver as a constant of the code: no name is needed where they find it, and it goes with the code."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return ast.copy_location(ast.Constant(self._name), node) if node.id == self._name else node
+
+
+class _Teller:
+    """What a rewritten function calls. It tells the first runs of each plain statement, and never raises."""
+
+    def __init__(self, function: str, sites: Sequence[Site], begins: Begins) -> None:
+        self._function = function
+        self._sites = sites
+        self._begins: Begins | None = begins
+        self._told = Counter[int]()
+        self._local = threading.local()
+
+    def began(self) -> None:
+        self._stack().append([])
+
+    def left(self) -> None:
+        stack = self._stack()
+        for ended in reversed(stack.pop() if stack else []):
+            self._end(ended, failed=True)
+
+    def before(self, index: int) -> None:
+        statement = self._sites[index].statement
+        stack = self._stack()
+        if self._begins is None or not stack or statement.kind in _UNTOLD or self._told[index] >= MOST:
+            return
+        self._told[index] += 1
+        text = statement.text.partition("\n")[0]
+        try:
+            stack[-1].append((index, self._begins(f"{self._function}: {text}")))
+        except Exception:
+            self._begins = None
+
+    def after(self, index: int) -> None:
+        stack = self._stack()
+        if stack and stack[-1] and stack[-1][-1][0] == index:
+            self._end(stack[-1].pop(), failed=False)
+
+    def header(self, index: int) -> None:
+        """A compound statement's head has no row of its own."""
+
+    def turn(self, index: int) -> bool:
+        """Loops of the function are never ended."""
+        return False
+
+    def _stack(self) -> list[list[tuple[int, Callable[[bool], None]]]]:
+        found: list[list[tuple[int, Callable[[bool], None]]]] | None = getattr(self._local, "calls", None)
+        if found is None:
+            found = self._local.calls = []
+        return found
+
+    def _end(self, told: tuple[int, Callable[[bool], None]], *, failed: bool) -> None:
+        try:
+            told[1](failed)
+        except Exception:
+            self._begins = None
+
+
+def _definition(tree: ast.Module, name: str) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
+    return next(
+        (
+            node
+            for node in ast.walk(tree)
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name == name
+        ),
+        None,
+    )
+
+
+def _call(hook_name: str, method: str, at: ast.stmt) -> ast.stmt:
+    hook = ast.Attribute(ast.Name(hook_name, ast.Load()), method, ast.Load())
+    return ast.copy_location(ast.Expr(ast.Call(hook, [], [])), at)
+
+
+def _around(node: ast.stmt, function: types.FunctionType) -> ast.Module:
+    """A module that defines the function with the same free variables, and in a class of the same name, for private names."""
+    inner: ast.stmt = node
+    *outside, _ = function.__qualname__.split(".")
+    if outside and outside[-1] != "<locals>":
+        owner = ast.parse(f"class {outside[-1]}: pass").body[0]
+        assert isinstance(owner, ast.ClassDef)
+        owner.body = [inner]
+        inner = owner
+    outer = ast.parse(f"def {_OUTER}(): pass").body[0]
+    assert isinstance(outer, ast.FunctionDef)
+    free = [name for name in function.__code__.co_freevars if name != "__class__" or inner is node]
+    outer.body = [*ast.parse("\n".join(f"{name} = None" for name in free)).body, inner]
+    return ast.Module([outer], [])
+
+
+def _code_of(code: types.CodeType, name: str) -> types.CodeType | None:
+    todo = [code]
+    while todo:
+        one = todo.pop(0)
+        for constant in one.co_consts:
+            if isinstance(constant, types.CodeType):
+                if constant.co_name == name:
+                    return constant
+                todo.append(constant)
+    return None
