@@ -241,6 +241,10 @@ class VirtualMachine:
     def after_operator(self, func: Any, device: int) -> None:
         self.workspaces.after(func, device)
 
+    def _clear_workspaces(self) -> None:
+        with self.engine.lock:
+            self.workspaces.clear()
+
     # ---- on and off
 
     def install(self) -> None:
@@ -261,6 +265,8 @@ class VirtualMachine:
             self._autocast.install(self._patches)
             self.attention.install()
             self._composites.install()
+            # The public way to get cuBLAS's workspaces back; builds for the host lack it (torch 2.9 to 2.13).
+            self._patches.set(torch._C, "_cuda_clearCublasWorkspaces", self._clear_workspaces)
             self.smi.install()
             self.nvml.install()
             for gpu in self._devices:
