@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import platform
 import statistics
+import time
 
 import torch
 
@@ -77,12 +78,16 @@ def main() -> None:
         ("the model alone", {}),
         (f"and {options.objects:,} objects", user_objects(options.objects)),
     ):
-        found = [find_owners(machine, {**namespace, **more}) for _ in range(options.repeats)]
+        found, busy = [], []
+        for _ in range(options.repeats):
+            began = time.process_time()
+            found.append(find_owners(machine, {**namespace, **more}))
+            busy.append(time.process_time() - began)
         seconds = sorted(one.seconds for one in found)
         last = found[-1]
         print(
             f"{words:>24}: {statistics.median(seconds):.3f} s (median of {len(seconds)}, {seconds[0]:.3f} to "
-            f"{seconds[-1]:.3f}), {last.objects:,} objects met, {len(last.held):,} allocations, "
+            f"{seconds[-1]:.3f}; of the processor {statistics.median(busy):.3f}), {last.objects:,} objects met, {len(last.held):,} allocations, "
             f"{100 * last.found / last.allocated:.2f} % of {last.allocated / MIB:,.0f} MiB have an owner"
         )
     gpu.turn_off()
