@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -58,7 +58,9 @@ class AdoptingHeap(ExpandableHeap):
             base = (bases or {}).get(key, mapped[0].address)
             for part, end in _apart(mapped, starts):
                 first = part[0].address
-                self._adopt_ranges(part, base if first == mapped[0].address else first, end)
+                # A base below something else is another segment's.
+                is_own = first == mapped[0].address and bisect_left(starts, base) == bisect_left(starts, first)
+                self._adopt_ranges(part, base if is_own else first, end)
         self._note_reserved()
 
     def _group_of(self, pool_id: PoolId) -> PoolGroup:

@@ -115,7 +115,7 @@ def replay(
     except (LookupError, TypeError, AssertionError):
         # Once the emulator went another way, the recording can open memory where the emulator has some already.
         if not run.diverged:
-            raise
+            raise ValueError("its events contradict each other") from None
         return run.given_up()
 
 

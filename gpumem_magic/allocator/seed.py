@@ -48,6 +48,10 @@ def seed_of(
     found = start_of(final, events, settings)
     if found.orphans:
         return Seed(reason=f"{found.orphans} blocks from before the trace lie in segments that are not known")
+    try:
+        check_adoptable(found.segments, found.segments)
+    except ValueError as error:
+        return Seed(reason=f"the segments at the start can't be worked out: {error}")
     timeline = Timeline(found.segments, events, settings)
     if timeline.unplaced:
         return Seed(reason=f"{timeline.unplaced} allocations lie in no segment of the file")
