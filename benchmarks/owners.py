@@ -87,7 +87,8 @@ def main() -> None:
         last = found[-1]
         print(
             f"{words:>24}: {statistics.median(seconds):.3f} s (median of {len(seconds)}, {seconds[0]:.3f} to "
-            f"{seconds[-1]:.3f}; of the processor {statistics.median(busy):.3f}), {last.objects:,} objects met, {len(last.held):,} allocations, "
+            f"{seconds[-1]:.3f}; of the processor {statistics.median(busy):.3f}), "
+            f"{last.objects:,} objects met, {len(last.held):,} allocations, "
             f"{100 * last.found / last.allocated:.2f} % of {last.allocated / MIB:,.0f} MiB have an owner"
         )
     gpu.turn_off()
