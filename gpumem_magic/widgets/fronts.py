@@ -155,7 +155,8 @@ class StaticFront:
 class SummaryFront:
     """Nothing while it runs; the picture and the summary after each cell, so that they are there however the run ends."""
 
-    def __init__(self, samples: Callable[[], WatchSamples]) -> None:
+    def __init__(self, look: Callable[[], None], samples: Callable[[], WatchSamples]) -> None:
+        self._look = look
         self._samples = samples
         self._id = f"gpumem-watch-{uuid.uuid4().hex}"
         self._closed = False
@@ -172,7 +173,11 @@ class SummaryFront:
         pass
 
     def cell_ended(self) -> None:
-        if not self._closed and (samples := self._samples()).devices:
+        if self._closed:
+            return
+        # The last sample is from before the cell's end.
+        self._look()
+        if (samples := self._samples()).devices:
             self._update(samples)
 
     def close(self, samples: WatchSamples) -> None:

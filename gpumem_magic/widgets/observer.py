@@ -108,10 +108,10 @@ class Observer:
 
     def observe(self) -> Sample:
         """Reads every device once. Raises what a device raises."""
-        now = self._clock()
-        machine = self._source.machine()
-        devices = self._source.devices(machine) if machine is not None else []
         with self.lock:
+            now = self._clock()
+            machine = self._source.machine()
+            devices = self._source.devices(machine) if machine is not None else []
             relabelled = self._follow_recording(now, devices)
             if machine is not None and self._so_far is None:
                 source.settle(machine)

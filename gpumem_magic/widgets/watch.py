@@ -92,6 +92,11 @@ class Watch:
         elif kind == "stop":
             self._sampler.stop()
 
+    def look(self) -> None:
+        """Takes a sample now, beside the sampler's, for who shows only the end of a cell. Not in a pause."""
+        if self.state == RUNNING:
+            self.observer.observe()
+
     def samples(self) -> WatchSamples:
         """What has been seen so far, as a copy."""
         observer, pace = self.observer, self._sampler.pace
@@ -204,7 +209,7 @@ def choose_front(watch: Watch, shell: Any, static: bool) -> Front:
     if getattr(shell, "kernel", None) is None:
         return LineFront(watch.observer)
     if not _somebody_looks(shell):
-        return SummaryFront(watch.samples)
+        return SummaryFront(watch.look, watch.samples)
     if not static:
         try:
             return WidgetFront(watch.observer, 1.0 / watch.hz, watch.request)
