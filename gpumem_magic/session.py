@@ -83,6 +83,7 @@ class ActiveRecording:
         from gpumem_magic.recording.repetition import ENOUGH
 
         self._lines = lines
+        self._why.read(source)
         if max_iterations is not None or until_repeat:
             self._limit = IterationLimit(max_iterations, lambda: until_repeat and self._recorder.alike >= ENOUGH)
             self._limit.install()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import re
 from dataclasses import dataclass
@@ -161,6 +162,21 @@ GUILTY = [
     ),
 ]
 
+# the loop of PyTorch's "Understanding GPU Memory 1" has its zero_grad commented out
+FORGOTTEN = (
+    "for _ in range(3):\n    pred = model(x)\n    nn.functional.mse_loss(pred, x).backward()\n    optimizer.step()\n"
+    "    # optimizer.zero_grad(set_to_none=True)"
+)
+NODE = "class Node:\n    def __init__(self, x):\n        self.x = x\n        self.me = self"
+NODES = "for _ in range(3):\n    node = Node(torch.randn(1024, 1024, 64, device='cuda'))\ndel node"
+GUILTY += [
+    Case("missing_zero_grad", (TRAIN, FORGOTTEN), "never calls `zero_grad`"),
+    Case("missing_zero_grad", (TRAIN.replace("SGD", "Adam"), FORGOTTEN), "`optimizer.zero_grad()` right after"),
+    # "Understanding GPU Memory 2: Finding and Removing Reference Cycles"; pytorch/pytorch#61162
+    Case("reference_cycle", (NODE, NODES), "768 MiB is held only by reference cycles: Node.me -> Node"),
+    Case("reference_cycle", (NODE, NODES), "%gpumem_free cycles"),
+]
+
 ACCUMULATING = """
 for i in range(4):
     model(x).mean().backward()
@@ -187,6 +203,35 @@ INNOCENT = [
             ACCUMULATING,
         ),
     ),
+    # cleared in a function of an earlier cell, also one that a function calls; and by hand
+    Case(
+        "",
+        (TRAIN + "def clear(o):\n    o.zero_grad(set_to_none=False)\n", FORGOTTEN.replace("#", "clear(optimizer) #")),
+    ),
+    Case(
+        "",
+        (
+            TRAIN
+            + "class Loop:\n    def done(self, o): again(o)\ndef again(o): o.zero_grad(set_to_none=False)\nloop = Loop()",
+            FORGOTTEN.replace("#", "loop.done(optimizer) #"),
+        ),
+    ),
+    Case("", (TRAIN, FORGOTTEN.replace("#", "for p in model.parameters(): p.grad.zero_() #"))),
+    # one step to a cell; two models with a step each
+    Case("", (TRAIN, "model(x).sum().backward()\noptimizer.step()")),
+    Case(
+        "",
+        (
+            TRAIN + "other = net()\nsecond = torch.optim.SGD(other.parameters(), lr=0.1)",
+            "model(x).sum().backward()\noptimizer.step()\nother(x).sum().backward()\nsecond.step()",
+        ),
+    ),
+    # no cycle; one that a variable holds; one that was collected; one too small for words
+    Case("", (NODE.replace("self.me = self", "self.me = None"), NODES.replace("64", "4"))),
+    Case("", (NODE, NODES.replace("del node", ""), "y = 1")),
+    Case("", (NODE, "node = Node(mib(64))\nother = node")),
+    Case("", (NODE, NODES + "\nimport gc\ngc.collect()\ny = mib(1)")),
+    Case("", (NODE + "\nbig = mib(200)", "node = Node(mib(2))\ndel node")),
     Case("", (TRAIN, "state = model.state_dict()\nmodel.load_state_dict(state)")),
     Case("", (TRAIN, "average = {name: one.clone() for name, one in model.state_dict().items()}")),
     Case(
@@ -228,7 +273,11 @@ INNOCENT = [
 
 
 @pytest.mark.parametrize("case", GUILTY, ids=[f"{number}-{case.tells}" for number, case in enumerate(GUILTY)])
-def test_a_cause_is_found(case: Case) -> None:
+def test_a_cause_is_found(case: Case, request: pytest.FixtureRequest) -> None:
+    if case.tells == "reference_cycle":
+        # Python's collector comes when it likes, and would take some of them.
+        request.addfinalizer(gc.enable)
+        gc.disable()
     with notebook(case.device) as book:
         for code in case.cells[:-1]:
             book.cell(code)

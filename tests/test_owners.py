@@ -192,10 +192,45 @@ def test_a_reference_cycle_is_found_when_asked(machine: Any) -> None:
     (held,) = holdings.held
     assert (held.size, held.cyclic) == (8 * MIB, True)
     root = holdings.roots[held.roots[0]]
-    assert (root.kind, root.name, root.statement) == ("cycle", "a reference cycle (Node)", "%gpumem_free cycles")
+    assert (root.kind, root.name, root.statement) == (
+        "cycle",
+        "a reference cycle (Node.me -> Node)",
+        "%gpumem_free cycles",
+    )
     del holdings
     gc.collect()
     assert find_owners(machine, namespace, cycles=True).held == ()
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (
+            "class Child: pass\nclass Parent: pass\ndef make():\n    p, c = Parent(), Child()\n"
+            "    p.children, c.parent, c.kept = [c], p, mib(8)\nmake()",
+            ("Parent.children[0] -> Child.parent -> Parent", "Child.parent -> Parent.children[0] -> Child"),
+        ),
+        (
+            "class Node:\n    __slots__ = ('me', 'kept')\ndef make():\n    a = Node()\n    a.me, a.kept = a, mib(8)\nmake()",
+            ("Node.me -> Node",),
+        ),
+        ("def make():\n    a = [mib(8)]\n    a.append(a)\nmake()", ("list",)),
+    ],
+    ids=["two objects", "slots", "a list"],
+)
+def test_a_cycle_is_told_by_the_way_it_runs(machine: Any, code: str, words: tuple[str, ...]) -> None:
+    holdings = find_owners(machine, ran(code), cycles=True)
+    (held,) = holdings.held
+    assert holdings.roots[held.roots[0]].name in [f"a reference cycle ({one})" for one in words]
+
+
+def test_who_decides_on_the_search_for_cycles_is_told_what_is_missing(machine: Any) -> None:
+    asked = []
+    namespace = ran(CYCLE + "make()\ny = mib(2)")
+    holdings = find_owners(machine, namespace, cycles=lambda missing, total: bool(asked.append((missing, total))))
+    assert [(sorted(missing.values()), total) for missing, total in asked] == [([8 * MIB], 10 * MIB)]
+    assert [one.size for one in holdings.lost] == [8 * MIB]
+    assert find_owners(machine, namespace, cycles=lambda missing, total: True).lost == ()
 
 
 def test_a_cycle_that_a_variable_holds_is_no_garbage(machine: Any) -> None:

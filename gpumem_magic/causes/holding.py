@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 
 from gpumem_magic.causes.model import LEAST, Cause, Scene
-from gpumem_magic.owners.model import size_of
+from gpumem_magic.owners.model import Held, size_of
 from gpumem_magic.owners.who import joined
 from gpumem_magic.recording.model import Sighting
 from gpumem_magic.units import MIB, human
 
 _DELETED = re.compile(r"^del\s+(?P<names>[\w\s,.\[\]'\"]+)$")
+_CYCLE = re.compile(r"a reference cycle \((?P<way>.*)\)$")
 # What nvidia-smi goes on showing is worth a word only where someone would wonder.
 _WONDER = 64 * MIB
 
@@ -40,6 +41,35 @@ def pinned(scene: Scene) -> list[Cause]:
             )
         )
     return found
+
+
+def reference_cycle(scene: Scene) -> list[Cause]:
+    """What the cell made and only a reference cycle keeps: Python's garbage collector has not come by yet."""
+    if scene.holdings is None:
+        return []
+    held: dict[str, list[Held]] = {}
+    for one in scene.held:
+        root = scene.holdings.roots[one.roots[0]]
+        allocation = scene.alive.get(one.address)
+        if root.kind == "cycle" and allocation is not None and allocation.born >= 0:
+            held.setdefault(root.name, []).append(one)
+    everything = [one for its in held.values() for one in its]
+    if size_of(everything) < max(LEAST, scene.timeline.allocated_at(scene.end) // 20):
+        return []
+    names = sorted(held, key=lambda name: -size_of(held[name]))
+    ways = [found["way"] for name in names if (found := _CYCLE.match(name))]
+    told = f": {', '.join(ways[:2])}{', ...' if len(ways) > 2 else ''}" if ways else ""
+    back = next((way.rpartition(" -> ")[0].rpartition(" -> ")[2] for way in ways if "." in way), "")
+    breaks = f" (`{back}` as a `weakref.ref`, or set to None when it is done)" if back else ""
+    return [
+        Cause(
+            "reference_cycle",
+            f"{human(size_of(everything))} is held only by reference cycles{told}; no name leads there, and Python's garbage "
+            "collector comes by its own clock, not when the device is full.",
+            f"`%gpumem_free cycles` frees it; break the cycle{breaks}, and it goes at once.",
+            size_of(everything),
+        )
+    ]
 
 
 def freed_nothing(scene: Scene) -> list[Cause]:

@@ -44,7 +44,7 @@ class Scene:
     holdings: who held what at the end, None where nobody could look. evaluating: the names of the notebook's modules that were in
     evaluation mode at the end. typed: the text of this cell and of those before it. modules: a variable's name -> the addresses
     of the parameters that it had before the cell's first statement. saved: what the first backward's graph kept, when the
-    device's log stood at `saved_at`.
+    device's log stood at `saved_at`. never_clears: whether the cell's text runs backward and steps, and nothing clears gradients.
     """
 
     recording: Recording
@@ -58,6 +58,7 @@ class Scene:
     modules: Mapping[str, frozenset[int]] = field(default_factory=dict)
     saved: Sequence[Saved] = ()
     saved_at: int = 0
+    never_clears: bool = False
 
     @property
     def end(self) -> int:

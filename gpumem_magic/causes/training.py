@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from gpumem_magic.causes.model import LEAST, Cause, Scene, size
 from gpumem_magic.recording.model import Span
+from gpumem_magic.snapshot.timeline import Allocation
 from gpumem_magic.units import human
 
 
@@ -33,6 +36,54 @@ def late_zero_grad(scene: Scene) -> list[Cause]:
             worst[0],
         )
     ]
+
+
+def missing_zero_grad(scene: Scene) -> list[Cause]:
+    """Gradients that stay from one step through the next forward and backward, which adds to them, as nothing clears them."""
+    if not scene.never_clears:
+        return []
+    backwards = scene.spans("backward")
+    worst = 0
+    times = 0
+    for step in scene.spans("optimizer"):
+        done = scene.end_of(step)
+        following = next((one for one in backwards if scene.start_of(one) >= done), None)
+        if step.failed or following is None:
+            continue
+        begin, end = scene.start_of(following), scene.end_of(following)
+        kept = [one for one in scene.living_in(done, "gradients") if one.freed is None or one.freed >= end]
+        new = [one for one in scene.living_in(end, "gradients") if one.born >= begin]
+        # Another model's backward leaves these as they are, and its own stay: what adds makes each anew, and drops it.
+        if kept and 10 * size(new) < size(kept) and 2 * size(_added_to(scene, kept, begin, end)) >= size(kept):
+            worst = max(worst, size(kept))
+            times += 1
+    if worst < max(LEAST, scene.report.peak.allocated // 20):
+        return []
+    return [
+        Cause(
+            "missing_zero_grad",
+            f"Gradients ({human(worst)}) stayed from each step through the next forward and backward, which added to them "
+            f"({times} {'time' if times == 1 else 'times'}): the cell never calls `zero_grad`.",
+            "Call `optimizer.zero_grad()` right after `optimizer.step()`: it frees them, and the training is not what it seems "
+            "without it.",
+            worst,
+        )
+    ]
+
+
+def _added_to(scene: Scene, kept: list[Allocation], begin: int, end: int) -> list[Allocation]:
+    """Those for which a stretch made, and dropped again, something of the same size."""
+    fresh = Counter(
+        one.requested
+        for one in scene.timeline.allocations
+        if begin <= one.born < end and one.freed is not None and one.freed < end
+    )
+    found = []
+    for one in kept:
+        if fresh[one.requested] > 0:
+            fresh[one.requested] -= 1
+            found.append(one)
+    return found
 
 
 def optimizer_states(scene: Scene) -> list[Cause]:

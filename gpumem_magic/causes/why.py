@@ -14,10 +14,11 @@ from typing import Any
 import torch
 
 from gpumem_magic.causes.catalog import find_causes
-from gpumem_magic.causes.model import Cause, Scene
+from gpumem_magic.causes.model import LEAST, Cause, Scene
+from gpumem_magic.causes.source import never_clears_gradients
 from gpumem_magic.devices.base import Machine
 from gpumem_magic.owners.model import Holdings
-from gpumem_magic.owners.saved import Saved, saved_in_graph
+from gpumem_magic.owners.saved import Place, Saved, saved_in_graph
 from gpumem_magic.owners.search import find_owners
 from gpumem_magic.owners.who import holders
 from gpumem_magic.patching import Patches
@@ -29,6 +30,10 @@ from gpumem_magic.report.model import Owner, Report, ReportCause
 _OWNERS = 20
 # So many cells before this one are read for where a variable came from.
 _CELLS = 50
+# One part in so many of what is allocated is worth a search through the garbage.
+_SHARE = 20
+# Bytes that the last search found no owner for, by place.
+_known_lost: dict[Place, int] = {}
 
 
 class Why:
@@ -46,6 +51,12 @@ class Why:
         self._evaluating: frozenset[str] = frozenset()
         self._modules: dict[str, frozenset[int]] = {}
         self._typed = ""
+        self._source = ""
+        self._never_clears = False
+
+    def read(self, source: str) -> None:
+        """The cell's own text."""
+        self._source = source
 
     def start(self, namespace: Mapping[str, Any] | None, positions: Any) -> None:
         """positions: a function from a device's index to where its log stands."""
@@ -59,9 +70,13 @@ class Why:
         self._patches.undo()
         with _Timed(self, "looking for who holds the memory"):
             if namespace is not None:
-                self._holdings = find_owners(self._machine, namespace, self._shell, error=error)
+                self._holdings = find_owners(
+                    self._machine, namespace, self._shell, error=error, cycles=self._worth_a_search
+                )
+                _remember_lost(self._holdings)
                 self._evaluating = _evaluating(namespace)
                 self._typed = _typed(namespace)
+                self._never_clears = never_clears_gradients(self._source, namespace)
 
     def explain(self, recording: Recording, view: DeviceView, report: Report) -> Report:
         """The report with its owners, its causes, and the causes' sentences among its notes."""
@@ -82,6 +97,7 @@ class Why:
                 self._modules,
                 saved,
                 saved_at or 0,
+                self._never_clears,
             )
             causes, failures = find_causes(scene)
             self._failures += failures
@@ -99,6 +115,11 @@ class Why:
         """Where the device's log stood at the look at the first graph; None where there was none, or it was left out."""
         at = self._saved_at.get(view.device)
         return at if at is None or view.log.places is None else view.log.places.get(at)
+
+    def _worth_a_search(self, missing: Mapping[Place, int], allocated: int) -> bool:
+        """Whether so much is held by no name that all of Python's objects are looked through for reference cycles."""
+        fresh = sum(size for place, size in missing.items() if _known_lost.get(place) != size)
+        return fresh >= max(LEAST, allocated // _SHARE)
 
     def _watch_first_backward(self, positions: Any) -> None:
         for place in (torch.autograd.graph, torch.autograd):
@@ -141,6 +162,12 @@ class _Timed:
             self._why.failed(self._task, error)
             return True
         return False
+
+
+def _remember_lost(holdings: Holdings) -> None:
+    """What no search finds an owner for is searched for once, and not after each cell."""
+    _known_lost.clear()
+    _known_lost.update({(one.device, one.address): one.size for one in holdings.lost})
 
 
 def _owners(holdings: Holdings | None) -> tuple[Owner, ...]:

@@ -15,6 +15,7 @@ import torch
 
 from gpumem_magic.owners.autograd import is_node_type, next_nodes, saved_by
 from gpumem_magic.owners.model import Root
+from gpumem_magic.owners.ring import ring_words
 from gpumem_magic.owners.roots import FREE_CYCLES
 from gpumem_magic.owners.traversal import Locate, Place, Traversal
 
@@ -153,7 +154,11 @@ def _groups(unseen: list[Any], candidates: Mapping[int, list[int]], garbage: set
 
 
 def _words(things: list[Any]) -> str:
-    """``a reference cycle (Trainer, dict, ...)``: plain containers only where there is nothing else."""
+    """``a reference cycle (Node.me -> Node)``; where that way is not known its classes, plain containers only where there is
+    nothing else."""
+    ring = ring_words(things)
+    if ring:
+        return f"a reference cycle ({ring})"
     kinds = list(dict.fromkeys(type(one).__name__ for one in things if not isinstance(one, (torch.Tensor, type))))
     telling = [kind for kind in kinds if kind not in ("dict", "list", "tuple", "cell", "set")] or kinds
     more = ", ..." if len(telling) > _MEMBERS else ""

@@ -126,12 +126,12 @@ class Namer:
             inside = {} if frame is None else locals_of(frame)
             return {id(one): f" local `{name}` of the generator {holder.__name__}()" for name, one in inside.items()}
         if isinstance(holder, BaseException):
-            return {id(holder.__traceback__): "", id(holder.args): ".args"} | _attribute_labels(holder)
+            return {id(holder.__traceback__): "", id(holder.args): ".args"} | attribute_labels(holder)
         if isinstance(holder, type):
             return {id(value): f".{name}" for name, value in vars(holder).items()}
         if isinstance(holder, types.MethodType):
             return {id(holder.__self__): ".__self__"}
-        return _attribute_labels(holder)
+        return attribute_labels(holder)
 
     def _dict_labels(self, parent: int, holder: dict[Any, Any]) -> dict[int, str]:
         above = self._parent.get(parent, -1)
@@ -200,7 +200,7 @@ def _is_attributes_of(holder: dict[Any, Any], owner: Any) -> bool:
         return False
 
 
-def _attribute_labels(holder: Any) -> dict[int, str]:
+def attribute_labels(holder: Any) -> dict[int, str]:
     """Attributes kept in the object itself: Python's compact instances, and slots."""
     labels: dict[int, str] = {}
     try:

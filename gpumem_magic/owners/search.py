@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import pairwise
 from typing import Any
 
@@ -32,14 +32,15 @@ def find_owners(
     namespace: Mapping[str, Any],
     shell: Any = None,
     *,
-    cycles: bool = False,
+    cycles: bool | Callable[[Mapping[Place, int], int], bool] = False,
     error: BaseException | None = None,
 ) -> Holdings:
     """Who holds what is live on the machine now.
 
     namespace: the program's variables; shell: the notebook's IPython shell, or None in a script. cycles: also look through all of
-    Python's objects for reference cycles that only a garbage collection would free (slower). error: one that is on its way out of
-    the program now. Nothing is collected, and nothing of the user's is kept.
+    Python's objects for reference cycles that only a garbage collection would free (slower); or who decides that, when told the
+    bytes that no name was found for, by place, and all bytes. error: one that is on its way out of the program now. Nothing is
+    collected, and nothing of the user's is kept.
     """
     began = time.perf_counter()
     settle = getattr(machine, "settle", None)
@@ -54,7 +55,7 @@ def find_owners(
         for root, values in roots_of(shell, namespace, error):
             walk.add_root(root, values)
         walk.walk()
-        if cycles and not blocks.keys() <= walk.storages.keys():
+        if _looks_for_cycles(cycles, walk, blocks):
             for root, values in garbage_holding(machine.locate, walk, blocks):
                 walk.add_root(root, values)
             walk.walk()
@@ -82,6 +83,19 @@ def find_owners(
     held.sort(key=lambda one: (-one.size, one.place))
     lost.sort(key=lambda one: -one.size)
     return Holdings(tuple(roots), tuple(held), tuple(lost), graph, time.perf_counter() - began, objects)
+
+
+def _looks_for_cycles(
+    cycles: bool | Callable[[Mapping[Place, int], int], bool], walk: Traversal, blocks: Mapping[Place, tuple[int, int]]
+) -> bool:
+    missing = {
+        place: size
+        for place, (size, requested) in blocks.items()
+        if place not in walk.storages and requested not in WORKSPACE_SIZES
+    }
+    if not missing or isinstance(cycles, bool):
+        return bool(missing) and cycles is True
+    return cycles(missing, sum(size for size, _ in blocks.values()))
 
 
 def _blocks(machine: Machine) -> dict[Place, tuple[int, int]]:

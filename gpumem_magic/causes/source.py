@@ -1,0 +1,71 @@
+"""What a cell's own text says about gradients, and the functions of the user's that it mentions. Nothing of it is run."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from types import CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+from gpumem_magic.owners.traversal import is_users_module
+
+_COMMENT = re.compile(r"#[^\n]*")
+_BACKWARD = re.compile(r"\bbackward\s*\(")
+_STEP = re.compile(r"\.step\s*\(")
+# Any look at `.grad` counts: whoever handles gradients by hand knows that they are there.
+_CLEARS = re.compile(r"zero_grad|set_to_none|\.grad\b")
+_WORD = re.compile(r"[A-Za-z_]\w*")
+_CLEARING_NAMES = frozenset({"zero_grad", "grad"})
+# Functions that call functions, so far down.
+_DEPTH = 3
+_MOST = 2000
+
+
+def never_clears_gradients(source: str, namespace: Mapping[str, Any]) -> bool:
+    """Whether a cell runs backward and an optimizer's step itself, and neither it nor a function of the user's that it names
+    touches gradients otherwise."""
+    text = _COMMENT.sub("", source)
+    if not (_BACKWARD.search(text) and _STEP.search(text)) or _CLEARS.search(text):
+        return False
+    seen: set[int] = set()
+    for word in set(_WORD.findall(text)):
+        for function in _functions_of(namespace.get(word)):
+            if _clears(function, _DEPTH, seen):
+                return False
+    return True
+
+
+def _functions_of(thing: Any) -> Iterator[FunctionType]:
+    """The functions of the user's that a variable stands for: itself, a class's methods, a module's functions."""
+    if isinstance(thing, FunctionType):
+        yield thing
+    elif isinstance(thing, MethodType):
+        yield from _functions_of(thing.__func__)
+    elif isinstance(thing, ModuleType):
+        if is_users_module(thing):
+            yield from (value for value in list(vars(thing).values()) if isinstance(value, FunctionType))
+    else:
+        for kind in (thing if isinstance(thing, type) else type(thing)).__mro__:
+            if is_users_module(sys.modules.get(kind.__module__)):
+                yield from (value for value in list(vars(kind).values()) if isinstance(value, FunctionType))
+
+
+def _clears(function: FunctionType, depth: int, seen: set[int]) -> bool:
+    if id(function) in seen or len(seen) > _MOST:
+        return False
+    seen.add(id(function))
+    names = frozenset(_names_in(function.__code__))
+    if names & _CLEARING_NAMES:
+        return True
+    if not depth:
+        return False
+    called = (function.__globals__.get(name) for name in names)
+    return any(_clears(one, depth - 1, seen) for one in called if isinstance(one, FunctionType))
+
+
+def _names_in(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names_in(constant)

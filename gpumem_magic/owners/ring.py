@@ -1,0 +1,87 @@
+"""How a reference cycle runs, in the words of the program: ``Node.me -> Node``."""
+
+from __future__ import annotations
+
+import gc
+from collections import deque
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from gpumem_magic.owners.naming import attribute_labels
+
+_PLAIN = (dict, list, tuple, set, torch.Tensor, type)
+# Beyond so many members the search for the way would take longer than the answer is worth.
+_MOST = 5000
+_LONGEST = 24
+_MOST_STATIONS = 4
+
+
+def ring_words(things: Sequence[Any]) -> str:
+    """A way from one of the things back to itself, past attributes and keys; "" without objects of a class of their own."""
+    if len(things) > _MOST:
+        return ""
+    number_of = {id(thing): number for number, thing in enumerate(things)}
+    referents: dict[int, list[int]] = {}
+    for start, thing in enumerate(things):
+        if isinstance(thing, _PLAIN) or type(thing).__name__ == "cell":
+            continue
+        way = _way_back(start, things, number_of, referents)
+        if way:
+            return _told([things[number] for number in way])
+    return ""
+
+
+def _way_back(
+    start: int, things: Sequence[Any], number_of: dict[int, int], referents: dict[int, list[int]]
+) -> list[int]:
+    """The numbers on the shortest way from a thing to itself, both ends included; empty where there is none."""
+    came_from: dict[int, int] = {}
+    todo = deque([start])
+    while todo:
+        number = todo.popleft()
+        if number not in referents:
+            found = (number_of.get(id(one)) for one in gc.get_referents(things[number]))
+            referents[number] = [one for one in found if one is not None]
+        for child in referents[number]:
+            if child == start:
+                way = [number]
+                while way[-1] != start:
+                    way.append(came_from[way[-1]])
+                return [*reversed(way), start]
+            if child not in came_from:
+                came_from[child] = number
+                todo.append(child)
+    return []
+
+
+def _told(way: Sequence[Any]) -> str:
+    stations = [type(way[0]).__name__]
+    for holder, held in pairwise(way):
+        stations[-1] += _label(holder, held)
+        if not isinstance(held, _PLAIN):
+            stations.append(type(held).__name__)
+    if len(stations) > _MOST_STATIONS:
+        stations[_MOST_STATIONS - 1 : -1] = ["..."]
+    return " -> ".join(stations)
+
+
+def _label(holder: Any, held: Any) -> str:
+    """What the program writes to come from the one to the other."""
+    if isinstance(holder, dict):
+        for key, value in dict.items(holder):
+            if value is held:
+                # An object's own dictionary reads as its attributes: their names are strings that could stand behind a dot.
+                return f".{key}" if isinstance(key, str) and key.isidentifier() else f"[{_short(key)}]"
+        return ""
+    if isinstance(holder, (list, tuple)):
+        members = list.__iter__(holder) if isinstance(holder, list) else tuple.__iter__(holder)
+        return next((f"[{place}]" for place, one in enumerate(members) if one is held), "")
+    return attribute_labels(holder).get(id(held), "")
+
+
+def _short(key: Any) -> str:
+    text = repr(key) if isinstance(key, (str, int, float, bool)) else type(key).__name__
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
