@@ -23,7 +23,7 @@ sizes = st.one_of(st.sampled_from(EDGES), st.integers(1, 3 * MIB), st.integers(1
 streams = st.sampled_from([0, 0, 0, 7])
 
 # The number in a free or record is taken modulo the number of live blocks.
-_step = st.one_of(
+step_without_pools = st.one_of(
     st.tuples(st.just("malloc"), sizes, streams),
     st.tuples(st.just("malloc"), sizes, streams),
     st.tuples(st.just("malloc"), sizes, streams),
@@ -31,6 +31,9 @@ _step = st.one_of(
     st.tuples(st.just("free"), st.integers(0, 99), st.just(0)),
     st.tuples(st.just("record"), st.integers(0, 99), streams),
     st.tuples(st.sampled_from(["empty_cache", "complete_pending"]), st.just(0), st.just(0)),
+)
+_step = st.one_of(
+    *[step_without_pools] * 7,
     # Begins filling a private pool, or ends it; gives one up.
     st.tuples(st.sampled_from(["pool", "pool", "release_pool"]), st.integers(1, 2), st.just(0)),
 )

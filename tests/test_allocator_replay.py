@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
-from allocator_programs import settings_choices, shape, start_run, steps
+from allocator_programs import settings_choices, shape, start_run, step_without_pools, steps
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from gpumem_magic.allocator.replay import figures, replay
 from gpumem_magic.allocator.replayable import replayables
@@ -216,6 +217,45 @@ def test_an_emulated_trace_replays_to_itself(
     assert {key: replayed[key] for key in replayed if key.endswith(".current")} == {
         key: stats[key] for key in stats if key.endswith(".current")
     }
+
+
+HIDDEN_SEARCHES = {
+    "the last free that the flush waits for is the one just before it": [
+        *[("malloc", 18 * MIB, 0), ("malloc", 15166221, 0), ("free", 0, 0), ("malloc", 1075868, 0), ("malloc", 1, 7)],
+        *[("malloc", 2529510, 0), ("malloc", 7713682, 0), ("malloc", 1139881, 0), ("free", 3, 0), ("free", 1, 0)],
+        *[("free", 2, 0), ("free", 1, 0), ("malloc", 10 * MIB - 512, 0), ("free", 0, 0), ("record", 1, 7)],
+        *[("free", 1, 0), ("malloc", 2 * MIB - 512, 0)],
+    ],
+    "the free that hides what would fit completes before the search": [
+        *[("malloc", 21 * MIB, 0), ("malloc", 511, 0), ("malloc", 1, 0), ("malloc", 5 * MIB, 0), ("record", 0, 7)],
+        *[("free", 0, 0), ("malloc", MIB - 512, 0), ("complete_pending", 0, 0), ("malloc", MIB + 1, 0)],
+    ],
+}
+
+
+@pytest.mark.parametrize("program", HIDDEN_SEARCHES.values(), ids=HIDDEN_SEARCHES.keys())
+def test_a_request_that_flushed_is_told_from_what_surrounds_it(program: list[tuple[str, int, int]]) -> None:
+    """When PyTorch searched is no event; which frees came after the search decides where the request goes."""
+    options = AllocatorSettings(expandable_segments=True, max_split_size=20 * MIB)
+    run = start_run(settings=options, fraction=0.7, auto_complete=False)
+    for step in program:
+        run.step(*step)
+    assert run.allocator.memory_stats()["num_alloc_retries"] == 1
+    result = replay((), run.events, options, final=run.allocator.segments())
+    assert result.agrees
+    assert shape(result.allocator.segments()) == shape(run.allocator.segments())
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.lists(step_without_pools, min_size=20, max_size=60), st.sampled_from([1.0, 0.7]))
+def test_expandable_segments_with_a_split_limit_replay_to_themselves(
+    program: list[tuple[str, int, int]], fraction: float
+) -> None:
+    options = AllocatorSettings(expandable_segments=True, max_split_size=20 * MIB)
+    run = start_run(settings=options, fraction=fraction, auto_complete=False)
+    for step in program:
+        run.step(*step)
+    assert replay((), run.events, options, final=run.allocator.segments()).agrees
 
 
 def test_events_about_unknown_memory_are_counted() -> None:

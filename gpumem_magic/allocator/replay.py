@@ -148,10 +148,14 @@ class _Replay:
         self._ranges = MappedRanges(start)
         # Segments and pages that the recording got for the next request: indices of events.
         self._got: list[int] = []
-        # Index of the alloc event of a request that flushed, and how far was looked for one.
+        # Index of the alloc event of a request that flushed.
         self._flushed = -1
-        self._got_more = False
+        # Of the releases and completed frees under way: where they end, the alloc event that follows, whether new memory
+        # was got for it, and whether something was given back already.
         self._looked_until = 0
+        self._request = -1
+        self._got_more = False
+        self._released = False
 
     def run(self) -> ReplayResult:
         events, result, moved, memory = self._events, self._result, self._moved, self._memory
@@ -250,33 +254,44 @@ class _Replay:
         """Whether memory is given back, or a free that waited completes, because a request flushes everything. PyTorch then
         asks the driver, even where a piece that is free only since then would do; so the search has to be done before.
         """
-        if index < self._looked_until:
+        if index >= self._looked_until:
+            self._look_ahead(index)
+        if self._request < 0 or self._flushed == self._request or self._released:
             return
         events = self._events
+        request, before = events[self._request], events[index - 1]
+        pool_id = self._private.of_new_memory(self._looked_until, events[self._looked_until])
+        # Which of the frees here were the flush's is not recorded: it was one if a search between any two found nothing.
+        found = self._allocator.finds(request.size, request.stream, pool_id)
+        # The free just before may be one that waited, and was completed by the flush at once.
+        waited = index > 0 and before.action == "free_completed"
+        if found is None or (waited and before.address in found):
+            self._flushed = self._request
+        self._released = events[index].action != "free_completed"
+
+    def _look_ahead(self, index: int) -> None:
+        """Finds the request that a run of releases and completed frees may belong to, and where its new memory begins."""
+        events = self._events
         end = index
-        # Up to the next request, and where its new memory begins.
         while end < len(events) and events[end].action in ("free_completed", "segment_free", "segment_unmap"):
             end += 1
-        self._looked_until = end
-        first = end
+        self._looked_until = first = end
         while end < len(events) and events[end].action in ("segment_alloc", "segment_map"):
             end += 1
-        if index < end < len(events) and events[end].action == "alloc":
-            request, before = events[end], events[index - 1]
-            pool_id = self._private.of_new_memory(first, events[first])
-            found = self._allocator.finds(request.size, request.stream, pool_id)
-            # The free just before may be one that waited, and was completed by the flush at once.
-            waited = index > 0 and before.action == "free_completed"
-            if found is None or (first < end and waited and before.address in found):
-                self._flushed = end
-                self._got_more = first < end
+        self._request = end if index < end < len(events) and events[end].action == "alloc" else -1
+        self._got_more = first < end
+        self._released = False
 
     def _malloc_after_flush(self, event: TraceEvent, pool_id: PoolId | None) -> int:
         size, stream = event.size, event.stream
-        # Without new memory it may have been the program that emptied the cache, between two requests.
-        if self._got_more or self._allocator.grows_at(size, stream, pool_id) == event.address:
-            return self._allocator.malloc_anew(size, stream, pool_id)
-        return self._allocator.malloc(size, stream, pool_id)
+        if not self._got_more:
+            # It may have been the program that emptied the cache, between two requests. Only a place that a search would
+            # not have chosen, and growing would, says that it was the request.
+            found = self._allocator.finds(size, stream, pool_id)
+            is_found = found is not None and found.start == event.address
+            if is_found or self._allocator.grows_at(size, stream, pool_id) != event.address:
+                return self._allocator.malloc(size, stream, pool_id)
+        return self._allocator.malloc_anew(size, stream, pool_id)
 
     # Segments.
 
