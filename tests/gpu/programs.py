@@ -1,4 +1,4 @@
-"""The programs that are measured on a GPU: a linear model, a residual network, and an encoder as large as bert-large."""
+"""The models that are measured on a GPU: linear layers, a residual network, a decoder, an encoder as large as bert-large."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 Step = Callable[[], None]
 
@@ -71,6 +72,53 @@ class Bert(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         return self.bert(input_ids=tokens).logits
+
+
+class DecoderLayer(nn.Module):
+    def __init__(self, width: int, heads: int, fused: bool) -> None:
+        super().__init__()
+        self.heads, self.fused = heads, fused
+        self.before, self.between = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.together, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.body = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, width = x.shape
+        parts = self.together(self.before(x)).view(batch, length, 3, self.heads, width // self.heads)
+        query, key, value = parts.permute(2, 0, 3, 1, 4).unbind()
+        if self.fused:
+            found = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        else:
+            scores = query @ key.transpose(-2, -1) * query.shape[-1] ** -0.5
+            ahead = torch.ones(length, length, dtype=torch.bool, device=x.device).triu(1)
+            found = scores.masked_fill(ahead, float("-inf")).softmax(-1) @ value
+        x = x + self.out(found.transpose(1, 2).reshape(batch, length, width))
+        return x + self.body(self.between(x))
+
+
+class Decoder(nn.Module):
+    """A small GPT. fused: with PyTorch's attention kernel; checkpointing: each layer's activations are computed again."""
+
+    def __init__(
+        self, layers: int, width: int, heads: int, vocabulary: int, *, fused: bool = True, checkpointing: bool = False
+    ) -> None:
+        super().__init__()
+        self.checkpointing = checkpointing
+        self.tokens, self.places = nn.Embedding(vocabulary, width), nn.Embedding(1024, width)
+        self.layers = nn.ModuleList(DecoderLayer(width, heads, fused) for _ in range(layers))
+        self.last = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(tokens) + self.places(torch.arange(tokens.shape[1], device=tokens.device))
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False) if self.checkpointing else layer(x)
+        return self.head(self.last(x))
+
+    def loss(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The mean cross entropy of each next token."""
+        scores = self(tokens)[:, :-1]
+        return nn.functional.cross_entropy(scores.flatten(0, 1), tokens[:, 1:].flatten())
 
 
 def bert_large() -> nn.Module:

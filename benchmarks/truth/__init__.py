@@ -1,0 +1,1 @@
+"""The virtual GPU against a real one, on twenty programs."""
