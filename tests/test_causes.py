@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import pytest
 from causes_cells import SETUP, names, notebook
 
-from gpumem_magic.causes import catalog, copies, graphs, holding, room, shapes, training
+from gpumem_magic.causes import catalog, copies, graphs, holding, room, shapes, shortage, training
 
 
 @dataclass(frozen=True)
@@ -175,6 +175,21 @@ GUILTY += [
     # "Understanding GPU Memory 2: Finding and Removing Reference Cycles"; pytorch/pytorch#61162
     Case("reference_cycle", (NODE, NODES), "768 MiB is held only by reference cycles: Node.me -> Node"),
     Case("reference_cycle", (NODE, NODES), "%gpumem_free cycles"),
+    # forum threads that end with "restart the kernel": what is full, and what could go
+    Case("memory_ran_out", ("old = mib(3000)\nx = mib(9000)", "y = x + 1"), "`x` 9,000 MiB, `old` 3,000 MiB", "T4"),
+    Case(
+        "memory_ran_out",
+        ("old = mib(3000)\nx = mib(7000)", "mib(500)", "y = torch.cat([x, x[:1]])"),
+        "`del old` would have saved 3,000 MiB (the cell does not mention it, enough for this request); `%gpumem_free out` would "
+        "have saved 500 MiB (results in Out)",
+        "T4",
+    ),
+    Case(
+        "memory_ran_out",
+        ("def bad():\n    big = mib(6000)\n    1 / 0", "bad()", "y = mib(10000)"),
+        "`%gpumem_free traceback` would have saved 6,000 MiB (an earlier error's traceback, enough for this request)",
+        "T4",
+    ),
 ]
 
 ACCUMULATING = """
@@ -226,6 +241,8 @@ INNOCENT = [
             "model(x).sum().backward()\noptimizer.step()\nother(x).sum().backward()\nsecond.step()",
         ),
     ),
+    # an error that the program expects
+    Case("", ("y = mib(1)", "x = 1\ntry:\n    z = mib(20000)\nexcept torch.OutOfMemoryError:\n    pass"), device="T4"),
     # no cycle; one that a variable holds; one that was collected; one too small for words
     Case("", (NODE.replace("self.me = self", "self.me = None"), NODES.replace("64", "4"))),
     Case("", (NODE, NODES.replace("del node", ""), "y = 1")),
@@ -297,9 +314,9 @@ def test_innocent_cells_hear_nothing(case: Case) -> None:
 
 
 def test_every_detector_has_a_case() -> None:
-    modules = (copies, graphs, holding, room, shapes, training)
+    modules = (copies, graphs, holding, room, shapes, shortage, training)
     told = set(re.findall(r'Cause\(\s*f?"(\w+)(?:\{kind\})?"', "".join(inspect.getsource(one) for one in modules)))
-    told = (told - {"pinned_by_"}) | {"pinned_by_out", "pinned_by_traceback"}
+    told = (told - {"pinned_by_"}) | {"pinned_by_out", "pinned_by_traceback", shortage.NAME}
     assert told == {case.tells for case in GUILTY}
     defined = {
         name
@@ -308,6 +325,19 @@ def test_every_detector_has_a_case() -> None:
         if inspect.isfunction(value) and value.__module__ == module.__name__ and not name.startswith("_")
     }
     assert defined == {detector.__name__ for detector in catalog.DETECTORS}
+
+
+def test_what_the_cell_uses_is_not_offered_for_deletion() -> None:
+    with notebook("T4") as book:
+        book.cell(
+            "weights = mib(6000)\nother = mib(1000)\ndef apply(x): return inner(x)\ndef inner(x): return weights + x"
+        )
+        report = book.measured("y = apply(1)\nz = apply(1)")
+        (cause,) = [one for one in report.causes if one.name == "memory_ran_out"]
+        assert "`weights` 6,000 MiB, `y` 6,000 MiB, `other` 1,000 MiB" in cause.text
+        assert "`del other` would have saved 1,000 MiB" in cause.remedy
+        assert "weights" not in cause.remedy
+        assert report.causes[0].name == "memory_ran_out"
 
 
 def test_a_broken_detector_costs_a_line_and_not_the_report(monkeypatch: pytest.MonkeyPatch) -> None:

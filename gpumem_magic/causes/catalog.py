@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from gpumem_magic.causes import copies, graphs, holding, room, shapes, training
+from gpumem_magic.causes import copies, graphs, holding, room, shapes, shortage, training
 from gpumem_magic.causes.model import Cause, Scene
 
 Detector = Callable[[Scene], list[Cause]]
 
 DETECTORS: tuple[Detector, ...] = (
     room.fragmentation,
+    shortage.memory_ran_out,
     room.another_process,
     graphs.kept_graphs,
     graphs.growth,
@@ -35,6 +36,9 @@ _COVERED = {
     "growth": ("kept_graphs",),
     "dominating_layer": ("attention_scores",),
     "map_location_missing": ("held_checkpoint",),
+    "pinned_by_out": (shortage.NAME,),
+    "pinned_by_traceback": (shortage.NAME,),
+    "reference_cycle": (shortage.NAME,),
 }
 
 
@@ -48,4 +52,8 @@ def find_causes(scene: Scene) -> tuple[list[Cause], list[str]]:
         except Exception as error:
             failures.append(f"Looking for a cause failed in {detector.__name__} ({type(error).__name__}: {error}).")
     names = {one.name for one in found}
-    return [one for one in found if not names.intersection(_COVERED.get(one.name, ()))], failures
+    found = [one for one in found if not names.intersection(_COVERED.get(one.name, ()))]
+    if shortage.NAME in names:
+        # Where memory ran out, what would have saved most comes first, behind what went wrong.
+        found.sort(key=lambda one: (one.name not in ("fragmentation", shortage.NAME), -one.bytes))
+    return found, failures

@@ -45,6 +45,7 @@ class Scene:
     evaluation mode at the end. typed: the text of this cell and of those before it. modules: a variable's name -> the addresses
     of the parameters that it had before the cell's first statement. saved: what the first backward's graph kept, when the
     device's log stood at `saved_at`. never_clears: whether the cell's text runs backward and steps, and nothing clears gradients.
+    mentioned: the names that the cell uses, itself or in the functions that it calls; empty where that is not known.
     """
 
     recording: Recording
@@ -59,6 +60,7 @@ class Scene:
     saved: Sequence[Saved] = ()
     saved_at: int = 0
     never_clears: bool = False
+    mentioned: frozenset[str] = frozenset()
 
     @property
     def end(self) -> int:

@@ -1,4 +1,4 @@
-"""What a cell's own text says about gradients, and the functions of the user's that it mentions. Nothing of it is run."""
+"""What a cell's own text, and the functions of the user's that it names, say about gradients and names. Nothing of it is run."""
 
 from __future__ import annotations
 
@@ -34,6 +34,21 @@ def never_clears_gradients(source: str, namespace: Mapping[str, Any]) -> bool:
             if _clears(function, _DEPTH, seen):
                 return False
     return True
+
+
+def mentioned(source: str, namespace: Mapping[str, Any]) -> frozenset[str]:
+    """The names that a cell uses: those in its text, and those in the functions of the user's that these stand for."""
+    found = set(_WORD.findall(source))
+    todo = list(found)
+    seen: set[int] = set()
+    while todo and len(seen) < _MOST:
+        for function in _functions_of(namespace.get(todo.pop())):
+            if id(function) not in seen:
+                seen.add(id(function))
+                fresh = set(_names_in(function.__code__)) - found
+                found |= fresh
+                todo += fresh
+    return frozenset(found)
 
 
 def _functions_of(thing: Any) -> Iterator[FunctionType]:

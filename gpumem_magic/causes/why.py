@@ -15,7 +15,7 @@ import torch
 
 from gpumem_magic.causes.catalog import find_causes
 from gpumem_magic.causes.model import LEAST, Cause, Scene
-from gpumem_magic.causes.source import never_clears_gradients
+from gpumem_magic.causes.source import mentioned, never_clears_gradients
 from gpumem_magic.devices.base import Machine
 from gpumem_magic.owners.model import Holdings
 from gpumem_magic.owners.saved import Place, Saved, saved_in_graph
@@ -53,6 +53,7 @@ class Why:
         self._typed = ""
         self._source = ""
         self._never_clears = False
+        self._mentioned: frozenset[str] = frozenset()
 
     def read(self, source: str) -> None:
         """The cell's own text."""
@@ -77,6 +78,7 @@ class Why:
                 self._evaluating = _evaluating(namespace)
                 self._typed = _typed(namespace)
                 self._never_clears = never_clears_gradients(self._source, namespace)
+                self._mentioned = mentioned(self._source, namespace) if error is not None else frozenset()
 
     def explain(self, recording: Recording, view: DeviceView, report: Report) -> Report:
         """The report with its owners, its causes, and the causes' sentences among its notes."""
@@ -98,6 +100,7 @@ class Why:
                 saved,
                 saved_at or 0,
                 self._never_clears,
+                self._mentioned,
             )
             causes, failures = find_causes(scene)
             self._failures += failures

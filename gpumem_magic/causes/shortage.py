@@ -1,0 +1,103 @@
+"""Out of memory, with names: who held it at the failing request, what only pins it, and what letting go of each would save."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from gpumem_magic.causes.model import LEAST, Cause, Scene
+from gpumem_magic.owners.model import Held, size_of
+from gpumem_magic.report.explain import diagnose
+from gpumem_magic.units import human
+
+NAME = "memory_ran_out"
+_NAMED = 4
+_OFFERED = 5
+# What one statement frees, of what nobody in this cell needs.
+_STATEMENTS = {
+    "out": "`%gpumem_free out`",
+    "traceback": "`%gpumem_free traceback`",
+    "cycle": "`%gpumem_free cycles`",
+}
+_WHAT = {"out": "results in Out", "traceback": "an earlier error's traceback", "cycle": "reference cycles"}
+# The error that is on its way out now goes by itself, once nobody looks at it.
+THIS_ERROR = "this error's traceback"
+
+
+@dataclass(frozen=True)
+class _Saving:
+    """What one thing to type would have saved, in bytes."""
+
+    what: str
+    statement: str
+    bytes: int
+
+
+def memory_ran_out(scene: Scene) -> list[Cause]:
+    """Who held the memory when a request failed, and what could go, the largest first."""
+    found = diagnose(scene.report)
+    position = next((end for point, _, end in reversed(scene.points) if point.kind == "error"), None)
+    if scene.holdings is None or found is None or position is None:
+        return []
+    living = {one.address: one for one in scene.timeline.live_at(position)}
+    held = [one for one in scene.held if _was_there(scene, one, position) and one.address in living]
+    if size_of(held) < LEAST:
+        return []
+    savings = sorted(_savings(scene, held), key=lambda one: -one.bytes)[:_OFFERED]
+    missing = -(found.spare or 0) if found.cause == "size" else None
+    return [Cause(NAME, _who(scene, held, position), _what_to_do(savings, missing), size_of(held))]
+
+
+def _who(scene: Scene, held: list[Held], position: int) -> str:
+    assert scene.holdings is not None
+    by_root = Counter[int]()
+    for one in held:
+        by_root[one.roots[0]] += one.size
+    words = []
+    for number, size in by_root.most_common(_NAMED):
+        root = scene.holdings.roots[number]
+        words.append(f"{f'`{root.name}`' if root.kind == 'variable' else root.name} {human(size)}")
+    rest = sum(by_root.values()) - sum(size for _, size in by_root.most_common(_NAMED))
+    if rest:
+        words.append(f"others {human(rest)}")
+    total = scene.timeline.allocated_at(position)
+    own = total - size_of(held)
+    text = f"Who held the {human(total)} of tensors when memory ran out: {', '.join(words)}"
+    return f"{text}; {human(own)} has no name that outlived the failing statement." if own >= LEAST else f"{text}."
+
+
+def _what_to_do(savings: list[_Saving], missing: int | None) -> str:
+    if not savings:
+        return ""
+    told = []
+    for one in savings:
+        enough = ", enough for this request" if missing is not None and one.bytes >= missing else ""
+        told.append(f"{one.statement} would have saved {human(one.bytes)} ({one.what}{enough})")
+    return f"In the order of what it saves: {'; '.join(told)}."
+
+
+def _savings(scene: Scene, held: list[Held]) -> list[_Saving]:
+    """What IPython and Python keep by themselves, and variables that the cell does not even mention."""
+    assert scene.holdings is not None
+    roots = scene.holdings.roots
+    found = []
+    for kind, statement in _STATEMENTS.items():
+        numbers = {number for number in scene.holdings.of_kind(kind) if roots[number].name != THIS_ERROR}
+        freed = size_of(one for one in held if numbers.issuperset(one.roots))
+        if freed >= LEAST:
+            found.append(_Saving(_WHAT[kind], statement, freed))
+    if not scene.mentioned:
+        return found
+    for number, root in enumerate(roots):
+        if root.kind != "variable" or root.name in scene.mentioned or root.statement is None:
+            continue
+        freed = size_of(one for one in held if one.roots == (number,))
+        if freed >= LEAST:
+            found.append(_Saving("the cell does not mention it", f"`{root.statement}`", freed))
+    return found
+
+
+def _was_there(scene: Scene, one: Held, position: int) -> bool:
+    """Whether what lives there now is what lived there when the request failed."""
+    allocation = scene.alive.get(one.address)
+    return allocation is not None and allocation.born < position
