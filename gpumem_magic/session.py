@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from gpumem_magic import chosen
 from gpumem_magic.chosen import DEFAULT_DEVICE, DeviceError
+from gpumem_magic.recording.quiet import no_automatic_collection
 
 if TYPE_CHECKING:
     from gpumem_magic.causes.why import Why
@@ -111,9 +112,10 @@ class ActiveRecording:
             statement, iteration, loops = failed
             place = (statement.text, statement.line, iteration, loops)
         try:
-            # Its patches came last, and go first.
-            self._why.stop(user_ns, error)
-            recording = self._recorder.finish(error, place, user_ns)
+            with no_automatic_collection():
+                # Its patches came last, and go first.
+                self._why.stop(user_ns, error)
+                recording = self._recorder.finish(error, place, user_ns)
         finally:
             if self._limit is not None:
                 self._limit.remove()
