@@ -31,6 +31,7 @@ def test_nothing_is_collected_while_a_recording_ends(monkeypatch: pytest.MonkeyP
     torch = pytest.importorskip("torch")
     from gpumem_magic.causes.why import Why
     from gpumem_magic.recording.recorder import Recorder
+    from gpumem_magic.virtual import gpu
 
     seen: list[bool] = []
 
@@ -50,3 +51,4 @@ def test_nothing_is_collected_while_a_recording_ends(monkeypatch: pytest.MonkeyP
     assert gc.isenabled()
     check_conservation(measured.report)
     del kept
+    gpu.turn_off()
