@@ -294,7 +294,7 @@ export class View {
     }
     const line = this.lines.get(one.line);
     if (!line) return;
-    const middle = line.offsetTop - this.listing.offsetTop - (this.listing.clientHeight - line.offsetHeight) / 2;
+    const middle = line.offsetTop - (this.listing.clientHeight - line.offsetHeight) / 2;
     this.listing.scrollTop = Math.max(0, middle);
   }
 

@@ -1,0 +1,106 @@
+"""Runs the notebooks of this folder and stores their outputs: `python notebooks/refresh.py [NAME ...]`.
+
+What is stored names no path of the computer and no time. `tests/test_notebooks.py` runs them the same way and says where what
+is stored is not what the code makes any more.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import nbformat
+from nbclient import NotebookClient
+
+FOLDER = Path(__file__).parent
+SECONDS = 300
+_WIDGETS = "application/vnd.jupyter.widget-view+json"
+_PICTURE = re.compile(r"(base64,[A-Za-z0-9+/=\s]+)")
+_PLACES = [
+    (re.compile(r"[^\s'\"<>:;]*[/\\](?:site|dist)-packages[/\\]"), ""),
+    (re.compile(r"[^\s'\"<>:;]*[/\\]ipykernel_\d+[/\\]\d+\.py"), "the cell"),
+    (re.compile(re.escape(str(FOLDER.parent.resolve())) + r"[/\\]?"), ""),
+    (re.compile(r"\b0x[0-9a-f]{6,}\b"), "0x…"),
+]
+
+
+def execute(path: Path) -> Any:
+    """The notebook with the outputs of a run from top to bottom in a new kernel, made fit to be stored.
+
+    Raises nbclient's CellExecutionError where a cell fails that is not tagged ``raises-exception``.
+    """
+    notebook = nbformat.read(path, as_version=4)
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            cell.outputs, cell.execution_count = [], None
+    notebook.metadata.pop("widgets", None)
+    NotebookClient(
+        notebook,
+        timeout=SECONDS,
+        kernel_name="python3",
+        coalesce_streams=True,
+        record_timing=False,
+        resources={"metadata": {"path": str(path.parent)}},
+    ).execute()
+    for cell in notebook.cells:
+        cell.metadata.pop("execution", None)
+        for output in cell.get("outputs", []):
+            _clean(output)
+    language = notebook.metadata.get("language_info", {})
+    notebook.metadata["language_info"] = {"name": language.get("name", "python")}
+    return notebook
+
+
+def _clean(output: Any) -> None:
+    if output.output_type == "error":
+        # The last lines say what happened; the frames between are PyTorch's and name this computer's folders.
+        output.traceback = [_without_places(line) for line in output.traceback[-1:]]
+        output.evalue = _without_places(output.evalue)
+    elif output.output_type == "stream":
+        output.text = _without_places(output.text)
+    else:
+        for kind, value in output.data.items():
+            if isinstance(value, str) and kind.startswith("text/"):
+                output.data[kind] = _without_places(value)
+
+
+def _without_places(text: str) -> str:
+    # A picture is one word of many thousand letters, in which a search for folders would take minutes.
+    parts = _PICTURE.split(text)
+    for number in range(0, len(parts), 2):
+        for pattern, instead in _PLACES:
+            parts[number] = pattern.sub(instead, parts[number])
+    return "".join(parts)
+
+
+def told(notebook: Any) -> list[list[str]]:
+    """What the outputs of each code cell tell a reader, less what differs from run to run (pictures' bytes, widgets' numbers)."""
+    return [
+        [_told(output) for output in cell.get("outputs", [])] for cell in notebook.cells if cell.cell_type == "code"
+    ]
+
+
+def _told(output: Any) -> str:
+    if output.output_type == "stream":
+        return f"{output.name}: {output.text}"
+    if output.output_type == "error":
+        return f"error: {output.ename}: {output.evalue}"
+    kinds = sorted(output.data)
+    if _WIDGETS in kinds:
+        return "widget"
+    words = [str(output.data[kind]) for kind in ("text/plain", "text/html") if kind in kinds]
+    text = _PICTURE.sub("base64,…", "\n".join(words))
+    return f"{', '.join(kinds)}: {re.sub(r'width:[0-9.]+px|height:[0-9.]+px', '', text)}"
+
+
+def main(names: list[str]) -> int:
+    for path in [FOLDER / name for name in names] or sorted(FOLDER.glob("*.ipynb")):
+        nbformat.write(execute(path), path)
+        print(f"{path.name}: {path.stat().st_size / 1024:,.0f} KiB")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

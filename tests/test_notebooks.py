@@ -1,0 +1,94 @@
+"""Every notebook runs from top to bottom without a GPU, and the outputs that are stored in it are what the code makes today."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("nbclient", reason="running notebooks needs nbclient")
+pytest.importorskip("ipykernel", reason="running notebooks needs ipykernel")
+
+import nbformat
+
+ROOT = Path(__file__).parents[1]
+FOLDER = ROOT / "notebooks"
+NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
+HOME = re.compile(r"(?<![\w.])/(?:home|root|Users|work|tmp|opt|mnt)/\w")
+
+
+def refresh() -> Any:
+    spec = importlib.util.spec_from_file_location("refresh", FOLDER / "refresh.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_there_are_notebooks() -> None:
+    assert {"01_first_cell.ipynb", "02_colab_investigation.ipynb"} <= {path.name for path in NOTEBOOKS}
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
+def test_it_runs_and_its_stored_outputs_are_todays(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    made = refresh()
+    fresh = made.execute(path)
+    stored = nbformat.read(path, as_version=4)
+    if not any(cell.get("outputs") for cell in stored.cells):
+        pytest.skip(f"{path.name} ran; it has no stored outputs to compare with")
+    code = [cell.source.partition("\n")[0] for cell in stored.cells if cell.cell_type == "code"]
+    stale = [
+        f"cell {number} ({first})"
+        for number, (first, then, now) in enumerate(zip(code, made.told(stored), made.told(fresh), strict=True))
+        if then != now
+    ]
+    assert not stale, f"stale outputs, `python notebooks/refresh.py {path.name}` stores today's: {', '.join(stale)}"
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
+def test_what_is_stored_names_no_computer_and_loads_nothing(path: Path) -> None:
+    notebook = nbformat.read(path, as_version=4)
+    for cell in notebook.cells:
+        for output in cell.get("outputs", []):
+            text = re.sub(r"base64,[A-Za-z0-9+/=\s]+", "", json.dumps(output))
+            assert not HOME.search(text), HOME.search(text)
+            if output.output_type in ("display_data", "execute_result"):
+                html = "".join(output.data.get("text/html", ""))
+                assert not re.search(r"<script|<link|<iframe|src=\"http", html)
+    if any(cell.get("outputs") for cell in notebook.cells):
+        counts = [cell.execution_count for cell in notebook.cells if cell.cell_type == "code"]
+        assert counts == list(range(1, len(counts) + 1))
+
+
+def test_a_stale_output_is_seen() -> None:
+    made = refresh()
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("print(1)")])
+    notebook.cells[0].outputs = [nbformat.v4.new_output("stream", name="stdout", text="1\n")]
+    before = made.told(notebook)
+    notebook.cells[0].outputs[0].text = "2\n"
+    assert made.told(notebook) != before
+    notebook.cells[0].outputs = [nbformat.v4.new_output("error", ename="E", evalue="out of memory", traceback=["x"])]
+    failed = made.told(notebook)
+    notebook.cells[0].outputs[0].evalue = "out of luck"
+    assert made.told(notebook) != failed
+
+
+@pytest.mark.parametrize(
+    ("text", "left"),
+    [
+        ("File /usr/lib/python3/dist-packages/torch/x.py:3", "File torch/x.py:3"),
+        ("at 0x7f00deadbeef", "at 0x…"),
+        (f"{ROOT.resolve()}/gpumem_magic/units.py", "gpumem_magic/units.py"),
+        ("/tmp/ipykernel_12/345.py, line 3", "the cell, line 3"),
+        ("3,769 MiB of 16,160", "3,769 MiB of 16,160"),
+    ],
+)
+def test_places_are_taken_out(text: str, left: str) -> None:
+    assert refresh()._without_places(text) == left
