@@ -77,6 +77,7 @@ class Engine:
         self.largest_sizes: Counter[str] = Counter()
         self.compiled_calls = 0
         self.captures = 0
+        self.kernels_not_run = 0
         self.attend: Callable[..., Any] = _no_attention
         self._allocates: dict[Any, bool] = {}
 

@@ -43,6 +43,7 @@ from gpumem_magic.virtual.composites import Composites
 from gpumem_magic.virtual.engine import Engine
 from gpumem_magic.virtual.factories import Factories
 from gpumem_magic.virtual.hooks import install_engine_hooks
+from gpumem_magic.virtual.libraries.table import libraries
 from gpumem_magic.virtual.modes import STATE
 from gpumem_magic.virtual.nvml import VirtualNvml
 from gpumem_magic.virtual.smi import VirtualSmi
@@ -175,6 +176,7 @@ class VirtualMachine:
         self._patches = Patches()
         self._autocast = AutocastKernels()
         self._composites = Composites()
+        self._libraries = libraries()
 
     # ---- what a machine can be asked
 
@@ -209,6 +211,11 @@ class VirtualMachine:
         if engine.captures:
             found.append(
                 f"CUDA graphs ran eagerly while they were captured ({engine.captures}), and not again in replays."
+            )
+        if engine.kernels_not_run:
+            found.append(
+                f"Kernels written in Triton were not run ({engine.kernels_not_run} launches): they write into tensors that "
+                "are there."
             )
         return found
 
@@ -257,6 +264,7 @@ class VirtualMachine:
             storages.install(self._patches, self.engine)
             saving.install(self._patches, self.engine)
             surroundings.install(self._patches)
+            self._libraries.install(self._patches)
             rules.install(self._patches)
             communication.install(self._patches, self.engine)
             install_engine_hooks(self._patches, self.engine)
@@ -265,6 +273,8 @@ class VirtualMachine:
             self._autocast.install(self._patches)
             self.attention.install()
             self._composites.install()
+            # What Triton and libraries ask for the stream to launch on; builds for the host lack it (torch 2.9 to 2.13).
+            self._patches.set(torch._C, "_cuda_getCurrentRawStream", self.face.stream_of)
             # The public way to get cuBLAS's workspaces back; builds for the host lack it (torch 2.9 to 2.13).
             self._patches.set(torch._C, "_cuda_clearCublasWorkspaces", self._clear_workspaces)
             self.smi.install()
@@ -283,6 +293,7 @@ class VirtualMachine:
         self._composites.remove()
         self.attention.remove()
         self._autocast.remove()
+        self._libraries.remove()
         self._patches.undo()
 
     def replaced(self) -> list[tuple[Any, str]]:

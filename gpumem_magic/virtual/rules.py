@@ -29,6 +29,9 @@ _Rule = TypeVar("_Rule", bound=Callable[..., Any])
 # "mylib::fused_mlp" or "mylib::fused_mlp.overload" -> rule; ("mylib.layers", "fused_mlp") -> rule.
 _operators: dict[str, Callable[..., Any]] = {}
 _functions: dict[tuple[str, str], Callable[..., Any]] = {}
+# The same for operators of well-known libraries, from `libraries`: a user's rule goes first.
+_built_in: dict[str, Callable[..., Any]] = {}
+_built_in_for: dict[Any, Callable[..., Any] | None] = {}
 # Where rules for functions are in force: the machine that is on registers its patches here.
 _active: list[Patches] = []
 
@@ -72,11 +75,30 @@ def register_kernel(target: Any, rule: Any = None) -> Any:
 
 def for_operator(func: Any) -> Callable[..., Any] | None:
     """The rule for an operator's overload, or for all overloads of it; None where there is none."""
-    if not _operators:
-        return None
-    name = str(func._schema.name) if hasattr(func, "_schema") else ""
-    overload_name = func._schema.overload_name if name else ""
-    return _operators.get(f"{name}.{overload_name or 'default'}") or _operators.get(name)
+    if _operators:
+        name = str(func._schema.name) if hasattr(func, "_schema") else ""
+        overload_name = func._schema.overload_name if name else ""
+        rule = _operators.get(f"{name}.{overload_name or 'default'}") or _operators.get(name)
+        if rule is not None:
+            return rule
+    try:
+        return _built_in_for[func]
+    except KeyError:
+        schema: Any = getattr(func, "_schema", None)
+        # The overloads that write into a given tensor allocate nothing.
+        plain = schema is not None and not schema.overload_name
+        found = _built_in_for[func] = _built_in.get(schema.name) if plain else None
+        return found
+
+
+def built_in(name: str) -> Callable[[_Rule], _Rule]:
+    """Registers a rule of this package's own for a library's operator."""
+
+    def register(rule: _Rule) -> _Rule:
+        _built_in[name] = rule
+        return rule
+
+    return register
 
 
 def install(patches: Patches) -> None:

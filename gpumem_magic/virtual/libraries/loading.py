@@ -1,0 +1,92 @@
+"""Puts rules in force in libraries that are loaded already, and in those that the program imports while the device is on."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import warnings
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from torch.utils._pytree import tree_leaves
+
+from gpumem_magic.patching import Patches
+from gpumem_magic.virtual.tensors import VirtualTensor
+
+Prepare = Callable[[ModuleType, Patches], None]
+
+
+def has_virtual(*arguments: Any) -> bool:
+    """Whether a tensor of a virtual device is among the arguments, however deep."""
+    return any(isinstance(leaf, VirtualTensor) for leaf in tree_leaves(arguments))
+
+
+def replace_function(patches: Patches, module: ModuleType, name: str, rule: Callable[..., Any]) -> None:
+    """Gives calls with virtual tensors to the rule, under every name that a loaded module has for the function."""
+    original = getattr(module, name, None)
+    if original is None:
+        return
+
+    @functools.wraps(original)
+    def instead(*args: Any, **kwargs: Any) -> Any:
+        return (rule if has_virtual(args, kwargs) else original)(*args, **kwargs)
+
+    for other in list(sys.modules.values()):
+        names = getattr(other, "__dict__", None)
+        if type(names) is dict:
+            for alias in [alias for alias, value in names.items() if value is original]:
+                patches.set(other, alias, instead)
+
+
+class Libraries:
+    """The libraries by their module's name, each with the function that prepares it. A finder of `sys.meta_path`."""
+
+    def __init__(self, prepare: dict[str, Prepare]) -> None:
+        self._prepare = prepare
+        self._patches: Patches | None = None
+
+    def install(self, patches: Patches) -> None:
+        self._patches = patches
+        for name in self._prepare:
+            module = sys.modules.get(name)
+            if module is not None:
+                self._loaded(module, name)
+        sys.meta_path.insert(0, self)
+
+    def remove(self) -> None:
+        self._patches = None
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        """Finds what the other finders find; its loader tells us when the module is there."""
+        if name not in self._prepare:
+            return None
+        for finder in list(sys.meta_path):
+            find = getattr(finder, "find_spec", None)
+            spec = None if finder is self or find is None else find(name, path, target)
+            if spec is not None:
+                self._watch(spec.loader, name)
+                return spec
+        return None
+
+    def _watch(self, loader: Any, name: str) -> None:
+        execute = getattr(loader, "exec_module", None)
+        if execute is None or not hasattr(loader, "__dict__"):
+            return
+
+        def exec_module(module: ModuleType) -> None:
+            loader.__dict__.pop("exec_module", None)
+            execute(module)
+            self._loaded(module, name)
+
+        loader.exec_module = exec_module
+
+    def _loaded(self, module: ModuleType, name: str) -> None:
+        if self._patches is None:
+            return
+        try:
+            self._prepare[name](module, self._patches)
+        except Exception as error:  # a version that we do not know must not stop the program
+            warnings.warn(f"gpumem_magic has no rules for this version of {name}: {error}", stacklevel=2)

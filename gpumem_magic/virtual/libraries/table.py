@@ -1,0 +1,20 @@
+"""Which libraries there are rules for, by the module that is changed."""
+
+from __future__ import annotations
+
+from gpumem_magic.virtual.libraries import bits, efficient, flash, triton_kernels
+from gpumem_magic.virtual.libraries.loading import Libraries, Prepare
+
+_PREPARE: dict[str, Prepare] = {
+    "bitsandbytes.functional": bits.prepare,
+    "bitsandbytes.backends.cuda.ops": bits.prepare_cuda,
+    "flash_attn.flash_attn_interface": flash.prepare,
+    "xformers.ops.fmha": efficient.prepare,
+    "triton.runtime.jit": triton_kernels.prepare_jit,
+    "triton.runtime.autotuner": triton_kernels.prepare_autotuner,
+}
+
+
+def libraries() -> Libraries:
+    """To be installed with a virtual machine, and removed with it."""
+    return Libraries(_PREPARE)
