@@ -1,11 +1,14 @@
 """What is asked of `torch.cuda` beyond its public functions, in one place.
 
-Seen in torch 2.9 to 2.13; the underscored names may change. Each function raises AttributeError or RuntimeError where PyTorch
-lacks what it needs, and the caller says so. `torch` is handed in everywhere: nothing here imports it.
+Read in the sources of torch 2.9 to 2.13; the underscored names may change. Between these versions only two things did:
+`memory_snapshot(include_traces=)` came (pull request 172672, in 2.11), and `skip_actions=`, with which a user's own recording may
+leave kinds of events out (168183, after 2.9). Each function raises AttributeError or RuntimeError where PyTorch lacks what it
+needs, and the caller says so. `torch` is handed in everywhere: nothing here imports it.
 """
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -33,8 +36,33 @@ def history_is_on(torch: Any) -> bool:
     return bool(torch._C._cuda_isHistoryEnabled())
 
 
+def check_history(torch: Any) -> None:
+    """Raises RuntimeError, in one line with the version, where PyTorch does not have what a history is made of.
+
+    What is asked for is the same in torch 2.9 to 2.13. It changes nothing and brings nothing into use.
+    """
+    version = getattr(torch, "__version__", "of unknown version")
+    for owner, name in (
+        (torch._C, BEGIN_HISTORY),
+        (torch._C, "_cuda_isHistoryEnabled"),
+        (torch.cuda.memory, "_snapshot"),
+    ):
+        if not callable(getattr(owner, name, None)):
+            raise RuntimeError(f"torch {version} has no {name}, by which 2.9 to 2.13 record")
+    record = getattr(torch.cuda.memory, "_record_memory_history", None)
+    if record is None:
+        raise RuntimeError(f"torch {version} has no _record_memory_history, by which 2.9 to 2.13 record")
+    taken = inspect.signature(record).parameters
+    lacking = [name for name in ("enabled", "context", "stacks", "max_entries") if name not in taken]
+    if lacking and not any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values()):
+        raise RuntimeError(
+            f"_record_memory_history of torch {version} has no {' and no '.join(lacking)}=, unlike that of 2.9 to 2.13"
+        )
+
+
 def begin_history(torch: Any, entries: int) -> None:
     """Records what every allocator does, without stacks, in a ring of so many events per device."""
+    check_history(torch)
     torch.cuda.memory._record_memory_history(enabled="all", context=None, stacks="python", max_entries=entries)
 
 
@@ -44,9 +72,29 @@ def end_history(torch: Any) -> None:
 
 
 def snapshot(torch: Any) -> dict[str, Any]:
-    """Segments and traces of all devices: some 7 microseconds for each event of a trace."""
+    """Segments and traces of all devices: some 7 microseconds for each event of a trace. RuntimeError if it has other fields."""
     found: dict[str, Any] = torch.cuda.memory._snapshot()
+    _check_fields(torch, found, ("segments", "device_traces"), "a snapshot")
+    for segment in found["segments"][:1]:
+        _check_fields(torch, segment, _SEGMENT_FIELDS, "a segment")
+    for trace in found["device_traces"]:
+        for event in trace[-1:]:
+            # One for an allocation that failed has no address.
+            address = "device_free" if event.get("action") == "oom" else "addr"
+            _check_fields(torch, event, ("action", address, "size", "stream"), "an event")
     return found
+
+
+_SEGMENT_FIELDS = ("device", "address", "total_size", "stream", "segment_type", "blocks")
+
+
+def _check_fields(torch: Any, found: Mapping[str, Any], names: Sequence[str], what: str) -> None:
+    lacking = [name for name in names if name not in found]
+    if lacking:
+        version = getattr(torch, "__version__", "of unknown version")
+        raise RuntimeError(
+            f"{what} of torch {version} has no {' and no '.join(map(repr, lacking))}, unlike those of 2.9 to 2.13"
+        )
 
 
 def segments(torch: Any) -> Sequence[Mapping[str, Any]]:
