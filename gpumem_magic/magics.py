@@ -240,6 +240,25 @@ class GpuMemMagics(Magics):
 
         free_line(self.shell, line)
 
+    @no_var_expand
+    @line_magic
+    def gpumem_try(self, line: str) -> None:
+        """Runs the last failed cell again with one thing changed, and says whether it passes then.
+
+        ::
+
+          %gpumem_try expandable_segments:True
+          %gpumem_try foreach=False
+
+        An allocator's option is set for this run, on a virtual device; ``foreach``, ``fused`` and ``set_to_none`` are put into
+        the cell's own calls. It says first what it will run. On a real device it wants ``--yes``.
+        """
+        if self.running:
+            raise UsageError("%gpumem_try runs a cell of its own: type it in a cell that is not measured")
+        from gpumem_magic.notebook.trial import try_line
+
+        try_line(self.shell, line)
+
     @line_magic
     def gpumem_load(self, line: str) -> None:
         """Reports memory snapshots (``torch.cuda.memory._dump_snapshot``) as it does cells, with an interactive timeline.

@@ -54,6 +54,7 @@ def find_causes(scene: Scene) -> tuple[list[Cause], list[str]]:
     names = {one.name for one in found}
     found = [one for one in found if not names.intersection(_COVERED.get(one.name, ()))]
     if shortage.NAME in names:
-        # Where memory ran out, what would have saved most comes first, behind what went wrong.
-        found.sort(key=lambda one: (one.name not in ("fragmentation", shortage.NAME), -one.bytes))
+        # Where memory ran out: what went wrong, who held it, and then what is at stake, the most first.
+        first = {"fragmentation": 0, shortage.NAME: 1}
+        found.sort(key=lambda one: (first.get(one.name, 2), -one.bytes))
     return found, failures

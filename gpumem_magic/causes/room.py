@@ -22,8 +22,8 @@ def fragmentation(scene: Scene) -> list[Cause]:
                 "fragmentation",
                 f"Fragmentation: {human(found.cached or 0)} were free{largest}, and {human(found.wanted)} were wanted in one "
                 "piece.",
-                "Emptying the cache once only postpones it; `expandable_segments:True` in PYTORCH_CUDA_ALLOC_CONF, where the "
-                "device can, or tensors of fewer different sizes, end it.",
+                "PyTorch had emptied its cache itself before it gave up, so `empty_cache()` there changes nothing."
+                f"{_settings(scene)}",
                 found.cached or 0,
             )
         ]
@@ -44,6 +44,18 @@ def fragmentation(scene: Scene) -> list[Cause]:
             stuck,
         )
     ]
+
+
+def _settings(scene: Scene) -> str:
+    """The settings with which a replay of the recording passes, for as many more iterations as it could try."""
+    verdict = None if scene.report.error is None else scene.report.error.verdict
+    trials = [] if verdict is None else [one for one in verdict.trials if one.passes and one.rounds == verdict.rounds]
+    if not trials:
+        return ""
+    confs = " or ".join(f"`PYTORCH_CUDA_ALLOC_CONF={one.conf}`" for one in trials)
+    return (
+        f" {confs} passes when the recording is replayed; `%gpumem_try {trials[0].conf}` runs the cell again with it."
+    )
 
 
 def another_process(scene: Scene) -> list[Cause]:
