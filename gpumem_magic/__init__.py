@@ -28,6 +28,7 @@ _HOMES = {
     "mark": "gpumem_magic.session",
     "measure": "gpumem_magic.session",
     "register_kernel": "gpumem_magic.virtual.rules",
+    "stand_in": "gpumem_magic.virtual.supplied",
     "unload_ipython_extension": "gpumem_magic.magics",
 }
 
@@ -42,6 +43,7 @@ __all__ = [
     "mark",
     "measure",
     "register_kernel",
+    "stand_in",
     "unload_ipython_extension",
 ]
 
@@ -52,6 +54,7 @@ if TYPE_CHECKING:
     from gpumem_magic.report.model import Report
     from gpumem_magic.session import last_report, mark, measure
     from gpumem_magic.virtual.rules import register_kernel
+    from gpumem_magic.virtual.supplied import stand_in
     from gpumem_magic.widgets.watch import last_watch
 
 

@@ -97,10 +97,14 @@ class Failure:
 
 @dataclass(frozen=True)
 class StandIn:
-    """How often a line read a value from a virtual device, which has none, and was given a stand-in."""
+    """How often a line read a value from a virtual device, which has none, and was given a stand-in.
+
+    supplied: how many of these were values that the user supplied.
+    """
 
     line: str
     count: int
+    supplied: int = 0
 
 
 @dataclass(frozen=True)

@@ -63,6 +63,7 @@ class Recorder:
         self._checkpoints: list[Checkpoint] = []
         self._ticks = 0
         self._stand_ins_before: Counter[tuple[str, int]] = Counter()
+        self._supplied_before: Counter[tuple[str, int]] = Counter()
         self._machine_notes_before: list[str] = []
         self._witness: Witness | None = None
         self._phases: Phases | None = None
@@ -84,6 +85,7 @@ class Recorder:
         try:
             with self._guard("starting"):
                 self._stand_ins_before = Counter(self._machine.stand_ins)
+                self._supplied_before = Counter(self._supplied())
                 self._machine_notes_before = self._machine_notes()
             self._settle()
             for device in self._machine.devices:
@@ -324,11 +326,19 @@ class Recorder:
             read = Counter(self._machine.stand_ins)
             read.subtract(self._stand_ins_before)
             places: Counter[str] = Counter()
+            by_user: Counter[str] = Counter()
+            supplied = self._supplied()
             for (file, line), count in sorted(read.items()):
                 if count > 0:
-                    places[self._place(file, line)] += count
-            return tuple(StandIn(place, count) for place, count in places.items())
+                    place = self._place(file, line)
+                    places[place] += count
+                    by_user[place] += supplied[file, line] - self._supplied_before[file, line]
+            return tuple(StandIn(place, count, by_user[place]) for place, count in places.items())
         return ()
+
+    def _supplied(self) -> Counter[tuple[str, int]]:
+        """Which stand-ins the user supplied; only virtual machines know."""
+        return getattr(self._machine, "supplied", None) or Counter()
 
     def _place(self, file: str, line: int) -> str:
         """``14`` in the cell itself, ``trainer.py:210`` elsewhere. Only a file's name: paths are nobody's business."""

@@ -247,7 +247,10 @@ def _stand_ins(report: Report) -> str:
     for stand_in in report.stand_ins[:3]:
         line = stand_in.line.strip()
         place = f"line {line}" if line.isdecimal() else f"`{line}`"
-        places.append(f"{place} ({stand_in.count:,} times)" if stand_in.count > 1 else place)
+        words = [f"{stand_in.count:,} times"] if stand_in.count > 1 else []
+        if stand_in.supplied:
+            words.append("supplied" if stand_in.supplied == stand_in.count else f"{stand_in.supplied:,} supplied")
+        places.append(f"{place} ({', '.join(words)})" if words else place)
     rest = len(report.stand_ins) - len(places)
     more = f" and {rest} more {'place' if rest == 1 else 'places'}" if rest else ""
     return f"Values on this device are stand-ins; they were read at {', '.join(places)}{more}."

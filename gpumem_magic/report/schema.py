@@ -56,7 +56,14 @@ def report_to_dict(report: Report) -> dict[str, Any]:
         },
         "evidence": dict(report.evidence),
         "retries": report.retries,
-        "stand_ins": [{"line": stand_in.line, "count": stand_in.count} for stand_in in report.stand_ins],
+        "stand_ins": [
+            {
+                "line": stand_in.line,
+                "count": stand_in.count,
+                **({"supplied": stand_in.supplied} if stand_in.supplied else {}),
+            }
+            for stand_in in report.stand_ins
+        ],
         "folded": [{"line": fold.line, "total": fold.total, "kept": fold.kept} for fold in report.folded],
         "notes": list(report.notes),
         "overhead_seconds": report.overhead_seconds,
@@ -286,7 +293,8 @@ def _trial_from_dict(data: Any, where: str) -> Trial:
 
 def _stand_in_from_dict(data: Any, where: str) -> StandIn:
     fields = _Fields(data, where)
-    return StandIn(line=fields.text("line"), count=fields.number("count"))
+    supplied = fields.number("supplied") if fields.has("supplied") else 0
+    return StandIn(line=fields.text("line"), count=fields.number("count"), supplied=supplied)
 
 
 def _owner_from_dict(data: Any, where: str) -> Owner:

@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 
-from gpumem_magic.virtual import rules, values
+from gpumem_magic.virtual import rules, supplied, values
 from gpumem_magic.virtual.mismatch import in_cudas_words, refuse_mixed_devices, refuse_mixed_types
 from gpumem_magic.virtual.modes import DEVICE_QUERY, STATE, HostlessFakeMode, OperatorMode, answer_device, pushed
 from gpumem_magic.virtual.storage import StorageTable
@@ -74,6 +74,7 @@ class Engine:
         self.mode = OperatorMode(self.handle)
         self.table = StorageTable(memory.malloc, memory.free)
         self.stand_ins: Counter[tuple[str, int]] = Counter()
+        self.supplied: Counter[tuple[str, int]] = Counter()
         self.largest_sizes: Counter[str] = Counter()
         self.compiled_calls = 0
         self.captures = 0
@@ -255,9 +256,21 @@ class Engine:
 
     # ---- values that do not exist
 
-    def count_stand_in(self) -> None:
-        """Notes the line of the user's program that reads a value now."""
-        self.stand_ins[users_line()] += 1
+    def count_stand_in(self, by_user: bool = False) -> None:
+        """Notes the line of the user's program that reads a value now. by_user: one that the user supplied."""
+        line = users_line()
+        self.stand_ins[line] += 1
+        if by_user:
+            self.supplied[line] += 1
+
+    def selected(self, operator: str, largest: int) -> int:
+        """How many elements an operator selects whose result depends on values: as many as the user said, or the most."""
+        said = supplied.count_for(largest, users_line)
+        if said is None:
+            self.largest_sizes[operator] += 1
+            return largest
+        self.count_stand_in(by_user=True)
+        return said
 
 
 def _no_attention(*args: Any, **kwargs: Any) -> NoReturn:

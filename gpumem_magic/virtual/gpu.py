@@ -191,6 +191,11 @@ class VirtualMachine:
     def stand_ins(self) -> Counter[tuple[str, int]]:
         return self.engine.stand_ins
 
+    @property
+    def supplied(self) -> Counter[tuple[str, int]]:
+        """The same for reads of values that the user supplied; they are among the `stand_ins`."""
+        return self.engine.supplied
+
     def settle(self) -> None:
         """Does the frees that wait, so that counters and logs are those of now."""
         with self.engine.lock:

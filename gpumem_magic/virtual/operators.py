@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensor
 
-from gpumem_magic.virtual import values
-from gpumem_magic.virtual.engine import Engine, special
+from gpumem_magic.virtual import supplied, values
+from gpumem_magic.virtual.engine import Engine, special, users_line
 from gpumem_magic.virtual.mismatch import refuse_mixed_devices
 from gpumem_magic.virtual.modes import STATE, origin
 from gpumem_magic.virtual.tensors import VirtualTensor
@@ -33,10 +33,16 @@ def stand_in(dtype: torch.dtype) -> complex | bool:
 @special(_aten._local_scalar_dense.default)
 def _read_scalar(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     found = values.known(args[0])
+    if found is not None and found.exact:
+        if found.supplied:
+            engine.count_stand_in(by_user=True)
+        return found.host.item()
+    given = supplied.value_for(args[0].dtype, users_line)
+    if given is not None:
+        engine.count_stand_in(by_user=True)
+        return supplied.scalar(given, args[0].dtype)
     if found is not None:
         value = found.host.item()
-        if found.exact:
-            return value
         if isinstance(value, int) or cmath.isfinite(value):
             engine.count_stand_in()
             return value
@@ -49,9 +55,18 @@ def _equal(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> bo
     refuse_mixed_devices(func, args, kwargs)
     hosts = [values.exact(tensor) for tensor in args[:2]]
     if None not in hosts:
+        _note_supplied(engine, *args[:2])
         return bool(func(*hosts, *args[2:], **kwargs))
-    engine.count_stand_in()
-    return False
+    given = supplied.value_for(torch.bool, users_line)
+    engine.count_stand_in(by_user=given is not None)
+    return given is not None and bool(supplied.scalar(given, torch.bool))
+
+
+def _note_supplied(engine: Engine, *tensors: Any) -> None:
+    """Notes the line where the user's values for one of the tensors decide."""
+    known = [values.known(tensor) for tensor in tensors if isinstance(tensor, VirtualTensor)]
+    if any(found is not None and found.supplied for found in known):
+        engine.count_stand_in(by_user=True)
 
 
 @special(_aten._assert_async.default, _aten._assert_async.msg)
@@ -84,13 +99,18 @@ def _to_copy(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> 
     if target is None or target.type in ("cuda", "meta"):
         return engine.run(func, args, kwargs, device)
     shape = engine.fake_call(func, args, {**kwargs, "pin_memory": None})
-    blank = host_zeros(shape)
+    return _read_into(engine, source, host_zeros(shape))
+
+
+def _read_into(engine: Engine, source: Any, host: torch.Tensor) -> torch.Tensor:
+    """Writes the values of a device tensor into a host tensor: known ones, supplied ones, or zeros."""
     found = values.known(source)
-    if found is not None:
-        blank.copy_(found.host)
-    if found is None or not found.exact:
-        engine.count_stand_in()
-    return blank
+    given = None if found is not None and found.exact else supplied.value_for(source.dtype, users_line)
+    if found is None or not found.exact or found.supplied:
+        engine.count_stand_in(by_user=given is not None or (found is not None and found.exact))
+    if given is not None:
+        return supplied.fill(given, host)
+    return host.zero_() if found is None else host.copy_(found.host)
 
 
 def _sparse_to_device(source: torch.Tensor, target: torch.device) -> Any:
@@ -134,10 +154,7 @@ def _copy(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any
         if type(args[1]) is torch.Tensor:
             values.overwritten(target, args[1])
         return target
-    found = values.known(args[1])
-    if found is None or not found.exact:
-        engine.count_stand_in()
-    return target.zero_() if found is None else target.copy_(found.host)
+    return _read_into(engine, args[1], target)
 
 
 # ---- sizes that depend on values: the largest that there can be
@@ -166,26 +183,29 @@ def _with_values(engine: Engine, host: torch.Tensor, device: int) -> Any:
 def _nonzero(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     host = values.exact(args[0])
     if host is not None:
+        _note_supplied(engine, args[0])
         return _with_values(engine, host.nonzero(), device)
-    engine.largest_sizes["nonzero"] += 1
-    return _placed(engine, (args[0].numel(), args[0].dim()), torch.int64, device)
+    count = engine.selected("nonzero", args[0].numel())
+    return _placed(engine, (count, args[0].dim()), torch.int64, device)
 
 
 @special(_aten.masked_select.default)
 def _masked_select(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
-    engine.largest_sizes["masked_select"] += 1
     elements = torch.broadcast_shapes(args[0].shape, args[1].shape).numel()
     refuse_mixed_devices(func, args, kwargs)
+    mask = values.exact(args[1])
+    known = None if mask is None else int(mask.expand(torch.broadcast_shapes(args[0].shape, args[1].shape)).sum())
+    count = engine.selected("masked_select", elements) if known is None else known
+    _note_supplied(engine, args[1])
     with engine.scratch(device, elements * 8):
-        return _placed(engine, (elements,), args[0].dtype, device)
+        return _placed(engine, (count,), args[0].dtype, device)
 
 
 @special(_aten._unique2.default)
 def _unique(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
-    engine.largest_sizes["unique"] += 1
     source = args[0]
     flags = dict(zip(("sorted", "return_inverse", "return_counts"), args[1:], strict=False)) | kwargs
-    elements = source.numel()
+    elements = engine.selected("unique", source.numel())
     inverse = tuple(source.shape) if flags.get("return_inverse") else (0,)
     return (
         _placed(engine, (elements,), source.dtype, device),
@@ -196,15 +216,17 @@ def _unique(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> A
 
 @special(_aten.unique_consecutive.default, _aten.unique_dim.default)
 def _unique_along(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
-    engine.largest_sizes["unique"] += 1
     source = args[0]
     by_dim = func is _aten.unique_dim.default
     dim = args[1] if by_dim else (args[3] if len(args) > 3 else kwargs.get("dim"))
-    shape = (source.numel(),) if dim is None else tuple(source.shape)
-    count = source.numel() if dim is None else source.shape[dim]
+    most = source.numel() if dim is None else source.shape[dim]
+    count = engine.selected("unique", most)
+    shape = [count] if dim is None else list(source.shape)
+    if dim is not None:
+        shape[dim] = count
     return (
-        _placed(engine, shape, source.dtype, device),
-        _placed(engine, tuple(source.shape) if dim is None else (count,), torch.int64, device),
+        _placed(engine, tuple(shape), source.dtype, device),
+        _placed(engine, tuple(source.shape) if dim is None else (most,), torch.int64, device),
         _placed(engine, (count,), torch.int64, device),
     )
 
@@ -363,14 +385,15 @@ def _index(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> An
         if index is None or index.dtype not in (torch.bool, torch.uint8):
             expanded.append(index)
         elif values.exact(index) is not None:
+            _note_supplied(engine, index)
             scratch += index.numel() * index.dim() * 8
             positions = values.exact(index).nonzero()  # type: ignore[union-attr]
             expanded += [_blank(engine, (len(positions),), torch.int64, device) for _ in range(index.dim())]
         elif isinstance(index, VirtualTensor):
             # CUDA finds the positions first, in memory that it gives back after.
-            engine.largest_sizes["boolean mask"] += 1
-            scratch += index.numel() * index.dim() * 8
-            expanded += [_blank(engine, (index.numel(),), torch.int64, device) for _ in range(index.dim())]
+            count = engine.selected("boolean mask", index.numel())
+            scratch += count * index.dim() * 8
+            expanded += [_blank(engine, (count,), torch.int64, device) for _ in range(index.dim())]
         else:
             expanded += list(index.nonzero(as_tuple=True))
     with engine.scratch(device, scratch):

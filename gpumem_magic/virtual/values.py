@@ -38,10 +38,11 @@ _CONSTANT = {
 
 
 class Known(NamedTuple):
-    """The values of a virtual tensor. exact: no unknown value took part in them."""
+    """The values of a virtual tensor. exact: no unknown value took part in them. supplied: one that the user gave did."""
 
     host: torch.Tensor
     exact: bool
+    supplied: bool = False
 
 
 class _Unknown(Exception):
@@ -111,7 +112,7 @@ def follow(func: Any, args: Any, kwargs: Any, out: Any) -> None:
     try:
         if torch.Tag.nondeterministic_seeded in func.tags or not all(small(leaf) for leaf in results):
             raise _Unknown
-        sure = [True]
+        sure = [True, False]
         host_args = [_on_host(arg, sure) for arg in args]
         host_kwargs = {name: _on_host(value, sure) for name, value in kwargs.items()}
         with torch._C._DisableTorchDispatch(), torch.no_grad():
@@ -128,7 +129,7 @@ def follow(func: Any, args: Any, kwargs: Any, out: Any) -> None:
     for leaf, value in zip(results, values, strict=True):
         # A small view of a large tensor is not followed: what is written to the rest would not be seen.
         if KNOWN in leaf.__dict__ or not writes or _owns_storage(leaf):
-            leaf.__dict__[KNOWN] = Known(value, sure[0] or func in _CONSTANT)
+            leaf.__dict__[KNOWN] = Known(value, sure[0] or func in _CONSTANT, sure[1])
 
 
 def _any_known(args: Any) -> bool:
@@ -151,6 +152,7 @@ def _on_host(arg: Any, sure: list[bool]) -> Any:
             with torch._C._DisableTorchDispatch():
                 return torch.ops.aten.zeros.default(arg.shape, dtype=arg.dtype)
         sure[0] = sure[0] and found.exact
+        sure[1] = sure[1] or found.supplied
         return found.host
     if isinstance(arg, FakeTensor):
         raise _Unknown

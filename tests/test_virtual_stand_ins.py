@@ -1,0 +1,195 @@
+"""Stand-in values that the user supplies: for everything, for a line, for a tensor; and that the report says so."""
+
+from __future__ import annotations
+
+import gc
+import math
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import gpumem_magic
+from gpumem_magic.recording.model import StandIn
+from gpumem_magic.report import schema
+from gpumem_magic.virtual import gpu, supplied
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[gpu.VirtualMachine]:
+    monkeypatch.setattr(supplied, "_supplied", [])
+    yield gpu.turn_on("T4")
+    gpu.turn_off()
+
+
+def unknown(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """A tensor whose values nobody knows."""
+    return torch.empty(shape, device="cuda", dtype=dtype)
+
+
+def test_for_everything_by_kind() -> None:
+    gpumem_magic.stand_in(2.5)
+    gpumem_magic.stand_in(7)
+    assert unknown().item() == 2.5
+    assert unknown(3).tolist() == [2.5] * 3
+    assert unknown(dtype=torch.float16).cpu() == 2.5
+    assert unknown(dtype=torch.int64).item() == 7
+    assert not (unknown() > 1)
+    gpumem_magic.stand_in(True)
+    assert unknown() > 1
+    assert torch.equal(unknown(2), unknown(2))
+    host = torch.zeros(2)
+    host.copy_(unknown(2))
+    assert host.tolist() == [2.5, 2.5]
+
+
+def test_known_values_stay_what_they_are() -> None:
+    gpumem_magic.stand_in(2.5)
+    assert torch.tensor(4.0, device="cuda").item() == 4.0
+
+
+def test_for_a_line_before_all_and_the_newer_before_the_older() -> None:
+    gpumem_magic.stand_in(1.0)
+    gpumem_magic.stand_in(2.0, line="first = loss.item()")
+    loss = unknown()
+    first = loss.item()
+    second = loss.item()
+    assert (first, second) == (2.0, 1.0)
+    gpumem_magic.stand_in(3.0, line="again = loss.item()")
+    newer = gpumem_magic.stand_in(4.0, line="again = loss.item()")
+    again = loss.item()
+    assert again == 4.0
+    newer.remove()
+    newer.remove()
+    assert supplied._supplied[-1].value == 3.0
+    gpumem_magic.stand_in(True, line="if loss > 100")
+    if loss > 100:
+        again = 5.0
+    assert again == 5.0
+
+
+def test_for_a_place() -> None:
+    code = "first = loss.item()\nsecond = loss.item()\n"
+    names: dict[str, Any] = {"loss": unknown(), "__name__": "program"}
+    with gpumem_magic.stand_in(9.0, line="program.py:2"):
+        exec(compile(code, "/some/where/program.py", "exec"), names)
+        assert (names["first"], names["second"]) == (0.0, 9.0)
+    exec(compile(code, "/some/where/program.py", "exec"), names)
+    assert names["second"] == 0.0
+
+
+def test_a_function_is_called_for_every_read() -> None:
+    losses = iter([3.0, 2.0, 1.0])
+    gpumem_magic.stand_in(lambda: next(losses), line="loss.item() > 1.5")
+    loss, steps = unknown(), 0
+    while loss.item() > 1.5:
+        steps += 1
+    assert steps == 2
+
+
+def test_a_list_for_what_a_line_reads_and_its_shape() -> None:
+    gpumem_magic.stand_in([1, 2, 3], line="tolist()")
+    assert unknown(3, dtype=torch.int32).tolist() == [1, 2, 3]
+    with pytest.raises(ValueError, match=r"the stand-in has the shape \(3,\), and what is read has \(4,\)"):
+        unknown(4).tolist()
+
+
+def test_for_a_tensor_and_what_is_made_of_it(machine: gpu.VirtualMachine) -> None:
+    loss = unknown()
+    one = gpumem_magic.stand_in(2.5, tensor=loss)
+    assert loss.item() == 2.5
+    assert loss > 2
+    assert (loss * 2).item() == 5.0
+    assert sum(machine.supplied.values()) == sum(machine.stand_ins.values()) == 3
+    loss.normal_()
+    assert loss.item() == 0.0
+    gpumem_magic.stand_in(1.5, tensor=loss)
+    one.remove()
+    assert loss.item() == 0.0
+    large = unknown(2000, dtype=torch.bool)
+    gpumem_magic.stand_in(torch.arange(2000) < 30, tensor=large)
+    assert large.nonzero().shape == (30, 1)
+    assert unknown(2000)[large].shape == (30,)
+    assert unknown(2000).masked_select(large).shape == (30,)
+
+
+def test_no_tensor_is_kept() -> None:
+    loss = unknown()
+    handle = gpumem_magic.stand_in(2.5, tensor=loss)
+    gone = weakref.ref(loss)
+    del loss
+    gc.collect()
+    assert gone() is None
+    handle.remove()
+
+
+@given(share=st.floats(0, 1), number=st.integers(0, 400), size=st.integers(1, 300))
+def test_counts_are_never_more_than_there_can_be(share: float, number: int, size: int) -> None:
+    mask = unknown(size, dtype=torch.bool)
+    values = unknown(size)
+    with gpumem_magic.stand_in(count=number):
+        assert len(mask.nonzero()) == len(values[mask]) == len(values.masked_select(mask)) == min(number, size)
+        assert len(values.unique()) == len(values.unique_consecutive()) == min(number, size)
+    with gpumem_magic.stand_in(count=share):
+        assert len(mask.nonzero()) == math.ceil(share * size)
+    assert len(mask.nonzero()) == size
+
+
+def test_a_count_for_one_line_leaves_the_others_and_the_note(machine: gpu.VirtualMachine) -> None:
+    gpumem_magic.stand_in(count=3, line="few = mask.nonzero()")
+    mask = unknown(50, dtype=torch.bool)
+    few = mask.nonzero()
+    assert few.shape == (3, 1)
+    assert not machine.notes()
+    assert mask.nonzero().shape == (50, 1)
+    assert "nonzero (1)" in machine.notes()[0]
+
+
+def test_the_report_says_what_was_supplied() -> None:
+    with gpumem_magic.measure(device="T4") as measured:
+        loss = torch.empty((), device="cuda")
+        loss.item()
+        with gpumem_magic.stand_in(2.5):
+            loss.item()
+            for _ in range(2):
+                loss.item()
+    report = measured.report
+    assert [(one.count, one.supplied) for one in report.stand_ins] == [(1, 0), (1, 1), (2, 2)]
+    assert "(2 times, supplied)" in str(report)
+    again = schema.report_from_dict(schema.report_to_dict(report))
+    assert again.stand_ins == report.stand_ins
+    assert "supplied" not in schema.report_to_dict(report)["stand_ins"][0]
+    assert StandIn("3", 2).supplied == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ({}, TypeError, "needs a value or a count"),
+        ({"value": "high"}, TypeError, "a number, a list, a host tensor or a function, not str"),
+        ({"value": 1.0, "line": 12}, TypeError, "part of a line's source"),
+        ({"value": 1.0, "line": " "}, TypeError, "part of a line's source"),
+        ({"count": -1}, ValueError, "a share from 0.0 to 1.0"),
+        ({"count": 1.5}, ValueError, "a share from 0.0 to 1.0"),
+        ({"count": float("nan")}, ValueError, "a share from 0.0 to 1.0"),
+        ({"count": True}, TypeError, "a share from 0.0 to 1.0"),
+        ({"value": 1.0, "tensor": torch.zeros(3)}, TypeError, "must be on a virtual GPU, not a Tensor"),
+        ({"count": 3, "tensor": torch.zeros(3)}, TypeError, "a tensor's stand-in is a value"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(arguments: dict[str, Any], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text) as caught:
+        gpumem_magic.stand_in(**arguments)
+    assert "\n" not in str(caught.value)
+    assert supplied._supplied == []
+
+
+def test_a_virtual_tensor_is_no_value_and_shapes_must_fit() -> None:
+    with pytest.raises(TypeError, match="must be on the host"):
+        gpumem_magic.stand_in(unknown(2))
+    with pytest.raises(ValueError, match="has the shape"):
+        gpumem_magic.stand_in([1.0, 2.0], tensor=unknown(3))
