@@ -136,12 +136,41 @@ def linear() -> tuple[Callable[[], nn.Module], Callable[[], tuple[torch.Tensor, 
     )
 
 
-PROGRAMS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[torch.Tensor, torch.Tensor]], int]] = {
+class NextToken(nn.Module):
+    """A decoder's scores, one row for each token."""
+
+    def __init__(self, **sizes: Any) -> None:
+        super().__init__()
+        self.decoder = Decoder(**sizes)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.decoder(tokens).flatten(0, 1)
+
+
+def words(batch: int, length: int, vocabulary: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randint(0, vocabulary, (batch, length)), torch.randint(0, vocabulary, (batch * length,))
+
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+SMALL = {"layers": 4, "width": 512, "heads": 8, "vocabulary": 8000}
+
+PROGRAMS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Batch], int]] = {
     "linear": (*linear(), 20),
     "resnet50": (resnet50, lambda: (torch.randn(16, 3, 224, 224), torch.randint(0, 1000, (16,))), 8),
+    "gpt2": (
+        lambda: NextToken(layers=12, width=768, heads=12, vocabulary=50257),
+        lambda: words(2, 256, 50257),
+        6,
+    ),
     "bert-large": (bert_large, lambda: (torch.randint(0, 30000, (4, 256)), torch.randint(0, 2, (4,))), 6),
+    "autocast": (lambda: NextToken(**SMALL), lambda: words(4, 256, 8000), 10),
+    "checkpointing": (lambda: NextToken(**SMALL, checkpointing=True), lambda: words(4, 256, 8000), 10),
+    "compile": (lambda: NextToken(**SMALL), lambda: words(4, 256, 8000), 10),
 }
 """Name -> a maker of the model, a maker of a batch on the host, and how many iterations are timed."""
+
+HIDES_ITS_GRAPH = ("checkpointing", "compile")
+"""In these the autograd graph's nodes are Python's own, and do not name all that they keep."""
 
 
 class Training:
@@ -149,17 +178,20 @@ class Training:
 
     def __init__(self, name: str, device: str = "cuda") -> None:
         self.make_model, self.make_batch, self.iterations = PROGRAMS[name]
+        self.name = name
         self.device = device
 
     def build(self) -> None:
         self.model = self.make_model().to(self.device)
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=1e-4)
+        self.run = torch.compile(self.model) if self.name == "compile" else self.model
 
     def load(self) -> None:
         self.x, self.y = (part.to(self.device) for part in self.make_batch())
 
     def forward(self) -> None:
-        self.loss = nn.functional.cross_entropy(self.model(self.x), self.y)
+        with torch.autocast("cuda", dtype=torch.bfloat16, enabled=self.name == "autocast"):
+            self.loss = nn.functional.cross_entropy(self.run(self.x), self.y)
 
     def backward(self) -> None:
         self.loss.backward()
