@@ -359,3 +359,25 @@ def test_a_leftover_is_found_by_what_comes_behind_it() -> None:
     assert (shape(found.segments), found.uncertain) == (shape((before,)), 0)
     # Freed before anything shows its end, its size stays a lower bound.
     assert start_of([after], [*gone, *behind]).uncertain == 1
+
+
+def test_with_many_live_blocks_what_is_kept_grows_with_the_trace_only() -> None:
+    run = start_run(total=1 << 40)
+    for number in range(9000):
+        run.step("malloc", 512 * (number % 700 + 1), 0)
+        if number % 4 == 3:
+            run.step("free", number * 7919, 0)
+    timeline = Timeline((), run.events)
+    assert len(timeline.live_at(len(timeline))) == 6750
+    assert sum(map(len, timeline._kept[:-1])) <= len(timeline)
+    # Counted one by one, at moments on both sides of every kept list and between.
+    live: dict[int, int] = {}
+    checked = {place + step for place in timeline._kept_at for step in (-1, 0, 1, 300)}
+    assert len(checked) > 20
+    for position, event in enumerate(run.events, start=1):
+        if event.action == "alloc":
+            live[event.address] = event.size
+        elif event.action == "free_requested":
+            del live[event.address]
+        if position in checked:
+            assert {one.address: one.requested for one in timeline.live_at(position)} == live

@@ -11,7 +11,7 @@ from gpumem_magic.snapshot.model import ACTIVE, INACTIVE, Segment, TraceEvent
 from gpumem_magic.snapshot.rules import AllocatorSettings, pool_of, pool_of_segment, round_size, should_split
 
 
-@dataclass
+@dataclass(slots=True)
 class Life:
     """A block's life while it is being counted; see `Allocation` for the meaning of each field."""
 
@@ -24,7 +24,7 @@ class Life:
     completed: int | None = None
 
 
-@dataclass
+@dataclass(slots=True)
 class Extent:
     """Memory from the driver in one piece: a segment, or a mapped range of an expandable one.
 

@@ -15,11 +15,12 @@ from gpumem_magic.snapshot.rangemax import RangeMax
 from gpumem_magic.snapshot.recount import Extent, Recount
 from gpumem_magic.snapshot.rules import DEFAULT_SETTINGS, AllocatorSettings
 
-# A list of the blocks in use is kept every so many events; what lies between is counted up from there.
+# A list of the blocks in use is kept every so many events, or as many as it has blocks where those are more: so all lists
+# but the last are no longer together than the trace. What lies between is counted up from there.
 _STRIDE = 512
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Allocation:
     """One block's life. Sizes are bytes; born, freed and completed are indices of events.
 
@@ -68,7 +69,10 @@ class Timeline:
         self._highest_allocated = RangeMax(self._allocated)
         self._highest_reserved = RangeMax(self._reserved)
         self._births, self._ends = self._index_lives()
-        self._in_use = self._kept_lists()
+        # Positions, and the blocks in use there.
+        self._kept_at: list[int] = []
+        self._kept: list[tuple[Allocation, ...]] = []
+        self._keep_lists()
 
     def __len__(self) -> int:
         """The number of events; positions run from 0 to this."""
@@ -146,14 +150,16 @@ class Timeline:
                 ends.setdefault(life.completed, []).append(life)
         return births, ends
 
-    def _kept_lists(self) -> list[tuple[Allocation, ...]]:
+    def _keep_lists(self) -> None:
         used = {life.index: life for life in self.allocations if life.born < 0}
-        kept = [tuple(used.values())]
-        for event in range(len(self)):
-            self._step(used, event)
-            if (event + 1) % _STRIDE == 0:
-                kept.append(tuple(used.values()))
-        return kept
+        due = 0
+        for position in range(len(self) + 1):
+            if position:
+                self._step(used, position - 1)
+            if position >= due:
+                self._kept_at.append(position)
+                self._kept.append(tuple(used.values()))
+                due = position + max(_STRIDE, len(used))
 
     def _step(self, used: dict[int, Allocation], event: int) -> None:
         for life in self._ends.get(event, ()):
@@ -164,9 +170,9 @@ class Timeline:
 
     def _used_at(self, position: int) -> list[Allocation]:
         """Allocations whose memory is not free at a position: live ones and those that wait for a stream."""
-        nearest = self._checked(position) // _STRIDE
-        used = {life.index: life for life in self._in_use[nearest]}
-        for event in range(nearest * _STRIDE, position):
+        nearest = bisect_right(self._kept_at, self._checked(position)) - 1
+        used = {life.index: life for life in self._kept[nearest]}
+        for event in range(self._kept_at[nearest], position):
             self._step(used, event)
         return list(used.values())
 
