@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import pickle
 import random
@@ -177,12 +178,61 @@ def test_what_is_written_beside(show: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("option", ["--json", "--html", "--redact"])
 def test_a_place_that_cannot_be_written(show: Any, tmp_path: Path, option: str) -> None:
+    """It is refused before anything is read or printed."""
     path = saved(tmp_path, one_device())
-    status, _, errors = show(path, option, str(tmp_path / "nowhere" / "file"))
-    assert status == 2
-    assert errors.startswith("gpumem: ")
-    assert errors.count("\n") == 1
+    folder = tmp_path / "nowhere"
+    status, text, errors = show(path, option, str(folder / "file"))
+    assert (status, text) == (2, "")
+    assert errors == f"gpumem: {option}: there is no folder {folder}: make it first, or save elsewhere\n"
+    assert show(path, option, str(tmp_path))[::2] == (
+        2,
+        f"gpumem: {option}: {tmp_path} is a folder: give the path of a file\n",
+    )
     assert [one.name for one in tmp_path.iterdir()] == ["run.pickle"]
+
+
+@pytest.mark.parametrize("option", ["--json", "--html", "--redact"])
+def test_the_recording_itself_is_never_replaced(show: Any, tmp_path: Path, option: str) -> None:
+    path = saved(tmp_path, one_device())
+    link = tmp_path / "link.pickle"
+    link.symlink_to(path)
+    before = Path(path).read_bytes()
+    for target in (path, str(link)):
+        status, text, errors = show(path, option, target)
+        assert (status, text) == (2, "")
+        assert errors == f"gpumem: {option}: {target} is the recording itself: give another path\n"
+    assert Path(path).read_bytes() == before
+
+
+def test_a_link_stays_one_and_what_it_names_is_replaced(show: Any, tmp_path: Path) -> None:
+    (tmp_path / "a folder").mkdir()
+    target, link = tmp_path / "a folder" / "pagé.html", tmp_path / "link.html"
+    link.symlink_to(target)
+    assert show(saved(tmp_path, one_device()), "--html", str(link))[0] == 0
+    assert link.is_symlink()
+    assert target.read_text("utf-8").startswith("<!DOCTYPE html>")
+
+
+def test_a_disk_that_is_full_is_one_line(show: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "hidden.part")
+
+    path, page = saved(tmp_path, one_device()), tmp_path / "page.html"
+    page.write_text("before")
+    monkeypatch.setattr("gpumem_magic.snapshot.whole_file.os.replace", full)
+    status, _, errors = show(path, "--html", str(page))
+    assert (status, errors) == (2, f"gpumem: cannot write {page}: No space left on device\n")
+    assert page.read_text() == "before"
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["page.html", "run.pickle"]
+
+
+def test_an_interrupt_is_one_line(show: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(path: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("gpumem_magic.snapshot.files.read", interrupted)
+    for command in ("show", "replay"):
+        assert show("any.pickle", command=command) == (130, "", "gpumem: interrupted\n")
 
 
 def test_several_ranks_side_by_side(show: Any, tmp_path: Path) -> None:

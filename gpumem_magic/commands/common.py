@@ -3,29 +3,55 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 
+from gpumem_magic.recording.quiet import no_automatic_collection
+from gpumem_magic.snapshot.whole_file import writable
+
 FAILED = 1
 UNREADABLE = 2
+INTERRUPTED = 128 + signal.SIGINT
 
 
 def guarded(work: Callable[[], int]) -> int:
     """Runs it; a file that can't be read or written is one line on standard error and status 2.
 
-    Where nobody reads on (``| head``), it ends in silence with status 1.
+    Where nobody reads on (``| head``), it ends in silence with status 1; Ctrl-C is one line and status 130.
     """
     try:
-        status = work()
+        # A file's events are millions of objects and no cycles: looking for garbage among them only takes time.
+        with no_automatic_collection():
+            status = work()
         sys.stdout.flush()
         return status
     except BrokenPipeError:
         # Python flushes once more at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
+    except KeyboardInterrupt:
+        print("gpumem: interrupted", file=sys.stderr)
+        return INTERRUPTED
     except (OSError, ValueError) as error:
         print(f"gpumem: {' '.join(str(error).split())}", file=sys.stderr)
         return UNREADABLE
+
+
+def check_target(option: str, path: str | None, files: Sequence[str]) -> None:
+    """Refuses, before anything is read, a file that could not be written afterwards, or that would replace one of `files`.
+
+    Raises ValueError in one line. None is fine: nothing is to be written.
+    """
+    if path is None:
+        return
+    try:
+        target = writable(path)
+    except OSError as error:
+        raise ValueError(f"{option}: {error}") from None
+    for name in files:
+        if os.path.realpath(os.path.expanduser(name)) == str(target):
+            raise ValueError(f"{option}: {path} is the recording itself: give another path")
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:

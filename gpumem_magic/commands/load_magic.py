@@ -27,16 +27,20 @@ def load_line(shell: Any, line: str) -> None:
     options = _parse(line)
     from IPython.display import display
 
+    from gpumem_magic.commands.common import check_target
+    from gpumem_magic.recording.quiet import no_automatic_collection
     from gpumem_magic.report.from_file import report_of, views_of
     from gpumem_magic.snapshot.files import read
     from gpumem_magic.timeline_page.view import timeline_of_files
 
     try:
-        files = [views_of(read(os.path.expanduser(name)), options.device) for name in options.files]
-        reports = [report_of(views[0].loaded, options.device, options.at, views) for views in files]
-        timeline = timeline_of_files(files, options.at)
-        if options.html is not None:
-            timeline.save(options.html)
+        check_target("--html", options.html, options.files)
+        with no_automatic_collection():
+            files = [views_of(read(os.path.expanduser(name)), options.device) for name in options.files]
+            reports = [report_of(views[0].loaded, options.device, options.at, views) for views in files]
+            timeline = timeline_of_files(files, options.at)
+            if options.html is not None:
+                timeline.save(options.html)
     except (OSError, ValueError) as error:
         raise UsageError(" ".join(str(error).split())) from None
     if options.output is not None:

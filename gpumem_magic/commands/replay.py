@@ -63,11 +63,14 @@ def _of_file(path: str, conf: str | None) -> list[dict[str, Any]]:
     """A result for each device. A file or device without one has `why_not` instead of figures."""
     from gpumem_magic.allocator.replayable import replayables
     from gpumem_magic.snapshot.files import read
+    from gpumem_magic.snapshot.unpickle import one_line
 
     try:
         found = replayables(read(path))
     except (OSError, ValueError) as error:
-        return [{"file": path, "device": None, "why_not": " ".join(str(error).split())}]
+        # The line begins with the file's name.
+        words = " ".join(str(error).split()).removeprefix(f"{one_line(path)}: ")
+        return [{"file": path, "device": None, "why_not": words}]
     results = []
     for one in found:
         result: dict[str, Any] = {"file": path, "device": one.device, "notes": list(one.notes)}

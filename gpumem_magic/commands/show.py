@@ -6,7 +6,7 @@ import argparse
 import os
 from typing import TYPE_CHECKING, Any
 
-from gpumem_magic.commands.common import guarded, table
+from gpumem_magic.commands.common import check_target, guarded, table
 from gpumem_magic.commands.words import printable
 from gpumem_magic.units import human, mib
 
@@ -46,6 +46,8 @@ def _run(options: argparse.Namespace) -> int:
 
     if len(options.files) > 1 and (options.json or options.redact):
         raise ValueError("--json and --redact are for one file: name only one")
+    for option, target in (("--json", options.json), ("--html", options.html), ("--redact", options.redact)):
+        check_target(option, target, options.files)
     views = [views_of(read(path), options.device) for path in options.files]
     print(_side_by_side(views, options.at) if len(views) > 1 else _text(views[0], options))
     if options.html:

@@ -16,6 +16,7 @@ from gpumem_magic.allocator.verdict import verdict_of
 from gpumem_magic.attribution.from_stacks import attribute_by_stacks
 from gpumem_magic.attribution.ledger import Balance, Ledger, Outside
 from gpumem_magic.attribution.sites import folded
+from gpumem_magic.recording.quiet import no_automatic_collection
 from gpumem_magic.report.kept import kept_labels, kept_start
 from gpumem_magic.report.model import Peak, Report, ReportDevice, ReportError, Row
 from gpumem_magic.report.out_of_memory import OutOfMemory, out_of_memory
@@ -37,7 +38,8 @@ def load(path: str | os.PathLike[str]) -> Report:
 
     Raises SnapshotFileError (a ValueError, in one line) for what is not one, OSError where it can't be opened.
     """
-    return report_of(read(path))
+    with no_automatic_collection():
+        return report_of(read(path))
 
 
 def report_of(

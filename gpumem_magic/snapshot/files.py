@@ -11,18 +11,16 @@ import json
 import os
 import pickle
 import re
-import uuid
 import zlib
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NoReturn
 
 from gpumem_magic.snapshot.model import Frame, Snapshot
 from gpumem_magic.snapshot.origin import Beginning, beginning_of, version_of
 from gpumem_magic.snapshot.plain import PlainDataError, forward_stacks, snapshot_from_data, snapshot_to_data
 from gpumem_magic.snapshot.unpickle import MAX_BYTES, SnapshotFileError, check_values, loads, one_line
+from gpumem_magic.snapshot.whole_file import replace_file
 from gpumem_magic.units import MIB, human
 
 __all__ = ["LoadedSnapshot", "SnapshotFileError", "read", "write"]
@@ -122,15 +120,7 @@ def write(snapshot: Snapshot, path: str | os.PathLike[str], extra: Mapping[str, 
     if extra is not None:
         # By way of JSON: only its types come through, as lists where there were tuples.
         data[OWN_KEY] = json.loads(json.dumps(extra))
-    target = Path(path)
-    beside = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.part")
-    try:
-        with open(beside, "xb") as file:
-            pickle.dump(data, file, protocol=4)
-        os.replace(beside, target)
-    finally:
-        with suppress(OSError):
-            beside.unlink()
+    replace_file(path, lambda file: pickle.dump(data, file, protocol=4))
 
 
 def _content(name: str) -> bytes:

@@ -5,18 +5,16 @@ from __future__ import annotations
 import base64
 import os
 import sys
-import uuid
 import warnings
 from collections.abc import Container, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from html import escape
-from pathlib import Path
 from typing import Any
 
 from gpumem_magic.report.from_file import FileView
 from gpumem_magic.report.model import Report
 from gpumem_magic.snapshot.files import LoadedSnapshot
+from gpumem_magic.snapshot.whole_file import replace_file
 from gpumem_magic.timeline_page.page import document
 from gpumem_magic.timeline_page.source import TimelineSource, of_file, of_recording
 from gpumem_magic.units import human
@@ -44,14 +42,7 @@ class TimelineView:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the page; `path` then holds all of it, or what it held before. Raises OSError."""
-        target = Path(path).expanduser()
-        beside = target.with_name(f".{target.name[:100]}.{uuid.uuid4().hex[:8]}.part")
-        try:
-            beside.write_text(self.to_html(), "utf-8")
-            os.replace(beside, target)
-        finally:
-            with suppress(OSError):
-                beside.unlink()
+        replace_file(path, lambda file: file.write(self.to_html().encode()))
 
     def to_png(self) -> tuple[bytes, int, int]:
         """The still picture, its width and its height in pixels."""

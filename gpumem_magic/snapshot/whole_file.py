@@ -1,0 +1,45 @@
+"""Files that are replaced as a whole or not at all, and clear words where one can't be written."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import BinaryIO
+
+
+def writable(path: str | os.PathLike[str]) -> Path:
+    """Where a file of this path would lie: `~` and links resolved. Raises OSError, in one line, where none could."""
+    # The file behind a link is what gets replaced, and not the link.
+    target = Path(os.path.realpath(Path(path).expanduser()))
+    if target.is_dir():
+        raise IsADirectoryError(f"{_shown(path)} is a folder: give the path of a file")
+    if not target.parent.is_dir():
+        raise FileNotFoundError(f"there is no folder {_shown(target.parent)}: make it first, or save elsewhere")
+    if not os.access(target.parent, os.W_OK):
+        raise PermissionError(f"the folder {_shown(target.parent)} can't be written to: save elsewhere")
+    return target
+
+
+def replace_file(path: str | os.PathLike[str], write: Callable[[BinaryIO], object]) -> None:
+    """Puts what `write` writes at the path, which then holds all of it, or what it held before.
+
+    Raises OSError, in one line that names the path; what `write` raises otherwise is passed on.
+    """
+    target = writable(path)
+    beside = target.with_name(f".{target.name[:100]}.{uuid.uuid4().hex[:8]}.part")
+    try:
+        with open(beside, "xb") as file:
+            write(file)
+        os.replace(beside, target)
+    except OSError as error:
+        raise type(error)(f"cannot write {_shown(path)}: {error.strerror or error}") from None
+    finally:
+        with suppress(OSError):
+            beside.unlink()
+
+
+def _shown(path: str | os.PathLike[str]) -> str:
+    return "".join(character if character.isprintable() else "?" for character in os.fspath(path))
