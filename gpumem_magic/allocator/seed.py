@@ -44,22 +44,31 @@ def seed_of(
         return Seed(reason=f"the segments at the end are not whole: {error}")
     missing = _missing_frees(events)
     if missing:
-        return Seed(reason=f"{missing} frees are missing: the trace was filtered, or its oldest events were dropped")
+        what = _count(missing, "free is", "frees are")
+        return Seed(reason=f"{what} missing: the trace was filtered, or its oldest events were dropped")
     found = start_of(final, events, settings)
     if found.orphans:
-        return Seed(reason=f"{found.orphans} blocks from before the trace lie in segments that are not known")
+        what = _count(found.orphans, "block from before the trace lies", "blocks from before the trace lie")
+        return Seed(reason=f"{what} in segments that are not known")
     try:
         check_adoptable(found.segments, found.segments)
     except ValueError as error:
         return Seed(reason=f"the segments at the start can't be worked out: {error}")
     timeline = Timeline(found.segments, events, settings)
     if timeline.unplaced:
-        return Seed(reason=f"{timeline.unplaced} allocations lie in no segment of the file")
+        return Seed(
+            reason=f"{_count(timeline.unplaced, 'allocation lies', 'allocations lie')} in no segment of the file"
+        )
     if timeline.unmatched:
-        return Seed(reason=f"{timeline.unmatched} events are about blocks or segments that are not known")
+        what = _count(timeline.unmatched, "event is", "events are")
+        return Seed(reason=f"{what} about blocks or segments that are not known")
     if _used(timeline.segments_at(len(timeline))) != _used(final):
         return Seed(reason="the trace does not lead to the segments that the file has at its end")
     return Seed(found.segments, None, found.uncertain)
+
+
+def _count(number: int, one: str, several: str) -> str:
+    return f"{number:,} {one if number == 1 else several}"
 
 
 def _missing_frees(events: Sequence[TraceEvent]) -> int:

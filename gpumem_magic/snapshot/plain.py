@@ -233,7 +233,7 @@ def _trace(trace: Any, where: str, stacks: _Stacks, parts: _Parts) -> tuple[Trac
             or not (0 <= address < _LIMIT and 0 <= size < _LIMIT and 0 <= stream < _LIMIT and 0 <= time_us < _LIMIT)
             or type(action) is not str
         ):
-            _wrong(f"{where}[{index}]", "an event of an action and whole numbers", data)
+            _wrong_event(data, f"{where}[{index}]")
         event = TraceEvent(
             action, address, size, stream, time_us, stack_of(frames, f"{where}[..].frames") if frames else ()
         )
@@ -241,6 +241,16 @@ def _trace(trace: Any, where: str, stacks: _Stacks, parts: _Parts) -> tuple[Trac
             event = event._replace(pool_id=_pool_id(data["pool_id"], where))
         events.append(event)
     return tuple(events)
+
+
+def _wrong_event(data: Mapping[str, Any], where: str) -> NoReturn:
+    """Says which of an event's values it is."""
+    action = data["action"]
+    if type(action) is not str:
+        _wrong(f"{where}.action", "a word", action)
+    for key in ("device_free" if action == "oom" else "addr", "size", "stream", "time_us"):
+        _int(data, key, where, 0)
+    raise AssertionError("one of them is wrong")
 
 
 def _pool_id(value: Any, where: str) -> tuple[int, int]:
