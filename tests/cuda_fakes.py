@@ -95,6 +95,7 @@ class FakeTorch:
             device_count=lambda: len(self.gpus),
             current_device=self._current_device,
             get_device_properties=self._properties,
+            get_per_process_memory_fraction=lambda index: self.gpus[index].allocator.settings_in_force.memory_fraction,
             get_allocator_backend=lambda: self.backend,
             memory_stats_as_nested_dict=self._stats,
             memory_reserved=lambda index: self.gpus[index].allocator.reserved,

@@ -97,3 +97,27 @@ def test_too_much_is_too_much(shell: Any) -> None:
     assert found is not None
     assert (found.cause, found.spare, found.trials, found.tried) == ("capacity", -200 * MIB, (), True)
     assert "No setting of the allocator can make up for what was missing." in explain.remarks(report)
+
+
+def test_a_limit_that_the_program_set_has_its_figure(shell: Any) -> None:
+    """The device has room for it all; half of it is allowed."""
+    limited = "torch.cuda.set_per_process_memory_fraction(0.5)"
+    report = run(shell, f"%%gpumem\n{limited}\nrows = [mib(200) for _ in range(4)]\n")
+    assert report.error is not None
+    found = report.error.verdict
+    assert found is not None
+    assert (found.cause, found.limit, found.free) == ("limit", 500 * MIB, 600 * MIB)
+    assert explain.verdict(report) is not None
+    assert "this process may reserve 500 MiB" in str(explain.verdict(report))
+
+
+def test_where_the_limit_is_lifted_again_there_is_none(shell: Any) -> None:
+    report = run(
+        shell,
+        "%%gpumem\ntorch.cuda.set_per_process_memory_fraction(0.5)\nrows = [mib(200) for _ in range(2)]\n"
+        "torch.cuda.set_per_process_memory_fraction(1.0)\nrows += [mib(200) for _ in range(4)]\n",
+    )
+    assert report.error is not None
+    found = report.error.verdict
+    assert found is not None
+    assert (found.cause, found.limit) == ("capacity", None)

@@ -333,3 +333,15 @@ def test_several_devices_share_one_snapshot_at_the_end() -> None:
     ended = [device.stop_log(log) for device, log in zip(machine.devices, logs, strict=True)]
     assert [len(log.events) for log in ended] == [0, 0, 2]
     assert torch.calls.count("snapshot") == 1
+
+
+def test_a_fraction_that_the_program_set_is_among_the_settings() -> None:
+    torch = FakeTorch()
+    (device,) = CudaMachine(torch, Driver(None), 100).devices
+    log = device.start_log()
+    assert device.stop_log(log).settings.memory_fraction == 1.0, "CUDA is not in use: nothing is asked"
+    torch.use()
+    log = device.start_log()
+    torch.gpus[0].allocator.set_memory_fraction(0.25)
+    torch.alloc(MIB)
+    assert device.stop_log(log).settings.memory_fraction == 0.25

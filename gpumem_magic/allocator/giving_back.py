@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from dataclasses import replace
 
 from gpumem_magic.allocator.blocks import ADDRESS_MASK, DEFAULT_POOL, FREE, KEY_SHIFT, CachedBlock, Pool, PoolId
 from gpumem_magic.allocator.heap import Stacks
@@ -29,6 +30,11 @@ class ReleasingHeap(PooledHeap):
             raise ValueError(f"a memory fraction lies between 0 and 1, not {fraction}")
         self._fraction = fraction if fraction < 1.0 else None
         self._apply_settings()
+
+    @property
+    def settings_in_force(self) -> AllocatorSettings:
+        """The settings, with the memory fraction that was set last."""
+        return replace(self.settings, memory_fraction=1.0 if self._fraction is None else self._fraction)
 
     def complete_pending(self, stream: int | None = None) -> None:
         """Finishes the work of one stream, or of all, and frees the blocks that waited for nothing else."""

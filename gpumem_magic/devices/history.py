@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from gpumem_magic.allocator.settings import settings_from_dict
@@ -174,6 +174,8 @@ class History:
                 taken = self._take(log)
                 self._keep(log, taken)
                 settings = settings_from_dict(taken.data.get("allocator_settings", {}))
+                # A program may have set it since: a snapshot tells what the environment said only.
+                settings = replace(settings, memory_fraction=torch_memory.memory_fraction(self._torch, log.device))
         except Exception as error:
             self._note(f"The history of cuda:{log.device} could not be read: {_words(error)}.")
         finally:

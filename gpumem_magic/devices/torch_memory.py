@@ -31,6 +31,13 @@ def has_context(torch: Any, index: int) -> bool:
     return bool(ask(index)) if ask is not None else torch.cuda.memory_reserved(index) > 0
 
 
+def memory_fraction(torch: Any, index: int) -> float:
+    """The share of a device's memory that this process may reserve; 1 is no limit, also where PyTorch can't tell or CUDA is
+    not in use. (`get_per_process_memory_fraction` is in 2.9 to 2.13.)"""
+    ask = getattr(torch.cuda, "get_per_process_memory_fraction", None)
+    return float(ask(index)) if ask is not None and in_use(torch) else 1.0
+
+
 def history_is_on(torch: Any) -> bool:
     """Whether somebody records the allocator's history now. CUDA must be in use."""
     return bool(torch._C._cuda_isHistoryEnabled())

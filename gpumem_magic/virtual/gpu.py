@@ -149,7 +149,7 @@ class VirtualDevice:
     def stop_log(self, log: Any) -> DeviceLog:
         self._logs = [other for other in self._logs if other is not log]
         self.allocator.sinks[:] = [sink for sink in self.allocator.sinks if sink is not log.events]
-        return DeviceLog(self.facts, log.start, log.events, log.origins, log.carried, self.allocator.settings)
+        return DeviceLog(self.facts, log.start, log.events, log.origins, log.carried, self.allocator.settings_in_force)
 
     @property
     def recorded(self) -> bool:
