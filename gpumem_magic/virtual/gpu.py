@@ -36,6 +36,7 @@ from gpumem_magic.virtual import (
     saving,
     storages,
     surroundings,
+    wrappers,
 )
 from gpumem_magic.virtual.attention import Attention
 from gpumem_magic.virtual.autocast import AutocastKernels
@@ -267,6 +268,7 @@ class VirtualMachine:
             Factories(self.engine, self.face.current_device).install(self._patches)
             parameters.install(self._patches)
             storages.install(self._patches, self.engine)
+            wrappers.install(self._patches)
             saving.install(self._patches, self.engine)
             surroundings.install(self._patches)
             self._libraries.install(self._patches)

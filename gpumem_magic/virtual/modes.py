@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch._C import _get_dispatch_stack_at, _len_torch_dispatch_stack  # the active dispatch modes; torch 2.9 to 2.13
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpumem_magic.virtual.tracebacks import cut_below_operator
@@ -50,6 +50,11 @@ def cuda_for_meta(kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
         index = STATE.last_device if device.index is None else device.index
         kwargs["device"] = torch.device("cuda", index)
     return kwargs
+
+
+def with_dispatch_of_its_own(types: Any) -> bool:
+    """Whether a tensor class of the program's own, which wraps others, is among the types of an operator's arguments."""
+    return any(not issubclass(kind, FakeTensor) for kind in types)
 
 
 def answer_device(tensor: Any) -> torch.device:
@@ -100,6 +105,9 @@ class OperatorMode(TorchDispatchMode):
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if types and with_dispatch_of_its_own(types):
+            # It unwraps its tensors, and brings them here.
+            return NotImplemented
         try:
             if _len_torch_dispatch_stack() and types:
                 return func(*args, **(kwargs or {}))

@@ -30,7 +30,7 @@ def stand_in(dtype: torch.dtype) -> complex | bool:
     return False if dtype == torch.bool else 0
 
 
-@special(_aten._local_scalar_dense.default)
+@special(_aten._local_scalar_dense.default, _aten.item.default)
 def _read_scalar(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     found = values.known(args[0])
     if found is not None and found.exact:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from gpumem_magic.virtual.modes import DEVICE_QUERY, answer_device, pushed
+from gpumem_magic.virtual.modes import DEVICE_QUERY, answer_device, pushed, with_dispatch_of_its_own
 from gpumem_magic.virtual.tracebacks import cut, cut_below_operator
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ class VirtualTensor(FakeTensor):
         if func is DEVICE_QUERY:
             return answer_device(args[0])
         engine = _engine_among(args, kwargs)
-        if engine is None:
+        if engine is None or with_dispatch_of_its_own(types):
             return NotImplemented
         try:
             with torch._C.DisableTorchFunctionSubclass():

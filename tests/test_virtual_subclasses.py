@@ -1,0 +1,116 @@
+"""Tensor classes of the program's own on the virtual GPU: plain subclasses, and classes that wrap tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._pytree import tree_map
+
+from gpumem_magic.virtual import gpu
+
+
+class Plain(torch.Tensor):
+    """A subclass that only has another name."""
+
+
+class Wrapped(torch.Tensor):
+    """Holds another tensor, as quantised weights do."""
+
+    inner: torch.Tensor
+
+    @staticmethod
+    def __new__(cls: Any, inner: torch.Tensor) -> Any:
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
+
+    def __init__(self, inner: torch.Tensor) -> None:
+        self.inner = inner
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"Wrapped({self.inner!r})"
+
+    def __tensor_flatten__(self) -> Any:
+        return ["inner"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: Any, meta: Any, size: Any, stride: Any) -> Any:
+        return Wrapped(inner["inner"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def open_(value: Any) -> Any:
+            return value.inner if isinstance(value, Wrapped) else value
+
+        out = func(*tree_map(open_, args), **tree_map(open_, kwargs or {}))
+        return tree_map(lambda value: cls(value) if isinstance(value, torch.Tensor) else value, out)
+
+
+@pytest.fixture(autouse=True)
+def machine() -> Iterator[gpu.VirtualMachine]:
+    yield gpu.turn_on("2xT4")
+    gpu.turn_off()
+
+
+def test_a_plain_subclass_goes_to_the_device() -> None:
+    moved = torch.zeros(3).as_subclass(Plain).cuda()
+    assert moved.is_cuda
+    assert (moved + 1).device == torch.device("cuda", 0)
+
+
+def test_a_wrapper_goes_to_the_device_and_its_inside_is_what_costs() -> None:
+    wrapped = Wrapped(torch.zeros(1024, 256)).to("cuda:1")
+    assert type(wrapped) is Wrapped
+    assert (wrapped.device, wrapped.is_cuda, wrapped.is_meta, wrapped.is_cpu) == (
+        torch.device("cuda:1"),
+        True,
+        False,
+        False,
+    )
+    assert wrapped.get_device() == 1
+    assert torch.cuda.memory_allocated(1) == 1 << 20
+    assert not torch.cuda.memory_allocated(0)
+    del wrapped
+    assert not torch.cuda.memory_allocated(1)
+
+
+def test_operators_with_wrappers_go_through_their_class() -> None:
+    wrapped = Wrapped(torch.zeros(4, 4)).cuda()
+    other = torch.zeros(4, 4, device="cuda")
+    for result in (wrapped + 1, wrapped @ wrapped, wrapped + other, other + wrapped, torch.cat([other, wrapped])):
+        assert type(result) is Wrapped
+        assert result.inner.is_cuda
+    back = wrapped.cpu()
+    assert (type(back), back.device.type, type(back.inner)) == (Wrapped, "cpu", torch.Tensor)
+
+
+def test_gradients_flow_past_a_wrapped_weight() -> None:
+    layer = torch.nn.Linear(4, 4, bias=False)
+    layer.weight = torch.nn.Parameter(Wrapped(torch.zeros(4, 4)), requires_grad=False)
+    layer.cuda()
+    assert layer.weight.is_cuda
+    x = torch.zeros(2, 4, device="cuda", requires_grad=True)
+    layer(x).sum().backward()
+    assert x.grad is not None
+    assert x.grad.device == x.device
+
+
+def test_wrappers_on_the_host_and_on_meta_are_left_alone() -> None:
+    wrapped = Wrapped(torch.zeros(2, 2)).cuda()
+    assert Wrapped(torch.zeros(2, 2)).device.type == "cpu"
+    meta = Wrapped(torch.zeros(2, 2, device="meta"))
+    assert meta.is_meta
+    assert not meta.is_cuda
+    gpu.turn_off()
+    assert "device" not in vars(Wrapped)
+    assert Wrapped(torch.ones(2, 2)).sum().inner == 4
+    del wrapped
+
+
+def test_pytorchs_masked_tensors() -> None:
+    masked = pytest.importorskip("torch.masked").masked_tensor
+    mask = torch.ones(3, dtype=torch.bool, device="cuda")
+    with pytest.warns(UserWarning, match="prototype"):
+        made = masked(torch.zeros(3, device="cuda"), mask)
+    assert made.get_data().is_cuda
