@@ -89,6 +89,13 @@ def test_what_cannot_be_replayed_says_why(tmp_path: Path, capsys: Printed) -> No
     assert "not replayed: there is no trace" in capsys.readouterr().out
 
 
+def test_a_file_is_named_once(tmp_path: Path, capsys: Printed) -> None:
+    path = tmp_path / "a name.pickle"
+    path.write_bytes(b"")
+    assert cli.main(["replay", str(path)]) == 2
+    assert capsys.readouterr().out == f"{path}: not replayed: it is empty. Copy or record it again.\n"
+
+
 def test_would_this_setting_have_helped(failed: str, capsys: Printed) -> None:
     status, data = replayed(capsys, failed, "--conf", "expandable_segments:True")
     (one,) = data["devices"]

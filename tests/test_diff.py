@@ -10,6 +10,7 @@ import pytest
 from hostile_snapshots import BASE, event
 
 from gpumem_magic import cli
+from gpumem_magic.commands.same_code import together
 from gpumem_magic.report.from_file import views_of
 from gpumem_magic.snapshot.files import read
 
@@ -142,3 +143,39 @@ def test_two_real_recordings(capsys: pytest.CaptureFixture[str]) -> None:
         ]
         # Each is rounded to a whole MiB.
         assert abs(sum(parts) - int(rows["allocated"][column].replace(",", ""))) <= len(parts)
+
+
+def test_runs_from_different_folders_are_the_same_code(diff: Any) -> None:
+    def trained(folder: str, size: int) -> dict[str, Any]:
+        return snapshot(
+            (size, [{"filename": f"{folder}/src/train.py", "name": "step", "line": 7}]),
+            (3, [{"filename": f"{folder}/src/data.py", "name": "load", "line": 2}]),
+        )
+
+    lines = diff(trained("/home/me/run1", 10), trained("/scratch/you", 16))
+    changed = lines[lines.index("Where the most changed:") + 1 :]
+    assert changed == ["    +6.0 MiB  .../src/train.py:7 step  (10.0 MiB -> 16.0 MiB)"]
+
+
+def test_the_longest_end_of_a_path_decides() -> None:
+    a = {"/a/x/model/__init__.py:1 f": 1, "/a/x/data/__init__.py:1 f": 2, "native::op": 5}
+    b = {"C:\\b\\model\\__init__.py:1 f": 10, "C:\\b\\data\\__init__.py:1 f": 20, "native::op": 7}
+    assert together(a, b) == {
+        ".../model/__init__.py:1 f": (1, 10),
+        ".../data/__init__.py:1 f": (2, 20),
+        "native::op": (5, 7),
+    }
+
+
+def test_what_could_be_either_is_neither() -> None:
+    a, b = {"/a/one/run.py:1 f": 1, "/a/two/run.py:1 f": 2}, {"/b/run.py:1 f": 4}
+    assert together(a, b) == {**{place: (size, 0) for place, size in a.items()}, "/b/run.py:1 f": (0, 4)}
+
+
+def test_one_path_in_both_runs_stands_for_itself_only() -> None:
+    a, b = {"/a/run.py:1 f": 1}, {"/a/run.py:1 f": 2, "/b/run.py:1 f": 4}
+    assert together(a, b) == {"/a/run.py:1 f": (1, 2), "/b/run.py:1 f": (0, 4)}
+
+
+def test_a_line_that_only_one_run_has_keeps_its_whole_path() -> None:
+    assert together({"/a/run.py:1 f": 1}, {"/b/run.py:2 f": 4}) == {"/a/run.py:1 f": (1, 0), "/b/run.py:2 f": (0, 4)}

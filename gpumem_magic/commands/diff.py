@@ -7,6 +7,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from gpumem_magic.commands.common import guarded, table
+from gpumem_magic.commands.same_code import together
 from gpumem_magic.commands.words import printable
 from gpumem_magic.units import human, mib
 
@@ -46,14 +47,14 @@ def _run(options: argparse.Namespace) -> int:
         if one[name] or other[name]
     ]
     print(f"A: {printable(before.loaded.path)}\nB: {printable(after.loaded.path)}\n\n{table(rows)}")
-    places = [_places(before, first), _places(after, second)]
-    changes = {place: places[1][place] - places[0][place] for place in [*places[0], *places[1]]}
-    ranked = sorted((place for place in changes if changes[place]), key=lambda place: (-abs(changes[place]), place))
+    places = together(_places(before, first), _places(after, second))
+    changes = {place: later - earlier for place, (earlier, later) in places.items() if later != earlier}
+    ranked = sorted(changes, key=lambda place: (-abs(changes[place]), place))
     if ranked and options.top > 0:
         print("\nWhere the most changed:")
     for place in ranked[: max(options.top, 0)]:
         change = f"{'+' if changes[place] > 0 else '-'}{human(abs(changes[place]))}"
-        sizes = f"{human(places[0][place])} -> {human(places[1][place])}"
+        sizes = " -> ".join(map(human, places[place]))
         print(f"  {change:>10}  {printable(place)}  ({sizes})")
     return 0
 

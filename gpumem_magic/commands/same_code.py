@@ -1,0 +1,66 @@
+"""The same code in two runs: a file that lies in another folder, or was run by somebody else, is known by the end of its path."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+
+_LINE_OF_CODE = re.compile(r"(.+):(\d+) (.+)", re.DOTALL)
+_SEPARATOR = re.compile(r"[/\\]")
+
+
+def together(a: Mapping[str, int], b: Mapping[str, int]) -> dict[str, tuple[int, int]]:
+    """Place -> its bytes in A and in B. Places are ``file:line function``, or other words, which match as they are.
+
+    A file that only one of the two has stands for the one of the other that shares the longest end of its path with it and with
+    no other. Such a place is called ``.../tail:line function``, where both runs have the line and the function.
+    """
+    names = _tails({_path(place) for place in a}, {_path(place) for place in b})
+    renamed = [Counter[str](), Counter[str]()]
+    called: dict[str, str] = {}
+    for number, side in enumerate((a, b)):
+        for place, size in side.items():
+            path = _path(place)
+            name = f"{names[path]}{place[len(path) :]}" if path in names else place
+            renamed[number][name] += size
+            called.setdefault(name, place)
+    found = {}
+    for name in called:
+        is_both = all(name in side for side in renamed)
+        found[name if is_both else called[name]] = renamed[0][name], renamed[1][name]
+    return found
+
+
+def _path(place: str) -> str:
+    """The file's path; "" for words that are no line of code."""
+    match = _LINE_OF_CODE.fullmatch(place)
+    return "" if match is None else match[1]
+
+
+def _tails(a: Iterable[str], b: Iterable[str]) -> dict[str, str]:
+    """Path -> what it is called, for those that stand for one of the other side."""
+    ours, theirs = set(a), set(b)
+    left = [
+        {path: _SEPARATOR.split(path) for path in one - other if path}
+        for one, other in ((ours, theirs), (theirs, ours))
+    ]
+    longest = min((max(map(len, side.values()), default=0) for side in left), default=0)
+    names: dict[str, str] = {}
+    for length in range(longest, 0, -1):
+        by_tail = [_by_tail(side, length) for side in left]
+        for tail, paths in by_tail[0].items():
+            others = by_tail[1].get(tail, [])
+            if len(paths) == len(others) == 1:
+                for side, path in zip(left, (paths[0], others[0]), strict=True):
+                    names[path] = f".../{'/'.join(tail)}"
+                    del side[path]
+    return names
+
+
+def _by_tail(paths: Mapping[str, list[str]], length: int) -> dict[tuple[str, ...], list[str]]:
+    found: dict[tuple[str, ...], list[str]] = {}
+    for path, parts in paths.items():
+        if len(parts) >= length:
+            found.setdefault(tuple(parts[-length:]), []).append(path)
+    return found
