@@ -14,9 +14,14 @@ def late_zero_grad(scene: Scene) -> list[Cause]:
     """Gradients of one iteration that are there during the next one's forward, and are dropped before its backward."""
     backwards = [(scene.start_of(span), scene.end_of(span)) for span in scene.spans("backward")]
     worst: tuple[int, Span] | None = None
-    for forward in scene.spans("forward"):
+    forwards = scene.spans("forward")
+    starts = sorted(scene.start_of(forward) for forward in forwards)
+    for forward in forwards:
         begin, end = scene.start_of(forward), scene.end_of(forward)
         following = next((start for start, _ in backwards if start >= end), None)
+        if following is not None and any(end <= start < following for start in starts):
+            # Another forward comes before that backward: this one was an evaluation, or a part.
+            continue
         if following is None or not any(stop <= begin for _, stop in backwards):
             continue
         late = [

@@ -1,0 +1,68 @@
+"""Cells as tutorials have them, in our own words: whatever is said of them has to be true, and no fault may be found.
+
+Each text in ``innocent_cells`` holds notebooks (``== title``) of cells (``# %%``); every cell is measured on a virtual GPU.
+Causes that describe (what the optimizer keeps, a peak inside its step, a layer that saves most) are facts, with tests of their
+own; those that blame are false here.
+"""
+
+from __future__ import annotations
+
+import gc
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from causes_cells import Notebook, names, notebook
+
+TEXTS = sorted((Path(__file__).parent / "innocent_cells").glob("*.txt"))
+START = """import torch
+from torch import nn
+import torch.nn.functional as F
+device = "cuda" if torch.cuda.is_available() else "cpu"
+"""
+DESCRIBING = frozenset(
+    {"optimizer_states", "optimizer_temporaries", "dominating_layer", "attention_scores", "only_cached"}
+)
+LEAST_CELLS = 120
+
+
+def notebooks(text: Path) -> Iterator[tuple[str, list[str]]]:
+    for part in re.split(r"(?m)^== ", text.read_text("utf-8"))[1:]:
+        title, _, body = part.partition("\n")
+        yield title, body.split("# %%\n")
+
+
+@pytest.fixture(scope="module")
+def book() -> Iterator[Notebook]:
+    with notebook() as found:
+        yield found
+
+
+CASES = [(text.stem, title, cells) for text in TEXTS for title, cells in notebooks(text)]
+
+
+@pytest.mark.parametrize(
+    ("title", "cells"),
+    [pytest.param(title, cells, id=f"{stem}: {title}") for stem, title, cells in CASES],
+)
+def test_no_fault_is_found(book: Notebook, title: str, cells: list[str]) -> None:
+    book.cell(START)
+    before = set(book.shell.user_ns)
+    try:
+        for number, cell in enumerate(cells):
+            report = book.measured(cell)
+            assert report.error is None, (number, report.error)
+            assert report.peak.allocated, number
+            blamed = set(names(report)) - DESCRIBING
+            assert not blamed, (number, [one for one in report.causes if one.name in blamed])
+    finally:
+        for name in set(book.shell.user_ns) - before:
+            del book.shell.user_ns[name]
+        book.cell("%gpumem_free out traceback cycles cache")
+        gc.collect()
+
+
+def test_there_are_enough_of_them() -> None:
+    assert sum(len(cells) for _, _, cells in CASES) >= LEAST_CELLS
+    assert len({title for _, title, _ in CASES}) == len(CASES)
