@@ -280,8 +280,10 @@ def open_shell() -> Any:
     if importlib.util.find_spec("IPython") is None:
         return None
     from IPython.core.interactiveshell import InteractiveShell
+    from traitlets.config import Config
 
-    shell = InteractiveShell.instance()
+    # Nobody's history of commands gets ours.
+    shell = InteractiveShell.instance(config=Config({"HistoryManager": {"enabled": False}}))
     shell.run_line_magic("load_ext", "gpumem_magic")
     return shell
 
@@ -324,7 +326,7 @@ def main() -> None:
     shell = None if options.without_ipython else open_shell()
     real = options.virtual is None
     road = (
-        "IPython's own magics" if shell is not None else "no IPython here: rows by `gpumem run`'s road, and measure()"
+        "IPython's own magics" if shell is not None else "without IPython: rows by `gpumem run`'s road, and measure()"
     )
     print(f"{machine(real)}; torch {torch.__version__}, Python {platform.python_version()}; {road}")
     torch.manual_seed(0)
