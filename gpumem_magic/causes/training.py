@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 
 from gpumem_magic.causes.model import LEAST, Cause, Scene, size
 from gpumem_magic.recording.model import Span
@@ -29,6 +30,8 @@ def late_zero_grad(scene: Scene) -> list[Cause]:
             for one in scene.living_in(begin, "gradients")
             if one.freed is not None and end <= one.freed < following and one.born < begin
         ]
+        # An input's gradient goes with its input; what zero_grad drops is as large as a parameter.
+        late = _as_large_as(late, [one.requested for one in scene.living_in(begin, "parameters")])
         if worst is None or size(late) > worst[0]:
             worst = size(late), forward
     if worst is None or worst[0] < max(LEAST, scene.report.peak.allocated // 20):
@@ -78,15 +81,23 @@ def missing_zero_grad(scene: Scene) -> list[Cause]:
 
 def _added_to(scene: Scene, kept: list[Allocation], begin: int, end: int) -> list[Allocation]:
     """Those for which a stretch made, and dropped again, something of the same size."""
-    fresh = Counter(
-        one.requested
-        for one in scene.timeline.allocations
-        if begin <= one.born < end and one.freed is not None and one.freed < end
+    return _as_large_as(
+        kept,
+        [
+            one.requested
+            for one in scene.timeline.allocations
+            if begin <= one.born < end and one.freed is not None and one.freed < end
+        ],
     )
+
+
+def _as_large_as(allocations: list[Allocation], sizes: Iterable[int]) -> list[Allocation]:
+    """Those that have a partner of their own size."""
+    left = Counter(sizes)
     found = []
-    for one in kept:
-        if fresh[one.requested] > 0:
-            fresh[one.requested] -= 1
+    for one in allocations:
+        if left[one.requested] > 0:
+            left[one.requested] -= 1
             found.append(one)
     return found
 
