@@ -14,6 +14,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from gpumem_magic.virtual import gpu
+from gpumem_magic.virtual.hooks import _stays_on_host
 from gpumem_magic.virtual.saving import SWITCH, StandInsNotSaved
 
 
@@ -267,3 +268,63 @@ def test_distributions_are_not_checked_by_values() -> None:
 
 def test_a_subprocess_sees_the_device_only_through_nvidia_smi() -> None:
     assert "gpumem" in os.environ["PATH"].split(os.pathsep)[0]
+
+
+# ---- backward passes of the host's own
+
+
+class ThroughDevice(torch.autograd.Function):
+    """Comes to the device and back where nobody sees it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.cuda().cpu()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return (grad.cuda() * 2).cpu()
+
+
+def test_only_graphs_of_the_host_alone_are_not_watched() -> None:
+    host = torch.ones(3, requires_grad=True)
+    device = torch.zeros(3, device="cuda", requires_grad=True)
+    into = torch.zeros(3)
+    into.copy_(device)
+    part = torch.zeros(6)
+    part[:3] = device
+    assert _stays_on_host([(host * 2).exp().sum(), host.sum()])
+    for output in (
+        device.sum(), device.cpu().sum(), host.cuda().cpu().sum(), (host * device.cpu()).sum(), into.sum(), part.sum(),
+        ThroughDevice.apply(host).sum(), device.to("cpu", torch.float64).sum(),
+    ):  # fmt: skip
+        assert not _stays_on_host([output])
+        assert not _stays_on_host([host.sum(), output + 1])
+        output.backward()
+    assert device.grad is not None
+    assert device.grad.is_cuda
+    assert host.grad is not None
+    assert host.grad.device.type == "cpu"
+
+
+def test_host_graphs_that_are_watched_give_the_same_gradients() -> None:
+    layer = torch.nn.Linear(3, 1)
+    x = torch.ones(2, 3)
+    layer(x).sum().backward()
+    alone = layer.weight.grad
+    layer.weight.grad = None
+    far = torch.zeros((), device="cuda", requires_grad=True)
+    for _ in range(2):
+        (layer(x).sum() + far.cpu()).backward()
+    assert torch.equal(layer.weight.grad, 2 * alone)
+    assert far.grad.is_cuda
+
+
+def test_gradients_of_the_host_are_what_they_are_and_draw_no_memory() -> None:
+    x = torch.arange(3.0, requires_grad=True)
+    before = torch.cuda.memory_allocated()
+    deep = x
+    for _ in range(3000):
+        deep = deep + 1
+    deep.pow(2).sum().backward()
+    assert torch.equal(x.grad, 2 * (torch.arange(3.0) + 3000))
+    assert torch.cuda.memory_allocated() == before

@@ -32,9 +32,13 @@ _CONSTANTS = ("zeros", "ones", "full", "arange", "linspace", "eye", "zeros_like"
 _LEFT_ALONE = ("from_file", "from_numpy", "frombuffer", "sparse_coo_tensor")
 
 
+# While a virtual device is on, the name `torch.device` stands for something slower.
+_DEVICE = torch.device
+
+
 def _means_meta(device: Any) -> bool:
     """Whether the program asks for the meta device itself (virtual devices are meta:i to C++, and must not be meant)."""
-    return device == "meta" or (isinstance(device, torch.device) and device.type == "meta" and device.index is None)
+    return device == "meta" or (type(device) is _DEVICE and device.type == "meta" and device.index is None)
 
 
 def plain_meta(tensor: VirtualTensor) -> torch.Tensor:
@@ -90,7 +94,7 @@ class Factories:
             return None
         elif isinstance(device, int):
             device = torch.device("cuda", device)
-        if not isinstance(device, torch.device) or device.type != "cuda":
+        if type(device) is not _DEVICE or device.type != "cuda":
             return None
         index = self._current_device() if device.index is None else device.index
         if index >= self._engine.device_count:
@@ -105,6 +109,8 @@ class Factories:
         @functools.wraps(original)
         def make_one(*args: Any, **kwargs: Any) -> Any:
             try:
+                if "device" not in kwargs and "pin_memory" not in kwargs:
+                    return original(*args, **kwargs)
                 device = kwargs.get("device")
                 if kwargs.get("pin_memory") and not self._engine.closed_because:
                     kwargs["pin_memory"] = False  # pinning needs a driver
@@ -219,7 +225,7 @@ class Factories:
         @functools.wraps(original)
         def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             try:
-                if STATE.depth:
+                if STATE.depth or (args and type(args[0]) is torch.dtype):
                     return original(self, *args, **kwargs)
                 first = args[0] if args else kwargs.get("device", kwargs.get("other"))
                 if isinstance(first, VirtualTensor):

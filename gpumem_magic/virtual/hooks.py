@@ -43,9 +43,7 @@ def _backward(patches: Patches, engine: Engine) -> None:
 
     @functools.wraps(original)
     def run(t_outputs: Any, *args: Any, **kwargs: Any) -> Any:
-        if engine.closed_because or not any(
-            isinstance(output, VirtualTensor) or output.grad_fn for output in t_outputs
-        ):
+        if engine.closed_because or _stays_on_host(t_outputs):
             return original(t_outputs, *args, **kwargs)
         first = next((output for output in t_outputs if isinstance(output, VirtualTensor)), None)
         if first is not None:
@@ -62,6 +60,29 @@ def _backward(patches: Patches, engine: Engine) -> None:
 
     patches.set(torch.autograd.graph, "_engine_run_backward", run)
     patches.set(torch.autograd, "_engine_run_backward", run)
+
+
+# The nodes at which a graph may come to the host from a device (torch 2.9 to 2.13); a function of the program's own may, too.
+_CROSSINGS = ("ToCopyBackward", "CopyBackward", "CopySlices")
+
+
+def _stays_on_host(outputs: Any) -> bool:
+    """Whether a backward pass from these tensors meets host tensors only: it need not be watched, and watching is slow."""
+    nodes = []
+    for output in outputs:
+        if isinstance(output, VirtualTensor) or type(output) not in (torch.Tensor, torch.nn.Parameter):
+            return False
+        nodes.append(output.grad_fn)
+    seen = set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if type(node).__name__.startswith(_CROSSINGS) or isinstance(node, torch.autograd.function.BackwardCFunction):
+            return False
+        nodes += [following for following, _ in node.next_functions]
+    return True
 
 
 def _fake_tensors(patches: Patches) -> None:

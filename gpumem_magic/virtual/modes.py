@@ -53,8 +53,17 @@ def cuda_for_meta(kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def with_dispatch_of_its_own(types: Any) -> bool:
-    """Whether a tensor class of the program's own, which wraps others, is among the types of an operator's arguments."""
-    return any(not issubclass(kind, FakeTensor) for kind in types)
+    """Whether a tensor class of the program's own, which wraps others, is among the types of an operator's arguments.
+
+    Not PyTorch's nested tensors, which are refused in words of our own.
+    """
+    return any(
+        kind is not torch.Tensor
+        and not issubclass(kind, FakeTensor)
+        and kind.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl
+        and kind.__name__ != "NestedTensor"
+        for kind in types
+    )
 
 
 def answer_device(tensor: Any) -> torch.device:

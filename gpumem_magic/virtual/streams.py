@@ -217,6 +217,8 @@ class Generator(torch.Generator, metaclass=_GeneratorKind):
     _index: int
 
     def __new__(cls, device: Any = None) -> Any:
+        if device is None or device == "cpu":
+            return torch._C.Generator()
         target = torch.device("cuda", device) if isinstance(device, int) else torch.device(device or "cpu")
         if target.type != "cuda":
             return torch._C.Generator(device=target)
