@@ -18,12 +18,16 @@ FOLDER = Path(__file__).parent
 SECONDS = 300
 _WIDGETS = "application/vnd.jupyter.widget-view+json"
 _PICTURE = re.compile(r"(base64,[A-Za-z0-9+/=\s]+)")
+# Only where a path may begin: a picture in base64 is one long word.
+_START = r"(?<![^\s'\"<>:;])"
 _PLACES = [
-    (re.compile(r"[^\s'\"<>:;]*[/\\](?:site|dist)-packages[/\\]"), ""),
-    (re.compile(r"[^\s'\"<>:;]*[/\\]ipykernel_\d+[/\\]\d+\.py"), "the cell"),
+    (re.compile(_START + r"[^\s'\"<>:;]*[/\\](?:site|dist)-packages[/\\]"), ""),
+    (re.compile(_START + r"[^\s'\"<>:;]*[/\\]ipykernel_\d+[/\\]\d+\.py"), "the cell"),
     (re.compile(re.escape(str(FOLDER.parent.resolve())) + r"[/\\]?"), ""),
     (re.compile(r"\b0x[0-9a-f]{6,}\b"), "0x…"),
 ]
+# What C++ libraries write of their own accord, with the hour and the process.
+_NOISE = re.compile(r"^(?:USDT:|(?:\[rank\d+\]:)?\[W\d{4} ).*\n*", re.MULTILINE)
 
 
 def execute(path: Path) -> Any:
@@ -48,6 +52,8 @@ def execute(path: Path) -> Any:
         cell.metadata.pop("execution", None)
         for output in cell.get("outputs", []):
             _clean(output)
+        if "outputs" in cell:
+            cell.outputs = [output for output in cell.outputs if output.get("text") != ""]
     language = notebook.metadata.get("language_info", {})
     notebook.metadata["language_info"] = {"name": language.get("name", "python")}
     return notebook
@@ -59,7 +65,7 @@ def _clean(output: Any) -> None:
         output.traceback = [_without_places(line) for line in output.traceback[-1:]]
         output.evalue = _without_places(output.evalue)
     elif output.output_type == "stream":
-        output.text = _without_places(output.text)
+        output.text = _NOISE.sub("", _without_places(output.text))
     else:
         for kind, value in output.data.items():
             if isinstance(value, str) and kind.startswith("text/"):
@@ -78,7 +84,11 @@ def _without_places(text: str) -> str:
 def told(notebook: Any) -> list[list[str]]:
     """What the outputs of each code cell tell a reader, less what differs from run to run (pictures' bytes, widgets' numbers)."""
     return [
-        [_told(output) for output in cell.get("outputs", [])] for cell in notebook.cells if cell.cell_type == "code"
+        ["varies"]
+        if "varies" in cell.metadata.get("tags", ())
+        else [_told(output) for output in cell.get("outputs", [])]
+        for cell in notebook.cells
+        if cell.cell_type == "code"
     ]
 
 
