@@ -23,8 +23,9 @@ from gpumem_magic.allocator.replay import figures, replay
 from gpumem_magic.allocator.replayable import replayables
 from gpumem_magic.allocator.seed import seed_of
 from gpumem_magic.allocator.settings import settings_from_dict
+from gpumem_magic.allocator.settling import settled
 from gpumem_magic.snapshot.files import read, write
-from gpumem_magic.snapshot.model import Segment, Snapshot, TraceEvent
+from gpumem_magic.snapshot.model import ACTIVE, Block, Segment, Snapshot, TraceEvent
 from gpumem_magic.snapshot.rules import AllocatorSettings
 from gpumem_magic.snapshot.start import start_of
 from gpumem_magic.snapshot.timeline import Timeline
@@ -167,10 +168,47 @@ def test_a_recording_of_ours_from_the_middle(
         assert seed.reason is not None
         return
     assert seed.reason is None
-    result = replay(seed.start, events, options, final=final)
-    if not seed.uncertain:
-        assert result.agrees
-        assert shape(result.allocator.segments()) == shape(final)
+    result = replay(settled(seed, events, options, final=final).start, events, options, final=final)
+    assert result.agrees
+    assert shape(result.allocator.segments()) == shape(final)
+
+
+def test_a_size_follows_from_where_a_block_was_not_put() -> None:
+    """9.5 MiB went to the second segment: so the block in the first has kept more than the 2.5 MiB that it was asked for."""
+    base, other = 1 << 40, 2 << 40
+    first = Segment(0, base, 12 * MIB, 0, "large", (Block(base, 12 * MIB, 0, "inactive"),))
+    rest = Block(other + 19 * MIB // 2, 21 * MIB // 2, 0, "inactive")
+    second = Segment(0, other, 20 * MIB, 0, "large", (Block(other, 19 * MIB // 2, 19 * MIB // 2, ACTIVE), rest))
+    events = (
+        TraceEvent("alloc", other, 19 * MIB // 2),
+        TraceEvent("free_requested", base, 5 * MIB // 2),
+        TraceEvent("free_completed", base, 5 * MIB // 2),
+    )
+    seed = seed_of((first, second), events)
+    assert seed.unsettled == {base}
+    assert not replay(seed.start, events, final=(first, second)).agrees
+    found = settled(seed, events, AllocatorSettings(), final=(first, second))
+    assert (found.start[0].blocks[0].size, found.raised) == (5 * MIB // 2 + 512, 1)
+    result = replay(found.start, events, final=(first, second))
+    assert result.agrees
+    assert shape(result.allocator.segments()) == shape((first, second))
+
+
+def test_no_size_is_raised_beyond_what_a_block_can_keep() -> None:
+    """What a block kept is at most 1 MiB, so a recording that placed its blocks by another rule still differs."""
+    base, other = 1 << 40, 2 << 40
+    first = Segment(0, base, 12 * MIB, 0, "large", (Block(base, 12 * MIB, 0, "inactive"),))
+    rest = Block(other + 8 * MIB, 12 * MIB, 0, "inactive")
+    second = Segment(0, other, 20 * MIB, 0, "large", (Block(other, 8 * MIB, 8 * MIB, ACTIVE), rest))
+    events = (
+        TraceEvent("alloc", other, 8 * MIB),
+        TraceEvent("free_requested", base, 5 * MIB // 2),
+        TraceEvent("free_completed", base, 5 * MIB // 2),
+    )
+    seed = seed_of((first, second), events)
+    found = settled(seed, events, AllocatorSettings(), final=(first, second))
+    assert (found, found.raised) == (seed, 0)
+    assert replay(found.start, events, final=(first, second)).misplaced == [0]
 
 
 @settings(deadline=None, max_examples=40)

@@ -34,7 +34,8 @@ _SEGMENT_ACTIONS = frozenset({"segment_alloc", "segment_free", "segment_map", "s
 class ReplayResult:
     """allocations: the alloc events. misplaced: indices of those that the emulator put elsewhere, or for which it asked the
     driver for something else. decisions: the segment_* events; misjudged: indices of those that it would not have made.
-    unmatched: events about blocks or segments that are not there. allocator: its end state.
+    unmatched: events about blocks or segments that are not there. first_moved: of the first block that the emulator put
+    elsewhere, the index of its event and where it went; None where there is none. allocator: its end state.
     """
 
     allocator: CachingAllocator
@@ -43,6 +44,7 @@ class ReplayResult:
     decisions: int = 0
     misjudged: list[int] = field(default_factory=list)
     unmatched: int = 0
+    first_moved: tuple[int, int] | None = None
 
     @property
     def placed(self) -> int:
@@ -224,6 +226,7 @@ class _Replay:
             self._result.misplaced.append(index)
         if place != address:
             self._moved[address] = place
+            self._result.first_moved = self._result.first_moved or (index, place)
         else:
             self._moved.pop(address, None)
         self._got.clear()

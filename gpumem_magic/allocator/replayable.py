@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from gpumem_magic.allocator.seed import Seed, seed_of
 from gpumem_magic.allocator.settings import settings_from_dict
+from gpumem_magic.allocator.settling import settled
 from gpumem_magic.snapshot.files import LoadedSnapshot
 from gpumem_magic.snapshot.model import Segment, TraceEvent
 from gpumem_magic.snapshot.rules import DEFAULT_SETTINGS, AllocatorSettings
@@ -38,16 +39,17 @@ def _of_device(loaded: LoadedSnapshot, device: int, settings: AllocatorSettings,
     traces = loaded.snapshot.device_traces
     events = traces[device] if device < len(traces) else ()
     final = tuple(segment for segment in loaded.snapshot.segments if segment.device == device)
-    seed = seed_of(final, events, settings)
+    seed = settled(seed_of(final, events, settings), events, settings, device, final)
     own = list(notes)
     if seed.start:
         own.append(
             f"It begins in the middle: the {len(seed.start):,} segments at its start were worked out from its end."
         )
     if seed.uncertain:
+        follows = f"; {seed.raised:,} of them follow from where blocks were not put" if seed.raised else ""
         own.append(
-            f"The sizes of blocks from before the recording are lower bounds in {seed.uncertain:,} cases (by up to 1 MiB each): "
-            "a difference may be theirs."
+            f"The sizes of blocks from before the recording are lower bounds in {seed.uncertain:,} cases (by up to 1 MiB each"
+            f"{follows}): a difference may be theirs."
         )
     has_private = any(segment.segment_pool_id != (0, 0) for segment in (*seed.start, *final))
     if has_private and not any(event.pool_id is not None for event in events):

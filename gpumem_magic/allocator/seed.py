@@ -15,13 +15,20 @@ from gpumem_magic.snapshot.timeline import Timeline
 @dataclass(frozen=True)
 class Seed:
     """start: the segments when the trace began, () for an empty allocator. reason: why the trace can't be replayed, in words;
-    None where it can. uncertain: blocks from before the trace whose size is a lower bound (by up to 1 MiB each), so that a
-    replay may differ from the recording because of them.
+    None where it can. unsettled: addresses of blocks from before the trace whose size is a lower bound (by up to 1 MiB each),
+    so that a replay may differ from the recording because of them. raised: how many of these are larger than their requests
+    because of where the recording did not put blocks (see `settling`).
     """
 
     start: tuple[Segment, ...] = ()
     reason: str | None = None
-    uncertain: int = 0
+    unsettled: frozenset[int] = frozenset()
+    raised: int = 0
+
+    @property
+    def uncertain(self) -> int:
+        """How many blocks are unsettled."""
+        return len(self.unsettled)
 
     @property
     def is_complete(self) -> bool:
@@ -64,7 +71,7 @@ def seed_of(
         return Seed(reason=f"{what} about blocks or segments that are not known")
     if _used(timeline.segments_at(len(timeline))) != _used(final):
         return Seed(reason="the trace does not lead to the segments that the file has at its end")
-    return Seed(found.segments, None, found.uncertain)
+    return Seed(found.segments, None, found.unsettled)
 
 
 def _count(number: int, one: str, several: str) -> str:

@@ -25,7 +25,6 @@ from gpumem_magic.snapshot.rules import (
     DEFAULT_SETTINGS,
     MIN_BLOCK,
     SMALL_LIMIT,
-    UNLIMITED,
     AllocatorSettings,
     pool_of_segment,
     round_size,
@@ -35,13 +34,18 @@ from gpumem_magic.units import MIB
 
 @dataclass(frozen=True)
 class StartState:
-    """segments: when the trace began. uncertain: blocks whose size is a lower bound (by up to 1 MiB each). orphans: blocks
-    from before the trace in segments that are not known; they are left out.
+    """segments: when the trace began. unsettled: addresses of blocks whose size is a lower bound (by up to 1 MiB each). orphans:
+    blocks from before the trace in segments that are not known; they are left out.
     """
 
     segments: tuple[Segment, ...]
-    uncertain: int
+    unsettled: frozenset[int]
     orphans: int
+
+    @property
+    def uncertain(self) -> int:
+        """How many blocks are unsettled."""
+        return len(self.unsettled)
 
 
 def start_of(
@@ -64,10 +68,10 @@ def start_of(
                 guessed.discard(block.address)
     starts = sorted(blocks)
     homes = {start: segment for segment in segments for start in _within(starts, segment)}
-    uncertain = _settle_sizes(blocks, guessed, homes, events, settings)
+    unsettled = _settle_sizes(blocks, guessed, homes, events, settings)
     return StartState(
         tuple(_filled(segment, [blocks[start] for start in _within(starts, segment)]) for segment in segments),
-        uncertain,
+        unsettled,
         len(blocks) - len(homes),
     )
 
@@ -163,12 +167,13 @@ def _settle_sizes(
     homes: dict[int, Segment],
     events: Sequence[TraceEvent],
     settings: AllocatorSettings,
-) -> int:
-    """Completes the guessed sizes where there is proof; returns how many are left without.
+) -> frozenset[int]:
+    """Completes the guessed sizes where there is proof; returns the addresses that are left without.
 
     In the large pool every free piece exceeds 1 MiB, since neither a block nor what is cut off is smaller. So a gap of up
     to 1 MiB behind a block belongs to it. Behind a larger gap's block, the first request that is put into the gap shows
-    where the free piece began, because a request gets the low end.
+    where the free piece began, because a request gets the low end. For a request beyond the split limit nothing is cut: it
+    has all that there was.
     """
     starts = sorted(homes)
     open_questions: set[int] = set()
@@ -183,11 +188,11 @@ def _settle_sizes(
         if segment.segment_type != LARGE_POOL or segment.is_expandable or settings.expandable_segments:
             if 0 < gap < MIN_BLOCK:
                 blocks[start] = replace(blocks[start], size=end - start)
-        elif gap > SMALL_LIMIT or (gap and settings.max_split_size != UNLIMITED):
+        elif gap > SMALL_LIMIT and blocks[start].size < settings.max_split_size:
             open_questions.add(start)
         else:
             blocks[start] = replace(blocks[start], size=end - start)
-    uncertain = len(open_questions)
+    unsettled = set(open_questions)
     for event in events:
         if not open_questions:
             break
@@ -200,14 +205,14 @@ def _settle_sizes(
                 open_questions.discard(start)
                 if 0 <= surplus <= SMALL_LIMIT:
                     blocks[start] = replace(blocks[start], size=size)
-                    uncertain -= 1
+                    unsettled.discard(start)
             insort(starts, event.address)
         elif event.action == "free_completed":
             place = bisect_left(starts, event.address)
             if place < len(starts) and starts[place] == event.address:
                 del starts[place]
             open_questions.discard(event.address)
-    return uncertain
+    return frozenset(unsettled)
 
 
 def _filled(segment: Segment, used: Sequence[Block]) -> Segment:
