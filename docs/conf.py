@@ -23,6 +23,8 @@ html_copy_source = False
 html_theme_options = {"top_of_page_buttons": []}
 
 nb_execution_mode = "off"
+# Widgets are shown as the pictures that they leave: their scripts would come from a CDN.
+nb_ipywidgets_js: dict[str, dict[str, str]] = {}
 nb_mime_priority_overrides = [
     ("html", "image/png", 0),
     ("html", "text/html", 10),

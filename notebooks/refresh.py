@@ -55,7 +55,7 @@ def execute(path: Path) -> Any:
         if "outputs" in cell:
             cell.outputs = [output for output in cell.outputs if output.get("text") != ""]
     language = notebook.metadata.get("language_info", {})
-    notebook.metadata["language_info"] = {"name": language.get("name", "python")}
+    notebook.metadata["language_info"] = {"name": language.get("name", "python"), "pygments_lexer": "ipython3"}
     return notebook
 
 
