@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import pickle
 import random
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -275,6 +278,19 @@ def test_a_file_that_is_not_there(show: Any, tmp_path: Path) -> None:
     status, _, errors = show(str(tmp_path / "none.pickle"))
     assert status == 2
     assert errors == f"gpumem: cannot read {tmp_path / 'none.pickle'}: No such file or directory\n"
+
+
+def test_a_terminal_without_unicode_gets_question_marks(tmp_path: Path) -> None:
+    path = saved(tmp_path, one_device(), "naïve.pickle")
+    for command in ("show", "replay"):
+        done = subprocess.run(
+            [sys.executable, "-m", "gpumem_magic.cli", command, path],
+            env={**os.environ, "PYTHONIOENCODING": "ascii"},
+            capture_output=True,
+            check=False,
+        )
+        assert b"na?ve.pickle" in done.stdout
+        assert b"codec" not in done.stderr
 
 
 def test_a_hostile_file_cannot_write_to_the_terminal(show: Any, tmp_path: Path) -> None:

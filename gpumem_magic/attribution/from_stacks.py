@@ -19,7 +19,7 @@ from gpumem_magic.snapshot.model import Segment, TraceEvent
 from gpumem_magic.snapshot.timeline import Allocation, Timeline
 
 BEFORE = "was there before the recording began, and has no stack"
-NO_STACKS = "the recording has no stacks"
+NO_STACKS = "has no stack, like all of this recording"
 BACKWARD_THREAD = "has no Python stack (a thread of backward), and no sizes that prove what it is"
 OWN_CODE = "was asked for outside modules, optimizers and backward"
 _ADAM_COPIES = 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import sys
@@ -20,6 +21,7 @@ def guarded(work: Callable[[], int]) -> int:
 
     Where nobody reads on (``| head``), it ends in silence with status 1; Ctrl-C is one line and status 130.
     """
+    _print_anything()
     try:
         # A file's events are millions of objects and no cycles: looking for garbage among them only takes time.
         with no_automatic_collection():
@@ -36,6 +38,12 @@ def guarded(work: Callable[[], int]) -> int:
     except (OSError, ValueError) as error:
         print(f"gpumem: {' '.join(str(error).split())}", file=sys.stderr)
         return UNREADABLE
+
+
+def _print_anything() -> None:
+    """A terminal or pipe that is not Unicode's (LANG on a cluster, Windows) gets ? for what it can't show, not an error."""
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="replace")
 
 
 def check_target(option: str, path: str | None, files: Sequence[str]) -> None:

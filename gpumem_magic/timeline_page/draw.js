@@ -195,7 +195,8 @@ export function drawOver(context, box, machine, { ink, quiet, grid, alarm, focus
   for (const event of eventTicks(view.x0, Math.min(view.x1, device.events))) {
     const x = xOf(event + 0.5);
     context.fillRect(x, box.y + box.height, 1, 4);
-    context.fillText(count(event), Math.min(x, box.x + box.width - 18), box.y + box.height + 6);
+    const half = context.measureText(count(event)).width / 2;
+    context.fillText(count(event), Math.min(x, box.x + box.width - half), box.y + box.height + 6);
   }
   for (const [x, y, width, height] of runs) {
     context.fillStyle = focus;
