@@ -37,7 +37,6 @@ _COVERED = {
     "dominating_layer": ("attention_scores",),
     "map_location_missing": ("held_checkpoint",),
     "pinned_by_out": (shortage.NAME,),
-    "pinned_by_traceback": (shortage.NAME,),
     "reference_cycle": (shortage.NAME,),
 }
 
