@@ -364,6 +364,29 @@ def test_layers_with_8_bit_weights(bits: Any) -> None:
     assert x.grad is not None
 
 
+def test_a_model_loaded_in_4_bits_trains_with_lora(bits: Any, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    config = transformers.LlamaConfig(
+        vocab_size=512, hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    model = transformers.LlamaForCausalLM.from_pretrained(
+        tmp_path, quantization_config=transformers.BitsAndBytesConfig(load_in_4bit=True), device_map={"": 0}
+    )
+    weight = model.model.layers[0].mlp.up_proj.weight
+    assert isinstance(weight, bits.nn.Params4bit)
+    assert (weight.is_cuda, weight.dtype, weight.numel()) == (True, torch.uint8, 512 * 256 // 2)
+    model = peft.get_peft_model(
+        peft.prepare_model_for_kbit_training(model), peft.LoraConfig(r=4, target_modules=["q_proj"])
+    )
+    tokens = torch.zeros(2, 16, dtype=torch.long, device="cuda")
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    assert trained
+    assert all(parameter.grad is not None for parameter in trained)
+
+
 @pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is not None, reason="the real operators are tested above")
 def test_rules_for_bitsandbytes_operators_without_the_library() -> None:
     library = torch.library.Library("bitsandbytes", "FRAGMENT")

@@ -114,3 +114,37 @@ def test_pytorchs_masked_tensors() -> None:
     with pytest.warns(UserWarning, match="prototype"):
         made = masked(torch.zeros(3, device="cuda"), mask)
     assert made.get_data().is_cuda
+
+
+class Scaled(torch.nn.Parameter):
+    """A parameter with something beside it, made with its class as quantised layers make theirs."""
+
+    scale: float
+
+    def __new__(cls, data: torch.Tensor, scale: float = 1.0) -> Any:
+        made = torch.Tensor._make_subclass(cls, data, False)
+        made.scale = scale
+        return made
+
+    def rescaled(self) -> torch.Tensor:
+        return self * self.scale
+
+
+def test_a_parameter_class_made_of_a_tensor_on_the_device() -> None:
+    data = torch.zeros(512, 512, device="cuda")
+    before = torch.cuda.memory_allocated()
+    made = Scaled(data, 2.0)
+    assert torch.cuda.memory_allocated() == before
+    assert isinstance(made, Scaled)
+    assert isinstance(made, torch.nn.Parameter)
+    assert (made.is_cuda, made.scale, made.data_ptr()) == (True, 2.0, data.data_ptr())
+    assert made.rescaled().device == data.device
+    layer = torch.nn.Linear(512, 512, bias=False)
+    layer.weight = made
+    x = torch.zeros(2, 512, device="cuda", requires_grad=True)
+    layer(x).sum().backward()
+    assert x.grad is not None
+    assert isinstance(Scaled(torch.ones(2)), Scaled)
+    del made, data, layer, x
+    torch._C._cuda_clearCublasWorkspaces()
+    assert torch.cuda.memory_allocated() == 0

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from gpumem_magic.patching import Patches
+from gpumem_magic.virtual.tensors import VirtualTensor
 
 # The name under which a wrapper's own dictionary keeps the number of its device.
 _DEVICE = "_gpumem_device"
@@ -37,6 +38,35 @@ def install(patches: Patches) -> None:
         return wrapper
 
     patches.set(torch.Tensor, "_make_wrapper_subclass", staticmethod(make))
+    plain: Any = torch.Tensor._make_subclass
+
+    @functools.wraps(plain)
+    def make_subclass(cls: type, data: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(data, VirtualTensor) and not issubclass(cls, VirtualTensor) and cls is not torch.nn.Parameter:
+            return _as_class(cls, data, *args, **kwargs)
+        return plain(cls, data, *args, **kwargs)
+
+    patches.set(torch.Tensor, "_make_subclass", staticmethod(make_subclass))
+
+
+@functools.lru_cache(maxsize=64)
+def _joined(cls: Any) -> type:
+    """A class that is the program's own first, and a virtual tensor where that one says nothing."""
+    own: dict[str, Any] = {"__module__": cls.__module__}
+    if cls.__torch_function__ is torch._C._disabled_torch_function_impl:
+        # Parameters have none, and would hide the virtual tensor's.
+        own["__torch_function__"] = vars(VirtualTensor)["__torch_function__"]
+    made: type = type(cls)(cls.__name__, (cls, VirtualTensor), own)
+    return made
+
+
+def _as_class(cls: type, data: VirtualTensor, requires_grad: bool = False, **kwargs: Any) -> Any:
+    """A tensor of the program's class on the same memory; parameters of quantised layers are made so."""
+    tensor: Any = data.detach()
+    tensor.__class__ = _joined(cls)
+    if issubclass(cls, torch.nn.Parameter):
+        tensor._is_param = True
+    return tensor.requires_grad_(requires_grad)
 
 
 def _teach(patches: Patches, cls: Any) -> None:
