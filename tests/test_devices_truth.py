@@ -25,6 +25,7 @@ def found(**changes: Any) -> dict[str, Any]:
     data = {
         "schema": 1,
         "workload": "made_up",
+        "script": "0123456789abcdef",
         "kind": "cuda",
         "gpu": "NVIDIA H100 80GB HBM3",
         "total_bytes": 1000,
@@ -141,6 +142,13 @@ def test_a_dry_run_saves_and_compares_and_is_called_one(tmp_path: Path) -> None:
     assert "A VIRTUAL GPU IN PLACE OF A REAL ONE, a dry run: Tesla T4" in words
     assert "Differences above 1%: none" in words
     assert "at the same statement of the same iteration: 1" in words
+    path.write_text(json.dumps({**data, "script": "of another text"}))
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks" / "truth"), "--compare", str(tmp_path)],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "oom_growing_list, the program is not what it was when it was recorded" in done.stdout
 
 
 def test_without_a_gpu_it_says_so_in_a_line(tmp_path: Path) -> None:
@@ -166,6 +174,7 @@ def test_the_virtual_gpu_agrees_with_what_a_real_one_said(name: str) -> None:
         pytest.skip(
             "no real GPU was recorded: python benchmarks/truth --device cuda --save tests/data/truth, where there is one"
         )
+    assert real["script"] == measuring.digest(name), "the program has changed: record it again"
     device = saved.virtual_name(real)
     one = comparing.compare(real, measuring.in_new_process(name, device), device)
     assert abs(one.errors["peak allocated"]) <= 0.01

@@ -86,6 +86,9 @@ def _compare(
     compared, skipped = [], []
     for real in recorded:
         device = virtual or saved.virtual_name(real)
+        if real["script"] != measuring.digest(real["workload"]):
+            skipped.append((real["workload"], "the program is not what it was when it was recorded"))
+            continue
         try:
             mine = measuring.in_new_process(real["workload"], device)
         except NotRun as why:

@@ -5,6 +5,7 @@ A workload is a script of `workloads`, run statement by statement as ``gpumem ru
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import json
 import platform
@@ -34,6 +35,11 @@ class NotRun(Exception):
 def names() -> list[str]:
     """All workloads."""
     return sorted(path.stem for path in SCRIPTS.glob("*.py"))
+
+
+def digest(name: str) -> str:
+    """Changes with the script: rows of another text of it have other lines."""
+    return hashlib.sha256((SCRIPTS / f"{name}.py").read_bytes()).hexdigest()[:16]
 
 
 def needs(name: str) -> str | None:
@@ -140,6 +146,7 @@ def fixture(
     return {
         "schema": SCHEMA,
         "workload": name,
+        "script": digest(name),
         "kind": report["device"]["kind"],
         "gpu": report["device"]["name"],
         "total_bytes": report["device"]["total_bytes"],

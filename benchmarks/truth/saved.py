@@ -9,7 +9,20 @@ from typing import Any
 from gpumem_magic.units import human
 from truth.measuring import SCHEMA
 
-NEEDED = {"schema", "workload", "kind", "gpu", "total_bytes", "versions", "driver_by", "told", "rows", "peak", "error"}
+NEEDED = {
+    "schema",
+    "workload",
+    "script",
+    "kind",
+    "gpu",
+    "total_bytes",
+    "versions",
+    "driver_by",
+    "told",
+    "rows",
+    "peak",
+    "error",
+}
 
 
 def write(found: dict[str, Any], folder: Path) -> int:
