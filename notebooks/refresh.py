@@ -30,8 +30,11 @@ _PLACES = [
 _NOISE = re.compile(r"^(?:USDT:|(?:\[rank\d+\]:)?\[W\d{4} ).*\n*", re.MULTILINE)
 
 
-def execute(path: Path) -> Any:
+def execute(path: Path, *, afterwards: str = "") -> Any:
     """The notebook with the outputs of a run from top to bottom in a new kernel, made fit to be stored.
+
+    afterwards: code that is run in the same kernel behind the last cell; what it prints is left in the notebook's metadata
+    under "afterwards".
 
     Raises nbclient's CellExecutionError where a cell fails that is not tagged ``raises-exception``.
     """
@@ -40,6 +43,8 @@ def execute(path: Path) -> Any:
         if cell.cell_type == "code":
             cell.outputs, cell.execution_count = [], None
     notebook.metadata.pop("widgets", None)
+    if afterwards:
+        notebook.cells.append(nbformat.v4.new_code_cell(afterwards))
     NotebookClient(
         notebook,
         timeout=SECONDS,
@@ -48,6 +53,8 @@ def execute(path: Path) -> Any:
         record_timing=False,
         resources={"metadata": {"path": str(path.parent)}},
     ).execute()
+    if afterwards:
+        notebook.metadata["afterwards"] = "".join(output.get("text", "") for output in notebook.cells.pop().outputs)
     for cell in notebook.cells:
         cell.metadata.pop("execution", None)
         for output in cell.get("outputs", []):

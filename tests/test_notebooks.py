@@ -20,6 +20,9 @@ ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 HOME = re.compile(r"(?<![\w.])/(?:home|root|Users|work|tmp|opt|mnt)/\w")
+# Binder's smallest machines have 2 GiB.
+MOST_KIB = 1.5 * 2**20
+HIGHEST = "import resource; print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
 
 
 def refresh() -> Any:
@@ -39,7 +42,8 @@ def test_there_are_notebooks() -> None:
 def test_it_runs_and_its_stored_outputs_are_todays(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
     made = refresh()
-    fresh = made.execute(path)
+    fresh = made.execute(path, afterwards=HIGHEST)
+    assert int(fresh.metadata["afterwards"]) < MOST_KIB
     stored = nbformat.read(path, as_version=4)
     if not any(cell.get("outputs") for cell in stored.cells):
         pytest.skip(f"{path.name} ran; it has no stored outputs to compare with")
