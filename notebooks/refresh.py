@@ -22,6 +22,7 @@ _PICTURE = re.compile(r"(base64,[A-Za-z0-9+/=\s]+)")
 _START = r"(?<![^\s'\"<>:;])"
 _PLACES = [
     (re.compile(_START + r"[^\s'\"<>:;]*[/\\](?:site|dist)-packages[/\\]"), ""),
+    (re.compile(_START + r"[^\s'\"<>:;]*[/\\]lib[/\\]python3\.\d+[/\\]"), ""),
     (re.compile(_START + r"[^\s'\"<>:;]*[/\\]ipykernel_\d+[/\\]\d+\.py"), "the cell"),
     (re.compile(re.escape(str(FOLDER.parent.resolve())) + r"[/\\]?"), ""),
     (re.compile(r"\b0x[0-9a-f]{6,}\b"), "0x…"),
