@@ -62,8 +62,16 @@ def choose(name: str) -> str:
     except (gpu.DeviceError, catalog.UnknownDevice) as error:
         raise DeviceError(str(error)) from None
     _chosen_gpu = None
-    lost = f" {left} tensors of {before.spec.text} can't be used any more." if before is not None and left else ""
+    tensors = "1 tensor" if left == 1 else f"{left} tensors"
+    lost = f" {tensors} of {before.spec.text} can't be used any more." if before is not None and left else ""
     return f"{_machine_words(machine)} is on: code on cuda runs without a GPU, and without computing.{lost}"
+
+
+def is_any() -> bool:
+    """Whether a virtual device is on, or a GPU was chosen."""
+    from gpumem_magic.virtual import gpu
+
+    return gpu.current() is not None or _chosen_gpu is not None
 
 
 def off() -> str:
@@ -83,7 +91,8 @@ def off() -> str:
         raise DeviceError(str(error)) from None
     words = f"The virtual {machine.spec.text} is off, and PyTorch is as it was."
     if left:
-        words += f" {left} tensors were still on it: they can't be used any more."
+        were = "1 tensor was still on it: it" if left == 1 else f"{left} tensors were still on it: they"
+        words += f" {were} can't be used any more."
     return words
 
 

@@ -305,7 +305,7 @@ class GpuMemMagics(Magics):
         if watch is not None:
             watch.stop_if_running()
         session = sys.modules.get("gpumem_magic.session")
-        if session is not None:
+        if session is not None and session.is_device_chosen():
             try:
                 print(session.device_off())
             except session.DeviceError as error:

@@ -29,6 +29,7 @@ __all__ = [
     "choose_device",
     "device_off",
     "device_state",
+    "is_device_chosen",
     "last_report",
     "mark",
     "measure",
@@ -49,6 +50,11 @@ def choose_device(name: str) -> str:
     if _active is not None:
         raise DeviceError("a recording is under way: choose the device in a cell that is not measured")
     return chosen.choose(name)
+
+
+def is_device_chosen() -> bool:
+    """Whether a virtual device is on, or a GPU was chosen."""
+    return chosen.is_any()
 
 
 def device_off() -> str:

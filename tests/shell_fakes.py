@@ -115,6 +115,9 @@ class FakeSession(types.ModuleType):
         self.on = name
         return f"{name} is on"
 
+    def is_device_chosen(self) -> bool:
+        return self.on is not None
+
     def device_off(self) -> str:
         self.on = None
         return "off now"

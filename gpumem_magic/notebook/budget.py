@@ -11,6 +11,10 @@ from gpumem_magic.units import human
 class BudgetExceeded(Exception):
     """A cell used, or left, more memory than it was allowed. The text is one line."""
 
+    def _render_traceback_(self) -> list[str]:
+        """What IPython shows: no line of the cell is to blame, and ours are of no interest."""
+        return [f"{type(self).__name__}: {self}"]
+
 
 @dataclass(frozen=True)
 class Budget:
