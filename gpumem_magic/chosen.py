@@ -64,7 +64,7 @@ def choose(name: str) -> str:
     _chosen_gpu = None
     tensors = "1 tensor" if left == 1 else f"{left} tensors"
     lost = f" {tensors} of {before.spec.text} can't be used any more." if before is not None and left else ""
-    return f"{_machine_words(machine)} is on: code on cuda runs without a GPU, and without computing.{lost}"
+    return f"{_machine_words(machine)} is on: code on cuda runs without a GPU, and without computing.{_calibrated(machine)}{lost}"
 
 
 def is_any() -> bool:
@@ -220,7 +220,7 @@ def state() -> str:
 
     machine = gpu.current()
     if machine is not None:
-        words = [f"{_machine_words(machine)} is on."]
+        words = [f"{_machine_words(machine)} is on.{_calibrated(machine)}"]
     else:
         real = _real_machine()
         words = ["No virtual device is on."] if real is None else []
@@ -287,6 +287,14 @@ def _machine_words(machine: VirtualMachine) -> str:
     count = f"{len(names)} x " if len(names) > 1 else ""
     name = names[0] if names[0].startswith("Virtual") else f"virtual {names[0]}"
     return f"A {count}{name} ({machine.spec.text})"
+
+
+def _calibrated(machine: VirtualMachine) -> str:
+    source = machine.devices[0].model.calibrated
+    return (
+        f" Its context, workspace and total are those measured on this computer {source} (`gpumem calibrate`)."
+        * bool(source)
+    )
 
 
 def _live_storages(machine: VirtualMachine | None) -> int:

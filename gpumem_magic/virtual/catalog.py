@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from typing import Protocol
 
 from gpumem_magic.units import GIB, KIB, MIB, human
-from gpumem_magic.virtual import generations
+from gpumem_magic.virtual import calibration, generations
 from gpumem_magic.virtual.models import CATALOG, GpuModel, generic
 
 __all__ = [
@@ -164,11 +164,13 @@ def _with_options(model: GpuModel, options: list[str]) -> GpuModel:
         given[name] = value
     if "torch" in given or "loading" in given:
         model = _of_generation(model, given.get("torch"), given.get("loading"))
+    if "torch" not in given:
+        model = calibration.applied(model, given.get("loading"))
     for name, value in given.items():
         if name == "name":
             model = replace(model, name=_checked_name(value))
         elif name == "context":
-            model = replace(model, context_bytes=parse_size(value), context_is_estimate=False)
+            model = replace(model, context_bytes=parse_size(value), context_is_estimate=False, calibrated="")
         elif name == "idle":
             model = replace(model, idle_bytes=parse_size(value))
         elif name == "total":
@@ -227,7 +229,9 @@ def bus_id(index: int) -> str:
 def describe() -> str:
     """The names that can be written, one a line: name, GPU, memory, context."""
     lines = [f"{'name':<12}{'GPU':<26}{'torch':>10}{'nvidia-smi':>12}{'context':>12}"]
-    for model in CATALOG.values():
+    measured = calibration.known()
+    models = [calibration.applied(model, calibrations=measured) for model in CATALOG.values()]
+    for model in models:
         context = f"{'about ' if model.context_is_estimate else ''}{model.context_bytes // MIB} MiB"
         total, smi = f"{model.total_bytes / GIB:.2f} GiB", f"{model.smi_total_bytes // MIB} MiB"
         lines.append(f"{model.key:<12}{model.name:<26}{total:>10}{smi:>12}{context:>15}")
@@ -239,5 +243,10 @@ def describe() -> str:
         "torch=1.10 takes the context and the library workspaces of another PyTorch version; loading=eager those of kernels that",
         "are loaded all at once (CUDA_MODULE_LOADING=EAGER).",
         '"about": nobody published the context of that GPU with lazily loaded kernels; measure yours and set context=.',
+    ]
+    lines += [
+        f"{model.key}: measured here {model.calibrated} (`gpumem calibrate --forget` takes the catalogue's figures again)."
+        for model in models
+        if model.calibrated
     ]
     return "\n".join(lines)

@@ -34,7 +34,8 @@ class GpuModel:
     idle_bytes: shown by nvidia-smi before anything runs. context_bytes: this process's memory outside PyTorch's allocator
     once the device is in use. cublas_workspace_bytes: one workspace in PyTorch's allocator, 0 for none.
     oom_text_version: the PyTorch version whose out-of-memory text is used; None for the installed one. torch_version: the version
-    whose library workspaces are used; None likewise.
+    whose library workspaces are used; None likewise. calibrated: when and with what `gpumem calibrate` measured these figures on
+    this computer; empty for the catalogue's own.
     """
 
     key: str
@@ -58,6 +59,7 @@ class GpuModel:
     warp_size: int = 32
     oom_text_version: str | None = None
     torch_version: str | None = None
+    calibrated: str = ""
 
     @property
     def driver_reserved_bytes(self) -> int:
