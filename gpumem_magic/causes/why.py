@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from gpumem_magic.causes.catalog import find_causes
+from gpumem_magic.causes.inside import inside_of
 from gpumem_magic.causes.model import LEAST, Cause, Scene
 from gpumem_magic.causes.source import mentioned, never_clears_gradients
 from gpumem_magic.devices.base import Machine
@@ -24,6 +25,7 @@ from gpumem_magic.owners.who import holders
 from gpumem_magic.patching import Patches
 from gpumem_magic.recording.model import Recording
 from gpumem_magic.report.build import DeviceView
+from gpumem_magic.report.inside import Inside
 from gpumem_magic.report.model import Owner, Report, ReportCause
 
 # The report names so many; `%gpumem_who` has them all.
@@ -84,6 +86,7 @@ class Why:
         """The report with its owners, its causes, and the causes' sentences among its notes."""
         causes: list[Cause] = []
         owners: tuple[Owner, ...] = ()
+        scene: Scene | None = None
         with _Timed(self, "looking for causes"):
             saved_at = self._place_in(view)
             saved = [one for one in self._saved if one.device == view.device and saved_at is not None]
@@ -105,10 +108,14 @@ class Why:
             causes, failures = find_causes(scene)
             self._failures += failures
             owners = _owners(self._holdings)
+        inside: Inside | None = None
+        with _Timed(self, "sorting activations by module"):
+            inside = inside_of(scene) if scene is not None else None
         notes = [f"{one.text} {one.remedy}".strip() for one in causes]
         return replace(
             report,
             owners=owners,
+            inside=inside,
             causes=tuple(ReportCause(one.name, one.text, one.remedy, one.bytes) for one in causes),
             notes=(*notes, *report.notes, *self._failures),
             overhead_seconds=report.overhead_seconds + self.seconds,

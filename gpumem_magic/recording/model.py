@@ -6,10 +6,14 @@ user's; spans are pairs of moments with a meaning (forward, backward, ...); sigh
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gpumem_magic.devices.base import Counters, DeviceLog
+
+NOBODY = -1
+"""Stands for no module where a module's number could."""
 
 
 @dataclass(frozen=True)
@@ -79,10 +83,11 @@ class Sighting:
 
 @dataclass(frozen=True)
 class Failure:
-    """The user's error, as strings and numbers. The last four are bytes, for an out-of-memory error only.
+    """The user's error, as strings and numbers. Those from `requested` on are bytes, for an out-of-memory error only.
 
     requested: what the program asked for; rounded: that to 512; segment: what the allocator asked the driver for;
-    largest_free: the largest cached-but-free block that was there.
+    largest_free: the largest cached-but-free block that was there. module: inside a forward, the module's name in the outermost
+    one, or its class; operator: what was called there; "" where unknown.
     """
 
     type: str
@@ -93,6 +98,8 @@ class Failure:
     segment: int | None = None
     largest_free: int | None = None
     device: int | None = None
+    module: str = ""
+    operator: str = ""
 
 
 @dataclass(frozen=True)
@@ -108,10 +115,36 @@ class StandIn:
 
 
 @dataclass(frozen=True)
+class ModuleName:
+    """path: the outermost module's variable or class, then the module's name in it (``model.encoder.0``). type: its class."""
+
+    path: str
+    type: str
+
+
+@dataclass(frozen=True)
+class ModuleTrace:
+    """turns: by device, (position in its log, number of the module at work from there on, -1 for none), in order; empty where
+    positions cost too much to be read for each module. parameters: (device, address) -> number of the module that owns it."""
+
+    names: tuple[ModuleName, ...] = ()
+    turns: Mapping[int, Sequence[tuple[int, int]]] = field(default_factory=dict)
+    parameters: Mapping[tuple[int, int], int] = field(default_factory=dict)
+
+    def at(self, device: int, event: int) -> int | None:
+        """The number of the innermost module that was at work at an event of a device's log; None for none."""
+        turns = self.turns.get(device, ())
+        rank = bisect_right(turns, event, key=lambda turn: turn[0])
+        number = turns[rank - 1][1] if rank else NOBODY
+        return None if number == NOBODY else number
+
+
+@dataclass(frozen=True)
 class Recording:
     """Everything that was seen. `logs` is by device index; `primary` is the device that the report is about.
 
-    left_out: the line of a loop -> how many of its iterations have no rows here, since the run was long.
+    left_out: the line of a loop -> how many of its iterations have no rows here, since the run was long. modules: which of them
+    was at work when, up to the first backward.
     """
 
     torch: str
@@ -125,3 +158,4 @@ class Recording:
     notes: tuple[str, ...] = ()
     overhead_seconds: float = 0.0
     left_out: Mapping[int, int] = field(default_factory=dict)
+    modules: ModuleTrace = field(default_factory=ModuleTrace)

@@ -23,6 +23,7 @@ from gpumem_magic.recording.guard import Guard
 from gpumem_magic.recording.hidden import Hidden
 from gpumem_magic.recording.identity import Witness
 from gpumem_magic.recording.model import Moment, Span
+from gpumem_magic.recording.modules import ModuleWatch
 
 # PyTorch wraps these names around its own work; they are the phases themselves, or nothing that a user asked to see.
 _STEP_RANGE = "Optimizer.step#"
@@ -51,6 +52,7 @@ class Phases:
         guard: Guard,
         step_ended: Callable[[], None] = lambda: None,
         grown: Callable[[], None] = lambda: None,
+        modules: ModuleWatch | None = None,
     ) -> None:
         self.spans: list[Span] = []
         self.hidden = Hidden()
@@ -59,6 +61,7 @@ class Phases:
         self._guard = guard
         self._step_ended = step_ended
         self._grown = grown
+        self._modules = modules
         self._patches = Patches()
         self._handles: list[Any] = []
         self._open: list[_Open] = []
@@ -171,6 +174,9 @@ class Phases:
             return
         stack = self._stack()
         stack.append(id(module))
+        if self._modules is not None and self._modules.running:
+            with self._guard("following modules"):
+                self._modules.begins(module, len(stack), lambda: self._label("module", module))
         if len(stack) > 1:
             return
         with self._guard("the start of a forward"):
@@ -191,6 +197,9 @@ class Phases:
             return
         while stack.pop() != id(module):
             pass
+        if self._modules is not None and self._modules.running:
+            with self._guard("following modules"):
+                self._modules.ended(len(stack))
         if stack:
             return
         with self._guard("the end of a forward"):
@@ -208,6 +217,8 @@ class Phases:
     def _backward_begins(self) -> Callable[[bool], None]:
         one: _Open | None = None
         with self._guard("the start of a backward"):
+            if self._modules is not None:
+                self._modules.stop()
             # A reentrant checkpoint computes forward again, then runs a backward of its own inside the outer one.
             again = self._innermost("recomputation")
             if again is not None:

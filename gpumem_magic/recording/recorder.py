@@ -9,11 +9,13 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from gpumem_magic.devices.base import Device, DeviceLog, LongRunning, Machine
+from gpumem_magic.recording.failing_place import failing_place
 from gpumem_magic.recording.failure import (
     failing_request,
     failure_of,
@@ -23,7 +25,8 @@ from gpumem_magic.recording.failure import (
 )
 from gpumem_magic.recording.guard import Guard
 from gpumem_magic.recording.identity import Witness
-from gpumem_magic.recording.model import Checkpoint, Failure, Moment, Recording, Span, StandIn
+from gpumem_magic.recording.model import Checkpoint, Failure, ModuleTrace, Moment, Recording, Span, StandIn
+from gpumem_magic.recording.modules import ModuleWatch
 from gpumem_magic.recording.phases import Phases
 from gpumem_magic.recording.placing import Placing
 from gpumem_magic.recording.repetition import alike_at_end, signature
@@ -67,6 +70,7 @@ class Recorder:
         self._machine_notes_before: list[str] = []
         self._witness: Witness | None = None
         self._phases: Phases | None = None
+        self._modules: ModuleWatch | None = None
         self._most = most
         self._left_out: Counter[int] = Counter()
         # What `finish` made, for who reads along (the watch).
@@ -94,7 +98,10 @@ class Recorder:
                 self._handles[index] = device.start_log()
             self._start_iteration()
             self._witness = Witness(self._machine, self._position, self._names, namespace)
-            self._phases = Phases(self._moment, self._witness, self._guard, self._step_ended, self._grown)
+            self._modules = ModuleWatch(self._cheap_positions(), self._machine.locate)
+            self._phases = Phases(
+                self._moment, self._witness, self._guard, self._step_ended, self._grown, self._modules
+            )
             self._phases.start()
             self.checkpoint("before", "before")
         except BaseException:
@@ -159,10 +166,16 @@ class Recorder:
             raise RuntimeError("a recording that did not start can't be finished")
         try:
             self._phases.stop()
+            if self._modules is not None:
+                self._modules.stop()
             with self._guard("reading the error"):
                 if error is not None:
                     reached = self._moment()
                     failure = failure_of(error, failed[1] if failed else None)
+            with self._guard("finding the module that failed"):
+                if error is not None and failure is not None:
+                    module, kind, operator = failing_place(error)
+                    failure = replace(failure, module=module or kind, operator=operator)
             with self._guard("looking at the variables at the end"):
                 self._witness.cell_ended(namespace)
             if not self._checkpoints or self._checkpoints[-1].kind != "after":
@@ -199,6 +212,7 @@ class Recorder:
             notes=tuple(self._guard.notes),
             overhead_seconds=self._guard.seconds,
             left_out=dict(self._left_out),
+            modules=self._modules.trace() if self._modules is not None else ModuleTrace(),
         )
         return self.recorded
 
@@ -242,6 +256,12 @@ class Recorder:
             {index: device.counters() for index, device in self._devices.items()},
             self._ticks,
         )
+
+    def _cheap_positions(self) -> Callable[[], Mapping[int, int]] | None:
+        """Where the logs stand, to be asked for each module's forward; None on a real device, which takes its time to answer."""
+        if any(device.facts.kind != "virtual" for device in self._devices.values()):
+            return None
+        return lambda: {index: self._position(index) for index in self._devices}
 
     def _position(self, device: int) -> int:
         return self._devices[device].position(self._handles[device])

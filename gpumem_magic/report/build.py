@@ -21,7 +21,7 @@ from gpumem_magic.report.model import Folded, Peak, Report, ReportDevice, Report
 from gpumem_magic.report.notes import notes_of, place_of
 from gpumem_magic.report.out_of_memory import out_of_memory
 from gpumem_magic.report.palette import LABELS
-from gpumem_magic.report.parts import Part, Stretch, parts_of, spans_in
+from gpumem_magic.report.parts import Part, Stretch, parts_of, spans_in, with_failing_place
 from gpumem_magic.snapshot.timeline import Allocation, Timeline
 
 # Settings are tried on a failed cell for about a second at most.
@@ -130,6 +130,10 @@ class DeviceView:
             inside = spans_in(draft.stretch, self.recording.spans[first:last])
             if inside:
                 draft.parts = parts_of(draft.stretch, inside, failed=draft.point.kind == "error")
+            error = self.recording.error
+            if draft.point.kind == "error" and error is not None and error.module:
+                place = f"{error.module}, {error.operator}" if error.operator else error.module
+                draft.parts = with_failing_place(draft.parts, draft.stretch, place)
         return drafts
 
     def _folded(self, drafts: list[_Draft]) -> tuple[list[_Draft], list[Fold]]:
@@ -361,7 +365,7 @@ def _error(failure: Failure | None, device: int) -> ReportError | None:
     """An error is every device's; the sizes of a failed request only those of the device where it failed."""
     if failure is None:
         return None
-    error = ReportError(failure.type, failure.message, failure.line)
+    error = ReportError(failure.type, failure.message, failure.line, module=failure.module, operator=failure.operator)
     if failure.device is not None and failure.device != device:
         return error
     return replace(

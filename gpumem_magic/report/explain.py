@@ -219,7 +219,7 @@ def remarks(report: Report) -> list[str]:
     ]
     if report.error is not None and report.error.verdict is not None:
         sentences += trial_sentences(report.error.verdict)
-    sentences += [_retries(report), _stand_ins(report), _unknown(report), _unavailable(report)]
+    sentences += [_failing_place(report), _retries(report), _stand_ins(report), _unknown(report), _unavailable(report)]
     sentences += [" ".join(note.split()) for note in report.notes]
     return [sentence for sentence in sentences if sentence]
 
@@ -227,6 +227,15 @@ def remarks(report: Report) -> list[str]:
 def other_devices(report: Report) -> list[str]:
     """One sentence for every other device that was used."""
     return [f"Also used: {headline(other)}" for other in report.devices]
+
+
+def _failing_place(report: Report) -> str:
+    error = report.error
+    if error is None or not error.module:
+        return ""
+    return (
+        f"It failed in `{error.module}`, at {error.operator}." if error.operator else f"It failed in `{error.module}`."
+    )
 
 
 def _retries(report: Report) -> str:

@@ -13,9 +13,11 @@ from dataclasses import dataclass
 from html import escape
 
 from gpumem_magic.report import explain
+from gpumem_magic.report.inside import MAX_TREE_ROWS, is_informative, sentence_of, tree
 from gpumem_magic.report.lines import PEAK, Figures, Line, lines, present
 from gpumem_magic.report.model import Report
 from gpumem_magic.report.palette import ALARM, LABELS, PAPER, QUIET, TEXT
+from gpumem_magic.units import mib
 
 MAX_TABLE_ROWS = 500
 _FONT = "system-ui,-apple-system,'Segoe UI',Roboto,'Helvetica Neue',Arial,sans-serif"
@@ -57,6 +59,8 @@ def card(report: Report, picture: Picture | None, *, table: bool = True, others:
     body += [f'<p style="color:{QUIET};margin:4px 0">{escape(sentence)}</p>' for sentence in explain.remarks(report)]
     if table:
         body.append(_details("Table (MiB)", _table(report), opened=picture is None))
+        if is_informative(report.inside):
+            body.append(_details("Activations by module and operator (MiB)", _inside(report), opened=False))
     for place, other in enumerate(report.devices):
         shown = others[place] if place < len(others) else None
         body.append(
@@ -159,6 +163,36 @@ def _row(line: Line, report: Report, figures: Figures) -> str:
         f'<td style="{_WORDS}">{escape(explain.moves(line))}</td>',
     ]
     return f'<tr style="{_ROW}">{"".join(cells)}</tr>'
+
+
+def _inside(report: Report) -> str:
+    """The activations as a tree of modules, and by operator."""
+    if report.inside is None:
+        return ""
+    branches = [
+        f'<tr style="{_ROW}"><td style="{_WORDS}">{escape(chr(0xA0) * 4 * one.depth + one.name)}</td>'
+        f'<td style="{_WORDS}">{escape(one.type)}</td>{"".join(_number(mib(size)) for size in one.bytes)}</tr>'
+        for one in tree(report.inside.layers, MAX_TREE_ROWS)
+    ]
+    operators = [
+        f'<tr style="{_ROW}"><td style="{_WORDS}">{escape(one.name)}</td>{_number(mib(one.bytes))}{_number(mib(one.shared))}'
+        f'<td style="{_WORDS}">{escape(", ".join(f"{name} {mib(size)}" for name, size in one.operations.items()))}</td></tr>'
+        for one in report.inside.operators
+    ]
+    body = f'<p style="color:{QUIET};margin:4px 0">{escape(sentence_of(report.inside))}</p>'
+    body += _grid(
+        [("module", True), ("class", True), ("activations", False), ("parameters", False), ("gradients", False)],
+        branches,
+    )
+    if operators:
+        heads = [
+            ("kept by operators", True),
+            ("activations", False),
+            ("shared with above", False),
+            ("operations", True),
+        ]
+        body += _grid(heads, operators)
+    return body
 
 
 def _category_table(shown: Sequence[Line], report: Report, figures: Figures) -> str:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from gpumem_magic.recording.model import StandIn
+from gpumem_magic.report.inside import Inside, LayerRow, OperatorRow
 from gpumem_magic.report.out_of_memory import OutOfMemory
 from gpumem_magic.units import mib
 
@@ -97,7 +98,8 @@ class ReportDevice:
 @dataclass(frozen=True)
 class ReportError:
     """The user's error. What follows the line is for an out-of-memory error only, and None where it is not known: four sizes in
-    bytes, and the verdict: what stood in the way and which settings would have helped."""
+    bytes, and the verdict: what stood in the way and which settings would have helped. module: inside a forward, the
+    module's name in the outermost one, or its class; operator: what was called there; "" where unknown."""
 
     type: str
     message: str
@@ -107,6 +109,8 @@ class ReportError:
     segment: int | None = None
     largest_free: int | None = None
     verdict: OutOfMemory | None = None
+    module: str = ""
+    operator: str = ""
 
 
 @dataclass(frozen=True)
@@ -152,8 +156,8 @@ class Report:
     """Where one device's memory went. `devices` holds the same for every other device that was used.
 
     checkpoints: the rows in the order in which they ran. evidence: kind -> bytes at the peak. retries: how often the allocator
-    gave cached memory back and tried again. recording: what it was made from, numbers and strings too, which `timeline` and
-    `save_snapshot` need; not a part of the JSON.
+    gave cached memory back and tried again. inside: what `layers` and `operators` tell, None where no module ran.
+    recording: what it was made from, numbers and strings too, which `timeline` and `save_snapshot` need; not a part of the JSON.
     """
 
     torch: str
@@ -170,6 +174,7 @@ class Report:
     devices: tuple[Report, ...] = ()
     owners: tuple[Owner, ...] = ()
     causes: tuple[ReportCause, ...] = ()
+    inside: Inside | None = None
     recording: Recording | LoadedSnapshot | None = field(default=None, compare=False)
 
     def to_dict(self) -> dict[str, Any]:
@@ -233,6 +238,27 @@ class Report:
         from gpumem_magic.report.to_file import save_snapshot
 
         save_snapshot(self, path)
+
+    def layers(self) -> LayerRow:
+        """What each module left in activations, as a tree with its parameters and gradients, in bytes; the top is the whole.
+
+        The moment is `inside.moment`. Raises ValueError for a report in which no module ran on the device.
+        """
+        return self._inside().layers
+
+    def operators(self) -> tuple[OperatorRow, ...]:
+        """The same activations by the class of the operators that keep them for backward: each byte is counted once.
+
+        Raises ValueError for a report in which no module ran on the device.
+        """
+        return self._inside().operators
+
+    def _inside(self) -> Inside:
+        if self.inside is None:
+            raise ValueError(
+                "this report knows of no module: none ran on the device, or the report comes from a file without"
+            )
+        return self.inside
 
     def view(self, kind: str) -> View:
         """Only the "table" or only the "plot", to be displayed. Raises ValueError for another word."""

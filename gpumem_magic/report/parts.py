@@ -59,6 +59,28 @@ def parts_of(stretch: Stretch, spans: Iterable[Span], *, failed: bool = False) -
     return parts
 
 
+def with_failing_place(parts: list[Part], stretch: Stretch, place: str) -> list[Part]:
+    """The parts of a statement that failed, with the place of the failure in the innermost one that failed.
+
+    It is a point, as a mark is: the state at the failure, under the words of the place.
+    """
+    end = stretch.end_position
+    point = Part("mark", place, end, end, stretch.end.tick, stretch.end.tick, failed=True)
+    last = _last_failed(parts)
+    if last is None:
+        return [*parts, point]
+    last.parts = [*last.parts, point]
+    return parts
+
+
+def _last_failed(parts: Sequence[Part]) -> Part | None:
+    found = None
+    while inner := [part for part in parts if part.failed]:
+        found = inner[-1]
+        parts = found.parts
+    return found
+
+
 def spans_in(stretch: Stretch, spans: Sequence[Span]) -> list[Span]:
     """The spans that began after the statement did and before it ended, by the recorder's ticks."""
     return [span for span in spans if stretch.begin.tick < span.start.tick <= stretch.end.tick]

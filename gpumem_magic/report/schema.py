@@ -8,6 +8,7 @@ from dataclasses import asdict
 from typing import Any, TypeVar
 
 from gpumem_magic.recording.model import StandIn
+from gpumem_magic.report.inside import DEEPEST, Inside, LayerRow, OperatorRow
 from gpumem_magic.report.model import (
     CATEGORIES,
     SCHEMA,
@@ -53,6 +54,8 @@ def report_to_dict(report: Report) -> dict[str, Any]:
             "largest_free": error.largest_free,
             # Only out-of-memory errors have one.
             **({} if error.verdict is None else {"verdict": asdict(error.verdict)}),
+            # Only errors inside a forward.
+            **({"module": error.module, "operator": error.operator} if error.module else {}),
         },
         "evidence": dict(report.evidence),
         "retries": report.retries,
@@ -70,6 +73,8 @@ def report_to_dict(report: Report) -> dict[str, Any]:
         "devices": [report_to_dict(other) for other in report.devices],
         "owners": [dict(vars(owner)) for owner in report.owners],
         "causes": [dict(vars(cause)) for cause in report.causes],
+        # Only where a module ran on the device.
+        **({} if report.inside is None else {"inside": asdict(report.inside)}),
     }
 
 
@@ -201,6 +206,7 @@ def report_from_dict(data: Any, where: str = "") -> Report:
         devices=fields.each("devices", report_from_dict),
         owners=fields.each("owners", _owner_from_dict),
         causes=fields.each("causes", _cause_from_dict),
+        inside=_inside_from_fields(fields.fields("inside")) if fields.has("inside") else None,
     )
 
 
@@ -254,6 +260,8 @@ def _error_from_fields(fields: _Fields) -> ReportError:
         segment=fields.number_or_none("segment"),
         largest_free=fields.number_or_none("largest_free"),
         verdict=_verdict_from_fields(fields.fields("verdict")) if fields.has("verdict") else None,
+        module=fields.text("module") if fields.has("module") else "",
+        operator=fields.text("operator") if fields.has("operator") else "",
     )
 
 
@@ -314,6 +322,38 @@ def _owner_from_dict(data: Any, where: str) -> Owner:
 def _cause_from_dict(data: Any, where: str) -> ReportCause:
     fields = _Fields(data, where)
     return ReportCause(fields.text("name"), fields.text("text"), fields.text("remedy"), fields.number("bytes"))
+
+
+def _inside_from_fields(fields: _Fields) -> Inside:
+    return Inside(
+        moment=fields.text("moment"),
+        layers=_layer_from_dict(fields.get("layers"), fields.path("layers")),
+        operators=fields.each("operators", _operator_from_dict),
+    )
+
+
+def _layer_from_dict(data: Any, where: str, depth: int = 0) -> LayerRow:
+    fields = _Fields(data, where)
+    if depth > DEEPEST:
+        raise ValueError(f"not a report: '{where[:80]}…' is nested deeper than modules are")
+    return LayerRow(
+        name=fields.text("name"),
+        type=fields.text("type"),
+        activations=fields.number("activations"),
+        parameters=fields.number("parameters"),
+        gradients=fields.number("gradients"),
+        children=fields.each("children", lambda item, path: _layer_from_dict(item, path, depth + 1)),
+    )
+
+
+def _operator_from_dict(data: Any, where: str) -> OperatorRow:
+    fields = _Fields(data, where)
+    return OperatorRow(
+        name=fields.text("name"),
+        bytes=fields.number("bytes"),
+        shared=fields.number("shared"),
+        operations=fields.bytes_by_name("operations"),
+    )
 
 
 def _folded_from_dict(data: Any, where: str) -> Folded:

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 
 from gpumem_magic.report import explain
+from gpumem_magic.report.inside import inside_lines
 from gpumem_magic.report.lines import PEAK, Figures, Line, columns, fit, lines, present, wrap
 from gpumem_magic.report.model import CATEGORIES, Report, Row
 from gpumem_magic.report.palette import ASCII_LETTERS, LABELS, LETTERS
@@ -32,6 +33,7 @@ def render(
     blocks = [_wrap(explain.headline(report), width), _rows(report, width, ascii_only, bars)]
     if table:
         blocks.append(_categories(report, width))
+        blocks.append("\n".join(_fitting(line, width) for line in inside_lines(report.inside)))
     words = explain.remarks(report)
     if sentence := explain.evidence(report):
         words.append(sentence)
@@ -49,6 +51,11 @@ def _to_ascii(text: str) -> str:
 
 def _wrap(sentence: str, width: int) -> str:
     return "\n".join(wrap(sentence, width, indent="  "))
+
+
+def _fitting(line: str, width: int) -> str:
+    """A line of a tree is cut where it is too long, as its place in the tree is its beginning; a sentence is wrapped."""
+    return fit(line, width) if line.startswith(" ") else _wrap(line, width)
 
 
 def _pad(text: str, width: int) -> str:
