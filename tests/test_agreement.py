@@ -1,0 +1,53 @@
+"""Our categories against those of PyTorch's own tools, on five models: MemTracker's, and the profiler's."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+pytestmark = pytest.mark.filterwarnings("ignore:Module is None:UserWarning")
+
+
+@pytest.fixture
+def agreement(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(sys, "path", [str(Path(__file__).parents[1] / "benchmarks"), *sys.path])
+    return importlib.import_module("agreement")
+
+
+@pytest.mark.parametrize("number", range(5))
+def test_every_category_is_as_memtracker_counts_it(agreement: Any, number: int) -> None:
+    case = agreement.CASES[number]
+    mine, theirs = agreement.ours(case, hooks=True), agreement.memtracker(case)
+    counters = mine["optimizer state"] - theirs["optimizer state"]
+    # Adam's counters, 4 bytes for each parameter, are not on the device.
+    assert -400 <= counters <= 0
+    assert (counters == 0) is case.sgd
+    assert mine["parameters"] == theirs["parameters"]
+    assert mine["inputs and buffers"] == theirs["inputs and buffers"]
+    # A gradient is one from its birth here, and from its arrival at the parameter there.
+    assert mine["gradients"] >= theirs["gradients"]
+    assert mine["gradients"] + mine["work"] == theirs["gradients"] + theirs["work"]
+    assert abs(mine["work"] - theirs["work"]) <= 0.02 * theirs["work"]
+
+
+def test_the_comparison_would_show_a_difference(agreement: Any) -> None:
+    same = dict.fromkeys(agreement.KINDS, 1000)
+    assert agreement.worst(same, same) == 0
+    assert agreement.worst(same, {**same, "parameters": 900}) == pytest.approx(0.02)
+    assert agreement.worst(same, {**same, "work": 900}) == pytest.approx(0.02)
+    assert agreement.worst(same, {**same, "work": 900, "gradients": 1100}) == 0
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_every_category_is_as_the_profiler_counts_it_on_the_host(agreement: Any) -> None:
+    small = agreement.Case("ResNet", agreement._bottlenecks([2, 2, 2, 2]), agreement._images(4, 96), sgd=True)
+    for case in (agreement.CASES[1], small):
+        mine, theirs = agreement.ours(case), agreement.profiled(case)
+        assert mine["parameters"] == theirs["parameters"]
+        assert mine["gradients"] + mine["work"] == pytest.approx(theirs["gradients"] + theirs["work"], rel=0.02)
+        assert agreement.worst(mine, theirs) <= 0.02
