@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tracemalloc
 from collections.abc import Iterator
 from typing import Any
@@ -125,6 +126,28 @@ def test_iterations_inside_a_statement_keep_their_numbers(turns: int) -> None:
     # An iteration's peak is its own, not that of those left out before it.
     last = row.parts[-1]
     assert last.peak_allocated <= 3 * MIB
+
+
+@pytest.mark.parametrize("in_rows", [False, True])
+@pytest.mark.parametrize("turns", [12, 300])
+def test_iterations_that_repeat_are_those_that_ran(turns: int, in_rows: bool) -> None:
+    run = Run(most=200, ring=4000)
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for turn in range(1, turns + 1):
+        model(torch.ones(2)).sum().backward()
+        run.spike(MIB)
+        optimizer.step()
+        if in_rows:
+            run.row(3, (turn,), (2,))
+    run.row(4)
+    (said,) = [note for note in run.end().notes if "repeat exactly" in note]
+    found = re.fullmatch(r"Iterations (\d+)-(\d+) of (\d+) repeat exactly\.", said)
+    assert found is not None
+    first, last, total = map(int, found.groups())
+    assert (last, total) == (turns, turns)
+    # What was not kept is not said to repeat.
+    assert first <= 2 if turns == 12 else 150 < first < 298
 
 
 def test_inner_loops_are_counted_in_all() -> None:

@@ -53,7 +53,8 @@ class Span:
 
     recomputation: forward work that activation checkpointing does again inside a backward. failed: an exception left it.
     Iterations are not recorded: they follow from the optimizer's steps. skipped: how many iterations of a long run were left
-    out just before it.
+    out just before it. steps_left_out: how many steps of the first optimizer went with these, and with iterations that had rows
+    of their own.
     """
 
     kind: str
@@ -62,6 +63,7 @@ class Span:
     end: Moment
     failed: bool = False
     skipped: int = 0
+    steps_left_out: int = 0
 
 
 @dataclass(frozen=True)

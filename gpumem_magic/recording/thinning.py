@@ -197,16 +197,19 @@ def _leave_out(kept: Kept, runs: _Runs) -> None:
     _leave_out_rows(kept, runs)
     spans: list[Span] = []
     skipped: Counter[int] = Counter()
+    steps_gone: Counter[int] = Counter()
     steps = [span for span in kept.spans if span.kind == "optimizer" and not span.failed]
     first = min(steps, key=lambda span: span.start.tick).label if steps else None
     for span in kept.spans:
         run = runs.around(span.start.tick)
         if run is None or span.end.tick > run.end.tick:
             spans.append(span)
-        elif not run.in_rows:
-            is_step = span.kind == "optimizer" and not span.failed and span.label == first
+            continue
+        is_step = span.kind == "optimizer" and not span.failed and span.label == first
+        steps_gone[run.end.tick] += span.steps_left_out + is_step
+        if not run.in_rows:
             skipped[run.end.tick] += span.skipped + is_step
-    kept.spans[:] = _numbered(spans, skipped)
+    kept.spans[:] = _numbered(spans, skipped, steps_gone)
     kept.sightings[:] = _outside(kept.sightings, runs.all)
 
 
@@ -234,18 +237,20 @@ def _turns(point: Checkpoint) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     return [(point.loops[:depth], point.iteration[:depth]) for depth in depths]
 
 
-def _numbered(spans: list[Span], skipped: Mapping[int, int]) -> list[Span]:
-    """With the number of steps left out noted at the phase that follows. skipped: tick -> steps left out before it."""
+def _numbered(spans: list[Span], skipped: Mapping[int, int], steps_gone: Mapping[int, int]) -> list[Span]:
+    """With what was left out noted at the phase that follows. skipped, steps_gone: tick -> how many were left out before it."""
     phases = sorted(
         (span.start.tick, number)
         for number, span in enumerate(spans)
         if span.kind in ("forward", "backward", "optimizer")
     )
-    for tick, count in skipped.items():
+    for tick, count in steps_gone.items():
         rank = bisect_right(phases, (tick, len(spans)))
         if rank < len(phases):
             number = phases[rank][1]
-            spans[number] = replace(spans[number], skipped=spans[number].skipped + count)
+            span = spans[number]
+            more = skipped.get(tick, 0)
+            spans[number] = replace(span, skipped=span.skipped + more, steps_left_out=span.steps_left_out + count)
     return spans
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
 
 from gpumem_magic.devices.base import Counters
 from gpumem_magic.recording.model import Checkpoint, Recording, Span
@@ -62,19 +63,39 @@ def _context_growth(recording: Recording, device: int) -> list[str]:
 def _repetition(recording: Recording, device: int) -> list[str]:
     """Iterations are from one step of the first optimizer to its next, over the whole recording."""
     events = recording.logs[device].events
-    steps = [span for span in recording.spans if span.kind == "optimizer" and not span.failed]
-    ends = _step_ends(steps, device)
+    steps = _first_optimizers_steps(recording.spans, device)
+    ends = [step.end.positions[device] for step in steps]
     if len(ends) < 2 or not events:
         return []
-    signatures = [signature(events[start:end]) for start, end in zip([0, *ends], ends, strict=False)]
+    left_out = _left_out(recording.spans, steps)
+    # What is before a step with iterations left out is not one iteration: it is like no other.
+    signatures = [
+        b"%d left out before %d" % (gone, end) if gone else signature(events[start:end])
+        for start, end, gone in zip([0, *ends], ends, left_out, strict=False)
+    ]
     found = longest_repetition(signatures)
     if found is None or ends[found.first] == ends[found.last]:
         return []
+    numbers = list(accumulate(1 + gone for gone in left_out))
     turns = f", in turns of {found.period}" if found.period > 1 else ""
-    return [f"Iterations {found.first + 1}-{found.last + 1} of {len(ends)} repeat exactly{turns}."]
+    first, last, total = numbers[found.first], numbers[found.last], numbers[-1]
+    return [f"Iterations {first:,}-{last:,} of {total:,} repeat exactly{turns}."]
 
 
-def _step_ends(steps: list[Span], device: int) -> list[int]:
-    return [
-        step.end.positions[device] for step in steps if step.label == steps[0].label and device in step.end.positions
-    ]
+def _first_optimizers_steps(spans: Sequence[Span], device: int) -> list[Span]:
+    steps = [span for span in spans if span.kind == "optimizer" and not span.failed]
+    return [step for step in steps if step.label == steps[0].label and device in step.end.positions]
+
+
+def _left_out(spans: Sequence[Span], steps: Sequence[Span]) -> list[int]:
+    """For each of the steps, how many were left out of a long run since the one before it."""
+    marks = sorted((span.start.tick, span.steps_left_out) for span in spans if span.steps_left_out)
+    found = []
+    number = 0
+    for step in steps:
+        count = 0
+        while number < len(marks) and marks[number][0] <= step.end.tick:
+            count += marks[number][1]
+            number += 1
+        found.append(count)
+    return found
