@@ -18,7 +18,8 @@ import torch
 import torch.utils._device
 from torch._C import _len_torch_dispatch_stack  # the number of active dispatch modes; torch 2.9 to 2.13
 
-import gpumem_magic.virtual.operators  # noqa: F401 - registers its handlers with the engine
+import gpumem_magic.virtual.operators
+import gpumem_magic.virtual.temporaries  # noqa: F401 - both register their handlers with the engine
 from gpumem_magic.allocator.caching import CachingAllocator
 from gpumem_magic.allocator.failure import DeviceOutOfMemory, oom_text
 from gpumem_magic.allocator.memory import BASE_ADDRESS, DeviceMemory, FirstFitAddresses
