@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_left, bisect_right, insort
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from gpumem_magic.snapshot.addresses import Addresses
 from gpumem_magic.snapshot.model import ACTIVE, INACTIVE, Segment, TraceEvent
 from gpumem_magic.snapshot.rules import AllocatorSettings, pool_of, pool_of_segment, round_size, should_split
 
@@ -71,11 +71,11 @@ class Recount:
         self.requested = array("q", [0])
         self._settings = settings
         self._device = start[0].device if start else 0
-        # What is there now: extents by their address, and the blocks in use by theirs, each with a sorted list of addresses.
+        # What is there now: extents by their address, and the blocks in use by theirs, each with their addresses in order.
         self._extents: dict[int, Extent] = {}
-        self._extent_starts: list[int] = []
+        self._extent_starts = Addresses()
         self._used: dict[int, Life] = {}
-        self._used_starts: list[int] = []
+        self._used_starts = Addresses()
         self._unknown_frees: set[int] = set()
         self._now_allocated = self._now_reserved = self._now_requested = 0
         for segment in start:
@@ -161,10 +161,8 @@ class Recount:
         while extent.expandable and (following := self._extents.get(end)) is not None and extent.joins(following):
             extent = following
             end += following.size
-        index = bisect_right(self._used_starts, address)
-        if index < len(self._used_starts):
-            end = min(end, self._used_starts[index])
-        return end
+        following_block = self._used_starts.above(address)
+        return end if following_block is None else min(end, following_block)
 
     def _free_requested(self, index: int, event: TraceEvent) -> None:
         life = self._used.get(event.address)
@@ -196,22 +194,22 @@ class Recount:
             self._end_allocation(life, index)
         life.completed = index
         del self._used[life.address]
-        del self._used_starts[bisect_left(self._used_starts, life.address)]
+        self._used_starts.remove(life.address)
 
     def _add_life(self, life: Life) -> None:
         self.lives.append(life)
         self._used[life.address] = life
-        insort(self._used_starts, life.address)
+        self._used_starts.add(life.address)
         self._now_allocated += life.size
         self._now_requested += life.requested
 
     def _overlapping(self, address: int, size: int) -> list[Life]:
-        starts = self._used_starts
-        first = bisect_left(starts, address)
-        if first > 0 and starts[first - 1] + self._used[starts[first - 1]].size > address:
-            first -= 1
-        last = bisect_left(starts, address + size)
-        return [self._used[start] for start in starts[first:last]]
+        end = address + size
+        before = self._used_starts.at_or_below(address - 1)
+        starts = self._used_starts.between(address, end)
+        if before is not None and before < end and before + self._used[before].size > address:
+            starts.insert(0, before)
+        return [self._used[start] for start in starts]
 
     # Segments.
 
@@ -262,25 +260,26 @@ class Recount:
     def _add_extent(self, extent: Extent) -> None:
         self.extents.append(extent)
         self._extents[extent.address] = extent
-        insort(self._extent_starts, extent.address)
+        self._extent_starts.add(extent.address)
         self._now_reserved += extent.size
 
     def _drop_extent(self, extent: Extent, index: int) -> None:
         extent.gone = index
         del self._extents[extent.address]
-        del self._extent_starts[bisect_left(self._extent_starts, extent.address)]
+        self._extent_starts.remove(extent.address)
         self._now_reserved -= extent.size
 
     def _extent_of(self, address: int) -> Extent | None:
-        index = bisect_right(self._extent_starts, address) - 1
-        if index < 0:
+        start = self._extent_starts.at_or_below(address)
+        if start is None:
             return None
-        extent = self._extents[self._extent_starts[index]]
+        extent = self._extents[start]
         return extent if address < extent.address + extent.size else None
 
     def _extents_within(self, address: int, size: int) -> list[Extent]:
-        starts = self._extent_starts
-        first = bisect_right(starts, address) - 1
-        if first < 0 or starts[first] + self._extents[starts[first]].size <= address:
-            first += 1
-        return [self._extents[start] for start in starts[first : bisect_left(starts, address + size)]]
+        end = address + size
+        before = self._extent_starts.at_or_below(address - 1)
+        starts = self._extent_starts.between(address, end)
+        if before is not None and before < end and before + self._extents[before].size > address:
+            starts.insert(0, before)
+        return [self._extents[start] for start in starts]
