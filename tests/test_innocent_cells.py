@@ -24,7 +24,7 @@ device = "cuda" if torch.cuda.is_available() else "cpu"
 DESCRIBING = frozenset(
     {"optimizer_states", "optimizer_temporaries", "dominating_layer", "attention_scores", "only_cached"}
 )
-LEAST_CELLS = 120
+LEAST_CELLS = 200
 
 
 def notebooks(text: Path) -> Iterator[tuple[str, list[str]]]:

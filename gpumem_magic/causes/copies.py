@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import re
+import textwrap
 from collections import Counter
 
 from gpumem_magic.causes.model import LEAST, Cause, Scene, size
@@ -83,6 +85,8 @@ def built_again(scene: Scene) -> list[Cause]:
         gone = [one for one in both if one.freed is not None]
         name = point.statement.partition("=")[0].strip()
         if len(gone) == len(both):
+            if _works_on_a_model(scene, point.statement):
+                continue
             later = _statement_at(scene, max(one.freed for one in gone if one.freed is not None))
             until = f", until `{_short(later)}`" if later and later != point.statement else ""
             text = (
@@ -98,6 +102,19 @@ def built_again(scene: Scene) -> list[Cause]:
             remedy = f"`{keeper.statement}` before building it again." if keeper.statement else ""
             found.append(Cause("model_built_again", text, remedy, size(both)))
     return found[:1]
+
+
+def _works_on_a_model(scene: Scene, statement: str) -> bool:
+    """Whether a statement gives new weights to a model that stays (pruning it, say): it names one and assigns nothing."""
+    try:
+        body = ast.parse(textwrap.dedent(statement)).body
+    except SyntaxError:
+        return False
+    return bool(body) and all(
+        isinstance(one, ast.Expr)
+        and any(isinstance(node, ast.Name) and node.id in scene.modules for node in ast.walk(one))
+        for one in body
+    )
 
 
 def _statement_at(scene: Scene, event: int) -> str:

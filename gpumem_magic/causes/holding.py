@@ -96,6 +96,8 @@ def _held_after(scene: Scene, name: str, begin: int, end: int) -> list[Cause]:
     if any(root.name == name for root in roots):
         # Made again later in the cell.
         return []
+    if roots and all(_was_renamed(scene, name, root.name) for root in roots):
+        return []
     statements = [root.statement for root in roots if root.statement is not None]
     keepers = ", ".join(f"`{root.name}`" for root in roots[:3]) + (" and others" if len(roots) > 3 else "")
     freed = [one for one in scene.holdings.freed(numbers) if one.device == scene.device]
@@ -110,6 +112,12 @@ def _held_after(scene: Scene, name: str, begin: int, end: int) -> list[Cause]:
             size_of(left),
         )
     ]
+
+
+def _was_renamed(scene: Scene, old: str, new: str) -> bool:
+    """Whether the cell itself gave a variable a new name (``data = filled``), and then let go of the old one."""
+    plain = re.compile(rf"\s*{re.escape(new)}\s*=\s*{re.escape(old)}\s*")
+    return any(plain.fullmatch(point.statement) is not None for point, _, _ in scene.points)
 
 
 def only_cached(scene: Scene) -> list[Cause]:
