@@ -6,6 +6,7 @@ is stored is not what the code makes any more.
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from pathlib import Path
@@ -37,6 +38,7 @@ def execute(path: Path, *, afterwards: str = "") -> Any:
     afterwards: code that is run in the same kernel behind the last cell; what it prints is left in the notebook's metadata
     under "afterwards".
 
+    Text is as wide as where nobody has said how wide: not as this terminal.
     Raises nbclient's CellExecutionError where a cell fails that is not tagged ``raises-exception``.
     """
     notebook = nbformat.read(path, as_version=4)
@@ -53,7 +55,7 @@ def execute(path: Path, *, afterwards: str = "") -> Any:
         coalesce_streams=True,
         record_timing=False,
         resources={"metadata": {"path": str(path.parent)}},
-    ).execute()
+    ).execute(env={name: value for name, value in os.environ.items() if name != "COLUMNS"})
     if afterwards:
         notebook.metadata["afterwards"] = "".join(output.get("text", "") for output in notebook.cells.pop().outputs)
     for cell in notebook.cells:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib.util
 import json
 import os
@@ -40,6 +41,12 @@ def refresh() -> Any:
     return module
 
 
+def difference(then: list[str], now: list[str]) -> str:
+    """The first lines that are not the same."""
+    changes = difflib.unified_diff("\n".join(then).splitlines(), "\n".join(now).splitlines(), lineterm="", n=0)
+    return " / ".join(line[:200] for line in list(changes)[3:9])
+
+
 def test_there_are_notebooks() -> None:
     assert {"01_first_cell.ipynb", "02_colab_investigation.ipynb"} <= {path.name for path in NOTEBOOKS}
 
@@ -55,7 +62,7 @@ def test_it_runs_and_its_stored_outputs_are_todays(path: Path, monkeypatch: pyte
         pytest.skip(f"{path.name} ran; it has no stored outputs to compare with")
     code = [cell.source.partition("\n")[0] for cell in stored.cells if cell.cell_type == "code"]
     stale = [
-        f"cell {number} ({first})"
+        f"cell {number} ({first}): {difference(then, now)}"
         for number, (first, then, now) in enumerate(zip(code, made.told(stored), made.told(fresh), strict=True))
         if then != now
     ]
