@@ -221,7 +221,7 @@ def test_a_hostile_file_runs_nothing_and_loads_nothing(context: Any, tmp_path: P
     words = page.page.locator("#largest .what").all_inner_texts()
     marked = next(number for number, text in enumerate(words) if "onerror" in text)
     page.page.locator("#largest button").nth(marked).click()
-    page.page.wait_for_function("() => document.getElementById('selected').textContent.includes('asked for')")
+    page.page.wait_for_function("() => document.getElementById('selected').textContent.includes('onerror')")
     assert MARKUP in page.text("#selected"), "it is there to be read, as text"
     assert page.page.evaluate("window.broken") is None
     assert page.page.locator("img").count() == 0
