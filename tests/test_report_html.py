@@ -24,7 +24,7 @@ PICTURE = Picture(b"\x89PNG", 1060, 500)
 @pytest.fixture
 def notebook(monkeypatch):
     """Another test may have started an IPython shell of the terminal's kind."""
-    monkeypatch.setattr(display, "_in_terminal", lambda: False)
+    monkeypatch.setattr(display, "in_terminal", lambda: False)
 
 
 class Reader(HTMLParser):

@@ -25,7 +25,7 @@ from gpumem_magic.snapshot.timeline import Allocation, Timeline
 
 UNKNOWN = Label("unknown", "unknown")
 
-# What cuBLAS keeps per handle and stream: 4096 KiB x 2 + 16 KiB x 8, and 32 MiB on Hopper.
+# What cuBLAS keeps per handle and stream: 4096 KiB x 2 + 16 KiB x 8, and 32 MiB on Hopper. Nothing of the user's holds it.
 WORKSPACE_SIZES = frozenset({8_519_680, 33_554_432})
 
 _IDENTITY = (

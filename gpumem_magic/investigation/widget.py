@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import traitlets
 from gpumem_magic.investigation.page import still
 from gpumem_magic.investigation.readings import Published
 from gpumem_magic.investigation.steps import Investigation, facts, investigation_of
+from gpumem_magic.report.display import in_terminal
 from gpumem_magic.report.model import Report
 
 _HERE = Path(__file__).parent
@@ -47,7 +47,7 @@ class InvestigationWidget(anywidget.AnyWidget):
     def _ipython_display_(self, **_options: Any) -> None:
         from IPython.display import display
 
-        if _in_terminal():
+        if in_terminal():
             print(self.investigation.text())
             return
         live = anywidget.AnyWidget._repr_mimebundle_(self)
@@ -73,11 +73,3 @@ def investigate(
     if not isinstance(report, Report):
         raise TypeError(f"investigate wants a report (gpumem_magic.last_report()), not {type(report).__name__}")
     return InvestigationWidget(investigation_of(report, published=published, source=source), step)
-
-
-def _in_terminal() -> bool:
-    core = sys.modules.get("IPython.core.interactiveshell")
-    if core is None or not core.InteractiveShell.initialized():
-        return False
-    formatter = core.InteractiveShell.instance().display_formatter
-    return formatter is not None and "text/html" not in formatter.active_types

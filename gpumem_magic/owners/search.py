@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from gpumem_magic.attribution.categories import WORKSPACE_SIZES
 from gpumem_magic.devices.base import Machine
 from gpumem_magic.owners.cycles import garbage_holding
 from gpumem_magic.owners.graph import HoldGraph
@@ -20,8 +21,6 @@ from gpumem_magic.owners.roots import closed_to, roots_of
 from gpumem_magic.owners.traversal import Traversal
 from gpumem_magic.snapshot.model import ACTIVE
 
-# What cuBLAS keeps per handle and stream: nothing of the user's holds it.
-WORKSPACE_SIZES = frozenset({8_519_680, 33_554_432})
 CLEAR_WORKSPACES = "torch._C._cuda_clearCublasWorkspaces()"
 
 Place = tuple[int, int]

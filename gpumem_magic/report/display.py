@@ -32,7 +32,7 @@ def mimebundle(
         for mime in (PLAIN, HTML, PNG)
         if (include is None or mime in include) and (exclude is None or mime not in exclude)
     }
-    if include is None and _in_terminal():
+    if include is None and in_terminal():
         wanted &= {PLAIN}
     data: dict[str, Any] = {}
     metadata: dict[str, Any] = {}
@@ -59,7 +59,7 @@ def picture(report: Report, *, bare: bool = False) -> Picture | None:
     return Picture(data, CSS_WIDTH, round(height * CSS_WIDTH / width))
 
 
-def _in_terminal() -> bool:
+def in_terminal() -> bool:
     """IPython in a terminal asks for everything and shows the text; the picture would cost a second for nothing."""
     core = sys.modules.get("IPython.core.interactiveshell")
     if core is None or not core.InteractiveShell.initialized():

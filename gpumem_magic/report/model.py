@@ -11,6 +11,7 @@ from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from gpumem_magic.attribution.ledger import TENANT_CATEGORIES
 from gpumem_magic.recording.model import StandIn
 from gpumem_magic.report.inside import Inside, LayerRow, OperatorRow
 from gpumem_magic.report.out_of_memory import OutOfMemory
@@ -25,16 +26,7 @@ if TYPE_CHECKING:
 
 # In the order in which a bar stacks them, bottom (left) to top (right).
 CATEGORIES = (
-    "parameters",
-    "buffers",
-    "gradients",
-    "optimizer_state",
-    "inputs",
-    "activations",
-    "activation_gradients",
-    "temporaries",
-    "workspace",
-    "unknown",
+    *TENANT_CATEGORIES,
     "rounding",
     "cached",
     "context",

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import base64
 import os
-import sys
 import warnings
 from collections.abc import Container, Sequence
 from dataclasses import replace
 from html import escape
 from typing import Any
 
+from gpumem_magic.report.display import in_terminal
 from gpumem_magic.report.from_file import FileView
 from gpumem_magic.report.model import Report
 from gpumem_magic.snapshot.files import LoadedSnapshot
@@ -64,7 +64,7 @@ class TimelineView:
 
         data: dict[str, Any] = {PLAIN: repr(self)} if wanted(PLAIN) else {}
         metadata: dict[str, Any] = {}
-        if _in_terminal() or not (wanted(HTML) or wanted(PNG)):
+        if in_terminal() or not (wanted(HTML) or wanted(PNG)):
             return data, metadata
         still = self._still()
         if wanted(HTML):
@@ -135,12 +135,3 @@ def _name(view: FileView, *, several_files: bool, several: bool) -> str:
         return device
     name = os.path.basename(view.loaded.path)
     return f"{name}, {device}" if several else name
-
-
-def _in_terminal() -> bool:
-    """IPython in a terminal asks for everything and shows the text."""
-    core = sys.modules.get("IPython.core.interactiveshell")
-    if core is None or not core.InteractiveShell.initialized():
-        return False
-    formatter = core.InteractiveShell.instance().display_formatter
-    return formatter is not None and HTML not in formatter.active_types
