@@ -18,12 +18,12 @@ def human(size: int) -> str:
     if magnitude < KIB:
         return f"{size} B"
     if magnitude < MIB:
-        return f"{size / KIB:.1f} KiB"
+        return f"{size / KIB:,.1f} KiB"
     if magnitude < 100 * MIB:
         return f"{size / MIB:.1f} MiB"
     if magnitude < 10 * GIB:
         return f"{size / MIB:,.0f} MiB"
-    return f"{size / GIB:.1f} GiB"
+    return f"{size / GIB:,.1f} GiB"
 
 
 def amount(size: int) -> str:

@@ -1,17 +1,6 @@
 /* Numbers to drawing: words, axes, colours, and where segments and outlines lie. No page here, only a canvas's context. */
 
-const MIB = 2 ** 20;
-const GIB = 2 ** 30;
-
-/** Bytes with the unit that keeps three or four digits, as the Python side writes them. */
-export function human(size) {
-  const fixed = (x) => x.toLocaleString("en", { minimumFractionDigits: 1, maximumFractionDigits: 1 });
-  if (size < 1024) return `${size} B`;
-  if (size < MIB) return `${fixed(size / 1024)} KiB`;
-  if (size < 100 * MIB) return `${fixed(size / MIB)} MiB`;
-  if (size < 10 * GIB) return `${Math.round(size / MIB).toLocaleString("en")} MiB`;
-  return `${fixed(size / GIB)} GiB`;
-}
+import { GIB, MIB, human } from "../units.js";
 
 /** Microseconds as 250 µs, 3.1 ms or 12.4 s. */
 export function since(microseconds) {

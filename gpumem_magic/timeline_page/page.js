@@ -1,7 +1,8 @@
 /* The page's elements: what the reader does goes to the machine, and what the machine says is drawn. Every text that comes from
    the recording becomes the text of an element, never markup. */
 
-import { count, drawOver, drawSegments, fragmentation, human, layout, pixelColours, runsOf, segmentAt, since } from "./draw.js";
+import { human } from "../units.js";
+import { count, drawOver, drawSegments, fragmentation, layout, pixelColours, runsOf, segmentAt, since } from "./draw.js";
 import { Machine } from "./machine.js";
 import { CACHED, Device, NEVER, paint } from "./model.js";
 

@@ -18,8 +18,9 @@ from gpumem_magic.timeline_page.data import page_data, plain, script_json
 from gpumem_magic.timeline_page.source import TimelineSource
 
 _HERE = Path(__file__).parent
-_MODULES = ("model.js", "machine.js", "draw.js", "page.js")
-_IMPORT = re.compile(r"^import \{[^}]*\} from \"\./\w+\.js\";\n", re.MULTILINE)
+# Each needs only those before it.
+_MODULES = ("../units.js", "model.js", "machine.js", "draw.js", "page.js")
+_IMPORT = re.compile(r"^import \{[^}]*\} from \"\.{1,2}/\w+\.js\";\n", re.MULTILINE)
 _START = '\nstart(document, JSON.parse(document.getElementById("data").textContent));\n'
 _KEYS = (
     ("\u2190 \u2192", "one event back or on; with Shift a tenth of the picture"),

@@ -1,8 +1,9 @@
 /* The live chart of GPU memory in the page: rows come in as float64, a canvas is drawn, nothing leaves the page.
 
-   The store (`watch_store.js`) and the drawing (`watch_chart.js`) are plain modules; the kernel sends the three as one. */
+   The store (`watch_store.js`) and the drawing (`watch_chart.js`) are plain modules; the kernel sends them as one. */
 
-import { Store, duration, human, nearest } from "./watch_store.js";
+import { human } from "../units.js";
+import { Store, duration, nearest } from "./watch_store.js";
 import { drawPanel, geometry } from "./watch_chart.js";
 
 const PATIENCE = 1500; // ms that a button waits for the kernel before it says why nothing happens

@@ -1,6 +1,7 @@
 /* One device's chart on a canvas: numbers in, drawing calls out. Needs no more of a browser than the canvas's context. */
 
-import { human, scaleTop, stretches, thin, ticks, timeTicks } from "./watch_store.js";
+import { human } from "../units.js";
+import { scaleTop, stretches, thin, ticks, timeTicks } from "./watch_store.js";
 
 /** Where things are on a canvas of this size, in CSS pixels. */
 export function geometry(width, height) {

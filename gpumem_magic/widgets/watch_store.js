@@ -3,22 +3,12 @@
    A row is [time, a size for each layer, allocated, reserved, device_used, peak]: seconds since the epoch, bytes, NaN where
    unavailable. Nothing here needs a browser. */
 
+import { GIB, MIB } from "../units.js";
+
 export const STALE_PERIODS = 3;
 const STALE_AT_LEAST = 2500; // ms: a busy interpreter is late now and then
-export const MIB = 2 ** 20;
-const GIB = 2 ** 30;
 
 // ---- words
-
-/** Bytes with the unit that keeps three or four digits, as the Python side writes them. */
-export function human(size) {
-  const fixed = (x) => x.toLocaleString("en", { minimumFractionDigits: 1, maximumFractionDigits: 1 });
-  if (size < 1024) return `${size} B`;
-  if (size < MIB) return `${fixed(size / 1024)} KiB`;
-  if (size < 100 * MIB) return `${fixed(size / MIB)} MiB`;
-  if (size < 10 * GIB) return `${Math.round(size / MIB).toLocaleString("en")} MiB`;
-  return `${fixed(size / GIB)} GiB`;
-}
 
 /** 4.2 s, 3 min 05 s, 2 h 07 min. */
 export function duration(seconds) {

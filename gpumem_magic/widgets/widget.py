@@ -23,7 +23,7 @@ from gpumem_magic.widgets.observer import Rows
 _HERE = Path(__file__).parent
 
 # Each needs only those before it.
-_MODULES = ("watch_store.js", "watch_chart.js", "watch.js")
+_MODULES = ("../units.js", "watch_store.js", "watch_chart.js", "watch.js")
 
 
 def page_script() -> str:

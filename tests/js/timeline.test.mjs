@@ -2,7 +2,7 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
 
-import { byteTicks, byteWord, drawOver, eventTicks, fragmentation, human, layout, mixed, runsOf, segmentAt, since, ticks } from "../../gpumem_magic/timeline_page/draw.js";
+import { byteTicks, byteWord, drawOver, eventTicks, fragmentation, layout, mixed, runsOf, segmentAt, since, ticks } from "../../gpumem_magic/timeline_page/draw.js";
 import { Machine } from "../../gpumem_magic/timeline_page/machine.js";
 import { CACHED, Device, LiveSet, NOTHING, columnsOf, moved, paint, showing, wholeView, zoomed } from "../../gpumem_magic/timeline_page/model.js";
 
@@ -248,7 +248,6 @@ test("segments lie in rows, lose no byte, and are found again", () => {
 });
 
 test("axes have few, round words, and end even for absurd sizes", () => {
-  assert.deepEqual([512, 8.1 * MIB, 1278 * MIB, 14.7 * 2 ** 30].map(human), ["512 B", "8.1 MiB", "1,278 MiB", "14.7 GiB"]);
   assert.deepEqual([250, 3100, 12_400_000].map(since), ["250 µs", "3.1 ms", "12.4 s"]);
   assert.deepEqual([0, MIB / 2, 3 * 2 ** 30].map(byteWord), ["0", "512 KiB", "3 GiB"]);
   for (const [low, high] of [[0, 1], [0, 90 * 2 ** 30], [2 ** 63, 2 ** 63 + 4096], [0, 2 ** 90], [5 * MIB, 5 * MIB + 5000]]) {
