@@ -339,6 +339,13 @@ def test_what_the_cell_uses_is_not_offered_for_deletion() -> None:
         assert report.causes[0].name == "memory_ran_out"
 
 
+def test_a_loop_whose_first_statement_fails_has_no_iterations() -> None:
+    with notebook("T4") as book:
+        report = book.measured("for _ in range(3):\n    whole = mib(16000)")
+        assert report.error is not None
+        assert not [note for note in report.notes if "failed in" in note]
+
+
 def test_a_broken_detector_costs_a_line_and_not_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(scene: object) -> list[object]:
         raise RuntimeError("no way")

@@ -76,7 +76,7 @@ def test_it_is_whole_and_holds_no_script_style_sheet_or_link(make):
         reader = Reader(text)
         names = {tag for tag, _ in reader.elements}
         assert names <= {"html", "head", "meta", "title", "body", "div", "p", "strong", "img", "details", "summary", "hr",
-                         "table", "thead", "tbody", "tr", "th", "td"}  # fmt: skip
+                         "table", "thead", "tbody", "tr", "th", "td", "code"}  # fmt: skip
         for _, attributes in reader.elements:
             assert not any(name.startswith("on") for name in attributes)
             assert not set(attributes) & {"href", "srcset", "class", "id"}
@@ -105,7 +105,7 @@ def test_it_says_what_the_picture_says():
         *explain.remarks(report),
         explain.evidence(report),
     ):
-        assert " ".join(sentence.split()) in words
+        assert " ".join(sentence.replace("`", "").split()) in words
     for figure in ("16,053", "+6,292", "14,439", "4,784", "optimizer state 4,784, cached 1,508", "1: optimizer.step()"):
         assert figure in words
     image = next(attributes for tag, attributes in reader.elements if tag == "img")
@@ -129,6 +129,24 @@ def test_the_table_is_folded_up_under_a_picture_and_open_without_one():
     assert opened(card(samples.colab(), None)) == [True]
     assert opened(card(samples.colab(), PICTURE, table=False)) == []
     assert opened(card(samples.two_devices(), PICTURE, others=[PICTURE])) == [False, False]
+
+
+def test_what_stands_between_backticks_is_code():
+    report = replace(samples.colab(), notes=("`del <model>` frees it; a ` alone is a ` no more.",))
+    shown = card(report, PICTURE)
+    assert re.search(r"<code style=[^>]*>del &lt;model&gt;</code> frees it", shown)
+    assert "`" not in Reader(card(replace(report, notes=("`x` and `y`",)), PICTURE)).text
+
+
+def test_parts_go_by_their_names():
+    def with_code(row):
+        own = "loss.backward()" if row.kind == "part" else row.statement
+        return replace(row, statement=own, parts=tuple(with_code(part) for part in row.parts))
+
+    report = samples.trainer()
+    coded = replace(report, checkpoints=tuple(with_code(row) for row in report.checkpoints))
+    assert coded != report
+    assert Reader(card(coded, PICTURE)).text == Reader(card(report, PICTURE)).text
 
 
 def test_parts_keep_their_indent_and_statements_their_lines():

@@ -132,13 +132,13 @@ class Scene:
         return [Turn(start, end) for start, end in zip([0, *ends], ends, strict=False)]
 
     def _loop_ends(self) -> list[int]:
-        loops = Counter(point.loops for point, _, _ in self.points if point.loops)
-        if not loops:
-            return []
         turns: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
         for point, _, position in self.points:
             if point.kind == "statement" and point.loops:
                 turns[point.loops, point.iteration] = position
+        # No loop, or one whose very first statement failed.
+        if not turns:
+            return []
         most = Counter(loop for loop, _ in turns).most_common(1)[0][0]
         return sorted(position for (loop, _), position in turns.items() if loop == most)
 

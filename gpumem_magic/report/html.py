@@ -8,6 +8,7 @@ paragraphs and tables are left, in the colours of the page around them.
 from __future__ import annotations
 
 import base64
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
@@ -30,6 +31,9 @@ _CARD = (
 # What a cell needs is inherited from its row where it can be: thousands of cells, each with a style, would swell a notebook.
 _ROW = f"background:{PAPER};color:{TEXT};border-bottom:1px solid #E6E6E6;vertical-align:top"
 _CODE = f"text-align:left;white-space:pre-wrap;font-family:{_MONO};font-size:12px"
+# A theme's own colours of code would not go with the card's.
+_INLINE = f"background:#F2F2F2;color:inherit;font-family:{_MONO};font-size:.92em;padding:0 3px"
+_BACKTICKS = re.compile(r"`([^`]+)`")
 _WORDS = "text-align:left;white-space:normal"
 
 
@@ -54,9 +58,9 @@ def card(report: Report, picture: Picture | None, *, table: bool = True, others:
         body.append(_image(report, picture))
     if verdict := explain.verdict(report):
         body.append(
-            f'<p style="color:{ALARM};font-size:16px;font-weight:600;margin:8px 0 4px 0"><strong>{escape(verdict)}</strong></p>'
+            f'<p style="color:{ALARM};font-size:16px;font-weight:600;margin:8px 0 4px 0"><strong>{_words(verdict)}</strong></p>'
         )
-    body += [f'<p style="color:{QUIET};margin:4px 0">{escape(sentence)}</p>' for sentence in explain.remarks(report)]
+    body += [f'<p style="color:{QUIET};margin:4px 0">{_words(sentence)}</p>' for sentence in explain.remarks(report)]
     if table:
         body.append(_details("Table (MiB)", _table(report), opened=picture is None))
         if is_informative(report.inside):
@@ -110,7 +114,7 @@ def _table(report: Report) -> str:
         rest = f"{len(shown) - MAX_TABLE_ROWS:,} more rows are in the saved report (save, to_dict)."
         body.insert(1, f'<p style="color:{QUIET};margin:4px 0">{rest}</p>')
     if sentence:
-        body.append(f'<p style="color:{QUIET};margin:4px 0">{escape(sentence)}</p>')
+        body.append(f'<p style="color:{QUIET};margin:4px 0">{_words(sentence)}</p>')
     return "".join(body)
 
 
@@ -126,6 +130,11 @@ def _grid(heads: Sequence[tuple[str, bool]], rows: Sequence[str]) -> str:
     )
     head = f'<thead><tr style="{_ROW}">{cells}</tr></thead>'
     return f'<table cellpadding="5" style="{style}">{head}<tbody>{"".join(rows)}</tbody></table>'
+
+
+def _words(sentence: str) -> str:
+    """A sentence, with what stands between backticks as code."""
+    return _BACKTICKS.sub(rf'<code style="{_INLINE}">\1</code>', escape(sentence))
 
 
 def _number(text: str) -> str:
@@ -148,7 +157,7 @@ def _row_table(shown: Sequence[Line], report: Report, figures: Figures) -> str:
 
 def _row(line: Line, report: Report, figures: Figures) -> str:
     row = line.row
-    text = row.statement.strip() or line.text
+    text = line.text if row.kind == "part" else row.statement.strip() or line.text
     if row.kind == "error" and not line.depth:
         text += f"  {explain.failure_word(report)}"
     inside = row.kind != PEAK and row.peak_allocated > row.allocated
