@@ -70,4 +70,7 @@ def get_accuracy(output: torch.Tensor, target: torch.Tensor) -> float:
     return ((output - target).abs() < 0.1).float().mean().item()
 
 
-trainloader = [(f"batch {i}", torch.zeros(BATCH, 1, 100, 1632), torch.zeros(BATCH, 1, 100, 1632)) for i in range(2)]
+trainloader = [
+    (f"batch {i}", torch.zeros(BATCH, 1, 100, 1632), torch.zeros(BATCH, 1, 100, 1632))
+    for i in range(2)
+]

@@ -10,7 +10,9 @@ from IPython.core.interactiveshell import InteractiveShell
 
 
 def main() -> int:
-    notebook = json.loads((Path(__file__).parent / "01_first_cell.ipynb").read_text(encoding="utf-8"))
+    notebook = json.loads(
+        (Path(__file__).parent / "01_first_cell.ipynb").read_text(encoding="utf-8")
+    )
     shell = InteractiveShell.instance()
     for cell in notebook["cells"]:
         if cell["cell_type"] != "code":

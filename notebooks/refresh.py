@@ -57,7 +57,9 @@ def execute(path: Path, *, afterwards: str = "") -> Any:
         resources={"metadata": {"path": str(path.parent)}},
     ).execute(env={name: value for name, value in os.environ.items() if name != "COLUMNS"})
     if afterwards:
-        notebook.metadata["afterwards"] = "".join(output.get("text", "") for output in notebook.cells.pop().outputs)
+        notebook.metadata["afterwards"] = "".join(
+            output.get("text", "") for output in notebook.cells.pop().outputs
+        )
     for cell in notebook.cells:
         cell.metadata.pop("execution", None)
         for output in cell.get("outputs", []):
@@ -65,7 +67,10 @@ def execute(path: Path, *, afterwards: str = "") -> Any:
         if "outputs" in cell:
             cell.outputs = [output for output in cell.outputs if output.get("text") != ""]
     language = notebook.metadata.get("language_info", {})
-    notebook.metadata["language_info"] = {"name": language.get("name", "python"), "pygments_lexer": "ipython3"}
+    notebook.metadata["language_info"] = {
+        "name": language.get("name", "python"),
+        "pygments_lexer": "ipython3",
+    }
     return notebook
 
 
