@@ -384,6 +384,11 @@ def test_the_widget_shows_itself_and_a_picture_that_stays(reports: dict[str, Rep
     live, kept = [output.data for output in captured.outputs]
     assert "application/vnd.jupyter.widget-view+json" in live
     assert "text/html" not in live
+    # Where no kernel runs, these words stand in the stepper's place.
+    assert (
+        live["text/plain"]
+        == f"Run this cell to step through its {len(reports['train'].checkpoints)} checkpoints. As a picture:"
+    )
     assert set(kept) == {"text/html", "text/plain"}
     (image,) = re.findall(r'src="data:image/png;base64,([^"]+)"', kept["text/html"])
     assert Image.open(io.BytesIO(base64.b64decode(image))).width > 1000

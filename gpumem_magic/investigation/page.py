@@ -8,6 +8,7 @@ from html import escape
 from typing import Any
 
 from gpumem_magic.investigation.steps import Investigation, Step
+from gpumem_magic.report import explain
 from gpumem_magic.report.lines import Figures
 from gpumem_magic.report.palette import ALARM, PAPER, QUIET, TEXT
 
@@ -21,7 +22,8 @@ _CARD = (
 def still(investigation: Investigation) -> dict[str, Any]:
     """A display bundle: HTML with the picture and the sentences, and plain text. The text alone where nothing can be drawn."""
     text = investigation.text()
-    head = f"Every checkpoint: {investigation.report!r}"[:-1].replace("<Report ", "")
+    device = explain.device_name(investigation.report.device)
+    head = f"The checkpoints at which memory moved, on the {device}"
     body = [f'<p style="font-weight:600;margin:0 0 6px 0;color:{TEXT}">{escape(head)}</p>']
     try:
         from gpumem_magic.investigation.figure import png

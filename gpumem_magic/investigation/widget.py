@@ -52,7 +52,12 @@ class InvestigationWidget(anywidget.AnyWidget):
             return
         live = anywidget.AnyWidget._repr_mimebundle_(self)
         if live is not None:
-            display(live[0] if isinstance(live, tuple) else live, raw=True)
+            bundle = dict(live[0] if isinstance(live, tuple) else live)
+            # What is shown in the stepper's place where no kernel runs.
+            bundle["text/plain"] = (
+                f"Run this cell to step through its {len(self.investigation.steps)} checkpoints. As a picture:"
+            )
+            display(bundle, raw=True)
         display(still(self.investigation), raw=True)
 
 
