@@ -28,6 +28,10 @@ class Patches:
         """The (owner, name) pairs that are replaced now, oldest first."""
         return [(owner, name) for owner, name, _ in self._undo]
 
+    def originals(self) -> list[tuple[Any, str, Any]]:
+        """The same with what was there before, where there was something."""
+        return [entry for entry in self._undo if entry[2] is not _MISSING]
+
     def undo(self) -> None:
         while self._undo:
             owner, name, before = self._undo.pop()

@@ -19,7 +19,8 @@ import torch.utils._device
 from torch._C import _len_torch_dispatch_stack  # the number of active dispatch modes; torch 2.9 to 2.13
 
 import gpumem_magic.virtual.operators
-import gpumem_magic.virtual.temporaries  # noqa: F401 - both register their handlers with the engine
+import gpumem_magic.virtual.shapes
+import gpumem_magic.virtual.temporaries  # noqa: F401 - all register their handlers with the engine
 from gpumem_magic.allocator.caching import CachingAllocator
 from gpumem_magic.allocator.failure import DeviceOutOfMemory, oom_text
 from gpumem_magic.allocator.memory import BASE_ADDRESS, DeviceMemory, FirstFitAddresses
@@ -44,6 +45,7 @@ from gpumem_magic.virtual.autocast import AutocastKernels
 from gpumem_magic.virtual.composites import Composites
 from gpumem_magic.virtual.engine import Engine
 from gpumem_magic.virtual.factories import Factories
+from gpumem_magic.virtual.captured import Captured
 from gpumem_magic.virtual.hooks import install_engine_hooks
 from gpumem_magic.virtual.libraries.table import libraries
 from gpumem_magic.virtual.modes import STATE
@@ -182,6 +184,8 @@ class VirtualMachine:
 
     # ---- what a machine can be asked
 
+        self._factories = Factories(self.engine, self.face.current_device)
+        self._captured = Captured(self._factories)
     @property
     def devices(self) -> Sequence[VirtualDevice]:
         return self._devices
@@ -266,7 +270,7 @@ class VirtualMachine:
         try:
             for gpu in self._devices:
                 gpu.allocator.on_reserved = self._tell_smi(gpu)
-            Factories(self.engine, self.face.current_device).install(self._patches)
+            self._factories.install(self._patches)
             parameters.install(self._patches)
             storages.install(self._patches, self.engine)
             wrappers.install(self._patches)
@@ -295,6 +299,7 @@ class VirtualMachine:
 
     def remove(self, because: str) -> None:
         """Puts everything back. Tensors that are left say `because` when they are used."""
+            self._captured.install(self._patches)
         self.engine.closed_because = because
         self.nvml.remove()
         self.smi.remove()
@@ -308,6 +313,7 @@ class VirtualMachine:
         """The (owner, name) pairs that are replaced while the machine is on."""
         return self._patches.names()
 
+        self._captured.remove()
     def _tell_smi(self, gpu: VirtualDevice) -> Any:
         def tell(reserved: int) -> None:
             self.smi.update(gpu.index, gpu.used_bytes())
