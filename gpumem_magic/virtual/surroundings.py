@@ -31,7 +31,7 @@ def _distributions(patches: Patches) -> None:
 
     @functools.wraps(original)
     def init(self: Any, batch_shape: Any = (), event_shape: Any = (), validate_args: Any = None) -> None:
-        if any(isinstance(value, VirtualTensor) for value in self.__dict__.values()):
+        if _on_device(self):
             validate_args = False
         original(self, torch.Size(batch_shape), torch.Size(event_shape), validate_args)
 
@@ -39,6 +39,14 @@ def _distributions(patches: Patches) -> None:
 
 
 def _profiler(patches: Patches) -> None:
+def _on_device(distribution: Any) -> bool:
+    """Whether a distribution, or one that it is made of, has parameters on a virtual device."""
+    return any(
+        isinstance(value, VirtualTensor) or (isinstance(value, torch.distributions.Distribution) and _on_device(value))
+        for value in distribution.__dict__.values()
+    )
+
+
     """Without a driver there are no kernels to time: PyTorch's profiler sees the host's side only, and says so once.
 
     Stacks are not recorded either: thousands of calls of this package lie below each operator.
