@@ -240,6 +240,11 @@ def test_what_does_not_fit_together_is_refused_in_pytorchs_words(way: Callable[[
     assert str(caught.value) == text
 
 
+def test_matrices_too_large_for_the_host_are_refused_likewise() -> None:
+    with pytest.raises(RuntimeError, match=r"mat1 and mat2 shapes cannot be multiplied \(8192x8192 and 4x4\)$"):
+        torch.mm(zeros(8192, 8192, dtype=torch.float16), zeros(4, 4, dtype=torch.float16))
+
+
 def test_a_host_number_goes_with_any_device() -> None:
     assert (zeros(3) * torch.tensor(2.0)).device.index == 0
     assert torch.where(zeros(3) > 0, torch.tensor(1.0), zeros(3)).is_cuda

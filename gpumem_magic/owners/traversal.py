@@ -257,7 +257,8 @@ def _fake_names(tensor: FakeTensor) -> frozenset[str]:
             name
             for name in tensor.__dict__
             if name.endswith(("_memo", "_memo_vc", "_memo_epoch"))
-            or name in ("_fake_device", "fake_mode", "constant", "pytype", "dispatch_keys", "real_tensor")
+            or name
+            in ("_fake_device", "fake_device", "fake_mode", "constant", "pytype", "dispatch_keys", "real_tensor")
         ) | {"_gpumem_host_class", "_is_param"}
     return _fake_attributes
 

@@ -93,7 +93,7 @@ class Attention:
         enable_gqa: bool = False,
     ) -> torch.Tensor:
         """The operator itself, in terms of the kernels' own operators (which have derivatives)."""
-        device = next(t._fake_device.index for t in (query, key, value) if isinstance(t, VirtualTensor))
+        device = next(t.fake_device.index for t in (query, key, value) if isinstance(t, VirtualTensor))
         kernel = choose(self._capability_of(device), query, key, value, attn_mask, is_causal, enable_gqa)
         if kernel == MATH:
             return _aten._scaled_dot_product_attention_math.default(  # type: ignore[no-any-return]

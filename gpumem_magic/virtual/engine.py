@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import (
 )
 
 from gpumem_magic.virtual import rules, supplied, values
-from gpumem_magic.virtual.mismatch import in_cudas_words, refuse_mixed_devices, refuse_mixed_types
+from gpumem_magic.virtual.mismatch import in_cudas_words, is_device_mismatch, refuse_mixed_devices, refuse_mixed_types
 from gpumem_magic.virtual.modes import DEVICE_QUERY, STATE, HostlessFakeMode, OperatorMode, answer_device, pushed
 from gpumem_magic.virtual.storage import StorageTable
 from gpumem_magic.virtual.tensors import VirtualTensor
@@ -169,7 +169,7 @@ class Engine:
         except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as error:
             raise cannot_run(func, type(error).__name__) from None
         except Exception as error:
-            if type(error).__name__ == "FakeTensorDeviceMismatchError":
+            if is_device_mismatch(error):
                 refuse_mixed_devices(func, args, kwargs, sure=True)
             if _is_foreign(func):
                 raise cannot_run(func, str(error)) from None
@@ -193,7 +193,7 @@ class Engine:
                     self.settle(leaf, allocates)
 
     def _settle_one(self, tensor: FakeTensor, allocates: bool) -> None:
-        device = tensor._fake_device
+        device = tensor.fake_device
         if device.type != "cuda":
             return
         if type(tensor) is FakeTensor:
@@ -281,7 +281,7 @@ def device_among(args: Any, kwargs: Any) -> int | None:
     """Index of the virtual device that the operator runs on: the first virtual tensor's, else the device argument's."""
     for arg in args:
         if isinstance(arg, VirtualTensor):
-            return int(arg._fake_device.index)
+            return int(arg.fake_device.index)
         if isinstance(arg, (list, tuple)):
             found = device_among(arg, None)
             if found is not None:
@@ -289,7 +289,7 @@ def device_among(args: Any, kwargs: Any) -> int | None:
     if kwargs:
         for arg in kwargs.values():
             if isinstance(arg, VirtualTensor):
-                return int(arg._fake_device.index)
+                return int(arg.fake_device.index)
             if isinstance(arg, torch.device) and arg.type in ("cuda", "meta") and not STATE.depth:
                 return STATE.last_device if arg.index is None else arg.index
             if isinstance(arg, (list, tuple)):

@@ -47,7 +47,7 @@ def _backward(patches: Patches, engine: Engine) -> None:
             return original(t_outputs, *args, **kwargs)
         first = next((output for output in t_outputs if isinstance(output, VirtualTensor)), None)
         if first is not None:
-            STATE.last_device = first._fake_device.index
+            STATE.last_device = first.fake_device.index
         STATE.backward += 1
         try:
             with pushed(engine.mode):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
@@ -68,6 +69,13 @@ def refuse_mixed_devices(func: Any, args: Any, kwargs: Any, *, sure: bool = Fals
         )
 
 
+def is_device_mismatch(error: Exception) -> bool:
+    """Whether the fake mode found tensors of several devices: an error of its own class since 2.12, a text before."""
+    return type(error).__name__ == "FakeTensorDeviceMismatchError" or (
+        type(error) is RuntimeError and str(error).startswith("Unhandled FakeTensor Device Propagation")
+    )
+
+
 # Matrix products: the positions of the two matrices among the arguments.
 _PRODUCTS = {_aten.mm.default: 0, _aten.addmm.default: 1, _aten.bmm.default: 0, _aten.baddbmm.default: 1}
 _BATCHED = {_aten.bmm.default, _aten.baddbmm.default}
@@ -106,18 +114,12 @@ def in_cudas_words(error: Exception, func: Any, args: Any, kwargs: Any) -> Excep
     Most checks are in code that CUDA shares with the host, so the host is asked, with arguments of the same shapes (of one
     element each in memory, where nothing is written to them).
     """
-    first = _PRODUCTS.get(func)
-    if first is not None and func not in _BATCHED:
-        left, right = args[first], args[first + 1]
-        if left.dim() == 2 and right.dim() == 2 and left.shape[1] != right.shape[0]:
-            return RuntimeError(
-                f"mat1 and mat2 shapes cannot be multiplied ({left.shape[0]}x{left.shape[1]} and "
-                f"{right.shape[0]}x{right.shape[1]})"
-            )
     if func.namespace != "aten" or torch.Tag.nondeterministic_seeded in func.tags:
         return error
     try:
-        most = _MOST_WRITTEN if func._schema.is_mutable else _MOST_ELEMENTS
+        most: float = _MOST_WRITTEN if func._schema.is_mutable else _MOST_ELEMENTS
+        if _cannot_multiply(func, args):
+            most = math.inf
         host_args = [_on_host(arg, most, func._schema.is_mutable) for arg in args]
         host_kwargs = {name: _on_host(arg, most, func._schema.is_mutable) for name, arg in kwargs.items()}
         with torch._C._DisableTorchDispatch(), torch.no_grad():
@@ -130,7 +132,16 @@ def in_cudas_words(error: Exception, func: Any, args: Any, kwargs: Any) -> Excep
     return error
 
 
-def _on_host(arg: Any, most: int, written: bool) -> Any:
+def _cannot_multiply(func: Any, args: Any) -> bool:
+    """Whether it is a product that is refused for its matrices' shapes, before anything is computed."""
+    first = _PRODUCTS.get(func)
+    if first is None or func in _BATCHED:
+        return False
+    left, right = args[first], args[first + 1]
+    return bool(left.dim() == 2 and right.dim() == 2 and left.shape[1] != right.shape[0])
+
+
+def _on_host(arg: Any, most: float, written: bool) -> Any:
     if isinstance(arg, torch.Tensor):
         if arg.numel() > most:
             raise NotImplementedError

@@ -68,7 +68,7 @@ def with_dispatch_of_its_own(types: Any) -> bool:
 
 def answer_device(tensor: Any) -> torch.device:
     """What C++ is told when it asks for the device of a virtual tensor."""
-    return META if STATE.in_kernel else torch.device("meta", tensor._fake_device.index)
+    return META if STATE.in_kernel else torch.device("meta", tensor.fake_device.index)
 
 
 class HostlessFakeMode(FakeTensorMode):

@@ -30,8 +30,8 @@ KNOWN = "_gpumem_known"
 
 # What PyTorch's fake tensors (2.9 to 2.13) keep in a tensor's own dictionary, apart from what users put there.
 _FAKE_ATTRIBUTES = {
-    "_fake_device", "fake_mode", "constant", "real_tensor", "pytype", "dispatch_keys", "_is_param", "_debug_trace", HOST_CLASS,
-    "_nonzero_memo", "_item_memo", "_unique_memo", "_unique_consecutive_memo", "_nested_int_memo", KNOWN,
+    "_fake_device", "fake_device", "fake_mode", "constant", "real_tensor", "pytype", "dispatch_keys", "_is_param", "_debug_trace",
+    HOST_CLASS, "_nonzero_memo", "_item_memo", "_unique_memo", "_unique_consecutive_memo", "_nested_int_memo", KNOWN,
     "_nonzero_memo_vc", "_item_memo_vc", "_unique_memo_vc", "_unique_consecutive_memo_vc", "_nested_int_memo_vc",
     "_nonzero_memo_epoch", "_item_memo_epoch", "_unique_memo_epoch", "_unique_consecutive_memo_epoch", "_nested_int_memo_epoch",
 }  # fmt: skip
@@ -151,7 +151,7 @@ class VirtualTensor(FakeTensor):
         return False
 
     def get_device(self) -> int:
-        return int(self._fake_device.index)
+        return int(self.fake_device.index)
 
     def data_ptr(self) -> int:
         """The address that the emulated allocator gave, plus the view's offset: for comparing, never for reading."""
