@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,9 @@ _PLACES = [
     (re.compile(_START + r"[^\s'\"<>:;]*[/\\]ipykernel_\d+[/\\]\d+\.py"), "the cell"),
     (re.compile(re.escape(str(FOLDER.parent.resolve())) + r"[/\\]?"), ""),
     (re.compile(r"\b0x[0-9a-f]{6,}\b"), "0x…"),
+    (re.compile(rf"\b{re.escape(socket.gethostname())}_(?=[A-Z][a-z][a-z]_\d\d_)"), "HOST_"),
+    (re.compile(r"[A-Z][a-z][a-z](?:_\d\d){4}\b"), "MONTH_DAY_HOUR_MINUTE_SECOND"),
+    (re.compile(r"\b\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\b"), "DATE TIME"),
 ]
 # What C++ libraries write of their own accord, with the hour and the process.
 _NOISE = re.compile(r"^(?:USDT:|(?:\[rank\d+\]:)?\[W\d{4} ).*\n*", re.MULTILINE)
