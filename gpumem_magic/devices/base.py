@@ -56,9 +56,10 @@ class DeviceLog:
     """What a device's allocator did between two moments.
 
     start: the segments when the log began. events: since then; "position p" is the moment after the first p events.
-    origins: index of an alloc event -> how the block came to be: "workspace" (a library's scratch memory), "host_copy"
-    (a copy from the host), "factory" (torch.zeros, randn, empty and so on), "compute" (an operator's output or scratch),
-    "summed" (a stand-in for what is only known as a total: the events were dropped, or the allocator has none).
+    origins: index of an alloc event -> how the block came to be: "workspace" (a library's scratch memory), "estimate"
+    (likewise, of a size that only the library knows: a virtual device's estimate), "host_copy" (a copy from the host),
+    "factory" (torch.zeros, randn, empty and so on), "compute" (an operator's output or scratch), "summed" (a stand-in for
+    what is only known as a total: the events were dropped, or the allocator has none).
     carried: address -> label known from an earlier recording, of blocks that were live at the start.
     settings: the allocator's, without which block sizes can't be recounted.
     places: what `Device.position` had answered -> the position in `events`, where events had to be left out and the two are

@@ -112,7 +112,7 @@ class DeviceView:
             retries=self._retries(),
             stand_ins=self.recording.stand_ins if self.device == self.recording.primary else (),
             folded=tuple(self._with_left_out(kept, folds)),
-            notes=(*notes_of(self.recording, self.device, self.timeline), *self.gaps()),
+            notes=(*notes_of(self.recording, self.device, self.timeline, peak_position), *self.gaps()),
         )
 
     # Rows

@@ -5,19 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
-from gpumem_magic.devices.base import Counters
+from gpumem_magic.devices.base import Counters, DeviceLog
 from gpumem_magic.recording.model import Checkpoint, Recording, Span
 from gpumem_magic.recording.repetition import longest_repetition, signature
 from gpumem_magic.snapshot.timeline import Timeline
 from gpumem_magic.units import human
 
 
-def notes_of(recording: Recording, device: int, timeline: Timeline) -> list[str]:
+def notes_of(recording: Recording, device: int, timeline: Timeline, peak_position: int) -> list[str]:
     """The notes of one device's report; the recorder's own stand first, in the primary device's."""
     notes = list(recording.notes) if device == recording.primary else []
     notes += _retries(recording, device)
     notes += _context_growth(recording, device)
     notes += _repetition(recording, device)
+    notes += _estimated(recording.logs[device], timeline, peak_position)
     if device == recording.primary and not any(log.events or log.start for log in recording.logs.values()):
         notes.append(
             'Nothing was put on a device: the model and the data stayed on the host (`.to("cuda")` moves them).'
@@ -57,6 +58,24 @@ def _context_growth(recording: Recording, device: int) -> list[str]:
         f"The CUDA context grew by {human(now.context - before.context)} in {place_of(point)}."
         for point, before, now in _steps(recording, device)
         if before.context and now.context is not None and now.context > before.context
+    ]
+
+
+def _estimated(log: DeviceLog, timeline: Timeline, peak_position: int) -> list[str]:
+    """What is only an estimate, which no category shows apart; where it never was, nothing."""
+    largest = at_peak = 0
+    for allocation in timeline.allocations:
+        if log.origins.get(allocation.born) == "estimate":
+            largest = max(largest, allocation.size)
+            freed = len(timeline) if allocation.freed is None else allocation.freed
+            if allocation.born < peak_position <= freed:
+                at_peak += allocation.size
+    if not largest:
+        return []
+    share = f"{human(at_peak)} of the peak" if at_peak else "nothing of the peak's allocated bytes"
+    return [
+        f"What cuDNN takes while it runs convolutions is an estimate: {share}, and at most {human(largest)} at a time "
+        "(cudnn=none after the device's name leaves it out, cudnn=256MiB sets it)."
     ]
 
 

@@ -87,7 +87,7 @@ _COUNT = re.compile(r"(\d+)\s*[xX]\s*(.*)", re.DOTALL)
 # Only chooses between the contexts of older and newer releases.
 _A_RECENT_VERSION = "2.9"
 _REAL = re.compile(r"cuda(?::(\d{1,3}))?", re.IGNORECASE)
-_OPTIONS = ("context", "total", "idle", "name", "torch", "loading")
+_OPTIONS = ("context", "total", "idle", "name", "torch", "loading", "cudnn")
 
 
 def parse_size(text: str) -> int:
@@ -156,8 +156,8 @@ def _with_options(model: GpuModel, options: list[str]) -> GpuModel:
         name = name.casefold()
         if name not in _OPTIONS or not equals or not value:
             raise UnknownDevice(
-                f"unknown option {option!r}: write context=, total=, idle= (sizes), name=, torch= (a version) or "
-                "loading= (eager or lazy)"
+                f"unknown option {option!r}: write context=, total=, idle= (sizes), name=, torch= (a version), loading= "
+                "(eager or lazy) or cudnn= (estimate, none or a size)"
             )
         if name in given:
             raise UnknownDevice(f"option {name}= is given twice")
@@ -171,6 +171,8 @@ def _with_options(model: GpuModel, options: list[str]) -> GpuModel:
             model = replace(model, name=_checked_name(value))
         elif name == "context":
             model = replace(model, context_bytes=parse_size(value), context_is_estimate=False, calibrated="")
+        elif name == "cudnn":
+            model = replace(model, convolution_bytes=_convolution_bytes(value))
         elif name == "idle":
             model = replace(model, idle_bytes=parse_size(value))
         elif name == "total":
@@ -208,6 +210,17 @@ def _of_generation(model: GpuModel, version_text: str | None, loading: str | Non
     return replace(model, torch_version=version_text, cublas_workspace_bytes=workspace)
 
 
+def _convolution_bytes(value: str) -> int | None:
+    """What cuDNN takes for each convolution; None for the estimate."""
+    word = value.casefold()
+    if word in ("estimate", "none"):
+        return None if word == "estimate" else 0
+    try:
+        return parse_size(value)
+    except UnknownDevice as error:
+        raise UnknownDevice(f"cudnn={value}: write estimate, none, or what each convolution takes ({error})") from None
+
+
 def _checked_name(value: str) -> str:
     # NVML's buffer for names holds 95 characters.
     if len(value) > 95 or not value.isascii() or not value.isprintable():
@@ -242,6 +255,7 @@ def describe() -> str:
         "Several: 2xT4. Options: T4,context=400MiB,total=14.7GiB,idle=2MiB. A real GPU: cuda, cuda:1.",
         "torch=1.10 takes the context and the library workspaces of another PyTorch version; loading=eager those of kernels that",
         "are loaded all at once (CUDA_MODULE_LOADING=EAGER).",
+        "cudnn=none leaves out the estimate of what cuDNN takes while it runs a convolution; cudnn=256MiB sets it.",
         '"about": nobody published the context of that GPU with lazily loaded kernels; measure yours and set context=.',
     ]
     lines += [

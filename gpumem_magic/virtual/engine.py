@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import (
 )
 
 from gpumem_magic.virtual import rules, supplied, values
+from gpumem_magic.virtual.cudnn import Convolution
 from gpumem_magic.virtual.mismatch import in_cudas_words, is_device_mismatch, refuse_mixed_devices, refuse_mixed_types
 from gpumem_magic.virtual.modes import DEVICE_QUERY, STATE, HostlessFakeMode, OperatorMode, answer_device, pushed
 from gpumem_magic.virtual.storage import StorageTable
@@ -54,6 +55,12 @@ class Memory(Protocol):
 
     def after_operator(self, func: Any, device: int) -> None:
         """Memory that a library takes beside an operator's results, which are there now."""
+
+    def convolve(self, device: int, call: Convolution) -> None:
+        """Memory that cuDNN takes for a call and gives back; nothing where there is no room."""
+
+    def torch_version(self, device: int) -> tuple[int, int]:
+        """The version of PyTorch whose ways of using memory are the device's."""
 
 
 class DeviceGone(RuntimeError):

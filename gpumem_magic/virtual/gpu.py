@@ -18,6 +18,7 @@ import torch
 import torch.utils._device
 from torch._C import _len_torch_dispatch_stack  # the number of active dispatch modes; torch 2.9 to 2.13
 
+import gpumem_magic.virtual.convolutions
 import gpumem_magic.virtual.operators
 import gpumem_magic.virtual.shapes
 import gpumem_magic.virtual.temporaries  # noqa: F401 - all register their handlers with the engine
@@ -31,6 +32,8 @@ from gpumem_magic.snapshot.model import Segment, TraceEvent
 from gpumem_magic.virtual import (
     catalog,
     communication,
+    cudnn,
+    generations,
     graphs,
     kernels,
     parameters,
@@ -42,10 +45,10 @@ from gpumem_magic.virtual import (
 )
 from gpumem_magic.virtual.attention import Attention
 from gpumem_magic.virtual.autocast import AutocastKernels
+from gpumem_magic.virtual.captured import Captured
 from gpumem_magic.virtual.composites import Composites
 from gpumem_magic.virtual.engine import Engine
 from gpumem_magic.virtual.factories import Factories
-from gpumem_magic.virtual.captured import Captured
 from gpumem_magic.virtual.hooks import install_engine_hooks
 from gpumem_magic.virtual.libraries.table import libraries
 from gpumem_magic.virtual.modes import STATE
@@ -173,6 +176,7 @@ class VirtualMachine:
         self.engine = Engine(self, len(self._devices))
         self.face = CudaFace(self)
         self.workspaces = kernels.Workspaces(self._devices, self.malloc, self.face.stream_of, self.free)
+        self.convolutions = cudnn.Scratch(self._devices, self.malloc, self.face.stream_of, self.free)
         self.attention = Attention(lambda index: self._devices[index].model.capability)
         self.engine.attend = self.attention.attend
         self.smi = VirtualSmi(self._devices)
@@ -180,12 +184,12 @@ class VirtualMachine:
         self._patches = Patches()
         self._autocast = AutocastKernels()
         self._composites = Composites()
+        self._factories = Factories(self.engine, self.face.current_device)
+        self._captured = Captured(self._factories)
         self._libraries = libraries()
 
     # ---- what a machine can be asked
 
-        self._factories = Factories(self.engine, self.face.current_device)
-        self._captured = Captured(self._factories)
     @property
     def devices(self) -> Sequence[VirtualDevice]:
         return self._devices
@@ -259,6 +263,12 @@ class VirtualMachine:
     def after_operator(self, func: Any, device: int) -> None:
         self.workspaces.after(func, device)
 
+    def convolve(self, device: int, call: cudnn.Convolution) -> None:
+        self.convolutions.take(device, call)
+
+    def torch_version(self, device: int) -> tuple[int, int]:
+        return generations.parse_version(self._devices[device].model.torch_version or torch.__version__)
+
     def _clear_workspaces(self) -> None:
         with self.engine.lock:
             self.workspaces.clear()
@@ -289,6 +299,7 @@ class VirtualMachine:
             self._patches.set(torch._C, "_cuda_getCurrentRawStream", self.face.stream_of)
             # The public way to get cuBLAS's workspaces back; builds for the host lack it (torch 2.9 to 2.13).
             self._patches.set(torch._C, "_cuda_clearCublasWorkspaces", self._clear_workspaces)
+            self._captured.install(self._patches)
             self.smi.install()
             self.nvml.install()
             for gpu in self._devices:
@@ -299,10 +310,10 @@ class VirtualMachine:
 
     def remove(self, because: str) -> None:
         """Puts everything back. Tensors that are left say `because` when they are used."""
-            self._captured.install(self._patches)
         self.engine.closed_because = because
         self.nvml.remove()
         self.smi.remove()
+        self._captured.remove()
         self._composites.remove()
         self.attention.remove()
         self._autocast.remove()
@@ -313,7 +324,6 @@ class VirtualMachine:
         """The (owner, name) pairs that are replaced while the machine is on."""
         return self._patches.names()
 
-        self._captured.remove()
     def _tell_smi(self, gpu: VirtualDevice) -> Any:
         def tell(reserved: int) -> None:
             self.smi.update(gpu.index, gpu.used_bytes())

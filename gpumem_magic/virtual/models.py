@@ -34,7 +34,8 @@ class GpuModel:
     idle_bytes: shown by nvidia-smi before anything runs. context_bytes: this process's memory outside PyTorch's allocator
     once the device is in use. cublas_workspace_bytes: one workspace in PyTorch's allocator, 0 for none.
     oom_text_version: the PyTorch version whose out-of-memory text is used; None for the installed one. torch_version: the version
-    whose library workspaces are used; None likewise. calibrated: when and with what `gpumem calibrate` measured these figures on
+    whose library workspaces are used; None likewise. convolution_bytes: what cuDNN takes for each convolution while it runs; None
+    for the estimate (see `cudnn`). calibrated: when and with what `gpumem calibrate` measured these figures on
     this computer; empty for the catalogue's own.
     """
 
@@ -59,6 +60,7 @@ class GpuModel:
     warp_size: int = 32
     oom_text_version: str | None = None
     torch_version: str | None = None
+    convolution_bytes: int | None = None
     calibrated: str = ""
 
     @property
@@ -262,6 +264,7 @@ _MODELS = (
         context_bytes=1372 * MIB,
         cublas_workspace_bytes=0,
         oom_text_version="1.8",
+        convolution_bytes=0,
         note="the device of the Colab investigation, with the out-of-memory text of torch 1.8 and cuBLAS outside PyTorch's "
         "allocator; its author said P100, but 16160 MiB and 15.78 GiB are a V100-SXM2-16GB's (a P100 shows 16280 MiB); "
         "context: worked out from the published readings",

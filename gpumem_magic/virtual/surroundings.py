@@ -13,6 +13,7 @@ import torch.distributions
 import torch.profiler
 
 from gpumem_magic.patching import Patches
+from gpumem_magic.virtual.convolutions import layout_of
 from gpumem_magic.virtual.tensors import TYPE_NAMES, VirtualTensor
 
 
@@ -38,7 +39,6 @@ def _distributions(patches: Patches) -> None:
     patches.set(torch.distributions.Distribution, "__init__", init)
 
 
-def _profiler(patches: Patches) -> None:
 def _on_device(distribution: Any) -> bool:
     """Whether a distribution, or one that it is made of, has parameters on a virtual device."""
     return any(
@@ -47,6 +47,7 @@ def _on_device(distribution: Any) -> bool:
     )
 
 
+def _profiler(patches: Patches) -> None:
     """Without a driver there are no kernels to time: PyTorch's profiler sees the host's side only, and says so once.
 
     Stacks are not recorded either: thousands of calls of this package lie below each operator.
@@ -118,12 +119,7 @@ def _convolution_formats(patches: Patches) -> None:
     def determine(tensor: Any, weight: Any, *args: Any, **kwargs: Any) -> Any:
         if getattr(getattr(tensor, "fake_device", None), "type", "") != "cuda" or not torch.backends.cudnn.enabled:
             return original(tensor, weight, *args, **kwargs)
-        last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.dim())
-        if last is None or torch.float64 in (tensor.dtype, weight.dtype):
-            return torch.contiguous_format
-        either = tensor.is_contiguous(memory_format=last) or weight.is_contiguous(memory_format=last)
-        plain = tensor.is_contiguous() and weight.is_contiguous()
-        return last if either and not plain else torch.contiguous_format
+        return layout_of(tensor, weight)
 
     patches.set(torch._C, "_conv_determine_backend_memory_format", determine)
 

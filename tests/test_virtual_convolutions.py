@@ -1,0 +1,377 @@
+"""Convolutions: copies into the kernel's layout, the estimate of cuDNN's scratch memory, and columns where cuDNN is not used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import gpumem_magic
+from gpumem_magic.report.model import Report
+from gpumem_magic.units import GIB, MIB
+from gpumem_magic.virtual import catalog, gpu
+from gpumem_magic.virtual.cudnn import Convolution, estimate
+
+A100 = (8, 0)
+
+
+@pytest.fixture(autouse=True)
+def benchmark_is_off() -> Iterator[None]:
+    yield
+    torch.backends.cudnn.benchmark = False
+    torch.backends.cudnn.enabled = True
+
+
+@pytest.fixture
+def on() -> Iterator[Callable[[str], gpu.VirtualMachine]]:
+    yield gpu.turn_on
+    gpu.turn_off()
+
+
+def scratch(work: Callable[[], Any]) -> int:
+    """Bytes at the peak that are not there any more when the work is done."""
+    torch.cuda.reset_peak_memory_stats()
+    kept = work()
+    bytes_now = torch.cuda.memory_allocated()
+    del kept
+    return torch.cuda.max_memory_allocated() - bytes_now
+
+
+def blocks(*sizes: int) -> int:
+    return sum(-(-size // 512) * 512 for size in sizes)
+
+
+# ---- what is published
+
+
+def test_a_three_dimensional_layer_in_half_precision_is_met_to_the_byte(on: Any) -> None:
+    """pytorch issue 95024, an A100 with 79.21 GiB: 12.874233344 GB allocated at most, 12.880707584 GB reserved."""
+    on("A100-80GB,torch=1.13")
+    x = torch.empty(1, 64, 361, 370, 251, dtype=torch.half, device="cuda")
+    layer = nn.Conv3d(64, 32, 3, padding=1).half().to("cuda")
+    with torch.no_grad():
+        y = layer(x)
+    assert y.shape[1] == 32
+    assert torch.cuda.max_memory_allocated() == 12_874_233_344
+    assert torch.cuda.max_memory_reserved() == 12_880_707_584
+
+
+def test_a_sample_too_large_for_cudnn_asks_for_columns(on: Any) -> None:
+    """The same with one more row: "Tried to allocate 108.21 GiB"."""
+    on("A100-80GB,torch=1.13")
+    x = torch.empty(1, 64, 362, 370, 251, dtype=torch.half, device="cuda")
+    layer = nn.Conv3d(64, 32, 3, padding=1).half().to("cuda")
+    with pytest.raises(torch.OutOfMemoryError, match=r"Tried to allocate 108\.21 GiB"):
+        layer(x)
+
+
+@pytest.mark.parametrize(("torch_version", "of_columns"), [("2.5", True), ("2.6", False), ("2.13", False)])
+def test_newer_versions_of_cudnn_take_large_samples(on: Any, torch_version: str, of_columns: bool) -> None:
+    on(f"virtual:700GiB,torch={torch_version}")
+    x = torch.empty(1, 8, 1024, 1024, 257, dtype=torch.half, device="cuda")
+    layer = nn.Conv3d(8, 8, 3, padding=1, bias=False, device="cuda", dtype=torch.half)
+    with torch.no_grad():
+        layer(x)
+    columns = 8 * 27 * 1024 * 1024 * 257 * 2
+    assert (torch.cuda.max_memory_allocated() > columns) is of_columns
+
+
+def test_a_two_dimensional_layer_in_half_precision_is_met_to_the_digit(on: Any) -> None:
+    """pytorch issue 123533: reserved after each layer, with the input before still there while the next is made."""
+    on("A100-80GB,torch=2.2")
+    layer = nn.Conv2d(256, 256, 3, padding=1).half().to("cuda")
+    published = {1024: 4.02, 1152: 5.52, 1280: 6.15, 1408: 6.77, 1536: 7.40, 1664: 8.02, 1792: 8.65, 1920: 9.27}
+    read = {}
+    for width in published:
+        x = torch.zeros((1, 256, 2048, width)).half().to("cuda")
+        layer(x)
+        read[width] = round(torch.cuda.memory_reserved() / GIB, 2)
+        torch.cuda.empty_cache()
+    assert read == published
+
+
+# ---- the estimate, by hand
+
+
+def convolution(way: str = "forward", **changes: Any) -> Convolution:
+    plain: dict[str, Any] = {
+        "fine": (4, 16, 32, 30), "weight": (24, 16, 3, 3), "coarse": (4, 24, 32, 30), "stride": (1, 1), "dilation": (1, 1),
+        "groups": 1, "dtype": torch.float32, "last": False,
+    }  # fmt: skip
+    return Convolution(way, **{**plain, **changes})
+
+
+@pytest.mark.parametrize("way", ["forward", "input", "weight"])
+def test_winograds_tiles(way: str) -> None:
+    # 8 x 8 tiles of 4 x 4 cover 32 x 30 points; each is 36 numbers for every channel.
+    tiles = 4 * 8 * 8
+    assert estimate(convolution(way), A100) == 36 * 4 * (tiles * 16 + tiles * 24 + 16 * 24)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"weight": (24, 16, 1, 1)},
+        {"weight": (24, 16, 5, 5)},
+        {"stride": (2, 1)},
+        {"dilation": (1, 2)},
+        {"groups": 2},
+        {"dtype": torch.float64},
+        {"last": True},
+        {"dtype": torch.half, "last": True},
+        {"dtype": torch.half, "groups": 2},
+        {"weight": (24, 16, 3, 3, 3), "fine": (4, 16, 8, 8, 8), "coarse": (4, 24, 8, 8, 8), "stride": (1, 1, 1)},
+    ],
+)
+def test_what_is_not_known_is_not_estimated(changes: dict[str, Any]) -> None:
+    assert estimate(convolution(**changes), A100) == 0
+
+
+@pytest.mark.parametrize(
+    ("dtype", "capability", "copies"),
+    [
+        (torch.half, (6, 0), False),
+        (torch.half, (7, 0), True),
+        (torch.half, (9, 0), True),
+        (torch.bfloat16, (7, 5), False),
+        (torch.bfloat16, (8, 0), True),
+    ],
+)
+def test_tensor_cores_want_channels_last(dtype: torch.dtype, capability: tuple[int, int], copies: bool) -> None:
+    found = estimate(convolution(dtype=dtype, weight=(24, 16, 1, 1), stride=(2, 2)), capability)
+    assert found == (2 * (4 * 16 * 32 * 30 + 24 * 16 + 4 * 24 * 32 * 30) if copies else 0)
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.integers(1, 64), st.integers(1, 64), st.integers(1, 64), st.integers(1, 40), st.integers(1, 40),
+    st.sampled_from([torch.float32, torch.half]),
+)  # fmt: skip
+def test_the_estimate_is_bounded_and_grows_with_the_batch(
+    batch: int, inside: int, outside: int, height: int, width: int, dtype: torch.dtype
+) -> None:
+    def of(count: int) -> int:
+        shapes = {"fine": (count, inside, height, width), "coarse": (count, outside, height, width)}
+        return estimate(convolution(weight=(outside, inside, 3, 3), dtype=dtype, **shapes), A100)
+
+    assert of(batch) < of(batch + 1)
+    # A tile of one point is 36 numbers, and no more than 16 tiles' worth is ever wasted.
+    assert of(batch) <= 36 * dtype.itemsize * (batch * height * width * (inside + outside) + inside * outside)
+
+
+# ---- on a device
+
+
+def test_a_call_holds_the_estimate_and_gives_it_back(on: Any) -> None:
+    on("T4")
+    layer = nn.Conv2d(16, 24, 3, padding=1, bias=False, device="cuda")
+    x = torch.zeros(4, 16, 32, 30, device="cuda", requires_grad=True)
+    expected = blocks(estimate(convolution(), (7, 5)))
+    assert scratch(lambda: layer(x)) == expected
+    y = layer(x)
+    seed = torch.zeros_like(y)
+    # The weight's gradient comes last, when both gradients are there.
+    assert scratch(lambda: torch.autograd.grad(y, (x, layer.weight), seed, retain_graph=True)) == expected
+    assert scratch(lambda: torch.autograd.grad(y, x, seed, retain_graph=True)) == expected
+    assert scratch(lambda: torch.autograd.grad(y, layer.weight, seed)) == expected
+
+
+def test_a_transposed_convolution_is_the_gradient_of_one(on: Any) -> None:
+    on("A100-40GB")
+    layer = nn.ConvTranspose2d(24, 16, 4, stride=2, padding=1, bias=False, device="cuda", dtype=torch.half)
+    x = torch.zeros(4, 24, 16, 16, device="cuda", dtype=torch.half)
+    expected = x.nbytes + layer.weight.nbytes + 4 * 16 * 32 * 32 * 2
+    assert scratch(lambda: layer(x)) == blocks(expected)
+
+
+def test_one_dimension_too(on: Any) -> None:
+    on("A100-40GB")
+    layer = nn.Conv1d(16, 32, 5, padding=2, bias=False, device="cuda", dtype=torch.bfloat16)
+    x = torch.zeros(4, 16, 1000, device="cuda", dtype=torch.bfloat16)
+    assert scratch(lambda: layer(x)) == blocks(x.nbytes + layer.weight.nbytes + 4 * 32 * 1000 * 2)
+
+
+@pytest.mark.parametrize("option", ["colab-2021", "T4,cudnn=none", "T4,cudnn=0", "virtual:16GiB,torch=2.4+rocm6.0"])
+def test_where_there_is_none(on: Any, option: str) -> None:
+    on(option)
+    layer = nn.Conv2d(16, 24, 3, padding=1, bias=False, device="cuda")
+    x = torch.zeros(4, 16, 32, 32, device="cuda")
+    assert scratch(lambda: layer(x)) == 0
+
+
+def test_a_size_of_the_users(on: Any) -> None:
+    on("T4,cudnn=48MiB")
+    layer = nn.Conv2d(16, 24, 1, bias=False, device="cuda")
+    x = torch.zeros(4, 16, 32, 32, device="cuda")
+    assert scratch(lambda: layer(x)) == 48 * MIB
+
+
+def test_no_room_is_no_error_and_leaves_the_cache_alone(on: Any) -> None:
+    machine = on("virtual:128MiB,context=0")
+    allocator = machine.devices[0].allocator
+    layer = nn.Conv2d(64, 64, 3, padding=1, bias=False, device="cuda")
+    x = torch.zeros(4, 64, 128, 128, device="cuda")
+    torch.zeros(64 * MIB, dtype=torch.uint8, device="cuda")
+    with torch.no_grad():
+        assert scratch(lambda: layer(x)) == 0
+    assert torch.cuda.memory_reserved() >= 64 * MIB
+    assert allocator.num_alloc_retries == 0
+    assert torch.cuda.memory_stats()["num_ooms"] == 0
+
+
+def test_a_limit_of_the_process_counts_as_no_room(on: Any) -> None:
+    on("virtual:1GiB,context=0")
+    layer = nn.Conv2d(64, 64, 3, padding=1, bias=False, device="cuda")
+    x = torch.zeros(4, 64, 128, 128, device="cuda")
+    torch.cuda.set_per_process_memory_fraction(0.1)
+    with torch.no_grad():
+        assert scratch(lambda: layer(x)) == 0
+    torch.cuda.set_per_process_memory_fraction(1.0)
+    with torch.no_grad():
+        assert scratch(lambda: layer(x)) > 0
+
+
+def test_a_real_lack_of_memory_is_still_an_error(on: Any) -> None:
+    on("virtual:256MiB,context=0")
+    layer = nn.Conv2d(64, 1024, 3, padding=1, bias=False, device="cuda")
+    x = torch.zeros(4, 64, 128, 128, device="cuda")
+    with pytest.raises(torch.OutOfMemoryError, match=r"Tried to allocate 256\.00 MiB"):
+        layer(x)
+
+
+def test_trials_of_the_benchmark_empty_the_cache_once_for_each_kind(on: Any) -> None:
+    on("T4")
+    torch.backends.cudnn.benchmark = True
+    layer = nn.Conv2d(16, 24, 3, padding=1, bias=False, device="cuda")
+    x = torch.zeros(4, 16, 32, 32, device="cuda")
+
+    def cached_after(batch: torch.Tensor) -> bool:
+        torch.zeros(64 * MIB, dtype=torch.uint8, device="cuda")
+        with torch.no_grad():
+            layer(batch)
+        return torch.cuda.memory_reserved() >= 64 * MIB
+
+    assert not cached_after(x)
+    assert cached_after(x)
+    assert not cached_after(x[:2])
+
+
+# ---- layouts
+
+
+def test_a_plain_weight_is_copied_for_an_input_with_channels_last(on: Any) -> None:
+    on("A100-40GB")
+    layer = nn.Conv2d(64, 64, 3, padding=1, bias=False, device="cuda", dtype=torch.half)
+    x = torch.zeros(4, 64, 16, 16, device="cuda", dtype=torch.half).to(memory_format=torch.channels_last)
+    assert scratch(lambda: layer(x)) == layer.weight.nbytes
+    layer.to(memory_format=torch.channels_last)
+    assert scratch(lambda: layer(x)) == 0
+
+
+def test_an_input_in_another_layout_is_copied(on: Any) -> None:
+    on("A100-40GB,cudnn=none")
+    layer = nn.Conv2d(64, 64, 1, bias=False, device="cuda")
+    x = torch.zeros(4, 64, 16, 32, device="cuda").transpose(2, 3)
+    assert scratch(lambda: layer(x)) == x.nbytes
+
+
+def test_gradients_are_copied_once_for_both(on: Any) -> None:
+    on("A100-40GB,cudnn=none")
+    layer = nn.Conv2d(64, 64, 1, bias=False, device="cuda")
+    x = torch.zeros(4, 64, 16, 32, device="cuda", requires_grad=True)
+    y = layer(x)
+    seed = torch.zeros(4, 64, 32, 16, device="cuda").transpose(2, 3)
+    assert scratch(lambda: torch.autograd.grad(y, (x, layer.weight), seed)) == seed.numel() * 4
+
+
+def test_without_cudnn_there_are_columns(on: Any) -> None:
+    on("A100-40GB")
+    torch.backends.cudnn.enabled = False
+    torch.zeros(8, 8, device="cuda") @ torch.zeros(8, 8, device="cuda")
+    layer = nn.Conv2d(8, 16, 3, padding=1, device="cuda")
+    of_one_point = nn.Conv2d(8, 16, 1, device="cuda")
+    x = torch.zeros(4, 8, 32, 32, device="cuda")
+    with torch.no_grad():
+        assert scratch(lambda: layer(x)) == 8 * 9 * 32 * 32 * 4
+        assert scratch(lambda: of_one_point(x)) == 0
+
+
+def test_a_channel_at_a_time_is_a_kernel_of_pytorchs_own(on: Any) -> None:
+    on("A100-40GB")
+    layer = nn.Conv2d(64, 64, 3, padding=1, groups=64, bias=False, device="cuda")
+    x = torch.zeros(4, 64, 32, 32, device="cuda")
+    assert scratch(lambda: layer(x)) == 0
+    torch.backends.cudnn.enabled = False
+    assert scratch(lambda: layer(x)) == 0
+
+
+# ---- the option and the report
+
+
+@pytest.mark.parametrize(
+    ("option", "expected"),
+    [("estimate", None), ("None", 0), ("256MiB", 256 * MIB), ("0", 0), ("1.5 GiB", 3 * GIB // 2)],
+)
+def test_the_option(option: str, expected: int | None) -> None:
+    spec = catalog.parse(f"T4,cudnn={option}")
+    assert isinstance(spec, catalog.DeviceSpec)
+    assert spec.models[0].convolution_bytes == expected
+
+
+@pytest.mark.parametrize(
+    "option", ["cudnn=some", "cudnn=", "cudnn", "cudnn=1GB", "cudnn=-1MiB", "cudnn=1MiB,cudnn=2MiB"]
+)
+def test_the_options_errors_are_one_line(option: str) -> None:
+    with pytest.raises(catalog.UnknownDevice) as caught:
+        catalog.parse(f"T4,{option}")
+    assert "\n" not in str(caught.value)
+    assert "cudnn=" in str(caught.value)
+
+
+def report_of(device: str, dtype: torch.dtype = torch.float32) -> Report:
+    gpu.turn_on(device)
+    try:
+        layer = nn.Conv2d(32, 32, 3, padding=1, device="cuda", dtype=dtype)
+        x = torch.zeros(8, 32, 64, 64, device="cuda", dtype=dtype)
+        with gpumem_magic.measure() as measured:
+            layer(x).sum().backward()
+        assert measured.report is not None
+        return measured.report
+    finally:
+        gpu.turn_off()
+
+
+def notes_about_it(report: Report) -> list[str]:
+    return [note for note in report.notes if "cuDNN" in note]
+
+
+def test_the_report_says_what_is_an_estimate() -> None:
+    report = report_of("T4")
+    (note,) = notes_about_it(report)
+    of_the_call = 36 * 4 * (8 * 16 * 16 * 64 + 32 * 32)
+    assert report.peak.categories["workspace"] == of_the_call
+    assert f"{of_the_call / MIB:.1f} MiB of the peak" in note
+    assert "cudnn=none" in note
+    assert report.evidence["inferred"] >= of_the_call
+
+
+@pytest.mark.parametrize("device", ["T4,cudnn=none", "T4,cudnn=8MiB", "colab-2021"])
+def test_what_the_user_says_is_no_estimate(device: str) -> None:
+    report = report_of(device)
+    assert notes_about_it(report) == []
+    assert report.peak.categories["workspace"] == (8 * MIB if "8MiB" in device else 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.half])
+def test_categories_add_up_with_the_estimate(dtype: torch.dtype) -> None:
+    peak = report_of("A100-40GB", dtype).peak
+    names = ("parameters", "buffers", "gradients", "optimizer_state", "inputs", "activations", "activation_gradients")
+    names += ("temporaries", "workspace", "unknown", "rounding")
+    assert sum(peak.categories[name] or 0 for name in names) == peak.allocated
+    assert (peak.categories["workspace"] or 0) > 0
+    assert peak.categories["unknown"] == 0
