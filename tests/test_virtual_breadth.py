@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import random
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -343,6 +344,26 @@ def test_distributed_data_parallel_with_one_process(view: bool) -> None:
             model(x).sum().backward()
         with pytest.warns(UserWarning, match="the hook is not called"):
             model.register_comm_hook(None, lambda state, bucket: None)  # type: ignore[arg-type, return-value]
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_what_processes_exchange_costs_nothing_and_draws_nothing() -> None:
+    if not torch.distributed.is_available():
+        pytest.skip("this PyTorch has no torch.distributed")
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        x, parts, state = rand(256), [rand(256)], random.getstate()
+        before = allocated()
+        torch.distributed.all_reduce(x)
+        torch.distributed.broadcast(x, src=0)
+        work = torch.distributed.all_gather(parts, x, async_op=True)
+        assert work.wait()  # type: ignore[union-attr]
+        torch.distributed.all_gather_into_tensor(x, x)
+        torch.distributed.reduce_scatter(x, parts)
+        torch.distributed.reduce(x, dst=0)
+        assert allocated() == before
+        assert random.getstate() == state, "PyTorch's own rules for these draw from it"
     finally:
         torch.distributed.destroy_process_group()
 

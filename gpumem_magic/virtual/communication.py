@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+import gpumem_magic.virtual.collectives  # noqa: F401 - registers its handlers with the engine
 from gpumem_magic.patching import Patches
 from gpumem_magic.virtual import values
 from gpumem_magic.virtual.engine import Engine
@@ -23,6 +24,8 @@ from gpumem_magic.virtual.tensors import VirtualTensor
 
 def install(patches: Patches, engine: Engine) -> None:
     _install_distributed(patches, engine)
+    patches.set(torch.cuda.nccl, "is_available", _nccl_is_available(torch.cuda.nccl.is_available))
+    patches.set(torch.cuda.nccl, "reduce", _nccl_reduce(torch.cuda.nccl.reduce))
     for name, function in {
         "_broadcast": _broadcast,
         "_broadcast_coalesced": _broadcast_coalesced,
@@ -73,6 +76,36 @@ def _gather(tensors: Sequence[torch.Tensor], dim: int, destination: int | None) 
         out.narrow(dim, at, tensor.shape[dim]).copy_(tensor)
         at += tensor.shape[dim]
     return out
+
+
+# ---- NCCL in one process, by which CUDA builds for Linux add up the gradients of `torch.nn.DataParallel`
+
+
+def _nccl_is_available(original: Any) -> Any:
+    @functools.wraps(original)
+    def is_available(tensors: Any) -> bool:
+        if not any(isinstance(tensor, VirtualTensor) for tensor in tensors):
+            return bool(original(tensors))
+        devices = [tensor.device for tensor in tensors]
+        fit = all(tensor.is_cuda and not tensor.is_sparse and tensor.is_contiguous() for tensor in tensors)
+        return fit and len(set(devices)) == len(devices)
+
+    return is_available
+
+
+def _nccl_reduce(original: Any) -> Any:
+    @functools.wraps(original)
+    def reduce(inputs: Any, output: Any = None, root: int = 0, *args: Any, **kwargs: Any) -> None:
+        """The sum goes into `output`, which is there; NCCL's own buffers are not PyTorch's."""
+        if not any(isinstance(tensor, VirtualTensor) for tensor in inputs):
+            original(inputs, output, root, *args, **kwargs)
+            return
+        written = kwargs.get("outputs", output)
+        if not isinstance(written, torch.Tensor):
+            written = (written or inputs)[root]
+        values.forget(written)
+
+    return reduce
 
 
 # ---- DistributedDataParallel

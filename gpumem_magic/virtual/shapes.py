@@ -186,3 +186,22 @@ def _is_set_to(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -
         and one.storage_offset() == other.storage_offset()
         and (one.shape, one.stride()) == (other.shape, other.stride())
     )
+
+
+# ---- rules that PyTorch's fake tensors got after 2.9; they hold for all versions
+
+
+@special(_aten._to_dense.default)
+def _to_dense(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    """Of a sparse tensor: PyTorch's rule came after 2.11."""
+    source = args[0]
+    if source.layout is not torch.sparse_coo:
+        return engine.run(func, args, kwargs, device)
+    return _placed(engine, tuple(source.shape), source.dtype, device)
+
+
+@special(_aten._weight_norm_interface_backward.default)
+def _weight_norm_backward(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    """The gradients of direction and magnitude: PyTorch's rule came after 2.9."""
+    _, saved_v, saved_g, *_ = args
+    return _like(engine, saved_v, device), _like(engine, saved_g, device)
