@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from torch import nn
+from torch_versions import BIAS_WORKSPACE, WORKSPACES_ARE_KEPT
 
 from gpumem_magic.units import KIB, MIB
 from gpumem_magic.virtual import gpu
@@ -20,6 +21,9 @@ from gpumem_magic.virtual.generations import (
     is_rocm,
     parse_version,
 )
+
+KEEPS = "A100-40GB,torch=2.13"
+"""A device of a version that keeps workspaces, and shares them between cuBLAS and cuBLASLt, whichever PyTorch runs the tests."""
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +39,7 @@ def squares(count: int = 2) -> list[torch.Tensor]:
 
 
 def test_one_workspace_before_the_backward_pass_and_two_after() -> None:
-    gpu.turn_on("A100-40GB")
+    gpu.turn_on(KEEPS)
     a, b = squares()
     start = torch.cuda.memory_allocated()
     product = a @ b
@@ -46,7 +50,7 @@ def test_one_workspace_before_the_backward_pass_and_two_after() -> None:
 
 
 def test_every_stream_has_its_own() -> None:
-    gpu.turn_on("A100-40GB")
+    gpu.turn_on(KEEPS)
     a, b = squares()
     start = torch.cuda.memory_allocated()
     (a @ b), (a @ b)
@@ -57,7 +61,7 @@ def test_every_stream_has_its_own() -> None:
 
 
 def test_clearing_gives_them_back() -> None:
-    gpu.turn_on("A100-40GB")
+    gpu.turn_on(KEEPS)
     a, b = squares()
     start = torch.cuda.memory_allocated()
     a @ b
@@ -86,6 +90,17 @@ def test_what_stays_after_a_product_depends_on_version_and_generation(device: st
     assert torch.cuda.memory_allocated() - start == kept
 
 
+def test_without_that_option_the_version_in_use_decides() -> None:
+    gpu.turn_on("A100-40GB")
+    layer, x = nn.Linear(512, 512).cuda(), squares(1)[0]
+    start = torch.cuda.memory_allocated()
+    y = layer(x)
+    kept = WORKSPACE + BIAS_WORKSPACE if WORKSPACES_ARE_KEPT else 0
+    assert torch.cuda.memory_allocated() - start == y.nbytes + kept
+    passing = 0 if WORKSPACES_ARE_KEPT else WORKSPACE
+    assert torch.cuda.max_memory_allocated() - start == y.nbytes + kept + passing
+
+
 def test_newest_versions_take_a_workspace_for_the_call() -> None:
     gpu.turn_on("A100-40GB,torch=2.15")
     a, b = squares()
@@ -106,7 +121,7 @@ def test_a_product_with_a_bias_has_a_workspace_of_its_own(version: str, peak: in
 
 def test_the_variable_for_the_workspace_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
-    gpu.turn_on("A100-40GB")
+    gpu.turn_on(KEEPS)
     a, b = squares()
     start = torch.cuda.memory_allocated()
     a @ b
@@ -115,7 +130,7 @@ def test_the_variable_for_the_workspace_counts(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_inference_mode_allocates_what_no_grad_allocates(mode: type[torch.no_grad]) -> None:
-    gpu.turn_on("A100-40GB")
+    gpu.turn_on(KEEPS)
     layer = nn.Linear(512, 512).cuda()
     x = torch.zeros(4, 128, 512, device="cuda")
     start = torch.cuda.memory_allocated()

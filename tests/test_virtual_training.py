@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch_versions import WORKSPACES_ARE_KEPT
 
 from gpumem_magic.virtual import gpu
 
@@ -118,7 +119,8 @@ def test_exact_bytes_of_a_training_step() -> None:
     optimizer = torch.optim.Adam(model.parameters())
     x = torch.zeros(64, 256, device="cuda")
     loss = model(x).sum()
-    workspace = gpu.current().devices[0].model.cublas_workspace_bytes  # type: ignore[union-attr]
+    kept = gpu.current().devices[0].model.cublas_workspace_bytes  # type: ignore[union-attr]
+    workspace = kept if WORKSPACES_ARE_KEPT else 0
     assert allocated() == weights + 64 * 256 * 4 + 64 * 512 * 4 + 512 + workspace  # the ReLU's output, the loss
     loss.backward()
     assert allocated() == 2 * weights + 64 * 256 * 4 + 512 + 2 * workspace
@@ -182,8 +184,9 @@ def test_adafactor_keeps_rows_and_columns() -> None:
     optimizer = torch.optim.Adafactor([weight])
     weight.grad = torch.zeros_like(weight)
     optimizer.step()
-    workspace = gpu.current().devices[0].model.cublas_workspace_bytes  # type: ignore[union-attr]
-    assert allocated() - 8 * MIB - workspace <= 2 * 1024 * 4 + 512
+    kept = gpu.current().devices[0].model.cublas_workspace_bytes  # type: ignore[union-attr]
+    workspace = kept if WORKSPACES_ARE_KEPT else 0
+    assert 0 < allocated() - 8 * MIB - workspace <= 2 * 1024 * 4 + 512
 
 
 def test_an_optimizer_of_ones_own() -> None:
@@ -231,7 +234,9 @@ def test_clipping_and_schedulers() -> None:
     assert optimizer.param_groups[0]["lr"] < 1e-3
 
 
-def test_an_optimizer_step_in_the_backward_pass() -> None:
+def test_an_optimizer_step_in_the_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")  # a product's workspace would come and go in 2.15
+    gpu.turn_on("A100-40GB,context=0")
     model = torch.nn.Sequential(*[torch.nn.Linear(512, 512, bias=False) for _ in range(4)]).cuda()
     optimizers = {parameter: torch.optim.SGD([parameter], lr=0.1) for parameter in model.parameters()}
 
