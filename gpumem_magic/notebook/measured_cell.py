@@ -1,0 +1,153 @@
+"""The measuring around one run of a cell: opened before it, closed and shown after it, also where the cell fails."""
+
+# IPython's display carries no types.
+# mypy: disallow-untyped-calls=False
+
+from __future__ import annotations
+
+import argparse
+import sys
+from types import TracebackType
+from typing import Any, Protocol
+
+from IPython.core.error import UsageError
+
+from gpumem_magic.recording.cell import CellRun
+from gpumem_magic.shell_hooks import hide_frames_once
+
+
+class Magics(Protocol):
+    """What is needed of the magics: their shell, and whether one of them measures already."""
+
+    shell: Any
+    running: bool
+
+
+class MeasuredCell:
+    """The measuring around one run. What fails in it becomes a warning; the cell's own result or error stands."""
+
+    def __init__(self, magics: Magics, run: CellRun, options: argparse.Namespace) -> None:
+        self._magics = magics
+        self._shell = magics.shell
+        self._run = run
+        self._options = options
+        self._recording: Any = None
+        self._nested = False
+        self._inside: Any = None
+
+    def __enter__(self) -> None:
+        self._nested = self._magics.running
+        if self._nested:
+            _warn("a %gpumem inside another does not measure: its code runs plainly, as a part of the outer one")
+            return
+        run = self._run
+        session = None
+        self._look_inside()
+        try:
+            session = _session()
+            self._recording = session.open_recording(
+                self._options.device, names=run.names, user_ns=self._shell.user_ns, own_file=run.filename
+            )
+            observer = self._recording.observer(
+                self._options.max_iterations,
+                not self._options.no_lines,
+                until_repeat=self._options.until_repeat,
+                source=run.source,
+            )
+            run.observe(observer)
+        except Exception as error:
+            if session is not None and isinstance(error, session.DeviceError):
+                self._leave_inside()
+                raise UsageError(str(error)) from None
+            _warn(f"measuring is not possible here ({_in_one_line(error)}); the cell runs as it would without it")
+        self._magics.running = True
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool:
+        """True, which ends the cell without an error, only where a limit on iterations left it."""
+        self._magics.running = self._nested
+        self._leave_inside()
+        stopped = error is not None and not self._nested and _is_stop(error)
+        exceeded = None
+        try:
+            if stopped:
+                self._run.leave(traceback)
+            if self._recording is not None:
+                place = None if error is None or stopped else self._run.failed(traceback)
+                self._show(self._recording.close(None if stopped else error, place, self._shell.user_ns))
+                exceeded = self._exceeded()
+            if not stopped:
+                hide_frames_once(self._shell, traceback)
+        except Exception as own:
+            _warn(f"the report could not be made ({_in_one_line(own)}); the cell itself ran as it would without it")
+        if self._run.hook_failure is not None:
+            _warn(f"measuring stopped half way ({self._run.hook_failure}); the cell itself ran on")
+        if exceeded is not None:
+            if self._options.warn or (error is not None and not stopped):
+                _warn(exceeded)
+            else:
+                from gpumem_magic.notebook.budget import BudgetExceeded
+
+                raise BudgetExceeded(exceeded) from None
+        return stopped
+
+    def _look_inside(self) -> None:
+        """Rewrites the functions of ``--into`` for the run. Raises UsageError, in one line."""
+        if self._options.into is None:
+            return
+        from gpumem_magic.recording.inside import Inside, InsideError, find_function
+
+        names = [name.strip() for name in self._options.into.split(",") if name.strip()]
+        try:
+            functions = [find_function(name, self._shell.user_ns) for name in names]
+            self._inside = Inside(functions, lambda label: _session().begin_range(label))
+            self._inside.install()
+        except InsideError as error:
+            raise UsageError(str(error)) from None
+        except Exception as error:
+            _warn(f"--into is not possible here ({_in_one_line(error)}); the cell is measured without it")
+
+    def _leave_inside(self) -> None:
+        if self._inside is not None:
+            self._inside.remove()
+
+    def _exceeded(self) -> str | None:
+        """What the cell used or left beyond its budgets, or None."""
+        if self._options.budget is None and self._options.max_delta is None:
+            return None
+        from gpumem_magic.notebook.budget import Budget
+
+        report = _session().last_report()
+        return None if report is None else Budget(self._options.budget, self._options.max_delta).exceeded(report)
+
+    def _show(self, report: Any) -> None:
+        if self._options.output is not None:
+            self._shell.user_ns[self._options.output] = report
+        if self._options.quiet:
+            return
+        from IPython.display import display
+
+        view = "plot" if self._options.plot else "table" if self._options.table else None
+        display(report if view is None else report.view(view))
+
+
+def _session() -> Any:
+    from gpumem_magic import session
+
+    return session
+
+
+def _is_stop(error: BaseException) -> bool:
+    """Whether our own limit on iterations left a call. Its module is there if it did: it is not imported for the question."""
+    limit = sys.modules.get("gpumem_magic.recording.limit")
+    return limit is not None and isinstance(error, limit.StopRun)
+
+
+def _warn(text: str) -> None:
+    # Not warnings.warn: a filter may turn that into an error, which would take the place of the cell's result.
+    print(f"gpumem: {text}", file=sys.stderr)
+
+
+def _in_one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
