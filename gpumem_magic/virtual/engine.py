@@ -31,6 +31,8 @@ from gpumem_magic.virtual.storage import StorageTable
 from gpumem_magic.virtual.tensors import VirtualTensor
 
 SPECIAL: dict[Any, Callable[..., Any]] = {}
+# The same for operators with a sparse tensor among their arguments; those that are not here are refused.
+SPARSE: dict[Any, Callable[..., Any]] = {}
 
 
 def special(*functions: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -86,6 +88,7 @@ class Engine:
         self.compiled_calls = 0
         self.captures = 0
         self.kernels_not_run = 0
+        self.holds_sparse = False
         self.attend: Callable[..., Any] = _no_attention
         self._allocates: dict[Any, bool] = {}
 
@@ -135,6 +138,8 @@ class Engine:
         with self.lock:
             self.table.drain()
             STATE.last_device = device
+            if self.holds_sparse and _any_sparse(args):
+                return SPARSE.get(func, _no_sparse)(self, func, args, kwargs, device)
             special_handler = SPECIAL.get(func)
             if special_handler is not None:
                 return special_handler(self, func, args, kwargs, device)
@@ -215,6 +220,7 @@ class Engine:
             return (tensor,)
         if tensor.layout is not torch.sparse_coo:
             raise NotImplementedError(f"the virtual GPU cannot hold a tensor with layout {tensor.layout}")
+        self.holds_sparse = True
         return tuple(
             self.fake_call(part, (tensor,), {})
             for part in (torch.ops.aten._indices.default, torch.ops.aten._values.default)
@@ -304,6 +310,20 @@ def device_among(args: Any, kwargs: Any) -> int | None:
                 if found is not None:
                     return found
     return None
+
+
+def _any_sparse(args: Any) -> bool:
+    for arg in args:
+        if isinstance(arg, VirtualTensor):
+            if arg.layout is torch.sparse_coo:
+                return True
+        elif isinstance(arg, (list, tuple)) and _any_sparse(arg):
+            return True
+    return False
+
+
+def _no_sparse(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> NoReturn:
+    raise cannot_run(func, "for a sparse tensor")
 
 
 def _refuse_foreign(tensor: FakeTensor) -> NoReturn:

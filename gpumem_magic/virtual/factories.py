@@ -11,7 +11,7 @@ import functools
 import os
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.utils._device
@@ -29,6 +29,14 @@ _NEW = ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros")
 _FROM_VALUES = ("tensor", "as_tensor", "asarray", "scalar_tensor")
 # Factories whose values are known without a device.
 _CONSTANTS = ("zeros", "ones", "full", "arange", "linspace", "eye", "zeros_like", "ones_like", "full_like")
+# Sparse formats of which there are no virtual tensors.
+_COMPRESSED = (
+    "sparse_csr_tensor",
+    "sparse_csc_tensor",
+    "sparse_bsr_tensor",
+    "sparse_bsc_tensor",
+    "sparse_compressed_tensor",
+)
 # Factories with no meta version, or whose result needs no device.
 _LEFT_ALONE = ("from_file", "from_numpy", "frombuffer", "sparse_coo_tensor")
 
@@ -51,6 +59,22 @@ def plain_meta(tensor: VirtualTensor) -> torch.Tensor:
         STATE.depth -= 1
 
 
+def refuse_to_hold(kind: str) -> NoReturn:
+    raise NotImplementedError(
+        f"the virtual GPU cannot hold {kind}. Use dense (padded) or sparse_coo tensors there, or run this line on a real GPU."
+    )
+
+
+def _check_kind(tensor: torch.Tensor) -> None:
+    """Refuses what fake tensors cannot stand for, before C++ does in words that say nothing to the reader."""
+    if tensor.is_nested:
+        refuse_to_hold("a nested tensor")
+    if tensor.is_quantized:
+        refuse_to_hold("a quantised tensor")
+    if tensor.layout not in (torch.strided, torch.sparse_coo):
+        refuse_to_hold(f"a tensor with layout {tensor.layout}")
+
+
 class Factories:
     """The replaced functions, for one engine. `current_device` gives the index that a bare "cuda" means."""
 
@@ -71,7 +95,9 @@ class Factories:
             patches.set(torch, name, self._maker(getattr(torch, name)))
         for name in _NEW:
             patches.set(torch.Tensor, name, self._maker(getattr(torch.Tensor, name)))
-        patches.set(torch.Tensor, "new_tensor", self._from_values(torch.Tensor.new_tensor))
+        new_tensor = self._from_values(torch.Tensor.new_tensor)
+        patches.set(torch.Tensor, "new_tensor", self._beside(new_tensor))
+        patches.set(torch.Tensor, "new", self._new(torch.Tensor.new))
         patches.set(torch.Tensor, "to", self._to(torch.Tensor.to))
         patches.set(torch.Tensor, "cuda", self._cuda(torch.Tensor.cuda))
         patches.set(torch.Tensor, "type_as", self._type_as(torch.Tensor.type_as))
@@ -118,6 +144,8 @@ class Factories:
                 if device is None or STATE.depth:
                     return original(*args, **kwargs)
                 index = self.index_of(device)
+                if index is not None and original.__name__ in _COMPRESSED:
+                    refuse_to_hold("a compressed sparse tensor")
                 if index is None:
                     if _means_meta(device):
                         args = tuple(plain_meta(arg) if isinstance(arg, VirtualTensor) else arg for arg in args)
@@ -166,12 +194,35 @@ class Factories:
 
         return make_from_values
 
+    def _beside(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def new_tensor(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            """On the tensor's device and with its type, unless the program says otherwise."""
+            if isinstance(self, VirtualTensor) and not STATE.depth:
+                kwargs["device"] = self.device if kwargs.get("device") is None else kwargs["device"]
+                kwargs["dtype"] = self.dtype if kwargs.get("dtype") is None else kwargs["dtype"]
+            return original(self, *args, **kwargs)
+
+        return new_tensor
+
+    def _new(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def new(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            values_given = len(args) == 1 and isinstance(args[0], (list, tuple)) and type(args[0]) is not torch.Size
+            if isinstance(self, VirtualTensor) and values_given and not STATE.depth:
+                return self.new_tensor(args[0])
+            return original(self, *args, **kwargs)
+
+        return new
+
     def _sparse(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def make_sparse(*args: Any, **kwargs: Any) -> Any:
             try:
                 index = None if STATE.depth else self.index_of(kwargs.get("device"))
                 if index is None:
+                    if any(isinstance(arg, VirtualTensor) for arg in (*args, *kwargs.values())):
+                        kwargs["check_invariants"] = False
                     return original(*args, **kwargs)
                 del kwargs["device"]
                 target = torch.device("cuda", index)
@@ -242,6 +293,7 @@ class Factories:
                     if isinstance(self, VirtualTensor) and _means_meta(first):
                         self = plain_meta(self)
                     return original(self, *args, **kwargs)
+                _check_kind(self)
                 # Not cuda:i: C++ would initialise CUDA, and remember for good that it has.
                 device = torch.device("meta", index)
                 if args:
@@ -271,7 +323,8 @@ class Factories:
                     return original(self, device, non_blocking, memory_format=memory_format)
                 if device is None:
                     device = torch.device("cuda")
-                return self.to(device, non_blocking=non_blocking, memory_format=memory_format)
+                kept = {} if memory_format is torch.preserve_format else {"memory_format": memory_format}
+                return self.to(device, non_blocking=non_blocking, **kept)
             except Exception as error:
                 __tracebackhide__ = True
                 del self
