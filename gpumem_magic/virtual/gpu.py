@@ -22,7 +22,6 @@ import gpumem_magic.virtual.convolutions
 import gpumem_magic.virtual.operators
 import gpumem_magic.virtual.shapes
 import gpumem_magic.virtual.temporaries  # noqa: F401 - all register their handlers with the engine
-import gpumem_magic.virtual.sorting
 import gpumem_magic.virtual.sparse
 from gpumem_magic.allocator.caching import CachingAllocator
 from gpumem_magic.allocator.failure import DeviceOutOfMemory, oom_text
