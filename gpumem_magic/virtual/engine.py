@@ -139,7 +139,8 @@ class Engine:
             self.table.drain()
             STATE.last_device = device
             if self.holds_sparse and _any_sparse(args):
-                return SPARSE.get(func, _no_sparse)(self, func, args, kwargs, device)
+                sparse_handler: Callable[..., Any] = SPARSE.get(func, _no_sparse)
+                return sparse_handler(self, func, args, kwargs, device)
             special_handler = SPECIAL.get(func)
             if special_handler is not None:
                 return special_handler(self, func, args, kwargs, device)
