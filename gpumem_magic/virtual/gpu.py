@@ -19,10 +19,12 @@ import torch.utils._device
 from torch._C import _len_torch_dispatch_stack  # the number of active dispatch modes; torch 2.9 to 2.13
 
 import gpumem_magic.virtual.convolutions
+import gpumem_magic.virtual.copies
 import gpumem_magic.virtual.operators
 import gpumem_magic.virtual.shapes
-import gpumem_magic.virtual.temporaries  # noqa: F401 - all register their handlers with the engine
+import gpumem_magic.virtual.sorting
 import gpumem_magic.virtual.sparse
+import gpumem_magic.virtual.temporaries  # noqa: F401 - all register their handlers with the engine
 from gpumem_magic.allocator.caching import CachingAllocator
 from gpumem_magic.allocator.failure import DeviceOutOfMemory, oom_text
 from gpumem_magic.allocator.memory import BASE_ADDRESS, DeviceMemory, FirstFitAddresses
@@ -37,6 +39,7 @@ from gpumem_magic.virtual import (
     generations,
     graphs,
     kernels,
+    legacy,
     parameters,
     rules,
     saving,
@@ -287,6 +290,7 @@ class VirtualMachine:
             wrappers.install(self._patches)
             saving.install(self._patches, self.engine)
             surroundings.install(self._patches)
+            legacy.install(self._patches)
             self._libraries.install(self._patches)
             rules.install(self._patches)
             communication.install(self._patches, self.engine)

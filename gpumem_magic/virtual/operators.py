@@ -197,21 +197,10 @@ def _masked_select(engine: Engine, func: Any, args: Any, kwargs: Any, device: in
     known = None if mask is None else int(mask.expand(torch.broadcast_shapes(args[0].shape, args[1].shape)).sum())
     count = engine.selected("masked_select", elements) if known is None else known
     _note_supplied(engine, args[1])
-    with engine.scratch(device, elements * 8):
+    # The places are found first, one number for each dimension.
+    dims = max(args[0].dim(), args[1].dim())
+    with engine.scratch(device, count * dims * 8):
         return _placed(engine, (count,), args[0].dtype, device)
-
-
-@special(_aten._unique2.default)
-def _unique(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
-    source = args[0]
-    flags = dict(zip(("sorted", "return_inverse", "return_counts"), args[1:], strict=False)) | kwargs
-    elements = engine.selected("unique", source.numel())
-    inverse = tuple(source.shape) if flags.get("return_inverse") else (0,)
-    return (
-        _placed(engine, (elements,), source.dtype, device),
-        _placed(engine, inverse, torch.int64, device),
-        _placed(engine, (elements if flags.get("return_counts") else 0,), torch.int64, device),
-    )
 
 
 @special(_aten.unique_consecutive.default, _aten.unique_dim.default)

@@ -1,0 +1,89 @@
+"""Kernels that copy what they are given before they start, and those that draw or add up in memory of their own.
+
+After ATen/native/cuda (torch 2.9 to 2.13): ``SoftMax.cu``, ``layer_norm_kernel.cu`` and ``UpSample*.cu`` want plain layouts;
+``Blas.cpp`` one dimension of each matrix whose elements lie side by side; ``Distributions.cpp`` and ``MultinomialKernel.cu`` draw
+into tensors of the weights' size; ``ForeachReduceOp.cu`` adds up each tensor in pieces of 65536 elements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from gpumem_magic.virtual.engine import Engine, special
+from gpumem_magic.virtual.sorting import holding
+
+_aten = torch.ops.aten
+
+# Which arguments are copied unless they are contiguous.
+_LAID_OUT: dict[Any, tuple[int, ...]] = {
+    _aten._softmax.default: (0,),
+    _aten._log_softmax.default: (0,),
+    _aten._softmax_backward_data.default: (0, 1),
+    _aten._log_softmax_backward_data.default: (0, 1),
+    _aten.native_layer_norm.default: (0,),
+    _aten.native_layer_norm_backward.default: (0, 1),
+    _aten.native_group_norm.default: (0,),
+    _aten.native_group_norm_backward.default: (0, 1),
+}
+_PRODUCTS: dict[Any, tuple[int, int]] = {
+    _aten.mm.default: (0, 1),
+    _aten.bmm.default: (0, 1),
+    _aten.addmm.default: (1, 2),
+    _aten.baddbmm.default: (1, 2),
+}
+_PIECE = 65536
+
+
+@special(*_LAID_OUT)
+def _laid_out(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    sizes = [_bytes(args[place]) for place in _LAID_OUT[func] if not args[place].is_contiguous()]
+    if not sizes:
+        return engine.run(func, args, kwargs, device)
+    with holding(engine, device, sizes):
+        return engine.run(func, args, kwargs, device)
+
+
+@special(*_PRODUCTS)
+def _product(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    sizes = [_bytes(args[place]) for place in _PRODUCTS[func] if not _lies_right(args[place])]
+    if not sizes:
+        return engine.run(func, args, kwargs, device)
+    with holding(engine, device, sizes):
+        return engine.run(func, args, kwargs, device)
+
+
+def fits_blas(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Whether cuBLAS can read the matrices of a tensor as they lie: their rows, or their columns, without gaps inside."""
+    rows, columns = shape[-2], shape[-1]
+    down, along = stride[-2], stride[-1]
+    return (along == 1 and down >= max(1, columns)) or (down == 1 and along >= max(1, rows))
+
+
+def _lies_right(matrices: Any) -> bool:
+    return matrices.layout is not torch.strided or fits_blas(matrices.shape, matrices.stride())
+
+
+@special(_aten.multinomial.default)
+def _multinomial(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    weights, count, *rest = args
+    again = rest[0] if rest else kwargs.get("replacement", False)
+    # Exponential draws for each weight; or the weights, in shares, and their sums from the first on.
+    copies = 3 if again and count > 1 else 1
+    with holding(engine, device, [_bytes(weights)] * copies):
+        return engine.run(func, args, kwargs, device)
+
+
+@special(_aten._foreach_norm.Scalar)
+def _norms(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    tensors = args[0]
+    pieces = max((-(-tensor.numel() // _PIECE) for tensor in tensors), default=0)
+    item = 8 if any(tensor.dtype == torch.float64 for tensor in tensors) else 4
+    with holding(engine, device, [len(tensors) * pieces * item]):
+        return engine.run(func, args, kwargs, device)
+
+
+def _bytes(tensor: Any) -> int:
+    return int(tensor.numel() * tensor.element_size())
