@@ -145,12 +145,14 @@ def _parsed(name: str) -> Any:
 
 def _choose_real(spec: RealDevice) -> str:
     global _chosen_gpu
-    from gpumem_magic.devices import here
+    import torch
+
+    from gpumem_magic.devices import here, torch_memory
     from gpumem_magic.virtual import gpu
 
     words = ""
     if gpu.current() is not None:
-        if not _has_cuda_build():
+        if not torch_memory.count_below(torch):
             # What is on stays on: there is nothing to go to.
             raise DeviceError(_no_gpu(spec.text))
         words = f"{off()} "

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch_versions import BIAS_WORKSPACE
 from virtual_as_real import Machine, real
 
 from gpumem_magic.recording.recorder import Recorder
@@ -95,10 +96,11 @@ def test_the_real_devices_rows_are_the_virtual_ones(name: str) -> None:
     assert report.peak.where == expected.peak.where
     at_backward = next(row for row in report.checkpoints if row.line == 5 and row.iteration == (3,))
     wanted = next(row for row in expected.checkpoints if row.line == 5 and row.iteration == (3,))
-    for name_of in ("activations", "inputs"):
-        assert (
-            abs((at_backward.categories[name_of] or 0) - (wanted.categories[name_of] or 0)) <= 0.02 * wanted.allocated
-        )
+    # cuBLAS's workspaces are known by their size. cuBLASLt's of 2.9 and 2.10 is not, and passes for an activation.
+    passing_for = {"activations": BIAS_WORKSPACE, "inputs": 0}
+    for name_of, more in passing_for.items():
+        known_there = (wanted.categories[name_of] or 0) + more
+        assert abs((at_backward.categories[name_of] or 0) - known_there) <= 0.02 * wanted.allocated
 
 
 def test_an_error_is_at_the_same_request() -> None:

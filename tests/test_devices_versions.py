@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -107,3 +108,15 @@ def test_other_fields_are_told_and_the_totals_stay(lose: Any, words: str) -> Non
     (note,) = [note for note in report.notes if "could not be read" in note]
     assert re.search(words, note)
     assert report.checkpoints[1].allocated == 4 * MIB
+
+
+def test_gpus_are_counted_below_torch_cuda() -> None:
+    def torch_with(**names: object) -> Any:
+        return SimpleNamespace(_C=SimpleNamespace(**names))
+
+    def no_driver() -> int:
+        raise RuntimeError("the driver does not answer")
+
+    assert torch_memory.count_below(torch_with(_cuda_getDeviceCount=lambda: 2)) == 2
+    assert torch_memory.count_below(torch_with(_cuda_getDeviceCount=no_driver)) == 0
+    assert torch_memory.count_below(torch_with()) == 0

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch_versions import BIAS_WORKSPACE, WORKSPACES_ARE_KEPT
 
+import gpumem_magic
 from gpumem_magic.units import KIB, MIB
 from gpumem_magic.virtual import gpu
 from gpumem_magic.virtual.generations import (
@@ -126,6 +127,16 @@ def test_the_variable_for_the_workspace_counts(monkeypatch: pytest.MonkeyPatch) 
     start = torch.cuda.memory_allocated()
     a @ b
     assert torch.cuda.memory_allocated() - start == 128 * KIB
+
+
+def test_a_recording_that_begins_later_knows_workspaces_of_every_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":2048:1")
+    gpu.turn_on("A100-40GB,torch=2.9")
+    kept = nn.Linear(512, 512).cuda()(squares(1)[0])
+    with gpumem_magic.measure() as measured:
+        del kept
+    # cuBLAS's, and the one of cuBLASLt for products with a bias.
+    assert [row.categories["workspace"] for row in measured.report.checkpoints] == [3 * MIB] * 2
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])

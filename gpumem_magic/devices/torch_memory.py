@@ -23,6 +23,19 @@ def in_use(torch: Any) -> bool:
     return bool(torch.cuda.is_initialized())
 
 
+def count_below(torch: Any) -> int:
+    """How many GPUs PyTorch's C++ finds, whatever stands in the place of `torch.cuda`; 0 in a build for the host.
+
+    `_cuda_getDeviceCount` is what `torch.cuda.device_count` ends in. Tested on torch 2.9, 2.11 and 2.15 (CUDA builds), and 2.13.
+    """
+    ask = getattr(torch._C, "_cuda_getDeviceCount", None)
+    try:
+        return int(ask()) if ask is not None else 0
+    except RuntimeError:
+        # A driver that does not answer.
+        return 0
+
+
 def has_context(torch: Any, index: int) -> bool:
     """Whether this process has a CUDA context on a device. Asking makes none."""
     if not in_use(torch):

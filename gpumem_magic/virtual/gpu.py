@@ -140,6 +140,9 @@ class VirtualDevice:
         if STATE.origin != "compute":
             for log in self._logs:
                 log.origins[len(log.events) - 1] = STATE.origin
+            if STATE.origin == "workspace":
+                # A recording that begins later is told of it as well.
+                self._labels[address] = Label("workspace", "stack")
         return address
 
     def free(self, address: int) -> None:
