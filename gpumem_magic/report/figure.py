@@ -31,7 +31,7 @@ from gpumem_magic.report.palette import ALARM, COLOURS, LABELS, PAPER, QUIET, TE
 WIDTH = 11.0
 MAX_ROWS = 200
 _ALL_ALIKE_UP_TO = 24  # rows; in a longer picture those that moved nothing are slim
-_SLIM_SIZE = 5.5
+_SLIM_SIZE = 7.0
 _PARTS_UP_TO = 60  # rows; a picture with more leaves the parts to the table unless they are asked for
 _MARGIN = 0.22
 _FIGURES = 1.55  # the two columns on the right
@@ -174,7 +174,7 @@ class _Picture:
         return tops
 
     def _pitch(self, line: Line) -> float:
-        return self.pitch * (0.46 if self._slim(line) else 0.8 if line.depth else 1)
+        return self.pitch * (0.5 if self._slim(line) else 0.8 if line.depth else 1)
 
     def _slim(self, line: Line) -> bool:
         """In a long picture, statements that moved nothing stand back, so that the others can be seen."""
