@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 _MISSING = object()
@@ -12,6 +13,7 @@ class Patches:
 
     def __init__(self) -> None:
         self._undo: list[tuple[Any, str, Any]] = []
+        self._more: list[Callable[[], object]] = []
 
     def set(self, owner: Any, name: str, value: Any) -> Any:
         """Sets ``owner.name = value`` and returns what was there (None where nothing was).
@@ -24,6 +26,10 @@ class Patches:
         self._undo.append((owner, name, before))
         return None if before is _MISSING else before
 
+    def also_undo(self, function: Callable[[], object]) -> None:
+        """Has `function` called by `undo`, before attributes are restored."""
+        self._more.append(function)
+
     def names(self) -> list[tuple[Any, str]]:
         """The (owner, name) pairs that are replaced now, oldest first."""
         return [(owner, name) for owner, name, _ in self._undo]
@@ -33,6 +39,8 @@ class Patches:
         return [entry for entry in self._undo if entry[2] is not _MISSING]
 
     def undo(self) -> None:
+        while self._more:
+            self._more.pop()()
         while self._undo:
             owner, name, before = self._undo.pop()
             if before is _MISSING:

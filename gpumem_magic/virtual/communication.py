@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -119,6 +120,7 @@ def _install_distributed(patches: Patches, engine: Engine) -> None:
     if not torch.distributed.is_available():
         return
     distributed: Any = importlib.import_module("torch.distributed")
+    _process_groups(patches, distributed, engine)
     module = importlib.import_module("torch.nn.parallel.distributed")
     kind = module.DistributedDataParallel
     original_init = kind.__init__
@@ -170,6 +172,39 @@ def _install_distributed(patches: Patches, engine: Engine) -> None:
     for name, place in (("_verify_param_shape_across_processes", "tensors"), ("_sync_module_states", "module")):
         if hasattr(module, name):
             patches.set(module, name, skip_for_ours(getattr(module, name), place))
+
+
+def _process_groups(patches: Patches, distributed: Any, engine: Engine) -> None:
+    """Where a program asks for NCCL, which needs GPUs, gloo stands for it (torch 2.9 to 2.13)."""
+    module = importlib.import_module("torch.distributed.distributed_c10d")
+
+    def with_gloo(original: Any) -> Any:
+        signature = inspect.signature(original)
+
+        @functools.wraps(original)
+        def instead(*args: Any, **kwargs: Any) -> Any:
+            given = signature.bind(*args, **kwargs)
+            backend = given.arguments.get("backend")
+            ours = backend is None or "nccl" in str(backend).lower()
+            if engine.closed_because or not ours:
+                return original(*args, **kwargs)
+            if backend is not None:
+                warnings.warn("a virtual GPU has no NCCL: gloo stands for it", stacklevel=2)
+            if backend is not None or original.__name__ == "init_process_group":
+                given.arguments["backend"] = "gloo"
+            # Gloo has no device to connect before it is used, and no options of NCCL's.
+            given.arguments.pop("device_id", None)
+            given.arguments.pop("pg_options", None)
+            return original(*given.args, **given.kwargs)
+
+        return instead
+
+    for name in ("init_process_group", "new_group"):
+        replacement = with_gloo(getattr(module, name))
+        patches.set(module, name, replacement)
+        patches.set(distributed, name, replacement)
+    # Not in the module itself, which would look for NCCL's types.
+    patches.set(distributed, "is_nccl_available", lambda: True)
 
 
 def _as_it_is(state: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:

@@ -41,6 +41,9 @@ _COMPRESSED = (
 _LEFT_ALONE = ("from_file", "from_numpy", "frombuffer", "sparse_coo_tensor")
 
 
+# Where PyTorch keeps the fake mode that is active, if one is (torch 2.9 to 2.13); ours never is.
+_FAKE = torch._C._TorchDispatchModeKey.FAKE
+
 # While a virtual device is on, the name `torch.device` stands for something slower.
 _DEVICE = torch.device
 
@@ -111,7 +114,8 @@ class Factories:
 
     def index_of(self, device: Any) -> int | None:
         """Index of the virtual device that a device argument means; None for any other device, or none."""
-        if device is None or self._engine.closed_because:
+        if device is None or self._engine.closed_because or torch._C._get_dispatch_mode(_FAKE) is not None:
+            # Fake tensors of somebody else's (DTensor asks them for shapes) are none of ours.
             return None
         if isinstance(device, str):
             if not device.startswith("cuda"):

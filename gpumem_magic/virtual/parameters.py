@@ -96,7 +96,8 @@ def _apply_here(module: torch.nn.Module, fn: _Convert, original_apply: _Apply) -
     held, as PyTorch does it."""
     made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     ours = False
-    for parameter in module._parameters.values():
+    scripted = isinstance(module, torch.jit.ScriptModule)
+    for key, parameter in list(module._parameters.items()):
         if parameter is None or id(parameter) in made:
             continue
         with torch.no_grad():
@@ -107,6 +108,9 @@ def _apply_here(module: torch.nn.Module, fn: _Convert, original_apply: _Apply) -
             _convert_parameter(parameter, applied, fn)
             # Not the converted tensor: it is the parameter now, and nothing else may hold it.
             made[id(parameter)] = (parameter, parameter)
+            if scripted:
+                # Such a module's tensors are kept in C++, which does not see that the object has changed.
+                module._parameters[key] = parameter
         del applied
     if not ours:
         # The original does the work, with what was already made (its buffers and gradients are new to it).

@@ -121,6 +121,45 @@ class Event:
         return (end_event._at - self._at) * 1000
 
 
+_DEVICE, _STREAM, _EVENT = torch.device, torch.Stream, torch.Event
+
+
+class _AnyStreamKind(type):
+    """Stands for the type `torch.Stream`, which serves every kind of device."""
+
+    def __call__(cls, device: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(device, str):
+            device = _DEVICE(device)
+        if isinstance(device, _DEVICE) and device.type != "cuda":
+            return _STREAM(device, *args, **kwargs)
+        return Stream(device, *args, **kwargs)
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, (_STREAM, Stream))
+
+
+class AnyStream(metaclass=_AnyStreamKind):
+    """`torch.Stream` while the virtual GPU is on; without a device, a stream of the current CUDA device."""
+
+
+class _AnyEventKind(type):
+    """Stands for the type `torch.Event`."""
+
+    def __call__(cls, device: Any = None, **kwargs: Any) -> Any:
+        if isinstance(device, str):
+            device = _DEVICE(device)
+        if isinstance(device, _DEVICE) and device.type != "cuda":
+            return _EVENT(device, **kwargs)
+        return Event(**kwargs)
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, (_EVENT, Event))
+
+
+class AnyEvent(metaclass=_AnyEventKind):
+    """`torch.Event` while the virtual GPU is on."""
+
+
 class StreamContext:
     """Stands for `torch.cuda.StreamContext` (``with torch.cuda.stream(s)``)."""
 
@@ -191,9 +230,6 @@ class _DeviceKind(type):
 
     def __subclasscheck__(cls, subclass: type) -> bool:
         return issubclass(subclass, _DEVICE)
-
-
-_DEVICE = torch.device
 
 
 class DeviceByNumber(metaclass=_DeviceKind):

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import functools
+import threading
 import warnings
 from typing import Any
 
 import torch
 import torch.autograd.profiler
 import torch.backends.cudnn
+import torch.cuda.nvtx
 import torch.distributions
 import torch.profiler
 
 from gpumem_magic.patching import Patches
 from gpumem_magic.virtual.convolutions import layout_of
-from gpumem_magic.virtual.tensors import TYPE_NAMES, VirtualTensor
+from gpumem_magic.virtual.tensors import VirtualTensor
 
 
 def install(patches: Patches) -> None:
     _distributions(patches)
     _profiler(patches)
-    _legacy_types(patches)
     _ctc_loss(patches)
     _convolution_formats(patches)
     patches.set(torch.backends.cudnn, "is_acceptable", _cudnn_is_acceptable(torch.backends.cudnn.is_acceptable))
@@ -57,7 +58,7 @@ def _profiler(patches: Patches) -> None:
 
     @functools.wraps(original)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        if kwargs.get("use_device") == "cuda":
+        if kwargs.pop("use_cuda", False) or kwargs.get("use_device") == "cuda":
             warnings.warn("a virtual GPU runs no kernels: the profiler shows the host's side only", stacklevel=3)
             kwargs.update(use_device=None, with_stack=False)
         original(self, *args, **kwargs)
@@ -75,8 +76,70 @@ def _profiler(patches: Patches) -> None:
             stacklevel=2,
         )
 
+    emit: Any = torch.autograd.profiler.emit_nvtx
+    original_emit = emit.__init__
+
+    @functools.wraps(original_emit)
+    def emit_init(self: Any, enabled: bool = True, *args: Any, **kwargs: Any) -> None:
+        original_emit(self, False, *args, **kwargs)
+
+    patches.set(emit, "__init__", emit_init)
+    patches.set(torch.cuda.nvtx, "_nvtx", _Ranges())
+    # The module under the name of CUDA's runtime in torch 2.9 to 2.13; None in builds for the host.
+    patches.set(torch.cuda, "_cudart", _Runtime())
     patches.set(kind, "__init__", init)
     patches.set(torch.profiler.profile, "export_memory_timeline", export_memory_timeline)
+
+
+class _Ranges:
+    """Stands for `torch._C._nvtx` (torch 2.9 to 2.13): ranges that no profiler of NVIDIA's will show."""
+
+    def __init__(self) -> None:
+        self._depth = threading.local()
+
+    def rangePushA(self, message: str) -> int:
+        """The depth of the new range, from 0."""
+        depth = int(getattr(self._depth, "value", 0))
+        self._depth.value = depth + 1
+        return depth
+
+    def rangePop(self) -> int:
+        """The depth of the range that ends; -2 where there is none, as NVTX says."""
+        depth = int(getattr(self._depth, "value", 0))
+        self._depth.value = max(depth - 1, 0)
+        return depth - 1 if depth else -2
+
+    def rangeStartA(self, message: str) -> int:
+        return 0
+
+    def deviceRangeStart(self, message: str, stream: int) -> object:
+        return object()
+
+    def _nothing(self, *args: Any) -> None:
+        """There is nobody to tell."""
+
+    rangeEnd = deviceRangeEnd = markA = _nothing
+
+
+class _Runtime:
+    """Stands for `torch.cuda.cudart()`: starting a profiler of NVIDIA's, registering host memory and the like succeed, and do
+    nothing."""
+
+    class cudaError(int):
+        success = 0
+
+    def _succeeds(self, *args: Any) -> int:
+        return 0
+
+    cudaProfilerStart = cudaProfilerStop = cudaHostRegister = cudaHostUnregister = _succeeds
+    cudaStreamCreate = cudaStreamDestroy = _succeeds
+
+    def cudaMemGetInfo(self, device: int) -> tuple[int, int]:
+        """Free and all bytes of the device."""
+        return torch.cuda.mem_get_info(device)
+
+    def cudaGetErrorString(self, error: int) -> str:
+        return "no error"
 
 
 def _ctc_loss(patches: Patches) -> None:
@@ -122,25 +185,3 @@ def _convolution_formats(patches: Patches) -> None:
         return layout_of(tensor, weight)
 
     patches.set(torch._C, "_conv_determine_backend_memory_format", determine)
-
-
-class _LegacyKind(type):
-    """Stands for the type of `torch.cuda.FloatTensor` and its relatives."""
-
-    dtype: torch.dtype
-
-    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        device = kwargs.get("device") or torch.device("cuda")
-        if len(args) == 1 and isinstance(args[0], (list, tuple, torch.Tensor)) and not isinstance(args[0], torch.Size):
-            return torch.tensor(args[0], dtype=cls.dtype, device=device)
-        return torch.empty(*args, dtype=cls.dtype, device=device)
-
-    def __instancecheck__(cls, instance: object) -> bool:
-        return isinstance(instance, VirtualTensor) and instance.dtype == cls.dtype
-
-
-def _legacy_types(patches: Patches) -> None:
-    for dtype, full_name in TYPE_NAMES.items():
-        name = full_name.rpartition(".")[2]
-        if hasattr(torch.cuda, name):
-            patches.set(torch.cuda, name, _LegacyKind(name, (), {"dtype": dtype, "__module__": "torch.cuda"}))

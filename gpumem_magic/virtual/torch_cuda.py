@@ -66,6 +66,8 @@ class CudaFace:
         )
         patches.set(torch, "Generator", streams.Generator)
         patches.set(torch, "device", streams.DeviceByNumber)
+        patches.set(torch, "Stream", streams.AnyStream)
+        patches.set(torch, "Event", streams.AnyEvent)
         self._install_accelerator(patches)
 
     def _install_accelerator(self, patches: Patches) -> None:
@@ -84,6 +86,8 @@ class CudaFace:
             "get_device_capability": self._accelerator_capability,
         }.items():
             _replace(patches, (torch.accelerator,), name, member)
+        # What PyTorch's own Python asks (FSDP's device mesh, pinning); torch 2.9 to 2.13.
+        _replace(patches, (torch._C,), "_get_accelerator", lambda *args: torch.device("cuda"))
         for name, member in self.memory.accelerator_functions().items():
             _replace(patches, (torch.accelerator, torch.accelerator.memory), name, member)
 

@@ -1,0 +1,121 @@
+"""Programs for many GPUs, in one process: NCCL's groups, collectives, sharded parameters, distributed tensors."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from gpumem_magic.virtual import gpu
+
+dist: Any = torch.distributed
+if not dist.is_available():
+    pytest.skip("this PyTorch has no torch.distributed", allow_module_level=True)
+
+MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def group() -> Iterator[None]:
+    gpu.turn_on("A100-40GB")
+    with pytest.warns(UserWarning, match="a virtual GPU has no NCCL: gloo stands for it"):
+        dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=torch.device("cuda", 0))
+    yield
+    dist.destroy_process_group()
+    gpu.turn_off()
+
+
+def like(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+COLLECTIVES: list[Callable[[torch.Tensor], Any]] = [
+    lambda x: dist.all_reduce(x),
+    lambda x: dist.all_reduce(x, op=dist.ReduceOp.MAX, async_op=True).wait(),
+    lambda x: dist.broadcast(x, 0),
+    lambda x: dist.reduce(x, 0),
+    lambda x: dist.all_gather([like(x)], x),
+    lambda x: dist.all_gather_into_tensor(like(x), x),
+    lambda x: dist.reduce_scatter_tensor(like(x), x),
+    lambda x: dist.gather(x, [like(x)], 0),
+    lambda x: dist.scatter(x, [like(x)], 0),
+    lambda x: dist.all_to_all_single(like(x), x),
+    lambda x: dist.barrier(),
+    lambda x: dist.all_gather_object([None], {"loss": 1.0}),
+    lambda x: dist.broadcast_object_list(["a"], 0),
+]
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_collectives_leave_no_memory_behind(collective: Callable[[torch.Tensor], Any]) -> None:
+    x = torch.rand(MIB // 4, device="cuda")
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    collective(x)
+    gc.collect()
+    assert torch.cuda.memory_allocated() == before
+    host = torch.ones(3)
+    dist.all_reduce(host)
+    assert host.tolist() == [1.0, 1.0, 1.0], "tensors of the host go on being sent"
+
+
+def test_a_group_of_ones_own_and_what_a_program_asks() -> None:
+    assert dist.is_nccl_available()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        other = dist.new_group([0], backend="nccl")
+    dist.all_reduce(torch.rand(3, device="cuda"), group=other)
+    assert (dist.get_rank(), dist.get_world_size()) == (0, 1)
+
+
+def test_batches_are_normalised_together() -> None:
+    plain = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(plain).cuda()
+    wrapped = nn.parallel.DistributedDataParallel(model, device_ids=[0])
+    for _ in range(2):
+        wrapped(torch.rand(2, 4, device="cuda")).sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_sharded_parameters_are_whole_only_while_they_are_needed() -> None:
+    fsdp = importlib.import_module("torch.distributed.fsdp")
+    if not hasattr(fsdp, "fully_shard"):
+        pytest.skip("this PyTorch has no fully_shard")
+    layers = nn.Sequential(*[nn.Linear(512, 512, bias=False) for _ in range(4)]).cuda()
+    layers(torch.rand(2, 512, device="cuda")).sum().backward()  # the workspaces
+    layers.zero_grad()
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    for layer in layers:
+        fsdp.fully_shard(layer)
+    fsdp.fully_shard(layers)
+    assert torch.cuda.memory_allocated() == before, "one process holds all of every parameter"
+    assert {parameter.device for parameter in layers.parameters()} == {torch.device("cuda", 0)}
+    torch.cuda.reset_peak_memory_stats()
+    with torch.no_grad():
+        layers(torch.rand(2, 512, device="cuda"))
+    gc.collect()
+    # A whole copy of one layer or two, of one MiB each, at a time; not all four.
+    assert MIB <= torch.cuda.max_memory_allocated() - before < 3 * MIB
+    optimizer = torch.optim.AdamW(layers.parameters())
+    for _ in range(2):
+        layers(torch.rand(2, 512, device="cuda")).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    gc.collect()
+    states = torch.cuda.memory_allocated() - before
+    assert 2 * 4 * MIB <= states < 2 * 4 * MIB + 4 * MIB
+
+
+def test_distributed_tensors_are_where_their_pieces_are() -> None:
+    tensors = importlib.import_module("torch.distributed.tensor")
+    mesh = importlib.import_module("torch.distributed.device_mesh").init_device_mesh("cuda", (1,))
+    x = tensors.distribute_tensor(torch.rand(4, 4, device="cuda"), mesh, [tensors.Shard(0)])
+    assert (x.device, x.is_cuda, x.is_meta) == (torch.device("cuda", 0), True, False)
+    assert (x @ x).full_tensor().is_cuda

@@ -1,0 +1,145 @@
+"""Older and rarer ways to name types, devices, streams, modules of TorchScript and NVIDIA's profilers."""
+
+from __future__ import annotations
+
+import io
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.cuda.nvtx
+import torch.cuda.profiler
+from torch import nn
+
+from gpumem_magic.virtual import gpu
+
+
+@pytest.fixture(autouse=True)
+def machine() -> Iterator[gpu.VirtualMachine]:
+    yield gpu.turn_on("A100-40GB")
+    gpu.turn_off()
+
+
+# ---- types
+
+
+def test_a_default_type_on_cuda_is_a_default_device() -> None:
+    torch.set_default_tensor_type("torch.cuda.FloatTensor")
+    assert torch.zeros(3).is_cuda
+    assert nn.Linear(2, 2).weight.is_cuda
+    torch.set_default_tensor_type(torch.cuda.DoubleTensor)
+    assert (torch.rand(3).device.type, torch.rand(3).dtype) == ("cuda", torch.float64)
+    torch.set_default_tensor_type("torch.FloatTensor")
+    assert (torch.rand(3).device.type, torch.rand(3).dtype) == ("cpu", torch.float32)
+
+
+def test_a_default_type_on_cuda_ends_with_the_device() -> None:
+    torch.set_default_tensor_type(torch.cuda.FloatTensor)
+    gpu.turn_off()
+    assert torch.zeros(3).device.type == "cpu"
+    assert torch.get_default_dtype() == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("convert", "device", "dtype"),
+    [
+        (lambda x: x.type(torch.cuda.FloatTensor), "cuda", torch.float32),
+        (lambda x: x.type("torch.cuda.HalfTensor"), "cuda", torch.float16),
+        (lambda x: x.cuda().type(torch.cuda.LongTensor), "cuda", torch.int64),
+        (lambda x: x.cuda().type(torch.FloatTensor), "cpu", torch.float32),
+        (lambda x: x.cuda().type("torch.DoubleTensor"), "cpu", torch.float64),
+        (lambda x: x.cuda().type(torch.float16), "cuda", torch.float16),
+        (lambda x: x.type(torch.float16), "cpu", torch.float16),
+        (lambda x: x.cuda().new_tensor([1, 2]), "cuda", torch.float32),
+        (lambda x: x.cuda().new_tensor([1, 2], dtype=torch.int64, device="cpu"), "cpu", torch.int64),
+        (lambda x: x.cuda().half().new([1, 2]), "cuda", torch.float16),
+        (lambda x: x.cuda().new(2, 3), "cuda", torch.float32),
+    ],
+)
+def test_conversions_by_type(convert: Callable[[torch.Tensor], torch.Tensor], device: str, dtype: torch.dtype) -> None:
+    converted = convert(torch.rand(3))
+    assert (converted.device.type, converted.dtype) == (device, dtype)
+
+
+def test_types_say_their_names() -> None:
+    assert torch.rand(3).type() == "torch.FloatTensor"
+    assert torch.rand(3, device="cuda").type() == "torch.cuda.FloatTensor"
+
+
+# ---- streams and events of every kind of device
+
+
+def test_streams_and_events_without_cuda_in_their_name() -> None:
+    streams = [torch.Stream(), torch.Stream("cuda"), torch.Stream(device=torch.device("cuda", 0))]
+    assert all(isinstance(stream, torch.Stream) and stream.device == torch.device("cuda", 0) for stream in streams)
+    event = torch.Event("cuda", enable_timing=True)
+    with streams[0]:
+        assert torch.cuda.current_stream() == streams[0]
+        x = torch.rand(3, device="cuda")
+        event.record()
+    x.record_stream(streams[1])
+    streams[1].wait_event(event)
+    streams[1].wait_stream(torch.cuda.default_stream())
+    assert event.query()
+    assert isinstance(torch.cuda.Stream(), torch.Stream)
+    assert isinstance(torch.cuda.Event(), torch.Event)
+    assert torch.Stream("cpu").device.type == "cpu"
+    assert isinstance(torch.Stream("cpu"), torch.Stream)
+
+
+# ---- NVIDIA's profilers, which see nothing
+
+
+def test_ranges_of_nvtx_count_their_depth() -> None:
+    assert [torch.cuda.nvtx.range_push(name) for name in "abc"] == [0, 1, 2]
+    assert [torch.cuda.nvtx.range_pop() for _ in range(4)] == [2, 1, 0, -2]
+    torch.cuda.nvtx.mark("here")
+    torch.cuda.nvtx.range_end(torch.cuda.nvtx.range_start("there"))
+    with torch.cuda.nvtx.range("step"), torch.autograd.profiler.emit_nvtx():
+        torch.rand(3, device="cuda")
+
+
+def test_nvidias_profilers_can_be_started() -> None:
+    torch.cuda.profiler.start()
+    torch.cuda.profiler.stop()
+    with torch.cuda.profiler.profile():
+        torch.rand(3, device="cuda")
+    free, total = torch.cuda.cudart().cudaMemGetInfo(0)
+    assert (free, total) == torch.cuda.mem_get_info()
+
+
+def test_the_first_profiler_shows_the_hosts_side_and_says_so() -> None:
+    layer = nn.Linear(3, 3).cuda()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        with pytest.warns(UserWarning, match="the host's side only"):
+            profiler = torch.autograd.profiler.profile(use_cuda=True)
+    with profiler:
+        layer(torch.rand(2, 3, device="cuda"))
+    assert "aten::linear" in {event.key for event in profiler.key_averages()}
+
+
+# ---- TorchScript
+
+
+@pytest.mark.parametrize("make", [torch.jit.script, lambda module: torch.jit.trace(module, torch.rand(2, 3))])
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+def test_compiled_modules_move_with_their_parameters(make: Any) -> None:
+    module = make(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))).cuda()
+    assert all(tensor.is_cuda for tensor in [*module.parameters(), *module.buffers()])
+    module(torch.rand(2, 3, device="cuda")).sum().backward()
+    assert all(parameter.grad is not None for parameter in module.parameters())
+    assert module.cpu()(torch.rand(2, 3)).device.type == "cpu"
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+def test_compiled_modules_are_loaded_to_the_device() -> None:
+    file = io.BytesIO()
+    torch.jit.save(torch.jit.script(nn.Linear(3, 4)), file)
+    file.seek(0)
+    loaded = torch.jit.load(file, map_location="cuda")
+    assert loaded(torch.rand(2, 3, device="cuda")).is_cuda
+    file.seek(0)
+    assert torch.jit.load(file)(torch.rand(2, 3)).device.type == "cpu"
