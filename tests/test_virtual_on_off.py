@@ -167,7 +167,8 @@ def test_a_failure_while_it_is_turned_on_undoes_what_was_done(
 
     with monkeypatch.context() as patch:
         patch.setattr(gpu.Patches, "set", fail_at_step)
-        with pytest.raises(type(error)):
+        # Where it is a library's rules that fail, there is a warning, which is an error in these tests.
+        with pytest.raises((type(error), UserWarning)):
             gpu.turn_on("T4")
     assert gpu.current() is None
     assert differences(before, state()) == []
