@@ -12,7 +12,7 @@ import pytest
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
-from accuracy import sources, table  # noqa: E402
+from accuracy import convolutions, sources, table  # noqa: E402
 from accuracy.plans import Plan, Skip, carry_out  # noqa: E402
 from accuracy.scores import MARGIN, Result, summarise  # noqa: E402
 from accuracy.table import Row  # noqa: E402
@@ -155,3 +155,20 @@ def test_inference_and_training_of_whole_models() -> None:
     for one in errors_of("optimum-benchmark").values():
         allowed = {"allocated": 0.02, "reserved": 0.02, "nvidia-smi": 0.05}[one.row.group or ""]
         assert abs(one.error) < allowed, (one.row.number, one.error)
+
+
+# ---- convolutions, whose figures are beside the table
+
+
+def test_single_convolutions_are_met_to_the_printed_digit() -> None:
+    layers = [one for one in convolutions.rows() if one.source.startswith("pytorch issue")]
+    assert len(layers) == 12
+    assert all(one.to_the_digit for one in convolutions.results(layers, True))
+    assert all(one.error < -0.4 for one in convolutions.results(layers, False))
+
+
+def test_convolution_networks_are_within_five_percent_with_the_estimate() -> None:
+    networks = [one for one in convolutions.rows() if one.source == "GPUMemNet"]
+    with_it, without = (convolutions.results(networks, estimated) for estimated in (True, False))
+    assert all(abs(one.error) < 0.05 for one in with_it)
+    assert max(abs(one.error) for one in without) > 0.25

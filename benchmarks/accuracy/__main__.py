@@ -4,8 +4,9 @@
 
 Every row of the table that plain torch or transformers can build is built and run on the virtual GPU; printed are the prediction,
 the published figure and the error, then for each kind of metric the median of every source, the median of these, the worst,
-and how often a run that is given only the predicted memory would run out. Rows that are skipped say why. The last lines list
-the constants that were fitted, and the rows used.
+and how often a run that is given only the predicted memory would run out. Rows that are skipped say why. Convolutions have a
+table of their own, with and without the estimate of cuDNN's scratch memory. The last lines list the constants that were fitted,
+and the rows used.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ if __package__ in (None, ""):
     # Run as a folder: the package is this folder itself.
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from accuracy import sources, table
+from accuracy import convolutions, sources, table
 from accuracy.fitted import FITTED, NOT_KNOWN
 from accuracy.plans import Skip, carry_out
 from accuracy.scores import MARGIN, Result, Summary, summarise
@@ -63,6 +64,8 @@ def main() -> int:
     summaries = summarise(results)
     for summary in summaries:
         _print(summary)
+    if not options.only:
+        convolutions.show()
     print("\nConstants that were fitted, and the rows used:")
     for fitted in FITTED:
         print(f"  {fitted}")

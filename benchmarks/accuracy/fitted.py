@@ -7,6 +7,9 @@ FITTED = (
     "it by the other sources with nvidia-smi's figures.",
     "A10G: context 300 MiB; of the two figures that PyTorch's developers name for lazily loaded kernels (300 and 400 MiB) "
     "the one nearer to rows 53 and 56.",
+    "Convolutions: which way cuDNN goes was chosen, copies for half precision on pytorch issue 123533, Winograd for float32 on "
+    "GPUMemNet's VGG-16; their sizes follow from the algorithms. Judge them by issue 95024 and by the other networks.",
+    "not fitted: the context of GPUMemNet's A100-40GB (1823 MiB, as measured by others on an A100-80GB).",
     "not fitted: TITAN-RTX, torch 1.4: context 877 MiB, as measured by others on an RTX 2080 Ti with torch 1.6.",
 )
 
@@ -17,6 +20,7 @@ NOT_KNOWN = (
     "fp16 autocast at batch 4 without checkpointing (row 7) is 3 % low: what torch 1.10's autocast kept beyond today's is not "
     "known.",
     "An LSTM's packed weights: cuDNN's buffer is about 100 KiB larger than the weights; its layout is cuDNN's own.",
-    "cuDNN's workspaces for convolutions are not modelled: no row of the table has one.",
+    "cuDNN's scratch memory for convolutions is an estimate for two of its ways, and nothing for the others; what its trials "
+    "take with torch.backends.cudnn.benchmark is not estimated.",
     "AMD's runtime outside PyTorch's allocator; compiled code; several GPUs.",
 )
