@@ -1,7 +1,7 @@
 """Convolutions that other people measured, beside the table: what cuDNN takes for them is an estimate, and is judged here.
 
 Each figure is predicted twice, with the estimate and without (``cudnn=none``). The estimate's sizes follow from the algorithms
-(`gpumem_magic.virtual.cudnn`), and the context is another source's figure. What was chosen on rows is which way cuDNN goes: copies for
+(`gpumem_magic.virtual.cudnn`), and the context is another source's figure. Which way cuDNN goes was chosen on rows: copies for
 half precision on issue 123533, Winograd for float32 on GPUMemNet's VGG-16 (of four candidates). Judge them by the others.
 """
 
@@ -76,7 +76,7 @@ def _two_dimensions() -> list[Published]:
         layer = nn.Conv2d(256, 256, 3, padding=1).half().to("cuda")
         found = {}
         for width in widths:
-            x = torch.zeros((1, 256, 2048, width)).half().to("cuda")
+            x = torch.empty((1, 256, 2048, width), dtype=torch.half, device="cuda")
             layer(x)
             found[f"width {width}"] = torch.cuda.memory_reserved()
             torch.cuda.empty_cache()
@@ -109,7 +109,10 @@ def _networks() -> list[Published]:
 
 def _training(name: str, batch: int) -> Callable[[], Readings]:
     def run() -> Readings:
-        model = NETS[name]().cuda()
+        with torch.device("meta"):
+            model = NETS[name]()
+        # Nobody needs the weights' values.
+        model = model.to_empty(device="cpu").cuda()
         optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
         for _ in range(2):
             x, y = torch.empty(batch, 3, 224, 224).cuda(), torch.zeros(batch, dtype=torch.long).cuda()
