@@ -15,6 +15,7 @@ import torch.distributions
 import torch.profiler
 
 from gpumem_magic.patching import Patches
+from gpumem_magic.virtual import checks
 from gpumem_magic.virtual.convolutions import layout_of
 from gpumem_magic.virtual.tensors import VirtualTensor
 
@@ -23,6 +24,8 @@ def install(patches: Patches) -> None:
     _distributions(patches)
     _profiler(patches)
     _ctc_loss(patches)
+    _device_numbers(patches)
+    checks.install(patches)
     _convolution_formats(patches)
     patches.set(torch.backends.cudnn, "is_acceptable", _cudnn_is_acceptable(torch.backends.cudnn.is_acceptable))
 
@@ -158,6 +161,21 @@ def _ctc_loss(patches: Patches) -> None:
         return original(log_probs, targets, input_lengths, target_lengths, *args, **kwargs)
 
     patches.set(torch, "ctc_loss", ctc_loss)
+
+
+def _device_numbers(patches: Patches) -> None:
+    """``model.to(0)``: C++ would ask for an accelerator that it does not have."""
+    original: Any = torch._C._nn._parse_to
+
+    @functools.wraps(original)
+    def parse_to(*args: Any, **kwargs: Any) -> Any:
+        if args and type(args[0]) is int:
+            args = (torch.device("cuda", args[0]), *args[1:])
+        elif type(kwargs.get("device")) is int:
+            kwargs["device"] = torch.device("cuda", kwargs["device"])
+        return original(*args, **kwargs)
+
+    patches.set(torch._C._nn, "_parse_to", parse_to)
 
 
 def _cudnn_is_acceptable(original: Any) -> Any:

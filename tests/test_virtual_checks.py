@@ -1,0 +1,116 @@
+"""Values that programs check: what is taken for granted holds, and each line that reads an answer is listed."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from gpumem_magic.virtual import gpu, tensors
+
+
+@pytest.fixture(autouse=True)
+def machine() -> Iterator[gpu.VirtualMachine]:
+    yield gpu.turn_on("T4")
+    gpu.turn_off()
+
+
+SIZES = [(), (3, 4), (1000, 40)]
+
+ANSWERS: list[tuple[Callable[[torch.Tensor, torch.Tensor], torch.Tensor | bool], bool]] = [
+    (lambda x, y: (x >= y).all(), True),
+    (lambda x, y: (x <= 1).all(), True),
+    (lambda x, y: ((x >= 0) & (x <= 1)).all(), True),
+    (lambda x, y: torch.logical_not(x < 0).all(), True),
+    (lambda x, y: (~(x < 0)).all(), True),
+    (lambda x, y: (x > 1e-3).any(), False),
+    (lambda x, y: torch.isnan(x).any(), False),
+    (lambda x, y: torch.isinf(x).any(), False),
+    (lambda x, y: torch.isfinite(x).all(), True),
+    (lambda x, y: x.isfinite().all(), True),
+    (lambda x, y: (x != x).any(), False),
+    (lambda x, y: (x == 50256).all(), False),
+    (lambda x, y: (x == y).all(), False),
+    (lambda x, y: torch.isclose(x, y).all(), True),
+    (lambda x, y: torch.equal(x, y), True),
+    (lambda x, y: torch.allclose(x, y), True),
+]
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(("check", "answer"), ANSWERS)
+def test_an_unknown_value_counts_as_zero_and_equals_no_given_one(
+    machine: gpu.VirtualMachine,
+    check: Callable[[torch.Tensor, torch.Tensor], torch.Tensor | bool],
+    answer: bool,
+    size: tuple[int, ...],
+) -> None:
+    x, y = torch.rand(size, device="cuda"), torch.rand(size, device="cuda")
+    assert bool(check(x, y)) is answer
+    assert sum(machine.stand_ins.values()) == 1, "the line is listed"
+
+
+def test_what_is_known_is_answered_from_what_is_known(machine: gpu.VirtualMachine) -> None:
+    labels = torch.tensor([1, 0, 2], device="cuda")
+    assert not (labels > 0).all()
+    assert (labels == 2).any()
+    assert torch.isfinite(torch.tensor(float("inf"), device="cuda")).logical_not()
+    assert not machine.stand_ins
+
+
+def test_tensors_of_other_shapes_are_not_equal() -> None:
+    assert not torch.equal(torch.rand(3, device="cuda"), torch.rand(4, device="cuda"))
+
+
+def test_an_answer_ends_when_the_mask_is_written_to() -> None:
+    mask = torch.rand(100, 100, device="cuda") >= 0
+    assert mask.all()
+    mask[0] = False
+    assert not mask.all(), "unknown again, and the stand-in of a flag is False"
+
+
+def test_an_answer_is_no_attribute_of_the_programs() -> None:
+    mask = torch.rand(100, 100, device="cuda") >= 0
+    assert tensors.own_attributes(mask) == {}
+    assert pickle.loads(pickle.dumps(mask)).__dict__ == {}
+    assert copy.copy(mask).is_cuda
+
+
+def test_a_detectors_loss_checks_its_boxes() -> None:
+    head = nn.Linear(16, 4).cuda()
+    boxes = head(torch.rand(300, 16, device="cuda")).sigmoid()
+    corners = torch.cat([boxes[:, :2] - boxes[:, 2:] / 2, boxes[:, :2] + boxes[:, 2:] / 2], -1)
+    if not (corners[:, 2:] >= corners[:, :2]).all():
+        raise ValueError("boxes must be in corner format")
+    widths = (corners[:, 2:] - corners[:, :2]).clamp(min=0)
+    widths.prod(-1).sum().backward()
+
+
+def test_a_step_that_is_skipped_for_values_that_are_no_numbers_is_taken() -> None:
+    layer = nn.Linear(4, 1).cuda()
+    optimizer = torch.optim.Adam(layer.parameters())
+    loss = layer(torch.rand(8, 4, device="cuda")).mean()
+    if torch.isfinite(loss) and not torch.isnan(loss):
+        loss.backward()
+        optimizer.step()
+    assert optimizer.state
+
+
+@pytest.mark.parametrize(
+    "move",
+    [
+        lambda model: model.to(0),
+        lambda model: model.to(device=0),
+        lambda model: model.to(0, torch.float16),
+        lambda model: model.cuda(0),
+        lambda model: model.to(torch.device(0)),
+    ],
+)
+def test_a_number_is_a_device(move: Callable[[nn.Module], nn.Module]) -> None:
+    model = move(nn.Linear(2, 2))
+    assert model.weight.device == torch.device("cuda", 0)
+    assert model.to(torch.float64).weight.dtype == torch.float64
