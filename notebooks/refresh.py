@@ -6,6 +6,7 @@ is stored is not what the code makes any more.
 
 from __future__ import annotations
 
+import base64
 import os
 import re
 import socket
@@ -18,6 +19,8 @@ from nbclient import NotebookClient
 
 FOLDER = Path(__file__).parent
 SECONDS = 300
+# README and the documentation open with it.
+FIRST_PICTURE = FOLDER.parent / "docs" / "first_cell.png"
 _WIDGETS = "application/vnd.jupyter.widget-view+json"
 _PICTURE = re.compile(r"(base64,[A-Za-z0-9+/=\s]+)")
 # Only where a path may begin: a picture in base64 is one long word.
@@ -124,9 +127,21 @@ def _told(output: Any) -> str:
     return f"{', '.join(kinds)}: {re.sub(r'width:[0-9.]+px|height:[0-9.]+px', '', text)}"
 
 
+def first_picture(notebook: Any) -> bytes:
+    """The first picture among a notebook's outputs, as PNG."""
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    pictures = (
+        output.data["image/png"] for output in outputs if "image/png" in output.get("data", {})
+    )
+    return base64.b64decode(next(pictures))
+
+
 def main(names: list[str]) -> int:
     for path in [FOLDER / name for name in names] or sorted(FOLDER.glob("*.ipynb")):
-        nbformat.write(execute(path), path)
+        notebook = execute(path)
+        nbformat.write(notebook, path)
+        if path.stem == "01_first_cell":
+            FIRST_PICTURE.write_bytes(first_picture(notebook))
         print(f"{path.name}: {path.stat().st_size / 1024:,.0f} KiB")
     return 0
 

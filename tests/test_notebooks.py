@@ -89,6 +89,28 @@ def test_what_is_stored_names_no_computer_and_loads_nothing(path: Path) -> None:
         assert counts == list(range(1, len(counts) + 1))
 
 
+def test_the_readme_opens_with_the_first_notebooks_picture() -> None:
+    made = refresh()
+    stored = nbformat.read(FOLDER / "01_first_cell.ipynb", as_version=4)
+    assert made.FIRST_PICTURE.read_bytes() == made.first_picture(stored)
+    assert f"(docs/{made.FIRST_PICTURE.name})" in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+QUESTION = re.compile(r"<details>\s*<summary>")
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
+def test_it_asks_its_reader_and_shows_its_proofs(path: Path) -> None:
+    cells = nbformat.read(path, as_version=4).cells
+    words = "\n".join(cell.source for cell in cells if cell.cell_type == "markdown")
+    assert len(QUESTION.findall(words)) >= 3
+    assert words.count("<details") == words.count("</details>")
+    asserted = [
+        line for cell in cells if cell.cell_type == "code" for line in re.findall(r"^ *assert ", cell.source, re.M)
+    ]
+    assert len(asserted) >= 2
+
+
 def test_a_stale_output_is_seen() -> None:
     made = refresh()
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("print(1)")])
