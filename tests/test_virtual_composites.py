@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from gpumem_magic.virtual import gpu
 
@@ -66,3 +68,48 @@ def test_hosts_gradients_are_untouched_while_the_device_is_on(machine: gpu.Virtu
     F.silu(x).sum().backward()
     gate = torch.sigmoid(x.detach())
     torch.testing.assert_close(x.grad, gate * (1 + x.detach() * (1 - gate)))
+
+
+# ---- norms
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_norm_by_squares_keeps_one_number_for_each_row(machine: gpu.VirtualMachine, dtype: torch.dtype) -> None:
+    x = torch.zeros(1024, 1024, device="cuda", dtype=dtype, requires_grad=True)
+    norm = nn.RMSNorm(1024, device="cuda", dtype=dtype)
+    start = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    y = norm(x)
+    assert torch.cuda.memory_allocated() - start == y.nbytes + 1024 * 4
+    assert torch.cuda.max_memory_allocated() == torch.cuda.memory_allocated()
+    seed = torch.zeros_like(y)
+    start = torch.cuda.memory_allocated()
+    y.backward(seed)
+    # Both gradients are there when the kernel ends; what forward kept goes then.
+    assert torch.cuda.max_memory_allocated() - start == x.nbytes + 1024 * dtype.itemsize
+    assert norm.weight.grad is not None
+
+
+def test_a_norm_by_squares_in_all_surroundings(machine: gpu.VirtualMachine) -> None:
+    x = torch.zeros(16, 64, device="cuda", requires_grad=True)
+    norm = nn.RMSNorm(64, device="cuda")
+    (gradient,) = torch.autograd.grad(norm(x).sum(), x, create_graph=True)
+    gradient.sum().backward()
+    assert x.grad is not None
+    with torch.no_grad():
+        assert F.rms_norm(x, (64,)).shape == x.shape
+    with torch.inference_mode():
+        assert norm(x).shape == x.shape
+    checkpoint(norm, x, use_reentrant=False).sum().backward()
+    assert torch.func.vmap(norm)(x).shape == x.shape
+    assert torch.func.grad(lambda tensor: norm(tensor).sum())(x.detach()).shape == x.shape
+
+
+@pytest.mark.parametrize("weight", [None, torch.linspace(1, 2, 8, dtype=torch.float64)])
+@pytest.mark.parametrize("eps", [None, 1e-3])
+def test_the_smaller_operators_are_the_same_norm(weight: torch.Tensor | None, eps: float | None) -> None:
+    from gpumem_magic.virtual import composites
+
+    x = torch.linspace(-4, 4, 32, dtype=torch.float64).view(4, 8)
+    out, _ = composites._by_smaller_operators(x, (8,), weight, eps)
+    torch.testing.assert_close(out, F.rms_norm(x, (8,), weight, eps))

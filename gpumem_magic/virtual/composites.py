@@ -5,7 +5,8 @@ host's dropout keeps a mask in the input's type where CUDA keeps one byte for ea
 ``dtype=float32`` of float16 scores makes a float32 copy first. As in `Dropout.cpp` and `SoftMax.cpp` of PyTorch 2.9 to 2.13.
 
 The gradients of SiLU and Mish are one kernel on CUDA (`native_functions.yaml`); a build for the host knows them for CUDA as seven
-and eight smaller operators only, which would hold up to five tensors more for a moment.
+and eight smaller operators only, which would hold up to five tensors more for a moment. Likewise `rms_norm`, which keeps one
+number for each row beside its input (``layer_norm_kernel.cu``), and not the normalised input as well.
 """
 
 from __future__ import annotations
@@ -63,6 +64,53 @@ def mish_backward(grad_output: torch.Tensor, self: torch.Tensor) -> torch.Tensor
     return _one_kernel(_aten.mish_backward.default, grad_output, self)
 
 
+class _RmsNorm(torch.autograd.Function):
+    """The kernel with its gradient's kernel. For a gradient's own gradient the smaller operators are differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Any, normalized_shape: Any, weight: Any, eps: Any) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            out, rstd = _aten._fused_rms_norm.default(input, normalized_shape, weight, eps)
+        ctx.save_for_backward(input, weight, rstd)
+        ctx.normalized_shape, ctx.eps = normalized_shape, eps
+        ctx.mark_non_differentiable(rstd)
+        # No zeros are made for a gradient of the second result, which has none.
+        ctx.set_materialize_grads(False)
+        return out, rstd
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any, _: Any) -> Any:
+        if gradient is None:
+            return None, None, None, None
+        input, weight, rstd = ctx.saved_tensors
+        wanted = [ctx.needs_input_grad[0], ctx.needs_input_grad[2]]
+        if torch.is_grad_enabled():
+            leaves = [tensor for tensor, is_wanted in zip((input, weight), wanted, strict=True) if is_wanted]
+            out, _ = _by_smaller_operators(input, ctx.normalized_shape, weight, ctx.eps)
+            found = iter(torch.autograd.grad(out, leaves, gradient, create_graph=True))
+            of_input, of_weight = (next(found) if is_wanted else None for is_wanted in wanted)
+        else:
+            kernel = _aten._fused_rms_norm_backward.default
+            of_input, of_weight = kernel(gradient, input, ctx.normalized_shape, rstd, weight, wanted)
+        return of_input, None, of_weight, None
+
+
+def _by_smaller_operators(input: Any, normalized_shape: Any, weight: Any, eps: Any) -> tuple[Any, Any]:
+    dims = list(range(-len(normalized_shape), 0))
+    wide = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
+    rstd = torch.rsqrt(wide.square().mean(dims, keepdim=True) + (torch.finfo(wide.dtype).eps if eps is None else eps))
+    out = wide * rstd
+    return (out if weight is None else out * weight).to(input.dtype), rstd
+
+
+def rms_norm(input: torch.Tensor, normalized_shape: Any, weight: torch.Tensor | None, eps: float | None) -> Any:
+    """One kernel, which keeps a number for each row."""
+    # How `vmap` and forward derivatives go through a kernel is known for the smaller operators.
+    if torch._C._are_functorch_transforms_active():
+        return _by_smaller_operators(input, normalized_shape, weight, eps)
+    return _RmsNorm.apply(input, normalized_shape, weight, eps)  # type: ignore[no-untyped-call]
+
+
 def _one_kernel(kernel: Any, grad_output: torch.Tensor, self: torch.Tensor) -> torch.Tensor:
     with torch._C._AutoDispatchBelowAutograd():
         return kernel(grad_output, self)  # type: ignore[no-any-return]
@@ -74,10 +122,12 @@ _WAYS: dict[Any, Callable[..., torch.Tensor]] = {
     _aten.log_softmax.int: log_softmax,
 }
 # Kernels of CUDA's own, which below autograd are the operator itself.
-_KERNELS: dict[Any, Callable[..., torch.Tensor]] = {
+_KERNELS: dict[Any, Callable[..., Any]] = {
     _aten.silu_backward.default: silu_backward,
     _aten.mish_backward.default: mish_backward,
 }
+if hasattr(_aten, "_fused_rms_norm_backward"):
+    _KERNELS[_aten._fused_rms_norm.default] = rms_norm
 
 
 class Composites:
