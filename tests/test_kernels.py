@@ -10,6 +10,7 @@ from torch import nn
 from torch_versions import BIAS_WORKSPACE, WORKSPACES_ARE_KEPT
 
 import gpumem_magic
+from gpumem_magic.owners.search import find_owners
 from gpumem_magic.units import KIB, MIB
 from gpumem_magic.virtual import gpu
 from gpumem_magic.virtual.generations import (
@@ -133,6 +134,9 @@ def test_a_recording_that_begins_later_knows_workspaces_of_every_size(monkeypatc
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":2048:1")
     gpu.turn_on("A100-40GB,torch=2.9")
     kept = nn.Linear(512, 512).cuda()(squares(1)[0])
+    holdings = find_owners(gpu.current(), {"kept": kept})  # type: ignore[arg-type]
+    assert sum(one.size for one in holdings.held if one.kind == "workspace") == 3 * MIB
+    assert holdings.lost == ()
     with gpumem_magic.measure() as measured:
         del kept
     # cuBLAS's, and the one of cuBLASLt for products with a bias.

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch_versions import TORCH
 
 from gpumem_magic.owners.graph import HoldGraph
 from gpumem_magic.owners.model import Holdings, size_of
@@ -165,6 +166,10 @@ def test_saved_tensors_are_read_without_running_hooks(machine: Any) -> None:
     )
     holdings = find_owners(machine, namespace)
     assert namespace["unpacked"] == []
+    if TORCH < (2, 10):
+        # It does not say what a hook made, and so nothing is known to hold it.
+        assert [one.size for one in holdings.lost] == [8 * MIB]
+        return
     assert holdings.lost == ()
     assert places(holdings)["graph of loss: result saved by exp[1]"] == 8 * MIB
 
@@ -251,9 +256,13 @@ def test_nothing_is_collected_and_nothing_is_kept(machine: Any) -> None:
     namespace = ran(TRAINING + CYCLE + "make()\n" + "def g():\n    t = mib(1)\n    yield\ni = g()\nnext(i)")
     watched = [weakref.ref(namespace[name]) for name in ("model", "optimizer", "x", "loss", "i")]
     before = machine.devices[0].counters().allocated
-    was_on = gc.isenabled()
-    holdings = find_owners(machine, namespace, cycles=True)
-    machine.settle()
+    was_on, often = gc.isenabled(), gc.get_threshold()
+    gc.set_threshold(1_000_000)  # what Python itself collects, when enough objects are there, is another matter
+    try:
+        holdings = find_owners(machine, namespace, cycles=True)
+        machine.settle()
+    finally:
+        gc.set_threshold(*often)
     assert gc.isenabled() is was_on
     assert machine.devices[0].counters().allocated == before
     namespace.clear()

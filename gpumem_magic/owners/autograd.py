@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+from types import FrameType
 from typing import Any
 
 import torch
 
 _PREFIX = "_raw_saved_"
+# How a tensor class takes part in unpacking.
+_OF_TENSORS = ("__torch_dispatch__", "__torch_function__", "find_torch_dispatch_rule")
 _names: dict[type, tuple[str, ...]] = {}
 
 
@@ -25,8 +29,8 @@ def next_nodes(node: Any) -> list[Any]:
 def saved_by(node: Any) -> list[tuple[str, Any]]:
     """(argument, value) of what a node keeps for backward: tensors, or what the user's pack hook made of them.
 
-    `_raw_saved_*` and `SavedTensor.data` are private: tried on torch 2.13. Where a value can't be read it is left out, because
-    the public ways (`_saved_*`, `unpack`) run the user's hooks.
+    `_raw_saved_*` and `SavedTensor.data` are private: tried on torch 2.11, 2.13 and 2.15. Where a value can't be read it is left
+    out, because the ways that there are else (`_saved_*`, `unpack`) run the user's hooks; 2.9 has no `data`, see `_unhooked`.
     """
     kind = type(node)
     if kind not in _names:
@@ -39,11 +43,46 @@ def saved_by(node: Any) -> list[tuple[str, Any]]:
             # Freed by backward.
             continue
         several = raw if isinstance(raw, (tuple, list)) else (raw,)
-        for saved in several:
-            value = getattr(saved, "data", None)
-            if value is not None:
-                found.append((name.removeprefix(_PREFIX), value))
+        if several and not hasattr(several[0], "data"):
+            several = _unhooked(node, name.removeprefix("_raw"))
+        else:
+            several = [saved.data for saved in several]
+        found += [(name.removeprefix(_PREFIX), value) for value in several if value is not None]
     return found
+
+
+class _HookFound(BaseException):
+    """A saved tensor has a hook, which must not run."""
+
+
+def _unhooked(node: Any, name: str) -> tuple[Any, ...]:
+    """What a node of torch 2.9 keeps under a name, if no hook has to run for it; else nothing.
+
+    There, a saved tensor does not say whether it has hooks. So it is unpacked under a profile function, which Python calls before
+    any function of its own, and which raises: a hook is not run. A hook that is not written in Python would be (PyTorch's are).
+    Where somebody profiles the program, nothing is read. Tried on torch 2.9.1 with Python 3.11.
+    """
+    if sys.getprofile() is not None:
+        return ()
+    sys.setprofile(_refuse_hooks)
+    try:
+        # Nodes of a program's own functions have no underscore.
+        value = getattr(node, name) if hasattr(type(node), name) else getattr(node, name.removeprefix("_"))
+    except (_HookFound, RuntimeError):
+        # RuntimeError: freed by backward, or changed in place since.
+        return ()
+    finally:
+        sys.setprofile(None)
+    several = value if isinstance(value, (tuple, list)) else (value,)
+    # The node's own result comes back with the node, which would hold itself.
+    return tuple(one.detach() if one is not None and one.grad_fn is node else one for one in several)
+
+
+def _refuse_hooks(called: FrameType, event: str, argument: Any) -> None:
+    caller = called.f_back
+    directly = event == "call" and caller is not None and caller.f_code is _unhooked.__code__
+    if directly and called.f_code.co_name not in _OF_TENSORS:
+        raise _HookFound
 
 
 def operation_of(node: Any) -> str:

@@ -46,6 +46,7 @@ def find_owners(
     if settle is not None:
         settle()
     blocks = _blocks(machine)
+    workspaces = _workspaces(machine, blocks)
     # The walk makes many objects: Python would collect the user's garbage in the middle of it.
     collecting = gc.isenabled()
     gc.disable()
@@ -54,7 +55,7 @@ def find_owners(
         for root, values in roots_of(shell, namespace, error):
             walk.add_root(root, values)
         walk.walk()
-        if _looks_for_cycles(cycles, walk, blocks):
+        if _looks_for_cycles(cycles, walk, blocks, workspaces):
             for root, values in garbage_holding(machine.locate, walk, blocks):
                 walk.add_root(root, values)
             walk.walk()
@@ -71,7 +72,7 @@ def find_owners(
     for (device, address), (size, requested) in blocks.items():
         if (device, address) in known:
             continue
-        if requested in WORKSPACE_SIZES:
+        if (device, address) in workspaces:
             if roots[-1:] != [workspace]:
                 roots.append(workspace)
             held.append(
@@ -85,16 +86,28 @@ def find_owners(
 
 
 def _looks_for_cycles(
-    cycles: bool | Callable[[Mapping[Place, int], int], bool], walk: Traversal, blocks: Mapping[Place, tuple[int, int]]
+    cycles: bool | Callable[[Mapping[Place, int], int], bool],
+    walk: Traversal,
+    blocks: Mapping[Place, tuple[int, int]],
+    workspaces: set[Place],
 ) -> bool:
     missing = {
-        place: size
-        for place, (size, requested) in blocks.items()
-        if place not in walk.storages and requested not in WORKSPACE_SIZES
+        place: size for place, (size, _) in blocks.items() if place not in walk.storages and place not in workspaces
     }
     if not missing or isinstance(cycles, bool):
         return bool(missing) and cycles is True
     return cycles(missing, sum(size for size, _ in blocks.values()))
+
+
+def _workspaces(machine: Machine, blocks: Mapping[Place, tuple[int, int]]) -> set[Place]:
+    """What cuBLAS keeps: a virtual device knows it, a real one's is known by its size."""
+    found = {place for place, (_, requested) in blocks.items() if requested in WORKSPACE_SIZES}
+    for device in machine.devices:
+        index = device.facts.index
+        knows = getattr(device, "is_workspace", None)
+        if knows is not None:
+            found |= {place for place in blocks if place[0] == index and knows(place[1])}
+    return found
 
 
 def _blocks(machine: Machine) -> dict[Place, tuple[int, int]]:

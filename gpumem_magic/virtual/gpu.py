@@ -172,6 +172,11 @@ class VirtualDevice:
     def remember(self, labels: Mapping[int, Label]) -> None:
         self._labels.update(labels)
 
+    def is_workspace(self, address: int) -> bool:
+        """Whether a live block is what a library keeps; False for one that it took and gives back."""
+        label = self._labels.get(address)
+        return label is not None and label.category == "workspace"
+
 
 class VirtualMachine:
     """All virtual devices that are on, and the engine that runs operators on them."""
