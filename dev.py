@@ -4,6 +4,8 @@
     python3 dev.py demo    measures a training cell on a virtual GPU, prints the report and writes the notebook's page
     python3 dev.py test    runs the tests (more arguments go to pytest)
 
+    python3 dev.py test --torch 2.9.1    the same on another PyTorch, in an environment of its own (`.venv/torch-2.9.1`)
+
 Needs Python 3.10 or newer and nothing else. The browser tests use Chromium where it is installed, and say so where it is not.
 """
 
@@ -11,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -19,45 +22,83 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 ENVIRONMENT = HERE / ".venv"
-PYTHON = ENVIRONMENT / ("Scripts" if os.name == "nt" else "bin") / "python"
 # Colab's IPython, beside the current one: tests/test_oldest_ipython.py runs the magics' tests on it.
-OLDEST_IPYTHON = ENVIRONMENT / "oldest-ipython"
 OLDEST = "ipython==7.34.0"
 
 
-def set_up() -> None:
-    """Makes the environment, unless it is there and was made for these very packages."""
-    made_from = (HERE / "pyproject.toml").read_bytes() + OLDEST.encode()
-    wanted = hashlib.sha256(made_from).hexdigest()
-    stamp = ENVIRONMENT / "made-from"
-    if PYTHON.exists() and stamp.exists() and stamp.read_text() == wanted:
-        return
-    print("Setting up .venv (some minutes the first time) ...", flush=True)
-    if not PYTHON.exists():
-        venv.create(ENVIRONMENT, with_pip=True)
-    subprocess.run([PYTHON, "-m", "pip", "install", "--quiet", "--upgrade", "pip"], check=True)
-    subprocess.run([PYTHON, "-m", "pip", "install", "--quiet", "--editable", f"{HERE}[dev]"], check=True)
-    shutil.rmtree(OLDEST_IPYTHON, ignore_errors=True)
-    subprocess.run([PYTHON, "-m", "pip", "install", "--quiet", "--target", OLDEST_IPYTHON, OLDEST], check=True)
+def python_of(environment: Path) -> Path:
+    return environment / ("Scripts" if os.name == "nt" else "bin") / "python"
+
+
+def set_up(torch: str | None = None) -> Path:
+    """Makes the environment, unless it is there and was made for these very packages; returns its Python.
+
+    torch: a version in place of the one that development pins, in an environment of its own.
+    """
+    environment = ENVIRONMENT if torch is None else ENVIRONMENT / f"torch-{torch}"
+    python = python_of(environment)
+    project = (HERE / "pyproject.toml").read_text(encoding="utf-8")
+    made_from = f"{project}{OLDEST}" if torch is None else f"{project}{OLDEST}{torch}"
+    wanted = hashlib.sha256(made_from.encode()).hexdigest()
+    stamp = environment / "made-from"
+    if python.exists() and stamp.exists() and stamp.read_text() == wanted:
+        return python
+    print(f"Setting up {environment.relative_to(HERE)} (some minutes the first time) ...", flush=True)
+    if not python.exists():
+        venv.create(environment, with_pip=True)
+    packages = [f"{HERE}[dev]"] if torch is None else [str(HERE), *development_packages(project, torch)]
+    subprocess.run([python, "-m", "pip", "install", "--quiet", "--upgrade", "pip"], check=True)
+    subprocess.run([python, "-m", "pip", "install", "--quiet", "--editable", *packages], check=True)
+    oldest = environment / "oldest-ipython"
+    shutil.rmtree(oldest, ignore_errors=True)
+    subprocess.run([python, "-m", "pip", "install", "--quiet", "--target", oldest, OLDEST], check=True)
     stamp.write_text(wanted)
+    return python
+
+
+def development_packages(project: str, torch: str) -> list[str]:
+    """The packages of pyproject.toml's `dev`, with this version of torch. Read as text: Python 3.10 has no `tomllib`."""
+    listed = re.search(r"^dev = \[$(.*?)^\]$", project, re.DOTALL | re.MULTILINE)
+    if listed is None:
+        raise ValueError("pyproject.toml has no list of development packages")
+    packages = re.findall(r'^ *"([^"]+)",$', listed[1], re.MULTILINE)
+    return [f"torch=={torch}" if package.startswith("torch==") else package for package in packages]
+
+
+def without_torch(arguments: list[str]) -> tuple[str | None, list[str]]:
+    """The version of ``--torch VERSION`` or ``--torch=VERSION`` (None without it), and the other arguments."""
+    rest = []
+    version = None
+    remaining = iter(arguments)
+    for argument in remaining:
+        name, equals, value = argument.partition("=")
+        if name != "--torch":
+            rest.append(argument)
+            continue
+        version = value if equals else next(remaining, "")
+        if not re.fullmatch(r"\d+\.\d+(\.\d+)?([a-z]+\d+)?(\+\w+)?", version):
+            raise ValueError(f"--torch needs a version, as in --torch 2.9.1; this is {version!r}")
+    return version, rest
 
 
 def demo() -> int:
+    python = set_up()
     page = HERE / "build" / "01_first_cell.html"
     page.parent.mkdir(exist_ok=True)
     notebook = HERE / "notebooks" / "01_first_cell.ipynb"
-    shown = subprocess.run([PYTHON, HERE / "notebooks" / "demo.py"], check=False).returncode
+    shown = subprocess.run([python, HERE / "notebooks" / "demo.py"], check=False).returncode
     subprocess.run(
-        [PYTHON, "-m", "nbconvert", "--log-level=ERROR", "--execute", "--to", "html", notebook, "--output", page],
+        [python, "-m", "nbconvert", "--log-level=ERROR", "--execute", "--to", "html", notebook, "--output", page],
         check=True,
     )
     print(f"\nThe same in a notebook, with its pictures: {page}")
-    print(f"To try it yourself: {PYTHON} -m jupyter lab {notebook}")
+    print(f"To try it yourself: {python} -m jupyter lab {notebook}")
     return shown
 
 
 def test(arguments: list[str]) -> int:
-    return subprocess.run([PYTHON, "-m", "pytest", *arguments], cwd=HERE, check=False).returncode
+    torch, rest = without_torch(arguments)
+    return subprocess.run([set_up(torch), "-m", "pytest", *rest], cwd=HERE, check=False).returncode
 
 
 def main(arguments: list[str]) -> int:
@@ -68,8 +109,10 @@ def main(arguments: list[str]) -> int:
         print(__doc__, file=sys.stderr)
         return 2
     try:
-        set_up()
         return demo() if arguments[0] == "demo" else test(arguments[1:])
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
     except subprocess.CalledProcessError as error:
         print(f"this step failed: {' '.join(str(part) for part in error.cmd)}", file=sys.stderr)
         return error.returncode
