@@ -395,10 +395,13 @@ def test_nested_tensors_say_what_to_do_instead() -> None:
 
 
 def test_operators_of_the_compiler_say_what_to_do_instead() -> None:
-    from torch.nn.attention.flex_attention import flex_attention
+    x = rand(3)
+    with pytest.raises(NotImplementedError, match=r"virtual GPU cannot run cond.*Python's own if and for"):
+        torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,))
 
-    q = rand(1, 2, 128, 16)
-    with pytest.raises(
-        NotImplementedError, match=r"virtual GPU cannot run flex_attention.*scaled_dot_product_attention"
-    ):
-        flex_attention(q, q, q)
+
+def test_a_model_on_the_device_is_not_exported() -> None:
+    layer = nn.Linear(4, 4)
+    torch.export.export(layer, (torch.rand(2, 4),))
+    with pytest.raises(NotImplementedError, match=r"cannot trace a model on the virtual GPU: export it from the host"):
+        torch.export.export(layer.cuda(), (rand(2, 4),))

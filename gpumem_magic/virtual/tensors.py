@@ -120,7 +120,7 @@ class VirtualTensor(FakeTensor):
             if isinstance(error, NotImplementedError) and "HigherOrderOperator" in str(error):
                 raise NotImplementedError(
                     f"the virtual GPU cannot run {getattr(func, '__name__', func)}, which only PyTorch's compiler understands. "
-                    "Use ordinary operators, such as scaled_dot_product_attention, or a real GPU."
+                    "Use ordinary operators and Python's own if and for, or a real GPU."
                 ) from None
             raise cut(error)  # noqa: B904
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gpumem_magic.virtual.libraries import bits, dtensor, efficient, flash, triton_kernels
+from gpumem_magic.virtual.libraries import bits, dtensor, efficient, exporting, flash, flex, triton_kernels
 from gpumem_magic.virtual.libraries.loading import Libraries, Prepare
 
 _PREPARE: dict[str, Prepare] = {
@@ -11,6 +11,8 @@ _PREPARE: dict[str, Prepare] = {
     "flash_attn.flash_attn_interface": flash.prepare,
     "xformers.ops.fmha": efficient.prepare,
     "torch.distributed.tensor._api": dtensor.prepare,
+    "torch.export._trace": exporting.prepare,
+    "torch.nn.attention.flex_attention": flex.prepare,
     "triton.runtime.jit": triton_kernels.prepare_jit,
     "triton.runtime.autotuner": triton_kernels.prepare_autotuner,
 }

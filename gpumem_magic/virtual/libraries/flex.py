@@ -1,0 +1,106 @@
+"""PyTorch's `flex_attention` on a virtual device (torch 2.9 to 2.13).
+
+Compiled, it is one kernel that keeps its result and a float32 sum for each row of scores, and whose backward pass adds another
+such row. Not compiled, PyTorch writes the scores out. Both ways are kept apart here, although nothing is compiled. After
+`torch/_inductor/kernel/flex` and `torch/_higher_order_ops/flex_attention.py`. Not counted: gradients of tensors that a score
+function uses beside the scores.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from gpumem_magic.patching import Patches
+from gpumem_magic.virtual.tensors import VirtualTensor
+
+
+def prepare(module: ModuleType, patches: Patches) -> None:
+    dense = importlib.import_module("torch._higher_order_ops.flex_attention").math_attention
+    original: Any = module.flex_attention_hop
+
+    @functools.wraps(original.__call__)
+    def attend(
+        query: Any, key: Any, value: Any, score_mod: Any, block_mask: Any, scale: Any, options: Any, *more: Any
+    ) -> Any:
+        if not isinstance(query, VirtualTensor):
+            return original(query, key, value, score_mod, block_mask, scale, options, *more)
+        if _compiled():
+            return _Kernel.apply(query, key, value, options)  # type: ignore[no-untyped-call]
+
+        def attend_densely(*tensors: Any) -> Any:
+            return dense(*tensors, score_mod, block_mask, scale, options, *more)
+
+        return _Dense.apply(query, key, value, attend_densely)  # type: ignore[no-untyped-call]
+
+    patches.set(module, "flex_attention_hop", attend)
+
+
+def _compiled() -> bool:
+    """Whether the program's own code around this call was compiled; PyTorch itself compiles the last step always."""
+    frame, wrappers = sys._getframe(1), 0
+    while frame is not None and wrappers < 2:
+        code = frame.f_code
+        wrappers += code.co_name == "compile_wrapper" and code.co_filename.endswith("eval_frame.py")
+        frame = frame.f_back  # type: ignore[assignment]
+    return wrappers > 1
+
+
+def _like(query: torch.Tensor, size: int) -> torch.Tensor:
+    """A result with a row for each query, its dimensions in the order in which the query's lie in memory."""
+    shape = (*query.shape[:-1], size)
+    order = sorted(range(query.dim()), key=query.stride, reverse=True)
+    made = query.new_empty([shape[dim] for dim in order])
+    return made.permute([order.index(dim) for dim in range(query.dim())])
+
+
+class _Kernel(torch.autograd.Function):
+    """The compiled kernel."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Any, key: Any, value: Any, options: dict[str, Any]) -> Any:
+        out = _like(query, value.shape[-1])
+        rows = query.shape[:-1] if options.get("OUTPUT_LOGSUMEXP", True) else (0,)
+        sums = query.new_empty(rows, dtype=torch.float32)
+        highest = query.new_empty(query.shape[:-1] if options.get("OUTPUT_MAX", False) else (0,), dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, out, sums)
+        ctx.mark_non_differentiable(highest)
+        ctx.set_materialize_grads(False)
+        return out, sums, highest
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        query, key, value, _, _ = ctx.saved_tensors
+        delta = query.new_empty(query.shape[:-1], dtype=torch.float32)
+        results = tuple(torch.empty_like(tensor) for tensor in (query, key, value))
+        del delta
+        return (*results, None)
+
+
+class _Dense(torch.autograd.Function):
+    """What PyTorch does without its compiler: the scores are written, and again in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Any, key: Any, value: Any, attend: Any) -> Any:
+        out, sums, highest = attend(query, key, value)
+        ctx.attend = attend
+        ctx.save_for_backward(query, key, value, out, sums)
+        ctx.mark_non_differentiable(highest)
+        ctx.set_materialize_grads(False)
+        return out, sums, highest
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        inputs = [tensor.detach().requires_grad_() for tensor in ctx.saved_tensors[:3]]
+        with torch.enable_grad():
+            results = ctx.attend(*inputs)
+        asked = [
+            (out, gradient) for out, gradient in zip(results[:2], gradients[:2], strict=True) if gradient is not None
+        ]
+        outs, given = zip(*asked, strict=True)
+        return (*torch.autograd.grad(outs, inputs, given), None)

@@ -1,0 +1,104 @@
+"""`flex_attention` on the virtual GPU: compiled it is one kernel, otherwise the scores are written."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from gpumem_magic.virtual import gpu
+
+MIB = 1 << 20
+flex: Any = importlib.import_module("torch.nn.attention.flex_attention")
+
+
+@pytest.fixture(autouse=True)
+def _on() -> Iterator[None]:
+    gpu.turn_on("A100-40GB")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "flex_attention called without")
+        warnings.filterwarnings("ignore", "return_lse is deprecated")
+        yield
+    gpu.turn_off()
+
+
+def half(*shape: int) -> torch.Tensor:
+    return torch.rand(*shape, device="cuda", dtype=torch.float16, requires_grad=True)
+
+
+def causal(batch: Any, head: Any, query: Any, key: Any) -> Any:
+    return query >= key
+
+
+def distance(score: Any, batch: Any, head: Any, query: Any, key: Any) -> Any:
+    return score + (key - query)
+
+
+def attend(compiled: bool, **options: Any) -> tuple[int, int, int]:
+    """(bytes kept, highest in the forward pass, highest in the backward pass), beyond the arguments'."""
+    query, key, value = (half(1, 8, 1024, 64) for _ in range(3))
+    mask = flex.create_block_mask(causal, None, None, 1024, 1024, device="cuda")
+    call = torch.compile(flex.flex_attention) if compiled else flex.flex_attention
+    call(query, key, value, block_mask=mask, **options)  # the workspaces
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    out = call(query, key, value, block_mask=mask, **options)
+    assert out.shape == query.shape
+    kept, forward = torch.cuda.memory_allocated() - before, torch.cuda.max_memory_allocated() - before
+    gradient = torch.ones_like(out)
+    torch.cuda.reset_peak_memory_stats()
+    out.backward(gradient)
+    assert all(tensor.grad is not None and tensor.grad.shape == tensor.shape for tensor in (query, key, value))
+    return kept, forward, torch.cuda.max_memory_allocated() - before
+
+
+@pytest.mark.parametrize("options", [{}, {"score_mod": distance}])
+def test_compiled_it_keeps_its_result_and_a_sum_for_each_row(options: dict[str, Any]) -> None:
+    kept, forward, backward = attend(True, **options)
+    rows = 8 * 1024 * 4
+    assert kept == forward == MIB + rows
+    # The gradient that comes in, three that go out, and another sum for each row.
+    assert backward == kept + MIB + 3 * MIB + rows
+
+
+def test_not_compiled_it_writes_the_scores() -> None:
+    kept, forward, backward = attend(False)
+    scores = 8 * 1024 * 1024 * 4
+    assert kept < 2 * MIB, "they are gone after it"
+    assert forward > scores
+    assert backward > scores
+
+
+def test_inside_a_compiled_model_and_with_more_results() -> None:
+    def model(x: torch.Tensor) -> Any:
+        return flex.flex_attention(x, x, x, return_lse=True)
+
+    x = half(2, 4, 256, 32)
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    out, sums = torch.compile(model)(x)
+    assert torch.cuda.max_memory_allocated() - before < 4 * 2 * 4 * 256 * 256, "no scores"
+    assert (out.shape, sums.shape, sums.dtype) == (x.shape, (2, 4, 256), torch.float32)
+
+
+def test_grouped_queries_and_their_order_in_memory() -> None:
+    query = half(2, 256, 8, 64).transpose(1, 2)
+    key, value = half(2, 2, 256, 64), half(2, 2, 256, 64)
+    out = torch.compile(flex.flex_attention)(query, key, value, enable_gqa=True)
+    assert (out.shape, out.stride()) == (query.shape, query.stride())
+    out.sum().backward()
+    assert key.grad is not None
+    assert key.grad.shape == key.shape
+
+
+def test_on_the_host_pytorchs_own_runs() -> None:
+    x = torch.rand(1, 2, 128, 16)
+    expected = torch.nn.functional.scaled_dot_product_attention(x, x, x)
+    assert torch.allclose(flex.flex_attention(x, x, x), expected, atol=1e-5)
