@@ -24,16 +24,16 @@ def engine_of(tensor: VirtualTensor) -> Engine:
     return engine
 
 
-# The names under which a tensor's own dictionary keeps the class that it had on the host, its values if they are known, and the
-# one answer that all elements of a comparison would be.
+# The names under which a tensor's own dictionary keeps the class that it had on the host, its values if they are known, and
+# that it holds the answers to a check.
 HOST_CLASS = "_gpumem_host_class"
 KNOWN = "_gpumem_known"
-ANSWER = "_gpumem_answer"
+CHECKED = "_gpumem_checked"
 
 # What PyTorch's fake tensors (2.9 to 2.13) keep in a tensor's own dictionary, apart from what users put there.
 _FAKE_ATTRIBUTES = {
     "_fake_device", "fake_device", "fake_mode", "constant", "real_tensor", "pytype", "dispatch_keys", "_is_param", "_debug_trace",
-    HOST_CLASS, "_nonzero_memo", "_item_memo", "_unique_memo", "_unique_consecutive_memo", "_nested_int_memo", KNOWN, ANSWER,
+    HOST_CLASS, "_nonzero_memo", "_item_memo", "_unique_memo", "_unique_consecutive_memo", "_nested_int_memo", KNOWN, CHECKED,
     "_nonzero_memo_vc", "_item_memo_vc", "_unique_memo_vc", "_unique_consecutive_memo_vc", "_nested_int_memo_vc",
     "_nonzero_memo_epoch", "_item_memo_epoch", "_unique_memo_epoch", "_unique_consecutive_memo_epoch", "_nested_int_memo_epoch",
 }  # fmt: skip
