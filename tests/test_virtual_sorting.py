@@ -228,6 +228,22 @@ def test_determinism_sorts_always() -> None:
         torch.use_deterministic_algorithms(False)
 
 
+def test_a_masked_scatter_counts_for_every_element() -> None:
+    words = torch.zeros(2, 512, 1024, dtype=torch.bfloat16, device="cuda")
+    images = torch.zeros(128, 1024, dtype=torch.bfloat16, device="cuda")
+    mask = torch.zeros(2, 512, dtype=torch.bool, device="cuda")[..., None]
+    count = words.numel()
+    # The counts, and the mask laid out for all of them.
+    assert scratch(lambda: words.masked_scatter(mask, images)) == count * 8 + count
+    whole = mask.expand_as(words).contiguous()
+    assert scratch(lambda: words.masked_scatter(whole, images)) == count * 8
+
+    def in_place() -> None:
+        words.masked_scatter_(whole, images)
+
+    assert scratch(in_place) == count * 8
+
+
 # ---- gradients that are written in place
 
 

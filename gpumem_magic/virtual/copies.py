@@ -2,7 +2,8 @@
 
 After ATen/native/cuda (torch 2.9 to 2.13): ``SoftMax.cu``, ``layer_norm_kernel.cu`` and ``UpSample*.cu`` want plain layouts;
 ``Blas.cpp`` one dimension of each matrix whose elements lie side by side; ``Distributions.cpp`` and ``MultinomialKernel.cu`` draw
-into tensors of the weights' size; ``ForeachReduceOp.cu`` adds up each tensor in pieces of 65536 elements.
+into tensors of the weights' size; ``ForeachReduceOp.cu`` adds up each tensor in pieces of 65536 elements; ``IndexKernel.cu``
+counts the places of a `masked_scatter` in eight bytes for each element.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 
 from gpumem_magic.virtual.engine import Engine, special
 from gpumem_magic.virtual.sorting import holding
+from gpumem_magic.virtual.written_gradients import IN_PLACE, writes_into_zeros
 
 _aten = torch.ops.aten
 
@@ -64,6 +66,20 @@ def fits_blas(shape: Sequence[int], stride: Sequence[int]) -> bool:
 
 def _lies_right(matrices: Any) -> bool:
     return matrices.layout is not torch.strided or fits_blas(matrices.shape, matrices.stride())
+
+
+@special(_aten.masked_scatter.default, _aten.masked_scatter_.default)
+def _masked_scatter(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    """Which value goes where is counted for every element of the target, chosen or not."""
+    target, mask, source = args
+    if func in IN_PLACE and writes_into_zeros():
+        func = IN_PLACE[func]
+    out = engine.run(func, args, kwargs, device)
+    count = target.numel()
+    mask_is_plain = mask.shape == target.shape and mask.is_contiguous()
+    copied = 0 if source.is_contiguous() else _bytes(source)
+    with holding(engine, device, [count * 8, 0 if mask_is_plain else count, copied]):
+        return out
 
 
 @special(_aten.multinomial.default)

@@ -40,6 +40,10 @@ def writes_into_zeros() -> bool:
     return node is not None and node.name() in _NODES
 
 
-@special(*(function for function in IN_PLACE if function is not _aten.index_put.default))
+# Those that hold memory of their own call `writes_into_zeros` themselves.
+_ELSEWHERE = (_aten.index_put.default, _aten.masked_scatter.default)
+
+
+@special(*(function for function in IN_PLACE if function not in _ELSEWHERE))
 def _written(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     return engine.run(IN_PLACE[func] if writes_into_zeros() else func, args, kwargs, device)
