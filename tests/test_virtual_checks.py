@@ -100,6 +100,13 @@ def test_an_answer_is_no_attribute_of_the_programs() -> None:
     assert copy.copy(mask).is_cuda
 
 
+def test_checks_in_inference_mode() -> None:
+    with torch.inference_mode():
+        x = torch.rand(100, 40, device="cuda")
+        assert ((x >= 0) & (x <= 1)).all()
+        assert not torch.isnan(x).any()
+
+
 def test_checks_that_pytorch_makes_itself() -> None:
     sound, window = torch.rand(2, 4000, device="cuda"), torch.hann_window(256, device="cuda")
     spectrum = torch.stft(sound, 256, 128, window=window, return_complex=True)

@@ -2,7 +2,8 @@
 
 C++ sees meta tensors and would always take the math path, which writes the whole score matrix. The rules are those of PyTorch's
 `sdp_utils` (2.9 to 2.13): by data type, head size, mask, and the device's generation, in the order flash, memory-efficient,
-math; the user's switches (`torch.nn.attention.sdpa_kernel`, `torch.backends.cuda.enable_*_sdp`) count.
+math, cuDNN; the user's switches and order (`torch.nn.attention.sdpa_kernel`, `torch.backends.cuda.enable_*_sdp`) count. Not
+modelled: PyTorch's taste for cuDNN on H100 with the newest of its versions, which keeps what flash keeps.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from gpumem_magic.virtual.tensors import VirtualTensor
 
 _aten = torch.ops.aten
 _HALF = (torch.float16, torch.bfloat16)
-FLASH, EFFICIENT, MATH = "flash", "efficient", "math"
+FLASH, EFFICIENT, MATH, CUDNN = "flash", "efficient", "math", "cudnn"
+# The numbers of `torch.nn.attention.SDPBackend`.
+_KERNELS = {0: MATH, 1: FLASH, 2: EFFICIENT, 3: CUDNN}
 
 
 def choose(
@@ -31,26 +34,44 @@ def choose(
     is_causal: bool,
     enable_gqa: bool,
 ) -> str:
-    """Which kernel CUDA takes: "flash", "efficient" or "math"."""
+    """Which kernel CUDA takes: "flash", "efficient", "math" or "cudnn". Raises CUDA's RuntimeError where none is allowed."""
     same_kind = query.dtype == key.dtype == value.dtype and query.dim() == key.dim() == value.dim() == 4
     not_empty = 0 not in (*query.shape, *key.shape, *value.shape)
     dense = all(tensor.stride(-1) == 1 for tensor in (query, key, value))
+    fits = {MATH} if torch.backends.cuda.math_sdp_enabled() else set()
     if same_kind and not_empty and dense:
         batches = query.shape[0] == key.shape[0] == value.shape[0]
         heads = query.shape[1] == key.shape[1] == value.shape[1]
+        same_size = query.shape[-1] == key.shape[-1] == value.shape[-1] <= 256
         if torch.backends.cuda.flash_sdp_enabled() and batches and (heads or enable_gqa):
-            same_size = query.shape[-1] == key.shape[-1] == value.shape[-1] <= 256
             square = not is_causal or query.shape[-2] == key.shape[-2]
             if capability >= (8, 0) and query.dtype in _HALF and mask is None and same_size and square:
-                return FLASH
+                fits.add(FLASH)
         if torch.backends.cuda.mem_efficient_sdp_enabled() and batches and heads:
             kinds = (*_HALF, torch.float32) if capability >= (8, 0) else (torch.float16, torch.float32)
             step = _alignment(capability, query.dtype)
             aligned = query.shape[-1] % step == 0 and value.shape[-1] % step == 0
             learned_mask = mask is not None and mask.requires_grad
             if query.dtype in kinds and aligned and not learned_mask:
-                return EFFICIENT
-    return MATH
+                fits.add(EFFICIENT)
+        if torch.backends.cuda.cudnn_sdp_enabled() and batches and (heads or enable_gqa):
+            most = 256 if capability >= (9, 0) else 128
+            sized = (
+                query.shape[-1] % 8 == 0 and value.shape[-1] % 8 == 0 and max(query.shape[-1], value.shape[-1]) <= most
+            )
+            learned_mask = mask is not None and mask.requires_grad
+            if capability >= (8, 0) and query.dtype in _HALF and sized and not learned_mask:
+                fits.add(CUDNN)
+    for kernel in _order():
+        if kernel in fits:
+            return kernel
+    raise RuntimeError("No available kernel. Aborting execution.")
+
+
+def _order() -> list[str]:
+    """The kernels in the order in which they are tried (`torch._C._get_sdp_priority_order`, torch 2.6 to 2.13)."""
+    ask = getattr(torch._C, "_get_sdp_priority_order", None)
+    return [_KERNELS[number] for number in (ask() if ask is not None else (1, 2, 0, 3)) if number in _KERNELS]
 
 
 def _alignment(capability: tuple[int, int], dtype: torch.dtype) -> int:
@@ -111,18 +132,31 @@ class Attention:
             )[0]
             return out[..., :size] if extra else out  # type: ignore[no-any-return]
         wanted = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
+        if kernel == CUDNN:
+            bias = None if attn_mask is None else _additive(attn_mask, query)
+            if bias is not None:
+                bias = bias.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+            return _aten._scaled_dot_product_cudnn_attention.default(  # type: ignore[no-any-return]
+                query, key, value, bias, wanted, dropout_p, is_causal, False, scale=scale
+            )[0]
         mask = _efficient_mask(attn_mask, query, key)
         return _aten._scaled_dot_product_efficient_attention.default(  # type: ignore[no-any-return]
             query, key, value, mask, wanted, dropout_p, is_causal, scale=scale
         )[0]
 
 
+def _additive(mask: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    """What is added to the scores, for a mask of what may be seen."""
+    if mask.dtype != torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), float("-inf"))
+
+
 def _efficient_mask(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None:
     """The mask as the memory-efficient kernel takes it: additive, expanded, rows padded to 16 elements' alignment in memory."""
     if mask is None:
         return None
-    if mask.dtype == torch.bool:
-        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), float("-inf"))
+    mask = _additive(mask, query)
     extra = -mask.shape[-1] % 8
     if extra:
         mask = F.pad(mask, (0, extra))[..., : mask.shape[-1]]

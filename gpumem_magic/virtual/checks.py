@@ -47,11 +47,20 @@ def _say(tensor: Any, answer: bool) -> None:
 def _mark(tensor: Any) -> None:
     """These are answers to a check, until the tensor is written to."""
     if isinstance(tensor, VirtualTensor) and values.exact(tensor) is None:
-        tensor.__dict__[CHECKED] = tensor._version
+        tensor.__dict__[CHECKED] = _version(tensor)
 
 
 def _is_check(tensor: Any) -> bool:
-    return isinstance(tensor, VirtualTensor) and tensor.__dict__.get(CHECKED) == tensor._version
+    return (
+        isinstance(tensor, VirtualTensor)
+        and CHECKED in tensor.__dict__
+        and tensor.__dict__[CHECKED] == _version(tensor)
+    )
+
+
+def _version(tensor: torch.Tensor) -> int:
+    """How often the tensor has been written to; tensors of inference mode do not know."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _number(value: Any) -> Any:
