@@ -115,7 +115,7 @@ class GpuMemMagics(Magics):
         ::
 
           %gpumem_device T4
-          %gpumem_device T4,context=400MiB
+          %gpumem_device T4,context=400MiB,cudnn=none
           %gpumem_device off
 
         Alone it says what is on, and the names that it knows.
