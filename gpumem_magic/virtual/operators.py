@@ -116,7 +116,11 @@ def _read_into(engine: Engine, source: Any, host: torch.Tensor) -> torch.Tensor:
         engine.count_stand_in(by_user=given is not None or (found is not None and found.exact))
     if given is not None:
         return supplied.fill(given, host)
-    return host.zero_() if found is None else host.copy_(found.host)
+    if found is None:
+        return host.zero_()
+    host.copy_(found.host)
+    # What unknown values have made no number of is a stand-in, too.
+    return host if found.exact or not host.is_floating_point() else host.nan_to_num_(0.0, 0.0, 0.0)
 
 
 def _sparse_to_device(source: torch.Tensor, target: torch.device) -> Any:

@@ -18,9 +18,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from gpumem_magic.virtual.tensors import KNOWN, VirtualTensor
 
-# The largest tensor that is followed, in elements. Small biases and the like would be followed for nothing.
+# The largest tensor that is learnt, in elements. Small biases and the like would be followed for nothing.
 MOST_INTEGERS = 1024
 MOST_FLOATS = 1
+# The largest that is made of values that are known already: scores that are compared, where flags decide.
+MOST_FLOATS_MADE = 1024
 
 _aten = torch.ops.aten
 
@@ -34,6 +36,8 @@ _CONSTANT = {
     _aten.new_full.default,
     _aten.zero_.default,
     _aten.fill_.Scalar,
+    # Numbers that C++ makes tensors of, beside tensors: `torch.where(flag, x, -1e9)`.
+    _aten.scalar_tensor.default,
 }
 
 
@@ -82,6 +86,11 @@ def small(tensor: torch.Tensor) -> bool:
     return tensor.numel() <= (MOST_FLOATS if tensor.is_floating_point() else _LIMIT.integers)
 
 
+def _small_enough(tensor: torch.Tensor) -> bool:
+    """For the arguments and results of an operator that is done on known values as well."""
+    return tensor.numel() <= MOST_FLOATS_MADE if tensor.is_floating_point() else small(tensor)
+
+
 def learn(tensor: VirtualTensor, host: torch.Tensor) -> None:
     """Remembers exact values for a new tensor, if it is small."""
     if tensor.layout is torch.strided and small(tensor):
@@ -110,7 +119,7 @@ def follow(func: Any, args: Any, kwargs: Any, out: Any) -> None:
     results = [leaf for leaf in _leaves((out,)) if isinstance(leaf, VirtualTensor)]
     writes = func._schema.is_mutable
     try:
-        if torch.Tag.nondeterministic_seeded in func.tags or not all(small(leaf) for leaf in results):
+        if torch.Tag.nondeterministic_seeded in func.tags or not all(_small_enough(leaf) for leaf in results):
             raise _Unknown
         sure = [True, False]
         host_args = [_on_host(arg, sure) for arg in args]
@@ -146,7 +155,7 @@ def _on_host(arg: Any, sure: list[bool]) -> Any:
     if isinstance(arg, VirtualTensor):
         found = known(arg)
         if found is None:
-            if not small(arg):
+            if not _small_enough(arg):
                 raise _Unknown
             sure[0] = False
             with torch._C._DisableTorchDispatch():
