@@ -15,7 +15,7 @@ ENOUGH = 3
 """So many equal turns in a row are called a repetition."""
 
 LONGEST_TURN = 8
-"""In iterations. A loop that rebinds its batch alternates between places in memory; a Trainer with bert-large goes round in six."""
+"""In iterations. A loop that rebinds its batch alternates between places in memory; a Trainer of bert-large goes round in six."""
 
 
 class Repetition(NamedTuple):
