@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch_versions import WORKSPACES_ARE_KEPT
 
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT / "benchmarks"))
@@ -137,7 +138,8 @@ def test_a_dry_run_saves_and_compares_and_is_called_one(tmp_path: Path) -> None:
     last = data["rows"][-1]
     assert (data["told"]["allocated"], data["told"]["reserved"]) == (last[3], last[4])
     assert data["told"]["highest_allocated"] == max(row[6] for row in data["rows"])
-    assert data["error"]["line"] == 13
+    # The loop's lines take turns in asking for memory; how far it comes depends on whether workspaces are kept.
+    assert data["error"]["line"] == (13 if WORKSPACES_ARE_KEPT else 12)
     words = run("--compare", str(tmp_path))
     assert "A VIRTUAL GPU IN PLACE OF A REAL ONE, a dry run: Tesla T4" in words
     assert "Differences above 1%: none" in words
