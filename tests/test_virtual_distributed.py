@@ -22,7 +22,8 @@ MIB = 1 << 20
 
 
 @pytest.fixture(autouse=True)
-def group() -> Iterator[None]:
+def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")  # a product's workspace would come and go in 2.15
     gpu.turn_on("A100-40GB")
     with pytest.warns(UserWarning, match="a virtual GPU has no NCCL: gloo stands for it"):
         dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=torch.device("cuda", 0))

@@ -119,7 +119,12 @@ def test_a_fused_step_allocates_nothing_but_states(kind: Any, tensor: bool) -> N
     optimizer = kind(layer.parameters(), lr=rate, fused=True)
     for parameter in layer.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
+    try:
+        optimizer.step()
+    except RuntimeError as error:
+        if "supported devices" not in str(error):
+            raise
+        pytest.skip("this PyTorch has no such kernel for CUDA")
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     optimizer.step()

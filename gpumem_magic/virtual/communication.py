@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import sys
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -200,9 +201,12 @@ def _process_groups(patches: Patches, distributed: Any, engine: Engine) -> None:
         return instead
 
     for name in ("init_process_group", "new_group"):
-        replacement = with_gloo(getattr(module, name))
-        patches.set(module, name, replacement)
-        patches.set(distributed, name, replacement)
+        original = getattr(module, name)
+        replacement = with_gloo(original)
+        for place, other in list(sys.modules.items()):
+            # PyTorch's device meshes have names of their own for them.
+            if place.startswith("torch.distributed") and getattr(other, "__dict__", {}).get(name) is original:
+                patches.set(other, name, replacement)
     # Not in the module itself, which would look for NCCL's types.
     patches.set(distributed, "is_nccl_available", lambda: True)
 

@@ -37,6 +37,7 @@ def _returns_like(position: int) -> Callable[..., Any]:
 _LIKE = {
     _aten._sample_dirichlet.default: 0,
     _aten._dirichlet_grad.default: 0,
+    _aten._standard_gamma.default: 0,
     _aten._standard_gamma_grad.default: 0,
     _aten.binomial.default: 0,
     _aten._fake_quantize_learnable_per_tensor_affine.default: 0,
