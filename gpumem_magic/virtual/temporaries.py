@@ -5,7 +5,7 @@ added up in place. More are sorted first, which takes two lists of indices, four
 the accumulation type (float32 for half precision) for each index: often more than the gradient itself. (Early versions had
 rows only for the runs, whose number depends on values.) The sort's own storage, CUB's, is gone before the rows come.
 
-Not here, since their sizes are CUB's or depend on values: what `sort`, `topk` and `index_put_` with accumulate take in passing.
+What other kernels that sort take is in `sorting`, copies into another layout are in `copies`, convolutions in `convolutions`.
 """
 
 from __future__ import annotations
