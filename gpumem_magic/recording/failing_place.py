@@ -1,7 +1,7 @@
 """In which module, and in which operator, an error was raised: read from its traceback, of which nothing is kept.
 
-The module's frames are those of ``torch.nn.Module._call_impl``, whose ``self`` is the module: tried on torch 2.13, the same from
-2.9 on. Where a PyTorch calls them otherwise, no module is named. The operator is the call at which the innermost frame stands:
+The module's frames are those of ``torch.nn.Module._call_impl``, whose ``self`` is the module: tried on torch 2.9 to
+2.15. Where a PyTorch calls them otherwise, no module is named. The operator is the call at which the innermost frame stands:
 Python tells its place in the line from 3.11 on; before that it is named where the line holds only one call.
 """
 

@@ -1,6 +1,6 @@
 """The places in PyTorch without a public hook where a phase can be seen to begin and end.
 
-Tested on torch 2.13; the names are the same from 2.9 on. Each function replaces attributes through `Patches`, so that they
+Tested on torch 2.9 to 2.15; the names are the same from 2.9 on. Each function replaces attributes through `Patches`, so that they
 come back, and raises RuntimeError, naming what is missing, where a PyTorch has no such place.
 """
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.utils._device
-from torch._C import _len_torch_dispatch_stack  # the number of active dispatch modes; torch 2.9 to 2.13
+from torch._C import _len_torch_dispatch_stack  # the number of active dispatch modes; torch 2.9 to 2.15
 
 import gpumem_magic.virtual.convolutions
 import gpumem_magic.virtual.copies
@@ -308,9 +308,9 @@ class VirtualMachine:
             self._autocast.install(self._patches)
             self.attention.install()
             self._composites.install()
-            # What Triton and libraries ask for the stream to launch on; builds for the host lack it (torch 2.9 to 2.13).
+            # What Triton and libraries ask for the stream to launch on; builds for the host lack it (torch 2.9 to 2.15).
             self._patches.set(torch._C, "_cuda_getCurrentRawStream", self.face.stream_of)
-            # The public way to get cuBLAS's workspaces back; builds for the host lack it (torch 2.9 to 2.13).
+            # The public way to get cuBLAS's workspaces back; builds for the host lack it (torch 2.9 to 2.15).
             self._patches.set(torch._C, "_cuda_clearCublasWorkspaces", self._clear_workspaces)
             self._captured.install(self._patches)
             self.smi.install()

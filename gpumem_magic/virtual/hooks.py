@@ -35,7 +35,7 @@ def install_engine_hooks(patches: Patches, engine: Engine) -> None:
 def _backward(patches: Patches, engine: Engine) -> None:
     """C++ makes tensors in a backward pass that come to no virtual tensor's notice: the mode sees them.
 
-    `_engine_run_backward` is the one way into the engine from Python in torch 2.9 to 2.13; `torch.autograd` imports the name.
+    `_engine_run_backward` is the one way into the engine from Python in torch 2.9 to 2.15; `torch.autograd` imports the name.
     """
     original = getattr(torch.autograd.graph, "_engine_run_backward", None)
     if original is None:
@@ -62,7 +62,7 @@ def _backward(patches: Patches, engine: Engine) -> None:
     patches.set(torch.autograd, "_engine_run_backward", run)
 
 
-# The nodes at which a graph may come to the host from a device (torch 2.9 to 2.13); a function of the program's own may, too.
+# The nodes at which a graph may come to the host from a device (torch 2.9 to 2.15); a function of the program's own may, too.
 _CROSSINGS = ("ToCopyBackward", "CopyBackward", "CopySlices")
 
 
@@ -128,7 +128,7 @@ def _scripts(patches: Patches) -> None:
 
 
 def _run_eagerly(patches: Patches, engine: Engine) -> None:
-    """The state that `torch.compiler.set_stance("force_eager")` sets (torch 2.6 to 2.13), until the patches are undone; and a
+    """The state that `torch.compiler.set_stance("force_eager")` sets (torch 2.6 to 2.15), until the patches are undone; and a
     count of the calls that it concerns, where `_callback_from_stance` is asked before each."""
     frames = importlib.import_module("torch._dynamo.eval_frame")
     if (frames, "_stance") in patches.names():
@@ -149,7 +149,7 @@ def _run_eagerly(patches: Patches, engine: Engine) -> None:
 def _vmap(patches: Patches, engine: Engine) -> None:
     """Inside `torch.vmap` a tensor is wrapped, and what C++ makes for it would come to no virtual tensor's notice.
 
-    `_flat_vmap` is where every vmap runs its function (torch 2.0 to 2.13).
+    `_flat_vmap` is where every vmap runs its function (torch 2.0 to 2.15).
     """
     module = importlib.import_module("torch._functorch.vmap")
     original = module._flat_vmap

@@ -19,7 +19,7 @@ def become(tensor: torch.Tensor, other: torch.Tensor) -> None:
     """Makes `tensor` (the same Python object, with its own attributes and hooks) have the contents and device of `other`.
 
     `other` must not be used afterwards. One of the two is virtual. `torch._C._swap_tensor_impl` is what
-    `torch.utils.swap_tensors` ends in (torch 2.9 to 2.13); that function refuses objects with weak references, which
+    `torch.utils.swap_tensors` ends in (torch 2.9 to 2.15); that function refuses objects with weak references, which
     optimizers' parameters often have.
     """
     swap = getattr(torch._C, "_swap_tensor_impl", None)
