@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,31 @@ def test_the_readme_opens_with_the_first_notebooks_picture() -> None:
     stored = nbformat.read(FOLDER / "01_first_cell.ipynb", as_version=4)
     assert made.FIRST_PICTURE.read_bytes() == made.first_picture(stored)
     assert f"(docs/{made.FIRST_PICTURE.name})" in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_binders_environment_has_what_the_package_and_the_notebooks_need() -> None:
+    """The names are conda-forge's; nothing here asks conda whether it can resolve them."""
+    names = {"torch": "pytorch-cpu", "matplotlib": "matplotlib-base"}
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    listed = re.search(r"^dependencies = \[\n(.*?)^\]", project, re.MULTILINE | re.DOTALL)
+    assert listed is not None
+    needed = re.findall(r'"([a-z-]+)([^"]*)"', listed[1])
+    assert ("torch", ">=2.9") in needed
+    needed += re.findall(r'^    "(transformers|jupyterlab)([^"]*)"', project, re.MULTILINE)
+    lines = (ROOT / "binder" / "environment.yml").read_text(encoding="utf-8").splitlines()
+    for name, bounds in needed:
+        assert f"  - {names.get(name, name)}{bounds}" in lines
+    assert "--no-deps" in (ROOT / "binder" / "postBuild").read_text(encoding="utf-8")
+    # What the notebooks import, by the names under which it is installed; numpy comes with matplotlib.
+    imported = {
+        name
+        for path in NOTEBOOKS
+        for cell in nbformat.read(path, as_version=4).cells
+        if cell.cell_type == "code"
+        for name in re.findall(r"^(?:from|import) (\w+)", cell.source, re.MULTILINE)
+    }
+    known = {"torch", "transformers", "matplotlib", "numpy", "pynvml", "IPython", "gpumem_magic"}
+    assert imported - set(sys.stdlib_module_names) <= known
 
 
 QUESTION = re.compile(r"<details>\s*<summary>")
