@@ -301,7 +301,7 @@ class _Picture:
             self._text(
                 x,
                 middle,
-                fit(line.text, int((room - indent) * _SIZE / _SLIM_SIZE)),
+                fit(line.text, int((room - indent) * 0.96 * _SIZE / _SLIM_SIZE)),  # small letters are a little wider
                 mono=True,
                 color=QUIET,
                 size=_SLIM_SIZE,
