@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+import gpumem_magic
 from gpumem_magic.virtual import gpu
 
 PLACES = torch.tensor([[0, 1, 2], [1, 0, 2]])
@@ -130,6 +131,18 @@ def test_gradients_of_embeddings_hold_a_row_for_each_index(make: Callable[..., t
     assert torch.cuda.memory_allocated() - before == rows * (128 * 4 + 8)
     make(list(table.parameters())).step()
     table.zero_grad()
+
+
+def test_the_report_counts_a_sparse_gradient_as_a_gradient() -> None:
+    table = torch.nn.Embedding(1 << 14, 128, sparse=True).cuda()
+    optimizer = torch.optim.SparseAdam(list(table.parameters()))
+    words = torch.randint(0, 1 << 14, (64, 32), device="cuda")
+    with gpumem_magic.measure() as measured:
+        table(words).sum().backward()
+        optimizer.step()
+    categories = measured.report.to_dict()["checkpoints"][-1]["categories"]
+    assert categories["gradients"] == 64 * 32 * (128 * 4 + 8)
+    assert not any("failed" in note for note in measured.report.to_dict()["notes"])
 
 
 def test_a_graph_network_trains() -> None:

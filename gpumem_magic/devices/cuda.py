@@ -254,6 +254,8 @@ class CudaMachine:
         if device.type != "cuda":
             return None
         try:
+            if getattr(tensor, "layout", None) is self._torch.sparse_coo:
+                tensor = tensor.detach()._values()
             address = int(tensor.untyped_storage().data_ptr())
         except (RuntimeError, NotImplementedError):
             return None

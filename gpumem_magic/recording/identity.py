@@ -231,6 +231,9 @@ class Witness:
             self._see(tensor, "input", name)
 
     def _see(self, tensor: torch.Tensor, role: str, name: str | None) -> None:
+        if tensor.layout is torch.sparse_coo:
+            # Two tensors hold its memory; the second is the tensor's place.
+            self._see(tensor.detach()._indices(), role, name)
         where = self._machine.locate(tensor)
         if where is not None:
             self._add((*where, self._at(where[0])), role, name)

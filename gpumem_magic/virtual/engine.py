@@ -110,10 +110,12 @@ class Engine:
             return placement.address + int(tensor.storage_offset()) * tensor.element_size()
 
     def locate(self, tensor: Any) -> tuple[int, int] | None:
-        """(device index, address) of the tensor's storage, None for host tensors and empty ones."""
+        """(device index, address) of the tensor's storage (of a sparse tensor's values), None for host tensors and empty ones."""
         if not isinstance(tensor, VirtualTensor) or tensor.fake_mode is not self.fake:
             return None
         with self.lock, torch._C.DisableTorchFunctionSubclass():
+            if tensor.layout is torch.sparse_coo:
+                tensor = self._strided_parts(tensor)[1]
             placement = self.table.find(tensor.untyped_storage())
         return (placement.device, placement.address) if placement is not None and placement.nbytes else None
 
