@@ -143,3 +143,11 @@ def test_compiled_modules_are_loaded_to_the_device() -> None:
     assert loaded(torch.rand(2, 3, device="cuda")).is_cuda
     file.seek(0)
     assert torch.jit.load(file)(torch.rand(2, 3)).device.type == "cpu"
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_default_device_can_be_asked_for_afterwards() -> None:
+    torch.set_default_tensor_type(torch.cuda.FloatTensor)
+    assert torch.get_default_device().type == "cuda"
+    torch.set_default_tensor_type(torch.FloatTensor)
+    assert torch.get_default_device().type == "cpu"

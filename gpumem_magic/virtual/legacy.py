@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from typing import Any
 
 import torch
@@ -54,6 +55,9 @@ def _default_type(patches: Patches) -> None:
         nonlocal moved
         if device is not None or moved:
             torch.set_default_device(device)
+        if moved and device is None:
+            # In 2.9, `torch.get_default_device` fails after that. The name is the same in 2.9, 2.11, 2.13 and 2.15.
+            vars(getattr(torch, "_GLOBAL_DEVICE_CONTEXT", threading.local())).pop("device_context", None)
         moved = device is not None
 
     @functools.wraps(original)
