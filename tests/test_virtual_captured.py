@@ -92,3 +92,28 @@ def test_after_off_builds_for_the_host_refuse_as_before(notebook: Any) -> None:
     gpu.turn_off()
     with pytest.raises((AssertionError, NotImplementedError, RuntimeError)):
         notebook.zeros(3, device="cuda")
+
+
+@pytest.mark.parametrize(
+    "gather",
+    [
+        lambda x: torch.tensor([x[0], x[1]]),
+        lambda x: torch.tensor([[number] for number in x], device="cuda"),
+        lambda x: torch.as_tensor([x[0], 3]),
+        lambda x: torch.LongTensor([[x[0], x[1]]]),
+        lambda x: torch.Tensor([x[0], x[1]]),
+        lambda x: torch.zeros(2).fill_(x[1]),
+        lambda x: torch.zeros(2).masked_fill(torch.tensor([True, False]), x[1]),
+    ],
+)
+def test_numbers_of_the_device_are_gathered_in_a_list(gather: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    machine = gpu.turn_on("T4")
+    expected = gather(torch.tensor([0, 1]))
+    try:
+        unknown = gather(torch.randint(0, 2, (2,), device="cuda"))
+        assert sum(machine.stand_ins.values()) >= 1
+        found = gather(torch.tensor([0, 1], device="cuda"))
+        assert (found.shape, found.dtype) == (unknown.shape, unknown.dtype) == (expected.shape, expected.dtype)
+        assert found.tolist() == expected.tolist()
+    finally:
+        gpu.turn_off()

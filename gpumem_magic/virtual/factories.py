@@ -110,6 +110,10 @@ class Factories:
         context = torch.utils._device.DeviceContext
         patches.set(context, "__torch_function__", self._device_context(context.__torch_function__, set(makers)))
 
+    @property
+    def engine(self) -> Engine:
+        return self._engine
+
     # ---- which device
 
     def index_of(self, device: Any) -> int | None:

@@ -16,6 +16,7 @@ import torch
 from gpumem_magic.virtual import values
 from gpumem_magic.virtual.engine import Engine, cannot_run, special
 from gpumem_magic.virtual.operators import _placed
+from gpumem_magic.virtual.tensors import VirtualTensor
 
 _aten = torch.ops.aten
 
@@ -206,3 +207,14 @@ def _weight_norm_backward(engine: Engine, func: Any, args: Any, kwargs: Any, dev
     """The gradients of direction and magnitude: PyTorch's rule came after 2.9."""
     _, saved_v, saved_g, *_ = args
     return _like(engine, saved_v, device), _like(engine, saved_g, device)
+
+
+# ---- a number of the device for a tensor of the host: it is read
+
+
+@special(_aten.fill_.Tensor, _aten.masked_fill.Tensor, _aten.masked_fill_.Tensor)
+def _fill(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    *before, value = args
+    if any(isinstance(arg, VirtualTensor) for arg in before) or value.dim():
+        return engine.run(func, args, kwargs, device)
+    return getattr(func.overloadpacket, "Scalar")(*before, value.item())  # noqa: B009
