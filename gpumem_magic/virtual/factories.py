@@ -53,6 +53,13 @@ def _means_meta(device: Any) -> bool:
     return device == "meta" or (type(device) is _DEVICE and device.type == "meta" and device.index is None)
 
 
+def _unchecked(original: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    """A sparse tensor on the device, whose indices have no values that could be checked; 2.11 warns although it is told."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Sparse invariant checks are implicitly disabled")
+        return original(*args, **{**kwargs, "check_invariants": False})
+
+
 def plain_meta(tensor: VirtualTensor) -> torch.Tensor:
     """An ordinary meta tensor with the virtual tensor's shape, strides and dtype."""
     STATE.depth += 1
@@ -230,15 +237,12 @@ class Factories:
                 index = None if STATE.depth else self.index_of(kwargs.get("device"))
                 if index is None:
                     if any(isinstance(arg, VirtualTensor) for arg in (*args, *kwargs.values())):
-                        kwargs["check_invariants"] = False
+                        return _unchecked(original, args, kwargs)
                     return original(*args, **kwargs)
                 del kwargs["device"]
                 target = torch.device("cuda", index)
                 parts = [arg.to(target) if isinstance(arg, torch.Tensor) else arg for arg in args]
-                with warnings.catch_warnings():
-                    # Indices have no values on the device that could be checked; 2.11 warns although it is told.
-                    warnings.filterwarnings("ignore", "Sparse invariant checks are implicitly disabled")
-                    return original(*parts, **{**kwargs, "check_invariants": False})
+                return _unchecked(original, parts, kwargs)
             except Exception as error:
                 __tracebackhide__, args, kwargs, parts = True, (), {}, []
                 raise cut(error)  # noqa: B904
