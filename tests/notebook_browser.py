@@ -123,6 +123,10 @@ class Server:
             self._process.wait()
 
 
+# What Jupyter's page says, without a stack, of its questions that a restarted kernel no longer answers.
+_KERNEL_WENT = ("Canceled future for ", "Error: Canceled future for ")
+
+
 class Notebook:
     """One open notebook, which lies in `folder`. strays: requests that would have left the computer; errors: the page's own."""
 
@@ -137,6 +141,8 @@ class Notebook:
 
     def _keep(self, error: Any) -> None:
         """Errors of the server's own page (Notebook 7.6 has one whenever it opens) are not a widget's; extensions' count."""
+        if str(error).startswith(_KERNEL_WENT):
+            return
         frames = [line for line in (error.stack or "").splitlines() if line.strip().startswith("at ") and "://" in line]
         if not frames or not all("/static/lab/" in line or "/static/notebook/" in line for line in frames):
             self.errors.append(f"{error}\n{error.stack}")
