@@ -12,11 +12,11 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import nbformat
 import pytest
 from IPython.utils.capture import capture_output
+from project_scripts import load
 from shell_fakes import clean_shell
 
 import gpumem_magic
@@ -128,16 +128,9 @@ def test_the_second_temporary_of_adam_fails_beside_the_first(run: tuple[Report, 
 
 
 def test_it_is_made_of_real_modules_only() -> None:
-    import importlib.util
-
     from torch import nn
 
-    spec = importlib.util.spec_from_file_location("colab_model", NOTEBOOKS / "colab_model.py")
-    assert spec is not None
-    assert spec.loader is not None
-    made: Any = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(made)
-    model = made.MyModel()
+    model = load(NOTEBOOKS / "colab_model.py").MyModel()
     assert [type(module).__module__.startswith("torch.nn.") for module in model.modules()].count(False) == 1
     leaves = [module for module in model.modules() if not list(module.children())]
     assert {type(module) for module in leaves} <= {

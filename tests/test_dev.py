@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from project_scripts import load
 
 HERE = Path(__file__).resolve().parents[1]
 
@@ -16,12 +16,7 @@ HERE = Path(__file__).resolve().parents[1]
 def dev() -> Any:
     if not (HERE / "dev.py").is_file():
         pytest.skip("dev.py is only in the repository")
-    spec = importlib.util.spec_from_file_location("dev", HERE / "dev.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load(HERE / "dev.py")
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 has no tomllib to compare with")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import importlib.util
 import json
 import os
 import re
@@ -17,6 +16,7 @@ pytest.importorskip("nbclient", reason="running notebooks needs nbclient")
 pytest.importorskip("ipykernel", reason="running notebooks needs ipykernel")
 
 import nbformat
+from project_scripts import load
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "notebooks"
@@ -34,12 +34,7 @@ print(next((line.split()[1] for line in lines if line.startswith("VmHWM")), 0))
 
 
 def refresh() -> Any:
-    spec = importlib.util.spec_from_file_location("refresh", FOLDER / "refresh.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load(FOLDER / "refresh.py")
 
 
 def difference(then: list[str], now: list[str]) -> str:

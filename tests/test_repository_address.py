@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
@@ -10,10 +9,10 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 from xml.etree import ElementTree
 
 import pytest
+from project_scripts import load
 
 ROOT = Path(__file__).parents[1]
 OLDEST = Path(sys.prefix) / "oldest-ipython"
@@ -22,16 +21,7 @@ NAMES = sorted(path.name for path in (ROOT / "notebooks").glob("*.ipynb"))
 BADGE = re.compile(r"\[!\[([^\]]+)\]\(([^)]+)\)\]\(([^)]+)\)")
 
 
-def load() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("address", ROOT / "notebooks" / "address.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-address = load()
+address = load(ROOT / "notebooks" / "address.py")
 
 
 def contents(root: Path) -> dict[str, bytes]:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scratch_memory import scratch
 from torch import nn
 
 import gpumem_magic
@@ -31,15 +32,6 @@ def benchmark_is_off() -> Iterator[None]:
 def on() -> Iterator[Callable[[str], gpu.VirtualMachine]]:
     yield gpu.turn_on
     gpu.turn_off()
-
-
-def scratch(work: Callable[[], Any]) -> int:
-    """Bytes at the peak that are not there any more when the work is done."""
-    torch.cuda.reset_peak_memory_stats()
-    kept = work()
-    bytes_now = torch.cuda.memory_allocated()
-    del kept
-    return torch.cuda.max_memory_allocated() - bytes_now
 
 
 def blocks(*sizes: int) -> int:

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from scratch_memory import scratch
 
 import gpumem_magic
 from gpumem_magic.virtual import gpu
@@ -21,15 +22,6 @@ from gpumem_magic.virtual.sorting import accumulating_steps, radix_bytes, sort_b
 def machine() -> Iterator[gpu.VirtualMachine]:
     yield gpu.turn_on("virtual:8GiB,context=0MiB")
     gpu.turn_off()
-
-
-def scratch(work: Callable[[], Any]) -> int:
-    """Bytes at the peak beside what was there and what the work returns."""
-    torch.cuda.reset_peak_memory_stats()
-    kept = work()
-    now = torch.cuda.memory_allocated()
-    del kept
-    return torch.cuda.max_memory_allocated() - now
 
 
 def adding(target: torch.Tensor, places: tuple[torch.Tensor, ...], rows: torch.Tensor) -> Callable[[], None]:

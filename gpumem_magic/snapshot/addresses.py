@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
+from collections.abc import Callable
 
 _MOST = 1024
 """Addresses in a list, before it is cut in two."""
@@ -78,3 +79,15 @@ class Addresses:
             if stop < len(found):
                 break
         return all_found
+
+    def touching(self, address: int, size: int, size_at: Callable[[int], int]) -> list[int]:
+        """Those whose bytes lie among the `size` bytes from `address` on; what begins at one of them is `size_at` of it long.
+
+        No two of them overlap.
+        """
+        end = address + size
+        found = self.between(address, end)
+        before = self.at_or_below(address - 1)
+        if before is not None and before < end and before + size_at(before) > address:
+            found.insert(0, before)
+        return found

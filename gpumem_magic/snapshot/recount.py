@@ -204,11 +204,7 @@ class Recount:
         self._now_requested += life.requested
 
     def _overlapping(self, address: int, size: int) -> list[Life]:
-        end = address + size
-        before = self._used_starts.at_or_below(address - 1)
-        starts = self._used_starts.between(address, end)
-        if before is not None and before < end and before + self._used[before].size > address:
-            starts.insert(0, before)
+        starts = self._used_starts.touching(address, size, lambda start: self._used[start].size)
         return [self._used[start] for start in starts]
 
     # Segments.
@@ -277,9 +273,5 @@ class Recount:
         return extent if address < extent.address + extent.size else None
 
     def _extents_within(self, address: int, size: int) -> list[Extent]:
-        end = address + size
-        before = self._extent_starts.at_or_below(address - 1)
-        starts = self._extent_starts.between(address, end)
-        if before is not None and before < end and before + self._extents[before].size > address:
-            starts.insert(0, before)
+        starts = self._extent_starts.touching(address, size, lambda start: self._extents[start].size)
         return [self._extents[start] for start in starts]

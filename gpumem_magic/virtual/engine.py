@@ -35,12 +35,14 @@ SPECIAL: dict[Any, Callable[..., Any]] = {}
 SPARSE: dict[Any, Callable[..., Any]] = {}
 
 
-def special(*functions: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def special(
+    *functions: Any, table: dict[Any, Callable[..., Any]] = SPECIAL
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Registers a handler ``handler(engine, func, args, kwargs, device)`` for operators whose result is not just a shape."""
 
     def register(handler: Callable[..., Any]) -> Callable[..., Any]:
         for function in functions:
-            SPECIAL[function] = handler
+            table[function] = handler
         return handler
 
     return register

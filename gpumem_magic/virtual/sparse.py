@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
-from gpumem_magic.virtual.engine import SPARSE, Engine
+from gpumem_magic.virtual.engine import SPARSE, Engine, special
 from gpumem_magic.virtual.mismatch import refuse_mixed_devices
 from gpumem_magic.virtual.operators import _blank, _placed
 
@@ -37,13 +38,7 @@ class Parts(NamedTuple):
         return int(self.indices.shape[1])
 
 
-def _sparse(*functions: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    def register(handler: Callable[..., Any]) -> Callable[..., Any]:
-        for function in functions:
-            SPARSE[function] = handler
-        return handler
-
-    return register
+_sparse = partial(special, table=SPARSE)
 
 
 def parts(engine: Engine, tensor: Any) -> Parts:
