@@ -39,6 +39,18 @@ def test_the_answers_are_those_of_one_sorted_list(steps: list[tuple[bool, int, i
         assert tested.between(-100, 100) == plain
 
 
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(1, 5)), max_size=30), st.integers(-3, 120), st.integers(1, 30))
+def test_what_touches_a_range_shares_a_byte_with_it(pieces: list[tuple[int, int]], address: int, size: int) -> None:
+    tested, sizes, end = Addresses(), {}, 0
+    for gap, length in pieces:
+        tested.add(end + gap)
+        sizes[end + gap] = length
+        end += gap + length
+    wanted = set(range(address, address + size))
+    touching = [start for start in sorted(sizes) if wanted & set(range(start, start + sizes[start]))]
+    assert tested.touching(address, size, sizes.__getitem__) == touching
+
+
 def test_no_list_grows_without_end() -> None:
     many = Addresses()
     for number in range(10_000):
