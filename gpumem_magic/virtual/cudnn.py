@@ -25,8 +25,9 @@ import torch
 
 from gpumem_magic.allocator.caching import CachingAllocator
 from gpumem_magic.snapshot.rules import round_size, segment_size
-from gpumem_magic.virtual.catalog import GpuModel
+from gpumem_magic.virtual.catalog import DeviceState
 from gpumem_magic.virtual.generations import is_rocm
+from gpumem_magic.virtual.kernels import version_text
 from gpumem_magic.virtual.modes import origin
 
 _TILE = 4
@@ -78,10 +79,7 @@ def _winograd(call: Convolution) -> int:
     return _VALUES_OF_A_TILE * (tiles * (channels + results) + channels * results) * call.dtype.itemsize
 
 
-class _Device(Protocol):
-    @property
-    def model(self) -> GpuModel: ...
-
+class _Device(DeviceState, Protocol):
     @property
     def allocator(self) -> CachingAllocator: ...
 
@@ -110,7 +108,7 @@ class Scratch:
         model = self._devices[device].model
         if model.convolution_bytes is not None:
             return model.convolution_bytes
-        if is_rocm(model.torch_version or torch.__version__):
+        if is_rocm(version_text(self._devices[device])):
             return 0
         return estimate(call, model.capability)
 

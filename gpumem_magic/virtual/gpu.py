@@ -279,7 +279,7 @@ class VirtualMachine:
         self.convolutions.take(device, call)
 
     def torch_version(self, device: int) -> tuple[int, int]:
-        return generations.parse_version(self._devices[device].model.torch_version or torch.__version__)
+        return generations.parse_version(kernels.version_text(self._devices[device]))
 
     def _clear_workspaces(self) -> None:
         with self.engine.lock:

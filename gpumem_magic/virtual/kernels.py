@@ -86,7 +86,12 @@ class Workspaces:
             self._free(device, address)
 
 
+def version_text(device: DeviceState) -> str:
+    """The version of PyTorch whose ways of using memory are the device's: its own, else the installed one."""
+    return str(device.model.torch_version or torch.__version__)
+
+
 def _policy(device: DeviceState) -> BlasPolicy:
     model = device.model
-    version = parse_version(model.torch_version or torch.__version__)
+    version = parse_version(version_text(device))
     return blas_policy(version, model.cublas_workspace_bytes, os.environ)
