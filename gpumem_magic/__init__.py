@@ -27,8 +27,8 @@ _HOMES = {
     "load_ipython_extension": "gpumem_magic.magics",
     "mark": "gpumem_magic.session",
     "measure": "gpumem_magic.session",
-    "register_kernel": "gpumem_magic.virtual.rules",
-    "stand_in": "gpumem_magic.virtual.supplied",
+    "register_kernel": "gpumem_magic.virtual.engine.kernel_rules",
+    "stand_in": "gpumem_magic.virtual.engine.supplied",
     "unload_ipython_extension": "gpumem_magic.magics",
 }
 
@@ -53,8 +53,8 @@ if TYPE_CHECKING:
     from gpumem_magic.report.from_file import load
     from gpumem_magic.report.model import Report
     from gpumem_magic.session import last_report, mark, measure
-    from gpumem_magic.virtual.rules import register_kernel
-    from gpumem_magic.virtual.supplied import stand_in
+    from gpumem_magic.virtual.engine.kernel_rules import register_kernel
+    from gpumem_magic.virtual.engine.supplied import stand_in
     from gpumem_magic.widgets.watch import last_watch
 
 

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from gpumem_magic.devices.base import Label
     from gpumem_magic.devices.cuda import CudaMachine
-    from gpumem_magic.virtual.catalog import RealDevice
-    from gpumem_magic.virtual.gpu import VirtualDevice, VirtualMachine
+    from gpumem_magic.virtual.card.catalog import RealDevice
+    from gpumem_magic.virtual.engine.device import VirtualDevice
+    from gpumem_magic.virtual.machine import VirtualMachine
 
 DEFAULT_DEVICE = "T4"
 
@@ -50,7 +51,8 @@ class Chosen:
 def choose(name: str) -> str:
     """Turns a virtual device on, or chooses a real one, and returns a sentence about it. Raises DeviceError."""
     global _chosen_gpu
-    from gpumem_magic.virtual import catalog, gpu
+    from gpumem_magic.virtual import gpu
+    from gpumem_magic.virtual.card import catalog
 
     before = gpu.current()
     try:
@@ -101,7 +103,8 @@ def for_recording(name: str | None) -> Chosen:
     import torch
 
     from gpumem_magic.devices import unsupported
-    from gpumem_magic.virtual import catalog, gpu
+    from gpumem_magic.virtual import gpu
+    from gpumem_magic.virtual.card import catalog
 
     machine = gpu.current()
     spec = _parsed(name) if name is not None else None
@@ -135,7 +138,7 @@ def for_recording(name: str | None) -> Chosen:
 
 
 def _parsed(name: str) -> Any:
-    from gpumem_magic.virtual import catalog
+    from gpumem_magic.virtual.card import catalog
 
     try:
         return catalog.parse(name)
@@ -218,7 +221,8 @@ def _no_gpu(text: str) -> str:
 def state() -> str:
     """What is on, and the names that there are, for a bare ``%gpumem_device``."""
     from gpumem_magic.devices import here
-    from gpumem_magic.virtual import catalog, gpu
+    from gpumem_magic.virtual import gpu
+    from gpumem_magic.virtual.card import catalog
 
     machine = gpu.current()
     if machine is not None:
@@ -279,7 +283,7 @@ def smi_lines() -> list[str]:
 
 
 def _smi_line(device: VirtualDevice) -> str:
-    from gpumem_magic.virtual import smi
+    from gpumem_magic.virtual.card import smi
 
     return smi.line(device.used_bytes(), device.model.smi_total_bytes)
 

@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         status: int = options.run(options)
         return status
     if options.command == "devices":
-        from gpumem_magic.virtual.catalog import describe
+        from gpumem_magic.virtual.card.catalog import describe
 
         print(describe())
         return 0

@@ -21,10 +21,11 @@ from gpumem_magic.commands import measuring
 from gpumem_magic.commands.calibrate import both_ways, device_text, words
 from gpumem_magic.commands.measuring import NoGpu, measure, measure_apart
 from gpumem_magic.units import MIB
-from gpumem_magic.virtual import calibration, gpu
-from gpumem_magic.virtual.calibration import BadCalibration, Calibration
-from gpumem_magic.virtual.catalog import CATALOG, DeviceSpec, GpuModel, describe, parse
-from gpumem_magic.virtual.generations import LARGE_WORKSPACE, WORKSPACE
+from gpumem_magic.virtual import gpu
+from gpumem_magic.virtual.card import calibration
+from gpumem_magic.virtual.card.calibration import BadCalibration, Calibration
+from gpumem_magic.virtual.card.catalog import CATALOG, DeviceSpec, GpuModel, describe, parse
+from gpumem_magic.virtual.card.generations import LARGE_WORKSPACE, WORKSPACE
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpumem_magic.units import GIB, MIB
-from gpumem_magic.virtual.catalog import (
+from gpumem_magic.virtual.card.catalog import (
     CATALOG,
     MAX_BYTES,
     DeviceSpec,
@@ -219,7 +219,7 @@ def test_uuid_and_bus_id() -> None:
 
 def test_these_modules_import_neither_torch_nor_pynvml() -> None:
     code = (
-        "import sys, gpumem_magic.virtual.catalog, gpumem_magic.virtual.smi, gpumem_magic.virtual.nvml\n"
+        "import sys, gpumem_magic.virtual.card.catalog, gpumem_magic.virtual.card.smi, gpumem_magic.virtual.card.nvml\n"
         "print([name for name in ('torch', 'pynvml', 'matplotlib', 'numpy') if name in sys.modules])"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

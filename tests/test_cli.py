@@ -218,7 +218,7 @@ def test_where_measuring_fails_the_script_runs_plainly(
 
 
 def test_devices_prints_the_catalogue(capsys: pytest.CaptureFixture[str]) -> None:
-    from gpumem_magic.virtual.catalog import CATALOG
+    from gpumem_magic.virtual.card.catalog import CATALOG
 
     assert cli.main(["devices"]) == 0
     out = capsys.readouterr().out

@@ -13,7 +13,7 @@ import gpumem_magic
 from gpumem_magic.owners.search import find_owners
 from gpumem_magic.units import KIB, MIB
 from gpumem_magic.virtual import gpu
-from gpumem_magic.virtual.generations import (
+from gpumem_magic.virtual.card.generations import (
     LARGE_WORKSPACE,
     WORKSPACE,
     BlasPolicy,

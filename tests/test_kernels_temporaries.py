@@ -11,7 +11,7 @@ from torch import nn
 import gpumem_magic
 from gpumem_magic.units import MIB
 from gpumem_magic.virtual import gpu
-from gpumem_magic.virtual.temporaries import embedding_scratch
+from gpumem_magic.virtual.operators.temporaries import embedding_scratch
 
 
 @pytest.fixture(autouse=True)

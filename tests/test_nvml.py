@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from gpumem_magic.units import MIB
-from gpumem_magic.virtual import smi_script
-from gpumem_magic.virtual.catalog import DeviceSpec, GpuModel, device_uuid, parse
-from gpumem_magic.virtual.nvml import VirtualNvml
+from gpumem_magic.virtual.card import smi_script
+from gpumem_magic.virtual.card.catalog import DeviceSpec, GpuModel, device_uuid, parse
+from gpumem_magic.virtual.card.nvml import VirtualNvml
 
 pynvml = pytest.importorskip("pynvml")
 

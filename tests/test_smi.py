@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 
 from gpumem_magic.units import MIB
-from gpumem_magic.virtual import smi as smi_module
-from gpumem_magic.virtual import smi_script
-from gpumem_magic.virtual.catalog import DeviceSpec, GpuModel, device_uuid, parse
-from gpumem_magic.virtual.smi import VirtualSmi, line
+from gpumem_magic.virtual.card import smi as smi_module
+from gpumem_magic.virtual.card import smi_script
+from gpumem_magic.virtual.card.catalog import DeviceSpec, GpuModel, device_uuid, parse
+from gpumem_magic.virtual.card.smi import VirtualSmi, line
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="the program is tried in a POSIX shell")
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from gpumem_magic.virtual import gpu, tensors
+from gpumem_magic.virtual import gpu
+from gpumem_magic.virtual.engine import tensors
 
 
 @pytest.fixture(autouse=True)

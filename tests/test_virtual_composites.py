@@ -53,7 +53,7 @@ def test_its_gradient_has_a_gradient(machine: gpu.VirtualMachine, gate: Callable
 
 @pytest.mark.parametrize(("gate", "backward"), GATED)
 def test_the_smaller_operators_are_the_same_function(gate: Callable[..., Any], backward: Any) -> None:
-    from gpumem_magic.virtual import composites
+    from gpumem_magic.virtual.operators import composites
 
     ours = {"silu": composites.silu_backward, "mish": composites.mish_backward}[gate.__name__]
     x = torch.linspace(-4, 4, 33, dtype=torch.float64, requires_grad=True)
@@ -108,7 +108,7 @@ def test_a_norm_by_squares_in_all_surroundings(machine: gpu.VirtualMachine) -> N
 @pytest.mark.parametrize("weight", [None, torch.linspace(1, 2, 8, dtype=torch.float64)])
 @pytest.mark.parametrize("eps", [None, 1e-3])
 def test_the_smaller_operators_are_the_same_norm(weight: torch.Tensor | None, eps: float | None) -> None:
-    from gpumem_magic.virtual import composites
+    from gpumem_magic.virtual.operators import composites
 
     x = torch.linspace(-4, 4, 32, dtype=torch.float64).view(4, 8)
     out, _ = composites._by_smaller_operators(x, (8,), weight, eps)

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from gpumem_magic.snapshot.model import Snapshot
 from gpumem_magic.snapshot.timeline import Timeline
-from gpumem_magic.virtual import attention, gpu
+from gpumem_magic.virtual import gpu
+from gpumem_magic.virtual.operators import attention
 
 MIB = 1 << 20
 

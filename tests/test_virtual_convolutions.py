@@ -15,8 +15,10 @@ from torch import nn
 import gpumem_magic
 from gpumem_magic.report.model import Report
 from gpumem_magic.units import GIB, MIB
-from gpumem_magic.virtual import catalog, gpu
-from gpumem_magic.virtual.cudnn import Convolution, estimate
+from gpumem_magic.virtual import gpu
+from gpumem_magic.virtual.card import catalog
+from gpumem_magic.virtual.engine.memory import Convolution
+from gpumem_magic.virtual.operators.cudnn import estimate
 
 A100 = (8, 0)
 

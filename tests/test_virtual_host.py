@@ -14,8 +14,8 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from gpumem_magic.virtual import gpu
-from gpumem_magic.virtual.hooks import _stays_on_host
-from gpumem_magic.virtual.saving import SWITCH, StandInsNotSaved
+from gpumem_magic.virtual.torch_face.hooks import _stays_on_host
+from gpumem_magic.virtual.torch_face.saving import SWITCH, StandInsNotSaved
 
 
 @pytest.fixture(autouse=True)

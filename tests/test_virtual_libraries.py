@@ -19,7 +19,8 @@ import torch
 import torch._dynamo  # looks for Triton when it is imported, and must not find the package that stands for it
 
 import gpumem_magic
-from gpumem_magic.virtual import gpu, rules
+from gpumem_magic.virtual import gpu
+from gpumem_magic.virtual.engine import kernel_rules as rules
 
 MIB = 1 << 20
 NAMES = ("flash_attn", "xformers", "triton")

@@ -23,6 +23,7 @@ import torch.utils._device
 import torch.utils._foreach_utils
 from torch._subclasses import fake_tensor
 
+from gpumem_magic.patching import Patches
 from gpumem_magic.virtual import gpu
 
 OPERATORS = ("mm", "linear", "softmax.int", "scaled_dot_product_attention", "binary_cross_entropy")
@@ -156,7 +157,7 @@ def test_a_failure_while_it_is_turned_on_undoes_what_was_done(
     monkeypatch: pytest.MonkeyPatch, step: int, error: BaseException
 ) -> None:
     before = state()
-    original: Callable[..., Any] = gpu.Patches.set
+    original: Callable[..., Any] = Patches.set
     done = [0]
 
     def fail_at_step(self: Any, owner: Any, name: str, value: Any) -> Any:
@@ -166,7 +167,7 @@ def test_a_failure_while_it_is_turned_on_undoes_what_was_done(
         return original(self, owner, name, value)
 
     with monkeypatch.context() as patch:
-        patch.setattr(gpu.Patches, "set", fail_at_step)
+        patch.setattr(Patches, "set", fail_at_step)
         # Where it is a library's rules that fail, there is a warning, which is an error in these tests.
         with pytest.raises((type(error), UserWarning)):
             gpu.turn_on("T4")

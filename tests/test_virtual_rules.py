@@ -12,7 +12,8 @@ import pytest
 import torch
 
 import gpumem_magic
-from gpumem_magic.virtual import gpu, rules
+from gpumem_magic.virtual import gpu
+from gpumem_magic.virtual.engine import kernel_rules as rules
 
 MIB = 1 << 20
 

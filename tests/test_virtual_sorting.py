@@ -14,8 +14,8 @@ from scratch_memory import scratch
 
 import gpumem_magic
 from gpumem_magic.virtual import gpu
-from gpumem_magic.virtual.copies import fits_blas
-from gpumem_magic.virtual.sorting import accumulating_steps, radix_bytes, sort_blocks
+from gpumem_magic.virtual.operators.copies import fits_blas
+from gpumem_magic.virtual.operators.sorting import accumulating_steps, radix_bytes, sort_blocks
 
 
 @pytest.fixture(autouse=True)

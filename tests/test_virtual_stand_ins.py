@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 import gpumem_magic
 from gpumem_magic.recording.model import StandIn
 from gpumem_magic.report import schema
-from gpumem_magic.virtual import gpu, supplied
+from gpumem_magic.virtual import gpu
+from gpumem_magic.virtual.engine import supplied
 
 
 @pytest.fixture(autouse=True)

@@ -1,8 +1,9 @@
 """Convolutions that other people measured, beside the table: what cuDNN takes for them is an estimate, and is judged here.
 
 Each figure is predicted twice, with the estimate and without (``cudnn=none``). The estimate's sizes follow from the algorithms
-(`gpumem_magic.virtual.cudnn`), and the context is another source's figure. Which way cuDNN goes was chosen on rows: copies for
-half precision on issue 123533, Winograd for float32 on GPUMemNet's VGG-16 (of four candidates). Judge them by the others.
+(`gpumem_magic.virtual.operators.cudnn`), and the context is another source's figure. Which way cuDNN goes was chosen on rows:
+copies for half precision on issue 123533, Winograd for float32 on GPUMemNet's VGG-16 (of four candidates). Judge them by the
+others.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from gpumem_magic.virtual import gpu
+from gpumem_magic.virtual.engine.device import VirtualDevice
 
 Readings = dict[str, int]
 
@@ -41,7 +42,7 @@ def readings(prefix: str = "") -> Readings:
     }
 
 
-def current_devices() -> tuple[gpu.VirtualDevice, ...]:
+def current_devices() -> tuple[VirtualDevice, ...]:
     machine = gpu.current()
     if machine is None:
         raise RuntimeError("a plan runs on a virtual device, and none is on")

@@ -71,7 +71,7 @@ def highest(found: dict[str, Any]) -> dict[str, Any]:
 
 def virtual_name(found: dict[str, Any]) -> str:
     """The virtual GPU that stands for the recorded one: the catalogue's with its name, else one of its size."""
-    from gpumem_magic.virtual.catalog import CATALOG
+    from gpumem_magic.virtual.card.catalog import CATALOG
 
     total = f"total={found['total_bytes']}B"
     version = str(found["versions"]["torch"]).partition("+")[0]

@@ -15,8 +15,8 @@ from gpumem_magic.commands.common import FAILED, UNREADABLE, check_target, guard
 from gpumem_magic.commands.measuring import NoGpu, measure
 from gpumem_magic.snapshot.whole_file import replace_file
 from gpumem_magic.units import MIB, human
-from gpumem_magic.virtual import calibration
-from gpumem_magic.virtual.calibration import BadCalibration, Calibration
+from gpumem_magic.virtual.card import calibration
+from gpumem_magic.virtual.card.calibration import BadCalibration, Calibration
 
 Measuring = Callable[[int, str], Calibration]
 """(the GPU's number, "lazy" or "eager") -> its constants with kernels loaded that way. Raises NoGpu."""
@@ -24,7 +24,7 @@ Measuring = Callable[[int, str], Calibration]
 
 def device_text(found: Calibration) -> str:
     """What to write behind ``%gpumem_device`` on another computer."""
-    from gpumem_magic.virtual.catalog import CATALOG
+    from gpumem_magic.virtual.card.catalog import CATALOG
 
     key = next((model.key for model in CATALOG.values() if model.name == found.name), None)
     context = f"context={-(-found.context_with_libraries_bytes // MIB)}MiB"

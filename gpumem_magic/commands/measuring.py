@@ -17,7 +17,7 @@ from datetime import date
 from typing import Any
 
 from gpumem_magic.devices.driver import Driver, DriverDevice
-from gpumem_magic.virtual.calibration import Calibration
+from gpumem_magic.virtual.card.calibration import Calibration
 
 _PATIENCE = 300.0
 # They change what is measured: the constants are those of PyTorch's defaults.

@@ -63,6 +63,6 @@ def free(event: Any) -> list[str]:
 
 
 def _device_names() -> list[str]:
-    from gpumem_magic.virtual.models import CATALOG
+    from gpumem_magic.virtual.card.models import CATALOG
 
     return ["cuda", *CATALOG]

@@ -28,7 +28,7 @@ def count(text: str) -> int:
 
 def size(text: str) -> int:
     """Bytes, from 10GiB or 500MiB."""
-    from gpumem_magic.virtual.catalog import UnknownDevice, parse_size
+    from gpumem_magic.virtual.card.catalog import UnknownDevice, parse_size
 
     try:
         return parse_size(text)

@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 
 from gpumem_magic.patching import Patches
-from gpumem_magic.virtual.rules import built_in
-from gpumem_magic.virtual.tensors import VirtualTensor, engine_of
+from gpumem_magic.virtual.engine.kernel_rules import built_in
+from gpumem_magic.virtual.engine.tensors import VirtualTensor, engine_of
 
 # The fused kernel takes up to so many rows always, and never more than so many.
 _FUSED_ALWAYS, _FUSED_AT_MOST = 4, 1536

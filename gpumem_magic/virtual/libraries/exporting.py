@@ -14,7 +14,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from gpumem_magic.patching import Patches
-from gpumem_magic.virtual.tensors import VirtualTensor
+from gpumem_magic.virtual.engine.tensors import VirtualTensor
 
 
 def prepare(module: ModuleType, patches: Patches) -> None:

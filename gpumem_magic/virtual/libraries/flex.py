@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from gpumem_magic.patching import Patches
-from gpumem_magic.virtual.tensors import VirtualTensor
+from gpumem_magic.virtual.engine.tensors import VirtualTensor
 
 
 def prepare(module: ModuleType, patches: Patches) -> None:

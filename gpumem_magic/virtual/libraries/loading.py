@@ -12,7 +12,7 @@ from typing import Any
 from torch.utils._pytree import tree_leaves
 
 from gpumem_magic.patching import Patches
-from gpumem_magic.virtual.tensors import VirtualTensor
+from gpumem_magic.virtual.engine.tensors import VirtualTensor
 
 Prepare = Callable[[ModuleType, Patches], None]
 

@@ -13,8 +13,8 @@ from typing import Any
 from torch.utils._pytree import tree_leaves
 
 from gpumem_magic.patching import Patches
+from gpumem_magic.virtual.engine.tensors import VirtualTensor, engine_of
 from gpumem_magic.virtual.libraries.loading import has_virtual
-from gpumem_magic.virtual.tensors import VirtualTensor, engine_of
 
 
 def _quiet(kind: Any, patches: Patches) -> None:

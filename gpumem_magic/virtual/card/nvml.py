@@ -1,0 +1,341 @@
+"""Makes `pynvml` (NVIDIA's own Python binding, package nvidia-ml-py) answer for the virtual GPUs while they are on.
+
+Every public function of pynvml stays the real one. They all reach the C library through two private functions of the
+module, and only those are replaced: the one that loads the library, and the one that looks a C function up, which here
+returns a Python function that fills the same C structures. So `from pynvml import *` works, written before or after.
+
+pynvml is imported when this is installed: torch imports it anyway, so it costs nothing more where a virtual GPU is on.
+The C signatures are NVML's public interface. Functions that a virtual GPU has no answer for say "Not Supported".
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import Any
+
+from gpumem_magic.patching import Patches
+from gpumem_magic.virtual.card.catalog import MAX_DEVICES, DeviceState, bus_id
+from gpumem_magic.virtual.card.smi_script import CUDA_VERSION, DRIVER_VERSION
+
+SUCCESS = 0
+UNINITIALIZED = 1
+INVALID_ARGUMENT = 2
+NOT_SUPPORTED = 3
+NOT_FOUND = 6
+INSUFFICIENT_SIZE = 7
+
+_LOOK_UP, _LOAD, _COUNT = "_nvmlGetFunctionPointer", "_LoadNvmlLibrary", "_nvmlLib_refcount"
+# A handle is an address in here, so that one kept past `remove` points at memory that can be read. Made once: never freed.
+_HANDLES = (ctypes.c_ubyte * (4096 * MAX_DEVICES))()
+
+
+class _Memory(ctypes.Structure):
+    _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
+
+
+class _MemoryV2(ctypes.Structure):
+    _fields_ = (
+        ("version", ctypes.c_uint),
+        ("total", ctypes.c_ulonglong),
+        ("reserved", ctypes.c_ulonglong),
+        ("free", ctypes.c_ulonglong),
+        ("used", ctypes.c_ulonglong),
+    )
+
+
+class _Process(ctypes.Structure):
+    _fields_ = (("pid", ctypes.c_uint), ("used", ctypes.c_ulonglong))
+
+
+class _ProcessV2(ctypes.Structure):
+    _fields_ = (
+        ("pid", ctypes.c_uint),
+        ("used", ctypes.c_ulonglong),
+        ("gpu_instance", ctypes.c_uint),
+        ("compute_instance", ctypes.c_uint),
+    )
+
+
+class _PciV2(ctypes.Structure):
+    _fields_ = (
+        ("bus_id", ctypes.c_char * 16),
+        ("domain", ctypes.c_uint),
+        ("bus", ctypes.c_uint),
+        ("device", ctypes.c_uint),
+        ("device_id", ctypes.c_uint),
+        ("subsystem_id", ctypes.c_uint),
+    )
+
+
+class _PciV3(ctypes.Structure):
+    _fields_ = (*_PciV2._fields_, ("long_bus_id", ctypes.c_char * 32))
+
+
+def _put(pointer: Any, kind: type[Any], value: int) -> int:
+    """Writes a number where a C function would: through a pointer or what `byref` gives."""
+    ctypes.cast(pointer, ctypes.POINTER(kind))[0] = value
+    return SUCCESS
+
+
+def _struct(pointer: Any, kind: type[Any]) -> Any:
+    return ctypes.cast(pointer, ctypes.POINTER(kind)).contents
+
+
+def _text(buffer: Any, length: Any, text: str) -> int:
+    data = text.encode() + b"\0"
+    if len(data) > int(getattr(length, "value", length)):
+        return INSUFFICIENT_SIZE
+    ctypes.memmove(buffer, data, len(data))
+    return SUCCESS
+
+
+def _address(pointer: Any) -> int:
+    return ctypes.cast(pointer, ctypes.c_void_p).value or 0
+
+
+def _string(argument: Any) -> str:
+    value = getattr(argument, "value", argument)
+    return value.decode(errors="replace") if isinstance(value, bytes) else str(value or "")
+
+
+class _Library:
+    """NVML's C functions, for these devices. Each method is one function without its `nvml`, and returns a status."""
+
+    def __init__(self, devices: Sequence[DeviceState], initialised: int, texts: dict[int, str]) -> None:
+        self._devices = devices
+        self._initialised = initialised
+        self._texts = texts
+
+    def look_up(self, name: str) -> Callable[..., Any]:
+        """What pynvml calls to find a C function. A new function each time: pynvml sets attributes on what it gets."""
+        method = getattr(self, name.removeprefix("nvml"), None) if name.startswith("nvml") else None
+        always = name in ("nvmlErrorString", "nvmlInit", "nvmlInit_v2", "nvmlInitWithFlags")
+
+        def function(*arguments: Any) -> Any:
+            if not always and self._initialised <= 0:
+                return UNINITIALIZED
+            return NOT_SUPPORTED if method is None else method(*arguments)
+
+        function.__name__ = name
+        return function
+
+    # --- the library ---
+
+    def InitWithFlags(self, flags: Any = 0) -> int:
+        self._initialised += 1
+        return SUCCESS
+
+    Init = Init_v2 = InitWithFlags
+
+    def Shutdown(self) -> int:
+        self._initialised -= 1
+        return SUCCESS
+
+    def ErrorString(self, status: Any) -> bytes:
+        number = int(getattr(status, "value", status))
+        return self._texts.get(number, "Success" if number == SUCCESS else "Unknown Error").encode()
+
+    def SystemGetDriverVersion(self, buffer: Any, length: Any) -> int:
+        return _text(buffer, length, DRIVER_VERSION)
+
+    def SystemGetNVMLVersion(self, buffer: Any, length: Any) -> int:
+        return _text(buffer, length, f"{CUDA_VERSION.partition('.')[0]}.{DRIVER_VERSION}")
+
+    def SystemGetCudaDriverVersion(self, version: Any) -> int:
+        major, _, minor = CUDA_VERSION.partition(".")
+        return _put(version, ctypes.c_int, int(major) * 1000 + int(minor) * 10)
+
+    SystemGetCudaDriverVersion_v2 = SystemGetCudaDriverVersion
+
+    # --- finding a device ---
+
+    def DeviceGetCount(self, count: Any) -> int:
+        return _put(count, ctypes.c_uint, len(self._devices))
+
+    DeviceGetCount_v2 = DeviceGetCount
+
+    def DeviceGetHandleByIndex(self, index: Any, handle: Any) -> int:
+        number = int(getattr(index, "value", index))
+        if number >= len(self._devices):
+            return INVALID_ARGUMENT
+        return _put(handle, ctypes.c_void_p, ctypes.addressof(_HANDLES) + 4096 * number)
+
+    DeviceGetHandleByIndex_v2 = DeviceGetHandleByIndex
+
+    def DeviceGetHandleByUUID(self, uuid: Any, handle: Any) -> int:
+        wanted = _string(uuid)
+        for place, device in enumerate(self._devices):
+            if wanted == device.uuid:
+                return self.DeviceGetHandleByIndex(place, handle)
+        return NOT_FOUND
+
+    def DeviceGetHandleByPciBusId(self, bus: Any, handle: Any) -> int:
+        # The domain may be written with four digits or eight.
+        wanted = _string(bus).upper()
+        for place, device in enumerate(self._devices):
+            own = bus_id(device.index)
+            if wanted in (own, own[4:]):
+                return self.DeviceGetHandleByIndex(place, handle)
+        return NOT_FOUND
+
+    DeviceGetHandleByPciBusId_v2 = DeviceGetHandleByPciBusId
+
+    def _device(self, handle: Any) -> DeviceState | None:
+        """None for a handle that is not one of these: a real library's, made before the virtual GPU was on."""
+        place, rest = divmod(_address(handle) - ctypes.addressof(_HANDLES), 4096)
+        return self._devices[place] if rest == 0 and 0 <= place < len(self._devices) else None
+
+    # --- one device ---
+
+    def DeviceGetIndex(self, handle: Any, index: Any) -> int:
+        device = self._device(handle)
+        return INVALID_ARGUMENT if device is None else _put(index, ctypes.c_uint, device.index)
+
+    DeviceGetMinorNumber = DeviceGetIndex
+
+    def DeviceGetName(self, handle: Any, buffer: Any, length: Any) -> int:
+        device = self._device(handle)
+        return INVALID_ARGUMENT if device is None else _text(buffer, length, device.model.name)
+
+    def DeviceGetUUID(self, handle: Any, buffer: Any, length: Any) -> int:
+        device = self._device(handle)
+        return INVALID_ARGUMENT if device is None else _text(buffer, length, device.uuid)
+
+    def DeviceGetCudaComputeCapability(self, handle: Any, major: Any, minor: Any) -> int:
+        device = self._device(handle)
+        if device is None:
+            return INVALID_ARGUMENT
+        _put(major, ctypes.c_int, device.model.capability[0])
+        return _put(minor, ctypes.c_int, device.model.capability[1])
+
+    def _pci(self, handle: Any, pointer: Any, kind: type[Any]) -> int:
+        device = self._device(handle)
+        if device is None:
+            return INVALID_ARGUMENT
+        info, own = _struct(pointer, kind), bus_id(device.index)
+        domain, bus, slot = own.partition(".")[0].split(":")
+        info.domain, info.bus, info.device = int(domain, 16), int(bus, 16), int(slot, 16)
+        info.device_id = info.subsystem_id = 0
+        info.bus_id = own[4:].encode()
+        if kind is _PciV3:
+            info.long_bus_id = own.encode()
+        return SUCCESS
+
+    def DeviceGetPciInfo_v2(self, handle: Any, info: Any) -> int:
+        return self._pci(handle, info, _PciV2)
+
+    DeviceGetPciInfo = DeviceGetPciInfo_v2
+
+    def DeviceGetPciInfo_v3(self, handle: Any, info: Any) -> int:
+        return self._pci(handle, info, _PciV3)
+
+    def DeviceGetMemoryInfo(self, handle: Any, info: Any) -> int:
+        """The first version has no field for what the driver keeps, and counts it as used; nvidia-smi does not."""
+        device = self._device(handle)
+        if device is None:
+            return INVALID_ARGUMENT
+        memory, total = _struct(info, _Memory), device.model.smi_total_bytes
+        used = min(total, device.used_bytes() + device.model.driver_reserved_bytes)
+        memory.total, memory.used, memory.free = total, used, total - used
+        return SUCCESS
+
+    def DeviceGetMemoryInfo_v2(self, handle: Any, info: Any) -> int:
+        device = self._device(handle)
+        if device is None:
+            return INVALID_ARGUMENT
+        memory, model = _struct(info, _MemoryV2), device.model
+        used = min(device.used_bytes(), model.smi_total_bytes - model.driver_reserved_bytes)
+        memory.total, memory.reserved, memory.used = model.smi_total_bytes, model.driver_reserved_bytes, used
+        memory.free = model.smi_total_bytes - model.driver_reserved_bytes - used
+        return SUCCESS
+
+    def _processes(self, handle: Any, count: Any, array: Any, kind: type[Any]) -> int:
+        device = self._device(handle)
+        if device is None:
+            return INVALID_ARGUMENT
+        used = device.process_bytes()
+        room = _struct(count, ctypes.c_uint).value
+        _put(count, ctypes.c_uint, 1 if used else 0)
+        if not used:
+            return SUCCESS
+        if room < 1 or array is None:
+            return INSUFFICIENT_SIZE
+        process = _struct(array, kind)
+        process.pid, process.used = os.getpid(), used
+        if kind is _ProcessV2:
+            # What NVML writes where a GPU is not partitioned.
+            process.gpu_instance = process.compute_instance = 0xFFFFFFFF
+        return SUCCESS
+
+    def DeviceGetComputeRunningProcesses(self, handle: Any, count: Any, array: Any) -> int:
+        return self._processes(handle, count, array, _Process)
+
+    def DeviceGetComputeRunningProcesses_v2(self, handle: Any, count: Any, array: Any) -> int:
+        return self._processes(handle, count, array, _ProcessV2)
+
+    DeviceGetComputeRunningProcesses_v3 = DeviceGetComputeRunningProcesses_v2
+
+    def DeviceGetGraphicsRunningProcesses(self, handle: Any, count: Any, array: Any) -> int:
+        return INVALID_ARGUMENT if self._device(handle) is None else _put(count, ctypes.c_uint, 0)
+
+    DeviceGetGraphicsRunningProcesses_v2 = DeviceGetGraphicsRunningProcesses_v3 = DeviceGetGraphicsRunningProcesses
+
+
+class VirtualNvml:
+    """pynvml for `devices` (whose indices are 0, 1, ...), from `install` to `remove`. Both may be called twice."""
+
+    def __init__(self, devices: Sequence[DeviceState]) -> None:
+        self._devices = devices
+        self._patches = Patches()
+        self._texts: dict[int, str] = {}
+        self._texts_before: dict[int, str] = {}
+
+    def install(self) -> bool:
+        """False, and nothing done, where nvidia-ml-py is not installed.
+
+        Raises RuntimeError where the module called pynvml is not the one that this was made for.
+        """
+        if self._patches.names():
+            return True
+        module = _binding()
+        if module is None:
+            return False
+        self._texts = module.NVMLError._errcode_to_string
+        self._texts_before = dict(self._texts)
+        # Who called nvmlInit before stays initialised.
+        library = _Library(self._devices, getattr(module, _COUNT), self._texts_before)
+        self._patches.set(module, _LOOK_UP, library.look_up)
+        self._patches.set(module, _LOAD, lambda: None)
+        self._patches.set(module, _COUNT, getattr(module, _COUNT))
+        return True
+
+    def remove(self) -> None:
+        """Puts every name back, a real NVML library that was loaded before included."""
+        if self._patches.names():
+            self._patches.undo()
+            # pynvml keeps texts of errors that it has met; ours are not a real library's.
+            self._texts.clear()
+            self._texts.update(self._texts_before)
+
+
+def _binding() -> Any:
+    """The module that holds pynvml's way into the C library, None where there is no pynvml.
+
+    Private names; tested on nvidia-ml-py 13.615. The retired PyPI package called pynvml keeps them in a submodule.
+    """
+    try:
+        public = import_module("pynvml")
+    except ImportError:
+        return None
+    module = sys.modules.get(getattr(getattr(public, "nvmlInit", None), "__module__", "pynvml"), public)
+    missing = [name for name in (_LOOK_UP, _LOAD, _COUNT, "NVMLError") if not hasattr(module, name)]
+    if missing:
+        version = getattr(public, "__version__", "unknown")
+        raise RuntimeError(
+            f"this pynvml (version {version}) has no {', '.join(missing)}; nvidia-ml-py 11.450 or later is needed"
+        )
+    return module

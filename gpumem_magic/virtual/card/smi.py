@@ -1,0 +1,178 @@
+"""Puts an `nvidia-smi` that answers for the virtual GPUs first on the PATH of `!` commands, and takes it away again.
+
+Nothing is installed: a private directory holds a small program (`smi_script.py`, precompiled, since it starts after every
+line of a training loop) and the state file that it reads. This process writes 16 bytes there whenever memory changes.
+A forked child (a DataLoader worker, say) neither writes nor cleans up: the directory is its parent's.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import py_compile
+import shlex
+import shutil
+import sys
+import tempfile
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+
+from gpumem_magic.units import MIB
+from gpumem_magic.virtual.card import smi_script
+from gpumem_magic.virtual.card.catalog import DeviceState, bus_id
+
+# Kernels before 5.1 cut a `#!` line off here, its end included.
+_SHEBANG_BYTES = 127
+
+
+def line(used_bytes: int, total_bytes: int) -> str:
+    """What nvidia-smi shows of a device's memory: ``3769MiB / 16160MiB``, whole MiB cut off and not rounded."""
+    return f"{used_bytes // MIB}MiB / {total_bytes // MIB}MiB"
+
+
+class VirtualSmi:
+    """The `nvidia-smi` of `devices` (whose indices are 0, 1, ...), from `install` to `remove`. Both may be called twice."""
+
+    def __init__(self, devices: Sequence[DeviceState]) -> None:
+        self._devices = devices
+        self._directory: str | None = None
+        self._path_before: str | None = None
+        self._path_set = ""
+        self._file: int | None = None
+        self._pid = 0
+        # Re-entrant: a finalizer that frees memory may run inside `update` and call it again.
+        self._lock = threading.RLock()
+
+    @property
+    def directory(self) -> str | None:
+        """Where the program is while it is installed."""
+        return self._directory
+
+    def install(self) -> None:
+        """Raises OSError where no directory takes a program that can be run; nothing has changed then."""
+        if self._directory is not None:
+            return
+        directory = _private_directory()
+        try:
+            state = os.path.join(directory, "state")
+            with open(state, "wb") as file:
+                for device in self._devices:
+                    file.write(_record(device))
+            _write_program(directory, state)
+            self._file = os.open(state, os.O_WRONLY | getattr(os, "O_BINARY", 0))
+        except BaseException:
+            shutil.rmtree(directory, ignore_errors=True)
+            raise
+        self._directory, self._pid = directory, os.getpid()
+        self._path_before = os.environ.get("PATH")
+        # Without a PATH the shell looks in its own default places; they must stay reachable.
+        rest = os.defpath if self._path_before is None else self._path_before
+        self._path_set = f"{directory}{os.pathsep}{rest}"
+        os.environ["PATH"] = self._path_set
+        atexit.register(self.remove)
+
+    def update(self, index: int, used_bytes: int) -> None:
+        """Device `index` uses `used_bytes` now. About a microsecond; nothing after `remove`, or in a forked child."""
+        if os.getpid() != self._pid:
+            return
+        with self._lock:
+            if self._file is not None:
+                data = smi_script.pack_used(max(0, used_bytes))
+                _write_at(self._file, data, index * smi_script.RECORD_BYTES)
+
+    def remove(self) -> None:
+        """Puts the PATH back as it was (where the user changed it meanwhile, only our entry goes) and cleans up."""
+        if self._directory is None or os.getpid() != self._pid:
+            return
+        atexit.unregister(self.remove)
+        with self._lock:
+            if self._file is not None:
+                os.close(self._file)
+            self._file = None
+        directory, self._directory = self._directory, None
+        path = os.environ.get("PATH")
+        if path == self._path_set:
+            if self._path_before is None:
+                del os.environ["PATH"]
+            else:
+                os.environ["PATH"] = self._path_before
+        elif path is not None:
+            os.environ["PATH"] = os.pathsep.join(entry for entry in path.split(os.pathsep) if entry != directory)
+        shutil.rmtree(directory, ignore_errors=True)
+
+    def __enter__(self) -> VirtualSmi:
+        self.install()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.remove()
+
+
+def _record(device: DeviceState) -> bytes:
+    model = device.model
+    return smi_script.pack(
+        device.used_bytes(),
+        model.smi_total_bytes,
+        model.driver_reserved_bytes,
+        model.capability,
+        device.uuid,
+        bus_id(device.index),
+        model.name,
+    )
+
+
+def _write_at(file: int, data: bytes, offset: int) -> None:
+    if hasattr(os, "pwrite"):
+        os.pwrite(file, data, offset)
+    else:
+        os.lseek(file, offset, os.SEEK_SET)
+        os.write(file, data)
+
+
+def _private_directory() -> str:
+    """A new directory (mode 0700) on the first file system that lets programs run and whose path fits into PATH."""
+    places = [tempfile.gettempdir(), os.environ.get("XDG_RUNTIME_DIR"), os.path.expanduser("~")]
+    for place in places:
+        if not place or os.pathsep in place:
+            continue
+        with suppress(OSError):
+            directory = tempfile.mkdtemp(prefix="gpumem-magic-", dir=place)
+            probe = Path(directory, "probe")
+            probe.touch(mode=0o700)
+            # False on a file system that is mounted `noexec`.
+            runs = os.access(probe, os.X_OK)
+            probe.unlink()
+            if runs:
+                return directory
+            shutil.rmtree(directory, ignore_errors=True)
+    raise OSError(f"no place for a program among {', '.join(repr(place) for place in places if place)}")
+
+
+def _write_program(directory: str, state: str) -> None:
+    # -I and -S: nothing of the user's environment is read, which is also what makes it start fast.
+    module = Path(directory, "smi_script.py")
+    module.write_bytes(Path(smi_script.__file__).read_bytes())
+    py_compile.compile(str(module), doraise=True)
+    start = f"import sys\nsys.path.append({directory!r})\nfrom smi_script import main\nmain({state!r})\n"
+    python = sys.executable or "python3"
+    if os.name == "nt":
+        script = Path(directory, "start.py")
+        script.write_text(start, encoding="utf-8")
+        program = Path(directory, "nvidia-smi.bat")
+        program.write_text(f'@"{python}" -IS "{script}" %*\n', encoding="utf-8")
+        return
+    program = Path(directory, "nvidia-smi")
+    shebang = f"#!{python} -IS"
+    if os.path.isabs(python) and not any(c.isspace() for c in python) and len(os.fsencode(shebang)) < _SHEBANG_BYTES:
+        program.write_text(f"{shebang}\n{start}", encoding="utf-8", errors="surrogateescape")
+    else:
+        script = Path(directory, "start.py")
+        script.write_text(start, encoding="utf-8")
+        command = f'#!/bin/sh\nexec {shlex.quote(python)} -IS {shlex.quote(str(script))} "$@"\n'
+        program.write_text(command, encoding="utf-8", errors="surrogateescape")
+    program.chmod(0o700)

@@ -1,0 +1,380 @@
+"""The engine: what happens when an operator meets a virtual tensor.
+
+Shapes come from PyTorch's own fake tensors, memory from the emulated allocators, and host tensors stay real: an operator
+without a virtual tensor, and without a device argument that means one, runs as it always does.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    UnsupportedOperatorException,
+)
+
+from gpumem_magic.virtual.engine import kernel_rules, supplied, values
+from gpumem_magic.virtual.engine.memory import Memory
+from gpumem_magic.virtual.engine.mismatch import (
+    in_cudas_words,
+    is_device_mismatch,
+    refuse_mixed_devices,
+    refuse_mixed_types,
+)
+from gpumem_magic.virtual.engine.modes import DEVICE_QUERY, STATE, HostlessFakeMode, OperatorMode, answer_device, pushed
+from gpumem_magic.virtual.engine.storage import StorageTable
+from gpumem_magic.virtual.engine.tensors import VirtualTensor
+
+SPECIAL: dict[Any, Callable[..., Any]] = {}
+# The same for operators with a sparse tensor among their arguments; those that are not here are refused.
+SPARSE: dict[Any, Callable[..., Any]] = {}
+
+
+def special(
+    *functions: Any, table: dict[Any, Callable[..., Any]] = SPECIAL
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Registers a handler ``handler(engine, func, args, kwargs, device)`` for operators whose result is not just a shape."""
+
+    def register(handler: Callable[..., Any]) -> Callable[..., Any]:
+        for function in functions:
+            table[function] = handler
+        return handler
+
+    return register
+
+
+class DeviceGone(RuntimeError):
+    """A tensor of a virtual device was used after the device had been turned off."""
+
+
+class Engine:
+    """Runs operators on virtual tensors. One lock: the allocators and the fake mode's caches have one user at a time."""
+
+    def __init__(self, memory: Memory, device_count: int) -> None:
+        self.lock = threading.RLock()
+        self.memory = memory
+        self.device_count = device_count
+        self.process = os.getpid()
+        self.closed_because = ""
+        self.fake = HostlessFakeMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
+        self.fake.engine = self  # type: ignore[attr-defined]
+        self.mode = OperatorMode(self.handle)
+        self.table = StorageTable(memory.malloc, memory.free)
+        self.stand_ins: Counter[tuple[str, int]] = Counter()
+        self.supplied: Counter[tuple[str, int]] = Counter()
+        self.largest_sizes: Counter[str] = Counter()
+        self.compiled_calls = 0
+        self.captures = 0
+        self.kernels_not_run = 0
+        self.holds_sparse = False
+        self.attend: Callable[..., Any] = _no_attention
+        self._allocates: dict[Any, bool] = {}
+
+    # ---- tensors
+
+    def wrap(self, meta: torch.Tensor, device: int) -> VirtualTensor:
+        """A virtual tensor around a plain meta tensor, given memory. Raises out of memory as the device would."""
+        tensor: VirtualTensor = FakeTensor.__new__(VirtualTensor, self.fake, meta, torch.device("cuda", device))
+        with torch._C.DisableTorchFunctionSubclass():
+            self.table.drain()
+            self.table.adopt(tensor.untyped_storage(), device)
+        return tensor
+
+    def address_of(self, tensor: VirtualTensor) -> int:
+        with self.lock, torch._C.DisableTorchFunctionSubclass():
+            placement = self.table.find(tensor.untyped_storage())
+            if placement is None or not placement.nbytes:
+                return 0
+            return placement.address + int(tensor.storage_offset()) * tensor.element_size()
+
+    def locate(self, tensor: Any) -> tuple[int, int] | None:
+        """(device index, address) of the tensor's storage (of a sparse tensor's values), None for host tensors and empty ones."""
+        if not isinstance(tensor, VirtualTensor) or tensor.fake_mode is not self.fake:
+            return None
+        with self.lock, torch._C.DisableTorchFunctionSubclass():
+            if tensor.layout is torch.sparse_coo:
+                tensor = self._strided_parts(tensor)[1]
+            placement = self.table.find(tensor.untyped_storage())
+        return (placement.device, placement.address) if placement is not None and placement.nbytes else None
+
+    def record_stream(self, tensor: VirtualTensor, stream: Any) -> None:
+        with self.lock:
+            found = self.locate(tensor)
+            if found is not None:
+                self.memory.record_stream(*found, int(getattr(stream, "cuda_stream", 0)))
+
+    # ---- operators
+
+    def handle(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        if func is DEVICE_QUERY:
+            return answer_device(args[0]) if isinstance(args[0], VirtualTensor) else func(*args, **kwargs)
+        device = device_among(args, kwargs)
+        if device is None:
+            return func(*args, **kwargs)
+        if self.closed_because:
+            raise DeviceGone(self.closed_because)
+        if device >= self.device_count:
+            refuse_device(device)
+        with self.lock:
+            self.table.drain()
+            STATE.last_device = device
+            if self.holds_sparse and _any_sparse(args):
+                sparse_handler: Callable[..., Any] = SPARSE.get(func, _no_sparse)
+                return sparse_handler(self, func, args, kwargs, device)
+            special_handler = SPECIAL.get(func)
+            if special_handler is not None:
+                return special_handler(self, func, args, kwargs, device)
+            rule = kernel_rules.for_operator(func)
+            if rule is not None:
+                with pushed(self.mode):
+                    return rule(*args, **kwargs)
+            if torch.is_inference_mode_enabled() and isinstance(func, torch._ops.OpOverload) and func._can_decompose():
+                # Here operators come whole that are made of others; each of those may allocate.
+                with pushed(self.mode):
+                    return func.decompose(*args, **kwargs)
+            return self.run(func, args, kwargs, device)
+
+    def run(self, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+        """The ordinary way: shape by the fake mode, memory for every storage that is new in the result."""
+        out = self.fake_call(func, args, kwargs)
+        allocates = self._allocates.get(func)
+        if allocates is None:
+            allocates = self._allocates[func] = _may_allocate(func)
+        self.settle(out, allocates)
+        self.memory.after_operator(func, device)
+        values.follow(func, args, kwargs, out)
+        return out
+
+    def fake_call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Runs the operator under the fake mode; host tensors among the arguments become fake host tensors."""
+        args, hosts = self._fake_hosts(args)
+        if kwargs:
+            names = list(kwargs)
+            named, more = self._fake_hosts(tuple(kwargs.values()))
+            kwargs = dict(zip(names, named, strict=True))
+            hosts = hosts or more
+        if hosts:
+            refuse_mixed_devices(func, args, kwargs)
+        refuse_mixed_types(func, args)
+        STATE.depth += 1
+        try:
+            return self.fake.dispatch(func, (), args, kwargs)
+        except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as error:
+            raise cannot_run(func, type(error).__name__) from None
+        except Exception as error:
+            if is_device_mismatch(error):
+                refuse_mixed_devices(func, args, kwargs, sure=True)
+            if _is_foreign(func):
+                raise cannot_run(func, str(error)) from None
+            words = in_cudas_words(error, func, args, kwargs)
+            if isinstance(words, (AssertionError, AttributeError)):
+                # A shape rule that stumbled, not one that refused.
+                words = cannot_run(func, f"{type(error).__name__}: {error}")
+            raise words from None
+        finally:
+            STATE.depth -= 1
+
+    def settle(self, out: Any, allocates: bool = True) -> None:
+        """Makes virtual tensors of what the fake mode returned, and gives new storages memory."""
+        if isinstance(out, FakeTensor):
+            self._settle_one(out, allocates)
+        elif isinstance(out, (tuple, list)):
+            for leaf in out:
+                if isinstance(leaf, FakeTensor):
+                    self._settle_one(leaf, allocates)
+                elif isinstance(leaf, (tuple, list)):
+                    self.settle(leaf, allocates)
+
+    def _settle_one(self, tensor: FakeTensor, allocates: bool) -> None:
+        device = tensor.fake_device
+        if device.type != "cuda":
+            return
+        if type(tensor) is FakeTensor:
+            tensor.__class__ = VirtualTensor
+        if allocates:
+            for part in self._strided_parts(tensor):
+                self.table.adopt(part.untyped_storage(), device.index)
+
+    def _strided_parts(self, tensor: FakeTensor) -> tuple[Any, ...]:
+        """The tensors that hold the memory: the tensor itself, or a sparse tensor's indices and values."""
+        if tensor.layout is torch.strided:
+            return (tensor,)
+        if tensor.layout is not torch.sparse_coo:
+            raise NotImplementedError(f"the virtual GPU cannot hold a tensor with layout {tensor.layout}")
+        self.holds_sparse = True
+        return tuple(
+            self.fake_call(part, (tensor,), {})
+            for part in (torch.ops.aten._indices.default, torch.ops.aten._values.default)
+        )
+
+    def _fake_hosts(self, args: Any) -> tuple[Any, bool]:
+        """The arguments with plain host tensors made fake, and whether there were any."""
+        found = False
+        converted = []
+        for arg in args:
+            if isinstance(arg, torch._C.Generator):
+                # Nothing is drawn on a virtual device, and the host's generator must not move.
+                found, arg = True, None
+            elif isinstance(arg, torch.Tensor):
+                if not isinstance(arg, FakeTensor):
+                    found = True
+                    arg = self._fake_host(arg)
+                elif arg.fake_mode is not self.fake:
+                    _refuse_foreign(arg)
+            elif isinstance(arg, (list, tuple)) and arg:
+                inner, more = self._fake_hosts(arg)
+                if more:
+                    found = True
+                    arg = inner if isinstance(arg, tuple) else list(inner)
+            converted.append(arg)
+        return (tuple(converted), True) if found else (args, False)
+
+    def _fake_host(self, tensor: torch.Tensor) -> FakeTensor:
+        try:
+            return self.fake.from_tensor(tensor, static_shapes=True)
+        except AssertionError as error:
+            # Nested tensors, whose sizes would have to be symbols.
+            raise NotImplementedError(
+                f"the virtual GPU cannot work with a {type(tensor).__name__} ({error}). Use padded tensors, or a real GPU."
+            ) from None
+
+    @contextmanager
+    def scratch(self, device: int, nbytes: int) -> Iterator[None]:
+        """Memory that a kernel holds while it runs."""
+        address = self.memory.malloc(device, nbytes) if nbytes else 0
+        try:
+            yield
+        finally:
+            if nbytes:
+                self.memory.free(device, address)
+
+    # ---- values that do not exist
+
+    def count_stand_in(self, by_user: bool = False) -> None:
+        """Notes the line of the user's program that reads a value now. by_user: one that the user supplied."""
+        line = users_line()
+        self.stand_ins[line] += 1
+        if by_user:
+            self.supplied[line] += 1
+
+    def selected(self, operator: str, largest: int) -> int:
+        """How many elements an operator selects whose result depends on values: as many as the user said, or the most."""
+        said = supplied.count_for(largest, users_line)
+        if said is None:
+            self.largest_sizes[operator] += 1
+            return largest
+        self.count_stand_in(by_user=True)
+        return said
+
+
+def _no_attention(*args: Any, **kwargs: Any) -> NoReturn:
+    raise NotImplementedError("this engine has no devices that could choose an attention kernel")
+
+
+def device_among(args: Any, kwargs: Any) -> int | None:
+    """Index of the virtual device that the operator runs on: the first virtual tensor's, else the device argument's."""
+    for arg in args:
+        if isinstance(arg, VirtualTensor):
+            return int(arg.fake_device.index)
+        if isinstance(arg, (list, tuple)):
+            found = device_among(arg, None)
+            if found is not None:
+                return found
+    if kwargs:
+        for arg in kwargs.values():
+            if isinstance(arg, VirtualTensor):
+                return int(arg.fake_device.index)
+            if isinstance(arg, torch.device) and arg.type in ("cuda", "meta") and not STATE.depth:
+                return STATE.last_device if arg.index is None else arg.index
+            if isinstance(arg, (list, tuple)):
+                found = device_among(arg, None)
+                if found is not None:
+                    return found
+    return None
+
+
+def _any_sparse(args: Any) -> bool:
+    for arg in args:
+        if isinstance(arg, VirtualTensor):
+            if arg.layout is torch.sparse_coo:
+                return True
+        elif isinstance(arg, (list, tuple)) and _any_sparse(arg):
+            return True
+    return False
+
+
+def _no_sparse(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> NoReturn:
+    raise cannot_run(func, "for a sparse tensor")
+
+
+def _refuse_foreign(tensor: FakeTensor) -> NoReturn:
+    """For a tensor of another fake mode: most often one of a virtual device that has been turned off."""
+    engine = getattr(tensor.fake_mode, "engine", None)
+    if isinstance(engine, Engine) and engine.closed_because:
+        raise DeviceGone(engine.closed_because)
+    raise RuntimeError("a tensor of another FakeTensorMode can't be used together with tensors on the virtual GPU")
+
+
+def refuse_device(index: int) -> NoReturn:
+    """The error that CUDA raises for a device number that there is not."""
+    raise torch.AcceleratorError(  # what 2.8 and newer raise
+        f"CUDA error: invalid device ordinal (the virtual machine has no cuda:{index})"
+    )
+
+
+def _is_foreign(func: Any) -> bool:
+    return getattr(func, "namespace", "aten") not in ("aten", "prims", "prim", "c10d", "_c10d_functional")
+
+
+def cannot_run(func: Any, reason: str) -> NotImplementedError:
+    """The error for an operator that cannot be emulated: which, why, and what to do."""
+    if _is_foreign(func):
+        return NotImplementedError(
+            f"the virtual GPU cannot run {func}, a kernel of a library's own ({reason}). Say what it returns with "
+            f'gpumem_magic.register_kernel("{func._schema.name}", rule), or run this line on a real GPU.'
+        )
+    return NotImplementedError(
+        f"the virtual GPU cannot run {func}: its result depends on values, or it has no shape rule ({reason}). Run this line on "
+        "the host, or on a real GPU."
+    )
+
+
+def refuse_fork() -> NoReturn:
+    """The error that CUDA raises in a child process which was forked after its first use."""
+    raise RuntimeError(
+        "Cannot re-initialize CUDA in forked subprocess. To use CUDA with multiprocessing, you must use the 'spawn' start method"
+    )
+
+
+def quiet(record: logging.LogRecord) -> bool:
+    """A filter for the fake mode's log: an operator that a program calls wrongly is its own error, and is raised."""
+    return not STATE.depth
+
+
+def users_line() -> tuple[str, int]:
+    """(file name, line) of the innermost frame outside of torch and of this package."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if not name.startswith(("torch.", "gpumem_magic.", "contextlib")) and name != "torch":
+            return frame.f_code.co_filename, frame.f_lineno
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    return frame.f_code.co_filename, frame.f_lineno
+
+
+def _may_allocate(func: Any) -> bool:
+    """False where every tensor in the result is an argument of the call, or a view of one, by the operator's schema."""
+    schema = getattr(func, "_schema", None)
+    return schema is None or any(value.alias_info is None for value in schema.returns)

@@ -1,0 +1,50 @@
+"""What the engine asks of the devices: memory for tensors, and what libraries take beside an operator's results."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+
+@dataclass(frozen=True)
+class Convolution:
+    """One call of cuDNN's. Shapes as PyTorch's, batch and channels first, weights as for the way forward.
+
+    way: "forward", "input" (the input's gradient) or "weight" (the weight's gradient). fine: the shape of the side with the
+    kernel's input, coarse: of the side with its results; for both gradients they are the same two. last: channels last.
+    """
+
+    way: str
+    fine: tuple[int, ...]
+    weight: tuple[int, ...]
+    coarse: tuple[int, ...]
+    stride: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+    dtype: torch.dtype
+    last: bool
+
+    @property
+    def kernel(self) -> tuple[int, ...]:
+        return self.weight[2:]
+
+
+class Memory(Protocol):
+    """What the engine asks of the devices."""
+
+    def malloc(self, device: int, nbytes: int) -> int: ...
+
+    def free(self, device: int, address: int) -> None: ...
+
+    def record_stream(self, device: int, address: int, stream: int) -> None: ...
+
+    def after_operator(self, func: Any, device: int) -> None:
+        """Memory that a library takes beside an operator's results, which are there now."""
+
+    def convolve(self, device: int, call: Convolution) -> None:
+        """Memory that cuDNN takes for a call and gives back; nothing where there is no room."""
+
+    def torch_version(self, device: int) -> tuple[int, int]:
+        """The version of PyTorch whose ways of using memory are the device's."""

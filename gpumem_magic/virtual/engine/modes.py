@@ -1,0 +1,157 @@
+"""The fake-tensor mode under the virtual GPU, and the dispatch mode that carries operators to it.
+
+C++ asks a tensor for its device through the operator `prim.device`, Python through the property. C++ is answered ``meta:i`` for
+``cuda:i``: every build of PyTorch has a device guard for meta, and the index survives, so that a factory call which comes
+back from C++ with ``device=meta:i`` is known to be meant for ``cuda:i``.
+
+Nothing here stays switched on: the dispatch mode is pushed for one operator (or one backward pass) and popped after it, so
+host code runs at its own speed, a user's meta tensors stay meta, and every thread works.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch._C import _get_dispatch_stack_at, _len_torch_dispatch_stack  # the active dispatch modes; torch 2.9 to 2.15
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gpumem_magic.virtual.engine.tracebacks import cut_below_operator
+
+META = torch.device("meta")
+DEVICE_QUERY = torch.ops.prim.device.default
+
+
+class ThreadState(threading.local):
+    """What each thread is doing: inside a fake kernel, how deep in fake dispatch, in a backward pass, on which device last,
+
+    and how the memory that it asks for next came to be wanted (`DeviceLog.origins`).
+    """
+
+    in_kernel = False
+    depth = 0
+    backward = 0
+    last_device = 0
+    origin = "compute"
+
+
+STATE = ThreadState()
+
+
+def cuda_for_meta(kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The keyword arguments with ``device=meta:i`` turned into ``cuda:i`` (an unnumbered one: the thread's last device)."""
+    kwargs = dict(kwargs or {})
+    device = kwargs.get("device")
+    if device is not None and device.type == "meta":
+        index = STATE.last_device if device.index is None else device.index
+        kwargs["device"] = torch.device("cuda", index)
+    return kwargs
+
+
+def with_dispatch_of_its_own(types: Any) -> bool:
+    """Whether a tensor class of the program's own, which wraps others, is among the types of an operator's arguments.
+
+    Not PyTorch's nested tensors, which are refused in words of our own.
+    """
+    return any(
+        kind is not torch.Tensor
+        and not issubclass(kind, FakeTensor)
+        and kind.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl
+        and kind.__name__ != "NestedTensor"
+        for kind in types
+    )
+
+
+def answer_device(tensor: Any) -> torch.device:
+    """What C++ is told when it asks for the device of a virtual tensor."""
+    return META if STATE.in_kernel else torch.device("meta", tensor.fake_device.index)
+
+
+class HostlessFakeMode(FakeTensorMode):
+    """FakeTensorMode whose tensors say meta to C++ and cuda to Python, usable from several threads.
+
+    Tested on torch 2.9 to 2.15: `dispatch` and `in_kernel_invocation` are FakeTensorMode's own names.
+    """
+
+    @property
+    def in_kernel_invocation(self) -> bool:
+        return STATE.in_kernel
+
+    @in_kernel_invocation.setter
+    def in_kernel_invocation(self, value: bool) -> None:
+        STATE.in_kernel = value
+
+    def dispatch(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is DEVICE_QUERY:
+            device = args[0].fake_device
+            return answer_device(args[0]) if device.type == "cuda" else device
+        if not STATE.in_kernel:
+            kwargs = cuda_for_meta(kwargs)
+        return super().dispatch(func, types, args, kwargs or {})
+
+
+class OperatorMode(TorchDispatchMode):
+    """Hands every operator of the code that it is pushed around to `handle`.
+
+    Modes of the program's own that lie below (counters, selective activation checkpointing) get their turn first: they hand on
+    what they have seen, and the virtual tensors among the arguments bring it back here.
+    """
+
+    def __init__(self, handle: Callable[..., Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._handle = handle
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No wrapper that keeps torch.compile away from this mode: it would cost more than the mode, and compiled code runs
+        eagerly while the device is on."""
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if types and with_dispatch_of_its_own(types):
+            # It unwraps its tensors, and brings them here.
+            return NotImplemented
+        try:
+            if _len_torch_dispatch_stack() and types:
+                return func(*args, **(kwargs or {}))
+            return self._handle(func, types, args, kwargs or {})
+        except Exception as error:
+            __tracebackhide__, args, kwargs = True, (), {}
+            raise cut_below_operator(error)  # noqa: B904
+
+
+@contextmanager
+def origin(kind: str) -> Iterator[None]:
+    """What this thread allocates inside is noted as `kind`."""
+    before = STATE.origin
+    STATE.origin = kind
+    try:
+        yield
+    finally:
+        STATE.origin = before
+
+
+@contextmanager
+def pushed(mode: TorchDispatchMode) -> Iterator[None]:
+    """The mode on top of this thread's dispatch modes, with tensor subclasses' own function overrides off.
+
+    `torch._C._push_on_torch_dispatch_stack` is what `TorchDispatchMode.__enter__` ends in (torch 2.9 to 2.15); entering the slow
+    way would cost more than the operator.
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        on_top = _len_torch_dispatch_stack()
+        if on_top and _get_dispatch_stack_at(on_top - 1) is mode:
+            # Twice would hand each operator to the mode again from inside its own handling.
+            yield
+            return
+        torch._C._push_on_torch_dispatch_stack(mode)
+        try:
+            yield
+        finally:
+            torch._C._pop_torch_dispatch_stack(None)

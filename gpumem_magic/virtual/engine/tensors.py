@@ -1,0 +1,329 @@
+"""The virtual tensor: shape, dtype and storage identity on a virtual device, and no data."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from typing import Any, Protocol
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from gpumem_magic.virtual.engine.modes import (
+    DEVICE_QUERY,
+    OperatorMode,
+    answer_device,
+    pushed,
+    with_dispatch_of_its_own,
+)
+from gpumem_magic.virtual.engine.tracebacks import cut, cut_below_operator
+
+
+class TensorEngine(Protocol):
+    """What tensors, and kernels of libraries, ask of the engine that runs operators on them."""
+
+    mode: OperatorMode
+    largest_sizes: Counter[str]
+    kernels_not_run: int
+
+    def handle(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any: ...
+
+    def address_of(self, tensor: VirtualTensor) -> int: ...
+
+    def record_stream(self, tensor: VirtualTensor, stream: Any) -> None: ...
+
+
+def engine_of(tensor: VirtualTensor) -> TensorEngine:
+    engine: TensorEngine = tensor.fake_mode.engine  # type: ignore[attr-defined]
+    return engine
+
+
+# The names under which a tensor's own dictionary keeps the class that it had on the host, its values if they are known, and
+# that it holds the answers to a check.
+HOST_CLASS = "_gpumem_host_class"
+KNOWN = "_gpumem_known"
+CHECKED = "_gpumem_checked"
+
+# What PyTorch's fake tensors (2.9 to 2.15) keep in a tensor's own dictionary, apart from what users put there.
+_FAKE_ATTRIBUTES = {
+    "_fake_device", "fake_device", "fake_mode", "constant", "real_tensor", "pytype", "dispatch_keys", "_is_param", "_debug_trace",
+    HOST_CLASS, "_nonzero_memo", "_item_memo", "_unique_memo", "_unique_consecutive_memo", "_nested_int_memo", KNOWN, CHECKED,
+    "_nonzero_memo_vc", "_item_memo_vc", "_unique_memo_vc", "_unique_consecutive_memo_vc", "_nested_int_memo_vc",
+    "_nonzero_memo_epoch", "_item_memo_epoch", "_unique_memo_epoch", "_unique_consecutive_memo_epoch", "_nested_int_memo_epoch",
+}  # fmt: skip
+
+
+def own_attributes(tensor: torch.Tensor) -> dict[str, Any]:
+    """What the program put on the tensor object."""
+    if not isinstance(tensor, VirtualTensor):
+        return dict(tensor.__dict__)
+    return {name: value for name, value in tensor.__dict__.items() if name not in _FAKE_ATTRIBUTES}
+
+
+class _Saving(threading.local):
+    """While `torch.save` runs in a thread: the host storages that stand for device storages, and where those are."""
+
+    twins: dict[int, torch.UntypedStorage] | None = None
+    places: dict[int, str] | None = None
+
+
+_saving = _Saving()
+
+
+@contextmanager
+def saved_storages() -> Iterator[None]:
+    """Inside, tensors that share a storage are pickled with one, and `place_of` knows where it was."""
+    before = _saving.twins, _saving.places
+    _saving.twins, _saving.places = {}, {}
+    try:
+        yield
+    finally:
+        _saving.twins, _saving.places = before
+
+
+def place_of(host_storage: int) -> str | None:
+    """The device (``cuda:0``) that a host storage stands for in the running `torch.save`; None for others. By `_cdata`."""
+    return None if _saving.places is None else _saving.places.get(host_storage)
+
+
+def _host_twin(tensor: VirtualTensor) -> torch.Tensor:
+    """A host tensor of zeros (or known values), on a storage of its own or, in `torch.save`, on the shared one."""
+    if _saving.twins is None or _saving.places is None:
+        return tensor.detach().cpu()
+    storage = tensor.untyped_storage()
+    twin = _saving.twins.get(storage._cdata)
+    if twin is None:
+        twin = torch.zeros(storage.nbytes(), dtype=torch.uint8).untyped_storage()
+        _saving.twins[storage._cdata] = twin
+        _saving.places[twin._cdata] = str(tensor.device)
+    host = torch.empty(0, dtype=tensor.dtype).set_(twin, int(tensor.storage_offset()), tensor.size(), tensor.stride())
+    found = tensor.__dict__.get(KNOWN)
+    if found is not None:
+        host.copy_(found.host)
+    return host
+
+
+class VirtualTensor(FakeTensor):
+    """A tensor on ``cuda:i`` of the virtual GPU.
+
+    A fake tensor of PyTorch's own whose class was changed after it was made: `FakeTensor` itself stays as it is, for
+    torch.compile and whoever else uses it.
+    """
+
+    @staticmethod
+    def __new__(cls: Any, data: torch.Tensor, requires_grad: bool = True, **kwargs: Any) -> Any:
+        """``type(parameter)(tensor)`` is how libraries make a parameter like another; all others come from `Engine`."""
+        return torch.nn.Parameter(data, requires_grad=requires_grad)
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """All is there already."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        engine = _engine_among(args, kwargs)
+        if engine is None or any(_speaks_for_itself(kind) for kind in types):
+            return NotImplemented
+        try:
+            with pushed(engine.mode):
+                return func(*args, **(kwargs or {}))
+        except Exception as error:
+            __tracebackhide__, args, kwargs = True, (), {}
+            if isinstance(error, RuntimeError) and error.args and "meta:" in str(error.args[0]):
+                # C++ names the device that it was told of.
+                error.args = (_META_NAME.sub(r"cuda:\1", str(error.args[0])), *error.args[1:])
+            if isinstance(error, NotImplementedError) and "HigherOrderOperator" in str(error):
+                raise NotImplementedError(
+                    f"the virtual GPU cannot run {getattr(func, '__name__', func)}, which only PyTorch's compiler understands. "
+                    "Use ordinary operators and Python's own if and for, or a real GPU."
+                ) from None
+            raise cut(error)  # noqa: B904
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func is DEVICE_QUERY:
+            return answer_device(args[0])
+        engine = _engine_among(args, kwargs)
+        if engine is None or with_dispatch_of_its_own(types):
+            return NotImplemented
+        try:
+            with torch._C.DisableTorchFunctionSubclass():
+                return engine.handle(func, types, args, kwargs or {})
+        except Exception as error:
+            __tracebackhide__, args, kwargs = True, (), {}
+            raise cut_below_operator(error)  # noqa: B904
+
+    @property
+    def is_cuda(self) -> bool:  # type: ignore[override]
+        return True
+
+    @property
+    def is_meta(self) -> bool:  # type: ignore[override]
+        return False
+
+    @property
+    def is_cpu(self) -> bool:  # type: ignore[override]
+        return False
+
+    def get_device(self) -> int:
+        return int(self.fake_device.index)
+
+    def data_ptr(self) -> int:
+        """The address that the emulated allocator gave, plus the view's offset: for comparing, never for reading."""
+        return engine_of(self).address_of(self)
+
+    def const_data_ptr(self) -> int:
+        return self.data_ptr()
+
+    def tolist(self) -> Any:
+        """Stand-in values in the tensor's shape."""
+        return self.cpu().tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        if force:
+            return self.detach().cpu().resolve_conj().resolve_neg().numpy()
+        raise TypeError(
+            f"can't convert {self.device} device type tensor to numpy. Use Tensor.cpu() to copy the tensor to host memory first."
+        )
+
+    def __array__(self, dtype: Any = None) -> Any:
+        return self.numpy()
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        shape = tuple(self.shape)
+        words = [f"size={shape}", f"dtype={str(self.dtype).removeprefix('torch.')}", f"device='{self.device}'"]
+        if self.grad_fn is not None:
+            words.append(f"grad_fn=<{type(self.grad_fn).__name__}>")
+        elif self.requires_grad:
+            words.append("requires_grad=True")
+        text = f"tensor(..., {', '.join(words)})  # virtual GPU: no values"
+        return f"Parameter containing:\n{text}" if isinstance(self, torch.nn.Parameter) else text
+
+    __str__ = __repr__
+
+    def __format__(self, spec: str) -> str:
+        if self.dim() == 0:
+            return format(self.item(), spec)
+        return object.__format__(self, spec)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if id(self) in memo:
+            return memo[id(self)]
+        if not self.is_leaf:
+            raise RuntimeError(
+                "Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol at the moment.  "
+                "If you were attempting to deepcopy a module, this may be because of a torch.nn.utils.weight_norm usage"
+            )
+        # Tensors that share a storage go on sharing one, whose size is that of the whole.
+        storages = memo.setdefault(id(VirtualTensor), {})
+        storage = self.untyped_storage()
+        with torch.no_grad():
+            flat = storages.get(storage._cdata)
+            if flat is None:
+                flat = self.new_empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),), (1,)).clone()
+                storages[storage._cdata] = flat
+            copy = self.new_empty(0).set_(flat.untyped_storage(), self.storage_offset(), self.size(), self.stride())
+        if isinstance(self, torch.nn.Parameter):
+            copy = torch.nn.Parameter(copy, requires_grad=self.requires_grad)
+        else:
+            copy.requires_grad_(self.requires_grad)
+        memo[id(self)] = copy
+        copy.__dict__.update(deepcopy(own_attributes(self), memo))
+        found = self.__dict__.get(KNOWN)
+        if found is not None:
+            copy.__dict__[KNOWN] = found._replace(host=found.host.clone())
+        if self.grad is not None:
+            copy.grad = self.grad.__deepcopy__(memo)
+        return copy
+
+    def __copy__(self) -> Any:
+        """A tensor of its own on the same storage."""
+        copy = self.detach()
+        if isinstance(self, torch.nn.Parameter):
+            copy = torch.nn.Parameter(copy, requires_grad=self.requires_grad)
+        else:
+            copy.requires_grad_(self.requires_grad)
+        copy.__dict__.update(own_attributes(self))
+        return copy
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickles as a host tensor of zeros: there are no values. `torch.save` has its own, careful way (see `saving`)."""
+        host = self.detach().cpu() if self.layout is not torch.strided else _host_twin(self)
+        if isinstance(self, torch.nn.Parameter):
+            host = torch.nn.Parameter(host, requires_grad=self.requires_grad)
+        else:
+            host.requires_grad_(self.requires_grad)
+        host.__dict__.update(own_attributes(self))
+        return host.__reduce_ex__(protocol)
+
+    def pin_memory(self, *args: Any) -> Any:
+        raise RuntimeError(f"cannot pin '{self.type()}' only dense CPU tensors can be pinned")
+
+    def is_pinned(self, *args: Any) -> bool:
+        return False
+
+    def record_stream(self, stream: Any) -> None:
+        engine_of(self).record_stream(self, stream)
+
+    def type(self, dtype: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
+        if dtype is not None:
+            return super().type(dtype, non_blocking, **kwargs)
+        return TYPE_NAMES.get(self.dtype, f"torch.cuda.{self.dtype}")
+
+    def share_memory_(self) -> Any:
+        return self
+
+    @property
+    def __cuda_array_interface__(self) -> Any:
+        raise AttributeError("a tensor on a virtual GPU has no memory to share")
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
+        raise BufferError("a tensor on a virtual GPU has no memory to share")
+
+
+_META_NAME = re.compile(r"\bmeta:(\d+)")
+
+TYPE_NAMES = {
+    torch.float32: "torch.cuda.FloatTensor",
+    torch.float64: "torch.cuda.DoubleTensor",
+    torch.float16: "torch.cuda.HalfTensor",
+    torch.bfloat16: "torch.cuda.BFloat16Tensor",
+    torch.uint8: "torch.cuda.ByteTensor",
+    torch.int8: "torch.cuda.CharTensor",
+    torch.int16: "torch.cuda.ShortTensor",
+    torch.int32: "torch.cuda.IntTensor",
+    torch.int64: "torch.cuda.LongTensor",
+    torch.bool: "torch.cuda.BoolTensor",
+}
+
+# Tensor's own handler and Parameter's: anything else that overrides functions must get its turn first.
+_PLAIN_HANDLERS = {torch.Tensor.__torch_function__.__func__, VirtualTensor.__torch_function__.__func__}  # type: ignore[attr-defined]
+
+
+def _speaks_for_itself(kind: type) -> bool:
+    handler = kind.__torch_function__  # type: ignore[attr-defined]
+    return (
+        getattr(handler, "__func__", None) not in _PLAIN_HANDLERS
+        and handler is not torch._C._disabled_torch_function_impl
+    )
+
+
+def _engine_among(args: Any, kwargs: Any) -> TensorEngine | None:
+    """The engine of the first virtual tensor among the arguments, lists and tuples included."""
+    for arg in args:
+        if isinstance(arg, VirtualTensor):
+            return engine_of(arg)
+        if isinstance(arg, (list, tuple)):
+            found = _engine_among(arg, None)
+            if found is not None:
+                return found
+    for arg in (kwargs or {}).values():
+        found = _engine_among((arg,), None)
+        if found is not None:
+            return found
+    return None

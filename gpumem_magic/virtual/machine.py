@@ -1,0 +1,214 @@
+"""The virtual machine: all emulated GPUs, the engine that runs operators on them, and what they replace in PyTorch."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.utils._device
+
+import gpumem_magic.virtual.operators.convolutions
+import gpumem_magic.virtual.operators.copies
+import gpumem_magic.virtual.operators.data_dependent
+import gpumem_magic.virtual.operators.shapes
+import gpumem_magic.virtual.operators.sorting
+import gpumem_magic.virtual.operators.sparse
+import gpumem_magic.virtual.operators.temporaries  # noqa: F401 - all register their handlers with the engine
+from gpumem_magic.allocator.failure import DeviceOutOfMemory, oom_text
+from gpumem_magic.allocator.settings import EnvironmentSettings
+from gpumem_magic.patching import Patches
+from gpumem_magic.virtual.card import catalog, generations
+from gpumem_magic.virtual.card.nvml import VirtualNvml
+from gpumem_magic.virtual.card.smi import VirtualSmi
+from gpumem_magic.virtual.engine import kernel_rules
+from gpumem_magic.virtual.engine.device import VirtualDevice
+from gpumem_magic.virtual.engine.engine import Engine
+from gpumem_magic.virtual.engine.memory import Convolution
+from gpumem_magic.virtual.libraries.table import libraries
+from gpumem_magic.virtual.operators import cudnn, kernels
+from gpumem_magic.virtual.operators.attention import Attention
+from gpumem_magic.virtual.operators.autocast import AutocastKernels
+from gpumem_magic.virtual.operators.composites import Composites
+from gpumem_magic.virtual.operators.factories import Factories
+from gpumem_magic.virtual.torch_face import (
+    communication,
+    graphs,
+    legacy,
+    parameters,
+    saving,
+    storages,
+    surroundings,
+    wrappers,
+)
+from gpumem_magic.virtual.torch_face.captured import Captured
+from gpumem_magic.virtual.torch_face.hooks import install_engine_hooks
+from gpumem_magic.virtual.torch_face.torch_cuda import CudaFace
+
+
+class VirtualMachine:
+    """All virtual devices that are on, and the engine that runs operators on them."""
+
+    def __init__(self, spec: catalog.DeviceSpec, settings: EnvironmentSettings) -> None:
+        self.spec = spec
+        self.process = os.getpid()
+        self._devices = [VirtualDevice(index, model, settings) for index, model in enumerate(spec.models)]
+        self.engine = Engine(self, len(self._devices))
+        self.face = CudaFace(self)
+        self.workspaces = kernels.Workspaces(self._devices, self.malloc, self.face.stream_of, self.free)
+        self.convolutions = cudnn.Scratch(self._devices, self.malloc, self.face.stream_of, self.free)
+        self.attention = Attention(lambda index: self._devices[index].model.capability)
+        self.engine.attend = self.attention.attend
+        self.smi = VirtualSmi(self._devices)
+        self.nvml = VirtualNvml(self._devices)
+        self._patches = Patches()
+        self._autocast = AutocastKernels()
+        self._composites = Composites()
+        self._factories = Factories(self.engine, self.face.current_device)
+        self._captured = Captured(self._factories)
+        self._libraries = libraries()
+
+    # ---- what a machine can be asked
+
+    @property
+    def devices(self) -> Sequence[VirtualDevice]:
+        return self._devices
+
+    def locate(self, tensor: Any) -> tuple[int, int] | None:
+        return self.engine.locate(tensor)
+
+    @property
+    def stand_ins(self) -> Counter[tuple[str, int]]:
+        return self.engine.stand_ins
+
+    @property
+    def supplied(self) -> Counter[tuple[str, int]]:
+        """The same for reads of values that the user supplied; they are among the `stand_ins`."""
+        return self.engine.supplied
+
+    def settle(self) -> None:
+        """Does the frees that wait, so that counters and logs are those of now."""
+        with self.engine.lock:
+            self.engine.table.drain()
+
+    def notes(self) -> list[str]:
+        """What a reader of figures must know about how they came to be."""
+        engine = self.engine
+        found = []
+        if engine.largest_sizes:
+            words = ", ".join(f"{name} ({count})" for name, count in sorted(engine.largest_sizes.items()))
+            found.append(f"Sizes that depend on values are not known here; the largest possible was taken: {words}.")
+        if engine.compiled_calls:
+            found.append(
+                f"What torch.compile made ran eagerly ({engine.compiled_calls} calls): compiled code fuses operators, and "
+                "needs less memory between them."
+            )
+        if engine.captures:
+            found.append(
+                f"CUDA graphs ran eagerly while they were captured ({engine.captures}), and not again in replays."
+            )
+        if engine.kernels_not_run:
+            found.append(
+                f"Kernels written in Triton were not run ({engine.kernels_not_run} launches): they write into tensors that "
+                "are there."
+            )
+        return found
+
+    # ---- memory (asked by the engine, under its lock)
+
+    def malloc(self, device: int, nbytes: int) -> int:
+        gpu = self._devices[device]
+        try:
+            return gpu.malloc(nbytes, self.face.stream_of(device))
+        except DeviceOutOfMemory as caught:
+            # Its frames hold the operator's tensors, and what the program was dealing with is not its business.
+            failure = caught.with_traceback(None)
+            failure.__context__ = None
+        text = oom_text(
+            failure,
+            gpu.model.oom_text_version or torch.__version__,
+            process_id=self.process,
+            process_bytes=gpu.process_bytes(),
+        )
+        error = torch.OutOfMemoryError(text)
+        error.gpumem_failure = failure  # type: ignore[attr-defined]
+        raise error
+
+    def free(self, device: int, address: int) -> None:
+        self._devices[device].free(address)
+
+    def record_stream(self, device: int, address: int, stream: int) -> None:
+        self._devices[device].allocator.record_stream(address, stream)
+
+    def after_operator(self, func: Any, device: int) -> None:
+        self.workspaces.after(func, device)
+
+    def convolve(self, device: int, call: Convolution) -> None:
+        self.convolutions.take(device, call)
+
+    def torch_version(self, device: int) -> tuple[int, int]:
+        return generations.parse_version(kernels.version_text(self._devices[device]))
+
+    def _clear_workspaces(self) -> None:
+        with self.engine.lock:
+            self.workspaces.clear()
+
+    # ---- on and off
+
+    def install(self) -> None:
+        """Replaces what has to be replaced. Undone completely if any of it fails."""
+        try:
+            for gpu in self._devices:
+                gpu.allocator.on_reserved = self._tell_smi(gpu)
+            self._factories.install(self._patches)
+            parameters.install(self._patches)
+            storages.install(self._patches, self.engine)
+            wrappers.install(self._patches)
+            saving.install(self._patches, self.engine)
+            surroundings.install(self._patches)
+            legacy.install(self._patches)
+            self._libraries.install(self._patches)
+            kernel_rules.install(self._patches)
+            communication.install(self._patches, self.engine)
+            install_engine_hooks(self._patches, self.engine)
+            self.face.install(self._patches)
+            graphs.install(self._patches, self, self.face.stream_of)
+            self._autocast.install(self._patches)
+            self.attention.install()
+            self._composites.install()
+            # What Triton and libraries ask for the stream to launch on; builds for the host lack it (torch 2.9 to 2.15).
+            self._patches.set(torch._C, "_cuda_getCurrentRawStream", self.face.stream_of)
+            # The public way to get cuBLAS's workspaces back; builds for the host lack it (torch 2.9 to 2.15).
+            self._patches.set(torch._C, "_cuda_clearCublasWorkspaces", self._clear_workspaces)
+            self._captured.install(self._patches)
+            self.smi.install()
+            self.nvml.install()
+            for gpu in self._devices:
+                self.smi.update(gpu.index, gpu.used_bytes())
+        except BaseException:
+            self.remove("the virtual GPU could not be turned on")
+            raise
+
+    def remove(self, because: str) -> None:
+        """Puts everything back. Tensors that are left say `because` when they are used."""
+        self.engine.closed_because = because
+        self.nvml.remove()
+        self.smi.remove()
+        self._captured.remove()
+        self._composites.remove()
+        self.attention.remove()
+        self._autocast.remove()
+        self._libraries.remove()
+        self._patches.undo()
+
+    def replaced(self) -> list[tuple[Any, str]]:
+        """The (owner, name) pairs that are replaced while the machine is on."""
+        return self._patches.names()
+
+    def _tell_smi(self, gpu: VirtualDevice) -> Any:
+        def tell(reserved: int) -> None:
+            self.smi.update(gpu.index, gpu.used_bytes())
+
+        return tell

@@ -1,0 +1,169 @@
+"""`scaled_dot_product_attention` on a virtual device: the kernel that CUDA would choose, and what that kernel allocates.
+
+C++ sees meta tensors and would always take the math path, which writes the whole score matrix. The rules are those of PyTorch's
+`sdp_utils` (2.9 to 2.13): by data type, head size, mask, and the device's generation, in the order flash, memory-efficient,
+math, cuDNN; the user's switches and order (`torch.nn.attention.sdpa_kernel`, `torch.backends.cuda.enable_*_sdp`) count. Not
+modelled: PyTorch's taste for cuDNN on H100 with the newest of its versions, which keeps what flash keeps.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from gpumem_magic.virtual.engine.engine import Engine, special
+from gpumem_magic.virtual.engine.tensors import VirtualTensor
+
+_aten = torch.ops.aten
+_HALF = (torch.float16, torch.bfloat16)
+FLASH, EFFICIENT, MATH, CUDNN = "flash", "efficient", "math", "cudnn"
+# The numbers of `torch.nn.attention.SDPBackend`.
+_KERNELS = {0: MATH, 1: FLASH, 2: EFFICIENT, 3: CUDNN}
+
+
+def choose(
+    capability: tuple[int, int],
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    is_causal: bool,
+    enable_gqa: bool,
+) -> str:
+    """Which kernel CUDA takes: "flash", "efficient", "math" or "cudnn". Raises CUDA's RuntimeError where none is allowed."""
+    same_kind = query.dtype == key.dtype == value.dtype and query.dim() == key.dim() == value.dim() == 4
+    not_empty = 0 not in (*query.shape, *key.shape, *value.shape)
+    dense = all(tensor.stride(-1) == 1 for tensor in (query, key, value))
+    fits = {MATH} if torch.backends.cuda.math_sdp_enabled() else set()
+    if same_kind and not_empty and dense:
+        batches = query.shape[0] == key.shape[0] == value.shape[0]
+        heads = query.shape[1] == key.shape[1] == value.shape[1]
+        same_size = query.shape[-1] == key.shape[-1] == value.shape[-1] <= 256
+        if torch.backends.cuda.flash_sdp_enabled() and batches and (heads or enable_gqa):
+            square = not is_causal or query.shape[-2] == key.shape[-2]
+            if capability >= (8, 0) and query.dtype in _HALF and mask is None and same_size and square:
+                fits.add(FLASH)
+        if torch.backends.cuda.mem_efficient_sdp_enabled() and batches and heads:
+            kinds = (*_HALF, torch.float32) if capability >= (8, 0) else (torch.float16, torch.float32)
+            step = _alignment(capability, query.dtype)
+            aligned = query.shape[-1] % step == 0 and value.shape[-1] % step == 0
+            learned_mask = mask is not None and mask.requires_grad
+            if query.dtype in kinds and aligned and not learned_mask:
+                fits.add(EFFICIENT)
+        if torch.backends.cuda.cudnn_sdp_enabled() and batches and (heads or enable_gqa):
+            most = 256 if capability >= (9, 0) else 128
+            sized = (
+                query.shape[-1] % 8 == 0 and value.shape[-1] % 8 == 0 and max(query.shape[-1], value.shape[-1]) <= most
+            )
+            learned_mask = mask is not None and mask.requires_grad
+            if capability >= (8, 0) and query.dtype in _HALF and sized and not learned_mask:
+                fits.add(CUDNN)
+    for kernel in _order():
+        if kernel in fits:
+            return kernel
+    raise RuntimeError("No available kernel. Aborting execution.")
+
+
+def _order() -> list[str]:
+    """The kernels in the order in which they are tried (`torch._C._get_sdp_priority_order`, torch 2.6 to 2.13)."""
+    ask = getattr(torch._C, "_get_sdp_priority_order", None)
+    return [_KERNELS[number] for number in (ask() if ask is not None else (1, 2, 0, 3)) if number in _KERNELS]
+
+
+def _alignment(capability: tuple[int, int], dtype: torch.dtype) -> int:
+    """The head size must be a multiple of this, in elements, for the memory-efficient kernel."""
+    half = dtype in _HALF
+    step = 4 if capability >= (8, 0) else 1
+    if capability >= (8, 0) or (capability >= (7, 0) and half):
+        step = max(step, 128 // (16 if half else 32))
+    return step
+
+
+class Attention:
+    """Replaces the operator for tensors of the virtual devices while it is installed."""
+
+    def __init__(self, capability_of: Callable[[int], tuple[int, int]]) -> None:
+        self._capability_of = capability_of
+        self._library: torch.library.Library | None = None
+
+    def install(self) -> None:
+        self._library = torch.library.Library("aten", "IMPL")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            self._library.impl(_aten.scaled_dot_product_attention.default, self.attend, "AutogradCUDA")
+
+    def remove(self) -> None:
+        if self._library is not None:
+            self._library._destroy()
+            self._library = None
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        """The operator itself, in terms of the kernels' own operators (which have derivatives)."""
+        device = next(t.fake_device.index for t in (query, key, value) if isinstance(t, VirtualTensor))
+        kernel = choose(self._capability_of(device), query, key, value, attn_mask, is_causal, enable_gqa)
+        if kernel == MATH:
+            return _aten._scaled_dot_product_attention_math.default(  # type: ignore[no-any-return]
+                query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
+            )[0]
+        size = query.shape[-1]
+        scale = size**-0.5 if scale is None else scale
+        if kernel == FLASH:
+            # The kernel wants head sizes in steps of 8; others are padded, and the result is cut.
+            extra = -size % 8
+            if extra:
+                query, key, value = (F.pad(tensor, (0, extra)) for tensor in (query, key, value))
+            out = _aten._scaled_dot_product_flash_attention.default(
+                query, key, value, dropout_p, is_causal, False, scale=scale
+            )[0]
+            return out[..., :size] if extra else out  # type: ignore[no-any-return]
+        wanted = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
+        if kernel == CUDNN:
+            bias = None if attn_mask is None else _additive(attn_mask, query)
+            if bias is not None:
+                bias = bias.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+            return _aten._scaled_dot_product_cudnn_attention.default(  # type: ignore[no-any-return]
+                query, key, value, bias, wanted, dropout_p, is_causal, False, scale=scale
+            )[0]
+        mask = _efficient_mask(attn_mask, query, key)
+        return _aten._scaled_dot_product_efficient_attention.default(  # type: ignore[no-any-return]
+            query, key, value, mask, wanted, dropout_p, is_causal, scale=scale
+        )[0]
+
+
+def _additive(mask: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    """What is added to the scores, for a mask of what may be seen."""
+    if mask.dtype != torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), float("-inf"))
+
+
+def _efficient_mask(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None:
+    """The mask as the memory-efficient kernel takes it: additive, expanded, rows padded to 16 elements' alignment in memory."""
+    if mask is None:
+        return None
+    mask = _additive(mask, query)
+    extra = -mask.shape[-1] % 8
+    if extra:
+        mask = F.pad(mask, (0, extra))[..., : mask.shape[-1]]
+    return mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+
+
+@special(_aten.scaled_dot_product_attention.default)
+def _without_autograd(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    """In inference mode the operator comes whole, below the key that the kernel above is registered for."""
+    return engine.attend(*args, **kwargs)

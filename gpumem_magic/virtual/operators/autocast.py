@@ -1,0 +1,180 @@
+"""`torch.autocast("cuda")` for virtual tensors.
+
+PyTorch's own kernels for the AutocastCUDA key ask C++ whether a tensor is on CUDA, and are told meta. While the virtual GPU
+is on, Python kernels for the operators in PyTorch's documentation ("Autocast Op Reference") take their place; afterwards the
+originals are back. Weights are cast once in a region and kept until it ends, which is memory that shows in the report.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from gpumem_magic.patching import Patches
+from gpumem_magic.virtual.engine.tensors import VirtualTensor
+
+_KEY = "AutocastCUDA"
+
+_LOWER = """
+    addbmm addmm addmv addr baddbmm bmm chain_matmul conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d
+    conv_transpose3d convolution _convolution einsum gru_cell linalg_multi_dot linalg_vecdot linear lstm_cell matmul mm mv prelu
+    rnn_relu_cell rnn_tanh_cell _thnn_fused_gru_cell _thnn_fused_lstm_cell scaled_dot_product_attention
+"""
+_FLOAT32 = """
+    acos asin binary_cross_entropy_with_logits cdist cosh cosine_embedding_loss cosine_similarity cross_entropy_loss dist erfinv
+    exp expm1 frobenius_norm group_norm hinge_embedding_loss kl_div l1_loss layer_norm log log10 log1p log2 logsumexp
+    margin_ranking_loss mse_loss multi_margin_loss multilabel_margin_loss native_layer_norm nll_loss nll_loss2d nuclear_norm
+    pdist poisson_nll_loss pow reciprocal renorm rsqrt sinh smooth_l1_loss soft_margin_loss softplus tan triplet_margin_loss
+"""
+# Computed in float32 by asking the operator for that result type: its argument is not copied.
+_FLOAT32_RESULT = "cumprod cumsum linalg_matrix_norm linalg_vector_norm log_softmax prod softmax sum"
+_WIDEST = "addcdiv addcmul atan2 bilinear cross dot grid_sampler index_put scatter_add tensordot vdot"
+
+
+class AutocastKernels:
+    """The kernels, while they are installed."""
+
+    def __init__(self) -> None:
+        self._library: torch.library.Library | None = None
+        self._cast_weights: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._without_autocast = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
+
+    def install(self, patches: Patches) -> None:
+        self._library = torch.library.Library("aten", "IMPL")
+        with warnings.catch_warnings():
+            # Replacing kernels is what is meant here; PyTorch warns of it.
+            warnings.simplefilter("ignore")
+            for names, policy in (
+                (_LOWER, self._lower),
+                (_FLOAT32, self._float32),
+                (_FLOAT32_RESULT, self._float32_result),
+                (_WIDEST, self._widest),
+            ):
+                for operator in _overloads(names):
+                    self._library.impl(operator, policy(operator), _KEY)
+            self._library.impl(torch.ops.aten.binary_cross_entropy.default, _refuse, _KEY)
+        clear = torch.clear_autocast_cache
+
+        def clear_autocast_cache() -> None:
+            self._cast_weights.clear()
+            clear()
+
+        patches.set(torch, "clear_autocast_cache", clear_autocast_cache)
+
+    def remove(self) -> None:
+        self._cast_weights.clear()
+        if self._library is not None:
+            self._library._destroy()
+            self._library = None
+
+    # ---- policies
+
+    def _lower(self, operator: Any) -> Callable[..., Any]:
+        def kernel(*args: Any, **kwargs: Any) -> Any:
+            dtype = torch.get_autocast_dtype("cuda")
+            with torch._C._ExcludeDispatchKeyGuard(self._without_autocast):
+                return operator(*self._cast(args, dtype), **self._cast_named(kwargs, dtype))
+
+        return kernel
+
+    def _float32(self, operator: Any) -> Callable[..., Any]:
+        def kernel(*args: Any, **kwargs: Any) -> Any:
+            with torch._C._ExcludeDispatchKeyGuard(self._without_autocast):
+                return operator(*self._cast(args, torch.float32), **self._cast_named(kwargs, torch.float32))
+
+        return kernel
+
+    def _float32_result(self, operator: Any) -> Callable[..., Any]:
+        def kernel(*args: Any, **kwargs: Any) -> Any:
+            with torch._C._ExcludeDispatchKeyGuard(self._without_autocast):
+                if _castable(args[0]) and kwargs.get("dtype") is None and not _has_dtype_at(operator, args):
+                    kwargs = {**kwargs, "dtype": torch.float32}
+                return operator(*args, **kwargs)
+
+        return kernel
+
+    def _widest(self, operator: Any) -> Callable[..., Any]:
+        def kernel(*args: Any, **kwargs: Any) -> Any:
+            dtype = torch.get_autocast_dtype("cuda")
+            if any(tensor.dtype == torch.float32 for tensor in _castables((*args, *kwargs.values()))):
+                dtype = torch.float32
+            with torch._C._ExcludeDispatchKeyGuard(self._without_autocast):
+                return operator(*self._cast(args, dtype), **self._cast_named(kwargs, dtype))
+
+        return kernel
+
+    # ---- casting
+
+    def _cast_named(self, kwargs: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+        return dict(zip(kwargs, self._cast(tuple(kwargs.values()), dtype), strict=True))
+
+    def _cast(self, args: Any, dtype: torch.dtype) -> list[Any]:
+        return [self._cast_one(arg, dtype) for arg in args]
+
+    def _cast_one(self, arg: Any, dtype: torch.dtype) -> Any:
+        if isinstance(arg, (list, tuple)):
+            return type(arg)(self._cast(arg, dtype)) if type(arg) in (list, tuple) else arg
+        if not _castable(arg) or arg.dtype == dtype:
+            return arg
+        keep = (
+            dtype != torch.float32
+            and arg.dtype == torch.float32
+            and arg.requires_grad
+            and arg.is_leaf
+            and not arg._is_view()
+            and torch.is_autocast_cache_enabled()
+        )
+        if not keep:
+            return arg.to(dtype)
+        known = self._cast_weights.get(id(arg))
+        if known is None or known[0] is not arg or known[1].dtype != dtype:
+            known = self._cast_weights[id(arg)] = (arg, arg.to(dtype))
+        return known[1]
+
+
+def _overloads(names: str) -> Iterator[Any]:
+    """All overloads of the operators that make new tensors: neither out= nor in-place ones. Names that this torch lacks are
+    left out."""
+    for name in names.split():
+        packet = getattr(torch.ops.aten, name, None)
+        for overload in packet.overloads() if packet is not None else ():
+            operator = getattr(packet, overload)
+            if not any(
+                argument.alias_info is not None and argument.alias_info.is_write
+                for argument in operator._schema.arguments
+            ):
+                yield operator
+
+
+def _castable(arg: Any) -> bool:
+    return isinstance(arg, VirtualTensor) and arg.dtype.is_floating_point and arg.dtype != torch.float64
+
+
+def _castables(args: Any) -> Iterator[torch.Tensor]:
+    for arg in args:
+        if isinstance(arg, (list, tuple)):
+            yield from _castables(arg)
+        elif _castable(arg):
+            yield arg
+
+
+def _has_dtype_at(operator: Any, args: Any) -> bool:
+    """Whether a result type was given by position, or the overload takes none."""
+    names = [argument.name for argument in operator._schema.arguments]
+    if "dtype" not in names:
+        return True
+    position = names.index("dtype")
+    return position < len(args) and args[position] is not None
+
+
+def _refuse(*args: Any, **kwargs: Any) -> Any:
+    raise RuntimeError(
+        "torch.nn.functional.binary_cross_entropy and torch.nn.BCELoss are unsafe to autocast.\n"
+        "Many models use a sigmoid layer right before the binary cross entropy layer.\n"
+        "In this case, combine the two layers using torch.nn.functional.binary_cross_entropy_with_logits\n"
+        "or torch.nn.BCEWithLogitsLoss.  binary_cross_entropy_with_logits and BCEWithLogits are\n"
+        "safe to autocast."
+    )

@@ -1,0 +1,136 @@
+"""What a program learns when it checks values that there are not: ``assert (boxes >= 0).all()``, ``if torch.isnan(x).any()``.
+
+Such checks hold on a device, or the program would not be run there. So they hold here: `all` of elements that were compared by
+size, or found finite, is true, and `any` is false (but nothing is said to equal a given value: a token is not the one that ends a
+text). Of a single number, whatever is usual for the value zero is said: it is not negative, below a bound, and not within a
+tolerance. Who reads the answer reads a stand-in, and its line is listed.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from gpumem_magic.patching import Patches
+from gpumem_magic.virtual.engine import values
+from gpumem_magic.virtual.engine.engine import Engine, special
+from gpumem_magic.virtual.engine.tensors import CHECKED, KNOWN, VirtualTensor
+
+_aten = torch.ops.aten
+
+
+def _below(left: Any, right: Any) -> bool:
+    """Only a bound is meant by that (a number of classes), not a tolerance or a guard against zero."""
+    return bool(right - left >= 1)
+
+
+# What is said of a single number which is not known, by operator; the unknown side counts as zero.
+_OF_ONE: dict[Any, Callable[[Any, Any], bool]] = {
+    _aten.ge: lambda left, right: bool(left >= right),
+    _aten.gt: lambda left, right: _below(right, left),
+    _aten.le: _below,
+    _aten.lt: _below,
+}
+
+
+def _say(tensor: Any, answer: bool) -> None:
+    """The values of a new, small tensor are taken to be this."""
+    if isinstance(tensor, VirtualTensor) and values.small(tensor):
+        with torch._C._DisableTorchDispatch():
+            host = torch.ops.aten.full.default(tensor.shape, answer, dtype=torch.bool)
+        tensor.__dict__[KNOWN] = values.Known(host, False)
+
+
+def _mark(tensor: Any) -> None:
+    """These are answers to a check, until the tensor is written to."""
+    if isinstance(tensor, VirtualTensor) and values.exact(tensor) is None:
+        tensor.__dict__[CHECKED] = _version(tensor)
+
+
+def _is_check(tensor: Any) -> bool:
+    return (
+        isinstance(tensor, VirtualTensor)
+        and CHECKED in tensor.__dict__
+        and tensor.__dict__[CHECKED] == _version(tensor)
+    )
+
+
+def _version(tensor: torch.Tensor) -> int:
+    """How often the tensor has been written to; tensors of inference mode do not know."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _number(value: Any) -> Any:
+    """The number that a side of a comparison counts as; None where it has values of its own."""
+    if isinstance(value, VirtualTensor):
+        return None if values.known(value) is not None or value.dtype == torch.bool else 0
+    if isinstance(value, torch.Tensor):
+        return value.item() if value.dim() == 0 else None
+    return value
+
+
+def _compare(of_one: Callable[[Any, Any], bool]) -> Callable[..., Any]:
+    def handler(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+        out = engine.run(func, args, kwargs, device)
+        _mark(out)
+        if out.numel() == 1 and values.known(out) is None:
+            left, right = (_number(side) for side in args[:2])
+            if left is not None and right is not None:
+                _say(out, of_one(left, right))
+        return out
+
+    return handler
+
+
+for _packet, _rule in _OF_ONE.items():
+    special(_packet.Tensor, _packet.Scalar)(_compare(_rule))
+
+
+@special(
+    _aten.logical_not.default, _aten.logical_and.default, _aten.logical_or.default,
+    _aten.bitwise_not.default, _aten.bitwise_and.Tensor, _aten.bitwise_or.Tensor,
+)  # fmt: skip
+def _combine(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    checks = all(_is_check(side) for side in args[:2])
+    out = engine.run(func, args, kwargs, device)
+    if checks:
+        _mark(out)
+    return out
+
+
+_ALL = (_aten.all.default, _aten.all.dim, _aten.all.dims, _aten._is_all_true.default)
+
+
+@special(*_ALL, _aten.any.default, _aten.any.dim, _aten.any.dims, _aten._is_any_true.default)
+def _of_many(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    out = engine.run(func, args, kwargs, device)
+    if _is_check(args[0]):
+        _mark(out)
+        if args[0].numel() > 1 and values.known(out) is None:
+            _say(out, func in _ALL)
+    return out
+
+
+def install(patches: Patches) -> None:
+    """PyTorch puts these together from operators that say nothing of their meaning."""
+    for name in ("isfinite", "isclose"):
+        asks = _says_yes(getattr(torch, name))
+        patches.set(torch, name, asks)
+        patches.set(torch.Tensor, name, asks)
+
+
+def _says_yes(original: Any) -> Any:
+    @functools.wraps(original)
+    def ask(input: Any, *args: Any, **kwargs: Any) -> Any:
+        out = original(input, *args, **kwargs)
+        sides = [side for side in (input, *args[:1]) if isinstance(side, VirtualTensor)]
+        if sides and all(values.exact(side) is None for side in sides):
+            _mark(out)
+            if out.numel() == 1 and values.exact(out) is None:
+                _say(out, True)
+        return out
+
+    return ask

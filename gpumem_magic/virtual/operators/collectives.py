@@ -1,0 +1,71 @@
+"""What processes exchange: `torch.distributed`'s operators on tensors of a virtual GPU, which sends nothing.
+
+Other processes, if there are any, are taken to hold the same values. PyTorch's own shape rules for these operators came after
+2.9, and draw from Python's random numbers, which are the program's.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from gpumem_magic.virtual.engine import values
+from gpumem_magic.virtual.engine.engine import Engine, special
+from gpumem_magic.virtual.engine.tensors import VirtualTensor
+
+# Those after which the tensors are taken to hold what they held: exactly so where there is one process.
+_IN_PLACE = ("broadcast_", "allreduce_", "allreduce_coalesced_", "reduce_", "send", "barrier", "monitored_barrier_")
+# Those that write what others sent into their first argument.
+_RECEIVING = (
+    "allgather_", "allgather_coalesced_", "_allgather_base_", "allgather_into_tensor_coalesced_", "reduce_scatter_",
+    "_reduce_scatter_base_", "reduce_scatter_tensor_coalesced_", "gather_", "scatter_", "alltoall_", "alltoall_base_", "recv_",
+    "recv_any_source_",
+)  # fmt: skip
+
+_numbers = itertools.count(1)
+
+
+def _operators(names: tuple[str, ...]) -> Iterator[Any]:
+    """The operators of that name in this PyTorch: a build without `torch.distributed` has none."""
+    for name in names:
+        packet = getattr(torch.ops.c10d, name, None)
+        if packet is not None:
+            yield packet.default
+
+
+def _exchange(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    returns = len(func._schema.returns)
+    if not returns:
+        return None
+    return (args[0], _finished_work()) if returns == 2 else _finished_work()
+
+
+def _receive(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    _forget(args[0])
+    return _exchange(engine, func, args, kwargs, device)
+
+
+def _finished_work() -> Any:
+    """A handle to wait for that has nothing to wait for.
+
+    `FakeWork` is a private class of PyTorch's, which its own shape rules use; tested on torch 2.9, 2.11, 2.13 and 2.15.
+    """
+    work = torch._C._distributed_c10d.FakeWork()
+    work.seq_id = next(_numbers)
+    return work.boxed()
+
+
+def _forget(written: Any) -> None:
+    if isinstance(written, VirtualTensor):
+        values.forget(written)
+    elif isinstance(written, (list, tuple)):
+        for part in written:
+            _forget(part)
+
+
+if torch.distributed.is_available():
+    special(*_operators(_IN_PLACE))(_exchange)
+    special(*_operators(_RECEIVING))(_receive)

@@ -1,0 +1,160 @@
+"""Operators that C++ puts together differently for CUDA: the CUDA way, for virtual tensors.
+
+Inside PyTorch these ask ``is_cuda`` and would take the host's way here, since C++ sees meta tensors. It matters for memory: the
+host's dropout keeps a mask in the input's type where CUDA keeps one byte for each element, and the host's softmax with
+``dtype=float32`` of float16 scores makes a float32 copy first. As in `Dropout.cpp` and `SoftMax.cpp` of PyTorch 2.9 to 2.13.
+
+The gradients of SiLU and Mish are one kernel on CUDA (`native_functions.yaml`); a build for the host knows them for CUDA as seven
+and eight smaller operators only, which would hold up to five tensors more for a moment. Likewise `rms_norm`, which keeps one
+number for each row beside its input (``layer_norm_kernel.cu``), and not the normalised input as well.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from gpumem_magic.virtual.engine.engine import Engine, special
+
+_aten = torch.ops.aten
+
+
+def dropout(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
+    """Training: one kernel, which keeps a mask of one byte for each element."""
+    if not train or p == 0 or not input.numel():
+        return input
+    if p == 1:
+        return input.mul(torch.zeros((), dtype=input.dtype, device=input.device))
+    return _aten.native_dropout.default(input, p, train)[0]  # type: ignore[no-any-return]
+
+
+def softmax(input: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """float16 scores with a float32 result: converted by the kernel itself."""
+    return _normalised(_aten._softmax.default, input, dim, dtype)
+
+
+def log_softmax(input: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Likewise."""
+    return _normalised(_aten._log_softmax.default, input, dim, dtype)
+
+
+def _normalised(kernel: Any, input: torch.Tensor, dim: int, dtype: torch.dtype | None) -> torch.Tensor:
+    if input.dtype == torch.float16 and dtype == torch.float32:
+        return kernel(input, dim, True)  # type: ignore[no-any-return]
+    return kernel(input if dtype is None else input.to(dtype), dim, False)  # type: ignore[no-any-return]
+
+
+def silu_backward(grad_output: torch.Tensor, self: torch.Tensor) -> torch.Tensor:
+    """One kernel. Where its own gradient is wanted, the smaller operators."""
+    if torch.is_grad_enabled() and (grad_output.requires_grad or self.requires_grad):
+        gate = torch.sigmoid(self)
+        return grad_output * (gate * (1 + self * (1 - gate)))
+    return _one_kernel(_aten.silu_backward.default, grad_output, self)
+
+
+def mish_backward(grad_output: torch.Tensor, self: torch.Tensor) -> torch.Tensor:
+    """Likewise."""
+    if torch.is_grad_enabled() and (grad_output.requires_grad or self.requires_grad):
+        inner = torch.tanh(F.softplus(self))
+        return grad_output * (inner + self * torch.sigmoid(self) * (1 - inner * inner))
+    return _one_kernel(_aten.mish_backward.default, grad_output, self)
+
+
+class _RmsNorm(torch.autograd.Function):
+    """The kernel with its gradient's kernel. For a gradient's own gradient the smaller operators are differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Any, normalized_shape: Any, weight: Any, eps: Any) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            out, rstd = _aten._fused_rms_norm.default(input, normalized_shape, weight, eps)
+        ctx.save_for_backward(input, weight, rstd)
+        ctx.normalized_shape, ctx.eps = normalized_shape, eps
+        ctx.mark_non_differentiable(rstd)
+        # No zeros are made for a gradient of the second result, which has none.
+        ctx.set_materialize_grads(False)
+        return out, rstd
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any, _: Any) -> Any:
+        if gradient is None:
+            return None, None, None, None
+        input, weight, rstd = ctx.saved_tensors
+        wanted = [ctx.needs_input_grad[0], ctx.needs_input_grad[2]]
+        if torch.is_grad_enabled():
+            leaves = [tensor for tensor, is_wanted in zip((input, weight), wanted, strict=True) if is_wanted]
+            out, _ = _by_smaller_operators(input, ctx.normalized_shape, weight, ctx.eps)
+            found = iter(torch.autograd.grad(out, leaves, gradient, create_graph=True))
+            of_input, of_weight = (next(found) if is_wanted else None for is_wanted in wanted)
+        else:
+            kernel = _aten._fused_rms_norm_backward.default
+            of_input, of_weight = kernel(gradient, input, ctx.normalized_shape, rstd, weight, wanted)
+        return of_input, None, of_weight, None
+
+
+def _by_smaller_operators(input: Any, normalized_shape: Any, weight: Any, eps: Any) -> tuple[Any, Any]:
+    dims = list(range(-len(normalized_shape), 0))
+    wide = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
+    rstd = torch.rsqrt(wide.square().mean(dims, keepdim=True) + (torch.finfo(wide.dtype).eps if eps is None else eps))
+    out = wide * rstd
+    return (out if weight is None else out * weight).to(input.dtype), rstd
+
+
+def rms_norm(input: torch.Tensor, normalized_shape: Any, weight: torch.Tensor | None, eps: float | None) -> Any:
+    """One kernel, which keeps a number for each row."""
+    # How `vmap` and forward derivatives go through a kernel is known for the smaller operators.
+    if torch._C._are_functorch_transforms_active():
+        return _by_smaller_operators(input, normalized_shape, weight, eps)
+    return _RmsNorm.apply(input, normalized_shape, weight, eps)  # type: ignore[no-untyped-call]
+
+
+def _one_kernel(kernel: Any, grad_output: torch.Tensor, self: torch.Tensor) -> torch.Tensor:
+    with torch._C._AutoDispatchBelowAutograd():
+        return kernel(grad_output, self)  # type: ignore[no-any-return]
+
+
+_WAYS: dict[Any, Callable[..., torch.Tensor]] = {
+    _aten.dropout.default: dropout,
+    _aten.softmax.int: softmax,
+    _aten.log_softmax.int: log_softmax,
+}
+# Kernels of CUDA's own, which below autograd are the operator itself.
+_KERNELS: dict[Any, Callable[..., Any]] = {
+    _aten.silu_backward.default: silu_backward,
+    _aten.mish_backward.default: mish_backward,
+}
+if hasattr(_aten, "_fused_rms_norm_backward"):
+    _KERNELS[_aten._fused_rms_norm.default] = rms_norm
+
+
+class Composites:
+    """Replaces the operators for tensors of the virtual devices while it is installed."""
+
+    def __init__(self) -> None:
+        self._library: torch.library.Library | None = None
+
+    def install(self) -> None:
+        self._library = torch.library.Library("aten", "IMPL")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for operator, way in (_WAYS | _KERNELS).items():
+                self._library.impl(operator, way, "AutogradCUDA")
+
+    def remove(self) -> None:
+        if self._library is not None:
+            self._library._destroy()
+            self._library = None
+
+
+@special(*_WAYS)
+def _without_autograd(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    """In inference mode the operators come whole, below the key that they are registered for."""
+    return _WAYS[func](*args, **kwargs)
+
+
+@special(*_KERNELS)
+def _whole(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    return engine.run(func, args, kwargs, device)

@@ -1,0 +1,139 @@
+"""Convolutions as CUDA runs them: copies into the kernel's layout, cuDNN's scratch memory, and columns without cuDNN.
+
+After ``Convolution.cpp`` and ``cudnn/ConvShared.cpp`` of ATen (torch 2.9 to 2.13). cuDNN runs in one layout: a tensor in another
+is copied for the call, such as a plain weight for an input with channels last. The gradient of the input comes first, then the
+weight's, then the bias's, and the result's gradient is copied once for both. What cuDNN itself takes is estimated in `cudnn`.
+
+Where cuDNN is off, or can't (before torch 2.6 for single samples of more than 2^31 values, and in 2.9 in three dimensions for
+half precision), PyTorch spreads each sample out into columns: as many times its values as the kernel has points. A published
+request of 108.21 GiB (pytorch issue 95024) is met to the printed digit.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from math import prod
+from typing import Any
+
+import torch
+
+from gpumem_magic.virtual.engine.engine import Engine, special
+from gpumem_magic.virtual.engine.memory import Convolution
+
+_aten = torch.ops.aten
+
+_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+_MOST_INDEXED = 2**31 - 1
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def layout_of(input: torch.Tensor, weight: torch.Tensor) -> torch.memory_format:
+    """The layout in which cuDNN runs a convolution of the two: channels last where one of them has it and not both are plain."""
+    last = _CHANNELS_LAST.get(input.dim())
+    if last is None or torch.float64 in (input.dtype, weight.dtype) or not torch.backends.cudnn.enabled:
+        return torch.contiguous_format
+    either = input.is_contiguous(memory_format=last) or weight.is_contiguous(memory_format=last)
+    plain = input.is_contiguous() and weight.is_contiguous()
+    return last if either and not plain else torch.contiguous_format
+
+
+def _copy_bytes(tensor: torch.Tensor, layout: torch.memory_format) -> int:
+    """What a copy in the layout takes; 0 where the tensor has it."""
+    return 0 if tensor.is_contiguous(memory_format=layout) else tensor.numel() * tensor.element_size()
+
+
+class _Call:
+    """A convolution's arguments, and who runs it."""
+
+    def __init__(
+        self, engine: Engine, device: int, fine: Any, weight: Any, coarse: Any, stride: Any, padding: Any, dilation: Any,
+        transposed: bool, groups: int,
+    ) -> None:  # fmt: skip
+        self.engine = engine
+        self.device = device
+        self.weight = weight
+        self.layout = layout_of(coarse if transposed else fine, weight)
+        self.transposed = transposed
+        sizes = tuple(weight.shape[2:])
+        self.points = prod(sizes)
+        self.needs_columns = self.points > 1 or set(stride) != {1} or set(padding) != {0} or transposed
+        # A transposed convolution is the gradient of one whose input has its result's shape.
+        self.fine, self.coarse = tuple(fine.shape), tuple(coarse.shape)
+        self.by_depth = (
+            not transposed
+            and groups > 1
+            and groups == self.fine[1]
+            and weight.shape[0] % groups == 0
+            and self.layout == torch.contiguous_format
+        )
+        self.stride, self.dilation, self.groups = tuple(stride), tuple(dilation), groups
+
+    def by_cudnn(self) -> bool:
+        if not torch.backends.cudnn.enabled or self.by_depth:
+            return False
+        version = self.engine.memory.torch_version(self.device)
+        if version < (2, 6):
+            one = max(prod(self.fine), prod(self.coarse)) // max(1, self.fine[0])
+            if one > _MOST_INDEXED:
+                return False
+        return not (version == (2, 9) and len(self.fine) == 5 and self.weight.dtype in _HALF and self.points > 1)
+
+    def run(self, way: str) -> None:
+        """The memory that a kernel holds and gives back. Raises out of memory only for what PyTorch itself asks for."""
+        if self.by_cudnn():
+            last = self.layout != torch.contiguous_format
+            shapes = (self.fine, tuple(self.weight.shape), self.coarse)
+            call = Convolution(way, *shapes, self.stride, self.dilation, self.groups, self.weight.dtype, last)
+            self.engine.memory.convolve(self.device, call)
+        elif not self.by_depth and self.needs_columns:
+            with self.engine.scratch(self.device, self._column_bytes()):
+                # The columns are multiplied with the weight.
+                self.engine.memory.after_operator(_aten.mm.default, self.device)
+
+    def _column_bytes(self) -> int:
+        return int(self.fine[1] * self.points * prod(self.coarse[2:]) * self.weight.element_size())
+
+
+@special(_aten.convolution.default)
+def _forward(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    if kwargs or len(args) < 9 or not _is_plain_call(args[0], args[1]):
+        return engine.run(func, args, kwargs, device)
+    input, weight, _, stride, padding, dilation, transposed, _, groups = args[:9]
+    layout = layout_of(input, weight)
+    with ExitStack() as held:
+        held.enter_context(engine.scratch(device, _copy_bytes(input, layout)))
+        out = engine.run(func, args, kwargs, device)
+        held.enter_context(engine.scratch(device, _copy_bytes(weight, layout)))
+        fine, coarse = (out, input) if transposed else (input, out)
+        call = _Call(engine, device, fine, weight, coarse, stride, padding, dilation, transposed, groups)
+        call.run("input" if transposed else "forward")
+        return out
+
+
+@special(_aten.convolution_backward.default)
+def _backward(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    if kwargs or len(args) < 11 or not _is_plain_call(args[1], args[2]):
+        return engine.run(func, args, kwargs, device)
+    gradient, input, weight, _, stride, padding, dilation, transposed, _, groups, wanted = args[:11]
+    layout = layout_of(input, weight)
+    results = engine.fake_call(func, args, kwargs)
+    of_input, of_weight, of_bias = results
+    fine, coarse = (gradient, input) if transposed else (input, gradient)
+    call = _Call(engine, device, fine, weight, coarse, stride, padding, dilation, transposed, groups)
+    with ExitStack() as held:
+        held.enter_context(engine.scratch(device, _copy_bytes(gradient, layout)))
+        if wanted[1]:
+            held.enter_context(engine.scratch(device, _copy_bytes(input, layout)))
+        if wanted[0]:
+            engine.settle(of_input)
+            with engine.scratch(device, _copy_bytes(weight, layout)):
+                call.run("forward" if transposed else "input")
+        if wanted[1]:
+            engine.settle(of_weight)
+            call.run("weight")
+    engine.settle(of_bias)
+    return results
+
+
+def _is_plain_call(input: Any, weight: Any) -> bool:
+    return isinstance(input, torch.Tensor) and input.dim() >= 3 and input.numel() > 0 and weight.numel() > 0

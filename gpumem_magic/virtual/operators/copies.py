@@ -1,0 +1,105 @@
+"""Kernels that copy what they are given before they start, and those that draw or add up in memory of their own.
+
+After ATen/native/cuda (torch 2.9 to 2.13): ``SoftMax.cu``, ``layer_norm_kernel.cu`` and ``UpSample*.cu`` want plain layouts;
+``Blas.cpp`` one dimension of each matrix whose elements lie side by side; ``Distributions.cpp`` and ``MultinomialKernel.cu`` draw
+into tensors of the weights' size; ``ForeachReduceOp.cu`` adds up each tensor in pieces of 65536 elements; ``IndexKernel.cu``
+counts the places of a `masked_scatter` in eight bytes for each element.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from gpumem_magic.virtual.engine.engine import Engine, special
+from gpumem_magic.virtual.operators.sorting import holding
+from gpumem_magic.virtual.operators.written_gradients import IN_PLACE, writes_into_zeros
+
+_aten = torch.ops.aten
+
+# Which arguments are copied unless they are contiguous.
+_LAID_OUT: dict[Any, tuple[int, ...]] = {
+    _aten._softmax.default: (0,),
+    _aten._log_softmax.default: (0,),
+    _aten._softmax_backward_data.default: (0, 1),
+    _aten._log_softmax_backward_data.default: (0, 1),
+    _aten.native_layer_norm.default: (0,),
+    _aten.native_layer_norm_backward.default: (0, 1),
+    _aten.native_group_norm.default: (0,),
+    _aten.native_group_norm_backward.default: (0, 1),
+}
+_PRODUCTS: dict[Any, tuple[int, int]] = {
+    _aten.mm.default: (0, 1),
+    _aten.bmm.default: (0, 1),
+    _aten.addmm.default: (1, 2),
+    _aten.baddbmm.default: (1, 2),
+}
+_PIECE = 65536
+
+
+@special(*_LAID_OUT)
+def _laid_out(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    sizes = [_bytes(args[place]) for place in _LAID_OUT[func] if not args[place].is_contiguous()]
+    if not sizes:
+        return engine.run(func, args, kwargs, device)
+    with holding(engine, device, sizes):
+        return engine.run(func, args, kwargs, device)
+
+
+@special(*_PRODUCTS)
+def _product(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    sizes = [_bytes(args[place]) for place in _PRODUCTS[func] if not _lies_right(args[place])]
+    if not sizes:
+        return engine.run(func, args, kwargs, device)
+    with holding(engine, device, sizes):
+        return engine.run(func, args, kwargs, device)
+
+
+def fits_blas(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Whether cuBLAS can read the matrices of a tensor as they lie: their rows, or their columns, without gaps inside."""
+    rows, columns = shape[-2], shape[-1]
+    down, along = stride[-2], stride[-1]
+    return (along == 1 and down >= max(1, columns)) or (down == 1 and along >= max(1, rows))
+
+
+def _lies_right(matrices: Any) -> bool:
+    return matrices.layout is not torch.strided or fits_blas(matrices.shape, matrices.stride())
+
+
+@special(_aten.masked_scatter.default, _aten.masked_scatter_.default)
+def _masked_scatter(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    """Which value goes where is counted for every element of the target, chosen or not."""
+    target, mask, source = args
+    if func in IN_PLACE and writes_into_zeros():
+        func = IN_PLACE[func]
+    out = engine.run(func, args, kwargs, device)
+    count = target.numel()
+    mask_is_plain = mask.shape == target.shape and mask.is_contiguous()
+    copied = 0 if source.is_contiguous() else _bytes(source)
+    with holding(engine, device, [count * 8, 0 if mask_is_plain else count, copied]):
+        return out
+
+
+@special(_aten.multinomial.default)
+def _multinomial(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    weights, count, *rest = args
+    again = rest[0] if rest else kwargs.get("replacement", False)
+    # Exponential draws for each weight; or the weights, in shares, and their sums from the first on.
+    copies = 3 if again and count > 1 else 1
+    with holding(engine, device, [_bytes(weights)] * copies):
+        return engine.run(func, args, kwargs, device)
+
+
+@special(_aten._foreach_norm.Scalar)
+def _norms(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    tensors = args[0]
+    pieces = max((-(-tensor.numel() // _PIECE) for tensor in tensors), default=0)
+    item = 8 if any(tensor.dtype == torch.float64 for tensor in tensors) else 4
+    with holding(engine, device, [len(tensors) * pieces * item]):
+        return engine.run(func, args, kwargs, device)
+
+
+def _bytes(tensor: Any) -> int:
+    return int(tensor.numel() * tensor.element_size())

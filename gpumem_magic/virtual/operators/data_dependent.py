@@ -1,0 +1,399 @@
+"""Operators whose result on a virtual device is not just a shape: copies across, values, and sizes that depend on values."""
+
+from __future__ import annotations
+
+import cmath
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensor
+
+from gpumem_magic.virtual.engine import supplied, values
+from gpumem_magic.virtual.engine.engine import Engine, special, users_line
+from gpumem_magic.virtual.engine.mismatch import refuse_mixed_devices
+from gpumem_magic.virtual.engine.modes import STATE, origin
+from gpumem_magic.virtual.engine.tensors import VirtualTensor
+
+_aten = torch.ops.aten
+
+
+# ---- values
+
+
+def stand_in(dtype: torch.dtype) -> complex | bool:
+    """The value that a virtual device gives where a program reads one: zero, in the type that the program expects."""
+    if dtype.is_complex:
+        return 0j
+    if dtype.is_floating_point:
+        return 0.0
+    return False if dtype == torch.bool else 0
+
+
+@special(_aten._local_scalar_dense.default, _aten.item.default)
+def _read_scalar(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    found = values.known(args[0])
+    if found is not None and found.exact:
+        if found.supplied:
+            engine.count_stand_in(by_user=True)
+        return found.host.item()
+    given = supplied.value_for(args[0].dtype, users_line)
+    if given is not None:
+        engine.count_stand_in(by_user=True)
+        return supplied.scalar(given, args[0].dtype)
+    if found is not None:
+        value = found.host.item()
+        if isinstance(value, int) or cmath.isfinite(value):
+            engine.count_stand_in()
+            return value
+    engine.count_stand_in()
+    return stand_in(args[0].dtype)
+
+
+@special(_aten.equal.default, _aten.allclose.default)
+def _equal(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> bool:
+    refuse_mixed_devices(func, args, kwargs)
+    hosts = [values.exact(tensor) for tensor in args[:2]]
+    if None not in hosts:
+        _note_supplied(engine, *args[:2])
+        return bool(func(*hosts, *args[2:], **kwargs))
+    given = supplied.value_for(torch.bool, users_line)
+    engine.count_stand_in(by_user=given is not None)
+    if given is not None:
+        return bool(supplied.scalar(given, torch.bool))
+    known = [values.known(tensor) for tensor in args[:2] if isinstance(tensor, VirtualTensor)]
+    if len(known) == 2 and None not in known:
+        return bool(func(*[found.host for found in known if found is not None], *args[2:], **kwargs))
+    # Unknown values count as zeros, which are the same.
+    return func is _aten.allclose.default or args[0].shape == args[1].shape
+
+
+def _note_supplied(engine: Engine, *tensors: Any) -> None:
+    """Notes the line where the user's values for one of the tensors decide."""
+    known = [values.known(tensor) for tensor in tensors if isinstance(tensor, VirtualTensor)]
+    if any(found is not None and found.supplied for found in known):
+        engine.count_stand_in(by_user=True)
+
+
+@special(_aten._assert_async.default, _aten._assert_async.msg)
+def _assert_nothing(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> None:
+    """A check of values, of which there are none."""
+
+
+# ---- copies
+
+
+@special(_aten._to_copy.default)
+def _to_copy(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    source = args[0]
+    target = kwargs.get("device")
+    if not isinstance(source, VirtualTensor):
+        if target is None or target.type == "cpu":
+            return func(*args, **kwargs)
+        if source.layout is torch.sparse_coo:
+            return _sparse_to_device(source, target)
+        meta = _aten.empty_like.default(
+            source, dtype=kwargs.get("dtype"), device=torch.device("meta"), memory_format=kwargs.get("memory_format")
+        )
+        if source.is_meta:
+            raise NotImplementedError("Cannot copy out of meta tensor; no data!")
+        with origin("host_copy"):
+            made = engine.wrap(meta, device if target.index is None else target.index)
+        if values.small(source):
+            values.learn(made, source.to(made.dtype))
+        return made
+    if target is None or target.type in ("cuda", "meta"):
+        return engine.run(func, args, kwargs, device)
+    shape = engine.fake_call(func, args, {**kwargs, "pin_memory": None})
+    return _read_into(engine, source, host_zeros(shape))
+
+
+def _read_into(engine: Engine, source: Any, host: torch.Tensor) -> torch.Tensor:
+    """Writes the values of a device tensor into a host tensor: known ones, supplied ones, or zeros."""
+    found = values.known(source)
+    given = None if found is not None and found.exact else supplied.value_for(source.dtype, users_line)
+    if found is None or not found.exact or found.supplied:
+        engine.count_stand_in(by_user=given is not None or (found is not None and found.exact))
+    if given is not None:
+        return supplied.fill(given, host)
+    if found is None:
+        return host.zero_()
+    host.copy_(found.host)
+    # What unknown values have made no number of is a stand-in, too.
+    return host if found.exact or not host.is_floating_point() else host.nan_to_num_(0.0, 0.0, 0.0)
+
+
+def _sparse_to_device(source: torch.Tensor, target: torch.device) -> Any:
+    device = torch.device("cuda", STATE.last_device if target.index is None else target.index)
+    moved = torch.sparse_coo_tensor(
+        source._indices().to(device), source._values().to(device), source.shape, check_invariants=False
+    )
+    return moved._coalesced_(source.is_coalesced())
+
+
+def host_zeros(like: FakeTensor) -> torch.Tensor:
+    """A real host tensor of zeros with the fake tensor's shape, strides and dtype."""
+    blank: torch.Tensor = _aten.empty_strided.default(
+        like.size(), like.stride(), dtype=like.dtype, device=torch.device("cpu")
+    )
+    return blank.zero_()
+
+
+@special(
+    _aten.set_.source_Storage,
+    _aten.set_.source_Storage_storage_offset,
+    _aten.set_.source_Tensor,
+    _aten.set_.source_Tensor_storage_offset,
+)
+def _set(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    """The fake mode remembers calls with their arguments, and would keep this storage alive."""
+    values.forget(args[0])
+    remembers = engine.fake.cache_enabled
+    engine.fake.cache_enabled = False
+    try:
+        return engine.run(func, args, kwargs, device)
+    finally:
+        engine.fake.cache_enabled = remembers
+
+
+@special(_aten.copy_.default)
+def _copy(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    target = args[0]
+    if isinstance(target, VirtualTensor):
+        engine.run(func, args, kwargs, device)
+        if type(args[1]) is torch.Tensor:
+            values.overwritten(target, args[1])
+        return target
+    return _read_into(engine, args[1], target)
+
+
+# ---- sizes that depend on values: the largest that there can be
+
+
+def _blank(engine: Engine, shape: tuple[int, ...], dtype: torch.dtype, device: int) -> FakeTensor:
+    """A fake tensor on the device, without memory yet."""
+    meta = _aten.empty.memory_format(shape, dtype=dtype, device=torch.device("meta"))
+    tensor: FakeTensor = FakeTensor.__new__(FakeTensor, engine.fake, meta, torch.device("cuda", device))
+    return tensor
+
+
+def _placed(engine: Engine, shape: tuple[int, ...], dtype: torch.dtype, device: int) -> Any:
+    tensor = _blank(engine, shape, dtype, device)
+    engine.settle(tensor)
+    return tensor
+
+
+def _with_values(engine: Engine, host: torch.Tensor, device: int) -> Any:
+    made = _placed(engine, tuple(host.shape), host.dtype, device)
+    values.learn(made, host)
+    return made
+
+
+@special(_aten.nonzero.default)
+def _nonzero(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    host = values.exact(args[0])
+    if host is not None:
+        _note_supplied(engine, args[0])
+        return _with_values(engine, host.nonzero(), device)
+    count = engine.selected("nonzero", args[0].numel())
+    return _placed(engine, (count, args[0].dim()), torch.int64, device)
+
+
+@special(_aten.masked_select.default)
+def _masked_select(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    elements = torch.broadcast_shapes(args[0].shape, args[1].shape).numel()
+    refuse_mixed_devices(func, args, kwargs)
+    mask = values.exact(args[1])
+    known = None if mask is None else int(mask.expand(torch.broadcast_shapes(args[0].shape, args[1].shape)).sum())
+    count = engine.selected("masked_select", elements) if known is None else known
+    _note_supplied(engine, args[1])
+    # The places are found first, one number for each dimension.
+    dims = max(args[0].dim(), args[1].dim())
+    with engine.scratch(device, count * dims * 8):
+        return _placed(engine, (count,), args[0].dtype, device)
+
+
+@special(_aten.unique_consecutive.default, _aten.unique_dim.default)
+def _unique_along(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    source = args[0]
+    by_dim = func is _aten.unique_dim.default
+    dim = args[1] if by_dim else (args[3] if len(args) > 3 else kwargs.get("dim"))
+    most = source.numel() if dim is None else source.shape[dim]
+    count = engine.selected("unique", most)
+    shape = [count] if dim is None else list(source.shape)
+    if dim is not None:
+        shape[dim] = count
+    return (
+        _placed(engine, tuple(shape), source.dtype, device),
+        _placed(engine, tuple(source.shape) if dim is None else (most,), torch.int64, device),
+        _placed(engine, (count,), torch.int64, device),
+    )
+
+
+@special(_aten.bincount.default)
+def _bincount(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    least = args[2] if len(args) > 2 else kwargs.get("minlength", 0)
+    weights = args[1] if len(args) > 1 else kwargs.get("weights")
+    host = values.exact(args[0])
+    if host is not None:
+        size = max(least, int(host.max()) + 1 if host.numel() else 0)
+    else:
+        # There is no largest size here: classes are as many as the program says.
+        engine.largest_sizes["bincount (minlength, or 1)"] += 1
+        size = max(least, 1)
+    dtype = torch.int64 if weights is None else torch.float32 if weights.dtype == torch.float32 else torch.float64
+    return _placed(engine, (size,), dtype, device)
+
+
+@special(_aten._pack_padded_sequence.default)
+def _pack_padded(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    """The lengths are on the host, so the packed size is exact."""
+    padded, lengths, _ = args
+    if isinstance(lengths, VirtualTensor):
+        raise RuntimeError(
+            f"'lengths' argument should be a 1D CPU int64 tensor, but got 1D {lengths.device} Long tensor"
+        )
+    steps = int(lengths[0]) if lengths.numel() else 0
+    sizes = torch.tensor([int((lengths > step).sum()) for step in range(steps)], dtype=torch.int64)
+    return _placed(engine, (int(lengths.sum()), *padded.shape[2:]), padded.dtype, device), sizes
+
+
+@special(_aten._pad_packed_sequence.default)
+def _pad_packed(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    data, sizes, batch_first, _, total = args
+    steps = max(len(sizes), total)
+    batch = int(sizes[0])
+    lengths = torch.tensor([int((sizes > row).sum()) for row in range(batch)], dtype=torch.int64)
+    padded = torch.zeros((steps, batch, *data.shape[1:]), dtype=data.dtype, device=torch.device("cuda", device))
+    return (padded.transpose(0, 1) if batch_first else padded), lengths
+
+
+@special(_aten._ctc_loss.default, _aten._ctc_loss.Tensor)
+def _ctc_loss(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    """One loss for each sequence, and the table of the forward pass: a row for every time step and target position."""
+    log_probs, targets, _, target_lengths = args[:4]
+    host = values.exact(target_lengths) if isinstance(target_lengths, VirtualTensor) else target_lengths
+    longest = targets.shape[-1] if host is None else max((int(length) for length in host), default=0)
+    batch = log_probs.shape[1] if log_probs.dim() == 3 else 1
+    return (
+        _placed(engine, (batch,), log_probs.dtype, device),
+        _placed(engine, (batch, log_probs.shape[0], 2 * longest + 1), log_probs.dtype, device),
+    )
+
+
+@special(_aten._ctc_loss_backward.default, _aten._ctc_loss_backward.Tensor)
+def _ctc_loss_backward(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    """The gradient, and a second table like the forward pass's while it is worked out."""
+    log_probs, log_alpha = args[1], args[6]
+    with engine.scratch(device, log_alpha.numel() * log_alpha.element_size()):
+        return _placed(engine, tuple(log_probs.shape), log_probs.dtype, device)
+
+
+@special(_aten._fused_sgd_.default, _aten._fused_sgd_.tensor_lr)
+def _fused_sgd(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> None:
+    """Everything is written in place."""
+
+
+@special(_aten._nested_tensor_from_mask_left_aligned.default)
+def _left_aligned(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> bool:
+    """Nested tensors have sizes that depend on values; the dense way gives the same results."""
+    return False
+
+
+@special(_aten._transformer_encoder_layer_fwd.default)
+def _encoder_layer(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    """The fast path of an encoder layer in inference, as the steps that it is made of."""
+    (source, size, heads, qkv_weight, qkv_bias, proj_weight, proj_bias, use_gelu, norm_first, eps, norm1_weight, norm1_bias,
+     norm2_weight, norm2_bias, ff1_weight, ff1_bias, ff2_weight, ff2_bias, *rest) = args  # fmt: skip
+    mask = rest[0] if rest else kwargs.get("mask")
+    x = source
+
+    def attend(y: Any) -> Any:
+        return _attention(y, size, heads, qkv_weight, qkv_bias, proj_weight, proj_bias, mask)
+
+    def feed_forward(y: Any) -> Any:
+        hidden = F.linear(y, ff1_weight, ff1_bias)
+        return F.linear(F.gelu(hidden) if use_gelu else hidden.relu_(), ff2_weight, ff2_bias)
+
+    if norm_first:
+        x = x + attend(F.layer_norm(x, (size,), norm1_weight, norm1_bias, eps))
+        return feed_forward(F.layer_norm(x, (size,), norm2_weight, norm2_bias, eps)).add_(x)
+    x = F.layer_norm(attend(x).add_(x), (size,), norm1_weight, norm1_bias, eps)
+    return F.layer_norm(feed_forward(x).add_(x), (size,), norm2_weight, norm2_bias, eps)
+
+
+def _attention(
+    x: Any, size: int, heads: int, qkv_weight: Any, qkv_bias: Any, proj_weight: Any, proj_bias: Any, mask: Any
+) -> Any:
+    batch, length, _ = x.shape
+    split = F.linear(x, qkv_weight, qkv_bias).view(batch, length, 3, heads, size // heads)
+    query, key, value = split.permute(2, 0, 3, 1, 4)
+    if mask is not None and mask.dim() == 2 and mask.shape == (batch, length):
+        mask = mask.view(batch, 1, 1, length)
+    allowed = None if mask is None else mask.logical_not().expand(batch, heads, length, length)
+    out = F.scaled_dot_product_attention(query, key, value, allowed)
+    return F.linear(out.transpose(1, 2).reshape(batch, length, size), proj_weight, proj_bias)
+
+
+@special(_aten._native_multi_head_attention.default)
+def _native_attention(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    """The fast path of multi-head attention in inference, likewise."""
+    query, _, _, size, heads, qkv_weight, qkv_bias, proj_weight, proj_bias, *rest = args
+    mask = rest[0] if rest else kwargs.get("mask")
+    need_weights = rest[1] if len(rest) > 1 else kwargs.get("need_weights", True)
+    average = rest[2] if len(rest) > 2 else kwargs.get("average_attn_weights", True)
+    batch, length, _ = query.shape
+    out = _attention(query, size, heads, qkv_weight, qkv_bias, proj_weight, proj_bias, mask)
+    shape = (batch, length, length) if average else (batch, heads, length, length)
+    return out, _placed(engine, shape if need_weights else (0,), query.dtype, device)
+
+
+@special(_aten._grouped_mm.default)
+def _grouped_mm(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    """One product for each group; the groups' ends are values, the shape is not. Rows of the result start at 16 bytes."""
+    left, right, *rest = args
+    refuse_mixed_devices(func, args, kwargs)
+    ends = rest[0] if rest else kwargs.get("offs")
+    shape = [left.shape[-2], right.shape[-1]]
+    if left.dim() == right.dim():
+        shape.insert(0, left.shape[0] if left.dim() == 3 else ends.shape[0])
+    dtype = (rest[2] if len(rest) > 2 else kwargs.get("out_dtype")) or left.dtype
+    step = 16 // dtype.itemsize
+    row = -(-shape[-1] // step) * step
+    return _placed(engine, (*shape[:-1], row), dtype, device).narrow(-1, 0, shape[-1])
+
+
+@special(_aten.repeat_interleave.Tensor)
+def _repeat_interleave(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    size = kwargs.get("output_size")
+    if size is None:
+        # There is no largest size here; every element once is what a program with stand-in counts can go on with.
+        engine.largest_sizes["repeat_interleave (each element once)"] += 1
+        size = args[0].numel()
+    return _placed(engine, (size,), torch.int64, device)
+
+
+@special(_aten.index.Tensor)
+def _index(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    source, indices = args[0], list(args[1])
+    if not isinstance(source, VirtualTensor):
+        raise RuntimeError("indices should be either on cpu or on the same device as the indexed tensor (cpu)")
+    expanded: list[Any] = []
+    scratch = 0
+    for index in indices:
+        if index is None or index.dtype not in (torch.bool, torch.uint8):
+            expanded.append(index)
+        elif values.exact(index) is not None:
+            _note_supplied(engine, index)
+            scratch += index.numel() * index.dim() * 8
+            positions = values.exact(index).nonzero()  # type: ignore[union-attr]
+            expanded += [_blank(engine, (len(positions),), torch.int64, device) for _ in range(index.dim())]
+        elif isinstance(index, VirtualTensor):
+            # CUDA finds the positions first, in memory that it gives back after.
+            count = engine.selected("boolean mask", index.numel())
+            scratch += count * index.dim() * 8
+            expanded += [_blank(engine, (count,), torch.int64, device) for _ in range(index.dim())]
+        else:
+            expanded += list(index.nonzero(as_tuple=True))
+    with engine.scratch(device, scratch):
+        return engine.run(func, (source, expanded), kwargs, device)

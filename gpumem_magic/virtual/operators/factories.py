@@ -1,0 +1,403 @@
+"""Making and moving tensors: `torch.zeros(..., device="cuda")`, `tensor.to("cuda")` and their relatives.
+
+Each function is replaced by one that asks whether a virtual device is meant, and otherwise calls the original. A program may
+keep a replaced function (``from torch import zeros``) after the device is off: then it is the original with one question
+before it.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import warnings
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+import torch.utils._device
+
+from gpumem_magic.patching import Patches
+from gpumem_magic.virtual.engine import values
+from gpumem_magic.virtual.engine.engine import Engine, refuse_device, refuse_fork
+from gpumem_magic.virtual.engine.modes import META, STATE, origin, pushed
+from gpumem_magic.virtual.engine.tensors import VirtualTensor
+from gpumem_magic.virtual.engine.tracebacks import cut
+
+_LIKE = ("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like")
+_NEW = ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros")
+# Factories that must see values: made on the host, then copied, as the real ones are.
+_FROM_VALUES = ("tensor", "as_tensor", "asarray", "scalar_tensor")
+# Factories whose values are known without a device.
+_CONSTANTS = ("zeros", "ones", "full", "arange", "linspace", "eye", "zeros_like", "ones_like", "full_like")
+# Sparse formats of which there are no virtual tensors.
+_COMPRESSED = (
+    "sparse_csr_tensor",
+    "sparse_csc_tensor",
+    "sparse_bsr_tensor",
+    "sparse_bsc_tensor",
+    "sparse_compressed_tensor",
+)
+# Factories with no meta version, or whose result needs no device.
+_LEFT_ALONE = ("from_file", "from_numpy", "frombuffer", "sparse_coo_tensor")
+
+
+# Where PyTorch keeps the fake mode that is active, if one is (torch 2.9 to 2.13); ours never is.
+_FAKE = torch._C._TorchDispatchModeKey.FAKE
+
+# While a virtual device is on, the name `torch.device` stands for something slower.
+_DEVICE = torch.device
+
+
+def _means_meta(device: Any) -> bool:
+    """Whether the program asks for the meta device itself (virtual devices are meta:i to C++, and must not be meant)."""
+    return device == "meta" or (type(device) is _DEVICE and device.type == "meta" and device.index is None)
+
+
+def _unchecked(original: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    """A sparse tensor on the device, whose indices have no values that could be checked; 2.11 warns although it is told."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Sparse invariant checks are implicitly disabled")
+        return original(*args, **{**kwargs, "check_invariants": False})
+
+
+def plain_meta(tensor: VirtualTensor) -> torch.Tensor:
+    """An ordinary meta tensor with the virtual tensor's shape, strides and dtype."""
+    STATE.depth += 1
+    try:
+        return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=META)
+    finally:
+        STATE.depth -= 1
+
+
+def refuse_to_hold(kind: str) -> NoReturn:
+    raise NotImplementedError(
+        f"the virtual GPU cannot hold {kind}. Use dense (padded) or sparse_coo tensors there, or run this line on a real GPU."
+    )
+
+
+def _check_kind(tensor: torch.Tensor) -> None:
+    """Refuses what fake tensors cannot stand for, before C++ does in words that say nothing to the reader."""
+    if tensor.is_nested:
+        refuse_to_hold("a nested tensor")
+    if tensor.is_quantized:
+        refuse_to_hold("a quantised tensor")
+    if tensor.layout not in (torch.strided, torch.sparse_coo):
+        refuse_to_hold(f"a tensor with layout {tensor.layout}")
+
+
+class Factories:
+    """The replaced functions, for one engine. `current_device` gives the index that a bare "cuda" means."""
+
+    def __init__(self, engine: Engine, current_device: Callable[[], int]) -> None:
+        self._engine = engine
+        self._current_device = current_device
+
+    def install(self, patches: Patches) -> None:
+        makers = [function for function in torch.utils._device._device_constructors() if hasattr(function, "__name__")]
+        for function in makers:
+            name = function.__name__
+            owner = next((place for place in (torch, torch.fft) if getattr(place, name, None) is function), None)
+            if owner is None or name in _LEFT_ALONE:
+                continue
+            patches.set(owner, name, self._from_values(function) if name in _FROM_VALUES else self._maker(function))
+        patches.set(torch, "sparse_coo_tensor", self._sparse(torch.sparse_coo_tensor))
+        for name in _LIKE:
+            patches.set(torch, name, self._maker(getattr(torch, name)))
+        for name in _NEW:
+            patches.set(torch.Tensor, name, self._maker(getattr(torch.Tensor, name)))
+        new_tensor = self._from_values(torch.Tensor.new_tensor)
+        patches.set(torch.Tensor, "new_tensor", self._beside(new_tensor))
+        patches.set(torch.Tensor, "new", self._new(torch.Tensor.new))
+        patches.set(torch.Tensor, "to", self._to(torch.Tensor.to))
+        patches.set(torch.Tensor, "cuda", self._cuda(torch.Tensor.cuda))
+        patches.set(torch.Tensor, "type_as", self._type_as(torch.Tensor.type_as))
+        patches.set(torch.Tensor, "pin_memory", self._pin_memory(torch.Tensor.pin_memory))
+        patches.set(torch.Tensor, "resize_", self._resized(torch.Tensor.resize_))
+        patches.set(torch.UntypedStorage, "resize_", self._storage_resized(torch.UntypedStorage.resize_))
+        context = torch.utils._device.DeviceContext
+        patches.set(context, "__torch_function__", self._device_context(context.__torch_function__, set(makers)))
+
+    @property
+    def engine(self) -> Engine:
+        return self._engine
+
+    # ---- which device
+
+    def index_of(self, device: Any) -> int | None:
+        """Index of the virtual device that a device argument means; None for any other device, or none."""
+        if device is None or self._engine.closed_because or torch._C._get_dispatch_mode(_FAKE) is not None:
+            # Fake tensors of somebody else's (DTensor asks them for shapes) are none of ours.
+            return None
+        if isinstance(device, str):
+            if not device.startswith("cuda"):
+                return None
+            device = torch.device(device)
+        elif isinstance(device, bool):
+            return None
+        elif isinstance(device, int):
+            device = torch.device("cuda", device)
+        if type(device) is not _DEVICE or device.type != "cuda":
+            return None
+        index = self._current_device() if device.index is None else device.index
+        if index >= self._engine.device_count:
+            refuse_device(index)
+        if os.getpid() != self._engine.process:
+            refuse_fork()
+        return index
+
+    # ---- making
+
+    def _maker(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def make_one(*args: Any, **kwargs: Any) -> Any:
+            try:
+                if "device" not in kwargs and "pin_memory" not in kwargs:
+                    return original(*args, **kwargs)
+                device = kwargs.get("device")
+                if kwargs.get("pin_memory") and not self._engine.closed_because:
+                    kwargs["pin_memory"] = False  # pinning needs a driver
+                if device is None or STATE.depth:
+                    return original(*args, **kwargs)
+                index = self.index_of(device)
+                if index is not None and original.__name__ in _COMPRESSED:
+                    refuse_to_hold("a compressed sparse tensor")
+                if index is None:
+                    if _means_meta(device):
+                        args = tuple(plain_meta(arg) if isinstance(arg, VirtualTensor) else arg for arg in args)
+                    return original(*args, **kwargs)
+                return self.make(original, index, args, kwargs)
+            except Exception as error:
+                __tracebackhide__, args, kwargs = True, (), {}
+                raise cut(error)  # noqa: B904
+
+        return make_one
+
+    def make(self, original: Callable[..., Any], index: int, args: Any, kwargs: dict[str, Any]) -> Any:
+        """The factory's result on virtual device `index`."""
+        if any(isinstance(arg, VirtualTensor) for arg in (*args, *kwargs.values())):
+            with origin("factory"), pushed(self._engine.mode):
+                return original(*args, **{**kwargs, "device": torch.device("meta", index)})
+        kwargs = {**kwargs, "device": META}
+        kwargs.pop("generator", None)  # a meta tensor draws nothing, and the device's generator is not the host's
+        kwargs.pop("pin_memory", None)
+        STATE.depth += 1
+        try:
+            meta = original(*args, **kwargs)
+        finally:
+            STATE.depth -= 1
+        with self._engine.lock, origin("factory"):
+            made = self._engine.wrap(meta, index)
+        if getattr(original, "__name__", "") in _CONSTANTS and values.small(meta):
+            with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
+                values.learn(made, original(*args, **{**kwargs, "device": torch.device("cpu"), "requires_grad": False}))
+        return made
+
+    def _from_values(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def make_from_values(*args: Any, **kwargs: Any) -> Any:
+            try:
+                if STATE.depth:
+                    return original(*args, **kwargs)
+                index = self.index_of(kwargs.get("device"))
+                source = next((arg for arg in args[-1:] if isinstance(arg, VirtualTensor)), None)
+                if index is None and source is None:
+                    return original(*args, **kwargs)
+                return self.from_values(original, index, args, kwargs)
+            except Exception as error:
+                __tracebackhide__, args, kwargs = True, (), {}
+                raise cut(error)  # noqa: B904
+
+        return make_from_values
+
+    def _beside(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def new_tensor(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            """On the tensor's device and with its type, unless the program says otherwise."""
+            if isinstance(self, VirtualTensor) and not STATE.depth:
+                kwargs["device"] = self.device if kwargs.get("device") is None else kwargs["device"]
+                kwargs["dtype"] = self.dtype if kwargs.get("dtype") is None else kwargs["dtype"]
+            return original(self, *args, **kwargs)
+
+        return new_tensor
+
+    def _new(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def new(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            values_given = len(args) == 1 and isinstance(args[0], (list, tuple)) and type(args[0]) is not torch.Size
+            if isinstance(self, VirtualTensor) and values_given and not STATE.depth:
+                return self.new_tensor(args[0])
+            return original(self, *args, **kwargs)
+
+        return new
+
+    def _sparse(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def make_sparse(*args: Any, **kwargs: Any) -> Any:
+            try:
+                index = None if STATE.depth else self.index_of(kwargs.get("device"))
+                if index is None:
+                    if any(isinstance(arg, VirtualTensor) for arg in (*args, *kwargs.values())):
+                        return _unchecked(original, args, kwargs)
+                    return original(*args, **kwargs)
+                del kwargs["device"]
+                target = torch.device("cuda", index)
+                parts = [arg.to(target) if isinstance(arg, torch.Tensor) else arg for arg in args]
+                return _unchecked(original, parts, kwargs)
+            except Exception as error:
+                __tracebackhide__, args, kwargs, parts = True, (), {}, []
+                raise cut(error)  # noqa: B904
+
+        return make_sparse
+
+    def from_values(self, original: Callable[..., Any], index: int | None, args: Any, kwargs: dict[str, Any]) -> Any:
+        """`torch.tensor` and its like: the values are gathered on the host, then copied to the device."""
+        data = args[-1] if args else kwargs.get("data")
+        dtype = kwargs.get("dtype")
+        requires_grad = kwargs.get("requires_grad", False)
+        if isinstance(data, VirtualTensor):
+            if kwargs.get("device") is not None and index is None:
+                return data.detach().to(kwargs["device"], dtype or data.dtype).requires_grad_(requires_grad)
+            target = data.device if index is None else torch.device("cuda", index)
+            if original.__name__ in ("as_tensor", "asarray"):
+                return data.to(target, dtype or data.dtype)
+            return data.detach().to(target, dtype or data.dtype, copy=True).requires_grad_(requires_grad)
+        host_kwargs = {name: value for name, value in kwargs.items() if name not in ("device", "requires_grad", "copy")}
+        host = original(*args, **host_kwargs, device=torch.device("cpu"))
+        if index is None:
+            return host.requires_grad_(requires_grad) if requires_grad else host
+        made = host.to(torch.device("cuda", index))
+        return made.detach().requires_grad_(True) if requires_grad else made
+
+    def _device_context(self, original: Callable[..., Any], makers: set[Any]) -> Callable[..., Any]:
+        """`with torch.device("cuda")` and `torch.set_default_device("cuda")`."""
+
+        def answer(context: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            try:
+                index = self.index_of(context.device) if func in makers and not STATE.depth else None
+                if index is None or (kwargs or {}).get("device") is not None:
+                    return original(context, func, types, args, kwargs)
+                name = getattr(func, "__name__", "")
+                maker = self.from_values if name in _FROM_VALUES else self.make
+                return maker(func, index, args, dict(kwargs or {}))
+            except Exception as error:
+                __tracebackhide__, args, kwargs = True, (), {}
+                raise cut(error)  # noqa: B904
+
+        return answer
+
+    # ---- moving
+
+    def _to(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            try:
+                if STATE.depth or (args and type(args[0]) is torch.dtype):
+                    return original(self, *args, **kwargs)
+                first = args[0] if args else kwargs.get("device", kwargs.get("other"))
+                if isinstance(first, VirtualTensor):
+                    args = (first.device, first.dtype, *args[1:])
+                    kwargs.pop("other", None)
+                    first = first.device
+                elif type(first) is int and not args:
+                    kwargs["device"] = first = torch.device("cuda", first)
+                index = factories.index_of(first)
+                if index is None:
+                    if isinstance(self, VirtualTensor) and _means_meta(first):
+                        self = plain_meta(self)
+                    return original(self, *args, **kwargs)
+                _check_kind(self)
+                # Not cuda:i: C++ would initialise CUDA, and remember for good that it has.
+                device = torch.device("meta", index)
+                if args:
+                    args = (device, *args[1:])
+                else:
+                    kwargs["device"] = device
+                with pushed(factories._engine.mode):
+                    return original(self, *args, **kwargs)
+            except Exception as error:
+                __tracebackhide__, args, kwargs = True, (), {}
+                del self
+                raise cut(error)  # noqa: B904
+
+        factories = self
+        return to
+
+    def _cuda(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def cuda(
+            self: torch.Tensor,
+            device: Any = None,
+            non_blocking: bool = False,
+            memory_format: Any = torch.preserve_format,
+        ) -> Any:
+            try:
+                if factories._engine.closed_because:
+                    return original(self, device, non_blocking, memory_format=memory_format)
+                if device is None:
+                    device = torch.device("cuda")
+                kept = {} if memory_format is torch.preserve_format else {"memory_format": memory_format}
+                return self.to(device, non_blocking=non_blocking, **kept)
+            except Exception as error:
+                __tracebackhide__ = True
+                del self
+                raise cut(error)  # noqa: B904
+
+        factories = self
+        return cuda
+
+    def _type_as(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def type_as(self: torch.Tensor, other: torch.Tensor) -> Any:
+            try:
+                if STATE.depth or not isinstance(other, VirtualTensor):
+                    return original(self, other)
+                return self.to(other.device, other.dtype)
+            except Exception as error:
+                __tracebackhide__ = True
+                del self, other
+                raise cut(error)  # noqa: B904
+
+        return type_as
+
+    def _pin_memory(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def pin_memory(self: torch.Tensor, *args: Any) -> Any:
+            """Pinning needs a driver; the tensor is as good for copies to a virtual device as it is."""
+            return original(self, *args) if factories._engine.closed_because else self
+
+        factories = self
+        return pin_memory
+
+    # ---- changing size: dispatch does not see that
+
+    def _resized(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def resize_tensor(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            try:
+                out = original(self, *args, **kwargs)
+                if isinstance(self, VirtualTensor) and not STATE.depth:
+                    with engine.lock, torch._C.DisableTorchFunctionSubclass(), origin("factory"):
+                        engine.table.resized(self.untyped_storage())
+                return out
+            except Exception as error:
+                __tracebackhide__ = True
+                raise cut(error)  # noqa: B904
+
+        engine = self._engine
+        return resize_tensor
+
+    def _storage_resized(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def resize_storage(self: torch.UntypedStorage, size: int) -> Any:
+            try:
+                out = original(self, size)
+                if not STATE.depth:
+                    with engine.lock, origin("factory"):
+                        engine.table.resized(self)
+                return out
+            except Exception as error:
+                __tracebackhide__ = True
+                raise cut(error)  # noqa: B904
+
+        engine = self._engine
+        return resize_storage

@@ -1,0 +1,97 @@
+"""Memory that libraries take beside an operator's results: the workspaces of cuBLAS and cuBLASLt.
+
+One for each handle and stream, kept for good. Handles belong to host threads, and the autograd engine has a thread of its own for
+each device: hence two workspaces after the first backward pass (a published table of 48 measured rows is met exactly only so).
+Sizes are the model's and the PyTorch version's (`generations`); a workspace is taken after the operator's result, as on a device.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from gpumem_magic.virtual.card.catalog import DeviceState
+from gpumem_magic.virtual.card.generations import BlasPolicy, blas_policy, parse_version
+from gpumem_magic.virtual.engine.modes import STATE, origin
+
+_aten = torch.ops.aten
+
+_BLAS = {
+    _aten.mm.default,
+    _aten.addmm.default,
+    _aten.bmm.default,
+    _aten.baddbmm.default,
+    _aten.addmv.default,
+    _aten.mv.default,
+    _aten.dot.default,
+    _aten.vdot.default,
+    _aten._addmm_activation.default,
+    _aten._scaled_mm.default,
+    _aten._int_mm.default,
+}
+# Products whose bias is added by the library: these go to cuBLASLt.
+_LT = {_aten.addmm.default, _aten._addmm_activation.default, _aten._scaled_mm.default, _aten._int_mm.default}
+
+
+class Workspaces:
+    """Takes workspaces when they are first needed, or for a call. malloc(device, nbytes) and free(device, address) are
+
+    the machine's.
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[DeviceState],
+        malloc: Callable[[int, int], int],
+        stream_of: Callable[[int], int],
+        free: Callable[[int, int], None],
+    ) -> None:
+        self._malloc = malloc
+        self._free = free
+        self._stream_of = stream_of
+        self._kept: dict[tuple[str, int, int, int], int] = {}
+        self._policies = [_policy(device) for device in devices]
+
+    def after(self, func: Any, device: int) -> None:
+        """To be called when an operator has its results. Raises out of memory as the device would."""
+        if func not in _BLAS:
+            return
+        policy = self._policies[device]
+        self._take("cublas", device, policy.cublas_bytes, policy.cublas_kept)
+        if policy.lt_bytes and func in _LT:
+            self._take("cublaslt", device, policy.lt_bytes, policy.lt_kept)
+
+    def _take(self, library: str, device: int, size: int, kept: bool) -> None:
+        if not size:
+            return
+        thread = -1 if STATE.backward else threading.get_ident()
+        key = (library, device, thread, self._stream_of(device))
+        if key in self._kept:
+            return
+        with origin("workspace"):
+            address = self._malloc(device, size)
+        if kept:
+            self._kept[key] = address
+        else:
+            self._free(device, address)
+
+    def clear(self) -> None:
+        """Gives all of them back, as `torch._C._cuda_clearCublasWorkspaces()` does."""
+        kept, self._kept = self._kept, {}
+        for (_, device, _, _), address in kept.items():
+            self._free(device, address)
+
+
+def version_text(device: DeviceState) -> str:
+    """The version of PyTorch whose ways of using memory are the device's: its own, else the installed one."""
+    return str(device.model.torch_version or torch.__version__)
+
+
+def _policy(device: DeviceState) -> BlasPolicy:
+    model = device.model
+    version = parse_version(version_text(device))
+    return blas_policy(version, model.cublas_workspace_bytes, os.environ)

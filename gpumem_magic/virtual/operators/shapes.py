@@ -1,0 +1,220 @@
+"""Operators of CUDA for which PyTorch has no shape rule (2.9 to 2.13): what they return, from their source.
+
+Found by asking of every operator with a CUDA kernel whether fake tensors can run it, and by PyTorch's own operator tests. The
+rest of that list is out of a program's reach here: kernels of cuDNN and MIOpen (their layers run as PyTorch's own), quantised
+and nested tensors, and parts of operators that come whole.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from gpumem_magic.virtual.engine import values
+from gpumem_magic.virtual.engine.engine import Engine, cannot_run, special
+from gpumem_magic.virtual.engine.tensors import VirtualTensor
+from gpumem_magic.virtual.operators.data_dependent import _placed
+
+_aten = torch.ops.aten
+
+
+def _like(engine: Engine, tensor: Any, device: int, dtype: torch.dtype | None = None) -> Any:
+    """A new tensor with the shape and memory format of another."""
+    options = {} if dtype is None else {"dtype": dtype}
+    return engine.run(_aten.empty_like.default, (tensor,), options, device)
+
+
+def _returns_like(position: int) -> Callable[..., Any]:
+    def handler(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+        return _like(engine, args[position], device)
+
+    return handler
+
+
+# Operators whose only result is like one of their arguments, by that argument's position.
+_LIKE = {
+    _aten._sample_dirichlet.default: 0,
+    _aten._dirichlet_grad.default: 0,
+    _aten._standard_gamma.default: 0,
+    _aten._standard_gamma_grad.default: 0,
+    _aten.binomial.default: 0,
+    _aten._fake_quantize_learnable_per_tensor_affine.default: 0,
+    _aten._fake_quantize_learnable_per_channel_affine.default: 0,
+    _aten._masked_softmax.default: 0,
+    _aten._masked_softmax_backward.default: 0,
+    _aten.batch_norm_elemt.default: 0,
+    _aten.batch_norm_backward_elemt.default: 1,
+    _aten.glu_jvp.default: 0,
+    _aten.multi_margin_loss_backward.default: 1,
+    _aten.multilabel_margin_loss_backward.default: 1,
+    _aten.fractional_max_pool3d_backward.default: 1,
+}
+for _operator, _position in _LIKE.items():
+    special(_operator)(_returns_like(_position))
+
+
+@special(
+    _aten.fake_quantize_per_tensor_affine_cachemask.default,
+    _aten.fake_quantize_per_channel_affine_cachemask.default,
+    _aten._fake_quantize_per_tensor_affine_cachemask_tensor_qparams.default,
+)
+def _fake_quantize(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    """The rounded values, and a mask of one byte for each."""
+    return _like(engine, args[0], device), _like(engine, args[0], device, torch.bool)
+
+
+@special(
+    _aten._fake_quantize_learnable_per_tensor_affine_backward.default,
+    _aten._fake_quantize_learnable_per_channel_affine_backward.default,
+)
+def _fake_quantize_backward(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    _, source, scale, zero_point, *_ = args
+    return tuple(_like(engine, tensor, device) for tensor in (source, scale, zero_point))
+
+
+# ---- SyncBatchNorm: statistics of each channel, in float32 for half precision
+
+
+def _channel_type(source: Any) -> torch.dtype:
+    return torch.float32 if source.dtype in (torch.float16, torch.bfloat16) else source.dtype
+
+
+@special(
+    _aten.batch_norm_stats.default,
+    _aten.batch_norm_update_stats.default,
+    _aten.batch_norm_gather_stats.default,
+    _aten.batch_norm_gather_stats_with_counts.default,
+)
+def _batch_norm_stats(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    shape = (args[0].shape[1],)
+    return tuple(_placed(engine, shape, _channel_type(args[0]), device) for _ in range(2))
+
+
+@special(_aten.batch_norm_backward_reduce.default)
+def _batch_norm_reduce(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    """Two sums for the input's gradient, and the gradients of weight and bias; those that nobody wants are empty."""
+    source, weight, wanted = args[1], args[4], args[5:8]
+    dtype = _channel_type(source)
+    kinds = (dtype, dtype, *[dtype if weight is None else weight.dtype] * 2)
+    return tuple(
+        _placed(engine, (source.shape[1],) if want else (0,), kind, device)
+        for want, kind in zip((wanted[0], wanted[0], wanted[1], wanted[2]), kinds, strict=True)
+    )
+
+
+# ---- linear algebra
+
+
+@special(_aten.geqrf.default)
+def _geqrf(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    """The matrix, column by column, and the factors of its reflections."""
+    *batch, rows, columns = args[0].shape
+    packed = _placed(engine, (*batch, columns, rows), args[0].dtype, device).mT
+    return packed, _placed(engine, (*batch, min(rows, columns)), args[0].dtype, device)
+
+
+@special(_aten.linalg_lstsq.default)
+def _least_squares(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    """CUDA's only driver takes matrices of full rank for granted: there is neither rank nor singular values."""
+    matrix, right = args[:2]
+    rows, columns = matrix.shape[-2:]
+    vector = right.dim() == 1 or (matrix.dim() - 1 == right.dim() and right.shape == matrix.shape[:-1])
+    width = () if vector else (right.shape[-1],)
+    batch = torch.broadcast_shapes(matrix.shape[:-2], right.shape[:-1] if vector else right.shape[:-2])
+    residuals = (*batch, *width) if rows > columns else (0,)
+    # Worked out in a copy of the right-hand side, column by column.
+    solution = _placed(engine, (*batch, *width, max(rows, columns)), matrix.dtype, device).narrow(-1, 0, columns)
+    return (
+        solution if vector else solution.mT,
+        _placed(engine, residuals, matrix.dtype, device),
+        _placed(engine, (0,), torch.int64, device),
+        _placed(engine, (0,), matrix.dtype, device),
+    )
+
+
+# ---- results whose sizes depend on values
+
+
+@special(_aten._unique.default)
+def _unique(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    source = args[0]
+    inverse = args[2] if len(args) > 2 else kwargs.get("return_inverse", False)
+    count = engine.selected("unique", source.numel())
+    shape = tuple(source.shape) if inverse else (0,)
+    return _placed(engine, (count,), source.dtype, device), _placed(engine, shape, torch.int64, device)
+
+
+@special(_aten._to_sparse.default, _aten._to_sparse.sparse_dim)
+def _to_sparse(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    source = args[0]
+    if kwargs.get("layout") not in (None, torch.sparse_coo):
+        raise cannot_run(func, f"the layout {kwargs['layout']} is not modelled")
+    dense = kwargs.get("dense_dim") or 0
+    dims = args[1] if len(args) > 1 else source.dim() - dense
+    host = values.exact(source)
+    places = math.prod(source.shape[:dims])
+    if host is None:
+        count = engine.selected("to_sparse", places)
+    else:
+        count = int(host.flatten(dims).ne(0).any(-1).sum()) if dims < host.dim() else int(host.ne(0).sum())
+    indices = _placed(engine, (dims, count), torch.int64, device)
+    made = _placed(engine, (count, *source.shape[dims:]), source.dtype, device)
+    return torch.sparse_coo_tensor(indices, made, source.shape, check_invariants=False)._coalesced_(True)
+
+
+# ---- nothing new
+
+
+@special(
+    _aten._fused_adagrad_.default,
+    *[
+        getattr(packet, "tensor_lr")  # noqa: B009 - not in every version
+        for packet in (_aten._fused_adagrad_, _aten._fused_adam_, _aten._fused_adamw_)
+        if "tensor_lr" in packet.overloads()
+    ],
+)
+def _fused_step(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> None:
+    """Everything is written in place."""
+
+
+@special(_aten.is_set_to.default)
+def _is_set_to(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> bool:
+    one, other = args
+    return (
+        engine.locate(one) == engine.locate(other)
+        and one.storage_offset() == other.storage_offset()
+        and (one.shape, one.stride()) == (other.shape, other.stride())
+    )
+
+
+# ---- rules that PyTorch's fake tensors got after 2.9; they hold for all versions
+
+
+@special(_aten._to_dense.default)
+def _to_dense(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    """Of a sparse tensor: PyTorch's rule came after 2.11."""
+    source = args[0]
+    if source.layout is not torch.sparse_coo:
+        return engine.run(func, args, kwargs, device)
+    return _placed(engine, tuple(source.shape), source.dtype, device)
+
+
+@special(_aten._weight_norm_interface_backward.default)
+def _weight_norm_backward(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    """The gradients of direction and magnitude: PyTorch's rule came after 2.9."""
+    _, saved_v, saved_g, *_ = args
+    return _like(engine, saved_v, device), _like(engine, saved_g, device)
+
+
+# ---- a number of the device for a tensor of the host: it is read
+
+
+@special(_aten.fill_.Tensor, _aten.masked_fill.Tensor, _aten.masked_fill_.Tensor)
+def _fill(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    *before, value = args
+    if any(isinstance(arg, VirtualTensor) for arg in before) or value.dim():
+        return engine.run(func, args, kwargs, device)
+    return getattr(func.overloadpacket, "Scalar")(*before, value.item())  # noqa: B009

@@ -1,0 +1,224 @@
+"""What kernels that sort hold while they run: `sort`, `topk`, `unique`, and writing through indices with accumulation.
+
+After ``Sort.cpp``, ``SortStable.cu``, ``TensorTopK.cpp``, ``UniqueCub.cu`` and ``Indexing.cu`` in ATen/native/cuda (torch 2.9 to
+2.13). Rows of up to 4096 are sorted in place. CUB's radix sort takes a second copy of its keys and values where one pass over
+eight bits is not enough (``dispatch_radix_sort.cuh``); its counters come on top, about one percent more, and are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from math import prod
+from typing import Any
+
+import torch
+
+from gpumem_magic.virtual.engine import values
+from gpumem_magic.virtual.engine.engine import Engine, special
+from gpumem_magic.virtual.engine.tensors import VirtualTensor
+from gpumem_magic.virtual.operators.written_gradients import IN_PLACE, writes_into_zeros
+
+_aten = torch.ops.aten
+
+# The longest row that is sorted in place.
+MOST_IN_PLACE = 4096
+# Rows of so many are sorted one after the other; so many rows by one sort for each.
+_LONG_ROW = 1_000_000
+_MANY_ROWS = 128
+_INDEX = 8
+
+
+@contextmanager
+def holding(engine: Engine, device: int, sizes: Sequence[int]) -> Iterator[None]:
+    """Blocks of these sizes, allocated in this order and freed together. Raises out of memory as the device would."""
+    with ExitStack() as held:
+        for size in sizes:
+            held.enter_context(engine.scratch(device, size))
+        yield
+
+
+def radix_bytes(count: int, key: int, value: int, bits: int | None = None) -> int:
+    """What CUB takes to sort `count` keys of `key` bytes with `value` bytes each, by their lowest `bits`."""
+    return count * (key + value) if (8 * key if bits is None else bits) > 8 else 0
+
+
+def sort_blocks(count: int, row: int, item: int, by_last: bool) -> tuple[list[int], list[list[int]]]:
+    """Blocks held throughout a sort, and those held in addition, step by step. Bytes, in the order of the allocations.
+
+    count: of elements; row: how many are sorted together; item: bytes of each; by_last: whether rows lie together in memory.
+    """
+    if row <= MOST_IN_PLACE:
+        return [], [[row * _INDEX]]
+    held = [] if by_last else [count * item, count * item, count * _INDEX]
+    rows = count // row
+    if rows == 1 or row >= _LONG_ROW:
+        return [*held, row * _INDEX], [[radix_bytes(row, item, _INDEX)]]
+    if rows < _MANY_ROWS:
+        # By value with (row, place) beside each, then by row; the sorted keys are not kept.
+        pairs = count * 2 * 4
+        return [*held, pairs, pairs], [[count * item, radix_bytes(count, item, 8)], [radix_bytes(count, 8, 0, 32)]]
+    return [*held, count * _INDEX], [[radix_bytes(count, item, _INDEX)]]
+
+
+def _hold_for_sort(engine: Engine, device: int, source: Any, dim: int) -> None:
+    if not source.dim() or not source.numel():
+        return
+    dim %= source.dim()
+    by_last = source.stride(dim) == 1 and _is_dense(source)
+    held, steps = sort_blocks(source.numel(), source.shape[dim], source.element_size(), by_last)
+    with holding(engine, device, held):
+        for step in steps:
+            with holding(engine, device, step):
+                pass
+
+
+def _is_dense(tensor: Any) -> bool:
+    """Whether the elements lie side by side, in any order of the dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+@special(_aten.sort.default, _aten.sort.stable)
+def _sort(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    place = 1 if func is _aten.sort.default else 2
+    dim = args[place] if len(args) > place else kwargs.get("dim", -1)
+    out = engine.run(func, args, kwargs, device)
+    _hold_for_sort(engine, device, args[0], dim)
+    return out
+
+
+@special(_aten.topk.default)
+def _topk(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    """Selected by radix, then put in order: in place up to 4096 of them, otherwise by a sort into new tensors."""
+    source = args[0]
+    dim = args[2] if len(args) > 2 else kwargs.get("dim", -1)
+    in_order = args[4] if len(args) > 4 else kwargs.get("sorted", True)
+    chosen, indices = out = engine.run(func, args, kwargs, device)
+    with holding(engine, device, [] if source.is_contiguous() else [source.numel() * source.element_size()]):
+        pass
+    if in_order and chosen.dim() and chosen.shape[dim] > MOST_IN_PLACE:
+        with holding(engine, device, [_bytes(indices), _bytes(chosen)]):
+            _hold_for_sort(engine, device, chosen, dim)
+            # The indices are picked in the new order.
+            with holding(engine, device, [_bytes(indices)]):
+                pass
+    return out
+
+
+@special(_aten._unique2.default)
+def _unique(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    """The most that there can be: every element once. The values keep room for that many anyway."""
+    source = args[0]
+    flags = dict(zip(("sorted", "return_inverse", "return_counts"), args[1:], strict=False)) | kwargs
+    count, item = source.numel(), source.element_size()
+    most = engine.selected("unique", count)
+    lists = [count * _INDEX] if flags.get("return_inverse") else []
+    with ExitStack() as held:
+        if not source.is_contiguous():
+            held.enter_context(engine.scratch(device, count * item))
+        held.enter_context(engine.scratch(device, count * item))
+        # With the inverse: the places in order, and where they went.
+        with holding(engine, device, lists):
+            held.enter_context(holding(engine, device, lists))
+            with holding(engine, device, [radix_bytes(count, item, _INDEX if lists else 0)]):
+                pass
+        inverse = _placed(engine, tuple(source.shape) if lists else (0,), torch.int64, device)
+        with holding(engine, device, lists):
+            pass
+        found = _placed(engine, (most,), source.dtype, device)
+        counts = _placed(engine, (most if flags.get("return_counts") else 0,), torch.int64, device)
+    return found, inverse, counts
+
+
+def _placed(engine: Engine, shape: tuple[int, ...], dtype: torch.dtype, device: int) -> Any:
+    return torch.empty(shape, dtype=dtype, device=torch.device("cuda", device))
+
+
+def _bytes(tensor: Any) -> int:
+    return int(tensor.numel() * tensor.element_size())
+
+
+# ---- writing through indices
+
+
+def accumulating_steps(places: int, lists: int, rows: int, copied: int) -> list[list[int]]:
+    """Blocks held in each step of `index_put_` with accumulation, which sorts the places so that each is written once.
+
+    places: how many are written; lists: how many index tensors say which; rows: how many there are to choose from; copied: bytes
+    of the values where they have to be laid out anew.
+    """
+    listed = places * _INDEX
+    # Each index is wrapped around, then multiplied and added to the sum of those before.
+    summed = [listed] * (2 if lists == 1 else 3)
+    bits = max(1, (rows - 1).bit_length())
+    return [summed, [listed, copied, listed, listed, listed, radix_bytes(places, _INDEX, _INDEX, bits)]]
+
+
+@special(_aten._index_put_impl_.default, _aten.index_put_.default, _aten.index_put.default)
+def _index_put(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    target, indices, source = args[:3]
+    accumulate = args[3] if len(args) > 3 else kwargs.get("accumulate", False)
+    if func in IN_PLACE and writes_into_zeros():
+        func = IN_PLACE[func]
+    out = engine.run(func, args, kwargs, device)
+    given = [(index, dim) for index, dim in _with_dims(indices) if isinstance(index, torch.Tensor)]
+    shapes: list[tuple[int, ...]] = []
+    found = 0
+    chosen_dims = []
+    for index, dim in given:
+        chosen_dims += list(range(dim, dim + _width(index)))
+        if _is_mask(index):
+            count = _positions(index, source)
+            found += count * index.dim() * _INDEX
+            shapes += [(count,)] * index.dim()
+        else:
+            shapes.append(tuple(index.shape))
+    if not given or (found and not accumulate and len(given) == 1 and source.numel() == 1):
+        # One value for the places of a mask is filled in without looking for them.
+        return out
+    with holding(engine, device, [found]):
+        if accumulate or torch.are_deterministic_algorithms_enabled():
+            places = prod(torch.broadcast_shapes(*shapes))
+            rows = prod(target.shape[dim] for dim in chosen_dims)
+            values_there = places * (target.numel() // max(1, rows))
+            copied = (
+                0 if source.numel() == values_there and source.is_contiguous() else values_there * source.element_size()
+            )
+            adjacent = chosen_dims == list(range(chosen_dims[0], chosen_dims[-1] + 1))
+            laid_out = [] if target.is_contiguous() and adjacent else [target.numel() * target.element_size()]
+            with holding(engine, device, laid_out):
+                for step in accumulating_steps(places, len(shapes), rows, copied) if values_there else []:
+                    with holding(engine, device, step):
+                        pass
+    return out
+
+
+def _is_mask(index: Any) -> bool:
+    return index.dtype in (torch.bool, torch.uint8)
+
+
+def _width(index: Any) -> int:
+    """How many dimensions an index is about."""
+    return int(index.dim()) if index is not None and _is_mask(index) else 1
+
+
+def _with_dims(indices: Any) -> Iterator[tuple[Any, int]]:
+    """Each index with the first dimension that it is about."""
+    dim = 0
+    for index in indices:
+        yield index, dim
+        dim += _width(index)
+
+
+def _positions(mask: Any, source: Any) -> int:
+    """How many places a mask chooses: as many as are known, else as many as there are values, else all."""
+    known = values.exact(mask) if isinstance(mask, VirtualTensor) else mask
+    if known is not None:
+        return int(known.count_nonzero())
+    return int(source.shape[0]) if source.dim() and source.shape[0] > 1 else int(mask.numel())

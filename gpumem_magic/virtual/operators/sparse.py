@@ -1,0 +1,323 @@
+"""Sparse tensors (coordinate format) on a virtual device: how many elements there are, and what CUDA's kernels keep and take.
+
+Fake tensors have rules for dense tensors, and lose a sparse tensor's elements on the way through them. So every operator with a
+sparse argument comes here; one that has no rule says so. Numbers of elements are exact where they do not depend on values, and
+the largest possible otherwise. After `SparseCUDATensorMath.cu`, `SparseCUDATensor.cpp` and `SparseTensor.cpp` of PyTorch (2.9 to
+2.13).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from gpumem_magic.virtual.engine.engine import SPARSE, Engine, special
+from gpumem_magic.virtual.engine.mismatch import refuse_mixed_devices
+from gpumem_magic.virtual.operators.data_dependent import _blank, _placed
+
+_aten = torch.ops.aten
+_INDEX_BYTES = 8
+
+
+class Parts(NamedTuple):
+    """A sparse tensor's two tensors, and how many of its dimensions are sparse."""
+
+    indices: Any
+    values: Any
+
+    @property
+    def dims(self) -> int:
+        return int(self.indices.shape[0])
+
+    @property
+    def elements(self) -> int:
+        return int(self.indices.shape[1])
+
+
+_sparse = partial(special, table=SPARSE)
+
+
+def parts(engine: Engine, tensor: Any) -> Parts:
+    found = engine._strided_parts(tensor)
+    engine.settle(found, allocates=False)
+    return Parts(*found)
+
+
+def is_sparse(tensor: Any) -> bool:
+    return isinstance(tensor, torch.Tensor) and tensor.layout is torch.sparse_coo
+
+
+def join(indices: Any, values: Any, shape: Any, coalesced: bool) -> Any:
+    made = torch.sparse_coo_tensor(indices, values, tuple(shape), check_invariants=False)
+    return made._coalesced_(coalesced)
+
+
+def _copy(engine: Engine, tensor: Any, device: int, dtype: torch.dtype | None = None) -> Any:
+    return engine.run(_aten.empty_like.default, (tensor,), {} if dtype is None else {"dtype": dtype}, device)
+
+
+def _made(
+    engine: Engine, like: Any, shape: Any, count: int, device: int, *, dims: int | None = None, sure: bool = True
+) -> Any:
+    """A sparse tensor with memory of its own: `count` elements in the first `dims` dimensions."""
+    old = parts(engine, like)
+    dims = old.dims if dims is None else dims
+    indices = _placed(engine, (dims, count), torch.int64, device)
+    values = _placed(engine, (count, *tuple(shape)[dims:]), like.dtype, device)
+    return join(indices, values, shape, sure)
+
+
+def _places(shape: Any, dims: int) -> int:
+    return math.prod(tuple(shape)[:dims])
+
+
+# ---- what passes: questions, and the parts themselves
+
+_PASS = [
+    _aten._indices.default, _aten._values.default, _aten._nnz.default,
+    _aten.is_coalesced.default, _aten._coalesced_.default, _aten.sparse_dim.default, _aten.dense_dim.default,
+    _aten._dimI.default, _aten._dimV.default, _aten.detach.default, _aten.alias.default, _aten.is_same_size.default,
+    _aten.sym_size.default, _aten.sym_numel.default, _aten.sym_stride.default, _aten.sym_storage_offset.default,
+    _aten._sparse_coo_tensor_with_dims_and_tensors.default, _aten.zeros_like.default, _aten.empty_like.default,
+    _aten.zero_.default, _aten.sparse_resize_.default, _aten.sparse_resize_and_clear_.default, _aten.resize_as_sparse_.default,
+]  # fmt: skip
+
+
+@_sparse(*_PASS)
+def _passes(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    return engine.run(func, args, kwargs, device)
+
+
+@_sparse(_aten.indices.default, _aten.values.default)
+def _parts_of_a_coalesced(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    if not args[0].is_coalesced():
+        name = func._schema.name.removeprefix("aten::")
+        raise RuntimeError(f"Cannot get {name} on an uncoalesced tensor, please call .coalesce() first")
+    return engine.run(func, args, kwargs, device)
+
+
+def _check_pair(func: Any, args: Any, kwargs: Any) -> None:
+    """Both on one device, and of the same shape unless one is a number."""
+    refuse_mixed_devices(func, args, kwargs)
+    left, right = args[:2]
+    if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor) and left.dim() and right.dim():
+        try:
+            torch.broadcast_shapes(left.shape, right.shape)
+        except RuntimeError:
+            raise RuntimeError(f"the sizes of {tuple(left.shape)} and {tuple(right.shape)} must match") from None
+
+
+# ---- the same places, other values
+
+
+def _same_places(*, indices: bool, coalesced: bool | None = None) -> Callable[..., Any]:
+    """A handler for operators that keep the places. indices: whether the kernel copies those too."""
+
+    def handler(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+        source = args[0]
+        old = parts(engine, source)
+        values = func(old.values, *args[1:], **kwargs)
+        places = _copy(engine, old.indices, device) if indices else old.indices
+        return join(places, values, source.shape, source.is_coalesced() if coalesced is None else coalesced)
+
+    return handler
+
+
+_sparse(*[getattr(packet, "default") for packet in (  # noqa: B009
+    _aten.neg, _aten.abs, _aten.sqrt, _aten.sin, _aten.sinh, _aten.tan, _aten.tanh, _aten.asin, _aten.atan, _aten.expm1,
+    _aten.log1p, _aten.sgn, _aten.sign, _aten.relu, _aten.isnan, _aten.isinf, _aten.floor, _aten.ceil, _aten.round,
+    _aten.trunc, _aten.erf, _aten.rad2deg, _aten.deg2rad,
+)], _aten.pow.Tensor_Scalar)(_same_places(indices=True))  # fmt: skip
+_scaled = _same_places(indices=False)
+
+
+@_sparse(_aten.clone.default)
+def _clone(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    old = parts(engine, args[0])
+    return join(
+        _copy(engine, old.indices, device), _copy(engine, old.values, device), args[0].shape, args[0].is_coalesced()
+    )
+
+
+@_sparse(_aten._to_copy.default)
+def _to_copy(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    source = args[0]
+    old = parts(engine, source)
+    target = kwargs.get("device")
+    indices, values = old.indices.to(target, copy=True), old.values.to(target, kwargs.get("dtype"), copy=True)
+    return join(indices, values, source.shape, source.is_coalesced())
+
+
+@_sparse(_aten.mul.Tensor, _aten.mul.Scalar, _aten.div.Tensor, _aten.div.Scalar)
+def _multiply(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    _check_pair(func, args, kwargs)
+    left, right = args[:2]
+    if not is_sparse(left):
+        left, right = right, left
+    if is_sparse(right):
+        # Places that both have: at most as many as the smaller has.
+        count = engine.selected(
+            "product of sparse tensors", min(parts(engine, left).elements, parts(engine, right).elements)
+        )
+        return _made(engine, left, left.shape, count, device)
+    if isinstance(right, torch.Tensor) and right.dim():
+        old = parts(engine, left)
+        return join(old.indices, _copy(engine, old.values, device), left.shape, left.is_coalesced())
+    return _scaled(engine, func, (left, right), kwargs, device)
+
+
+@_sparse(_aten.add.Tensor, _aten.sub.Tensor)
+def _add(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    """CUDA puts the lists one behind the other; they are summed up when that makes more of them than there are places."""
+    _check_pair(func, args, kwargs)
+    left, right = args[:2]
+    if not (is_sparse(left) and is_sparse(right)):
+        return _copy(engine, right if is_sparse(left) else left, device)
+    count = parts(engine, left).elements + parts(engine, right).elements
+    made = _made(engine, left, left.shape, count, device, sure=False)
+    return made.coalesce() if count > left.numel() else made
+
+
+@_sparse(_aten.add_.Tensor)
+def _add_into(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    """A gradient that comes on top of another (`zero_grad(set_to_none=False)`, or several backward passes)."""
+    target, other = args[:2]
+    if is_sparse(target):
+        count = parts(engine, target).elements + parts(engine, other).elements
+        old = parts(engine, target)
+        indices = _blank(engine, (old.dims, count), torch.int64, device)
+        values = _blank(engine, (count, *old.values.shape[1:]), target.dtype, device)
+        made = engine.fake_call(
+            _aten._sparse_coo_tensor_with_dims_and_tensors.default,
+            (old.dims, old.values.dim() - 1, target.shape, indices, values),
+            {"dtype": target.dtype, "layout": torch.sparse_coo, "device": target.device},
+        )
+        engine.fake_call(_aten.copy_sparse_to_sparse_.default, (target, made), {})
+        engine.settle(target)
+    return target
+
+
+@_sparse(_aten._sparse_softmax.default, _aten._sparse_log_softmax.default)
+def _softmax(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    return _clone(engine, func, args, kwargs, device)
+
+
+# ---- the same elements at other places
+
+
+@_sparse(_aten.t.default, _aten.transpose.int, _aten.permute.default, _aten.unsqueeze.default)
+def _rearranged(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    source = args[0]
+    shape = func(torch.empty(source.shape, device="meta"), *args[1:], **kwargs).shape
+    old = parts(engine, source)
+    dims = old.dims + (len(shape) - source.dim())
+    indices = _placed(engine, (dims, old.elements), torch.int64, device)
+    return join(indices, _copy(engine, old.values, device), shape, False)
+
+
+@_sparse(_aten._coalesce.default)
+def _coalesce(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    """Elements are sorted by place, and those of one place summed up: two lists of numbers beside the result."""
+    source = args[0]
+    old = parts(engine, source)
+    if old.elements < 2:
+        return source._coalesced_(True)
+    count = min(engine.selected("coalesce", old.elements), _places(source.shape, old.dims))
+    with engine.scratch(device, old.elements * _INDEX_BYTES), engine.scratch(device, old.elements * _INDEX_BYTES):
+        return _made(engine, source, source.shape, count, device)
+
+
+@_sparse(_aten.cat.default)
+def _cat(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    tensors, dim = args[0], args[1] if len(args) > 1 else kwargs.get("dim", 0)
+    shape = list(tensors[0].shape)
+    shape[dim] = sum(tensor.shape[dim] for tensor in tensors)
+    count = sum(parts(engine, tensor).elements for tensor in tensors)
+    return _made(engine, tensors[0], shape, count, device, sure=False)
+
+
+@_sparse(_aten.stack.default)
+def _stack(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    tensors, dim = args[0], args[1] if len(args) > 1 else kwargs.get("dim", 0)
+    return torch.cat([tensor.unsqueeze(dim) for tensor in tensors], dim)
+
+
+@_sparse(_aten.select.int, _aten.index_select.default)
+def _selected(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    source, dim, which = args[:3]
+    shape = list(source.shape)
+    old = parts(engine, source)
+    dims = old.dims
+    if func is _aten.select.int:
+        del shape[dim]
+        dims -= 1
+    else:
+        shape[dim] = which.numel()
+    count = engine.selected("selection from a sparse tensor", old.elements)
+    if not dims:
+        return _placed(engine, tuple(shape), source.dtype, device)
+    return _made(engine, source, shape, count, device, dims=dims)
+
+
+@_sparse(_aten.sparse_mask.default, _aten._sparse_mask_projection.default)
+def _mask(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    _check_pair(func, args, kwargs)
+    source, mask = args[:2]
+    old = parts(engine, mask)
+    values = _placed(engine, tuple(old.values.shape), source.dtype, device)
+    return join(_copy(engine, old.indices, device), values, mask.shape, mask.is_coalesced())
+
+
+# ---- dense results
+
+
+def _dense(engine: Engine, shape: Any, dtype: torch.dtype, device: int) -> Any:
+    return _placed(engine, tuple(shape), dtype, device)
+
+
+@_sparse(_aten._to_dense.default, _aten.to_dense.default)
+def _to_dense(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    dtype = args[1] if len(args) > 1 else kwargs.get("dtype")
+    return _dense(engine, args[0].shape, dtype or args[0].dtype, device)
+
+
+@_sparse(
+    _aten.mm.default, _aten.mv.default, _aten.bmm.default, _aten._sparse_mm.default, _aten._sparse_sparse_matmul.default,
+    _aten.addmm.default, _aten._sparse_addmm.default,
+)  # fmt: skip
+def _product(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    refuse_mixed_devices(func, args, kwargs)
+    left, right = args[-2:] if len(args) < 4 else args[1:3]
+    if left.shape[-1] != right.shape[-2 if right.dim() > 1 else 0]:
+        raise RuntimeError(
+            f"mat1 and mat2 shapes cannot be multiplied ({'x'.join(map(str, left.shape))} and {'x'.join(map(str, right.shape))})"
+        )
+    shape = (*left.shape[:-1], *right.shape[-1:]) if right.dim() > 1 else tuple(left.shape[:-1])
+    if is_sparse(left) and is_sparse(right):
+        return _made(engine, left, shape, engine.selected("product of sparse matrices", math.prod(shape)), device)
+    sparse = left if is_sparse(left) else right
+    # cuSPARSE takes rows in compressed form, with numbers of 32 bits.
+    listed = 4 * (sparse.shape[-2] + 1 + parts(engine, sparse).elements)
+    with engine.scratch(device, listed):
+        return _dense(engine, shape, sparse.dtype, device)
+
+
+@_sparse(_aten._sparse_sum.default, _aten.sum.default, _aten.norm.Scalar, _aten.any.default, _aten.norm.ScalarOpt_dim)
+def _to_one(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    return _dense(engine, (), torch.bool if func is _aten.any.default else args[0].dtype, device)
+
+
+@_sparse(_aten._sparse_sum.dim)
+def _sum_of_dims(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    source, dims = args[0], {dim % args[0].dim() for dim in args[1]}
+    old = parts(engine, source)
+    shape = [size for dim, size in enumerate(source.shape) if dim not in dims]
+    left = sum(dim not in dims for dim in range(old.dims))
+    if not left:
+        return _dense(engine, shape, source.dtype, device)
+    count = min(engine.selected("sum of a sparse tensor", old.elements), _places(shape, left))
+    return _made(engine, source, shape, count, device, dims=left)

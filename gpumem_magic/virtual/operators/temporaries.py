@@ -1,0 +1,52 @@
+"""Memory that CUDA's kernels take for themselves while they run, where PyTorch's source says how much.
+
+An embedding's dense gradient (``Embedding.cu`` and ``EmbeddingBackwardKernel.cu`` in ATen/native/cuda): up to 3072 indices are
+added up in place. More are sorted first, which takes two lists of indices, four lists of where their runs begin, and a row of
+the accumulation type (float32 for half precision) for each index: often more than the gradient itself. (Early versions had
+rows only for the runs, whose number depends on values.) The sort's own storage, CUB's, is gone before the rows come.
+
+What other kernels that sort take is in `sorting`, copies into another layout are in `copies`, convolutions in `convolutions`.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+from gpumem_magic.virtual.engine.engine import Engine, special
+
+_aten = torch.ops.aten
+
+# The most indices that the kernel without a sort is used for.
+MOST_UNSORTED = 3072
+_COUNTER_BYTES = 8
+
+
+def embedding_scratch(indices: int, index_bytes: int, width: int, dtype: torch.dtype, by_frequency: bool) -> list[int]:
+    """Bytes of each temporary of an embedding's gradient, in the order of the allocations; [] for the kernel without a sort.
+
+    indices: how many; index_bytes: of each; width: of the embedding's rows; dtype: of the gradient; by_frequency:
+    `scale_grad_by_freq`.
+    """
+    if indices <= MOST_UNSORTED and not by_frequency:
+        return []
+    listed = indices * index_bytes
+    accumulated = 4 if dtype in (torch.float16, torch.bfloat16) else dtype.itemsize
+    runs = [listed, _COUNTER_BYTES, listed, listed, _COUNTER_BYTES, listed]
+    return [listed] * (3 if by_frequency else 2) + runs + [indices * width * accumulated]
+
+
+@special(_aten.embedding_dense_backward.default)
+def _embedding_backward(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    gradient, indices, *rest = args
+    by_frequency = bool(rest[2]) if len(rest) > 2 else bool(kwargs.get("scale_grad_by_freq", False))
+    width = int(gradient.shape[-1]) if gradient.dim() else 1
+    sizes = embedding_scratch(indices.numel(), indices.element_size(), width, gradient.dtype, by_frequency)
+    if not gradient.is_contiguous():
+        sizes.insert(0, gradient.numel() * gradient.element_size())
+    with ExitStack() as held:
+        for size in sizes:
+            held.enter_context(engine.scratch(device, size))
+        return engine.run(func, args, kwargs, device)

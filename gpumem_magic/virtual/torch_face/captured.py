@@ -1,0 +1,108 @@
+"""What a program imported by name before the virtual GPU was turned on (``from torch import tensor, zeros``).
+
+Names in `torch` are replaced while the device is on, and other modules, the notebook's among them, may hold the originals under
+names of their own. Those are replaced as well, and put back. An original that is out of reach (a default argument, a closure)
+calls CUDA's kernels, of which builds for the host have none: kernels of ours take their place.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from gpumem_magic.patching import Patches
+from gpumem_magic.virtual.operators.factories import Factories
+
+# Factories without tensors among their arguments. Those that the host's own code puts together from `empty` and a kernel that
+# fills it (zeros, rand, ...) are here too: one call makes one tensor, and constants are known.
+_NAMES = """
+    empty empty_strided empty_permuted zeros ones full eye arange linspace logspace rand randn randint randperm normal
+    scalar_tensor tril_indices triu_indices bartlett_window blackman_window hamming_window hann_window kaiser_window
+"""
+
+
+_READ = torch.ops.aten._local_scalar_dense.default
+
+
+class Captured:
+    """Replaces other modules' names for PyTorch's functions, and CUDA's factory kernels, while it is installed."""
+
+    def __init__(self, factories: Factories) -> None:
+        self._factories = factories
+        self._library: torch.library.Library | None = None
+        self._pairs: list[tuple[Any, Any]] = []
+
+    def install(self, patches: Patches) -> None:
+        """To be called after all of PyTorch's names have been replaced."""
+        self._library = torch.library.Library("aten", "IMPL")
+        with warnings.catch_warnings():
+            # A build with CUDA has kernels, and says that they are replaced.
+            warnings.simplefilter("ignore")
+            for name in _NAMES.split():
+                for operator in _without_tensors(getattr(torch.ops.aten, name)):
+                    self._library.impl(operator, self._maker(name), "CUDA")
+            # `torch.tensor([x[0], x[1]])` reads numbers of the device past everything that is ours.
+            self._library.impl(_READ, self._read, "CUDA")
+        self._pairs = _functions_of_torch(patches)
+        _exchange(self._pairs)
+
+    def remove(self) -> None:
+        """To be called before PyTorch's names are put back: what was imported meanwhile is put back, too."""
+        _exchange([(new, original) for original, new in self._pairs])
+        self._pairs = []
+        if self._library is not None:
+            self._library._destroy()
+            self._library = None
+
+    def _read(self, tensor: torch.Tensor) -> Any:
+        return self._factories.engine.handle(_READ, (), (tensor,), {})
+
+    def _maker(self, name: str) -> Any:
+        # The functions of `torch` before anybody replaced them.
+        original = getattr(torch._C._VariableFunctions, name)
+
+        def make(*args: Any, **kwargs: Any) -> Any:
+            index = self._factories.index_of(kwargs.get("device"))
+            return self._factories.make(original, index or 0, args, kwargs)
+
+        return make
+
+
+def _without_tensors(packet: Any) -> list[Any]:
+    found = []
+    for overload in packet.overloads():
+        operator = getattr(packet, overload)
+        arguments = operator._schema.arguments
+        named = {argument.name for argument in arguments}
+        if "device" in named and not any(str(argument.type) == "Tensor" for argument in arguments):
+            found.append(operator)
+    return found
+
+
+def _functions_of_torch(patches: Patches) -> list[tuple[Any, Any]]:
+    """(original, what stands for it) of PyTorch's public functions and types that are replaced."""
+    pairs = []
+    for owner, name, original in patches.originals():
+        if not isinstance(owner, ModuleType) or name.startswith("_") or not callable(original):
+            continue
+        new = vars(owner)[name]
+        if owner.__name__.partition(".")[0] == "torch" and callable(new) and new is not original:
+            pairs.append((original, new))
+    return pairs
+
+
+def _exchange(pairs: list[tuple[Any, Any]]) -> None:
+    """Every name in a loaded module, not of PyTorch's or of this package, that means the first of a pair means the second."""
+    by_id = {id(old): (old, new) for old, new in pairs}
+    for key, module in list(sys.modules.items()):
+        names = getattr(module, "__dict__", None)
+        if type(names) is not dict or key.partition(".")[0] in ("torch", "gpumem_magic"):
+            continue
+        for name, value in list(names.items()):
+            found = by_id.get(id(value))
+            if found is not None:
+                names[name] = found[1]

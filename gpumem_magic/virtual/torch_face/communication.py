@@ -1,0 +1,218 @@
+"""Copies between several virtual devices in one process, which `torch.nn.DataParallel` is made of, and the buckets of
+`DistributedDataParallel`.
+
+The names are those of `torch._C` in CUDA builds (torch 2.9 to 2.13); CPU builds do not have them.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import sys
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+import gpumem_magic.virtual.operators.collectives  # noqa: F401 - registers its handlers with the engine
+from gpumem_magic.patching import Patches
+from gpumem_magic.virtual.engine import values
+from gpumem_magic.virtual.engine.engine import Engine
+from gpumem_magic.virtual.engine.modes import pushed
+from gpumem_magic.virtual.engine.tensors import VirtualTensor
+
+
+def install(patches: Patches, engine: Engine) -> None:
+    _install_distributed(patches, engine)
+    patches.set(torch.cuda.nccl, "is_available", _nccl_is_available(torch.cuda.nccl.is_available))
+    patches.set(torch.cuda.nccl, "reduce", _nccl_reduce(torch.cuda.nccl.reduce))
+    for name, function in {
+        "_broadcast": _broadcast,
+        "_broadcast_coalesced": _broadcast_coalesced,
+        "_scatter": _scatter,
+        "_gather": _gather,
+    }.items():
+        patches.set(torch._C, name, function)
+
+
+def _on(tensor: torch.Tensor, index: int) -> torch.Tensor:
+    return tensor.to(torch.device("cuda", index))
+
+
+def _broadcast(tensor: torch.Tensor, devices: Sequence[int]) -> list[torch.Tensor]:
+    return [_on(tensor, index) for index in devices]
+
+
+def _broadcast_coalesced(
+    tensors: Sequence[torch.Tensor], devices: Sequence[int], buffer_size: int
+) -> list[list[torch.Tensor]]:
+    """One list for each device. CUDA sends tensors together in a buffer of `buffer_size` bytes, of which copies are views."""
+    copies: list[list[torch.Tensor]] = [list(tensors)]
+    for index in devices[1:]:
+        mine: list[torch.Tensor] = []
+        for group in torch._utils._take_tensors(tensors, buffer_size):
+            flat = torch._utils._flatten_dense_tensors(group)
+            mine += torch._utils._unflatten_dense_tensors(_on(flat, index), group)
+        copies.append(list(torch._utils._reorder_tensors_as(mine, tensors)))
+    return copies
+
+
+def _scatter(
+    tensor: torch.Tensor, devices: Sequence[int], chunk_sizes: Sequence[int] | None, dim: int, streams: Any
+) -> list[torch.Tensor]:
+    chunks = tensor.chunk(len(devices), dim) if chunk_sizes is None else tensor.split(list(chunk_sizes), dim)
+    return [_on(chunk, index).contiguous() for chunk, index in zip(chunks, devices, strict=False)]
+
+
+def _gather(tensors: Sequence[torch.Tensor], dim: int, destination: int | None) -> torch.Tensor:
+    if destination == -1:
+        return torch.cat([tensor.cpu() for tensor in tensors], dim)
+    index = tensors[0].get_device() if destination is None else destination
+    shape = list(tensors[0].shape)
+    shape[dim] = sum(tensor.shape[dim] for tensor in tensors)
+    out = torch.empty(shape, dtype=tensors[0].dtype, device=torch.device("cuda", index))
+    at = 0
+    for tensor in tensors:
+        out.narrow(dim, at, tensor.shape[dim]).copy_(tensor)
+        at += tensor.shape[dim]
+    return out
+
+
+# ---- NCCL in one process, by which CUDA builds for Linux add up the gradients of `torch.nn.DataParallel`
+
+
+def _nccl_is_available(original: Any) -> Any:
+    @functools.wraps(original)
+    def is_available(tensors: Any) -> bool:
+        if not any(isinstance(tensor, VirtualTensor) for tensor in tensors):
+            return bool(original(tensors))
+        devices = [tensor.device for tensor in tensors]
+        fit = all(tensor.is_cuda and not tensor.is_sparse and tensor.is_contiguous() for tensor in tensors)
+        return fit and len(set(devices)) == len(devices)
+
+    return is_available
+
+
+def _nccl_reduce(original: Any) -> Any:
+    @functools.wraps(original)
+    def reduce(inputs: Any, output: Any = None, root: int = 0, *args: Any, **kwargs: Any) -> None:
+        """The sum goes into `output`, which is there; NCCL's own buffers are not PyTorch's."""
+        if not any(isinstance(tensor, VirtualTensor) for tensor in inputs):
+            original(inputs, output, root, *args, **kwargs)
+            return
+        written = kwargs.get("outputs", output)
+        if not isinstance(written, torch.Tensor):
+            written = (written or inputs)[root]
+        values.forget(written)
+
+    return reduce
+
+
+# ---- DistributedDataParallel
+
+
+def _install_distributed(patches: Patches, engine: Engine) -> None:
+    """The reducer makes its buckets in C++, and would compare the parameters' values with other processes'.
+
+    Tested on torch 2.13. Where the module lacks a name, DistributedDataParallel stays as it is.
+    """
+    if not torch.distributed.is_available():
+        return
+    distributed: Any = importlib.import_module("torch.distributed")
+    _process_groups(patches, distributed, engine)
+    module = importlib.import_module("torch.nn.parallel.distributed")
+    kind = module.DistributedDataParallel
+    original_init = kind.__init__
+    original_hook = kind.register_comm_hook
+
+    @functools.wraps(original_init)
+    def init(self: Any, wrapped: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+        if engine.closed_because or not any(isinstance(p, VirtualTensor) for p in wrapped.parameters()):
+            original_init(self, wrapped, *args, **kwargs)
+            return
+        with pushed(engine.mode):
+            original_init(self, wrapped, *args, **kwargs)
+        distributed._register_comm_hook(self.reducer, None, _as_it_is)
+        self._gpumem_virtual = True
+
+    @functools.wraps(original_hook)
+    def register_comm_hook(self: Any, state: object, hook: Any) -> None:
+        if getattr(self, "_gpumem_virtual", False):
+            warnings.warn("a virtual GPU sends nothing to other processes: the hook is not called", stacklevel=2)
+            return
+        original_hook(self, state, hook)
+
+    def skip_for_ours(original: Any, place: str) -> Any:
+        @functools.wraps(original)
+        def instead(*args: Any, **kwargs: Any) -> Any:
+            found = kwargs.get(place, args[1] if len(args) > 1 else ())
+            tensors = found.parameters() if isinstance(found, torch.nn.Module) else found
+            if any(isinstance(tensor, VirtualTensor) for tensor in tensors):
+                return None
+            return original(*args, **kwargs)
+
+        return instead
+
+    def within_our_mode(original: Any) -> Any:
+        @functools.wraps(original)
+        def instead(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if engine.closed_because or not getattr(self, "_gpumem_virtual", False):
+                return original(self, *args, **kwargs)
+            with pushed(engine.mode), values.every_integer():
+                return original(self, *args, **kwargs)
+
+        return instead
+
+    for name in ("_pre_forward", "_post_forward"):
+        # Buckets are made again there, after the first backward pass; which parameter goes where is sent round as integers.
+        patches.set(kind, name, within_our_mode(getattr(kind, name)))
+    patches.set(kind, "__init__", init)
+    patches.set(kind, "register_comm_hook", register_comm_hook)
+    for name, place in (("_verify_param_shape_across_processes", "tensors"), ("_sync_module_states", "module")):
+        if hasattr(module, name):
+            patches.set(module, name, skip_for_ours(getattr(module, name), place))
+
+
+def _process_groups(patches: Patches, distributed: Any, engine: Engine) -> None:
+    """Where a program asks for NCCL, which needs GPUs, gloo stands for it (torch 2.9 to 2.13)."""
+    module = importlib.import_module("torch.distributed.distributed_c10d")
+
+    def with_gloo(original: Any) -> Any:
+        signature = inspect.signature(original)
+
+        @functools.wraps(original)
+        def instead(*args: Any, **kwargs: Any) -> Any:
+            given = signature.bind(*args, **kwargs)
+            backend = given.arguments.get("backend")
+            ours = backend is None or "nccl" in str(backend).lower()
+            if engine.closed_because or not ours:
+                return original(*args, **kwargs)
+            if backend is not None:
+                warnings.warn("a virtual GPU has no NCCL: gloo stands for it", stacklevel=2)
+            if backend is not None or original.__name__ == "init_process_group":
+                given.arguments["backend"] = "gloo"
+            # Gloo has no device to connect before it is used, and no options of NCCL's.
+            given.arguments.pop("device_id", None)
+            given.arguments.pop("pg_options", None)
+            return original(*given.args, **given.kwargs)
+
+        return instead
+
+    for name in ("init_process_group", "new_group"):
+        original = getattr(module, name)
+        replacement = with_gloo(original)
+        for place, other in list(sys.modules.items()):
+            # PyTorch's device meshes have names of their own for them.
+            if place.startswith("torch.distributed") and getattr(other, "__dict__", {}).get(name) is original:
+                patches.set(other, name, replacement)
+    # Not in the module itself, which would look for NCCL's types.
+    patches.set(distributed, "is_nccl_available", lambda: True)
+
+
+def _as_it_is(state: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+    """In place of the exchange between processes, which needs no memory of PyTorch's beside the bucket."""
+    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    done.set_result(bucket.buffer())
+    return done

@@ -1,0 +1,177 @@
+"""CUDA graphs and memory pools of the program's own: their memory comes from private pools of the emulated allocator.
+
+A graph's work runs once, eagerly, while it is captured; replaying it allocates nothing, as on a device.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.cuda.graphs
+import torch.cuda.memory
+
+from gpumem_magic.allocator.blocks import PoolId
+from gpumem_magic.patching import Patches
+from gpumem_magic.virtual.torch_face.streams import CURRENT, device_index
+
+if TYPE_CHECKING:
+    from gpumem_magic.virtual.engine.device import Machine
+
+_ids = itertools.count(1)
+
+
+def install(patches: Patches, machine: Machine, stream_of: Callable[[int], int]) -> None:
+    """Stand-ins for `torch.cuda.CUDAGraph`, `torch.cuda.MemPool`, and what `torch.cuda.use_mem_pool` is made of."""
+
+    class CUDAGraph(Graph):
+        """`torch.cuda.CUDAGraph` on the devices of this machine."""
+
+        _machine = machine
+        _stream_of = staticmethod(stream_of)
+
+    class MemPool(Pool):
+        """`torch.cuda.MemPool` on the devices of this machine."""
+
+        _machine = machine
+
+    def begin(device: int, pool_id: PoolId) -> None:
+        own = threading.get_ident()
+        with machine.engine.lock:
+            machine.devices[device].allocator.begin_pool(pool_id, lambda stream: threading.get_ident() == own)
+
+    def end(device: int, pool_id: PoolId) -> None:
+        with machine.engine.lock:
+            machine.devices[device].allocator.end_pool(pool_id)
+
+    def release(device: int, pool_id: PoolId) -> None:
+        with machine.engine.lock:
+            machine.devices[device].allocator.release_pool(pool_id)
+
+    for owner in (torch.cuda, torch.cuda.graphs):
+        patches.set(owner, "CUDAGraph", CUDAGraph)
+        patches.set(owner, "graph_pool_handle", graph_pool_handle)
+        patches.set(owner, "is_current_stream_capturing", lambda: CAPTURING.graphs > 0)
+    # The stream that PyTorch makes for captures, and keeps, would be one of ours.
+    patches.set(torch.cuda.graphs.graph, "default_capture_stream", None)
+    patches.set(torch._C, "_host_emptyCache", lambda: None)
+    for owner in (torch.cuda, torch.cuda.memory):
+        if hasattr(owner, "MemPool"):
+            patches.set(owner, "MemPool", MemPool)
+    patches.set(torch.cuda.memory, "_cuda_beginAllocateCurrentThreadToPool", begin)
+    patches.set(torch.cuda.memory, "_cuda_endAllocateToPool", end)
+    patches.set(torch.cuda.memory, "_cuda_releasePool", release)
+
+
+class _Capturing(threading.local):
+    """How many captures are under way in each thread."""
+
+    graphs = 0
+
+
+CAPTURING = _Capturing()
+
+
+def graph_pool_handle() -> PoolId:
+    """A name for a pool that several graphs may share."""
+    return (0, next(_ids))
+
+
+class Graph:
+    """A captured graph: the memory of its private pool, and nothing to run again."""
+
+    _machine: Machine
+    _stream_of: Callable[[int], int]
+
+    def __init__(self, keep_graph: bool = False) -> None:
+        self._pool: PoolId | None = None
+        self._device = 0
+        self._captures = False
+
+    def capture_begin(self, pool: PoolId | None = None, *args: Any, **kwargs: Any) -> None:
+        if self._captures or self._pool is not None:
+            raise RuntimeError("This CUDAGraph instance already owns a captured graph.")
+        self._device = CURRENT.device
+        self._pool = (next(_ids), 0) if pool is None else tuple(pool)  # type: ignore[assignment]
+        stream = self._stream_of(self._device)
+        with self._machine.engine.lock:
+            self._machine.devices[self._device].use()
+            assert self._pool is not None
+            # As in CUDA, what other streams ask for meanwhile does not belong to the graph.
+            self._machine.devices[self._device].allocator.begin_pool(self._pool, lambda other: other == stream)
+        self._captures = True
+        CAPTURING.graphs += 1
+        self._machine.engine.captures += 1
+
+    def capture_end(self) -> None:
+        if not self._captures or self._pool is None:
+            raise RuntimeError("capture_end() called before capture_begin()")
+        self._captures = False
+        CAPTURING.graphs -= 1
+        with self._machine.engine.lock:
+            self._machine.devices[self._device].allocator.end_pool(self._pool)
+
+    def instantiate(self) -> None:
+        """There is nothing to make ready."""
+
+    def replay(self) -> None:
+        if self._pool is None or self._captures:
+            raise RuntimeError("Called CUDAGraph::replay without a preceding successful capture.")
+
+    def pool(self) -> PoolId:
+        if self._pool is None:
+            raise RuntimeError("Called CUDAGraph::pool() without a preceding successful capture.")
+        return self._pool
+
+    def reset(self) -> None:
+        pool, self._pool = self._pool, None
+        if pool is not None and not self._machine.engine.closed_because:
+            with self._machine.engine.lock:
+                self._machine.devices[self._device].allocator.release_pool(pool)
+
+    def enable_debug_mode(self) -> None:
+        """There is nothing to look at."""
+
+    def debug_dump(self, debug_path: str) -> None:
+        """There is nothing to look at."""
+
+    def __del__(self) -> None:
+        if self._captures:
+            self.capture_end()
+        self.reset()
+
+
+class Pool:
+    """A pool for `torch.cuda.use_mem_pool`. Allocators of the program's own are not called: there is no driver."""
+
+    _machine: Machine
+
+    def __init__(self, allocator: Any = None, use_on_oom: bool = False, no_split: bool = False, **kwargs: Any) -> None:
+        self.id: PoolId = (0, next(_ids))
+        self.allocator = allocator
+        self._device = device_index(None)
+        with self._machine.engine.lock:
+            self._heap.create_pool(self.id, use_on_oom=use_on_oom, no_split=no_split, own_memory=allocator is not None)
+
+    @property
+    def _heap(self) -> Any:
+        return self._machine.devices[self._device].allocator
+
+    @property
+    def device(self) -> int:
+        return self._device
+
+    def use_count(self) -> int:
+        return 1
+
+    def snapshot(self, include_traces: bool = True) -> list[dict[str, Any]]:
+        whole = torch.cuda.memory_snapshot()
+        return [segment for segment in whole if tuple(segment.get("segment_pool_id", (0, 0))) == self.id]
+
+    def __del__(self) -> None:
+        if not self._machine.engine.closed_because:
+            with self._machine.engine.lock:
+                self._heap.release_pool(self.id)

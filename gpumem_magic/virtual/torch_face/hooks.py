@@ -1,0 +1,200 @@
+"""The few functions of PyTorch through which the virtual GPU must see the program pass: backward, optimizers' grouping,
+contexts."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import inspect
+import sys
+from typing import Any
+
+import torch
+import torch._subclasses.fake_tensor
+import torch.autograd.graph
+import torch.optim
+import torch.utils._foreach_utils
+
+from gpumem_magic.patching import Patches
+from gpumem_magic.virtual.engine.engine import Engine, quiet
+from gpumem_magic.virtual.engine.modes import STATE, pushed
+from gpumem_magic.virtual.engine.tensors import VirtualTensor
+from gpumem_magic.virtual.engine.tracebacks import cut
+
+
+def install_engine_hooks(patches: Patches, engine: Engine) -> None:
+    _backward(patches, engine)
+    _fake_tensors(patches)
+    _foreach(patches)
+    _compile(patches, engine)
+    _vmap(patches, engine)
+    _scripts(patches)
+
+
+def _backward(patches: Patches, engine: Engine) -> None:
+    """C++ makes tensors in a backward pass that come to no virtual tensor's notice: the mode sees them.
+
+    `_engine_run_backward` is the one way into the engine from Python in torch 2.9 to 2.15; `torch.autograd` imports the name.
+    """
+    original = getattr(torch.autograd.graph, "_engine_run_backward", None)
+    if original is None:
+        raise RuntimeError(f"gpumem_magic does not know how torch {torch.__version__} starts a backward pass")
+
+    @functools.wraps(original)
+    def run(t_outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if engine.closed_because or _stays_on_host(t_outputs):
+            return original(t_outputs, *args, **kwargs)
+        first = next((output for output in t_outputs if isinstance(output, VirtualTensor)), None)
+        if first is not None:
+            STATE.last_device = first.fake_device.index
+        STATE.backward += 1
+        try:
+            with pushed(engine.mode):
+                return original(t_outputs, *args, **kwargs)
+        except Exception as error:
+            __tracebackhide__ = True
+            raise cut(error)  # noqa: B904
+        finally:
+            STATE.backward -= 1
+
+    patches.set(torch.autograd.graph, "_engine_run_backward", run)
+    patches.set(torch.autograd, "_engine_run_backward", run)
+
+
+# The nodes at which a graph may come to the host from a device (torch 2.9 to 2.15); a function of the program's own may, too.
+_CROSSINGS = ("ToCopyBackward", "CopyBackward", "CopySlices")
+
+
+def _stays_on_host(outputs: Any) -> bool:
+    """Whether a backward pass from these tensors meets host tensors only: it need not be watched, and watching is slow."""
+    nodes = []
+    for output in outputs:
+        if isinstance(output, VirtualTensor) or type(output) not in (torch.Tensor, torch.nn.Parameter):
+            return False
+        nodes.append(output.grad_fn)
+    seen = set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if type(node).__name__.startswith(_CROSSINGS) or isinstance(node, torch.autograd.function.BackwardCFunction):
+            return False
+        nodes += [following for following, _ in node.next_functions]
+    return True
+
+
+def _fake_tensors(patches: Patches) -> None:
+    """FakeTensor makes a tensor on the real device to warm its context up: there is no real device."""
+    patches.set(torch._subclasses.fake_tensor, "init_gpu_context", lambda device: None)
+    log = torch._subclasses.fake_tensor.log
+    patches.set(log, "filters", [*log.filters, quiet])
+
+
+def _compile(patches: Patches, engine: Engine) -> None:
+    """`torch.compile` keeps its objects and runs what they hold eagerly: there is no device to compile for."""
+    original = torch.compile
+
+    @functools.wraps(original)
+    def compile_(*args: Any, **kwargs: Any) -> Any:
+        _run_eagerly(patches, engine)
+        return original(*args, **kwargs)
+
+    patches.set(torch, "compile", compile_)
+    if "torch._dynamo.eval_frame" in sys.modules:
+        _run_eagerly(patches, engine)
+
+
+def _scripts(patches: Patches) -> None:
+    """TorchScript knows `torch.zeros` and its like by identity: under a replaced name it finds the original."""
+    original: Any = torch.jit._builtins._find_builtin
+
+    def find_builtin(function: Any) -> Any:
+        return original(inspect.unwrap(function) if callable(function) else function)
+
+    original_load: Any = torch.jit.load
+
+    @functools.wraps(original_load)
+    def load(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """C++ reads a module straight to its device: ours are reached by way of the host."""
+        if map_location is None or torch.device(map_location).type != "cuda":
+            return original_load(f, map_location, *args, **kwargs)
+        return original_load(f, "cpu", *args, **kwargs).to(map_location)
+
+    patches.set(torch.jit, "load", load)
+    for module in ("torch.jit._builtins", "torch.jit._recursive"):
+        patches.set(importlib.import_module(module), "_find_builtin", find_builtin)
+
+
+def _run_eagerly(patches: Patches, engine: Engine) -> None:
+    """The state that `torch.compiler.set_stance("force_eager")` sets (torch 2.6 to 2.15), until the patches are undone; and a
+    count of the calls that it concerns, where `_callback_from_stance` is asked before each."""
+    frames = importlib.import_module("torch._dynamo.eval_frame")
+    if (frames, "_stance") in patches.names():
+        return
+    patches.set(frames, "_stance", dataclasses.replace(frames._stance, stance="force_eager"))
+    original = getattr(frames, "_callback_from_stance", None)
+    if original is None:
+        return
+
+    def callback_from_stance(callback: Any) -> Any:
+        if callback not in (None, False):
+            engine.compiled_calls += 1
+        return original(callback)
+
+    patches.set(frames, "_callback_from_stance", callback_from_stance)
+
+
+def _vmap(patches: Patches, engine: Engine) -> None:
+    """Inside `torch.vmap` a tensor is wrapped, and what C++ makes for it would come to no virtual tensor's notice.
+
+    `_flat_vmap` is where every vmap runs its function (torch 2.0 to 2.15).
+    """
+    module = importlib.import_module("torch._functorch.vmap")
+    original = module._flat_vmap
+
+    @functools.wraps(original)
+    def flat_vmap(func: Any, batch_size: Any, flat_in_dims: Any, flat_args: Any, *args: Any, **kwargs: Any) -> Any:
+        ours = any(isinstance(_unwrapped(arg), VirtualTensor) for arg in flat_args)
+        if engine.closed_because or not ours:
+            return original(func, batch_size, flat_in_dims, flat_args, *args, **kwargs)
+        with pushed(engine.mode):
+            return original(func, batch_size, flat_in_dims, flat_args, *args, **kwargs)
+
+    patches.set(module, "_flat_vmap", flat_vmap)
+
+
+def _unwrapped(arg: Any) -> Any:
+    """What is inside the wrappers of `torch.func`."""
+    while isinstance(arg, torch.Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(arg):
+        arg = torch._C._functorch.get_unwrapped(arg)
+    return arg
+
+
+def _foreach(patches: Patches) -> None:
+    """Optimizers take their grouped (foreach) path only for tensor types that they know, and group by the device that C++
+    sees."""
+    # `torch.optim` hides its submodule's name.
+    for module in (importlib.import_module("torch.optim.optimizer"), torch.utils._foreach_utils):
+        known = module._foreach_supported_types
+        patches.set(module, "_foreach_supported_types", [*known, VirtualTensor])
+
+    original = torch._C._group_tensors_by_device_and_dtype
+
+    def group(tensors: Any, with_indices: bool = False) -> Any:
+        groups = original(tensors, with_indices)
+        return {(_as_python_sees(device, lists), dtype): (lists, indices)
+                for (device, dtype), (lists, indices) in groups.items()}  # fmt: skip
+
+    patches.set(torch._C, "_group_tensors_by_device_and_dtype", group)
+
+
+def _as_python_sees(device: torch.device, lists: Any) -> torch.device:
+    for tensors in lists:
+        for tensor in tensors:
+            if isinstance(tensor, VirtualTensor):
+                return tensor.device
+            if tensor is not None:
+                return device
+    return device

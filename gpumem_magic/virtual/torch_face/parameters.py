@@ -1,0 +1,154 @@
+"""Keeping the identity of parameters: `model.to("cuda")` changes the objects that optimizers already hold, never replaces
+them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from gpumem_magic.patching import Patches
+from gpumem_magic.virtual.engine.tensors import HOST_CLASS, VirtualTensor, own_attributes
+from gpumem_magic.virtual.engine.tracebacks import cut
+
+_Convert = Callable[[torch.Tensor], torch.Tensor]
+_Apply = Callable[..., torch.nn.Module]
+
+
+def become(tensor: torch.Tensor, other: torch.Tensor) -> None:
+    """Makes `tensor` (the same Python object, with its own attributes and hooks) have the contents and device of `other`.
+
+    `other` must not be used afterwards. One of the two is virtual. `torch._C._swap_tensor_impl` is what
+    `torch.utils.swap_tensors` ends in (torch 2.9 to 2.15); that function refuses objects with weak references, which
+    optimizers' parameters often have.
+    """
+    swap = getattr(torch._C, "_swap_tensor_impl", None)
+    if swap is None:
+        raise RuntimeError(
+            f"gpumem_magic does not know how to keep a parameter's identity in torch {torch.__version__}"
+        )
+    requires_grad = tensor.requires_grad
+    hooks = tensor._backward_hooks
+    accumulate_hooks = getattr(tensor, "_post_accumulate_grad_hooks", None)
+    own = own_attributes(tensor)
+    host_class = type(tensor) if not isinstance(tensor, VirtualTensor) else tensor.__dict__.get(HOST_CLASS)
+    is_parameter = isinstance(tensor, torch.nn.Parameter)
+    other = other.detach()
+    fake = dict(other.__dict__) if isinstance(other, VirtualTensor) else {}
+    try:
+        swap(tensor, other)
+    except RuntimeError as error:
+        if "weakrefs" not in str(error):
+            raise
+        raise RuntimeError(
+            "a parameter can't move to or from the virtual GPU while PyTorch's profiler looks at it: move the model before the "
+            "profiler starts"
+        ) from None
+    if fake:
+        tensor.__class__ = VirtualTensor
+        tensor.__dict__.clear()
+        tensor.__dict__.update(own, **fake, **{HOST_CLASS: host_class})
+        if is_parameter:
+            tensor._is_param = True
+    else:
+        tensor.__class__ = host_class or (torch.nn.Parameter if is_parameter else torch.Tensor)
+        tensor.__dict__.clear()
+        tensor.__dict__.update(own)
+    with torch._C.DisableTorchFunctionSubclass():
+        tensor.requires_grad_(requires_grad)
+        if hooks is not None:
+            tensor._backward_hooks = hooks
+        if accumulate_hooks is not None:
+            tensor._post_accumulate_grad_hooks = accumulate_hooks
+
+
+def install(patches: Patches) -> None:
+    """Teaches `Module.to` and the ``.data =`` setter about virtual tensors."""
+    original_apply: _Apply = torch.nn.Module._apply
+    original_data = torch.Tensor.data
+
+    def apply(self: torch.nn.Module, fn: _Convert, recurse: bool = True) -> torch.nn.Module:
+        try:
+            if recurse:
+                for child in self.children():
+                    child._apply(fn)
+            return _apply_here(self, fn, original_apply)
+        except Exception as error:
+            __tracebackhide__ = True
+            raise cut(error)  # noqa: B904
+
+    def set_data(self: torch.Tensor, value: torch.Tensor) -> None:
+        try:
+            if isinstance(self, VirtualTensor) == isinstance(value, VirtualTensor):
+                original_data.__set__(self, value)  # type: ignore[attr-defined]
+            else:
+                _exchange(self, value)
+        except Exception as error:
+            __tracebackhide__ = True
+            raise cut(error)  # noqa: B904
+
+    patches.set(torch.nn.Module, "_apply", apply)
+    patches.set(torch.Tensor, "data", property(original_data.__get__, set_data))  # type: ignore[attr-defined]
+
+
+def _apply_here(module: torch.nn.Module, fn: _Convert, original_apply: _Apply) -> torch.nn.Module:
+    """`Module._apply` for one module: each parameter and its gradient in turn, so that one is converted while all others are
+    held, as PyTorch does it."""
+    made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    ours = False
+    scripted = isinstance(module, torch.jit.ScriptModule)
+    for key, parameter in list(module._parameters.items()):
+        if parameter is None or id(parameter) in made:
+            continue
+        with torch.no_grad():
+            applied = fn(parameter)
+        made[id(parameter)] = (parameter, applied)
+        if isinstance(parameter, VirtualTensor) or isinstance(applied, VirtualTensor):
+            ours = True
+            _convert_parameter(parameter, applied, fn)
+            # Not the converted tensor: it is the parameter now, and nothing else may hold it.
+            made[id(parameter)] = (parameter, parameter)
+            if scripted:
+                # Such a module's tensors are kept in C++, which does not see that the object has changed.
+                module._parameters[key] = parameter
+        del applied
+    if not ours:
+        # The original does the work, with what was already made (its buffers and gradients are new to it).
+        def once(tensor: torch.Tensor) -> torch.Tensor:
+            known = made.get(id(tensor))
+            return known[1] if known is not None and known[0] is tensor else fn(tensor)
+
+        return original_apply(module, once, recurse=False)
+    for before, applied in made.values():
+        if applied is not before:
+            # A host parameter beside virtual ones.
+            before.data = applied
+    for key, buffer in module._buffers.items():
+        if buffer is not None:
+            module._buffers[key] = fn(buffer)
+    return module
+
+
+def _convert_parameter(parameter: torch.Tensor, applied: torch.Tensor, fn: _Convert) -> None:
+    gradient = parameter.grad
+    if applied is not parameter:
+        parameter.grad = None
+        become(parameter, applied)
+    if gradient is None:
+        return
+    with torch.no_grad():
+        converted = fn(gradient)
+    if converted is not gradient:
+        become(gradient, converted)
+    if parameter.grad is not gradient:
+        parameter.grad = gradient
+
+
+def _exchange(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """``tensor.data = value`` from or to a virtual device."""
+    gradient = tensor.grad
+    if gradient is not None:
+        tensor.grad = None
+    become(tensor, value.detach().view(value.shape))
+    if gradient is not None and gradient.device == tensor.device:
+        tensor.grad = gradient

@@ -1,0 +1,213 @@
+"""`torch.save` and `torch.load` with tensors of a virtual device.
+
+There are no values to save: what would be written is zeros. A new file is written, with a warning; a file that exists is not
+overwritten, because it may hold a training run's only good copy, unless this process wrote it itself or the environment variable
+``GPUMEM_SAVE_STAND_INS=1`` says so.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import io
+import os
+import pickle
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from gpumem_magic.patching import Patches
+from gpumem_magic.virtual.engine.engine import Engine
+from gpumem_magic.virtual.engine.tensors import VirtualTensor, place_of, saved_storages
+
+SWITCH = "GPUMEM_SAVE_STAND_INS"
+
+
+class StandInsNotSaved(RuntimeError):
+    """A file that exists would have been overwritten by values that were never computed."""
+
+
+def install(patches: Patches, engine: Engine) -> None:
+    written: set[str] = set()
+    patches.set(torch, "save", _save(torch.save, engine, written))
+    patches.set(torch, "load", _load(torch.load, engine))
+    patches.set(torch.serialization, "location_tag", _location_tag(torch.serialization.location_tag))
+    if importlib.util.find_spec("safetensors") is not None:
+        _safetensors(patches, engine, written)
+
+
+def _save(original: Callable[..., Any], engine: Engine, written: set[str]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
+        if engine.closed_because or not _holds_stand_ins(obj):
+            return original(obj, f, *args, **kwargs)
+        if isinstance(f, (str, os.PathLike)):
+            _check(f, written)
+        with saved_storages():
+            return original(obj, f, *args, **kwargs)
+
+    return save
+
+
+def _check(f: str | os.PathLike[str], written: set[str]) -> None:
+    """Raises StandInsNotSaved for a file that must not be overwritten; warns where a file gets zeros."""
+    path = os.path.abspath(os.fspath(f))
+    if os.path.exists(path) and path not in written and os.environ.get(SWITCH) != "1":
+        raise StandInsNotSaved(
+            f"{os.fspath(f)} exists, and tensors on a virtual GPU have no values: it was left as it is. Save under a "
+            f"new name, or set the environment variable {SWITCH}=1 to overwrite files with zeros"
+        )
+    written.add(path)
+    warnings.warn(f"{os.fspath(f)} gets zeros in place of the values of tensors on a virtual GPU", stacklevel=3)
+
+
+def _location_tag(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A file says of every storage where it was: of stand-ins, on which virtual device."""
+
+    @functools.wraps(original)
+    def location_tag(storage: Any) -> Any:
+        place = place_of(storage._cdata)
+        return original(storage) if place is None else place
+
+    return location_tag
+
+
+def _safetensors(patches: Patches, engine: Engine, written: set[str]) -> None:
+    """The same care for `safetensors.torch.save_file` (0.4 to 0.8), whose two steps other libraries have imported already."""
+    module = importlib.import_module("safetensors.torch")
+    flatten = next((name for name in ("_flatten_as_ptr", "_flatten") if hasattr(module, name)), None)
+    if flatten is None or not hasattr(module, "serialize_file"):
+        return
+    original_flatten = getattr(module, flatten)
+    original_write = module.serialize_file
+    seen = threading.local()
+
+    @functools.wraps(original_flatten)
+    def flatten_(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        seen.virtual = isinstance(tensors, dict) and any(isinstance(item, VirtualTensor) for item in tensors.values())
+        return original_flatten(tensors, *args, **kwargs)
+
+    @functools.wraps(original_write)
+    def serialize_file(tensors: Any, filename: Any, *args: Any, **kwargs: Any) -> Any:
+        if getattr(seen, "virtual", False) and not engine.closed_because:
+            seen.virtual = False
+            _check(filename, written)
+        return original_write(tensors, filename, *args, **kwargs)
+
+    patches.set(module, flatten, flatten_)
+    patches.set(module, "serialize_file", serialize_file)
+
+
+def _holds_stand_ins(obj: Any) -> bool:
+    """Whether pickling `obj` would meet a virtual tensor. Nothing is written, and no zeros are made."""
+    found = _Finder(io.BytesIO())
+    try:
+        found.dump(obj)
+    except _Found:
+        return True
+    except Exception:
+        # Not picklable: `torch.save` itself will say so.
+        return False
+    return False
+
+
+class _Found(Exception):
+    """A virtual tensor was met."""
+
+
+class _Finder(pickle.Pickler):
+    def persistent_id(self, obj: Any) -> Any:
+        if isinstance(obj, VirtualTensor):
+            raise _Found
+        # Host tensors are not looked into: their values would be copied for nothing.
+        return "host" if isinstance(obj, (torch.Tensor, torch.UntypedStorage)) else None
+
+
+def _load(original: Callable[..., Any], engine: Engine) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def load(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if engine.closed_because:
+            return original(f, map_location, *args, **kwargs)
+        placed: dict[int, torch.device] = {}
+
+        def on_host(storage: Any, location: str) -> Any:
+            target = _target(map_location, storage, location)
+            if isinstance(target, (torch.UntypedStorage, torch.TypedStorage)) and target.device.type == "cuda":
+                target = target.device  # `lambda storage, location: storage.cuda()`
+            if isinstance(target, torch.device) and target.type == "cuda":
+                placed[storage._cdata] = target
+                return storage
+            return target if isinstance(target, (torch.UntypedStorage, torch.TypedStorage)) else storage
+
+        loaded = original(f, on_host, *args, **kwargs)
+        return _Mover(placed).move(loaded) if placed else loaded
+
+    return load
+
+
+def _target(map_location: Any, storage: Any, location: str) -> Any:
+    """Where a storage goes: a device, or a storage that the user's own function gave."""
+    if isinstance(map_location, dict):
+        location = map_location.get(location, location)
+    elif callable(map_location):
+        result = map_location(storage, location)
+        if result is not None:
+            return result
+    elif map_location is not None:
+        return torch.device("cuda", map_location) if isinstance(map_location, int) else torch.device(map_location)
+    if not isinstance(location, str):
+        return location
+    return torch.device(location)
+
+
+class _Mover:
+    """Puts loaded host tensors on the device, keeping what shared a storage together."""
+
+    def __init__(self, placed: dict[int, torch.device]) -> None:
+        self._placed = placed
+        self._moved: dict[int, torch.Tensor] = {}
+        self._storages: dict[int, torch.Tensor] = {}
+
+    def move(self, obj: Any) -> Any:
+        if isinstance(obj, torch.nn.Module):
+            return obj._apply(self._tensor)
+        if isinstance(obj, torch.Tensor):
+            return self._tensor(obj)
+        if isinstance(obj, dict):
+            for key in obj:
+                obj[key] = self.move(obj[key])
+            return obj
+        if isinstance(obj, list):
+            obj[:] = [self.move(value) for value in obj]
+            return obj
+        if type(obj) is tuple:
+            return tuple(self.move(value) for value in obj)
+        return obj
+
+    def _tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        if isinstance(tensor, VirtualTensor):
+            return tensor
+        storage = tensor.untyped_storage()
+        device = self._placed.get(storage._cdata)
+        if device is None:
+            return tensor
+        known = self._moved.get(id(tensor))
+        if known is not None:
+            return known
+        whole = self._storages.get(storage._cdata)
+        if whole is None:
+            # The storage goes over as a whole, once, so that views of it stay views of one memory.
+            flat = torch.empty(0, dtype=torch.uint8).set_(storage)
+            whole = self._storages[storage._cdata] = flat.to(device)
+        with torch.no_grad():
+            typed = torch.empty(0, dtype=tensor.dtype, device=device)
+            typed.set_(whole.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
+        moved: torch.Tensor = typed.requires_grad_(tensor.requires_grad)
+        if isinstance(tensor, torch.nn.Parameter):
+            moved = torch.nn.Parameter(typed, requires_grad=tensor.requires_grad)
+        self._moved[id(tensor)] = moved
+        return moved

@@ -1,0 +1,53 @@
+"""What a program sees of the storages of virtual tensors: their device, their address, and storages moved to the device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from gpumem_magic.patching import Patches
+from gpumem_magic.virtual.engine.engine import Engine
+
+
+def install(patches: Patches, engine: Engine) -> None:
+    """Replaces what `torch.UntypedStorage` inherits, which would say that the storage is on the meta device."""
+    kind = torch.UntypedStorage
+    original_device: Any = torch._C.StorageBase.device  # type: ignore[attr-defined]
+    original_address = kind.data_ptr
+    original_cuda = kind.cuda
+    original_cpu = kind.cpu
+
+    def placed(storage: Any) -> Any:
+        with engine.lock:
+            return engine.table.find(storage)
+
+    def device(self: Any) -> torch.device:
+        plain: torch.device = original_device.__get__(self)
+        if plain.type != "meta":
+            return plain
+        place = placed(self)
+        return plain if place is None else torch.device("cuda", place.device)
+
+    def data_ptr(self: Any) -> int:
+        place = placed(self) if original_device.__get__(self).type == "meta" else None
+        return original_address(self) if place is None else int(place.address)
+
+    def cuda(self: Any, device: Any = None, non_blocking: bool = False) -> Any:
+        if engine.closed_because:
+            return original_cuda(self, device, non_blocking)
+        if self.device.type == "meta":
+            raise NotImplementedError("Cannot copy out of meta tensor; no data!")
+        target = torch.device("cuda") if device is None else device
+        return torch.empty(self.nbytes(), dtype=torch.uint8, device=target).untyped_storage()
+
+    def cpu(self: Any) -> Any:
+        if original_device.__get__(self).type != "meta" or placed(self) is None:
+            return original_cpu(self)  # type: ignore[no-untyped-call]
+        engine.count_stand_in()
+        return torch.zeros(self.nbytes(), dtype=torch.uint8).untyped_storage()
+
+    patches.set(kind, "device", property(device))
+    patches.set(kind, "data_ptr", data_ptr)
+    patches.set(kind, "cuda", cuda)
+    patches.set(kind, "cpu", cpu)

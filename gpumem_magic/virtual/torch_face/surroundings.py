@@ -1,0 +1,205 @@
+"""Parts of PyTorch that look at values or at the driver on their own account, and must not while a virtual GPU is on."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import warnings
+from typing import Any
+
+import torch
+import torch.autograd.profiler
+import torch.backends.cudnn
+import torch.cuda.nvtx
+import torch.distributions
+import torch.profiler
+
+from gpumem_magic.patching import Patches
+from gpumem_magic.virtual.engine.tensors import VirtualTensor
+from gpumem_magic.virtual.operators import checks
+from gpumem_magic.virtual.operators.convolutions import layout_of
+
+
+def install(patches: Patches) -> None:
+    _distributions(patches)
+    _profiler(patches)
+    _ctc_loss(patches)
+    _device_numbers(patches)
+    checks.install(patches)
+    _convolution_formats(patches)
+    patches.set(torch.backends.cudnn, "is_acceptable", _cudnn_is_acceptable(torch.backends.cudnn.is_acceptable))
+
+
+def _distributions(patches: Patches) -> None:
+    """Parameters of distributions are checked by their values, which do not exist."""
+    original = torch.distributions.Distribution.__init__
+
+    @functools.wraps(original)
+    def init(self: Any, batch_shape: Any = (), event_shape: Any = (), validate_args: Any = None) -> None:
+        if _on_device(self):
+            validate_args = False
+        original(self, torch.Size(batch_shape), torch.Size(event_shape), validate_args)
+
+    patches.set(torch.distributions.Distribution, "__init__", init)
+
+
+def _on_device(distribution: Any) -> bool:
+    """Whether a distribution, or one that it is made of, has parameters on a virtual device."""
+    return any(
+        isinstance(value, VirtualTensor) or (isinstance(value, torch.distributions.Distribution) and _on_device(value))
+        for value in distribution.__dict__.values()
+    )
+
+
+def _profiler(patches: Patches) -> None:
+    """Without a driver there are no kernels to time: PyTorch's profiler sees the host's side only, and says so once.
+
+    Stacks are not recorded either: thousands of calls of this package lie below each operator.
+    """
+    kind = torch.autograd.profiler.profile
+    original = kind.__init__
+
+    @functools.wraps(original)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        if kwargs.pop("use_cuda", False) or kwargs.get("use_device") == "cuda":
+            warnings.warn("a virtual GPU runs no kernels: the profiler shows the host's side only", stacklevel=3)
+            kwargs.update(use_device=None, with_stack=False)
+        original(self, *args, **kwargs)
+
+    original_export = torch.profiler.profile.export_memory_timeline
+
+    @functools.wraps(original_export)
+    def export_memory_timeline(self: Any, path: str, device: str | None = None) -> None:
+        if device is not None and not device.startswith("cuda"):
+            original_export(self, path, device)
+            return
+        warnings.warn(
+            "the profiler's memory timeline has nothing of a virtual GPU, and was not written: use %%gpumem, or "
+            "torch.cuda.memory._record_memory_history and _dump_snapshot",
+            stacklevel=2,
+        )
+
+    emit: Any = torch.autograd.profiler.emit_nvtx
+    original_emit = emit.__init__
+
+    @functools.wraps(original_emit)
+    def emit_init(self: Any, enabled: bool = True, *args: Any, **kwargs: Any) -> None:
+        original_emit(self, False, *args, **kwargs)
+
+    patches.set(emit, "__init__", emit_init)
+    patches.set(torch.cuda.nvtx, "_nvtx", _Ranges())
+    # The module under the name of CUDA's runtime in torch 2.9 to 2.13; None in builds for the host.
+    patches.set(torch.cuda, "_cudart", _Runtime())
+    patches.set(kind, "__init__", init)
+    patches.set(torch.profiler.profile, "export_memory_timeline", export_memory_timeline)
+
+
+class _Ranges:
+    """Stands for `torch._C._nvtx` (torch 2.9 to 2.13): ranges that no profiler of NVIDIA's will show."""
+
+    def __init__(self) -> None:
+        self._depth = threading.local()
+
+    def rangePushA(self, message: str) -> int:
+        """The depth of the new range, from 0."""
+        depth = int(getattr(self._depth, "value", 0))
+        self._depth.value = depth + 1
+        return depth
+
+    def rangePop(self) -> int:
+        """The depth of the range that ends; -2 where there is none, as NVTX says."""
+        depth = int(getattr(self._depth, "value", 0))
+        self._depth.value = max(depth - 1, 0)
+        return depth - 1 if depth else -2
+
+    def rangeStartA(self, message: str) -> int:
+        return 0
+
+    def deviceRangeStart(self, message: str, stream: int) -> object:
+        return object()
+
+    def _nothing(self, *args: Any) -> None:
+        """There is nobody to tell."""
+
+    rangeEnd = deviceRangeEnd = markA = _nothing
+
+
+class _Runtime:
+    """Stands for `torch.cuda.cudart()`: starting a profiler of NVIDIA's, registering host memory and the like succeed, and do
+    nothing."""
+
+    class cudaError(int):
+        success = 0
+
+    def _succeeds(self, *args: Any) -> int:
+        return 0
+
+    cudaProfilerStart = cudaProfilerStop = cudaHostRegister = cudaHostUnregister = _succeeds
+    cudaStreamCreate = cudaStreamDestroy = _succeeds
+
+    def cudaMemGetInfo(self, device: int) -> tuple[int, int]:
+        """Free and all bytes of the device."""
+        return torch.cuda.mem_get_info(device)
+
+    def cudaGetErrorString(self, error: int) -> str:
+        return "no error"
+
+
+def _ctc_loss(patches: Patches) -> None:
+    """CUDA's CTC loss takes its lengths to the host; for tensor subclasses PyTorch leaves them where they are."""
+    original = torch.ctc_loss
+
+    @functools.wraps(original)
+    def ctc_loss(
+        log_probs: Any, targets: Any, input_lengths: Any, target_lengths: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        if isinstance(log_probs, VirtualTensor):
+            input_lengths, target_lengths = (
+                lengths.tolist() if isinstance(lengths, torch.Tensor) else lengths
+                for lengths in (input_lengths, target_lengths)
+            )
+        return original(log_probs, targets, input_lengths, target_lengths, *args, **kwargs)
+
+    patches.set(torch, "ctc_loss", ctc_loss)
+
+
+def _device_numbers(patches: Patches) -> None:
+    """``model.to(0)``: C++ would ask for an accelerator that it does not have."""
+    original: Any = torch._C._nn._parse_to
+
+    @functools.wraps(original)
+    def parse_to(*args: Any, **kwargs: Any) -> Any:
+        if args and type(args[0]) is int:
+            args = (torch.device("cuda", args[0]), *args[1:])
+        elif type(kwargs.get("device")) is int:
+            kwargs["device"] = torch.device("cuda", kwargs["device"])
+        return original(*args, **kwargs)
+
+    patches.set(torch._C._nn, "_parse_to", parse_to)
+
+
+def _cudnn_is_acceptable(original: Any) -> Any:
+    @functools.wraps(original)
+    def is_acceptable(tensor: Any) -> bool:
+        """Layers of cuDNN's run as PyTorch's own operators here."""
+        return False if isinstance(tensor, VirtualTensor) else bool(original(tensor))
+
+    return is_acceptable
+
+
+def _convolution_formats(patches: Patches) -> None:
+    """C++ is told that tensors are on meta, and would choose a kernel that knows one memory format; cuDNN knows two.
+
+    `_conv_determine_backend_memory_format` is what FakeTensor asks for a convolution's result (torch 2.9 to 2.13).
+    """
+    original = getattr(torch._C, "_conv_determine_backend_memory_format", None)
+    if original is None:
+        return
+
+    @functools.wraps(original)
+    def determine(tensor: Any, weight: Any, *args: Any, **kwargs: Any) -> Any:
+        if getattr(getattr(tensor, "fake_device", None), "type", "") != "cuda" or not torch.backends.cudnn.enabled:
+            return original(tensor, weight, *args, **kwargs)
+        return layout_of(tensor, weight)
+
+    patches.set(torch._C, "_conv_determine_backend_memory_format", determine)

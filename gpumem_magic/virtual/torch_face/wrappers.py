@@ -1,0 +1,92 @@
+"""Tensor classes of the program's own that wrap tensors: quantised weights, pairs, tensors with metadata.
+
+PyTorch makes them with `Tensor._make_wrapper_subclass`, on the device of what they wrap. A build for the host has nothing to ask
+about ``cuda`` below Python, and its autograd ends the process where it tries (torch 2.9 to 2.15). So here, too, C++ is told
+``meta:i``, and Python is told ``cuda:i``.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from gpumem_magic.patching import Patches
+from gpumem_magic.virtual.engine.tensors import VirtualTensor
+
+# The name under which a wrapper's own dictionary keeps the number of its device.
+_DEVICE = "_gpumem_device"
+
+
+def install(patches: Patches) -> None:
+    original: Any = torch.Tensor._make_wrapper_subclass
+    known: set[type] = set()
+
+    @functools.wraps(original)
+    def make(cls: type, *args: Any, **kwargs: Any) -> Any:
+        device = kwargs.get("device")
+        if device is None or kwargs.get("dispatch_device") or torch.device(device).type != "cuda":
+            return original(cls, *args, **kwargs)
+        index = torch.device(device).index
+        index = torch.cuda.current_device() if index is None else index
+        wrapper = original(cls, *args, **{**kwargs, "device": torch.device("meta", index)})
+        wrapper.__dict__[_DEVICE] = index
+        if cls not in known:
+            known.add(cls)
+            _teach(patches, cls)
+        return wrapper
+
+    patches.set(torch.Tensor, "_make_wrapper_subclass", staticmethod(make))
+    plain: Any = torch.Tensor._make_subclass
+
+    @functools.wraps(plain)
+    def make_subclass(cls: type, data: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(data, VirtualTensor) and not issubclass(cls, VirtualTensor) and cls is not torch.nn.Parameter:
+            return _as_class(cls, data, *args, **kwargs)
+        return plain(cls, data, *args, **kwargs)
+
+    patches.set(torch.Tensor, "_make_subclass", staticmethod(make_subclass))
+
+
+@functools.lru_cache(maxsize=64)
+def _joined(cls: Any) -> type:
+    """A class that is the program's own first, and a virtual tensor where that one says nothing."""
+    own: dict[str, Any] = {"__module__": cls.__module__}
+    if cls.__torch_function__ is torch._C._disabled_torch_function_impl:
+        # Parameters have none, and would hide the virtual tensor's.
+        own["__torch_function__"] = vars(VirtualTensor)["__torch_function__"]
+    made: type = type(cls)(cls.__name__, (cls, VirtualTensor), own)
+    return made
+
+
+def _as_class(cls: type, data: VirtualTensor, requires_grad: bool = False, **kwargs: Any) -> Any:
+    """A tensor of the program's class on the same memory; parameters of quantised layers are made so."""
+    tensor: Any = data.detach()
+    tensor.__class__ = _joined(cls)
+    if issubclass(cls, torch.nn.Parameter):
+        tensor._is_param = True
+    return tensor.requires_grad_(requires_grad)
+
+
+def _teach(patches: Patches, cls: Any) -> None:
+    """Tensors of the class that are on a virtual device say so; what the class says itself stays."""
+    plain: Any = torch.Tensor
+
+    def answer(name: str, virtual: Any) -> None:
+        if getattr(cls, name, None) is not getattr(plain, name):
+            return
+        before = getattr(plain, name)
+
+        def get(self: Any) -> Any:
+            index = self.__dict__.get(_DEVICE)
+            return before.__get__(self) if index is None else virtual(index)
+
+        patches.set(cls, name, property(get))
+
+    answer("device", lambda index: torch.device("cuda", index))
+    answer("is_cuda", lambda index: True)
+    answer("is_meta", lambda index: False)
+    answer("is_cpu", lambda index: False)
+    # A method: what the property returns is called.
+    answer("get_device", lambda index: lambda: index)
