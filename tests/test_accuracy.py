@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Hashable, Mapping
@@ -12,12 +13,15 @@ import pytest
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
-from accuracy import convolutions, sources, table  # noqa: E402
+from accuracy import convolutions, scores, sources, table  # noqa: E402
+from accuracy.fitted import ASSUMED, FITTED  # noqa: E402
 from accuracy.plans import Plan, Skip, carry_out  # noqa: E402
 from accuracy.scores import MARGIN, Result, summarise  # noqa: E402
 from accuracy.table import Row  # noqa: E402
 
 from gpumem_magic.units import MIB  # noqa: E402
+from gpumem_magic.virtual.card import generations  # noqa: E402
+from gpumem_magic.virtual.card.models import CATALOG  # noqa: E402
 
 PUBLISHED = Path(__file__).parents[1].parent / "shared" / "data" / "published_measurements.csv"
 needs_table = pytest.mark.skipif(not PUBLISHED.is_file(), reason="the published table is not beside this checkout")
@@ -155,6 +159,63 @@ def test_inference_and_training_of_whole_models() -> None:
     for one in errors_of("optimum-benchmark").values():
         allowed = {"allocated": 0.02, "reserved": 0.02, "nvidia-smi": 0.05}[one.row.group or ""]
         assert abs(one.error) < allowed, (one.row.number, one.error)
+
+
+# ---- what was chosen on figures, and what was assumed
+
+
+@needs_table
+def test_what_a_source_does_not_say_is_listed_as_assumed() -> None:
+    rows = table.read(PUBLISHED)
+    assert all(any(row.source.startswith(source) for row in rows) for source in ASSUMED.keys() - convolution_sources())
+    for row in rows:
+        plan = sources.plan(row)
+        if isinstance(plan, Skip):
+            continue
+        given = re.match(r"\d+\.\d+", row.torch_version)
+        taken = re.search(r"torch=(\d+\.\d+)", plan.device)
+        vague_gpu = any(word in row.gpu for word in ("not ", "any", "class")) or row.gpu == ""
+        if taken is None or given is None or given[0] != taken[1] or vague_gpu:
+            (assumption,) = (text for source, text in ASSUMED.items() if row.source.startswith(source))
+            assert taken is None or given is not None or f"torch {taken[1]}" in assumption, row
+            assert taken is not None or "the installed PyTorch" in assumption, row
+
+
+def convolution_sources() -> set[str]:
+    return {one.source for one in convolutions.rows()}
+
+
+def test_convolutions_name_no_version_so_all_of_theirs_are_assumed() -> None:
+    for one in convolutions.rows():
+        taken = re.search(r"torch=(\d+\.\d+)|context=(\d+MiB)", one.device)
+        assert taken is not None
+        words = f"torch {taken[1]}" if taken[1] else taken[2].replace("MiB", " MiB")
+        assert words in ASSUMED[one.source]
+
+
+def test_the_list_of_what_was_chosen_says_what_the_code_has() -> None:
+    chosen = "\n".join(choice.what for choice in FITTED)
+    v100 = generations.context("V100-16GB", (7, 0), (1, 10), lazy=False).nbytes
+    lazily = {capability: generations.context("", capability, (2, 0), lazy=True) for capability in ((8, 6), (7, 5))}
+    colab = CATALOG["colab-2021"]
+    for words, size in (
+        ("torch 1.10: a context of {}", v100),
+        ("A10G: a context of {}", CATALOG["A10G"].context_bytes),
+        ("colab-2021: a context of {}", colab.context_bytes),
+        ("{} in use before the first program", colab.idle_bytes),
+        ("{} counts for compute capability 8.6", lazily[8, 6].nbytes),
+        ("{} for 7.5", lazily[7, 5].nbytes),
+    ):
+        assert words.format(f"{size // MIB} MiB") in chosen
+    assert f"{scores.MARGIN:.0%}".replace("%", " %") in chosen
+    assert (colab.cublas_workspace_bytes, colab.convolution_bytes) == (0, 0)
+    assert "colab-2021: nothing for cuBLAS and cuDNN" in chosen
+    folders = [BENCHMARKS.parent / name for name in ("gpumem_magic", "benchmarks", "notebooks")]
+    assert all(any(any(folder.rglob(choice.where)) for folder in folders) for choice in FITTED)
+
+
+def test_no_figure_of_the_catalogue_stands_on_memory() -> None:
+    assert not [model.key for model in CATALOG.values() if "memory, not" in model.note or "from memory" in model.note]
 
 
 # ---- convolutions, whose figures are beside the table

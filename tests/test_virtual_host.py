@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import pickle
 import threading
+import types
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -110,6 +112,51 @@ def test_a_file_that_exists_is_not_overwritten_with_zeros(tmp_path: Path, monkey
     monkeypatch.setenv(SWITCH, "1")
     with pytest.warns(UserWarning, match="gets zeros"):
         torch.save(torch.zeros(3, device="cuda"), path)
+
+
+class _PickledOnce:
+    """Pickles a device tensor at the second try only, as an object does that saves what a generator gives."""
+
+    def __init__(self, failures: int) -> None:
+        self.failures = failures
+
+    def __reduce__(self) -> tuple[object, ...]:
+        self.failures -= 1
+        if self.failures >= 0:
+            raise RuntimeError("not now")
+        return (list, ([torch.zeros(3, device="cuda")],))
+
+
+def test_a_file_that_exists_is_not_overwritten_by_what_cannot_be_looked_into(tmp_path: Path) -> None:
+    path = tmp_path / "good.pt"
+    torch.save(torch.ones(3), path)
+    before = path.read_bytes()
+    with pytest.raises(StandInsNotSaved, match=r"may hold tensors on a virtual GPU.*not now") as caught:
+        torch.save(_PickledOnce(1), path)
+    assert isinstance(caught.value.__cause__, RuntimeError)
+    assert path.read_bytes() == before
+    with pytest.warns(UserWarning, match="may have got zeros"):
+        torch.save(_PickledOnce(1), tmp_path / "new.pt")
+    with warnings.catch_warnings():
+        # PyTorch's own error, and nothing of ours with it.
+        warnings.simplefilter("error")
+        with pytest.raises(RuntimeError, match="not now"):
+            torch.save(_PickledOnce(2), tmp_path / "never.pt")
+
+
+def test_stand_ins_are_found_with_the_pickler_that_saves(tmp_path: Path) -> None:
+    path = tmp_path / "good.pt"
+    torch.save(torch.ones(3), path)
+
+    class OfLambdas(pickle.Pickler):
+        def reducer_override(self, obj: object) -> object:
+            return (int, ()) if getattr(obj, "__name__", "") == "<lambda>" else NotImplemented
+
+    module = types.ModuleType("pickles_lambdas")
+    vars(module).update(vars(pickle), Pickler=OfLambdas)
+    torch.save([torch.zeros(3), lambda: 0], path, pickle_module=module)
+    with pytest.raises(StandInsNotSaved, match="have no values"):
+        torch.save([lambda: 0, torch.zeros(3, device="cuda")], path, module)
 
 
 def test_a_file_of_this_run_may_be_written_again(tmp_path: Path) -> None:

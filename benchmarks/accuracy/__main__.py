@@ -5,8 +5,8 @@
 Every row of the table that plain torch or transformers can build is built and run on the virtual GPU; printed are the prediction,
 the published figure and the error, then for each kind of metric the median of every source, the median of these, the worst,
 and how often a run that is given only the predicted memory would run out. Rows that are skipped say why. Convolutions have a
-table of their own, with and without the estimate of cuDNN's scratch memory. The last lines list the constants that were fitted,
-and the rows used.
+table of their own, with and without the estimate of cuDNN's scratch memory. The last lines list what was chosen
+while looking at published figures, and what was assumed where a source does not say.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from accuracy import convolutions, sources, table
-from accuracy.fitted import FITTED, NOT_KNOWN
+from accuracy.fitted import ASSUMED, FITTED, NOT_KNOWN
 from accuracy.plans import Skip, carry_out
 from accuracy.scores import MARGIN, Result, Summary, summarise
 
@@ -66,9 +66,12 @@ def main() -> int:
         _print(summary)
     if not options.only:
         convolutions.show()
-    print("\nConstants that were fitted, and the rows used:")
-    for fitted in FITTED:
-        print(f"  {fitted}")
+    print("\nChosen while looking at published figures:")
+    for choice in FITTED:
+        print(f"  {choice.what}\n    in {choice.where}, on {choice.chosen_on}. To judge it: {choice.judge_by}.")
+    print("\nAssumed where a source does not say:")
+    for origin, assumption in ASSUMED.items():
+        print(f"  {origin}: {assumption}.")
     print("\nWhat is not known:")
     for gap in NOT_KNOWN:
         print(f"  {gap}")
@@ -106,7 +109,7 @@ def _write(path: Path, results: list[Result], skipped: list[tuple[table.Row, str
         ],
         "skipped": [{"row": row.number, "source": row.source, "why": why} for row, why in skipped],
         "summaries": [asdict(summary) for summary in summaries],
-        "fitted": list(FITTED),
+        "fitted": [asdict(choice) for choice in FITTED], "assumed": ASSUMED,
     }  # fmt: skip
     path.write_text(json.dumps(content, indent=1), encoding="utf-8")
 

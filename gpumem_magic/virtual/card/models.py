@@ -146,7 +146,8 @@ _MODELS = (
         shared_memory_per_multiprocessor=164 * KIB,
         l2_cache_bytes=40 * MIB,
         max_threads_per_multiprocessor=2048,
-        note="torch's total: 2026; nvidia-smi's: from memory, not looked up; context: an estimate, that of the A100-80GB",
+        note="totals: 2026, nvidia-smi's with driver 550 (40536 MiB with older ones); context: an estimate, that of "
+        "the A100-80GB",
     ),
     GpuModel(
         key="A100-80GB",
@@ -208,7 +209,7 @@ _MODELS = (
         shared_memory_per_multiprocessor=100 * KIB,
         l2_cache_bytes=6 * MIB,
         max_threads_per_multiprocessor=1536,
-        note="nvidia-smi's total: from memory, not looked up; context: an estimate for lazily loaded kernels "
+        note="torch's total: newest drivers; nvidia-smi's: 2023, driver 535; context: an estimate for lazily loaded kernels "
         "(1687 MiB was measured with torch 1.8.2, which loaded all at once)",
     ),
     GpuModel(
@@ -239,7 +240,8 @@ _MODELS = (
         shared_memory_per_multiprocessor=100 * KIB,
         l2_cache_bytes=6 * MIB,
         max_threads_per_multiprocessor=1536,
-        note="torch's total: 2023 (22.20 GiB; 21.99 GiB was seen in 2026); nvidia-smi's: from memory, not looked up; context: an "
+        note="torch's total: within the 22.20 GiB of 2023 (22587 MiB was seen in 2026); nvidia-smi's: 2024, driver "
+        "550; context: an "
         "estimate, the 300 MiB that PyTorch's developers name for lazily loaded kernels",
     ),
     GpuModel(

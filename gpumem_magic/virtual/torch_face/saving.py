@@ -43,26 +43,43 @@ def install(patches: Patches, engine: Engine) -> None:
 def _save(original: Callable[..., Any], engine: Engine, written: set[str]) -> Callable[..., Any]:
     @functools.wraps(original)
     def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
-        if engine.closed_because or not _holds_stand_ins(obj):
+        if engine.closed_because:
             return original(obj, f, *args, **kwargs)
-        if isinstance(f, (str, os.PathLike)):
-            _check(f, written)
+        pickler = kwargs.get("pickle_module", args[0] if args else None) or pickle
+        holds, unknown_because = _holds_stand_ins(obj, pickler)
+        if not holds:
+            return original(obj, f, *args, **kwargs)
+        named = isinstance(f, (str, os.PathLike))
+        if named:
+            _check(f, written, unknown_because)
         with saved_storages():
-            return original(obj, f, *args, **kwargs)
+            original(obj, f, *args, **kwargs)
+        if named:
+            _warn(f, "gets" if unknown_because is None else "may have got")
+        return None
 
     return save
 
 
-def _check(f: str | os.PathLike[str], written: set[str]) -> None:
-    """Raises StandInsNotSaved for a file that must not be overwritten; warns where a file gets zeros."""
+def _check(f: str | os.PathLike[str], written: set[str], unknown_because: Exception | None = None) -> None:
+    """Raises StandInsNotSaved for a file that must not be overwritten.
+
+    unknown_because: what kept us from finding out whether there are stand-ins; None where there are.
+    """
     path = os.path.abspath(os.fspath(f))
     if os.path.exists(path) and path not in written and os.environ.get(SWITCH) != "1":
+        why = "tensors on a virtual GPU have no values"
+        if unknown_because is not None:
+            why = f"what is to be saved may hold tensors on a virtual GPU, which have no values ({unknown_because!r})"
         raise StandInsNotSaved(
-            f"{os.fspath(f)} exists, and tensors on a virtual GPU have no values: it was left as it is. Save under a "
+            f"{os.fspath(f)} exists, and {why}: it was left as it is. Save under a "
             f"new name, or set the environment variable {SWITCH}=1 to overwrite files with zeros"
-        )
+        ) from unknown_because
     written.add(path)
-    warnings.warn(f"{os.fspath(f)} gets zeros in place of the values of tensors on a virtual GPU", stacklevel=3)
+
+
+def _warn(f: str | os.PathLike[str], verb: str = "gets") -> None:
+    warnings.warn(f"{os.fspath(f)} {verb} zeros in place of the values of tensors on a virtual GPU", stacklevel=3)
 
 
 def _location_tag(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -96,35 +113,41 @@ def _safetensors(patches: Patches, engine: Engine, written: set[str]) -> None:
         if getattr(seen, "virtual", False) and not engine.closed_because:
             seen.virtual = False
             _check(filename, written)
+            _warn(filename)
         return original_write(tensors, filename, *args, **kwargs)
 
     patches.set(module, flatten, flatten_)
     patches.set(module, "serialize_file", serialize_file)
 
 
-def _holds_stand_ins(obj: Any) -> bool:
-    """Whether pickling `obj` would meet a virtual tensor. Nothing is written, and no zeros are made."""
-    found = _Finder(io.BytesIO())
+def _holds_stand_ins(obj: Any, pickle_module: Any) -> tuple[bool, Exception | None]:
+    """Whether pickling `obj` would meet a virtual tensor; True with the error where that can't be found out.
+
+    Nothing is written, and no zeros are made.
+    """
     try:
-        found.dump(obj)
+        _finder(pickle_module.Pickler)(io.BytesIO()).dump(obj)
     except _Found:
-        return True
-    except Exception:
-        # Not picklable: `torch.save` itself will say so.
-        return False
-    return False
+        return True, None
+    except Exception as error:
+        return True, error
+    return False, None
 
 
 class _Found(Exception):
     """A virtual tensor was met."""
 
 
-class _Finder(pickle.Pickler):
-    def persistent_id(self, obj: Any) -> Any:
-        if isinstance(obj, VirtualTensor):
-            raise _Found
-        # Host tensors are not looked into: their values would be copied for nothing.
-        return "host" if isinstance(obj, (torch.Tensor, torch.UntypedStorage)) else None
+@functools.cache
+def _finder(pickler: Any) -> Any:
+    class Finder(pickler):  # type: ignore[misc]
+        def persistent_id(self, obj: Any) -> Any:
+            if isinstance(obj, VirtualTensor):
+                raise _Found
+            # Host tensors are not looked into: their values would be copied for nothing.
+            return "host" if isinstance(obj, (torch.Tensor, torch.UntypedStorage)) else None
+
+    return Finder
 
 
 def _load(original: Callable[..., Any], engine: Engine) -> Callable[..., Any]:
