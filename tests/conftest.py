@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Iterator
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 # The machines of CI are slow and shared: how long an example takes says nothing.
@@ -12,3 +15,11 @@ settings.load_profile("shared-machine")
 
 # What `gpumem calibrate` measured on a developer's computer changes no test; tests of it name a file of their own.
 os.environ["GPUMEM_CALIBRATION"] = ""
+
+
+@pytest.fixture(autouse=True)
+def _excepthook() -> Iterator[None]:
+    """`torch.distributed.init_process_group` replaces it for good, and errors would look different in every later test."""
+    before = sys.excepthook
+    yield
+    sys.excepthook = before
