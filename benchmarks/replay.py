@@ -43,7 +43,7 @@ from gpumem_magic.allocator.replayable import replayables
 assert replay(one.seed.start, one.events, one.settings, one.device, one.final).agrees
 """
 _PICTURE = f"""{_READ}
-from gpumem_magic.report.from_file import views_of
+from gpumem_magic.files.loaded import views_of
 from gpumem_magic.timeline_page.view import timeline_of_files
 view = timeline_of_files([views_of(loaded)])
 open(sys.argv[2], "wb").write(view.to_png()[0])

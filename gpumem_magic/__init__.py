@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _HOMES = {
-    "Report": "gpumem_magic.report.model",
+    "Report": "gpumem_magic.user_report",
     "investigate": "gpumem_magic.investigation.widget",
     "last_report": "gpumem_magic.session",
     "last_watch": "gpumem_magic.widgets.watch",
-    "load": "gpumem_magic.report.from_file",
+    "load": "gpumem_magic.user_report",
     "load_ipython_extension": "gpumem_magic.magics",
     "mark": "gpumem_magic.session",
     "measure": "gpumem_magic.session",
@@ -50,9 +50,8 @@ __all__ = [
 if TYPE_CHECKING:
     from gpumem_magic.investigation.widget import investigate
     from gpumem_magic.magics import load_ipython_extension, unload_ipython_extension
-    from gpumem_magic.report.from_file import load
-    from gpumem_magic.report.model import Report
     from gpumem_magic.session import last_report, mark, measure
+    from gpumem_magic.user_report import Report, load
     from gpumem_magic.virtual.engine.kernel_rules import register_kernel
     from gpumem_magic.virtual.engine.supplied import stand_in
     from gpumem_magic.widgets.watch import last_watch

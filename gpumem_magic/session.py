@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from gpumem_magic.recording.instrument import Statement
     from gpumem_magic.recording.model import Recording
     from gpumem_magic.recording.recorder import Recorder
-    from gpumem_magic.report.model import Report
+    from gpumem_magic.user_report import Report
 
 __all__ = [
     "DEFAULT_DEVICE",
@@ -111,6 +111,7 @@ class ActiveRecording:
         """Ends the recording and makes the report, which becomes `last_report()`. The error is read and not kept."""
         global _active, _last
         from gpumem_magic.report.build import build_with_labels
+        from gpumem_magic.user_report import Report
 
         _active = None
         place = None
@@ -128,7 +129,8 @@ class ActiveRecording:
         recording = replace(recording, primary=self._primary(recording))
         report, labels = build_with_labels(recording, lines=self._lines, explain=self._why.explain)
         self._chosen.remember(labels)
-        _last = replace(report, notes=(*self._chosen.notes, *self._own_notes(recording), *report.notes))
+        notes = (*self._chosen.notes, *self._own_notes(recording), *report.notes)
+        _last = Report.of(replace(report, notes=notes))
         return _last
 
     def _primary(self, recording: Recording) -> int:

@@ -12,7 +12,7 @@ from IPython.utils.capture import capture_output
 from shell_fakes import clean_shell
 
 import gpumem_magic
-from gpumem_magic.report.model import Report
+from gpumem_magic.user_report import Report
 
 SETUP = """
 import torch

@@ -12,9 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from gpumem_magic.report.from_file import report_of, views_of
+from gpumem_magic.files.loaded import report_of, views_of
 from gpumem_magic.snapshot.files import SnapshotFileError, read
 from gpumem_magic.timeline_page.view import timeline_of_files
+from gpumem_magic.user_report import Report
 
 MIB = 1 << 20
 BASE = 0x7F0000000000
@@ -276,7 +277,7 @@ def walk(path: Path) -> str:
     try:
         loaded = read(path)
         views = views_of(loaded)
-        report = report_of(loaded, views=views)
+        report = Report.of(report_of(loaded, views=views))
     except (SnapshotFileError, OSError) as error:
         text = str(error)
         assert text, "an error without words"

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from gpumem_magic.recording.model import StandIn
-from gpumem_magic.report.model import CATEGORIES, Folded, Peak, Report, ReportDevice, ReportError, Row
+from gpumem_magic.report.model import CATEGORIES, Folded, Peak, ReportDevice, ReportError, Row
+from gpumem_magic.user_report import Report
 
 MIB = 1 << 20
 ROOT = Path(__file__).parents[1]

@@ -10,12 +10,11 @@ import pytest
 from allocator_training import WEIGHT, Training, train
 
 from gpumem_magic import cli
-from gpumem_magic.report import explain
-from gpumem_magic.report.from_file import load
-from gpumem_magic.report.model import Report
 from gpumem_magic.snapshot.files import write
 from gpumem_magic.snapshot.model import ACTIVE, INACTIVE, LARGE_POOL, Block, Segment, Snapshot, TraceEvent
 from gpumem_magic.units import MIB, mib
+from gpumem_magic.user_report import Report, load
+from gpumem_magic.views import explain
 
 Printed = pytest.CaptureFixture[str]
 

@@ -11,9 +11,9 @@ from IPython.utils.capture import capture_output
 from shell_fakes import clean_shell
 
 import gpumem_magic
-from gpumem_magic.report import explain
-from gpumem_magic.report.model import Report
 from gpumem_magic.units import MIB
+from gpumem_magic.user_report import Report
+from gpumem_magic.views import explain
 
 SETUP = """
 import torch

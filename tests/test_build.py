@@ -14,8 +14,9 @@ from gpumem_magic.devices.base import Counters, Label
 from gpumem_magic.recording.model import Failure, StandIn
 from gpumem_magic.report.build import build, build_with_labels
 from gpumem_magic.report.folding import Fold, LoopRow, Turn, fold_rows, kept_turns
-from gpumem_magic.report.model import ALLOCATED_CATEGORIES, Report, Row
+from gpumem_magic.report.model import ALLOCATED_CATEGORIES, ReportData, Row
 from gpumem_magic.units import GIB, MIB
+from gpumem_magic.user_report import Report
 
 
 def adds_up(row: Row) -> None:
@@ -254,7 +255,7 @@ def test_parts_belong_to_their_statement_even_where_no_memory_moved() -> None:
 # ---- folding
 
 
-def loop(count: int, peak_at: int = 0) -> Report:
+def loop(count: int, peak_at: int = 0) -> ReportData:
     tape = Tape()
     tape.row(kind="before")
     for number in range(1, count + 1):
@@ -460,7 +461,7 @@ def test_every_row_of_every_report_adds_up(statements: list, lines: bool) -> Non
             highest = max(highest, counters.allocated)
         tape.row(f"statement {number}", number, (number,) if looped else (), (1,) if looped else ())
     tape.row(kind="after")
-    report = build(tape.finish(), lines=lines)
+    report = Report.of(build(tape.finish(), lines=lines))
     for row in report.checkpoints:
         adds_up(row)
         assert row.peak_allocated <= report.peak.allocated

@@ -20,9 +20,10 @@ from project_scripts import load
 from shell_fakes import clean_shell
 
 import gpumem_magic
-from gpumem_magic.report import explain
-from gpumem_magic.report.model import Report
+from gpumem_magic.report.failure import diagnose
 from gpumem_magic.units import MIB
+from gpumem_magic.user_report import Report
+from gpumem_magic.views import explain
 
 NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
 NOTEBOOK = NOTEBOOKS / "02_colab_investigation.ipynb"
@@ -110,7 +111,7 @@ def test_the_tool_names_the_cause_by_itself(run: tuple[Report, str]) -> None:
     words = explain.verdict(run[0])
     assert words is not None
     assert "fragmentation decides" in words
-    found = explain.diagnose(run[0])
+    found = diagnose(run[0])
     assert found is not None
     assert found.cause == "fragmentation"
     # More is free than is wanted, and no piece is large enough.

@@ -18,7 +18,7 @@ from gpumem_magic.devices.driver import Driver
 from gpumem_magic.recording.recorder import Recorder
 from gpumem_magic.recording.thinning import MOST
 from gpumem_magic.report.build import build
-from gpumem_magic.report.model import Report, Row
+from gpumem_magic.report.model import ReportData, Row
 from gpumem_magic.units import MIB
 
 
@@ -48,7 +48,7 @@ class Run:
     def spike(self, size: int) -> None:
         self.torch.free(self.torch.alloc(size))
 
-    def end(self) -> Report:
+    def end(self) -> ReportData:
         report = build(self.recorder.finish())
         assert not any("add up" in note or "gpumem_magic failed" in note for note in report.notes), report.notes
         for row in every_row(report.checkpoints):

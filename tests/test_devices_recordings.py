@@ -15,7 +15,7 @@ from gpumem_magic.devices.cuda import CudaMachine
 from gpumem_magic.devices.driver import Driver
 from gpumem_magic.recording.recorder import Recorder
 from gpumem_magic.report.build import build
-from gpumem_magic.report.model import Report, Row
+from gpumem_magic.report.model import ReportData, Row
 from gpumem_magic.snapshot import files
 from gpumem_magic.units import MIB
 
@@ -56,7 +56,7 @@ class Playback:
         self.before = self.torch.state()
         self.counters = [self.machine.devices[0].counters()]
 
-    def measure(self) -> Report:
+    def measure(self) -> ReportData:
         recorder = Recorder(self.machine)
         recorder.start()
         for number, moment in enumerate(self.moments):

@@ -12,7 +12,7 @@ from virtual_as_real import Machine, real
 
 from gpumem_magic.recording.recorder import Recorder
 from gpumem_magic.report.build import build
-from gpumem_magic.report.model import Report, Row
+from gpumem_magic.report.model import ReportData, Row
 from gpumem_magic.units import MIB
 
 SURE = ("parameters", "buffers", "gradients", "optimizer_state", "rounding", "cached")
@@ -31,7 +31,7 @@ class Both:
         for recorder in self.recorders:
             recorder.checkpoint("statement", f"line {line}", f"line {line}", line, iteration, (3,) if iteration else ())
 
-    def end(self, error: BaseException | None = None) -> tuple[Report, Report]:
+    def end(self, error: BaseException | None = None) -> tuple[ReportData, ReportData]:
         one, other = (build(recorder.finish(error, None, self.namespace)) for recorder in self.recorders)
         return one, other
 

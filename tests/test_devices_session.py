@@ -24,8 +24,8 @@ from gpumem_magic import chosen, session
 from gpumem_magic.devices import here, unsupported
 from gpumem_magic.devices.cuda import CudaMachine
 from gpumem_magic.devices.driver import Driver
-from gpumem_magic.report.model import Report
 from gpumem_magic.units import GIB, MIB
+from gpumem_magic.user_report import Report
 from gpumem_magic.virtual import gpu as virtual_gpu
 
 

@@ -14,9 +14,10 @@ from gpumem_magic.devices.cuda import CudaMachine
 from gpumem_magic.devices.driver import Driver
 from gpumem_magic.recording.recorder import Recorder
 from gpumem_magic.report.build import build
-from gpumem_magic.report.model import Report, Row
+from gpumem_magic.report.model import Row
 from gpumem_magic.snapshot.rules import AllocatorSettings
 from gpumem_magic.units import GIB, MIB
+from gpumem_magic.user_report import Report
 
 OUTSIDE = ("context", "other_processes", "context_or_others")
 
@@ -287,7 +288,7 @@ def measure(made: Computer, monkeypatch: pytest.MonkeyPatch) -> Report:
         recorder.checkpoint("statement", f"step {number}", f"step {number}", number)
     for address, gpu in kept:
         made.torch.free(address, gpu)
-    return build(recorder.finish())
+    return Report.of(build(recorder.finish()))
 
 
 @pytest.mark.parametrize(("situation", "at_the_end", "words"), SITUATIONS)

@@ -16,11 +16,11 @@ from gpumem_magic.devices.cuda import CudaMachine
 from gpumem_magic.devices.driver import Driver
 from gpumem_magic.recording.recorder import Recorder
 from gpumem_magic.report.build import build
-from gpumem_magic.report.model import Report
+from gpumem_magic.report.model import ReportData
 from gpumem_magic.units import MIB
 
 
-def report_on(fake: FakeTorch) -> Report:
+def report_on(fake: FakeTorch) -> ReportData:
     """What a user gets from a cell that makes one tensor of 4 MiB."""
     recorder = Recorder(CudaMachine(fake, Driver(FakeNvml(fake))))
     recorder.start()

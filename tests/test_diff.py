@@ -11,7 +11,7 @@ from hostile_snapshots import BASE, event
 
 from gpumem_magic import cli
 from gpumem_magic.commands.same_code import together
-from gpumem_magic.report.from_file import views_of
+from gpumem_magic.files.loaded import views_of
 from gpumem_magic.snapshot.files import read
 
 SHARED = Path(__file__).parents[1].parent / "shared" / "data" / "snapshots"

@@ -16,8 +16,9 @@ from torch import nn
 from torch_versions import BIAS_WORKSPACE, WORKSPACES_ARE_KEPT
 
 import gpumem_magic
-from gpumem_magic.report.model import Report, Row
+from gpumem_magic.report.model import Row
 from gpumem_magic.units import MIB
+from gpumem_magic.user_report import Report
 
 SETUP = """
 import torch

@@ -9,7 +9,8 @@ import pytest
 from causes_cells import Notebook, notebook
 
 from gpumem_magic.recording.inside import MOST, Inside, InsideError, find_function
-from gpumem_magic.report.model import Report, Row
+from gpumem_magic.report.model import Row
+from gpumem_magic.user_report import Report
 
 MIB = 1 << 20
 

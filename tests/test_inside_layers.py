@@ -20,19 +20,15 @@ from gpumem_magic.recording.failing_place import failing_place
 from gpumem_magic.recording.model import Recording
 from gpumem_magic.recording.modules import MOST_TURNS, ModuleTrace, ModuleWatch
 from gpumem_magic.report.build import DeviceView
-from gpumem_magic.report.inside import (
+from gpumem_magic.report.inside import NOT_KEPT, OUTSIDE, Inside, LayerRow, OperatorRow
+from gpumem_magic.units import MIB
+from gpumem_magic.user_report import Report
+from gpumem_magic.views.inside import (
     MAX_TREE_ROWS,
-    NOT_KEPT,
-    OUTSIDE,
-    Inside,
-    LayerRow,
-    OperatorRow,
     inside_lines,
     is_informative,
     tree,
 )
-from gpumem_magic.report.model import Report
-from gpumem_magic.units import MIB
 
 BLOCKS = """
 class Attention(nn.Module):

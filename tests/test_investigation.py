@@ -32,10 +32,10 @@ from gpumem_magic.investigation.page import still
 from gpumem_magic.investigation.readings import readings_of
 from gpumem_magic.investigation.steps import Investigation, facts, investigation_of
 from gpumem_magic.investigation.widget import InvestigationWidget
-from gpumem_magic.report.lines import lines
-from gpumem_magic.report.model import Report
 from gpumem_magic.snapshot.timeline import Timeline
 from gpumem_magic.units import MIB
+from gpumem_magic.user_report import Report
+from gpumem_magic.views.lines import lines
 
 ROOT = Path(__file__).parents[1]
 CELL = """%%gpumem -q
@@ -336,7 +336,7 @@ def test_the_picture_has_the_colours_of_what_is_there(reports: dict[str, Report]
     image = Image.open(io.BytesIO(data)).convert("RGB")
     assert image.size == (width, height)
     colours = {colour for count, colour in image.getcolors(1 << 24) or [] if count > 200}
-    from gpumem_magic.report.palette import ALARM, COLOURS
+    from gpumem_magic.views.palette import ALARM, COLOURS
 
     kinds = {kind for step in investigation.steps if step.strip is not None for kind in sizes(step.strip)} - {FREE}
     assert kinds

@@ -17,10 +17,10 @@ from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from gpumem_magic.report import explain, layout
-from gpumem_magic.report.figure import MAX_ROWS, WIDTH, draw, png, select
-from gpumem_magic.report.model import CATEGORIES
-from gpumem_magic.report.palette import ALARM, ASCII_LETTERS, COLOURS, LABELS, LETTERS
+from gpumem_magic.report.model import CATEGORIES, LABELS
+from gpumem_magic.views import explain, layout
+from gpumem_magic.views.figure import MAX_ROWS, WIDTH, draw, png, select
+from gpumem_magic.views.palette import ALARM, ASCII_LETTERS, COLOURS, LETTERS
 
 MIB = samples.MIB
 

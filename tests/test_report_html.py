@@ -12,9 +12,9 @@ from types import SimpleNamespace
 import pytest
 import report_samples as samples
 
-from gpumem_magic.report import display, explain
-from gpumem_magic.report.html import MAX_TABLE_ROWS, Picture, card, page
 from gpumem_magic.report.model import ReportError
+from gpumem_magic.views import display, explain
+from gpumem_magic.views.html import MAX_TABLE_ROWS, Picture, card, page
 
 HOSTILE = "x = '</script><img src=x onerror=alert(1)>' + \"<b a='&amp;'>\" # `$(rm)`"
 VOID = {"img", "hr", "meta", "br"}
@@ -222,7 +222,7 @@ def test_views_are_only_their_part():
 
 @pytest.mark.usefixtures("notebook")
 def test_a_picture_that_cannot_be_drawn_costs_only_the_picture(monkeypatch):
-    from gpumem_magic.report import figure
+    from gpumem_magic.views import figure
 
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError("no font")

@@ -14,8 +14,10 @@ import report_samples as samples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gpumem_magic.files import report_file
 from gpumem_magic.recording.model import StandIn
-from gpumem_magic.report.model import CATEGORIES, Folded, Peak, Report, ReportDevice, ReportError, Row
+from gpumem_magic.report.model import CATEGORIES, Folded, Peak, ReportDevice, ReportError, Row
+from gpumem_magic.user_report import Report
 
 SAMPLES = [samples.colab, samples.trainer, samples.two_devices, samples.small]
 
@@ -200,9 +202,7 @@ def test_what_is_no_report_is_refused_in_one_line(content, words, tmp_path):
 
 
 def test_a_file_that_is_too_large_is_not_read(tmp_path, monkeypatch):
-    from gpumem_magic.report import files
-
-    monkeypatch.setattr(files, "MAX_FILE_BYTES", 100)
+    monkeypatch.setattr(report_file, "MAX_FILE_BYTES", 100)
     samples.small().save(tmp_path / "report.json")
     with pytest.raises(ValueError, match="larger than any report"):
         Report.load(tmp_path / "report.json")
@@ -270,7 +270,8 @@ def test_repr_and_views():
 
 def test_the_model_and_the_text_import_neither_torch_nor_matplotlib():
     code = (
-        "import sys; from gpumem_magic.report import model, text, html, explain, display, files;"
+        "import sys; from gpumem_magic import user_report; from gpumem_magic.files import report_file;"
+        "from gpumem_magic.views import text, html, explain, display;"
         "print([name for name in ('torch', 'matplotlib', 'pynvml', 'IPython', 'PIL') if name in sys.modules])"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

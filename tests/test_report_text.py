@@ -10,11 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpumem_magic.recording.model import StandIn
-from gpumem_magic.report import explain
-from gpumem_magic.report.lines import columns, first_line, fit, lines, wrap
+from gpumem_magic.report.failure import diagnose
 from gpumem_magic.report.model import CATEGORIES, Folded, ReportDevice, ReportError
-from gpumem_magic.report.palette import ASCII_LETTERS, LETTERS
-from gpumem_magic.report.text import bar, render
+from gpumem_magic.views import explain
+from gpumem_magic.views.lines import columns, first_line, fit, lines, wrap
+from gpumem_magic.views.palette import ASCII_LETTERS, LETTERS
+from gpumem_magic.views.text import bar, render
 
 MIB = samples.MIB
 
@@ -197,7 +198,7 @@ def failing(**error):
 
 
 def test_fragmentation():
-    found = explain.diagnose(samples.colab())
+    found = diagnose(samples.colab())
     assert found is not None
     assert (found.cause, found.device_free, found.spare) == ("fragmentation", 183 * MIB, (183 + 2539 - 2376) * MIB)
     assert explain.verdict(samples.colab()) == (
@@ -222,20 +223,20 @@ def test_rounding_and_segment_are_said_where_they_differ():
 
 def test_no_cause_is_given_where_the_figures_do_not_show_one():
     # A piece was large enough: neither size nor fragmentation explains it.
-    assert explain.diagnose(failing(largest_free=2400 * MIB)).cause == "unknown"
+    assert diagnose(failing(largest_free=2400 * MIB)).cause == "unknown"
     # The device had room: a limit of the program's own.
     small = 10 * MIB
-    assert explain.diagnose(failing(requested=small, rounded=small, segment=20 * MIB)).cause == "limit"
+    assert diagnose(failing(requested=small, rounded=small, segment=20 * MIB)).cause == "limit"
     # No figure of the device.
     report = failing()
     rows = tuple(replace(row, device_used=None) for row in report.checkpoints)
     blind = replace(report, checkpoints=rows)
-    assert explain.diagnose(blind).cause == "unknown"
+    assert diagnose(blind).cause == "unknown"
     assert "free on the device" not in explain.verdict(blind)
     assert "Fragmentation" not in explain.verdict(blind)
     # No size at all.
     unknown = failing(requested=None)
-    assert explain.diagnose(unknown) is None
+    assert diagnose(unknown) is None
     assert explain.verdict(unknown) == "OutOfMemoryError at line 17: CUDA out of memory."
     assert explain.failure_word(unknown) == "out of memory"
 
@@ -245,7 +246,7 @@ def test_other_errors_and_none():
     assert explain.verdict(replace(samples.small(), error=error)) == "ValueError: no such thing"
     assert explain.failure_word(replace(samples.small(), error=error)) == "ValueError"
     assert explain.verdict(samples.small()) is None
-    assert explain.diagnose(samples.small()) is None
+    assert diagnose(samples.small()) is None
 
 
 def test_remarks():

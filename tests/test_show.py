@@ -16,10 +16,10 @@ import pytest
 from hostile_snapshots import MARKUP, event, recording, with_markup
 
 from gpumem_magic import cli
-from gpumem_magic.report.from_file import fragmentation, load, report_of, views_of
-from gpumem_magic.report.model import Report
+from gpumem_magic.files.loaded import fragmentation, report_of, views_of
 from gpumem_magic.snapshot.files import SnapshotFileError, read
 from gpumem_magic.snapshot.model import ACTIVE, INACTIVE, Block, Segment
+from gpumem_magic.user_report import Report, load
 
 SHARED = Path(__file__).parents[1].parent / "shared" / "data" / "snapshots"
 MIB = 1 << 20
@@ -53,7 +53,7 @@ def test_a_report_the_largest_allocations_and_the_segments(show: Any, tmp_path: 
     status, text, errors = show(path, "--top", "3")
     assert (status, errors) == (0, "")
     view = views_of(read(path))[0]
-    report = report_of(read(path))
+    report = Report.of(report_of(read(path)))
     assert str(report) in text
     assert text.startswith(f"{path}: pickle, written by torch ")
     largest = view.largest(view.peak[1], 3)
@@ -155,7 +155,7 @@ def test_devices(show: Any, tmp_path: Path) -> None:
     report = load(path)
     assert report.device.index == views[0].device
     assert [one.device.index for one in report.devices] == [views[1].device]
-    assert report.devices[0] == report_of(read(path), views[1].device)
+    assert report.devices[0] == Report.of(report_of(read(path), views[1].device))
     text = show(path, "--device", "3")[1]
     assert "GPU 3 of run.pickle" in text
     status, text, errors = show(path, "--device", "1")
@@ -340,7 +340,7 @@ def test_sizes_beyond_64_bits_are_refused(tmp_path: Path) -> None:
 def test_every_real_recording_is_shown(path: Path) -> None:
     loaded = read(path)
     views = views_of(loaded)
-    report = report_of(loaded, views=views)
+    report = Report.of(report_of(loaded, views=views))
     text = str(report)
     assert "Peak" in text
     if not loaded.complete:

@@ -18,8 +18,8 @@ from shell_fakes import clean_shell
 
 import gpumem_magic
 from gpumem_magic.commands.load_magic import complete
-from gpumem_magic.report.model import Report
 from gpumem_magic.timeline_page.view import TimelineView
+from gpumem_magic.user_report import Report
 
 
 @pytest.fixture

@@ -14,11 +14,11 @@ import pytest
 import torch
 
 import gpumem_magic
+from gpumem_magic.files.kept import kept_labels, labels_to_keep
+from gpumem_magic.files.loaded import FileView, views_of
 from gpumem_magic.report.build import DeviceView
-from gpumem_magic.report.from_file import FileView, views_of
-from gpumem_magic.report.kept import kept_labels, labels_to_keep
-from gpumem_magic.report.model import Report
 from gpumem_magic.snapshot.files import read
+from gpumem_magic.user_report import Report
 from gpumem_magic.virtual import gpu
 
 

@@ -21,14 +21,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpumem_magic.attribution.ledger import TENANT_CATEGORIES
-from gpumem_magic.report.from_file import FileView, load, report_of, views_of
-from gpumem_magic.report.model import Report
+from gpumem_magic.files.loaded import FileView, report_of, views_of
 from gpumem_magic.snapshot.files import read
 from gpumem_magic.timeline_page import page as page_module
 from gpumem_magic.timeline_page.data import page_data, plain, script_json
 from gpumem_magic.timeline_page.page import document
 from gpumem_magic.timeline_page.source import of_file
 from gpumem_magic.timeline_page.view import TimelineView, timeline_of_files
+from gpumem_magic.user_report import Report, load
 
 ROOT = Path(__file__).parents[1]
 SHARED = ROOT.parent / "shared" / "data" / "snapshots"
@@ -226,7 +226,7 @@ def test_markup_in_a_file_stays_text(tmp_path: Path) -> None:
     assert element.count("<img") == 1
     assert element.count("<iframe") == 1
     assert "onerror" not in re.sub(r'srcdoc="[^"]*"|title="[^"]*"', "", element)
-    assert "\x1b" not in str(report_of(loaded, views=views))
+    assert "\x1b" not in str(Report.of(report_of(loaded, views=views)))
 
 
 @given(st.text(max_size=900))
@@ -289,7 +289,7 @@ def test_the_picture_shows_every_layer_that_is_there(tmp_path: Path) -> None:
     import numpy as np
     from PIL import Image
 
-    from gpumem_magic.report.palette import COLOURS
+    from gpumem_magic.views.palette import COLOURS
 
     path = saved(tmp_path, recording(random.Random(6), 120))
     view = load(path).timeline()

@@ -16,11 +16,11 @@ pytest.importorskip("playwright", reason="the browser tests need playwright")
 from notebook_browser import browsing, chromium
 
 from gpumem_magic.attribution.ledger import TENANT_CATEGORIES
-from gpumem_magic.report.from_file import FileView, views_of
-from gpumem_magic.report.palette import COLOURS
+from gpumem_magic.files.loaded import FileView, views_of
 from gpumem_magic.snapshot.files import read
 from gpumem_magic.timeline_page.view import timeline_of_files
 from gpumem_magic.units import human
+from gpumem_magic.views.palette import COLOURS
 
 BROWSER = chromium()
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed: the browser tests did not run")

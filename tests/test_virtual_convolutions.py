@@ -13,8 +13,8 @@ from scratch_memory import scratch
 from torch import nn
 
 import gpumem_magic
-from gpumem_magic.report.model import Report
 from gpumem_magic.units import GIB, MIB
+from gpumem_magic.user_report import Report
 from gpumem_magic.virtual import gpu
 from gpumem_magic.virtual.card import catalog
 from gpumem_magic.virtual.engine.memory import Convolution

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from watch_fakes import MIB, FakeDevice, observer_of
 
-from gpumem_magic.report.palette import COLOURS
+from gpumem_magic.views.palette import COLOURS
 from gpumem_magic.widgets.columns import LAYER_COLOURS, LAYER_LABELS, LAYERS, SENT
 from gpumem_magic.widgets.page import left_behind
 from gpumem_magic.widgets.picture import svg

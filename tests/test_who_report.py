@@ -9,8 +9,8 @@ import torch
 from causes_cells import notebook
 
 import gpumem_magic
-from gpumem_magic.report.model import Report
 from gpumem_magic.report.schema import report_from_dict
+from gpumem_magic.user_report import Report
 
 MIB = 1 << 20
 

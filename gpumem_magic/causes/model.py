@@ -11,7 +11,7 @@ from gpumem_magic.devices.base import Label
 from gpumem_magic.owners.model import Held, Holdings
 from gpumem_magic.owners.saved import Place, Saved
 from gpumem_magic.recording.model import Checkpoint, Recording, Span
-from gpumem_magic.report.model import Report
+from gpumem_magic.report.model import ReportData
 from gpumem_magic.snapshot.timeline import Allocation, Timeline
 from gpumem_magic.units import MIB
 
@@ -52,7 +52,7 @@ class Scene:
     device: int
     timeline: Timeline
     labels: Sequence[Label]
-    report: Report
+    report: ReportData
     holdings: Holdings | None = None
     evaluating: frozenset[str] = frozenset()
     typed: str = ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gpumem_magic.causes.model import Cause, Scene
-from gpumem_magic.report.explain import diagnose
+from gpumem_magic.report.failure import diagnose
 from gpumem_magic.snapshot.model import INACTIVE
 from gpumem_magic.units import MIB, human
 

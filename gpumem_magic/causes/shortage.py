@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from gpumem_magic.causes.model import LEAST, Cause, Scene
 from gpumem_magic.owners.model import Held, size_of
-from gpumem_magic.report.explain import diagnose
+from gpumem_magic.report.failure import diagnose
 from gpumem_magic.units import human
 
 NAME = "memory_ran_out"

@@ -26,7 +26,7 @@ from gpumem_magic.patching import Patches
 from gpumem_magic.recording.model import Recording
 from gpumem_magic.report.build import DeviceView
 from gpumem_magic.report.inside import Inside
-from gpumem_magic.report.model import Owner, Report, ReportCause
+from gpumem_magic.report.model import Owner, ReportCause, ReportData
 
 # The report names so many; `%gpumem_who` has them all.
 _OWNERS = 20
@@ -82,7 +82,7 @@ class Why:
                 self._never_clears = never_clears_gradients(self._source, namespace)
                 self._mentioned = mentioned(self._source, namespace) if error is not None else frozenset()
 
-    def explain(self, recording: Recording, view: DeviceView, report: Report) -> Report:
+    def explain(self, recording: Recording, view: DeviceView, report: ReportData) -> ReportData:
         """The report with its owners, its causes, and the causes' sentences among its notes."""
         causes: list[Cause] = []
         owners: tuple[Owner, ...] = ()

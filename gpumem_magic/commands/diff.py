@@ -12,7 +12,7 @@ from gpumem_magic.commands.words import printable
 from gpumem_magic.units import human, mib
 
 if TYPE_CHECKING:
-    from gpumem_magic.report.from_file import FileView
+    from gpumem_magic.files.loaded import FileView
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
@@ -60,7 +60,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _view(path: str, device: int | None) -> FileView:
-    from gpumem_magic.report.from_file import views_of
+    from gpumem_magic.files.loaded import views_of
     from gpumem_magic.snapshot.files import read
 
     return views_of(read(path), device)[0]

@@ -16,7 +16,7 @@ from IPython.core.error import UsageError
 from IPython.core.magic_arguments import MagicArgumentParser
 
 if TYPE_CHECKING:
-    from gpumem_magic.report.model import Report
+    from gpumem_magic.user_report import Report
 
 FLAGS = ("--at", "--device", "--html", "--no-timeline", "--output", "--quiet")
 _ENDINGS = (".pickle", ".pkl", ".gz", ".html", ".json")
@@ -28,16 +28,18 @@ def load_line(shell: Any, line: str) -> None:
     from IPython.display import display
 
     from gpumem_magic.commands.common import check_target
+    from gpumem_magic.files.loaded import report_of, views_of
     from gpumem_magic.recording.quiet import no_automatic_collection
-    from gpumem_magic.report.from_file import report_of, views_of
     from gpumem_magic.snapshot.files import read
     from gpumem_magic.timeline_page.view import timeline_of_files
+    from gpumem_magic.user_report import Report
 
     try:
         check_target("--html", options.html, options.files)
         with no_automatic_collection():
             files = [views_of(read(os.path.expanduser(name)), options.device) for name in options.files]
-            reports = [report_of(views[0].loaded, options.device, options.at, views) for views in files]
+            found = [report_of(views[0].loaded, options.device, options.at, views) for views in files]
+            reports = [Report.of(one) for one in found]
             timeline = timeline_of_files(files, options.at)
             if options.html is not None:
                 timeline.save(options.html)

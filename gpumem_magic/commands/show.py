@@ -11,7 +11,7 @@ from gpumem_magic.commands.words import printable
 from gpumem_magic.units import human, mib
 
 if TYPE_CHECKING:
-    from gpumem_magic.report.from_file import FileView
+    from gpumem_magic.files.loaded import FileView
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
@@ -41,7 +41,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from gpumem_magic.report.from_file import views_of
+    from gpumem_magic.files.loaded import views_of
     from gpumem_magic.snapshot.files import read
 
     if len(options.files) > 1 and (options.json or options.redact):
@@ -59,15 +59,17 @@ def _run(options: argparse.Namespace) -> int:
 
 def _text(views: list[FileView], options: argparse.Namespace) -> str:
     """The report of one file; writes what else is asked for of it."""
-    from gpumem_magic.report.from_file import fragmentation, report_of
+    from gpumem_magic.files.loaded import fragmentation, report_of
+    from gpumem_magic.files.report_file import save
     from gpumem_magic.snapshot.files import write
     from gpumem_magic.snapshot.redact import redacted
+    from gpumem_magic.views.text import render
 
     loaded = views[0].loaded
     report = report_of(loaded, options.device, options.at, views)
     view = next((one for one in views if one.device == report.device.index), views[0])
     position = view.position(options.at)
-    lines = [f"{printable(loaded.path)}: {loaded.form}, written by torch {printable(loaded.torch)}", "", str(report)]
+    lines = [f"{printable(loaded.path)}: {loaded.form}, written by torch {printable(loaded.torch)}", "", render(report)]
     largest = view.largest(position, max(options.top, 0))
     if largest:
         lines += ["", f"The largest allocations ({_moment(options.at)}):"]
@@ -79,7 +81,7 @@ def _text(views: list[FileView], options: argparse.Namespace) -> str:
     lines += ["", f"Segments ({_moment(options.at)}; # in use, : partly, . free):"]
     lines += [f"  {line}" for line in fragmentation(view.segments(position))]
     if options.json:
-        report.save(options.json)
+        save(report, options.json)
     if options.redact:
         write(redacted(loaded.snapshot), options.redact, {"torch": loaded.torch})
     return "\n".join(lines)

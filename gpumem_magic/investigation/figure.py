@@ -19,10 +19,10 @@ from PIL import Image
 from gpumem_magic.investigation.memory_map import FREE, Strip
 from gpumem_magic.investigation.steps import WAITING_COLOUR, Investigation, Step
 from gpumem_magic.investigation.words import KIND_WORDS
-from gpumem_magic.report.layout import palette_image
-from gpumem_magic.report.lines import Figures, fit
-from gpumem_magic.report.palette import ALARM, COLOURS, PAPER, QUIET, TEXT
 from gpumem_magic.units import mib
+from gpumem_magic.views.layout import palette_image
+from gpumem_magic.views.lines import Figures, fit
+from gpumem_magic.views.palette import ALARM, COLOURS, PAPER, QUIET, TEXT
 
 WIDTH = 11.0
 MAX_ROWS = 60
@@ -36,7 +36,7 @@ _DARK = ("parameters", "optimizer_state", "temporaries", "unknown", "gradients",
 def png(investigation: Investigation, *, dpi: int = 150) -> tuple[bytes, int, int]:
     """The picture as a PNG with few colours, and its width and height in pixels."""
     if not investigation.has_strips:
-        from gpumem_magic.report.figure import png as bars
+        from gpumem_magic.views.figure import png as bars
 
         return bars(investigation.report, dpi=dpi)
     with matplotlib.style.context("default"):

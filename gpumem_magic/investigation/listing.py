@@ -13,8 +13,8 @@ import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from gpumem_magic.report.lines import first_line
-from gpumem_magic.report.model import Report
+from gpumem_magic.report.model import ReportData
+from gpumem_magic.views.lines import first_line
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class ListedLine:
     text: str
 
 
-def listing_of(report: Report, source: str | None = None) -> tuple[ListedLine, ...]:
+def listing_of(report: ReportData, source: str | None = None) -> tuple[ListedLine, ...]:
     """The cell's lines, or those of the statements that ran where the cell is not known. source: the cell's text, if at hand."""
     wanted = {row.line: first_line(row.statement) for row in report.checkpoints if row.line > 0 and row.statement}
     candidates = [source] if source is not None else _history()

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from gpumem_magic.devices.base import Label
 from gpumem_magic.recording.model import Checkpoint, Recording
 from gpumem_magic.report.build import DeviceView
-from gpumem_magic.report.model import Report, Row
+from gpumem_magic.report.model import ReportData, Row
 from gpumem_magic.snapshot.model import INACTIVE, Block, Segment
 from gpumem_magic.snapshot.timeline import Timeline
 
@@ -60,7 +60,7 @@ class Strip:
         return sorted(found, key=lambda piece: -piece.size)
 
 
-def strips_of(report: Report) -> list[Strip | None]:
+def strips_of(report: ReportData) -> list[Strip | None]:
     """A strip for each row of `report.checkpoints`, in order; None where the recording does not say."""
     recording = report.recording
     if not isinstance(recording, Recording) or report.device.index not in recording.logs:
@@ -80,7 +80,7 @@ def strips_of(report: Report) -> list[Strip | None]:
     return strips
 
 
-def checkpoints_of(report: Report, recording: Recording) -> list[Checkpoint | None]:
+def checkpoints_of(report: ReportData, recording: Recording) -> list[Checkpoint | None]:
     """The recording's checkpoint of each row. Rows are some of the checkpoints, in their order; None where one is not found."""
     points = list(recording.checkpoints)
     found: list[Checkpoint | None] = []

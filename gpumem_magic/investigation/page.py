@@ -8,9 +8,9 @@ from html import escape
 from typing import Any
 
 from gpumem_magic.investigation.steps import Investigation, Step
-from gpumem_magic.report import explain
-from gpumem_magic.report.lines import Figures
-from gpumem_magic.report.palette import ALARM, PAPER, QUIET, TEXT
+from gpumem_magic.views import explain
+from gpumem_magic.views.lines import Figures
+from gpumem_magic.views.palette import ALARM, PAPER, QUIET, TEXT
 
 _CSS_WIDTH = 1060
 _CARD = (

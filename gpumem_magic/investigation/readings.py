@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 
 from gpumem_magic.investigation.memory_map import checkpoints_of
 from gpumem_magic.recording.model import Recording
-from gpumem_magic.report.model import Report
+from gpumem_magic.report.model import ReportData
 from gpumem_magic.units import MIB
 
 Published = Mapping[str, Sequence[int | None]]
 
 
-def readings_of(report: Report, published: Published) -> list[int | None]:
+def readings_of(report: ReportData, published: Published) -> list[int | None]:
     """For each row of `report.checkpoints` the published reading in bytes, or None.
 
     published: a part of a statement's text -> what was read after its first run, its second and so on, in MiB; None where there
@@ -36,7 +36,7 @@ def readings_of(report: Report, published: Published) -> list[int | None]:
     return found
 
 
-def _runs(report: Report) -> list[tuple[str, int | None]]:
+def _runs(report: ReportData) -> list[tuple[str, int | None]]:
     """Every run of a statement with its row's number; None for a run whose row was folded away."""
     recording = report.recording
     rows = range(len(report.checkpoints))

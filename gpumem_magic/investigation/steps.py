@@ -10,10 +10,10 @@ from gpumem_magic.investigation.listing import ListedLine, listing_of
 from gpumem_magic.investigation.memory_map import Stretch, Strip, strips_of
 from gpumem_magic.investigation.readings import Published, readings_of
 from gpumem_magic.investigation.words import KIND_WORDS, sentences
-from gpumem_magic.report import explain
-from gpumem_magic.report.lines import PEAK, Line, lines, present
-from gpumem_magic.report.model import Report
-from gpumem_magic.report.palette import COLOURS
+from gpumem_magic.report.model import ReportData
+from gpumem_magic.views import explain
+from gpumem_magic.views.lines import PEAK, Line, lines, present
+from gpumem_magic.views.palette import COLOURS
 
 FREE_COLOUR = COLOURS["cached"]
 WAITING_COLOUR = "#B8B8B8"
@@ -45,7 +45,7 @@ class Step:
 class Investigation:
     """A report, taken apart into steps. wanted: the bytes of the request that failed, or None."""
 
-    report: Report
+    report: ReportData
     listing: tuple[ListedLine, ...]
     steps: tuple[Step, ...]
 
@@ -72,7 +72,9 @@ class Investigation:
         return any(step.published is not None for step in self.steps)
 
 
-def investigation_of(report: Report, *, published: Published | None = None, source: str | None = None) -> Investigation:
+def investigation_of(
+    report: ReportData, *, published: Published | None = None, source: str | None = None
+) -> Investigation:
     """The steps of a report. published: see `readings_of`; source: the cell's text, else it is looked up in the session.
 
     Raises ValueError for a report without rows, and for readings that belong to none.

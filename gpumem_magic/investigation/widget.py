@@ -15,8 +15,8 @@ import traitlets
 from gpumem_magic.investigation.page import still
 from gpumem_magic.investigation.readings import Published
 from gpumem_magic.investigation.steps import Investigation, facts, investigation_of
-from gpumem_magic.report.display import in_terminal
-from gpumem_magic.report.model import Report
+from gpumem_magic.report.model import ReportData
+from gpumem_magic.views.display import in_terminal
 
 _HERE = Path(__file__).parent
 
@@ -62,7 +62,7 @@ class InvestigationWidget(anywidget.AnyWidget):
 
 
 def investigate(
-    report: Report, *, published: Published | None = None, source: str | None = None, step: int = 0
+    report: ReportData, *, published: Published | None = None, source: str | None = None, step: int = 0
 ) -> InvestigationWidget:
     """A stepper through the checkpoints of a report, for any measured cell.
 
@@ -75,6 +75,6 @@ def investigate(
     first run, its second and so on. source: the cell's text; by default it is looked up in the session. step: where it opens.
     Raises TypeError for what is no report, and ValueError for one without rows, or for readings that fit no statement.
     """
-    if not isinstance(report, Report):
+    if not isinstance(report, ReportData):
         raise TypeError(f"investigate wants a report (gpumem_magic.last_report()), not {type(report).__name__}")
     return InvestigationWidget(investigation_of(report, published=published, source=source), step)

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from gpumem_magic.investigation.memory_map import FREE, WAITING, Piece, Strip
-from gpumem_magic.report import explain
-from gpumem_magic.report.lines import Line
-from gpumem_magic.report.model import Report
-from gpumem_magic.report.palette import LABELS
+from gpumem_magic.report.model import LABELS, ReportData
 from gpumem_magic.units import amount, mib
+from gpumem_magic.views import explain
+from gpumem_magic.views.lines import Line
 
 KIND_WORDS = LABELS | {FREE: "cached, free", WAITING: "freed, waiting for a stream"}
 # A hole that matters: a share of what is reserved.
 _LARGE_HOLE = 1 / 20
 
 
-def sentences(report: Report, line: Line, before: Strip | None, now: Strip | None) -> list[str]:
+def sentences(report: ReportData, line: Line, before: Strip | None, now: Strip | None) -> list[str]:
     """The sentences of one row. before: the strip of the row above."""
     row = line.row
     if line.before is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gpumem_magic.report.model import Report
+from gpumem_magic.report.model import ReportData
 from gpumem_magic.units import human
 
 
@@ -26,7 +26,7 @@ class Budget:
     peak: int | None = None
     growth: int | None = None
 
-    def exceeded(self, report: Report) -> str | None:
+    def exceeded(self, report: ReportData) -> str | None:
         """What was exceeded, in one line with the largest owner; None where the budget was kept."""
         found = []
         for one in (report, *report.devices):
@@ -52,7 +52,7 @@ class Budget:
         return "; ".join(found) + owner
 
 
-def _growth(report: Report) -> int:
+def _growth(report: ReportData) -> int:
     if not report.checkpoints:
         return 0
     return report.checkpoints[-1].allocated - report.checkpoints[0].allocated

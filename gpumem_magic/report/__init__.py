@@ -1,1 +1,1 @@
-"""The report: the object that a user holds, and its faces (text, HTML, picture)."""
+"""The report as plain data, and how a recording becomes one."""

@@ -17,10 +17,9 @@ from gpumem_magic.attribution.ledger import Balance, Ledger, Outside, gaps
 from gpumem_magic.devices.base import Label
 from gpumem_magic.recording.model import Checkpoint, Failure, Moment, Recording
 from gpumem_magic.report.folding import Fold, LoopRow, Turn, fold_rows, kept_turns
-from gpumem_magic.report.model import Folded, Peak, Report, ReportDevice, ReportError, Row
+from gpumem_magic.report.model import LABELS, Folded, Peak, ReportData, ReportDevice, ReportError, Row
 from gpumem_magic.report.notes import notes_of, place_of
 from gpumem_magic.report.out_of_memory import out_of_memory
-from gpumem_magic.report.palette import LABELS
 from gpumem_magic.report.parts import Part, Stretch, parts_of, spans_in, with_failing_place
 from gpumem_magic.snapshot.timeline import Allocation, Timeline
 
@@ -28,7 +27,7 @@ from gpumem_magic.snapshot.timeline import Allocation, Timeline
 _MOST_STEPS = 1_000_000
 
 
-def build(recording: Recording, *, lines: bool = True) -> Report:
+def build(recording: Recording, *, lines: bool = True) -> ReportData:
     """The report of the recording's primary device, with those of the others that were used under `devices`.
 
     lines: False leaves only the rows before, the error's, if any, and after. Raises ValueError for a recording without
@@ -41,8 +40,8 @@ def build_with_labels(
     recording: Recording,
     *,
     lines: bool = True,
-    explain: Callable[[Recording, DeviceView, Report], Report] | None = None,
-) -> tuple[Report, dict[int, dict[int, Label]]]:
+    explain: Callable[[Recording, DeviceView, ReportData], ReportData] | None = None,
+) -> tuple[ReportData, dict[int, dict[int, Label]]]:
     """The same, and per device index the labels of what is still live at the end by address, for its `remember`.
 
     explain: adds to the primary device's report what follows from more than the recording (who holds what, and why).
@@ -85,7 +84,7 @@ class DeviceView:
         """Whether anything lived or happened on the device."""
         return bool(self.timeline.allocations) or bool(self.log.events)
 
-    def report(self, *, lines: bool = True) -> Report:
+    def report(self, *, lines: bool = True) -> ReportData:
         drafts = self._drafts()
         span = Stretch(self.device, drafts[0].point.moment, drafts[-1].point.moment)
         highest, peak_position = self.timeline.peak(span.start_position, span.end_position)
@@ -94,7 +93,7 @@ class DeviceView:
         self._balances = self._ledger.at([peak_position, *self._positions(kept)])
         rows = tuple(self._row(draft, with_parts=lines) for draft in kept)
         peak = self._balances[peak_position]
-        return Report(
+        return ReportData(
             torch=self.recording.torch,
             device=ReportDevice(**vars(self.log.facts)),
             checkpoints=rows,

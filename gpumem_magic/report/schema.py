@@ -15,8 +15,8 @@ from gpumem_magic.report.model import (
     Folded,
     Owner,
     Peak,
-    Report,
     ReportCause,
+    ReportData,
     ReportDevice,
     ReportError,
     Row,
@@ -27,7 +27,7 @@ KINDS = ("before", "statement", "part", "error", "after")
 _T = TypeVar("_T")
 
 
-def report_to_dict(report: Report) -> dict[str, Any]:
+def report_to_dict(report: ReportData) -> dict[str, Any]:
     device, error = report.device, report.error
     return {
         "schema": SCHEMA,
@@ -170,7 +170,7 @@ def _typed(value: Any, kind: type[_T], where: str, wanted: str) -> _T:
     return value
 
 
-def report_from_dict(data: Any, where: str = "") -> Report:
+def report_from_dict(data: Any, where: str = "") -> ReportData:
     """Raises ValueError, in one line that names the key, for anything that is not a report of this schema."""
     fields = _Fields(data, where)
     if "schema" not in fields._data:
@@ -184,7 +184,7 @@ def report_from_dict(data: Any, where: str = "") -> Report:
             "read it with a newer gpumem_magic, or save the report again with this one"
         )
     device = fields.fields("device")
-    return Report(
+    return ReportData(
         torch=fields.text("torch"),
         device=ReportDevice(
             name=device.text("name"),

@@ -11,9 +11,10 @@ from typing import Any
 
 from gpumem_magic.attribution.ledger import KINDS_OF_EVIDENCE, TENANT_CATEGORIES
 from gpumem_magic.attribution.sites import folded, is_library, is_python, words_of
-from gpumem_magic.report.palette import COLOURS, LABELS
+from gpumem_magic.report.model import LABELS
 from gpumem_magic.snapshot.model import Frame
 from gpumem_magic.timeline_page.source import TimelineSource
+from gpumem_magic.views.palette import COLOURS
 
 # Colours that would drown on a dark page.
 DARK = {"unknown": "#C4CAD0", "cached": "#3F444B", "optimizer_state": "#35A04A", "parameters": "#5B8FC7"}

@@ -18,11 +18,12 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from gpumem_magic.attribution.ledger import TENANT_CATEGORIES, Ledger, Outside
-from gpumem_magic.report.palette import ALARM, COLOURS, LABELS, PAPER, QUIET, TEXT
+from gpumem_magic.report.model import LABELS
 from gpumem_magic.snapshot.model import INACTIVE, Segment
 from gpumem_magic.timeline_page.data import plain
 from gpumem_magic.timeline_page.source import TimelineSource
 from gpumem_magic.units import GIB, MIB, human
+from gpumem_magic.views.palette import ALARM, COLOURS, PAPER, QUIET, TEXT
 
 MOST_DEVICES = 4
 _LAYERS = (*TENANT_CATEGORIES, "rounding", "cached")

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gpumem_magic.devices.base import Label
+from gpumem_magic.files.loaded import FileView
 from gpumem_magic.recording.model import Recording
 from gpumem_magic.report.build import DeviceView
-from gpumem_magic.report.from_file import FileView
 from gpumem_magic.snapshot.model import Frame, TraceEvent
 from gpumem_magic.snapshot.timeline import Allocation, Timeline
 

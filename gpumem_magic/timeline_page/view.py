@@ -10,14 +10,14 @@ from dataclasses import replace
 from html import escape
 from typing import Any
 
-from gpumem_magic.report.display import in_terminal
-from gpumem_magic.report.from_file import FileView
-from gpumem_magic.report.model import Report
+from gpumem_magic.files.loaded import FileView
+from gpumem_magic.report.model import ReportData
 from gpumem_magic.snapshot.files import LoadedSnapshot
 from gpumem_magic.snapshot.whole_file import replace_file
 from gpumem_magic.timeline_page.page import document
 from gpumem_magic.timeline_page.source import TimelineSource, of_file, of_recording
 from gpumem_magic.units import human
+from gpumem_magic.views.display import in_terminal
 
 PLAIN, HTML, PNG = "text/plain", "text/html", "image/png"
 HEIGHT = 980
@@ -114,7 +114,7 @@ def timeline_of_files(files: Sequence[Sequence[FileView]], at: str = "peak") -> 
     return TimelineView(names[0] if len(names) == 1 else f"{len(names)} recordings: {', '.join(names)}", sources)
 
 
-def timeline_of_report(report: Report) -> TimelineView:
+def timeline_of_report(report: ReportData) -> TimelineView:
     """The timeline of a report that has its recording. Raises ValueError for one that has not."""
     recording = report.recording
     if recording is None:

@@ -5,8 +5,8 @@ Bytes throughout, and not-a-number where a figure is unavailable (never 0). floa
 
 from __future__ import annotations
 
-from gpumem_magic.report.model import CATEGORIES
-from gpumem_magic.report.palette import COLOURS, LABELS
+from gpumem_magic.report.model import CATEGORIES, LABELS
+from gpumem_magic.views.palette import COLOURS
 
 NOT_YET_KNOWN = "not_yet_known"
 

@@ -9,7 +9,7 @@ import base64
 from html import escape
 from typing import Any
 
-from gpumem_magic.report.palette import PAPER, TEXT
+from gpumem_magic.views.palette import PAPER, TEXT
 from gpumem_magic.widgets.samples import WatchSamples, summary
 
 _CSS_WIDTH = 860

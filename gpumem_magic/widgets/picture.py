@@ -6,9 +6,9 @@ import math
 from collections.abc import Callable, Sequence
 from html import escape
 
-from gpumem_magic.report.layout import ticks
-from gpumem_magic.report.palette import ALARM, PAPER, QUIET, TEXT
 from gpumem_magic.units import human
+from gpumem_magic.views.layout import ticks
+from gpumem_magic.views.palette import ALARM, PAPER, QUIET, TEXT
 from gpumem_magic.widgets.columns import (
     ALLOCATED,
     DEVICE_USED,

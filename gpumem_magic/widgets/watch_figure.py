@@ -18,9 +18,9 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import FixedLocator, FuncFormatter
 
-from gpumem_magic.report.layout import ticks
-from gpumem_magic.report.palette import ALARM, PAPER, QUIET, TEXT
 from gpumem_magic.units import human
+from gpumem_magic.views.layout import ticks
+from gpumem_magic.views.palette import ALARM, PAPER, QUIET, TEXT
 from gpumem_magic.widgets.columns import (
     DEVICE_USED,
     FIRST_LAYER,

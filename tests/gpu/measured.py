@@ -14,7 +14,7 @@ from gpumem_magic.devices.cuda import RING, CudaMachine
 from gpumem_magic.recording.model import Recording
 from gpumem_magic.recording.recorder import Recorder
 from gpumem_magic.report.build import build
-from gpumem_magic.report.model import Report
+from gpumem_magic.report.model import ReportData
 
 stand_in: Any = None
 """The virtual GPU that answers as a real one in a dry run (`virtual_as_real`), or None."""
@@ -110,7 +110,7 @@ class Told:
 @dataclass
 class Measured:
     recording: Recording
-    report: Report
+    report: ReportData
     told: list[Told] = field(default_factory=list)
     held: list[Held] = field(default_factory=list)
 

@@ -16,11 +16,11 @@ from gpumem_magic.allocator.verdict import verdict_of
 from gpumem_magic.attribution.from_stacks import attribute_by_stacks
 from gpumem_magic.attribution.ledger import Balance, Ledger, Outside
 from gpumem_magic.attribution.sites import folded
+from gpumem_magic.files.kept import kept_labels, kept_start
 from gpumem_magic.recording.quiet import no_automatic_collection
-from gpumem_magic.report.kept import kept_labels, kept_start
-from gpumem_magic.report.model import Peak, Report, ReportDevice, ReportError, Row
+from gpumem_magic.report.model import LABELS, Peak, ReportData, ReportDevice, ReportError, Row
 from gpumem_magic.report.out_of_memory import OutOfMemory, out_of_memory
-from gpumem_magic.report.palette import LABELS
+from gpumem_magic.report.schema import report_from_dict
 from gpumem_magic.snapshot.files import LoadedSnapshot, SnapshotFileError, read
 from gpumem_magic.snapshot.model import INACTIVE, Frame, Segment, TraceEvent
 from gpumem_magic.snapshot.rules import DEFAULT_SETTINGS, AllocatorSettings, segment_size
@@ -33,7 +33,7 @@ from gpumem_magic.units import human
 _MOST_STEPS = 4_000_000
 
 
-def load(path: str | os.PathLike[str]) -> Report:
+def load(path: str | os.PathLike[str]) -> ReportData:
     """The report of a snapshot file: a recording that this package saved, or anybody's (see `snapshot.files.read`).
 
     Raises SnapshotFileError (a ValueError, in one line) for what is not one, OSError where it can't be opened.
@@ -44,7 +44,7 @@ def load(path: str | os.PathLike[str]) -> Report:
 
 def report_of(
     loaded: LoadedSnapshot, device: int | None = None, at: str = "peak", views: Sequence[FileView] = ()
-) -> Report:
+) -> ReportData:
     """The report of one device (by default that with the highest peak; the others are under `devices`).
 
     at: "peak", "end", or the number of an event, whose state then is a row of its own. views: what `views_of` gave for the same
@@ -54,14 +54,14 @@ def report_of(
     kept = (loaded.extra or {}).get("report")
     if isinstance(kept, dict) and device is None and at == "peak":
         try:
-            return _with_recording(Report.from_dict(kept), loaded)
+            return _with_recording(report_from_dict(kept), loaded)
         except ValueError as error:
             raise SnapshotFileError(f"{one_line(loaded.path)}: the report in it is damaged: {error}") from None
     first, *others = views or views_of(loaded, device)
     return _with_recording(replace(first.report(at), devices=tuple(view.report() for view in others)), loaded)
 
 
-def _with_recording(report: Report, loaded: LoadedSnapshot) -> Report:
+def _with_recording(report: ReportData, loaded: LoadedSnapshot) -> ReportData:
     devices = tuple(replace(other, recording=loaded) for other in report.devices)
     return replace(report, recording=loaded, devices=devices)
 
@@ -144,7 +144,7 @@ class FileView:
             )
         return number + 1
 
-    def report(self, at: str = "peak") -> Report:
+    def report(self, at: str = "peak") -> ReportData:
         """Rows: the start, the last failed request, the end, and `at` where that is another moment."""
         chosen = self.position(at)
         highest, peak_position = self.peak
@@ -162,7 +162,7 @@ class FileView:
             rows.append(self._row(kind, words, balances[position], before))
             before = position
         top = balances[peak_position]
-        return Report(
+        return ReportData(
             torch=self.loaded.torch,
             device=ReportDevice(
                 f"GPU {self.device} of {one_line(os.path.basename(self.loaded.path))}",

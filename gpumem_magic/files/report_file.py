@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-from gpumem_magic.report.model import Report
+from gpumem_magic.report.model import ReportData
 from gpumem_magic.report.schema import report_from_dict, report_to_dict
 from gpumem_magic.units import MIB, human
 
@@ -17,7 +17,7 @@ from gpumem_magic.units import MIB, human
 MAX_FILE_BYTES = 256 * MIB
 
 
-def to_json(report: Report, indent: int | None = None) -> str:
+def to_json(report: ReportData, indent: int | None = None) -> str:
     data = report_to_dict(report)
     text = json.dumps(data, indent=indent, ensure_ascii=False, allow_nan=False)
     try:
@@ -27,7 +27,7 @@ def to_json(report: Report, indent: int | None = None) -> str:
     return text
 
 
-def save(report: Report, path: str | os.PathLike[str]) -> None:
+def save(report: ReportData, path: str | os.PathLike[str]) -> None:
     # The file behind a link is what gets replaced, and not the link.
     target = Path(os.path.realpath(Path(path).expanduser()))
     if target.is_dir():
@@ -49,7 +49,7 @@ def save(report: Report, path: str | os.PathLike[str]) -> None:
             os.unlink(partial)
 
 
-def load(path: str | os.PathLike[str]) -> Report:
+def load(path: str | os.PathLike[str]) -> ReportData:
     name = os.fspath(path)
     try:
         with open(Path(path).expanduser(), "rb") as file:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import unicodedata
 from dataclasses import dataclass
 
-from gpumem_magic.report.model import CATEGORIES, Report, Row
+from gpumem_magic.report.model import CATEGORIES, ReportData, Row
 from gpumem_magic.units import MIB
 
 PEAK = "peak"  # the kind of the line that shows the report's peak; no row of the schema has it
@@ -77,7 +77,7 @@ def change_between(before: Row | None, row: Row) -> int | None:
     return row.device_used - before.device_used
 
 
-def peak_row(report: Report) -> Row:
+def peak_row(report: ReportData) -> Row:
     """The report's peak as a row, to be drawn and tabulated like the others."""
     peak = report.peak
     where = f": {peak.where}" if peak.where else ""
@@ -97,7 +97,7 @@ def peak_row(report: Report) -> Row:
     )
 
 
-def lines(report: Report, *, parts: bool = True) -> list[Line]:
+def lines(report: ReportData, *, parts: bool = True) -> list[Line]:
     """Before, the statements (with their parts), the peak, and after."""
     shown: list[Line] = []
     before: Row | None = None
@@ -183,7 +183,7 @@ def wrap(text: str, width: int, indent: str = "") -> list[str]:
     return result
 
 
-def present(report: Report) -> list[str]:
+def present(report: ReportData) -> list[str]:
     """The categories that have bytes in a row, a part or the peak, in the order of a bar."""
     rows = [line.row for line in lines(report)]
     return [name for name in CATEGORIES if any(row.categories.get(name) for row in rows)]
@@ -192,7 +192,7 @@ def present(report: Report) -> list[str]:
 class Figures:
     """Bytes to the MiB of a table: whole ones, or with one decimal where the whole report is small."""
 
-    def __init__(self, report: Report) -> None:
+    def __init__(self, report: ReportData) -> None:
         largest = max((line.used for line in lines(report, parts=False)), default=0)
         self._decimals = 1 if largest < 100 * MIB else 0
 

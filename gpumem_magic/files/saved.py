@@ -7,15 +7,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from gpumem_magic.allocator.settings import settings_to_dict
+from gpumem_magic.files.kept import labels_to_keep, start_to_keep
 from gpumem_magic.recording.model import Recording
 from gpumem_magic.report.build import DeviceView
-from gpumem_magic.report.kept import labels_to_keep, start_to_keep
-from gpumem_magic.report.model import Report
+from gpumem_magic.report.model import ReportData
+from gpumem_magic.report.schema import report_to_dict
 from gpumem_magic.snapshot.files import LoadedSnapshot, write
 from gpumem_magic.snapshot.model import INACTIVE, Segment, Snapshot, TraceEvent
 
 
-def save_snapshot(report: Report, path: str | os.PathLike[str]) -> None:
+def save_snapshot(report: ReportData, path: str | os.PathLike[str]) -> None:
     """Writes the recording behind a report. Raises ValueError where the report has none, OSError where it can't be written."""
     recording = report.recording
     if recording is None:
@@ -26,7 +27,7 @@ def save_snapshot(report: Report, path: str | os.PathLike[str]) -> None:
     views = {device: DeviceView(recording, device) for device in sorted(recording.logs)}
     extra = {
         "torch": recording.torch,
-        "report": report.to_dict(),
+        "report": report_to_dict(report),
         "start": {str(device): start_to_keep(_of_device(view.log.start, device)) for device, view in views.items()},
         "labels": {str(device): labels_to_keep(view.timeline, view.labels) for device, view in views.items()},
     }

@@ -11,16 +11,17 @@ import warnings
 from collections.abc import Container
 from typing import Any
 
-from gpumem_magic.report import explain
-from gpumem_magic.report.html import Picture, card
-from gpumem_magic.report.model import Report, View
+from gpumem_magic.report.model import ReportData
+from gpumem_magic.views import explain
+from gpumem_magic.views.html import Picture, card
+from gpumem_magic.views.text import render
 
 PLAIN, HTML, PNG = "text/plain", "text/html", "image/png"
 CSS_WIDTH = 1060
 
 
 def mimebundle(
-    report: Report,
+    report: ReportData,
     *,
     kind: str | None = None,
     include: Container[str] | None = None,
@@ -37,7 +38,7 @@ def mimebundle(
     data: dict[str, Any] = {}
     metadata: dict[str, Any] = {}
     if PLAIN in wanted:
-        data[PLAIN] = str(report) if kind is None else str(View(report, kind))
+        data[PLAIN] = render(report, bars=kind != "table", table=kind != "plot")
     if HTML in wanted:
         pictures = [None if kind == "table" else picture(each, bare=True) for each in (report, *report.devices)]
         data[HTML] = card(report, pictures[0], table=kind != "plot" or pictures[0] is None, others=pictures[1:])
@@ -47,10 +48,10 @@ def mimebundle(
     return data, metadata
 
 
-def picture(report: Report, *, bare: bool = False) -> Picture | None:
+def picture(report: ReportData, *, bare: bool = False) -> Picture | None:
     """The picture, without title and words if bare. None, with a warning, if it cannot be drawn: the text still can."""
     try:
-        from gpumem_magic.report.figure import png
+        from gpumem_magic.views.figure import png
 
         data, width, height = png(report, title=not bare, words=not bare)
     except Exception as error:

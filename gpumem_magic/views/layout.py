@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from PIL import Image
 
-from gpumem_magic.report.palette import ALARM, COLOURS, QUIET, TEXT
 from gpumem_magic.units import GIB, MIB
+from gpumem_magic.views.palette import ALARM, COLOURS, QUIET, TEXT
 
 _SHADES = 14
 

@@ -22,11 +22,11 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
 from PIL import Image
 
-from gpumem_magic.report import explain
-from gpumem_magic.report.layout import flow, palette_image, ticks
-from gpumem_magic.report.lines import PEAK, Figures, Line, columns, fit, lines, used, wrap
-from gpumem_magic.report.model import CATEGORIES, Report, Row
-from gpumem_magic.report.palette import ALARM, COLOURS, LABELS, PAPER, QUIET, TEXT
+from gpumem_magic.report.model import CATEGORIES, LABELS, ReportData, Row
+from gpumem_magic.views import explain
+from gpumem_magic.views.layout import flow, palette_image, ticks
+from gpumem_magic.views.lines import PEAK, Figures, Line, columns, fit, lines, used, wrap
+from gpumem_magic.views.palette import ALARM, COLOURS, PAPER, QUIET, TEXT
 
 WIDTH = 11.0
 MAX_ROWS = 200
@@ -64,7 +64,7 @@ class ReportFigure(Figure):
 
 
 def draw(
-    report: Report, *, parts: bool | None = None, title: bool = True, words: bool = True, limit: int = MAX_ROWS
+    report: ReportData, *, parts: bool | None = None, title: bool = True, words: bool = True, limit: int = MAX_ROWS
 ) -> Figure:
     """The picture. parts: rows for what happened inside statements (None: where the picture stays readable).
 
@@ -75,7 +75,7 @@ def draw(
         return _Picture(report, parts, title, words, max(2, limit)).figure
 
 
-def png(report: Report, *, dpi: int = 160, title: bool = True, words: bool = True) -> tuple[bytes, int, int]:
+def png(report: ReportData, *, dpi: int = 160, title: bool = True, words: bool = True) -> tuple[bytes, int, int]:
     """The picture as a PNG, and its width and height in pixels. Few colours, so that a saved notebook stays small."""
     raw = io.BytesIO(_render(draw(report, title=title, words=words), dpi))
     image = Image.open(raw).convert("RGB").quantize(palette=palette_image(), dither=Image.Dither.NONE)
@@ -93,7 +93,7 @@ def _render(figure: Figure, dpi: int) -> bytes:
     return raw.getvalue()
 
 
-def select(report: Report, parts: bool | None, limit: int) -> tuple[list[Line], int]:
+def select(report: ReportData, parts: bool | None, limit: int) -> tuple[list[Line], int]:
     """The lines to be drawn, and where the middle was left out (the number of lines left out, 0 for none)."""
     shown = lines(report, parts=parts is not False)
     if parts is None and len(shown) > _PARTS_UP_TO:
@@ -117,7 +117,7 @@ class _Scale:
 
 
 class _Picture:
-    def __init__(self, report: Report, parts: bool | None, title: bool, words: bool, limit: int) -> None:
+    def __init__(self, report: ReportData, parts: bool | None, title: bool, words: bool, limit: int) -> None:
         self.report = report
         self.figures = Figures(report)
         self.lines, self.left_out = select(report, parts, limit)
@@ -394,16 +394,16 @@ def _extent(row: Row) -> int:
     return max(total + max(0, row.peak_reserved - row.reserved), row.peak_allocated, used(row))
 
 
-def _suffix(line: Line, report: Report) -> str:
+def _suffix(line: Line, report: ReportData) -> str:
     return f"  {explain.failure_word(report)}" if line.row.kind == "error" and line.depth == 0 else ""
 
 
-def _label_columns(line: Line, report: Report) -> int:
+def _label_columns(line: Line, report: ReportData) -> int:
     indent = 2 * line.depth + (columns(line.iteration) + 1 if line.iteration else 0)
     return indent + columns(line.text) + len(_suffix(line, report))
 
 
-def _fonts(report: Report) -> tuple[list[str], list[str]]:
+def _fonts(report: ReportData) -> tuple[list[str], list[str]]:
     """The mono and the sans family, each with a fallback for wide letters where the report has some and a font is there."""
     mono, sans = list(_MONO), list(_SANS)
     text = "".join([*(line.text for line in lines(report)), *report.notes, report.peak.where])

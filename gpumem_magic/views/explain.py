@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from gpumem_magic.report.lines import Line, lines
-from gpumem_magic.report.model import ALLOCATED_CATEGORIES, CATEGORIES, Report, ReportDevice, Row
+from gpumem_magic.report.failure import Diagnosis, diagnose
+from gpumem_magic.report.model import ALLOCATED_CATEGORIES, CATEGORIES, ReportData, ReportDevice, Row
+from gpumem_magic.report.model import LABELS as LEGEND
 from gpumem_magic.report.out_of_memory import place_sentence, trial_sentences
-from gpumem_magic.report.palette import LABELS as LEGEND
 from gpumem_magic.units import MIB, amount, mib
+from gpumem_magic.views.lines import Line, lines
 
 EVIDENCE_WORDS = {
     "identity": "identity (a live object holds it)",
@@ -30,7 +29,7 @@ def device_name(device: ReportDevice) -> str:
     return f"{name} (cuda:{device.index})" if device.index else name
 
 
-def headline(report: Report) -> str:
+def headline(report: ReportData) -> str:
     """The peak, where it was, the device, and how full that was."""
     peak, device = report.peak, report.device
     where = f" at {peak.where}" if peak.where else ""
@@ -72,55 +71,7 @@ def _move(before: Row, row: Row, category: str) -> int:
     return 0 if old is None or new is None else new - old
 
 
-@dataclass(frozen=True)
-class Diagnosis:
-    """Why an allocation failed, in bytes; None is unknown.
-
-    cause: "fragmentation" (it would have fitted, packed perfectly), "size" (it would not), "other_process" (it would without
-    what other processes hold), "limit" (the device itself had room), "unknown" (a figure is missing). spare: what would be
-    left, packed perfectly; negative is what was missing.
-    """
-
-    cause: str
-    wanted: int
-    segment: int | None
-    device_free: int | None
-    cached: int | None
-    largest_free: int | None
-    spare: int | None
-
-
-def diagnose(report: Report) -> Diagnosis | None:
-    """None where the report has no out-of-memory error with a size."""
-    error = report.error
-    if error is None or error.requested is None:
-        return None
-    wanted = error.requested if error.rounded is None else error.rounded
-    if (told := error.verdict) is not None:
-        cause = "size" if told.cause == "capacity" else told.cause
-        return Diagnosis(cause, wanted, error.segment, told.free, told.cached, error.largest_free, told.spare)
-    row = next((row for row in reversed(report.checkpoints) if row.kind == "error"), None)
-    total = report.device.total_bytes if report.device.total_bytes is not None else report.device.smi_total_bytes
-    free = None
-    if row is not None and row.device_used is not None and total is not None:
-        free = max(0, total - row.device_used)
-    cached = None if row is None else row.categories.get("cached")
-    spare = None if free is None or cached is None else free + cached - wanted
-    if free is not None and free >= (wanted if error.segment is None else error.segment):
-        cause = "limit"
-    elif spare is None:
-        cause = "unknown"
-    elif spare < 0:
-        others = None if row is None else row.categories.get("other_processes")
-        cause = "size" if spare + (others or 0) < 0 else "other_process"
-    elif error.largest_free is None or error.largest_free < wanted:
-        cause = "fragmentation"
-    else:
-        cause = "unknown"
-    return Diagnosis(cause, wanted, error.segment, free, cached, error.largest_free, spare)
-
-
-def verdict(report: Report) -> str | None:
+def verdict(report: ReportData) -> str | None:
     """What went wrong, in words; None without an error."""
     error = report.error
     if error is None:
@@ -143,7 +94,7 @@ def verdict(report: Report) -> str | None:
     return " ".join(sentence for sentence in sentences if sentence)
 
 
-def _wanted(report: Report, found: Diagnosis, at: str) -> str:
+def _wanted(report: ReportData, found: Diagnosis, at: str) -> str:
     requested = (report.error.requested if report.error else None) or 0
     text = f"Out of memory{at}: {amount(requested)} wanted"
     extra = []
@@ -166,14 +117,14 @@ def _room(found: Diagnosis) -> str:
     return f"There were {', and '.join(words)}." if words else ""
 
 
-def _limit(report: Report) -> str:
+def _limit(report: ReportData) -> str:
     known = None if report.error is None or report.error.verdict is None else report.error.verdict.limit
     if known is not None:
         return f"A limit decides: the device itself had room, and this process may reserve {amount(known)}."
     return "The device itself had room, so something else set the limit (for example set_per_process_memory_fraction)."
 
 
-def _others(report: Report, found: Diagnosis) -> str:
+def _others(report: ReportData, found: Diagnosis) -> str:
     row = next(row for row in reversed(report.checkpoints) if row.kind == "error")
     held = row.categories.get("other_processes") or 0
     return (
@@ -182,7 +133,7 @@ def _others(report: Report, found: Diagnosis) -> str:
     )
 
 
-def _fragmentation(report: Report, found: Diagnosis) -> list[str]:
+def _fragmentation(report: ReportData, found: Diagnosis) -> list[str]:
     spare, capacity = found.spare or 0, report.device.capacity
     if report.error is None or report.error.verdict is None:
         return [f"Fragmentation, not size: packed perfectly, {amount(spare)} would be left."]
@@ -192,7 +143,7 @@ def _fragmentation(report: Report, found: Diagnosis) -> list[str]:
     return [f"{head}: packed perfectly, {amount(spare)}{share} would be left.", place_sentence(report.error.verdict)]
 
 
-def _too_big(report: Report, found: Diagnosis) -> str:
+def _too_big(report: ReportData, found: Diagnosis) -> str:
     total = report.device.total_bytes
     if total is not None and found.wanted > total:
         return f"Too big for the device: it has {amount(total)} in all."
@@ -203,7 +154,7 @@ def _too_big(report: Report, found: Diagnosis) -> str:
     return f"{text} The largest share: {LABELS[largest]}, {amount(size)}." if size else text
 
 
-def failure_word(report: Report) -> str:
+def failure_word(report: ReportData) -> str:
     """What stands beside the failing statement: ``out of memory``, or the error's type."""
     if report.error is None:
         return ""
@@ -212,7 +163,7 @@ def failure_word(report: Report) -> str:
     return report.error.type
 
 
-def remarks(report: Report) -> list[str]:
+def remarks(report: ReportData) -> list[str]:
     """Everything else that a reader has to know, one sentence each: folding, retries, stand-ins, the unknown, notes."""
     sentences = [
         f"Loop at line {fold.line}: {fold.kept:,} of {fold.total:,} iterations are shown." for fold in report.folded
@@ -224,12 +175,12 @@ def remarks(report: Report) -> list[str]:
     return [sentence for sentence in sentences if sentence]
 
 
-def other_devices(report: Report) -> list[str]:
+def other_devices(report: ReportData) -> list[str]:
     """One sentence for every other device that was used."""
     return [f"Also used: {headline(other)}" for other in report.devices]
 
 
-def _failing_place(report: Report) -> str:
+def _failing_place(report: ReportData) -> str:
     error = report.error
     if error is None or not error.module:
         return ""
@@ -238,18 +189,18 @@ def _failing_place(report: Report) -> str:
     )
 
 
-def _retries(report: Report) -> str:
+def _retries(report: ReportData) -> str:
     if not report.retries:
         return ""
     times = "Once an allocation" if report.retries == 1 else f"{report.retries:,} times an allocation"
     return f"{times} did not fit at first: the allocator gave cached memory back to the device and tried again."
 
 
-def stand_in_count(report: Report) -> int:
+def stand_in_count(report: ReportData) -> int:
     return sum(stand_in.count for stand_in in report.stand_ins)
 
 
-def _stand_ins(report: Report) -> str:
+def _stand_ins(report: ReportData) -> str:
     if not report.stand_ins:
         return ""
     places = []
@@ -265,7 +216,7 @@ def _stand_ins(report: Report) -> str:
     return f"Values on this device are stand-ins; they were read at {', '.join(places)}{more}."
 
 
-def _unknown(report: Report) -> str:
+def _unknown(report: ReportData) -> str:
     size = report.peak.categories.get("unknown") or 0
     if report.peak.allocated <= 0 or size * 100 <= report.peak.allocated:
         return ""
@@ -273,7 +224,7 @@ def _unknown(report: Report) -> str:
     return f"Unknown: {amount(size)} of what was allocated at the peak ({share}) could not be put in a category."
 
 
-def _unavailable(report: Report) -> str:
+def _unavailable(report: ReportData) -> str:
     peak = report.peak
     if peak.device_used is None:
         return "nvidia-smi's figure was not available: bars end at what PyTorch reserved."
@@ -282,7 +233,7 @@ def _unavailable(report: Report) -> str:
     return ""
 
 
-def evidence(report: Report) -> str:
+def evidence(report: ReportData) -> str:
     """How the bytes at the peak are known; empty where there are none."""
     total = sum(report.evidence.values())
     if total <= 0:
@@ -292,7 +243,7 @@ def evidence(report: Report) -> str:
     return f"How the peak's {amount(total)} in tensors are known: {', '.join(words)}."
 
 
-def alt_text(report: Report) -> str:
+def alt_text(report: ReportData) -> str:
     """The picture in words, for a reader who does not see it."""
     statements = sum(1 for line in lines(report, parts=False) if line.is_statement)
     peak = report.peak.categories

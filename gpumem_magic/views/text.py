@@ -5,11 +5,11 @@ from __future__ import annotations
 import shutil
 from collections.abc import Mapping, Sequence
 
-from gpumem_magic.report import explain
-from gpumem_magic.report.inside import inside_lines
-from gpumem_magic.report.lines import PEAK, Figures, Line, columns, fit, lines, present, wrap
-from gpumem_magic.report.model import CATEGORIES, Report, Row
-from gpumem_magic.report.palette import ASCII_LETTERS, LABELS, LETTERS
+from gpumem_magic.report.model import CATEGORIES, LABELS, ReportData, Row
+from gpumem_magic.views import explain
+from gpumem_magic.views.inside import inside_lines
+from gpumem_magic.views.lines import PEAK, Figures, Line, columns, fit, lines, present, wrap
+from gpumem_magic.views.palette import ASCII_LETTERS, LETTERS
 
 DEFAULT_WIDTH = 100
 _NARROWEST, _WIDEST = 60, 160
@@ -20,7 +20,7 @@ _GAP = 2
 
 
 def render(
-    report: Report, *, width: int | None = None, ascii_only: bool = False, bars: bool = True, table: bool = True
+    report: ReportData, *, width: int | None = None, ascii_only: bool = False, bars: bool = True, table: bool = True
 ) -> str:
     """The report as text, without an end of line at its end.
 
@@ -63,7 +63,7 @@ def _pad(text: str, width: int) -> str:
     return text + " " * (width - columns(text))
 
 
-def _rows(report: Report, width: int, ascii_only: bool, bars: bool) -> str:
+def _rows(report: ReportData, width: int, ascii_only: bool, bars: bool) -> str:
     shown = lines(report)
     figures = Figures(report)
     # A column of nothing but "n/a" would only take room from the rest; a sentence below says it.
@@ -110,7 +110,7 @@ def _join(name: str, cells: Sequence[str], widths: Sequence[int]) -> str:
     return (" " * _GAP).join([name, *(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))])
 
 
-def _name(line: Line, report: Report, width: int) -> str:
+def _name(line: Line, report: ReportData, width: int) -> str:
     failed = line.row.kind == "error"
     iteration = f"{line.iteration} " if line.iteration else ""
     name = f"{'  ' * line.depth}{'! ' if failed else ''}{iteration}{line.text}"
@@ -147,7 +147,7 @@ def bar(row: Row, scale: int, width: int, letters: Mapping[str, str]) -> str:
     return "".join(cells)
 
 
-def _categories(report: Report, width: int) -> str:
+def _categories(report: ReportData, width: int) -> str:
     """Before, peak and after of every category that has bytes, with the change from before to after."""
     before = next((row for row in report.checkpoints if row.kind == "before"), None)
     after = report.checkpoints[-1] if report.checkpoints else None

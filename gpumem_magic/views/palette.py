@@ -1,4 +1,4 @@
-"""The colours, names and letters of the categories: one place for the picture, the page, the text and the widgets.
+"""The colours and letters of the categories: one place for the picture, the page, the text and the widgets.
 
 The colours are Paul Tol's "bright" scheme with tints of his "light" one, which readers with any of the common kinds of colour
 blindness can tell apart; neighbours in a bar also differ in lightness, and a white hairline parts them.
@@ -22,24 +22,6 @@ COLOURS = {
     "context": "#999999",
     "other_processes": "#666666",
     "context_or_others": "#808080",
-}
-
-LABELS = {
-    "parameters": "parameters",
-    "buffers": "buffers",
-    "gradients": "gradients",
-    "optimizer_state": "optimizer state",
-    "inputs": "inputs",
-    "activations": "activations",
-    "activation_gradients": "activation gradients",
-    "temporaries": "temporaries",
-    "workspace": "workspace",
-    "unknown": "unknown",
-    "rounding": "rounding",
-    "cached": "cached, free",
-    "context": "CUDA context",
-    "other_processes": "other processes",
-    "context_or_others": "context or other processes",
 }
 
 # What stands for a category in a bar of text: letters for what tensors hold, shades for what they do not.

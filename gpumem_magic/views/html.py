@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-from gpumem_magic.report import explain
-from gpumem_magic.report.inside import MAX_TREE_ROWS, is_informative, sentence_of, tree
-from gpumem_magic.report.lines import PEAK, Figures, Line, lines, present
-from gpumem_magic.report.model import Report
-from gpumem_magic.report.palette import ALARM, LABELS, PAPER, QUIET, TEXT
+from gpumem_magic.report.model import LABELS, ReportData
 from gpumem_magic.units import mib
+from gpumem_magic.views import explain
+from gpumem_magic.views.inside import MAX_TREE_ROWS, is_informative, sentence_of, tree
+from gpumem_magic.views.lines import PEAK, Figures, Line, lines, present
+from gpumem_magic.views.palette import ALARM, PAPER, QUIET, TEXT
 
 MAX_TABLE_ROWS = 500
 _FONT = "system-ui,-apple-system,'Segoe UI',Roboto,'Helvetica Neue',Arial,sans-serif"
@@ -46,7 +46,9 @@ class Picture:
     height: int
 
 
-def card(report: Report, picture: Picture | None, *, table: bool = True, others: Sequence[Picture | None] = ()) -> str:
+def card(
+    report: ReportData, picture: Picture | None, *, table: bool = True, others: Sequence[Picture | None] = ()
+) -> str:
     """The report in one element. picture: without title and words, which stand around it as text; None shows none.
 
     table: the rows and categories, folded up under a picture and open without one. others: the other devices' pictures.
@@ -74,7 +76,7 @@ def card(report: Report, picture: Picture | None, *, table: bool = True, others:
     return f'<div role="group" aria-label="{label}" style="{_CARD}">{"".join(body)}</div>'
 
 
-def page(report: Report, picture: Picture | None, others: Sequence[Picture | None] = ()) -> str:
+def page(report: ReportData, picture: Picture | None, others: Sequence[Picture | None] = ()) -> str:
     """A whole HTML document with the report in it."""
     title = escape(f"GPU memory: {explain.device_name(report.device)}")
     return (
@@ -88,7 +90,7 @@ def _inner(element: str) -> str:
     return element.replace(_CARD, f"color:{TEXT}", 1)
 
 
-def _image(report: Report, picture: Picture) -> str:
+def _image(report: ReportData, picture: Picture) -> str:
     data = base64.b64encode(picture.data).decode("ascii")
     # The height follows from the width, so that a narrow page shrinks the picture and does not squeeze it.
     return (
@@ -105,7 +107,7 @@ def _details(summary: str, inner: str, *, opened: bool) -> str:
     )
 
 
-def _table(report: Report) -> str:
+def _table(report: ReportData) -> str:
     figures = Figures(report)
     shown = lines(report)
     sentence = explain.evidence(report)
@@ -149,13 +151,13 @@ def _name(line: Line, text: str) -> str:
     return f'<td style="{style}{colour}">{escape(text)}</td>'
 
 
-def _row_table(shown: Sequence[Line], report: Report, figures: Figures) -> str:
+def _row_table(shown: Sequence[Line], report: ReportData, figures: Figures) -> str:
     names = ("line", "statement", "allocated", "reserved", "nvidia-smi", "change", "peak inside", "what changed")
     heads = [(name, name in ("statement", "what changed")) for name in names]
     return _grid(heads, [_row(line, report, figures) for line in shown])
 
 
-def _row(line: Line, report: Report, figures: Figures) -> str:
+def _row(line: Line, report: ReportData, figures: Figures) -> str:
     row = line.row
     text = line.text if row.kind == "part" else row.statement.strip() or line.text
     if row.kind == "error" and not line.depth:
@@ -174,7 +176,7 @@ def _row(line: Line, report: Report, figures: Figures) -> str:
     return f'<tr style="{_ROW}">{"".join(cells)}</tr>'
 
 
-def _inside(report: Report) -> str:
+def _inside(report: ReportData) -> str:
     """The activations as a tree of modules, and by operator."""
     if report.inside is None:
         return ""
@@ -204,7 +206,7 @@ def _inside(report: Report) -> str:
     return body
 
 
-def _category_table(shown: Sequence[Line], report: Report, figures: Figures) -> str:
+def _category_table(shown: Sequence[Line], report: ReportData, figures: Figures) -> str:
     """One column a category, one row a line: the numbers behind the picture."""
     names = present(report)
     if not names:

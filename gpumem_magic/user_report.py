@@ -1,0 +1,175 @@
+"""The report that a user holds: its data, and what can be asked of it.
+
+How it looks and how it is written is the business of other rooms, which are loaded when they are first needed, so that importing
+this module costs nothing.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Container, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from gpumem_magic.report.inside import Inside, LayerRow, OperatorRow
+from gpumem_magic.report.model import ReportData
+from gpumem_magic.report.schema import report_from_dict, report_to_dict
+from gpumem_magic.units import mib
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from gpumem_magic.timeline_page.view import TimelineView
+
+VIEWS = ("table", "plot")
+
+
+class Report(ReportData):
+    """Where one device's memory went. `devices` holds the same for every other device that was used."""
+
+    devices: tuple[Report, ...]
+
+    @classmethod
+    def of(cls, data: ReportData) -> Report:
+        """The object for a report's data."""
+        return cls(**{**vars(data), "devices": tuple(map(cls.of, data.devices))})
+
+    def to_dict(self) -> dict[str, Any]:
+        """The ledger's schema 1: dictionaries, lists, strings and numbers, as JSON has them."""
+        return report_to_dict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Report:
+        """Reads what `to_dict` made. Raises ValueError (one line: which key, and what to do) for anything else."""
+        return cls.of(report_from_dict(data))
+
+    def to_json(self, indent: int | None = None) -> str:
+        """`to_dict` as JSON text."""
+        from gpumem_magic.files.report_file import to_json
+
+        return to_json(self, indent)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the JSON (UTF-8) so that `path` holds either all of it or what it held before.
+
+        Raises OSError, in one line, where the folder is missing or cannot be written.
+        """
+        from gpumem_magic.files.report_file import save
+
+        save(self, path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Report:
+        """Reads what `save` wrote. Raises OSError or ValueError, in one line. Memory snapshots: `gpumem_magic.load`."""
+        from gpumem_magic.files.report_file import load
+
+        return cls.of(load(path))
+
+    def plot(self, *, parts: bool | None = None) -> Figure:
+        """The picture as a matplotlib Figure, made without pyplot: nothing global changes, nothing is shown.
+
+        parts: rows for what happened inside statements; by default where the picture stays readable.
+        """
+        from gpumem_magic.views.figure import draw
+
+        return draw(self, parts=parts)
+
+    def timeline(self) -> TimelineView:
+        """Every allocation, stacked over time by category: interactive in a notebook, and `save(path)` writes it as a page.
+
+        Raises ValueError for a report without its recording (one that `Report.load` read).
+        """
+        from gpumem_magic.timeline_page.view import timeline_of_report
+
+        return timeline_of_report(self)
+
+    def save_snapshot(self, path: str | os.PathLike[str]) -> None:
+        """Writes the recording as a pickle that PyTorch's `_memory_viz.py` opens, and `gpumem_magic.load` as this report.
+
+        Raises ValueError for a report without its recording, OSError where it can't be written.
+        """
+        from gpumem_magic.files.saved import save_snapshot
+
+        save_snapshot(self, path)
+
+    def layers(self) -> LayerRow:
+        """What each module left in activations, as a tree with its parameters and gradients, in bytes; the top is the whole.
+
+        The moment is `inside.moment`. Raises ValueError for a report in which no module ran on the device.
+        """
+        return self._inside().layers
+
+    def operators(self) -> tuple[OperatorRow, ...]:
+        """The same activations by the class of the operators that keep them for backward: each byte is counted once.
+
+        Raises ValueError for a report in which no module ran on the device.
+        """
+        return self._inside().operators
+
+    def _inside(self) -> Inside:
+        if self.inside is None:
+            raise ValueError(
+                "this report knows of no module: none ran on the device, or the report comes from a file without"
+            )
+        return self.inside
+
+    def view(self, kind: str) -> View:
+        """Only the "table" or only the "plot", to be displayed. Raises ValueError for another word."""
+        if kind not in VIEWS:
+            raise ValueError(f"a report has no view {kind!r}: choose one of {', '.join(VIEWS)}")
+        return View(self, kind)
+
+    def __repr__(self) -> str:
+        from gpumem_magic.views.lines import first_line
+
+        rows = len(self.checkpoints)
+        ending = f", {first_line(self.error.type)}" if self.error else ""
+        return (
+            f"<Report {first_line(self.device.name)}: peak {mib(self.peak.allocated)} MiB allocated, "
+            f"{rows} {'row' if rows == 1 else 'rows'}{ending}>"
+        )
+
+    def __str__(self) -> str:
+        from gpumem_magic.views.text import render
+
+        return render(self)
+
+    def _repr_mimebundle_(
+        self, include: Container[str] | None = None, exclude: Container[str] | None = None
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        from gpumem_magic.views.display import mimebundle
+
+        return mimebundle(self, include=include, exclude=exclude)
+
+
+@dataclass(frozen=True, repr=False)
+class View:
+    """One face of a report, for a notebook or a terminal. kind: "table" or "plot"."""
+
+    report: Report
+    kind: str
+
+    def __repr__(self) -> str:
+        return f"<{self.kind} of {self.report!r}>"
+
+    def __str__(self) -> str:
+        from gpumem_magic.views.text import render
+
+        return render(self.report, bars=self.kind == "plot", table=self.kind == "table")
+
+    def _repr_mimebundle_(
+        self, include: Container[str] | None = None, exclude: Container[str] | None = None
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        from gpumem_magic.views.display import mimebundle
+
+        return mimebundle(self.report, kind=self.kind, include=include, exclude=exclude)
+
+
+def load(path: str | os.PathLike[str]) -> Report:
+    """The report of a snapshot file: a recording that this package saved, or anybody's (see `snapshot.files.read`).
+
+    Raises SnapshotFileError (a ValueError, in one line) for what is not one, OSError where it can't be opened.
+    """
+    from gpumem_magic.files.loaded import load
+
+    return Report.of(load(path))
