@@ -160,7 +160,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                     f"{os.path.basename(path)}: {len(one.events):,} events, {seconds * 1000:.1f} ms, "
                     f"{len(one.events) / seconds:,.0f} events/s"
                 )
-                if whole is None and one.seed.is_complete:
+                if whole is None and not one.seed.start:
                     whole = one
             if not options.no_page:
                 beside_torch(path, folder)

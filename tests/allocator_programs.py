@@ -57,6 +57,29 @@ settings_choices = st.sampled_from(
 )
 
 
+class PeaksSince:
+    """The highest figures of an allocator since the beginning, whoever resets the allocator's own."""
+
+    def __init__(self, allocator: CachingAllocator) -> None:
+        self._allocator = allocator
+        allocator.sinks.append(self)
+        allocator.on_reserved = self._see
+        self.begin()
+
+    def begin(self) -> None:
+        self.allocated, self.reserved = self._allocator.allocated, self._allocator.reserved
+
+    def append(self, event: TraceEvent) -> None:
+        self.allocated = max(self.allocated, self._allocator.allocated)
+
+    def end(self) -> None:
+        self._allocator.sinks[:] = [sink for sink in self._allocator.sinks if sink is not self]
+        self._allocator.on_reserved = None
+
+    def _see(self, reserved: int) -> None:
+        self.reserved = max(self.reserved, reserved)
+
+
 @dataclass
 class Run:
     """An allocator under a program: step by step, with every event and each state after a step."""

@@ -19,6 +19,7 @@ from gpumem_magic.allocator.memory import BASE_ADDRESS, DeviceMemory, FirstFitAd
 from gpumem_magic.allocator.replay import replay
 from gpumem_magic.allocator.settings import settings_from_dict
 from gpumem_magic.snapshot.model import Snapshot, TraceEvent
+from gpumem_magic.snapshot.plain import snapshot_to_data
 from gpumem_magic.snapshot.rules import DEFAULT_SETTINGS, AllocatorSettings
 from gpumem_magic.snapshot.start import start_of
 from gpumem_magic.units import GIB, MIB
@@ -181,11 +182,13 @@ class FakeTorch:
         self._need("snapshot")
         if self.backend != "native" or self.broken:
             raise RuntimeError("snapshots are not there")
-        found = Snapshot(
-            tuple(segment for gpu in self.gpus for segment in gpu.allocator.segments()),
-            tuple(tuple(event for event in gpu.trace if event.action not in self.skipped) for gpu in self.gpus),
-            self.gpus[0].allocator.settings_dict(),
-        ).to_dict()
+        found = snapshot_to_data(
+            Snapshot(
+                tuple(segment for gpu in self.gpus for segment in gpu.allocator.segments()),
+                tuple(tuple(event for event in gpu.trace if event.action not in self.skipped) for gpu in self.gpus),
+                self.gpus[0].allocator.settings_dict(),
+            )
+        )
         if self.history is not None:
             for gpu in self.gpus:
                 gpu.trace.append(TraceEvent("snapshot", 0, 0))

@@ -11,6 +11,7 @@ from gpumem_magic.allocator.caching import CachingAllocator
 from gpumem_magic.allocator.failure import DeviceOutOfMemory
 from gpumem_magic.allocator.memory import DeviceMemory
 from gpumem_magic.snapshot.model import Frame, Segment, Snapshot, TraceEvent
+from gpumem_magic.snapshot.plain import snapshot_from_data, snapshot_to_data
 from gpumem_magic.snapshot.rules import AllocatorSettings
 from gpumem_magic.units import GIB, MIB
 
@@ -288,16 +289,13 @@ def test_reserved_is_announced() -> None:
     assert seen == [2 * MIB, 14 * MIB, 12 * MIB]
 
 
-def test_two_pairs_of_peaks() -> None:
+def test_peaks_are_reset_to_what_is_current() -> None:
     allocator = make()
     allocator.free(allocator.malloc(30 * MIB))
-    allocator.start_window()
-    assert (allocator.window_peak_allocated, allocator.window_peak_reserved) == (0, 30 * MIB)
     allocator.free(allocator.malloc(20 * MIB))
-    assert (allocator.window_peak_allocated, allocator.peak_allocated) == (20 * MIB, 30 * MIB)
+    assert (allocator.peak_allocated, allocator.peak_reserved) == (30 * MIB, 30 * MIB)
     allocator.reset_peak_stats()
-    assert (allocator.window_peak_allocated, allocator.peak_allocated) == (20 * MIB, 0)
-    assert allocator.peak_reserved == 30 * MIB
+    assert (allocator.peak_allocated, allocator.peak_reserved) == (0, 30 * MIB)
 
 
 def test_statistics_have_all_keys() -> None:
@@ -366,10 +364,10 @@ def test_a_snapshot_can_be_adopted() -> None:
     run.allocator.free(kept[1])
     run.allocator.record_stream(kept[3], 7)
     run.allocator.free(kept[3])
-    data = Snapshot(run.allocator.segments(), ()).to_dict()
+    data = snapshot_to_data(Snapshot(run.allocator.segments(), ()))
     copy = make()
     copy.auto_complete = False
-    copy.adopt(Snapshot.from_dict(data).segments)
+    copy.adopt(snapshot_from_data(data).segments)
     assert shape(copy.segments()) == shape(run.allocator.segments())
     old, new = run.allocator.memory_stats(), copy.memory_stats()
     assert {key: new[key] for key in new if key.endswith("current")} == {

@@ -97,10 +97,7 @@ def test_any_program_keeps_the_books(
             assert allocator.reserved <= allocator.limit + page
     stats = allocator.memory_stats()
     assert {family: stats[f"{family}.all.peak"] for family in peaks} == peaks
-    assert (allocator.window_peak_allocated, allocator.window_peak_reserved) == (
-        peaks["allocated_bytes"],
-        peaks["reserved_bytes"],
-    )
+    assert (allocator.peak_allocated, allocator.peak_reserved) == (peaks["allocated_bytes"], peaks["reserved_bytes"])
     actions = [event.action for event in run.events]
     assert stats["segment.all.allocated"] == actions.count("segment_alloc")
     assert stats["segment.all.freed"] == actions.count("segment_free")

@@ -26,6 +26,7 @@ from gpumem_magic.allocator.settings import settings_from_dict
 from gpumem_magic.allocator.settling import settled
 from gpumem_magic.snapshot.files import read, write
 from gpumem_magic.snapshot.model import ACTIVE, Block, Segment, Snapshot, TraceEvent
+from gpumem_magic.snapshot.plain import snapshot_from_data
 from gpumem_magic.snapshot.rules import AllocatorSettings
 from gpumem_magic.snapshot.start import start_of
 from gpumem_magic.snapshot.timeline import Timeline
@@ -63,7 +64,7 @@ def recording(name: str) -> Snapshot:
         pytest.skip(f"needs the recording {path.name}, which lies in shared/data/snapshots beside the project")
     with gzip.open(path, "rb") as file:
         data: dict[str, Any] = DataOnly(file).load()
-    return Snapshot.from_dict(data)
+    return snapshot_from_data(data)
 
 
 def only_device(snapshot: Snapshot) -> tuple[list[Segment], tuple[TraceEvent, ...]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from allocator_programs import PeaksSince
 from cuda_fakes import FakeTorch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -48,22 +49,14 @@ class Run:
 
     def begin(self) -> None:
         self.log = self.device.start_log()
-        self.gpu.allocator.start_window()
+        self.peaks = PeaksSince(self.gpu.allocator)
         self.mark()
 
     def mark(self) -> None:
         now = self.device.counters()
-        allocator = self.gpu.allocator
-        self.told.append(
-            (
-                self.device.position(self.log),
-                now.allocated,
-                now.reserved,
-                allocator.window_peak_allocated,
-                allocator.window_peak_reserved,
-            )
-        )
-        allocator.start_window()
+        position = self.device.position(self.log)
+        self.told.append((position, now.allocated, now.reserved, self.peaks.allocated, self.peaks.reserved))
+        self.peaks.begin()
 
     def play(self, steps: list[tuple[str, int]], *, marking: bool = True) -> None:
         torch, allocator = self.torch, self.gpu.allocator
@@ -91,6 +84,7 @@ class Run:
 
     def end(self) -> tuple[DeviceLog, Timeline]:
         self.mark()
+        self.peaks.end()
         log = self.device.stop_log(self.log)
         return log, Timeline(log.start, log.events, log.settings)
 

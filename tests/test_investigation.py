@@ -180,7 +180,7 @@ def test_readings_stand_beside_the_runs_of_their_statement(reports: dict[str, Re
     assert sum(reading is not None for reading in readings) == 3
     steps = investigation_of(report, published={'print("read")': [100]}).steps
     (told,) = [step for step in steps if step.published is not None]
-    assert told.off_by == (told.line.row.device_used or 0) - 100 * MIB
+    assert told.published == 100 * MIB
 
 
 @pytest.mark.parametrize(

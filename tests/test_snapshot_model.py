@@ -6,7 +6,8 @@ import pytest
 from allocator_programs import start_run, steps
 from hypothesis import given, settings
 
-from gpumem_magic.snapshot.model import Block, Frame, Segment, Snapshot, TraceEvent, event_from_dict, event_to_dict
+from gpumem_magic.snapshot.model import Block, Frame, Segment, Snapshot, TraceEvent
+from gpumem_magic.snapshot.plain import PlainDataError, events_from_data, snapshot_from_data, snapshot_to_data
 from gpumem_magic.units import MIB
 
 
@@ -31,7 +32,7 @@ def test_sums_of_a_segment() -> None:
 
 
 def test_there_and_back() -> None:
-    assert Snapshot.from_dict(sample().to_dict()) == sample()
+    assert snapshot_from_data(snapshot_to_data(sample())) == sample()
 
 
 @settings(deadline=None, max_examples=30)
@@ -41,11 +42,11 @@ def test_there_and_back_for_any_program(program: list[tuple[str, int, int]]) -> 
     for step in program:
         run.step(*step)
     snapshot = Snapshot(run.allocator.segments(), (tuple(run.events),), run.allocator.settings_dict())
-    assert Snapshot.from_dict(snapshot.to_dict()) == snapshot
+    assert snapshot_from_data(snapshot_to_data(snapshot)) == snapshot
 
 
 def test_keys_are_pytorchs() -> None:
-    data = sample().to_dict()
+    data = snapshot_to_data(sample())
     assert set(data) == {"segments", "device_traces", "allocator_settings", "external_annotations"}
     segment = data["segments"][0]
     assert set(segment) == {
@@ -57,24 +58,24 @@ def test_keys_are_pytorchs() -> None:
 
 
 def test_events_have_frames_only_where_a_stack_was_taken() -> None:
-    first, second = sample().device_traces[1]
-    assert event_to_dict(first)["frames"]
-    assert event_to_dict(first)["addr"] == 0
-    assert "frames" not in event_to_dict(second)
-    assert event_to_dict(second)["device_free"] == 4096
-    assert "addr" not in event_to_dict(second)
-    assert event_from_dict(event_to_dict(second)) == second
+    first, second = snapshot_to_data(sample())["device_traces"][1]
+    assert first["frames"]
+    assert first["addr"] == 0
+    assert "frames" not in second
+    assert second["device_free"] == 4096
+    assert "addr" not in second
+    assert events_from_data([first, second]) == sample().device_traces[1]
 
 
 def test_blocks_of_2_0_have_no_addresses() -> None:
-    data = sample().to_dict()
+    data = snapshot_to_data(sample())
     for block in data["segments"][0]["blocks"]:
         del block["address"]
         del block["frames"]
         del block["requested_size"]
     for key in ("segment_pool_id", "is_expandable", "frames"):
         del data["segments"][0][key]
-    (segment,) = Snapshot.from_dict({"segments": data["segments"]}).segments
+    (segment,) = snapshot_from_data({"segments": data["segments"]}).segments
     assert [(block.address, block.requested_size) for block in segment.blocks] == [
         (0, 1024),
         (1024, 512),
@@ -83,12 +84,12 @@ def test_blocks_of_2_0_have_no_addresses() -> None:
 
 
 def test_both_names_of_a_waiting_block_are_known() -> None:
-    data = sample().to_dict()
+    data = snapshot_to_data(sample())
     data["segments"][0]["blocks"][1]["state"] = "active_awaiting_free"
-    assert Snapshot.from_dict(data) == sample()
+    assert snapshot_from_data(data) == sample()
 
 
 @pytest.mark.parametrize("data", [{}, {"segments": [{}]}, {"segments": 3}, {"segments": [], "device_traces": [[{}]]}])
 def test_what_is_not_a_snapshot_is_refused(data: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match="not a PyTorch memory snapshot"):
-        Snapshot.from_dict(data)
+    with pytest.raises(PlainDataError):
+        snapshot_from_data(data)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpumem_magic.snapshot.model import Snapshot
+from gpumem_magic.snapshot.plain import snapshot_from_data
 from gpumem_magic.snapshot.timeline import Timeline
 from gpumem_magic.virtual import gpu
 from gpumem_magic.virtual.operators import attention
@@ -124,7 +124,7 @@ def test_the_snapshot_is_whole() -> None:
     torch.cuda.memory._record_memory_history()
     kept = [torch.zeros(size * 1000, device="cuda") for size in range(1, 30)]
     del kept[::2]
-    snapshot = Snapshot.from_dict(torch.cuda.memory._snapshot())
+    snapshot = snapshot_from_data(torch.cuda.memory._snapshot())
     assert sum(segment.allocated_size for segment in snapshot.segments) == torch.cuda.memory_allocated()
 
 

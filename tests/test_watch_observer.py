@@ -251,7 +251,7 @@ def test_statements_are_marks(machine: Any) -> None:
     progress = recording.observer()
     observer.observe()
     for line in (2, 3, 4):
-        statement = Statement(line, line, line, f"x = {line}", "assign", 0)
+        statement = Statement(line, line, f"x = {line}", "assign", 0)
         progress.after_statement(statement, (), ())
     (mark,) = observer.observe().marks
     assert (mark.kind, mark.label, mark.line, mark.count) == ("checkpoint", "x = 4", 4, 3)
@@ -283,7 +283,7 @@ def test_the_failing_statement_is_a_mark(machine: Any) -> None:
     observer = Observer(Source(), time.time, 256)
     recording = session.open_recording()
     observer.observe()
-    failed = Statement(7, 7, 7, "1 / 0", "expression", 0)
+    failed = Statement(7, 7, "1 / 0", "expression", 0)
     recording.close(ZeroDivisionError("division by zero"), (failed, (), ()))
     (mark,) = observer.observe().marks
     assert (mark.kind, mark.label, mark.line) == ("checkpoint", "1 / 0", 7)

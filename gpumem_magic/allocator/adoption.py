@@ -112,8 +112,7 @@ class AdoptingHeap(ExpandableHeap):
             block.requested = given.requested_size
             block.frames = given.frames
             self._adopt_one(block, given, pool, cached, split=len(segment.blocks) > 1)
-        if self.allocated > self._watermark:
-            self._rise()
+        self.peak_allocated = max(self.peak_allocated, self.allocated)
 
     def _after(self, block: CachedBlock) -> CachedBlock:
         assert block.next is not None

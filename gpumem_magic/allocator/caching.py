@@ -132,8 +132,8 @@ class CachingAllocator(ReleasingHeap):
         block.frames = frames
         self._journal += (TAKEN + pool.code, taken, size, splits, split_bytes)
         self.allocated = now = self.allocated + taken
-        if now > self._watermark:
-            self._rise()
+        if now > self.peak_allocated:
+            self.peak_allocated = now
         if taken >= self._max_split:
             self._books.oversize_allocations.increase(1)
         address = block.address

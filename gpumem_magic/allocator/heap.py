@@ -62,10 +62,6 @@ class Heap:
         self.on_reserved: Callable[[int], None] | None = None
         self.allocated = 0
         self.peak_allocated = 0
-        self.window_peak_allocated = 0
-        self.window_peak_reserved = 0
-        # The lower of the two peaks of what is allocated: below it nothing has to be looked at.
-        self._watermark = 0
         self._books = Statistics()
         self._journal = self._books.journal
         self._groups: dict[PoolId, PoolGroup] = {DEFAULT_POOL: PoolGroup(DEFAULT_POOL)}
@@ -138,25 +134,12 @@ class Heap:
         return settings_to_dict(self.settings, self.settings_text)
 
     def reset_peak_stats(self) -> None:
-        """Peaks become what is current. The window's peaks stay."""
+        """Peaks become what is current."""
         self._books.reset_peaks()
         self.peak_allocated = self.allocated
-        self._watermark = min(self.peak_allocated, self.window_peak_allocated)
 
     def reset_accumulated_stats(self) -> None:
         self._books.reset_accumulated()
-
-    def start_window(self) -> None:
-        """The window's peaks become what is current. They are a recorder's own: nothing else resets them."""
-        self.window_peak_allocated = self._watermark = self.allocated
-        self.window_peak_reserved = self.reserved
-
-    def _rise(self) -> None:
-        """What is allocated passed the lower of the two peaks."""
-        now = self.allocated
-        self.peak_allocated = max(self.peak_allocated, now)
-        self.window_peak_allocated = max(self.window_peak_allocated, now)
-        self._watermark = min(self.peak_allocated, self.window_peak_allocated)
 
     def segments(self) -> tuple[Segment, ...]:
         """All segments and their blocks now, by address, as a snapshot has them."""
@@ -186,11 +169,8 @@ class Heap:
         return segment
 
     def _note_reserved(self) -> None:
-        reserved = self.reserved
-        if reserved > self.window_peak_reserved:
-            self.window_peak_reserved = reserved
         if self.on_reserved is not None:
-            self.on_reserved(reserved)
+            self.on_reserved(self.reserved)
 
     def _release(self, block: CachedBlock) -> None:
         """Gives the segment of a free block that spans it back to the driver."""

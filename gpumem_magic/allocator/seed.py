@@ -30,11 +30,6 @@ class Seed:
         """How many blocks are unsettled."""
         return len(self.unsettled)
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether the recording began with an empty allocator."""
-        return self.reason is None and not self.start
-
 
 def seed_of(
     final: Sequence[Segment], events: Sequence[TraceEvent], settings: AllocatorSettings = DEFAULT_SETTINGS

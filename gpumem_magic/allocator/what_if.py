@@ -98,7 +98,6 @@ class _Player:
         self._places = {number: address for address, number in program.before.items()}
         self._peak_reserved = self._cached = 0
         self._look()
-        self._round = 0
         self._recorded_failures = 0
         self._passed = 0
         self._passed_last = False
@@ -108,7 +107,6 @@ class _Player:
         allocator, places = self._allocator, self._places
         malloc = allocator.malloc
         for action, event, block, turn, size, stream, pool_id in steps:
-            self._round = turn
             if action == ALLOC:
                 before = allocator.reserved
                 try:

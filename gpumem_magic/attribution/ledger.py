@@ -29,10 +29,6 @@ TENANT_CATEGORIES = (
 KINDS_OF_EVIDENCE = ("identity", "lifetime", "stack", "inferred", "unknown")
 
 
-class ConservationError(AssertionError):
-    """The categories of a moment do not add up to what the allocator or the driver said."""
-
-
 @dataclass(frozen=True)
 class Outside:
     """What the device holds beside PyTorch's allocator. None is unavailable; see `Counters` for what excludes what."""
@@ -124,9 +120,6 @@ class Ledger:
             )
         return balances
 
-    def categories_at(self, position: int, outside: Outside) -> dict[str, int | None]:
-        return self.at([position])[position].categories(outside)
-
 
 def gaps(categories: Mapping[str, int | None], counters: Counters) -> list[str]:
     """Where the recount differs from the device's own counters, in words; empty where every byte is accounted for."""
@@ -151,10 +144,3 @@ def gaps(categories: Mapping[str, int | None], counters: Counters) -> list[str]:
     if negative:
         found.append(f"less than nothing in {', '.join(negative)}")
     return found
-
-
-def check(categories: Mapping[str, int | None], counters: Counters) -> None:
-    """Raises ConservationError where `gaps` finds any."""
-    found = gaps(categories, counters)
-    if found:
-        raise ConservationError("; ".join(found))

@@ -15,7 +15,8 @@ from gpumem_magic.allocator.settings import settings_from_dict
 from gpumem_magic.devices import torch_memory
 from gpumem_magic.devices.readings import KIND_OF_ACTION, NOTHING, Counts, Reading, minus, plus, reading_of
 from gpumem_magic.patching import Patches
-from gpumem_magic.snapshot.model import Segment, TraceEvent, event_from_dict, segment_from_dict
+from gpumem_magic.snapshot.model import Segment, TraceEvent
+from gpumem_magic.snapshot.plain import events_from_data, segments_from_data
 from gpumem_magic.snapshot.rules import DEFAULT_SETTINGS, AllocatorSettings
 
 RING = 100_000
@@ -335,7 +336,7 @@ def newest(trace: Sequence[Mapping[str, Any]], counts: Counts) -> list[TraceEven
     """The newest events of a trace that the counts of a log account for; what is older was before it."""
     remaining = list(counts)
     missing = sum(counts)
-    events: list[TraceEvent] = []
+    events: list[Mapping[str, Any]] = []
     for event in reversed(trace):
         if not missing:
             break
@@ -346,13 +347,13 @@ def newest(trace: Sequence[Mapping[str, Any]], counts: Counts) -> list[TraceEven
             break
         remaining[kind] -= 1
         missing -= 1
-        events.append(event_from_dict(event))
+        events.append(event)
     events.reverse()
-    return events
+    return list(events_from_data(events))
 
 
 def _segments_of(segments: Sequence[Mapping[str, Any]], index: int) -> tuple[Segment, ...]:
-    return tuple(segment_from_dict(segment) for segment in segments if int(segment.get("device", 0)) == index)
+    return segments_from_data([segment for segment in segments if segment.get("device", 0) == index])
 
 
 def _words(error: BaseException) -> str:

@@ -12,8 +12,8 @@ from typing import Any
 
 from gpumem_magic.attribution.ledger import KINDS_OF_EVIDENCE, TENANT_CATEGORIES
 from gpumem_magic.devices.base import Label
-from gpumem_magic.snapshot.model import Segment, segment_to_dict
-from gpumem_magic.snapshot.plain import PlainDataError, snapshot_from_data
+from gpumem_magic.snapshot.model import Segment, Snapshot
+from gpumem_magic.snapshot.plain import PlainDataError, snapshot_from_data, snapshot_to_data
 from gpumem_magic.snapshot.timeline import Timeline
 
 _UNKNOWN = Label("unknown", "unknown")
@@ -44,7 +44,8 @@ def kept_labels(kept: Any, device: int, timeline: Timeline) -> tuple[Label, ...]
 
 def start_to_keep(start: Sequence[Segment]) -> list[dict[str, Any]]:
     """Plain data: the segments when the recording began."""
-    return [segment_to_dict(segment) for segment in start]
+    segments: list[dict[str, Any]] = snapshot_to_data(Snapshot(tuple(start), ()))["segments"]
+    return segments
 
 
 def kept_start(kept: Any, device: int) -> tuple[Segment, ...] | None:

@@ -34,12 +34,6 @@ class Step:
         iteration = self.line.iteration
         return f"{iteration} {self.line.text}" if iteration else self.line.text
 
-    @property
-    def off_by(self) -> int | None:
-        """Ours less the published figure, in bytes."""
-        used = self.line.row.device_used
-        return None if self.published is None or used is None else used - self.published
-
 
 @dataclass(frozen=True)
 class Investigation:

@@ -42,7 +42,7 @@ _KINDS = {
 class Statement:
     """A statement that the program itself wrote.
 
-    line, end_line: as the author sees them, from 1; of a compound statement only its head. text: as it was written, without
+    line: as the author sees it, from 1; of a compound statement only its head. text: as it was written, without
     indentation before it. kind: "expr", "assign", "for", "while", "with", "if", "except", "match", "def", "import", and so on.
     depth: in how many compound statements it stands. header: this is the work of a compound statement's head (a test, the
     next item of a loop, entering or leaving a ``with``), not of its body.
@@ -50,7 +50,6 @@ class Statement:
 
     index: int
     line: int
-    end_line: int
     text: str
     kind: str
     depth: int
@@ -86,7 +85,7 @@ class Instrumenter:
         kind = _KINDS.get(type(node).__name__, type(node).__name__.lower())
         index = len(self.sites)
         text = self._source.text(start, end)
-        statement = Statement(index, start[0], self._source.last_line(end), text, kind, self._depth)
+        statement = Statement(index, start[0], text, kind, self._depth)
         self.sites.append(Site(statement, tuple(self._loops), start, end))
         return index
 

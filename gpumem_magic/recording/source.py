@@ -56,10 +56,6 @@ class Source:
             return False
         return self._python[node.lineno - 1].encode()[node.col_offset :].startswith(b"elif")
 
-    def last_line(self, end: Position) -> int:
-        """The author's last line of what ends at `end`."""
-        return self._extents.get(end[0], end[0])
-
     def _segment(self, start: Position, end: Position) -> str:
         lines = [line.encode() for line in self._python[start[0] - 1 : end[0]]]
         if not lines:

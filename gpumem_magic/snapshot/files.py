@@ -12,13 +12,13 @@ import os
 import pickle
 import re
 import zlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from gpumem_magic.snapshot.model import Frame, Snapshot
+from gpumem_magic.snapshot.model import Snapshot
 from gpumem_magic.snapshot.origin import Beginning, beginning_of, version_of
-from gpumem_magic.snapshot.plain import PlainDataError, forward_stacks, snapshot_from_data, snapshot_to_data
+from gpumem_magic.snapshot.plain import PlainDataError, snapshot_from_data, snapshot_to_data
 from gpumem_magic.snapshot.unpickle import MAX_BYTES, SnapshotFileError, check_values, loads, one_line
 from gpumem_magic.snapshot.whole_file import replace_file
 from gpumem_magic.units import MIB, human
@@ -49,8 +49,7 @@ class LoadedSnapshot:
 
     path: as it was given. form: "pickle", "JSON" or "HTML", with "gzip " before it where it was compressed. torch: the
     version that wrote it, as far as the keys tell ("2.5-2.7"). devices: one `Beginning` for each device that has segments or
-    events. extra: what gpumem_magic kept beside the snapshot, or None. forward_frames: device -> event -> stack of the forward
-    operator (2.13). notes: what it lacks, one sentence each.
+    events. extra: what gpumem_magic kept beside the snapshot, or None.
     """
 
     path: str
@@ -59,12 +58,6 @@ class LoadedSnapshot:
     torch: str
     devices: tuple[Beginning, ...]
     extra: Mapping[str, Any] | None = None
-    forward_frames: Mapping[int, Mapping[int, tuple[Frame, ...]]] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
-
-    @property
-    def has_trace(self) -> bool:
-        return any(device.events for device in self.devices)
 
     @property
     def has_frames(self) -> bool:
@@ -86,27 +79,23 @@ def read(path: str | os.PathLike[str]) -> LoadedSnapshot:
     zipped = content.startswith(b"\x1f\x8b")
     if zipped:
         content = _unzipped(content, name)
-    data, form, notes = _plain_data(content, name)
+    data, form = _plain_data(content, name)
     del content
     try:
         snapshot = snapshot_from_data(data)
-        forward = forward_stacks(data)
     except PlainDataError as error:
         _refuse(name, f"it is not a memory snapshot: {one_line(error)}", _NOT_ONE)
     extra = data.get(OWN_KEY) if isinstance(data, dict) else None
     extra = extra if isinstance(extra, dict) else None
     told = extra.get("torch") if extra is not None else None
     torch = told if isinstance(told, str) else version_of(data)
-    devices = _devices(snapshot)
     return LoadedSnapshot(
         path=name,
         snapshot=snapshot,
         form=f"gzip {form}" if zipped else form,
         torch=torch,
-        devices=devices,
+        devices=_devices(snapshot),
         extra=extra,
-        forward_frames=forward,
-        notes=(*notes, *_lacks(devices)),
     )
 
 
@@ -166,19 +155,19 @@ def _unzipped(content: bytes, name: str) -> bytes:
     return b"".join(parts)
 
 
-def _plain_data(content: bytes, name: str) -> tuple[Any, str, list[str]]:
-    """The data, the form they were in, and what the reader should know about that."""
+def _plain_data(content: bytes, name: str) -> tuple[Any, str]:
+    """The data, and the form they were in."""
     if content.startswith(b"\x80"):
-        return loads(content, name), "pickle", []
+        return loads(content, name), "pickle"
     for magic, what in _FORMS_OF_OTHERS:
         if content.startswith(magic):
             _refuse(name, what, _NOT_ONE)
     head = content[:4096].removeprefix(b"\xef\xbb\xbf").lstrip()
     if head[:1] in (b"{", b"["):
-        return _from_json(content, name), "JSON", []
+        return _from_json(content, name), "JSON"
     if head[:1] != b"<":
         _refuse(name, "it is neither a pickle of protocol 2 to 5, nor JSON, nor a page of memory_viz", _NOT_ONE)
-    return _from_page(content, name)
+    return _from_page(content, name), "HTML"
 
 
 def _from_json(content: bytes, name: str) -> Any:
@@ -192,7 +181,8 @@ def _from_json(content: bytes, name: str) -> Any:
     return data
 
 
-def _from_page(content: bytes, name: str) -> tuple[Any, str, list[str]]:
+def _from_page(content: bytes, name: str) -> Any:
+    """What is in a page; in one of several snapshots, the first."""
     found = _EMBEDDED.findall(content)
     if not found:
         _refuse(
@@ -202,8 +192,7 @@ def _from_page(content: bytes, name: str) -> tuple[Any, str, list[str]]:
         inner = base64.b64decode(found[0], validate=True)
     except (binascii.Error, ValueError) as error:
         _refuse(name, f"the snapshot in the page is damaged ({one_line(error)})", _AGAIN)
-    notes = [f"The page holds {len(found):,} snapshots; this is the first."] if len(found) > 1 else []
-    return loads(inner, name), "HTML", notes
+    return loads(inner, name)
 
 
 def _devices(snapshot: Snapshot) -> tuple[Beginning, ...]:
@@ -217,12 +206,6 @@ def _devices(snapshot: Snapshot) -> tuple[Beginning, ...]:
         )
         for device in sorted(with_segments | with_events)
     )
-
-
-def _lacks(devices: Sequence[Beginning]) -> list[str]:
-    if not devices:
-        return ["It holds no segments and no events: PyTorch had used no GPU memory."]
-    return [note for device in devices for note in device.notes(several=len(devices) > 1)]
 
 
 def _refuse(name: str, what: str, advice: str) -> NoReturn:

@@ -32,26 +32,25 @@ class Beginning:
     missing: tuple[str, ...]
     in_use: int
 
-    def notes(self, *, several: bool = False) -> list[str]:
-        """What it lacks, one sentence each; several: they name the device."""
-        what = f"Device {self.device}: the recording" if several else "The recording"
+    def notes(self) -> list[str]:
+        """What it lacks, one sentence each."""
         notes = []
         if self.kind == "none":
             notes.append(
-                f"{what} has no trace, only the state at the end ({human(self.in_use)} in use): "
+                f"The recording has no trace, only the state at the end ({human(self.in_use)} in use): "
                 "_record_memory_history was off, or on with enabled='state'."
             )
         elif self.overran:
             notes.append(
-                f"{what} begins in the middle: it has exactly {self.events:,} events, so the ring buffer "
+                f"The recording begins in the middle: it has exactly {self.events:,} events, so the ring buffer "
                 "probably overran (max_entries) and dropped the oldest."
             )
         elif self.kind == "middle":
-            notes.append(f"{what} begins in the middle: memory was in use before its first event.")
+            notes.append("The recording begins in the middle: memory was in use before its first event.")
         if self.kind != "none" and self.missing:
-            notes.append(f"{what} has no {' or '.join(self.missing)} events.")
+            notes.append(f"The recording has no {' or '.join(self.missing)} events.")
         if not self.has_frames:
-            notes.append(f"{what} has no stacks: where memory was asked for is not known.")
+            notes.append("The recording has no stacks: where memory was asked for is not known.")
         return notes
 
 

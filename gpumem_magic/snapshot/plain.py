@@ -1,7 +1,7 @@
-"""A snapshot from plain data (what a pickle or a JSON text holds), and back, with every value checked.
+"""A snapshot from plain data (what PyTorch, a pickle or a JSON text gives), and back, with every value checked.
 
-`Snapshot.from_dict` trusts its data; this does not: the data may be anybody's, and an error says where in it something is
-wrong. Thousands of events share few stacks, so each stack is converted once, in both directions.
+The data may be anybody's: an error says where in it something is wrong. Thousands of events share few stacks, so each stack is
+converted once, in both directions. What is written has PyTorch's own keys (the schema of 2.10), so its `_memory_viz.py` reads it.
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ from gpumem_magic.snapshot.model import (
     Segment,
     Snapshot,
     TraceEvent,
-    event_to_dict,
-    segment_to_dict,
 )
 
 # 64-bit figures; a bigger one is damage. Devices are counted from 0, and a list is as long as the highest.
@@ -64,24 +62,19 @@ def snapshot_from_data(data: Any) -> Snapshot:
     )
 
 
-def forward_stacks(data: Any) -> dict[int, dict[int, tuple[Frame, ...]]]:
-    """Device -> event -> the stack of the forward operator, for allocations in its backward (2.13, where it was recorded)."""
-    traces = data.get("device_traces", ()) if isinstance(data, dict) else ()
-    stacks = _Stacks()
-    found: dict[int, dict[int, tuple[Frame, ...]]] = {}
-    for device, trace in enumerate(traces):
-        of_device = {
-            index: stacks.of(event["forward_frames"], f"device_traces[{device}][{index}].forward_frames")
-            for index, event in enumerate(trace)
-            if "forward_frames" in event
-        }
-        if of_device:
-            found[device] = of_device
-    return found
+def segments_from_data(segments: Sequence[Any]) -> tuple[Segment, ...]:
+    """Segments as PyTorch lists them. Raises PlainDataError."""
+    stacks, parts = _Stacks(), _Parts()
+    return tuple(_segment(segment, f"segments[{number}]", stacks, parts) for number, segment in enumerate(segments))
+
+
+def events_from_data(events: Sequence[Any]) -> tuple[TraceEvent, ...]:
+    """Events of one device, as PyTorch lists them. Raises PlainDataError."""
+    return _trace(events, "device_traces", _Stacks(), _Parts())
 
 
 def snapshot_to_data(snapshot: Snapshot) -> dict[str, Any]:
-    """What `Snapshot.to_dict` makes, with equal stacks as one list each, so that the pickle stays small."""
+    """The dictionary of `torch.cuda.memory._snapshot()`, with equal stacks as one list each, so that a pickle stays small."""
     shared: dict[tuple[Frame, ...], list[dict[str, Any]]] = {}
     single: dict[Frame, dict[str, Any]] = {}
 
@@ -94,25 +87,50 @@ def snapshot_to_data(snapshot: Snapshot) -> dict[str, Any]:
             known = shared[frames] = [single[frame] for frame in frames]
         return known
 
-    segments = []
-    for segment in snapshot.segments:
-        data = segment_to_dict(segment)
-        data["frames"] = stack(segment.frames)
-        for block_data, block in zip(data["blocks"], segment.blocks, strict=True):
-            block_data["frames"] = stack(block.frames)
-        segments.append(data)
-    traces = []
-    for trace in snapshot.device_traces:
-        events = []
-        for event in trace:
-            data = event_to_dict(event._replace(frames=()))
-            if event.frames:
-                data["frames"] = stack(event.frames)
-            events.append(data)
-        traces.append(events)
+    def segment_data(segment: Segment) -> dict[str, Any]:
+        return {
+            "device": segment.device,
+            "address": segment.address,
+            "total_size": segment.total_size,
+            "allocated_size": segment.allocated_size,
+            "active_size": segment.active_size,
+            "requested_size": segment.requested_size,
+            "stream": segment.stream,
+            "segment_type": segment.segment_type,
+            "segment_pool_id": tuple(segment.segment_pool_id),
+            "is_expandable": segment.is_expandable,
+            "frames": stack(segment.frames),
+            "blocks": [
+                {
+                    "address": block.address,
+                    "size": block.size,
+                    "requested_size": block.requested_size,
+                    "state": block.state,
+                    "frames": stack(block.frames),
+                }
+                for block in segment.blocks
+            ],
+        }
+
+    def event_data(event: TraceEvent) -> dict[str, Any]:
+        data: dict[str, Any] = {
+            "action": event.action,
+            "device_free" if event.action == "oom" else "addr": event.address,
+            "size": event.size,
+            "stream": event.stream,
+            "time_us": event.time_us,
+            "compile_context": "N/A",
+            "user_metadata": "",
+        }
+        if event.frames:  # only where a stack was recorded, as in PyTorch
+            data["frames"] = stack(event.frames)
+        if event.pool_id is not None:
+            data["pool_id"] = event.pool_id
+        return data
+
     return {
-        "segments": segments,
-        "device_traces": traces,
+        "segments": [segment_data(segment) for segment in snapshot.segments],
+        "device_traces": [[event_data(event) for event in trace] for trace in snapshot.device_traces],
         "allocator_settings": dict(snapshot.allocator_settings),
         "external_annotations": [dict(note) for note in snapshot.external_annotations],
     }

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from gpumem_magic.snapshot.model import Frame, Snapshot, TraceEvent
+from gpumem_magic.snapshot.plain import snapshot_to_data
 
 if TYPE_CHECKING:
     from gpumem_magic.virtual.engine.device import Machine, VirtualDevice
@@ -157,11 +158,11 @@ class CudaMemory:
     # ---- snapshots
 
     def memory_snapshot(self, mempool_id: Any = None, include_traces: bool = True) -> list[dict[str, Any]]:
-        segments: list[dict[str, Any]] = self._whole().to_dict()["segments"]
+        segments: list[dict[str, Any]] = snapshot_to_data(self._whole())["segments"]
         return segments
 
     def _snapshot(self, device: Any = None, augment_with_fx_traces: bool = False) -> dict[str, Any]:
-        snapshot = self._whole().to_dict()
+        snapshot = snapshot_to_data(self._whole())
         for gpu in self._machine.devices:
             history = self._histories.get(gpu.index)
             if history is not None:
