@@ -26,6 +26,11 @@ def human(size: int) -> str:
     return f"{size / GIB:,.1f} GiB"
 
 
+def counted(number: int, one: str, several: str | None = None) -> str:
+    """``1 segment``, ``1,024 segments``; several: the plural, where an "s" does not make it."""
+    return f"{number:,} {one if number == 1 else several or one + 's'}"
+
+
 def amount(size: int) -> str:
     """`size` bytes for a sentence beside a table: whole MiB as there, ``2,376 MiB``; what is small keeps its digits."""
     return f"{mib(size)} MiB" if abs(size) >= 100 * MIB else human(size)

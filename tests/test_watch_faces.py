@@ -229,10 +229,10 @@ def test_leaving_closes_every_comm() -> None:
 
 def test_the_page_runs_without_loading_anything() -> None:
     pytest.importorskip("anywidget", reason="the live chart needs anywidget")
-    from gpumem_magic.widgets.widget import page_script
+    from gpumem_magic.widgets.widget import WatchWidget
 
-    script = page_script()
-    style = (ROOT / "gpumem_magic/widgets/watch.css").read_text()
+    script = WatchWidget._esm
+    style = WatchWidget._css
     for text in (script, style):
         assert "http" not in text
         assert "@import" not in text
@@ -242,9 +242,9 @@ def test_the_page_runs_without_loading_anything() -> None:
 
 def test_the_modules_of_the_page_are_one_script(tmp_path: Path) -> None:
     pytest.importorskip("anywidget", reason="the live chart needs anywidget")
-    from gpumem_magic.widgets.widget import page_script
+    from gpumem_magic.widgets.widget import WatchWidget
 
-    script = page_script()
+    script = WatchWidget._esm
     names = re.findall(r"^(?:export )?(?:const|class|function) (\w+)", script, re.MULTILINE)
     assert len(names) == len(set(names)), "a name that two of the modules have"
     assert script.count("export default") == 1

@@ -10,6 +10,7 @@ from gpumem_magic.snapshot.model import INACTIVE, Segment, TraceEvent
 from gpumem_magic.snapshot.rules import DEFAULT_SETTINGS, AllocatorSettings
 from gpumem_magic.snapshot.start import start_of
 from gpumem_magic.snapshot.timeline import Timeline
+from gpumem_magic.units import counted
 
 
 @dataclass(frozen=True)
@@ -46,11 +47,11 @@ def seed_of(
         return Seed(reason=f"the segments at the end are not whole: {error}")
     missing = _missing_frees(events)
     if missing:
-        what = _count(missing, "free is", "frees are")
+        what = counted(missing, "free is", "frees are")
         return Seed(reason=f"{what} missing: the trace was filtered, or its oldest events were dropped")
     found = start_of(final, events, settings)
     if found.orphans:
-        what = _count(found.orphans, "block from before the trace lies", "blocks from before the trace lie")
+        what = counted(found.orphans, "block from before the trace lies", "blocks from before the trace lie")
         return Seed(reason=f"{what} in segments that are not known")
     try:
         check_adoptable(found.segments, found.segments)
@@ -59,18 +60,14 @@ def seed_of(
     timeline = Timeline(found.segments, events, settings)
     if timeline.unplaced:
         return Seed(
-            reason=f"{_count(timeline.unplaced, 'allocation lies', 'allocations lie')} in no segment of the file"
+            reason=f"{counted(timeline.unplaced, 'allocation lies', 'allocations lie')} in no segment of the file"
         )
     if timeline.unmatched:
-        what = _count(timeline.unmatched, "event is", "events are")
+        what = counted(timeline.unmatched, "event is", "events are")
         return Seed(reason=f"{what} about blocks or segments that are not known")
     if _used(timeline.segments_at(len(timeline))) != _used(final):
         return Seed(reason="the trace does not lead to the segments that the file has at its end")
     return Seed(found.segments, None, found.unsettled)
-
-
-def _count(number: int, one: str, several: str) -> str:
-    return f"{number:,} {one if number == 1 else several}"
 
 
 def _missing_frees(events: Sequence[TraceEvent]) -> int:

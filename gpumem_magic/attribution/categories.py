@@ -10,23 +10,24 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from gpumem_magic.attribution.owners import Roles, lives_at, owners
-from gpumem_magic.attribution.phase_map import (
+from gpumem_magic.attribution.phase_map import Phase, PhaseMap, phases_on
+from gpumem_magic.devices.base import DeviceLog, Label
+from gpumem_magic.recording.model import (
     BACKWARD,
     FORWARD,
     OPTIMIZER,
     RECOMPUTATION,
-    Phase,
-    PhaseMap,
-    phases_on,
+    Checkpoint,
+    Sighting,
+    Span,
 )
-from gpumem_magic.devices.base import DeviceLog, Label
-from gpumem_magic.recording.model import Checkpoint, Sighting, Span
 from gpumem_magic.snapshot.timeline import Allocation, Timeline
+from gpumem_magic.virtual.card.generations import LARGE_WORKSPACE, WORKSPACE
 
 UNKNOWN = Label("unknown", "unknown")
 
-# What cuBLAS keeps per handle and stream: 4096 KiB x 2 + 16 KiB x 8, and 32 MiB on Hopper. Nothing of the user's holds it.
-WORKSPACE_SIZES = frozenset({8_519_680, 33_554_432})
+# What cuBLAS keeps per handle and stream; nothing of the user's holds it.
+WORKSPACE_SIZES = frozenset({WORKSPACE, LARGE_WORKSPACE})
 
 _IDENTITY = (
     ("parameter", "parameters"),

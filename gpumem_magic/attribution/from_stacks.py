@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from gpumem_magic.attribution import sites
 from gpumem_magic.attribution.categories import WORKSPACE_SIZES
 from gpumem_magic.devices.base import Label
+from gpumem_magic.recording.model import BACKWARD, FORWARD, OPTIMIZER
 from gpumem_magic.snapshot.model import Segment, TraceEvent
 from gpumem_magic.snapshot.timeline import Allocation, Timeline
 
@@ -67,10 +68,10 @@ class _Attributor:
 
     def _kind_of_run(self, site: str) -> str | None:
         """The part of a step that an allocation shows to be under way; None where it shows none."""
-        if site in (sites.FORWARD, sites.OPTIMIZER):
+        if site in (FORWARD, OPTIMIZER):
             return site
-        if site in (sites.BACKWARD, sites.NATIVE) or (site == sites.NO_STACK and self._has_stacks):
-            return sites.BACKWARD
+        if site in (BACKWARD, sites.NATIVE) or (site == sites.NO_STACK and self._has_stacks):
+            return BACKWARD
         return None
 
     def run(self) -> Attribution:
@@ -78,11 +79,11 @@ class _Attributor:
         for one, site in zip(self._allocations, self._sites, strict=True):
             if one.born < 0:
                 self._from_before(one, site)
-            elif site in (sites.BACKWARD, sites.NATIVE) or (site == sites.NO_STACK and self._has_stacks):
+            elif site in (BACKWARD, sites.NATIVE) or (site == sites.NO_STACK and self._has_stacks):
                 if self._outlives(one):
                     survivors.append(one)
                 else:
-                    evidence = "stack" if site == sites.BACKWARD else "inferred"
+                    evidence = "stack" if site == BACKWARD else "inferred"
                     self._labels[one.index] = Label("activation_gradients", evidence)
             else:
                 self._by_site(one, site)
@@ -106,10 +107,10 @@ class _Attributor:
         elif site == sites.PARAMETERS:
             category = "parameters" if one.freed is None else "temporaries"
             self._labels[one.index] = Label(category, "stack")
-        elif site == sites.OPTIMIZER:
+        elif site == OPTIMIZER:
             category = "optimizer_state" if self._outlives(one) else "temporaries"
             self._labels[one.index] = Label(category, "stack")
-        elif site == sites.FORWARD:
+        elif site == FORWARD:
             category = "activations" if self._outlives(one) else "temporaries"
             self._labels[one.index] = Label(category, "stack")
         elif site == sites.NO_STACK and self._is_workspace(one):
@@ -126,9 +127,9 @@ class _Attributor:
             self._labels[one.index] = Label("temporaries", "lifetime")
         elif site == sites.CONSTRUCTOR:
             self._reasons[one.index] = OWN_CODE
-        elif following is not None and following[1] == sites.BACKWARD and one.freed is not None:
+        elif following is not None and following[1] == BACKWARD and one.freed is not None:
             self._labels[one.index] = Label("activations", "lifetime")
-        elif following is not None and following[1] == sites.FORWARD and self._is_used_up(one):
+        elif following is not None and following[1] == FORWARD and self._is_used_up(one):
             self._labels[one.index] = Label("inputs", "inferred")
         elif site == sites.FUNCTION:
             self._labels[one.index] = Label("activations", "stack")
@@ -147,9 +148,9 @@ class _Attributor:
         return few and one.requested in WORKSPACE_SIZES and one.freed is None
 
     def _from_before(self, one: Allocation, site: str) -> None:
-        if site == sites.FORWARD:
+        if site == FORWARD:
             self._labels[one.index] = Label("activations", "stack")
-        elif site == sites.OPTIMIZER:
+        elif site == OPTIMIZER:
             self._labels[one.index] = Label("optimizer_state", "stack")
         elif site in (sites.PARAMETERS, sites.WORKSPACE):
             self._labels[one.index] = Label(site, "stack")
@@ -199,7 +200,7 @@ class _Attributor:
                 if left[one.requested] > 0:
                     left[one.requested] -= 1
                     self._labels[one.index] = Label("gradients", "inferred")
-                elif self._sites[one.index] == sites.BACKWARD:
+                elif self._sites[one.index] == BACKWARD:
                     self._labels[one.index] = Label("gradients", "lifetime")
                 elif self._is_workspace(one):
                     self._labels[one.index] = Label("workspace", "inferred")

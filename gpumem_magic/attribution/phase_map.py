@@ -6,13 +6,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from gpumem_magic.recording.model import Checkpoint, Span
-
-FORWARD = "forward"
-BACKWARD = "backward"
-OPTIMIZER = "optimizer"
-RECOMPUTATION = "recomputation"
-PHASES = frozenset({FORWARD, BACKWARD, OPTIMIZER, RECOMPUTATION})
+from gpumem_magic.recording.model import FORWARD, PHASES, RECOMPUTATION, Checkpoint, Span
 
 
 @dataclass(frozen=True)

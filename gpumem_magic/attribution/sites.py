@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import re
 
+from gpumem_magic.recording.model import BACKWARD, FORWARD, OPTIMIZER
 from gpumem_magic.snapshot.model import Frame
+from gpumem_magic.units import counted
 
-# Kinds of sites.
+# Kinds of sites, beside the phases.
 NO_STACK = "no stack"
 PARAMETERS = "parameters"
-OPTIMIZER = "optimizer"
-FORWARD = "forward"
-BACKWARD = "backward"
 WORKSPACE = "workspace"
 FUNCTION = "function"
 SCRIPT = "script"
@@ -102,11 +101,11 @@ def folded(frames: tuple[Frame, ...], most: int = 6) -> list[str]:
     for frame in python or frames:
         if frame in shown and len(lines) < most:
             if hidden:
-                lines.append(f"({hidden} library {'frame' if hidden == 1 else 'frames'})")
+                lines.append(f"({counted(hidden, 'library frame')})")
                 hidden = 0
             lines.append(words_of(frame))
         else:
             hidden += 1
     if hidden:
-        lines.append(f"({hidden} more {'frame' if hidden == 1 else 'frames'})")
+        lines.append(f"({counted(hidden, 'more frame')})")
     return lines

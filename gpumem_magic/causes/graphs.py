@@ -10,6 +10,7 @@ from gpumem_magic.causes.model import LEAST, Cause, Scene
 from gpumem_magic.owners.model import Held, Root, size_of
 from gpumem_magic.owners.text import detach_words
 from gpumem_magic.owners.who import freed_by_detaching
+from gpumem_magic.recording.model import BACKWARD, FORWARD
 from gpumem_magic.units import human
 
 _MEMBER = re.compile(r"^(?:graph of )?(?P<member>[^:]*?\[[^\]]+\])")
@@ -79,9 +80,9 @@ def growth(scene: Scene) -> list[Cause]:
 
 def graph_without_backward(scene: Scene) -> list[Cause]:
     """A forward in evaluation mode whose graph a variable keeps, where no backward ever ran."""
-    if scene.holdings is None or not scene.evaluating or scene.spans("backward") or not scene.spans("forward"):
+    if scene.holdings is None or not scene.evaluating or scene.spans(BACKWARD) or not scene.spans(FORWARD):
         return []
-    first = scene.start_of(scene.spans("forward")[0])
+    first = scene.start_of(scene.spans(FORWARD)[0])
     ours = [one for one in scene.held if one.kind == "graph" and _born(scene, one) >= first]
     roots = Counter[int]()
     for one in ours:

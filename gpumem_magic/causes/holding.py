@@ -7,7 +7,7 @@ import re
 from gpumem_magic.causes.model import LEAST, Cause, Scene
 from gpumem_magic.owners.model import Held, size_of
 from gpumem_magic.owners.who import joined
-from gpumem_magic.recording.model import Sighting
+from gpumem_magic.recording.model import FORWARD, Sighting
 from gpumem_magic.units import MIB, human
 
 _DELETED = re.compile(r"^del\s+(?P<names>[\w\s,.\[\]'\"]+)$")
@@ -176,7 +176,7 @@ def _seen_as(scene: Scene, name: str, position: int) -> set[int]:
         and _is_of(look, name)
     }
     found |= {address for address in scene.modules.get(name, ()) if address in scene.alive}
-    if name not in scene.modules and any(span.label in (name, f"{name}.forward") for span in scene.spans("forward")):
+    if name not in scene.modules and any(span.label in (name, f"{name}.forward") for span in scene.spans(FORWARD)):
         # A model of this very cell: parameters that only an optimizer still knows.
         found |= {one.address for one in scene.held if one.kind == "parameter" and ".param_groups" in one.place}
     return found

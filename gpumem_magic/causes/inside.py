@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from gpumem_magic.causes.model import Scene
 from gpumem_magic.owners.saved import Saved
-from gpumem_magic.recording.model import ModuleTrace
+from gpumem_magic.recording.model import BACKWARD, ModuleTrace
 from gpumem_magic.report.inside import DEEPEST, NOT_KEPT, OUTSIDE, Inside, LayerRow, OperatorRow
 from gpumem_magic.snapshot.timeline import Allocation
 
@@ -73,7 +73,7 @@ def _moment(scene: Scene) -> tuple[str, int]:
     """Which moment it is, in words, and where the device's log stood."""
     if scene.saved:
         return "at the start of the first backward", scene.saved_at
-    backward = scene.spans("backward")
+    backward = scene.spans(BACKWARD)
     if backward:
         return "at the start of the first backward", scene.start_of(backward[0])
     failed = next((position for point, _, position in scene.points if point.kind == "error"), None)
@@ -81,7 +81,7 @@ def _moment(scene: Scene) -> tuple[str, int]:
 
 
 def _end_of_backward(scene: Scene, otherwise: int) -> int:
-    backward = scene.spans("backward")
+    backward = scene.spans(BACKWARD)
     return scene.end_of(backward[0]) if backward else otherwise
 
 

@@ -10,7 +10,7 @@ from functools import cached_property
 from gpumem_magic.devices.base import Label
 from gpumem_magic.owners.model import Held, Holdings
 from gpumem_magic.owners.saved import Place, Saved
-from gpumem_magic.recording.model import Checkpoint, Recording, Span
+from gpumem_magic.recording.model import OPTIMIZER, Checkpoint, Recording, Span
 from gpumem_magic.report.model import ReportData
 from gpumem_magic.snapshot.timeline import Allocation, Timeline
 from gpumem_magic.units import MIB
@@ -125,7 +125,7 @@ class Scene:
     @cached_property
     def turns(self) -> list[Turn]:
         """The iterations: from one step of the first optimizer to its next, else those of the loop that turned most often."""
-        steps = [span for span in self.spans("optimizer") if not span.failed]
+        steps = [span for span in self.spans(OPTIMIZER) if not span.failed]
         ends = [self.end_of(step) for step in steps if step.label == steps[0].label]
         if len(ends) < 2:
             ends = self._loop_ends()

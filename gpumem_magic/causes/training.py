@@ -6,16 +6,16 @@ from collections import Counter
 from collections.abc import Iterable
 
 from gpumem_magic.causes.model import LEAST, Cause, Scene, size
-from gpumem_magic.recording.model import Span
+from gpumem_magic.recording.model import BACKWARD, FORWARD, OPTIMIZER, Span
 from gpumem_magic.snapshot.timeline import Allocation
-from gpumem_magic.units import human
+from gpumem_magic.units import counted, human
 
 
 def late_zero_grad(scene: Scene) -> list[Cause]:
     """Gradients of one iteration that are there during the next one's forward, and are dropped before its backward."""
-    backwards = [(scene.start_of(span), scene.end_of(span)) for span in scene.spans("backward")]
+    backwards = [(scene.start_of(span), scene.end_of(span)) for span in scene.spans(BACKWARD)]
     worst: tuple[int, Span] | None = None
-    forwards = scene.spans("forward")
+    forwards = scene.spans(FORWARD)
     starts = sorted(scene.start_of(forward) for forward in forwards)
     for forward in forwards:
         begin, end = scene.start_of(forward), scene.end_of(forward)
@@ -50,10 +50,10 @@ def missing_zero_grad(scene: Scene) -> list[Cause]:
     """Gradients that stay from one step through the next forward and backward, which adds to them, as nothing clears them."""
     if not scene.never_clears:
         return []
-    backwards = scene.spans("backward")
+    backwards = scene.spans(BACKWARD)
     worst = 0
     times = 0
-    for step in scene.spans("optimizer"):
+    for step in scene.spans(OPTIMIZER):
         done = scene.end_of(step)
         following = next((one for one in backwards if scene.start_of(one) >= done), None)
         if step.failed or following is None:
@@ -71,7 +71,7 @@ def missing_zero_grad(scene: Scene) -> list[Cause]:
         Cause(
             "missing_zero_grad",
             f"Gradients ({human(worst)}) stayed from each step through the next forward and backward, which added to them "
-            f"({times} {'time' if times == 1 else 'times'}): the cell never calls `zero_grad`.",
+            f"({counted(times, 'time')}): the cell never calls `zero_grad`.",
             "Call `optimizer.zero_grad()` right after `optimizer.step()`: it frees them, and the training is not what it seems "
             "without it.",
             worst,
@@ -104,7 +104,7 @@ def _as_large_as(allocations: list[Allocation], sizes: Iterable[int]) -> list[Al
 
 def optimizer_states(scene: Scene) -> list[Cause]:
     """The first step brings the optimizer's states, which stay."""
-    for step in scene.spans("optimizer"):
+    for step in scene.spans(OPTIMIZER):
         begin, end = scene.start_of(step), scene.end_of(step)
         new = [one for one in scene.living_in(end, "optimizer_state") if begin <= one.born < end]
         parameters = size(scene.living_in(end, "parameters"))
@@ -126,9 +126,7 @@ def optimizer_states(scene: Scene) -> list[Cause]:
 
 def optimizer_temporaries(scene: Scene) -> list[Cause]:
     """The peak lies inside an optimizer's step, and a good part of it is what the step works with."""
-    step = next(
-        (one for one in scene.spans("optimizer") if scene.start_of(one) < scene.peak <= scene.end_of(one)), None
-    )
+    step = next((one for one in scene.spans(OPTIMIZER) if scene.start_of(one) < scene.peak <= scene.end_of(one)), None)
     if step is None:
         return []
     used = [one for one in scene.living_in(scene.peak, "temporaries") if one.born >= scene.start_of(step)]

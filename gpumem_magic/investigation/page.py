@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import warnings
 from html import escape
 from typing import Any
@@ -10,13 +9,8 @@ from typing import Any
 from gpumem_magic.investigation.steps import Investigation, Step
 from gpumem_magic.views import explain
 from gpumem_magic.views.lines import Figures
+from gpumem_magic.views.pages import CSS_WIDTH, card, image
 from gpumem_magic.views.palette import ALARM, PAPER, QUIET, TEXT
-
-_CSS_WIDTH = 1060
-_CARD = (
-    f"background:{PAPER};color:{TEXT};font-family:system-ui,-apple-system,'Segoe UI',Roboto,Arial,sans-serif;"
-    "font-size:14px;line-height:1.45;max-width:1060px;padding:12px 16px;border-radius:8px;color-scheme:light"
-)
 
 
 def still(investigation: Investigation) -> dict[str, Any]:
@@ -24,20 +18,16 @@ def still(investigation: Investigation) -> dict[str, Any]:
     text = investigation.text()
     device = explain.device_name(investigation.report.device)
     head = f"The checkpoints at which memory moved, on the {device}"
-    body = [f'<p style="font-weight:600;margin:0 0 6px 0;color:{TEXT}">{escape(head)}</p>']
+    body = []
     try:
         from gpumem_magic.investigation.figure import png
 
         data, _width, _height = png(investigation)
-        image = base64.b64encode(data).decode("ascii")
-        body.append(
-            f'<img alt="{escape(text, quote=True)}" src="data:image/png;base64,{image}" width="{_CSS_WIDTH}" '
-            f'style="width:{_CSS_WIDTH}px;max-width:100%;height:auto"/>'
-        )
+        body.append(image(data, text, CSS_WIDTH))
     except Exception as error:
         warnings.warn(f"gpumem_magic could not draw the checkpoints: {type(error).__name__}: {error}", stacklevel=2)
     body.append(_details(investigation))
-    return {"text/html": f'<div style="{_CARD}">{"".join(body)}</div>', "text/plain": text}
+    return {"text/html": card(head, body), "text/plain": text}
 
 
 def _details(investigation: Investigation) -> str:

@@ -3,20 +3,13 @@
    Pure parts first (facts in, numbers and words out; tested without a browser), the page's elements last. `facts` is the
    dictionary that `gpumem_magic.investigation.steps.facts` makes. Sizes are bytes. */
 
-const MIB = 2 ** 20;
-const GIB = 2 ** 30;
+import { counted, mib } from "../units.js";
+
 const SVG = "http" + "://www.w3.org/2000/svg"; // the name of the drawing elements; nothing is loaded from there
 export const PACE = 1400; // ms for each step while it plays
 const STRIP_HEIGHT = 46;
 
 // ---- words and numbers
-
-/** Whole MiB with thousands separators; "n/a" for what is not known. */
-export function mib(size, signed = false) {
-  if (size === null || size === undefined) return "n/a";
-  const whole = Math.round(size / MIB);
-  return `${signed && whole > 0 ? "+" : ""}${whole.toLocaleString("en")}`;
-}
 
 /** The step that a key leads to, or null for a key that means nothing here. */
 export function stepForKey(key, step, count) {
@@ -108,8 +101,7 @@ export function stripWords(facts, step) {
   const hole = largestHole(stripOf(facts, step, 1000));
   const free = hole ? `the largest free piece is ${mib(hole.bytes)} MiB` : "no piece is free";
   const wanted = one.kind === "error" && facts.wanted ? `; ${mib(facts.wanted)} MiB are wanted in one piece` : "";
-  const count = one.strip.length === 1 ? "1 segment" : `${one.strip.length.toLocaleString("en")} segments`;
-  return `${count}, ${mib(one.reserved)} MiB: ${free}${wanted}`;
+  return `${counted(one.strip.length, "segment")}, ${mib(one.reserved)} MiB: ${free}${wanted}`;
 }
 
 /** The kinds that any step has, for the legend: those of the bars, and those of the strips only. */

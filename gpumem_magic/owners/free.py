@@ -15,7 +15,7 @@ import torch
 
 from gpumem_magic.devices.base import Machine
 from gpumem_magic.owners.model import size_of
-from gpumem_magic.owners.roots import results
+from gpumem_magic.owners.roots import RECENT, results
 from gpumem_magic.owners.search import find_owners
 from gpumem_magic.owners.who import Holder, holders
 from gpumem_magic.snapshot.model import ACTIVE
@@ -23,7 +23,6 @@ from gpumem_magic.units import human
 
 WORDS = ("traceback", "out", "cycles", "cache")
 DEFAULT = ("traceback", "cycles", "cache")
-_RECENT = ("_", "__", "___")
 _ERRORS = ("last_exc", "last_type", "last_value", "last_traceback")
 
 
@@ -119,7 +118,7 @@ def forget_results(shell: Any, namespace: dict[str, Any]) -> None:
     if isinstance(table, dict):
         table.clear()
     hook, hidden = shell.displayhook, shell.user_ns_hidden
-    for name in _RECENT:
+    for name in RECENT:
         for kept in (getattr(hook, name, None), hidden.get(name)):
             if kept is not None and namespace.get(name) is kept:
                 namespace[name] = ""

@@ -17,7 +17,8 @@ Rooted = tuple[Root, list[Any]]
 FREE_OUT = "%gpumem_free out"
 FREE_TRACEBACK = "%gpumem_free traceback"
 FREE_CYCLES = "%gpumem_free cycles"
-_RECENT = ("_", "__", "___")
+RECENT = ("_", "__", "___")
+"""The last results, as IPython names them."""
 
 
 def roots_of(shell: Any, namespace: Mapping[str, Any], error: BaseException | None = None) -> list[Rooted]:
@@ -77,7 +78,7 @@ def _variables(shell: Any, namespace: Mapping[str, Any]) -> Iterator[Rooted]:
 def is_result_name(name: str) -> bool:
     """Whether IPython itself keeps this name: ``_``, ``__``, ``_7``, ``_i``, ``Out``."""
     return (
-        name in _RECENT
+        name in RECENT
         or name in ("In", "Out", "_ih", "_oh", "_dh")
         or (name[:1] == "_" and name[1:].isdecimal())
         or (name[:2] == "_i" and (name[2:].isdecimal() or set(name[2:]) <= {"i"}))
@@ -86,7 +87,7 @@ def is_result_name(name: str) -> bool:
 
 def _is_users_own(name: str, shell: Any, namespace: Mapping[str, Any]) -> bool:
     """Whether a name that IPython keeps for itself was given a value by the program: ``for _ in batches``."""
-    if name in _RECENT:
+    if name in RECENT:
         return shell is None or getattr(shell.displayhook, name, None) is not namespace[name]
     return name[1:].isdecimal() and (shell is None or int(name[1:]) not in results(namespace))
 
@@ -103,7 +104,7 @@ def _results(shell: Any, namespace: Mapping[str, Any]) -> Iterator[Rooted]:
         held += [one for one in (namespace.get(name), hidden.get(name)) if one is not None and one is not value]
         seen.update(id(one) for one in held)
         yield Root(f"Out[{number}]", "out", FREE_OUT, class_name(value)), held
-    for name in _RECENT:
+    for name in RECENT:
         for value in (getattr(shell.displayhook, name, None), hidden.get(name)):
             # What Out holds too is said once, as Out[n].
             if value is not None and id(value) not in seen:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from gpumem_magic.owners.model import Held, Holdings, size_of
 from gpumem_magic.owners.tree import COLUMNS, Branch
 from gpumem_magic.owners.who import Holder, freed_by_detaching, holders, matching
-from gpumem_magic.units import KIB, MIB, human
+from gpumem_magic.units import KIB, MIB, counted, human
 
 SHOWN = 15
 _HEADS = {
@@ -25,7 +25,7 @@ def summary(holdings: Holdings, limit: int | None = SHOWN) -> str:
     if not everybody and not holdings.lost:
         return _UNNAMED
     count = len(holdings.held) + len(holdings.lost)
-    head = f"{human(holdings.allocated)} in {_count(count, 'allocation')}: who holds it, and what deleting would free."
+    head = f"{human(holdings.allocated)} in {counted(count, 'allocation')}: who holds it, and what deleting would free."
     shown = everybody[:limit]
     rows = [("MiB", "frees", "held by", "")]
     rows += [(_mib(one.bytes), _frees(one), _who(one), _advice(one)) for one in shown]
@@ -47,7 +47,7 @@ def details(holdings: Holdings, name: str, limit: int | None = SHOWN) -> str | N
     if not found:
         return None
     number = holdings.number(name)
-    lines = [f"{name} keeps {human(size_of(found))} in {_count(len(found), 'allocation')}."]
+    lines = [f"{name} keeps {human(size_of(found))} in {counted(len(found), 'allocation')}."]
     if number is not None:
         lines += _of_root(holdings, number, found)
     rows = [("MiB", "what", "", "also held by")]
@@ -155,10 +155,6 @@ def _list(names: Sequence[str]) -> str:
 
 def _tensor(one: Held) -> str:
     return f"{one.dtype} {'x'.join(str(length) for length in one.shape)}".strip() if one.dtype else ""
-
-
-def _count(number: int, word: str) -> str:
-    return f"{number:,} {word}{'' if number == 1 else 's'}"
 
 
 def _mib(size: int) -> str:

@@ -12,6 +12,13 @@ from dataclasses import dataclass, field
 
 from gpumem_magic.devices.base import Counters, DeviceLog
 
+FORWARD = "forward"
+BACKWARD = "backward"
+OPTIMIZER = "optimizer"
+RECOMPUTATION = "recomputation"
+PHASES = frozenset({FORWARD, BACKWARD, OPTIMIZER, RECOMPUTATION})
+"""The kinds of spans that are phases of training."""
+
 NOBODY = -1
 """Stands for no module where a module's number could."""
 

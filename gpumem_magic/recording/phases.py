@@ -22,7 +22,7 @@ from gpumem_magic.recording import torch_seams
 from gpumem_magic.recording.guard import Guard
 from gpumem_magic.recording.hidden import Hidden
 from gpumem_magic.recording.identity import Witness
-from gpumem_magic.recording.model import Moment, Span
+from gpumem_magic.recording.model import BACKWARD, FORWARD, OPTIMIZER, RECOMPUTATION, Moment, Span
 from gpumem_magic.recording.modules import ModuleWatch
 
 # PyTorch wraps these names around its own work; they are the phases themselves, or nothing that a user asked to see.
@@ -180,13 +180,13 @@ class Phases:
         if len(stack) > 1:
             return
         with self._guard("the start of a forward"):
-            if self._is_open("backward"):
-                if not self._is_open("recomputation"):
-                    self._begin("recomputation", self._label("module", module), id(module))
-            elif not self._is_open("forward"):
+            if self._is_open(BACKWARD):
+                if not self._is_open(RECOMPUTATION):
+                    self._begin(RECOMPUTATION, self._label("module", module), id(module))
+            elif not self._is_open(FORWARD):
                 self.hidden.forward_of(module)
                 self._witness.forward_begins(module, args)
-                self._begin("forward", self._label("module", module), id(module))
+                self._begin(FORWARD, self._label("module", module), id(module))
 
     def _forward_ended(self, module: torch.nn.Module, args: tuple[Any, ...], *rest: Any) -> None:
         if torch.compiler.is_compiling():
@@ -203,13 +203,13 @@ class Phases:
         if stack:
             return
         with self._guard("the end of a forward"):
-            one = self._innermost("forward", "recomputation", owner=id(module))
+            one = self._innermost(FORWARD, RECOMPUTATION, owner=id(module))
             if one is None:
                 return
             # PyTorch calls us with the result, or, when an exception is on its way, with None.
             failed = rest[-1] is None and sys.exc_info()[1] is not None
             self._close(one, failed=failed)
-            if one.kind == "forward" and len(rest) > 1:
+            if one.kind == FORWARD and len(rest) > 1:
                 self._witness.forward_ended(rest[0])
 
     # Backward
@@ -220,11 +220,11 @@ class Phases:
             if self._modules is not None:
                 self._modules.stop()
             # A reentrant checkpoint computes forward again, then runs a backward of its own inside the outer one.
-            again = self._innermost("recomputation")
+            again = self._innermost(RECOMPUTATION)
             if again is not None:
                 self._close(again)
-            elif not self._is_open("backward"):
-                one = self._begin("backward", "backward")
+            elif not self._is_open(BACKWARD):
+                one = self._begin(BACKWARD, BACKWARD)
 
         def ended(failed: bool) -> None:
             if one is not None and self._running:
@@ -237,8 +237,8 @@ class Phases:
     def _recomputation_begins(self) -> Callable[[bool], None]:
         one: _Open | None = None
         with self._guard("the start of a recomputation"):
-            if self._is_open("backward") and not self._is_open("recomputation"):
-                one = self._begin("recomputation", "recomputation")
+            if self._is_open(BACKWARD) and not self._is_open(RECOMPUTATION):
+                one = self._begin(RECOMPUTATION, RECOMPUTATION)
 
         def ended(failed: bool) -> None:
             if one is not None and self._running:
@@ -259,13 +259,13 @@ class Phases:
             return
         with self._guard("the start of a step"):
             self._witness.step_begins(optimizer)
-            self._begin("optimizer", self._label("optimizer", optimizer), id(optimizer))
+            self._begin(OPTIMIZER, self._label("optimizer", optimizer), id(optimizer))
 
     def _step_ends(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if torch.compiler.is_compiling():
             return
         with self._guard("the end of a step"):
-            one = self._innermost("optimizer", owner=id(optimizer))
+            one = self._innermost(OPTIMIZER, owner=id(optimizer))
             if one is None:
                 return
             self._close(one)
@@ -301,7 +301,7 @@ class Phases:
         """PyTorch's own range around a step: only it sees a step that an exception leaves."""
         if failed and self._running:
             with self._guard("the end of a failed step"):
-                one = self._innermost("optimizer")
+                one = self._innermost(OPTIMIZER)
                 if one is not None:
                     self._close(one, failed=True)
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
-from gpumem_magic.recording.model import Checkpoint, Moment, Sighting, Span
+from gpumem_magic.recording.model import BACKWARD, FORWARD, OPTIMIZER, Checkpoint, Moment, Sighting, Span
 
 MOST = 30_000
 """Moments kept of a run, before it is thinned: some 60 MB with what belongs to them."""
@@ -119,11 +119,11 @@ def _place(point: Checkpoint) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 def _steps_of(spans: Sequence[Span]) -> list[_Unit]:
     """The iterations inside a statement. spans: those that ended in it, in order of their ends."""
-    steps = [span for span in spans if span.kind == "optimizer" and not span.failed]
+    steps = [span for span in spans if span.kind == OPTIMIZER and not span.failed]
     if steps:
         ends = [span.end for span in steps if span.label == steps[0].label]
     else:
-        ends = [span.end for span in spans if span.kind == "forward"]
+        ends = [span.end for span in spans if span.kind == FORWARD]
     ticks = [span.end.tick for span in spans]
     units = []
     for begin, end in pairwise(ends):
@@ -198,14 +198,14 @@ def _leave_out(kept: Kept, runs: _Runs) -> None:
     spans: list[Span] = []
     skipped: Counter[int] = Counter()
     steps_gone: Counter[int] = Counter()
-    steps = [span for span in kept.spans if span.kind == "optimizer" and not span.failed]
+    steps = [span for span in kept.spans if span.kind == OPTIMIZER and not span.failed]
     first = min(steps, key=lambda span: span.start.tick).label if steps else None
     for span in kept.spans:
         run = runs.around(span.start.tick)
         if run is None or span.end.tick > run.end.tick:
             spans.append(span)
             continue
-        is_step = span.kind == "optimizer" and not span.failed and span.label == first
+        is_step = span.kind == OPTIMIZER and not span.failed and span.label == first
         steps_gone[run.end.tick] += span.steps_left_out + is_step
         if not run.in_rows:
             skipped[run.end.tick] += span.skipped + is_step
@@ -240,9 +240,7 @@ def _turns(point: Checkpoint) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
 def _numbered(spans: list[Span], skipped: Mapping[int, int], steps_gone: Mapping[int, int]) -> list[Span]:
     """With what was left out noted at the phase that follows. skipped, steps_gone: tick -> how many were left out before it."""
     phases = sorted(
-        (span.start.tick, number)
-        for number, span in enumerate(spans)
-        if span.kind in ("forward", "backward", "optimizer")
+        (span.start.tick, number) for number, span in enumerate(spans) if span.kind in (FORWARD, BACKWARD, OPTIMIZER)
     )
     for tick, count in steps_gone.items():
         rank = bisect_right(phases, (tick, len(spans)))

@@ -1,6 +1,6 @@
 /* Numbers to drawing: words, axes, colours, and where segments and outlines lie. No page here, only a canvas's context. */
 
-import { GIB, MIB, human } from "../units.js";
+import { counted, GIB, MIB, human } from "../units.js";
 
 /** Microseconds as 250 µs, 3.1 ms or 12.4 s. */
 export function since(microseconds) {
@@ -151,10 +151,10 @@ export function fragmentation(segments) {
     }
   }
   if (!segments.length) return "No segments: PyTorch held no memory.";
-  const words = `${count(segments.length)} ${segments.length === 1 ? "segment" : "segments"}, ${human(total)}`;
+  const words = `${counted(segments.length, "segment")}, ${human(total)}`;
   const more = waiting ? `; ${human(waiting)} more waits for a stream` : "";
   if (!free) return `${words}; nothing of it is free${more}.`;
-  const split = `in ${count(pieces)} ${pieces === 1 ? "piece" : "pieces"}, the largest ${human(largest)}`;
+  const split = `in ${counted(pieces, "piece")}, the largest ${human(largest)}`;
   return `${words}; ${human(free)} of it free ${split}${more}.`;
 }
 

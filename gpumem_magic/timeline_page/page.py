@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import re
 from collections.abc import Sequence
 from functools import lru_cache
 from html import escape
@@ -16,11 +15,10 @@ from pathlib import Path
 
 from gpumem_magic.timeline_page.data import page_data, plain, script_json
 from gpumem_magic.timeline_page.source import TimelineSource
+from gpumem_magic.views.pages import one_script
 
 _HERE = Path(__file__).parent
-# Each needs only those before it.
 _MODULES = ("../units.js", "model.js", "machine.js", "draw.js", "page.js")
-_IMPORT = re.compile(r"^import \{[^}]*\} from \"\.{1,2}/\w+\.js\";\n", re.MULTILINE)
 _START = '\nstart(document, JSON.parse(document.getElementById("data").textContent));\n'
 _KEYS = (
     ("\u2190 \u2192", "one event back or on; with Shift a tenth of the picture"),
@@ -53,9 +51,8 @@ def document(title: str, sources: Sequence[TimelineSource]) -> str:
 
 @lru_cache(maxsize=1)
 def _script() -> str:
-    """Our modules as one: their imports of one another go, and what they name is there."""
-    parts = [_IMPORT.sub("", (_HERE / name).read_text("utf-8")) for name in _MODULES]
-    return "\n".join(parts).replace("\nexport ", "\n") + _START
+    """Our modules as one, and its start."""
+    return one_script(_HERE, _MODULES).replace("\nexport ", "\n") + _START
 
 
 def _hash(text: str) -> str:

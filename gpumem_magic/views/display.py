@@ -14,10 +14,10 @@ from typing import Any
 from gpumem_magic.report.model import ReportData
 from gpumem_magic.views import explain
 from gpumem_magic.views.html import Picture, card
+from gpumem_magic.views.pages import CSS_WIDTH
 from gpumem_magic.views.text import render
 
 PLAIN, HTML, PNG = "text/plain", "text/html", "image/png"
-CSS_WIDTH = 1060
 
 
 def mimebundle(

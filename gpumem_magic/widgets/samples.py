@@ -11,7 +11,7 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from gpumem_magic.devices.base import DeviceFacts
-from gpumem_magic.units import human
+from gpumem_magic.units import counted, human
 from gpumem_magic.widgets.columns import (
     ALLOCATED,
     DEVICE_USED,
@@ -149,8 +149,7 @@ def _plain(row: Sequence[float]) -> list[Any]:
 
 def _length(samples: WatchSamples) -> str:
     taken = max((device.taken for device in samples.devices), default=0)
-    plural = "" if taken == 1 else "s"
-    return f"{duration(samples.ended - samples.started)}, {taken:,} sample{plural} at up to {samples.hz:g} Hz"
+    return f"{duration(samples.ended - samples.started)}, {counted(taken, 'sample')} at up to {samples.hz:g} Hz"
 
 
 def duration(seconds: float) -> str:

@@ -1,7 +1,7 @@
 /* One device's chart on a canvas: numbers in, drawing calls out. Needs no more of a browser than the canvas's context. */
 
 import { human } from "../units.js";
-import { scaleTop, stretches, thin, ticks, timeTicks } from "./watch_store.js";
+import { longestGap, scaleTop, stretches, thin, ticks, timeTicks } from "./watch_store.js";
 
 /** Where things are on a canvas of this size, in CSS pixels. */
 export function geometry(width, height) {
@@ -54,8 +54,7 @@ export function drawPanel(ctx, store, view, where) {
     const half = ctx.measureText(word).width / 2;
     if (at + half <= left + plotWidth + 8) text(word, at, floor + 16, view.quiet, "center");
   }
-  const thinned = rows.length ? (rows[rows.length - 1][0] - rows[0][0]) / rows.length : 0;
-  const gap = Math.max(2.5, 5 * view.period, 4 * view.period * view.perRow, 3 * thinned);
+  const gap = longestGap(rows, view.period, view.perRow);
   for (const stretch of stretches(rows, gap)) {
     const last = stretch[stretch.length - 1];
     const until = last === rows[rows.length - 1] ? Math.min(view.end, last[0] + gap) : last[0] + view.period;

@@ -252,6 +252,12 @@ export function stretches(rows, longest) {
   return found;
 }
 
+/** How far apart two rows may be without a pause between them, in seconds: a few samples, and what a busy machine is late. */
+export function longestGap(rows, period, perRow) {
+  const thinned = rows.length ? (rows[rows.length - 1][0] - rows[0][0]) / rows.length : 0;
+  return Math.max(2.5, 5 * period, 4 * period * perRow, 3 * thinned);
+}
+
 /** The place of the row nearest to a time; -1 without rows. */
 export function nearest(rows, time) {
   let best = -1;

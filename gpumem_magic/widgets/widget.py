@@ -16,20 +16,15 @@ from typing import Any
 import anywidget
 import traitlets
 
+from gpumem_magic.views.pages import one_script
 from gpumem_magic.widgets.columns import HATCH_COLOUR, LAYER_COLOURS, LAYER_LABELS, LAYERS, SENT
 from gpumem_magic.widgets.marks import Mark
 from gpumem_magic.widgets.observer import Rows
 
 _HERE = Path(__file__).parent
 
-# Each needs only those before it.
 _MODULES = ("../units.js", "watch_store.js", "watch_chart.js", "watch.js")
-
-
-def page_script() -> str:
-    """The page's modules as one, which is all that a widget can send: without the lines that load one from another."""
-    lines = [line for name in _MODULES for line in (_HERE / name).read_text(encoding="utf-8").splitlines()]
-    return "\n".join(line for line in lines if not line.startswith("import "))
+_STYLES = ("../views/notebook.css", "watch.css")
 
 
 ROWS, HISTORY, RELABELLED, ALIVE = "rows", "history", "relabelled", "alive"
@@ -39,8 +34,8 @@ class WatchWidget(anywidget.AnyWidget):
     """The model in the kernel. on_request: called with what the page asks for ("pause", "resume",
     "mark", "stop", "hello"), a text, and the time of what was on the screen."""
 
-    _esm = page_script()
-    _css = _HERE / "watch.css"
+    _esm = one_script(_HERE, _MODULES)
+    _css = "".join((_HERE / name).read_text("utf-8") for name in _STYLES)
 
     state = traitlets.Unicode("running").tag(sync=True)
     period = traitlets.Float(0.1).tag(sync=True)

@@ -3,10 +3,10 @@ import assert from "node:assert/strict";
 import { test } from "node:test";
 
 import {
-  barOf, clamp, figuresOf, largestHole, legendOf, mib, positionWords, stepForKey, stripOf, stripWords,
+  barOf, clamp, figuresOf, largestHole, legendOf, positionWords, stepForKey, stripOf, stripWords,
 } from "../../gpumem_magic/investigation/stepper.js";
+import { MIB, mib } from "../../gpumem_magic/units.js";
 
-const MIB = 2 ** 20;
 const kinds = ["parameters", "activations", "cached", "context", "free"].map((name) => ({ name, label: name, colour: "#000" }));
 const step = (more = {}) => ({
   kind: "statement", title: "x = 1", line: 3, last: 3, used: 400 * MIB, change: 0, published: null, allocated: 200 * MIB, reserved: 300 * MIB,
@@ -23,7 +23,7 @@ const facts = (more = {}) => ({
 });
 
 test("figures are whole MiB, and what is not known says so", () => {
-  assert.deepEqual([mib(3769 * MIB), mib(12 * MIB, true), mib(-12 * MIB, true), mib(null), mib(0, true)], ["3,769", "+12", "-12", "n/a", "0"]);
+  assert.deepEqual([mib(3769 * MIB), mib(12 * MIB, true), mib(-12 * MIB, true), mib(null), mib(0, true)], ["3,769", "+12", "-12", "n/a", "+0"]);
 });
 
 test("keys lead to steps", () => {

@@ -21,6 +21,7 @@ Version = tuple[int, int]
 WORKSPACE = 8_519_680
 """Two buffers of 4096 KiB and eight of 16 KiB."""
 LARGE_WORKSPACE = 32 * MIB
+"""On Hopper, and on Blackwell since 2.12."""
 _LT_WORKSPACE = 1 * MIB
 _PAIR = re.compile(r":(\d+):(\d+)")
 
