@@ -166,7 +166,7 @@ def in_shell(shell: Any, first_line: str, magic: str | None = None) -> Callable[
 def by_rows(variables: dict[str, Any]) -> None:
     """A row after each statement, as ``%%gpumem`` has it."""
     from gpumem_magic.recording.script import ScriptRun
-    from gpumem_magic.session import open_recording
+    from gpumem_magic.session.recording import open_recording
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "cell.py"
@@ -315,11 +315,11 @@ def main() -> None:
         parser.error("--pairs, --seconds and --steps-ms want numbers above 0")
     import torch
 
-    from gpumem_magic import session
     from gpumem_magic.devices import torch_memory
+    from gpumem_magic.session import device
 
     if options.virtual is not None:
-        session.choose_device(options.virtual)
+        device.choose(options.virtual)
     elif not torch_memory.is_present(torch):
         parser.error("there is no GPU here that PyTorch can use; --virtual T4 makes a dry run")
     warnings.simplefilter("ignore")

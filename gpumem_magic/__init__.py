@@ -21,15 +21,15 @@ __version__ = "0.1.0"
 _HOMES = {
     "Report": "gpumem_magic.user_report",
     "investigate": "gpumem_magic.investigation.widget",
-    "last_report": "gpumem_magic.session",
+    "last_report": "gpumem_magic.session.recording",
     "last_watch": "gpumem_magic.widgets.watch",
     "load": "gpumem_magic.user_report",
-    "load_ipython_extension": "gpumem_magic.magics",
-    "mark": "gpumem_magic.session",
-    "measure": "gpumem_magic.session",
+    "load_ipython_extension": "gpumem_magic.notebook.magics",
+    "mark": "gpumem_magic.session.recording",
+    "measure": "gpumem_magic.session.measure",
     "register_kernel": "gpumem_magic.virtual.engine.kernel_rules",
     "stand_in": "gpumem_magic.virtual.engine.supplied",
-    "unload_ipython_extension": "gpumem_magic.magics",
+    "unload_ipython_extension": "gpumem_magic.notebook.magics",
 }
 
 __all__ = [
@@ -49,8 +49,9 @@ __all__ = [
 
 if TYPE_CHECKING:
     from gpumem_magic.investigation.widget import investigate
-    from gpumem_magic.magics import load_ipython_extension, unload_ipython_extension
-    from gpumem_magic.session import last_report, mark, measure
+    from gpumem_magic.notebook.magics import load_ipython_extension, unload_ipython_extension
+    from gpumem_magic.session.measure import measure
+    from gpumem_magic.session.recording import last_report, mark
     from gpumem_magic.user_report import Report, load
     from gpumem_magic.virtual.engine.kernel_rules import register_kernel
     from gpumem_magic.virtual.engine.supplied import stand_in

@@ -16,7 +16,9 @@ from typing import Any
 
 from gpumem_magic import __version__
 from gpumem_magic.commands import calibrate, diff, replay, show
+from gpumem_magic.devices.base import DeviceError
 from gpumem_magic.recording.script import ScriptRun, as_main
+from gpumem_magic.session import recording
 
 INTERRUPTED = 128 + signal.SIGINT
 _READERS = {"show": show, "diff": diff, "replay": replay, "calibrate": calibrate}
@@ -88,23 +90,23 @@ def _run(parser: argparse.ArgumentParser, options: argparse.Namespace, arguments
     except OSError as error:
         parser.error(str(error))
     target = None if options.json is None else Path(options.json).absolute()  # the script may change the folder
-    recording = _open(parser, options.device, run)
+    found = _open(parser, options.device, run)
     status = 0
     report = None
     with as_main(options.script, arguments) as main_module:
         try:
             run.run(main_module)
         except SystemExit as error:
-            report = _close(recording, run, error, main_module.__dict__)
+            report = _close(found, run, error, main_module.__dict__)
             status = _exit_status(error.code)
         except BaseException as error:
             traceback = run.own_frames(error.__traceback__)
-            report = _close(recording, run, error, main_module.__dict__)
+            report = _close(found, run, error, main_module.__dict__)
             _flush()
             sys.excepthook(type(error), error.with_traceback(traceback), traceback)
             status = INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
         else:
-            report = _close(recording, run, None, main_module.__dict__)
+            report = _close(found, run, None, main_module.__dict__)
     _flush()
     if run.hook_failure is not None:
         _say(f"measuring stopped half way ({run.hook_failure}); the script itself ran on")
@@ -115,28 +117,25 @@ def _run(parser: argparse.ArgumentParser, options: argparse.Namespace, arguments
 
 def _open(parser: argparse.ArgumentParser, device: str | None, run: ScriptRun) -> Any:
     """The recording, with the script told of it; None, with a word about why, where it cannot be."""
-    session: Any = None
-    recording: Any = None
+    found: Any = None
     try:
-        from gpumem_magic import session
-
-        recording = session.open_recording(device, names=run.names, own_file=run.path)
-        run.observe(recording.observer(None, True, source=run.source))
+        found = recording.open_recording(device, names=run.names, own_file=run.path)
+        run.observe(found.observer(None, True, source=run.source))
+    except DeviceError as error:
+        parser.error(str(error))
     except Exception as error:
-        if session is not None and isinstance(error, session.DeviceError):
-            parser.error(str(error))
         _say(f"measuring is not possible here ({_in_one_line(error)}); the script runs as it would without it")
-    return recording
+    return found
 
 
-def _close(recording: Any, run: ScriptRun, error: BaseException | None, namespace: dict[str, Any]) -> Any:
-    if recording is None:
+def _close(found: Any, run: ScriptRun, error: BaseException | None, namespace: dict[str, Any]) -> Any:
+    if found is None:
         return None
     traceback: TracebackType | None = None if error is None else error.__traceback__
     # Leaving by sys.exit is no failure.
     failure = None if isinstance(error, SystemExit) else error
     try:
-        return recording.close(failure, None if failure is None else run.failed(traceback), namespace)
+        return found.close(failure, None if failure is None else run.failed(traceback), namespace)
     except Exception as own:
         _say(f"the report could not be made ({_in_one_line(own)}); the script itself ran as it would without it")
         return None

@@ -59,24 +59,30 @@ class FakeDevice:
         self.allocator.sinks.append(log.events)
         return log
 
-    def position(self, log: Any) -> int:
-        return len(log.events)
-
-    def stop_log(self, log: Any) -> DeviceLog:
-        self.logs = [other for other in self.logs if other is not log]
-        self.allocator.sinks[:] = [sink for sink in self.allocator.sinks if sink is not log.events]
-        return DeviceLog(self.facts, log.start, log.events, log.origins, log.carried)
-
     def remember(self, labels: dict[int, Label]) -> None:
         self.labels.update(labels)
 
 
 class _Log:
     def __init__(self, device: FakeDevice) -> None:
-        self.start = device.segments()
-        self.carried = dict(device.labels)
+        self.device = device
+        self.first = 0
         self.events: list[Any] = []
         self.origins: dict[int, str] = {}
+        self.whole = DeviceLog(device.facts, device.segments(), self.events, self.origins, dict(device.labels))
+        self.growing = self.whole if device.facts.kind == "virtual" else None
+
+    def position(self) -> int:
+        return len(self.events)
+
+    def forget(self, needed: Any) -> None:
+        pass
+
+    def stop(self) -> DeviceLog:
+        device = self.device
+        device.logs = [other for other in device.logs if other is not self]
+        device.allocator.sinks[:] = [sink for sink in device.allocator.sinks if sink is not self.events]
+        return self.whole
 
 
 class FakeMachine:
@@ -86,6 +92,13 @@ class FakeMachine:
         self.devices = devices or (FakeDevice(),)
         self.places: dict[int, tuple[int, int]] = {}
         self.stand_ins: Counter[tuple[str, int]] = Counter()
+        self.supplied: Counter[tuple[str, int]] = Counter()
+
+    def settle(self) -> None:
+        pass
+
+    def notes(self) -> list[str]:
+        return []
 
     def locate(self, tensor: Any) -> tuple[int, int] | None:
         return self.places.get(id(tensor))
@@ -137,7 +150,7 @@ class Tape:
 
     def finish(self, **more: Any) -> Recording:
         index = self.device.facts.index
-        log = self.device.stop_log(self.log)
+        log = self.log.stop()
         spans = tuple(sorted(self.spans, key=lambda span: (span.start.tick, -span.end.tick)))
         return Recording("2.13.0", index, {index: log}, tuple(self.points), spans, tuple(self.looks), **more)
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import sys
-import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
+
+from gpumem_magic.devices.base import DeviceError
 
 
 @dataclass
@@ -76,14 +76,10 @@ class FakeRecording:
         return FakeReport()
 
 
-class FakeSession(types.ModuleType):
-    """Stands where `gpumem_magic.session` would."""
-
-    class DeviceError(Exception):
-        pass
+class FakeSession:
+    """Stands where the functions of `gpumem_magic.session` would, once it is installed."""
 
     def __init__(self) -> None:
-        super().__init__("gpumem_magic.session")
         self.observer = FakeObserver()
         self.open = False
         self.opened: list[tuple[str | None, frozenset[str]]] = []
@@ -102,45 +98,41 @@ class FakeSession(types.ModuleType):
         own_file: str | None = None,
     ) -> FakeRecording:
         if device == "nonsense":
-            raise self.DeviceError("unknown device 'nonsense'; known are T4, L4")
+            raise DeviceError("unknown device 'nonsense'; known are T4, L4")
         if self.open_error is not None:
             raise self.open_error
         self.opened.append((device, names))
         self.open = True
         return FakeRecording(self)
 
-    def choose_device(self, name: str) -> str:
+    def install(self, put: Callable[[Any, str, Any], None]) -> None:
+        """put: as `setattr`."""
+        from gpumem_magic.notebook import devices
+        from gpumem_magic.session import device, recording
+
+        put(recording, "open_recording", self.open_recording)
+        put(recording, "last_report", lambda: None)
+        put(device, "choose", self.choose)
+        put(device, "is_any", lambda: self.on is not None)
+        put(device, "off", self.off)
+        put(devices, "state", lambda: f"on: {self.on}; known are T4, L4")
+        put(devices, "memory_text", lambda: "state of all devices")
+        put(devices, "smi_lines", lambda: ["3769MiB / 16160MiB", "2MiB / 16160MiB"])
+
+    def choose(self, name: str) -> str:
         if name == "nonsense":
-            raise self.DeviceError("unknown device 'nonsense'; known are T4, L4")
+            raise DeviceError("unknown device 'nonsense'; known are T4, L4")
         self.on = name
         return f"{name} is on"
 
-    def is_device_chosen(self) -> bool:
-        return self.on is not None
-
-    def device_off(self) -> str:
+    def off(self) -> str:
         self.on = None
         return "off now"
 
-    def device_state(self) -> str:
-        return f"on: {self.on}; known are T4, L4"
-
-    def state_text(self) -> str:
-        return "state of all devices"
-
-    def smi_lines(self) -> list[str]:
-        return ["3769MiB / 16160MiB", "2MiB / 16160MiB"]
-
-    def last_report(self) -> None:
-        return None
-
 
 def install_session(monkeypatch: pytest.MonkeyPatch) -> FakeSession:
-    import gpumem_magic
-
     session = FakeSession()
-    monkeypatch.setitem(sys.modules, "gpumem_magic.session", session)
-    monkeypatch.setattr(gpumem_magic, "session", session, raising=False)
+    session.install(monkeypatch.setattr)
     return session
 
 

@@ -419,7 +419,7 @@ def test_other_devices_are_there_where_they_were_used() -> None:
         if device is used:
             device.alloc(7 * MIB)
         index = device.facts.index
-        logs[index] = device.stop_log(log)
+        logs[index] = log.stop()
         positions[index], counters[index] = len(logs[index].events), device.counters()
     points = [first.checkpoints[0]]
     moment = first.checkpoints[1].moment

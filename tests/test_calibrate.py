@@ -176,18 +176,19 @@ def test_a_device_of_another_era_stays_what_it_was(kept: Path) -> None:
 
 
 def test_the_device_says_that_its_figures_are_measured_and_since_when(kept: Path) -> None:
-    from gpumem_magic import chosen
+    from gpumem_magic.notebook.devices import state
+    from gpumem_magic.session.device import choose
 
     calibration.save(LAZY)
-    said = chosen.choose("T4")
+    said = choose("T4")
     measured = "measured on this computer on 2026-11-20 with torch 2.13.0+cu130, driver 580.65.06"
     assert measured in said
-    assert measured in chosen.state().splitlines()[0]
+    assert measured in state().splitlines()[0]
     assert "T4: measured here on 2026-11-20" in describe()
     row = next(line for line in describe().splitlines() if line.startswith("T4 "))
     assert "187 MiB" in row
     assert "about" not in row
-    assert "measured" not in chosen.choose("L4")
+    assert "measured" not in choose("L4")
 
 
 def test_show_and_forget(kept: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -54,7 +54,7 @@ class Run:
 
     def mark(self) -> None:
         now = self.device.counters()
-        position = self.device.position(self.log)
+        position = self.log.position()
         self.told.append((position, now.allocated, now.reserved, self.peaks.allocated, self.peaks.reserved))
         self.peaks.begin()
 
@@ -85,7 +85,7 @@ class Run:
     def end(self) -> tuple[DeviceLog, Timeline]:
         self.mark()
         self.peaks.end()
-        log = self.device.stop_log(self.log)
+        log = self.log.stop()
         return log, Timeline(log.start, log.events, log.settings)
 
     def positions(self, log: DeviceLog) -> list[int]:
@@ -311,10 +311,10 @@ def test_labels_live_as_long_as_their_blocks() -> None:
     run.end()
     label = Label("parameters", "identity", "weight")
     run.device.remember({weight: label, passing: Label("inputs", "identity", "x")})
-    log = run.device.stop_log(run.device.start_log())
+    log = run.device.start_log().stop()
     assert log.carried[weight] == label
     torch.free(passing)
-    log = run.device.stop_log(run.device.start_log())
+    log = run.device.start_log().stop()
     assert log.carried == {weight: Label("parameters", "inferred", "weight")}
 
 
@@ -324,7 +324,7 @@ def test_several_devices_share_one_snapshot_at_the_end() -> None:
     logs = [device.start_log() for device in machine.devices]
     torch.alloc(MIB, gpu=2)
     torch.calls.clear()
-    ended = [device.stop_log(log) for device, log in zip(machine.devices, logs, strict=True)]
+    ended = [log.stop() for log in logs]
     assert [len(log.events) for log in ended] == [0, 0, 2]
     assert torch.calls.count("snapshot") == 1
 
@@ -333,9 +333,9 @@ def test_a_fraction_that_the_program_set_is_among_the_settings() -> None:
     torch = FakeTorch()
     (device,) = CudaMachine(torch, Driver(None), 100).devices
     log = device.start_log()
-    assert device.stop_log(log).settings.memory_fraction == 1.0, "CUDA is not in use: nothing is asked"
+    assert log.stop().settings.memory_fraction == 1.0, "CUDA is not in use: nothing is asked"
     torch.use()
     log = device.start_log()
     torch.gpus[0].allocator.set_memory_fraction(0.25)
     torch.alloc(MIB)
-    assert device.stop_log(log).settings.memory_fraction == 0.25
+    assert log.stop().settings.memory_fraction == 0.25

@@ -20,10 +20,13 @@ from shell_fakes import clean_shell
 from test_phases import state_of_torch
 
 import gpumem_magic
-from gpumem_magic import chosen, session
-from gpumem_magic.devices import here, unsupported
+from gpumem_magic.devices import machines, unsupported
+from gpumem_magic.devices.base import DeviceError
 from gpumem_magic.devices.cuda import CudaMachine
 from gpumem_magic.devices.driver import Driver
+from gpumem_magic.notebook.devices import memory_text
+from gpumem_magic.recording import under_way
+from gpumem_magic.session import device
 from gpumem_magic.units import GIB, MIB
 from gpumem_magic.user_report import Report
 from gpumem_magic.virtual import gpu as virtual_gpu
@@ -39,8 +42,8 @@ class Computer:
 @pytest.fixture
 def computer(monkeypatch: pytest.MonkeyPatch) -> Computer:
     made = Computer(2)
-    monkeypatch.setattr(here, "machine", lambda _: made.machine)
-    monkeypatch.setattr(chosen, "_chosen_gpu", None)
+    monkeypatch.setattr(machines, "gpus", lambda _: made.machine)
+    monkeypatch.setattr(device, "_chosen_gpu", None)
     return made
 
 
@@ -130,22 +133,22 @@ def test_measure_takes_a_device(computer: Computer) -> None:
         computer.torch.alloc(5 * MIB, gpu=1)
     assert measured.report.device.index == 1
     assert measured.report.checkpoints[-1].allocated == 5 * MIB
-    with pytest.raises(session.DeviceError, match="there are 2 devices here"), gpumem_magic.measure(device="cuda:2"):
+    with pytest.raises(DeviceError, match="there are 2 devices here"), gpumem_magic.measure(device="cuda:2"):
         pass
 
 
 def test_the_gpus_are_found_once_and_again_where_others_became_visible(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(here, "_found", None)
+    monkeypatch.setattr(machines, "_gpus", None)
     fake = FakeTorch(2, initialized=False)
-    first = here.machine(fake)
+    first = machines.gpus(fake)
     assert first is not None
-    assert first is here.machine(fake)
+    assert first is machines.gpus(fake)
     del fake.gpus[1]
-    second = here.machine(fake)
+    second = machines.gpus(fake)
     assert second is not None
     assert [len(first.devices), len(second.devices)] == [2, 1]
     fake.cuda.is_available = lambda: False
-    assert here.machine(fake) is None
+    assert machines.gpus(fake) is None
     assert "PYTORCH_NVML_BASED_CUDA_CHECK" not in os.environ
     assert "get_device_properties" not in fake.calls
 
@@ -178,26 +181,26 @@ def test_wrong_names_are_one_line(shell: Any) -> None:
 
 
 def test_a_real_device_is_refused_where_there_is_none_and_the_virtual_one_stays() -> None:
-    session.choose_device("T4")
+    device.choose("T4")
     before = virtual_gpu.current()
     try:
-        with pytest.raises(session.DeviceError, match="cuda: this computer has no CUDA GPU"):
-            session.choose_device("cuda")
+        with pytest.raises(DeviceError, match="cuda: this computer has no CUDA GPU"):
+            device.choose("cuda")
         assert virtual_gpu.current() is before is not None
     finally:
-        session.device_off()
-    with pytest.raises(session.DeviceError, match=r"cuda:0: .*no CUDA GPU"), gpumem_magic.measure(device="cuda:0"):
+        device.off()
+    with pytest.raises(DeviceError, match=r"cuda:0: .*no CUDA GPU"), gpumem_magic.measure(device="cuda:0"):
         pass
 
 
 def test_while_virtual_devices_are_on_their_numbers_are_meant() -> None:
-    session.choose_device("2xT4")
+    device.choose("2xT4")
     try:
         with gpumem_magic.measure(device="cuda:1") as measured:
             kept = torch.zeros(1000, device="cuda:1")
         assert (measured.report.device.kind, measured.report.device.index) == ("virtual", 1)
         with (
-            pytest.raises(session.DeviceError, match="there are 2 devices here"),
+            pytest.raises(DeviceError, match="there are 2 devices here"),
             gpumem_magic.measure(device="cuda:2"),
         ):
             pass
@@ -206,7 +209,7 @@ def test_while_virtual_devices_are_on_their_numbers_are_meant() -> None:
         assert measured.report.device.index == 1
         del kept, other
     finally:
-        session.device_off()
+        device.off()
 
 
 @pytest.mark.parametrize(("name", "part"), [("mps", "Apple's (MPS)"), ("xpu", "Intel's (XPU)")])
@@ -230,15 +233,15 @@ def test_the_line_is_in_the_report_and_the_refusal(monkeypatch: pytest.MonkeyPat
             pass
         assert measured.report.notes[0].startswith("This computer's GPU is another's. This ran on a virtual T4")
     finally:
-        session.device_off()
-    with pytest.raises(session.DeviceError, match=r"cuda: This computer's GPU is another's\."):
-        session.choose_device("cuda")
-    assert session.state_text().startswith("This computer's GPU is another's. No device is on.")
+        device.off()
+    with pytest.raises(DeviceError, match=r"cuda: This computer's GPU is another's\."):
+        device.choose("cuda")
+    assert memory_text().startswith("This computer's GPU is another's. No device is on.")
 
 
 def test_rocm_is_measured_by_the_runtime_s_figures(computer: Computer, monkeypatch: pytest.MonkeyPatch) -> None:
     computer.torch.version.hip = "6.4"
-    monkeypatch.setattr(here, "machine", lambda _: CudaMachine(computer.torch))
+    monkeypatch.setattr(machines, "gpus", lambda _: CudaMachine(computer.torch))
     with gpumem_magic.measure() as measured:
         computer.torch.alloc(30 * MIB)
     row = measured.report.checkpoints[-1]
@@ -283,7 +286,7 @@ def test_nothing_is_left_behind(shell: Any, computer: Computer, cell: str) -> No
     del before["random"]
     assert after.pop("peaks") >= before.pop("peaks") == peaks
     assert after == before
-    assert session._active is None
+    assert under_way.current() is None
     if "raise KeyboardInterrupt" in cell:
         assert isinstance(result.error_in_exec, KeyboardInterrupt)
     # What follows is measured as if nothing had been.
@@ -316,13 +319,13 @@ HALF = """
 import os, signal, sys
 sys.path[:0] = {path!r}
 from cuda_fakes import FakeNvml, FakeTorch
-from gpumem_magic import session
-from gpumem_magic.devices import here
+from gpumem_magic.session.recording import open_recording
+from gpumem_magic.devices import machines
 from gpumem_magic.devices.cuda import CudaMachine
 from gpumem_magic.devices.driver import Driver
 fake = FakeTorch()
-here.machine = lambda torch: CudaMachine(fake, Driver(FakeNvml(fake)))
-session.open_recording()
+machines.gpus = lambda torch: CudaMachine(fake, Driver(FakeNvml(fake)))
+open_recording()
 fake.alloc(1 << 20)
 print("half way", flush=True)
 {end}

@@ -16,6 +16,7 @@ from torch import nn
 from torch_versions import BIAS_WORKSPACE, WORKSPACES_ARE_KEPT
 
 import gpumem_magic
+from gpumem_magic.devices.base import DeviceError
 from gpumem_magic.report.model import Row
 from gpumem_magic.units import MIB
 from gpumem_magic.user_report import Report
@@ -425,7 +426,7 @@ def test_measure_outside_notebooks_and_its_errors() -> None:
     assert measured.report.error.type == "ValueError"
     check_conservation(measured.report)
     del layer
-    with pytest.raises(gpumem_magic.session.DeviceError, match="T4"), gpumem_magic.measure(device="nonsense"):
+    with pytest.raises(DeviceError, match="T4"), gpumem_magic.measure(device="nonsense"):
         pass
     from gpumem_magic.virtual import gpu
 

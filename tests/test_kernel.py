@@ -18,7 +18,8 @@ SETUP = f"""
 import sys
 sys.path[:0] = [{str(Path(__file__).parents[1])!r}, {str(Path(__file__).parent)!r}]
 import gpumem_magic, shell_fakes
-session = sys.modules["gpumem_magic.session"] = gpumem_magic.session = shell_fakes.FakeSession()
+session = shell_fakes.FakeSession()
+session.install(setattr)
 %load_ext gpumem_magic
 """
 

@@ -15,7 +15,7 @@ import pytest
 from IPython.utils.capture import capture_output
 from shell_fakes import FakeReport, FakeSession, clean_shell, install_session
 
-from gpumem_magic.magics import GpuMemMagics
+from gpumem_magic.notebook.magics import GpuMemMagics
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from causes_cells import Notebook, notebook
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gpumem_magic.devices import machines
 from gpumem_magic.notebook import auto
 from gpumem_magic.notebook.history import CellRecord, History, State, added, waterfall
 
@@ -81,7 +82,7 @@ def test_a_failure_of_ours_ends_it_with_one_line(book: Notebook, monkeypatch: py
         raise RuntimeError("no way")
 
     book.cell("%gpumem_auto on")
-    monkeypatch.setattr(auto, "machine_in_use", broken)
+    monkeypatch.setattr(machines, "in_use", broken)
     text = book.cell("value = 41 + 1")
     assert text.strip() == "gpumem: cells are not recorded any more (RuntimeError: no way)"
     assert book.shell.user_ns["value"] == 42

@@ -17,7 +17,7 @@ from IPython.utils.capture import capture_output
 from shell_fakes import clean_shell
 
 import gpumem_magic
-from gpumem_magic.commands.load_magic import complete
+from gpumem_magic.notebook.load import complete
 from gpumem_magic.timeline_page.view import TimelineView
 from gpumem_magic.user_report import Report
 

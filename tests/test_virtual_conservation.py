@@ -108,7 +108,7 @@ def test_after_any_program_all_accounts_agree(program: list[tuple[str, int, int,
     free, total = torch.cuda.mem_get_info()
     assert total - free == device.used_bytes() == device.model.idle_bytes + device.context_bytes() + reserved
 
-    stopped = device.stop_log(log)
+    stopped = log.stop()
     timeline = Timeline(stopped.start, stopped.events, stopped.settings)
     end = len(stopped.events)
     assert (timeline.allocated_at(end), timeline.reserved_at(end)) == (allocated, reserved)

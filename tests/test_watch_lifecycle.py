@@ -15,9 +15,9 @@ from IPython.core.interactiveshell import InteractiveShell
 from watch_fakes import MIB, FakeDevice, FakeFront, observer_of
 
 import gpumem_magic
+from gpumem_magic.notebook.watching import complete, watch_line
 from gpumem_magic.widgets import fronts, watch
 from gpumem_magic.widgets.fronts import LineFront
-from gpumem_magic.widgets.magic import complete, watch_line
 from gpumem_magic.widgets.sampler import THREAD_NAME, Sampler
 from gpumem_magic.widgets.watch import Watch
 

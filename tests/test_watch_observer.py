@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 from watch_fakes import MIB, FakeDevice, observer_of
 
+from gpumem_magic.devices import machines
 from gpumem_magic.devices.base import Label
 from gpumem_magic.recording.model import Sighting
 from gpumem_magic.snapshot.model import ACTIVE, INACTIVE, Block, Segment, TraceEvent
 from gpumem_magic.widgets import live
 from gpumem_magic.widgets.columns import ALLOCATED, DEVICE_USED, LAYERS, PEAK, RESERVED, SENT, layers_of
 from gpumem_magic.widgets.observer import Observer
-from gpumem_magic.widgets.source import Source
 
 
 def named(row: Any) -> dict[str, int]:
@@ -58,10 +58,10 @@ def test_several_devices_are_several_series_and_one_that_goes_keeps_its_samples(
     first, second = FakeDevice(0), FakeDevice(1)
     observer, clock = observer_of(first, second)
     assert [number for number, _ in observer.observe().rows] == [0, 1]
-    observer._source.on = None  # type: ignore[attr-defined]
+    observer._machine().devices = []  # type: ignore[union-attr, misc]
     clock.time += 1
     assert observer.observe().rows == []
-    observer._source.on = SimpleNamespace(devices=[second, FakeDevice(0, "other")])  # type: ignore[attr-defined]
+    observer._machine().devices = [second, FakeDevice(0, "other")]  # type: ignore[union-attr, misc]
     clock.time += 1
     assert [number for number, _ in observer.observe().rows] == [1, 2]
     assert [len(series.ring) for series in observer.series] == [1, 2, 1]
@@ -79,13 +79,11 @@ def test_marks_come_with_the_next_sample_once() -> None:
 
 
 def test_the_source_imports_nothing_and_wakes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "gpumem_magic.virtual.gpu", raising=False)
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=SimpleNamespace(is_initialized=lambda: False)))
-    assert Source().machine() is None
-    # Modules in the middle of being imported by another thread.
-    monkeypatch.setitem(sys.modules, "gpumem_magic.virtual.gpu", SimpleNamespace())
+    assert machines.in_use() is None
+    # A module in the middle of being imported by another thread.
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace())
-    assert Source().machine() is None
+    assert machines.in_use() is None
 
 
 # ---- live labels
@@ -138,7 +136,9 @@ def test_labels_follow_the_log() -> None:
 
 def test_idle_labels_forget_an_address_that_has_another_tenant() -> None:
     at_end = {1: (100, "unknown"), 2: (50, "activations"), 9: (1, "inputs")}
-    sums, left = live.requested_now([segment(block(1, 100), block(2, 51), block(3, 8))], {3: "parameters"}, at_end)
+    sums, left = live.requested_now(
+        [segment(block(1, 100), block(2, 51), block(3, 8))], {3: Label("parameters", "identity")}, at_end
+    )
     assert {name: size for name, size in sums.items() if size} == {"unknown": 100, "not_yet_known": 51, "parameters": 8}
     assert left == {1: (100, "unknown")}
 
@@ -171,9 +171,9 @@ def train(steps: int, each: Any) -> Any:
 
 
 def test_categories_become_known_and_end_as_the_reports(machine: Any) -> None:
-    from gpumem_magic import session
+    from gpumem_magic.session import recording as session
 
-    observer = Observer(Source(), time.time, 256)
+    observer = Observer(machines.in_use, time.time, 256)
     recording = session.open_recording()
     seen: dict[str, dict[str, int]] = {}
 
@@ -212,10 +212,10 @@ def test_categories_become_known_and_end_as_the_reports(machine: Any) -> None:
 
 
 def test_a_log_that_is_too_long_keeps_the_samples_as_they_were(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from gpumem_magic import session
+    from gpumem_magic.session import recording as session
 
     monkeypatch.setattr(live, "RELABEL_LIMIT", 3)
-    observer = Observer(Source(), time.time, 256)
+    observer = Observer(machines.in_use, time.time, 256)
     recording = session.open_recording()
     kept = train(1, lambda where: observer.observe())
     recording.close()
@@ -225,13 +225,13 @@ def test_a_log_that_is_too_long_keeps_the_samples_as_they_were(machine: Any, mon
 
 
 def test_watching_leaves_the_report_as_it_is(machine: Any) -> None:
-    from gpumem_magic import session
+    from gpumem_magic.session import recording as session
     from gpumem_magic.virtual import gpu
 
     reports = []
     for watched in (False, True):
         gpu.turn_on("T4")
-        observer = Observer(Source(), time.time, 256)
+        observer = Observer(machines.in_use, time.time, 256)
         recording = session.open_recording()
         looks = observer.observe if watched else object
         kept = train(2, lambda where, looks=looks: looks())
@@ -243,10 +243,10 @@ def test_watching_leaves_the_report_as_it_is(machine: Any) -> None:
 
 
 def test_statements_are_marks(machine: Any) -> None:
-    from gpumem_magic import session
     from gpumem_magic.recording.instrument import Statement
+    from gpumem_magic.session import recording as session
 
-    observer = Observer(Source(), time.time, 256)
+    observer = Observer(machines.in_use, time.time, 256)
     recording = session.open_recording()
     progress = recording.observer()
     observer.observe()
@@ -262,9 +262,9 @@ def test_statements_are_marks(machine: Any) -> None:
 
 
 def test_a_cell_that_ends_in_a_pause_is_relabelled_there(machine: Any) -> None:
-    from gpumem_magic import session
+    from gpumem_magic.session import recording as session
 
-    observer = Observer(Source(), time.time, 256)
+    observer = Observer(machines.in_use, time.time, 256)
     recording = session.open_recording()
     kept = train(1, lambda where: observer.observe())
     assert observer.rest().relabelled == []
@@ -277,10 +277,10 @@ def test_a_cell_that_ends_in_a_pause_is_relabelled_there(machine: Any) -> None:
 
 
 def test_the_failing_statement_is_a_mark(machine: Any) -> None:
-    from gpumem_magic import session
     from gpumem_magic.recording.instrument import Statement
+    from gpumem_magic.session import recording as session
 
-    observer = Observer(Source(), time.time, 256)
+    observer = Observer(machines.in_use, time.time, 256)
     recording = session.open_recording()
     observer.observe()
     failed = Statement(7, 7, "1 / 0", "expression", 0)

@@ -9,24 +9,20 @@ import pytest
 from cuda_fakes import CONTEXT, IDLE, FakeNvml, FakeTorch
 from watch_fakes import Clock
 
-from gpumem_magic import session
-from gpumem_magic.devices.cuda import CudaMachine
+from gpumem_magic.devices.cuda import DRIVER_SECONDS, CudaMachine
 from gpumem_magic.devices.driver import Driver
+from gpumem_magic.recording import under_way
 from gpumem_magic.recording.model import Sighting
 from gpumem_magic.recording.recorder import Recorder
 from gpumem_magic.units import MIB
 from gpumem_magic.widgets.columns import ALLOCATED, DEVICE_USED, layers_of
 from gpumem_magic.widgets.observer import Observer
-from gpumem_magic.widgets.real import DRIVER_SECONDS, RealMachine
-from gpumem_magic.widgets.source import Source
 
 
 def watched(torch: FakeTorch, driver: Driver | None = None) -> tuple[Observer, Clock]:
     clock = Clock()
-    found = Source()
-    machine = RealMachine(torch, driver if driver is not None else Driver(FakeNvml(torch)), clock)
-    found.machine = lambda: machine  # type: ignore[method-assign]
-    return Observer(found, clock, 64), clock
+    machine = CudaMachine(torch, driver if driver is not None else Driver(FakeNvml(torch)), clock=clock)
+    return Observer(lambda: machine, clock, 64), clock
 
 
 def named(row: Any) -> dict[str, int]:
@@ -99,7 +95,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Any:
     torch.use()
     made = Recorder(CudaMachine(torch, Driver(FakeNvml(torch))))
     made.start()
-    monkeypatch.setattr(session, "_active", SimpleNamespace(_recorder=made))
+    monkeypatch.setattr(under_way, "_current", made)
     yield SimpleNamespace(own=made, torch=torch)
     made._put_back()
 
@@ -117,7 +113,7 @@ def test_the_samples_of_a_cell_have_the_reports_categories_after_it(
         return observer.observe()
 
     weight = torch.alloc(20 * MIB)
-    made._witness.sightings.append(Sighting(0, made._position(0), weight, "parameter", "weight"))
+    made._witness.sightings.append(Sighting(0, made.position(0), weight, "parameter", "weight"))
     ((_, row),) = look().rows
     assert named(row)["not_yet_known"] == 20 * MIB
     passing = torch.alloc(7 * MIB)
@@ -126,7 +122,7 @@ def test_the_samples_of_a_cell_have_the_reports_categories_after_it(
     ((_, last),) = look().rows
     assert row[ALLOCATED] == last[ALLOCATED] == 20 * MIB
     recording = made.finish()
-    monkeypatch.setattr(session, "_active", None)
+    monkeypatch.setattr(under_way, "_current", None)
     report, _ = build_with_labels(recording)
     sample = look()
     assert observer.notes == []
@@ -156,7 +152,7 @@ def test_a_recording_that_never_comes_leaves_the_samples_and_a_note(
     torch.alloc(20 * MIB)
     observer.observe()
     made._put_back()
-    monkeypatch.setattr(session, "_active", None)
+    monkeypatch.setattr(under_way, "_current", None)
     assert observer.observe().relabelled == []
     assert observer.notes == []
     clock.time += 60

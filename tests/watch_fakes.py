@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
 from gpumem_magic.devices.base import Counters, DeviceFacts
@@ -21,6 +20,11 @@ class FakeDevice:
         self.now = (0, 0, 0)
         self.broken: Exception | None = None
 
+        self.labels: dict[int, Any] = {}
+
+    def glance(self, log: Any = None) -> tuple[Counters, int]:
+        return self.counters(), 0
+
     def counters(self) -> Counters:
         if self.broken is not None:
             raise self.broken
@@ -28,15 +32,17 @@ class FakeDevice:
         return Counters(allocated, reserved, reserved + 300 * MIB, 300 * MIB, 0, None, peak, reserved)
 
 
-class FakeSource:
+class FakeMachine:
+    """`devices` may change while it is watched."""
+
     def __init__(self, *devices: Any) -> None:
-        self.on: Any = SimpleNamespace(devices=devices)
+        self.devices = list(devices)
 
-    def machine(self) -> Any:
-        return self.on
+    def in_use(self) -> Any:
+        return self.devices
 
-    def devices(self, machine: Any) -> Any:
-        return list(machine.devices)
+    def settle(self) -> None:
+        pass
 
 
 class Clock:
@@ -49,7 +55,8 @@ class Clock:
 
 def observer_of(*devices: Any, capacity: int = 64) -> tuple[Observer, Clock]:
     clock = Clock()
-    return Observer(FakeSource(*devices), clock, capacity), clock
+    machine: Any = FakeMachine(*devices)
+    return Observer(lambda: machine, clock, capacity), clock
 
 
 @dataclass

@@ -76,7 +76,7 @@ def measure(name: str, device: str) -> dict[str, Any]:
     import torch
 
     from gpumem_magic.recording.script import ScriptRun, as_main
-    from gpumem_magic.session import open_recording
+    from gpumem_magic.session.recording import open_recording
 
     script = ScriptRun(str(SCRIPTS / f"{name}.py"))
     # Not the first: `as_main` puts the script's folder there.

@@ -13,6 +13,7 @@ from typing import Any
 from gpumem_magic.commands import measuring
 from gpumem_magic.commands.common import FAILED, UNREADABLE, check_target, guarded
 from gpumem_magic.commands.measuring import NoGpu, measure
+from gpumem_magic.devices import machines
 from gpumem_magic.snapshot.whole_file import replace_file
 from gpumem_magic.units import MIB, human
 from gpumem_magic.virtual.card import calibration
@@ -86,9 +87,7 @@ def _calibrate(options: argparse.Namespace) -> int:
     check_target("--json", options.json, ())
     import torch
 
-    from gpumem_magic.virtual import gpu
-
-    is_virtual = gpu.current() is not None
+    is_virtual = machines.virtual() is not None
     try:
         measuring.check(torch, options.device)
         found = measure(torch, options.device) if is_virtual else both_ways(options.device, measuring.measure_apart)

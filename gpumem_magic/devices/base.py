@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 from gpumem_magic.snapshot.model import Segment, TraceEvent
 from gpumem_magic.snapshot.rules import DEFAULT_SETTINGS, AllocatorSettings
+
+
+class DeviceError(Exception):
+    """A device cannot be used, turned on or turned off. The text is one line and says what to do."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +66,7 @@ class DeviceLog:
     what is only known as a total: the events were dropped, or the allocator has none).
     carried: address -> label known from an earlier recording, of blocks that were live at the start.
     settings: the allocator's, without which block sizes can't be recounted.
-    places: what `Device.position` had answered -> the position in `events`, where events had to be left out and the two are
+    places: what `Log.position` had answered -> the position in `events`, where events had to be left out and the two are
     not the same; None where they are.
     """
 
@@ -75,6 +79,37 @@ class DeviceLog:
     places: Mapping[int, int] | None = None
 
 
+@dataclass(frozen=True)
+class GpuProcess:
+    """A process with memory on a device. bytes: all of it, None where the driver does not say; user and command likewise."""
+
+    pid: int
+    bytes: int | None
+    user: str | None = None
+    command: str | None = None
+
+
+class Log(Protocol):
+    """What a device's allocator does, from `Device.start_log` until `stop`."""
+
+    @property
+    def first(self) -> int:
+        """What `Device.glance` would have answered as the position when this log began."""
+
+    @property
+    def growing(self) -> DeviceLog | None:
+        """The log itself, whose events grow; None where they are found out at the end (a real device)."""
+
+    def position(self) -> int:
+        """The number of events so far. Never falls, and is the same twice only where nothing moved."""
+
+    def forget(self, needed: Set[int]) -> None:
+        """Positions that were answered so far and are not needed will not be asked about: what only they need may go."""
+
+    def stop(self) -> DeviceLog:
+        """Ends the log. Allowed once."""
+
+
 class Device(Protocol):
     """One GPU, or one emulated GPU."""
 
@@ -84,28 +119,28 @@ class Device(Protocol):
     def counters(self) -> Counters:
         """Figures of now. Cheap (microseconds on a virtual device)."""
 
+    def glance(self, log: Log | None = None) -> tuple[Counters, int]:
+        """Figures of now for who looks on from another thread, ten times a second: the program never waits for it.
+
+        And a position of the same moment: on a real device the number of all events so far; on a virtual one that of the log's,
+        0 without a log.
+        """
+
     def segments(self) -> tuple[Segment, ...]:
         """The allocator's segments and blocks now."""
 
-    def start_log(self) -> object:
-        """Begins to keep events; returns a handle for the next three. Several logs may run at once."""
-
-    def position(self, log: object) -> int:
-        """The number of events in the log so far. Never falls, and is the same twice only where nothing moved."""
-
-    def stop_log(self, log: object) -> DeviceLog:
-        """Ends the log. Allowed once."""
+    def start_log(self) -> Log:
+        """Begins to keep events. Several logs may run at once."""
 
     def remember(self, labels: Mapping[int, Label]) -> None:
         """Keeps the labels of blocks that are live now (by address) for later recordings: the next log's `carried`."""
 
+    @property
+    def labels(self) -> Mapping[int, Label]:
+        """What is known of blocks that are live now, by address; empty on a real device, which does not say when one goes."""
 
-@runtime_checkable
-class LongRunning(Protocol):
-    """A device whose logs can be thinned while they run."""
-
-    def forget(self, log: object, needed: Set[int]) -> None:
-        """Positions that were answered so far and are not needed will not be asked about: what only they need may go."""
+    def processes(self) -> tuple[GpuProcess, ...] | None:
+        """Who has memory on the device; None where the driver does not say."""
 
 
 class Machine(Protocol):
@@ -114,8 +149,20 @@ class Machine(Protocol):
     @property
     def devices(self) -> Sequence[Device]: ...
 
+    def current_device(self) -> int:
+        """The number of the program's current device. Asking brings nothing into use."""
+
+    def in_use(self) -> Sequence[Device]:
+        """The devices that are worth a chart: all virtual ones; of the GPUs the current one, and those that hold memory."""
+
     def locate(self, tensor: Any) -> tuple[int, int] | None:
         """(device index, address of the allocation that holds the tensor's storage), or None for a tensor elsewhere."""
+
+    def settle(self) -> None:
+        """Does the frees that wait (a virtual machine frees late), so that counters and logs are those of now."""
+
+    def look(self, device: Device) -> tuple[tuple[Segment, ...], Mapping[int, Label]]:
+        """A device's segments and labels of the same moment, also from another thread."""
 
     @property
     def stand_ins(self) -> Counter[tuple[str, int]]:
@@ -123,3 +170,10 @@ class Machine(Protocol):
 
         Only grows; a recorder takes the difference. Empty on a real machine, which has the values.
         """
+
+    @property
+    def supplied(self) -> Counter[tuple[str, int]]:
+        """The same for reads of values that the user supplied; they are among the `stand_ins`."""
+
+    def notes(self) -> list[str]:
+        """What a reader of the figures must know about how they came to be."""

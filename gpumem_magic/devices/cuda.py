@@ -6,17 +6,18 @@ Nothing here synchronises, empties a cache, resets a peak, or brings CUDA into u
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
 from gpumem_magic.devices import torch_memory
-from gpumem_magic.devices.base import Counters, DeviceFacts, DeviceLog, Label
-from gpumem_magic.devices.driver import Driver, DriverDevice, GpuProcess
+from gpumem_magic.devices.base import Counters, Device, DeviceFacts, DeviceLog, GpuProcess, Label, Log
+from gpumem_magic.devices.driver import Driver, DriverDevice
 from gpumem_magic.devices.history import RING, History, OpenLog
 from gpumem_magic.devices.outside import OutsideMemory, Shares
-from gpumem_magic.devices.readings import Counts
+from gpumem_magic.devices.readings import Counts, Reading, reading_of
 from gpumem_magic.devices.unsupported import is_rocm
 from gpumem_magic.devices.visible import find
 from gpumem_magic.devices.weaving import Woven, weave
@@ -31,21 +32,62 @@ _NO_HISTORY = {
     "pluggable": "A pluggable allocator is in use, which keeps no history: rows show the totals that it tells, without "
     "categories.",
 }
+# Seconds between two questions to the driver by one who only looks on.
+DRIVER_SECONDS = 1.0
+
+
+class CudaLog:
+    """A log of one GPU's under way: a `Log`."""
+
+    growing = None
+
+    def __init__(self, device: CudaDevice, opened: OpenLog) -> None:
+        self._device = device
+        self._opened = opened
+
+    @property
+    def first(self) -> int:
+        return sum(self._opened.base)
+
+    def position(self) -> int:
+        with self._device.lock:
+            return self._device.history.position(self._opened)
+
+    def forget(self, needed: Set[int]) -> None:
+        with self._device.lock:
+            self._device.history.forget(self._opened, needed)
+
+    def stop(self) -> DeviceLog:
+        with self._device.lock:
+            return self._device.ended(self._opened)
 
 
 class CudaDevice:
     """One GPU. Made by `CudaMachine`."""
 
-    def __init__(self, torch: Any, index: int, history: History, driver: Driver, lock: threading.RLock) -> None:
+    def __init__(
+        self,
+        torch: Any,
+        index: int,
+        history: History,
+        driver: Driver,
+        lock: threading.RLock,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._torch = torch
         self._index = index
-        self._history = history
+        self.history = history
         self._driver = driver
-        self._lock = lock
+        self.lock = lock
+        self._clock = clock
         self._facts: DeviceFacts | None = None
         self._before_use: DeviceFacts | None = None
         self._nvml: DriverDevice | None = None
         self._outside: OutsideMemory | None = None
+        # What a glance knows of the driver's figures, with the allocator's of then.
+        self._outside_at_a_glance: OutsideMemory | None = None
+        self._glanced: tuple[Shares, int] = Shares(), 0
+        self._glanced_at = float("-inf")
         self._labels: dict[int, tuple[int, Label]] = {}
         self._labelled_at: Counts = ()
         self._last: dict[int, int] = {}
@@ -90,28 +132,44 @@ class CudaDevice:
     # ---- now
 
     def counters(self) -> Counters:
-        with self._lock:
-            reading = self._history.read(self._index)
-            shares = self._shares(reading.reserved)
-        return Counters(
-            allocated=reading.allocated,
-            reserved=reading.reserved,
-            device_used=shares.device_used,
-            context=shares.context,
-            other_processes=shares.other_processes,
-            context_or_others=shares.context_or_others,
-            peak_allocated=reading.peak_allocated,
-            peak_reserved=reading.peak_reserved,
-            retries=reading.retries,
-        )
+        with self.lock:
+            reading = self.history.read(self._index)
+            # Reading the facts finds the driver's device.
+            self.facts  # noqa: B018
+            if self._outside is None:
+                self._outside = OutsideMemory(self._nvml, self._runtime_used)
+            return _counters(reading, self._shares(self._outside, reading.reserved))
 
-    def _shares(self, reserved: int) -> Shares:
-        # Reading the facts finds the driver's device.
-        self.facts  # noqa: B018
-        if self._outside is None:
-            self._outside = OutsideMemory(self._nvml, self._runtime_used)
+    def _shares(self, outside: OutsideMemory, reserved: int) -> Shares:
         has_context = reserved > 0 or torch_memory.has_context(self._torch, self._index)
-        return self._outside.now(reserved, has_context)
+        return outside.now(reserved, has_context)
+
+    def glance(self, log: Log | None = None) -> tuple[Counters, int]:
+        """PyTorch's counters, without the lock; the driver's figures are a second old at most."""
+        reading = self._read_along()
+        now = self._clock()
+        if now - self._glanced_at >= DRIVER_SECONDS:
+            self._glanced_at = now
+            self.facts  # noqa: B018
+            if self._outside_at_a_glance is None:
+                self._outside_at_a_glance = OutsideMemory(self._nvml, self._runtime_used)
+            self._glanced = self._shares(self._outside_at_a_glance, reading.reserved), reading.reserved
+        shares, reserved = self._glanced
+        if shares.device_used is not None:
+            # Between two looks at the driver the device grows by what the allocator took.
+            shares = replace(shares, device_used=shares.device_used - reserved + reading.reserved)
+        return _counters(reading, shares), sum(reading.counts)
+
+    def _read_along(self) -> Reading:
+        try:
+            return reading_of(self._torch.cuda.memory_stats_as_nested_dict(self._index))
+        except (RuntimeError, NotImplementedError):
+            # An allocator of somebody else's that keeps no figures: only the driver's are shown.
+            return Reading()
+
+    @property
+    def holds_memory(self) -> bool:
+        return self._read_along().reserved > 0
 
     def _runtime_used(self) -> int | None:
         """Bytes in use as cudaMemGetInfo tells them; not while a CUDA graph is captured, where it is not asked for certain."""
@@ -129,37 +187,29 @@ class CudaDevice:
         return None if self._nvml is None else self._nvml.processes()
 
     def segments(self) -> tuple[Segment, ...]:
-        return self._history.segments(self._index)
+        return self.history.segments(self._index)
 
     # ---- logs
 
-    def start_log(self) -> OpenLog:
-        with self._lock:
-            return self._history.open(self._index)
+    def start_log(self) -> CudaLog:
+        with self.lock:
+            return CudaLog(self, self.history.open(self._index))
 
-    def position(self, log: Any) -> int:
-        with self._lock:
-            return self._history.position(log)
-
-    def forget(self, log: Any, needed: Set[int]) -> None:
-        with self._lock:
-            self._history.forget(log, needed)
-
-    def stop_log(self, log: Any) -> DeviceLog:
-        with self._lock:
-            settings = self._history.close(log)
-            woven = weave(self._index, log.start, log.marks, log.chunks, settings)
-            self._tell(woven, log)
-            self._last = _requested(log.chunks[-1].segments) if log.chunks else {}
-            return DeviceLog(
-                self._facts_at_end(),
-                woven.start,
-                woven.events,
-                woven.origins,
-                self._carried(log),
-                settings,
-                woven.places,
-            )
+    def ended(self, log: OpenLog) -> DeviceLog:
+        """What a log of the history has become, which ends with this."""
+        settings = self.history.close(log)
+        woven = weave(self._index, log.start, log.marks, log.chunks, settings)
+        self._tell(woven, log)
+        self._last = _requested(log.chunks[-1].segments) if log.chunks else {}
+        return DeviceLog(
+            self._facts_at_end(),
+            woven.start,
+            woven.events,
+            woven.origins,
+            self._carried(log),
+            settings,
+            woven.places,
+        )
 
     def _facts_at_end(self) -> DeviceFacts:
         facts = self.facts
@@ -176,7 +226,7 @@ class CudaDevice:
         self.has_ended = True
         where = f"cuda:{self._index}"
         # Where PyTorch would not record, the history's own note says so.
-        recorded = self._history.backend == "native" and not self._history.is_refused
+        recorded = self.history.backend == "native" and not self.history.is_refused
         if recorded and woven.disagreed:
             self.notes.append(
                 f"The memory history of {where} does not fit its counters (it may leave kinds of events out, or end in "
@@ -202,12 +252,16 @@ class CudaDevice:
 
     # ---- labels
 
+    @property
+    def labels(self) -> Mapping[int, Label]:
+        return {}
+
     def remember(self, labels: Mapping[int, Label]) -> None:
-        with self._lock:
+        with self.lock:
             for address, label in labels.items():
                 if address in self._last:
                     self._labels[address] = self._last[address], label
-            self._labelled_at = self._history.read(self._index).counts
+            self._labelled_at = self.history.read(self._index).counts
 
     def _carried(self, log: OpenLog) -> dict[int, Label]:
         """Labels of blocks that are still there. Where anything happened in between, an address proves little."""
@@ -227,22 +281,40 @@ class CudaDevice:
 class CudaMachine:
     """The GPUs that `torch.cuda` sees. ring: how many events of history are kept per device."""
 
-    def __init__(self, torch: Any, driver: Driver | None = None, ring: int = RING) -> None:
+    def __init__(
+        self,
+        torch: Any,
+        driver: Driver | None = None,
+        ring: int = RING,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._torch = torch
         self._driver = driver if driver is not None else Driver(None) if is_rocm(torch) else Driver.open()
         count = int(torch.cuda.device_count())
         self._history = History(torch, count, ring)
         lock = threading.RLock()
-        self._devices = [CudaDevice(torch, index, self._history, self._driver, lock) for index in range(count)]
+        self._devices = [CudaDevice(torch, index, self._history, self._driver, lock, clock) for index in range(count)]
 
     @property
     def devices(self) -> Sequence[CudaDevice]:
         return self._devices
 
+    def in_use(self) -> Sequence[CudaDevice]:
+        current = self.current_device()
+        return [device for device in self._devices if device.index == current or device.holds_memory]
+
+    def settle(self) -> None:
+        """Nothing waits."""
+
+    def look(self, device: Device) -> tuple[tuple[Segment, ...], Mapping[int, Label]]:
+        return device.segments(), device.labels
+
     @property
     def stand_ins(self) -> Counter[tuple[str, int]]:
         """None: the values are there."""
         return Counter()
+
+    supplied = stand_ins
 
     def current_device(self) -> int:
         """The number of the current device; 0 while CUDA is not in use, as asking would change that."""
@@ -277,6 +349,20 @@ class CudaMachine:
                 f"The driver could not be asked ({self._driver.reason}): the device's use is what the CUDA runtime says."
             )
         return notes
+
+
+def _counters(reading: Reading, shares: Shares) -> Counters:
+    return Counters(
+        allocated=reading.allocated,
+        reserved=reading.reserved,
+        device_used=shares.device_used,
+        context=shares.context,
+        other_processes=shares.other_processes,
+        context_or_others=shares.context_or_others,
+        peak_allocated=reading.peak_allocated,
+        peak_reserved=reading.peak_reserved,
+        retries=reading.retries,
+    )
 
 
 def _requested(segments: Sequence[Segment]) -> dict[int, int]:

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
+from gpumem_magic.devices.base import GpuProcess
+
 # NVML's "not available" is the largest number of 64 bits; Windows and WSL put it, or nearly, where bytes belong.
 ABSURD = 1 << 60
 
@@ -21,16 +23,6 @@ class DriverMemory:
 
     total: int
     used: int
-
-
-@dataclass(frozen=True)
-class GpuProcess:
-    """A process with memory on a device. bytes: all of it, None where the driver does not say; user and command likewise."""
-
-    pid: int
-    bytes: int | None
-    user: str | None = None
-    command: str | None = None
 
 
 class Driver:

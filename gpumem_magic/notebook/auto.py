@@ -10,8 +10,8 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
+from gpumem_magic.devices import machines
 from gpumem_magic.notebook.history import CellRecord, History, State
-from gpumem_magic.owners.here import NoDevice, machine_in_use
 
 
 @dataclass(frozen=True)
@@ -79,13 +79,10 @@ class Auto:
 
     def _look(self) -> _Begun | None:
         """What the counters say now; None while no device is in use."""
-        try:
-            machine = machine_in_use()
-        except NoDevice:
+        machine = machines.in_use()
+        if machine is None:
             return None
-        settle = getattr(machine, "settle", None)
-        if settle is not None:
-            settle()
+        machine.settle()
         counters = [device.counters() for device in machine.devices]
         used = [one.device_used for one in counters]
         return _Begun(

@@ -36,28 +36,28 @@ def devices(_event: Any) -> list[str]:
 
 def watch(event: Any) -> list[str]:
     """For ``%gpumem_watch``."""
-    from gpumem_magic.widgets.magic import complete
+    from gpumem_magic.notebook.watching import complete
 
     return complete(event)
 
 
 def load(event: Any) -> list[str]:
     """For ``%gpumem_load``: files."""
-    from gpumem_magic.commands.load_magic import complete
+    from gpumem_magic.notebook.load import complete
 
     return complete(event)
 
 
 def who(event: Any) -> list[str]:
     """For ``%gpumem_who``."""
-    from gpumem_magic.owners.magic import complete_who
+    from gpumem_magic.notebook.holding import complete_who
 
     return complete_who(event)
 
 
 def free(event: Any) -> list[str]:
     """For ``%gpumem_free``."""
-    from gpumem_magic.owners.magic import complete_free
+    from gpumem_magic.notebook.holding import complete_free
 
     return complete_free(event)
 

@@ -12,8 +12,10 @@ from typing import Any, Protocol
 
 from IPython.core.error import UsageError
 
+from gpumem_magic.devices.base import DeviceError
+from gpumem_magic.notebook.shell_hooks import hide_frames_once
 from gpumem_magic.recording.cell import CellRun
-from gpumem_magic.shell_hooks import hide_frames_once
+from gpumem_magic.session import recording
 
 
 class Magics(Protocol):
@@ -41,11 +43,9 @@ class MeasuredCell:
             _warn("a %gpumem inside another does not measure: its code runs plainly, as a part of the outer one")
             return
         run = self._run
-        session = None
         self._look_inside()
         try:
-            session = _session()
-            self._recording = session.open_recording(
+            self._recording = recording.open_recording(
                 self._options.device, names=run.names, user_ns=self._shell.user_ns, own_file=run.filename
             )
             observer = self._recording.observer(
@@ -55,10 +55,10 @@ class MeasuredCell:
                 source=run.source,
             )
             run.observe(observer)
+        except DeviceError as error:
+            self._leave_inside()
+            raise UsageError(str(error)) from None
         except Exception as error:
-            if session is not None and isinstance(error, session.DeviceError):
-                self._leave_inside()
-                raise UsageError(str(error)) from None
             _warn(f"measuring is not possible here ({_in_one_line(error)}); the cell runs as it would without it")
         self._magics.running = True
 
@@ -101,7 +101,7 @@ class MeasuredCell:
         names = [name.strip() for name in self._options.into.split(",") if name.strip()]
         try:
             functions = [find_function(name, self._shell.user_ns) for name in names]
-            self._inside = Inside(functions, lambda label: _session().begin_range(label))
+            self._inside = Inside(functions, recording.begin_range)
             self._inside.install()
         except InsideError as error:
             raise UsageError(str(error)) from None
@@ -118,7 +118,7 @@ class MeasuredCell:
             return None
         from gpumem_magic.notebook.budget import Budget
 
-        report = _session().last_report()
+        report = recording.last_report()
         return None if report is None else Budget(self._options.budget, self._options.max_delta).exceeded(report)
 
     def _show(self, report: Any) -> None:
@@ -130,12 +130,6 @@ class MeasuredCell:
 
         view = "plot" if self._options.plot else "table" if self._options.table else None
         display(report if view is None else report.view(view))
-
-
-def _session() -> Any:
-    from gpumem_magic import session
-
-    return session
 
 
 def _is_stop(error: BaseException) -> bool:

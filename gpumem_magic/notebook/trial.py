@@ -14,7 +14,9 @@ from typing import Any
 
 from IPython.core.error import UsageError
 
+from gpumem_magic.notebook.devices import machine_in_use
 from gpumem_magic.notebook.remedy import Remedy, RemedyError, edited, made_anew, remedy_of
+from gpumem_magic.session import recording
 from gpumem_magic.units import human
 
 _SHOWN = 3
@@ -34,7 +36,7 @@ def try_line(shell: Any, line: str) -> None:
         raise UsageError(str(error)) from None
     except SyntaxError as error:
         raise UsageError(f"the failed cell can't be read ({error.msg}, line {error.lineno})") from None
-    machine = _machine()
+    machine = machine_in_use()
     is_virtual = all(device.facts.kind == "virtual" for device in machine.devices)
     if not is_virtual and remedy.conf:
         raise UsageError(
@@ -50,14 +52,12 @@ def try_line(shell: Any, line: str) -> None:
 
 def _failed_cell(shell: Any) -> str:
     """The text of the last cell that failed: the one before this, else the last measured one. Raises RemedyError for none."""
-    from gpumem_magic.session import last_report
-
     result = getattr(shell, "last_execution_result", None)
     if result is not None and result.error_in_exec is not None:
         text = str(getattr(result.info, "raw_cell", "") or "")
         if text and not text.lstrip().startswith("%gpumem"):
             return _body(text)
-    report = last_report()
+    report = recording.last_report()
     if report is not None and report.error is not None:
         for text in reversed(shell.history_manager.input_hist_raw):
             if text.lstrip().startswith("%%gpumem"):
@@ -69,15 +69,6 @@ def _body(text: str) -> str:
     """Without the magic's own line, which would be a cell in a cell."""
     first, _, rest = text.lstrip().partition("\n")
     return rest if first.startswith("%%gpumem") else text
-
-
-def _machine() -> Any:
-    from gpumem_magic.owners.here import NoDevice, machine_in_use
-
-    try:
-        return machine_in_use()
-    except NoDevice as error:
-        raise UsageError(str(error)) from None
 
 
 def _announce(failed: str, remedy: Remedy, lines: list[int]) -> None:
@@ -131,15 +122,13 @@ def _settings(machine: Any, remedy: Remedy) -> Iterator[None]:
 def _run(shell: Any, code: str, remedy: Remedy) -> None:
     import torch
 
-    from gpumem_magic.session import last_report
-
     try:
         shell.run_cell_magic("gpumem", "", code)
         failed = False
     except torch.OutOfMemoryError:
         # The answer is a sentence; the report above has the rest.
         failed = True
-    report = last_report()
+    report = recording.last_report()
     if report is None:
         return
     peak = human(report.peak.allocated)

@@ -47,7 +47,7 @@ def free(machine: Machine, shell: Any, namespace: dict[str, Any], words: Collect
         forget_results(shell, namespace)
     if "cycles" in words:
         gc.collect()
-    _settle(machine)
+    machine.settle()
     if "cache" in words:
         torch.cuda.empty_cache()
     after = _now(machine)
@@ -135,15 +135,9 @@ def _ordered(words: Collection[str]) -> tuple[str, ...]:
     return tuple(word for word in WORDS if word in words)
 
 
-def _settle(machine: Machine) -> None:
-    settle = getattr(machine, "settle", None)
-    if settle is not None:
-        settle()
-
-
 def _now(machine: Machine) -> tuple[int, int]:
     """Allocated and reserved bytes of all devices."""
-    _settle(machine)
+    machine.settle()
     counters = [device.counters() for device in machine.devices]
     return sum(one.allocated for one in counters), sum(one.reserved for one in counters)
 

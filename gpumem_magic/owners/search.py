@@ -42,9 +42,7 @@ def find_owners(
     collected, and nothing of the user's is kept.
     """
     began = time.perf_counter()
-    settle = getattr(machine, "settle", None)
-    if settle is not None:
-        settle()
+    machine.settle()
     blocks = _blocks(machine)
     workspaces = _workspaces(machine, blocks)
     # The walk makes many objects: Python would collect the user's garbage in the middle of it.
@@ -104,9 +102,7 @@ def _workspaces(machine: Machine, blocks: Mapping[Place, tuple[int, int]]) -> se
     found = {place for place, (_, requested) in blocks.items() if requested in WORKSPACE_SIZES}
     for device in machine.devices:
         index = device.facts.index
-        knows = getattr(device, "is_workspace", None)
-        if knows is not None:
-            found |= {place for place in blocks if place[0] == index and knows(place[1])}
+        found |= {(index, address) for address, label in device.labels.items() if label.category == "workspace"}
     return found
 
 

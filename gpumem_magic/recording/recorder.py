@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from gpumem_magic.devices.base import Device, DeviceLog, LongRunning, Machine
+from gpumem_magic.devices.base import Device, DeviceLog, Log, Machine
 from gpumem_magic.recording.failing_place import failing_place
 from gpumem_magic.recording.failure import (
     failing_request,
@@ -25,7 +25,7 @@ from gpumem_magic.recording.failure import (
 )
 from gpumem_magic.recording.guard import Guard
 from gpumem_magic.recording.identity import Witness
-from gpumem_magic.recording.model import Checkpoint, Failure, ModuleTrace, Moment, Recording, Span, StandIn
+from gpumem_magic.recording.model import Checkpoint, Failure, ModuleTrace, Moment, Recording, Sighting, Span, StandIn
 from gpumem_magic.recording.modules import ModuleWatch
 from gpumem_magic.recording.phases import Phases
 from gpumem_magic.recording.placing import Placing
@@ -60,8 +60,8 @@ class Recorder:
         self._own_file = own_file
         self._guard = Guard()
         self._devices: dict[int, Device] = {}
-        self._handles: dict[int, object] = {}
-        self._iteration_logs: dict[int, object] = {}
+        self._logs: dict[int, Log] = {}
+        self._iteration_logs: dict[int, Log] = {}
         self._signatures: list[bytes] = []
         self._checkpoints: list[Checkpoint] = []
         self._ticks = 0
@@ -76,6 +76,21 @@ class Recorder:
         # What `finish` made, for who reads along (the watch).
         self.recorded: Recording | None = None
 
+    # What the watch reads of a recording under way. The lists are our own, and go on growing.
+
+    @property
+    def checkpoints(self) -> Sequence[Checkpoint]:
+        return self._checkpoints
+
+    @property
+    def sightings(self) -> Sequence[Sighting]:
+        return self._witness.sightings if self._witness is not None else ()
+
+    @property
+    def logs(self) -> Mapping[int, Log]:
+        """Device -> its log, until the recording ends."""
+        return self._logs
+
     @property
     def alike(self) -> int:
         """How many equal turns the last iterations made (see `repetition`), 1 if none repeats; 0 on a real device."""
@@ -89,15 +104,15 @@ class Recorder:
         try:
             with self._guard("starting"):
                 self._stand_ins_before = Counter(self._machine.stand_ins)
-                self._supplied_before = Counter(self._supplied())
-                self._machine_notes_before = self._machine_notes()
-            self._settle()
+                self._supplied_before = Counter(self._machine.supplied)
+                self._machine_notes_before = self._machine.notes()
+            self._machine.settle()
             for device in self._machine.devices:
                 index = device.facts.index
                 self._devices[index] = device
-                self._handles[index] = device.start_log()
+                self._logs[index] = device.start_log()
             self._start_iteration()
-            self._witness = Witness(self._machine, self._position, self._names, namespace)
+            self._witness = Witness(self._machine, lambda device: self._logs[device].position(), self._names, namespace)
             self._modules = ModuleWatch(self._cheap_positions(), self._machine.locate)
             self._phases = Phases(
                 self._moment, self._witness, self._guard, self._step_ended, self._grown, self._modules
@@ -135,8 +150,8 @@ class Recorder:
 
     def position(self, device: int) -> int:
         """Where a device's log stands now."""
-        self._settle()
-        return self._position(device)
+        self._machine.settle()
+        return self._logs[device].position()
 
     def mark(self, label: str) -> None:
         """A named moment inside a statement."""
@@ -161,7 +176,7 @@ class Recorder:
         failure: Failure | None = None
         reached: Moment | None = None
         logs: dict[int, DeviceLog] = {}
-        if not self._handles or self._witness is None or self._phases is None:
+        if not self._logs or self._witness is None or self._phases is None:
             self._put_back()
             raise RuntimeError("a recording that did not start can't be finished")
         try:
@@ -182,8 +197,8 @@ class Recorder:
                 with self._guard("the last checkpoint"):
                     self._checkpoints.append(Checkpoint("after", "after", "", 0, self._moment()))
             with self._guard("stopping the logs"):
-                for index in list(self._handles):
-                    logs[index] = self._devices[index].stop_log(self._handles.pop(index))
+                for index in list(self._logs):
+                    logs[index] = self._logs.pop(index).stop()
             placing = Placing(logs)
             self._checkpoints = [placing.checkpoint(point) for point in self._checkpoints]
             reached = placing.moment(reached) if reached is not None else None
@@ -242,36 +257,26 @@ class Recorder:
 
     # Moments
 
-    def _settle(self) -> None:
-        """A virtual machine frees late: what waits is done, so that a moment is of now."""
-        settle = getattr(self._machine, "settle", None)
-        if settle is not None:
-            settle()
-
     def _moment(self) -> Moment:
-        self._settle()
+        self._machine.settle()
         self._ticks += 1
         return Moment(
-            {index: device.position(self._handles[index]) for index, device in self._devices.items()},
+            {index: log.position() for index, log in self._logs.items()},
             {index: device.counters() for index, device in self._devices.items()},
             self._ticks,
         )
 
     def _cheap_positions(self) -> Callable[[], Mapping[int, int]] | None:
         """Where the logs stand, to be asked for each module's forward; None on a real device, which takes its time to answer."""
-        if any(device.facts.kind != "virtual" for device in self._devices.values()):
+        if any(log.growing is None for log in self._logs.values()):
             return None
-        return lambda: {index: self._position(index) for index in self._devices}
-
-    def _position(self, device: int) -> int:
-        return self._devices[device].position(self._handles[device])
+        return lambda: {index: log.position() for index, log in self._logs.items()}
 
     # Long runs
 
     def _grown(self) -> None:
         """Thins what is kept, once it is too much. Virtual devices keep every event, and are not run for hours."""
-        devices = {index: device for index, device in self._devices.items() if isinstance(device, LongRunning)}
-        if self._phases is None or self._witness is None or len(devices) < len(self._devices):
+        if self._phases is None or self._witness is None or any(log.growing is not None for log in self._logs.values()):
             return
         kept = Kept(self._checkpoints, self._phases.spans, self._witness.sightings, self._left_out)
         if kept.weight <= self._most:
@@ -280,27 +285,24 @@ class Recorder:
         # Where iterations are huge, little can be left out: not to try again at once.
         self._most = max(self._most, kept.weight * 3 // 2)
         needed = kept.positions(self._phases.begun())
-        for index, device in devices.items():
-            device.forget(self._handles[index], needed.get(index, set()))
+        for index, log in self._logs.items():
+            log.forget(needed.get(index, set()))
 
     # Iterations of virtual devices
 
     def _start_iteration(self) -> None:
         for index, device in self._devices.items():
-            if device.facts.kind == "virtual":
+            if self._logs[index].growing is not None:
                 self._iteration_logs[index] = device.start_log()
 
     def _step_ended(self) -> None:
         if self._iteration_logs:
-            self._settle()
+            self._machine.settle()
             self._signatures.append(b"".join(signature(events) for events in self._stop_iteration()))
             self._start_iteration()
 
     def _stop_iteration(self) -> list[Any]:
-        return [
-            self._devices[index].stop_log(self._iteration_logs.pop(index)).events
-            for index in sorted(self._iteration_logs)
-        ]
+        return [self._iteration_logs.pop(index).stop().events for index in sorted(self._iteration_logs)]
 
     # The end
 
@@ -311,18 +313,14 @@ class Recorder:
                 self._phases.stop()
         with self._guard("ending the logs"):
             self._stop_iteration()
-            for index in list(self._handles):
-                self._devices[index].stop_log(self._handles.pop(index))
+            for index in list(self._logs):
+                self._logs.pop(index).stop()
         if self._witness is not None:
             self._witness.forget()
 
-    def _machine_notes(self) -> list[str]:
-        notes = getattr(self._machine, "notes", None)
-        return [str(note) for note in notes()] if notes is not None else []
-
     def _add_machine_notes(self) -> None:
         with self._guard("the device's notes"):
-            for note in self._machine_notes():
+            for note in self._machine.notes():
                 if note not in self._machine_notes_before:
                     self._guard.add_note(note)
 
@@ -347,7 +345,7 @@ class Recorder:
             read.subtract(self._stand_ins_before)
             places: Counter[str] = Counter()
             by_user: Counter[str] = Counter()
-            supplied = self._supplied()
+            supplied = self._machine.supplied
             for (file, line), count in sorted(read.items()):
                 if count > 0:
                     place = self._place(file, line)
@@ -355,10 +353,6 @@ class Recorder:
                     by_user[place] += supplied[file, line] - self._supplied_before[file, line]
             return tuple(StandIn(place, count, by_user[place]) for place, count in places.items())
         return ()
-
-    def _supplied(self) -> Counter[tuple[str, int]]:
-        """Which stand-ins the user supplied; only virtual machines know."""
-        return getattr(self._machine, "supplied", None) or Counter()
 
     def _place(self, file: str, line: int) -> str:
         """``14`` in the cell itself, ``trainer.py:210`` elsewhere. Only a file's name: paths are nobody's business."""

@@ -10,27 +10,24 @@ import atexit
 import os
 import threading
 import warnings
+from typing import cast
 
 import torch
 import torch.utils._device
 from torch._C import _len_torch_dispatch_stack  # the number of active dispatch modes; torch 2.9 to 2.15
 
 from gpumem_magic.allocator.settings import settings_from_environment
+from gpumem_magic.devices import machines
+from gpumem_magic.devices.base import DeviceError
 from gpumem_magic.virtual.card import catalog
 from gpumem_magic.virtual.machine import VirtualMachine
 
-
-class DeviceError(Exception):
-    """A device cannot be turned on or off. The text is one line and says what to do."""
-
-
-_current: VirtualMachine | None = None
 _turning = threading.Lock()
 
 
 def current() -> VirtualMachine | None:
     """The virtual machine that is on, or None."""
-    return _current
+    return cast("VirtualMachine | None", machines.virtual())
 
 
 def turn_on(text: str) -> VirtualMachine:
@@ -40,28 +37,27 @@ def turn_on(text: str) -> VirtualMachine:
     PYTORCH_ALLOC_CONF as they are now; an option that is not emulated is a warning. Raises DeviceError with one line, and
     changes nothing: an unknown name, a setting that PyTorch would refuse, CUDA in use already, or a mode that is active.
     """
-    global _current
     with _turning:
+        spec = catalog.parse(text)
         try:
-            spec = catalog.parse(text)
             settings = settings_from_environment()
-        except (catalog.UnknownDevice, ValueError) as error:
+        except ValueError as error:
             raise DeviceError(str(error)) from None
         if isinstance(spec, catalog.RealDevice):
             raise DeviceError(f"{text} is a real device; to go back to it, turn the virtual one off")
         _refuse_inside_modes("on")
-        if _current is None and torch.cuda.is_initialized():
+        if current() is None and torch.cuda.is_initialized():
             raise DeviceError(
                 "CUDA is in use in this process, and its tensors would be out of reach behind a virtual GPU: "
                 "restart the kernel, then choose the virtual device first"
             )
-        if _current is not None:
+        if current() is not None:
             _off()
         for note in settings.notes:
             warnings.warn(note, stacklevel=2)
         machine = VirtualMachine(spec, settings)
         machine.install()
-        _current = machine
+        machines.put_in_front(machine)
         return machine
 
 
@@ -71,25 +67,23 @@ def turn_off() -> int:
     Raises DeviceError where a recording runs on the device or a mode is active. 0 where nothing was on.
     """
     with _turning:
-        if _current is None:
+        if current() is None:
             return 0
         _refuse_inside_modes("off")
         return _off()
 
 
 def _off() -> int:
-    global _current
-    machine = _current
+    machine = current()
     assert machine is not None
     if any(gpu.recorded for gpu in machine.devices):
         raise DeviceError("a recording runs on the virtual device: turn it off in a cell that is not measured")
-    machine.settle()
-    left = len(machine.engine.table)
+    left = machine.live_storages()
     machine.remove(
         f"this tensor was on the virtual GPU ({machine.spec.text}), which has been turned off: make it anew, "
         "or on the host (its values were stand-ins)"
     )
-    _current = None
+    machines.put_in_front(None)
     return left
 
 
@@ -105,5 +99,6 @@ def _refuse_inside_modes(state: str) -> None:
 @atexit.register
 def _at_exit() -> None:
     """PATH's entry is a folder of ours: it goes with the process."""
-    if _current is not None and _current.process == os.getpid():
-        _current.smi.remove()
+    machine = current()
+    if machine is not None and machine.process == os.getpid():
+        machine.smi.remove()

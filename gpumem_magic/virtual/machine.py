@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,9 @@ import gpumem_magic.virtual.operators.sparse
 import gpumem_magic.virtual.operators.temporaries  # noqa: F401 - all register their handlers with the engine
 from gpumem_magic.allocator.failure import DeviceOutOfMemory, oom_text
 from gpumem_magic.allocator.settings import EnvironmentSettings
+from gpumem_magic.devices.base import Device, Label
 from gpumem_magic.patching import Patches
+from gpumem_magic.snapshot.model import Segment
 from gpumem_magic.virtual.card import catalog, generations
 from gpumem_magic.virtual.card.nvml import VirtualNvml
 from gpumem_magic.virtual.card.smi import VirtualSmi
@@ -76,6 +78,21 @@ class VirtualMachine:
     def devices(self) -> Sequence[VirtualDevice]:
         return self._devices
 
+    def in_use(self) -> Sequence[VirtualDevice]:
+        return self._devices
+
+    def current_device(self) -> int:
+        return self.face.current_device()
+
+    def look(self, device: Device) -> tuple[tuple[Segment, ...], Mapping[int, Label]]:
+        with self.engine.lock:
+            return device.segments(), dict(device.labels)
+
+    def live_storages(self) -> int:
+        """How many storages of the program's are on the devices now."""
+        self.settle()
+        return len(self.engine.table)
+
     def locate(self, tensor: Any) -> tuple[int, int] | None:
         return self.engine.locate(tensor)
 
@@ -85,16 +102,13 @@ class VirtualMachine:
 
     @property
     def supplied(self) -> Counter[tuple[str, int]]:
-        """The same for reads of values that the user supplied; they are among the `stand_ins`."""
         return self.engine.supplied
 
     def settle(self) -> None:
-        """Does the frees that wait, so that counters and logs are those of now."""
         with self.engine.lock:
             self.engine.table.drain()
 
     def notes(self) -> list[str]:
-        """What a reader of figures must know about how they came to be."""
         engine = self.engine
         found = []
         if engine.largest_sizes:

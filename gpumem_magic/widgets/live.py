@@ -7,12 +7,11 @@ depend on when an allocation *ends*. Then `relabel` gives the samples of the cel
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from gpumem_magic.devices.base import Counters
-from gpumem_magic.recording.model import Checkpoint, Recording, Sighting
+from gpumem_magic.devices.base import Counters, Label
+from gpumem_magic.recording.model import Recording, Sighting
 from gpumem_magic.snapshot.model import ACTIVE, Segment, TraceEvent
 from gpumem_magic.widgets.columns import LAYERS, NOT_YET_KNOWN
 
@@ -32,47 +31,6 @@ _ROLES = {
 }
 
 
-class SoFar:
-    """A recording under way, read from beside it. Numbers and strings only; `serial` tells one from the next.
-
-    It keeps the recorder's own lists, which go on growing, and adds nothing to them.
-    """
-
-    def __init__(self, recorder: Any, serial: int) -> None:
-        self.recorder = recorder
-        self.serial = serial
-        self.checkpoints: list[Checkpoint] = recorder._checkpoints
-        self.sightings: list[Sighting] = recorder._witness.sightings if recorder._witness is not None else []
-        self._handles: dict[int, Any] = dict(recorder._handles)
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether the logs are closed. What became of them may be there a little later."""
-        return not self.recorder._handles
-
-    @property
-    def recorded(self) -> Recording | None:
-        """The whole recording, once it is there; None before, and where it failed."""
-        found: Recording | None = self.recorder.recorded
-        return found
-
-    def log(self, device: int) -> Any:
-        """A device's log whose events are there at once (a virtual device's); None for others."""
-        handle = self._handles.get(device)
-        return handle if hasattr(handle, "events") else None
-
-    def first_position(self, device: int) -> int:
-        """How many events a real device had counted when its log began."""
-        return sum(getattr(self._handles.get(device), "base", ()))
-
-
-def active_recorder() -> Any:
-    """The recorder of the session's recording under way, once it has begun; None without one. Imports nothing."""
-    session = sys.modules.get("gpumem_magic.session")
-    recorder = getattr(getattr(session, "_active", None), "_recorder", None)
-    return recorder if recorder is not None and recorder._handles and recorder._witness is not None else None
-
-
 class LiveLabels:
     """What is live on one device and what is known about it, kept up to date with a log's events and the sightings.
 
@@ -80,7 +38,7 @@ class LiveLabels:
     """
 
     def __init__(
-        self, device: int, start: Iterable[Segment], carried: Mapping[int, Any], origins: Mapping[int, str]
+        self, device: int, start: Iterable[Segment], carried: Mapping[int, Label], origins: Mapping[int, str]
     ) -> None:
         self._device = device
         self._origins = origins
@@ -146,11 +104,11 @@ class LiveLabels:
 
 
 def requested_now(
-    segments: Iterable[Segment], carried: Mapping[int, str], at_end: Mapping[int, tuple[int, str]]
+    segments: Iterable[Segment], carried: Mapping[int, Label], at_end: Mapping[int, tuple[int, str]]
 ) -> tuple[dict[str, int], dict[int, tuple[int, str]]]:
     """Layer -> requested bytes of what is allocated now, without a recording; and what of `at_end` is still there.
 
-    carried: address -> category, from the device. at_end: address -> (requested bytes, category) when the last recording ended,
+    carried: address -> label, from the device. at_end: address -> (requested bytes, category) when the last recording ended,
     which includes what it could not explain.
     """
     sums = dict.fromkeys(LAYERS, 0)
@@ -163,7 +121,8 @@ def requested_now(
             # A block of another size has another tenant.
             if known is not None and known[0] == block.requested_size:
                 left[block.address] = known
-            category = carried.get(block.address) or left.get(block.address, (0, NOT_YET_KNOWN))[1]
+            label = carried.get(block.address)
+            category = label.category if label is not None else left.get(block.address, (0, NOT_YET_KNOWN))[1]
             sums[category] += block.requested_size
     return sums, left
 

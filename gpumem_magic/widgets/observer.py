@@ -6,11 +6,13 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING
 
-from gpumem_magic.devices.base import Counters, DeviceFacts
+from gpumem_magic.devices import machines
+from gpumem_magic.devices.base import Counters, Device, DeviceFacts, Log, Machine
+from gpumem_magic.recording import under_way
 from gpumem_magic.recording.model import Checkpoint, Recording
-from gpumem_magic.widgets import live, source
+from gpumem_magic.widgets import live
 from gpumem_magic.widgets.columns import (
     ALLOCATED,
     FIRST_LAYER,
@@ -23,7 +25,9 @@ from gpumem_magic.widgets.columns import (
 )
 from gpumem_magic.widgets.marks import CELL, CHECKPOINT, USER, Mark, Marks, short
 from gpumem_magic.widgets.ring import Ring
-from gpumem_magic.widgets.source import Source
+
+if TYPE_CHECKING:
+    from gpumem_magic.recording.recorder import Recorder
 
 CAPACITY = 4096
 # A look at all blocks may take one fiftieth of the time, no more.
@@ -66,6 +70,25 @@ class Series:
         return self.peak
 
 
+class Followed:
+    """A recording under way, read from beside it. `serial` tells one from the next.
+
+    It keeps the recorder's own lists, which go on growing, and adds nothing to them.
+    """
+
+    def __init__(self, recorder: Recorder, serial: int) -> None:
+        self.recorder = recorder
+        self.serial = serial
+        self.checkpoints = recorder.checkpoints
+        self.sightings = recorder.sightings
+        self.logs: dict[int, Log] = dict(recorder.logs)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the logs are closed. What became of them may be there a little later."""
+        return not self.recorder.logs
+
+
 @dataclass(frozen=True)
 class Sample:
     """What is new. relabelled: rows of before whose categories have become known."""
@@ -81,18 +104,21 @@ class Observer:
     """Takes samples. `lock` is held while rings and marks change; who reads them from another thread holds it too."""
 
     def __init__(
-        self, found: Source | None = None, clock: Callable[[], float] = time.time, capacity: int = CAPACITY
+        self,
+        machine: Callable[[], Machine | None] = machines.in_use,
+        clock: Callable[[], float] = time.time,
+        capacity: int = CAPACITY,
     ) -> None:
         self.lock = threading.RLock()
         self.series: list[Series] = []
         self.marks = Marks()
         self.notes: list[str] = []
-        self._source = found if found is not None else Source()
+        self._machine = machine
         self._clock = clock
         self._capacity = capacity
         self._new_marks: list[Mark] = []
         self._serial = 0
-        self._so_far: live.SoFar | None = None
+        self._followed: Followed | None = None
         self._checkpoints = 0
         self._ended_at: float | None = None
 
@@ -110,20 +136,21 @@ class Observer:
         """Reads every device once. Raises what a device raises."""
         with self.lock:
             now = self._clock()
-            machine = self._source.machine()
-            devices = self._source.devices(machine) if machine is not None else []
+            machine = self._machine()
+            devices = machine.in_use() if machine is not None else ()
             relabelled = self._follow_recording(now, devices)
-            if machine is not None and self._so_far is None:
-                source.settle(machine)
-            rows = [self._row(machine, device, now) for device in devices]
+            # A recording decides by itself when the frees that wait are done.
+            if machine is not None and self._followed is None:
+                machine.settle()
+            rows = [self._row(machine, device, now) for device in devices] if machine is not None else []
             marks, self._new_marks = self._new_marks, []
             return Sample(now, rows, marks, relabelled, len(self.series))
 
     def rest(self) -> Sample:
         """A sample of nothing, for a pause: marks are new, and what a recording that has ended found out."""
         now = self._clock()
-        machine = self._source.machine()
-        devices = self._source.devices(machine) if machine is not None else []
+        machine = self._machine()
+        devices = machine.in_use() if machine is not None else ()
         with self.lock:
             relabelled = self._follow_recording(now, devices)
             marks, self._new_marks = self._new_marks, []
@@ -137,32 +164,33 @@ class Observer:
 
     # The recording under way
 
-    def _follow_recording(self, now: float, devices: Sequence[Any]) -> Rows:
+    def _follow_recording(self, now: float, devices: Sequence[Device]) -> Rows:
         """Begins with a new recording and ends with one that is over; the rows whose categories are known thereby."""
         changed: Rows = []
         self._take_checkpoints(now)
-        recorder = live.active_recorder()
-        if self._so_far is not None and self._so_far.has_ended:
+        recorder = under_way.current()
+        if self._followed is not None and self._followed.has_ended:
             changed = self._end_recording(now, devices, recorder is not None)
-        if recorder is not None and self._so_far is None:
+        if recorder is not None and self._followed is None:
             self._serial += 1
-            self._so_far = live.SoFar(recorder, self._serial)
+            self._followed = Followed(recorder, self._serial)
             self._ended_at = None
             self._checkpoints = 0
             for device in devices:
-                log = self._so_far.log(device.facts.index)
-                if log is not None:
+                index = device.facts.index
+                log = self._followed.logs.get(index)
+                if log is not None and (growing := log.growing) is not None:
                     self._series_of(device).tracker = live.LiveLabels(
-                        device.facts.index, log.start, log.carried, log.origins
+                        index, growing.start, growing.carried, growing.origins
                     )
             self._take_checkpoints(now)
         return changed
 
-    def _end_recording(self, now: float, devices: Sequence[Any], is_replaced: bool) -> Rows:
+    def _end_recording(self, now: float, devices: Sequence[Device], is_replaced: bool) -> Rows:
         """Takes over what a recording found out. It may need a moment more, or never come."""
-        so_far = self._so_far
-        assert so_far is not None
-        recording = so_far.recorded
+        followed = self._followed
+        assert followed is not None
+        recording = followed.recorder.recorded
         changed: Rows = []
         if recording is None:
             self._ended_at = now if self._ended_at is None else self._ended_at
@@ -174,16 +202,16 @@ class Observer:
             self._add_checkpoints(now, errors)
             for device in devices:
                 if device.facts.index in recording.logs:
-                    changed += self._relabel(recording, so_far, device)
+                    changed += self._relabel(recording, followed, device)
         for series in self.series:
             series.tracker = None
             series.idle_key = None
-        self._so_far = None
+        self._followed = None
         return changed
 
     def _take_checkpoints(self, now: float) -> None:
-        if self._so_far is not None:
-            points = self._so_far.checkpoints
+        if self._followed is not None:
+            points = self._followed.checkpoints
             self._add_checkpoints(now, [point for point in points[self._checkpoints :] if point.kind == "statement"])
             self._checkpoints = len(points)
 
@@ -192,10 +220,11 @@ class Observer:
         if new:
             self._add(Mark(now, CHECKPOINT, short(new[-1].label), new[-1].line, len(new)))
 
-    def _relabel(self, recording: Recording, so_far: live.SoFar, device: Any) -> Rows:
+    def _relabel(self, recording: Recording, followed: Followed, device: Device) -> Rows:
         series = self._series_of(device)
-        first = so_far.first_position(device.facts.index)
-        places = [(place, row) for place, row in enumerate(series.ring) if row[RECORDING] == so_far.serial]
+        log = followed.logs.get(device.facts.index)
+        first = log.first if log is not None else 0
+        places = [(place, row) for place, row in enumerate(series.ring) if row[RECORDING] == followed.serial]
         try:
             positions = {int(row[POSITION]) - first for _, row in places}
             found, series.at_end = live.relabel(recording, device.facts.index, positions)
@@ -219,7 +248,7 @@ class Observer:
 
     # One device
 
-    def _series_of(self, device: Any) -> Series:
+    def _series_of(self, device: Device) -> Series:
         facts = device.facts
         for series in self.series:
             if series.facts == facts:
@@ -228,14 +257,15 @@ class Observer:
         self.series.append(series)
         return series
 
-    def _row(self, machine: Any, device: Any, now: float) -> tuple[int, list[float]]:
+    def _row(self, machine: Machine, device: Device, now: float) -> tuple[int, list[float]]:
         series = self._series_of(device)
-        so_far = self._so_far
-        log = so_far.log(device.facts.index) if so_far is not None and series.tracker is not None else None
-        counters, position = source.read(device, log)
+        followed = self._followed
+        log = followed.logs.get(device.facts.index) if followed is not None and series.tracker is not None else None
+        growing = log.growing if log is not None else None
+        counters, position = device.glance(log)
         requested: dict[str, int] | None
-        if series.tracker is not None and so_far is not None and log is not None and not so_far.has_ended:
-            series.tracker.advance(log.events, so_far.sightings, position)
+        if series.tracker is not None and followed is not None and growing is not None and not followed.has_ended:
+            series.tracker.advance(growing.events, followed.sightings, position)
             requested = series.tracker.requested()
         else:
             requested = self._idle(machine, device, series, counters, position)
@@ -250,20 +280,20 @@ class Observer:
             float(counters.reserved),
             _number(counters.device_used),
             float(series.reached(counters)),
-            float(so_far.serial) if so_far is not None else 0.0,
+            float(followed.serial) if followed is not None else 0.0,
             float(position),
         ]
         series.ring.push(row)
         return series.number, row[: len(SENT)]
 
     def _idle(
-        self, machine: Any, device: Any, series: Series, counters: Counters, position: int
+        self, machine: Machine, device: Device, series: Series, counters: Counters, position: int
     ) -> dict[str, int] | None:
         """Categories without a recording: those of blocks that an earlier one knew. As often as it is cheap."""
         if device.facts.kind != "virtual":
             # Where nothing has moved since the end of a recording, all is still what it was. Else nobody knows.
             return live.sums_of(series.at_end) if series.at_end and position == series.end_position else None
-        key = (counters.allocated, counters.reserved, len(getattr(device, "_labels", ())))
+        key = (counters.allocated, counters.reserved, len(device.labels))
         if key == series.idle_key:
             return series.idle
         began = time.perf_counter()
@@ -272,10 +302,7 @@ class Observer:
             guess[NOT_YET_KNOWN] += counters.allocated - series.idle_key[0]
             if guess[NOT_YET_KNOWN] >= 0:
                 return guess
-        found = source.blocks(machine, device)
-        if found is None:
-            return None
-        segments, labels = found
+        segments, labels = machine.look(device)
         series.idle, series.at_end = live.requested_now(segments, labels, series.at_end)
         series.idle_key = key
         now = time.perf_counter()

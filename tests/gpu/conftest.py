@@ -61,9 +61,9 @@ def the_gpu(request: pytest.FixtureRequest) -> Iterator[None]:
         return
     from virtual_as_real import Machine, real
 
-    from gpumem_magic import chosen
+    from gpumem_magic.session import device, recording
 
     with real(virtual) as machine, pytest.MonkeyPatch.context() as patch:
         patch.setattr(measured, "stand_in", machine)
-        patch.setattr(chosen, "for_recording", lambda name: chosen.Chosen(Machine(machine), 0))
+        patch.setattr(recording, "for_recording", lambda name: device.Chosen(Machine(machine), 0))
         yield

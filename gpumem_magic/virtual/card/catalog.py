@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Protocol
 
+from gpumem_magic.devices.base import DeviceError
 from gpumem_magic.units import GIB, KIB, MIB, human
 from gpumem_magic.virtual.card import calibration, generations
 from gpumem_magic.virtual.card.models import CATALOG, GpuModel, generic
@@ -35,7 +36,7 @@ MAX_DEVICES = 64
 MAX_BYTES = 8 << 40
 
 
-class UnknownDevice(ValueError):
+class UnknownDevice(DeviceError, ValueError):
     """A device name or option that is not understood. The text is one line and says what to write instead."""
 
 

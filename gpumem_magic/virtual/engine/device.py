@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import replace
+from typing import Protocol
 
 from gpumem_magic.allocator.caching import CachingAllocator
 from gpumem_magic.allocator.memory import BASE_ADDRESS, DeviceMemory, FirstFitAddresses
 from gpumem_magic.allocator.settings import EnvironmentSettings
-from gpumem_magic.devices.base import Counters, DeviceFacts, DeviceLog, Label
+from gpumem_magic.devices.base import Counters, DeviceFacts, DeviceLog, GpuProcess, Label, Log
 from gpumem_magic.snapshot.model import Segment, TraceEvent
 from gpumem_magic.virtual.card import catalog
 from gpumem_magic.virtual.engine.engine import Engine
@@ -18,14 +19,29 @@ from gpumem_magic.virtual.engine.modes import STATE
 _ADDRESS_STEP = 1 << 40
 
 
-class _Log:
-    """One recording's view of a device: the events since it began."""
+# How often a glance is taken again where memory has moved meanwhile.
+_TRIES = 3
 
-    def __init__(self, start: tuple[Segment, ...], carried: dict[int, Label]) -> None:
-        self.start = start
-        self.carried = carried
+
+class VirtualLog:
+    """One recording's view of a device: the events since it began. A `Log`."""
+
+    first = 0
+
+    def __init__(self, device: VirtualDevice) -> None:
+        self._device = device
         self.events: list[TraceEvent] = []
         self.origins: dict[int, str] = {}
+        self.growing = DeviceLog(device.facts, device.segments(), self.events, self.origins, dict(device.labels))
+
+    def position(self) -> int:
+        return len(self.events)
+
+    def forget(self, needed: Set[int]) -> None:
+        """Every event is kept: a virtual device is not run for hours."""
+
+    def stop(self) -> DeviceLog:
+        return self._device.ended(self)
 
 
 class VirtualDevice:
@@ -40,8 +56,8 @@ class VirtualDevice:
         self.memory = DeviceMemory(model.total_bytes, model.idle_bytes, addresses)
         self.allocator = CachingAllocator(index, self.memory, settings.settings)
         self.allocator.settings_text = settings.text
-        self._logs: list[_Log] = []
-        self._labels: dict[int, Label] = {}
+        self._logs: list[VirtualLog] = []
+        self.labels: dict[int, Label] = {}
 
     # ---- what the allocator and the driver say
 
@@ -79,6 +95,20 @@ class VirtualDevice:
             retries=allocator.num_alloc_retries,
         )
 
+    def glance(self, log: Log | None = None) -> tuple[Counters, int]:
+        if log is None:
+            return self.counters(), 0
+        position = log.position()
+        for _ in range(_TRIES):
+            before, counters = position, self.counters()
+            position = log.position()
+            if position == before:
+                break
+        return counters, before
+
+    def processes(self) -> tuple[GpuProcess, ...] | None:
+        return None
+
     def segments(self) -> tuple[Segment, ...]:
         return self.allocator.segments()
 
@@ -92,40 +122,33 @@ class VirtualDevice:
                 log.origins[len(log.events) - 1] = STATE.origin
             if STATE.origin == "workspace":
                 # A recording that begins later is told of it as well.
-                self._labels[address] = Label("workspace", "stack")
+                self.labels[address] = Label("workspace", "stack")
         return address
 
     def free(self, address: int) -> None:
-        self._labels.pop(address, None)
+        self.labels.pop(address, None)
         self.allocator.free(address)
 
     # ---- logs
 
-    def start_log(self) -> _Log:
-        log = _Log(self.allocator.segments(), dict(self._labels))
+    def start_log(self) -> VirtualLog:
+        log = VirtualLog(self)
         self._logs.append(log)
         self.allocator.sinks.append(log.events)
         return log
 
-    def position(self, log: Any) -> int:
-        return len(log.events)
-
-    def stop_log(self, log: Any) -> DeviceLog:
+    def ended(self, log: VirtualLog) -> DeviceLog:
+        """What a log has become, which ends with this."""
         self._logs = [other for other in self._logs if other is not log]
         self.allocator.sinks[:] = [sink for sink in self.allocator.sinks if sink is not log.events]
-        return DeviceLog(self.facts, log.start, log.events, log.origins, log.carried, self.allocator.settings_in_force)
+        return replace(log.growing, settings=self.allocator.settings_in_force)
 
     @property
     def recorded(self) -> bool:
         return bool(self._logs)
 
     def remember(self, labels: Mapping[int, Label]) -> None:
-        self._labels.update(labels)
-
-    def is_workspace(self, address: int) -> bool:
-        """Whether a live block is what a library keeps; False for one that it took and gives back."""
-        label = self._labels.get(address)
-        return label is not None and label.category == "workspace"
+        self.labels.update(labels)
 
 
 class Machine(Protocol):

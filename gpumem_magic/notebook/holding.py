@@ -10,6 +10,8 @@ from typing import Any
 
 from IPython.core.error import TryNext, UsageError
 
+from gpumem_magic.notebook.devices import machine_in_use
+
 WHO_FLAGS = ("--all", "--cycles", "--modules", "--depth")
 FREE_WORDS = ("traceback", "out", "cycles", "cache")
 _WHO_USAGE = "%gpumem_who [NAME] [--all] [--cycles] [--modules [--depth N]]"
@@ -20,7 +22,7 @@ _DEPTH = 3
 def who_line(shell: Any, line: str) -> None:
     """Does what a line says. Raises UsageError, in one line."""
     name, flags, depth = _who_words(line)
-    machine = _machine()
+    machine = machine_in_use()
     from gpumem_magic.owners import text
     from gpumem_magic.owners.search import find_owners
     from gpumem_magic.owners.tree import branches, by_layer, inner_layer
@@ -49,7 +51,7 @@ def free_line(shell: Any, line: str) -> None:
     for word in words:
         if word not in FREE_WORDS:
             raise UsageError(f"unexpected {word!r}: {_FREE_USAGE}; a variable is freed with `del NAME`")
-    machine = _machine()
+    machine = machine_in_use()
     from gpumem_magic.owners import free
 
     chosen = words or free.DEFAULT
@@ -67,15 +69,6 @@ def complete_who(event: Any) -> list[str]:
 def complete_free(event: Any) -> list[str]:
     """The words that may follow ``%gpumem_free``."""
     return ["--dry-run"] if str(event.symbol).startswith("-") else ["--dry-run", *FREE_WORDS]
-
-
-def _machine() -> Any:
-    from gpumem_magic.owners.here import NoDevice, machine_in_use
-
-    try:
-        return machine_in_use()
-    except NoDevice as error:
-        raise UsageError(str(error)) from None
 
 
 def _who_words(line: str) -> tuple[str | None, set[str], int]:

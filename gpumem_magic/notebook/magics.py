@@ -1,7 +1,6 @@
 """The IPython face: ``%%gpumem``, ``%gpumem`` and ``%gpumem_device``, ``_smi``, ``_watch``. It parses, runs and displays.
 
-What is measured, and how, is `gpumem_magic.session`'s business, which is imported when it is first needed: loading the
-extension imports no torch.
+What is measured, and how, is `gpumem_magic.session`'s business. Loading the extension imports no torch.
 """
 
 # IPython's decorators carry no types.
@@ -17,11 +16,13 @@ from IPython.core.error import UsageError
 from IPython.core.magic import Magics, line_cell_magic, line_magic, magics_class, no_var_expand
 from IPython.core.magic_arguments import argument, magic_arguments
 
-from gpumem_magic.notebook import completion
+from gpumem_magic.devices.base import DeviceError
+from gpumem_magic.notebook import completion, devices
 from gpumem_magic.notebook.flags import count, identifier, parse, size
 from gpumem_magic.notebook.measured_cell import MeasuredCell
+from gpumem_magic.notebook.shell_hooks import ShellHooks, value_or_coroutine
 from gpumem_magic.recording.cell import CellRun, prepare
-from gpumem_magic.shell_hooks import ShellHooks, value_or_coroutine
+from gpumem_magic.session import device as choosing
 
 
 @magics_class
@@ -90,9 +91,7 @@ class GpuMemMagics(Magics):
         if cell is None and not statement:
             if line.strip():
                 raise UsageError("%gpumem: the flags want a statement behind them; %gpumem alone prints the state")
-            from gpumem_magic import session
-
-            print(session.state_text())
+            print(devices.memory_text())
             return None
         if cell is not None and statement:
             raise UsageError(f"unexpected {statement!r} behind %%gpumem: the code goes on the lines below")
@@ -120,17 +119,15 @@ class GpuMemMagics(Magics):
 
         Alone it says what is on, and the names that it knows.
         """
-        from gpumem_magic import session
-
         name = line.strip().strip("\"'")
         try:
             if not name:
-                print(session.device_state())
+                print(devices.state())
             elif name == "off":
-                print(session.device_off())
+                print(choosing.off())
             else:
-                print(session.choose_device(name))
-        except session.DeviceError as error:
+                print(choosing.choose(name))
+        except DeviceError as error:
             raise UsageError(str(error)) from None
 
     @line_magic
@@ -138,12 +135,7 @@ class GpuMemMagics(Magics):
         """Prints used and total memory of each device, as nvidia-smi says it: ``3769MiB / 16160MiB``."""
         if line.strip():
             raise UsageError("%gpumem_smi takes no arguments")
-        from gpumem_magic import session
-
-        try:
-            print("\n".join(session.smi_lines()))
-        except session.DeviceError as error:
-            raise UsageError(str(error)) from None
+        print("\n".join(devices.smi_lines()))
 
     @no_var_expand
     @line_magic
@@ -163,7 +155,7 @@ class GpuMemMagics(Magics):
         ``stop`` leaves a picture in the place of the live chart; `gpumem_magic.last_watch()` has the samples. ``--static`` is a
         plain picture, updated in place, for notebooks without custom widgets.
         """
-        from gpumem_magic.widgets.magic import watch_line
+        from gpumem_magic.notebook.watching import watch_line
 
         watch_line(self.shell, line)
 
@@ -183,7 +175,7 @@ class GpuMemMagics(Magics):
         ``--modules`` is a tree of layers, ``--cycles`` also looks for reference cycles that wait for Python's garbage collector,
         ``--all`` leaves nothing out.
         """
-        from gpumem_magic.owners.magic import who_line
+        from gpumem_magic.notebook.holding import who_line
 
         who_line(self.shell, line)
 
@@ -201,7 +193,7 @@ class GpuMemMagics(Magics):
         ``traceback`` is the last error's, ``out`` the results in Out, ``cycles`` runs Python's garbage collector and ``cache``
         empties PyTorch's cache. Without words: traceback, cycles and cache.
         """
-        from gpumem_magic.owners.magic import free_line
+        from gpumem_magic.notebook.holding import free_line
 
         free_line(self.shell, line)
 
@@ -237,7 +229,7 @@ class GpuMemMagics(Magics):
 
         ``--at`` is peak, end, or an event's number; ``--no-timeline`` shows only the report. Nothing in a file is executed.
         """
-        from gpumem_magic.commands.load_magic import load_line
+        from gpumem_magic.notebook.load import load_line
 
         load_line(self.shell, line)
 
@@ -250,14 +242,14 @@ class GpuMemMagics(Magics):
           %gpumem_auto on
           %gpumem_auto off
         """
-        from gpumem_magic.notebook.magic import auto_line
+        from gpumem_magic.notebook.recording_cells import auto_line
 
         auto_line(self.shell, line)
 
     @line_magic
     def gpumem_history(self, line: str) -> None:
         """Shows what each recorded cell did to the GPU's memory, and which added more when it was run again."""
-        from gpumem_magic.notebook.magic import history_line
+        from gpumem_magic.notebook.recording_cells import history_line
 
         history_line(line)
 
@@ -269,11 +261,10 @@ class GpuMemMagics(Magics):
         watch = sys.modules.get("gpumem_magic.widgets.watch")
         if watch is not None:
             watch.stop_if_running()
-        session = sys.modules.get("gpumem_magic.session")
-        if session is not None and session.is_device_chosen():
+        if choosing.is_any():
             try:
-                print(session.device_off())
-            except session.DeviceError as error:
+                print(choosing.off())
+            except DeviceError as error:
                 raise UsageError(str(error)) from None
         self._hooks.remove()
         manager = self.shell.magics_manager

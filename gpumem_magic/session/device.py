@@ -1,0 +1,207 @@
+"""Which devices are measured: virtual ones that are on, the GPUs of this computer, or, with neither, a virtual one of our own.
+
+What changes answers in a sentence for a reader, or raises `DeviceError` with one line that says what to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from gpumem_magic.devices import machines
+from gpumem_magic.devices.base import Device, DeviceError, Label, Machine
+from gpumem_magic.recording import under_way
+from gpumem_magic.units import human
+
+if TYPE_CHECKING:
+    from gpumem_magic.devices.cuda import CudaMachine
+    from gpumem_magic.virtual.card.catalog import RealDevice
+    from gpumem_magic.virtual.machine import VirtualMachine
+
+DEFAULT_DEVICE = "T4"
+
+# The number of the real GPU that `%gpumem_device cuda:1` asked for; None: whichever is current.
+_chosen_gpu: int | None = None
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What a recording is about. primary: the number of its device; named: whether a person asked for that very one.
+
+    turned_on: whether a virtual device came on for this recording, without being asked for. notes: for the reader.
+    """
+
+    machine: Machine
+    primary: int
+    named: bool = False
+    turned_on: bool = False
+    notes: tuple[str, ...] = ()
+
+    def remember(self, labels: Mapping[int, Mapping[int, Label]]) -> None:
+        """labels: per device, what is known of the blocks that are live now, by address; for the next recording."""
+        for device in self.machine.devices:
+            device.remember(labels.get(device.facts.index, {}))
+
+
+def choose(name: str) -> str:
+    """Turns a virtual device on, or chooses a real one, and returns a sentence about it. Raises DeviceError."""
+    global _chosen_gpu
+    from gpumem_magic.virtual import gpu
+    from gpumem_magic.virtual.card import catalog
+
+    if under_way.current() is not None:
+        raise DeviceError("a recording is under way: choose the device in a cell that is not measured")
+    before = gpu.current()
+    spec = catalog.parse(name)
+    if isinstance(spec, catalog.RealDevice):
+        return _choose_gpu(spec)
+    left = before.live_storages() if before is not None else 0
+    machine = gpu.turn_on(name)
+    _chosen_gpu = None
+    tensors = "1 tensor" if left == 1 else f"{left} tensors"
+    lost = f" {tensors} of {before.spec.text} can't be used any more." if before is not None and left else ""
+    return f"{machine_words(machine)} is on: code on cuda runs without a GPU, and without computing.{calibrated(machine)}{lost}"
+
+
+def chosen_gpu() -> int | None:
+    """The number of the GPU that was chosen; None: whichever is current."""
+    return _chosen_gpu
+
+
+def is_any() -> bool:
+    """Whether a virtual device is on, or a GPU was chosen."""
+    return machines.virtual() is not None or _chosen_gpu is not None
+
+
+def off() -> str:
+    """Turns the virtual device off, or forgets which GPU was chosen, and returns a sentence. Raises DeviceError."""
+    global _chosen_gpu
+    from gpumem_magic.virtual import gpu
+
+    if under_way.current() is not None:
+        raise DeviceError("a recording is under way: turn the device off in a cell that is not measured")
+    machine = gpu.current()
+    if machine is None:
+        if _chosen_gpu is None:
+            return "No virtual device was on."
+        forgotten, _chosen_gpu = _chosen_gpu, None
+        return f"cuda:{forgotten} is no longer chosen: the current GPU is measured."
+    left = gpu.turn_off()
+    words = f"The virtual {machine.spec.text} is off, and PyTorch is as it was."
+    if left:
+        were = "1 tensor was still on it: it" if left == 1 else f"{left} tensors were still on it: they"
+        words += f" {were} can't be used any more."
+    return words
+
+
+def for_recording(name: str | None) -> Chosen:
+    """What to record: the device of that name, else the one that is on or chosen, else a virtual one, which is turned on."""
+    import torch
+
+    from gpumem_magic.devices import unsupported
+    from gpumem_magic.virtual import gpu
+    from gpumem_magic.virtual.card import catalog
+
+    machine = gpu.current()
+    spec = catalog.parse(name) if name is not None else None
+    if isinstance(spec, catalog.RealDevice):
+        # While a virtual device is on, `cuda:1` in the program is a virtual one, and so it is here.
+        found = machine if machine is not None else _gpus_for(spec)
+        index = found.current_device() if spec.index is None else spec.index
+        return Chosen(found, _checked_index(spec.text, index, len(found.devices)), named=spec.index is not None)
+    if name is not None and spec is not None and (machine is None or machine.spec.models != spec.models):
+        choose(name)
+        machine = gpu.current()
+    if machine is not None:
+        return Chosen(machine, machine.current_device())
+    here = machines.gpus(torch)
+    if here is not None and here.devices:
+        if _chosen_gpu is not None and _chosen_gpu < len(here.devices):
+            return Chosen(here, _chosen_gpu, named=True)
+        return Chosen(here, here.current_device())
+    machine = gpu.turn_on(DEFAULT_DEVICE)
+    instead = unsupported.why_not(torch) or "No GPU is here and no device was chosen."
+    note = (
+        f"{instead} This ran on a virtual {DEFAULT_DEVICE}, which stays on. `%gpumem_device NAME` chooses another, "
+        "`%gpumem_device off` ends it."
+    )
+    return Chosen(machine, machine.current_device(), turned_on=True, notes=(note,))
+
+
+def _choose_gpu(spec: RealDevice) -> str:
+    global _chosen_gpu
+    import torch
+
+    from gpumem_magic.devices import torch_memory
+
+    words = ""
+    if machines.virtual() is not None:
+        if not torch_memory.count_below(torch):
+            # What is on stays on: there is nothing to go to.
+            raise DeviceError(_no_gpu(spec.text))
+        words = f"{off()} "
+    try:
+        found = _gpus_for(spec)
+    except DeviceError as error:
+        raise DeviceError(f"{words}{error}") from None
+    _chosen_gpu = spec.index
+    device = found.devices[found.current_device() if spec.index is None else spec.index]
+    return f"{words}{gpu_words(device)} is measured from now on: a real GPU."
+
+
+def _gpus_for(spec: RealDevice) -> CudaMachine:
+    import torch
+
+    machine = machines.gpus(torch)
+    if machine is None or not machine.devices:
+        raise DeviceError(_no_gpu(spec.text))
+    if spec.index is not None:
+        _checked_index(spec.text, spec.index, len(machine.devices))
+    return machine
+
+
+def _checked_index(text: str, index: int, count: int) -> int:
+    if index >= count:
+        there = "there is one device here, cuda:0" if count == 1 else f"there are {count} devices here, from cuda:0"
+        raise DeviceError(f"{text}: {there}")
+    return index
+
+
+def _no_gpu(text: str) -> str:
+    import torch
+
+    from gpumem_magic.devices import unsupported
+
+    why = unsupported.why_not(torch)
+    if why is None:
+        why = "this computer has no CUDA GPU that PyTorch can use"
+        # A virtual one leaves these as they are.
+        if torch.version.cuda is None and torch.version.hip is None:
+            why += f" (torch {torch.__version__} is built without CUDA)"
+        why += "; `%gpumem_device` lists the virtual ones"
+    return f"{text}: {why}"
+
+
+def gpu_words(device: Device) -> str:
+    """``cuda:1 (NVIDIA H200, 139.8 GiB)``."""
+    facts = device.facts
+    size = f", {human(facts.total_bytes)}" if facts.total_bytes else ""
+    return f"cuda:{facts.index} ({facts.name}{size})"
+
+
+def machine_words(machine: VirtualMachine) -> str:
+    """``A virtual T4 (T4)``."""
+    names = [device.model.name for device in machine.devices]
+    count = f"{len(names)} x " if len(names) > 1 else ""
+    name = names[0] if names[0].startswith("Virtual") else f"virtual {names[0]}"
+    return f"A {count}{name} ({machine.spec.text})"
+
+
+def calibrated(machine: VirtualMachine) -> str:
+    """A sentence where the virtual device's figures were measured on this computer, and "" where not."""
+    source = machine.devices[0].model.calibrated
+    return (
+        f" Its context, workspace and total are those measured on this computer {source} (`gpumem calibrate`)."
+        * bool(source)
+    )

@@ -1,0 +1,148 @@
+"""The recording under way, made with the device that is chosen, and the report of the last one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from gpumem_magic.devices.base import DeviceError
+from gpumem_magic.recording import under_way
+from gpumem_magic.recording.progress import CellProgress
+from gpumem_magic.recording.quiet import no_automatic_collection
+from gpumem_magic.session.device import Chosen, for_recording
+
+if TYPE_CHECKING:
+    from gpumem_magic.causes.why import Why
+    from gpumem_magic.recording.instrument import Statement
+    from gpumem_magic.recording.model import Recording
+    from gpumem_magic.recording.recorder import Recorder
+    from gpumem_magic.user_report import Report
+
+_last: Report | None = None
+
+
+class ActiveRecording:
+    """A recording under way. At most one in a process: `open_recording` makes it, `close` ends it."""
+
+    def __init__(self, what: Chosen, recorder: Recorder, why: Why) -> None:
+        self._chosen = what
+        self._recorder = recorder
+        self._why = why
+        self._lines = True
+        self._limit: Any = None
+
+    def observer(
+        self, max_iterations: int | None = None, lines: bool = True, *, until_repeat: bool = False, source: str = ""
+    ) -> CellProgress:
+        """Who is told of the cell's statements. source: the program's text, by which loops that train are known."""
+        from gpumem_magic.recording.limit import IterationLimit
+        from gpumem_magic.recording.repetition import ENOUGH
+
+        self._lines = lines
+        self._why.read(source)
+        if max_iterations is not None or until_repeat:
+            self._limit = IterationLimit(max_iterations, lambda: until_repeat and self._recorder.alike >= ENOUGH)
+            self._limit.install()
+        return CellProgress(self._recorder, self._limit, source)
+
+    def close(
+        self,
+        error: BaseException | None = None,
+        failed: tuple[Statement, tuple[int, ...], tuple[int, ...]] | None = None,
+        user_ns: Mapping[str, Any] | None = None,
+    ) -> Report:
+        """Ends the recording and makes the report, which becomes `last_report()`. The error is read and not kept."""
+        global _last
+        from gpumem_magic.report.build import build_with_labels
+        from gpumem_magic.user_report import Report
+
+        under_way.end()
+        place = None
+        if failed is not None:
+            statement, iteration, loops = failed
+            place = (statement.text, statement.line, iteration, loops)
+        try:
+            with no_automatic_collection():
+                # Its patches came last, and go first.
+                self._why.stop(user_ns, error)
+                recording = self._recorder.finish(error, place, user_ns)
+        finally:
+            if self._limit is not None:
+                self._limit.remove()
+        recording = replace(recording, primary=self._primary(recording))
+        report, labels = build_with_labels(recording, lines=self._lines, explain=self._why.explain)
+        self._chosen.remember(labels)
+        notes = (*self._chosen.notes, *self._own_notes(recording), *report.notes)
+        _last = Report.of(replace(report, notes=notes))
+        return _last
+
+    def _primary(self, recording: Recording) -> int:
+        """The device that the report is about: the one that was asked for, or else the one that the program used."""
+        first = recording.primary
+        used = [index for index, log in sorted(recording.logs.items()) if log.events or log.start]
+        if self._chosen.named or first in used or not used:
+            return first
+        return used[0]
+
+    def _own_notes(self, recording: Recording) -> list[str]:
+        from gpumem_magic.recording.repetition import ENOUGH
+
+        notes = []
+        if self._limit is not None and self._limit.stopped:
+            count = self._limit.steps
+            notes.append(f"Stopped as asked, after {count} training iteration{'s' if count != 1 else ''}.")
+        elif self._recorder.alike >= ENOUGH and any(log.events for log in recording.logs.values()):
+            notes.append(
+                "The last iterations repeat exactly: `%%gpumem --until-repeat` ends a run there and shows the same."
+            )
+        if self._chosen.turned_on and not any(log.events for log in recording.logs.values()):
+            notes.append(
+                "There was no GPU before this cell, so code that asked earlier was sent to the CPU "
+                "(`device = 'cuda' if torch.cuda.is_available() else 'cpu'`): run the cells that choose the device again."
+            )
+        return notes
+
+
+def open_recording(
+    device: str | None = None,
+    *,
+    names: frozenset[str] = frozenset(),
+    user_ns: Mapping[str, Any] | None = None,
+    own_file: str | None = None,
+) -> ActiveRecording:
+    """Begins to record on the chosen device (None: the one that is on or chosen, else this computer's GPU, else a virtual T4).
+
+    names: the variables that the program mentions, looked up in user_ns; own_file: the file name of its code. Raises DeviceError
+    where the device can't be used, or a recording is under way.
+    """
+    if under_way.current() is not None:
+        raise DeviceError("a recording is under way already: measure one program at a time")
+    from gpumem_magic.causes.why import Why
+    from gpumem_magic.recording.recorder import Recorder
+
+    what = for_recording(device)
+    recorder = Recorder(what.machine, primary=what.primary, names=names, own_file=own_file)
+    why = Why(what.machine, user_ns)
+    recorder.start(user_ns)
+    why.start(user_ns, recorder.position)
+    under_way.begin(recorder)
+    return ActiveRecording(what, recorder, why)
+
+
+def last_report() -> Report | None:
+    """The report of the last measured cell, statement or script; None before the first."""
+    return _last
+
+
+def mark(name: str) -> None:
+    """Names this moment of a program that is being measured: it shows as a part of its statement's row. Else does nothing."""
+    recording = under_way.current()
+    if recording is not None:
+        recording.mark(str(name))
+
+
+def begin_range(label: str) -> Callable[[bool], None]:
+    """Begins a part of the row that is being measured; the answer ends it. Does nothing where nothing is measured."""
+    recording = under_way.current()
+    return recording.begin_range(label) if recording is not None else lambda failed: None
