@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable, Sequence
 
 from gpumem_magic.recording.quiet import no_automatic_collection
-from gpumem_magic.snapshot.whole_file import writable
 
 FAILED = 1
 UNREADABLE = 2
@@ -44,22 +43,6 @@ def _print_anything() -> None:
     """A terminal or pipe that is not Unicode's (LANG on a cluster, Windows) gets ? for what it can't show, not an error."""
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="replace")
-
-
-def check_target(option: str, path: str | None, files: Sequence[str]) -> None:
-    """Refuses, before anything is read, a file that could not be written afterwards, or that would replace one of `files`.
-
-    Raises ValueError in one line. None is fine: nothing is to be written.
-    """
-    if path is None:
-        return
-    try:
-        target = writable(path)
-    except OSError as error:
-        raise ValueError(f"{option}: {error}") from None
-    for name in files:
-        if os.path.realpath(os.path.expanduser(name)) == str(target):
-            raise ValueError(f"{option}: {path} is the recording itself: give another path")
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:

@@ -6,8 +6,9 @@ import argparse
 import os
 from typing import TYPE_CHECKING, Any
 
-from gpumem_magic.commands.common import check_target, guarded, table
+from gpumem_magic.commands.common import guarded, table
 from gpumem_magic.commands.words import printable
+from gpumem_magic.snapshot.whole_file import check_target
 from gpumem_magic.units import human, mib
 
 if TYPE_CHECKING:

@@ -27,10 +27,10 @@ def load_line(shell: Any, line: str) -> None:
     options = _parse(line)
     from IPython.display import display
 
-    from gpumem_magic.commands.common import check_target
     from gpumem_magic.files.loaded import report_of, views_of
     from gpumem_magic.recording.quiet import no_automatic_collection
     from gpumem_magic.snapshot.files import read
+    from gpumem_magic.snapshot.whole_file import check_target
     from gpumem_magic.timeline_page.view import timeline_of_files
     from gpumem_magic.user_report import Report
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
@@ -43,3 +43,19 @@ def replace_file(path: str | os.PathLike[str], write: Callable[[BinaryIO], objec
 
 def _shown(path: str | os.PathLike[str]) -> str:
     return "".join(character if character.isprintable() else "?" for character in os.fspath(path))
+
+
+def check_target(option: str, path: str | None, files: Sequence[str]) -> None:
+    """Refuses, before anything is read, a file that could not be written afterwards, or that would replace one of `files`.
+
+    Raises ValueError in one line. None is fine: nothing is to be written.
+    """
+    if path is None:
+        return
+    try:
+        target = writable(path)
+    except OSError as error:
+        raise ValueError(f"{option}: {error}") from None
+    for name in files:
+        if os.path.realpath(os.path.expanduser(name)) == str(target):
+            raise ValueError(f"{option}: {path} is the recording itself: give another path")

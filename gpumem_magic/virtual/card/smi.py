@@ -20,17 +20,11 @@ from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
-from gpumem_magic.units import MIB
 from gpumem_magic.virtual.card import smi_script
 from gpumem_magic.virtual.card.catalog import DeviceState, bus_id
 
 # Kernels before 5.1 cut a `#!` line off here, its end included.
 _SHEBANG_BYTES = 127
-
-
-def line(used_bytes: int, total_bytes: int) -> str:
-    """What nvidia-smi shows of a device's memory: ``3769MiB / 16160MiB``, whole MiB cut off and not rounded."""
-    return f"{used_bytes // MIB}MiB / {total_bytes // MIB}MiB"
 
 
 class VirtualSmi:
