@@ -37,7 +37,6 @@ TOP = len(FLOORS)
 NOT_YET = {
     ("timeline_page.source", "files.loaded"),
     ("timeline_page.view", "files.loaded"),
-    ("widgets.watch_figure", "widgets.samples"),
 }
 
 

@@ -22,8 +22,8 @@ from gpumem_magic.views.palette import COLOURS
 from gpumem_magic.widgets.columns import LAYER_COLOURS, LAYER_LABELS, LAYERS, SENT
 from gpumem_magic.widgets.page import left_behind
 from gpumem_magic.widgets.picture import svg
-from gpumem_magic.widgets.samples import WatchSamples, duration
-from gpumem_magic.widgets.watch import Watch
+from gpumem_magic.widgets.samples import duration
+from gpumem_magic.widgets.watch import Watch, WatchSamples
 
 ROOT = Path(__file__).parents[1]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from gpumem_magic.devices.base import Counters, DeviceFacts
 from gpumem_magic.widgets.observer import Observer, Sample
-from gpumem_magic.widgets.samples import WatchSamples
+from gpumem_magic.widgets.watch import WatchSamples
 
 MIB = 1 << 20
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -58,28 +58,14 @@ def parse_with_notes(text: str) -> tuple[AllocatorSettings, list[str]]:
     settings = DEFAULT_SETTINGS
     notes: list[str] = []
     for name, value in _options(text):
-        if name == "max_split_size_mb":
-            settings = replace(settings, max_split_size=_size_mb(name, value))
-        elif name == "max_non_split_rounding_mb":
-            settings = replace(settings, max_non_split_rounding=_size_mb(name, value))
-        elif name == "large_segment_size_mb":
-            settings = replace(settings, large_segment_size=_segment_size_mb(name, value))
-        elif name == "garbage_collection_threshold":
-            settings = replace(settings, garbage_collection_threshold=_threshold(name, value))
-        elif name == "roundup_power2_divisions":
-            settings = replace(settings, roundup_power2_divisions=_divisions(name, value))
-        elif name == "expandable_segments":
-            settings = replace(settings, expandable_segments=_boolean(name, value))
+        if name in _READERS:
+            field, read = _READERS[name]
+            settings = replace(settings, **{field: read(name, value)})
         elif name == "backend":
             if value not in ("native", "cudaMallocAsync"):
                 raise ValueError(f"backend must be native or cudaMallocAsync, not {value!r}")
             if value == "cudaMallocAsync":
                 notes.append("backend:cudaMallocAsync is not emulated: the native allocator's rules are used.")
-        elif name == "per_process_memory_fraction":
-            fraction = _number(name, value)
-            if not 0.0 <= fraction <= 1.0:
-                raise ValueError(f"per_process_memory_fraction must be between 0 and 1, not {value}")
-            settings = replace(settings, memory_fraction=fraction)
         elif name == "throw_on_cudamalloc_oom":
             if _boolean(name, value):
                 notes.append("throw_on_cudamalloc_oom:True is not emulated: cached memory is released before failing.")
@@ -173,6 +159,13 @@ def _threshold(name: str, value: str) -> float:
     return threshold
 
 
+def _fraction(name: str, value: str) -> float:
+    fraction = _number(name, value)
+    if not 0.0 <= fraction <= 1.0:
+        raise ValueError(f"{name} must be between 0 and 1, not {value}")
+    return fraction
+
+
 def _power_of_two(value: int) -> bool:
     return value > 0 and value & (value - 1) == 0
 
@@ -209,6 +202,18 @@ def _divisions(name: str, value: str) -> tuple[int, ...]:
         divisions[index] = number
         last = index
     return tuple(divisions)
+
+
+_READERS: dict[str, tuple[str, Callable[[str, str], Any]]] = {
+    "max_split_size_mb": ("max_split_size", _size_mb),
+    "max_non_split_rounding_mb": ("max_non_split_rounding", _size_mb),
+    "large_segment_size_mb": ("large_segment_size", _segment_size_mb),
+    "garbage_collection_threshold": ("garbage_collection_threshold", _threshold),
+    "roundup_power2_divisions": ("roundup_power2_divisions", _divisions),
+    "expandable_segments": ("expandable_segments", _boolean),
+    "per_process_memory_fraction": ("memory_fraction", _fraction),
+}
+"""An option's name -> the field of the settings, and what reads its value."""
 
 
 def settings_to_dict(settings: AllocatorSettings, text: str = "") -> dict[str, Any]:

@@ -26,6 +26,11 @@ class DeviceFacts:
     total_bytes: int
     smi_total_bytes: int | None
 
+    @property
+    def capacity(self) -> int:
+        """What nvidia-smi gives as the total, or torch's figure without it, in bytes."""
+        return self.total_bytes if self.smi_total_bytes is None else self.smi_total_bytes
+
 
 @dataclass(frozen=True)
 class Counters:

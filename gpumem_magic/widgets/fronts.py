@@ -18,7 +18,7 @@ from gpumem_magic.units import human
 from gpumem_magic.widgets.columns import ALLOCATED, DEVICE_USED, PEAK, RESERVED, value
 from gpumem_magic.widgets.observer import Observer, Sample, Series
 from gpumem_magic.widgets.page import left_behind
-from gpumem_magic.widgets.samples import WatchSamples, summary
+from gpumem_magic.widgets.samples import Samples, summary
 
 
 class Front(Protocol):
@@ -33,7 +33,7 @@ class Front(Protocol):
     def cell_ended(self) -> None:
         """The notebook is idle again."""
 
-    def close(self, samples: WatchSamples) -> None: ...
+    def close(self, samples: Samples) -> None: ...
 
 
 class WidgetFront:
@@ -83,7 +83,7 @@ class WidgetFront:
     def cell_ended(self) -> None:
         pass
 
-    def close(self, samples: WatchSamples) -> None:
+    def close(self, samples: Samples) -> None:
         if self._closed:
             return
         self._closed = True
@@ -112,7 +112,7 @@ class StaticFront:
 
     SECONDS = 0.5
 
-    def __init__(self, samples: Callable[[], WatchSamples]) -> None:
+    def __init__(self, samples: Callable[[], Samples]) -> None:
         self._samples = samples
         self._id = f"gpumem-watch-{uuid.uuid4().hex}"
         self._shown = 0.0
@@ -136,12 +136,12 @@ class StaticFront:
     def cell_ended(self) -> None:
         pass
 
-    def close(self, samples: WatchSamples) -> None:
+    def close(self, samples: Samples) -> None:
         if not self._closed:
             self._closed = True
             self._update(left_behind(samples))
 
-    def _bundle(self, samples: WatchSamples) -> dict[str, Any]:
+    def _bundle(self, samples: Samples) -> dict[str, Any]:
         from gpumem_magic.widgets.picture import svg
 
         return {"image/svg+xml": svg(samples), "text/plain": summary(samples)}
@@ -155,7 +155,7 @@ class StaticFront:
 class SummaryFront:
     """Nothing while it runs; the picture and the summary after each cell, so that they are there however the run ends."""
 
-    def __init__(self, look: Callable[[], None], samples: Callable[[], WatchSamples]) -> None:
+    def __init__(self, look: Callable[[], None], samples: Callable[[], Samples]) -> None:
         self._look = look
         self._samples = samples
         self._id = f"gpumem-watch-{uuid.uuid4().hex}"
@@ -180,12 +180,12 @@ class SummaryFront:
         if (samples := self._samples()).devices:
             self._update(samples)
 
-    def close(self, samples: WatchSamples) -> None:
+    def close(self, samples: Samples) -> None:
         if not self._closed:
             self._closed = True
             self._update(samples)
 
-    def _update(self, samples: WatchSamples) -> None:
+    def _update(self, samples: Samples) -> None:
         from IPython.display import update_display
 
         update_display(left_behind(samples), raw=True, display_id=self._id)
@@ -235,7 +235,7 @@ class LineFront:
             self._on_line = False
             self._write("\n")
 
-    def close(self, samples: WatchSamples) -> None:
+    def close(self, samples: Samples) -> None:
         if not self._closed:
             self._closed = True
             self.cell_ended()
@@ -255,7 +255,7 @@ def line_of(series: Series) -> str:
     words += [f"{name} {human(value(row, column) or 0)}" for name, column in _LINE]
     used = value(row, DEVICE_USED)
     if used is not None:
-        words.append(f"nvidia-smi {human(used)} of {human(series.capacity)}")
+        words.append(f"nvidia-smi {human(used)} of {human(series.facts.capacity)}")
     return "  ".join(words)
 
 
@@ -276,7 +276,7 @@ def _facts(series: Series) -> dict[str, Any]:
     return {
         "title": f"cuda:{facts.index}",
         "name": _name(series),
-        "capacity": series.capacity,
+        "capacity": series.facts.capacity,
     }
 
 

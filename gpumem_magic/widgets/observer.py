@@ -56,11 +56,6 @@ class Series:
     idle_key: tuple[int, int, int] | None = None
     idle_not_before: float = 0.0
 
-    @property
-    def capacity(self) -> int:
-        """What nvidia-smi gives as the total, or torch's figure without it, in bytes."""
-        return self.facts.total_bytes if self.facts.smi_total_bytes is None else self.facts.smi_total_bytes
-
     def reached(self, counters: Counters) -> int:
         """The highest allocated since the watch began, also between two samples where the device counts that."""
         if self.counted_peak is not None and counters.peak_allocated > self.counted_peak:

@@ -10,12 +10,12 @@ from typing import Any
 
 from gpumem_magic.views.pages import card, image
 from gpumem_magic.views.palette import TEXT
-from gpumem_magic.widgets.samples import WatchSamples, summary
+from gpumem_magic.widgets.samples import Samples, summary
 
 _CSS_WIDTH = 860
 
 
-def left_behind(samples: WatchSamples) -> dict[str, Any]:
+def left_behind(samples: Samples) -> dict[str, Any]:
     """A display bundle: HTML with the picture, and plain text. The text alone where the picture can't be drawn."""
     words = summary(samples)
     head, _, rest = words.partition("\n")

@@ -21,7 +21,7 @@ from gpumem_magic.widgets.columns import (
     TIME,
 )
 from gpumem_magic.widgets.marks import CHECKPOINT, USER, named_marks, short
-from gpumem_magic.widgets.samples import DeviceSamples, WatchSamples, duration, present_layers, summary
+from gpumem_magic.widgets.samples import DeviceSamples, Samples, duration, present_layers, summary
 from gpumem_magic.widgets.thin import Row, longest_gap, stretches, thin, top_of_scale
 
 WIDTH = 860
@@ -34,7 +34,7 @@ _FONT = 'font-family="system-ui,\'Segoe UI\',Roboto,Arial,sans-serif" font-size=
 Scale = Callable[[float], float]
 
 
-def svg(samples: WatchSamples) -> str:
+def svg(samples: Samples) -> str:
     """One panel a device, a legend below. No script, no link; a white ground of its own, so that it reads in dark mode."""
     panel = _TOP + _PLOT + _BOTTOM
     names = present_layers(samples)
@@ -61,12 +61,12 @@ def svg(samples: WatchSamples) -> str:
     return "".join(parts) + "</svg>"
 
 
-def _panel(device: DeviceSamples, samples: WatchSamples) -> str:
+def _panel(device: DeviceSamples, samples: Samples) -> str:
     rows = thin(device.rows, POINTS)
     width = WIDTH - _LEFT - _RIGHT
     start, end = samples.started, max(samples.ended, samples.started + 1.0)
     highest = max((_height(row) for row in rows), default=0.0)
-    top = top_of_scale(highest, device.capacity)
+    top = top_of_scale(highest, device.facts.capacity)
 
     def across(time: float) -> float:
         return _LEFT + (time - start) / (end - start) * width
@@ -76,7 +76,9 @@ def _panel(device: DeviceSamples, samples: WatchSamples) -> str:
 
     now = device.latest
     used = (
-        f"  ·  nvidia-smi {human(int(now[DEVICE_USED]))} of {human(device.capacity)}" if now and _is_known(now) else ""
+        f"  ·  nvidia-smi {human(int(now[DEVICE_USED]))} of {human(device.facts.capacity)}"
+        if now and _is_known(now)
+        else ""
     )
     allocated = f"  ·  allocated {human(int(now[ALLOCATED]))}" if now else ""
     parts = [f'<text x="{_LEFT}" y="18"><tspan font-weight="600">{escape(device.name)}</tspan>{allocated}{used}</text>']
@@ -142,7 +144,7 @@ def _bar(row: Sequence[float], x: float, up: Scale) -> list[str]:
     return parts
 
 
-def _lines(device: DeviceSamples, samples: WatchSamples, across: Scale, up: Scale, top: float) -> list[str]:
+def _lines(device: DeviceSamples, samples: Samples, across: Scale, up: Scale, top: float) -> list[str]:
     """Marks, the peak and the capacity."""
     right = WIDTH - _RIGHT
     parts = []
@@ -169,8 +171,8 @@ def _lines(device: DeviceSamples, samples: WatchSamples, across: Scale, up: Scal
         parts.append(f'<line x1="{_LEFT}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}" stroke="{TEXT}" stroke-width="0.8"/>')
         words = f"peak {human(device.peak)}"
         parts.append(f'<text x="{_LEFT + 4}" y="{max(y - 4, 28):.1f}" font-size="11">{words}</text>')
-    if device.capacity <= top:
-        y = up(device.capacity)
+    if device.facts.capacity <= top:
+        y = up(device.facts.capacity)
         parts.append(
             f'<line x1="{_LEFT}" x2="{right + 60}" y1="{y:.1f}" y2="{y:.1f}" stroke="{ALARM}" stroke-dasharray="6 4"/>'
         )

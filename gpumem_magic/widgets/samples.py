@@ -1,4 +1,4 @@
-"""What a watch leaves behind: numbers and strings, as a dictionary, as CSV, as a picture, as a few lines of text."""
+"""What a watch leaves behind: numbers and strings, as a dictionary, as CSV, as a few lines of text."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from os import PathLike
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gpumem_magic.devices.base import DeviceFacts
 from gpumem_magic.units import counted, human
@@ -26,9 +26,6 @@ from gpumem_magic.widgets.columns import (
     value,
 )
 from gpumem_magic.widgets.marks import USER, Mark
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 SCHEMA = 1
 _BREAKDOWN = 5
@@ -48,11 +45,6 @@ class DeviceSamples:
     latest: tuple[float, ...] | None
 
     @property
-    def capacity(self) -> int:
-        """What nvidia-smi gives as the total, or torch's figure without it, in bytes."""
-        return self.facts.total_bytes if self.facts.smi_total_bytes is None else self.facts.smi_total_bytes
-
-    @property
     def name(self) -> str:
         virtual = "virtual " if self.facts.kind == "virtual" else ""
         return f"cuda:{self.facts.index}  {virtual}{self.facts.name}"
@@ -69,7 +61,7 @@ class DeviceSamples:
 
 
 @dataclass(frozen=True)
-class WatchSamples:
+class Samples:
     """All that a watch kept. Times are seconds since the epoch, sizes bytes. running: whether more samples were to come."""
 
     started: float
@@ -129,12 +121,6 @@ class WatchSamples:
                 file.write(text.getvalue())
         return text.getvalue()
 
-    def plot(self) -> Figure:
-        """The chart as a matplotlib figure, one panel a device."""
-        from gpumem_magic.widgets.watch_figure import draw
-
-        return draw(self)
-
     def __str__(self) -> str:
         return summary(self)
 
@@ -147,7 +133,7 @@ def _plain(row: Sequence[float]) -> list[Any]:
     return [row[TIME], *(None if math.isnan(figure) else int(figure) for figure in row[1:])]
 
 
-def _length(samples: WatchSamples) -> str:
+def _length(samples: Samples) -> str:
     taken = max((device.taken for device in samples.devices), default=0)
     return f"{duration(samples.ended - samples.started)}, {counted(taken, 'sample')} at up to {samples.hz:g} Hz"
 
@@ -162,7 +148,7 @@ def duration(seconds: float) -> str:
     return f"{minutes // 60} h {minutes % 60:02d} min"
 
 
-def summary(samples: WatchSamples) -> str:
+def summary(samples: Samples) -> str:
     """A few lines of text: what a saved notebook, a terminal and a screen reader get."""
     head = "GPU memory so far" if samples.running else "GPU memory, watched"
     lines = [f"{head}: {_length(samples)}"]
@@ -178,7 +164,7 @@ def summary(samples: WatchSamples) -> str:
     return "\n".join(lines)
 
 
-def _device_lines(device: DeviceSamples, samples: WatchSamples) -> list[str]:
+def _device_lines(device: DeviceSamples, samples: Samples) -> list[str]:
     highest = device.highest
     if highest is None or device.latest is None:
         return [device.name]
@@ -186,7 +172,7 @@ def _device_lines(device: DeviceSamples, samples: WatchSamples) -> list[str]:
     driver = max((size for each in device.rows if (size := value(list(each), DEVICE_USED)) is not None), default=None)
     parts = [f"peak allocated {human(device.peak or 0)}"]
     if driver is not None:
-        parts.append(f"nvidia-smi up to {human(driver)} of {human(device.capacity)}")
+        parts.append(f"nvidia-smi up to {human(driver)} of {human(device.facts.capacity)}")
     lines = [f"{device.name}:  {', '.join(parts)}"]
     sizes = {layer: size for layer, size in layers_of(row).items() if size}
     tenants = LAYERS[: LAYERS.index("cached")]
@@ -201,7 +187,7 @@ def _device_lines(device: DeviceSamples, samples: WatchSamples) -> list[str]:
     return lines
 
 
-def present_layers(samples: WatchSamples) -> list[str]:
+def present_layers(samples: Samples) -> list[str]:
     """The layers that any sample has bytes in, in the order of a bar."""
     found = [False] * len(LAYERS)
     for device in samples.devices:

@@ -12,13 +12,16 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gpumem_magic.widgets.columns import SENT
 from gpumem_magic.widgets.fronts import Front, LineFront, StaticFront, SummaryFront, WidgetFront
 from gpumem_magic.widgets.observer import Observer
 from gpumem_magic.widgets.sampler import Sampler
-from gpumem_magic.widgets.samples import DeviceSamples, WatchSamples
+from gpumem_magic.widgets.samples import DeviceSamples, Samples
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 DEFAULT_HZ = 10.0
 MIN_HZ, MAX_HZ = 0.01, 50.0
@@ -27,6 +30,16 @@ RUNNING, PAUSED, STOPPED = "running", "paused", "stopped"
 
 _current: Watch | None = None
 _changing = threading.RLock()
+
+
+class WatchSamples(Samples):
+    """All that a watch kept, and its picture."""
+
+    def plot(self) -> Figure:
+        """The chart as a matplotlib figure, one panel a device."""
+        from gpumem_magic.widgets.watch_figure import draw
+
+        return draw(self)
 
 
 class WatchError(Exception):

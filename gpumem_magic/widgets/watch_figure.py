@@ -32,7 +32,7 @@ from gpumem_magic.widgets.columns import (
     TIME,
 )
 from gpumem_magic.widgets.marks import CELL, CHECKPOINT, USER, named_marks, short
-from gpumem_magic.widgets.samples import DeviceSamples, WatchSamples, duration, present_layers
+from gpumem_magic.widgets.samples import DeviceSamples, Samples, duration, present_layers
 from gpumem_magic.widgets.thin import Row, longest_gap, stretches, thin, top_of_scale
 
 WIDTH = 7.8
@@ -51,13 +51,13 @@ class WatchFigure(Figure):
         return _render(self)
 
 
-def draw(samples: WatchSamples) -> Figure:
+def draw(samples: Samples) -> Figure:
     """One panel a device, with the last moment as a bar on its right, and a legend below."""
     with matplotlib.style.context("default"):
         return _draw(samples)
 
 
-def png(samples: WatchSamples) -> tuple[bytes, int, int]:
+def png(samples: Samples) -> tuple[bytes, int, int]:
     """The chart as a PNG, and its width and height in pixels."""
     figure = draw(samples)
     with matplotlib.style.context("default"):
@@ -75,7 +75,7 @@ def _render(figure: Figure) -> bytes:
     return file.getvalue()
 
 
-def _draw(samples: WatchSamples) -> Figure:
+def _draw(samples: Samples) -> Figure:
     names = present_layers(samples)
     legend = 0.19 * math.ceil(len(names) / 4) + 0.1
     panels = max(len(samples.devices), 1)
@@ -100,10 +100,10 @@ def _draw(samples: WatchSamples) -> Figure:
     return figure
 
 
-def _panel(axes: Any, bar: Any, device: DeviceSamples, samples: WatchSamples) -> None:
+def _panel(axes: Any, bar: Any, device: DeviceSamples, samples: Samples) -> None:
     rows = thin(device.rows, POINTS)
     length = max(samples.ended - samples.started, 1.0)
-    top = top_of_scale(max((_height(row) for row in rows), default=0.0), device.capacity)
+    top = top_of_scale(max((_height(row) for row in rows), default=0.0), device.facts.capacity)
     gap = longest_gap(rows, 1 / samples.hz, device.per_row)
     for stretch in stretches(rows, gap):
         is_last = stretch[-1] is rows[-1]
@@ -132,9 +132,9 @@ def _panel(axes: Any, bar: Any, device: DeviceSamples, samples: WatchSamples) ->
             textcoords="offset points", fontsize=8, color=TEXT, ha="right",
             bbox={"facecolor": PAPER, "alpha": 0.75, "lw": 0, "pad": 1},
         )  # fmt: skip
-    if device.capacity <= top:
+    if device.facts.capacity <= top:
         for each in (axes, bar):
-            each.axhline(device.capacity, color=ALARM, lw=1, ls=(0, (5, 4)))
+            each.axhline(device.facts.capacity, color=ALARM, lw=1, ls=(0, (5, 4)))
     _furniture(axes, bar, length, top)
     axes.set_title(_title(device), loc="left", fontsize=9.5, color=TEXT, pad=15)
 
@@ -184,7 +184,7 @@ def _title(device: DeviceSamples) -> str:
     words = device.name
     driver = max((row[DEVICE_USED] for row in device.rows if row[DEVICE_USED] == row[DEVICE_USED]), default=None)
     if driver is not None:
-        words += f"   nvidia-smi up to {human(int(driver))} of {human(device.capacity)}"
+        words += f"   nvidia-smi up to {human(int(driver))} of {human(device.facts.capacity)}"
     return words
 
 
