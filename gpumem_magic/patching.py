@@ -1,49 +1,208 @@
-"""Replacing attributes of other people's modules for a while, and putting every one of them back."""
+"""The one place that replaces things of other people's for a while, and the way back.
+
+Attributes, entries of lists (import hooks, log filters), kernels of PyTorch's dispatcher and the PATH are replaced here, and put
+back by `Patches.undo` where they are still ours. Where somebody has wrapped a function of ours meanwhile, their wrapper stays in
+its place and goes on working: every function is put there as a relay, which calls ours while it is in force, and the original
+afterwards. So nothing of theirs is lost, in whatever order the two of us come and go.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import inspect
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from types import FunctionType, MethodType
 from typing import Any
+from weakref import WeakKeyDictionary
 
-_MISSING = object()
+from gpumem_magic.tracebacks import cut
+
+_MISSING: Any = object()
 
 
 class Patches:
-    """A stack of replaced attributes. `undo` restores them in reverse order, and may be called twice."""
+    """What one part of this package has replaced. `undo` goes backwards through it, and may be called twice."""
 
     def __init__(self) -> None:
-        self._undo: list[tuple[Any, str, Any]] = []
-        self._more: list[Callable[[], object]] = []
+        self._undo = ExitStack()
+        self._replaced: list[tuple[Any, str, Any, Any]] = []
+        self._placed: dict[tuple[int, int], tuple[Any, Callable[[], None], Any, Any]] = {}
 
-    def set(self, owner: Any, name: str, value: Any) -> Any:
+    def set(self, owner: Any, name: str, value: Any, *, always: bool = False) -> Any:
         """Sets ``owner.name = value`` and returns what was there (None where nothing was).
 
         Only the owner's own dictionary is looked at and restored: an inherited attribute is hidden, and shows again after
-        `undo`.
+        `undo`. always: restored also where it is not ours any more, because PyTorch itself keeps something there.
         """
-        before = vars(owner).get(name, _MISSING)
-        setattr(owner, name, value)
-        self._undo.append((owner, name, before))
+        before = _in_force(vars(owner).get(name, _MISSING))
+        # Two names for one function of theirs stay two names for one function.
+        key = (id(value), id(owner if before is _MISSING else before))
+        if key not in self._placed:
+            self._placed[key] = (*_relayed(owner, name, value, before), value, before)
+        placed, retire = self._placed[key][:2]
+
+        def put_back() -> None:
+            retire()
+            now = vars(owner).get(name, _MISSING)
+            if now is not placed and (not always or now is before):
+                return
+            restored = _in_force(before)
+            if restored is _MISSING:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, restored)
+
+        self._undo.callback(put_back)
+        setattr(owner, name, placed)
+        self._replaced.append((owner, name, before, placed))
         return None if before is _MISSING else before
 
+    def insert(self, owner: Any, name: str, item: object, at: int = sys.maxsize) -> None:
+        """Puts `item` into the list ``owner.name``, at its end or before position `at`."""
+
+        def take_out() -> None:
+            entries = getattr(owner, name)
+            for position in [position for position, entry in enumerate(entries) if entry is item][:1]:
+                del entries[position]
+
+        self._undo.callback(take_out)
+        getattr(owner, name).insert(at, item)
+
+    def kernels(self, key: str, kernels: Iterable[tuple[Any, Callable[..., Any]]]) -> None:
+        """Gives PyTorch's operators other kernels for a dispatch key. Kernels that others register later go first, and stay."""
+        from torch.library import Library
+
+        library = Library("aten", "IMPL")
+        self._undo.callback(library._destroy)
+        with warnings.catch_warnings():
+            # PyTorch warns of what is meant here: that a kernel is replaced.
+            warnings.simplefilter("ignore")
+            for operator, kernel in kernels:
+                library.impl(operator, kernel, key)
+
+    def environment(self, name: str, value: str) -> None:
+        """Sets an environment variable."""
+        before = os.environ.get(name)
+
+        def put_back() -> None:
+            if os.environ.get(name) == value:
+                if before is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = before
+
+        self._undo.callback(put_back)
+        os.environ[name] = value
+
+    def search_first(self, directory: str) -> None:
+        """Puts a directory at the head of the PATH; where others change the PATH later, only this entry goes."""
+
+        def take_out() -> None:
+            entries = os.environ.get("PATH", "").split(os.pathsep)
+            if directory in entries:
+                os.environ["PATH"] = os.pathsep.join(entry for entry in entries if entry != directory)
+
+        self._undo.callback(take_out)
+        # Without a PATH the shell looks in its own default places; they must stay reachable.
+        self.environment("PATH", f"{directory}{os.pathsep}{os.environ.get('PATH', os.defpath)}")
+
     def also_undo(self, function: Callable[[], object]) -> None:
-        """Has `function` called by `undo`, before attributes are restored."""
-        self._more.append(function)
+        """Has `function` called by `undo`, before what was replaced earlier is put back."""
+        self._undo.callback(function)
 
     def names(self) -> list[tuple[Any, str]]:
         """The (owner, name) pairs that are replaced now, oldest first."""
-        return [(owner, name) for owner, name, _ in self._undo]
+        return [(owner, name) for owner, name, _, _ in self._replaced]
 
-    def originals(self) -> list[tuple[Any, str, Any]]:
-        """The same with what was there before, where there was something."""
-        return [entry for entry in self._undo if entry[2] is not _MISSING]
+    def exchanged(self) -> list[tuple[Any, str, Any, Any]]:
+        """The same with what was there before, where there was something, and what is there in its place."""
+        return [entry for entry in self._replaced if entry[2] is not _MISSING]
 
     def undo(self) -> None:
-        while self._more:
-            self._more.pop()()
-        while self._undo:
-            owner, name, before = self._undo.pop()
-            if before is _MISSING:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, before)
+        """Goes through all of it, also where a step fails; the error is raised at the end."""
+        try:
+            self._undo.close()
+        finally:
+            self._replaced.clear()
+            self._placed.clear()
+
+    def __enter__(self) -> Patches:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.undo()
+
+
+class _Relay:
+    """Where a function that we put somewhere hands its calls on to: ours, or from `retire` on what was there before."""
+
+    def __init__(self, ours: Callable[..., Any], before: Any) -> None:
+        self.target = ours
+        self._before = before
+        self.retired = False
+
+    def retire(self) -> None:
+        self.target, self.retired = self._before, True
+
+
+# The relays by the functions that use them, and what each replaced as the owner kept it.
+_relays: WeakKeyDictionary[Any, tuple[_Relay, Any]] = WeakKeyDictionary()
+
+
+def _in_force(value: Any) -> Any:
+    """What stands behind relays of ours that are out of force: they need not be put back, or wrapped again."""
+    while True:
+        # Nothing is asked of what may be the user's.
+        kind = type(value)
+        function = value.fget if kind is property else value.__func__ if kind is staticmethod else value
+        relay, kept = _relays.get(function, (None, None)) if type(function) is FunctionType else (None, None)
+        if relay is None or not relay.retired:
+            return value
+        value = kept
+
+
+def _relayed(owner: Any, name: str, value: Any, own: Any) -> tuple[Any, Callable[[], None]]:
+    """What to put there for `value`, and what takes it out of force. Classes and data are put there as they are."""
+    relays: list[_Relay] = []
+
+    def gone(*args: Any, **kwargs: Any) -> Any:
+        raise AttributeError(f"{getattr(owner, '__name__', owner)!r} has no attribute {name!r}")
+
+    def relay(ours: Any, before: Any) -> Any:
+        one = _Relay(ours, before)
+        relays.append(one)
+
+        def relayed(*args: Any, **kwargs: Any) -> Any:
+            __tracebackhide__ = True
+            try:
+                return one.target(*args, **kwargs)
+            except Exception as error:
+                # An error that is kept must keep no tensors that the program itself does not keep.
+                args, kwargs = (), {}
+                raise cut(error)  # noqa: B904
+
+        _relays[relayed] = one, own
+        return functools.update_wrapper(relayed, ours if before is gone else before)
+
+    placed = value
+    if isinstance(value, property):
+        found = inspect.getattr_static(owner, name, None)
+        getter, setter = (getattr(type(found), method, None) for method in ("__get__", "__set__"))
+        placed = property(
+            relay(value.fget, gone if getter is None else functools.partial(getter, found)),
+            value.fset and relay(value.fset, gone if setter is None else functools.partial(setter, found)),
+        )
+    elif isinstance(value, (FunctionType, MethodType)):
+        placed = relay(value, _in_force(getattr(owner, name, gone)))
+    elif isinstance(value, staticmethod):
+        placed = staticmethod(relay(value.__func__, _in_force(getattr(owner, name, gone))))
+
+    def retire() -> None:
+        for one in relays:
+            one.retire()
+
+    return placed, retire

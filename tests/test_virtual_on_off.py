@@ -160,11 +160,11 @@ def test_a_failure_while_it_is_turned_on_undoes_what_was_done(
     original: Callable[..., Any] = Patches.set
     done = [0]
 
-    def fail_at_step(self: Any, owner: Any, name: str, value: Any) -> Any:
+    def fail_at_step(self: Any, owner: Any, name: str, value: Any, **options: Any) -> Any:
         done[0] += 1
         if done[0] > step:
             raise error
-        return original(self, owner, name, value)
+        return original(self, owner, name, value, **options)
 
     with monkeypatch.context() as patch:
         patch.setattr(Patches, "set", fail_at_step)

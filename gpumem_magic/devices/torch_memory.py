@@ -13,6 +13,8 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from gpumem_magic.patching import Patches
+
 BEGIN_HISTORY = "_cuda_record_memory_history"
 BEGIN_HISTORY_LEGACY = "_cuda_record_memory_history_legacy"
 RESET_TOTALS = "_cuda_resetAccumulatedMemoryStats"
@@ -153,13 +155,6 @@ def is_present(torch: Any) -> bool:
     """Whether there is a GPU for `torch.cuda`. Unlike a plain `is_available`, asking leaves a later fork usable."""
     if in_use(torch):
         return True
-    name = "PYTORCH_NVML_BASED_CUDA_CHECK"
-    before = os.environ.get(name)
-    os.environ[name] = "1"
-    try:
+    with Patches() as patches:
+        patches.environment("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
         return bool(torch.cuda.is_available())
-    finally:
-        if before is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = before

@@ -33,7 +33,8 @@ class ShellHooks:
         self._shell = shell
         self._statement_of = statement_of
         self._completed: list[str] = []
-        shell.input_transformers_post.append(self.rewrite_lines)
+        self._patches = Patches()
+        self._patches.insert(shell, "input_transformers_post", self.rewrite_lines)
 
     def complete(self, key: str, completer: Completer) -> None:
         """Completes words on lines that begin with `key`, such as ``%gpumem``."""
@@ -42,9 +43,7 @@ class ShellHooks:
 
     def remove(self) -> None:
         """Takes out what was put in. May be called twice."""
-        transformers = self._shell.input_transformers_post
-        if self.rewrite_lines in transformers:
-            transformers.remove(self.rewrite_lines)
+        self._patches.undo()
         # IPython has no call that removes a completion.
         chains = self._shell.strdispatchers["complete_command"].strs
         while self._completed:

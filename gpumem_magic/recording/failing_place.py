@@ -27,6 +27,7 @@ _BELOW = (
     "torch._decomp",
     "torch._refs",
     "torch._prims",
+    "gpumem_magic.patching",
     "gpumem_magic.virtual",
 )
 _NOT_OPERATORS = frozenset({"run_backward", "_engine_run_backward", "super", "forward"})

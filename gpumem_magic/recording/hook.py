@@ -10,6 +10,7 @@ from dataclasses import replace
 from types import CodeType, TracebackType
 from typing import Protocol
 
+from gpumem_magic.patching import Patches
 from gpumem_magic.recording.instrument import Site, Statement
 from gpumem_magic.recording.source import Position
 
@@ -149,14 +150,10 @@ class StatementHook:
 @contextmanager
 def installed(name: str, hook: StatementHook | None) -> Iterator[None]:
     """Lets programs find `hook` as the builtin `name` for a while. None installs nothing."""
-    if hook is None:
+    with Patches() as patches:
+        if hook is not None:
+            patches.set(builtins, name, hook)
         yield
-        return
-    setattr(builtins, name, hook)
-    try:
-        yield
-    finally:
-        delattr(builtins, name)
 
 
 def _position(traceback: TracebackType) -> tuple[int, int | None]:

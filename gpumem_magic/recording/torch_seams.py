@@ -107,9 +107,6 @@ def _around(original: Callable[..., Any], begins: Around) -> Callable[..., Any]:
         finally:
             ended(failed)
 
-    watched.__name__ = getattr(original, "__name__", "watched")
-    watched.__doc__ = original.__doc__
-    watched.__wrapped__ = original  # type: ignore[attr-defined]
     return watched
 
 

@@ -79,11 +79,11 @@ def _off() -> int:
     if any(gpu.recorded for gpu in machine.devices):
         raise DeviceError("a recording runs on the virtual device: turn it off in a cell that is not measured")
     left = machine.live_storages()
+    machines.put_in_front(None)
     machine.remove(
         f"this tensor was on the virtual GPU ({machine.spec.text}), which has been turned off: make it anew, "
         "or on the host (its values were stand-ins)"
     )
-    machines.put_in_front(None)
     return left
 
 

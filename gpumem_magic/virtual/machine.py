@@ -30,10 +30,9 @@ from gpumem_magic.virtual.engine.device import VirtualDevice
 from gpumem_magic.virtual.engine.engine import Engine
 from gpumem_magic.virtual.engine.memory import Convolution
 from gpumem_magic.virtual.libraries.table import libraries
-from gpumem_magic.virtual.operators import cudnn, kernels
+from gpumem_magic.virtual.operators import composites, cudnn, kernels
 from gpumem_magic.virtual.operators.attention import Attention
 from gpumem_magic.virtual.operators.autocast import AutocastKernels
-from gpumem_magic.virtual.operators.composites import Composites
 from gpumem_magic.virtual.operators.factories import Factories
 from gpumem_magic.virtual.torch_face import (
     communication,
@@ -67,7 +66,6 @@ class VirtualMachine:
         self.nvml = VirtualNvml(self._devices)
         self._patches = Patches()
         self._autocast = AutocastKernels()
-        self._composites = Composites()
         self._factories = Factories(self.engine, self.face.current_device)
         self._captured = Captured(self._factories)
         self._libraries = libraries()
@@ -180,7 +178,7 @@ class VirtualMachine:
             parameters.install(self._patches)
             storages.install(self._patches, self.engine)
             wrappers.install(self._patches)
-            saving.install(self._patches, self.engine)
+            saving.install(self._patches)
             surroundings.install(self._patches)
             legacy.install(self._patches)
             self._libraries.install(self._patches)
@@ -190,14 +188,16 @@ class VirtualMachine:
             self.face.install(self._patches)
             graphs.install(self._patches, self, self.face.stream_of)
             self._autocast.install(self._patches)
-            self.attention.install()
-            self._composites.install()
+            self.attention.install(self._patches)
+            composites.install(self._patches)
             # What Triton and libraries ask for the stream to launch on; builds for the host lack it (torch 2.9 to 2.15).
             self._patches.set(torch._C, "_cuda_getCurrentRawStream", self.face.stream_of)
             # The public way to get cuBLAS's workspaces back; builds for the host lack it (torch 2.9 to 2.15).
             self._patches.set(torch._C, "_cuda_clearCublasWorkspaces", self._clear_workspaces)
             self._captured.install(self._patches)
+            self._patches.also_undo(self.smi.remove)
             self.smi.install()
+            self._patches.also_undo(self.nvml.remove)
             self.nvml.install()
             for gpu in self._devices:
                 self.smi.update(gpu.index, gpu.used_bytes())
@@ -208,13 +208,6 @@ class VirtualMachine:
     def remove(self, because: str) -> None:
         """Puts everything back. Tensors that are left say `because` when they are used."""
         self.engine.closed_because = because
-        self.nvml.remove()
-        self.smi.remove()
-        self._captured.remove()
-        self._composites.remove()
-        self.attention.remove()
-        self._autocast.remove()
-        self._libraries.remove()
         self._patches.undo()
 
     def replaced(self) -> list[tuple[Any, str]]:

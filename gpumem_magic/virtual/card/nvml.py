@@ -310,7 +310,7 @@ class VirtualNvml:
         library = _Library(self._devices, getattr(module, _COUNT), self._texts_before)
         self._patches.set(module, _LOOK_UP, library.look_up)
         self._patches.set(module, _LOAD, lambda: None)
-        self._patches.set(module, _COUNT, getattr(module, _COUNT))
+        self._patches.set(module, _COUNT, getattr(module, _COUNT), always=True)
         return True
 
     def remove(self) -> None:

@@ -20,6 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
+from gpumem_magic.patching import Patches
 from gpumem_magic.virtual.card import smi_script
 from gpumem_magic.virtual.card.catalog import DeviceState, bus_id
 
@@ -33,8 +34,7 @@ class VirtualSmi:
     def __init__(self, devices: Sequence[DeviceState]) -> None:
         self._devices = devices
         self._directory: str | None = None
-        self._path_before: str | None = None
-        self._path_set = ""
+        self._patches = Patches()
         self._file: int | None = None
         self._pid = 0
         # Re-entrant: a finalizer that frees memory may run inside `update` and call it again.
@@ -61,11 +61,7 @@ class VirtualSmi:
             shutil.rmtree(directory, ignore_errors=True)
             raise
         self._directory, self._pid = directory, os.getpid()
-        self._path_before = os.environ.get("PATH")
-        # Without a PATH the shell looks in its own default places; they must stay reachable.
-        rest = os.defpath if self._path_before is None else self._path_before
-        self._path_set = f"{directory}{os.pathsep}{rest}"
-        os.environ["PATH"] = self._path_set
+        self._patches.search_first(directory)
         atexit.register(self.remove)
 
     def update(self, index: int, used_bytes: int) -> None:
@@ -87,14 +83,7 @@ class VirtualSmi:
                 os.close(self._file)
             self._file = None
         directory, self._directory = self._directory, None
-        path = os.environ.get("PATH")
-        if path == self._path_set:
-            if self._path_before is None:
-                del os.environ["PATH"]
-            else:
-                os.environ["PATH"] = self._path_before
-        elif path is not None:
-            os.environ["PATH"] = os.pathsep.join(entry for entry in path.split(os.pathsep) if entry != directory)
+        self._patches.undo()
         shutil.rmtree(directory, ignore_errors=True)
 
     def __enter__(self) -> VirtualSmi:

@@ -13,7 +13,6 @@ Rules are asked only for calls with tensors on a virtual device.
 
 from __future__ import annotations
 
-import functools
 import importlib
 from collections.abc import Callable
 from typing import Any, TypeVar, overload
@@ -132,7 +131,6 @@ def _replace(patches: Patches, place: tuple[str, str]) -> None:
     module = importlib.import_module(place[0])
     original = getattr(module, place[1])
 
-    @functools.wraps(original)
     def instead(*args: Any, **kwargs: Any) -> Any:
         if any(isinstance(leaf, VirtualTensor) for leaf in tree_leaves((args, kwargs))):
             return _functions[place](*args, **kwargs)

@@ -20,7 +20,7 @@ from torch._C import _get_dispatch_stack_at, _len_torch_dispatch_stack  # the ac
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gpumem_magic.virtual.engine.tracebacks import cut_below_operator
+from gpumem_magic.tracebacks import cut_below_operator
 
 META = torch.device("meta")
 DEVICE_QUERY = torch.ops.prim.device.default

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from gpumem_magic.tracebacks import cut, cut_below_operator
 from gpumem_magic.virtual.engine.modes import (
     DEVICE_QUERY,
     OperatorMode,
@@ -20,7 +21,6 @@ from gpumem_magic.virtual.engine.modes import (
     pushed,
     with_dispatch_of_its_own,
 )
-from gpumem_magic.virtual.engine.tracebacks import cut, cut_below_operator
 
 
 class TensorEngine(Protocol):

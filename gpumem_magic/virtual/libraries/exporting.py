@@ -6,7 +6,6 @@ in C++. So it is refused before (torch 2.9 to 2.13).
 
 from __future__ import annotations
 
-import functools
 from types import ModuleType
 from typing import Any
 
@@ -22,7 +21,6 @@ def prepare(module: ModuleType, patches: Patches) -> None:
     if original is None:
         return
 
-    @functools.wraps(original)
     def export(mod: Any, *args: Any, **kwargs: Any) -> Any:
         held = [*mod.parameters(), *mod.buffers()] if isinstance(mod, torch.nn.Module) else []
         if any(isinstance(leaf, VirtualTensor) for leaf in (*held, *tree_leaves((args, kwargs)))):

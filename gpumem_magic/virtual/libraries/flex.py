@@ -8,7 +8,6 @@ function uses beside the scores.
 
 from __future__ import annotations
 
-import functools
 import importlib
 import sys
 from types import ModuleType
@@ -24,7 +23,6 @@ def prepare(module: ModuleType, patches: Patches) -> None:
     dense = importlib.import_module("torch._higher_order_ops.flex_attention").math_attention
     original: Any = module.flex_attention_hop
 
-    @functools.wraps(original.__call__)
     def attend(
         query: Any, key: Any, value: Any, score_mod: Any, block_mask: Any, scale: Any, options: Any, *more: Any
     ) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 import warnings
 from collections.abc import Callable
@@ -28,7 +27,6 @@ def replace_function(patches: Patches, module: ModuleType, name: str, rule: Call
     if original is None:
         return
 
-    @functools.wraps(original)
     def instead(*args: Any, **kwargs: Any) -> Any:
         return (rule if has_virtual(args, kwargs) else original)(*args, **kwargs)
 
@@ -52,36 +50,34 @@ class Libraries:
             module = sys.modules.get(name)
             if module is not None:
                 self._loaded(module, name)
-        sys.meta_path.insert(0, self)
+        patches.insert(sys, "meta_path", self, 0)
+        patches.also_undo(self._forget)
 
-    def remove(self) -> None:
+    def _forget(self) -> None:
         self._patches = None
-        if self in sys.meta_path:
-            sys.meta_path.remove(self)
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         """Finds what the other finders find; its loader tells us when the module is there."""
-        if name not in self._prepare:
+        if self._patches is None or name not in self._prepare:
             return None
         for finder in list(sys.meta_path):
             find = getattr(finder, "find_spec", None)
             spec = None if finder is self or find is None else find(name, path, target)
             if spec is not None:
-                self._watch(spec.loader, name)
+                self._watch(self._patches, spec.loader, name)
                 return spec
         return None
 
-    def _watch(self, loader: Any, name: str) -> None:
+    def _watch(self, patches: Patches, loader: Any, name: str) -> None:
         execute = getattr(loader, "exec_module", None)
         if execute is None or not hasattr(loader, "__dict__"):
             return
 
         def exec_module(module: ModuleType) -> None:
-            loader.__dict__.pop("exec_module", None)
             execute(module)
             self._loaded(module, name)
 
-        loader.exec_module = exec_module
+        patches.set(loader, "exec_module", exec_module)
 
     def _loaded(self, module: ModuleType, name: str) -> None:
         if self._patches is None:

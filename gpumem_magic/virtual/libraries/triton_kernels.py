@@ -6,7 +6,6 @@ So a launch with virtual tensors does nothing. `JITFunction.run` and `Autotuner.
 
 from __future__ import annotations
 
-import functools
 from types import ModuleType
 from typing import Any
 
@@ -20,7 +19,6 @@ from gpumem_magic.virtual.libraries.loading import has_virtual
 def _quiet(kind: Any, patches: Patches) -> None:
     original = kind.run
 
-    @functools.wraps(original)
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not has_virtual(args, kwargs):
             return original(self, *args, **kwargs)

@@ -8,13 +8,13 @@ modelled: PyTorch's taste for cuDNN on H100 with the newest of its versions, whi
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from gpumem_magic.patching import Patches
 from gpumem_magic.virtual.engine.engine import Engine, special
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
 
@@ -84,22 +84,13 @@ def _alignment(capability: tuple[int, int], dtype: torch.dtype) -> int:
 
 
 class Attention:
-    """Replaces the operator for tensors of the virtual devices while it is installed."""
+    """The operator for tensors of the virtual devices."""
 
     def __init__(self, capability_of: Callable[[int], tuple[int, int]]) -> None:
         self._capability_of = capability_of
-        self._library: torch.library.Library | None = None
 
-    def install(self) -> None:
-        self._library = torch.library.Library("aten", "IMPL")
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            self._library.impl(_aten.scaled_dot_product_attention.default, self.attend, "AutogradCUDA")
-
-    def remove(self) -> None:
-        if self._library is not None:
-            self._library._destroy()
-            self._library = None
+    def install(self, patches: Patches) -> None:
+        patches.kernels("AutogradCUDA", [(_aten.scaled_dot_product_attention.default, self.attend)])
 
     def attend(
         self,

@@ -7,7 +7,6 @@ originals are back. Weights are cast once in a region and kept until it ends, wh
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -38,24 +37,18 @@ class AutocastKernels:
     """The kernels, while they are installed."""
 
     def __init__(self) -> None:
-        self._library: torch.library.Library | None = None
         self._cast_weights: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._without_autocast = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
 
     def install(self, patches: Patches) -> None:
-        self._library = torch.library.Library("aten", "IMPL")
-        with warnings.catch_warnings():
-            # Replacing kernels is what is meant here; PyTorch warns of it.
-            warnings.simplefilter("ignore")
-            for names, policy in (
-                (_LOWER, self._lower),
-                (_FLOAT32, self._float32),
-                (_FLOAT32_RESULT, self._float32_result),
-                (_WIDEST, self._widest),
-            ):
-                for operator in _overloads(names):
-                    self._library.impl(operator, policy(operator), _KEY)
-            self._library.impl(torch.ops.aten.binary_cross_entropy.default, _refuse, _KEY)
+        policies = {
+            _LOWER: self._lower,
+            _FLOAT32: self._float32,
+            _FLOAT32_RESULT: self._float32_result,
+            _WIDEST: self._widest,
+        }
+        kernels = [(operator, make(operator)) for names, make in policies.items() for operator in _overloads(names)]
+        patches.kernels(_KEY, [*kernels, (torch.ops.aten.binary_cross_entropy.default, _refuse)])
         clear = torch.clear_autocast_cache
 
         def clear_autocast_cache() -> None:
@@ -63,12 +56,7 @@ class AutocastKernels:
             clear()
 
         patches.set(torch, "clear_autocast_cache", clear_autocast_cache)
-
-    def remove(self) -> None:
-        self._cast_weights.clear()
-        if self._library is not None:
-            self._library._destroy()
-            self._library = None
+        patches.also_undo(self._cast_weights.clear)
 
     # ---- policies
 

@@ -8,7 +8,6 @@ tolerance. Who reads the answer reads a stand-in, and its line is listed.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -123,7 +122,6 @@ def install(patches: Patches) -> None:
 
 
 def _says_yes(original: Any) -> Any:
-    @functools.wraps(original)
     def ask(input: Any, *args: Any, **kwargs: Any) -> Any:
         out = original(input, *args, **kwargs)
         sides = [side for side in (input, *args[:1]) if isinstance(side, VirtualTensor)]

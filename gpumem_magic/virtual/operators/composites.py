@@ -11,13 +11,13 @@ number for each row beside its input (``layer_norm_kernel.cu``), and not the nor
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from gpumem_magic.patching import Patches
 from gpumem_magic.virtual.engine.engine import Engine, special
 
 _aten = torch.ops.aten
@@ -130,23 +130,9 @@ if hasattr(_aten, "_fused_rms_norm_backward"):
     _KERNELS[_aten._fused_rms_norm.default] = rms_norm
 
 
-class Composites:
-    """Replaces the operators for tensors of the virtual devices while it is installed."""
-
-    def __init__(self) -> None:
-        self._library: torch.library.Library | None = None
-
-    def install(self) -> None:
-        self._library = torch.library.Library("aten", "IMPL")
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            for operator, way in (_WAYS | _KERNELS).items():
-                self._library.impl(operator, way, "AutogradCUDA")
-
-    def remove(self) -> None:
-        if self._library is not None:
-            self._library._destroy()
-            self._library = None
+def install(patches: Patches) -> None:
+    """Replaces the operators for tensors of the virtual devices."""
+    patches.kernels("AutogradCUDA", (_WAYS | _KERNELS).items())
 
 
 @special(*_WAYS)

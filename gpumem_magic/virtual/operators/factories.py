@@ -1,13 +1,10 @@
 """Making and moving tensors: `torch.zeros(..., device="cuda")`, `tensor.to("cuda")` and their relatives.
 
-Each function is replaced by one that asks whether a virtual device is meant, and otherwise calls the original. A program may
-keep a replaced function (``from torch import zeros``) after the device is off: then it is the original with one question
-before it.
+Each function is replaced by one that asks whether a virtual device is meant, and otherwise calls the original.
 """
 
 from __future__ import annotations
 
-import functools
 import os
 import warnings
 from collections.abc import Callable
@@ -21,7 +18,6 @@ from gpumem_magic.virtual.engine import values
 from gpumem_magic.virtual.engine.engine import Engine, refuse_device, refuse_fork
 from gpumem_magic.virtual.engine.modes import META, STATE, origin, pushed
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
-from gpumem_magic.virtual.engine.tracebacks import cut
 
 _LIKE = ("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like")
 _NEW = ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros")
@@ -96,10 +92,12 @@ class Factories:
         makers = [function for function in torch.utils._device._device_constructors() if hasattr(function, "__name__")]
         for function in makers:
             name = function.__name__
-            owner = next((place for place in (torch, torch.fft) if getattr(place, name, None) is function), None)
+            # Not the function itself: what a library has put in its place is wrapped as well.
+            owner = next((place for place in (torch, torch.fft) if name in vars(place)), None)
             if owner is None or name in _LEFT_ALONE:
                 continue
-            patches.set(owner, name, self._from_values(function) if name in _FROM_VALUES else self._maker(function))
+            make = self._from_values if name in _FROM_VALUES else self._maker
+            patches.set(owner, name, make(getattr(owner, name)))
         patches.set(torch, "sparse_coo_tensor", self._sparse(torch.sparse_coo_tensor))
         for name in _LIKE:
             patches.set(torch, name, self._maker(getattr(torch, name)))
@@ -125,7 +123,7 @@ class Factories:
 
     def index_of(self, device: Any) -> int | None:
         """Index of the virtual device that a device argument means; None for any other device, or none."""
-        if device is None or self._engine.closed_because or torch._C._get_dispatch_mode(_FAKE) is not None:
+        if device is None or torch._C._get_dispatch_mode(_FAKE) is not None:
             # Fake tensors of somebody else's (DTensor asks them for shapes) are none of ours.
             return None
         if isinstance(device, str):
@@ -148,27 +146,22 @@ class Factories:
     # ---- making
 
     def _maker(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
         def make_one(*args: Any, **kwargs: Any) -> Any:
-            try:
-                if "device" not in kwargs and "pin_memory" not in kwargs:
-                    return original(*args, **kwargs)
-                device = kwargs.get("device")
-                if kwargs.get("pin_memory") and not self._engine.closed_because:
-                    kwargs["pin_memory"] = False  # pinning needs a driver
-                if device is None or STATE.depth:
-                    return original(*args, **kwargs)
-                index = self.index_of(device)
-                if index is not None and original.__name__ in _COMPRESSED:
-                    refuse_to_hold("a compressed sparse tensor")
-                if index is None:
-                    if _means_meta(device):
-                        args = tuple(plain_meta(arg) if isinstance(arg, VirtualTensor) else arg for arg in args)
-                    return original(*args, **kwargs)
-                return self.make(original, index, args, kwargs)
-            except Exception as error:
-                __tracebackhide__, args, kwargs = True, (), {}
-                raise cut(error)  # noqa: B904
+            if "device" not in kwargs and "pin_memory" not in kwargs:
+                return original(*args, **kwargs)
+            device = kwargs.get("device")
+            if kwargs.get("pin_memory"):
+                kwargs["pin_memory"] = False  # pinning needs a driver
+            if device is None or STATE.depth:
+                return original(*args, **kwargs)
+            index = self.index_of(device)
+            if index is not None and getattr(original, "__name__", "") in _COMPRESSED:
+                refuse_to_hold("a compressed sparse tensor")
+            if index is None:
+                if _means_meta(device):
+                    args = tuple(plain_meta(arg) if isinstance(arg, VirtualTensor) else arg for arg in args)
+                return original(*args, **kwargs)
+            return self.make(original, index, args, kwargs)
 
         return make_one
 
@@ -193,24 +186,18 @@ class Factories:
         return made
 
     def _from_values(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
         def make_from_values(*args: Any, **kwargs: Any) -> Any:
-            try:
-                if STATE.depth:
-                    return original(*args, **kwargs)
-                index = self.index_of(kwargs.get("device"))
-                source = next((arg for arg in args[-1:] if isinstance(arg, VirtualTensor)), None)
-                if index is None and source is None:
-                    return original(*args, **kwargs)
-                return self.from_values(original, index, args, kwargs)
-            except Exception as error:
-                __tracebackhide__, args, kwargs = True, (), {}
-                raise cut(error)  # noqa: B904
+            if STATE.depth:
+                return original(*args, **kwargs)
+            index = self.index_of(kwargs.get("device"))
+            source = next((arg for arg in args[-1:] if isinstance(arg, VirtualTensor)), None)
+            if index is None and source is None:
+                return original(*args, **kwargs)
+            return self.from_values(original, index, args, kwargs)
 
         return make_from_values
 
     def _beside(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
         def new_tensor(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             """On the tensor's device and with its type, unless the program says otherwise."""
             if isinstance(self, VirtualTensor) and not STATE.depth:
@@ -221,7 +208,6 @@ class Factories:
         return new_tensor
 
     def _new(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
         def new(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             values_given = len(args) == 1 and isinstance(args[0], (list, tuple)) and type(args[0]) is not torch.Size
             if isinstance(self, VirtualTensor) and values_given and not STATE.depth:
@@ -231,21 +217,16 @@ class Factories:
         return new
 
     def _sparse(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
         def make_sparse(*args: Any, **kwargs: Any) -> Any:
-            try:
-                index = None if STATE.depth else self.index_of(kwargs.get("device"))
-                if index is None:
-                    if any(isinstance(arg, VirtualTensor) for arg in (*args, *kwargs.values())):
-                        return _unchecked(original, args, kwargs)
-                    return original(*args, **kwargs)
-                del kwargs["device"]
-                target = torch.device("cuda", index)
-                parts = [arg.to(target) if isinstance(arg, torch.Tensor) else arg for arg in args]
-                return _unchecked(original, parts, kwargs)
-            except Exception as error:
-                __tracebackhide__, args, kwargs, parts = True, (), {}, []
-                raise cut(error)  # noqa: B904
+            index = None if STATE.depth else self.index_of(kwargs.get("device"))
+            if index is None:
+                if any(isinstance(arg, VirtualTensor) for arg in (*args, *kwargs.values())):
+                    return _unchecked(original, args, kwargs)
+                return original(*args, **kwargs)
+            del kwargs["device"]
+            target = torch.device("cuda", index)
+            parts = [arg.to(target) if isinstance(arg, torch.Tensor) else arg for arg in args]
+            return _unchecked(original, parts, kwargs)
 
         return make_sparse
 
@@ -258,7 +239,7 @@ class Factories:
             if kwargs.get("device") is not None and index is None:
                 return data.detach().to(kwargs["device"], dtype or data.dtype).requires_grad_(requires_grad)
             target = data.device if index is None else torch.device("cuda", index)
-            if original.__name__ in ("as_tensor", "asarray"):
+            if getattr(original, "__name__", "") in ("as_tensor", "asarray"):
                 return data.to(target, dtype or data.dtype)
             return data.detach().to(target, dtype or data.dtype, copy=True).requires_grad_(requires_grad)
         host_kwargs = {name: value for name, value in kwargs.items() if name not in ("device", "requires_grad", "copy")}
@@ -272,132 +253,95 @@ class Factories:
         """`with torch.device("cuda")` and `torch.set_default_device("cuda")`."""
 
         def answer(context: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            try:
-                index = self.index_of(context.device) if func in makers and not STATE.depth else None
-                if index is None or (kwargs or {}).get("device") is not None:
-                    return original(context, func, types, args, kwargs)
-                name = getattr(func, "__name__", "")
-                maker = self.from_values if name in _FROM_VALUES else self.make
-                return maker(func, index, args, dict(kwargs or {}))
-            except Exception as error:
-                __tracebackhide__, args, kwargs = True, (), {}
-                raise cut(error)  # noqa: B904
+            index = self.index_of(context.device) if func in makers and not STATE.depth else None
+            if index is None or (kwargs or {}).get("device") is not None:
+                return original(context, func, types, args, kwargs)
+            name = getattr(func, "__name__", "")
+            maker = self.from_values if name in _FROM_VALUES else self.make
+            return maker(func, index, args, dict(kwargs or {}))
 
         return answer
 
     # ---- moving
 
     def _to(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
         def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            try:
-                if STATE.depth or (args and type(args[0]) is torch.dtype):
-                    return original(self, *args, **kwargs)
-                first = args[0] if args else kwargs.get("device", kwargs.get("other"))
-                if isinstance(first, VirtualTensor):
-                    args = (first.device, first.dtype, *args[1:])
-                    kwargs.pop("other", None)
-                    first = first.device
-                elif type(first) is int and not args:
-                    kwargs["device"] = first = torch.device("cuda", first)
-                index = factories.index_of(first)
-                if index is None:
-                    if isinstance(self, VirtualTensor) and _means_meta(first):
-                        self = plain_meta(self)
-                    return original(self, *args, **kwargs)
-                _check_kind(self)
-                # Not cuda:i: C++ would initialise CUDA, and remember for good that it has.
-                device = torch.device("meta", index)
-                if args:
-                    args = (device, *args[1:])
-                else:
-                    kwargs["device"] = device
-                with pushed(factories._engine.mode):
-                    return original(self, *args, **kwargs)
-            except Exception as error:
-                __tracebackhide__, args, kwargs = True, (), {}
-                del self
-                raise cut(error)  # noqa: B904
+            if STATE.depth or (args and type(args[0]) is torch.dtype):
+                return original(self, *args, **kwargs)
+            first = args[0] if args else kwargs.get("device", kwargs.get("other"))
+            if isinstance(first, VirtualTensor):
+                args = (first.device, first.dtype, *args[1:])
+                kwargs.pop("other", None)
+                first = first.device
+            elif type(first) is int and not args:
+                kwargs["device"] = first = torch.device("cuda", first)
+            index = factories.index_of(first)
+            if index is None:
+                if isinstance(self, VirtualTensor) and _means_meta(first):
+                    self = plain_meta(self)
+                return original(self, *args, **kwargs)
+            _check_kind(self)
+            # Not cuda:i: C++ would initialise CUDA, and remember for good that it has.
+            device = torch.device("meta", index)
+            if args:
+                args = (device, *args[1:])
+            else:
+                kwargs["device"] = device
+            with pushed(factories._engine.mode):
+                return original(self, *args, **kwargs)
 
         factories = self
         return to
 
     def _cuda(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
         def cuda(
             self: torch.Tensor,
             device: Any = None,
             non_blocking: bool = False,
             memory_format: Any = torch.preserve_format,
         ) -> Any:
-            try:
-                if factories._engine.closed_because:
-                    return original(self, device, non_blocking, memory_format=memory_format)
-                if device is None:
-                    device = torch.device("cuda")
-                kept = {} if memory_format is torch.preserve_format else {"memory_format": memory_format}
-                return self.to(device, non_blocking=non_blocking, **kept)
-            except Exception as error:
-                __tracebackhide__ = True
-                del self
-                raise cut(error)  # noqa: B904
+            if device is None:
+                device = torch.device("cuda")
+            kept = {} if memory_format is torch.preserve_format else {"memory_format": memory_format}
+            return self.to(device, non_blocking=non_blocking, **kept)
 
-        factories = self
         return cuda
 
     def _type_as(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
         def type_as(self: torch.Tensor, other: torch.Tensor) -> Any:
-            try:
-                if STATE.depth or not isinstance(other, VirtualTensor):
-                    return original(self, other)
-                return self.to(other.device, other.dtype)
-            except Exception as error:
-                __tracebackhide__ = True
-                del self, other
-                raise cut(error)  # noqa: B904
+            if STATE.depth or not isinstance(other, VirtualTensor):
+                return original(self, other)
+            return self.to(other.device, other.dtype)
 
         return type_as
 
     def _pin_memory(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
         def pin_memory(self: torch.Tensor, *args: Any) -> Any:
             """Pinning needs a driver; the tensor is as good for copies to a virtual device as it is."""
-            return original(self, *args) if factories._engine.closed_because else self
+            return self
 
-        factories = self
         return pin_memory
 
     # ---- changing size: dispatch does not see that
 
     def _resized(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
         def resize_tensor(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            try:
-                out = original(self, *args, **kwargs)
-                if isinstance(self, VirtualTensor) and not STATE.depth:
-                    with engine.lock, torch._C.DisableTorchFunctionSubclass(), origin("factory"):
-                        engine.table.resized(self.untyped_storage())
-                return out
-            except Exception as error:
-                __tracebackhide__ = True
-                raise cut(error)  # noqa: B904
+            out = original(self, *args, **kwargs)
+            if isinstance(self, VirtualTensor) and not STATE.depth:
+                with engine.lock, torch._C.DisableTorchFunctionSubclass(), origin("factory"):
+                    engine.table.resized(self.untyped_storage())
+            return out
 
         engine = self._engine
         return resize_tensor
 
     def _storage_resized(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
         def resize_storage(self: torch.UntypedStorage, size: int) -> Any:
-            try:
-                out = original(self, size)
-                if not STATE.depth:
-                    with engine.lock, origin("factory"):
-                        engine.table.resized(self)
-                return out
-            except Exception as error:
-                __tracebackhide__ = True
-                raise cut(error)  # noqa: B904
+            out = original(self, size)
+            if not STATE.depth:
+                with engine.lock, origin("factory"):
+                    engine.table.resized(self)
+            return out
 
         engine = self._engine
         return resize_storage

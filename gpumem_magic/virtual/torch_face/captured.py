@@ -8,7 +8,6 @@ calls CUDA's kernels, of which builds for the host have none: kernels of ours ta
 from __future__ import annotations
 
 import sys
-import warnings
 from types import ModuleType
 from typing import Any
 
@@ -33,30 +32,19 @@ class Captured:
 
     def __init__(self, factories: Factories) -> None:
         self._factories = factories
-        self._library: torch.library.Library | None = None
-        self._pairs: list[tuple[Any, Any]] = []
 
     def install(self, patches: Patches) -> None:
         """To be called after all of PyTorch's names have been replaced."""
-        self._library = torch.library.Library("aten", "IMPL")
-        with warnings.catch_warnings():
-            # A build with CUDA has kernels, and says that they are replaced.
-            warnings.simplefilter("ignore")
-            for name in _NAMES.split():
-                for operator in _without_tensors(getattr(torch.ops.aten, name)):
-                    self._library.impl(operator, self._maker(name), "CUDA")
-            # `torch.tensor([x[0], x[1]])` reads numbers of the device past everything that is ours.
-            self._library.impl(_READ, self._read, "CUDA")
-        self._pairs = _functions_of_torch(patches)
-        _exchange(self._pairs)
-
-    def remove(self) -> None:
-        """To be called before PyTorch's names are put back: what was imported meanwhile is put back, too."""
-        _exchange([(new, original) for original, new in self._pairs])
-        self._pairs = []
-        if self._library is not None:
-            self._library._destroy()
-            self._library = None
+        kernels = [
+            (operator, self._maker(name))
+            for name in _NAMES.split()
+            for operator in _without_tensors(getattr(torch.ops.aten, name))
+        ]
+        # `torch.tensor([x[0], x[1]])` reads numbers of the device past everything that is ours.
+        patches.kernels("CUDA", [*kernels, (_READ, self._read)])
+        # What was imported meanwhile is put back, too, from other libraries as well.
+        patches.also_undo(lambda: _exchange([(new, before) for _, before, new in _functions(patches)]))
+        _exchange([(before, new) for home, before, new in _functions(patches) if f"{home}.".startswith("torch.")])
 
     def _read(self, tensor: torch.Tensor) -> Any:
         return self._factories.engine.handle(_READ, (), (tensor,), {})
@@ -83,16 +71,13 @@ def _without_tensors(packet: Any) -> list[Any]:
     return found
 
 
-def _functions_of_torch(patches: Patches) -> list[tuple[Any, Any]]:
-    """(original, what stands for it) of PyTorch's public functions and types that are replaced."""
-    pairs = []
-    for owner, name, original in patches.originals():
-        if not isinstance(owner, ModuleType) or name.startswith("_") or not callable(original):
-            continue
-        new = vars(owner)[name]
-        if owner.__name__.partition(".")[0] == "torch" and callable(new) and new is not original:
-            pairs.append((original, new))
-    return pairs
+def _functions(patches: Patches) -> list[tuple[str, Any, Any]]:
+    """(module, original, what stands for it) of the public functions and types of modules that are replaced."""
+    return [
+        (owner.__name__, before, placed)
+        for owner, name, before, placed in patches.exchanged()
+        if isinstance(owner, ModuleType) and not name.startswith("_") and callable(before) and callable(placed)
+    ]
 
 
 def _exchange(pairs: list[tuple[Any, Any]]) -> None:

@@ -6,7 +6,6 @@ The names are those of `torch._C` in CUDA builds (torch 2.9 to 2.13); CPU builds
 
 from __future__ import annotations
 
-import functools
 import importlib
 import inspect
 import sys
@@ -84,7 +83,6 @@ def _gather(tensors: Sequence[torch.Tensor], dim: int, destination: int | None) 
 
 
 def _nccl_is_available(original: Any) -> Any:
-    @functools.wraps(original)
     def is_available(tensors: Any) -> bool:
         if not any(isinstance(tensor, VirtualTensor) for tensor in tensors):
             return bool(original(tensors))
@@ -96,7 +94,6 @@ def _nccl_is_available(original: Any) -> Any:
 
 
 def _nccl_reduce(original: Any) -> Any:
-    @functools.wraps(original)
     def reduce(inputs: Any, output: Any = None, root: int = 0, *args: Any, **kwargs: Any) -> None:
         """The sum goes into `output`, which is there; NCCL's own buffers are not PyTorch's."""
         if not any(isinstance(tensor, VirtualTensor) for tensor in inputs):
@@ -121,15 +118,14 @@ def _install_distributed(patches: Patches, engine: Engine) -> None:
     if not torch.distributed.is_available():
         return
     distributed: Any = importlib.import_module("torch.distributed")
-    _process_groups(patches, distributed, engine)
+    _process_groups(patches, distributed)
     module = importlib.import_module("torch.nn.parallel.distributed")
     kind = module.DistributedDataParallel
     original_init = kind.__init__
     original_hook = kind.register_comm_hook
 
-    @functools.wraps(original_init)
     def init(self: Any, wrapped: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
-        if engine.closed_because or not any(isinstance(p, VirtualTensor) for p in wrapped.parameters()):
+        if not any(isinstance(p, VirtualTensor) for p in wrapped.parameters()):
             original_init(self, wrapped, *args, **kwargs)
             return
         with pushed(engine.mode):
@@ -137,15 +133,13 @@ def _install_distributed(patches: Patches, engine: Engine) -> None:
         distributed._register_comm_hook(self.reducer, None, _as_it_is)
         self._gpumem_virtual = True
 
-    @functools.wraps(original_hook)
     def register_comm_hook(self: Any, state: object, hook: Any) -> None:
         if getattr(self, "_gpumem_virtual", False):
-            warnings.warn("a virtual GPU sends nothing to other processes: the hook is not called", stacklevel=2)
+            warnings.warn("a virtual GPU sends nothing to other processes: the hook is not called", stacklevel=3)
             return
         original_hook(self, state, hook)
 
     def skip_for_ours(original: Any, place: str) -> Any:
-        @functools.wraps(original)
         def instead(*args: Any, **kwargs: Any) -> Any:
             found = kwargs.get(place, args[1] if len(args) > 1 else ())
             tensors = found.parameters() if isinstance(found, torch.nn.Module) else found
@@ -156,9 +150,8 @@ def _install_distributed(patches: Patches, engine: Engine) -> None:
         return instead
 
     def within_our_mode(original: Any) -> Any:
-        @functools.wraps(original)
         def instead(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if engine.closed_because or not getattr(self, "_gpumem_virtual", False):
+            if not getattr(self, "_gpumem_virtual", False):
                 return original(self, *args, **kwargs)
             with pushed(engine.mode), values.every_integer():
                 return original(self, *args, **kwargs)
@@ -175,22 +168,21 @@ def _install_distributed(patches: Patches, engine: Engine) -> None:
             patches.set(module, name, skip_for_ours(getattr(module, name), place))
 
 
-def _process_groups(patches: Patches, distributed: Any, engine: Engine) -> None:
+def _process_groups(patches: Patches, distributed: Any) -> None:
     """Where a program asks for NCCL, which needs GPUs, gloo stands for it (torch 2.9 to 2.13)."""
     module = importlib.import_module("torch.distributed.distributed_c10d")
 
     def with_gloo(original: Any) -> Any:
         signature = inspect.signature(original)
 
-        @functools.wraps(original)
         def instead(*args: Any, **kwargs: Any) -> Any:
             given = signature.bind(*args, **kwargs)
             backend = given.arguments.get("backend")
             ours = backend is None or "nccl" in str(backend).lower()
-            if engine.closed_because or not ours:
+            if not ours:
                 return original(*args, **kwargs)
             if backend is not None:
-                warnings.warn("a virtual GPU has no NCCL: gloo stands for it", stacklevel=2)
+                warnings.warn("a virtual GPU has no NCCL: gloo stands for it", stacklevel=3)
             if backend is not None or original.__name__ == "init_process_group":
                 given.arguments["backend"] = "gloo"
             # Gloo has no device to connect before it is used, and no options of NCCL's.

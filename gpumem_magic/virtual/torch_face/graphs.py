@@ -56,7 +56,7 @@ def install(patches: Patches, machine: Machine, stream_of: Callable[[int], int])
         patches.set(owner, "graph_pool_handle", graph_pool_handle)
         patches.set(owner, "is_current_stream_capturing", lambda: CAPTURING.graphs > 0)
     # The stream that PyTorch makes for captures, and keeps, would be one of ours.
-    patches.set(torch.cuda.graphs.graph, "default_capture_stream", None)
+    patches.set(torch.cuda.graphs.graph, "default_capture_stream", None, always=True)
     patches.set(torch._C, "_host_emptyCache", lambda: None)
     for owner in (torch.cuda, torch.cuda.memory):
         if hasattr(owner, "MemPool"):

@@ -4,7 +4,6 @@ contexts."""
 from __future__ import annotations
 
 import dataclasses
-import functools
 import importlib
 import inspect
 import sys
@@ -20,7 +19,6 @@ from gpumem_magic.patching import Patches
 from gpumem_magic.virtual.engine.engine import Engine, quiet
 from gpumem_magic.virtual.engine.modes import STATE, pushed
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
-from gpumem_magic.virtual.engine.tracebacks import cut
 
 
 def install_engine_hooks(patches: Patches, engine: Engine) -> None:
@@ -41,9 +39,8 @@ def _backward(patches: Patches, engine: Engine) -> None:
     if original is None:
         raise RuntimeError(f"gpumem_magic does not know how torch {torch.__version__} starts a backward pass")
 
-    @functools.wraps(original)
     def run(t_outputs: Any, *args: Any, **kwargs: Any) -> Any:
-        if engine.closed_because or _stays_on_host(t_outputs):
+        if _stays_on_host(t_outputs):
             return original(t_outputs, *args, **kwargs)
         first = next((output for output in t_outputs if isinstance(output, VirtualTensor)), None)
         if first is not None:
@@ -52,9 +49,6 @@ def _backward(patches: Patches, engine: Engine) -> None:
         try:
             with pushed(engine.mode):
                 return original(t_outputs, *args, **kwargs)
-        except Exception as error:
-            __tracebackhide__ = True
-            raise cut(error)  # noqa: B904
         finally:
             STATE.backward -= 1
 
@@ -88,15 +82,13 @@ def _stays_on_host(outputs: Any) -> bool:
 def _fake_tensors(patches: Patches) -> None:
     """FakeTensor makes a tensor on the real device to warm its context up: there is no real device."""
     patches.set(torch._subclasses.fake_tensor, "init_gpu_context", lambda device: None)
-    log = torch._subclasses.fake_tensor.log
-    patches.set(log, "filters", [*log.filters, quiet])
+    patches.insert(torch._subclasses.fake_tensor.log, "filters", quiet)
 
 
 def _compile(patches: Patches, engine: Engine) -> None:
     """`torch.compile` keeps its objects and runs what they hold eagerly: there is no device to compile for."""
     original = torch.compile
 
-    @functools.wraps(original)
     def compile_(*args: Any, **kwargs: Any) -> Any:
         _run_eagerly(patches, engine)
         return original(*args, **kwargs)
@@ -115,7 +107,6 @@ def _scripts(patches: Patches) -> None:
 
     original_load: Any = torch.jit.load
 
-    @functools.wraps(original_load)
     def load(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
         """C++ reads a module straight to its device: ours are reached by way of the host."""
         if map_location is None or torch.device(map_location).type != "cuda":
@@ -154,10 +145,9 @@ def _vmap(patches: Patches, engine: Engine) -> None:
     module = importlib.import_module("torch._functorch.vmap")
     original = module._flat_vmap
 
-    @functools.wraps(original)
     def flat_vmap(func: Any, batch_size: Any, flat_in_dims: Any, flat_args: Any, *args: Any, **kwargs: Any) -> Any:
         ours = any(isinstance(_unwrapped(arg), VirtualTensor) for arg in flat_args)
-        if engine.closed_because or not ours:
+        if not ours:
             return original(func, batch_size, flat_in_dims, flat_args, *args, **kwargs)
         with pushed(engine.mode):
             return original(func, batch_size, flat_in_dims, flat_args, *args, **kwargs)
@@ -177,8 +167,7 @@ def _foreach(patches: Patches) -> None:
     sees."""
     # `torch.optim` hides its submodule's name.
     for module in (importlib.import_module("torch.optim.optimizer"), torch.utils._foreach_utils):
-        known = module._foreach_supported_types
-        patches.set(module, "_foreach_supported_types", [*known, VirtualTensor])
+        patches.insert(module, "_foreach_supported_types", VirtualTensor)
 
     original = torch._C._group_tensors_by_device_and_dtype
 

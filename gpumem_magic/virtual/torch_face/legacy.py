@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import threading
 from typing import Any
 
@@ -60,7 +59,6 @@ def _default_type(patches: Patches) -> None:
             vars(getattr(torch, "_GLOBAL_DEVICE_CONTEXT", threading.local())).pop("device_context", None)
         moved = device is not None
 
-    @functools.wraps(original)
     def set_default_tensor_type(t: Any) -> None:
         dtype = _cuda_dtype(t)
         if dtype is None:
@@ -78,7 +76,6 @@ def _conversions(patches: Patches) -> None:
     """``tensor.type(torch.cuda.FloatTensor)``, and the host's types for tensors of the device."""
     original = torch.Tensor.type
 
-    @functools.wraps(original)
     def type_(self: torch.Tensor, dtype: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
         wanted = _cuda_dtype(dtype)
         if wanted is not None:

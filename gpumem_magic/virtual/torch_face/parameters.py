@@ -9,7 +9,6 @@ import torch
 
 from gpumem_magic.patching import Patches
 from gpumem_magic.virtual.engine.tensors import HOST_CLASS, VirtualTensor, own_attributes
-from gpumem_magic.virtual.engine.tracebacks import cut
 
 _Convert = Callable[[torch.Tensor], torch.Tensor]
 _Apply = Callable[..., torch.nn.Module]
@@ -68,24 +67,16 @@ def install(patches: Patches) -> None:
     original_data = torch.Tensor.data
 
     def apply(self: torch.nn.Module, fn: _Convert, recurse: bool = True) -> torch.nn.Module:
-        try:
-            if recurse:
-                for child in self.children():
-                    child._apply(fn)
-            return _apply_here(self, fn, original_apply)
-        except Exception as error:
-            __tracebackhide__ = True
-            raise cut(error)  # noqa: B904
+        if recurse:
+            for child in self.children():
+                child._apply(fn)
+        return _apply_here(self, fn, original_apply)
 
     def set_data(self: torch.Tensor, value: torch.Tensor) -> None:
-        try:
-            if isinstance(self, VirtualTensor) == isinstance(value, VirtualTensor):
-                original_data.__set__(self, value)  # type: ignore[attr-defined]
-            else:
-                _exchange(self, value)
-        except Exception as error:
-            __tracebackhide__ = True
-            raise cut(error)  # noqa: B904
+        if isinstance(self, VirtualTensor) == isinstance(value, VirtualTensor):
+            original_data.__set__(self, value)  # type: ignore[attr-defined]
+        else:
+            _exchange(self, value)
 
     patches.set(torch.nn.Module, "_apply", apply)
     patches.set(torch.Tensor, "data", property(original_data.__get__, set_data))  # type: ignore[attr-defined]

@@ -21,7 +21,6 @@ from typing import Any
 import torch
 
 from gpumem_magic.patching import Patches
-from gpumem_magic.virtual.engine.engine import Engine
 from gpumem_magic.virtual.engine.tensors import VirtualTensor, place_of, saved_storages
 
 SWITCH = "GPUMEM_SAVE_STAND_INS"
@@ -31,20 +30,17 @@ class StandInsNotSaved(RuntimeError):
     """A file that exists would have been overwritten by values that were never computed."""
 
 
-def install(patches: Patches, engine: Engine) -> None:
+def install(patches: Patches) -> None:
     written: set[str] = set()
-    patches.set(torch, "save", _save(torch.save, engine, written))
-    patches.set(torch, "load", _load(torch.load, engine))
+    patches.set(torch, "save", _save(torch.save, written))
+    patches.set(torch, "load", _load(torch.load))
     patches.set(torch.serialization, "location_tag", _location_tag(torch.serialization.location_tag))
     if importlib.util.find_spec("safetensors") is not None:
-        _safetensors(patches, engine, written)
+        _safetensors(patches, written)
 
 
-def _save(original: Callable[..., Any], engine: Engine, written: set[str]) -> Callable[..., Any]:
-    @functools.wraps(original)
+def _save(original: Callable[..., Any], written: set[str]) -> Callable[..., Any]:
     def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
-        if engine.closed_because:
-            return original(obj, f, *args, **kwargs)
         pickler = kwargs.get("pickle_module", args[0] if args else None) or pickle
         holds, unknown_because = _holds_stand_ins(obj, pickler)
         if not holds:
@@ -79,13 +75,12 @@ def _check(f: str | os.PathLike[str], written: set[str], unknown_because: Except
 
 
 def _warn(f: str | os.PathLike[str], verb: str = "gets") -> None:
-    warnings.warn(f"{os.fspath(f)} {verb} zeros in place of the values of tensors on a virtual GPU", stacklevel=3)
+    warnings.warn(f"{os.fspath(f)} {verb} zeros in place of the values of tensors on a virtual GPU", stacklevel=4)
 
 
 def _location_tag(original: Callable[..., Any]) -> Callable[..., Any]:
     """A file says of every storage where it was: of stand-ins, on which virtual device."""
 
-    @functools.wraps(original)
     def location_tag(storage: Any) -> Any:
         place = place_of(storage._cdata)
         return original(storage) if place is None else place
@@ -93,7 +88,7 @@ def _location_tag(original: Callable[..., Any]) -> Callable[..., Any]:
     return location_tag
 
 
-def _safetensors(patches: Patches, engine: Engine, written: set[str]) -> None:
+def _safetensors(patches: Patches, written: set[str]) -> None:
     """The same care for `safetensors.torch.save_file` (0.4 to 0.8), whose two steps other libraries have imported already."""
     module = importlib.import_module("safetensors.torch")
     flatten = next((name for name in ("_flatten_as_ptr", "_flatten") if hasattr(module, name)), None)
@@ -103,14 +98,12 @@ def _safetensors(patches: Patches, engine: Engine, written: set[str]) -> None:
     original_write = module.serialize_file
     seen = threading.local()
 
-    @functools.wraps(original_flatten)
     def flatten_(tensors: Any, *args: Any, **kwargs: Any) -> Any:
         seen.virtual = isinstance(tensors, dict) and any(isinstance(item, VirtualTensor) for item in tensors.values())
         return original_flatten(tensors, *args, **kwargs)
 
-    @functools.wraps(original_write)
     def serialize_file(tensors: Any, filename: Any, *args: Any, **kwargs: Any) -> Any:
-        if getattr(seen, "virtual", False) and not engine.closed_because:
+        if getattr(seen, "virtual", False):
             seen.virtual = False
             _check(filename, written)
             _warn(filename)
@@ -150,11 +143,8 @@ def _finder(pickler: Any) -> Any:
     return Finder
 
 
-def _load(original: Callable[..., Any], engine: Engine) -> Callable[..., Any]:
-    @functools.wraps(original)
+def _load(original: Callable[..., Any]) -> Callable[..., Any]:
     def load(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if engine.closed_because:
-            return original(f, map_location, *args, **kwargs)
         placed: dict[int, torch.device] = {}
 
         def on_host(storage: Any, location: str) -> Any:

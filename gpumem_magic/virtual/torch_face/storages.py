@@ -15,7 +15,6 @@ def install(patches: Patches, engine: Engine) -> None:
     kind = torch.UntypedStorage
     original_device: Any = torch._C.StorageBase.device  # type: ignore[attr-defined]
     original_address = kind.data_ptr
-    original_cuda = kind.cuda
     original_cpu = kind.cpu
 
     def placed(storage: Any) -> Any:
@@ -34,8 +33,6 @@ def install(patches: Patches, engine: Engine) -> None:
         return original_address(self) if place is None else int(place.address)
 
     def cuda(self: Any, device: Any = None, non_blocking: bool = False) -> Any:
-        if engine.closed_because:
-            return original_cuda(self, device, non_blocking)
         if self.device.type == "meta":
             raise NotImplementedError("Cannot copy out of meta tensor; no data!")
         target = torch.device("cuda") if device is None else device

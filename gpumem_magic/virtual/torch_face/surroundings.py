@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import threading
 import warnings
 from typing import Any
@@ -34,7 +33,6 @@ def _distributions(patches: Patches) -> None:
     """Parameters of distributions are checked by their values, which do not exist."""
     original = torch.distributions.Distribution.__init__
 
-    @functools.wraps(original)
     def init(self: Any, batch_shape: Any = (), event_shape: Any = (), validate_args: Any = None) -> None:
         if _on_device(self):
             validate_args = False
@@ -59,16 +57,14 @@ def _profiler(patches: Patches) -> None:
     kind = torch.autograd.profiler.profile
     original = kind.__init__
 
-    @functools.wraps(original)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         if kwargs.pop("use_cuda", False) or kwargs.get("use_device") == "cuda":
-            warnings.warn("a virtual GPU runs no kernels: the profiler shows the host's side only", stacklevel=3)
+            warnings.warn("a virtual GPU runs no kernels: the profiler shows the host's side only", stacklevel=4)
             kwargs.update(use_device=None, with_stack=False)
         original(self, *args, **kwargs)
 
     original_export = torch.profiler.profile.export_memory_timeline
 
-    @functools.wraps(original_export)
     def export_memory_timeline(self: Any, path: str, device: str | None = None) -> None:
         if device is not None and not device.startswith("cuda"):
             original_export(self, path, device)
@@ -76,13 +72,12 @@ def _profiler(patches: Patches) -> None:
         warnings.warn(
             "the profiler's memory timeline has nothing of a virtual GPU, and was not written: use %%gpumem, or "
             "torch.cuda.memory._record_memory_history and _dump_snapshot",
-            stacklevel=2,
+            stacklevel=3,
         )
 
     emit: Any = torch.autograd.profiler.emit_nvtx
     original_emit = emit.__init__
 
-    @functools.wraps(original_emit)
     def emit_init(self: Any, enabled: bool = True, *args: Any, **kwargs: Any) -> None:
         original_emit(self, False, *args, **kwargs)
 
@@ -149,7 +144,6 @@ def _ctc_loss(patches: Patches) -> None:
     """CUDA's CTC loss takes its lengths to the host; for tensor subclasses PyTorch leaves them where they are."""
     original = torch.ctc_loss
 
-    @functools.wraps(original)
     def ctc_loss(
         log_probs: Any, targets: Any, input_lengths: Any, target_lengths: Any, *args: Any, **kwargs: Any
     ) -> Any:
@@ -167,7 +161,6 @@ def _device_numbers(patches: Patches) -> None:
     """``model.to(0)``: C++ would ask for an accelerator that it does not have."""
     original: Any = torch._C._nn._parse_to
 
-    @functools.wraps(original)
     def parse_to(*args: Any, **kwargs: Any) -> Any:
         if args and type(args[0]) is int:
             args = (torch.device("cuda", args[0]), *args[1:])
@@ -179,7 +172,6 @@ def _device_numbers(patches: Patches) -> None:
 
 
 def _cudnn_is_acceptable(original: Any) -> Any:
-    @functools.wraps(original)
     def is_acceptable(tensor: Any) -> bool:
         """Layers of cuDNN's run as PyTorch's own operators here."""
         return False if isinstance(tensor, VirtualTensor) else bool(original(tensor))
@@ -196,7 +188,6 @@ def _convolution_formats(patches: Patches) -> None:
     if original is None:
         return
 
-    @functools.wraps(original)
     def determine(tensor: Any, weight: Any, *args: Any, **kwargs: Any) -> Any:
         if getattr(getattr(tensor, "fake_device", None), "type", "") != "cuda" or not torch.backends.cudnn.enabled:
             return original(tensor, weight, *args, **kwargs)

@@ -23,7 +23,6 @@ def install(patches: Patches) -> None:
     original: Any = torch.Tensor._make_wrapper_subclass
     known: set[type] = set()
 
-    @functools.wraps(original)
     def make(cls: type, *args: Any, **kwargs: Any) -> Any:
         device = kwargs.get("device")
         if device is None or kwargs.get("dispatch_device") or torch.device(device).type != "cuda":
@@ -40,7 +39,6 @@ def install(patches: Patches) -> None:
     patches.set(torch.Tensor, "_make_wrapper_subclass", staticmethod(make))
     plain: Any = torch.Tensor._make_subclass
 
-    @functools.wraps(plain)
     def make_subclass(cls: type, data: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(data, VirtualTensor) and not issubclass(cls, VirtualTensor) and cls is not torch.nn.Parameter:
             return _as_class(cls, data, *args, **kwargs)

@@ -13,9 +13,9 @@ from typing import TypeVar
 
 _Error = TypeVar("_Error", bound=BaseException)
 
-_OURS = ("gpumem_magic.virtual", "contextlib")
+_OURS = ("gpumem_magic",)
 # Below an operator there is also what works shapes out: the user called none of it.
-_BELOW_OPERATORS = (*_OURS, "torch", "sympy")
+_BELOW_OPERATORS = (*_OURS, "contextlib", "torch", "sympy")
 
 
 def cut(error: _Error) -> _Error:
@@ -45,8 +45,12 @@ def _only_inside(error: BaseException | None) -> bool:
 
 def _without(trace: TracebackType | None, packages: tuple[str, ...]) -> TracebackType | None:
     kept: TracebackType | None = None
+    left_out = False
     for entry in reversed(list(_entries(trace))):
-        if not _belongs(entry.tb_frame.f_globals.get("__name__", ""), packages):
+        module = entry.tb_frame.f_globals.get("__name__", "")
+        # Frames of contextlib are ours where they carry a context manager of ours.
+        left_out = _belongs(module, packages) or (left_out and module == "contextlib")
+        if not left_out:
             kept = TracebackType(kept, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
     return kept
 
