@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.autograd.profiler import record_function
 
-from gpumem_magic import session
+from gpumem_magic import measure
 from gpumem_magic.virtual import gpu
 
 NAMES: list[tuple[Any, str]] = [
@@ -266,7 +266,7 @@ def test_a_library_that_wraps_while_a_recording_runs() -> None:
     before = {(owner, name): vars(owner).get(name) for owner, name in RECORDED}
     library = Library()
     try:
-        with session.measure("T4") as measurement:
+        with measure("T4") as measurement:
             library.wrap(RECORDED[:4])
             trains("cuda")
         assert measurement.report.peak.allocated > 0
@@ -279,7 +279,7 @@ def test_a_library_that_wraps_while_a_recording_runs() -> None:
         assert library.calls["__enter__"] == library.calls["__exit__"] == 2
         library.unwrap()
         trains("cpu")
-        with session.measure("T4"):
+        with measure("T4"):
             trains("cuda")
         gpu.turn_off()
         assert {(owner, name): vars(owner).get(name) for owner, name in RECORDED} == before
@@ -293,7 +293,7 @@ def test_a_wrapper_that_outlives_several_recordings_and_devices() -> None:
     library = Library()
     try:
         for device in ("T4", "L4", "T4"):
-            with session.measure(device) as measurement:
+            with measure(device) as measurement:
                 trains("cuda")
                 if not library.wrappers:
                     library.wrap(RECORDED[:2])
