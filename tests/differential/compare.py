@@ -1,0 +1,115 @@
+"""Holding two runs of the same cell against each other.
+
+What two plain runs differ in already is no difference of measuring: it is learnt from further plain runs, shaken a little, and
+compared without addresses, times and numbers of processes. What then remains is a difference, unless `EXPLAINED` says why it
+must be: each reason there is narrow, and its uses are counted.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+MARGIN = re.compile(r"(?m)^ {3,}1(?: #| %%gpumem.*| +)?\n")
+# Two plain runs differ in these.
+BY_CHANCE = [
+    (re.compile(r"0x[0-9A-Fa-f]{4,}"), "0x"),
+    (re.compile(r"\d+(\.\d+)?(e-\d+)? ?(s|ms|us|µs|ns|seconds|sec)\b"), "TIME"),
+    (re.compile(r"\b\d{4}-\d\d-\d\d[ T]\d\d:\d\d(:\d\d(\.\d+)?)?"), "DATE"),
+    (re.compile(r"\b(pid=|process |Thread-)\d+"), "NUMBER"),
+    (re.compile(r"\b[0-9a-f]{16}\b"), "DIGEST"),
+    (re.compile(r"-?\d+(\.\d+)?(e[+-]?\d+)?"), "0"),
+]
+
+
+@dataclass(frozen=True)
+class Difference:
+    place: str
+    plain: Any
+    measured: Any
+
+    def __str__(self) -> str:
+        plain, measured = cut(self.plain, self.measured)
+        return f"{self.place}\n    plain:    {plain}\n    measured: {measured}"
+
+
+def cut(one: Any, other: Any, around: int = 160) -> tuple[str, str]:
+    """Two values as texts, from shortly before they part."""
+    texts = repr(one), repr(other)
+    place = next((at for at, pair in enumerate(zip(*texts, strict=False)) if pair[0] != pair[1]), min(map(len, texts)))
+    first = max(0, place - 60)
+    return texts[0][first : place + around], texts[1][first : place + around]
+
+
+def leaves(value: Any, place: str = "") -> Iterator[tuple[str, Any]]:
+    """Every single thing that was found, under its name."""
+    if isinstance(value, dict):
+        yield f"{place}/keys", list(value)
+        for key, part in value.items():
+            yield from leaves(part, f"{place}/{key}")
+    elif place.endswith("/cells"):
+        for number, part in enumerate(value):
+            yield from leaves(part, f"{place}/{number}")
+    elif place.endswith(("/In", "/last inputs")):
+        yield place, [without_magic(one) if isinstance(one, str) else one for one in value]
+    else:
+        yield place, without_first_lines(value)
+
+
+def without_first_lines(value: Any) -> Any:
+    if isinstance(value, str):
+        return without_first_line(value)
+    return [without_first_lines(one) for one in value] if isinstance(value, list | tuple) else value
+
+
+def without_first_line(text: str) -> str:
+    """A cell's first line is the magic in one run and a comment in the other."""
+    text = re.sub(r"<ipython-input-(\d+)-[0-9a-f]+>", r"<ipython-input-\1>", text)
+    return MARGIN.sub("", re.sub(r"^dict\('version': \d+", "dict('version': 0", text))
+
+
+def without_magic(text: str) -> str:
+    return re.sub(r"\A(%%gpumem[^\n]*|\s*(?:>>> ?|In \[\d+\]: )?#)\n", "", text)
+
+
+def differences(plain: dict[str, Any], measured: dict[str, Any]) -> list[Difference]:
+    ones, others = dict(leaves(plain)), dict(leaves(measured))
+    found = []
+    for place in ones | others:
+        one, other = ones.get(place, "nothing"), others.get(place, "nothing")
+        if one != other:
+            found.append(Difference(place, one, other))
+    return found
+
+
+def without_chance(found: list[Difference], plain: list[dict[str, Any]]) -> tuple[list[Difference], int]:
+    """What is left where the plain runs differ among themselves; how many places could not be compared at all."""
+    runs = [dict(leaves(run)) for run in plain]
+    left, lost = [], 0
+    for one in found:
+        values = [run.get(one.place, "nothing") for run in runs]
+        if any(one.measured == value for value in values):
+            continue
+        if all(value == values[0] for value in values):
+            left.append(one)
+            continue
+        smooth = {smoothed(value) for value in values}
+        if len(smooth) > 1:
+            lost += 1
+        elif smoothed(one.measured) not in smooth:
+            left.append(one)
+    return left, lost
+
+
+def smoothed(value: Any) -> str:
+    text = repr(value)
+    for pattern, replacement in BY_CHANCE:
+        text = pattern.sub(replacement, text)
+    return text
+
+
+def explained(one: Difference, case: Any, plain: dict[str, Any], measured: dict[str, Any]) -> str | None:
+    """Why a difference must be, or None."""
+    return None

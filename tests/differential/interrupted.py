@@ -1,0 +1,165 @@
+"""The child's part of `interrupts.py`: a cell that is interrupted, and what it left behind.
+
+The signal comes from the process that forked this one, after some time, or from this one itself at a line of the package's own
+that was drawn by lot.
+"""
+
+from __future__ import annotations
+
+import builtins
+import os
+import signal
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import state
+
+OWN = f"{os.sep}gpumem_magic{os.sep}"
+# What a working session says of a cell that takes 4 MiB.
+CHECK = "%%gpumem -q -o _report --device T4\nimport torch\n_kept = torch.empty(2**20, device='cuda')"
+EXPECTED = 4 << 20
+# IPython takes its names out of builtins behind each cell; an interrupt there is none of ours.
+IPYTHONS = {"new": ["get_ipython"], "gone": ["exit", "quit"], "other": []}
+# Things that a cell may leave in the process by itself.
+_MAY_CHANGE = (
+    "modules", "environment", "random", "numpy random", "warning filters", "torch", "working folder", "source lines", "gc", "logging",
+)  # fmt: skip
+# An event loop's.
+_OF_LOOPS = ("anon_inode", "socket")
+
+
+class AtLine:
+    """A trace function that interrupts at the n-th line of our own code, or only counts."""
+
+    def __init__(self, number: int | None) -> None:
+        self.number = number
+        self.seen = 0
+        self.place = ""
+
+    def __call__(self, frame: FrameType, event: str, _argument: Any) -> Any:
+        if OWN not in frame.f_code.co_filename:
+            return None
+        if event == "line":
+            self.seen += 1
+            if self.seen == self.number:
+                self.place = f"{frame.f_code.co_filename.rpartition(OWN)[2]}:{frame.f_lineno}"
+                signal.raise_signal(signal.SIGINT)
+        return self
+
+
+def left_over(shell: Any, before: dict[str, Any]) -> dict[str, Any]:
+    """What differs from `before`, apart from what cells do by themselves."""
+    now = whole(shell, before["bearings"])
+    found = {}
+    for one in (now, before):
+        files = one["interpreter"]["open files"]
+        one["interpreter"]["open files"] = [name for name in files if name not in _OF_LOOPS]
+    for part in ("interpreter", "shell"):
+        for name, value in now[part].items():
+            if name not in _MAY_CHANGE and value != before[part][name] and value != IPYTHONS:
+                found[name] = (before[part][name], value)
+    modes = {
+        name: value for name, value in now["interpreter"]["torch"].items() if name not in ("random", "memory", "used")
+    }
+    was = {
+        name: value
+        for name, value in before["interpreter"]["torch"].items()
+        if name not in ("random", "memory", "used")
+    }
+    if modes != was:
+        found["torch"] = (was, modes)
+    if now["interpreter"]["gc"] != before["interpreter"]["gc"]:
+        found["gc"] = (before["interpreter"]["gc"], now["interpreter"]["gc"])
+    return found
+
+
+def whole(shell: Any, bearings: dict[str, Any]) -> dict[str, Any]:
+    of_shell = state.of_shell(shell)
+    names = (
+        "events",
+        "shell's own attributes",
+        "magics",
+        "compiler flags",
+        "displayhook",
+        "input transformers",
+        "custom exceptions",
+        "colors",
+    )
+    return {
+        "interpreter": state.of_interpreter(bearings, True), "shell": {name: of_shell[name] for name in names}, "bearings": bearings,
+    }  # fmt: skip
+
+
+def run(shell: Any, request: dict[str, Any], bearings: dict[str, Any], run_cell: Any) -> dict[str, Any]:
+    """Runs the scenario's cell under interruption, then asks everything that must still work."""
+    shell.extension_manager.load_extension("gpumem_magic")
+    before = whole(shell, bearings)
+    for cell in request["setup"]:
+        shell.run_cell(cell, store_history=True)
+    tracer = AtLine(request.get("line")) if "line" in request else None
+    found: dict[str, Any] = {"landed": False, "troubles": []}
+    ready = Path(request["result"] + ".ready")
+    try:
+        try:
+            try:
+                signal.signal(signal.SIGINT, signal.default_int_handler)
+                ready.touch()
+                sys.settrace(tracer)
+                result = run_cell(shell, request["cell"], request.get("kernel", False))
+                sys.settrace(None)
+                error = result.error_in_exec or result.error_before_exec
+                found["landed"] = isinstance(error, KeyboardInterrupt)
+                found["error"] = type(error).__name__
+            except KeyboardInterrupt:
+                found.update(landed=True, error="left the shell")
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        except KeyboardInterrupt:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    sys.settrace(None)
+    (Path(request["result"] + ".done")).touch()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if tracer is not None:
+        found.update(lines=tracer.seen, place=tracer.place)
+    asked = [
+        ("%gpumem_auto off", lambda: _magic(shell, "gpumem_auto", "off")),
+        ("%gpumem_watch stop", _stop_watch),
+        ("%gpumem_device off", lambda: _magic(shell, "gpumem_device", "off")),
+        ("state", lambda: left_over(shell, before)),
+        ("next cell", lambda: _next_cell(shell)),
+        ("%gpumem_device off again", lambda: _magic(shell, "gpumem_device", "off")),
+        ("state again", lambda: left_over(shell, before)),
+        ("%unload_ext", lambda: shell.extension_manager.unload_extension("gpumem_magic")),
+        ("names in builtins", lambda: [name for name in dir(builtins) if "gpumem" in name]),
+    ]  # fmt: skip
+    for name, ask in asked:
+        try:
+            trouble = ask()
+        except BaseException as error:
+            trouble = f"{type(error).__name__}: {error}"
+        if trouble:
+            found["troubles"].append((name, str(trouble)[:600]))
+    return found
+
+
+def _magic(shell: Any, name: str, words: str) -> None:
+    shell.run_line_magic(name, words)
+
+
+def _stop_watch() -> None:
+    watch: Any = sys.modules.get("gpumem_magic.widgets.watch")
+    if watch is not None:
+        watch.stop_if_running()
+
+
+def _next_cell(shell: Any) -> str | None:
+    result = shell.run_cell(CHECK, store_history=True)
+    if not result.success:
+        return f"{result.error_in_exec or result.error_before_exec!r}"
+    report = shell.user_ns.get("_report")
+    found = None if report is None else report.peak.allocated
+    shell.run_cell("del _report, _kept")
+    return None if found == EXPECTED else f"a cell that takes {EXPECTED} bytes is said to take {found}"
