@@ -152,7 +152,8 @@ def _magic(shell: Any, name: str, words: str) -> None:
 def _stop_watch() -> None:
     watch: Any = sys.modules.get("gpumem_magic.widgets.watch")
     if watch is not None:
-        watch.stop_if_running()
+        stop: Any = watch.stop_if_running
+        stop()
 
 
 def _next_cell(shell: Any) -> str | None:

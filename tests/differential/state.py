@@ -83,7 +83,7 @@ def _described(value: Any, depth: int, seen: frozenset[int], left: list[int]) ->
         frame = next(getattr(value, name) for name in ("gi_frame", "cr_frame", "ag_frame") if hasattr(value, name))
         return f"{kind.__name__} of {code.co_qualname if hasattr(code, 'co_qualname') else code.co_name}, {'over' if frame is None else frame.f_lineno}"
     if issubclass(kind, BaseException):
-        return f"{_name_of(kind)}{below(BaseException.args.__get__(value))} {_trace(value)}"
+        return f"{_name_of(kind)}{below(vars(BaseException)['args'].__get__(value))} {_trace(value)}"
     torch = sys.modules.get("torch")
     if torch is not None and issubclass(kind, torch.Tensor):
         return f"{_name_of(kind)} {_tensor(torch, value)}"
@@ -111,9 +111,10 @@ def _plain(base: type, value: Any) -> Any:
         return {key: dict.__getitem__(value, key) for key in dict.__iter__(value)}
     if base in (set, frozenset):
         return set(base.__iter__(value))
-    return {str: str.__str__, int: int.__int__, float: float.__float__, bytes: bytes.__getitem__}[base](
-        value, *([slice(None)] if base is bytes else [])
-    )
+    if base is bytes:
+        return bytes.__getitem__(value, slice(None))
+    plain: dict[type, Any] = {str: str.__str__, int: int.__int__, float: float.__float__}
+    return plain[base](value)
 
 
 def _name_of(kind: Any) -> str:
