@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from gpumem_magic.devices.base import DeviceFacts
 from gpumem_magic.recording.model import StandIn
-from gpumem_magic.report.model import CATEGORIES, Folded, Peak, ReportDevice, ReportError, Row
+from gpumem_magic.report.model import CATEGORIES, Folded, Peak, ReportError, Row
 from gpumem_magic.user_report import Report
 
 MIB = 1 << 20
 ROOT = Path(__file__).parents[1]
-V100 = ReportDevice("Tesla V100-SXM2-16GB", "virtual", 0, "GPU-0", round(15.78 * 1024) * MIB, 16160 * MIB)
+V100 = DeviceFacts("Tesla V100-SXM2-16GB", "virtual", 0, "GPU-0", round(15.78 * 1024) * MIB, 16160 * MIB)
 
 
 def state(context: int | None = 1372, others: int | None = 2, cached: int = 0, **tensors: int) -> dict[str, int | None]:
@@ -176,10 +177,10 @@ def trainer() -> Report:
 
 def two_devices() -> Report:
     """2xT4: the second device's report is in `devices`."""
-    t4 = ReportDevice("Tesla T4", "virtual", 0, "GPU-T4-0", 15095 * MIB, 15360 * MIB)
+    t4 = DeviceFacts("Tesla T4", "virtual", 0, "GPU-T4-0", 15095 * MIB, 15360 * MIB)
     second = Report(
         torch="2.13.0+cpu",
-        device=ReportDevice("Tesla T4", "virtual", 1, "GPU-T4-1", 15095 * MIB, 15360 * MIB),
+        device=DeviceFacts("Tesla T4", "virtual", 1, "GPU-T4-1", 15095 * MIB, 15360 * MIB),
         checkpoints=(
             row("", state(0, 3), kind="before", label="before"),
             row("second = second.to('cuda:1')", state(110, 3, parameters=1400), line=3),
@@ -205,7 +206,7 @@ def small() -> Report:
     """A few tensors, read on a real device without NVML; nothing is in device_used."""
     return Report(
         torch="2.9.0",
-        device=ReportDevice("NVIDIA L4", "cuda", 0, None, None, None),
+        device=DeviceFacts("NVIDIA L4", "cuda", 0, None, None, None),
         checkpoints=(
             row("", state(None, None), kind="before", label="before"),
             row("x = torch.ones(2**18, device='cuda')", state(None, None, activations=1, cached=1), line=2),

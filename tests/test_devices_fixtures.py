@@ -12,7 +12,9 @@ import fixtures
 import pytest
 
 from gpumem_magic.allocator.replay import replay
-from gpumem_magic.report.build import DeviceView, build
+from gpumem_magic.attribution.view import DeviceView
+from gpumem_magic.report.build import build
+from gpumem_magic.report.notes import gaps_of
 
 DATA = Path(__file__).parent / "data"
 PATHS = sorted(DATA.glob("*.json.gz"))
@@ -34,7 +36,7 @@ def test_rows_and_peaks_are_what_pytorch_said(path: Path) -> None:
         assert (view.timeline.allocated_at(position), view.timeline.reserved_at(position)) == (allocated, reserved)
         # PyTorch's peak is since the run began; each row's tells that up to it.
         assert view.timeline.peak(0, position)[0] == highest
-    assert view.gaps() == []
+    assert gaps_of(view) == []
 
 
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: path.name.removesuffix(".json.gz"))

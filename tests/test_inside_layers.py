@@ -15,11 +15,11 @@ from causes_cells import Notebook, notebook
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gpumem_magic.attribution.view import DeviceView
 from gpumem_magic.causes.inside import CONTRACTIONS, ELEMENTWISE, NORMALISATIONS, OTHERS, class_of
 from gpumem_magic.recording.failing_place import failing_place
 from gpumem_magic.recording.model import Recording
 from gpumem_magic.recording.modules import MOST_TURNS, ModuleTrace, ModuleWatch
-from gpumem_magic.report.build import DeviceView
 from gpumem_magic.report.inside import NOT_KEPT, OUTSIDE, Inside, LayerRow, OperatorRow
 from gpumem_magic.units import MIB
 from gpumem_magic.user_report import Report

@@ -322,7 +322,7 @@ def test_a_statement_cannot_put_markup_into_the_page(reports: dict[str, Report])
     bad = replace(
         report, checkpoints=(report.checkpoints[0], replace(first, statement='x = "<script>alert(1)</script>$a$"'))
     )
-    page = still(investigation_of(replace(bad, recording=None)))
+    page = still(investigation_of(replace(bad, source=None)))
     assert "<script" not in page["text/html"]
     assert "&lt;script&gt;" in page["text/html"]
 

@@ -14,9 +14,10 @@ import report_samples as samples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gpumem_magic.devices.base import DeviceFacts
 from gpumem_magic.files import report_file
 from gpumem_magic.recording.model import StandIn
-from gpumem_magic.report.model import CATEGORIES, Folded, Peak, ReportDevice, ReportError, Row
+from gpumem_magic.report.model import CATEGORIES, Folded, Peak, ReportError, Row
 from gpumem_magic.user_report import Report
 
 SAMPLES = [samples.colab, samples.trainer, samples.two_devices, samples.small]
@@ -53,7 +54,7 @@ single = st.builds(
     Report,
     torch=texts,
     device=st.builds(
-        ReportDevice,
+        DeviceFacts,
         name=texts,
         kind=st.sampled_from(["cuda", "virtual"]),
         index=st.integers(0, 15),

@@ -9,9 +9,10 @@ import report_samples as samples
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gpumem_magic.devices.base import DeviceFacts
 from gpumem_magic.recording.model import StandIn
 from gpumem_magic.report.failure import diagnose
-from gpumem_magic.report.model import CATEGORIES, Folded, ReportDevice, ReportError
+from gpumem_magic.report.model import CATEGORIES, Folded, ReportError
 from gpumem_magic.views import explain
 from gpumem_magic.views.lines import columns, first_line, fit, lines, wrap
 from gpumem_magic.views.palette import ASCII_LETTERS, LETTERS
@@ -297,7 +298,7 @@ def test_evidence_and_alt_text():
 
 
 def test_device_names():
-    device = ReportDevice("Virtual 24 GiB", "virtual", 0, None, None, None)
+    device = DeviceFacts("Virtual 24 GiB", "virtual", 0, None, None, None)
     assert explain.device_name(device) == "Virtual 24 GiB"
     assert explain.device_name(replace(device, name="Tesla T4", index=1)) == "virtual Tesla T4 (cuda:1)"
     assert explain.device_name(replace(device, name="Tesla T4", kind="cuda")) == "Tesla T4"

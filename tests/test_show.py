@@ -16,10 +16,11 @@ import pytest
 from hostile_snapshots import MARKUP, event, recording, with_markup
 
 from gpumem_magic import cli
-from gpumem_magic.files.loaded import fragmentation, report_of, views_of
+from gpumem_magic.files.loaded import report_of, views_of
 from gpumem_magic.snapshot.files import SnapshotFileError, read
 from gpumem_magic.snapshot.model import ACTIVE, INACTIVE, Block, Segment
 from gpumem_magic.user_report import Report, load
+from gpumem_magic.views.segments import fragmentation
 
 SHARED = Path(__file__).parents[1].parent / "shared" / "data" / "snapshots"
 MIB = 1 << 20
@@ -353,4 +354,4 @@ def test_every_real_recording_is_shown(path: Path) -> None:
         assert min(parts) >= 0
         largest = view.largest(position, 5)
         assert all(one.stack or one.born < 0 or not loaded.has_frames or one.evidence != "stack" for one in largest)
-        assert len(fragmentation(view.segments(position))) >= 1
+        assert len(fragmentation(view.timeline.segments_at(position))) >= 1

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 import gpumem_magic
+from gpumem_magic.attribution.view import DeviceView
 from gpumem_magic.files.kept import kept_labels, labels_to_keep
-from gpumem_magic.files.loaded import FileView, views_of
-from gpumem_magic.report.build import DeviceView
+from gpumem_magic.files.loaded import views_of
 from gpumem_magic.snapshot.files import read
 from gpumem_magic.user_report import Report
 from gpumem_magic.virtual import gpu
@@ -53,7 +53,7 @@ def measured(device: str = "T4") -> Report:
     return measurement.report
 
 
-def same_ledger(live: DeviceView, filed: FileView) -> None:
+def same_ledger(live: DeviceView, filed: DeviceView) -> None:
     end = len(live.timeline)
     assert len(filed.timeline) == end
     assert filed.timeline.allocations == live.timeline.allocations
@@ -72,7 +72,7 @@ def test_loaded_again_it_is_the_same_report_and_ledger(tmp_path: Path) -> None:
     assert again.to_dict() == report.to_dict()
     (filed,) = views_of(read(path))
     assert report.recording is not None
-    live = DeviceView(report.recording, 0)  # type: ignore[arg-type]
+    live = DeviceView(report.recording, 0)
     assert live.log.start, "the recording begins in the middle"
     same_ledger(live, filed)
     assert filed.sizes(filed.peak[1])["optimizer_state"] == report.peak.categories["optimizer_state"] > 0
@@ -90,7 +90,7 @@ def test_several_devices(tmp_path: Path) -> None:
     assert again == report
     assert [one.device.index for one in again.devices] == [1]
     for view in views_of(read(path)):
-        same_ledger(DeviceView(report.recording, view.device), view)  # type: ignore[arg-type]
+        same_ledger(DeviceView(report.recording, view.device), view)
     names = [source.name for source in report.timeline().sources]
     assert len(names) == 2
     assert "cuda:1" in names[1]
@@ -175,7 +175,9 @@ def test_a_redacted_copy_has_no_names(file: Path, tmp_path: Path) -> None:
 )
 def test_damaged_labels_are_left_out(file: Path, damaged: Any) -> None:
     (view,) = views_of(read(file))
-    assert kept_labels(damaged, 0, view.timeline) is None
+    assert kept_labels(damaged, 0) is None
     whole = {"0": labels_to_keep(view.timeline, view.labels)}
-    assert kept_labels(whole, 0, view.timeline) == tuple(view.labels)
-    assert kept_labels(whole, 1, view.timeline) is None
+    found = kept_labels(whole, 0)
+    assert found is not None
+    assert found.of(view.timeline.allocations) == tuple(view.labels)
+    assert kept_labels(whole, 1) is None

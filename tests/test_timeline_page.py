@@ -21,12 +21,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpumem_magic.attribution.ledger import TENANT_CATEGORIES
-from gpumem_magic.files.loaded import FileView, report_of, views_of
+from gpumem_magic.attribution.view import DeviceView
+from gpumem_magic.files.loaded import report_of, views_of
 from gpumem_magic.snapshot.files import read
 from gpumem_magic.timeline_page import page as page_module
 from gpumem_magic.timeline_page.data import page_data, plain, script_json
 from gpumem_magic.timeline_page.page import document
-from gpumem_magic.timeline_page.source import of_file
+from gpumem_magic.timeline_page.source import source_of
 from gpumem_magic.timeline_page.view import TimelineView, timeline_of_files
 from gpumem_magic.user_report import Report, load
 
@@ -42,7 +43,7 @@ def saved(folder: Path, data: Any, name: str = "run.pickle") -> Path:
     return path
 
 
-def opened(path: Path) -> list[FileView]:
+def opened(path: Path) -> list[DeviceView]:
     return views_of(read(path))
 
 
@@ -74,7 +75,7 @@ def with_node(program: str, content: str) -> Any:
 
 def test_the_columns_are_the_allocations(tmp_path: Path) -> None:
     (view,) = opened(saved(tmp_path, recording(random.Random(3), 60)))[:1]
-    device = json.loads(script_json(page_data("a run", [of_file(view, "GPU 0")])))["devices"][0]
+    device = json.loads(script_json(page_data("a run", [source_of(view, "GPU 0")])))["devices"][0]
     born = 0
     for number, one in enumerate(view.timeline.allocations):
         born += device["born"][number]
@@ -84,18 +85,18 @@ def test_the_columns_are_the_allocations(tmp_path: Path) -> None:
         label = view.labels[number]
         assert TENANT_CATEGORIES[device["category"][number]] == label.category
         texts = [device["strings"][code // 3] for code in device["stacks"][device["stack"][number]]]
-        frames = view.events[one.born].frames
+        frames = view.log.events[one.born].frames
         assert len(texts) == len(frames)
         if frames:
             assert texts[0].endswith(".py:12 step") or "adam.py:180" in texts[0], "Python's frames come first"
-    assert device["events"] == len(view.events)
-    assert device["notes"] == view.beginning.notes()
+    assert device["events"] == len(view.log.events)
+    assert device["notes"] == list(view.recording.notes)
 
 
 @pytest.mark.parametrize("length", [0, 1, 30, 300])
 def test_the_page_counts_as_the_ledger_does(tmp_path: Path, length: int) -> None:
     views = opened(saved(tmp_path, recording(random.Random(length), length)))
-    content = script_json(page_data("a run", [of_file(view, "GPU") for view in views]))
+    content = script_json(page_data("a run", [source_of(view, "GPU") for view in views]))
     program = """
         const data = JSON.parse(input);
         const answer = data.devices.map((one) => {
@@ -126,7 +127,7 @@ def test_the_page_counts_as_the_ledger_does(tmp_path: Path, length: int) -> None
 )
 def test_real_recordings_count_alike_in_the_page(name: str) -> None:
     (view,) = opened(SHARED / f"{name}.pickle.gz")[:1]
-    content = script_json(page_data(name, [of_file(view, "GPU")]))
+    content = script_json(page_data(name, [source_of(view, "GPU")]))
     program = """
         const data = JSON.parse(input);
         const device = new Device(data.devices[0]);
@@ -141,7 +142,7 @@ def test_real_recordings_count_alike_in_the_page(name: str) -> None:
     """
     for position, sums, segments, total, used in with_node(program, content):
         told = view.sizes(position)
-        there = view.segments(position)
+        there = view.timeline.segments_at(position)
         assert sums["sizes"] == [told[category] for category in TENANT_CATEGORIES]
         assert (sums["allocated"], sums["reserved"]) == (told["allocated"], told["reserved"])
         assert (segments, total) == (len(there), sum(one.total_size for one in there))
@@ -159,7 +160,7 @@ def test_the_marks_of_a_file_are_errors_and_ranges(tmp_path: Path) -> None:
         {"device": 0, "time_us": "soon", "stage": "START", "name": 7},
     ]
     views = [view for view in opened(saved(tmp_path, data)) if view.device == 0]
-    source = of_file(views[0], "GPU 0")
+    source = source_of(views[0], "GPU 0")
     assert [(mark.words, mark.kind) for mark in source.marks] == [("out of memory", "error"), ("epoch 3", "range")]
     assert source.marks[0].position == 10
     assert "out of memory" in document("a run", [source])
@@ -168,7 +169,7 @@ def test_the_marks_of_a_file_are_errors_and_ranges(tmp_path: Path) -> None:
 def test_the_page_opens_where_it_is_asked_to(tmp_path: Path) -> None:
     views = opened(saved(tmp_path, recording(random.Random(3), 60)))
     for at, position in (("peak", views[0].peak[1]), ("end", len(views[0].timeline)), ("7", 8)):
-        assert data_of(timeline_of_files([views], at).to_html())["devices"][0]["opensAt"] == position
+        assert data_of(timeline_of_files([views], position_of(views[0], at)).to_html())["devices"][0]["opensAt"] == position
 
 
 # One file, and nothing else
@@ -296,7 +297,7 @@ def test_the_picture_shows_every_layer_that_is_there(tmp_path: Path) -> None:
     content, width, height = view.to_png()
     image = np.asarray(Image.open(io.BytesIO(content)).convert("RGB")).reshape(-1, 3)
     assert len(image) == width * height
-    sizes = views_of(read(path))[0].sizes(view.sources[0].peak)
+    sizes = views_of(read(path))[0].sizes(view.sources[0].view.peak[1])
     for name in (*TENANT_CATEGORIES, "cached"):
         colour = [int(COLOURS[name][at : at + 2], 16) for at in (1, 3, 5)]
         pixels = int((image == colour).all(axis=1).sum())
@@ -304,7 +305,7 @@ def test_the_picture_shows_every_layer_that_is_there(tmp_path: Path) -> None:
 
 
 def test_dollars_and_many_devices_do_not_trouble_the_picture(tmp_path: Path) -> None:
-    files: Sequence[list[FileView]] = [
+    files: Sequence[list[DeviceView]] = [
         opened(saved(tmp_path, recording(random.Random(number), 20), f"$\\frac{{rank}}$ {number}.pickle"))
         for number in range(6)
     ]

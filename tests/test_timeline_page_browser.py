@@ -16,7 +16,8 @@ pytest.importorskip("playwright", reason="the browser tests need playwright")
 from notebook_browser import browsing, chromium
 
 from gpumem_magic.attribution.ledger import TENANT_CATEGORIES
-from gpumem_magic.files.loaded import FileView, views_of
+from gpumem_magic.attribution.view import DeviceView
+from gpumem_magic.files.loaded import views_of
 from gpumem_magic.snapshot.files import read
 from gpumem_magic.timeline_page.view import timeline_of_files
 from gpumem_magic.units import human
@@ -74,7 +75,7 @@ class Page:
         )
 
 
-def page_of(folder: Path, data: Any) -> tuple[Path, list[FileView]]:
+def page_of(folder: Path, data: Any) -> tuple[Path, list[DeviceView]]:
     source, target = folder / "run.pickle", folder / "run.html"
     source.write_bytes(pickle.dumps(data, 4))
     views = views_of(read(source))

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from gpumem_magic.attribution.view import DeviceView
 from gpumem_magic.causes.catalog import find_causes
 from gpumem_magic.causes.inside import inside_of
 from gpumem_magic.causes.model import LEAST, Cause, Scene
@@ -24,7 +25,6 @@ from gpumem_magic.owners.search import find_owners
 from gpumem_magic.owners.who import holders
 from gpumem_magic.patching import Patches
 from gpumem_magic.recording.model import Recording
-from gpumem_magic.report.build import DeviceView
 from gpumem_magic.report.inside import Inside
 from gpumem_magic.report.model import Owner, ReportCause, ReportData
 

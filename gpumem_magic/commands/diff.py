@@ -12,7 +12,7 @@ from gpumem_magic.commands.words import printable
 from gpumem_magic.units import human, mib
 
 if TYPE_CHECKING:
-    from gpumem_magic.files.loaded import FileView
+    from gpumem_magic.attribution.view import DeviceView
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
@@ -37,8 +37,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
+    from gpumem_magic.files.loaded import position_of
+
     before, after = (_view(path, options.device) for path in (options.a, options.b))
-    first, second = before.position(options.at), after.position(options.at)
+    first, second = position_of(before, options.at), position_of(after, options.at)
     one, other = before.sizes(first), after.sizes(second)
     rows = [[f"MiB at the {options.at}", "A", "B", "change"]]
     rows += [
@@ -46,7 +48,7 @@ def _run(options: argparse.Namespace) -> int:
         for name in one
         if one[name] or other[name]
     ]
-    print(f"A: {printable(before.loaded.path)}\nB: {printable(after.loaded.path)}\n\n{table(rows)}")
+    print(f"A: {printable(options.a)}\nB: {printable(options.b)}\n\n{table(rows)}")
     places = together(_places(before, first), _places(after, second))
     changes = {place: later - earlier for place, (earlier, later) in places.items() if later != earlier}
     ranked = sorted(changes, key=lambda place: (-abs(changes[place]), place))
@@ -59,14 +61,14 @@ def _run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _view(path: str, device: int | None) -> FileView:
+def _view(path: str, device: int | None) -> DeviceView:
     from gpumem_magic.files.loaded import views_of
     from gpumem_magic.snapshot.files import read
 
     return views_of(read(path), device)[0]
 
 
-def _places(view: FileView, position: int) -> Counter[str]:
+def _places(view: DeviceView, position: int) -> Counter[str]:
     """Requested bytes by the user's innermost line, or by category where no stack tells."""
     sizes: Counter[str] = Counter()
     for one in view.largest(position, len(view.timeline.allocations)):

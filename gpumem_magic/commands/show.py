@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from gpumem_magic.commands.common import guarded, table
@@ -12,7 +13,8 @@ from gpumem_magic.snapshot.whole_file import check_target
 from gpumem_magic.units import human, mib
 
 if TYPE_CHECKING:
-    from gpumem_magic.files.loaded import FileView
+    from gpumem_magic.attribution.view import DeviceView
+    from gpumem_magic.snapshot.files import LoadedSnapshot
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
@@ -42,34 +44,35 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from gpumem_magic.files.loaded import views_of
+    from gpumem_magic.files.loaded import position_of, views_of
     from gpumem_magic.snapshot.files import read
 
     if len(options.files) > 1 and (options.json or options.redact):
         raise ValueError("--json and --redact are for one file: name only one")
     for option, target in (("--json", options.json), ("--html", options.html), ("--redact", options.redact)):
         check_target(option, target, options.files)
-    views = [views_of(read(path), options.device) for path in options.files]
-    print(_side_by_side(views, options.at) if len(views) > 1 else _text(views[0], options))
+    files = [read(path) for path in options.files]
+    views = [views_of(loaded, options.device) for loaded in files]
+    print(_side_by_side(options.files, views, options.at) if len(views) > 1 else _text(files[0], views[0], options))
     if options.html:
         from gpumem_magic.timeline_page.view import timeline_of_files
 
-        timeline_of_files(views, options.at).save(options.html)
+        timeline_of_files(views, position_of(views[0][0], options.at)).save(options.html)
     return 0
 
 
-def _text(views: list[FileView], options: argparse.Namespace) -> str:
+def _text(loaded: LoadedSnapshot, views: list[DeviceView], options: argparse.Namespace) -> str:
     """The report of one file; writes what else is asked for of it."""
-    from gpumem_magic.files.loaded import fragmentation, report_of
+    from gpumem_magic.files.loaded import position_of, report_of
     from gpumem_magic.files.report_file import save
     from gpumem_magic.snapshot.files import write
     from gpumem_magic.snapshot.redact import redacted
+    from gpumem_magic.views.segments import fragmentation
     from gpumem_magic.views.text import render
 
-    loaded = views[0].loaded
     report = report_of(loaded, options.device, options.at, views)
     view = next((one for one in views if one.device == report.device.index), views[0])
-    position = view.position(options.at)
+    position = position_of(view, options.at)
     lines = [f"{printable(loaded.path)}: {loaded.form}, written by torch {printable(loaded.torch)}", "", render(report)]
     largest = view.largest(position, max(options.top, 0))
     if largest:
@@ -80,7 +83,7 @@ def _text(views: list[FileView], options: argparse.Namespace) -> str:
         lines.append(f"  {human(one.requested):>10}  {one.category.replace('_', ' ')}{name} ({one.evidence}{why})")
         lines += [f"              {printable(line)}" for line in one.stack]
     lines += ["", f"Segments ({_moment(options.at)}; # in use, : partly, . free):"]
-    lines += [f"  {line}" for line in fragmentation(view.segments(position))]
+    lines += [f"  {line}" for line in fragmentation(view.timeline.segments_at(position))]
     if options.json:
         save(report, options.json)
     if options.redact:
@@ -88,17 +91,19 @@ def _text(views: list[FileView], options: argparse.Namespace) -> str:
     return "\n".join(lines)
 
 
-def _side_by_side(files: list[list[FileView]], at: str) -> str:
+def _side_by_side(paths: Sequence[str], files: list[list[DeviceView]], at: str) -> str:
     """A column for each device of each file: several ranks of one job."""
-    names = [os.path.basename(views[0].loaded.path) for views in files]
+    from gpumem_magic.files.loaded import position_of
+
+    names: Sequence[str] = [os.path.basename(path) for path in paths]
     if len(set(names)) < len(names):
-        names = [views[0].loaded.path for views in files]
+        names = paths
     heads, columns, highest = [], [], []
     for name, views in zip(names, files, strict=True):
         for view in views:
             heads.append(name if len(views) == 1 else f"{name}:{view.device}")
-            columns.append(view.sizes(view.position(at)))
-            highest.append(view.timeline.peak_reserved(0, len(view.timeline))[0])
+            columns.append(view.sizes(position_of(view, at)))
+            highest.append(view.timeline.peak_reserved(0, view.end)[0])
     rows = [[f"MiB {_moment(at)}", *(printable(head) for head in heads)]]
     rows += [
         [name.replace("_", " "), *(mib(column[name]) for column in columns)]

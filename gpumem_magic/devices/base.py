@@ -17,18 +17,19 @@ class DeviceError(Exception):
 
 @dataclass(frozen=True)
 class DeviceFacts:
-    """What does not change. kind: "cuda" or "virtual". `total_bytes` is torch's figure, `smi_total_bytes` nvidia-smi's."""
+    """What does not change. kind: "cuda" or "virtual". `total_bytes` is torch's figure, `smi_total_bytes` nvidia-smi's; None
+    where unknown."""
 
     name: str
     kind: str
     index: int
     uuid: str | None
-    total_bytes: int
+    total_bytes: int | None
     smi_total_bytes: int | None
 
     @property
-    def capacity(self) -> int:
-        """What nvidia-smi gives as the total, or torch's figure without it, in bytes."""
+    def capacity(self) -> int | None:
+        """What nvidia-smi gives as the total, or torch's figure without it, in bytes; None where neither is known."""
         return self.total_bytes if self.smi_total_bytes is None else self.smi_total_bytes
 
 
@@ -71,6 +72,7 @@ class DeviceLog:
     what is only known as a total: the events were dropped, or the allocator has none).
     carried: address -> label known from an earlier recording, of blocks that were live at the start.
     settings: the allocator's, without which block sizes can't be recounted.
+    final: the segments at the end, where these were told apart from the events, with stacks of blocks from before.
     places: what `Log.position` had answered -> the position in `events`, where events had to be left out and the two are
     not the same; None where they are.
     """
@@ -82,6 +84,7 @@ class DeviceLog:
     carried: Mapping[int, Label] = field(default_factory=dict)
     settings: AllocatorSettings = DEFAULT_SETTINGS
     places: Mapping[int, int] | None = None
+    final: tuple[Segment, ...] | None = None
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,10 @@ from typing import Any
 
 from gpumem_magic.attribution.ledger import KINDS_OF_EVIDENCE, TENANT_CATEGORIES
 from gpumem_magic.devices.base import Label
+from gpumem_magic.recording.model import KnownLabels
 from gpumem_magic.snapshot.model import Segment, Snapshot
 from gpumem_magic.snapshot.plain import PlainDataError, snapshot_from_data, snapshot_to_data
 from gpumem_magic.snapshot.timeline import Timeline
-
-_UNKNOWN = Label("unknown", "unknown")
 
 
 def labels_to_keep(timeline: Timeline, labels: Sequence[Label]) -> dict[str, list[list[Any]]]:
@@ -28,18 +27,13 @@ def labels_to_keep(timeline: Timeline, labels: Sequence[Label]) -> dict[str, lis
     return kept
 
 
-def kept_labels(kept: Any, device: int, timeline: Timeline) -> tuple[Label, ...] | None:
-    """The labels of the timeline's allocations, in order; None where there are none for the device, or they are damaged."""
+def kept_labels(kept: Any, device: int) -> KnownLabels | None:
+    """The labels of a device's allocations; None where there are none, or they are damaged."""
     found = kept.get(str(device)) if isinstance(kept, dict) else None
     if not isinstance(found, dict):
         return None
     born, before = _by_key(found.get("born")), _by_key(found.get("before"))
-    if born is None or before is None:
-        return None
-    return tuple(
-        born.get(one.born, _UNKNOWN) if one.born >= 0 else before.get(one.address, _UNKNOWN)
-        for one in timeline.allocations
-    )
+    return None if born is None or before is None else KnownLabels(born, before)
 
 
 def start_to_keep(start: Sequence[Segment]) -> list[dict[str, Any]]:

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from gpumem_magic.allocator.settings import settings_to_dict
+from gpumem_magic.attribution.view import DeviceView
 from gpumem_magic.files.kept import labels_to_keep, start_to_keep
 from gpumem_magic.recording.model import Recording
-from gpumem_magic.report.build import DeviceView
 from gpumem_magic.report.model import ReportData
 from gpumem_magic.report.schema import report_to_dict
-from gpumem_magic.snapshot.files import LoadedSnapshot, write
+from gpumem_magic.snapshot.files import write
 from gpumem_magic.snapshot.model import INACTIVE, Segment, Snapshot, TraceEvent
 
 
@@ -21,10 +21,12 @@ def save_snapshot(report: ReportData, path: str | os.PathLike[str]) -> None:
     recording = report.recording
     if recording is None:
         raise ValueError("this report came without its recording: measure the cell again, or keep the snapshot file")
-    if isinstance(recording, LoadedSnapshot):
-        write(recording.snapshot, path, recording.extra)
+    if recording.file is not None:
+        # As it was read.
+        write(recording.file.snapshot, path, recording.file.extra)
         return
-    views = {device: DeviceView(recording, device) for device in sorted(recording.logs)}
+    made = {one.device.index: one.source for one in (report, *report.devices)}
+    views = {device: made.get(device) or DeviceView(recording, device) for device in sorted(recording.logs)}
     extra = {
         "torch": recording.torch,
         "report": report_to_dict(report),

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 from gpumem_magic.devices.base import Label
 from gpumem_magic.recording.model import Checkpoint, Recording
-from gpumem_magic.report.build import DeviceView
 from gpumem_magic.report.model import ReportData, Row
 from gpumem_magic.snapshot.model import INACTIVE, Block, Segment
 from gpumem_magic.snapshot.timeline import Timeline
@@ -62,14 +61,13 @@ class Strip:
 
 def strips_of(report: ReportData) -> list[Strip | None]:
     """A strip for each row of `report.checkpoints`, in order; None where the recording does not say."""
-    recording = report.recording
-    if not isinstance(recording, Recording) or report.device.index not in recording.logs:
+    view = report.source
+    if view is None:
         return [None] * len(report.checkpoints)
-    view = DeviceView(recording, report.device.index)
     total = report.device.capacity or max(row.reserved for row in report.checkpoints)
     known: dict[int, Strip] = {}
     strips: list[Strip | None] = []
-    for point in checkpoints_of(report, recording):
+    for point in checkpoints_of(report, view.recording):
         position = None if point is None else point.moment.positions.get(report.device.index)
         if position is None:
             strips.append(None)

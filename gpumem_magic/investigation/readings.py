@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from gpumem_magic.investigation.memory_map import checkpoints_of
-from gpumem_magic.recording.model import Recording
 from gpumem_magic.report.model import ReportData
 from gpumem_magic.units import MIB
 
@@ -40,7 +39,7 @@ def _runs(report: ReportData) -> list[tuple[str, int | None]]:
     """Every run of a statement with its row's number; None for a run whose row was folded away."""
     recording = report.recording
     rows = range(len(report.checkpoints))
-    if not isinstance(recording, Recording):
+    if recording is None or not recording.was_watched:
         return [(report.checkpoints[row].statement, row) for row in rows if report.checkpoints[row].statement]
     row_of = {
         id(point): row for row, point in zip(rows, checkpoints_of(report, recording), strict=True) if point is not None

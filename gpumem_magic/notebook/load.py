@@ -27,7 +27,7 @@ def load_line(shell: Any, line: str) -> None:
     options = _parse(line)
     from IPython.display import display
 
-    from gpumem_magic.files.loaded import report_of, views_of
+    from gpumem_magic.files.loaded import position_of, report_of, views_of
     from gpumem_magic.recording.quiet import no_automatic_collection
     from gpumem_magic.snapshot.files import read
     from gpumem_magic.snapshot.whole_file import check_target
@@ -37,10 +37,13 @@ def load_line(shell: Any, line: str) -> None:
     try:
         check_target("--html", options.html, options.files)
         with no_automatic_collection():
-            files = [views_of(read(os.path.expanduser(name)), options.device) for name in options.files]
-            found = [report_of(views[0].loaded, options.device, options.at, views) for views in files]
+            loaded = [read(os.path.expanduser(name)) for name in options.files]
+            files = [views_of(one, options.device) for one in loaded]
+            found = [
+                report_of(one, options.device, options.at, views) for one, views in zip(loaded, files, strict=True)
+            ]
             reports = [Report.of(one) for one in found]
-            timeline = timeline_of_files(files, options.at)
+            timeline = timeline_of_files(files, position_of(files[0][0], options.at))
             if options.html is not None:
                 timeline.save(options.html)
     except (OSError, ValueError) as error:

@@ -7,10 +7,12 @@ user's; spans are pairs of moments with a meaning (forward, backward, ...); sigh
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from gpumem_magic.devices.base import Counters, DeviceLog
+from gpumem_magic.devices.base import Counters, DeviceLog, Label
+from gpumem_magic.snapshot.files import LoadedSnapshot
+from gpumem_magic.snapshot.timeline import Allocation
 
 FORWARD = "forward"
 BACKWARD = "backward"
@@ -56,7 +58,8 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Span:
-    """A stretch with a name: kind is forward | backward | optimizer | recomputation | range | mark (a mark's end is its start).
+    """A stretch with a name: kind is forward | backward | optimizer | recomputation | range | mark (a mark's end is its start)
+    | annotation (a range of the program's own, found beside a file's events; its end is its start).
 
     recomputation: forward work that activation checkpointing does again inside a backward. failed: an exception left it.
     Iterations are not recorded: they follow from the optimizer's steps. skipped: how many iterations of a long run were left
@@ -149,11 +152,30 @@ class ModuleTrace:
 
 
 @dataclass(frozen=True)
+class KnownLabels:
+    """What a saved recording knew of its allocations. born: by the event that made a block; before: by the address of one that
+    was there before the recording."""
+
+    born: Mapping[int, Label]
+    before: Mapping[int, Label]
+
+    def of(self, allocations: Iterable[Allocation]) -> tuple[Label, ...]:
+        """Their labels, in order."""
+        unknown = Label("unknown", "unknown")
+        return tuple(
+            self.born.get(one.born, unknown) if one.born >= 0 else self.before.get(one.address, unknown)
+            for one in allocations
+        )
+
+
+@dataclass(frozen=True)
 class Recording:
     """Everything that was seen. `logs` is by device index; `primary` is the device that the report is about.
 
     left_out: the line of a loop -> how many of its iterations have no rows here, since the run was long. modules: which of them
-    was at work when, up to the first backward.
+    was at work when, up to the first backward. file: where it was read from, None where a program was watched as it ran; then
+    its checkpoints are at events and not after statements, and its moments have no counters. labels: by device, where the file
+    kept them.
     """
 
     torch: str
@@ -168,3 +190,10 @@ class Recording:
     overhead_seconds: float = 0.0
     left_out: Mapping[int, int] = field(default_factory=dict)
     modules: ModuleTrace = field(default_factory=ModuleTrace)
+    file: LoadedSnapshot | None = None
+    labels: Mapping[int, KnownLabels] = field(default_factory=dict)
+
+    @property
+    def was_watched(self) -> bool:
+        """Whether objects and phases were looked at as the program ran. A file has stacks, lifetimes and sizes."""
+        return self.file is None

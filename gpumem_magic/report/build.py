@@ -7,21 +7,24 @@ note names the gap.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+from gpumem_magic.allocator.seed import seed_of
 from gpumem_magic.allocator.verdict import Facts, verdict_of
-from gpumem_magic.attribution.categories import attribute, labels_to_carry
-from gpumem_magic.attribution.ledger import Balance, Ledger, Outside, gaps
+from gpumem_magic.attribution.categories import labels_to_carry
+from gpumem_magic.attribution.ledger import Balance, Outside
+from gpumem_magic.attribution.sites import folded
+from gpumem_magic.attribution.view import DeviceView
 from gpumem_magic.devices.base import Label
-from gpumem_magic.recording.model import Checkpoint, Failure, Moment, Recording
+from gpumem_magic.recording.model import Checkpoint, Failure, Recording
 from gpumem_magic.report.folding import Fold, LoopRow, Turn, fold_rows, kept_turns
-from gpumem_magic.report.model import LABELS, Folded, Peak, ReportData, ReportDevice, ReportError, Row
-from gpumem_magic.report.notes import notes_of, place_of
+from gpumem_magic.report.model import LABELS, Folded, Peak, ReportData, ReportError, Row
+from gpumem_magic.report.notes import event_in_words, notes_of, place_of
 from gpumem_magic.report.out_of_memory import out_of_memory
 from gpumem_magic.report.parts import Part, Stretch, parts_of, spans_in, with_failing_place
-from gpumem_magic.snapshot.timeline import Allocation, Timeline
+from gpumem_magic.snapshot.timeline import Allocation
 
 # Settings are tried on a failed cell for about a second at most.
 _MOST_STEPS = 1_000_000
@@ -50,11 +53,23 @@ def build_with_labels(
         raise ValueError("the recording is incomplete: it has no checkpoint, or no log of its device")
     others = [index for index in sorted(recording.logs) if index != recording.primary]
     views = {index: DeviceView(recording, index) for index in [recording.primary, *others]}
-    used = [replace(views[index].report(lines=lines), recording=recording) for index in others if views[index].was_used]
-    report = views[recording.primary].report(lines=lines)
+    used = [report_of(views[index], lines=lines) for index in others if views[index].was_used]
+    report = report_of(views[recording.primary], lines=lines)
     labels = {index: labels_to_carry(view.timeline, view.labels) for index, view in views.items()}
-    report = replace(report, devices=tuple(used), overhead_seconds=recording.overhead_seconds, recording=recording)
+    report = replace(report, devices=tuple(used), overhead_seconds=recording.overhead_seconds)
     return (report if explain is None else explain(recording, views[recording.primary], report)), labels
+
+
+def report_of(
+    view: DeviceView,
+    points: Sequence[Checkpoint] = (),
+    *,
+    lines: bool = True,
+    most_steps: int = _MOST_STEPS,
+) -> ReportData:
+    """The report of one device. points: where rows are, by default at the recording's checkpoints. most_steps: how many steps
+    the trials of settings may take, where memory ran out."""
+    return replace(_Builder(view, points or view.recording.checkpoints, most_steps).report(lines=lines), source=view)
 
 
 @dataclass
@@ -66,23 +81,18 @@ class _Draft:
     parts: list[Part]
 
 
-class DeviceView:
-    """What a recording says about one device."""
+class _Builder:
+    """Makes the report of one device."""
 
-    def __init__(self, recording: Recording, device: int) -> None:
-        self.recording = recording
-        self.device = device
-        self.log = recording.logs[device]
-        self.timeline = Timeline(self.log.start, self.log.events, self.log.settings)
-        self.labels = attribute(self.log, self.timeline, recording.spans, recording.sightings, recording.checkpoints)
-        self._ledger = Ledger(self.timeline, self.labels)
+    def __init__(self, view: DeviceView, points: Sequence[Checkpoint], most_steps: int) -> None:
+        self.view = view
+        self.points = points
+        self.most_steps = most_steps
+        self.recording = view.recording
+        self.device = view.device
+        self.log = view.log
+        self.timeline = view.timeline
         self._balances: dict[int, Balance] = {}
-        self._moments = self._known_moments()
-
-    @property
-    def was_used(self) -> bool:
-        """Whether anything lived or happened on the device."""
-        return bool(self.timeline.allocations) or bool(self.log.events)
 
     def report(self, *, lines: bool = True) -> ReportData:
         drafts = self._drafts()
@@ -90,34 +100,34 @@ class DeviceView:
         highest, peak_position = self.timeline.peak(span.start_position, span.end_position)
         where = self._where(drafts, peak_position)
         kept, folds = self._folded(drafts) if lines else (_ends(drafts), [])
-        self._balances = self._ledger.at([peak_position, *self._positions(kept)])
+        self._balances = self.view.ledger.at([peak_position, *self._positions(kept)])
         rows = tuple(self._row(draft, with_parts=lines) for draft in kept)
         peak = self._balances[peak_position]
         return ReportData(
             torch=self.recording.torch,
-            device=ReportDevice(**vars(self.log.facts)),
+            device=self.log.facts,
             checkpoints=rows,
             peak=Peak(
                 where=where,
                 allocated=peak.allocated,
                 reserved=peak.reserved,
-                device_used=self._outside(peak_position).device_used(peak.reserved),
+                device_used=self.view.outside(peak_position).device_used(peak.reserved),
                 peak_allocated=highest,
                 peak_reserved=self.timeline.peak_reserved(span.start_position, span.end_position)[0],
-                categories=peak.categories(self._outside(peak_position)),
+                categories=peak.categories(self.view.outside(peak_position)),
             ),
             error=self._error(drafts),
             evidence=peak.evidence,
             retries=self._retries(),
             stand_ins=self.recording.stand_ins if self.device == self.recording.primary else (),
             folded=tuple(self._with_left_out(kept, folds)),
-            notes=(*notes_of(self.recording, self.device, self.timeline, peak_position), *self.gaps()),
+            notes=tuple(notes_of(self.view, peak_position)),
         )
 
     # Rows
 
     def _drafts(self) -> list[_Draft]:
-        points = self.recording.checkpoints
+        points = self.points
         drafts = []
         for before, point in zip((points[0], *points), points, strict=False):
             stretch = Stretch(self.device, point.begin or before.moment, point.moment)
@@ -205,7 +215,7 @@ class DeviceView:
         point, stretch = draft.point, draft.stretch
         told = point.moment.counters.get(self.device)
         # Its own moment's counters: another moment at the same position may have seen the context grow.
-        outside = self._outside(stretch.end_position) if told is None else Outside.of(told)
+        outside = self.view.outside(stretch.end_position) if told is None else Outside.of(told)
         parts = tuple(self._part_row(part, point) for part in draft.parts) if with_parts else ()
         return self._figures(
             point, point.kind, point.label, (stretch.start_position, stretch.end_position), parts, outside
@@ -213,7 +223,7 @@ class DeviceView:
 
     def _part_row(self, part: Part, point: Checkpoint) -> Row:
         inner = tuple(self._part_row(one, point) for one in part.parts)
-        return self._figures(point, "part", part.label, (part.start, part.end), inner, self._outside(part.end))
+        return self._figures(point, "part", part.label, (part.start, part.end), inner, self.view.outside(part.end))
 
     def _figures(
         self,
@@ -241,46 +251,8 @@ class DeviceView:
             categories=balance.categories(outside),
         )
 
-    def gaps(self) -> list[str]:
-        """Where the recount differs from the device's own counters, at every checkpoint, shown or not; at most three."""
-        points = [point for point in self.recording.checkpoints if self.device in point.moment.counters]
-        balances = self._ledger.at(point.moment.positions[self.device] for point in points)
-        found = []
-        for point in points:
-            told = point.moment.counters[self.device]
-            balance = balances[point.moment.positions[self.device]]
-            words = gaps(balance.categories(Outside.of(told)), told)
-            found += [f"The figures do not add up after {place_of(point)}: {gap}." for gap in words]
-        return [*found[:3], f"{len(found) - 3:,} more gaps like these."] if len(found) > 4 else found
-
-    # What is not in the log
-
-    def _known_moments(self) -> list[tuple[int, Moment]]:
-        moments = [point.moment for point in self.recording.checkpoints]
-        for span in self.recording.spans:
-            moments += [span.start, span.end]
-        known = [
-            (moment.positions[self.device], moment)
-            for moment in moments
-            if self.device in moment.positions and self.device in moment.counters
-        ]
-        return sorted(known, key=lambda pair: (pair[0], pair[1].tick))
-
-    def _outside(self, position: int) -> Outside:
-        """What the driver said at the nearest moment at or before a position; after it, where the context came in between."""
-        rank = bisect_left(self._moments, position + 1, key=lambda pair: pair[0])
-        at_or_before = self._moments[rank - 1][1] if rank else None
-        behind = self._moments[rank][1] if rank < len(self._moments) else None
-        if at_or_before is None:
-            return Outside() if behind is None else Outside.of(behind.counters[self.device])
-        now = Outside.of(at_or_before.counters[self.device])
-        exact = at_or_before.positions[self.device] == position
-        if not exact and now.context == 0 and behind is not None and self.timeline.reserved_at(position):
-            return Outside.of(behind.counters[self.device])
-        return now
-
     def _retries(self) -> int:
-        first, last = self.recording.checkpoints[0].moment, self.recording.checkpoints[-1].moment
+        first, last = self.points[0].moment, self.points[-1].moment
         if self.device not in first.counters or self.device not in last.counters:
             return 0
         return last.counters[self.device].retries - first.counters[self.device].retries
@@ -293,21 +265,30 @@ class DeviceView:
         if error is None or error.requested is None or failed is None:
             return error
         position = failed.stretch.end_position
+        if error.largest_free is None and position:
+            stream = self.log.events[position - 1].stream
+            error = replace(error, largest_free=self.timeline.largest_free_at(position, stream))
         verdict = verdict_of(
             self.log.start,
             self.log.events,
             self.timeline,
             self.log.settings,
             event=position - 1,
-            facts=Facts(self.log.facts.total_bytes, other_processes=self._outside(position).other_processes),
-            most_steps=_MOST_STEPS,
-            can_replay=not self.timeline.unmatched and not self.timeline.unplaced,
+            facts=Facts(self.log.facts.total_bytes, other_processes=self.view.outside(position).other_processes),
+            final=self.log.final or (),
+            most_steps=self.most_steps,
+            can_replay=self._can_replay(),
             among=self._earlier(drafts, failed.point),
         )
         if verdict is None:
             return error
         kept = self.timeline.reserved_at(0)
         return replace(error, verdict=out_of_memory(verdict, lambda life: self._in_words(life, drafts), kept))
+
+    def _can_replay(self) -> bool:
+        if self.log.final is None:
+            return not self.timeline.unmatched and not self.timeline.unplaced
+        return seed_of(self.log.final, self.log.events, self.log.settings).reason is None
 
     def _earlier(self, drafts: list[_Draft], failed: Checkpoint) -> list[range] | None:
         """The events of earlier runs of the failed statement; None where it is in no loop of the cell's own."""
@@ -317,15 +298,23 @@ class DeviceView:
         return [range(run.start_position, run.end_position) for run in runs]
 
     def _in_words(self, life: Allocation, drafts: list[_Draft]) -> str:
-        """An allocation for a reader: ```output` (activations) of output = model(input) in iteration 2, line 9``."""
-        label = self.labels[life.index]
+        """An allocation for a reader: ```output` (activations) of output = model(input) in iteration 2, line 9``; where no
+        statements are known, ``activations of train.py:14 forward``."""
+        label = self.view.labels[life.index]
         kind = "a block" if label.category == "unknown" else LABELS[label.category]
         what = f"`{label.name}` ({kind})" if label.name else kind
-        return f"{what} from before the cell" if life.born < 0 else f"{what} of {self._where(drafts, life.born + 1)}"
+        if life.born < 0:
+            return f"{what} from before the {'cell' if self.recording.was_watched else 'recording'}"
+        if self.recording.was_watched:
+            return f"{what} of {self._where(drafts, life.born + 1)}"
+        frames = self.view.frames_of(life)
+        return f"{what} of {folded(frames)[0] if frames else f'event {life.born:,}'}"
 
     # The peak
 
     def _where(self, drafts: list[_Draft], position: int) -> str:
+        if not self.recording.was_watched:
+            return event_in_words(position, len(self.timeline))
         for draft in drafts:
             if draft.stretch.start_position <= position <= draft.stretch.end_position and (
                 draft.point.kind == "before" or draft.stretch.start_position < position

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from gpumem_magic.attribution.ledger import TENANT_CATEGORIES
+from gpumem_magic.attribution.view import DeviceView
+from gpumem_magic.devices.base import DeviceFacts
 from gpumem_magic.recording.model import Recording, StandIn
 from gpumem_magic.report.inside import Inside
 from gpumem_magic.report.out_of_memory import OutOfMemory
-from gpumem_magic.snapshot.files import LoadedSnapshot
 
 # In the order in which a bar stacks them, bottom (left) to top (right).
 CATEGORIES = (
@@ -76,23 +77,6 @@ class Peak:
 
 
 @dataclass(frozen=True)
-class ReportDevice:
-    """kind: "cuda" or "virtual". `total_bytes` is torch's figure, `smi_total_bytes` nvidia-smi's; None where unknown."""
-
-    name: str
-    kind: str
-    index: int
-    uuid: str | None
-    total_bytes: int | None
-    smi_total_bytes: int | None
-
-    @property
-    def capacity(self) -> int | None:
-        """What nvidia-smi gives as the total, or torch's figure without it, in bytes; None where neither is known."""
-        return self.total_bytes if self.smi_total_bytes is None else self.smi_total_bytes
-
-
-@dataclass(frozen=True)
 class ReportError:
     """The user's error. What follows the line is for an out-of-memory error only, and None where it is not known: four sizes in
     bytes, and the verdict: what stood in the way and which settings would have helped. module: inside a forward, the
@@ -154,11 +138,11 @@ class ReportData:
 
     checkpoints: the rows in the order in which they ran. evidence: kind -> bytes at the peak. retries: how often the allocator
     gave cached memory back and tried again. inside: what `layers` and `operators` tell, None where no module ran.
-    recording: what it was made from, numbers and strings too, which `timeline` and `save_snapshot` need; not a part of the JSON.
+    source: what it was made from, numbers and strings too, which `timeline` and `save_snapshot` need; not a part of the JSON.
     """
 
     torch: str
-    device: ReportDevice
+    device: DeviceFacts
     checkpoints: tuple[Row, ...]
     peak: Peak
     error: ReportError | None = None
@@ -172,4 +156,9 @@ class ReportData:
     owners: tuple[Owner, ...] = ()
     causes: tuple[ReportCause, ...] = ()
     inside: Inside | None = None
-    recording: Recording | LoadedSnapshot | None = field(default=None, compare=False)
+    source: DeviceView | None = field(default=None, compare=False)
+
+    @property
+    def recording(self) -> Recording | None:
+        """What was recorded; None for a report that was read from JSON."""
+        return None if self.source is None else self.source.recording

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
+from gpumem_magic.attribution.ledger import Outside, gaps
+from gpumem_magic.attribution.view import DeviceView
 from gpumem_magic.devices.base import Counters, DeviceLog
 from gpumem_magic.recording.model import Checkpoint, Recording, Span
 from gpumem_magic.recording.repetition import longest_repetition, signature
@@ -12,20 +15,50 @@ from gpumem_magic.snapshot.timeline import Timeline
 from gpumem_magic.units import human
 
 
-def notes_of(recording: Recording, device: int, timeline: Timeline, peak_position: int) -> list[str]:
+def notes_of(view: DeviceView, peak_position: int) -> list[str]:
     """The notes of one device's report; the recorder's own stand first, in the primary device's."""
+    recording, device, timeline = view.recording, view.device, view.timeline
     notes = list(recording.notes) if device == recording.primary else []
     notes += _retries(recording, device)
     notes += _context_growth(recording, device)
     notes += _repetition(recording, device)
     notes += _estimated(recording.logs[device], timeline, peak_position)
-    if device == recording.primary and not any(log.events or log.start for log in recording.logs.values()):
+    used = any(log.events or log.start for log in recording.logs.values())
+    if recording.was_watched and device == recording.primary and not used:
         notes.append(
             'Nothing was put on a device: the model and the data stayed on the host (`.to("cuda")` moves them).'
         )
     if timeline.unmatched:
         notes.append(f"{timeline.unmatched:,} events are about memory that the log does not know.")
-    return notes
+    return notes + _why_unknown(view, peak_position) + gaps_of(view)
+
+
+def gaps_of(view: DeviceView) -> list[str]:
+    """Where the recount differs from the device's own counters, at every checkpoint, shown or not; at most three."""
+    device = view.device
+    points = [point for point in view.recording.checkpoints if device in point.moment.counters]
+    balances = view.ledger.at(point.moment.positions[device] for point in points)
+    found = []
+    for point in points:
+        told = point.moment.counters[device]
+        words = gaps(balances[point.moment.positions[device]].categories(Outside.of(told)), told)
+        found += [f"The figures do not add up after {place_of(point)}: {gap}." for gap in words]
+    return [*found[:3], f"{len(found) - 3:,} more gaps like these."] if len(found) > 4 else found
+
+
+def _why_unknown(view: DeviceView, position: int) -> list[str]:
+    sizes: Counter[str] = Counter()
+    for one in view.timeline.live_at(position) if view.attribution.reasons else ():
+        if one.index in view.attribution.reasons:
+            sizes[view.attribution.reasons[one.index]] += one.requested
+    return [f"Unknown at the peak: {human(size)} {why}." for why, size in sizes.most_common() if size]
+
+
+def event_in_words(position: int, total: int) -> str:
+    """A position in a recording whose statements are not known: ``event 12 of 300``."""
+    if not total:
+        return "the state in the file"
+    return "the start" if position == 0 else f"event {position - 1:,} of {total:,}"
 
 
 def _steps(recording: Recording, device: int) -> list[tuple[Checkpoint, Counters, Counters]]:

@@ -7,20 +7,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any, TypeVar
 
+from gpumem_magic.devices.base import DeviceFacts
 from gpumem_magic.recording.model import StandIn
 from gpumem_magic.report.inside import DEEPEST, Inside, LayerRow, OperatorRow
-from gpumem_magic.report.model import (
-    CATEGORIES,
-    SCHEMA,
-    Folded,
-    Owner,
-    Peak,
-    ReportCause,
-    ReportData,
-    ReportDevice,
-    ReportError,
-    Row,
-)
+from gpumem_magic.report.model import CATEGORIES, SCHEMA, Folded, Owner, Peak, ReportCause, ReportData, ReportError, Row
 from gpumem_magic.report.out_of_memory import OutOfMemory, Piece, Trial
 
 KINDS = ("before", "statement", "part", "error", "after")
@@ -186,7 +176,7 @@ def report_from_dict(data: Any, where: str = "") -> ReportData:
     device = fields.fields("device")
     return ReportData(
         torch=fields.text("torch"),
-        device=ReportDevice(
+        device=DeviceFacts(
             name=device.text("name"),
             kind=device.text("kind"),
             index=device.number("index"),

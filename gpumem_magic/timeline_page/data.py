@@ -54,9 +54,9 @@ def plain(text: str) -> str:
 
 def _device(source: TimelineSource) -> dict[str, Any]:
     texts = _Texts()
-    allocations = source.timeline.allocations
-    stacks, stack_of = _numbered([source.frames_of(one) for one in allocations])
-    reasons = sorted(set(source.reasons.values()))
+    allocations = source.view.timeline.allocations
+    stacks, stack_of = _numbered([source.view.frames_of(one) for one in allocations])
+    reasons = sorted(set(source.view.attribution.reasons.values()))
     number_of = {reason: number for number, reason in enumerate(reasons)}
     before = 0
     births = []
@@ -65,9 +65,9 @@ def _device(source: TimelineSource) -> dict[str, Any]:
         before = one.born
     return {
         "name": plain(source.name),
-        "notes": [plain(note) for note in source.notes],
-        "events": len(source.timeline),
-        "opensAt": source.peak if source.opens_at is None else source.opens_at,
+        "notes": [plain(note) for note in source.view.recording.notes],
+        "events": len(source.view.timeline),
+        "opensAt": source.view.peak[1] if source.opens_at is None else source.opens_at,
         "times": _times(source),
         "marks": [[mark.position, plain(mark.words), mark.kind] for mark in source.marks],
         "reasons": [plain(reason) for reason in reasons],
@@ -82,10 +82,10 @@ def _device(source: TimelineSource) -> dict[str, Any]:
         "size": [one.size for one in allocations],
         "address": [one.address for one in allocations],
         "stream": [one.stream for one in allocations],
-        "category": [TENANT_CATEGORIES.index(label.category) for label in source.labels],
-        "evidence": [KINDS_OF_EVIDENCE.index(label.evidence) for label in source.labels],
-        "holder": [-1 if label.name is None else texts.number(label.name) for label in source.labels],
-        "reason": [number_of.get(source.reasons.get(one.index, ""), -1) for one in allocations],
+        "category": [TENANT_CATEGORIES.index(label.category) for label in source.view.labels],
+        "evidence": [KINDS_OF_EVIDENCE.index(label.evidence) for label in source.view.labels],
+        "holder": [-1 if label.name is None else texts.number(label.name) for label in source.view.labels],
+        "reason": [number_of.get(source.view.attribution.reasons.get(one.index, ""), -1) for one in allocations],
         "stack": stack_of,
         "stacks": [_stack(frames, texts) for frames in stacks],
         # The one frame that tells the most, of each stack.
@@ -101,7 +101,7 @@ def _device(source: TimelineSource) -> dict[str, Any]:
                 plain(extent.pool),
                 int(extent.expandable),
             ]
-            for extent in source.timeline.extents
+            for extent in source.view.timeline.extents
         ],
     }
 
@@ -151,7 +151,7 @@ def _head(frames: tuple[Frame, ...], texts: _Texts) -> int:
 
 def _times(source: TimelineSource) -> list[int]:
     """Microseconds since the first event; [] where the trace has no times."""
-    times = [event.time_us for event in source.events]
+    times = [event.time_us for event in source.view.log.events]
     if not any(times):
         return []
     first = times[0]

@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from gpumem_magic.attribution.ledger import TENANT_CATEGORIES, Ledger, Outside
+from gpumem_magic.attribution.ledger import TENANT_CATEGORIES, Outside
 from gpumem_magic.report.model import LABELS
 from gpumem_magic.snapshot.model import INACTIVE, Segment
 from gpumem_magic.timeline_page.data import plain
@@ -67,11 +67,11 @@ def png(title: str, sources: Sequence[TimelineSource], *, dpi: int = 110) -> tup
 
 def _stack(axes: Axes, source: TimelineSource, *, named: bool) -> set[str]:
     """Draws one device's timeline; returns the layers that are in it."""
-    end = len(source.timeline)
+    end = len(source.view.timeline)
     columns = min(end + 1, _COLUMNS)
     edges = [number * (end + 1) // columns for number in range(columns + 1)]
-    positions = [source.timeline.peak(edges[one], edges[one + 1] - 1)[1] for one in range(columns)]
-    balances = Ledger(source.timeline, source.labels).at(positions)
+    positions = [source.view.timeline.peak(edges[one], edges[one + 1] - 1)[1] for one in range(columns)]
+    balances = source.view.ledger.at(positions)
     layers = [balances[position].categories(Outside()) for position in positions]
     heights = np.array([[float(layer[name] or 0) for layer in layers] for name in _LAYERS])
     there = {name for name, sizes in zip(_LAYERS, heights, strict=True) if sizes.any()}
@@ -85,9 +85,9 @@ def _stack(axes: Axes, source: TimelineSource, *, named: bool) -> set[str]:
     for mark in source.marks:
         if mark.kind == "error":
             axes.axvline(mark.position + 0.5, color=ALARM, linewidth=1.2)
-    highest = source.timeline.peak(0, end)[0]
-    axes.axvline(source.peak + 0.5, color=TEXT, linewidth=1, linestyle=(0, (4, 3)))
-    words = f"peak {human(highest)} allocated, {human(source.timeline.peak_reserved(0, end)[0])} reserved at most"
+    highest = source.view.peak[0]
+    axes.axvline(source.view.peak[1] + 0.5, color=TEXT, linewidth=1, linestyle=(0, (4, 3)))
+    words = f"peak {human(highest)} allocated, {human(source.view.timeline.peak_reserved(0, end)[0])} reserved at most"
     axes.set_title(f"{_words(source.name)}: {words}" if named else words, fontsize=10, loc="left", color=TEXT)
     axes.set_xlim(0, end + 1)
     axes.set_ylim(0, top / unit * 1.04 or 1)
@@ -104,11 +104,11 @@ def _stack(axes: Axes, source: TimelineSource, *, named: bool) -> set[str]:
 
 def _segments(axes: Axes, source: TimelineSource) -> None:
     """The segments at the peak, side by side in rows, those with the most free memory first."""
-    position = source.peak
-    segments = sorted(source.timeline.segments_at(position), key=lambda one: (-_free(one), one.address))
+    position = source.view.peak[1]
+    segments = sorted(source.view.timeline.segments_at(position), key=lambda one: (-_free(one), one.address))
     live = {
-        one.address: TENANT_CATEGORIES.index(source.labels[one.index].category)
-        for one in source.timeline.live_at(position)
+        one.address: TENANT_CATEGORIES.index(source.view.labels[one.index].category)
+        for one in source.view.timeline.live_at(position)
     }
     free = sum(map(_free, segments))
     pieces = sum(1 for segment in segments for block in segment.blocks if block.state == INACTIVE)

@@ -10,12 +10,11 @@ from dataclasses import replace
 from html import escape
 from typing import Any
 
-from gpumem_magic.files.loaded import FileView
+from gpumem_magic.attribution.view import DeviceView
 from gpumem_magic.report.model import ReportData
-from gpumem_magic.snapshot.files import LoadedSnapshot
 from gpumem_magic.snapshot.whole_file import replace_file
 from gpumem_magic.timeline_page.page import document
-from gpumem_magic.timeline_page.source import TimelineSource, of_file, of_recording
+from gpumem_magic.timeline_page.source import TimelineSource, source_of
 from gpumem_magic.units import human
 from gpumem_magic.views.display import in_terminal
 
@@ -52,9 +51,9 @@ class TimelineView:
 
     def __repr__(self) -> str:
         first = self.sources[0]
-        highest = first.timeline.peak(0, len(first.timeline))[0]
+        highest = first.view.peak[0]
         others = "" if len(self.sources) == 1 else f", and {len(self.sources) - 1} more"
-        return f"<Timeline of {first.name}: {len(first.timeline):,} events, peak {human(highest)} allocated{others}>"
+        return f"<Timeline of {first.name}: {first.view.end:,} events, peak {human(highest)} allocated{others}>"
 
     def _repr_mimebundle_(
         self, include: Container[str] | None = None, exclude: Container[str] | None = None
@@ -99,39 +98,33 @@ class TimelineView:
         return f'<div style="position:relative;min-height:{HEIGHT}px;overflow:hidden;background:#FFFFFF">{picture}{frame}</div>'
 
 
-def timeline_of_files(files: Sequence[Sequence[FileView]], at: str = "peak") -> TimelineView:
-    """The devices of one or several files (one for each rank): what `views_of` gave for each.
-
-    at: "peak", "end" or an event's number, at which the first one opens. Raises SnapshotFileError.
-    """
-    sources = [
-        of_file(view, _name(view, several_files=len(files) > 1, several=len(views) > 1))
-        for views in files
-        for view in views
-    ]
-    sources[0] = replace(sources[0], opens_at=files[0][0].position(at))
-    names = [os.path.basename(views[0].loaded.path) for views in files]
+def timeline_of_files(files: Sequence[Sequence[DeviceView]], opens_at: int | None = None) -> TimelineView:
+    """The devices of one or several files (one for each rank). opens_at: the position at which the first one opens."""
+    sources = []
+    for views in files:
+        for view in views:
+            device = f"GPU {view.device}"
+            of_several = f"{_file(view)}, {device}" if len(views) > 1 else _file(view)
+            sources.append(source_of(view, of_several if len(files) > 1 else device))
+    sources[0] = replace(sources[0], opens_at=opens_at)
+    names = [_file(views[0]) for views in files]
     return TimelineView(names[0] if len(names) == 1 else f"{len(names)} recordings: {', '.join(names)}", sources)
 
 
 def timeline_of_report(report: ReportData) -> TimelineView:
     """The timeline of a report that has its recording. Raises ValueError for one that has not."""
-    recording = report.recording
-    if recording is None:
+    if report.source is None:
         raise ValueError(
             "this report came without its recording, which has the allocations: a report of a measured cell "
             "or of a snapshot file (gpumem_magic.load) has it, one of a JSON file has not"
         )
-    devices = [report.device.index, *(other.device.index for other in report.devices)]
-    if isinstance(recording, LoadedSnapshot):
-        sources = [of_file(FileView(recording, device), f"GPU {device}") for device in devices]
-        return TimelineView(os.path.basename(recording.path), sources)
-    return TimelineView(f"GPU memory: {report.device.name}", [of_recording(recording, device) for device in devices])
+    views = [one.source for one in (report, *report.devices) if one.source is not None]
+    if report.source.recording.file is not None:
+        return timeline_of_files([views])
+    names = [f"{view.log.facts.name} (cuda:{view.device})" for view in views]
+    return TimelineView(f"GPU memory: {report.device.name}", list(map(source_of, views, names)))
 
 
-def _name(view: FileView, *, several_files: bool, several: bool) -> str:
-    device = f"GPU {view.device}"
-    if not several_files:
-        return device
-    name = os.path.basename(view.loaded.path)
-    return f"{name}, {device}" if several else name
+def _file(view: DeviceView) -> str:
+    """The name of the file that it is from."""
+    return os.path.basename(view.recording.file.path) if view.recording.file is not None else ""

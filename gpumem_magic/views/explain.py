@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from gpumem_magic.devices.base import DeviceFacts
 from gpumem_magic.report.failure import Diagnosis, diagnose
-from gpumem_magic.report.model import ALLOCATED_CATEGORIES, CATEGORIES, ReportData, ReportDevice, Row
+from gpumem_magic.report.model import ALLOCATED_CATEGORIES, CATEGORIES, ReportData, Row
 from gpumem_magic.report.model import LABELS as LEGEND
 from gpumem_magic.report.out_of_memory import place_sentence, trial_sentences
 from gpumem_magic.units import MIB, amount, mib
@@ -22,7 +23,7 @@ LABELS = LEGEND | {"cached": "cached"}
 _TENSOR_CATEGORIES = tuple(name for name in ALLOCATED_CATEGORIES if name != "rounding")
 
 
-def device_name(device: ReportDevice) -> str:
+def device_name(device: DeviceFacts) -> str:
     name = device.name
     if device.kind == "virtual" and not name.lower().startswith("virtual"):
         name = f"virtual {name}"

@@ -32,12 +32,14 @@ DRIVER_NOISE = 96 * MIB
 
 def statement_rows(measured: Measured) -> list[Any]:
     """With all rows: folded iterations are built again from the recording."""
-    from gpumem_magic.report.build import DeviceView
+    from gpumem_magic.attribution.view import DeviceView
+    from gpumem_magic.report.build import _Builder
 
     view = DeviceView(measured.recording, measured.recording.primary)
-    drafts = view._drafts()
-    view._balances = view._ledger.at(view._positions(drafts))
-    return [view._row(draft, with_parts=False) for draft in drafts if draft.point.kind == "statement"]
+    builder = _Builder(view, measured.recording.checkpoints, 0)
+    drafts = builder._drafts()
+    builder._balances = view.ledger.at(builder._positions(drafts))
+    return [builder._row(draft, with_parts=False) for draft in drafts if draft.point.kind == "statement"]
 
 
 def check_row(row: Any) -> None:
