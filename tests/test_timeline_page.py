@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from gpumem_magic.attribution.ledger import TENANT_CATEGORIES
 from gpumem_magic.attribution.view import DeviceView
-from gpumem_magic.files.loaded import report_of, views_of
+from gpumem_magic.files.loaded import position_of, report_of, views_of
 from gpumem_magic.snapshot.files import read
 from gpumem_magic.timeline_page import page as page_module
 from gpumem_magic.timeline_page.data import page_data, plain, script_json
@@ -169,7 +169,10 @@ def test_the_marks_of_a_file_are_errors_and_ranges(tmp_path: Path) -> None:
 def test_the_page_opens_where_it_is_asked_to(tmp_path: Path) -> None:
     views = opened(saved(tmp_path, recording(random.Random(3), 60)))
     for at, position in (("peak", views[0].peak[1]), ("end", len(views[0].timeline)), ("7", 8)):
-        assert data_of(timeline_of_files([views], position_of(views[0], at)).to_html())["devices"][0]["opensAt"] == position
+        assert (
+            data_of(timeline_of_files([views], position_of(views[0], at)).to_html())["devices"][0]["opensAt"]
+            == position
+        )
 
 
 # One file, and nothing else
