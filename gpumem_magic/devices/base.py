@@ -28,9 +28,9 @@ class DeviceFacts:
     smi_total_bytes: int | None
 
     @property
-    def capacity(self) -> int | None:
-        """What nvidia-smi gives as the total, or torch's figure without it, in bytes; None where neither is known."""
-        return self.total_bytes if self.smi_total_bytes is None else self.smi_total_bytes
+    def capacity(self) -> int:
+        """What nvidia-smi gives as the total, or torch's figure without it, in bytes; 0 where neither is known."""
+        return (self.total_bytes if self.smi_total_bytes is None else self.smi_total_bytes) or 0
 
 
 @dataclass(frozen=True)

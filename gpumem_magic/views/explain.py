@@ -138,7 +138,7 @@ def _fragmentation(report: ReportData, found: Diagnosis) -> list[str]:
     spare, capacity = found.spare or 0, report.device.capacity
     if report.error is None or report.error.verdict is None:
         return [f"Fragmentation, not size: packed perfectly, {amount(spare)} would be left."]
-    nearly = capacity is not None and spare * 20 < capacity
+    nearly = spare * 20 < capacity
     share = f" ({_percent(spare, capacity)} of the device)" if capacity else ""
     head = "Nearly full, and fragmentation decides" if nearly else "Fragmentation decides, not size"
     return [f"{head}: packed perfectly, {amount(spare)}{share} would be left.", place_sentence(report.error.verdict)]

@@ -158,8 +158,8 @@ class _Picture:
         largest = max((_extent(line.row) for line in self.lines), default=0)
         capacity = self.report.device.capacity
         # A device that is nearly empty would show slivers: then the bars get the room, and the capacity is only said.
-        self.capacity_shown = capacity is not None and 0 < capacity <= 4 * largest
-        top_bytes = max(capacity or 0, largest) if self.capacity_shown else largest * 1.08
+        self.capacity_shown = 0 < capacity <= 4 * largest
+        top_bytes = max(capacity, largest) if self.capacity_shown else largest * 1.08
         return _Scale(left, WIDTH - _FIGURES - _MARGIN, max(1, round(top_bytes)))
 
     def _row_tops(self, start: float) -> list[float]:
@@ -244,7 +244,7 @@ class _Picture:
             self._line([x, x], [axis_y, axis_y + 0.05], color=TEXT, linewidth=0.9)
             self._text(x, axis_y + 0.16, word, ha="center", size=9)
         if self.capacity_shown:
-            x = self.scale.x(self.report.device.capacity or 0)
+            x = self.scale.x(self.report.device.capacity)
             self._line([x, x], [top - 0.04, axis_y], color=ALARM, linewidth=1.1, linestyle=(0, (4, 3)), zorder=3)
 
     def _row(self, line: Line, top: float) -> None:
