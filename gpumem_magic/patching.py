@@ -14,11 +14,11 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
 from types import FunctionType, MethodType
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from gpumem_magic.failures import is_own_failure
 from gpumem_magic.tracebacks import cut
 
 _MISSING: Any = object()
@@ -28,7 +28,8 @@ class Patches:
     """What one part of this package has replaced. `undo` goes backwards through it, and may be called twice."""
 
     def __init__(self) -> None:
-        self._undo = ExitStack()
+        # A step is known before it is done, and forgotten after it is undone: an interrupt in between loses nothing.
+        self._undo: list[Callable[[], object]] = []
         self._replaced: list[tuple[Any, str, Any, Any]] = []
         self._placed: dict[tuple[int, int], tuple[Any, Callable[[], None], Any, Any]] = {}
 
@@ -56,7 +57,7 @@ class Patches:
             else:
                 setattr(owner, name, restored)
 
-        self._undo.callback(put_back)
+        self._undo.append(put_back)
         setattr(owner, name, placed)
         self._replaced.append((owner, name, before, placed))
         return None if before is _MISSING else before
@@ -69,7 +70,7 @@ class Patches:
             for position in [position for position, entry in enumerate(entries) if entry is item][:1]:
                 del entries[position]
 
-        self._undo.callback(take_out)
+        self._undo.append(take_out)
         getattr(owner, name).insert(at, item)
 
     def kernels(self, key: str, kernels: Iterable[tuple[Any, Callable[..., Any]]]) -> None:
@@ -77,7 +78,7 @@ class Patches:
         from torch.library import Library
 
         library = Library("aten", "IMPL")
-        self._undo.callback(library._destroy)
+        self._undo.append(library._destroy)
         with warnings.catch_warnings():
             # PyTorch warns of what is meant here: that a kernel is replaced.
             warnings.simplefilter("ignore")
@@ -95,7 +96,7 @@ class Patches:
                 else:
                     os.environ[name] = before
 
-        self._undo.callback(put_back)
+        self._undo.append(put_back)
         os.environ[name] = value
 
     def search_first(self, directory: str) -> None:
@@ -106,13 +107,13 @@ class Patches:
             if directory in entries:
                 os.environ["PATH"] = os.pathsep.join(entry for entry in entries if entry != directory)
 
-        self._undo.callback(take_out)
+        self._undo.append(take_out)
         # Without a PATH the shell looks in its own default places; they must stay reachable.
         self.environment("PATH", f"{directory}{os.pathsep}{os.environ.get('PATH', os.defpath)}")
 
     def also_undo(self, function: Callable[[], object]) -> None:
         """Has `function` called by `undo`, before what was replaced earlier is put back."""
-        self._undo.callback(function)
+        self._undo.append(function)
 
     def names(self) -> list[tuple[Any, str]]:
         """The (owner, name) pairs that are replaced now, oldest first."""
@@ -123,12 +124,22 @@ class Patches:
         return [entry for entry in self._replaced if entry[2] is not _MISSING]
 
     def undo(self) -> None:
-        """Goes through all of it, also where a step fails; the error is raised at the end."""
-        try:
-            self._undo.close()
-        finally:
-            self._replaced.clear()
-            self._placed.clear()
+        """Goes through all of it, also where a step fails; the error is raised at the end. To be called again where it was
+        interrupted."""
+        failure: BaseException | None = None
+        while self._undo:
+            try:
+                self._undo[-1]()
+            except BaseException as error:
+                was_interrupted = failure is None and not is_own_failure(error)
+                failure = failure or error
+                if was_interrupted:
+                    continue
+            self._undo.pop()
+        self._replaced.clear()
+        self._placed.clear()
+        if failure is not None:
+            raise failure
 
     def __enter__(self) -> Patches:
         return self

@@ -96,6 +96,7 @@ class FakeSession:
         names: frozenset[str],
         user_ns: Mapping[str, Any] | None = None,
         own_file: str | None = None,
+        is_running: Any = None,
     ) -> FakeRecording:
         if device == "nonsense":
             raise DeviceError("unknown device 'nonsense'; known are T4, L4")

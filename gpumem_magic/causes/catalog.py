@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from gpumem_magic.causes import copies, graphs, holding, room, shapes, shortage, training
 from gpumem_magic.causes.model import Cause, Scene
+from gpumem_magic.failures import is_own_failure
 
 Detector = Callable[[Scene], list[Cause]]
 
@@ -49,6 +50,8 @@ def find_causes(scene: Scene) -> tuple[list[Cause], list[str]]:
         try:
             found += detector(scene)
         except Exception as error:
+            if not is_own_failure(error):
+                raise
             failures.append(f"Looking for a cause failed in {detector.__name__} ({type(error).__name__}: {error}).")
     names = {one.name for one in found}
     found = [one for one in found if not names.intersection(_COVERED.get(one.name, ()))]

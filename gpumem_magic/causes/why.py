@@ -19,6 +19,7 @@ from gpumem_magic.causes.inside import inside_of
 from gpumem_magic.causes.model import LEAST, Cause, Scene
 from gpumem_magic.causes.source import mentioned, never_clears_gradients
 from gpumem_magic.devices.base import Machine
+from gpumem_magic.failures import is_own_failure
 from gpumem_magic.owners.model import Holdings
 from gpumem_magic.owners.saved import Place, Saved, saved_in_graph
 from gpumem_magic.owners.search import find_owners
@@ -70,7 +71,7 @@ class Why:
 
     def stop(self, namespace: Mapping[str, Any] | None, error: BaseException | None) -> None:
         """Puts PyTorch back, and looks who holds what now. May be called without `start`."""
-        self._patches.undo()
+        self.put_back()
         with _Timed(self, "looking for who holds the memory"):
             if namespace is not None:
                 self._holdings = find_owners(
@@ -81,6 +82,10 @@ class Why:
                 self._typed = _typed(namespace)
                 self._never_clears = never_clears_gradients(self._source, namespace)
                 self._mentioned = mentioned(self._source, namespace) if error is not None else frozenset()
+
+    def put_back(self) -> None:
+        """May be called twice."""
+        self._patches.undo()
 
     def explain(self, recording: Recording, view: DeviceView, report: ReportData) -> ReportData:
         """The report with its owners, its causes, and the causes' sentences among its notes."""
@@ -168,7 +173,7 @@ class _Timed:
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> bool:
         self._why.seconds += time.perf_counter() - self._began
-        if isinstance(error, Exception):
+        if is_own_failure(error):
             self._why.failed(self._task, error)
             return True
         return False

@@ -140,6 +140,9 @@ class Device(Protocol):
     def start_log(self) -> Log:
         """Begins to keep events. Several logs may run at once."""
 
+    def end_logs(self) -> None:
+        """Ends whatever logs run, where nobody is left to end them."""
+
     def remember(self, labels: Mapping[int, Label]) -> None:
         """Keeps the labels of blocks that are live now (by address) for later recordings: the next log's `carried`."""
 

@@ -211,6 +211,11 @@ class CudaDevice:
             woven.places,
         )
 
+    def end_logs(self) -> None:
+        """Ends all logs that are open, without reading them."""
+        with self.lock:
+            self.history.drop(self._index)
+
     def _facts_at_end(self) -> DeviceFacts:
         facts = self.facts
         if facts.total_bytes:

@@ -12,6 +12,7 @@ from importlib import import_module
 from typing import Any
 
 from gpumem_magic.devices.base import GpuProcess
+from gpumem_magic.failures import is_own_failure
 
 # NVML's "not available" is the largest number of 64 bits; Windows and WSL put it, or nearly, where bytes belong.
 ABSURD = 1 << 60
@@ -56,6 +57,8 @@ class Driver:
         try:
             answer = getattr(self._nvml, f"nvml{question}")(*arguments, **options)
         except Exception as error:
+            if not is_own_failure(error):
+                raise
             self.refusals[question] = _words(error)
             return None
         self.refusals.pop(question, None)

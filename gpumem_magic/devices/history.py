@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from gpumem_magic.allocator.settings import settings_from_dict
 from gpumem_magic.devices import torch_memory
 from gpumem_magic.devices.readings import KIND_OF_ACTION, NOTHING, Counts, Reading, minus, plus, reading_of
+from gpumem_magic.failures import is_own_failure
 from gpumem_magic.patching import Patches
 from gpumem_magic.snapshot.model import Segment, TraceEvent
 from gpumem_magic.snapshot.plain import events_from_data, segments_from_data
@@ -178,12 +179,21 @@ class History:
                 # A program may have set it since: a snapshot tells what the environment said only.
                 settings = replace(settings, memory_fraction=torch_memory.memory_fraction(self._torch, log.device))
         except Exception as error:
+            if not is_own_failure(error):
+                raise
             self._note(f"The history of cuda:{log.device} could not be read: {_words(error)}.")
         finally:
-            self._open = [other for other in self._open if other is not log]
-            if not self._open:
-                self._end()
+            self._leave([other for other in self._open if other is not log])
         return settings
+
+    def drop(self, index: int) -> None:
+        """Ends a device's logs that are still open, without reading them."""
+        self._leave([other for other in self._open if other.device != index])
+
+    def _leave(self, left: list[OpenLog]) -> None:
+        if self._open and not left:
+            self._end()
+        self._open = left
 
     def _mark(self, log: OpenLog) -> Mark:
         reading = self.read(log.device)
@@ -255,6 +265,8 @@ class History:
                 torch_memory.begin_history(self._torch, self._ring)
                 self._is_ours = True
         except Exception as error:
+            if not is_own_failure(error):
+                raise
             self.is_refused = True
             self._note(f"PyTorch can't record its allocator's history here ({_words(error)}): rows show totals.")
         finally:
@@ -268,8 +280,8 @@ class History:
             self._waits()
             self._waits = None
         if self._is_ours:
-            self._is_ours = False
             torch_memory.end_history(self._torch)
+            self._is_ours = False
 
     def _watch_user(self) -> None:
         """While logs are open: the user's program may begin or end a recording of its own, or reset the counters."""

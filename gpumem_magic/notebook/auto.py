@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gpumem_magic.devices import machines
+from gpumem_magic.failures import is_own_failure
 from gpumem_magic.notebook.history import CellRecord, History, State
 
 
@@ -45,6 +46,8 @@ class Auto:
         try:
             self._begun.append(self._look())
         except Exception as error:
+            if not is_own_failure(error):
+                raise
             self._give_up(error)
 
     def _after(self, result: Any) -> None:
@@ -55,6 +58,8 @@ class Auto:
             if now is not None:
                 self._keep(begun, now, result)
         except Exception as error:
+            if not is_own_failure(error):
+                raise
             self._give_up(error)
 
     def _keep(self, begun: _Begun | None, now: _Begun, result: Any) -> None:

@@ -8,7 +8,6 @@ What is measured, and how, is `gpumem_magic.session`'s business. Loading the ext
 
 from __future__ import annotations
 
-import argparse
 import sys
 from typing import Any
 
@@ -21,6 +20,7 @@ from gpumem_magic.notebook import completion, devices
 from gpumem_magic.notebook.flags import count, identifier, parse, size
 from gpumem_magic.notebook.measured_cell import MeasuredCell
 from gpumem_magic.notebook.shell_hooks import ShellHooks, value_or_coroutine
+from gpumem_magic.recording import under_way
 from gpumem_magic.recording.cell import CellRun, prepare
 from gpumem_magic.session import device as choosing
 
@@ -33,7 +33,8 @@ class GpuMemMagics(Magics):
 
     def __init__(self, shell: Any) -> None:
         super().__init__(shell)
-        self.running = False
+        # The cell that is measured now.
+        self.running: MeasuredCell | None = None
         self._hooks = ShellHooks(shell, self._statement_of)
         for key in ("%gpumem", "%%gpumem"):
             self._hooks.complete(key, completion.flags)
@@ -101,9 +102,11 @@ class GpuMemMagics(Magics):
             print("gpumem: nothing ran, there is no statement in the cell")
             return None
         run = CellRun(self.shell, prepared)
+        measured = MeasuredCell(self, run, options, (GpuMemMagics._run.__code__,))
         if not prepared.needs_await:
-            return self._run(run, options)
-        return value_or_coroutine(self.shell, self._run_awaited(run, options))
+            return self._run(measured, run)
+        measured.coroutine = self._run_awaited(measured, run)
+        return value_or_coroutine(self.shell, measured.coroutine)
 
     @magic_arguments()
     @argument("name", nargs="*", help="A GPU's name, or off.")
@@ -210,7 +213,7 @@ class GpuMemMagics(Magics):
         An allocator's option is set for this run, on a virtual device; ``foreach``, ``fused`` and ``set_to_none`` are put into
         the cell's own calls. It says first what it will run. On a real device it wants ``--yes``.
         """
-        if self.running:
+        if self.running is not None and self.running.is_running():
             raise UsageError("%gpumem_try runs a cell of its own: type it in a cell that is not measured")
         from gpumem_magic.notebook.trial import try_line
 
@@ -261,6 +264,8 @@ class GpuMemMagics(Magics):
         watch = sys.modules.get("gpumem_magic.widgets.watch")
         if watch is not None:
             watch.stop_if_running()
+        # Also in a cell that is measured: it goes on without.
+        under_way.abandon()
         if choosing.is_any():
             try:
                 print(choosing.off())
@@ -277,16 +282,22 @@ class GpuMemMagics(Magics):
         if self in configurables:
             configurables.remove(self)
 
-    def _run(self, run: CellRun, options: argparse.Namespace) -> Any:
+    def _run(self, measured: MeasuredCell, run: CellRun) -> Any:
         __tracebackhide__ = True
-        with MeasuredCell(self, run, options):
-            return run.run()
+        try:
+            with measured:
+                return run.run()
+        finally:
+            measured.put_back()
         return None
 
-    async def _run_awaited(self, run: CellRun, options: argparse.Namespace) -> Any:
+    async def _run_awaited(self, measured: MeasuredCell, run: CellRun) -> Any:
         __tracebackhide__ = True
-        with MeasuredCell(self, run, options):
-            return await run.run_awaited()
+        try:
+            with measured:
+                return await run.run_awaited()
+        finally:
+            measured.put_back()
         return None
 
     def _statement_of(self, line: str) -> str:

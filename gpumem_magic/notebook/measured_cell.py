@@ -7,46 +7,69 @@ from __future__ import annotations
 
 import argparse
 import sys
-from types import TracebackType
+from collections.abc import Collection, Iterator
+from types import CodeType, FrameType, TracebackType
 from typing import Any, Protocol
 
 from IPython.core.error import UsageError
 
 from gpumem_magic.devices.base import DeviceError
+from gpumem_magic.failures import is_own_failure
 from gpumem_magic.notebook.shell_hooks import hide_frames_once
+from gpumem_magic.recording import under_way
 from gpumem_magic.recording.cell import CellRun
+from gpumem_magic.recording.hook import without_hooks
 from gpumem_magic.session import recording
 
 
 class Magics(Protocol):
-    """What is needed of the magics: their shell, and whether one of them measures already."""
+    """What is needed of the magics: their shell, and the cell that one of them measures now."""
 
     shell: Any
-    running: bool
+    running: MeasuredCell | None
 
 
 class MeasuredCell:
-    """The measuring around one run. What fails in it becomes a warning; the cell's own result or error stands."""
+    """The measuring around one run. What fails in it becomes a warning; the cell's own result or error stands.
 
-    def __init__(self, magics: Magics, run: CellRun, options: argparse.Namespace) -> None:
+    Used as ``try: with cell: ... finally: cell.put_back()``: an interrupt may come before `__enter__` has ended, and again
+    while `__exit__` works. runs: the code objects of the functions that do so.
+    """
+
+    def __init__(self, magics: Magics, run: CellRun, options: argparse.Namespace, runs: Collection[CodeType]) -> None:
+        # Where the cell awaits: the coroutine that runs it.
+        self.coroutine: Any = None
         self._magics = magics
         self._shell = magics.shell
         self._run = run
         self._options = options
+        self._runs = runs
         self._recording: Any = None
-        self._nested = False
+        self._nested = True
         self._inside: Any = None
 
+    def is_running(self) -> bool:
+        """Whether the program is still between the cell's beginning and its end."""
+        if self.coroutine is not None:
+            return self.coroutine.cr_frame is not None
+        return any(frame.f_code in self._runs for top in sys._current_frames().values() for frame in _stack(top))
+
     def __enter__(self) -> None:
-        self._nested = self._magics.running
+        outer = self._magics.running
+        self._nested = outer is not None and outer is not self and outer.is_running()
         if self._nested:
             _warn("a %gpumem inside another does not measure: its code runs plainly, as a part of the outer one")
             return
         run = self._run
+        self._magics.running = self
         self._look_inside()
         try:
             self._recording = recording.open_recording(
-                self._options.device, names=run.names, user_ns=self._shell.user_ns, own_file=run.filename
+                self._options.device,
+                names=run.names,
+                user_ns=self._shell.user_ns,
+                own_file=run.filename,
+                is_running=self.is_running,
             )
             observer = self._recording.observer(
                 self._options.max_iterations,
@@ -56,30 +79,44 @@ class MeasuredCell:
             )
             run.observe(observer)
         except DeviceError as error:
-            self._leave_inside()
             raise UsageError(str(error)) from None
         except Exception as error:
+            if not is_own_failure(error):
+                raise
             _warn(f"measuring is not possible here ({_in_one_line(error)}); the cell runs as it would without it")
-        self._magics.running = True
+
+    def put_back(self) -> None:
+        """Puts everything back, whatever happened. May be called twice."""
+        if self._nested:
+            return
+        try:
+            if self._inside is not None:
+                self._inside.remove()
+        finally:
+            under_way.abandon()
+            self._magics.running = None
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> bool:
         """True, which ends the cell without an error, only where a limit on iterations left it."""
-        self._magics.running = self._nested
-        self._leave_inside()
         stopped = error is not None and not self._nested and _is_stop(error)
         exceeded = None
+        without_hooks(traceback)
         try:
             if stopped:
                 self._run.leave(traceback)
             if self._recording is not None:
                 place = None if error is None or stopped else self._run.failed(traceback)
-                self._show(self._recording.close(None if stopped else error, place, self._shell.user_ns))
+                report = self._recording.close(None if stopped else error, place, self._shell.user_ns)
+                self.put_back()
+                self._show(report)
                 exceeded = self._exceeded()
             if not stopped:
                 hide_frames_once(self._shell, traceback)
         except Exception as own:
+            if not is_own_failure(own):
+                raise
             _warn(f"the report could not be made ({_in_one_line(own)}); the cell itself ran as it would without it")
         if self._run.hook_failure is not None:
             _warn(f"measuring stopped half way ({self._run.hook_failure}); the cell itself ran on")
@@ -106,11 +143,9 @@ class MeasuredCell:
         except InsideError as error:
             raise UsageError(str(error)) from None
         except Exception as error:
+            if not is_own_failure(error):
+                raise
             _warn(f"--into is not possible here ({_in_one_line(error)}); the cell is measured without it")
-
-    def _leave_inside(self) -> None:
-        if self._inside is not None:
-            self._inside.remove()
 
     def _exceeded(self) -> str | None:
         """What the cell used or left beyond its budgets, or None."""
@@ -130,6 +165,12 @@ class MeasuredCell:
 
         view = "plot" if self._options.plot else "table" if self._options.table else None
         display(report if view is None else report.view(view))
+
+
+def _stack(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
 
 
 def _is_stop(error: BaseException) -> bool:

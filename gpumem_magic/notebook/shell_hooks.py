@@ -133,10 +133,11 @@ def hide_frames_once(shell: Any, traceback: TracebackType | None) -> None:
 
     def restore() -> None:
         patches.undo()
-        shell.events.unregister("post_execute", restore)
+        if restore in shell.events.callbacks["post_execute"]:
+            shell.events.unregister("post_execute", restore)
 
-    patches.set(shell, "showtraceback", show)
     shell.events.register("post_execute", restore)
+    patches.set(shell, "showtraceback", show)
 
 
 def _leads_to(traceback: TracebackType | None, goal: TracebackType) -> bool:

@@ -5,10 +5,16 @@ from __future__ import annotations
 import threading
 from time import perf_counter
 from types import TracebackType
+from typing import Any
+
+from gpumem_magic.failures import is_own_failure
+
+# No work of ours takes so long that another thread would wait for it; an interrupt may have lost a lock.
+_PATIENCE_SECONDS = 5.0
 
 
 class Guard:
-    """``with guard("looking at gradients"): ...`` swallows Exception (not KeyboardInterrupt: that is the user's).
+    """``with guard("looking at gradients"): ...`` swallows what our own work raises: see `is_own_failure`.
 
     seconds: time spent inside so far. notes: one sentence per kind of failure. May be entered again by the thread inside.
     """
@@ -17,8 +23,7 @@ class Guard:
         self.seconds = 0.0
         self.notes: list[str] = []
         self._lock = threading.RLock()
-        self._began: list[float] = []
-        self._tasks: list[str] = []
+        self._outermost: _Entered | None = None
 
     def __call__(self, task: str) -> _Entered:
         return _Entered(self, task)
@@ -27,35 +32,43 @@ class Guard:
         if note not in self.notes:
             self.notes.append(note)
 
-    def enter(self, task: str) -> None:
-        self._lock.acquire()
-        self._began.append(perf_counter())
-        self._tasks.append(task)
+    def enter(self, entered: _Entered) -> Any:
+        """The lock that it took."""
+        lock = self._lock
+        if not lock.acquire(timeout=_PATIENCE_SECONDS):
+            lock = self._lock = threading.RLock()
+            lock.acquire()
+            self._outermost = None
+        if self._outermost is None:
+            self._outermost = entered
+        return lock
 
-    def leave(self, error: BaseException | None) -> bool:
-        task = self._tasks.pop()
-        elapsed = perf_counter() - self._began.pop()
-        if not self._began:
-            self.seconds += elapsed
-        swallow = isinstance(error, Exception)
-        if swallow:
-            # The words of the error only: the object holds the user's frames.
-            self.add_note(f"gpumem_magic failed at {task}: {type(error).__name__}: {error}")
-        self._lock.release()
-        return swallow
+    def leave(self, entered: _Entered, error: BaseException | None) -> bool:
+        if self._outermost is entered:
+            self._outermost = None
+            self.seconds += perf_counter() - entered.began
+        if not is_own_failure(error):
+            return False
+        # The words of the error only: the object holds the user's frames.
+        self.add_note(f"gpumem_magic failed at {entered.task}: {type(error).__name__}: {error}")
+        return True
 
 
 class _Entered:
-    __slots__ = ("_guard", "_task")
+    __slots__ = ("_guard", "_lock", "began", "task")
 
     def __init__(self, guard: Guard, task: str) -> None:
         self._guard = guard
-        self._task = task
+        self.task = task
 
     def __enter__(self) -> None:
-        self._guard.enter(self._task)
+        self.began = perf_counter()
+        self._lock = self._guard.enter(self)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> bool:
-        return self._guard.leave(error)
+        try:
+            return self._guard.leave(self, error)
+        finally:
+            self._lock.release()

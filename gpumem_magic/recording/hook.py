@@ -10,6 +10,7 @@ from dataclasses import replace
 from types import CodeType, TracebackType
 from typing import Protocol
 
+from gpumem_magic.failures import from_handler, is_own_failure
 from gpumem_magic.patching import Patches
 from gpumem_magic.recording.instrument import Site, Statement
 from gpumem_magic.recording.source import Position
@@ -68,8 +69,8 @@ class StatementHook:
         if self._observer is not None:
             try:
                 self._observer.before_statement(self._sites[index].statement, iteration, self._lines[index])
-            except Exception as error:
-                self._switch_off(error)
+            except BaseException as error:
+                self._failed(error)
 
     def after(self, index: int) -> None:
         __tracebackhide__ = True
@@ -93,8 +94,8 @@ class StatementHook:
             return False
         try:
             return bool(self._observer.wants_stop(header, iteration))
-        except Exception as error:
-            self._switch_off(error)
+        except BaseException as error:
+            self._failed(error)
             return False
 
     def failed(
@@ -139,10 +140,13 @@ class StatementHook:
         if self._observer is not None:
             try:
                 self._observer.after_statement(statement, iteration, loops)
-            except Exception as error:
-                self._switch_off(error)
+            except BaseException as error:
+                self._failed(error)
 
-    def _switch_off(self, error: Exception) -> None:
+    def _failed(self, error: BaseException) -> None:
+        """Switches the observer off for its own failure. What interrupts the program goes on its way."""
+        if not is_own_failure(error):
+            raise error
         self._observer = None
         self.failure = f"{type(error).__name__}: {error}".splitlines()[0]
 
@@ -154,6 +158,15 @@ def installed(name: str, hook: StatementHook | None) -> Iterator[None]:
         if hook is not None:
             patches.set(builtins, name, hook)
         yield
+
+
+def without_hooks(traceback: TracebackType | None) -> None:
+    """Takes our frames out of an interrupt's traceback: what interrupts us interrupts the statement that we were called at."""
+    while traceback is not None:
+        inner = traceback.tb_next
+        if inner is not None and inner.tb_frame.f_globals is globals():
+            traceback.tb_next = from_handler(inner)
+        traceback = traceback.tb_next
 
 
 def _position(traceback: TracebackType) -> tuple[int, int | None]:

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from gpumem_magic.failures import is_own_failure
 from gpumem_magic.recording.hook import new_hook_name
 from gpumem_magic.recording.instrument import Instrumenter, Site
 from gpumem_magic.recording.source import Source
@@ -59,8 +60,9 @@ class Inside:
     def remove(self) -> None:
         """Puts every function back. May be called twice. A call that is under way ends with the code that it began with."""
         while self._before:
-            function, code = self._before.pop()
+            function, code = self._before[-1]
             function.__code__ = code
+            self._before.pop()
 
 
 def find_function(text: str, namespace: Mapping[str, Any]) -> types.FunctionType:
@@ -167,7 +169,9 @@ class _Teller:
         text = statement.text.partition("\n")[0]
         try:
             stack[-1].append((index, self._begins(f"{self._function}: {text}")))
-        except Exception:
+        except BaseException as error:
+            if not is_own_failure(error):
+                raise
             self._begins = None
 
     def after(self, index: int) -> None:
@@ -191,7 +195,9 @@ class _Teller:
     def _end(self, told: tuple[int, Callable[[bool], None]], *, failed: bool) -> None:
         try:
             told[1](failed)
-        except Exception:
+        except BaseException as error:
+            if not is_own_failure(error):
+                raise
             self._begins = None
 
 

@@ -16,6 +16,7 @@ import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from gpumem_magic.recording import torch_seams
 from gpumem_magic.recording.instrument import Statement
 
 
@@ -43,8 +44,7 @@ class IterationLimit:
         self._handles.append(register_module_forward_pre_hook(self._before_forward))
 
     def remove(self) -> None:
-        while self._handles:
-            self._handles.pop().remove()
+        torch_seams.remove_hooks(self, self._handles)
 
     # ---- what the cell tells
 

@@ -91,8 +91,7 @@ class Phases:
     def stop(self) -> None:
         """Puts everything back and ends what is still open. May be called twice, and without `start`."""
         self._running = False
-        while self._handles:
-            torch_seams.remove_hook(self._handles.pop())
+        torch_seams.remove_hooks(self, self._handles)
         self._patches.undo()
         with self._guard("ending phases"):
             for one in list(reversed(self._open)):

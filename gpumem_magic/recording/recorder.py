@@ -120,7 +120,7 @@ class Recorder:
             self._phases.start()
             self.checkpoint("before", "before")
         except BaseException:
-            self._put_back()
+            self.put_back()
             raise
 
     def checkpoint(
@@ -177,7 +177,7 @@ class Recorder:
         reached: Moment | None = None
         logs: dict[int, DeviceLog] = {}
         if not self._logs or self._witness is None or self._phases is None:
-            self._put_back()
+            self.put_back()
             raise RuntimeError("a recording that did not start can't be finished")
         try:
             self._phases.stop()
@@ -197,8 +197,7 @@ class Recorder:
                 with self._guard("the last checkpoint"):
                     self._checkpoints.append(Checkpoint("after", "after", "", 0, self._moment()))
             with self._guard("stopping the logs"):
-                for index in list(self._logs):
-                    logs[index] = self._logs.pop(index).stop()
+                logs = self._stop_logs()
             placing = Placing(logs)
             self._checkpoints = [placing.checkpoint(point) for point in self._checkpoints]
             reached = placing.moment(reached) if reached is not None else None
@@ -211,7 +210,7 @@ class Recorder:
             for note in self._hidden_notes(self._phases, self._witness):
                 self._guard.add_note(note)
         finally:
-            self._put_back()
+            self.put_back()
         self.recorded = Recording(
             torch=str(torch.__version__),
             primary=self._primary,
@@ -302,21 +301,31 @@ class Recorder:
             self._start_iteration()
 
     def _stop_iteration(self) -> list[Any]:
-        return [self._iteration_logs.pop(index).stop().events for index in sorted(self._iteration_logs)]
+        found = []
+        for index in sorted(self._iteration_logs):
+            found.append(self._iteration_logs[index].stop().events)
+            del self._iteration_logs[index]
+        return found
 
     # The end
 
-    def _put_back(self) -> None:
-        """Undoes whatever `start` did, as far as it came. May be called twice."""
+    def put_back(self) -> None:
+        """Undoes whatever `start` did, as far as it came. May be called twice, also where an interrupt ended the first call."""
         with self._guard("putting PyTorch back"):
             if self._phases is not None:
                 self._phases.stop()
         with self._guard("ending the logs"):
             self._stop_iteration()
-            for index in list(self._logs):
-                self._logs.pop(index).stop()
+            self._stop_logs()
         if self._witness is not None:
             self._witness.forget()
+
+    def _stop_logs(self) -> dict[int, DeviceLog]:
+        logs = {}
+        for index, log in list(self._logs.items()):
+            logs[index] = log.stop()
+            del self._logs[index]
+        return logs
 
     def _add_machine_notes(self) -> None:
         with self._guard("the device's notes"):

@@ -13,6 +13,7 @@ import torch
 import torch.utils.checkpoint
 from torch.autograd.profiler import record_function
 from torch.nn.modules import module as nn_module
+from torch.optim import optimizer as nn_optimizer
 
 from gpumem_magic.patching import Patches
 
@@ -70,11 +71,30 @@ def _not_watched(failed: bool) -> None:
     """The end of what was left out."""
 
 
-def remove_hook(handle: Any) -> None:
-    """Removes a global hook altogether: its handle may leave the hook's number behind in PyTorch's private tables."""
-    handle.remove()
-    for table in ("_global_forward_hooks_with_kwargs", "_global_forward_hooks_always_called"):
-        getattr(nn_module, table, {}).pop(handle.id, None)
+def remove_hooks(owner: object, handles: list[Any]) -> None:
+    """Removes an object's global hooks altogether: a handle may leave the hook's number behind in PyTorch's private tables,
+    and an interrupt may have lost a handle. May be called twice."""
+    while handles:
+        handles[-1].remove()
+        for name in ("_global_forward_hooks_with_kwargs", "_global_forward_hooks_always_called"):
+            getattr(nn_module, name, {}).pop(handles[-1].id, None)
+        handles.pop()
+    tables = _tables_of_hooks(nn_module, nn_optimizer)
+    for number in {
+        number for table in tables for number, hook in table.items() if getattr(hook, "__self__", None) is owner
+    }:
+        for table in tables:
+            table.pop(number, None)
+
+
+def _tables_of_hooks(*places: Any) -> list[dict[int, Any]]:
+    """PyTorch's private tables of global hooks, by number. All numbers come from one counter (torch 2.9 to 2.15)."""
+    return [
+        table
+        for place in places
+        for name, table in vars(place).items()
+        if name.startswith("_global_") and isinstance(table, dict)
+    ]
 
 
 def be_quiet_about_hooks(patches: Patches, own: Callable[[], Iterable[int]]) -> None:
@@ -84,9 +104,7 @@ def be_quiet_about_hooks(patches: Patches, own: Callable[[], Iterable[int]]) -> 
     """
     if not callable(getattr(nn_module, "_has_any_global_hook", None)):
         return
-    tables = [
-        table for name, table in vars(nn_module).items() if name.startswith("_global_") and isinstance(table, dict)
-    ]
+    tables = _tables_of_hooks(nn_module)
 
     def has_others() -> bool:
         ours = set(own())

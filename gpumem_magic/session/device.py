@@ -43,6 +43,11 @@ class Chosen:
         for device in self.machine.devices:
             device.remember(labels.get(device.facts.index, {}))
 
+    def end_logs(self) -> None:
+        """Ends logs that an interrupt has lost."""
+        for device in self.machine.devices:
+            device.end_logs()
+
 
 def choose(name: str) -> str:
     """Turns a virtual device on, or chooses a real one, and returns a sentence about it. Raises DeviceError."""
@@ -50,7 +55,7 @@ def choose(name: str) -> str:
     from gpumem_magic.virtual import gpu
     from gpumem_magic.virtual.card import catalog
 
-    if under_way.current() is not None:
+    if under_way.is_any():
         raise DeviceError("a recording is under way: choose the device in a cell that is not measured")
     before = gpu.current()
     spec = catalog.parse(name)
@@ -79,7 +84,7 @@ def off() -> str:
     global _chosen_gpu
     from gpumem_magic.virtual import gpu
 
-    if under_way.current() is not None:
+    if under_way.is_any():
         raise DeviceError("a recording is under way: turn the device off in a cell that is not measured")
     machine = gpu.current()
     if machine is None:

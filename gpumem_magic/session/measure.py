@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
 
-from gpumem_magic.session.recording import open_recording
+from gpumem_magic.recording import under_way
+from gpumem_magic.session.recording import ActiveRecording, open_recording
 
 if TYPE_CHECKING:
     from gpumem_magic.user_report import Report
@@ -60,13 +61,20 @@ def measure(device: str | None = None) -> Iterator[Measurement]:
     # The caller's frame, behind contextlib's: its variables name what lives on the device.
     frame = sys._getframe(2)
     names = _FrameNames(frame)
-    active = open_recording(device, names=_names_of(frame.f_code), user_ns=names)
+    active: ActiveRecording | None = None
     error: BaseException | None = None
+    nested = under_way.is_any()
     try:
+        active = open_recording(device, names=_names_of(frame.f_code), user_ns=names)
         yield measurement
     except BaseException as raised:
         error = raised
         raise
     finally:
-        measurement._report = active.close(error, user_ns=names)
-        del frame, names, error
+        try:
+            if active is not None:
+                measurement._report = active.close(error, user_ns=names)
+        finally:
+            if not nested:
+                under_way.abandon()
+            del frame, names, error

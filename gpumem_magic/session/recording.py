@@ -23,9 +23,11 @@ _last: Report | None = None
 
 
 class ActiveRecording:
-    """A recording under way. At most one in a process: `open_recording` makes it, `close` ends it."""
+    """A recording under way. At most one in a process: `open_recording` makes it, `close` ends it, and `put_back` whatever
+    interrupts it."""
 
-    def __init__(self, what: Chosen, recorder: Recorder, why: Why) -> None:
+    def __init__(self, what: Chosen, recorder: Recorder, why: Why, is_running: Callable[[], bool]) -> None:
+        self.is_running = is_running
         self._chosen = what
         self._recorder = recorder
         self._why = why
@@ -45,6 +47,17 @@ class ActiveRecording:
             self._limit = IterationLimit(max_iterations, lambda: until_repeat and self._recorder.alike >= ENOUGH)
             self._limit.install()
         return CellProgress(self._recorder, self._limit, source)
+
+    def put_back(self) -> None:
+        """Puts everything back that was replaced. May be called twice, also where an interrupt ended the first call."""
+        try:
+            self._why.put_back()
+            if self._limit is not None:
+                self._limit.remove()
+        finally:
+            self._recorder.put_back()
+            self._chosen.end_logs()
+        under_way.close(self)
 
     def close(
         self,
@@ -68,8 +81,7 @@ class ActiveRecording:
                 self._why.stop(user_ns, error)
                 recording = self._recorder.finish(error, place, user_ns)
         finally:
-            if self._limit is not None:
-                self._limit.remove()
+            self.put_back()
         recording = replace(recording, primary=self._primary(recording))
         report, labels = build_with_labels(recording, lines=self._lines, explain=self._why.explain)
         self._chosen.remember(labels)
@@ -110,13 +122,15 @@ def open_recording(
     names: frozenset[str] = frozenset(),
     user_ns: Mapping[str, Any] | None = None,
     own_file: str | None = None,
+    is_running: Callable[[], bool] = lambda: True,
 ) -> ActiveRecording:
     """Begins to record on the chosen device (None: the one that is on or chosen, else this computer's GPU, else a virtual T4).
 
-    names: the variables that the program mentions, looked up in user_ns; own_file: the file name of its code. Raises DeviceError
-    where the device can't be used, or a recording is under way.
+    names: the variables that the program mentions, looked up in user_ns; own_file: the file name of its code; is_running:
+    whether the program still runs, for who finds its recording later. Raises DeviceError where the device can't be used, or a
+    recording is under way.
     """
-    if under_way.current() is not None:
+    if under_way.is_any():
         raise DeviceError("a recording is under way already: measure one program at a time")
     from gpumem_magic.causes.why import Why
     from gpumem_magic.recording.recorder import Recorder
@@ -124,10 +138,17 @@ def open_recording(
     what = for_recording(device)
     recorder = Recorder(what.machine, primary=what.primary, names=names, own_file=own_file)
     why = Why(what.machine, user_ns)
-    recorder.start(user_ns)
-    why.start(user_ns, recorder.position)
-    under_way.begin(recorder)
-    return ActiveRecording(what, recorder, why)
+    active = ActiveRecording(what, recorder, why, is_running)
+    try:
+        # Known before anything is replaced: an interrupt leaves nothing that `under_way.abandon` does not find.
+        under_way.open(active)
+        recorder.start(user_ns)
+        why.start(user_ns, recorder.position)
+        under_way.begin(recorder)
+    except BaseException:
+        active.put_back()
+        raise
+    return active
 
 
 def last_report() -> Report | None:

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 import threading
 import warnings
+from types import FrameType
 from typing import cast
 
 import torch
 import torch.utils._device
-from torch._C import _len_torch_dispatch_stack  # the number of active dispatch modes; torch 2.9 to 2.15
+from torch._C import _get_dispatch_stack_at, _len_torch_dispatch_stack  # the active dispatch modes; torch 2.9 to 2.15
 
 from gpumem_magic.allocator.settings import settings_from_environment
 from gpumem_magic.devices import machines
@@ -56,15 +58,20 @@ def turn_on(text: str) -> VirtualMachine:
         for note in settings.notes:
             warnings.warn(note, stacklevel=2)
         machine = VirtualMachine(spec, settings)
-        machine.install()
         machines.put_in_front(machine)
+        try:
+            machine.install()
+        except BaseException:
+            machine.remove("the virtual GPU could not be turned on")
+            machines.put_in_front(None)
+            raise
         return machine
 
 
 def turn_off() -> int:
     """Puts everything back and returns how many tensors' storages were still on the device (they can't be used any more).
 
-    Raises DeviceError where a recording runs on the device or a mode is active. 0 where nothing was on.
+    Raises DeviceError where a mode is active. 0 where nothing was on.
     """
     with _turning:
         if current() is None:
@@ -76,8 +83,6 @@ def turn_off() -> int:
 def _off() -> int:
     machine = current()
     assert machine is not None
-    if any(gpu.recorded for gpu in machine.devices):
-        raise DeviceError("a recording runs on the virtual device: turn it off in a cell that is not measured")
     left = machine.live_storages()
     machines.put_in_front(None)
     machine.remove(
@@ -88,12 +93,28 @@ def _off() -> int:
 
 
 def _refuse_inside_modes(state: str) -> None:
+    _pop_own_mode()
     functions = [torch._C._get_function_stack_at(position) for position in range(torch._C._len_torch_function_stack())]
     held = [mode for mode in functions if not isinstance(mode, torch.utils._device.DeviceContext)]
     if _len_torch_dispatch_stack() or held:
         raise DeviceError(
             f"the virtual GPU can't be turned {state} inside a `with` that holds a torch mode: do it before or after"
         )
+
+
+def _pop_own_mode() -> None:
+    """An interrupt between two of our lines may have left the mode that carries operators on this thread's stack."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if name.startswith("gpumem_magic.virtual.") and name != __name__:
+            return
+        frame = frame.f_back
+    machine = current()
+    while machine is not None and _len_torch_dispatch_stack():
+        if _get_dispatch_stack_at(_len_torch_dispatch_stack() - 1) is not machine.engine.mode:
+            return
+        torch._C._pop_torch_dispatch_stack(None)
 
 
 @atexit.register

@@ -79,12 +79,12 @@ class VirtualSmi:
             return
         atexit.unregister(self.remove)
         with self._lock:
-            if self._file is not None:
-                os.close(self._file)
-            self._file = None
-        directory, self._directory = self._directory, None
+            file, self._file = self._file, None
+            if file is not None:
+                os.close(file)
         self._patches.undo()
-        shutil.rmtree(directory, ignore_errors=True)
+        shutil.rmtree(self._directory, ignore_errors=True)
+        self._directory = None
 
     def __enter__(self) -> VirtualSmi:
         self.install()

@@ -143,9 +143,10 @@ class VirtualDevice:
         self.allocator.sinks[:] = [sink for sink in self.allocator.sinks if sink is not log.events]
         return replace(log.growing, settings=self.allocator.settings_in_force)
 
-    @property
-    def recorded(self) -> bool:
-        return bool(self._logs)
+    def end_logs(self) -> None:
+        """Ends all logs."""
+        while self._logs:
+            self.ended(self._logs[-1])
 
     def remember(self, labels: Mapping[int, Label]) -> None:
         self.labels.update(labels)

@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 
+from gpumem_magic.failures import is_own_failure
 from gpumem_magic.virtual.engine import kernel_rules, supplied, values
 from gpumem_magic.virtual.engine.memory import Memory
 from gpumem_magic.virtual.engine.mismatch import (
@@ -172,6 +173,8 @@ class Engine:
         except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as error:
             raise cannot_run(func, type(error).__name__) from None
         except Exception as error:
+            if not is_own_failure(error):
+                raise
             if is_device_mismatch(error):
                 refuse_mixed_devices(func, args, kwargs, sure=True)
             if _is_foreign(func):

@@ -150,8 +150,8 @@ def pushed(mode: TorchDispatchMode) -> Iterator[None]:
             # Twice would hand each operator to the mode again from inside its own handling.
             yield
             return
-        torch._C._push_on_torch_dispatch_stack(mode)
         try:
+            torch._C._push_on_torch_dispatch_stack(mode)
             yield
         finally:
             torch._C._pop_torch_dispatch_stack(None)

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from gpumem_magic.failures import is_own_failure
 from gpumem_magic.virtual.engine.tensors import KNOWN, VirtualTensor
 
 # The largest tensor that is learnt, in elements. Small biases and the like would be followed for nothing.
@@ -129,11 +130,13 @@ def follow(func: Any, args: Any, kwargs: Any, out: Any) -> None:
         values = [leaf for leaf in _leaves((host_out,)) if isinstance(leaf, torch.Tensor)]
         if len(values) != len(results):
             raise _Unknown
-    except Exception:  # no value is worth an error of the program's
+    except Exception as error:  # no value is worth an error of the program's
         if writes:
             for leaf in _leaves((*args, *kwargs.values())):
                 if isinstance(leaf, VirtualTensor):
                     forget(leaf)
+        if not is_own_failure(error):
+            raise
         return
     for leaf, value in zip(results, values, strict=True):
         # A small view of a large tensor is not followed: what is written to the rest would not be seen.

@@ -1,0 +1,259 @@
+"""Interrupts at any moment of our own work: nothing stays behind, and what a signal handler raises reaches the program."""
+
+from __future__ import annotations
+
+import dis
+import gc
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from types import CodeType, FrameType
+from typing import Any
+
+import pytest
+import torch
+from IPython.utils.capture import capture_output
+from shell_fakes import clean_shell
+from torch.nn.modules import module as nn_module
+from torch.optim import optimizer as nn_optimizer
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+import gpumem_magic
+from gpumem_magic.failures import is_own_failure
+from gpumem_magic.recording import under_way
+from gpumem_magic.recording.guard import Guard
+from gpumem_magic.session.recording import open_recording
+from gpumem_magic.virtual import gpu
+
+PACKAGE = os.path.dirname(gpumem_magic.__file__)
+CELL = """%%gpumem
+layer = torch.nn.Linear(8, 8).cuda()
+for i in range(2):
+    loss = layer(torch.ones(2, 8, device="cuda")).sum()
+    loss.backward()
+"""
+TIMEOUT = """%%gpumem -q
+signal.setitimer(signal.ITIMER_REAL, 0.05)
+try:
+    while True:
+        x = 1
+except TooLong:
+    y = 'ended'
+"""
+
+
+class Interruption:
+    """Raises KeyboardInterrupt in our own code, at the `number`-th place where Python looks for signals; counts them."""
+
+    def __init__(self, number: int = 0) -> None:
+        self.count = 0
+        self._number = number
+        self._places: dict[CodeType, set[int]] = {}
+
+    def __enter__(self) -> Interruption:
+        sys.settrace(self._called)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        sys.settrace(None)
+
+    def _called(self, frame: FrameType, event: str, argument: Any) -> Any:
+        if not frame.f_code.co_filename.startswith(PACKAGE):
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        return self._stepped
+
+    def _stepped(self, frame: FrameType, event: str, argument: Any) -> Any:
+        if event == "opcode" and frame.f_lasti in self._places_of(frame.f_code):
+            self.count += 1
+            if self.count == self._number:
+                raise KeyboardInterrupt
+        return self._stepped
+
+    def _places_of(self, code: CodeType) -> set[int]:
+        """Python looks for signals as a function begins, as a loop turns, and behind a call."""
+        if code not in self._places:
+            found = set()
+            before = ""
+            for step in dis.get_instructions(code):
+                if before.startswith("CALL") or step.opname.startswith(("RESUME", "JUMP_BACKWARD", "JUMP_ABSOLUTE")):
+                    found.add(step.offset)
+                before = step.opname
+            self._places[code] = found
+        return self._places[code]
+
+
+def state(machine: Any) -> dict[str, Any]:
+    """All that a recording replaces."""
+    tables = [table for place in (nn_module, nn_optimizer) for table in vars(place).values() if isinstance(table, dict)]
+    return {
+        "hooks": [list(table) for table in tables if all(isinstance(key, int) for key in table)],
+        "engine": (vars(torch.autograd)["_engine_run_backward"], vars(torch.autograd.graph)["_engine_run_backward"]),
+        "ranges": vars(torch.autograd.profiler.record_function)["__enter__"],
+        "checkpoint": torch.utils.checkpoint._recomputation_hook.__enter__,
+        "quiet": nn_module._has_any_global_hook,
+        "replay": torch.cuda.CUDAGraph.replay,
+        "sinks": [len(device.allocator.sinks) for device in machine.devices],
+        "modes": _get_current_dispatch_mode_stack(),
+        "collects": gc.isenabled(),
+        "active": under_way._run,
+    }
+
+
+@pytest.fixture
+def shell() -> Iterator[Any]:
+    with clean_shell() as made:
+        made.run_line_magic("load_ext", "gpumem_magic")
+        made.user_ns["torch"] = torch
+        gpu.turn_on("T4")
+        try:
+            yield made
+        finally:
+            under_way.abandon()
+            gpu.turn_off()
+
+
+def machine_on() -> Any:
+    return gpu.current()
+
+
+def run(shell: Any, text: str) -> Any:
+    with capture_output():
+        return shell.run_cell(text)
+
+
+@pytest.mark.skipif(sys.gettrace() is not None, reason="something traces already")
+def test_an_interrupt_anywhere_leaves_nothing(shell: Any) -> None:
+    machine = machine_on()
+    run(shell, CELL)
+    before = state(machine)
+    with Interruption() as counted:
+        run(shell, CELL)
+    assert counted.count > 1_000
+    assert state(machine) == before
+    step = counted.count // 16
+    # The first and last thousands are the beginning and the end, where most is replaced and put back.
+    numbers = sorted({*range(1, 1_000, 97), *range(1, counted.count, step)})
+    for number in numbers:
+        # IPython does not catch it everywhere: in transformers of its input, say.
+        with Interruption(number) as interrupted, suppress(KeyboardInterrupt):
+            run(shell, CELL)
+        assert interrupted.count >= number
+        assert state(machine) == before, number
+        assert shell.magics_manager.registry["GpuMemMagics"].running is None, number
+    assert run(shell, CELL).success
+    assert run(shell, "%gpumem_device off").success
+
+
+def test_what_two_interrupts_left_is_no_recording_any_more(shell: Any) -> None:
+    """`off`, a measured cell and `%unload_ext` find a recording whose cell is gone."""
+    magics = shell.magics_manager.registry["GpuMemMagics"]
+    for then in ("%gpumem_device T4", "%%gpumem -q\nx = 1", "%gpumem_device off", "%unload_ext gpumem_magic"):
+        if gpu.current() is None:
+            gpu.turn_on("T4")
+        before = state(machine_on())
+        open_recording(is_running=lambda: False)
+        machine_on().devices[0].start_log()
+        result = run(shell, then)
+        assert result.success, then
+        if then.startswith("%%"):
+            assert state(machine_on()) == before
+        assert under_way._run is None
+        assert magics.running is None
+
+
+def test_the_device_stays_on_in_a_cell_that_is_measured(shell: Any) -> None:
+    result = run(shell, "%%gpumem -q\n%gpumem_device off\n")
+    assert "a recording is under way" in str(result.error_in_exec)
+    assert gpu.current() is not None
+
+
+def test_unloading_in_a_measured_cell_ends_the_measuring(shell: Any) -> None:
+    result = run(shell, "%%gpumem -q\n%unload_ext gpumem_magic\nx = 5\n")
+    assert result.success
+    assert shell.user_ns["x"] == 5
+    assert gpu.current() is None
+    assert under_way._run is None
+
+
+def test_a_mode_that_was_left_on_the_stack_does_not_keep_the_device_on(shell: Any) -> None:
+    torch._C._push_on_torch_dispatch_stack(machine_on().engine.mode)
+    assert run(shell, "%gpumem_device off").success
+    assert gpu.current() is None
+
+
+# ---- what signal handlers raise
+
+
+class TooLong(Exception):
+    """A timeout of the program's own."""
+
+
+def _raise(number: int, frame: Any) -> None:
+    raise TooLong
+
+
+def _raise_any(*given: Any) -> None:
+    raise TooLong
+
+
+@pytest.fixture
+def alarm() -> Iterator[Any]:
+    before = signal.getsignal(signal.SIGALRM)
+    yield lambda handler: signal.signal(signal.SIGALRM, handler)
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize("handler", [_raise, _raise_any, lambda number, frame: _raise(number, frame)])
+def test_a_guard_swallows_its_own_and_nothing_of_a_handlers(alarm: Any, handler: Any) -> None:
+    guard = Guard()
+    alarm(handler)
+    with guard("a division"):
+        1 / 0  # noqa: B018
+    assert len(guard.notes) == 1
+    with pytest.raises(TooLong), guard("a signal"):
+        signal.raise_signal(signal.SIGALRM)
+    assert len(guard.notes) == 1
+    with guard("another"):
+        pass
+
+
+def test_who_raised_it_is_seen_through_calls(alarm: Any) -> None:
+    def work() -> None:
+        signal.raise_signal(signal.SIGALRM)
+        time.sleep(1)
+
+    alarm(_raise)
+    with pytest.raises(TooLong) as caught:
+        work()
+    assert not is_own_failure(caught.value)
+    with pytest.raises(TooLong) as caught:
+        _raise(0, None)
+    assert is_own_failure(caught.value)
+
+
+def test_a_timeout_ends_a_measured_loop_and_is_the_users(shell: Any, alarm: Any) -> None:
+    """It comes while our hooks work, which most of the time they do."""
+    alarm(_raise)
+    shell.user_ns.update(TooLong=TooLong, signal=signal)
+    for _ in range(5):
+        shell.user_ns.pop("y", None)
+        assert run(shell, TIMEOUT).success
+        assert shell.user_ns["y"] == "ended"
+
+
+def test_the_traceback_of_an_interrupt_shows_no_line_of_ours(shell: Any, alarm: Any) -> None:
+    alarm(_raise)
+    shell.user_ns.update(signal=signal)
+    result = run(shell, "%%gpumem -q\nsignal.setitimer(signal.ITIMER_REAL, 0.05)\nwhile True:\n    x = 1\n")
+    assert isinstance(result.error_in_exec, TooLong)
+    entry, names = result.error_in_exec.__traceback__, []
+    while entry is not None:
+        names.append(entry.tb_frame.f_code.co_filename)
+        entry = entry.tb_next
+    inside = [name for name in names[names.index(names[-1]) - 1 :] if name.startswith(PACKAGE)]
+    assert inside == []
