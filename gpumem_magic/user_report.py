@@ -11,7 +11,7 @@ from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from gpumem_magic.report.inside import Inside, LayerRow, OperatorRow
+from gpumem_magic.report.inside import ActivationBreakdown, LayerRow, OperatorRow
 from gpumem_magic.report.model import ReportData
 from gpumem_magic.report.schema import report_from_dict, report_to_dict
 from gpumem_magic.units import mib
@@ -106,7 +106,7 @@ class Report(ReportData):
         """
         return self._inside().operators
 
-    def _inside(self) -> Inside:
+    def _inside(self) -> ActivationBreakdown:
         if self.inside is None:
             raise ValueError(
                 "this report knows of no module: none ran on the device, or the report comes from a file without"

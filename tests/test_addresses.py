@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpumem_magic.snapshot import addresses
-from gpumem_magic.snapshot.addresses import Addresses
+from gpumem_magic.snapshot.addresses import SortedAddresses
 
 NUMBERS = st.integers(-3, 40)
 
@@ -19,7 +19,7 @@ NUMBERS = st.integers(-3, 40)
 def test_the_answers_are_those_of_one_sorted_list(steps: list[tuple[bool, int, int]], most: int) -> None:
     plain: list[int] = []
     with patch.object(addresses, "_MOST", most):
-        tested = Addresses()
+        tested = SortedAddresses()
         for adds, number, other in steps:
             if adds:
                 insort(plain, number)
@@ -41,7 +41,7 @@ def test_the_answers_are_those_of_one_sorted_list(steps: list[tuple[bool, int, i
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(1, 5)), max_size=30), st.integers(-3, 120), st.integers(1, 30))
 def test_what_touches_a_range_shares_a_byte_with_it(pieces: list[tuple[int, int]], address: int, size: int) -> None:
-    tested, sizes, end = Addresses(), {}, 0
+    tested, sizes, end = SortedAddresses(), {}, 0
     for gap, length in pieces:
         tested.add(end + gap)
         sizes[end + gap] = length
@@ -52,7 +52,7 @@ def test_what_touches_a_range_shares_a_byte_with_it(pieces: list[tuple[int, int]
 
 
 def test_no_list_grows_without_end() -> None:
-    many = Addresses()
+    many = SortedAddresses()
     for number in range(10_000):
         many.add(number * 7919 % 10_007)
     assert max(map(len, many._lists)) <= addresses._MOST

@@ -10,7 +10,7 @@ from allocator_programs import settings_choices, start_run, steps
 from allocator_training import BATCH, OUTSIDE, TOTAL, WEIGHT, Training, train
 from hypothesis import given, settings
 
-from gpumem_magic.allocator.program import ALLOC, Program, Repetition
+from gpumem_magic.allocator.program import ALLOC, Program, RepeatedPart
 from gpumem_magic.allocator.repetition import last_iteration
 from gpumem_magic.allocator.settings import parse
 from gpumem_magic.allocator.verdict import CAPACITY, FRAGMENTATION, LIMIT, OTHER_PROCESS, Facts, Verdict, verdict_of
@@ -204,7 +204,7 @@ def test_a_stretch_without_relations_makes_its_blocks_anew() -> None:
     run = train(1, available=TOTAL)
     program = Program((), run.events)
     first = next(step for step in program.steps if step.action == ALLOC)
-    again = list(program.run(Repetition(0, len(run.events)), 2))
+    again = list(program.run(RepeatedPart(0, len(run.events)), 2))
     assert len(again) == 3 * len(program.steps)
     blocks = [step.block for step in again if step.action == ALLOC]
     assert len(blocks) == len(set(blocks))
@@ -212,7 +212,7 @@ def test_a_stretch_without_relations_makes_its_blocks_anew() -> None:
         first.block + turn * len(run.events) for turn in range(3)
     ]
     with pytest.raises(ValueError, match="not within"):
-        list(program.run(Repetition(0, len(run.events) + 1), 1))
+        list(program.run(RepeatedPart(0, len(run.events) + 1), 1))
 
 
 def test_an_emptied_cache_is_emptied_again() -> None:

@@ -288,13 +288,13 @@ def test_an_allocator_without_history_gives_totals_and_says_so(backend: str) -> 
 @given(sizes=st.lists(st.tuples(st.integers(0, 10**9), st.integers(0, 10**6)), min_size=1, max_size=8))
 @settings(max_examples=40, deadline=None)
 def test_totals_need_not_be_multiples_of_anything(sizes: list[tuple[int, int]]) -> None:
-    from gpumem_magic.devices.history import Mark
+    from gpumem_magic.devices.history import CountersMark
     from gpumem_magic.devices.weaving import weave
     from gpumem_magic.snapshot.rules import DEFAULT_SETTINGS
 
     # Below 512 bytes no block is smaller.
     totals = [(allocated + 512, allocated + 512 + more) for allocated, more in sizes]
-    marks = [Mark(number, (0,) * 6, *pair, 0, 0) for number, pair in enumerate(totals)]
+    marks = [CountersMark(number, (0,) * 6, *pair, 0, 0) for number, pair in enumerate(totals)]
     woven = weave(0, (), marks, [], DEFAULT_SETTINGS)
     timeline = Timeline(woven.start, woven.events)
     places: Any = woven.places or {0: 0}

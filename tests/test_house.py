@@ -115,3 +115,12 @@ def test_an_arrow_up_and_a_circle_are_seen() -> None:
     }
     assert arrows_up({"files.saved": {"timeline_page.view", "files.kept"}}) == {("files.saved", "timeline_page.view")}
     assert sorted(set(circle({"a": {"b"}, "b": {"c"}, "c": {"a"}}))) == ["a", "b", "c"]
+
+
+def test_one_class_name_means_one_thing() -> None:
+    places: dict[str, list[str]] = {}
+    for name, path in modules().items():
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name.strip("_"), []).append(name)
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from causes_cells import Notebook, notebook
 
-from gpumem_magic.recording.inside import MOST, Inside, InsideError, find_function
+from gpumem_magic.recording.inside import MOST, FunctionRewriter, InsideError, find_function
 from gpumem_magic.report.model import Row
 from gpumem_magic.user_report import Report
 
@@ -166,7 +166,7 @@ def test_one_bad_name_leaves_the_others_as_they_were() -> None:
     namespace: dict[str, Any] = {"good": good}
     exec("def bad(): return 1", namespace)
     code = good.__code__
-    inside = Inside(
+    inside = FunctionRewriter(
         [find_function("good", namespace), find_function("bad", namespace)], lambda label: lambda failed: None
     )
     with pytest.raises(InsideError):

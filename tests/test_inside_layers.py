@@ -20,7 +20,7 @@ from gpumem_magic.causes.inside import CONTRACTIONS, ELEMENTWISE, NORMALISATIONS
 from gpumem_magic.recording.failing_place import failing_place
 from gpumem_magic.recording.model import Recording
 from gpumem_magic.recording.modules import MOST_TURNS, ModuleTrace, ModuleWatch
-from gpumem_magic.report.inside import NOT_KEPT, OUTSIDE, Inside, LayerRow, OperatorRow
+from gpumem_magic.report.inside import NOT_KEPT, OUTSIDE, ActivationBreakdown, LayerRow, OperatorRow
 from gpumem_magic.units import MIB
 from gpumem_magic.user_report import Report
 from gpumem_magic.views.inside import (
@@ -314,11 +314,11 @@ def test_a_tree_has_no_more_lines_than_asked_for(row: LayerRow, most: int, activ
     if not activations_only and len(tree(top, 10_000)) <= most:
         assert sum(one.times * one.bytes[0] for one in lines if one.depth == 0) == row.activations
     large = replace(top, activations=top.activations + MIB)
-    assert len(inside_lines(Inside("at the peak", large, (OperatorRow("x", MIB, 0, {"x": MIB}),)))) <= 8
+    assert len(inside_lines(ActivationBreakdown("at the peak", large, (OperatorRow("x", MIB, 0, {"x": MIB}),)))) <= 8
 
 
 def test_small_change_is_not_shown() -> None:
     small = LayerRow("", "", 9, 9, 9, (LayerRow("a", "A", 5, 5, 5), LayerRow("b", "B", 4, 4, 4)))
-    assert not is_informative(Inside("at the peak", small))
+    assert not is_informative(ActivationBreakdown("at the peak", small))
     assert not is_informative(None)
     assert len(tree(small, MAX_TREE_ROWS)) == 2

@@ -27,7 +27,7 @@ import gpumem_magic
 from gpumem_magic.devices.base import Label
 from gpumem_magic.investigation import figure, memory_map, words
 from gpumem_magic.investigation.listing import listing_of
-from gpumem_magic.investigation.memory_map import FREE, Piece, Stretch, Strip, strip_at, strips_of
+from gpumem_magic.investigation.memory_map import FREE, SegmentPiece, SegmentStrip, Strip, strip_at, strips_of
 from gpumem_magic.investigation.page import still
 from gpumem_magic.investigation.readings import readings_of
 from gpumem_magic.investigation.steps import Investigation, facts, investigation_of
@@ -249,9 +249,9 @@ def test_the_failure_says_what_was_wanted(reports: dict[str, Report]) -> None:
 def strip_of(*pieces: tuple[int, str], address: int = 0) -> Strip:
     made, at = [], address
     for size, kind in pieces:
-        made.append(Piece(at, size * MIB, kind, "x" if kind == "inputs" else None))
+        made.append(SegmentPiece(at, size * MIB, kind, "x" if kind == "inputs" else None))
         at += size * MIB
-    return Strip((Stretch(address, at - address, "large", tuple(made)),))
+    return Strip((SegmentStrip(address, at - address, "large", tuple(made)),))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from gpumem_magic.devices import machines
 from gpumem_magic.notebook import auto
-from gpumem_magic.notebook.history import CellRecord, History, State, added, waterfall
+from gpumem_magic.notebook.history import CellHistory, CellRecord, State, added, waterfall
 
 MIB = 1 << 20
 
@@ -123,11 +123,11 @@ def test_unloading_ends_it(book: Notebook) -> None:
 
 
 def test_the_history_is_bounded() -> None:
-    history = History()
+    history = CellHistory()
     state = State(0, 0, None)
-    for number in range(History.LIMIT + 5):
+    for number in range(CellHistory.LIMIT + 5):
         history.add(CellRecord(number, str(number), "x", state, state))
-    assert len(history.records) == History.LIMIT
+    assert len(history.records) == CellHistory.LIMIT
     assert "5 earlier runs are left out." in waterfall(history.records, history.left_out)
 
 

@@ -12,7 +12,7 @@ BASE_ADDRESS = 0x7F0000000000
 ALIGNMENT = 2 * MIB
 
 
-class Addresses(Protocol):
+class AddressChooser(Protocol):
     """Who decides at which address a new segment lies."""
 
     def take(self, size: int) -> int:
@@ -71,11 +71,11 @@ class DeviceMemory:
     addresses an expandable segment reserves: more than the device has memory, so that one is enough.
     """
 
-    def __init__(self, total: int, outside: int = 0, addresses: Addresses | None = None) -> None:
+    def __init__(self, total: int, outside: int = 0, addresses: AddressChooser | None = None) -> None:
         self.total = total
         self.outside = outside
         self.reserved = 0
-        self.addresses: Addresses = FirstFitAddresses() if addresses is None else addresses
+        self.addresses: AddressChooser = FirstFitAddresses() if addresses is None else addresses
         self.address_space = total + total // 8
 
     @property

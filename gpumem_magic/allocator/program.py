@@ -22,7 +22,7 @@ _RELEASES = frozenset({"segment_free", "segment_unmap"})
 _SEARCHES = frozenset({"segment_alloc", "segment_map", "oom"})
 
 
-class Step(NamedTuple):
+class ReplayStep(NamedTuple):
     """action: one of the constants above. event: the index of its event. block: which block is meant; the same number in an
     alloc and in its free. round: 0 as recorded, 1 and up in a repetition. size: requested bytes (rounded ones for FAILED)."""
 
@@ -36,7 +36,7 @@ class Step(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Repetition:
+class RepeatedPart:
     """A stretch of a program that can be run again: the events first..stop-1.
 
     handed: block that was there when the stretch began and that it frees -> the block of the stretch that stands for it in
@@ -73,13 +73,13 @@ class Program:
             for block in segment.blocks:
                 if block.state == ACTIVE:
                     self.before[block.address] = -1 - len(self.before)
-        self.steps: list[Step] = []
+        self.steps: list[ReplayStep] = []
         # Block -> the event that freed it.
         self.freed: dict[int, int] = {}
         self._count = len(events) if stop is None else stop
         self._read(events, PrivatePools(start, events, final))
 
-    def run(self, repetition: Repetition | None = None, rounds: int = 0) -> Iterator[Step]:
+    def run(self, repetition: RepeatedPart | None = None, rounds: int = 0) -> Iterator[ReplayStep]:
         """The steps as recorded, then those of `rounds` repetitions. Raises ValueError for a stretch that is not in it."""
         yield from self.steps
         if repetition is None or not rounds:
@@ -94,9 +94,9 @@ class Program:
             for step, age in stretch:
                 yield step._replace(block=step.block + shift - age * self._count, round=turn)
 
-    def _again(self, repetition: Repetition) -> list[tuple[Step, int]]:
+    def _again(self, repetition: RepeatedPart) -> list[tuple[ReplayStep, int]]:
         """The steps of one round, each with how many rounds ago its block was made."""
-        steps: list[tuple[Step, int]] = []
+        steps: list[tuple[ReplayStep, int]] = []
         for step in self.steps:
             if not repetition.first <= step.event < repetition.stop:
                 continue
@@ -142,7 +142,7 @@ class Program:
                     self._add(FLUSH, index, index, event, None)
 
     def _add(self, action: str, index: int, block: int, event: TraceEvent, pool_id: PoolId | None) -> None:
-        self.steps.append(Step(action, index, block, 0, event.size, event.stream, pool_id))
+        self.steps.append(ReplayStep(action, index, block, 0, event.size, event.stream, pool_id))
 
     def _ends_a_flush(self, events: Sequence[TraceEvent], index: int) -> bool:
         """Whether releases end here that no request asked for: `torch.cuda.empty_cache()`."""

@@ -10,7 +10,7 @@ from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gpumem_magic.allocator.program import ALLOC, FAILED, Program, Repetition, Step
+from gpumem_magic.allocator.program import ALLOC, FAILED, Program, RepeatedPart, ReplayStep
 from gpumem_magic.snapshot.model import Frame, TraceEvent
 from gpumem_magic.snapshot.rules import DEFAULT_SETTINGS, AllocatorSettings, round_size
 
@@ -47,7 +47,7 @@ def last_iteration(
     events: Sequence[TraceEvent],
     settings: AllocatorSettings = DEFAULT_SETTINGS,
     among: Sequence[range] | None = None,
-) -> Repetition | None:
+) -> RepeatedPart | None:
     """The stretch from the earlier counterpart of the program's last failed request up to that request, its last step.
 
     Run again behind the program, it begins with the request that failed and ends where that is asked again. None where the
@@ -84,7 +84,7 @@ def last_iteration(
 
 
 def _keys(
-    requests: Sequence[Step], failed: Step, events: Sequence[TraceEvent], settings: AllocatorSettings
+    requests: Sequence[ReplayStep], failed: ReplayStep, events: Sequence[TraceEvent], settings: AllocatorSettings
 ) -> list[int]:
     """A number for each request, the failed one last; the same where size, stream and stack are."""
     numbers: dict[tuple[int, int, tuple[Frame, ...]], int] = {}
@@ -101,7 +101,7 @@ def _keys(
 class _Search:
     """Walks back along both iterations at once, as long as they agree."""
 
-    def __init__(self, program: Program, requests: Sequence[Step], keys: Sequence[int]) -> None:
+    def __init__(self, program: Program, requests: Sequence[ReplayStep], keys: Sequence[int]) -> None:
         self._blocks = [step.block for step in requests]
         self._keys = keys
         self._kept = [block not in program.freed for block in self._blocks]
@@ -198,7 +198,7 @@ class _Search:
         return path[: -(-len(path) // 2)] if at_the_edge else path
 
 
-def _repetition(program: Program, first: int, stop: int, pairs: dict[int, int], keys: dict[int, int]) -> Repetition:
+def _repetition(program: Program, first: int, stop: int, pairs: dict[int, int], keys: dict[int, int]) -> RepeatedPart:
     """What becomes of each block of the stretch in a further round."""
     left = [block for block in keys if first <= block < stop and block not in program.freed]
     wanted = sorted(
@@ -228,4 +228,4 @@ def _repetition(program: Program, first: int, stop: int, pairs: dict[int, int], 
     # Kept in both iterations: it really grows. Kept in one that has no counterpart: made once.
     once = frozenset(block for block in free if block not in earlier)
     replaced = frozenset(block for block in free if block in earlier and earlier[block] in program.freed)
-    return Repetition(first, stop, handed, once, replaced, passing)
+    return RepeatedPart(first, stop, handed, once, replaced, passing)

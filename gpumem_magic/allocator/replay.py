@@ -57,7 +57,7 @@ class ReplayResult:
 
 
 @dataclass(frozen=True)
-class Figures:
+class PoolFigures:
     """Of one pool and stream of one device."""
 
     device: int
@@ -71,7 +71,7 @@ class Figures:
 
 def figures(
     result: ReplayResult, events: Sequence[TraceEvent], settings: AllocatorSettings = DEFAULT_SETTINGS
-) -> list[Figures]:
+) -> list[PoolFigures]:
     """A result by pool and stream, in that order. `events` and `settings` are those that were replayed."""
     allocations, decisions = Counter[tuple[str, int]](), Counter[tuple[str, int]]()
     misplaced, misjudged = set(result.misplaced), set(result.misjudged)
@@ -87,7 +87,7 @@ def figures(
             decisions[pool, event.stream] += 1
             decided[pool, event.stream] += index not in misjudged
     return [
-        Figures(
+        PoolFigures(
             result.allocator.device, pool, stream, allocations[pool, stream], placed[pool, stream],
             decisions[pool, stream], decided[pool, stream],
         )
@@ -371,4 +371,4 @@ def _bases(
     return bases
 
 
-__all__ = ["Figures", "PoolId", "ReplayResult", "figures", "replay"]
+__all__ = ["PoolFigures", "PoolId", "ReplayResult", "figures", "replay"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from gpumem_magic.allocator.program import ALLOC, Program, Repetition
+from gpumem_magic.allocator.program import ALLOC, Program, RepeatedPart
 from gpumem_magic.allocator.repetition import last_iteration
 from gpumem_magic.allocator.what_if import Capacity, what_if
 from gpumem_magic.snapshot.model import INACTIVE, Segment, TraceEvent
@@ -272,7 +272,7 @@ def _left_by(timeline: Timeline, address: int, size: int, wanted: int) -> Alloca
 def _with_trials(
     verdict: Verdict,
     program: Program,
-    repetition: Repetition | None,
+    repetition: RepeatedPart | None,
     settings: AllocatorSettings,
     capacity: Capacity,
     rounds: int,

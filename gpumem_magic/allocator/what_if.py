@@ -9,7 +9,7 @@ from typing import Any
 from gpumem_magic.allocator.caching import CachingAllocator
 from gpumem_magic.allocator.failure import DeviceOutOfMemory
 from gpumem_magic.allocator.memory import DeviceMemory
-from gpumem_magic.allocator.program import ALLOC, FLUSH, FREE, Program, Repetition, Step
+from gpumem_magic.allocator.program import ALLOC, FLUSH, FREE, Program, RepeatedPart, ReplayStep
 from gpumem_magic.snapshot.rules import AllocatorSettings
 
 _NO_LIMIT = 1 << 50
@@ -71,7 +71,7 @@ def what_if(
     settings: AllocatorSettings,
     capacity: Capacity = ANY_AMOUNT,
     *,
-    repetition: Repetition | None = None,
+    repetition: RepeatedPart | None = None,
     rounds: int = 0,
     until_failure: bool = False,
     device: int = 0,
@@ -103,7 +103,7 @@ class _Player:
         self._passed_last = False
         self._failed: list[Failed] = []
 
-    def play(self, steps: Iterable[Step], until_failure: bool) -> None:
+    def play(self, steps: Iterable[ReplayStep], until_failure: bool) -> None:
         allocator, places = self._allocator, self._places
         malloc = allocator.malloc
         for action, event, block, turn, size, stream, pool_id in steps:

@@ -59,7 +59,7 @@ class _Attributor:
                 known[id(frames)] = sites.site_of(frames)
             self._sites.append(known[id(frames)])
         self._has_stacks = any(site != sites.NO_STACK for site in self._sites)
-        self._runs = _Runs(
+        self._runs = _StepPhases(
             (one.born, self._kind_of_run(site)) for one, site in zip(self._allocations, self._sites, strict=True)
         )
         self._of_size = Counter(one.requested for one in self._allocations)
@@ -271,7 +271,7 @@ def _whole_copies(sizes: Counter[int], tenants: Iterable[Allocation]) -> int:
     return min(there[size] // count for size, count in sizes.items())
 
 
-class _Runs:
+class _StepPhases:
     """Stretches of a trace in which one part of a training step is under way, told by what each allocation shows."""
 
     def __init__(self, births: Iterable[tuple[int, str | None]]) -> None:

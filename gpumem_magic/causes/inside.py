@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from gpumem_magic.causes.model import Scene
 from gpumem_magic.owners.saved import Saved
 from gpumem_magic.recording.model import BACKWARD, ModuleTrace
-from gpumem_magic.report.inside import DEEPEST, NOT_KEPT, OUTSIDE, Inside, LayerRow, OperatorRow
+from gpumem_magic.report.inside import DEEPEST, NOT_KEPT, OUTSIDE, ActivationBreakdown, LayerRow, OperatorRow
 from gpumem_magic.snapshot.timeline import Allocation
 
 # As Hugging Face's "model memory anatomy" groups the operators of a transformer; the first class that fits counts.
@@ -41,7 +41,7 @@ _CLASSES = (
 _ORDER = (CONTRACTIONS, NORMALISATIONS, ELEMENTWISE, OTHERS)
 
 
-def inside_of(scene: Scene) -> Inside | None:
+def inside_of(scene: Scene) -> ActivationBreakdown | None:
     """None where no module ran in the recording. Bytes are requested ones, as in the category."""
     trace = scene.recording.modules
     if not trace.names:
@@ -66,7 +66,7 @@ def inside_of(scene: Scene) -> Inside | None:
         known = owners.get(scene.labels[one.index].name or "", set())
         top.add(next(iter(known)) if len(known) == 1 else None, trace, "gradients", one.requested)
     types = {name.path: name.type for name in trace.names}
-    return Inside(moment, top.row("", "", types), _operators(activations, saved) if scene.saved else ())
+    return ActivationBreakdown(moment, top.row("", "", types), _operators(activations, saved) if scene.saved else ())
 
 
 def _moment(scene: Scene) -> tuple[str, int]:

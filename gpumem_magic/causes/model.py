@@ -30,7 +30,7 @@ class Cause:
 
 
 @dataclass(frozen=True)
-class Turn:
+class Iteration:
     """One iteration: the positions at its start and end in the device's log."""
 
     start: int
@@ -123,13 +123,13 @@ class Scene:
         return found
 
     @cached_property
-    def turns(self) -> list[Turn]:
+    def turns(self) -> list[Iteration]:
         """The iterations: from one step of the first optimizer to its next, else those of the loop that turned most often."""
         steps = [span for span in self.spans(OPTIMIZER) if not span.failed]
         ends = [self.end_of(step) for step in steps if step.label == steps[0].label]
         if len(ends) < 2:
             ends = self._loop_ends()
-        return [Turn(start, end) for start, end in zip([0, *ends], ends, strict=False)]
+        return [Iteration(start, end) for start, end in zip([0, *ends], ends, strict=False)]
 
     def _loop_ends(self) -> list[int]:
         turns: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}

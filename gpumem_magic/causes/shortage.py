@@ -25,7 +25,7 @@ THIS_ERROR = "this error's traceback"
 
 
 @dataclass(frozen=True)
-class _Saving:
+class _Suggestion:
     """What one thing to type would have saved, in bytes."""
 
     what: str
@@ -66,7 +66,7 @@ def _who(scene: Scene, held: list[Held], position: int) -> str:
     return f"{text}; {human(own)} has no name that outlived the failing statement." if own >= LEAST else f"{text}."
 
 
-def _what_to_do(savings: list[_Saving], missing: int | None) -> str:
+def _what_to_do(savings: list[_Suggestion], missing: int | None) -> str:
     if not savings:
         return ""
     told = []
@@ -76,7 +76,7 @@ def _what_to_do(savings: list[_Saving], missing: int | None) -> str:
     return f"In the order of what it saves: {'; '.join(told)}."
 
 
-def _savings(scene: Scene, held: list[Held]) -> list[_Saving]:
+def _savings(scene: Scene, held: list[Held]) -> list[_Suggestion]:
     """What IPython and Python keep by themselves, and variables that the cell does not even mention."""
     assert scene.holdings is not None
     roots = scene.holdings.roots
@@ -85,7 +85,7 @@ def _savings(scene: Scene, held: list[Held]) -> list[_Saving]:
         numbers = {number for number in scene.holdings.of_kind(kind) if roots[number].name != THIS_ERROR}
         freed = size_of(one for one in held if numbers.issuperset(one.roots))
         if freed >= LEAST:
-            found.append(_Saving(_WHAT[kind], statement, freed))
+            found.append(_Suggestion(_WHAT[kind], statement, freed))
     if not scene.mentioned:
         return found
     for number, root in enumerate(roots):
@@ -93,7 +93,7 @@ def _savings(scene: Scene, held: list[Held]) -> list[_Saving]:
             continue
         freed = size_of(one for one in held if one.roots == (number,))
         if freed >= LEAST:
-            found.append(_Saving("the cell does not mention it", f"`{root.statement}`", freed))
+            found.append(_Suggestion("the cell does not mention it", f"`{root.statement}`", freed))
     return found
 
 

@@ -26,7 +26,7 @@ from gpumem_magic.owners.search import find_owners
 from gpumem_magic.owners.who import holders
 from gpumem_magic.patching import Patches
 from gpumem_magic.recording.model import Recording
-from gpumem_magic.report.inside import Inside
+from gpumem_magic.report.inside import ActivationBreakdown
 from gpumem_magic.report.model import Owner, ReportCause, ReportData
 
 # The report names so many; `%gpumem_who` has them all.
@@ -113,7 +113,7 @@ class Why:
             causes, failures = find_causes(scene)
             self._failures += failures
             owners = _owners(self._holdings)
-        inside: Inside | None = None
+        inside: ActivationBreakdown | None = None
         with _Timed(self, "sorting activations by module"):
             inside = inside_of(scene) if scene is not None else None
         notes = [f"{one.text} {one.remedy}".strip() for one in causes]

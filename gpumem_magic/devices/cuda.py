@@ -15,9 +15,9 @@ from typing import Any
 from gpumem_magic.devices import torch_memory
 from gpumem_magic.devices.base import Counters, Device, DeviceFacts, DeviceLog, GpuProcess, Label, Log
 from gpumem_magic.devices.driver import Driver, DriverDevice
-from gpumem_magic.devices.history import RING, History, OpenLog
+from gpumem_magic.devices.history import RING, AllocatorHistory, OpenLog
 from gpumem_magic.devices.outside import OutsideMemory, Shares
-from gpumem_magic.devices.readings import Counts, Reading, reading_of
+from gpumem_magic.devices.readings import CountersReading, Counts, reading_of
 from gpumem_magic.devices.unsupported import is_rocm
 from gpumem_magic.devices.visible import find
 from gpumem_magic.devices.weaving import Woven, weave
@@ -69,7 +69,7 @@ class CudaDevice:
         self,
         torch: Any,
         index: int,
-        history: History,
+        history: AllocatorHistory,
         driver: Driver,
         lock: threading.RLock,
         clock: Callable[[], float] = time.monotonic,
@@ -160,12 +160,12 @@ class CudaDevice:
             shares = replace(shares, device_used=shares.device_used - reserved + reading.reserved)
         return _counters(reading, shares), sum(reading.counts)
 
-    def _read_along(self) -> Reading:
+    def _read_along(self) -> CountersReading:
         try:
             return reading_of(self._torch.cuda.memory_stats_as_nested_dict(self._index))
         except (RuntimeError, NotImplementedError):
             # An allocator of somebody else's that keeps no figures: only the driver's are shown.
-            return Reading()
+            return CountersReading()
 
     @property
     def holds_memory(self) -> bool:
@@ -296,7 +296,7 @@ class CudaMachine:
         self._torch = torch
         self._driver = driver if driver is not None else Driver(None) if is_rocm(torch) else Driver.open()
         count = int(torch.cuda.device_count())
-        self._history = History(torch, count, ring)
+        self._history = AllocatorHistory(torch, count, ring)
         lock = threading.RLock()
         self._devices = [CudaDevice(torch, index, self._history, self._driver, lock, clock) for index in range(count)]
 
@@ -356,7 +356,7 @@ class CudaMachine:
         return notes
 
 
-def _counters(reading: Reading, shares: Shares) -> Counters:
+def _counters(reading: CountersReading, shares: Shares) -> Counters:
     return Counters(
         allocated=reading.allocated,
         reserved=reading.reserved,

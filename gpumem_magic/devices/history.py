@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from gpumem_magic.allocator.settings import settings_from_dict
 from gpumem_magic.devices import torch_memory
-from gpumem_magic.devices.readings import KIND_OF_ACTION, NOTHING, Counts, Reading, minus, plus, reading_of
+from gpumem_magic.devices.readings import KIND_OF_ACTION, NOTHING, CountersReading, Counts, minus, plus, reading_of
 from gpumem_magic.failures import is_own_failure
 from gpumem_magic.patching import Patches
 from gpumem_magic.snapshot.model import Segment, TraceEvent
@@ -26,7 +26,7 @@ RING = 100_000
 _TRIES = 3
 
 
-class Mark(NamedTuple):
+class CountersMark(NamedTuple):
     """What a device's counters said when somebody asked for the position. raw: the number of events since the log began."""
 
     raw: int
@@ -57,7 +57,7 @@ class OpenLog:
     device: int
     base: Counts
     start: tuple[Segment, ...]
-    marks: list[Mark] = field(default_factory=list)
+    marks: list[CountersMark] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
     drained: bool = False
 
@@ -70,7 +70,7 @@ class _Taken:
     counts: dict[int, Counts]
 
 
-class History:
+class AllocatorHistory:
     """The logs of all devices of a machine. Not thread-safe: whoever shares it holds a lock.
 
     ring: how many events PyTorch is asked to keep per device.
@@ -103,15 +103,15 @@ class History:
         """What a reader must know about the logs that ended last."""
         return list(self._notes)
 
-    def read(self, index: int) -> Reading:
+    def read(self, index: int) -> CountersReading:
         """The counters of now, all 0 where there are none: CUDA not in use, or an allocator of somebody else's."""
         if not torch_memory.in_use(self._torch):
-            return Reading()
+            return CountersReading()
         try:
             return reading_of(self._torch.cuda.memory_stats_as_nested_dict(index))
         except (RuntimeError, NotImplementedError) as error:
             self._note(f"PyTorch does not tell its counters of cuda:{index}: {_words(error)}.")
-            return Reading()
+            return CountersReading()
 
     def segments(self, index: int) -> tuple[Segment, ...]:
         """The segments of now; () where CUDA is not in use or the allocator has none."""
@@ -155,8 +155,8 @@ class History:
 
     def forget(self, log: OpenLog, needed: Set[int]) -> None:
         """Drops marks at positions that are not needed, but for the highest of those that follow each other."""
-        kept: list[Mark] = []
-        dropped: list[Mark] = []
+        kept: list[CountersMark] = []
+        dropped: list[CountersMark] = []
         last = log.marks[-1]
         for mark in log.marks:
             if kept and mark is not last and mark.raw not in needed:
@@ -195,7 +195,7 @@ class History:
             self._end()
         self._open = left
 
-    def _mark(self, log: OpenLog) -> Mark:
+    def _mark(self, log: OpenLog) -> CountersMark:
         reading = self.read(log.device)
         figures = (reading.allocated, reading.reserved, reading.peak_allocated, reading.peak_reserved)
         if not log.marks:
@@ -206,7 +206,7 @@ class History:
         else:
             counts = NOTHING
             raw = log.marks[-1].raw + (log.marks[-1][2:] != figures)
-        mark = Mark(raw, counts, *figures)
+        mark = CountersMark(raw, counts, *figures)
         if log.marks and log.marks[-1].raw == raw:
             log.marks[-1] = mark
         else:
@@ -329,7 +329,7 @@ class History:
             self._notes.append(note)
 
 
-def _highest(dropped: Sequence[Mark], before: Mark, after: Mark) -> list[Mark]:
+def _highest(dropped: Sequence[CountersMark], before: CountersMark, after: CountersMark) -> list[CountersMark]:
     """Those that rise above their surroundings, in order: a peak that no later mark may tell."""
     allocated = max(dropped, key=lambda mark: mark.allocated)
     reserved = max(dropped, key=lambda mark: mark.reserved)

@@ -31,7 +31,7 @@ KIND_OF_ACTION = {
 
 
 @dataclass(frozen=True)
-class Reading:
+class CountersReading:
     """Bytes now and at their peaks (since the user's last reset), and how many events there have been."""
 
     counts: Counts = NOTHING
@@ -42,17 +42,17 @@ class Reading:
     retries: int = 0
 
 
-def reading_of(stats: Mapping[str, Any]) -> Reading:
+def reading_of(stats: Mapping[str, Any]) -> CountersReading:
     """From `torch.cuda.memory_stats_as_nested_dict`, which is empty until CUDA is in use.
 
     The counters are the caching allocator's of torch 2.3 and later; one that it lacks counts as 0, and the trace is then found
     to disagree.
     """
     if not stats:
-        return Reading()
+        return CountersReading()
     allocation, active = _of(stats, "allocation"), _of(stats, "active")
     allocated, reserved = _of(stats, "allocated_bytes"), _of(stats, "reserved_bytes")
-    return Reading(
+    return CountersReading(
         (
             int(allocation.get("allocated", 0)),
             int(allocation.get("freed", 0)),

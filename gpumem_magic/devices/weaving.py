@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from gpumem_magic.devices.history import Chunk, Mark
+from gpumem_magic.devices.history import Chunk, CountersMark
 from gpumem_magic.devices.readings import KIND_OF_ACTION, minus
 from gpumem_magic.snapshot.model import ACTIVE, INACTIVE, LARGE_POOL, PENDING_FREE, Block, Segment, TraceEvent
 from gpumem_magic.snapshot.rules import MIN_BLOCK, AllocatorSettings
@@ -42,7 +42,7 @@ class Woven:
 def weave(
     device: int,
     start: tuple[Segment, ...],
-    marks: Sequence[Mark],
+    marks: Sequence[CountersMark],
     chunks: Sequence[Chunk],
     settings: AllocatorSettings,
 ) -> Woven:
@@ -86,7 +86,7 @@ def _joined(chunks: Sequence[Chunk]) -> list[Chunk]:
     return joined
 
 
-def _fits(chunk: Chunk, marks: Sequence[Mark]) -> bool:
+def _fits(chunk: Chunk, marks: Sequence[CountersMark]) -> bool:
     """Whether the marks within a stretch counted the same kinds of events as it has, from its first mark's on."""
     inside = [mark for mark in marks if chunk.first <= mark.raw <= chunk.end]
     if not inside:
@@ -135,7 +135,7 @@ def _with_waiting(segment: Segment, waiting: set[int]) -> Segment:
     return replace(segment, blocks=blocks)
 
 
-def _segment_of_totals(device: int, mark: Mark) -> Segment:
+def _segment_of_totals(device: int, mark: CountersMark) -> Segment:
     """What an allocator without segments holds at the start."""
     size = max(mark.reserved, mark.allocated)
     blocks = []
@@ -149,7 +149,7 @@ def _segment_of_totals(device: int, mark: Mark) -> Segment:
 class _Weaver:
     """Writes the log from its beginning. `_marks` are those that are still to come."""
 
-    def __init__(self, start: tuple[Segment, ...], marks: Sequence[Mark], settings: AllocatorSettings) -> None:
+    def __init__(self, start: tuple[Segment, ...], marks: Sequence[CountersMark], settings: AllocatorSettings) -> None:
         self.woven = Woven(start, places={marks[0].raw: 0})
         self._settings = settings
         self._state = start
@@ -196,7 +196,7 @@ class _Weaver:
 
     # Gaps.
 
-    def _leave(self, later: tuple[Segment, ...], between: Sequence[Mark]) -> dict[int, Segment]:
+    def _leave(self, later: tuple[Segment, ...], between: Sequence[CountersMark]) -> dict[int, Segment]:
         """Takes away all but the segments with blocks that are there later as well, which it returns by address."""
         kept = _persisting(self._state, later)
         self._base_allocated = sum(segment.allocated_size for segment in kept.values())
@@ -218,7 +218,7 @@ class _Weaver:
                 self._event(action, segment.address, segment.total_size, segment.stream)
         return kept
 
-    def _totals(self, marks: Sequence[Mark]) -> None:
+    def _totals(self, marks: Sequence[CountersMark]) -> None:
         assert self.woven.places is not None
         for mark in marks:
             before = self._before

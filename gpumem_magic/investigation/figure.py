@@ -21,7 +21,7 @@ from gpumem_magic.investigation.steps import WAITING_COLOUR, Investigation, Step
 from gpumem_magic.investigation.words import KIND_WORDS
 from gpumem_magic.units import mib
 from gpumem_magic.views.layout import palette_image
-from gpumem_magic.views.lines import Figures, fit
+from gpumem_magic.views.lines import SizeFormat, fit
 from gpumem_magic.views.palette import ALARM, COLOURS, PAPER, QUIET, TEXT
 
 WIDTH = 11.0
@@ -69,7 +69,7 @@ def rows_of(steps: Sequence[Step]) -> list[Step]:
 class _Map:
     def __init__(self, investigation: Investigation) -> None:
         self.investigation = investigation
-        self.words = Figures(investigation.report)
+        self.words = SizeFormat(investigation.report)
         steps = rows_of(investigation.steps)
         height = _HEAD + _ROW * (len(steps) + bool(investigation.wanted)) + _FOOT
         self.figure = Figure(figsize=(WIDTH, height))

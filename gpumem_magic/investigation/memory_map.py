@@ -23,7 +23,7 @@ _SMALLEST_SHARE = 1 / 2000
 
 
 @dataclass(frozen=True)
-class Piece:
+class SegmentPiece:
     """A stretch of a segment, in bytes. kind: a category, "free" or "waiting". name: of its only tenant, where that has one."""
 
     address: int
@@ -33,27 +33,27 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Stretch:
+class SegmentStrip:
     """One segment: memory that PyTorch got from the device in one piece. pool: "large" or "small"."""
 
     address: int
     size: int
     pool: str
-    pieces: tuple[Piece, ...]
+    pieces: tuple[SegmentPiece, ...]
 
 
 @dataclass(frozen=True)
 class Strip:
     """All segments at a moment, by address."""
 
-    segments: tuple[Stretch, ...]
+    segments: tuple[SegmentStrip, ...]
 
     @property
     def reserved(self) -> int:
         return sum(segment.size for segment in self.segments)
 
     @property
-    def free_pieces(self) -> list[Piece]:
+    def free_pieces(self) -> list[SegmentPiece]:
         """What is cached and free, largest first."""
         found = [piece for segment in self.segments for piece in segment.pieces if piece.kind == FREE]
         return sorted(found, key=lambda piece: -piece.size)
@@ -105,24 +105,24 @@ def strip_at(timeline: Timeline, labels: Sequence[Label], position: int, smalles
     return Strip(tuple(_stretch(segment, tenants, smallest) for segment in timeline.segments_at(position)))
 
 
-def _stretch(segment: Segment, tenants: Mapping[int, Label], smallest: int) -> Stretch:
+def _stretch(segment: Segment, tenants: Mapping[int, Label], smallest: int) -> SegmentStrip:
     pieces = tuple(_together([_piece(block, tenants) for block in segment.blocks], smallest))
-    return Stretch(segment.address, segment.total_size, segment.segment_type, pieces)
+    return SegmentStrip(segment.address, segment.total_size, segment.segment_type, pieces)
 
 
-def _piece(block: Block, tenants: Mapping[int, Label]) -> Piece:
+def _piece(block: Block, tenants: Mapping[int, Label]) -> SegmentPiece:
     if block.state == INACTIVE:
-        return Piece(block.address, block.size, FREE)
+        return SegmentPiece(block.address, block.size, FREE)
     label = tenants.get(block.address)
     if label is None:
-        return Piece(block.address, block.size, WAITING)
-    return Piece(block.address, block.size, label.category, label.name)
+        return SegmentPiece(block.address, block.size, WAITING)
+    return SegmentPiece(block.address, block.size, label.category, label.name)
 
 
-def _together(pieces: Sequence[Piece], smallest: int) -> list[Piece]:
+def _together(pieces: Sequence[SegmentPiece], smallest: int) -> list[SegmentPiece]:
     """Runs of pieces that are too small to be seen become one piece for each kind in the run."""
-    done: list[Piece] = []
-    run: list[Piece] = []
+    done: list[SegmentPiece] = []
+    run: list[SegmentPiece] = []
     for piece in pieces:
         if piece.size < smallest:
             run.append(piece)
@@ -133,7 +133,7 @@ def _together(pieces: Sequence[Piece], smallest: int) -> list[Piece]:
     return done + _by_kind(run)
 
 
-def _by_kind(run: Sequence[Piece]) -> list[Piece]:
+def _by_kind(run: Sequence[SegmentPiece]) -> list[SegmentPiece]:
     if len(run) < 2:
         return list(run)
     sizes: dict[str, int] = {}
@@ -141,6 +141,6 @@ def _by_kind(run: Sequence[Piece]) -> list[Piece]:
         sizes[piece.kind] = sizes.get(piece.kind, 0) + piece.size
     merged, address = [], run[0].address
     for kind, size in sizes.items():
-        merged.append(Piece(address, size, kind))
+        merged.append(SegmentPiece(address, size, kind))
         address += size
     return merged

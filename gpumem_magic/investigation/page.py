@@ -8,7 +8,7 @@ from typing import Any
 
 from gpumem_magic.investigation.steps import Investigation, Step
 from gpumem_magic.views import explain
-from gpumem_magic.views.lines import Figures
+from gpumem_magic.views.lines import SizeFormat
 from gpumem_magic.views.pages import CSS_WIDTH, card, image
 from gpumem_magic.views.palette import ALARM, PAPER, QUIET, TEXT
 
@@ -31,7 +31,7 @@ def still(investigation: Investigation) -> dict[str, Any]:
 
 
 def _details(investigation: Investigation) -> str:
-    figures = Figures(investigation.report)
+    figures = SizeFormat(investigation.report)
     rows = "".join(_row(step, figures, investigation) for step in investigation.steps)
     names = ["", "checkpoint", "nvidia-smi", *(["published"] if investigation.has_published else []), "what changed"]
     head = "".join(f'<th style="text-align:left;color:{QUIET}">{name}</th>' for name in names)
@@ -43,7 +43,7 @@ def _details(investigation: Investigation) -> str:
     )
 
 
-def _row(step: Step, figures: Figures, investigation: Investigation) -> str:
+def _row(step: Step, figures: SizeFormat, investigation: Investigation) -> str:
     row = step.line.row
     colour = ALARM if row.kind == "error" else TEXT
     cells = [

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gpumem_magic.investigation.listing import ListedLine, listing_of
-from gpumem_magic.investigation.memory_map import Stretch, Strip, strips_of
+from gpumem_magic.investigation.memory_map import SegmentStrip, Strip, strips_of
 from gpumem_magic.investigation.readings import Published, readings_of
 from gpumem_magic.investigation.words import KIND_WORDS, sentences
 from gpumem_magic.report.model import ReportData
@@ -90,7 +90,7 @@ def facts(investigation: Investigation) -> dict[str, Any]:
     """What the page needs, as JSON: a segment that did not change between steps is sent once."""
     report = investigation.report
     kinds = list(KIND_WORDS)
-    segments: dict[Stretch, int] = {}
+    segments: dict[SegmentStrip, int] = {}
     steps = [_step(step, segments) for step in investigation.steps]
     return {
         "device": explain.device_name(report.device),
@@ -111,7 +111,7 @@ def facts(investigation: Investigation) -> dict[str, Any]:
 _OWN_COLOURS = {"free": FREE_COLOUR, "waiting": WAITING_COLOUR}
 
 
-def _step(step: Step, segments: dict[Stretch, int]) -> dict[str, Any]:
+def _step(step: Step, segments: dict[SegmentStrip, int]) -> dict[str, Any]:
     row = step.line.row
     return {
         "kind": row.kind,
@@ -133,7 +133,7 @@ def _step(step: Step, segments: dict[Stretch, int]) -> dict[str, Any]:
     }
 
 
-def _segment(segment: Stretch, kinds: Sequence[str]) -> dict[str, Any]:
+def _segment(segment: SegmentStrip, kinds: Sequence[str]) -> dict[str, Any]:
     pieces: list[list[Any]] = []
     for piece in segment.pieces:
         made: list[Any] = [piece.size, kinds.index(piece.kind)]

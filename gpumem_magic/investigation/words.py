@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gpumem_magic.investigation.memory_map import FREE, WAITING, Piece, Strip
+from gpumem_magic.investigation.memory_map import FREE, WAITING, SegmentPiece, Strip
 from gpumem_magic.report.model import LABELS, ReportData
 from gpumem_magic.units import amount, mib
 from gpumem_magic.views import explain
@@ -81,7 +81,7 @@ def _hole(before: Strip, now: Strip) -> str:
     return ""
 
 
-def _inside(strip: Strip, hole: Piece) -> list[Piece]:
+def _inside(strip: Strip, hole: SegmentPiece) -> list[SegmentPiece]:
     """What lies within a stretch of addresses, cut to it; nothing where no segment covers it."""
     found = []
     for segment in strip.segments:
@@ -90,11 +90,11 @@ def _inside(strip: Strip, hole: Piece) -> list[Piece]:
                 low = max(piece.address, hole.address)
                 high = min(piece.address + piece.size, hole.address + hole.size)
                 if low < high:
-                    found.append(Piece(low, high - low, piece.kind, piece.name))
+                    found.append(SegmentPiece(low, high - low, piece.kind, piece.name))
     return found
 
 
-def _tenants(pieces: list[Piece]) -> str:
+def _tenants(pieces: list[SegmentPiece]) -> str:
     """``activations 1,916 MiB, inputs 76 MiB``, or the one variable's name."""
     tenants = [piece for piece in pieces if piece.kind != FREE]
     if len(tenants) == 1:

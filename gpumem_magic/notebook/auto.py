@@ -12,7 +12,7 @@ from typing import Any
 
 from gpumem_magic.devices import machines
 from gpumem_magic.failures import is_own_failure
-from gpumem_magic.notebook.history import CellRecord, History, State
+from gpumem_magic.notebook.history import CellHistory, CellRecord, State
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class _Begun:
 class Auto:
     """Of one shell. At most one is on; `turn_on` and `turn_off` are the ways in and out."""
 
-    def __init__(self, shell: Any, history: History) -> None:
+    def __init__(self, shell: Any, history: CellHistory) -> None:
         self._shell = shell
         self._history = history
         self._begun: list[_Begun | None] = []
@@ -106,7 +106,7 @@ class Auto:
 
 
 _auto: Auto | None = None
-_history = History()
+_history = CellHistory()
 
 
 def turn_on(shell: Any) -> str:
@@ -133,7 +133,7 @@ def is_on() -> bool:
     return _auto is not None
 
 
-def history() -> History:
+def history() -> CellHistory:
     """What was recorded in this process."""
     return _history
 
@@ -142,4 +142,4 @@ def forget() -> None:
     """Ends the recording and drops what was recorded (the extension is unloaded)."""
     global _history
     turn_off()
-    _history = History()
+    _history = CellHistory()

@@ -42,7 +42,7 @@ class CellRecord:
         return self.after.allocated - self.before.allocated
 
 
-class History:
+class CellHistory:
     """The runs of a notebook's cells, oldest first; of the last thousand."""
 
     LIMIT = 1000

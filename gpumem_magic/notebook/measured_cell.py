@@ -133,12 +133,12 @@ class MeasuredCell:
         """Rewrites the functions of ``--into`` for the run. Raises UsageError, in one line."""
         if self._options.into is None:
             return
-        from gpumem_magic.recording.inside import Inside, InsideError, find_function
+        from gpumem_magic.recording.inside import FunctionRewriter, InsideError, find_function
 
         names = [name.strip() for name in self._options.into.split(",") if name.strip()]
         try:
             functions = [find_function(name, self._shell.user_ns) for name in names]
-            self._inside = Inside(functions, recording.begin_range)
+            self._inside = FunctionRewriter(functions, recording.begin_range)
             self._inside.install()
         except InsideError as error:
             raise UsageError(str(error)) from None

@@ -96,7 +96,7 @@ def names_in(python: str) -> frozenset[str]:
 
 
 @dataclass(frozen=True)
-class _Unit:
+class _CompiledUnit:
     """What is compiled at once. mode: "exec", "single" (shows its expressions) or "eval" (its value is the cell's).
 
     index: the statement's, where the run and not the rewritten code tells the hook of it.
@@ -123,7 +123,7 @@ class CellRun:
         self._name = new_hook_name()
         self._codes: set[CodeType] = set()
         self._hook: StatementHook | None = None
-        self._units = [_Unit([node], mode) for node, mode in _plan(shell, cell)]
+        self._units = [_CompiledUnit([node], mode) for node, mode in _plan(shell, cell)]
 
     @property
     def names(self) -> frozenset[str]:
@@ -199,15 +199,15 @@ class CellRun:
             self._hook.after(unit.index)
 
 
-def _unit(instrumenter: Instrumenter, node: ast.stmt, mode: str) -> _Unit:
+def _unit(instrumenter: Instrumenter, node: ast.stmt, mode: str) -> _CompiledUnit:
     if isinstance(node, COMPOUND):
-        return _Unit(instrumenter.rewrite(node), mode)
-    if isinstance(node, _Reading):
-        return _Unit([node], mode)
-    return _Unit([node], mode, instrumenter.add(node))
+        return _CompiledUnit(instrumenter.rewrite(node), mode)
+    if isinstance(node, _ReadVariable):
+        return _CompiledUnit([node], mode)
+    return _CompiledUnit([node], mode, instrumenter.add(node))
 
 
-class _Reading(ast.Expr):
+class _ReadVariable(ast.Expr):
     """A variable's value, read for display and not written by the user."""
 
 
@@ -221,7 +221,7 @@ def _plan(shell: Any, cell: PreparedCell) -> list[tuple[ast.stmt, str]]:
         target = _assigned_name(nodes[-1])
         if target is not None:
             name = ast.copy_location(ast.Name(target, ast.Load()), nodes[-1])
-            nodes.append(ast.copy_location(_Reading(name), nodes[-1]))
+            nodes.append(ast.copy_location(_ReadVariable(name), nodes[-1]))
         interactivity = "last_expr"
     if interactivity == "last_expr":
         interactivity = "last" if isinstance(nodes[-1], ast.Expr) else "none"

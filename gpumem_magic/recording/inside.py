@@ -38,7 +38,7 @@ class InsideError(Exception):
     """A name is no function that can be looked into. The text is one line."""
 
 
-class Inside:
+class FunctionRewriter:
     """The functions that are looked into, from `install` to `remove`. begins: begins a range of a name, and returns its end."""
 
     def __init__(self, functions: Sequence[types.FunctionType], begins: Begins) -> None:

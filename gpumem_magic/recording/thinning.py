@@ -57,7 +57,7 @@ class Kept:
 
 
 @dataclass(frozen=True)
-class _Unit:
+class _RecordedIteration:
     """An iteration: what came after `begin`, up to `end`. in_rows: whether it has rows of its own."""
 
     begin: Moment
@@ -80,18 +80,18 @@ def thin(kept: Kept, device: int, most: int = MOST) -> None:
         max(middle, key=lambda number: _peak(units[number], moments, ticks, device)),
         max(middle, key=lambda number: _growth(units[number], device)),
     }
-    _leave_out(kept, _Runs(units[number] for number in middle if number not in records))
+    _leave_out(kept, _LeftOutRuns(units[number] for number in middle if number not in records))
 
 
 # ---- iterations
 
 
-def _units(kept: Kept, large: int) -> list[_Unit]:
+def _units(kept: Kept, large: int) -> list[_RecordedIteration]:
     """The iterations, in order. One of more than `large` moments is cut up by the steps in it."""
     spans = sorted(kept.spans, key=lambda span: span.end.tick)
     ends = [span.end.tick for span in spans]
     points = kept.checkpoints
-    units: list[_Unit] = []
+    units: list[_RecordedIteration] = []
     begin = 0
     for number in range(1, len(points)):
         following = points[number + 1] if number + 1 < len(points) else None
@@ -105,7 +105,7 @@ def _units(kept: Kept, large: int) -> list[_Unit]:
         if weight > large:
             units += _steps_of(inside)
         elif points[number].iteration:
-            units.append(_Unit(start, end, True, weight))
+            units.append(_RecordedIteration(start, end, True, weight))
         begin = number
     # The statement that runs now.
     if points:
@@ -117,7 +117,7 @@ def _place(point: Checkpoint) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return point.loops, point.iteration
 
 
-def _steps_of(spans: Sequence[Span]) -> list[_Unit]:
+def _steps_of(spans: Sequence[Span]) -> list[_RecordedIteration]:
     """The iterations inside a statement. spans: those that ended in it, in order of their ends."""
     steps = [span for span in spans if span.kind == OPTIMIZER and not span.failed]
     if steps:
@@ -128,11 +128,11 @@ def _steps_of(spans: Sequence[Span]) -> list[_Unit]:
     units = []
     for begin, end in pairwise(ends):
         count = bisect_right(ticks, end.tick) - bisect_right(ticks, begin.tick)
-        units.append(_Unit(begin, end, False, 2 * count))
+        units.append(_RecordedIteration(begin, end, False, 2 * count))
     return units
 
 
-def _reach(units: Sequence[_Unit], weight: int) -> int:
+def _reach(units: Sequence[_RecordedIteration], weight: int) -> int:
     """How many of the first units weigh that much together, but at least three of them."""
     total = 0
     for number, unit in enumerate(units):
@@ -149,7 +149,7 @@ def _moments(kept: Kept) -> list[Moment]:
     return sorted(moments, key=lambda moment: moment.tick)
 
 
-def _peak(unit: _Unit, moments: Sequence[Moment], ticks: Sequence[int], device: int) -> int:
+def _peak(unit: _RecordedIteration, moments: Sequence[Moment], ticks: Sequence[int], device: int) -> int:
     inside = moments[bisect_right(ticks, unit.begin.tick) : bisect_right(ticks, unit.end.tick)]
     highest = max((moment.counters[device].allocated for moment in inside if device in moment.counters), default=0)
     before, after = unit.begin.counters.get(device), unit.end.counters.get(device)
@@ -158,7 +158,7 @@ def _peak(unit: _Unit, moments: Sequence[Moment], ticks: Sequence[int], device: 
     return highest
 
 
-def _growth(unit: _Unit, device: int) -> int:
+def _growth(unit: _RecordedIteration, device: int) -> int:
     before, after = unit.begin.counters.get(device), unit.end.counters.get(device)
     return 0 if before is None or after is None else after.allocated - before.allocated
 
@@ -167,7 +167,7 @@ def _growth(unit: _Unit, device: int) -> int:
 
 
 @dataclass
-class _Run:
+class _LeftOutRun:
     """Iterations that follow each other: what came after `begin`, up to `end`."""
 
     begin: Moment
@@ -175,25 +175,25 @@ class _Run:
     in_rows: bool
 
 
-class _Runs:
+class _LeftOutRuns:
     """Runs of iterations that go, in order."""
 
-    def __init__(self, units: Iterable[_Unit]) -> None:
-        self.all: list[_Run] = []
+    def __init__(self, units: Iterable[_RecordedIteration]) -> None:
+        self.all: list[_LeftOutRun] = []
         for unit in units:
             last = self.all[-1] if self.all else None
             if last is not None and last.end.tick == unit.begin.tick and last.in_rows == unit.in_rows:
                 last.end = unit.end
             else:
-                self.all.append(_Run(unit.begin, unit.end, unit.in_rows))
+                self.all.append(_LeftOutRun(unit.begin, unit.end, unit.in_rows))
         self._begins = [run.begin.tick for run in self.all]
 
-    def around(self, tick: int) -> _Run | None:
+    def around(self, tick: int) -> _LeftOutRun | None:
         number = bisect_left(self._begins, tick) - 1
         return self.all[number] if number >= 0 and tick <= self.all[number].end.tick else None
 
 
-def _leave_out(kept: Kept, runs: _Runs) -> None:
+def _leave_out(kept: Kept, runs: _LeftOutRuns) -> None:
     _leave_out_rows(kept, runs)
     spans: list[Span] = []
     skipped: Counter[int] = Counter()
@@ -213,10 +213,10 @@ def _leave_out(kept: Kept, runs: _Runs) -> None:
     kept.sightings[:] = _outside(kept.sightings, runs.all)
 
 
-def _leave_out_rows(kept: Kept, runs: _Runs) -> None:
+def _leave_out_rows(kept: Kept, runs: _LeftOutRuns) -> None:
     points: list[Checkpoint] = []
     gone: list[Checkpoint] = []
-    left: _Run | None = None
+    left: _LeftOutRun | None = None
     for point in kept.checkpoints:
         run = runs.around(point.moment.tick)
         if run is not None and run.in_rows:
@@ -252,7 +252,7 @@ def _numbered(spans: list[Span], skipped: Mapping[int, int], steps_gone: Mapping
     return spans
 
 
-def _outside(sightings: Iterable[Sighting], runs: Sequence[_Run]) -> list[Sighting]:
+def _outside(sightings: Iterable[Sighting], runs: Sequence[_LeftOutRun]) -> list[Sighting]:
     """The looks that were not in a run. What lived on was seen again, or will be at the end."""
     edges: dict[int, tuple[list[int], list[int]]] = {}
     found = []

@@ -19,11 +19,11 @@ from gpumem_magic.attribution.sites import folded
 from gpumem_magic.attribution.view import DeviceView
 from gpumem_magic.devices.base import Label
 from gpumem_magic.recording.model import Checkpoint, Failure, Recording
-from gpumem_magic.report.folding import Fold, LoopRow, Turn, fold_rows, kept_turns
+from gpumem_magic.report.folding import Fold, LoopIteration, LoopRow, fold_rows, kept_turns
 from gpumem_magic.report.model import LABELS, Folded, Peak, ReportData, ReportError, Row
 from gpumem_magic.report.notes import event_in_words, notes_of, place_of
 from gpumem_magic.report.out_of_memory import out_of_memory
-from gpumem_magic.report.parts import Part, Stretch, parts_of, spans_in, with_failing_place
+from gpumem_magic.report.parts import Part, StatementInterval, parts_of, spans_in, with_failing_place
 from gpumem_magic.snapshot.timeline import Allocation
 
 # Settings are tried on a failed cell for about a second at most.
@@ -77,7 +77,7 @@ class _Draft:
     """A row before its figures: what it shows and which stretch of the log it is about."""
 
     point: Checkpoint
-    stretch: Stretch
+    stretch: StatementInterval
     parts: list[Part]
 
 
@@ -96,7 +96,7 @@ class _Builder:
 
     def report(self, *, lines: bool = True) -> ReportData:
         drafts = self._drafts()
-        span = Stretch(self.device, drafts[0].point.moment, drafts[-1].point.moment)
+        span = StatementInterval(self.device, drafts[0].point.moment, drafts[-1].point.moment)
         highest, peak_position = self.timeline.peak(span.start_position, span.end_position)
         where = self._where(drafts, peak_position)
         kept, folds = self._folded(drafts) if lines else (_ends(drafts), [])
@@ -130,7 +130,7 @@ class _Builder:
         points = self.points
         drafts = []
         for before, point in zip((points[0], *points), points, strict=False):
-            stretch = Stretch(self.device, point.begin or before.moment, point.moment)
+            stretch = StatementInterval(self.device, point.begin or before.moment, point.moment)
             drafts.append(_Draft(point, stretch, []))
         starts = [span.start.tick for span in self.recording.spans]
         for draft in drafts[1:]:
@@ -194,8 +194,8 @@ class _Builder:
             part.parts = self._fold_parts(part.parts, line, totals)
         return parts
 
-    def _turn(self, part: Part) -> Turn:
-        return Turn(
+    def _turn(self, part: Part) -> LoopIteration:
+        return LoopIteration(
             self.timeline.peak(part.start, part.end)[0],
             self.timeline.allocated_at(part.end) - self.timeline.allocated_at(part.start),
         )
@@ -344,7 +344,7 @@ def _ends(drafts: list[_Draft]) -> list[_Draft]:
     """The rows of a report without lines. What lies between two of them belongs to the later one."""
     kept = [draft for draft in drafts if draft.point.kind in ("before", "error", "after")]
     for before, draft in pairwise(kept):
-        draft.stretch = Stretch(draft.stretch.device, before.point.moment, draft.point.moment)
+        draft.stretch = StatementInterval(draft.stretch.device, before.point.moment, draft.point.moment)
         draft.parts = []
     return kept
 

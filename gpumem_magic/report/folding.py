@@ -9,14 +9,14 @@ AT_EACH_END = 3
 
 
 @dataclass(frozen=True)
-class Turn:
+class LoopIteration:
     """One iteration of a loop. peak: the highest allocated bytes in it; growth: allocated at its end less at its start."""
 
     peak: int
     growth: int
 
 
-def kept_turns(turns: Sequence[Turn]) -> list[int]:
+def kept_turns(turns: Sequence[LoopIteration]) -> list[int]:
     """The indices to keep, in order. All of them where leaving out would save fewer than two."""
     count = len(turns)
     kept = {*range(min(AT_EACH_END, count)), *range(max(0, count - AT_EACH_END), count)}
@@ -65,7 +65,9 @@ def _fold(rows: Sequence[LoopRow], depth: int, totals: dict[int, list[int]]) -> 
             kept += [row.key for row in run]
             continue
         turns = _turns(run, depth)
-        chosen = kept_turns([Turn(max(row.peak for row in turn), turn[-1].after - turn[0].before) for turn in turns])
+        chosen = kept_turns(
+            [LoopIteration(max(row.peak for row in turn), turn[-1].after - turn[0].before) for turn in turns]
+        )
         total = totals.setdefault(run[0].loops[depth], [0, 0])
         total[0] += len(turns)
         total[1] += len(chosen)

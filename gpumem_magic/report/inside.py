@@ -41,7 +41,7 @@ class OperatorRow:
 
 
 @dataclass(frozen=True)
-class Inside:
+class ActivationBreakdown:
     """moment: which one it is, in words. layers: the whole. operators: empty where no backward ran."""
 
     moment: str

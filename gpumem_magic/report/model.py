@@ -9,7 +9,7 @@ from gpumem_magic.attribution.ledger import TENANT_CATEGORIES
 from gpumem_magic.attribution.view import DeviceView
 from gpumem_magic.devices.base import DeviceFacts
 from gpumem_magic.recording.model import Recording, StandIn
-from gpumem_magic.report.inside import Inside
+from gpumem_magic.report.inside import ActivationBreakdown
 from gpumem_magic.report.out_of_memory import OutOfMemory
 
 # In the order in which a bar stacks them, bottom (left) to top (right).
@@ -155,7 +155,7 @@ class ReportData:
     devices: tuple[ReportData, ...] = ()
     owners: tuple[Owner, ...] = ()
     causes: tuple[ReportCause, ...] = ()
-    inside: Inside | None = None
+    inside: ActivationBreakdown | None = None
     source: DeviceView | None = field(default=None, compare=False)
 
     @property

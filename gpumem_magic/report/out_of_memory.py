@@ -12,13 +12,13 @@ from gpumem_magic.allocator.verdict import Trial, Verdict
 from gpumem_magic.snapshot.timeline import Allocation
 from gpumem_magic.units import amount
 
-__all__ = ["OutOfMemory", "Piece", "Trial", "out_of_memory", "place_sentence", "trial_sentences"]
+__all__ = ["AllocationInWords", "OutOfMemory", "Trial", "out_of_memory", "place_sentence", "trial_sentences"]
 
 _NAMED_PIECES = 3
 
 
 @dataclass(frozen=True)
-class Piece:
+class AllocationInWords:
     """An allocation in words, and its bytes."""
 
     what: str
@@ -42,7 +42,7 @@ class OutOfMemory:
     limit: int | None
     place: int | None
     left_by: str
-    pieces: tuple[Piece, ...]
+    pieces: tuple[AllocationInWords, ...]
     more_pieces: int
     trials: tuple[Trial, ...]
     rounds: int
@@ -63,7 +63,7 @@ def out_of_memory(verdict: Verdict, words: Callable[[Allocation], str], kept: in
         limit=verdict.limit,
         place=None if gap is None else gap.size,
         left_by="" if gap is None or gap.left_by is None else words(gap.left_by),
-        pieces=tuple(Piece(words(life), life.size) for life in shown),
+        pieces=tuple(AllocationInWords(words(life), life.size) for life in shown),
         more_pieces=0 if gap is None else gap.blocks - len(shown),
         trials=verdict.trials,
         rounds=verdict.rounds,

@@ -30,7 +30,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Stretch:
+class StatementInterval:
     """A statement's interval: from one moment to another, on one device."""
 
     device: int
@@ -46,7 +46,7 @@ class Stretch:
         return max(self.start_position, self.end.positions.get(self.device, 0))
 
 
-def parts_of(stretch: Stretch, spans: Iterable[Span], *, failed: bool = False) -> list[Part]:
+def parts_of(stretch: StatementInterval, spans: Iterable[Span], *, failed: bool = False) -> list[Part]:
     """The parts of a statement, in order. `spans` are those that began in it, in order of their beginning.
 
     failed: the statement failed, so that its last, unfinished iteration counts, and a lone phase says where.
@@ -59,7 +59,7 @@ def parts_of(stretch: Stretch, spans: Iterable[Span], *, failed: bool = False) -
     return parts
 
 
-def with_failing_place(parts: list[Part], stretch: Stretch, place: str) -> list[Part]:
+def with_failing_place(parts: list[Part], stretch: StatementInterval, place: str) -> list[Part]:
     """The parts of a statement that failed, with the place of the failure in the innermost one that failed.
 
     It is a point, as a mark is: the state at the failure, under the words of the place.
@@ -81,12 +81,12 @@ def _last_failed(parts: Sequence[Part]) -> Part | None:
     return found
 
 
-def spans_in(stretch: Stretch, spans: Sequence[Span]) -> list[Span]:
+def spans_in(stretch: StatementInterval, spans: Sequence[Span]) -> list[Span]:
     """The spans that began after the statement did and before it ended, by the recorder's ticks."""
     return [span for span in spans if stretch.begin.tick < span.start.tick <= stretch.end.tick]
 
 
-def _part(span: Span, stretch: Stretch) -> Part:
+def _part(span: Span, stretch: StatementInterval) -> Part:
     low, high = stretch.start_position, stretch.end_position
     start = min(max(span.start.positions.get(stretch.device, low), low), high)
     end = min(max(span.end.positions.get(stretch.device, start), start), high)

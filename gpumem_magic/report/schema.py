@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 
 from gpumem_magic.devices.base import DeviceFacts
 from gpumem_magic.recording.model import StandIn
-from gpumem_magic.report.inside import DEEPEST, Inside, LayerRow, OperatorRow
+from gpumem_magic.report.inside import DEEPEST, ActivationBreakdown, LayerRow, OperatorRow
 from gpumem_magic.report.model import CATEGORIES, SCHEMA, Folded, Owner, Peak, ReportCause, ReportData, ReportError, Row
-from gpumem_magic.report.out_of_memory import OutOfMemory, Piece, Trial
+from gpumem_magic.report.out_of_memory import AllocationInWords, OutOfMemory, Trial
 
 KINDS = ("before", "statement", "part", "error", "after")
 _T = TypeVar("_T")
@@ -274,9 +274,9 @@ def _verdict_from_fields(fields: _Fields) -> OutOfMemory:
     )
 
 
-def _piece_from_dict(data: Any, where: str) -> Piece:
+def _piece_from_dict(data: Any, where: str) -> AllocationInWords:
     fields = _Fields(data, where)
-    return Piece(what=fields.text("what"), bytes=fields.number("bytes"))
+    return AllocationInWords(what=fields.text("what"), bytes=fields.number("bytes"))
 
 
 def _trial_from_dict(data: Any, where: str) -> Trial:
@@ -314,8 +314,8 @@ def _cause_from_dict(data: Any, where: str) -> ReportCause:
     return ReportCause(fields.text("name"), fields.text("text"), fields.text("remedy"), fields.number("bytes"))
 
 
-def _inside_from_fields(fields: _Fields) -> Inside:
-    return Inside(
+def _inside_from_fields(fields: _Fields) -> ActivationBreakdown:
+    return ActivationBreakdown(
         moment=fields.text("moment"),
         layers=_layer_from_dict(fields.get("layers"), fields.path("layers")),
         operators=fields.each("operators", _operator_from_dict),

@@ -9,7 +9,7 @@ _MOST = 1024
 """Addresses in a list, before it is cut in two."""
 
 
-class Addresses:
+class SortedAddresses:
     """A sorted collection of numbers. An address may be in it more than once."""
 
     def __init__(self) -> None:

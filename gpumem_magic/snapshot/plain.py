@@ -48,7 +48,7 @@ def snapshot_from_data(data: Any) -> Snapshot:
         data = {"segments": data}
     if not isinstance(data, dict) or not ("segments" in data or "device_traces" in data):
         raise PlainDataError("it holds neither 'segments' nor 'device_traces'")
-    stacks, parts = _Stacks(), _Parts()
+    stacks, parts = _Stacks(), _RepeatGuard()
     segments = parts.take(_list(data.get("segments", []), "segments"), "segments")
     traces = _list(data.get("device_traces", []), "device_traces")
     if len(traces) > _MOST_DEVICES:
@@ -64,13 +64,13 @@ def snapshot_from_data(data: Any) -> Snapshot:
 
 def segments_from_data(segments: Sequence[Any]) -> tuple[Segment, ...]:
     """Segments as PyTorch lists them. Raises PlainDataError."""
-    stacks, parts = _Stacks(), _Parts()
+    stacks, parts = _Stacks(), _RepeatGuard()
     return tuple(_segment(segment, f"segments[{number}]", stacks, parts) for number, segment in enumerate(segments))
 
 
 def events_from_data(events: Sequence[Any]) -> tuple[TraceEvent, ...]:
     """Events of one device, as PyTorch lists them. Raises PlainDataError."""
-    return _trace(events, "device_traces", _Stacks(), _Parts())
+    return _trace(events, "device_traces", _Stacks(), _RepeatGuard())
 
 
 def snapshot_to_data(snapshot: Snapshot) -> dict[str, Any]:
@@ -136,7 +136,7 @@ def snapshot_to_data(snapshot: Snapshot) -> dict[str, Any]:
     }
 
 
-class _Parts:
+class _RepeatGuard:
     """The events, blocks and segments that were taken. In a recording each is its own object; a small file in which a few stand
     for very many was made to take long."""
 
@@ -187,7 +187,7 @@ def readable(text: str) -> str:
     return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
 
 
-def _segment(data: Any, where: str, stacks: _Stacks, parts: _Parts) -> Segment:
+def _segment(data: Any, where: str, stacks: _Stacks, parts: _RepeatGuard) -> Segment:
     _dict(data, where)
     start = address = _int(data, "address", where)
     blocks = []
@@ -228,7 +228,7 @@ def _segment(data: Any, where: str, stacks: _Stacks, parts: _Parts) -> Segment:
     )
 
 
-def _trace(trace: Any, where: str, stacks: _Stacks, parts: _Parts) -> tuple[TraceEvent, ...]:
+def _trace(trace: Any, where: str, stacks: _Stacks, parts: _RepeatGuard) -> tuple[TraceEvent, ...]:
     events = []
     stack_of = stacks.of
     for index, data in enumerate(parts.take(_list(trace, where), where)):

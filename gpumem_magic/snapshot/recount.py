@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from gpumem_magic.snapshot.addresses import Addresses
+from gpumem_magic.snapshot.addresses import SortedAddresses
 from gpumem_magic.snapshot.model import ACTIVE, INACTIVE, Segment, TraceEvent
 from gpumem_magic.snapshot.rules import AllocatorSettings, pool_of, pool_of_segment, round_size, should_split
 
@@ -73,9 +73,9 @@ class Recount:
         self._device = start[0].device if start else 0
         # What is there now: extents by their address, and the blocks in use by theirs, each with their addresses in order.
         self._extents: dict[int, Extent] = {}
-        self._extent_starts = Addresses()
+        self._extent_starts = SortedAddresses()
         self._used: dict[int, Life] = {}
-        self._used_starts = Addresses()
+        self._used_starts = SortedAddresses()
         self._unknown_frees: set[int] = set()
         self._now_allocated = self._now_reserved = self._now_requested = 0
         for segment in start:

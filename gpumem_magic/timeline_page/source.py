@@ -11,7 +11,7 @@ _MOST_MARKS = 2000
 
 
 @dataclass(frozen=True)
-class Mark:
+class TimelineMark:
     """A moment with a name. kind: "statement" (after it), "error" (memory ran out), "range" (where it or a phase starts)."""
 
     position: int
@@ -25,7 +25,7 @@ class TimelineSource:
 
     name: str
     view: DeviceView
-    marks: tuple[Mark, ...] = ()
+    marks: tuple[TimelineMark, ...] = ()
     opens_at: int | None = None
 
 
@@ -34,7 +34,7 @@ def source_of(view: DeviceView, name: str) -> TimelineSource:
     recording, device = view.recording, view.device
     if recording.was_watched:
         marks = [
-            Mark(
+            TimelineMark(
                 point.moment.positions[device],
                 point.label if point.kind != "error" else f"failed: {point.label}",
                 "error" if point.kind == "error" else "statement",
@@ -44,9 +44,9 @@ def source_of(view: DeviceView, name: str) -> TimelineSource:
         ]
     else:
         failed = [index for index, event in enumerate(view.log.events) if event.action == "oom"]
-        marks = [Mark(index, "out of memory", "error") for index in failed[-_MOST_MARKS:]]
+        marks = [TimelineMark(index, "out of memory", "error") for index in failed[-_MOST_MARKS:]]
     marks += [
-        Mark(span.start.positions[device], span.label, "range")
+        TimelineMark(span.start.positions[device], span.label, "range")
         for span in recording.spans
         if device in span.start.positions
     ]

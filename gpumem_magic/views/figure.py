@@ -25,7 +25,7 @@ from PIL import Image
 from gpumem_magic.report.model import CATEGORIES, LABELS, ReportData, Row
 from gpumem_magic.views import explain
 from gpumem_magic.views.layout import flow, palette_image, ticks
-from gpumem_magic.views.lines import PEAK, Figures, Line, columns, fit, lines, used, wrap
+from gpumem_magic.views.lines import PEAK, Line, SizeFormat, columns, fit, lines, used, wrap
 from gpumem_magic.views.palette import ALARM, COLOURS, PAPER, QUIET, TEXT
 
 WIDTH = 11.0
@@ -72,7 +72,7 @@ def draw(
     middle of a longer report is left out, and said.
     """
     with matplotlib.style.context("default"):
-        return _Picture(report, parts, title, words, max(2, limit)).figure
+        return _Drawing(report, parts, title, words, max(2, limit)).figure
 
 
 def png(report: ReportData, *, dpi: int = 160, title: bool = True, words: bool = True) -> tuple[bytes, int, int]:
@@ -116,10 +116,10 @@ class _Scale:
         return self.left + (self.right - self.left) * size / self.top_bytes
 
 
-class _Picture:
+class _Drawing:
     def __init__(self, report: ReportData, parts: bool | None, title: bool, words: bool, limit: int) -> None:
         self.report = report
-        self.figures = Figures(report)
+        self.figures = SizeFormat(report)
         self.lines, self.left_out = select(report, parts, limit)
         self.mono, self.sans = _fonts(report)
         self.figure, self.axes = _canvas()

@@ -17,7 +17,7 @@ from gpumem_magic.report.model import LABELS, ReportData
 from gpumem_magic.units import mib
 from gpumem_magic.views import explain
 from gpumem_magic.views.inside import MAX_TREE_ROWS, is_informative, sentence_of, tree
-from gpumem_magic.views.lines import PEAK, Figures, Line, lines, present
+from gpumem_magic.views.lines import PEAK, Line, SizeFormat, lines, present
 from gpumem_magic.views.palette import ALARM, PAPER, QUIET, TEXT
 
 MAX_TABLE_ROWS = 500
@@ -108,7 +108,7 @@ def _details(summary: str, inner: str, *, opened: bool) -> str:
 
 
 def _table(report: ReportData) -> str:
-    figures = Figures(report)
+    figures = SizeFormat(report)
     shown = lines(report)
     sentence = explain.evidence(report)
     body = [_row_table(shown[:MAX_TABLE_ROWS], report, figures), _category_table(shown, report, figures)]
@@ -151,13 +151,13 @@ def _name(line: Line, text: str) -> str:
     return f'<td style="{style}{colour}">{escape(text)}</td>'
 
 
-def _row_table(shown: Sequence[Line], report: ReportData, figures: Figures) -> str:
+def _row_table(shown: Sequence[Line], report: ReportData, figures: SizeFormat) -> str:
     names = ("line", "statement", "allocated", "reserved", "nvidia-smi", "change", "peak inside", "what changed")
     heads = [(name, name in ("statement", "what changed")) for name in names]
     return _grid(heads, [_row(line, report, figures) for line in shown])
 
 
-def _row(line: Line, report: ReportData, figures: Figures) -> str:
+def _row(line: Line, report: ReportData, figures: SizeFormat) -> str:
     row = line.row
     text = line.text if row.kind == "part" else row.statement.strip() or line.text
     if row.kind == "error" and not line.depth:
@@ -206,7 +206,7 @@ def _inside(report: ReportData) -> str:
     return body
 
 
-def _category_table(shown: Sequence[Line], report: ReportData, figures: Figures) -> str:
+def _category_table(shown: Sequence[Line], report: ReportData, figures: SizeFormat) -> str:
     """One column a category, one row a line: the numbers behind the picture."""
     names = present(report)
     if not names:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from gpumem_magic.report.inside import Inside, LayerRow
+from gpumem_magic.report.inside import ActivationBreakdown, LayerRow
 from gpumem_magic.units import MIB, mib
 
 MAX_TREE_ROWS = 60
@@ -27,7 +27,7 @@ class TreeLine:
     bytes: tuple[int, int, int]
 
 
-def is_informative(inside: Inside | None) -> bool:
+def is_informative(inside: ActivationBreakdown | None) -> bool:
     """Whether there is a MiB of activations, and more than one place where it is."""
     return (
         inside is not None
@@ -36,13 +36,13 @@ def is_informative(inside: Inside | None) -> bool:
     )
 
 
-def sentence_of(inside: Inside) -> str:
+def sentence_of(inside: ActivationBreakdown) -> str:
     """What the figures are about."""
     total = mib(inside.layers.activations)
     return f"{total} MiB of activations {inside.moment}; modules that are alike share a line, with the bytes of one."
 
 
-def inside_lines(inside: Inside | None) -> list[str]:
+def inside_lines(inside: ActivationBreakdown | None) -> list[str]:
     """At most eight lines for a terminal; none where there is nothing to tell apart."""
     if inside is None or not is_informative(inside):
         return []
@@ -65,11 +65,11 @@ def tree(top: LayerRow, most: int, *, activations_only: bool = False) -> list[Tr
     """
     least = top.activations // _SHARE if activations_only else 0
 
-    def under(line: _Line) -> list[_Line]:
+    def under(line: _TreeRow) -> list[_TreeRow]:
         found = _grown(line, activations_only)
         return [one for one in found if one.row.activations * one.times * line.times >= least]
 
-    lines = under(_Line(top, "", "", -1, 1))
+    lines = under(_TreeRow(top, "", "", -1, 1))
     todo = list(lines)
     while todo:
         largest = max(todo, key=lambda one: one.row.activations * one.times)
@@ -88,7 +88,7 @@ def tree(top: LayerRow, most: int, *, activations_only: bool = False) -> list[Tr
 
 
 @dataclass(eq=False)
-class _Line:
+class _TreeRow:
     row: LayerRow
     name: str
     type: str
@@ -96,7 +96,7 @@ class _Line:
     times: int
 
 
-def _grown(line: _Line, activations_only: bool) -> list[_Line]:
+def _grown(line: _TreeRow, activations_only: bool) -> list[_TreeRow]:
     """The lines under one. What holds one other module, or several alike ones, and nothing else joins them."""
     found = []
     for name, times, row in _alike(line.row.children):
@@ -105,7 +105,7 @@ def _grown(line: _Line, activations_only: bool) -> list[_Line]:
             inner_name, times, spot = only
             name = f"{name}.{inner_name}"
         if any(_figures(spot)):
-            found.append(_Line(spot, name, spot.type, line.depth + 1, times))
+            found.append(_TreeRow(spot, name, spot.type, line.depth + 1, times))
     return found
 
 

@@ -189,7 +189,7 @@ def present(report: ReportData) -> list[str]:
     return [name for name in CATEGORIES if any(row.categories.get(name) for row in rows)]
 
 
-class Figures:
+class SizeFormat:
     """Bytes to the MiB of a table: whole ones, or with one decimal where the whole report is small."""
 
     def __init__(self, report: ReportData) -> None:

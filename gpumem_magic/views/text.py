@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from gpumem_magic.report.model import CATEGORIES, LABELS, ReportData, Row
 from gpumem_magic.views import explain
 from gpumem_magic.views.inside import inside_lines
-from gpumem_magic.views.lines import PEAK, Figures, Line, columns, fit, lines, present, wrap
+from gpumem_magic.views.lines import PEAK, Line, SizeFormat, columns, fit, lines, present, wrap
 from gpumem_magic.views.palette import ASCII_LETTERS, LETTERS
 
 DEFAULT_WIDTH = 100
@@ -65,7 +65,7 @@ def _pad(text: str, width: int) -> str:
 
 def _rows(report: ReportData, width: int, ascii_only: bool, bars: bool) -> str:
     shown = lines(report)
-    figures = Figures(report)
+    figures = SizeFormat(report)
     # A column of nothing but "n/a" would only take room from the rest; a sentence below says it.
     places = [place for place, _ in enumerate(_HEADS) if place != _SMI or any(line.row.device_used for line in shown)]
     heads = [_HEADS[place] for place in places]
@@ -119,7 +119,7 @@ def _name(line: Line, report: ReportData, width: int) -> str:
     return name + word if columns(name + word) <= width else name
 
 
-def _cells(line: Line, figures: Figures) -> list[str]:
+def _cells(line: Line, figures: SizeFormat) -> list[str]:
     row = line.row
     inside = row.peak_allocated if row.kind != PEAK and row.peak_allocated > row.allocated else None
     return [
@@ -155,7 +155,7 @@ def _categories(report: ReportData, width: int) -> str:
     names = [name for name in CATEGORIES if any(state and state.categories.get(name) for state in states)]
     if not names:
         return ""
-    figures = Figures(report)
+    figures = SizeFormat(report)
     table = []
     for name in names:
         sizes = [state.categories.get(name) if state else None for state in states]

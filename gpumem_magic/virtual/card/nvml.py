@@ -33,7 +33,7 @@ _LOOK_UP, _LOAD, _COUNT = "_nvmlGetFunctionPointer", "_LoadNvmlLibrary", "_nvmlL
 _HANDLES = (ctypes.c_ubyte * (4096 * MAX_DEVICES))()
 
 
-class _Memory(ctypes.Structure):
+class _MemoryInfo(ctypes.Structure):
     _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
 
 
@@ -238,7 +238,7 @@ class _Library:
         device = self._device(handle)
         if device is None:
             return INVALID_ARGUMENT
-        memory, total = _struct(info, _Memory), device.model.smi_total_bytes
+        memory, total = _struct(info, _MemoryInfo), device.model.smi_total_bytes
         used = min(total, device.used_bytes() + device.model.driver_reserved_bytes)
         memory.total, memory.used, memory.free = total, used, total - used
         return SUCCESS

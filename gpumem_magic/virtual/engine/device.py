@@ -152,7 +152,7 @@ class VirtualDevice:
         self.labels.update(labels)
 
 
-class Machine(Protocol):
+class MachineForTorch(Protocol):
     """What PyTorch's face asks of all devices together."""
 
     engine: Engine

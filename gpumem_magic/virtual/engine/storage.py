@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 
-class _Watch(weakref.ref[Any]):
+class _StorageReference(weakref.ref[Any]):
     """A weak reference to a storage which knows the storage's key after its death."""
 
     __slots__ = ("key",)
@@ -24,7 +24,7 @@ class Placement:
 
     __slots__ = ("address", "device", "nbytes", "watch")
 
-    def __init__(self, device: int, address: int, nbytes: int, watch: _Watch) -> None:
+    def __init__(self, device: int, address: int, nbytes: int, watch: _StorageReference) -> None:
         self.device = device
         self.address = address
         self.nbytes = nbytes
@@ -42,7 +42,7 @@ class StorageTable:
         self._malloc = malloc
         self._free = free
         self._placements: dict[int, Placement] = {}
-        self._ended: deque[_Watch] = deque()
+        self._ended: deque[_StorageReference] = deque()
 
     def __len__(self) -> int:
         return len(self._placements)
@@ -89,6 +89,6 @@ class StorageTable:
         return self._placements.get(storage._cdata)
 
     def _watch(self, storage: Any, key: int, device: int, address: int, nbytes: int) -> None:
-        watch = _Watch(storage, self._ended.append)
+        watch = _StorageReference(storage, self._ended.append)
         watch.key = key
         self._placements[key] = Placement(device, address, nbytes, watch)

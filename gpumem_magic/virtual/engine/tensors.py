@@ -64,14 +64,14 @@ def own_attributes(tensor: torch.Tensor) -> dict[str, Any]:
     return {name: value for name, value in tensor.__dict__.items() if name not in _FAKE_ATTRIBUTES}
 
 
-class _Saving(threading.local):
+class _StoragesBeingSaved(threading.local):
     """While `torch.save` runs in a thread: the host storages that stand for device storages, and where those are."""
 
     twins: dict[int, torch.UntypedStorage] | None = None
     places: dict[int, str] | None = None
 
 
-_saving = _Saving()
+_saving = _StoragesBeingSaved()
 
 
 @contextmanager

@@ -56,7 +56,7 @@ def _winograd(call: Convolution) -> int:
     return _VALUES_OF_A_TILE * (tiles * (channels + results) + channels * results) * call.dtype.itemsize
 
 
-class _Device(DeviceState, Protocol):
+class _DeviceWithAllocator(DeviceState, Protocol):
     @property
     def allocator(self) -> CachingAllocator: ...
 
@@ -69,7 +69,7 @@ class Scratch:
 
     def __init__(
         self,
-        devices: Sequence[_Device],
+        devices: Sequence[_DeviceWithAllocator],
         malloc: Callable[[int, int], int],
         stream_of: Callable[[int], int],
         free: Callable[[int, int], None],

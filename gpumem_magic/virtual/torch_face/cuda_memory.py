@@ -12,13 +12,13 @@ from gpumem_magic.snapshot.model import Frame, Snapshot, TraceEvent
 from gpumem_magic.snapshot.plain import snapshot_to_data
 
 if TYPE_CHECKING:
-    from gpumem_magic.virtual.engine.device import Machine, VirtualDevice
+    from gpumem_magic.virtual.engine.device import MachineForTorch, VirtualDevice
 
 
 class CudaMemory:
     """Answers for the emulated allocators. `gpu_of` turns a device argument into a device."""
 
-    def __init__(self, machine: Machine, gpu_of: Callable[[Any], VirtualDevice]) -> None:
+    def __init__(self, machine: MachineForTorch, gpu_of: Callable[[Any], VirtualDevice]) -> None:
         self._machine = machine
         self._gpu_of = gpu_of
         self._histories: dict[int, collections.deque[TraceEvent]] = {}

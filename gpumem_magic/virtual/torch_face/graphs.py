@@ -19,12 +19,12 @@ from gpumem_magic.patching import Patches
 from gpumem_magic.virtual.torch_face.streams import CURRENT, device_index
 
 if TYPE_CHECKING:
-    from gpumem_magic.virtual.engine.device import Machine
+    from gpumem_magic.virtual.engine.device import MachineForTorch
 
 _ids = itertools.count(1)
 
 
-def install(patches: Patches, machine: Machine, stream_of: Callable[[int], int]) -> None:
+def install(patches: Patches, machine: MachineForTorch, stream_of: Callable[[int], int]) -> None:
     """Stand-ins for `torch.cuda.CUDAGraph`, `torch.cuda.MemPool`, and what `torch.cuda.use_mem_pool` is made of."""
 
     class CUDAGraph(Graph):
@@ -33,7 +33,7 @@ def install(patches: Patches, machine: Machine, stream_of: Callable[[int], int])
         _machine = machine
         _stream_of = staticmethod(stream_of)
 
-    class MemPool(Pool):
+    class MemPool(VirtualMemPool):
         """`torch.cuda.MemPool` on the devices of this machine."""
 
         _machine = machine
@@ -83,7 +83,7 @@ def graph_pool_handle() -> PoolId:
 class Graph:
     """A captured graph: the memory of its private pool, and nothing to run again."""
 
-    _machine: Machine
+    _machine: MachineForTorch
     _stream_of: Callable[[int], int]
 
     def __init__(self, keep_graph: bool = False) -> None:
@@ -144,10 +144,10 @@ class Graph:
         self.reset()
 
 
-class Pool:
+class VirtualMemPool:
     """A pool for `torch.cuda.use_mem_pool`. Allocators of the program's own are not called: there is no driver."""
 
-    _machine: Machine
+    _machine: MachineForTorch
 
     def __init__(self, allocator: Any = None, use_on_oom: bool = False, no_split: bool = False, **kwargs: Any) -> None:
         self.id: PoolId = (0, next(_ids))

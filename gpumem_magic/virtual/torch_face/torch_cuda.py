@@ -23,7 +23,7 @@ from gpumem_magic.virtual.torch_face.cuda_memory import CudaMemory
 from gpumem_magic.virtual.torch_face.streams import CURRENT, device_index, rng_state
 
 if TYPE_CHECKING:
-    from gpumem_magic.virtual.engine.device import Machine, VirtualDevice
+    from gpumem_magic.virtual.engine.device import MachineForTorch, VirtualDevice
 
 
 class DeviceProperties(SimpleNamespace):
@@ -40,7 +40,7 @@ class DeviceProperties(SimpleNamespace):
 class CudaFace:
     """The functions that take the place of `torch.cuda`'s. Public methods without a leading underscore have torch's names."""
 
-    def __init__(self, machine: Machine) -> None:
+    def __init__(self, machine: MachineForTorch) -> None:
         self._machine = machine
         self._initialised = False
         self._seeds = [0 for _ in machine.devices]
