@@ -12,7 +12,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[1] / "gpumem_magic"
 # From the bottom to the top. Rooms on one floor do not import each other. What is named nowhere is on the top floor.
 FLOORS = (
-    ("units", "private", "tracebacks", "failures"),
+    ("units", "private", "looks", "tracebacks", "failures"),
     ("patching",),
     ("snapshot",),
     ("allocator",),

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+from gpumem_magic.looks.objects import attributes, entries_of_class, entry, is_a, items, module_of_class, mro
 from gpumem_magic.owners.traversal import is_users_module
 
 _COMMENT = re.compile(r"#[^\n]*")
@@ -30,7 +31,7 @@ def never_clears_gradients(source: str, namespace: Mapping[str, Any]) -> bool:
         return False
     seen: set[int] = set()
     for word in set(_WORD.findall(text)):
-        for function in _functions_of(namespace.get(word)):
+        for function in _functions_of(entry(namespace, word)):
             if _clears(function, _DEPTH, seen):
                 return False
     return True
@@ -42,7 +43,7 @@ def mentioned(source: str, namespace: Mapping[str, Any]) -> frozenset[str]:
     todo = list(found)
     seen: set[int] = set()
     while todo and len(seen) < _MOST:
-        for function in _functions_of(namespace.get(todo.pop())):
+        for function in _functions_of(entry(namespace, todo.pop())):
             if id(function) not in seen:
                 seen.add(id(function))
                 fresh = set(_names_in(function.__code__)) - found
@@ -53,17 +54,17 @@ def mentioned(source: str, namespace: Mapping[str, Any]) -> frozenset[str]:
 
 def _functions_of(thing: Any) -> Iterator[FunctionType]:
     """The functions of the user's that a variable stands for: itself, a class's methods, a module's functions."""
-    if isinstance(thing, FunctionType):
+    if is_a(thing, FunctionType):
         yield thing
-    elif isinstance(thing, MethodType):
+    elif is_a(thing, MethodType):
         yield from _functions_of(thing.__func__)
-    elif isinstance(thing, ModuleType):
+    elif is_a(thing, ModuleType):
         if is_users_module(thing):
-            yield from (value for value in list(vars(thing).values()) if isinstance(value, FunctionType))
+            yield from (value for _, value in items(attributes(thing)) if is_a(value, FunctionType))
     else:
-        for kind in (thing if isinstance(thing, type) else type(thing)).__mro__:
-            if is_users_module(sys.modules.get(kind.__module__)):
-                yield from (value for value in list(vars(kind).values()) if isinstance(value, FunctionType))
+        for kind in mro(thing if is_a(thing, type) else type(thing)):
+            if is_users_module(sys.modules.get(module_of_class(kind))):
+                yield from (value for value in list(entries_of_class(kind).values()) if is_a(value, FunctionType))
 
 
 def _clears(function: FunctionType, depth: int, seen: set[int]) -> bool:
@@ -75,8 +76,8 @@ def _clears(function: FunctionType, depth: int, seen: set[int]) -> bool:
         return True
     if not depth:
         return False
-    called = (function.__globals__.get(name) for name in names)
-    return any(_clears(one, depth - 1, seen) for one in called if isinstance(one, FunctionType))
+    called = (entry(function.__globals__, name) for name in names)
+    return any(_clears(one, depth - 1, seen) for one in called if is_a(one, FunctionType))
 
 
 def _names_in(code: CodeType) -> Iterator[str]:

@@ -20,6 +20,8 @@ from gpumem_magic.causes.model import LEAST, Cause, Scene
 from gpumem_magic.causes.source import mentioned, never_clears_gradients
 from gpumem_magic.devices.base import Machine
 from gpumem_magic.failures import is_own_failure
+from gpumem_magic.looks import tensors
+from gpumem_magic.looks.objects import attribute, entry, is_a, items, text
 from gpumem_magic.owners.model import Holdings
 from gpumem_magic.owners.saved import Place, Saved, saved_in_graph
 from gpumem_magic.owners.search import find_owners
@@ -215,22 +217,27 @@ def _evaluating(namespace: Mapping[str, Any]) -> frozenset[str]:
     """Variables that are modules in evaluation mode. No attribute is asked for that the user could have written."""
     return frozenset(
         name
-        for name, value in list(namespace.items())
-        if isinstance(value, torch.nn.Module) and value.__dict__.get("training") is False and not name.startswith("_")
+        for key, value in items(namespace)
+        if (name := text(key))
+        and tensors.is_module(value)
+        and attribute(value, "training") is False
+        and not name.startswith("_")
     )
 
 
 def _typed(namespace: Mapping[str, Any]) -> str:
     """What was typed in the last cells, as IPython keeps it; empty in a script."""
-    lines = namespace.get("_ih")
-    return "\n".join(str(one) for one in lines[-_CELLS:]) if isinstance(lines, list) else ""
+    lines = entry(namespace, "_ih")
+    return "\n".join(text(one) for one in list.__getitem__(lines, slice(-_CELLS, None))) if is_a(lines, list) else ""
 
 
 def _parameters_of(namespace: Mapping[str, Any], machine: Machine) -> dict[str, frozenset[int]]:
     found = {}
-    for name, value in list(namespace.items()):
-        if isinstance(value, torch.nn.Module) and not name.startswith("_"):
-            places = [machine.locate(one) for one in torch.nn.Module.parameters(value)]
+    for key, value in items(namespace):
+        name = text(key)
+        if tensors.is_module(value) and not name.startswith("_"):
+            with tensors.unseen():
+                places = [machine.locate(one) for _, one in tensors.tensors_of(value, tensors.PARAMETERS)]
             addresses = frozenset(place[1] for place in places if place is not None)
             if addresses:
                 found[name] = addresses

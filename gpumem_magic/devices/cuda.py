@@ -327,16 +327,20 @@ class CudaMachine:
 
     def locate(self, tensor: Any) -> tuple[int, int] | None:
         """By the storage's pointer, which waits for nothing. None for tensors without memory of their own (fake, wrapped)."""
-        device = tensor.device
-        if device.type != "cuda":
-            return None
-        try:
-            if getattr(tensor, "layout", None) is self._torch.sparse_coo:
-                tensor = tensor.detach()._values()
-            address = int(tensor.untyped_storage().data_ptr())
-        except (RuntimeError, NotImplementedError):
-            return None
-        return (int(device.index), address) if address else None
+        from gpumem_magic.looks import tensors
+
+        with tensors.unseen():
+            if not tensors.has_python_key(tensor) and not tensors.is_cuda(tensor):
+                return None
+            try:
+                parts = tensors.sparse_parts(tensor) if tensors.is_sparse(tensor) else (tensor,)
+                storage = tensors.storage(parts[-1]) if parts else None
+                if storage is None or storage.device.type != "cuda":
+                    return None
+                address = int(storage.data_ptr())
+            except (RuntimeError, NotImplementedError):
+                return None
+        return (int(storage.device.index), address) if address else None
 
     def notes(self) -> list[str]:
         """What a reader must know of the recording that ended last. Told once."""

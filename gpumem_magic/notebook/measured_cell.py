@@ -15,6 +15,7 @@ from IPython.core.error import UsageError
 
 from gpumem_magic.devices.base import DeviceError
 from gpumem_magic.failures import is_own_failure
+from gpumem_magic.looks.objects import is_a
 from gpumem_magic.notebook.shell_hooks import hide_frames_once
 from gpumem_magic.recording import under_way
 from gpumem_magic.recording.cell import CellRun
@@ -176,7 +177,7 @@ def _stack(frame: FrameType | None) -> Iterator[FrameType]:
 def _is_stop(error: BaseException) -> bool:
     """Whether our own limit on iterations left a call. Its module is there if it did: it is not imported for the question."""
     limit = sys.modules.get("gpumem_magic.recording.limit")
-    return limit is not None and isinstance(error, limit.StopRun)
+    return limit is not None and is_a(error, limit.StopRun)
 
 
 def _warn(text: str) -> None:

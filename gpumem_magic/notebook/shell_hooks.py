@@ -128,7 +128,7 @@ def hide_frames_once(shell: Any, traceback: TracebackType | None) -> None:
         restore()
         kind, error, shown = exc_tuple or sys.exc_info()
         if exc_tuple is None and error is not None and _leads_to(shown, traceback):
-            exc_tuple, tb_offset = (kind, error.with_traceback(traceback), traceback), 0
+            exc_tuple, tb_offset = (kind, BaseException.with_traceback(error, traceback), traceback), 0
         usual(exc_tuple, filename=filename, tb_offset=tb_offset, **options)
 
     def restore() -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import sys
-from types import FrameType
+from types import FrameType, GetSetDescriptorType
 from typing import Any
 
 import torch
+
+from gpumem_magic.looks.objects import from_class, name_of_class
+from gpumem_magic.looks.tensors import is_tensor
 
 _PREFIX = "_raw_saved_"
 # How a tensor class takes part in unpacking.
@@ -16,9 +19,13 @@ _names: dict[type, tuple[str, ...]] = {}
 
 def is_node_type(kind: type) -> bool:
     """Whether objects of this type are nodes of autograd's graph."""
-    return issubclass(kind, torch.autograd.graph.Node) or (
-        isinstance(kind.__module__, str) and kind.__module__.startswith("torch") and "next_functions" in vars(kind)
-    )
+    return type(from_class(kind, "next_functions")) is GetSetDescriptorType
+
+
+def variable_of(node: Any) -> torch.Tensor | None:
+    """The leaf whose gradient a node collects; None for other nodes."""
+    is_slot = type(from_class(type(node), "variable")) is GetSetDescriptorType
+    return node.variable if is_slot and is_tensor(node.variable) else None
 
 
 def next_nodes(node: Any) -> list[Any]:
@@ -32,23 +39,29 @@ def saved_by(node: Any) -> list[tuple[str, Any]]:
     `_raw_saved_*` and `SavedTensor.data` are private: tried on torch 2.11, 2.13 and 2.15. Where a value can't be read it is left
     out, because the ways that there are else (`_saved_*`, `unpack`) run the user's hooks; 2.9 has no `data`, see `_unhooked`.
     """
-    kind = type(node)
-    if kind not in _names:
-        _names[kind] = tuple(name for name in dir(kind) if name.startswith(_PREFIX))
     found = []
-    for name in _names[kind]:
+    for name in _raw_names(type(node)):
         try:
             raw = getattr(node, name)
         except RuntimeError:
             # Freed by backward.
             continue
-        several = raw if isinstance(raw, (tuple, list)) else (raw,)
+        several = raw if type(raw) in (tuple, list) else (raw,)
         if several and not hasattr(several[0], "data"):
             several = _unhooked(node, name.removeprefix("_raw"))
         else:
             several = [saved.data for saved in several]
         found += [(name.removeprefix(_PREFIX), value) for value in several if value is not None]
     return found
+
+
+def _raw_names(kind: type) -> tuple[str, ...]:
+    if issubclass(kind, torch.autograd.function.BackwardCFunction):
+        # A class of the program's, of which nothing is to be kept.
+        return (f"{_PREFIX}tensors",)
+    if kind not in _names:
+        _names[kind] = tuple(name for name in dir(kind) if name.startswith(_PREFIX))
+    return _names[kind]
 
 
 class _HookFound(BaseException):
@@ -87,7 +100,7 @@ def _refuse_hooks(called: FrameType, event: str, argument: Any) -> None:
 
 def operation_of(node: Any) -> str:
     """What a reader calls a node: ``gelu`` of ``GeluBackward0``."""
-    name = type(node).__name__
+    name = name_of_class(type(node))
     short = name.rstrip("0123456789").removesuffix("Backward")
     words = "".join(f"_{letter.lower()}" if letter.isupper() else letter for letter in short).lstrip("_")
     return words if short and short != name else name

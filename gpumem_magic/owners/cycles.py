@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from gpumem_magic.looks import tensors
+from gpumem_magic.looks.objects import is_a, name_of_class
 from gpumem_magic.owners.autograd import is_node_type, next_nodes, saved_by
 from gpumem_magic.owners.model import Root
 from gpumem_magic.owners.ring import ring_words
@@ -31,35 +33,36 @@ def garbage_holding(locate: Locate, walk: Traversal, blocks: Mapping[Place, Any]
     candidates = _closure(unseen, _starting_points(unseen, locate, walk, blocks))
     garbage = _only_held_by_each_other(unseen, candidates)
     found = []
-    with torch._C.DisableTorchFunctionSubclass():
-        for group in _groups(unseen, candidates, garbage):
-            things = [unseen[number] for number in group]
-            found.append((Root(_words(things), "cycle", FREE_CYCLES), things))
+    for group in _groups(unseen, candidates, garbage):
+        things = [unseen[number] for number in group]
+        found.append((Root(_words(things), "cycle", FREE_CYCLES), things))
     return found
 
 
 def _starting_points(unseen: list[Any], locate: Locate, walk: Traversal, blocks: Mapping[Place, Any]) -> list[int]:
     """The tensors on blocks that the walk did not reach, and the graph nodes that save such tensors."""
     found = []
-    is_tensor: dict[type, bool] = {}
-    is_node: dict[type, bool] = {}
+    # By the class's id: a class may have a `__hash__` of its metaclass's.
+    is_tensor: dict[int, bool] = {}
+    is_node: dict[int, bool] = {}
     missing = blocks.keys() - walk.storages.keys()
-    with torch._C.DisableTorchFunctionSubclass():
+    with tensors.unseen():
         for number, thing in enumerate(unseen):
-            kind = type(thing)
+            kind = id(type(thing))
             if kind not in is_tensor:
-                is_tensor[kind] = issubclass(kind, torch.Tensor)
-                is_node[kind] = not is_tensor[kind] and is_node_type(kind)
+                is_tensor[kind] = tensors.is_tensor(thing)
+                is_node[kind] = not is_tensor[kind] and is_node_type(type(thing))
             if is_tensor[kind]:
-                held = [thing, thing.grad] if thing.is_leaf else [thing]
-                if thing.grad_fn is not None and _graph_holds(thing.grad_fn, locate, missing):
+                held = [thing, tensors.grad(thing)] if tensors.is_leaf(thing) else [thing]
+                node = tensors.grad_fn(thing)
+                if node is not None and _graph_holds(node, locate, missing):
                     found.append(number)
                     continue
             elif is_node[kind]:
                 held = [value for _, value in saved_by(thing)]
             else:
                 continue
-            if any(isinstance(one, torch.Tensor) and _place(locate, one) in missing for one in held):
+            if any(tensors.is_tensor(one) and _place(locate, one) in missing for one in held):
                 found.append(number)
     return found
 
@@ -71,7 +74,7 @@ def _graph_holds(node: Any, locate: Locate, missing: Iterable[Place]) -> bool:
     while todo:
         one = todo.pop()
         for _, value in saved_by(one):
-            if isinstance(value, torch.Tensor) and _place(locate, value) in places:
+            if tensors.is_tensor(value) and _place(locate, value) in places:
                 return True
         for following in next_nodes(one):
             if id(following) not in known:
@@ -159,7 +162,7 @@ def _words(things: list[Any]) -> str:
     ring = ring_words(things)
     if ring:
         return f"a reference cycle ({ring})"
-    kinds = list(dict.fromkeys(type(one).__name__ for one in things if not isinstance(one, (torch.Tensor, type))))
+    kinds = list(dict.fromkeys(name_of_class(type(one)) for one in things if not is_a(one, (torch.Tensor, type))))
     telling = [kind for kind in kinds if kind not in ("dict", "list", "tuple", "cell", "set")] or kinds
     more = ", ..." if len(telling) > _MEMBERS else ""
     return f"a reference cycle ({', '.join(telling[:_MEMBERS])}{more})" if telling else "a reference cycle"

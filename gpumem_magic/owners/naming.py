@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import heapq
-import inspect
-import sys
 import types
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import torch
-
+from gpumem_magic.looks import tensors
+from gpumem_magic.looks.objects import (
+    arguments_of,
+    attribute,
+    attributes,
+    entries_of_class,
+    from_class,
+    is_a,
+    is_sequence,
+    locals_of,
+    members,
+    mro,
+    name_of_class,
+    shown,
+    text,
+    traceback_of,
+)
 from gpumem_magic.owners import autograd
 from gpumem_magic.owners.model import Root
 from gpumem_magic.owners.traversal import Traversal
@@ -67,15 +79,15 @@ class Namer:
         parent = self._parent.get(number, -1)
         thing = self._walk.objects[number]
         if parent < 0:
-            return thing.name if isinstance(thing, Root) else type(thing).__name__
+            return thing.name if type(thing) is Root else name_of_class(type(thing))
         start = self._places[parent]
         holder = self._walk.objects[parent]
-        if isinstance(holder, Root):
+        if type(holder) is Root:
             return start
         kind = self._walk.kinds.get((parent, number))
         if kind is not None:
             return self._graph_place(start, kind, parent, number)
-        if isinstance(holder, torch.Tensor):
+        if tensors.is_tensor(holder):
             return start
         return self._step(start, parent, holder, number, thing)
 
@@ -104,42 +116,44 @@ class Namer:
         return self._inside[parent]
 
     def _read_labels(self, parent: int, holder: Any) -> dict[int, str]:
-        if isinstance(holder, dict):
+        if is_a(holder, dict):
             return self._dict_labels(parent, holder)
-        if isinstance(holder, (list, tuple, deque)):
-            fields = getattr(type(holder), "_fields", None) if isinstance(holder, tuple) else None
-            if isinstance(fields, tuple) and len(fields) == len(holder):
-                return {id(one): f".{field}" for field, one in zip(fields, _items(holder), strict=True)}
-            return {id(one): f"[{place}]" for place, one in enumerate(_items(holder))}
-        if isinstance(holder, types.FrameType):
+        if is_sequence(holder):
+            fields = from_class(type(holder), "_fields") if is_a(holder, tuple) else None
+            if type(fields) is tuple and len(fields) == tuple.__len__(holder):
+                return {id(one): f".{text(field)}" for field, one in zip(fields, members(holder), strict=True)}
+            return {id(one): f"[{place}]" for place, one in enumerate(members(holder))}
+        if is_a(holder, types.FrameType):
             called = holder.f_code.co_name
             return {id(one): f" local `{name}` of {called}()" for name, one in locals_of(holder).items()}
-        if isinstance(holder, types.FunctionType):
+        if is_a(holder, types.FunctionType):
             cells = zip(holder.__code__.co_freevars, holder.__closure__ or (), strict=False)
             return {id(cell): f" closure variable `{name}`" for name, cell in cells} | {
                 id(holder.__defaults__): " a default argument",
                 id(holder.__kwdefaults__): " a default argument",
                 id(holder.__dict__): "",
             }
-        if isinstance(holder, types.GeneratorType):
+        if is_a(holder, types.GeneratorType):
             frame = holder.gi_frame
             inside = {} if frame is None else locals_of(frame)
-            return {id(one): f" local `{name}` of the generator {holder.__name__}()" for name, one in inside.items()}
-        if isinstance(holder, BaseException):
-            return {id(holder.__traceback__): "", id(holder.args): ".args"} | attribute_labels(holder)
-        if isinstance(holder, type):
-            return {id(value): f".{name}" for name, value in vars(holder).items()}
-        if isinstance(holder, types.MethodType):
+            return {
+                id(one): f" local `{name}` of the generator {text(holder.__name__)}()" for name, one in inside.items()
+            }
+        if is_a(holder, BaseException):
+            return {id(traceback_of(holder)): "", id(arguments_of(holder)): ".args"} | attribute_labels(holder)
+        if is_a(holder, type):
+            return {id(value): f".{text(name)}" for name, value in entries_of_class(holder).items()}
+        if is_a(holder, types.MethodType):
             return {id(holder.__self__): ".__self__"}
         return attribute_labels(holder)
 
     def _dict_labels(self, parent: int, holder: dict[Any, Any]) -> dict[int, str]:
         above = self._parent.get(parent, -1)
         owner = self._walk.objects[above] if above >= 0 else None
-        if owner is not None and not isinstance(owner, Root) and _is_attributes_of(holder, owner):
+        if owner is not None and type(owner) is not Root and attributes(owner) is holder:
             return {id(value): _attribute(owner, name) for name, value in dict.items(holder)}
         if owner is not None and self._is_table_of_module(above, holder):
-            return {id(value): f".{name}" for name, value in dict.items(holder)}
+            return {id(value): f".{text(name)}" for name, value in dict.items(holder)}
         labels = {}
         for key, value in dict.items(holder):
             labels[id(value)] = f"[{self._key(parent, key)}]"
@@ -150,71 +164,43 @@ class Namer:
         """Whether a dictionary is a module's `_parameters`, `_buffers` or `_modules`: its entries read as attributes."""
         while above >= 0:
             thing = self._walk.objects[above]
-            if isinstance(thing, torch.nn.Module):
-                own = thing.__dict__
-                return any(own.get(table) is holder for table in _TABLES)
-            if not isinstance(thing, dict):
+            if tensors.is_module(thing):
+                return any(attribute(thing, table) is holder for table in _TABLES)
+            if not is_a(thing, dict):
                 return False
             above = self._parent.get(above, -1)
         return False
 
     def _key(self, parent: int, key: Any) -> str:
-        if isinstance(key, (str, int, float, bool)):
-            text = repr(key)
-            return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+        if is_a(key, (str, int, float)):
+            words = shown(key)
+            return words if len(words) <= _LONGEST else f"{words[:_LONGEST]}..."
         number = self._walk.number_of(key)
         # A parameter that only the optimizer knows is named through this very dictionary.
-        if isinstance(key, torch.Tensor) and number in self._parent and parent not in self.path(number):
+        if tensors.is_tensor(key) and number in self._parent and parent not in self.path(number):
             return self.place(number)
-        return type(key).__name__
-
-
-def _items(holder: list[Any] | tuple[Any, ...] | deque[Any]) -> Iterator[Any]:
-    """The members, by the built-in way: a subclass may have its own."""
-    if isinstance(holder, list):
-        return list.__iter__(holder)
-    return tuple.__iter__(holder) if isinstance(holder, tuple) else deque.__iter__(holder)
-
-
-def locals_of(frame: types.FrameType) -> dict[str, Any]:
-    """A frame's variables. Before Python 3.13 asking leaves a copy of them in the frame, which would keep them: it is emptied."""
-    held = frame.f_locals
-    found = dict(held)
-    is_copy = bool(frame.f_code.co_flags & inspect.CO_OPTIMIZED)
-    # Held by the frame, by `held` and by the call: somebody else's `locals()` would be a fourth.
-    if sys.version_info < (3, 13) and is_copy and sys.getrefcount(held) <= 3:
-        held.clear()
-    return found
+        return name_of_class(type(key))
 
 
 def _attribute(owner: Any, name: Any) -> str:
-    if isinstance(owner, torch.nn.Module) and name in _TABLES:
+    words = text(name)
+    if tensors.is_module(owner) and words in _TABLES:
         return ""
-    return f".{name}" if isinstance(name, str) else "[?]"
-
-
-def _is_attributes_of(holder: dict[Any, Any], owner: Any) -> bool:
-    try:
-        return object.__getattribute__(owner, "__dict__") is holder
-    except AttributeError:
-        return False
+    return f".{words}" if words else "[?]"
 
 
 def attribute_labels(holder: Any) -> dict[int, str]:
     """Attributes kept in the object itself: Python's compact instances, and slots."""
     labels: dict[int, str] = {}
-    try:
-        own = object.__getattribute__(holder, "__dict__")
-    except AttributeError:
-        own = None
-    if isinstance(own, dict):
+    own = attributes(holder)
+    if own:
         labels[id(own)] = ""
-        labels.update((id(value), _attribute(holder, name)) for name, value in own.items())
-    for kind in type(holder).__mro__:
-        for name, slot in vars(kind).items():
-            if isinstance(slot, types.MemberDescriptorType):
+    labels.update((id(value), _attribute(holder, name)) for name, value in dict.items(own))
+    for kind in mro(type(holder)):
+        for name, slot in entries_of_class(kind).items():
+            if type(slot) is types.MemberDescriptorType:
                 try:
-                    labels.setdefault(id(slot.__get__(holder)), f".{name}")
+                    labels.setdefault(id(slot.__get__(holder)), f".{text(name)}")
                 except AttributeError:
                     continue
     return labels
@@ -222,8 +208,8 @@ def attribute_labels(holder: Any) -> dict[int, str]:
 
 def _states_of_optimizers(walk: Traversal, numbers: Iterable[int]) -> set[int]:
     """The numbers of the optimizers' dictionaries of states."""
-    optimizers = (thing for thing in map(walk.objects.__getitem__, numbers) if isinstance(thing, torch.optim.Optimizer))
-    found = (walk.number_of(one.__dict__.get("state")) for one in optimizers)
+    optimizers = (thing for thing in map(walk.objects.__getitem__, numbers) if tensors.is_optimizer(thing))
+    found = (walk.number_of(attribute(one, "state")) for one in optimizers)
     return {number for number in found if number is not None}
 
 
@@ -246,9 +232,7 @@ def _best_paths(
             continue
         parent[number] = holder
         top[number] = number if holder < 0 else top[holder]
-        more = (
-            _OPTIMIZER if isinstance(walk.objects[number], torch.optim.Optimizer) else _STATE if number in states else 0
-        )
+        more = _OPTIMIZER if tensors.is_optimizer(walk.objects[number]) else _STATE if number in states else 0
         for child in children.get(number, ()):
             if child not in parent:
                 heapq.heappush(todo, (cost + more + _COSTS.get(walk.kinds.get((number, child), ""), 1), child, number))

@@ -6,10 +6,12 @@ import gc
 from collections import deque
 from collections.abc import Sequence
 from itertools import pairwise
+from types import CellType
 from typing import Any
 
 import torch
 
+from gpumem_magic.looks.objects import is_a, members, name_of_class, shown, text
 from gpumem_magic.owners.naming import attribute_labels
 
 _PLAIN = (dict, list, tuple, set, torch.Tensor, type)
@@ -26,7 +28,7 @@ def ring_words(things: Sequence[Any]) -> str:
     number_of = {id(thing): number for number, thing in enumerate(things)}
     referents: dict[int, list[int]] = {}
     for start, thing in enumerate(things):
-        if isinstance(thing, _PLAIN) or type(thing).__name__ == "cell":
+        if is_a(thing, _PLAIN) or type(thing) is CellType:
             continue
         way = _way_back(start, things, number_of, referents)
         if way:
@@ -58,11 +60,11 @@ def _way_back(
 
 
 def _told(way: Sequence[Any]) -> str:
-    stations = [type(way[0]).__name__]
+    stations = [name_of_class(type(way[0]))]
     for holder, held in pairwise(way):
         stations[-1] += _label(holder, held)
-        if not isinstance(held, _PLAIN):
-            stations.append(type(held).__name__)
+        if not is_a(held, _PLAIN):
+            stations.append(name_of_class(type(held)))
     if len(stations) > _MOST_STATIONS:
         stations[_MOST_STATIONS - 1 : -1] = ["..."]
     return " -> ".join(stations)
@@ -70,18 +72,17 @@ def _told(way: Sequence[Any]) -> str:
 
 def _label(holder: Any, held: Any) -> str:
     """What the program writes to come from the one to the other."""
-    if isinstance(holder, dict):
+    if is_a(holder, dict):
         for key, value in dict.items(holder):
             if value is held:
                 # An object's own dictionary reads as its attributes: their names are strings that could stand behind a dot.
-                return f".{key}" if isinstance(key, str) and key.isidentifier() else f"[{_short(key)}]"
+                return f".{text(key)}" if text(key).isidentifier() else f"[{_short(key)}]"
         return ""
-    if isinstance(holder, (list, tuple)):
-        members = list.__iter__(holder) if isinstance(holder, list) else tuple.__iter__(holder)
-        return next((f"[{place}]" for place, one in enumerate(members) if one is held), "")
+    if is_a(holder, (list, tuple)):
+        return next((f"[{place}]" for place, one in enumerate(members(holder)) if one is held), "")
     return attribute_labels(holder).get(id(held), "")
 
 
 def _short(key: Any) -> str:
-    text = repr(key) if isinstance(key, (str, int, float, bool)) else type(key).__name__
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+    words = shown(key)
+    return words if len(words) <= _LONGEST else f"{words[:_LONGEST]}..."

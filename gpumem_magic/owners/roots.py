@@ -9,6 +9,16 @@ import types
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from gpumem_magic.looks.objects import (
+    attributes,
+    entry,
+    is_a,
+    items,
+    module_of_class,
+    name_of_class,
+    text,
+    traceback_of,
+)
 from gpumem_magic.owners.model import Root
 from gpumem_magic.owners.traversal import is_users_module
 
@@ -40,22 +50,19 @@ def closed_to(shell: Any, namespace: Mapping[str, Any]) -> list[Any]:
     closed: list[Any] = [namespace, sys.modules, vars(builtins), vars(sys)]
     if shell is not None:
         closed += [shell, shell.user_ns, shell.user_global_ns, shell.user_ns_hidden, shell.displayhook]
-        closed += [
-            value for value in (namespace.get("_oh"), namespace.get("_ih"), namespace.get("_dh")) if value is not None
-        ]
+        closed += [value for name in ("_oh", "_ih", "_dh") if (value := entry(namespace, name)) is not None]
     return closed
 
 
 def results(namespace: Mapping[str, Any]) -> dict[Any, Any]:
     """``Out``, as a dictionary; empty in a script."""
-    kept = namespace.get("_oh")
-    return dict(kept) if isinstance(kept, dict) else {}
+    return {number: value for number, value in items(entry(namespace, "_oh")) if type(number) is int}
 
 
 def class_name(value: Any) -> str:
     """The class as its author knows it: a virtual device's tensors are tensors."""
     kind = type(value)
-    return "Tensor" if kind.__module__.startswith("gpumem_magic.virtual") else kind.__name__
+    return "Tensor" if module_of_class(kind).startswith("gpumem_magic.virtual") else name_of_class(kind)
 
 
 def _hidden(shell: Any) -> Mapping[str, Any]:
@@ -64,12 +71,13 @@ def _hidden(shell: Any) -> Mapping[str, Any]:
 
 def _variables(shell: Any, namespace: Mapping[str, Any]) -> Iterator[Rooted]:
     hidden = _hidden(shell)
-    for name, value in list(namespace.items()):
-        if not isinstance(name, str) or (name in hidden and hidden[name] is value):
+    for key, value in items(namespace):
+        name = text(key)
+        if not name or (name in hidden and hidden[name] is value):
             continue
         if is_result_name(name) and not _is_users_own(name, shell, namespace):
             continue
-        if isinstance(value, types.ModuleType):
+        if is_a(value, types.ModuleType):
             continue
         word = "del " + name if name.isidentifier() else f"del globals()[{name!r}]"
         yield Root(name, "variable", word, class_name(value)), [value]
@@ -88,7 +96,7 @@ def is_result_name(name: str) -> bool:
 def _is_users_own(name: str, shell: Any, namespace: Mapping[str, Any]) -> bool:
     """Whether a name that IPython keeps for itself was given a value by the program: ``for _ in batches``."""
     if name in RECENT:
-        return shell is None or getattr(shell.displayhook, name, None) is not namespace[name]
+        return shell is None or getattr(shell.displayhook, name, None) is not entry(namespace, name)
     return name[1:].isdecimal() and (shell is None or int(name[1:]) not in results(namespace))
 
 
@@ -101,7 +109,7 @@ def _results(shell: Any, namespace: Mapping[str, Any]) -> Iterator[Rooted]:
     for number, value in kept.items():
         name = f"_{number}"
         held = [value]
-        held += [one for one in (namespace.get(name), hidden.get(name)) if one is not None and one is not value]
+        held += [one for one in (entry(namespace, name), hidden.get(name)) if one is not None and one is not value]
         seen.update(id(one) for one in held)
         yield Root(f"Out[{number}]", "out", FREE_OUT, class_name(value)), held
     for name in RECENT:
@@ -120,11 +128,11 @@ def _traceback(shell: Any, error: BaseException | None) -> Iterator[Rooted]:
     if error is not None:
         yield (
             Root("this error's traceback", "traceback", FREE_TRACEBACK, class_name(error)),
-            [error, error.__traceback__],
+            [error, traceback_of(error)],
         )
     held = last_errors(shell)
     if held:
-        last = next((one for one in held if isinstance(one, BaseException)), None)
+        last = next((one for one in held if is_a(one, BaseException)), None)
         kind = "" if last is None else class_name(last)
         yield Root("the last error's traceback", "traceback", FREE_TRACEBACK, kind), held
 
@@ -142,10 +150,11 @@ def last_errors(shell: Any) -> list[Any]:
 
 def _modules(namespace: Mapping[str, Any]) -> Iterator[Rooted]:
     for name, module in list(sys.modules.items()):
-        if not is_users_module(module) or vars(module) is namespace:
+        if not is_users_module(module) or attributes(module) is namespace:
             continue
-        for variable, value in list(vars(module).items()):
-            if variable == "__builtins__" or isinstance(value, (types.ModuleType, types.FunctionType)):
+        for key, value in items(attributes(module)):
+            variable = text(key)
+            if variable == "__builtins__" or is_a(value, (types.ModuleType, types.FunctionType)):
                 continue
             yield Root(f"{name}.{variable}", "module", f"del {name}.{variable}", class_name(value)), [value]
 
@@ -159,7 +168,9 @@ def _threads(namespace: Mapping[str, Any]) -> Iterator[Rooted]:
             continue
         frame: types.FrameType | None = top
         while frame is not None:
-            if frame.f_globals is namespace or is_users_module(sys.modules.get(str(frame.f_globals.get("__name__")))):
+            if frame.f_globals is namespace or is_users_module(
+                sys.modules.get(text(entry(frame.f_globals, "__name__")))
+            ):
                 yield Root(f"thread {names.get(thread, thread)}", "thread", None), [frame]
                 break
             frame = frame.f_back

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from gpumem_magic.looks import tensors
 from gpumem_magic.owners import autograd
 
 Place = tuple[int, int]
@@ -31,15 +32,16 @@ class Saved:
 
 def saved_in_graph(outputs: Iterable[Any], locate: Callable[[Any], Place | None]) -> list[Saved]:
     """Every tensor on a device in the graphs of these tensors, parameters left out. Runs no hook, and keeps no tensor."""
-    nodes = _nodes([one.grad_fn for one in outputs if isinstance(one, torch.Tensor) and one.grad_fn is not None])
-    parameters = _parameters(nodes, locate)
-    own = set(parameters.values())
     known: dict[int, Place | None] = {}
     found: dict[Place, Saved] = {}
-    with torch._C.DisableTorchFunctionSubclass():
+    with tensors.unseen():
+        tops = [tensors.grad_fn(one) for one in outputs if tensors.is_tensor(one)]
+        nodes = _nodes([one for one in tops if one is not None])
+        parameters = _parameters(nodes, locate)
+        own = set(parameters.values())
         for node in nodes.values():
             for _, value in autograd.saved_by(node):
-                if not isinstance(value, torch.Tensor) or isinstance(value, torch.nn.Parameter):
+                if not tensors.is_tensor(value) or tensors.is_parameter(value):
                     continue
                 place = _located(value, locate)
                 if place is None or place in own:
@@ -53,8 +55,8 @@ def saved_in_graph(outputs: Iterable[Any], locate: Callable[[Any], Place | None]
                 found[place] = Saved(
                     *place,
                     (operation,),
-                    tuple(int(length) for length in value.shape),
-                    str(value.dtype).removeprefix("torch."),
+                    tensors.shape(value),
+                    tensors.dtype_name(value),
                     _layer(node, parameters, known),
                 )
     return list(found.values())
@@ -75,8 +77,8 @@ def _parameters(nodes: dict[int, Any], locate: Callable[[Any], Place | None]) ->
     """id of a node that collects a gradient -> where its parameter lies."""
     found = {}
     for number, node in nodes.items():
-        variable = getattr(node, "variable", None)
-        place = _located(variable, locate) if isinstance(variable, torch.Tensor) else None
+        variable = autograd.variable_of(node)
+        place = None if variable is None else _located(variable, locate)
         if place is not None:
             found[number] = place
     return found

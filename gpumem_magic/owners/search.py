@@ -12,6 +12,8 @@ import torch
 
 from gpumem_magic.attribution.categories import WORKSPACE_SIZES
 from gpumem_magic.devices.base import Machine
+from gpumem_magic.looks import tensors
+from gpumem_magic.looks.objects import attribute
 from gpumem_magic.owners.cycles import garbage_holding
 from gpumem_magic.owners.graph import HoldGraph
 from gpumem_magic.owners.layers import Layers
@@ -57,7 +59,7 @@ def find_owners(
             for root, values in garbage_holding(machine.locate, walk, blocks):
                 walk.add_root(root, values)
             walk.walk()
-        with torch._C.DisableTorchFunctionSubclass():
+        with tensors.unseen():
             roots, held, graph = _read(walk, blocks)
         objects = len(walk.objects)
     finally:
@@ -152,8 +154,8 @@ def _read(walk: Traversal, blocks: Mapping[Place, tuple[int, int]]) -> tuple[lis
                 (best, *others),
                 node in cyclic or bool(holders.get(node, 0) & errors),
                 node,
-                str(tensor.dtype).removeprefix("torch."),
-                tuple(int(length) for length in tensor.shape),
+                tensors.dtype_name(tensor),
+                tensors.shape(tensor),
                 layers.of(namer.path(node)) if kind == "graph" else "",
             )
         )
@@ -168,7 +170,7 @@ def _leading_to(walk: Traversal, storages: list[int]) -> tuple[dict[int, list[in
     roots = []
     while todo:
         number = todo.pop()
-        if isinstance(walk.objects[number], Root):
+        if type(walk.objects[number]) is Root:
             roots.append(number)
         for parent in parents[number]:
             if parent not in children:
@@ -187,8 +189,8 @@ def _bits(bits: int) -> list[int]:
     return found
 
 
-def _largest(tensors: list[torch.Tensor]) -> torch.Tensor:
-    return max(tensors, key=lambda tensor: tensor.numel())
+def _largest(of_storage: list[torch.Tensor]) -> torch.Tensor:
+    return max(of_storage, key=tensors.numel)
 
 
 def _kind(walk: Traversal, namer: Namer, node: int) -> str:
@@ -198,13 +200,11 @@ def _kind(walk: Traversal, namer: Namer, node: int) -> str:
     if any(walk.kinds.get(pair) == "grad" for pair in pairwise(path)):
         return "gradient"
     things = [walk.objects[number] for number in path]
-    holders = [thing for thing in things if isinstance(thing, (torch.optim.Optimizer, torch.nn.Module))]
-    if isinstance(things[-2], torch.nn.Parameter):
+    holders = [thing for thing in things if tensors.is_optimizer(thing) or tensors.is_module(thing)]
+    if tensors.is_parameter(things[-2]):
         return "parameter"
     if not holders:
         return "tensor"
-    table, kind = (
-        ("state", "optimizer_state") if isinstance(holders[-1], torch.optim.Optimizer) else ("_buffers", "buffer")
-    )
-    held_in = holders[-1].__dict__.get(table)
+    table, kind = ("state", "optimizer_state") if tensors.is_optimizer(holders[-1]) else (tensors.BUFFERS, "buffer")
+    held_in = attribute(holders[-1], table)
     return kind if any(thing is held_in for thing in things) else "tensor"

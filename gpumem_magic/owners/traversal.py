@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from gpumem_magic.looks import tensors
+from gpumem_magic.looks.objects import attribute, attributes, entries_of_class, entry, is_a, module_of_class, text
 from gpumem_magic.owners import autograd
 from gpumem_magic.owners.model import Root
 
@@ -71,7 +73,8 @@ class Traversal:
         self._locate = locate
         self._closed = list(closed)
         self._index: dict[int, int] = {id(thing): _LEAF for thing in self._closed}
-        self._expanders: dict[type, Expand | None] = {Root: None}
+        # By the class's id, which its objects keep: a class may have a `__hash__` of its metaclass's.
+        self._expanders: dict[int, Expand | None] = {id(Root): None}
         self._expand: list[Expand | None] = []
         self._done = 0
 
@@ -91,7 +94,7 @@ class Traversal:
         index, referents, is_tracked = self._index, gc.get_referents, gc.is_tracked
         known, kinds = index.get, self._expanders
         first, more = self.first, self.more
-        with torch._C.DisableTorchFunctionSubclass():
+        with tensors.unseen():
             while self._done < len(objects):
                 source = self._done
                 self._done += 1
@@ -104,8 +107,8 @@ class Traversal:
                 for child in filter(is_tracked, found):
                     target = known(id(child))
                     if target is None:
-                        kind = type(child)
-                        its = kinds[kind] if kind in kinds else self._choose(kind)
+                        kind = id(type(child))
+                        its = kinds[kind] if kind in kinds else self._choose(type(child))
                         if its is None or (its is _class and not _is_users(child)):
                             index[id(child)] = _LEAF
                             self._closed.append(child)
@@ -147,8 +150,8 @@ class Traversal:
     def _meet(self, source: int, thing: Any) -> int | None:
         target = self._index.get(id(thing))
         if target is None:
-            kind = type(thing)
-            expand = self._expanders[kind] if kind in self._expanders else self._choose(kind)
+            kind = id(type(thing))
+            expand = self._expanders[kind] if kind in self._expanders else self._choose(type(thing))
             if expand is None or (expand is _class and not _is_users(thing)):
                 self._index[id(thing)] = _LEAF
                 self._closed.append(thing)
@@ -179,7 +182,7 @@ class Traversal:
             expand = None
         elif autograd.is_node_type(kind):
             expand = self._node
-        self._expanders[kind] = expand
+        self._expanders[id(kind)] = expand
         return expand
 
     # What things hold
@@ -193,18 +196,17 @@ class Traversal:
             else:
                 self.more.append((number, target))
             self.tensors.setdefault(target, []).append(number)
-        if tensor.grad_fn is not None:
-            self._link(number, tensor.grad_fn, "graph")
-        # Asking other tensors for a gradient makes PyTorch warn.
-        if tensor.is_leaf or tensor.retains_grad:
-            gradient = tensor.grad
-            if gradient is not None:
-                self._link(number, gradient, "grad")
+        node = tensors.grad_fn(tensor)
+        if node is not None:
+            self._link(number, node, "graph")
+        gradient = tensors.grad(tensor)
+        if gradient is not None:
+            self._link(number, gradient, "grad")
         found = gc.get_referents(tensor)
-        if isinstance(tensor, FakeTensor):
-            own = tensor.__dict__
+        if is_a(tensor, FakeTensor):
+            own = attributes(tensor)
             found = [one for one in found if one is not own]
-            found += [value for name, value in own.items() if name not in _fake_names(tensor)]
+            found += [value for name, value in dict.items(own) if name not in _fake_names(own)]
         return found
 
     def _node(self, number: int, node: Any) -> Iterable[Any]:
@@ -212,8 +214,8 @@ class Traversal:
             self._link(number, value, "saved", argument)
         for following in autograd.next_nodes(node):
             self._link(number, following, "next")
-        variable = getattr(node, "variable", None)
-        if isinstance(variable, torch.Tensor):
+        variable = autograd.variable_of(node)
+        if variable is not None:
             self._link(number, variable, "variable")
         return gc.get_referents(node)
 
@@ -223,7 +225,7 @@ def _generic(_number: int, thing: Any) -> Iterable[Any]:
 
 
 def _class(_number: int, kind: type) -> Iterable[Any]:
-    return list(vars(kind).values())
+    return list(entries_of_class(kind).values())
 
 
 def _function(_number: int, function: types.FunctionType) -> Iterable[Any]:
@@ -231,8 +233,7 @@ def _function(_number: int, function: types.FunctionType) -> Iterable[Any]:
 
 
 def _frame(_number: int, frame: types.FrameType) -> Iterable[Any]:
-    name = frame.f_globals.get("__name__")
-    if isinstance(name, str) and name.partition(".")[0] in MACHINERY:
+    if text(entry(frame.f_globals, "__name__")).partition(".")[0] in MACHINERY:
         return ()
     held_by_all = frame.f_globals
     return [thing for thing in gc.get_referents(frame) if thing is not held_by_all]
@@ -249,13 +250,13 @@ def _located(locate: Locate, tensor: torch.Tensor) -> Place | None:
 _fake_attributes: frozenset[str] = frozenset()
 
 
-def _fake_names(tensor: FakeTensor) -> frozenset[str]:
+def _fake_names(own: dict[str, Any]) -> frozenset[str]:
     """The attributes that PyTorch, and the virtual GPU, gave a fake tensor: they hold the mode, not memory."""
     global _fake_attributes
     if not _fake_attributes:
         _fake_attributes = frozenset(
             name
-            for name in tensor.__dict__
+            for name in own
             if name.endswith(("_memo", "_memo_vc", "_memo_epoch"))
             or name
             in ("_fake_device", "fake_device", "fake_mode", "constant", "pytype", "dispatch_keys", "real_tensor")
@@ -264,25 +265,21 @@ def _fake_names(tensor: FakeTensor) -> frozenset[str]:
 
 
 def _package(kind: type) -> str:
-    module = kind.__module__
-    return module.partition(".")[0] if isinstance(module, str) else ""
+    return module_of_class(kind).partition(".")[0]
 
 
 def _is_users(kind: type) -> bool:
     """Whether a class was written by the user: only those are looked into (class attributes that cache tensors)."""
-    module = kind.__module__
-    return module == "__main__" or (isinstance(module, str) and is_users_module(sys.modules.get(module)))
+    module = module_of_class(kind)
+    return module == "__main__" or is_users_module(sys.modules.get(module))
 
 
 def is_users_module(module: Any) -> bool:
     """Whether a module is the notebook's or a file of the user's own, and not of Python or of an installed package."""
-    full_name = vars(module).get("__name__") if isinstance(module, types.ModuleType) else None
-    if not isinstance(full_name, str):
-        return False
-    name = full_name.partition(".")[0]
+    name = text(attribute(module, "__name__")).partition(".")[0] if is_a(module, types.ModuleType) else ""
     if name == "__main__":
         return True
-    if name in sys.stdlib_module_names or name in MACHINERY or name == "torch":
+    if not name or name in sys.stdlib_module_names or name in MACHINERY or name == "torch":
         return False
-    file = vars(module).get("__file__")
-    return isinstance(file, str) and not any(part in file for part in _PACKAGES)
+    file = text(attribute(module, "__file__"))
+    return bool(file) and not any(part in file for part in _PACKAGES)

@@ -16,6 +16,9 @@ from types import BuiltinFunctionType, CodeType, FrameType, TracebackType
 
 import torch
 
+from gpumem_magic.looks.objects import attribute, entry, locals_of, name_of_class, text, traceback_of
+from gpumem_magic.looks.tensors import is_module, modules_in
+
 _CALLS = "_call_impl"
 # What carries a call on and is none of its own.
 _CARRIERS = frozenset({"__torch_function__", "__torch_dispatch__", "_wrapped_call_impl", "_call_impl"})
@@ -48,13 +51,13 @@ _LONGEST = 60
 
 def failing_place(error: BaseException) -> tuple[str, str, str]:
     """(module's path in the outermost one, its class, operator); "" for each that is not known. Runs nothing of the user's."""
-    entries = list(_entries(error.__traceback__))
+    entries = list(_entries(traceback_of(error)))
     modules = [found for frame, _ in entries if (found := _module_of(frame)) is not None]
     if not modules:
         return "", "", ""
     path = _path(modules)
     last = max(number for number, (frame, _) in enumerate(entries) if _module_of(frame) is not None)
-    return path, type(modules[-1]).__name__, _operator(entries[last + 1 :])
+    return path, name_of_class(type(modules[-1])), _operator(entries[last + 1 :])
 
 
 def _entries(trace: TracebackType | None) -> Iterator[tuple[FrameType, TracebackType]]:
@@ -64,19 +67,19 @@ def _entries(trace: TracebackType | None) -> Iterator[tuple[FrameType, Traceback
 
 
 def _module_of(frame: FrameType) -> torch.nn.Module | None:
-    if frame.f_code.co_name != _CALLS or frame.f_globals.get("__name__") != "torch.nn.modules.module":
+    if frame.f_code.co_name != _CALLS or entry(frame.f_globals, "__name__") != "torch.nn.modules.module":
         return None
-    found = frame.f_locals.get("self")
-    return found if isinstance(found, torch.nn.Module) else None
+    found = locals_of(frame).get("self")
+    return found if is_module(found) else None
 
 
 def _path(modules: list[torch.nn.Module]) -> str:
     """Only modules around the failure are looked for: down from the outermost, and from the last one found."""
-    names = {id(module): name for name, module in torch.nn.Module.named_modules(modules[0])}
+    names = {id(module): name for name, module in modules_in(modules[0])}
     for number in range(len(modules) - 1, -1, -1):
         name = names.get(id(modules[number]))
         if name is not None:
-            beyond = [type(module).__name__ for module in modules[number + 1 :]]
+            beyond = [name_of_class(type(module)) for module in modules[number + 1 :]]
             return ".".join([part for part in (name, *beyond) if part])
     return ""
 
@@ -85,7 +88,7 @@ def _operator(entries: list[tuple[FrameType, TracebackType]]) -> str:
     """The call at which the innermost frame stands that is not below an operator."""
     last = None
     for frame, trace in entries:
-        module = str(frame.f_globals.get("__name__", ""))
+        module = text(entry(frame.f_globals, "__name__"))
         if module.startswith(_BELOW):
             break
         if not module.startswith("gpumem_magic") and frame.f_code.co_name not in _CARRIERS:
@@ -115,12 +118,12 @@ def _behind(function: ast.expr, frame: FrameType) -> str:
     """The own name of what a variable, or ``self.act``, stands for where it is one of PyTorch's built-in functions."""
     found: object = None
     if isinstance(function, ast.Name):
-        found = frame.f_locals.get(function.id)
+        found = locals_of(frame).get(function.id)
     elif isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name) and function.value.id == "self":
         # Read past the user's own attributes, which may be code.
-        owner = frame.f_locals.get("self")
-        found = owner.__dict__.get(function.attr) if isinstance(owner, torch.nn.Module) else None
-    return found.__name__ if isinstance(found, BuiltinFunctionType) else ""
+        owner = locals_of(frame).get("self")
+        found = attribute(owner, function.attr) if is_module(owner) else None
+    return found.__name__ if type(found) is BuiltinFunctionType else ""
 
 
 def _at(code: CodeType, instruction: int, line: int) -> ast.AST | None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from gpumem_magic.devices.base import Counters, DeviceLog
+from gpumem_magic.looks.objects import attribute, message_of, module_of_class, name_of_class, qualified_name
 from gpumem_magic.recording.model import Failure, Moment
 from gpumem_magic.snapshot.rules import segment_size
 from gpumem_magic.snapshot.timeline import Timeline
@@ -13,17 +14,15 @@ from gpumem_magic.snapshot.timeline import Timeline
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that a GPU's memory ran out, whatever its type."""
-    return type(error).__name__ == "OutOfMemoryError" or "CUDA out of memory" in str(error)
+    return name_of_class(type(error)) == "OutOfMemoryError" or "CUDA out of memory" in message_of(error)
 
 
 def failure_of(error: BaseException, line: int | None) -> Failure:
     """Keeps nothing of the exception. Sizes are there only where a virtual device attached them (`gpumem_failure`)."""
-    kind = type(error)
-    name = (
-        kind.__qualname__ if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}.{kind.__qualname__}"
-    )
-    failure = Failure(name, str(error), line)
-    facts = getattr(error, "gpumem_failure", None)
+    name = qualified_name(type(error))
+    module = module_of_class(type(error))
+    failure = Failure(name if module in ("builtins", "__main__") else f"{module}.{name}", message_of(error), line)
+    facts = attribute(error, "gpumem_failure")
     if facts is None:
         return failure
     return replace(

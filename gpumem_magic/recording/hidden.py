@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from gpumem_magic.looks.objects import attribute, name_of_class
 from gpumem_magic.patching import Patches
 
 
@@ -39,11 +40,11 @@ class Hidden:
     def forward_of(self, module: torch.nn.Module) -> None:
         """An outermost module that is called."""
         # Not imported for the question: that costs seconds where nothing is compiled.
-        self._compiled = self._compiled or type(module).__name__ == "OptimizedModule"
+        self._compiled = self._compiled or name_of_class(type(module)) == "OptimizedModule"
 
     def exists(self, module: torch.nn.Module) -> None:
         """A module of the notebook, called or not."""
-        self._unseen = self._unseen or getattr(module, "_compiled_call_impl", None) is not None
+        self._unseen = self._unseen or attribute(module, "_compiled_call_impl") is not None
 
     def notes(self) -> list[str]:
         found = []

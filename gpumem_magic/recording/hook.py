@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import builtins
 import itertools
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from types import CodeType, TracebackType
 from typing import Protocol
@@ -151,13 +150,15 @@ class StatementHook:
         self.failure = f"{type(error).__name__}: {error}".splitlines()[0]
 
 
-@contextmanager
-def installed(name: str, hook: StatementHook | None) -> Iterator[None]:
-    """Lets programs find `hook` as the builtin `name` for a while. None installs nothing."""
-    with Patches() as patches:
-        if hook is not None:
-            patches.set(builtins, name, hook)
-        yield
+def installed(name: str, hook: StatementHook | None) -> Patches:
+    """Lets programs find `hook` as the builtin `name` for a ``with`` block. None installs nothing.
+
+    (No generator: its context manager would write to the program's error when that passes.)
+    """
+    patches = Patches()
+    if hook is not None:
+        patches.set(builtins, name, hook)
+    return patches
 
 
 def without_hooks(traceback: TracebackType | None) -> None:

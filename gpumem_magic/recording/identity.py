@@ -1,28 +1,31 @@
 """Looks at live objects: which parameter, gradient, optimizer state, input or variable holds which address, and when.
 
 A look keeps numbers and strings. Of the objects themselves only weak references to modules and optimizers are kept, until
-`forget`. A look runs nothing of the user's: no property, no ``__getitem__``, only dictionaries, lists and tuples.
+`forget`. A look runs nothing of the user's: see `gpumem_magic.looks`.
 """
 
 from __future__ import annotations
 
+import re
 import weakref
 from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
+from types import FunctionType
 from typing import Any
 
 import torch
 
 from gpumem_magic.devices.base import Machine
+from gpumem_magic.looks import objects, tensors
+from gpumem_magic.looks.tensors import Named, unseen
 from gpumem_magic.recording.model import Sighting
 
 ROW_LIMIT = 64
 """Tensors looked at in one variable after a statement; more only at the end of the cell."""
 END_LIMIT = 10_000
 _DEPTH = 3
-
-Named = tuple[str, torch.Tensor]
+_WORD = re.compile(r"[^\W\d]\w*")
 
 
 class Witness:
@@ -42,6 +45,8 @@ class Witness:
         self._machine = machine
         self._position = position
         self._names = sorted(names)
+        self._known_names = frozenset(self._names)
+        self._in_statement: dict[str, frozenset[str]] = {}
         self._namespace = namespace if namespace is not None else {}
         self._modules: dict[int, weakref.ref[torch.nn.Module]] = {}
         self._optimizers: dict[int, weakref.ref[torch.optim.Optimizer]] = {}
@@ -56,7 +61,14 @@ class Witness:
     def forget(self) -> None:
         """Drops every reference to the user's objects."""
         self._namespace = {}
-        for kept in (self._modules, self._optimizers, self._where, self._states, self._parameter_names):
+        for kept in (
+            self._modules,
+            self._optimizers,
+            self._where,
+            self._states,
+            self._parameter_names,
+            self._in_statement,
+        ):
             kept.clear()
         self._last_look.clear()
         self._last_gradients.clear()
@@ -66,65 +78,73 @@ class Witness:
     def forward_begins(self, module: torch.nn.Module, args: tuple[Any, ...]) -> None:
         """An outermost forward: its module's parameters and buffers, once, and its arguments, each time."""
         self._now.clear()
-        self.see_module(module)
-        for _, tensor in tensors_in(args, "", ROW_LIMIT):
-            self._see_argument(tensor, None)
+        with unseen():
+            self.see_module(module)
+            for _, tensor in tensors_in(args, "", ROW_LIMIT):
+                self._see_argument(tensor, None)
 
     def forward_ended(self, kwargs: Mapping[str, Any]) -> None:
         """Keyword arguments: PyTorch shows them to a global hook only at the end of the forward."""
         self._now.clear()
-        for name, tensor in tensors_in(kwargs, "", ROW_LIMIT):
-            self._see_argument(tensor, name)
+        with unseen():
+            for name, tensor in tensors_in(kwargs, "", ROW_LIMIT):
+                self._see_argument(tensor, name)
 
     def backward_ended(self) -> None:
         """The gradients of every parameter known so far."""
         self._now.clear()
         self._last_gradients.clear()
-        for name, parameter in self._known_parameters():
-            self._see_gradient(name, parameter)
+        with unseen():
+            for name, parameter in self._known_parameters():
+                self._see_gradient(name, parameter)
 
     def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
         self._now.clear()
-        self._see_groups(optimizer)
+        with unseen():
+            self._see_groups(optimizer)
 
     def step_ended(self, optimizer: torch.optim.Optimizer) -> None:
         self._now.clear()
-        self._see_states(optimizer)
+        with unseen():
+            self._see_states(optimizer)
         self._last_gradients.clear()
 
-    def statement_ended(self) -> None:
-        """The variables of the cell. A batch or a loss lives for an iteration only: this is when it can be seen."""
+    def statement_ended(self, statement: str | None = None) -> None:
+        """The variables of the cell that a statement mentions (None: all). A batch or a loss lives for an iteration only: this is
+        when it can be seen."""
         self._now.clear()
-        for name in self._names:
-            value = self._namespace.get(name)
-            if isinstance(value, torch.nn.Module):
-                self.see_module(value)
-            elif isinstance(value, torch.optim.Optimizer):
-                self._optimizers[id(value)] = weakref.ref(value)
-            else:
-                self._see_variable(name, value, ROW_LIMIT)
+        with unseen():
+            for name in self._names if statement is None else self._mentioned_in(statement):
+                value = objects.entry(self._namespace, name)
+                if tensors.is_module(value):
+                    self.see_module(value)
+                elif tensors.is_optimizer(value):
+                    self._knows(value)
+                else:
+                    self._see_variable(name, value, ROW_LIMIT)
 
     def cell_ended(self, namespace: Mapping[str, Any] | None) -> None:
         """All modules and optimizers of the notebook, used or not, and the cell's variables."""
         self._now.clear()
-        values = dict(namespace) if namespace is not None else dict(self._namespace)
-        for value in values.values():
-            if isinstance(value, torch.nn.Module):
+        everything = self._namespace if namespace is None else namespace
+        for _, value in objects.items(everything):
+            if tensors.is_module(value):
                 self._modules[id(value)] = weakref.ref(value)
-            elif isinstance(value, torch.optim.Optimizer):
-                self._optimizers[id(value)] = weakref.ref(value)
+            elif tensors.is_optimizer(value):
+                self._knows(value)
         self._where.clear()
         self._states.clear()
         self._last_gradients.clear()
-        for module in _alive(self._modules):
-            self.see_module(module)
-        for optimizer in _alive(self._optimizers):
-            self._see_groups(optimizer)
-            self._see_states(optimizer)
-        for name, parameter in self._known_parameters():
-            self._see_gradient(name, parameter)
-        for name in self._names:
-            self._see_variable(name, values.get(name), END_LIMIT)
+        with unseen():
+            for module in _alive(self._modules):
+                self.see_module(module)
+            for optimizer in _alive(self._optimizers):
+                self._see_groups(optimizer)
+                self._see_states(optimizer)
+            for name, parameter in self._known_parameters():
+                self._see_gradient(name, parameter)
+            for name in self._names:
+                self._see_variable(name, objects.entry(everything, name), END_LIMIT)
 
     def modules(self) -> list[torch.nn.Module]:
         """Those that were seen and are still there. For a look, not to be kept."""
@@ -132,12 +152,23 @@ class Witness:
 
     def variable_of(self, thing: object) -> str | None:
         """The cell's name for an object, if it has one."""
-        return next((name for name in self._names if self._namespace.get(name) is thing), None)
+        return next((name for name in self._names if objects.entry(self._namespace, name) is thing), None)
+
+    def _mentioned_in(self, statement: str) -> list[str]:
+        """The cell's names in a statement's text, and those that the functions use that it names: they may have set them."""
+        names = self._in_statement.get(statement)
+        if names is None:
+            names = self._in_statement[statement] = self._known_names.intersection(_WORD.findall(statement))
+        for name in names:
+            value = objects.entry(self._namespace, name)
+            if type(value) is FunctionType:
+                names = names.union(self._known_names.intersection(value.__code__.co_names))
+        return sorted(names)
 
     # Looking
 
     def see_module(self, module: torch.nn.Module) -> None:
-        """Parameters and buffers by name. Again only where the first of them has moved (``.to``, ``.half``)."""
+        """Parameters and buffers by name. Again only where the first of them has moved (``.to``, ``.half``). Inside `unseen`."""
         first = next(_tensors_of(module), None)
         where = None if first is None else self._machine.locate(first[1])
         known = self._modules.get(id(module))
@@ -145,10 +176,10 @@ class Witness:
             return
         self._modules[id(module)] = weakref.ref(module)
         self._where[id(module)] = where
-        for name, parameter in module.named_parameters():
+        for name, parameter in tensors.tensors_of(module, tensors.PARAMETERS):
             self._parameter_names[id(parameter)] = name
             self._see(parameter, "parameter", name)
-        for name, buffer in module.named_buffers():
+        for name, buffer in tensors.tensors_of(module, tensors.BUFFERS):
             self._see(buffer, "buffer", name)
 
     def _see_groups(self, optimizer: torch.optim.Optimizer) -> None:
@@ -161,17 +192,22 @@ class Witness:
     def _see_states(self, optimizer: torch.optim.Optimizer) -> None:
         """States by name. They stay where they are from the second step on, so a step that adds none is not looked at."""
         self._remember(optimizer)
-        size = sum(len(state) for state in optimizer.state.values() if isinstance(state, dict))
+        kept = tensors.states_of(optimizer)
+        size = sum(dict.__len__(state) for _, state in kept if objects.is_a(state, dict))
         steps, before = self._states.get(id(optimizer), (0, -1))
         self._states[id(optimizer)] = (steps + 1, size)
         if steps >= 2 and size == before:
             return
-        kind = type(optimizer).__name__
+        kind = objects.name_of_class(type(optimizer))
         names = {id(parameter): name for name, parameter in self._parameters_of(optimizer)}
-        for owner, state in list(optimizer.state.items()):
+        for owner, state in kept:
             of = f"[{names[id(owner)]}]" if id(owner) in names else ""
             for name, tensor in tensors_in(state, "", END_LIMIT):
                 self._see(tensor, "optimizer_state", f"{kind}.{name}{of}")
+
+    def _knows(self, optimizer: torch.optim.Optimizer) -> None:
+        working = tensors.working_optimizer(optimizer)
+        self._optimizers[id(working)] = weakref.ref(working)
 
     def _remember(self, optimizer: torch.optim.Optimizer) -> bool:
         known = self._optimizers.get(id(optimizer))
@@ -181,16 +217,13 @@ class Witness:
         return is_new
 
     def _parameters_of(self, optimizer: torch.optim.Optimizer) -> Iterator[Named]:
-        number = 0
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                yield self._parameter_names.get(id(parameter), f"parameter {number}"), parameter
-                number += 1
+        for number, parameter in enumerate(tensors.parameters_of(optimizer)):
+            yield self._parameter_names.get(id(parameter), f"parameter {number}"), parameter
 
     def _known_parameters(self) -> Iterator[Named]:
         seen: set[int] = set()
         for module in _alive(self._modules):
-            for name, parameter in module.named_parameters():
+            for name, parameter in tensors.tensors_of(module, tensors.PARAMETERS):
                 if id(parameter) not in seen:
                     seen.add(id(parameter))
                     yield name, parameter
@@ -201,7 +234,7 @@ class Witness:
                     yield name, parameter
 
     def _see_gradient(self, name: str, parameter: torch.Tensor) -> None:
-        gradient = parameter.grad if parameter.is_leaf else None
+        gradient = tensors.grad(parameter) if tensors.is_leaf(parameter) else None
         if gradient is None:
             return
         # A step looks at what the end of the backward has just seen; the same object under the same name is the same memory.
@@ -212,9 +245,9 @@ class Witness:
 
     def _see_variable(self, name: str, value: Any, limit: int) -> None:
         for place, tensor in tensors_in(value, name, limit):
-            if isinstance(tensor, torch.nn.Parameter):
+            if tensors.is_parameter(tensor):
                 self._see(tensor, "parameter", place)
-            if tensor.requires_grad and tensor.is_leaf:
+            if tensors.requires_grad(tensor) and tensors.is_leaf(tensor):
                 self._see_gradient(place, tensor)
             where = self._machine.locate(tensor)
             if where is None:
@@ -224,16 +257,17 @@ class Witness:
             # No event since the last look under this name: the same tenant.
             if self._last_look.get(place) != look:
                 self._last_look[place] = look
-                self._add(look, "named" if tensor.grad_fn is None else "output", place)
+                self._add(look, "named" if tensors.grad_fn(tensor) is None else "output", place)
 
     def _see_argument(self, tensor: torch.Tensor, name: str | None) -> None:
-        if tensor.grad_fn is None:
+        if tensors.grad_fn(tensor) is None:
             self._see(tensor, "input", name)
 
     def _see(self, tensor: torch.Tensor, role: str, name: str | None) -> None:
-        if tensor.layout is torch.sparse_coo:
+        if tensors.is_sparse(tensor):
             # Two tensors hold its memory; the second is the tensor's place.
-            self._see(tensor.detach()._indices(), role, name)
+            for indices in tensors.sparse_parts(tensor)[:1]:
+                self._see(indices, role, name)
         where = self._machine.locate(tensor)
         if where is not None:
             self._add((*where, self._at(where[0])), role, name)
@@ -265,24 +299,25 @@ def tensors_in(value: Any, name: str, limit: int) -> list[Named]:
 def _collect(value: Any, name: str, limit: int, depth: int, found: list[Named]) -> None:
     if len(found) >= limit:
         return
-    if isinstance(value, torch.Tensor):
+    if tensors.is_tensor(value):
         found.append((name, value))
         return
     if depth == 0:
         return
-    if isinstance(value, UserDict):
-        value = value.data
-    items: Iterable[tuple[Any, Any]]
-    if isinstance(value, dict):
-        items = dict.items(value)
-    elif isinstance(value, list):
-        items = enumerate(list.__iter__(value))
-    elif isinstance(value, tuple):
-        items = enumerate(tuple.__iter__(value))
+    pairs: Iterable[tuple[Any, Any]]
+    if objects.is_a(value, (list, tuple)):
+        pairs = enumerate(objects.members(value))
     else:
-        return
-    for key, item in islice(items, limit):
-        place = repr(key)[:40] if isinstance(key, (str, int)) else type(key).__name__
+        inner = (
+            value
+            if objects.is_a(value, dict) or not objects.inherits(value, UserDict)
+            else objects.attribute(value, "data")
+        )
+        if not objects.is_a(inner, dict):
+            return
+        pairs = dict.items(inner)
+    for key, item in islice(pairs, limit):
+        place = objects.shown(key)[:40] if objects.is_a(key, (str, int)) else objects.name_of_class(type(key))
         _collect(item, f"{name}[{place}]" if name else place.strip("'"), limit, depth - 1, found)
 
 
@@ -291,5 +326,5 @@ def _alive(references: Mapping[int, weakref.ref[Any]]) -> list[Any]:
 
 
 def _tensors_of(module: torch.nn.Module) -> Iterator[Named]:
-    yield from module.named_parameters()
-    yield from module.named_buffers()
+    yield from tensors.tensors_of(module, tensors.PARAMETERS)
+    yield from tensors.tensors_of(module, tensors.BUFFERS)

@@ -16,6 +16,7 @@ import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from gpumem_magic.looks.objects import attribute
 from gpumem_magic.recording import torch_seams
 from gpumem_magic.recording.instrument import Statement
 
@@ -79,6 +80,12 @@ class IterationLimit:
     def _before_forward(self, module: torch.nn.Module, args: Any) -> None:
         """At the head of an iteration inside a call: the last steps were made by this very statement, and are enough."""
         inside = self._statement is not None and self._step_statement == self._statement
-        if inside and self.steps and threading.get_ident() == self._thread and self._enough() and module.training:
+        if (
+            inside
+            and self.steps
+            and threading.get_ident() == self._thread
+            and self._enough()
+            and attribute(module, "training")
+        ):
             self.stopped = True
             raise StopRun

@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping
 
 import torch
 
+from gpumem_magic.looks.objects import name_of_class
+from gpumem_magic.looks.tensors import BUFFERS, PARAMETERS, is_tensor, modules_in, table, unseen
 from gpumem_magic.recording.model import NOBODY, ModuleName, ModuleTrace
 
 Place = tuple[int, int]
@@ -54,7 +56,7 @@ class ModuleWatch:
         path = self._paths.get(id(module))
         if path is None:
             around = self._names[self._stack[-1]].path if self._stack else self._root_path
-            path = f"{around}.{type(module).__name__}"
+            path = f"{around}.{name_of_class(type(module))}"
         self._stack.append(self._number(path, module))
         self._turn()
 
@@ -92,17 +94,18 @@ class ModuleWatch:
             return
         self._root, self._root_path = weakref.ref(root), label
         self._paths.clear()
-        for name, module in root.named_modules():
-            path = f"{label}.{name}" if name else label
-            self._paths[id(module)] = path
-            number = self._number(path, module)
-            for tensor in (*module._parameters.values(), *module._buffers.values()):
-                place = None if tensor is None else self._locate(tensor)
-                if place is not None:
-                    self._parameters.setdefault(place, number)
+        with unseen():
+            for name, module in modules_in(root):
+                path = f"{label}.{name}" if name else label
+                self._paths[id(module)] = path
+                number = self._number(path, module)
+                for _, tensor in (*table(module, PARAMETERS), *table(module, BUFFERS)):
+                    place = self._locate(tensor) if is_tensor(tensor) else None
+                    if place is not None:
+                        self._parameters.setdefault(place, number)
 
     def _number(self, path: str, module: torch.nn.Module) -> int:
-        name = ModuleName(path, type(module).__name__)
+        name = ModuleName(path, name_of_class(type(module)))
         number = self._numbers.get(name)
         if number is None:
             number = self._numbers[name] = len(self._names)

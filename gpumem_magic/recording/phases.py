@@ -17,6 +17,7 @@ import torch
 from torch.nn.modules import module as nn_module
 from torch.optim import optimizer as nn_optimizer
 
+from gpumem_magic.looks.objects import name_of_class
 from gpumem_magic.patching import Patches
 from gpumem_magic.recording import torch_seams
 from gpumem_magic.recording.guard import Guard
@@ -146,7 +147,7 @@ class Phases:
         """A variable's name, or the class's; the second nameless thing of a class is ``Adam (2)``."""
         key = kind, id(thing)
         if key not in self._labels:
-            name = self._witness.variable_of(thing) or type(thing).__name__
+            name = self._witness.variable_of(thing) or name_of_class(type(thing))
             self._label_counts[name] += 1
             count = self._label_counts[name]
             self._labels[key] = name if count == 1 else f"{name} ({count})"
@@ -183,9 +184,9 @@ class Phases:
                 if not self._is_open(RECOMPUTATION):
                     self._begin(RECOMPUTATION, self._label("module", module), id(module))
             elif not self._is_open(FORWARD):
+                self._begin(FORWARD, self._label("module", module), id(module))
                 self.hidden.forward_of(module)
                 self._witness.forward_begins(module, args)
-                self._begin(FORWARD, self._label("module", module), id(module))
 
     def _forward_ended(self, module: torch.nn.Module, args: tuple[Any, ...], *rest: Any) -> None:
         if torch.compiler.is_compiling():
@@ -257,8 +258,8 @@ class Phases:
         if torch.compiler.is_compiling():
             return
         with self._guard("the start of a step"):
-            self._witness.step_begins(optimizer)
             self._begin(OPTIMIZER, self._label("optimizer", optimizer), id(optimizer))
+            self._witness.step_begins(optimizer)
 
     def _step_ends(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if torch.compiler.is_compiling():
@@ -268,11 +269,11 @@ class Phases:
             if one is None:
                 return
             self._close(one)
-            self._witness.step_ended(optimizer)
             if self._first_optimizer is None:
                 self._first_optimizer = id(optimizer)
             if self._first_optimizer == id(optimizer):
                 self._step_ended()
+            self._witness.step_ended(optimizer)
 
     # Ranges
 

@@ -141,12 +141,14 @@ class Recorder:
             moment = self._moment()
             if header and self._checkpoints and moment.positions == self._checkpoints[-1].moment.positions:
                 return
-            if self._witness is not None:
-                self._witness.statement_ended()
             if kind == "before" and self._checkpoints and self._checkpoints[-1].kind == "before":
                 self._checkpoints.pop()
             self._checkpoints.append(Checkpoint(kind, label, statement, line, moment, iteration, loops))
             self._grown()
+        # A look at the variables comes when the figures are kept.
+        with self._guard("looking at the variables"):
+            if self._witness is not None:
+                self._witness.statement_ended(statement if kind == "statement" else None)
 
     def position(self, device: int) -> int:
         """Where a device's log stands now."""
@@ -191,11 +193,11 @@ class Recorder:
                 if error is not None and failure is not None:
                     module, kind, operator = failing_place(error)
                     failure = replace(failure, module=module or kind, operator=operator)
-            with self._guard("looking at the variables at the end"):
-                self._witness.cell_ended(namespace)
             if not self._checkpoints or self._checkpoints[-1].kind != "after":
                 with self._guard("the last checkpoint"):
                     self._checkpoints.append(Checkpoint("after", "after", "", 0, self._moment()))
+            with self._guard("looking at the variables at the end"):
+                self._witness.cell_ended(namespace)
             with self._guard("stopping the logs"):
                 logs = self._stop_logs()
             placing = Placing(logs)

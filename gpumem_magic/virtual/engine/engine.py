@@ -24,6 +24,8 @@ from torch._subclasses.fake_tensor import (
 )
 
 from gpumem_magic.failures import is_own_failure
+from gpumem_magic.looks import tensors
+from gpumem_magic.looks.objects import attribute, is_a
 from gpumem_magic.virtual.engine import kernel_rules, supplied, values
 from gpumem_magic.virtual.engine.memory import Memory
 from gpumem_magic.virtual.engine.mismatch import (
@@ -100,12 +102,16 @@ class Engine:
 
     def locate(self, tensor: Any) -> tuple[int, int] | None:
         """(device index, address) of the tensor's storage (of a sparse tensor's values), None for host tensors and empty ones."""
-        if not isinstance(tensor, VirtualTensor) or tensor.fake_mode is not self.fake:
+        if is_a(tensor, VirtualTensor):
+            if attribute(tensor, "fake_mode") is not self.fake:
+                return None
+        elif type(tensor) is not torch.Tensor or not tensors.is_meta(tensor):
+            # (A part of a sparse tensor, as `sparse_parts` gives it, is a meta tensor.)
             return None
-        with self.lock, torch._C.DisableTorchFunctionSubclass():
-            if tensor.layout is torch.sparse_coo:
-                tensor = self._strided_parts(tensor)[1]
-            placement = self.table.find(tensor.untyped_storage())
+        with self.lock, tensors.unseen():
+            if tensors.is_sparse(tensor):
+                tensor = tensors.sparse_parts(tensor)[1]
+            placement = self.table.find(tensors.storage(tensor))
         return (placement.device, placement.address) if placement is not None and placement.nbytes else None
 
     def record_stream(self, tensor: VirtualTensor, stream: Any) -> None:

@@ -1,0 +1,1 @@
+"""Looks at the program's objects that run none of its code."""

@@ -1,0 +1,201 @@
+"""Looks at tensors, modules and optimizers in which nothing of the program's runs, nor any mode of PyTorch's that it has set.
+
+A module and an optimizer are read from their own dictionaries, as `torch.nn.Module` and `torch.optim.Optimizer` fill them: one
+that was never initialised holds nothing. A tensor is read past its class, inside `unseen`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from gpumem_magic.looks.objects import (
+    attribute,
+    attributes,
+    entry,
+    is_a,
+    is_sequence,
+    items,
+    members,
+    module_of_class,
+    text,
+)
+
+Named = tuple[str, torch.Tensor]
+
+_BASE: Any = torch._C.TensorBase
+_INDICES, _VALUES = torch.ops.aten._indices.default, torch.ops.aten._values.default
+_SPARSE_CUDA = torch._C.DispatchKey.SparseCUDA
+PARAMETERS, BUFFERS, MODULES = "_parameters", "_buffers", "_modules"
+
+
+class unseen:
+    """Inside, reading a tensor calls no ``__torch_function__`` and no mode; the thread's state is as it was afterwards.
+
+    Both guards are private, with these names from torch 2.9 to 2.15.
+    """
+
+    __slots__ = ("_dispatch", "_function")
+
+    def __enter__(self) -> None:
+        self._function = torch._C.DisableTorchFunction()
+        self._dispatch = torch._C._DisableTorchDispatch()
+        self._function.__enter__()
+        self._dispatch.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._dispatch.__exit__(*error)
+        self._function.__exit__(*error)
+
+
+def is_tensor(thing: object) -> bool:
+    return is_a(thing, torch.Tensor)
+
+
+def is_parameter(thing: object) -> bool:
+    """As PyTorch has it: a tensor of another class may be one too."""
+    return is_a(thing, torch.nn.Parameter) or (is_tensor(thing) and attribute(thing, "_is_param") is True)
+
+
+def is_module(thing: object) -> bool:
+    return is_a(thing, torch.nn.Module)
+
+
+def is_optimizer(thing: object) -> bool:
+    return is_a(thing, torch.optim.Optimizer)
+
+
+# Tensors. Inside `unseen`.
+
+
+def grad(tensor: torch.Tensor) -> torch.Tensor | None:
+    """A leaf's, or a kept one: asking other tensors makes PyTorch warn."""
+    if not (_BASE.is_leaf.__get__(tensor) or _BASE.retains_grad.__get__(tensor)):
+        return None
+    found: torch.Tensor | None = _BASE.grad.__get__(tensor)
+    return found
+
+
+def is_leaf(tensor: torch.Tensor) -> bool:
+    return bool(_BASE.is_leaf.__get__(tensor))
+
+
+def requires_grad(tensor: torch.Tensor) -> bool:
+    return bool(_BASE.requires_grad.__get__(tensor))
+
+
+def grad_fn(tensor: torch.Tensor) -> Any:
+    return _BASE.grad_fn.__get__(tensor)
+
+
+def is_sparse(tensor: torch.Tensor) -> bool:
+    """Of the layout that keeps indices and values."""
+    return _BASE.layout.__get__(tensor) is torch.sparse_coo
+
+
+def has_python_key(tensor: torch.Tensor) -> bool:
+    """Whether PyTorch asks Python for this tensor's operators, and for some of its facts."""
+    return bool(torch._C._dispatch_keys(tensor).has(torch._C.DispatchKey.Python))
+
+
+def is_cuda(tensor: torch.Tensor) -> bool:
+    """Of a tensor without a Python key."""
+    return bool(_BASE.is_cuda.__get__(tensor))
+
+
+def is_meta(tensor: torch.Tensor) -> bool:
+    """Of a tensor without a Python key."""
+    return bool(_BASE.is_meta.__get__(tensor))
+
+
+def storage(tensor: torch.Tensor) -> Any:
+    """Its storage, shared by all views; RuntimeError where it has none."""
+    return _BASE.untyped_storage(tensor)
+
+
+def sparse_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The indices and the values of a sparse tensor, as plain ones; nothing where a class only looks like one."""
+    keys = torch._C._dispatch_keys(tensor)
+    fakes = sys.modules.get("torch._subclasses.fake_tensor")
+    if fakes is not None and is_a(tensor, fakes.FakeTensor):
+        key = torch._C.DispatchKey.SparseMeta
+    elif has_python_key(tensor):
+        return ()
+    else:
+        key = next(one for one in (_SPARSE_CUDA, torch._C.DispatchKey.SparseCPU) if keys.has(one))
+    # The backend's own function, past every key above it.
+    backend = torch._C.DispatchKeySet(key)
+    return tuple(operator.redispatch(backend, tensor) for operator in (_INDICES, _VALUES))
+
+
+def dtype_name(tensor: torch.Tensor) -> str:
+    return str(_BASE.dtype.__get__(tensor)).removeprefix("torch.")
+
+
+def shape(tensor: torch.Tensor) -> tuple[int, ...]:
+    return tuple(int(length) for length in _BASE.shape.__get__(tensor))
+
+
+def numel(tensor: torch.Tensor) -> int:
+    return int(_BASE.numel(tensor))
+
+
+# Modules
+
+
+def table(module: torch.nn.Module, name: str) -> list[tuple[str, Any]]:
+    """What is in a module's `_parameters`, `_buffers` or `_modules`, in order."""
+    own = attribute(module, name)
+    if own is not None and not is_a(own, dict) and module_of_class(type(own)).startswith("torch.jit."):
+        own = dict(own.items())
+    return [(text(key), value) for key, value in items(own) if value is not None]
+
+
+def modules_in(root: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    """As ``named_modules`` gives them: the module itself under "", then each that is in it, once."""
+    seen: set[int] = set()
+    todo = [("", root)]
+    while todo:
+        path, module = todo.pop()
+        if id(module) in seen:
+            continue
+        seen.add(id(module))
+        yield path, module
+        inner = [(f"{path}.{name}" if path else name, one) for name, one in table(module, MODULES) if is_module(one)]
+        todo += reversed(inner)
+
+
+def tensors_of(root: torch.nn.Module, kind: str) -> Iterator[Named]:
+    """As ``named_parameters`` or ``named_buffers`` give them. kind: `PARAMETERS` or `BUFFERS`."""
+    seen: set[int] = set()
+    for path, module in modules_in(root):
+        for name, tensor in table(module, kind):
+            if is_tensor(tensor) and id(tensor) not in seen:
+                seen.add(id(tensor))
+                yield (f"{path}.{name}" if path else name), tensor
+
+
+# Optimizers
+
+
+def working_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer itself, or the one that it wraps: libraries have some that only pass everything on."""
+    own = attributes(optimizer)
+    if "param_groups" not in own:
+        return next((one for one in dict.values(own) if is_optimizer(one)), optimizer)
+    return optimizer
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Those of all its groups, in order."""
+    groups = attribute(optimizer, "param_groups")
+    found = [entry(group, "params") for group in (members(groups) if is_sequence(groups) else ())]
+    return [one for each in found if is_sequence(each) for one in members(each) if is_tensor(one)]
+
+
+def states_of(optimizer: torch.optim.Optimizer) -> list[tuple[Any, Any]]:
+    """What it keeps for each parameter, as (parameter, the dictionary of its states)."""
+    return items(attribute(optimizer, "state"))
