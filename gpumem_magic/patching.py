@@ -170,10 +170,10 @@ def _in_force(value: Any) -> Any:
         # Nothing is asked of what may be the user's.
         kind = type(value)
         function = value.fget if kind is property else value.__func__ if kind is staticmethod else value
-        relay, kept = _relays.get(function, (None, None)) if type(function) is FunctionType else (None, None)
+        relay, original = _relays.get(function, (None, None)) if type(function) is FunctionType else (None, None)
         if relay is None or not relay.retired:
             return value
-        value = kept
+        value = original
 
 
 def _relayed(owner: Any, name: str, value: Any, own: Any) -> tuple[Any, Callable[[], None]]:

@@ -44,15 +44,15 @@ def _only_inside(error: BaseException | None) -> bool:
 
 
 def _without(trace: TracebackType | None, packages: tuple[str, ...]) -> TracebackType | None:
-    kept: TracebackType | None = None
+    shortened: TracebackType | None = None
     left_out = False
     for entry in reversed(list(_entries(trace))):
         module = entry.tb_frame.f_globals.get("__name__", "")
         # Frames of contextlib are ours where they carry a context manager of ours.
         left_out = _belongs(module, packages) or (left_out and module == "contextlib")
         if not left_out:
-            kept = TracebackType(kept, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
-    return kept
+            shortened = TracebackType(shortened, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+    return shortened
 
 
 def _belongs(module: str, packages: tuple[str, ...]) -> bool:

@@ -13,7 +13,7 @@ from test_attribution import STEPS, play
 from gpumem_magic.devices.base import Counters, Label
 from gpumem_magic.recording.model import Failure, StandIn
 from gpumem_magic.report.build import build, build_with_labels
-from gpumem_magic.report.folding import Fold, LoopIteration, LoopRow, fold_rows, kept_turns
+from gpumem_magic.report.folding import Fold, LoopIteration, LoopRow, fold_rows, shown_iterations
 from gpumem_magic.report.model import ALLOCATED_CATEGORIES, ReportData, Row
 from gpumem_magic.units import GIB, MIB
 from gpumem_magic.user_report import Report
@@ -293,7 +293,7 @@ def test_iterations_inside_a_call_are_folded_too() -> None:
 
 @given(st.lists(st.builds(LoopIteration, st.integers(0, 9), st.integers(-9, 9)), max_size=30))
 def test_what_must_stay_stays(turns: list[LoopIteration]) -> None:
-    kept = kept_turns(turns)
+    kept = shown_iterations(turns)
     assert kept == sorted(set(kept))
     assert {*range(min(3, len(turns))), *range(max(0, len(turns) - 3), len(turns))} <= set(kept)
     assert len(kept) <= 8 or len(kept) == len(turns)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import pytest
 from causes_cells import SETUP, names, notebook
 
-from gpumem_magic.causes import catalog, copies, graphs, holding, room, shapes, shortage, training
+from gpumem_magic.causes import catalog, copies, device_memory, graphs, holding, shapes, shortage, training
 
 
 @dataclass(frozen=True)
@@ -314,7 +314,7 @@ def test_innocent_cells_hear_nothing(case: Case) -> None:
 
 
 def test_every_detector_has_a_case() -> None:
-    modules = (copies, graphs, holding, room, shapes, shortage, training)
+    modules = (copies, graphs, holding, device_memory, shapes, shortage, training)
     told = set(re.findall(r'Cause\(\s*f?"(\w+)(?:\{kind\})?"', "".join(inspect.getsource(one) for one in modules)))
     told = (told - {"pinned_by_"}) | {"pinned_by_out", "pinned_by_traceback", shortage.NAME}
     assert told == {case.tells for case in GUILTY}

@@ -19,8 +19,8 @@ from gpumem_magic.attribution.view import DeviceView
 from gpumem_magic.causes.inside import CONTRACTIONS, ELEMENTWISE, NORMALISATIONS, OTHERS, class_of
 from gpumem_magic.recording.failing_place import failing_place
 from gpumem_magic.recording.model import Recording
-from gpumem_magic.recording.modules import MOST_TURNS, ModuleTrace, ModuleWatch
-from gpumem_magic.report.inside import NOT_KEPT, OUTSIDE, ActivationBreakdown, LayerRow, OperatorRow
+from gpumem_magic.recording.modules import MOST_SWITCHES, ModuleTrace, ModuleWatch
+from gpumem_magic.report.inside import NOT_SAVED, OUTSIDE, ActivationBreakdown, LayerRow, OperatorRow
 from gpumem_magic.units import MIB
 from gpumem_magic.user_report import Report
 from gpumem_magic.views.inside import (
@@ -134,7 +134,7 @@ def test_operators_add_up_and_are_told_apart(trained: Report) -> None:
     # A softmax keeps its result; so does the product after it, which counts it.
     assert found[NORMALISATIONS].shared >= 3 * one
     for row in found.values():
-        assert row.name == NOT_KEPT or sum(row.operations.values()) == row.bytes
+        assert row.name == NOT_SAVED or sum(row.operations.values()) == row.bytes
 
 
 def test_it_shows_in_the_text_and_the_page_and_is_saved(trained: Report) -> None:
@@ -275,16 +275,16 @@ def test_classes_of_operators(operation: str, expected: str) -> None:
 
 
 def test_a_program_without_backward_is_followed_for_a_while_only() -> None:
-    position = iter(range(10 * MOST_TURNS))
+    position = iter(range(10 * MOST_SWITCHES))
     watch = ModuleWatch(lambda: {0: next(position)}, lambda tensor: None)
     module = torch.nn.Linear(1, 1)
-    for _ in range(MOST_TURNS):
+    for _ in range(MOST_SWITCHES):
         watch.begins(module, 1, lambda: "model")
         watch.ended(0)
     trace = watch.trace()
     assert not watch.running
-    assert len(trace.turns[0]) <= MOST_TURNS + 1
-    assert trace.at(0, 10 * MOST_TURNS) is None
+    assert len(trace.switches[0]) <= MOST_SWITCHES + 1
+    assert trace.at(0, 10 * MOST_SWITCHES) is None
     assert trace.at(0, 0) is not None
     assert ModuleTrace().at(0, 5) is None
 

@@ -20,7 +20,7 @@ from gpumem_magic.widgets.columns import ALLOCATED, SENT
 from gpumem_magic.widgets.marks import LIMIT, USER
 from gpumem_magic.widgets.ring import Ring
 from gpumem_magic.widgets.samples import duration
-from gpumem_magic.widgets.thin import longest_gap, stretches, thin, top_of_scale
+from gpumem_magic.widgets.thin import longest_gap, thin, top_of_scale, without_gaps
 
 PACKAGE = Path(__file__).parents[1] / "gpumem_magic"
 
@@ -101,11 +101,11 @@ def test_which_rows_are_drawn(tmp_path: Path, points: int) -> None:
     gaps = [longest_gap(rows, period, per_row) for period, per_row in ((0.1, 1), (0.1, 64), (1.0, 2))]
     found = in_page(
         tmp_path,
-        f"[store.thin(given, {points}, {ALLOCATED}), store.stretches(given, 3),"
+        f"[store.thin(given, {points}, {ALLOCATED}), store.withoutGaps(given, 3),"
         " [[0.1, 1], [0.1, 64], [1, 2]].map((pair) => store.longestGap(given, ...pair))]",
         rows,
     )
-    assert found == [thin(rows, points), stretches(rows, 3), gaps]
+    assert found == [thin(rows, points), without_gaps(rows, 3), gaps]
     assert len(found[1]) > 2
 
 

@@ -17,7 +17,7 @@ from torch import nn
 from gpumem_magic.allocator.failure import DeviceOutOfMemory
 from gpumem_magic.recording.model import Failure, Recording
 from gpumem_magic.recording.recorder import Recorder
-from gpumem_magic.recording.repetition import ENOUGH, LONGEST_TURN, alike_at_end, longest_repetition, signature
+from gpumem_magic.recording.repetition import ENOUGH, LONGEST_PERIOD, alike_at_end, longest_repetition, signature
 from gpumem_magic.snapshot.model import TraceEvent
 from gpumem_magic.units import GIB, MIB
 
@@ -299,7 +299,7 @@ def test_repetition(signatures: list[bytes]) -> None:
     count = len(signatures)
     possible = [
         (first, last, period)
-        for period in range(1, LONGEST_TURN + 1)
+        for period in range(1, LONGEST_PERIOD + 1)
         for first in range(count)
         for last in range(first + ENOUGH * period - 1, count)
         if turns(first, last, period)
@@ -312,7 +312,7 @@ def test_repetition(signatures: list[bytes]) -> None:
     expected = max(
         (
             repeats
-            for period in range(1, LONGEST_TURN + 1)
+            for period in range(1, LONGEST_PERIOD + 1)
             for repeats in range(1, count // period + 1)
             if turns(count - repeats * period, count - 1, period)
         ),

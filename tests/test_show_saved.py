@@ -15,7 +15,7 @@ import torch
 
 import gpumem_magic
 from gpumem_magic.attribution.view import DeviceView
-from gpumem_magic.files.kept import kept_labels, labels_to_keep
+from gpumem_magic.files.extra import labels_to_save, saved_labels
 from gpumem_magic.files.loaded import views_of
 from gpumem_magic.snapshot.files import read
 from gpumem_magic.user_report import Report
@@ -175,9 +175,9 @@ def test_a_redacted_copy_has_no_names(file: Path, tmp_path: Path) -> None:
 )
 def test_damaged_labels_are_left_out(file: Path, damaged: Any) -> None:
     (view,) = views_of(read(file))
-    assert kept_labels(damaged, 0) is None
-    whole = {"0": labels_to_keep(view.timeline, view.labels)}
-    found = kept_labels(whole, 0)
+    assert saved_labels(damaged, 0) is None
+    whole = {"0": labels_to_save(view.timeline, view.labels)}
+    found = saved_labels(whole, 0)
     assert found is not None
     assert found.of(view.timeline.allocations) == tuple(view.labels)
-    assert kept_labels(whole, 1) is None
+    assert saved_labels(whole, 1) is None

@@ -369,10 +369,10 @@ def test_with_many_live_blocks_what_is_kept_grows_with_the_trace_only() -> None:
             run.step("free", number * 7919, 0)
     timeline = Timeline((), run.events)
     assert len(timeline.live_at(len(timeline))) == 6750
-    assert sum(map(len, timeline._kept[:-1])) <= len(timeline)
+    assert sum(map(len, timeline._live_at_waypoints[:-1])) <= len(timeline)
     # Counted one by one, at moments on both sides of every kept list and between.
     live: dict[int, int] = {}
-    checked = {place + step for place in timeline._kept_at for step in (-1, 0, 1, 300)}
+    checked = {place + step for place in timeline._waypoints for step in (-1, 0, 1, 300)}
     assert len(checked) > 20
     for position, event in enumerate(run.events, start=1):
         if event.action == "alloc":

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from gpumem_magic.widgets.columns import ALLOCATED, SENT
 from gpumem_magic.widgets.marks import CELL, CHECKPOINT, USER, Mark, Marks, named_marks, short
 from gpumem_magic.widgets.ring import Ring
-from gpumem_magic.widgets.thin import stretches, thin
+from gpumem_magic.widgets.thin import thin, without_gaps
 
 sizes = st.lists(st.integers(0, 1 << 45), min_size=1, max_size=400)
 
@@ -129,5 +129,5 @@ def test_thinning_keeps_the_peak_the_order_and_the_last(values: list[int], point
 
 def test_a_pause_parts_the_rows() -> None:
     rows = [[time] for time in (1.0, 2.0, 9.0, 9.5)]
-    assert [len(part) for part in stretches(rows, 3.0)] == [2, 2]
-    assert stretches([], 1.0) == []
+    assert [len(part) for part in without_gaps(rows, 3.0)] == [2, 2]
+    assert without_gaps([], 1.0) == []

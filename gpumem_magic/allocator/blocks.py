@@ -126,7 +126,7 @@ class CachedBlock:
         return self.previous is not None or self.next is not None
 
     @property
-    def room(self) -> int:
+    def extent(self) -> int:
         """The size that the block could grow to in its expandable segment."""
         following = self.next
         return self.size + following.size if following is not None and following.state == UNMAPPED else self.size

@@ -240,7 +240,7 @@ class CachingAllocator(ReleasingHeap):
                 # A block that can grow counts as what it could grow to, so it is used last.
                 while block.segment.page and index + 1 < len(keys):
                     following = blocks[keys[index + 1] & ADDRESS_MASK]
-                    if following.room >= block.room:
+                    if following.extent >= block.extent:
                         break
                     block = following
                     index += 1

@@ -42,12 +42,12 @@ class ExpandableHeap(Heap):
         for _, unmapped in pool.unmapped.get(stream, ()):
             before = unmapped.previous
             first = before if before is not None and before.state == FREE else unmapped
-            room = 0
+            available = 0
             block: CachedBlock | None = first
-            while room < rounded and block is not None and block.state in (FREE, UNMAPPED):
-                room += block.size
+            while available < rounded and block is not None and block.state in (FREE, UNMAPPED):
+                available += block.size
                 block = block.next
-            if room >= rounded:
+            if available >= rounded:
                 return first
         return None
 

@@ -37,10 +37,10 @@ class ReplayStep(NamedTuple):
 
 @dataclass(frozen=True)
 class RepeatedPart:
-    """A stretch of a program that can be run again: the events first..stop-1.
+    """A part of a program that can be run again: the events first..stop-1.
 
-    handed: block that was there when the stretch began and that it frees -> the block of the stretch that stands for it in
-    the next round. once: blocks of the stretch that a further round does not make again (an optimizer's states). replaced:
+    handed: block that was there when the part began and that it frees -> the block of the part that stands for it in
+    the next round. once: blocks of the part that a further round does not make again (an optimizer's states). replaced:
     those that it makes anew and whose predecessor goes then. passing: those that have to fit, and of whose life nothing is known.
     """
 
@@ -80,7 +80,7 @@ class Program:
         self._read(events, PrivatePools(start, events, final))
 
     def run(self, repetition: RepeatedPart | None = None, rounds: int = 0) -> Iterator[ReplayStep]:
-        """The steps as recorded, then those of `rounds` repetitions. Raises ValueError for a stretch that is not in it."""
+        """The steps as recorded, then those of `rounds` repetitions. Raises ValueError for a part that is not in it."""
         yield from self.steps
         if repetition is None or not rounds:
             return
@@ -88,11 +88,11 @@ class Program:
             raise ValueError(
                 f"events {repetition.first} to {repetition.stop} are not within the {self._count} of the program"
             )
-        stretch = self._again(repetition)
-        for turn in range(1, rounds + 1):
-            shift = turn * self._count
-            for step, age in stretch:
-                yield step._replace(block=step.block + shift - age * self._count, round=turn)
+        again = self._again(repetition)
+        for round_number in range(1, rounds + 1):
+            shift = round_number * self._count
+            for step, age in again:
+                yield step._replace(block=step.block + shift - age * self._count, round=round_number)
 
     def _again(self, repetition: RepeatedPart) -> list[tuple[ReplayStep, int]]:
         """The steps of one round, each with how many rounds ago its block was made."""

@@ -68,11 +68,11 @@ class PrivatePools:
                 self._next = pool_id
         elif event.action in _CLOSING and self._open:
             end = event.address + event.size
-            kept = []
+            still_open = []
             for begin, stop, pool_id in self._open:
                 if begin < event.address:
-                    kept.append((begin, min(stop, event.address), pool_id))
+                    still_open.append((begin, min(stop, event.address), pool_id))
                 if stop > end:
-                    kept.append((max(begin, end), stop, pool_id))
+                    still_open.append((max(begin, end), stop, pool_id))
                 # A range between the two is gone with the pages.
-            self._open = kept
+            self._open = still_open

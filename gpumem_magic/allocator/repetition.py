@@ -24,8 +24,8 @@ _WINDOW = 48
 # was and the later was not. And a request without a partner, where one that the earlier iteration kept costs nothing: a first
 # iteration makes what later ones find.
 _SAME = 6
-_BOTH_KEPT = 3
-_KEPT_ONE = 1
+_BOTH_LEFT = 3
+_LEFT_ONE = 1
 _LEFT_OUT = -4
 _IMPOSSIBLE = -(1 << 30)
 # An iteration has at least this many requests, and half of them agree with the one before. Fewer repeat by chance, as where an
@@ -104,7 +104,7 @@ class _Search:
     def __init__(self, program: Program, requests: Sequence[ReplayStep], keys: Sequence[int]) -> None:
         self._blocks = [step.block for step in requests]
         self._keys = keys
-        self._kept = [block not in program.freed for block in self._blocks]
+        self._is_left = [block not in program.freed for block in self._blocks]
         self.effort = 0
 
     def keys_by_block(self) -> dict[int, int]:
@@ -112,7 +112,7 @@ class _Search:
 
     def backwards(self, place: int) -> _Match:
         """How far what comes before a request agrees with what comes before the failed one."""
-        keys, kept, blocks = self._keys, self._kept, self._blocks
+        keys, is_left, blocks = self._keys, self._is_left, self._blocks
         pairs: dict[int, int] = {}
         score = stepped_over = 0
         early, late = place - 1, len(keys) - 1
@@ -120,7 +120,7 @@ class _Search:
         apart = max(1, (late - early) // 2)
         while early >= 0:
             self.effort += 1
-            if keys[early] == keys[late] and (kept[late] or not kept[early]):
+            if keys[early] == keys[late] and (is_left[late] or not is_left[early]):
                 pairs[blocks[early]] = blocks[late]
                 score += self._worth(early, late, 1, 1)
                 early -= 1
@@ -139,12 +139,12 @@ class _Search:
         return _Match((score, -stepped_over), pairs)
 
     def _worth(self, early: int, late: int, step_early: int, step_late: int) -> int:
-        kept = self._kept
+        is_left = self._is_left
         if step_early and step_late:
-            if not kept[early]:
+            if not is_left[early]:
                 return _SAME
-            return _BOTH_KEPT if kept[late] else _KEPT_ONE
-        if step_early and kept[early]:
+            return _BOTH_LEFT if is_left[late] else _LEFT_ONE
+        if step_early and is_left[early]:
             return 0
         return _LEFT_OUT
 

@@ -34,7 +34,7 @@ ENTRY = 5
 # From here on the journal is put aside, in a form that takes 40 bytes an entry; and so many of these are kept before all are
 # counted, so that a program's allocator does not grow for ever (42 MB).
 LONG = ENTRY << 16
-_MOST_KEPT = 16
+_MOST_FILLED = 16
 
 _IS_LARGE = (0, 1, 0, 1, 0, 1, 0, 1)
 _ALLOCATIONS = (1, 1, -1, -1, -1, -1, 0, 0)
@@ -133,22 +133,22 @@ class Statistics:
         self.num_device_alloc = 0
         self.num_device_free = 0
         self.journal: list[int] = []
-        self._kept: list[array[int]] = []
+        self._filled: list[array[int]] = []
 
     def count(self) -> None:
         """Counts what the journal holds and empties it."""
-        for journal in self._kept:
+        for journal in self._filled:
             self._count(journal)
-        self._kept.clear()
+        self._filled.clear()
         if self.journal:
             self._count(self.journal)
             self.journal.clear()
 
     def put_aside(self) -> None:
         """Keeps a long journal apart, to be counted later."""
-        self._kept.append(array("q", self.journal))
+        self._filled.append(array("q", self.journal))
         self.journal.clear()
-        if len(self._kept) == _MOST_KEPT:
+        if len(self._filled) == _MOST_FILLED:
             self.count()
 
     def _count(self, journal: Sequence[int]) -> None:

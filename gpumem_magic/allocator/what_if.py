@@ -106,13 +106,13 @@ class _Player:
     def play(self, steps: Iterable[ReplayStep], until_failure: bool) -> None:
         allocator, places = self._allocator, self._places
         malloc = allocator.malloc
-        for action, event, block, turn, size, stream, pool_id in steps:
+        for action, event, block, round_number, size, stream, pool_id in steps:
             if action == ALLOC:
                 before = allocator.reserved
                 try:
                     places[block] = malloc(size, stream, pool_id)
                 except DeviceOutOfMemory:
-                    self._failed.append(Failed(event, turn, size))
+                    self._failed.append(Failed(event, round_number, size))
                     if until_failure:
                         return
                 if allocator.reserved != before:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from gpumem_magic.causes import copies, graphs, holding, room, shapes, shortage, training
+from gpumem_magic.causes import copies, device_memory, graphs, holding, shapes, shortage, training
 from gpumem_magic.causes.model import Cause, Scene
 from gpumem_magic.failures import is_own_failure
 
 Detector = Callable[[Scene], list[Cause]]
 
 DETECTORS: tuple[Detector, ...] = (
-    room.fragmentation,
+    device_memory.fragmentation,
     shortage.memory_ran_out,
-    room.another_process,
-    graphs.kept_graphs,
+    device_memory.another_process,
+    graphs.graphs_alive,
     graphs.growth,
     graphs.graph_without_backward,
     copies.built_again,

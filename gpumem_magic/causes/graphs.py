@@ -7,18 +7,18 @@ from bisect import bisect_left
 from collections import Counter, defaultdict
 
 from gpumem_magic.causes.model import LEAST, Cause, Scene
+from gpumem_magic.owners.holders import freed_by_detaching
 from gpumem_magic.owners.model import Held, Root, size_of
 from gpumem_magic.owners.text import detach_words
-from gpumem_magic.owners.who import freed_by_detaching
 from gpumem_magic.recording.model import BACKWARD, FORWARD
 from gpumem_magic.units import human
 
 _MEMBER = re.compile(r"^(?:graph of )?(?P<member>[^:]*?\[[^\]]+\])")
 # So many equal steps are no accident.
-_TURNS = 3
+_EQUAL_ITERATIONS = 3
 
 
-def kept_graphs(scene: Scene) -> list[Cause]:
+def graphs_alive(scene: Scene) -> list[Cause]:
     """A variable that keeps the graphs of several iterations: a list of losses, or a running total of them."""
     if scene.holdings is None:
         return []
@@ -30,13 +30,13 @@ def kept_graphs(scene: Scene) -> list[Cause]:
         if not graphs:
             continue
         members = {match["member"] for one in graphs if (match := _MEMBER.match(one.place))}
-        turns = {turn for one in graphs if (turn := _turn(scene, one)) is not None}
-        if len(members) < 2 and len(turns) < 2:
+        iterations = {iteration for one in graphs if (iteration := _iteration_of(scene, one)) is not None}
+        if len(members) < 2 and len(iterations) < 2:
             continue
         freed = size_of(freed_by_detaching(scene.holdings, number))
         if freed < LEAST:
             continue
-        count = max(len(members), len(turns))
+        count = max(len(members), len(iterations))
         found.append(
             Cause(
                 "kept_graphs",
@@ -52,16 +52,18 @@ def kept_graphs(scene: Scene) -> list[Cause]:
 
 def growth(scene: Scene) -> list[Cause]:
     """What each iteration leaves behind, where the last ones all left the same and it is still there."""
-    turns = scene.turns
-    if len(turns) < _TURNS + 1:
+    iterations = scene.iterations
+    if len(iterations) < _EQUAL_ITERATIONS + 1:
         return []
-    steps = [scene.timeline.allocated_at(turn.end) - scene.timeline.allocated_at(turn.start) for turn in turns]
+    steps = [scene.timeline.allocated_at(one.end) - scene.timeline.allocated_at(one.start) for one in iterations]
     # The first iteration brings gradients and optimizer states, which stay.
-    last = steps[-_TURNS:]
+    last = steps[-_EQUAL_ITERATIONS:]
     if min(last) < LEAST or max(last) > 1.5 * min(last):
         return []
     # What the last iteration made may be made anew in each (gradients, the batch): only what outlived one counts.
-    alive = [one for one in scene.alive.values() if turns[-_TURNS].start <= one.born < turns[-1].start]
+    alive = [
+        one for one in scene.alive.values() if iterations[-_EQUAL_ITERATIONS].start <= one.born < iterations[-1].start
+    ]
     left = sum(one.size for one in alive)
     if left < sum(last[:-1]) * 0.5:
         return []
@@ -102,12 +104,12 @@ def graph_without_backward(scene: Scene) -> list[Cause]:
     ]
 
 
-def _turn(scene: Scene, one: Held) -> int | None:
+def _iteration_of(scene: Scene, one: Held) -> int | None:
     """The iteration in which a held allocation was born; None for one from before the cell or without iterations."""
     born = _born(scene, one)
-    if born < 0 or not scene.turns:
+    if born < 0 or not scene.iterations:
         return None
-    return bisect_left([turn.end for turn in scene.turns], born + 1)
+    return bisect_left([iteration.end for iteration in scene.iterations], born + 1)
 
 
 def _born(scene: Scene, one: Held) -> int:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 
 from gpumem_magic.causes.model import LEAST, Cause, Scene
+from gpumem_magic.owners.holders import joined
 from gpumem_magic.owners.model import Held, size_of
-from gpumem_magic.owners.who import joined
 from gpumem_magic.recording.model import FORWARD, Sighting
 from gpumem_magic.units import MIB, human
 

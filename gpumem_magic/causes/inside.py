@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from gpumem_magic.causes.model import Scene
 from gpumem_magic.owners.saved import Saved
 from gpumem_magic.recording.model import BACKWARD, ModuleTrace
-from gpumem_magic.report.inside import DEEPEST, NOT_KEPT, OUTSIDE, ActivationBreakdown, LayerRow, OperatorRow
+from gpumem_magic.report.inside import DEEPEST, NOT_SAVED, OUTSIDE, ActivationBreakdown, LayerRow, OperatorRow
 from gpumem_magic.snapshot.timeline import Allocation
 
 # As Hugging Face's "model memory anatomy" groups the operators of a transformer; the first class that fits counts.
@@ -87,7 +87,7 @@ def _end_of_backward(scene: Scene, otherwise: int) -> int:
 
 def _module_of(scene: Scene, trace: ModuleTrace, one: Allocation, saved: Saved | None) -> int | None:
     number = None if one.born < 0 else trace.at(scene.device, one.born)
-    if number is not None or saved is None or saved.parameter is None or trace.turns:
+    if number is not None or saved is None or saved.parameter is None or trace.switches:
         return number
     return trace.parameters.get(saved.parameter)
 
@@ -104,7 +104,7 @@ def _operators(activations: list[Allocation], saved: dict[int, Saved]) -> tuple[
     for one in activations:
         keeper = saved.get(one.address)
         if keeper is None:
-            counted[NOT_KEPT] += one.requested
+            counted[NOT_SAVED] += one.requested
             continue
         classes = {name: operation for operation in reversed(keeper.operations) for name in [class_of(operation)]}
         first, *others = [name for name in _ORDER if name in classes]
@@ -114,7 +114,7 @@ def _operators(activations: list[Allocation], saved: dict[int, Saved]) -> tuple[
             shared[name] += one.requested
     return tuple(
         OperatorRow(name, counted[name], shared[name], dict(operations[name].most_common()))
-        for name in (*_ORDER, NOT_KEPT)
+        for name in (*_ORDER, NOT_SAVED)
         if counted[name] or shared[name]
     )
 

@@ -123,7 +123,7 @@ class Scene:
         return found
 
     @cached_property
-    def turns(self) -> list[Iteration]:
+    def iterations(self) -> list[Iteration]:
         """The iterations: from one step of the first optimizer to its next, else those of the loop that turned most often."""
         steps = [span for span in self.spans(OPTIMIZER) if not span.failed]
         ends = [self.end_of(step) for step in steps if step.label == steps[0].label]
@@ -132,15 +132,15 @@ class Scene:
         return [Iteration(start, end) for start, end in zip([0, *ends], ends, strict=False)]
 
     def _loop_ends(self) -> list[int]:
-        turns: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
+        iterations: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
         for point, _, position in self.points:
             if point.kind == "statement" and point.loops:
-                turns[point.loops, point.iteration] = position
+                iterations[point.loops, point.iteration] = position
         # No loop, or one whose very first statement failed.
-        if not turns:
+        if not iterations:
             return []
-        most = Counter(loop for loop, _ in turns).most_common(1)[0][0]
-        return sorted(position for (loop, _), position in turns.items() if loop == most)
+        most = Counter(loop for loop, _ in iterations).most_common(1)[0][0]
+        return sorted(position for (loop, _), position in iterations.items() if loop == most)
 
     def living_in(self, position: int, *categories: str) -> list[Allocation]:
         """The allocations of these categories that are live at a position."""

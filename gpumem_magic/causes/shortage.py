@@ -45,10 +45,10 @@ def memory_ran_out(scene: Scene) -> list[Cause]:
         return []
     savings = sorted(_savings(scene, held), key=lambda one: -one.bytes)[:_OFFERED]
     missing = -(found.spare or 0) if found.cause == "size" else None
-    return [Cause(NAME, _who(scene, held, position), _what_to_do(savings, missing), size_of(held))]
+    return [Cause(NAME, _holders_in_words(scene, held, position), _what_to_do(savings, missing), size_of(held))]
 
 
-def _who(scene: Scene, held: list[Held], position: int) -> str:
+def _holders_in_words(scene: Scene, held: list[Held], position: int) -> str:
     assert scene.holdings is not None
     by_root = Counter[int]()
     for one in held:

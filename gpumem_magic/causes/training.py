@@ -59,11 +59,11 @@ def missing_zero_grad(scene: Scene) -> list[Cause]:
         if step.failed or following is None:
             continue
         begin, end = scene.start_of(following), scene.end_of(following)
-        kept = [one for one in scene.living_in(done, "gradients") if one.freed is None or one.freed >= end]
+        stayed = [one for one in scene.living_in(done, "gradients") if one.freed is None or one.freed >= end]
         new = [one for one in scene.living_in(end, "gradients") if one.born >= begin]
         # Another model's backward leaves these as they are, and its own stay: what adds makes each anew, and drops it.
-        if kept and 10 * size(new) < size(kept) and 2 * size(_added_to(scene, kept, begin, end)) >= size(kept):
-            worst = max(worst, size(kept))
+        if stayed and 10 * size(new) < size(stayed) and 2 * size(_added_to(scene, stayed, begin, end)) >= size(stayed):
+            worst = max(worst, size(stayed))
             times += 1
     if worst < max(LEAST, scene.report.peak.allocated // 20):
         return []
@@ -79,10 +79,10 @@ def missing_zero_grad(scene: Scene) -> list[Cause]:
     ]
 
 
-def _added_to(scene: Scene, kept: list[Allocation], begin: int, end: int) -> list[Allocation]:
+def _added_to(scene: Scene, stayed: list[Allocation], begin: int, end: int) -> list[Allocation]:
     """Those for which a stretch made, and dropped again, something of the same size."""
     return _as_large_as(
-        kept,
+        stayed,
         [
             one.requested
             for one in scene.timeline.allocations

@@ -71,15 +71,15 @@ def _run(options: argparse.Namespace) -> int:
 
 def _show() -> int:
     try:
-        kept = calibration.load()
+        calibrations = calibration.load()
     except BadCalibration as bad:
         print(f"gpumem: {bad}", file=sys.stderr)
         return UNREADABLE
-    if not kept:
+    if not calibrations:
         print("Nothing is kept: virtual GPUs have the catalogue's figures. `gpumem calibrate` measures a real GPU.")
         return 0
     print(f"{calibration.file_path()}\n")
-    print("\n\n".join(f"{words(found)}\nmeasured {found.source}" for found in kept.values()))
+    print("\n\n".join(f"{words(found)}\nmeasured {found.source}" for found in calibrations.values()))
     return 0
 
 

@@ -57,7 +57,7 @@ def measure(torch: Any, index: int) -> Calibration:
     driver = opened.by_uuid(f"GPU-{str(properties.uuid).removeprefix('GPU-')}")
     used, how = _used(torch, driver, index), "difference"
     idle = used()
-    kept = [torch.ones(1, device=f"cuda:{index}")]
+    alive = [torch.ones(1, device=f"cuda:{index}")]
     torch.cuda.synchronize(index)
     by_process = driver is not None and (driver.usage() or {}).get(os.getpid()) is not None
     if by_process and driver is not None:
@@ -82,11 +82,11 @@ def measure(torch: Any, index: int) -> Calibration:
     torch.cuda.reset_peak_memory_stats(index)
     product = square @ square
     workspace = torch.cuda.max_memory_allocated(index) - before - product.untyped_storage().nbytes()
-    kept.append(product.half() @ product.half())
+    alive.append(product.half() @ product.half())
     grown("cuBLAS")
-    kept.append(torch.nn.functional.linear(square, square, square[0]))
+    alive.append(torch.nn.functional.linear(square, square, square[0]))
     grown("cuBLASLt")
-    kept.append(torch.nn.functional.conv2d(square.view(1, 4, 128, 128), square.view(-1)[:144].view(4, 4, 3, 3)))
+    alive.append(torch.nn.functional.conv2d(square.view(1, 4, 128, 128), square.view(-1)[:144].view(4, 4, 3, 3)))
     grown("cuDNN")
     memory = None if driver is None else driver.memory()
     version = opened.ask("SystemGetDriverVersion")

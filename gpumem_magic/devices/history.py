@@ -155,17 +155,17 @@ class AllocatorHistory:
 
     def forget(self, log: OpenLog, needed: Set[int]) -> None:
         """Drops marks at positions that are not needed, but for the highest of those that follow each other."""
-        kept: list[CountersMark] = []
+        chosen: list[CountersMark] = []
         dropped: list[CountersMark] = []
         last = log.marks[-1]
         for mark in log.marks:
-            if kept and mark is not last and mark.raw not in needed:
+            if chosen and mark is not last and mark.raw not in needed:
                 dropped.append(mark)
                 continue
-            kept += _highest(dropped, kept[-1], mark) if dropped else ()
-            kept.append(mark)
+            chosen += _highest(dropped, chosen[-1], mark) if dropped else ()
+            chosen.append(mark)
             dropped.clear()
-        log.marks[:] = kept
+        log.marks[:] = chosen
 
     def close(self, log: OpenLog) -> AllocatorSettings:
         """Ends a log: its marks and chunks are complete then. Returns the allocator's settings."""

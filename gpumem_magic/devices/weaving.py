@@ -80,9 +80,9 @@ def _joined(chunks: Sequence[Chunk]) -> list[Chunk]:
             joined.append(chunk)
         elif chunk.end >= before.end:
             # One that reaches further back than the one before takes its place.
-            kept = before.events[: max(chunk.first - before.first, 0)]
+            persisting = before.events[: max(chunk.first - before.first, 0)]
             first = min(before.first, chunk.first)
-            joined[-1] = Chunk(first, [*kept, *chunk.events], chunk.segments)
+            joined[-1] = Chunk(first, [*persisting, *chunk.events], chunk.segments)
     return joined
 
 
@@ -179,11 +179,11 @@ class _Weaver:
         between = []
         while self._marks and self._marks[0].raw < chunk.first:
             between.append(self._marks.pop(0))
-        kept = self._leave(begin, between)
+        persisting = self._leave(begin, between)
         self._totals(between)
         self._peak_before(chunk, begin)
         self._stand_ins(0, 0)
-        self._arrive(begin, kept)
+        self._arrive(begin, persisting)
         self.woven.dropped += chunk.first - self._raw
 
     def finish(self, final: tuple[Segment, ...] | None) -> None:
@@ -198,25 +198,29 @@ class _Weaver:
 
     def _leave(self, later: tuple[Segment, ...], between: Sequence[CountersMark]) -> dict[int, Segment]:
         """Takes away all but the segments with blocks that are there later as well, which it returns by address."""
-        kept = _persisting(self._state, later)
-        self._base_allocated = sum(segment.allocated_size for segment in kept.values())
-        self._base_reserved = sum(segment.total_size for segment in kept.values())
+        persisting = _persisting(self._state, later)
+        self._base_allocated = sum(segment.allocated_size for segment in persisting.values())
+        self._base_reserved = sum(segment.total_size for segment in persisting.values())
         if any(
             mark.allocated < self._base_allocated or mark.reserved < self._base_reserved
             for mark in (self._before, *between)
         ):
             # They went and came again in the meantime.
-            kept = {}
+            persisting = {}
             self._base_allocated = self._base_reserved = 0
         for segment in self._state:
-            staying = {block.address for block in kept[segment.address].blocks} if segment.address in kept else set()
+            staying = (
+                {block.address for block in persisting[segment.address].blocks}
+                if segment.address in persisting
+                else set()
+            )
             for block in segment.blocks:
                 if block.state != INACTIVE and block.address not in staying:
                     self._free(block.address, block.requested_size, pending=block.state == PENDING_FREE)
-            if segment.address not in kept:
+            if segment.address not in persisting:
                 action = "segment_unmap" if segment.is_expandable else "segment_free"
                 self._event(action, segment.address, segment.total_size, segment.stream)
-        return kept
+        return persisting
 
     def _totals(self, marks: Sequence[CountersMark]) -> None:
         assert self.woven.places is not None
@@ -279,14 +283,14 @@ class _Weaver:
             self._event("alloc", address, requested)
             self._block = Block(address, volatile, requested, ACTIVE)
 
-    def _arrive(self, begin: tuple[Segment, ...], kept: Mapping[int, Segment]) -> None:
+    def _arrive(self, begin: tuple[Segment, ...], persisting: Mapping[int, Segment]) -> None:
         """What is there where the events go on. From high to low: then a block's size follows from the one above it.
 
         Blocks whose free waits come first: they were allocated when the others may not have been.
         """
         coming: list[tuple[Block, int]] = []
         for segment in begin:
-            staying = kept.get(segment.address)
+            staying = persisting.get(segment.address)
             known = {block.address for block in staying.blocks if block.state == ACTIVE} if staying else set()
             if staying is None:
                 action = "segment_map" if segment.is_expandable else "segment_alloc"

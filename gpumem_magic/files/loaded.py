@@ -16,7 +16,7 @@ from gpumem_magic.allocator.settings import settings_from_dict
 from gpumem_magic.allocator.verdict import last_failure
 from gpumem_magic.attribution.view import DeviceView
 from gpumem_magic.devices.base import DeviceFacts, DeviceLog
-from gpumem_magic.files.kept import kept_labels, kept_start
+from gpumem_magic.files.extra import saved_labels, saved_start
 from gpumem_magic.recording.model import Checkpoint, Failure, Moment, Recording, Span
 from gpumem_magic.recording.quiet import no_automatic_collection
 from gpumem_magic.report import build
@@ -55,10 +55,10 @@ def report_of(
     file and device, so that nothing is recounted. A file that was saved with its report gives that one back. Raises
     SnapshotFileError where there is no such device or event.
     """
-    kept = (loaded.extra or {}).get("report")
-    if isinstance(kept, dict) and device is None and at == "peak":
+    saved = (loaded.extra or {}).get("report")
+    if isinstance(saved, dict) and device is None and at == "peak":
         try:
-            report = report_from_dict(kept)
+            report = report_from_dict(saved)
         except ValueError as error:
             raise SnapshotFileError(f"{one_line(loaded.path)}: the report in it is damaged: {error}") from None
         there = {one.device for one in loaded.devices}
@@ -117,7 +117,7 @@ def recording_of(loaded: LoadedSnapshot, device: int) -> Recording:
     if failed is not None:
         points.append(_point(device, failed + 1, "error", f"out of memory at event {failed:,}"))
     points.append(_point(device, total, "after", f"the end, after {total:,} events" if total else event_in_words(0, 0)))
-    labels = kept_labels((loaded.extra or {}).get("labels"), device)
+    labels = saved_labels((loaded.extra or {}).get("labels"), device)
     return Recording(
         torch=loaded.torch,
         primary=device,
@@ -167,9 +167,9 @@ def _start(
     """The segments when the recording began."""
     if not events:
         return final
-    kept = kept_start((loaded.extra or {}).get("start"), device)
-    if kept is not None:
-        return kept
+    saved = saved_start((loaded.extra or {}).get("start"), device)
+    if saved is not None:
+        return saved
     try:
         state = start_of(final, events, settings)
     except ValueError as error:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from gpumem_magic.allocator.settings import settings_to_dict
 from gpumem_magic.attribution.view import DeviceView
-from gpumem_magic.files.kept import labels_to_keep, start_to_keep
+from gpumem_magic.files.extra import labels_to_save, start_to_save
 from gpumem_magic.recording.model import Recording
 from gpumem_magic.report.model import ReportData
 from gpumem_magic.report.schema import report_to_dict
@@ -30,8 +30,8 @@ def save_snapshot(report: ReportData, path: str | os.PathLike[str]) -> None:
     extra = {
         "torch": recording.torch,
         "report": report_to_dict(report),
-        "start": {str(device): start_to_keep(_of_device(view.log.start, device)) for device, view in views.items()},
-        "labels": {str(device): labels_to_keep(view.timeline, view.labels) for device, view in views.items()},
+        "start": {str(device): start_to_save(_of_device(view.log.start, device)) for device, view in views.items()},
+        "labels": {str(device): labels_to_save(view.timeline, view.labels) for device, view in views.items()},
     }
     write(snapshot_of(recording, views), path, extra)
 

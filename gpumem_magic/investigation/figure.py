@@ -81,9 +81,9 @@ class _Map:
         self.axes.set_ylim(height, 0)
         most = max(step.strip.reserved for step in steps if step.strip is not None)
         count = max(len(step.strip.segments) for step in steps if step.strip is not None)
-        room = WIDTH - _LEFT - _RIGHT - 0.2
-        self.gap = min(0.02, 0.2 * room / max(count, 1))
-        self.scale = (room - self.gap * count) / max(most, 1)
+        width = WIDTH - _LEFT - _RIGHT - 0.2
+        self.gap = min(0.02, 0.2 * width / max(count, 1))
+        self.scale = (width - self.gap * count) / max(most, 1)
         self._head(investigation.has_published)
         y = _HEAD
         for step in steps:

@@ -24,7 +24,7 @@ _SMALLEST_SHARE = 1 / 2000
 
 @dataclass(frozen=True)
 class SegmentPiece:
-    """A stretch of a segment, in bytes. kind: a category, "free" or "waiting". name: of its only tenant, where that has one."""
+    """A piece of a segment, in bytes. kind: a category, "free" or "waiting". name: of its only tenant, where that has one."""
 
     address: int
     size: int
@@ -102,10 +102,10 @@ def _is_of(point: Checkpoint, row: Row) -> bool:
 def strip_at(timeline: Timeline, labels: Sequence[Label], position: int, smallest: int) -> Strip:
     """The strip at a position of the timeline. smallest: neighbours below this many bytes are put together."""
     tenants = {life.address: labels[life.index] for life in timeline.live_at(position)}
-    return Strip(tuple(_stretch(segment, tenants, smallest) for segment in timeline.segments_at(position)))
+    return Strip(tuple(_segment_strip(segment, tenants, smallest) for segment in timeline.segments_at(position)))
 
 
-def _stretch(segment: Segment, tenants: Mapping[int, Label], smallest: int) -> SegmentStrip:
+def _segment_strip(segment: Segment, tenants: Mapping[int, Label], smallest: int) -> SegmentStrip:
     pieces = tuple(_together([_piece(block, tenants) for block in segment.blocks], smallest))
     return SegmentStrip(segment.address, segment.total_size, segment.segment_type, pieces)
 

@@ -19,7 +19,7 @@ from gpumem_magic.report.model import ReportData
 from gpumem_magic.views.display import in_terminal
 from gpumem_magic.views.pages import one_script
 
-_HERE = Path(__file__).parent
+_FOLDER = Path(__file__).parent
 
 
 class InvestigationWidget(anywidget.AnyWidget):
@@ -28,8 +28,8 @@ class InvestigationWidget(anywidget.AnyWidget):
     Displayed alone it brings a picture of all checkpoints along, which is what a saved notebook keeps.
     """
 
-    _esm = one_script(_HERE, ("../units.js", "stepper.js"))
-    _css = "".join((_HERE / name).read_text("utf-8") for name in ("../views/notebook.css", "stepper.css"))
+    _esm = one_script(_FOLDER, ("../units.js", "stepper.js"))
+    _css = "".join((_FOLDER / name).read_text("utf-8") for name in ("../views/notebook.css", "stepper.css"))
 
     facts = traitlets.Dict().tag(sync=True)
     step = traitlets.Int(0).tag(sync=True)

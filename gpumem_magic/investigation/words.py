@@ -82,7 +82,7 @@ def _hole(before: Strip, now: Strip) -> str:
 
 
 def _inside(strip: Strip, hole: SegmentPiece) -> list[SegmentPiece]:
-    """What lies within a stretch of addresses, cut to it; nothing where no segment covers it."""
+    """What lies within a range of addresses, cut to it; nothing where no segment covers it."""
     found = []
     for segment in strip.segments:
         if segment.address <= hole.address and hole.address + hole.size <= segment.address + segment.size:

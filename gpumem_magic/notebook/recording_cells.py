@@ -30,7 +30,7 @@ def history_line(line: str) -> None:
     """Prints the waterfall over the notebook's cells. Raises UsageError, in one line."""
     if line.strip():
         raise UsageError("%gpumem_history takes no arguments")
-    kept = auto.history()
-    if not kept.records and not auto.is_on():
+    history = auto.history()
+    if not history.records and not auto.is_on():
         raise UsageError("no cell has been recorded: `%gpumem_auto on` records those that follow")
-    print(waterfall(kept.records, kept.left_out))
+    print(waterfall(history.records, history.left_out))

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from gpumem_magic.devices.base import Machine
+from gpumem_magic.owners.holders import Holder, holders
 from gpumem_magic.owners.model import size_of
 from gpumem_magic.owners.roots import RECENT, results
 from gpumem_magic.owners.search import find_owners
-from gpumem_magic.owners.who import Holder, holders
 from gpumem_magic.snapshot.model import ACTIVE
 from gpumem_magic.units import human
 
@@ -119,8 +119,8 @@ def forget_results(shell: Any, namespace: dict[str, Any]) -> None:
         table.clear()
     hook, hidden = shell.displayhook, shell.user_ns_hidden
     for name in RECENT:
-        for kept in (getattr(hook, name, None), hidden.get(name)):
-            if kept is not None and namespace.get(name) is kept:
+        for result in (getattr(hook, name, None), hidden.get(name)):
+            if result is not None and namespace.get(name) is result:
                 namespace[name] = ""
         setattr(hook, name, "")
         # IPython compares this one with the variable, to know whether the user has given the name to something else.

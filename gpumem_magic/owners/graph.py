@@ -43,9 +43,9 @@ class HoldGraph:
         root: a place in the order of `roots`. What another root reaches too keeps all that it holds.
         """
         number = self._roots[root]
-        kept = self.reachable(other for other in self._roots if other != number)
+        held_by_others = self.reachable(other for other in self._roots if other != number)
         todo = [number]
-        found = kept | {number}
+        found = held_by_others | {number}
         while todo:
             node = todo.pop()
             for child in self._children.get(node, ()):

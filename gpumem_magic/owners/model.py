@@ -93,8 +93,8 @@ class Holdings:
 
     def freed_without(self, *kinds: str) -> list[Held]:
         """What would be freed if all links of these kinds were cut: "grad" (zero_grad), "graph" (detach)."""
-        kept = self.graph.reachable(without=frozenset(kinds))
-        return [one for one in self.held if one.node >= 0 and one.node not in kept]
+        still_reachable = self.graph.reachable(without=frozenset(kinds))
+        return [one for one in self.held if one.node >= 0 and one.node not in still_reachable]
 
     def of_kind(self, kind: str) -> list[int]:
         """The numbers of the roots of a kind."""

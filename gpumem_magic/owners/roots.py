@@ -103,10 +103,10 @@ def _is_users_own(name: str, shell: Any, namespace: Mapping[str, Any]) -> bool:
 def _results(shell: Any, namespace: Mapping[str, Any]) -> Iterator[Rooted]:
     if shell is None:
         return
-    kept = results(namespace)
+    cached = results(namespace)
     hidden = _hidden(shell)
     seen: set[int] = set()
-    for number, value in kept.items():
+    for number, value in cached.items():
         name = f"_{number}"
         held = [value]
         held += [one for one in (entry(namespace, name), hidden.get(name)) if one is not None and one is not value]

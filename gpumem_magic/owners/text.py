@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from gpumem_magic.owners.holders import Holder, freed_by_detaching, holders, matching
 from gpumem_magic.owners.model import Held, Holdings, size_of
 from gpumem_magic.owners.tree import COLUMNS, Branch
-from gpumem_magic.owners.who import Holder, freed_by_detaching, holders, matching
 from gpumem_magic.units import KIB, MIB, counted, human
 
 SHOWN = 15
@@ -28,7 +28,7 @@ def summary(holdings: Holdings, limit: int | None = SHOWN) -> str:
     head = f"{human(holdings.allocated)} in {counted(count, 'allocation')}: who holds it, and what deleting would free."
     shown = everybody[:limit]
     rows = [("MiB", "frees", "held by", "")]
-    rows += [(_mib(one.bytes), _frees(one), _who(one), _advice(one)) for one in shown]
+    rows += [(_mib(one.bytes), _frees(one), _name_of(one), _advice(one)) for one in shown]
     rest = everybody[len(shown) :]
     if rest:
         rows.append((_mib(sum(one.bytes for one in rest)), "", f"{len(rest)} more", "%gpumem_who --all"))
@@ -123,7 +123,7 @@ def _links(holdings: Holdings) -> str:
     return "\n".join(lines)
 
 
-def _who(one: Holder) -> str:
+def _name_of(one: Holder) -> str:
     kind = f" ({one.type})" if one.type and one.type not in one.name else ""
     return f"{one.name}{kind}"
 

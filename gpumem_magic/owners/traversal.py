@@ -122,8 +122,8 @@ class Traversal:
 
     def forget(self) -> None:
         """Lets go of everything now. (It refers to itself, so that Python would do it only at the next garbage collection.)"""
-        for kept in (self.objects, self._closed, self._expand):
-            kept.clear()
+        for collection in (self.objects, self._closed, self._expand):
+            collection.clear()
         self._expanders.clear()
 
     def number_of(self, thing: Any) -> int | None:

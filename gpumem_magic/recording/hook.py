@@ -56,13 +56,13 @@ class StatementHook:
         self._observer: CellObserver | None = observer
         self._headers = [replace(site.statement, header=True) for site in sites]
         self._lines = [tuple(sites[loop].statement.line for loop in site.loops) for site in sites]
-        self._turns = [0] * len(sites)
+        self._counters = [0] * len(sites)
         self._seen: list[tuple[int, ...] | None] = [None] * len(sites)
         self._current = 0
 
     def before(self, index: int) -> None:
         __tracebackhide__ = True
-        self._turns[index] = 0
+        self._counters[index] = 0
         self._current = index
         self._seen[index] = iteration = self._iteration(index)
         if self._observer is not None:
@@ -81,13 +81,13 @@ class StatementHook:
         self._seen[index] = iteration = self._iteration(index)
         self._tell(self._headers[index], iteration, self._lines[index])
 
-    def turn(self, index: int) -> bool:
+    def next_iteration(self, index: int) -> bool:
         """The head of an iteration of the loop `index`. True: leave the loop."""
         __tracebackhide__ = True
-        self._turns[index] += 1
+        self._counters[index] += 1
         self._current = index
         header = self._headers[index]
-        iteration = (*self._iteration(index), self._turns[index])
+        iteration = (*self._iteration(index), self._counters[index])
         self._tell(header, iteration, (*self._lines[index], header.line))
         if self._observer is None:
             return False
@@ -111,9 +111,9 @@ class StatementHook:
         iteration = self._seen[index]
         if iteration is None:
             iteration = self._iteration(index)
-        if site.statement.kind in ("for", "while") and self._turns[index]:
+        if site.statement.kind in ("for", "while") and self._counters[index]:
             # It failed as it fetched the next item.
-            iteration, lines = (*iteration, self._turns[index] + 1), (*lines, site.statement.line)
+            iteration, lines = (*iteration, self._counters[index] + 1), (*lines, site.statement.line)
         return site.statement, iteration, lines
 
     def leave(self, traceback: TracebackType | None, codes: Collection[CodeType]) -> None:
@@ -131,8 +131,8 @@ class StatementHook:
         return found[-1] if found and self._current not in found else self._current
 
     def _iteration(self, index: int) -> tuple[int, ...]:
-        turns = self._turns
-        return tuple([turns[loop] for loop in self._sites[index].loops])
+        counters = self._counters
+        return tuple([counters[loop] for loop in self._sites[index].loops])
 
     def _tell(self, statement: Statement, iteration: tuple[int, ...], loops: tuple[int, ...]) -> None:
         __tracebackhide__ = True

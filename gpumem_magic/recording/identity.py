@@ -61,7 +61,7 @@ class Witness:
     def forget(self) -> None:
         """Drops every reference to the user's objects."""
         self._namespace = {}
-        for kept in (
+        for table in (
             self._modules,
             self._optimizers,
             self._where,
@@ -69,7 +69,7 @@ class Witness:
             self._parameter_names,
             self._in_statement,
         ):
-            kept.clear()
+            table.clear()
         self._last_look.clear()
         self._last_gradients.clear()
 
@@ -192,15 +192,15 @@ class Witness:
     def _see_states(self, optimizer: torch.optim.Optimizer) -> None:
         """States by name. They stay where they are from the second step on, so a step that adds none is not looked at."""
         self._remember(optimizer)
-        kept = tensors.states_of(optimizer)
-        size = sum(dict.__len__(state) for _, state in kept if objects.is_a(state, dict))
+        table = tensors.states_of(optimizer)
+        size = sum(dict.__len__(state) for _, state in table if objects.is_a(state, dict))
         steps, before = self._states.get(id(optimizer), (0, -1))
         self._states[id(optimizer)] = (steps + 1, size)
         if steps >= 2 and size == before:
             return
         kind = objects.name_of_class(type(optimizer))
         names = {id(parameter): name for name, parameter in self._parameters_of(optimizer)}
-        for owner, state in kept:
+        for owner, state in table:
             of = f"[{names[id(owner)]}]" if id(owner) in names else ""
             for name, tensor in tensors_in(state, "", END_LIMIT):
                 self._see(tensor, "optimizer_state", f"{kind}.{name}{of}")

@@ -111,12 +111,12 @@ def rewritten(function: types.FunctionType, begins: Begins) -> types.CodeType:
         raise InsideError(f"{words}: its source holds no `def`")
     instrumenter = Instrumenter(Source(source), hook_name)
     body = instrumenter.module(node.body)
-    kept = 1 if body and body[0] is node.body[0] and ast.get_docstring(node, clean=False) is not None else 0
+    unchanged = 1 if body and body[0] is node.body[0] and ast.get_docstring(node, clean=False) is not None else 0
     began, left = (_call(hook_name, method, node) for method in ("began", "left"))
     guarded = ast.copy_location(
-        ast.Try(body=body[kept:] or [ast.Pass()], handlers=[], orelse=[], finalbody=[left]), node.body[0]
+        ast.Try(body=body[unchanged:] or [ast.Pass()], handlers=[], orelse=[], finalbody=[left]), node.body[0]
     )
-    node.body = [*body[:kept], began, guarded]
+    node.body = [*body[:unchanged], began, guarded]
     _ToConstant(hook_name).visit(node)
     node.decorator_list = []
     module = _around(node, function)
@@ -182,7 +182,7 @@ class _Teller:
     def header(self, index: int) -> None:
         """A compound statement's head has no row of its own."""
 
-    def turn(self, index: int) -> bool:
+    def next_iteration(self, index: int) -> bool:
         """Loops of the function are never ended."""
         return False
 

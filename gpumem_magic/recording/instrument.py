@@ -91,10 +91,10 @@ class Instrumenter:
 
     def module(self, body: list[ast.stmt]) -> list[ast.stmt]:
         """A whole file's statements. Its docstring and ``from __future__`` imports stay first, as Python wants them."""
-        kept = 1 if body and _is_text(body[0]) else 0
-        while kept < len(body) and _is_future_import(body[kept]):
-            kept += 1
-        return [*body[:kept], *self._block(body[kept:])]
+        unchanged = 1 if body and _is_text(body[0]) else 0
+        while unchanged < len(body) and _is_future_import(body[unchanged]):
+            unchanged += 1
+        return [*body[:unchanged], *self._block(body[unchanged:])]
 
     def rewrite(self, node: ast.stmt) -> list[ast.stmt]:
         """A statement and the calls around it and in it. The node itself is changed."""
@@ -129,7 +129,7 @@ class Instrumenter:
         self._loops.append(index)
         body = self._inner(node.body)
         self._loops.pop()
-        stop = ast.If(test=self._call("turn", index, node), body=[_at(ast.Break(), node)], orelse=[])
+        stop = ast.If(test=self._call("next_iteration", index, node), body=[_at(ast.Break(), node)], orelse=[])
         node.body = [_at(stop, node), *body]
         node.orelse = [self._tell("header", index, node), *self._inner(node.orelse)]
         return [self._tell("before", index, node), node]

@@ -54,13 +54,13 @@ class IterationLimit:
         if statement.kind in ("for", "while"):
             self._at_start[statement.index] = self.steps
 
-    def loop_turns(self, loop: Statement, iteration: tuple[int, ...], steps_expected: bool) -> bool:
+    def should_end(self, loop: Statement, iteration: tuple[int, ...], steps_expected: bool) -> bool:
         """Whether the loop, which begins this iteration, is to end. steps_expected: its body calls an optimizer's step."""
-        stepped_here = self.steps > self._at_start.get(loop.index, 0)
-        if self._enough() and stepped_here:
+        stepped_in_loop = self.steps > self._at_start.get(loop.index, 0)
+        if self._enough() and stepped_in_loop:
             self.stopped = True
             return True
-        if self._most is not None and not stepped_here and not steps_expected and len(iteration) == 1:
+        if self._most is not None and not stepped_in_loop and not steps_expected and len(iteration) == 1:
             self.stopped = self.stopped or iteration[0] > self._most
             return iteration[0] > self._most
         return False

@@ -58,7 +58,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Span:
-    """A stretch with a name: kind is forward | backward | optimizer | recomputation | range | mark (a mark's end is its start)
+    """An interval with a name: kind is forward | backward | optimizer | recomputation | range | mark (a mark's end is its start)
     | annotation (a range of the program's own, found beside a file's events; its end is its start).
 
     recomputation: forward work that activation checkpointing does again inside a backward. failed: an exception left it.
@@ -136,18 +136,18 @@ class ModuleName:
 
 @dataclass(frozen=True)
 class ModuleTrace:
-    """turns: by device, (position in its log, number of the module at work from there on, -1 for none), in order; empty where
+    """switches: by device, (position in its log, number of the module at work from there on, -1 for none), in order; empty where
     positions cost too much to be read for each module. parameters: (device, address) -> number of the module that owns it."""
 
     names: tuple[ModuleName, ...] = ()
-    turns: Mapping[int, Sequence[tuple[int, int]]] = field(default_factory=dict)
+    switches: Mapping[int, Sequence[tuple[int, int]]] = field(default_factory=dict)
     parameters: Mapping[tuple[int, int], int] = field(default_factory=dict)
 
     def at(self, device: int, event: int) -> int | None:
         """The number of the innermost module that was at work at an event of a device's log; None for none."""
-        turns = self.turns.get(device, ())
-        rank = bisect_right(turns, event, key=lambda turn: turn[0])
-        number = turns[rank - 1][1] if rank else NOBODY
+        switches = self.switches.get(device, ())
+        rank = bisect_right(switches, event, key=lambda switch: switch[0])
+        number = switches[rank - 1][1] if rank else NOBODY
         return None if number == NOBODY else number
 
 

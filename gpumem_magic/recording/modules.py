@@ -18,7 +18,7 @@ from gpumem_magic.recording.model import NOBODY, ModuleName, ModuleTrace
 Place = tuple[int, int]
 
 # A program that never runs backward is not followed for ever.
-MOST_TURNS = 20_000
+MOST_SWITCHES = 20_000
 
 
 class ModuleWatch:
@@ -37,7 +37,7 @@ class ModuleWatch:
         self._locate = locate
         self._names: list[ModuleName] = []
         self._numbers: dict[ModuleName, int] = {}
-        self._turns: dict[int, list[tuple[int, int]]] = {}
+        self._switches: dict[int, list[tuple[int, int]]] = {}
         self._parameters: dict[Place, int] = {}
         self._paths: dict[int, str] = {}
         self._root: weakref.ref[torch.nn.Module] | None = None
@@ -58,13 +58,13 @@ class ModuleWatch:
             around = self._names[self._stack[-1]].path if self._stack else self._root_path
             path = f"{around}.{name_of_class(type(module))}"
         self._stack.append(self._number(path, module))
-        self._turn()
+        self._note_switch()
 
     def ended(self, depth: int) -> None:
         """depth: how many modules are still at work."""
         if self._is_ours():
             del self._stack[depth:]
-            self._turn()
+            self._note_switch()
 
     def stop(self) -> None:
         """At the first backward, or at the recording's end."""
@@ -78,7 +78,7 @@ class ModuleWatch:
     def trace(self) -> ModuleTrace:
         return ModuleTrace(
             tuple(self._names),
-            {device: tuple(turns) for device, turns in self._turns.items()},
+            {device: tuple(switches) for device, switches in self._switches.items()},
             dict(self._parameters),
         )
 
@@ -112,11 +112,11 @@ class ModuleWatch:
             self._names.append(name)
         return number
 
-    def _turn(self) -> None:
+    def _note_switch(self) -> None:
         if self._positions is None:
             return
         self._count += 1
-        if self._count > MOST_TURNS:
+        if self._count > MOST_SWITCHES:
             self.stop()
         else:
             self._write()
@@ -126,8 +126,8 @@ class ModuleWatch:
             return
         number = self._stack[-1] if self._stack else NOBODY
         for device, position in self._positions().items():
-            turns = self._turns.setdefault(device, [])
+            switches = self._switches.setdefault(device, [])
             # Where nothing was asked for since, the earlier module has done nothing.
-            if turns and turns[-1][0] == position:
-                turns.pop()
-            turns.append((position, number))
+            if switches and switches[-1][0] == position:
+                switches.pop()
+            switches.append((position, number))

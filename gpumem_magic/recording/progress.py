@@ -35,7 +35,7 @@ class CellProgress:
     def wants_stop(self, loop: Statement, iteration: tuple[int, ...]) -> bool:
         if self._limit is None:
             return False
-        return bool(self._limit.loop_turns(loop, iteration, self._calls_step(loop)))
+        return bool(self._limit.should_end(loop, iteration, self._calls_step(loop)))
 
     def _calls_step(self, loop: Statement) -> bool:
         """Whether the loop's body has a line with ``.step(``: it trains, and its iterations are counted by steps."""

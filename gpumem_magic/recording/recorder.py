@@ -25,12 +25,12 @@ from gpumem_magic.recording.failure import (
 )
 from gpumem_magic.recording.guard import Guard
 from gpumem_magic.recording.identity import Witness
+from gpumem_magic.recording.log_positions import PositionTranslator
 from gpumem_magic.recording.model import Checkpoint, Failure, ModuleTrace, Moment, Recording, Sighting, Span, StandIn
 from gpumem_magic.recording.modules import ModuleWatch
 from gpumem_magic.recording.phases import Phases
-from gpumem_magic.recording.placing import Placing
 from gpumem_magic.recording.repetition import alike_at_end, signature
-from gpumem_magic.recording.thinning import MOST, Kept, thin
+from gpumem_magic.recording.thinning import MOST, Seen, thin
 from gpumem_magic.snapshot.timeline import Timeline
 
 Failed = tuple[str, int, tuple[int, ...], tuple[int, ...]]
@@ -200,9 +200,9 @@ class Recorder:
                 self._witness.cell_ended(namespace)
             with self._guard("stopping the logs"):
                 logs = self._stop_logs()
-            placing = Placing(logs)
-            self._checkpoints = [placing.checkpoint(point) for point in self._checkpoints]
-            reached = placing.moment(reached) if reached is not None else None
+            translator = PositionTranslator(logs)
+            self._checkpoints = [translator.checkpoint(point) for point in self._checkpoints]
+            reached = translator.moment(reached) if reached is not None else None
             if error is not None and failure is not None and reached is not None:
                 with self._guard("placing the error"):
                     failure = self._place_error(failure, is_out_of_memory(error), reached, failed, logs)
@@ -219,10 +219,10 @@ class Recorder:
             logs=logs,
             checkpoints=tuple(self._checkpoints),
             spans=tuple(
-                placing.span(span)
+                translator.span(span)
                 for span in sorted(self._phases.spans, key=lambda span: (span.start.tick, -span.end.tick))
             ),
-            sightings=tuple(placing.sighting(look) for look in self._witness.sightings),
+            sightings=tuple(translator.sighting(look) for look in self._witness.sightings),
             error=failure,
             stand_ins=stand_ins,
             notes=tuple(self._guard.notes),
@@ -279,13 +279,13 @@ class Recorder:
         """Thins what is kept, once it is too much. Virtual devices keep every event, and are not run for hours."""
         if self._phases is None or self._witness is None or any(log.growing is not None for log in self._logs.values()):
             return
-        kept = Kept(self._checkpoints, self._phases.spans, self._witness.sightings, self._left_out)
-        if kept.weight <= self._most:
+        seen = Seen(self._checkpoints, self._phases.spans, self._witness.sightings, self._left_out)
+        if seen.weight <= self._most:
             return
-        thin(kept, self._primary, self._most)
+        thin(seen, self._primary, self._most)
         # Where iterations are huge, little can be left out: not to try again at once.
-        self._most = max(self._most, kept.weight * 3 // 2)
-        needed = kept.positions(self._phases.begun())
+        self._most = max(self._most, seen.weight * 3 // 2)
+        needed = seen.positions(self._phases.begun())
         for index, log in self._logs.items():
             log.forget(needed.get(index, set()))
 

@@ -12,14 +12,14 @@ from typing import NamedTuple
 from gpumem_magic.snapshot.model import TraceEvent
 
 ENOUGH = 3
-"""So many equal turns in a row are called a repetition."""
+"""So many equal periods in a row are called a repetition."""
 
-LONGEST_TURN = 8
+LONGEST_PERIOD = 8
 """In iterations. A loop that rebinds its batch alternates between places in memory; a Trainer of bert-large goes round in six."""
 
 
 class Repetition(NamedTuple):
-    """Iterations `first` to `last` (0-based) repeat in turns of `period` iterations."""
+    """Iterations `first` to `last` (0-based) repeat with a period of `period` iterations."""
 
     first: int
     last: int
@@ -35,9 +35,9 @@ def signature(events: Iterable[TraceEvent]) -> bytes:
 
 
 def alike_at_end(signatures: Sequence[bytes]) -> int:
-    """How many equal turns are at the end, for the turn length that gives most; 1 where none repeats, 0 for no iterations."""
+    """How many equal periods are at the end, for the length that gives most; 1 where none repeats, 0 for no iterations."""
     most = 0
-    for period in range(1, LONGEST_TURN + 1):
+    for period in range(1, LONGEST_PERIOD + 1):
         if len(signatures) < period:
             break
         same = 0
@@ -48,9 +48,9 @@ def alike_at_end(signatures: Sequence[bytes]) -> int:
 
 
 def longest_repetition(signatures: Sequence[bytes]) -> Repetition | None:
-    """The longest stretch of at least `ENOUGH` equal turns; the earliest and the shortest turn among equals."""
+    """The longest run of at least `ENOUGH` equal periods; the earliest and the shortest period among equals."""
     best: Repetition | None = None
-    for period in range(1, LONGEST_TURN + 1):
+    for period in range(1, LONGEST_PERIOD + 1):
         first = 0
         for number in range(period, len(signatures) + 1):
             if number < len(signatures) and signatures[number] == signatures[number - period]:

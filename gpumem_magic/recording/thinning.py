@@ -22,7 +22,7 @@ _SIGHTINGS_PER_MOMENT = 4
 
 
 @dataclass
-class Kept:
+class Seen:
     """What is there of a run. left_out: the line of a loop -> how many of its iterations have no rows any more."""
 
     checkpoints: list[Checkpoint]
@@ -66,31 +66,31 @@ class _RecordedIteration:
     weight: int
 
 
-def thin(kept: Kept, device: int, most: int = MOST) -> None:
+def thin(seen: Seen, device: int, most: int = MOST) -> None:
     """Leaves out iterations from the middle, such that about half of `most` is kept. device: whose peaks and growth count."""
-    units = _units(kept, max(most // 64, 24))
+    units = _units(seen, max(most // 64, 24))
     first = _reach(units, most // 4)
     last = len(units) - _reach(units[::-1], most // 4)
     if last - first < 2:
         return
     middle = range(first, last)
-    moments = _moments(kept)
+    moments = _moments(seen)
     ticks = [moment.tick for moment in moments]
     records = {
         max(middle, key=lambda number: _peak(units[number], moments, ticks, device)),
         max(middle, key=lambda number: _growth(units[number], device)),
     }
-    _leave_out(kept, _LeftOutRuns(units[number] for number in middle if number not in records))
+    _leave_out(seen, _LeftOutRuns(units[number] for number in middle if number not in records))
 
 
 # ---- iterations
 
 
-def _units(kept: Kept, large: int) -> list[_RecordedIteration]:
+def _units(seen: Seen, large: int) -> list[_RecordedIteration]:
     """The iterations, in order. One of more than `large` moments is cut up by the steps in it."""
-    spans = sorted(kept.spans, key=lambda span: span.end.tick)
+    spans = sorted(seen.spans, key=lambda span: span.end.tick)
     ends = [span.end.tick for span in spans]
-    points = kept.checkpoints
+    points = seen.checkpoints
     units: list[_RecordedIteration] = []
     begin = 0
     for number in range(1, len(points)):
@@ -142,9 +142,9 @@ def _reach(units: Sequence[_RecordedIteration], weight: int) -> int:
     return len(units)
 
 
-def _moments(kept: Kept) -> list[Moment]:
-    moments = [point.moment for point in kept.checkpoints]
-    for span in kept.spans:
+def _moments(seen: Seen) -> list[Moment]:
+    moments = [point.moment for point in seen.checkpoints]
+    for span in seen.spans:
         moments += [span.start, span.end]
     return sorted(moments, key=lambda moment: moment.tick)
 
@@ -193,14 +193,14 @@ class _LeftOutRuns:
         return self.all[number] if number >= 0 and tick <= self.all[number].end.tick else None
 
 
-def _leave_out(kept: Kept, runs: _LeftOutRuns) -> None:
-    _leave_out_rows(kept, runs)
+def _leave_out(seen: Seen, runs: _LeftOutRuns) -> None:
+    _leave_out_rows(seen, runs)
     spans: list[Span] = []
     skipped: Counter[int] = Counter()
     steps_gone: Counter[int] = Counter()
-    steps = [span for span in kept.spans if span.kind == OPTIMIZER and not span.failed]
+    steps = [span for span in seen.spans if span.kind == OPTIMIZER and not span.failed]
     first = min(steps, key=lambda span: span.start.tick).label if steps else None
-    for span in kept.spans:
+    for span in seen.spans:
         run = runs.around(span.start.tick)
         if run is None or span.end.tick > run.end.tick:
             spans.append(span)
@@ -209,15 +209,15 @@ def _leave_out(kept: Kept, runs: _LeftOutRuns) -> None:
         steps_gone[run.end.tick] += span.steps_left_out + is_step
         if not run.in_rows:
             skipped[run.end.tick] += span.skipped + is_step
-    kept.spans[:] = _numbered(spans, skipped, steps_gone)
-    kept.sightings[:] = _outside(kept.sightings, runs.all)
+    seen.spans[:] = _numbered(spans, skipped, steps_gone)
+    seen.sightings[:] = _outside(seen.sightings, runs.all)
 
 
-def _leave_out_rows(kept: Kept, runs: _LeftOutRuns) -> None:
+def _leave_out_rows(seen: Seen, runs: _LeftOutRuns) -> None:
     points: list[Checkpoint] = []
     gone: list[Checkpoint] = []
     left: _LeftOutRun | None = None
-    for point in kept.checkpoints:
+    for point in seen.checkpoints:
         run = runs.around(point.moment.tick)
         if run is not None and run.in_rows:
             gone.append(point)
@@ -225,13 +225,13 @@ def _leave_out_rows(kept: Kept, runs: _LeftOutRuns) -> None:
             continue
         points.append(point if left is None else replace(point, begin=left.end))
         left = None
-    there = {turn for point in points for turn in _turns(point)}
-    for loops, _ in {turn for point in gone for turn in _turns(point)} - there:
-        kept.left_out[loops[-1]] += 1
-    kept.checkpoints[:] = points
+    there = {iteration for point in points for iteration in _iterations_of(point)}
+    for loops, _ in {iteration for point in gone for iteration in _iterations_of(point)} - there:
+        seen.left_out[loops[-1]] += 1
+    seen.checkpoints[:] = points
 
 
-def _turns(point: Checkpoint) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+def _iterations_of(point: Checkpoint) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     """The iterations that a row belongs to, of its outermost loop first."""
     depths = range(1, len(point.iteration) + 1)
     return [(point.loops[:depth], point.iteration[:depth]) for depth in depths]

@@ -19,7 +19,7 @@ from gpumem_magic.attribution.sites import folded
 from gpumem_magic.attribution.view import DeviceView
 from gpumem_magic.devices.base import Label
 from gpumem_magic.recording.model import Checkpoint, Failure, Recording
-from gpumem_magic.report.folding import Fold, LoopIteration, LoopRow, fold_rows, kept_turns
+from gpumem_magic.report.folding import Fold, LoopIteration, LoopRow, fold_rows, shown_iterations
 from gpumem_magic.report.model import LABELS, Folded, Peak, ReportData, ReportError, Row
 from gpumem_magic.report.notes import event_in_words, notes_of, place_of
 from gpumem_magic.report.out_of_memory import out_of_memory
@@ -74,10 +74,10 @@ def report_of(
 
 @dataclass
 class _Draft:
-    """A row before its figures: what it shows and which stretch of the log it is about."""
+    """A row before its figures: what it shows and which interval of the log it is about."""
 
     point: Checkpoint
-    stretch: StatementInterval
+    interval: StatementInterval
     parts: list[Part]
 
 
@@ -99,9 +99,9 @@ class _Builder:
         span = StatementInterval(self.device, drafts[0].point.moment, drafts[-1].point.moment)
         highest, peak_position = self.timeline.peak(span.start_position, span.end_position)
         where = self._where(drafts, peak_position)
-        kept, folds = self._folded(drafts) if lines else (_ends(drafts), [])
-        self._balances = self.view.ledger.at([peak_position, *self._positions(kept)])
-        rows = tuple(self._row(draft, with_parts=lines) for draft in kept)
+        shown, folds = self._folded(drafts) if lines else (_ends(drafts), [])
+        self._balances = self.view.ledger.at([peak_position, *self._positions(shown)])
+        rows = tuple(self._row(draft, with_parts=lines) for draft in shown)
         peak = self._balances[peak_position]
         return ReportData(
             torch=self.recording.torch,
@@ -120,7 +120,7 @@ class _Builder:
             evidence=peak.evidence,
             retries=self._retries(),
             stand_ins=self.recording.stand_ins if self.device == self.recording.primary else (),
-            folded=tuple(self._with_left_out(kept, folds)),
+            folded=tuple(self._with_left_out(shown, folds)),
             notes=tuple(notes_of(self.view, peak_position)),
         )
 
@@ -130,19 +130,19 @@ class _Builder:
         points = self.points
         drafts = []
         for before, point in zip((points[0], *points), points, strict=False):
-            stretch = StatementInterval(self.device, point.begin or before.moment, point.moment)
-            drafts.append(_Draft(point, stretch, []))
+            interval = StatementInterval(self.device, point.begin or before.moment, point.moment)
+            drafts.append(_Draft(point, interval, []))
         starts = [span.start.tick for span in self.recording.spans]
         for draft in drafts[1:]:
-            first = bisect_left(starts, draft.stretch.begin.tick)
-            last = bisect_left(starts, draft.stretch.end.tick + 1)
-            inside = spans_in(draft.stretch, self.recording.spans[first:last])
+            first = bisect_left(starts, draft.interval.begin.tick)
+            last = bisect_left(starts, draft.interval.end.tick + 1)
+            inside = spans_in(draft.interval, self.recording.spans[first:last])
             if inside:
-                draft.parts = parts_of(draft.stretch, inside, failed=draft.point.kind == "error")
+                draft.parts = parts_of(draft.interval, inside, failed=draft.point.kind == "error")
             error = self.recording.error
             if draft.point.kind == "error" and error is not None and error.module:
                 place = f"{error.module}, {error.operator}" if error.operator else error.module
-                draft.parts = with_failing_place(draft.parts, draft.stretch, place)
+                draft.parts = with_failing_place(draft.parts, draft.interval, place)
         return drafts
 
     def _folded(self, drafts: list[_Draft]) -> tuple[list[_Draft], list[Fold]]:
@@ -151,50 +151,50 @@ class _Builder:
                 number,
                 draft.point.loops,
                 draft.point.iteration,
-                self.timeline.peak(draft.stretch.start_position, draft.stretch.end_position)[0],
-                self.timeline.allocated_at(draft.stretch.start_position),
-                self.timeline.allocated_at(draft.stretch.end_position),
+                self.timeline.peak(draft.interval.start_position, draft.interval.end_position)[0],
+                self.timeline.allocated_at(draft.interval.start_position),
+                self.timeline.allocated_at(draft.interval.end_position),
             )
             for number, draft in enumerate(drafts)
         ]
         keys, folds = fold_rows(rows)
         # The row of an error is never folded away: it is in the last iteration.
-        kept = [drafts[key] for key in keys]
+        shown = [drafts[key] for key in keys]
         totals: dict[int, list[int]] = {}
-        for draft in kept:
+        for draft in shown:
             draft.parts = self._fold_parts(draft.parts, draft.point.line, totals)
         inner = [Fold(line, total, left) for line, (total, left) in totals.items() if left < total]
-        return kept, [*folds, *inner]
+        return shown, [*folds, *inner]
 
-    def _with_left_out(self, kept: list[_Draft], folds: list[Fold]) -> list[Folded]:
+    def _with_left_out(self, shown: list[_Draft], folds: list[Fold]) -> list[Folded]:
         """Of a long run, the recording itself holds only some of the iterations."""
-        found = {fold.line: Folded(fold.line, fold.total, fold.kept) for fold in folds}
+        found = {fold.line: Folded(fold.line, fold.total, fold.shown) for fold in folds}
         for line, count in self.recording.left_out.items():
             if line not in found:
-                turns = {
+                iterations = {
                     point.iteration[: point.loops.index(line) + 1]
-                    for point in (draft.point for draft in kept)
+                    for point in (draft.point for draft in shown)
                     if line in point.loops
                 }
-                found[line] = Folded(line, len(turns), len(turns))
+                found[line] = Folded(line, len(iterations), len(iterations))
             found[line] = replace(found[line], total=found[line].total + count)
         return list(found.values())
 
     def _fold_parts(self, parts: list[Part], line: int, totals: dict[int, list[int]]) -> list[Part]:
         """Iterations inside a call are folded as those of a loop."""
-        turns = [part for part in parts if part.kind == "iteration"]
-        chosen = kept_turns([self._turn(part) for part in turns])
-        if turns:
+        iterations = [part for part in parts if part.kind == "iteration"]
+        chosen = shown_iterations([self._as_iteration(part) for part in iterations])
+        if iterations:
             total = totals.setdefault(line, [0, 0])
-            total[0] += len(turns) + sum(part.skipped for part in turns)
+            total[0] += len(iterations) + sum(part.skipped for part in iterations)
             total[1] += len(chosen)
-        left_out = {id(part) for number, part in enumerate(turns) if number not in set(chosen)}
+        left_out = {id(part) for number, part in enumerate(iterations) if number not in set(chosen)}
         parts = [part for part in parts if id(part) not in left_out]
         for part in parts:
             part.parts = self._fold_parts(part.parts, line, totals)
         return parts
 
-    def _turn(self, part: Part) -> LoopIteration:
+    def _as_iteration(self, part: Part) -> LoopIteration:
         return LoopIteration(
             self.timeline.peak(part.start, part.end)[0],
             self.timeline.allocated_at(part.end) - self.timeline.allocated_at(part.start),
@@ -203,7 +203,7 @@ class _Builder:
     def _positions(self, drafts: Iterable[_Draft]) -> list[int]:
         positions: list[int] = []
         for draft in drafts:
-            positions.append(draft.stretch.end_position)
+            positions.append(draft.interval.end_position)
             todo = list(draft.parts)
             while todo:
                 part = todo.pop()
@@ -212,13 +212,13 @@ class _Builder:
         return positions
 
     def _row(self, draft: _Draft, *, with_parts: bool) -> Row:
-        point, stretch = draft.point, draft.stretch
+        point, interval = draft.point, draft.interval
         told = point.moment.counters.get(self.device)
         # Its own moment's counters: another moment at the same position may have seen the context grow.
-        outside = self.view.outside(stretch.end_position) if told is None else Outside.of(told)
+        outside = self.view.outside(interval.end_position) if told is None else Outside.of(told)
         parts = tuple(self._part_row(part, point) for part in draft.parts) if with_parts else ()
         return self._figures(
-            point, point.kind, point.label, (stretch.start_position, stretch.end_position), parts, outside
+            point, point.kind, point.label, (interval.start_position, interval.end_position), parts, outside
         )
 
     def _part_row(self, part: Part, point: Checkpoint) -> Row:
@@ -264,7 +264,7 @@ class _Builder:
         failed = next((draft for draft in reversed(drafts) if draft.point.kind == "error"), None)
         if error is None or error.requested is None or failed is None:
             return error
-        position = failed.stretch.end_position
+        position = failed.interval.end_position
         if error.largest_free is None and position:
             stream = self.log.events[position - 1].stream
             error = replace(error, largest_free=self.timeline.largest_free_at(position, stream))
@@ -282,8 +282,8 @@ class _Builder:
         )
         if verdict is None:
             return error
-        kept = self.timeline.reserved_at(0)
-        return replace(error, verdict=out_of_memory(verdict, lambda life: self._in_words(life, drafts), kept))
+        shown = self.timeline.reserved_at(0)
+        return replace(error, verdict=out_of_memory(verdict, lambda life: self._in_words(life, drafts), shown))
 
     def _can_replay(self) -> bool:
         if self.log.final is None:
@@ -294,7 +294,9 @@ class _Builder:
         """The events of earlier runs of the failed statement; None where it is in no loop of the cell's own."""
         if not failed.iteration:
             return None
-        runs = [draft.stretch for draft in drafts if (draft.point.kind, draft.point.line) == ("statement", failed.line)]
+        runs = [
+            draft.interval for draft in drafts if (draft.point.kind, draft.point.line) == ("statement", failed.line)
+        ]
         return [range(run.start_position, run.end_position) for run in runs]
 
     def _in_words(self, life: Allocation, drafts: list[_Draft]) -> str:
@@ -316,8 +318,8 @@ class _Builder:
         if not self.recording.was_watched:
             return event_in_words(position, len(self.timeline))
         for draft in drafts:
-            if draft.stretch.start_position <= position <= draft.stretch.end_position and (
-                draft.point.kind == "before" or draft.stretch.start_position < position
+            if draft.interval.start_position <= position <= draft.interval.end_position and (
+                draft.point.kind == "before" or draft.interval.start_position < position
             ):
                 return _words(draft, _path(draft.parts, position))
         return _words(drafts[0], [])
@@ -342,11 +344,11 @@ def _words(draft: _Draft, path: list[Part]) -> str:
 
 def _ends(drafts: list[_Draft]) -> list[_Draft]:
     """The rows of a report without lines. What lies between two of them belongs to the later one."""
-    kept = [draft for draft in drafts if draft.point.kind in ("before", "error", "after")]
-    for before, draft in pairwise(kept):
-        draft.stretch = StatementInterval(draft.stretch.device, before.point.moment, draft.point.moment)
+    shown = [draft for draft in drafts if draft.point.kind in ("before", "error", "after")]
+    for before, draft in pairwise(shown):
+        draft.interval = StatementInterval(draft.interval.device, before.point.moment, draft.point.moment)
         draft.parts = []
-    return kept
+    return shown
 
 
 def _error(failure: Failure | None, device: int) -> ReportError | None:

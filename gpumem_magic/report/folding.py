@@ -16,14 +16,14 @@ class LoopIteration:
     growth: int
 
 
-def kept_turns(turns: Sequence[LoopIteration]) -> list[int]:
+def shown_iterations(iterations: Sequence[LoopIteration]) -> list[int]:
     """The indices to keep, in order. All of them where leaving out would save fewer than two."""
-    count = len(turns)
-    kept = {*range(min(AT_EACH_END, count)), *range(max(0, count - AT_EACH_END), count)}
+    count = len(iterations)
+    shown = {*range(min(AT_EACH_END, count)), *range(max(0, count - AT_EACH_END), count)}
     if count:
-        kept.add(max(range(count), key=lambda number: turns[number].peak))
-        kept.add(max(range(count), key=lambda number: turns[number].growth))
-    return sorted(kept) if count - len(kept) >= 2 else list(range(count))
+        shown.add(max(range(count), key=lambda number: iterations[number].peak))
+        shown.add(max(range(count), key=lambda number: iterations[number].growth))
+    return sorted(shown) if count - len(shown) >= 2 else list(range(count))
 
 
 @dataclass(frozen=True)
@@ -40,11 +40,11 @@ class LoopRow:
 
 @dataclass(frozen=True)
 class Fold:
-    """A loop at `line`: `kept` of its `total` iterations have rows."""
+    """A loop at `line`: `shown` of its `total` iterations have rows."""
 
     line: int
     total: int
-    kept: int
+    shown: int
 
 
 def fold_rows(rows: Sequence[LoopRow]) -> tuple[list[int], list[Fold]]:
@@ -54,26 +54,26 @@ def fold_rows(rows: Sequence[LoopRow]) -> tuple[list[int], list[Fold]]:
     in their turn.
     """
     totals: dict[int, list[int]] = {}
-    kept = _fold(rows, 0, totals)
-    return kept, [Fold(line, total, left) for line, (total, left) in totals.items() if left < total]
+    shown = _fold(rows, 0, totals)
+    return shown, [Fold(line, total, left) for line, (total, left) in totals.items() if left < total]
 
 
 def _fold(rows: Sequence[LoopRow], depth: int, totals: dict[int, list[int]]) -> list[int]:
-    kept: list[int] = []
+    shown: list[int] = []
     for run in _runs(rows, depth):
         if len(run[0].loops) <= depth:
-            kept += [row.key for row in run]
+            shown += [row.key for row in run]
             continue
-        turns = _turns(run, depth)
-        chosen = kept_turns(
-            [LoopIteration(max(row.peak for row in turn), turn[-1].after - turn[0].before) for turn in turns]
+        iterations = _iterations_of(run, depth)
+        chosen = shown_iterations(
+            [LoopIteration(max(row.peak for row in inner), inner[-1].after - inner[0].before) for inner in iterations]
         )
         total = totals.setdefault(run[0].loops[depth], [0, 0])
-        total[0] += len(turns)
+        total[0] += len(iterations)
         total[1] += len(chosen)
         for number in chosen:
-            kept += _fold(turns[number], depth + 1, totals)
-    return kept
+            shown += _fold(iterations[number], depth + 1, totals)
+    return shown
 
 
 def _runs(rows: Sequence[LoopRow], depth: int) -> list[list[LoopRow]]:
@@ -93,11 +93,11 @@ def _continues(last: LoopRow, row: LoopRow, depth: int) -> bool:
     return last.loops[: depth + 1] == row.loops[: depth + 1] and last.iteration[depth] <= row.iteration[depth]
 
 
-def _turns(rows: Sequence[LoopRow], depth: int) -> list[list[LoopRow]]:
-    turns: list[list[LoopRow]] = []
+def _iterations_of(rows: Sequence[LoopRow], depth: int) -> list[list[LoopRow]]:
+    iterations: list[list[LoopRow]] = []
     for row in rows:
-        if turns and turns[-1][-1].iteration[depth] == row.iteration[depth]:
-            turns[-1].append(row)
+        if iterations and iterations[-1][-1].iteration[depth] == row.iteration[depth]:
+            iterations[-1].append(row)
         else:
-            turns.append([row])
-    return turns
+            iterations.append([row])
+    return iterations

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 OUTSIDE = "outside modules"
-NOT_KEPT = "not kept for backward"
+NOT_SAVED = "not kept for backward"
 # Modules are not nested deeper.
 DEEPEST = 200
 

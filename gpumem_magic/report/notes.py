@@ -129,9 +129,9 @@ def _repetition(recording: Recording, device: int) -> list[str]:
     if found is None or ends[found.first] == ends[found.last]:
         return []
     numbers = list(accumulate(1 + gone for gone in left_out))
-    turns = f", in turns of {found.period}" if found.period > 1 else ""
+    period = f", in turns of {found.period}" if found.period > 1 else ""
     first, last, total = numbers[found.first], numbers[found.last], numbers[-1]
-    return [f"Iterations {first:,}-{last:,} of {total:,} repeat exactly{turns}."]
+    return [f"Iterations {first:,}-{last:,} of {total:,} repeat exactly{period}."]
 
 
 def _first_optimizers_steps(spans: Sequence[Span], device: int) -> list[Span]:

@@ -13,7 +13,7 @@ _PHASES = frozenset({"forward", "backward", "optimizer"})
 
 @dataclass
 class Part:
-    """A stretch of a statement. start and end are positions in one device's log, within those of what is around it.
+    """A part of a statement. start and end are positions in one device's log, within those of what is around it.
 
     skipped: how many iterations just before it were left out of the recording.
     """
@@ -46,26 +46,26 @@ class StatementInterval:
         return max(self.start_position, self.end.positions.get(self.device, 0))
 
 
-def parts_of(stretch: StatementInterval, spans: Iterable[Span], *, failed: bool = False) -> list[Part]:
+def parts_of(interval: StatementInterval, spans: Iterable[Span], *, failed: bool = False) -> list[Part]:
     """The parts of a statement, in order. `spans` are those that began in it, in order of their beginning.
 
     failed: the statement failed, so that its last, unfinished iteration counts, and a lone phase says where.
     """
     chosen = [span for span in spans if span.kind in _SHOWN]
-    parts = _nested([_part(span, stretch) for span in chosen], _names(chosen))
-    parts = _with_iterations(parts, stretch.start_position, stretch.end_position)
+    parts = _nested([_part(span, interval) for span in chosen], _names(chosen))
+    parts = _with_iterations(parts, interval.start_position, interval.end_position)
     if not failed and len(parts) == 1 and parts[0].kind in _PHASES:
         return parts[0].parts
     return parts
 
 
-def with_failing_place(parts: list[Part], stretch: StatementInterval, place: str) -> list[Part]:
+def with_failing_place(parts: list[Part], interval: StatementInterval, place: str) -> list[Part]:
     """The parts of a statement that failed, with the place of the failure in the innermost one that failed.
 
     It is a point, as a mark is: the state at the failure, under the words of the place.
     """
-    end = stretch.end_position
-    point = Part("mark", place, end, end, stretch.end.tick, stretch.end.tick, failed=True)
+    end = interval.end_position
+    point = Part("mark", place, end, end, interval.end.tick, interval.end.tick, failed=True)
     last = _last_failed(parts)
     if last is None:
         return [*parts, point]
@@ -81,15 +81,15 @@ def _last_failed(parts: Sequence[Part]) -> Part | None:
     return found
 
 
-def spans_in(stretch: StatementInterval, spans: Sequence[Span]) -> list[Span]:
+def spans_in(interval: StatementInterval, spans: Sequence[Span]) -> list[Span]:
     """The spans that began after the statement did and before it ended, by the recorder's ticks."""
-    return [span for span in spans if stretch.begin.tick < span.start.tick <= stretch.end.tick]
+    return [span for span in spans if interval.begin.tick < span.start.tick <= interval.end.tick]
 
 
-def _part(span: Span, stretch: StatementInterval) -> Part:
-    low, high = stretch.start_position, stretch.end_position
-    start = min(max(span.start.positions.get(stretch.device, low), low), high)
-    end = min(max(span.end.positions.get(stretch.device, start), start), high)
+def _part(span: Span, interval: StatementInterval) -> Part:
+    low, high = interval.start_position, interval.end_position
+    start = min(max(span.start.positions.get(interval.device, low), low), high)
+    end = min(max(span.end.positions.get(interval.device, start), start), high)
     ends = max(span.end.tick, span.start.tick)
     return Part(span.kind, span.label, start, end, span.start.tick, ends, span.failed, skipped=span.skipped)
 

@@ -120,11 +120,11 @@ def for_recording(name: str | None) -> Chosen:
         machine = gpu.current()
     if machine is not None:
         return Chosen(machine, machine.current_device())
-    here = machines.gpus(torch)
-    if here is not None and here.devices:
-        if _chosen_gpu is not None and _chosen_gpu < len(here.devices):
-            return Chosen(here, _chosen_gpu, named=True)
-        return Chosen(here, here.current_device())
+    real_gpus = machines.gpus(torch)
+    if real_gpus is not None and real_gpus.devices:
+        if _chosen_gpu is not None and _chosen_gpu < len(real_gpus.devices):
+            return Chosen(real_gpus, _chosen_gpu, named=True)
+        return Chosen(real_gpus, real_gpus.current_device())
     machine = gpu.turn_on(DEFAULT_DEVICE)
     instead = unsupported.why_not(torch) or "No GPU is here and no device was chosen."
     note = (

@@ -109,10 +109,10 @@ def _is_complete(final: Sequence[Segment], events: Sequence[TraceEvent]) -> bool
             mapped -= event.size
             if mapped < 0:
                 return False
-    kept = [segment for segment in final if not segment.is_expandable]
+    plain = [segment for segment in final if not segment.is_expandable]
     left = {block.address for segment in final for block in segment.blocks if block.state != INACTIVE}
     return (
-        all(segment.address in opened for segment in kept)
+        all(segment.address in opened for segment in plain)
         and sum(segment.total_size for segment in final if segment.is_expandable) == mapped
         and left <= live
     )

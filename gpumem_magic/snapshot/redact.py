@@ -77,12 +77,12 @@ def _event(event: TraceEvent, names: _Names, start: int) -> TraceEvent:
 
 def _settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Numbers and switches; of text only options as PYTORCH_CUDA_ALLOC_CONF has them."""
-    kept: dict[str, Any] = {}
+    harmless: dict[str, Any] = {}
     for key, value in settings.items():
         if isinstance(value, (bool, int, float)) or value is None:
-            kept[key] = value
+            harmless[key] = value
         elif isinstance(value, dict):
-            kept[key] = {name: number for name, number in value.items() if isinstance(number, int)}
+            harmless[key] = {name: number for name, number in value.items() if isinstance(number, int)}
         elif key == "PYTORCH_CUDA_ALLOC_CONF" and isinstance(value, str) and _SETTINGS_OF_WORDS.fullmatch(value):
-            kept[key] = value
-    return kept
+            harmless[key] = value
+    return harmless

@@ -92,8 +92,8 @@ def _earlier_segments(final: Sequence[Segment], events: Sequence[TraceEvent]) ->
                     Segment(device, event.address, event.size, event.stream, pool, (), segment_pool_id=pool_id)
                 )
             opened.discard(event.address)
-    kept = [segment for segment in final if not segment.is_expandable and segment.address not in opened]
-    return kept + released, opened
+    remaining = [segment for segment in final if not segment.is_expandable and segment.address not in opened]
+    return remaining + released, opened
 
 
 def _earlier_ranges(final: Sequence[Segment], events: Sequence[TraceEvent]) -> list[Segment]:

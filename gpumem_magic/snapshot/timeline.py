@@ -70,8 +70,8 @@ class Timeline:
         self._highest_reserved = RangeMax(self._reserved)
         self._births, self._ends = self._index_lives()
         # Positions, and the blocks in use there.
-        self._kept_at: list[int] = []
-        self._kept: list[tuple[Allocation, ...]] = []
+        self._waypoints: list[int] = []
+        self._live_at_waypoints: list[tuple[Allocation, ...]] = []
         self._keep_lists()
 
     def __len__(self) -> int:
@@ -157,8 +157,8 @@ class Timeline:
             if position:
                 self._step(used, position - 1)
             if position >= due:
-                self._kept_at.append(position)
-                self._kept.append(tuple(used.values()))
+                self._waypoints.append(position)
+                self._live_at_waypoints.append(tuple(used.values()))
                 due = position + max(_STRIDE, len(used))
 
     def _step(self, used: dict[int, Allocation], event: int) -> None:
@@ -170,9 +170,9 @@ class Timeline:
 
     def _used_at(self, position: int) -> list[Allocation]:
         """Allocations whose memory is not free at a position: live ones and those that wait for a stream."""
-        nearest = bisect_right(self._kept_at, self._checked(position)) - 1
-        used = {life.index: life for life in self._kept[nearest]}
-        for event in range(self._kept_at[nearest], position):
+        nearest = bisect_right(self._waypoints, self._checked(position)) - 1
+        used = {life.index: life for life in self._live_at_waypoints[nearest]}
+        for event in range(self._waypoints[nearest], position):
             self._step(used, event)
         return list(used.values())
 

@@ -17,7 +17,7 @@ from gpumem_magic.timeline_page.data import page_data, plain, script_json
 from gpumem_magic.timeline_page.source import TimelineSource
 from gpumem_magic.views.pages import one_script
 
-_HERE = Path(__file__).parent
+_FOLDER = Path(__file__).parent
 _MODULES = ("../units.js", "model.js", "machine.js", "draw.js", "page.js")
 _START = '\nstart(document, JSON.parse(document.getElementById("data").textContent));\n'
 _KEYS = (
@@ -35,7 +35,7 @@ def document(title: str, sources: Sequence[TimelineSource]) -> str:
     """The page. Raises ValueError where there is no source."""
     if not sources:
         raise ValueError("a timeline needs at least one device")
-    script, style = _script(), (_HERE / "page.css").read_text("utf-8")
+    script, style = _script(), (_FOLDER / "page.css").read_text("utf-8")
     policy = (
         f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; base-uri 'none'; form-action 'none'"
     )
@@ -52,7 +52,7 @@ def document(title: str, sources: Sequence[TimelineSource]) -> str:
 @lru_cache(maxsize=1)
 def _script() -> str:
     """Our modules as one, and its start."""
-    return one_script(_HERE, _MODULES).replace("\nexport ", "\n") + _START
+    return one_script(_FOLDER, _MODULES).replace("\nexport ", "\n") + _START
 
 
 def _hash(text: str) -> str:

@@ -83,7 +83,7 @@ def verdict(report: ReportData) -> str | None:
         message = error.message.strip().partition("\n")[0]
         message = message if len(message) <= 200 else f"{message[:199]}…"
         return f"{error.type}{at}: {message}" if message else f"{error.type}{at}."
-    sentences = [_wanted(report, found, at), _room(found)]
+    sentences = [_wanted(report, found, at), _free_memory(found)]
     if found.cause == "fragmentation":
         sentences += _fragmentation(report, found)
     elif found.cause == "size":
@@ -106,7 +106,7 @@ def _wanted(report: ReportData, found: Diagnosis, at: str) -> str:
     return f"{text} ({', '.join(extra)})." if extra else f"{text}."
 
 
-def _room(found: Diagnosis) -> str:
+def _free_memory(found: Diagnosis) -> str:
     words = []
     if found.device_free is not None:
         words.append(f"{amount(found.device_free)} free on the device")

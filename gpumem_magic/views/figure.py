@@ -210,9 +210,9 @@ class _Drawing:
         name = fit(name, 50)
         self._text(_MARGIN, 0.28, name, size=12, weight="bold")
         x = _MARGIN + self._width(name, 12, weight="bold") + 0.22
-        text, room = "   ".join(words), WIDTH - _MARGIN - x
-        size = min(11.0, max(8.5, 11.0 * room / self._width(text, 11)))
-        while self._width(text, size) > room and len(text) > 10:
+        text, available = "   ".join(words), WIDTH - _MARGIN - x
+        size = min(11.0, max(8.5, 11.0 * available / self._width(text, 11)))
+        while self._width(text, size) > available and len(text) > 10:
             text = fit(text, columns(text) - 4)
         self._text(x, 0.28, text, size=size)
 
@@ -294,14 +294,16 @@ class _Drawing:
 
     def _label(self, line: Line, middle: float) -> None:
         failed = line.row.kind == "error"
-        room = int((self.scale.left - 0.12 - _MARGIN) / _CHARACTER + 0.01)
+        available = int((self.scale.left - 0.12 - _MARGIN) / _CHARACTER + 0.01)
         indent = 2 * line.depth + (columns(line.iteration) + 1 if line.iteration else 0)
         x = _MARGIN + indent * _CHARACTER
         if self._slim(line):
             self._text(
                 x,
                 middle,
-                fit(line.text, int((room - indent) * 0.96 * _SIZE / _SLIM_SIZE)),  # small letters are a little wider
+                fit(
+                    line.text, int((available - indent) * 0.96 * _SIZE / _SLIM_SIZE)
+                ),  # small letters are a little wider
                 mono=True,
                 color=QUIET,
                 size=_SLIM_SIZE,
@@ -310,10 +312,10 @@ class _Drawing:
         if line.iteration:
             self._text(_MARGIN, middle, line.iteration, mono=True, color=QUIET)
         if not line.is_statement:
-            self._text(x, middle, fit(line.text, int((room - indent) * 1.05)), color=QUIET, style="italic")
+            self._text(x, middle, fit(line.text, int((available - indent) * 1.05)), color=QUIET, style="italic")
             return
         suffix = _suffix(line, self.report)
-        text = fit(line.text, max(8, room - indent - columns(suffix))) + suffix
+        text = fit(line.text, max(8, available - indent - columns(suffix))) + suffix
         colour = ALARM if failed else TEXT if line.depth == 0 else QUIET
         self._text(x, middle, text, mono=True, color=colour)
 
@@ -372,9 +374,9 @@ class _Drawing:
 
     def _wrapped(self, sentence: str) -> list[str]:
         """In lines that fit: first by the width of usual words, then by measuring what came out."""
-        room = WIDTH - 2 * _MARGIN
-        characters = int(room / (0.545 * _SIZE / 72))
-        while any(self._width(line, _SIZE) > room for line in wrap(sentence, characters)) and characters > 20:
+        available = WIDTH - 2 * _MARGIN
+        characters = int(available / (0.545 * _SIZE / 72))
+        while any(self._width(line, _SIZE) > available for line in wrap(sentence, characters)) and characters > 20:
             characters = int(characters * 0.94)
         return wrap(sentence, characters)
 

@@ -21,14 +21,14 @@ def ticks(top: int) -> list[tuple[int, str]]:
     return [(size, f"{size // unit:,} {name}" if size else "0") for size in range(0, top + 1, step)]
 
 
-def flow(widths: Sequence[float], room: float) -> list[list[int]]:
-    """Puts things of these widths into lines of `room`, in order; the indices of each line."""
+def flow(widths: Sequence[float], line_width: float) -> list[list[int]]:
+    """Puts things of these widths into lines of `line_width`, in order; the indices of each line."""
     flow: list[list[int]] = []
-    left = room
+    left = line_width
     for number, width in enumerate(widths):
         if not flow or width > left:
             flow.append([])
-            left = room
+            left = line_width
         flow[-1].append(number)
         left -= width
     return flow

@@ -159,13 +159,13 @@ def fit(text: str, width: int) -> str:
     """The text, cut to `width` columns with `…` at its end where it is longer."""
     if columns(text) <= width:
         return text
-    kept, room = "", width - 1
+    shown, left = "", width - 1
     for character in text:
-        room -= _columns(character)
-        if room < 0:
+        left -= _columns(character)
+        if left < 0:
             break
-        kept += character
-    return kept + ELLIPSIS if width > 0 else ""
+        shown += character
+    return shown + ELLIPSIS if width > 0 else ""
 
 
 def wrap(text: str, width: int, indent: str = "") -> list[str]:

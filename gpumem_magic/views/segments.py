@@ -48,6 +48,6 @@ def _drawn(segment: Segment, width: int) -> str:
             used[cell] += max(0, min(end, high) - max(begin, low))
     cells = []
     for cell, size in enumerate(used):
-        room = (cell + 1) * segment.total_size // width - cell * segment.total_size // width
-        cells.append("#" if size >= room else ":" if size else ".")
+        cell_bytes = (cell + 1) * segment.total_size // width - cell * segment.total_size // width
+        cells.append("#" if size >= cell_bytes else ":" if size else ".")
     return f"[{''.join(cells)}]"

@@ -16,16 +16,16 @@ LAYERS = (*CATEGORIES[:_AFTER_TENANTS], NOT_YET_KNOWN, *CATEGORIES[_AFTER_TENANT
 FIGURES = ("allocated", "reserved", "device_used", "peak")
 SENT = ("time", *LAYERS, *FIGURES)
 # recording: the serial number of the recording under way, 0 without one. position: the events in its log so far.
-KEPT = (*SENT, "recording", "position")
+COLUMNS = (*SENT, "recording", "position")
 
 TIME = 0
 FIRST_LAYER = 1
-ALLOCATED = KEPT.index("allocated")
-RESERVED = KEPT.index("reserved")
-DEVICE_USED = KEPT.index("device_used")
-PEAK = KEPT.index("peak")
-RECORDING = KEPT.index("recording")
-POSITION = KEPT.index("position")
+ALLOCATED = COLUMNS.index("allocated")
+RESERVED = COLUMNS.index("reserved")
+DEVICE_USED = COLUMNS.index("device_used")
+PEAK = COLUMNS.index("peak")
+RECORDING = COLUMNS.index("recording")
+POSITION = COLUMNS.index("position")
 
 # Bluish grey, and hatched wherever it can be: provisional, and no category of its own.
 LAYER_COLOURS = {layer: COLOURS.get(layer, "#B4BCCB") for layer in LAYERS}

@@ -221,11 +221,11 @@ class LineFront:
         self._rewrite()
 
     def _rewrite(self) -> None:
-        series, room = self._observer.series, self._columns() - 1
+        series, columns = self._observer.series, self._columns() - 1
         words = " | ".join(line_of(each) for each in series)
-        if len(words) > room:
+        if len(words) > columns:
             words = " | ".join(short_line_of(each) for each in series)
-        self._write(f"\r\x1b[2K{words[:room]}")
+        self._write(f"\r\x1b[2K{words[:columns]}")
         self._on_line = True
 
     def cell_ended(self) -> None:

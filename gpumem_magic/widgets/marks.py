@@ -46,8 +46,8 @@ class Marks:
 
     def _thinned(self) -> list[Mark]:
         others = [mark for mark in self._marks if mark.kind != USER]
-        kept = {id(mark) for mark in others[1::2]}
-        thinned = [mark for mark in self._marks if mark.kind == USER or id(mark) in kept]
+        staying = {id(mark) for mark in others[1::2]}
+        thinned = [mark for mark in self._marks if mark.kind == USER or id(mark) in staying]
         return thinned[-self._limit :]
 
 

@@ -15,8 +15,8 @@ from gpumem_magic.recording.model import Checkpoint, Recording
 from gpumem_magic.widgets import live
 from gpumem_magic.widgets.columns import (
     ALLOCATED,
+    COLUMNS,
     FIRST_LAYER,
-    KEPT,
     LAYERS,
     NOT_YET_KNOWN,
     POSITION,
@@ -248,7 +248,7 @@ class Observer:
         for series in self.series:
             if series.facts == facts:
                 return series
-        series = Series(len(self.series), facts, Ring(self._capacity, len(KEPT), ALLOCATED))
+        series = Series(len(self.series), facts, Ring(self._capacity, len(COLUMNS), ALLOCATED))
         self.series.append(series)
         return series
 

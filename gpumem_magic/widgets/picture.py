@@ -22,7 +22,7 @@ from gpumem_magic.widgets.columns import (
 )
 from gpumem_magic.widgets.marks import CHECKPOINT, USER, named_marks, short
 from gpumem_magic.widgets.samples import DeviceSamples, Samples, duration, present_layers, summary
-from gpumem_magic.widgets.thin import Row, longest_gap, stretches, thin, top_of_scale
+from gpumem_magic.widgets.thin import Row, longest_gap, thin, top_of_scale, without_gaps
 
 WIDTH = 860
 POINTS = 150
@@ -88,10 +88,10 @@ def _panel(device: DeviceSamples, samples: Samples) -> str:
         )
         parts.append(f'<text x="{_LEFT - 8}" y="{up(size) + 4:.1f}" text-anchor="end" fill="{QUIET}">{word}</text>')
     gap = longest_gap(rows, 1 / samples.hz, device.per_row)
-    for stretch in stretches(rows, gap):
-        is_last = stretch[-1] is rows[-1]
-        until = min(end, stretch[-1][TIME] + gap) if is_last else stretch[-1][TIME] + 1 / samples.hz
-        parts += _areas(stretch, until, across, up)
+    for run in without_gaps(rows, gap):
+        is_last = run[-1] is rows[-1]
+        until = min(end, run[-1][TIME] + gap) if is_last else run[-1][TIME] + 1 / samples.hz
+        parts += _areas(run, until, across, up)
     if now is not None:
         parts += _bar(now, _LEFT + width + 16, up)
     parts += _lines(device, samples, across, up, top)

@@ -10,24 +10,24 @@ Row = Sequence[float]
 
 
 def thin(rows: Sequence[Row], points: int) -> list[Row]:
-    """At most `points` rows and the last one: the one with the most allocated of each stretch of time of equal length."""
+    """At most `points` rows and the last one: for each of `points` equal intervals the one with the most allocated."""
     if len(rows) <= points or points < 1:
         return list(rows)
     start = rows[0][TIME]
     width = (rows[-1][TIME] - start) / points or 1.0
-    kept: list[Row] = []
+    highest: list[Row] = []
     column = -1
     for row in rows[:-1]:
         at = int((row[TIME] - start) / width)
         if at != column:
-            kept.append(row)
+            highest.append(row)
             column = at
-        elif row[ALLOCATED] > kept[-1][ALLOCATED]:
-            kept[-1] = row
-    return [*kept, rows[-1]]
+        elif row[ALLOCATED] > highest[-1][ALLOCATED]:
+            highest[-1] = row
+    return [*highest, rows[-1]]
 
 
-def stretches(rows: Sequence[Row], longest: float) -> list[list[Row]]:
+def without_gaps(rows: Sequence[Row], longest: float) -> list[list[Row]]:
     """Rows that follow each other without a gap of more than `longest` seconds: a pause is not drawn over."""
     found: list[list[Row]] = []
     for row in rows:

@@ -1,7 +1,7 @@
 /* One device's chart on a canvas: numbers in, drawing calls out. Needs no more of a browser than the canvas's context. */
 
 import { human } from "../units.js";
-import { longestGap, scaleTop, stretches, thin, ticks, timeTicks } from "./watch_store.js";
+import { longestGap, scaleTop, withoutGaps, thin, ticks, timeTicks } from "./watch_store.js";
 
 /** Where things are on a canvas of this size, in CSS pixels. */
 export function geometry(width, height) {
@@ -55,10 +55,10 @@ export function drawPanel(ctx, store, view, where) {
     if (at + half <= left + plotWidth + 8) text(word, at, floor + 16, view.quiet, "center");
   }
   const gap = longestGap(rows, view.period, view.perRow);
-  for (const stretch of stretches(rows, gap)) {
-    const last = stretch[stretch.length - 1];
+  for (const run of withoutGaps(rows, gap)) {
+    const last = run[run.length - 1];
     const until = last === rows[rows.length - 1] ? Math.min(view.end, last[0] + gap) : last[0] + view.period;
-    drawAreas(ctx, store, stretch, until, x, y, view.fills);
+    drawAreas(ctx, store, run, until, x, y, view.fills);
   }
   drawMarks(ctx, view, x, floor, upper, left + plotWidth, line, edged, text);
   if (view.peak > 0) {

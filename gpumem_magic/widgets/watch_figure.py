@@ -33,7 +33,7 @@ from gpumem_magic.widgets.columns import (
 )
 from gpumem_magic.widgets.marks import CELL, CHECKPOINT, USER, named_marks, short
 from gpumem_magic.widgets.samples import DeviceSamples, Samples, duration, present_layers
-from gpumem_magic.widgets.thin import Row, longest_gap, stretches, thin, top_of_scale
+from gpumem_magic.widgets.thin import Row, longest_gap, thin, top_of_scale, without_gaps
 
 WIDTH = 7.8
 DPI = 130
@@ -105,10 +105,10 @@ def _panel(axes: Any, bar: Any, device: DeviceSamples, samples: Samples) -> None
     length = max(samples.ended - samples.started, 1.0)
     top = top_of_scale(max((_height(row) for row in rows), default=0.0), device.facts.capacity)
     gap = longest_gap(rows, 1 / samples.hz, device.per_row)
-    for stretch in stretches(rows, gap):
-        is_last = stretch[-1] is rows[-1]
-        end = min(samples.ended, stretch[-1][TIME] + gap) if is_last else stretch[-1][TIME] + 1 / samples.hz
-        _areas(axes, stretch, samples.started, end)
+    for run in without_gaps(rows, gap):
+        is_last = run[-1] is rows[-1]
+        end = min(samples.ended, run[-1][TIME] + gap) if is_last else run[-1][TIME] + 1 / samples.hz
+        _areas(axes, run, samples.started, end)
     if device.latest is not None:
         _bar(bar, device.latest)
     for mark in samples.marks:

@@ -241,7 +241,7 @@ export function thin(rows, columns, key) {
 }
 
 /** Rows without a gap of more than `longest` seconds: a pause is not drawn over. */
-export function stretches(rows, longest) {
+export function withoutGaps(rows, longest) {
   const found = [];
   let last = -Infinity;
   for (const row of rows) {

@@ -21,7 +21,7 @@ from gpumem_magic.widgets.columns import HATCH_COLOUR, LAYER_COLOURS, LAYER_LABE
 from gpumem_magic.widgets.marks import Mark
 from gpumem_magic.widgets.observer import Rows
 
-_HERE = Path(__file__).parent
+_FOLDER = Path(__file__).parent
 
 _MODULES = ("../units.js", "watch_store.js", "watch_chart.js", "watch.js")
 _STYLES = ("../views/notebook.css", "watch.css")
@@ -34,8 +34,8 @@ class WatchWidget(anywidget.AnyWidget):
     """The model in the kernel. on_request: called with what the page asks for ("pause", "resume",
     "mark", "stop", "hello"), a text, and the time of what was on the screen."""
 
-    _esm = one_script(_HERE, _MODULES)
-    _css = "".join((_HERE / name).read_text("utf-8") for name in _STYLES)
+    _esm = one_script(_FOLDER, _MODULES)
+    _css = "".join((_FOLDER / name).read_text("utf-8") for name in _STYLES)
 
     state = traitlets.Unicode("running").tag(sync=True)
     period = traitlets.Float(0.1).tag(sync=True)

@@ -4,7 +4,7 @@ import { test } from "node:test";
 
 import make, { describe, markAt, statusWords } from "../../gpumem_magic/widgets/watch.js";
 import { drawPanel, geometry } from "../../gpumem_magic/widgets/watch_chart.js";
-import { Ring, Store, duration, nearest, scaleTop, stretches, thin, ticks, timeTicks } from "../../gpumem_magic/widgets/watch_store.js";
+import { Ring, Store, duration, nearest, scaleTop, withoutGaps, thin, ticks, timeTicks } from "../../gpumem_magic/widgets/watch_store.js";
 
 const MIB = 2 ** 20;
 const COLUMNS = ["time", "parameters", "activations", "cached", "allocated", "reserved", "device_used", "peak"];
@@ -152,7 +152,7 @@ test("thinning keeps the peak and the ends; a pause parts the rows", () => {
   assert.ok(kept.some((each) => each[4] === 900));
   assert.equal(kept[kept.length - 1], rows[999]);
   assert.equal(thin(rows.slice(0, 10), 50, 4).length, 10);
-  assert.deepEqual(stretches([row(1, 0), row(2, 0), row(9, 0)], 3).map((part) => part.length), [2, 1]);
+  assert.deepEqual(withoutGaps([row(1, 0), row(2, 0), row(9, 0)], 3).map((part) => part.length), [2, 1]);
   assert.equal(nearest(rows, 133.31), 333);
   assert.equal(nearest([], 1), -1);
 });

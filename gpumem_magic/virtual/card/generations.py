@@ -54,10 +54,10 @@ class BlasPolicy:
     """How products get their workspaces. Sizes in bytes; kept: one for each handle and stream, else for one call."""
 
     cublas_bytes: int
-    cublas_kept: bool
+    cublas_persistent: bool
     lt_bytes: int
     """cuBLASLt's own, for products with a bias; 0 where it shares cuBLAS's or has none here."""
-    lt_kept: bool
+    lt_persistent: bool
 
 
 def blas_policy(version: Version, cublas_bytes: int, environment: Mapping[str, str]) -> BlasPolicy:
@@ -76,8 +76,8 @@ def blas_policy(version: Version, cublas_bytes: int, environment: Mapping[str, s
     if not (unified and version >= (2, 8)):
         text = environment.get("CUBLASLT_WORKSPACE_SIZE", "")
         lt_bytes = int(text) * KIB if text.isdecimal() else _LT_WORKSPACE
-    kept = version < (2, 15) or environment.get("TORCH_CUBLAS_WORKSPACE_CACHE") == "1"
-    return BlasPolicy(cublas_bytes, kept, lt_bytes, version >= (2, 9) and kept)
+    persistent = version < (2, 15) or environment.get("TORCH_CUBLAS_WORKSPACE_CACHE") == "1"
+    return BlasPolicy(cublas_bytes, persistent, lt_bytes, version >= (2, 9) and persistent)
 
 
 # ---- contexts

@@ -258,11 +258,11 @@ class _Library:
         if device is None:
             return INVALID_ARGUMENT
         used = device.process_bytes()
-        room = _struct(count, ctypes.c_uint).value
+        capacity = _struct(count, ctypes.c_uint).value
         _put(count, ctypes.c_uint, 1 if used else 0)
         if not used:
             return SUCCESS
-        if room < 1 or array is None:
+        if capacity < 1 or array is None:
             return INSUFFICIENT_SIZE
         process = _struct(array, kind)
         process.pid, process.used = os.getpid(), used

@@ -101,12 +101,12 @@ def _scaled(A: Any, B: Any, row_stats: Any, col_stats: Any, bias: Any = None, dt
 def _mixed(A: Any, CA: Any, CB: Any, SCA: Any, SCB: Any, outlier_cols: Any = None, bias: Any = None) -> Any:
     """Outlier columns, if there are any, are multiplied in the input's own precision."""
     few = 0 if outlier_cols is None else outlier_cols.numel()
-    kept = A[:, :few].contiguous() if few else A.new_empty(0)
+    outliers = A[:, :few].contiguous() if few else A.new_empty(0)
     out = _scaled(CA, CB, SCA, SCB, bias, A.dtype)
     if few:
         weight = CB[:, :few].contiguous().to(torch.float32).to(A.dtype).t()
-        out = out.addmm(kept, weight)
-    return out, kept
+        out = out.addmm(outliers, weight)
+    return out, outliers
 
 
 def prepare(module: ModuleType, patches: Patches) -> None:

@@ -57,7 +57,7 @@ def _like(query: torch.Tensor, size: int) -> torch.Tensor:
     return made.permute([order.index(dim) for dim in range(query.dim())])
 
 
-def _kept(ctx: Any, inputs: tuple[Any, ...], out: Any, sums: Any, highest: Any) -> Any:
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], out: Any, sums: Any, highest: Any) -> Any:
     """The results, with what both ways keep for the backward pass."""
     ctx.save_for_backward(*inputs, out, sums)
     ctx.mark_non_differentiable(highest)
@@ -74,7 +74,7 @@ class _Kernel(torch.autograd.Function):
         rows = query.shape[:-1] if options.get("OUTPUT_LOGSUMEXP", True) else (0,)
         sums = query.new_empty(rows, dtype=torch.float32)
         highest = query.new_empty(query.shape[:-1] if options.get("OUTPUT_MAX", False) else (0,), dtype=torch.float32)
-        return _kept(ctx, (query, key, value), out, sums, highest)
+        return _save_for_backward(ctx, (query, key, value), out, sums, highest)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
@@ -91,7 +91,7 @@ class _Dense(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Any, key: Any, value: Any, attend: Any) -> Any:
         ctx.attend = attend
-        return _kept(ctx, (query, key, value), *attend(query, key, value))
+        return _save_for_backward(ctx, (query, key, value), *attend(query, key, value))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:

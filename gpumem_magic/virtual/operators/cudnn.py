@@ -99,14 +99,14 @@ class Scratch:
         self._briefly(device, size)
 
     def _briefly(self, device: int, size: int) -> None:
-        if not size or not self._has_room(device, size):
+        if not size or not self._fits(device, size):
             return
         estimated = self._devices[device].model.convolution_bytes is None
         with origin("estimate" if estimated else "workspace"):
             address = self._malloc(device, size)
         self._free(device, address)
 
-    def _has_room(self, device: int, size: int) -> bool:
+    def _fits(self, device: int, size: int) -> bool:
         """Whether the memory is there without emptying the cache, which an estimate must not bring about."""
         allocator = self._devices[device].allocator
         if allocator.finds(size, self._stream_of(device)) is not None:

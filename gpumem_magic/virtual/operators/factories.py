@@ -302,8 +302,8 @@ class Factories:
         ) -> Any:
             if device is None:
                 device = torch.device("cuda")
-            kept = {} if memory_format is torch.preserve_format else {"memory_format": memory_format}
-            return self.to(device, non_blocking=non_blocking, **kept)
+            format_option = {} if memory_format is torch.preserve_format else {"memory_format": memory_format}
+            return self.to(device, non_blocking=non_blocking, **format_option)
 
         return cuda
 

@@ -53,7 +53,7 @@ class Workspaces:
         self._malloc = malloc
         self._free = free
         self._stream_of = stream_of
-        self._kept: dict[tuple[str, int, int, int], int] = {}
+        self._workspaces: dict[tuple[str, int, int, int], int] = {}
         self._policies = [_policy(device) for device in devices]
 
     def after(self, func: Any, device: int) -> None:
@@ -61,28 +61,28 @@ class Workspaces:
         if func not in _BLAS:
             return
         policy = self._policies[device]
-        self._take("cublas", device, policy.cublas_bytes, policy.cublas_kept)
+        self._take("cublas", device, policy.cublas_bytes, policy.cublas_persistent)
         if policy.lt_bytes and func in _LT:
-            self._take("cublaslt", device, policy.lt_bytes, policy.lt_kept)
+            self._take("cublaslt", device, policy.lt_bytes, policy.lt_persistent)
 
-    def _take(self, library: str, device: int, size: int, kept: bool) -> None:
+    def _take(self, library: str, device: int, size: int, persistent: bool) -> None:
         if not size:
             return
         thread = -1 if STATE.backward else threading.get_ident()
         key = (library, device, thread, self._stream_of(device))
-        if key in self._kept:
+        if key in self._workspaces:
             return
         with origin("workspace"):
             address = self._malloc(device, size)
-        if kept:
-            self._kept[key] = address
+        if persistent:
+            self._workspaces[key] = address
         else:
             self._free(device, address)
 
     def clear(self) -> None:
         """Gives all of them back, as `torch._C._cuda_clearCublasWorkspaces()` does."""
-        kept, self._kept = self._kept, {}
-        for (_, device, _, _), address in kept.items():
+        persistent, self._workspaces = self._workspaces, {}
+        for (_, device, _, _), address in persistent.items():
             self._free(device, address)
 
 

@@ -209,8 +209,8 @@ class CudaMemory:
                     gpu.allocator.stacks = None
                     continue
                 entries = 1 if enabled == "state" else min(max_entries, sys.maxsize)
-                kept = [] if clear_history or history is None else history
-                self._histories[gpu.index] = collections.deque(kept, maxlen=entries)
+                earlier = [] if clear_history or history is None else history
+                self._histories[gpu.index] = collections.deque(earlier, maxlen=entries)
                 gpu.allocator.sinks.append(self._histories[gpu.index])
                 gpu.allocator.stacks = users_stack if context is not None else None
 

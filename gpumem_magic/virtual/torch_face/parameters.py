@@ -70,7 +70,7 @@ def install(patches: Patches) -> None:
         if recurse:
             for child in self.children():
                 child._apply(fn)
-        return _apply_here(self, fn, original_apply)
+        return _apply_to_own(self, fn, original_apply)
 
     def set_data(self: torch.Tensor, value: torch.Tensor) -> None:
         if isinstance(self, VirtualTensor) == isinstance(value, VirtualTensor):
@@ -82,7 +82,7 @@ def install(patches: Patches) -> None:
     patches.set(torch.Tensor, "data", property(original_data.__get__, set_data))  # type: ignore[attr-defined]
 
 
-def _apply_here(module: torch.nn.Module, fn: _Convert, original_apply: _Apply) -> torch.nn.Module:
+def _apply_to_own(module: torch.nn.Module, fn: _Convert, original_apply: _Apply) -> torch.nn.Module:
     """`Module._apply` for one module: each parameter and its gradient in turn, so that one is converted while all others are
     held, as PyTorch does it."""
     made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}

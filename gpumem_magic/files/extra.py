@@ -18,33 +18,33 @@ from gpumem_magic.snapshot.plain import PlainDataError, snapshot_from_data, snap
 from gpumem_magic.snapshot.timeline import Timeline
 
 
-def labels_to_keep(timeline: Timeline, labels: Sequence[Label]) -> dict[str, list[list[Any]]]:
+def labels_to_save(timeline: Timeline, labels: Sequence[Label]) -> dict[str, list[list[Any]]]:
     """Plain data: [event or address, category, evidence, name], for blocks born in the recording and for those from before."""
-    kept: dict[str, list[list[Any]]] = {"born": [], "before": []}
+    saved: dict[str, list[list[Any]]] = {"born": [], "before": []}
     for one, label in zip(timeline.allocations, labels, strict=True):
         group, key = ("born", one.born) if one.born >= 0 else ("before", one.address)
-        kept[group].append([key, label.category, label.evidence, label.name])
-    return kept
+        saved[group].append([key, label.category, label.evidence, label.name])
+    return saved
 
 
-def kept_labels(kept: Any, device: int) -> KnownLabels | None:
+def saved_labels(saved: Any, device: int) -> KnownLabels | None:
     """The labels of a device's allocations; None where there are none, or they are damaged."""
-    found = kept.get(str(device)) if isinstance(kept, dict) else None
+    found = saved.get(str(device)) if isinstance(saved, dict) else None
     if not isinstance(found, dict):
         return None
     born, before = _by_key(found.get("born")), _by_key(found.get("before"))
     return None if born is None or before is None else KnownLabels(born, before)
 
 
-def start_to_keep(start: Sequence[Segment]) -> list[dict[str, Any]]:
+def start_to_save(start: Sequence[Segment]) -> list[dict[str, Any]]:
     """Plain data: the segments when the recording began."""
     segments: list[dict[str, Any]] = snapshot_to_data(Snapshot(tuple(start), ()))["segments"]
     return segments
 
 
-def kept_start(kept: Any, device: int) -> tuple[Segment, ...] | None:
+def saved_start(saved: Any, device: int) -> tuple[Segment, ...] | None:
     """The segments when the recording of a device began; None where they were not kept, or are damaged."""
-    found = kept.get(str(device)) if isinstance(kept, dict) else None
+    found = saved.get(str(device)) if isinstance(saved, dict) else None
     if not isinstance(found, list):
         return None
     try:

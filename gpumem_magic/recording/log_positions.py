@@ -9,7 +9,7 @@ from gpumem_magic.devices.base import DeviceLog
 from gpumem_magic.recording.model import Checkpoint, Moment, Sighting, Span
 
 
-class Placing:
+class PositionTranslator:
     """Translates the moments of a recording; those that many rows share are translated once."""
 
     def __init__(self, logs: Mapping[int, DeviceLog]) -> None:

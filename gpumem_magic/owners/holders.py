@@ -78,17 +78,17 @@ def joined(statements: Iterable[str]) -> tuple[str, ...]:
     names: dict[str, list[str]] = {}
     for statement in statements:
         word, _, name = statement.partition(" ")
-        kept = names.setdefault(word, [])
-        if name not in kept:
-            kept.append(name)
+        targets = names.setdefault(word, [])
+        if name not in targets:
+            targets.append(name)
     return tuple(f"{word} {(', ' if word == 'del' else ' ').join(its)}".strip() for word, its in names.items())
 
 
 def freed_by_detaching(holdings: Holdings, number: int) -> list[Held]:
     """What comes back if this root's tensors let go of autograd's graph (``loss = loss.detach()``)."""
     graph = holdings.graph
-    kept = graph.reachable_but(number, "graph")
-    return [one for one in holdings.reached(number) if one.node >= 0 and one.node not in kept]
+    otherwise = graph.reachable_but(number, "graph")
+    return [one for one in holdings.reached(number) if one.node >= 0 and one.node not in otherwise]
 
 
 def matching(holdings: Holdings, name: str) -> list[Held]:
