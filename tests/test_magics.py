@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import gc
+import re
 import subprocess
 import sys
 import weakref
@@ -177,12 +178,12 @@ def test_bare_it_prints_the_state(shell: Any, session: FakeSession) -> None:
         ("%%gpumem -o\nx = 1\n", "expected one argument"),
         ("%%gpumem --max-iterations 0\nx = 1\n", "'0' is not a whole number of at least 1"),
         ("%%gpumem --max-iterations two\nx = 1\n", "'two' is not a whole number of at least 1"),
-        ("%%gpumem --plot --table\nx = 1\n", "choose one of --plot and --table"),
+        ("%%gpumem --plot --table\nx = 1\n", "argument --table: not allowed with argument --plot"),
         ("%%gpumem x = 2\nx = 1\n", "the code goes on the lines below"),
         ("%%gpumem --device nonsense\nx = 1\n", "known are T4, L4"),
         ("%gpumem -q", "the flags want a statement"),
         ("%gpumem_device nonsense", "known are T4, L4"),
-        ("%gpumem_smi all", "takes no arguments"),
+        ("%gpumem_smi all", "%gpumem_smi: unrecognized arguments: all"),
     ],
 )
 def test_bad_input_is_one_line_and_runs_nothing(shell: Any, session: FakeSession, cell: str, words: str) -> None:
@@ -502,3 +503,32 @@ def test_completion(shell: Any, line: str, there: str, missing: str) -> None:
     _, found = shell.complete(None, line, len(line))
     assert there in found
     assert missing not in found
+
+
+def test_help_completion_and_errors_of_every_magic_come_from_its_parser(shell: Any) -> None:
+    lines = sorted(name for name in shell.magics_manager.magics["line"] if name.startswith("gpumem"))
+    assert len(lines) == 10
+    for name in lines:
+        offered = GpuMemMagics.__dict__[name].parser.complete(SimpleNamespace(line=f"%{name} -", symbol="-"))
+        text = shell.find_line_magic(name).__doc__
+        assert all(f"{flag} " in text or f"{flag}\n" in text for flag in offered), name
+        assert set(re.findall(r"(?<![\w`-])--[a-z][a-z-]+", text.partition("options:")[2])) >= set(offered)
+        ran = Ran(shell, f"%{name} --not-a-flag")
+        assert str(ran.error) == f"%{name}: unrecognized arguments: --not-a-flag" or "required" in str(ran.error), name
+        _, found = shell.complete(None, f"%{name} -", len(f"%{name} -"))
+        assert set(offered) <= set(found)
+
+
+@pytest.mark.parametrize(
+    ("line", "output", "quiet", "rest"),
+    [
+        ("-q -o kept f(x)  # why", "kept", True, "f(x)  # why"),
+        ("--output=kept f(x)", "kept", False, "f(x)"),
+        ("-okept -q -- -x", "kept", True, "-x"),
+        ("--quiet # nothing", None, True, ""),
+        ("--out kept --qui f('-q')", "kept", True, "f('-q')"),
+    ],
+)
+def test_flags_end_where_the_statement_begins(line: str, output: str | None, quiet: bool, rest: str) -> None:
+    options, statement = GpuMemMagics.gpumem.parser.read_front(line)
+    assert (options.output, options.quiet, statement) == (output, quiet, rest)

@@ -100,8 +100,8 @@ def test_without_a_device_nothing_is_recorded(book: Notebook) -> None:
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("%gpumem_auto maybe", "unexpected 'maybe'"),
-        ("%gpumem_history all", "takes no arguments"),
+        ("%gpumem_auto maybe", "invalid choice: 'maybe'"),
+        ("%gpumem_history all", "%gpumem_history: unrecognized arguments: all"),
         ("%gpumem_history", "`%gpumem_auto on` records those that follow"),
         ("%gpumem --budget 10GB x = 1", "write GiB"),
         ("%gpumem --max-delta lots x = 1", "not a size"),

@@ -58,8 +58,8 @@ def test_hostile_lines_get_one_clear_line() -> None:
         assert "no cell has failed" in book.cell("%gpumem_try expandable_segments:True")
         book.cell("x = mib(20000)")
         for line, answer in {
-            "": "%gpumem_try REMEDY",
-            "nonsense": "unexpected 'nonsense'",
+            "": "%gpumem_try: the following arguments are required: REMEDY",
+            "nonsense": "'nonsense' is no remedy",
             "no_such_option:1": "no_such_option",
             "max_split_size_mb:1": "max_split_size_mb",
             "foreach=False": "no line of the failed cell makes an optimizer",

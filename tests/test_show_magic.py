@@ -17,7 +17,8 @@ from IPython.utils.capture import capture_output
 from shell_fakes import clean_shell
 
 import gpumem_magic
-from gpumem_magic.notebook.load import complete
+from gpumem_magic.notebook.load import files_here
+from gpumem_magic.notebook.magics import GpuMemMagics
 from gpumem_magic.timeline_page.view import TimelineView
 from gpumem_magic.user_report import Report
 
@@ -112,10 +113,12 @@ def test_files_and_flags_are_completed(files: list[str], tmp_path: Path) -> None
     (tmp_path / "deeper" / "b.pickle.gz").write_bytes(b"")
     (tmp_path / "train.py").write_text("")
     (tmp_path / ".hidden").mkdir()
-    assert complete(SimpleNamespace(symbol="")) == ["deeper/", "rank 0.pickle", "rank1.pickle"]
-    assert complete(SimpleNamespace(symbol="deeper/b")) == ["deeper/b.pickle.gz"]
-    assert complete(SimpleNamespace(symbol="nowhere/b")) == []
-    assert "--html" in complete(SimpleNamespace(symbol="--h"))
+    assert files_here("") == ["deeper/", "rank 0.pickle", "rank1.pickle"]
+    assert files_here("deeper/b") == ["deeper/b.pickle.gz"]
+    assert files_here("nowhere/b") == []
+    complete = GpuMemMagics.gpumem_load.parser.complete
+    assert complete(SimpleNamespace(line="%gpumem_load ", symbol="")) == files_here("")
+    assert "--html" in complete(SimpleNamespace(line="%gpumem_load --h", symbol="--h"))
 
 
 def test_reading_a_file_needs_no_torch(files: list[str]) -> None:

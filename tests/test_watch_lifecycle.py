@@ -15,7 +15,8 @@ from IPython.core.interactiveshell import InteractiveShell
 from watch_fakes import MIB, FakeDevice, FakeFront, observer_of
 
 import gpumem_magic
-from gpumem_magic.notebook.watching import complete, watch_line
+from gpumem_magic.notebook.magics import GpuMemMagics
+from gpumem_magic.notebook.watching import watch as obey
 from gpumem_magic.widgets import fronts, watch
 from gpumem_magic.widgets.fronts import LineFront
 from gpumem_magic.widgets.sampler import THREAD_NAME, Sampler
@@ -155,6 +156,10 @@ def test_two_ends_at_once_make_one_picture() -> None:
     assert len(front.closed) == 1
 
 
+def watch_line(shell: Any, line: str) -> None:
+    obey(shell, GpuMemMagics.gpumem_watch.parser.read(line))
+
+
 # ---- the magic, in a terminal
 
 
@@ -227,13 +232,13 @@ def test_an_interrupted_cell_leaves_the_watch_running(shell: Any) -> None:
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("--hz", "wants a number"),
-        ("--hz quick", "not 'quick'"),
+        ("--hz", "argument --hz: expected one argument"),
+        ("--hz quick", "invalid float value: 'quick'"),
         ("--hz 0", "from 0.01 to 50"),
         ("--hz nan", "from 0.01 to 50"),
         ("--hz=1000", "from 0.01 to 50"),
-        ("faster", "unexpected 'faster'"),
-        ("pause now", "takes nothing"),
+        ("faster", "invalid choice: 'faster'"),
+        ("pause now", "unrecognized arguments: now"),
         ("mark x", "no watch is running"),
         ("'", "No closing quotation"),
     ],
@@ -246,8 +251,9 @@ def test_mistakes_are_one_line(shell: Any, line: str, words: str) -> None:
 
 
 def test_completion_offers_the_words() -> None:
-    assert complete(SimpleNamespace(symbol="--")) == ["--hz", "--static"]
-    assert "stop" in complete(SimpleNamespace(symbol="s"))
+    complete = GpuMemMagics.gpumem_watch.parser.complete
+    assert complete(SimpleNamespace(line="%gpumem_watch --", symbol="--")) == ["--hz", "--static"]
+    assert "stop" in complete(SimpleNamespace(line="%gpumem_watch s", symbol="s"))
 
 
 # ---- which face

@@ -92,12 +92,12 @@ def test_a_name_that_holds_nothing_is_one_clear_line(shell: Any) -> None:
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("%gpumem_who --nonsense", "unexpected '--nonsense'"),
-        ("%gpumem_who a b", "unexpected 'b'"),
+        ("%gpumem_who --nonsense", "%gpumem_who: unrecognized arguments: --nonsense"),
+        ("%gpumem_who a b", "%gpumem_who: unrecognized arguments: b"),
         ("%gpumem_who 'a", "No closing quotation"),
-        ("%gpumem_who --depth x", "--depth wants a whole number"),
+        ("%gpumem_who --depth x", "argument --depth: 'x' is not a whole number of at least 1"),
         ("%gpumem_who --modules nobody", "no layer 'nobody'"),
-        ("%gpumem_free model", "unexpected 'model'"),
+        ("%gpumem_free model", "'model' is none of traceback, out, cycles, cache; a variable is freed with `del NAME`"),
     ],
 )
 def test_wrong_lines_are_one_clear_line(shell: Any, line: str, words: str) -> None:

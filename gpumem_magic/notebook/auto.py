@@ -4,15 +4,20 @@ Two of IPython's events, ``pre_run_cell`` and ``post_run_cell``; tried on IPytho
 here ends the recording with one line, and never touches the cell.
 """
 
+# IPython's errors carry no types.
+# mypy: disallow-untyped-calls=False
+
 from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
 from typing import Any
 
+from IPython.core.error import UsageError
+
 from gpumem_magic.devices import machines
 from gpumem_magic.failures import is_own_failure
-from gpumem_magic.notebook.history import CellHistory, CellRecord, State
+from gpumem_magic.notebook.history import CellHistory, CellRecord, State, waterfall
 
 
 @dataclass(frozen=True)
@@ -136,6 +141,13 @@ def is_on() -> bool:
 def history() -> CellHistory:
     """What was recorded in this process."""
     return _history
+
+
+def history_text() -> str:
+    """What every recorded cell did. Raises UsageError where there is none, and none to come."""
+    if not _history.records and _auto is None:
+        raise UsageError("no cell has been recorded: `%gpumem_auto on` records those that follow")
+    return waterfall(_history.records, _history.left_out)
 
 
 def forget() -> None:

@@ -1,19 +1,144 @@
-"""The flags of ``%%gpumem``: what their values may be, and where they end and the user's statement begins."""
+"""The words behind a magic: one parser for each, from which its help, what the Tab key offers and its error lines follow."""
+
+# IPython's parser carries no types.
+# mypy: disallow-any-unimported=False, disallow-subclassing-any=False, disallow-untyped-calls=False
 
 from __future__ import annotations
 
 import argparse
 import keyword
 import re
-from typing import Any
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
 
-from IPython.core.error import UsageError
+from IPython.core.error import TryNext, UsageError
+from IPython.core.magic_arguments import MagicArgumentParser
 
 _WORD = re.compile(r"""\s*("[^"]*"|'[^']*'|\S+)""")
 
 
+@dataclass(frozen=True)
+class Argument:
+    """A flag, or a word in its place. offers: what the word that is being typed may become; None: the parser's choices."""
+
+    names: tuple[str, ...]
+    options: Mapping[str, Any]
+    offers: Callable[[str], list[str]] | None
+
+
+def argument(*names: str, offers: Callable[[str], list[str]] | None = None, **options: Any) -> Argument:
+    """options: those of argparse's `add_argument`."""
+    return Argument(names, options, offers)
+
+
+class Words(MagicArgumentParser):
+    """The parser of one magic. split: how its line becomes words."""
+
+    def __init__(self, prog: str, *, split: Callable[[str], list[str]] = shlex.split, **options: Any) -> None:
+        super().__init__(prog=prog, **options)
+        self._split = split
+        self._taken: list[tuple[argparse.Action, Callable[[str], list[str]] | None]] = []
+
+    def take(self, wanted: Argument | tuple[Argument, ...]) -> None:
+        """Adds an argument, or several that exclude each other."""
+        if isinstance(wanted, tuple):
+            group = self.add_mutually_exclusive_group()
+            self._taken += [(group.add_argument(*one.names, **one.options), one.offers) for one in wanted]
+        else:
+            self._taken.append((self.add_argument(*wanted.names, **wanted.options), wanted.offers))
+
+    def take_commands(self, commands: Mapping[str, Sequence[Argument]]) -> None:
+        """A word that may stand first, each with arguments of its own."""
+        added = self.add_subparsers(dest="command")
+        for name, arguments in commands.items():
+            inner = added.add_parser(name)
+            for one in arguments:
+                inner.take(one)
+        self._taken.append((added, lambda _: list(commands)))
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"%{self.prog}: {message}")
+
+    def read(self, line: str) -> argparse.Namespace:
+        """The words of a line. Raises UsageError, in one line."""
+        try:
+            words = self._split(line)
+        except ValueError as error:  # an open quotation mark
+            self.error(str(error))
+        options: argparse.Namespace = self.parse_args(words)
+        return options
+
+    def read_front(self, line: str) -> tuple[argparse.Namespace, str]:
+        """The flags at the front of a line, and the rest of it untouched. Raises UsageError, in one line."""
+        flags: list[str] = []
+        rest = line
+        while (found := _WORD.match(rest)) and found[1].startswith("-"):
+            flag, rest = found[1], rest[found.end() :]
+            if flag == "--":
+                break
+            flags.append(flag)
+            try:
+                self.parse_known_args([flag])
+            except UsageError:
+                # It wants a value, or it is wrong, which the last look at all flags will say.
+                if (value := _WORD.match(rest)) is not None:
+                    flags.append(value[1].strip("\"'"))
+                    rest = rest[value.end() :]
+        rest = rest.strip()
+        return self.parse_args(flags), "" if rest.startswith("#") else rest
+
+    def complete(self, event: Any) -> list[str]:
+        """What the Tab key offers. Raises TryNext where IPython is to complete names and files as everywhere."""
+        symbol = str(event.symbol)
+        words = str(event.line).split()
+        before = words[:-1] if symbol and words and words[-1] == symbol else words
+        for action, offers in self._taken:
+            if before and before[-1] in action.option_strings and action.nargs != 0:
+                return _offered(action, offers, symbol)
+        flags = sorted(max(action.option_strings, key=len) for action, _ in self._taken if action.option_strings)
+        places = [(action, offers) for action, offers in self._taken if not action.option_strings]
+        if symbol.startswith("-") or not (symbol or places):
+            return flags
+        found = [word for action, offers in places for word in _offered(action, offers, symbol)]
+        # Files are many: among them flags would only be in the way.
+        return found if any(action.nargs == "+" for action, _ in places) else [*found, *flags]
+
+
+def _offered(action: argparse.Action, offers: Callable[[str], list[str]] | None, symbol: str) -> list[str]:
+    if offers is not None:
+        return offers(symbol)
+    if action.choices is None:
+        raise TryNext
+    return list(action.choices)
+
+
+def words(
+    *wanted: Argument | tuple[Argument, ...],
+    split: Callable[[str], list[str]] = shlex.split,
+    commands: Mapping[str, Sequence[Argument]] | None = None,
+) -> Callable[[Any], Any]:
+    """Gives a magic its parser, as `parser`, and the whole help as its documentation."""
+
+    def give(magic: Any) -> Any:
+        parser = Words(magic.__name__, split=split, description=magic.__doc__)
+        for one in wanted:
+            parser.take(one)
+        if commands is not None:
+            parser.take_commands(commands)
+        magic.parser = parser
+        magic.__doc__ = parser.format_help()
+        return magic
+
+    return give
+
+
+# ---- what a value may be; each raises argparse.ArgumentTypeError
+
+
 def identifier(text: str) -> str:
-    """A name for a variable. Raises argparse.ArgumentTypeError, as the others do."""
+    """A name for a variable."""
     if not text.isidentifier() or keyword.iskeyword(text):
         raise argparse.ArgumentTypeError(f"{text!r} is not a name for a variable")
     return text
@@ -36,29 +161,8 @@ def size(text: str) -> int:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def parse(parser: Any, line: str) -> tuple[argparse.Namespace, str]:
-    """The flags at the front of a line, and the rest of it untouched. parser: the magic's. Raises UsageError, in one line."""
-    flags: list[str] = []
-    rest = line
-    while (found := _WORD.match(rest)) and found[1].startswith("-"):
-        flag, rest = found[1], rest[found.end() :]
-        if flag == "--":
-            break
-        flags.append(flag)
-        try:
-            parser.parse_args([flag])
-        except UsageError as error:
-            # It wants a value, or it is wrong.
-            value = _WORD.match(rest)
-            if value is None or not str(error).endswith("expected one argument"):
-                raise UsageError(f"%gpumem: {error}") from None
-            flags.append(value[1].strip("\"'"))
-            rest = rest[value.end() :]
-    try:
-        options = parser.parse_args(flags)
-    except UsageError as error:
-        raise UsageError(f"%gpumem: {error}") from None
-    if options.plot and options.table:
-        raise UsageError("%gpumem: choose one of --plot and --table")
-    rest = rest.strip()
-    return options, "" if rest.startswith("#") else rest
+def device_names(_symbol: str) -> list[str]:
+    """What the Tab key offers for a device."""
+    from gpumem_magic.virtual.card.models import CATALOG
+
+    return ["cuda", *CATALOG]

@@ -1,39 +1,35 @@
-"""The lines of ``%gpumem_who`` and ``%gpumem_free``: parsed here, done by `search` and `free`."""
+"""``%gpumem_who`` and ``%gpumem_free``: who holds the memory, and letting go of what nobody's variable holds."""
 
-# IPython's decorators and errors carry no types.
+# IPython's errors carry no types.
 # mypy: disallow-untyped-calls=False
 
 from __future__ import annotations
 
-import shlex
+import argparse
 from typing import Any
 
-from IPython.core.error import TryNext, UsageError
+from IPython.core.error import UsageError
 
 from gpumem_magic.notebook.devices import machine_in_use
 
-WHO_FLAGS = ("--all", "--cycles", "--modules", "--depth")
 FREE_WORDS = ("traceback", "out", "cycles", "cache")
-_WHO_USAGE = "%gpumem_who [NAME] [--all] [--cycles] [--modules [--depth N]]"
-_FREE_USAGE = "%gpumem_free [--dry-run] [traceback] [out] [cycles] [cache]"
 _DEPTH = 3
 
 
-def who_line(shell: Any, line: str) -> None:
-    """Does what a line says. Raises UsageError, in one line."""
-    name, flags, depth = _who_words(line)
+def who(shell: Any, options: argparse.Namespace) -> None:
+    """Prints who holds it. Raises UsageError, in one line."""
     machine = machine_in_use()
     from gpumem_magic.owners import text
     from gpumem_magic.owners.search import find_owners
     from gpumem_magic.owners.tree import branches, by_layer, inner_layer
 
-    holdings = find_owners(machine, shell.user_ns, shell, cycles="--cycles" in flags)
-    limit = None if "--all" in flags else text.SHOWN
-    if "--modules" in flags:
+    holdings = find_owners(machine, shell.user_ns, shell, cycles=options.cycles)
+    name, limit = options.name, None if options.all else text.SHOWN
+    if options.modules or options.depth is not None:
         top = by_layer(holdings) if name is None else inner_layer(by_layer(holdings), name)
         if top is None:
             raise UsageError(f"no layer {name!r} holds memory on the device; %gpumem_who --modules lists those that do")
-        print(text.tree_text(branches(top, depth)))
+        print(text.tree_text(branches(top, options.depth or _DEPTH)))
     elif name is None:
         print(text.summary(holdings, limit))
     else:
@@ -43,55 +39,20 @@ def who_line(shell: Any, line: str) -> None:
         print(found)
 
 
-def free_line(shell: Any, line: str) -> None:
-    """Does what a line says. Raises UsageError, in one line."""
-    words = line.split()
-    dry = "--dry-run" in words
-    words = [word for word in words if word != "--dry-run"]
-    for word in words:
-        if word not in FREE_WORDS:
-            raise UsageError(f"unexpected {word!r}: {_FREE_USAGE}; a variable is freed with `del NAME`")
+def freeable(text: str) -> str:
+    """A word that says what to let go of. Raises argparse.ArgumentTypeError."""
+    if text not in FREE_WORDS:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is none of {', '.join(FREE_WORDS)}; a variable is freed with `del NAME`"
+        )
+    return text
+
+
+def free(shell: Any, options: argparse.Namespace) -> None:
+    """Lets go of it, and prints what came back. Raises UsageError, in one line."""
     machine = machine_in_use()
-    from gpumem_magic.owners import free
+    from gpumem_magic.owners import free as freeing
 
-    chosen = words or free.DEFAULT
-    act = free.would_free if dry else free.free
-    print(free.words_of(act(machine, shell, shell.user_ns, chosen), dry=dry))
-
-
-def complete_who(event: Any) -> list[str]:
-    """The flags; names are completed as everywhere."""
-    if not str(event.symbol).startswith("-"):
-        raise TryNext
-    return list(WHO_FLAGS)
-
-
-def complete_free(event: Any) -> list[str]:
-    """The words that may follow ``%gpumem_free``."""
-    return ["--dry-run"] if str(event.symbol).startswith("-") else ["--dry-run", *FREE_WORDS]
-
-
-def _who_words(line: str) -> tuple[str | None, set[str], int]:
-    try:
-        words = shlex.split(line, posix=False)
-    except ValueError as error:
-        raise UsageError(f"%gpumem_who: {error}") from None
-    names: list[str] = []
-    flags: set[str] = set()
-    depth = _DEPTH
-    while words:
-        word = words.pop(0)
-        flag, equals, value = word.partition("=")
-        if flag == "--depth":
-            value = value if equals else words.pop(0) if words else ""
-            if not value.isdecimal() or int(value) < 1:
-                raise UsageError(f"--depth wants a whole number of at least 1, not {value!r}")
-            depth = int(value)
-            flags.add("--modules")
-        elif word in WHO_FLAGS:
-            flags.add(word)
-        elif word.startswith("-") or names:
-            raise UsageError(f"unexpected {word!r}: {_WHO_USAGE}")
-        else:
-            names.append(word)
-    return (names[0] if names else None), flags, depth
+    act = freeing.would_free if options.dry_run else freeing.free
+    freed = act(machine, shell, shell.user_ns, options.words or freeing.DEFAULT)
+    print(freeing.words_of(freed, dry=options.dry_run))

@@ -1,30 +1,25 @@
-"""The line of ``%gpumem_load``: a snapshot file as a report, with its timeline beneath."""
+"""``%gpumem_load``: a snapshot file as a report, with its timeline beneath."""
 
-# IPython's parser carries no types.
+# IPython's errors carry no types.
 # mypy: disallow-untyped-calls=False
 
 from __future__ import annotations
 
 import argparse
-import keyword
 import os
-import shlex
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from IPython.core.error import UsageError
-from IPython.core.magic_arguments import MagicArgumentParser
 
 if TYPE_CHECKING:
     from gpumem_magic.user_report import Report
 
-FLAGS = ("--at", "--device", "--html", "--no-timeline", "--output", "--quiet")
 _ENDINGS = (".pickle", ".pkl", ".gz", ".html", ".json")
 
 
-def load_line(shell: Any, line: str) -> None:
-    """Reads the files that a line names and shows them. Raises UsageError, in one line."""
-    options = _parse(line)
+def load(shell: Any, options: argparse.Namespace) -> None:
+    """Reads the files and shows them. Raises UsageError, in one line."""
     from IPython.display import display
 
     from gpumem_magic.files.loaded import position_of, report_of, views_of
@@ -58,11 +53,8 @@ def load_line(shell: Any, line: str) -> None:
         display(timeline)
 
 
-def complete(event: Any) -> list[str]:
-    """The flags, and the files here that may hold a snapshot."""
-    symbol = str(event.symbol)
-    if symbol.startswith("-"):
-        return list(FLAGS)
+def files_here(symbol: str) -> list[str]:
+    """The folders and files that a path may become which may hold a snapshot."""
     folder, _, _ = symbol.rpartition("/")
     try:
         found = sorted(os.scandir(os.path.expanduser(folder) or "."), key=lambda one: one.name)
@@ -76,24 +68,3 @@ def complete(event: Any) -> list[str]:
 def _bound(reports: Sequence[Report]) -> Any:
     """One file's report itself; several files' as a list, in the order of the line."""
     return reports[0] if len(reports) == 1 else list(reports)
-
-
-def _parse(line: str) -> argparse.Namespace:
-    parser = MagicArgumentParser(prog="%gpumem_load", add_help=False)
-    parser.add_argument("files", metavar="FILE", nargs="+")
-    parser.add_argument("--device", type=int, metavar="N")
-    parser.add_argument("--at", default="peak", metavar="MOMENT")
-    parser.add_argument("--html", metavar="PATH")
-    parser.add_argument("-o", "--output", metavar="NAME")
-    parser.add_argument("-q", "--quiet", action="store_true")
-    parser.add_argument("--no-timeline", action="store_true")
-    try:
-        options: argparse.Namespace = parser.parse_args(shlex.split(line))
-    except ValueError as error:  # an open quotation mark
-        raise UsageError(f"%gpumem_load: {error}") from None
-    except UsageError as error:
-        raise UsageError(f"%gpumem_load: {error}") from None
-    name = options.output
-    if name is not None and (not name.isidentifier() or keyword.iskeyword(name)):
-        raise UsageError(f"%gpumem_load: {name!r} is not a name for a variable")
-    return options

@@ -8,18 +8,22 @@ What is measured, and how, is `gpumem_magic.session`'s business. Loading the ext
 
 from __future__ import annotations
 
-import sys
+import functools
+import shlex
 from typing import Any
 
 from IPython.core.error import UsageError
 from IPython.core.magic import Magics, line_cell_magic, line_magic, magics_class, no_var_expand
-from IPython.core.magic_arguments import argument, magic_arguments
 
 from gpumem_magic.devices.base import DeviceError
-from gpumem_magic.notebook import completion, devices
-from gpumem_magic.notebook.flags import count, identifier, parse, size
+from gpumem_magic.notebook import auto, devices
+from gpumem_magic.notebook.flags import argument, count, device_names, identifier, size, words
+from gpumem_magic.notebook.holding import FREE_WORDS, free, freeable, who
+from gpumem_magic.notebook.load import files_here, load
 from gpumem_magic.notebook.measured_cell import MeasuredCell
 from gpumem_magic.notebook.shell_hooks import ShellHooks, value_or_coroutine
+from gpumem_magic.notebook.trial import try_remedy
+from gpumem_magic.notebook.watching import watch, watch_words
 from gpumem_magic.recording import under_way
 from gpumem_magic.recording.cell import CellRun, prepare
 from gpumem_magic.session import device as choosing
@@ -36,31 +40,40 @@ class GpuMemMagics(Magics):
         # The cell that is measured now.
         self.running: MeasuredCell | None = None
         self._hooks = ShellHooks(shell, self._statement_of)
-        for key in ("%gpumem", "%%gpumem"):
-            self._hooks.complete(key, completion.flags)
-        self._hooks.complete("%gpumem_device", completion.devices)
-        self._hooks.complete("%gpumem_watch", completion.watch)
-        self._hooks.complete("%gpumem_who", completion.who)
-        self._hooks.complete("%gpumem_free", completion.free)
-        self._hooks.complete("%gpumem_auto", lambda _event: ["on", "off"])
-        self._hooks.complete("%gpumem_load", completion.load)
+        for kind, names in self.magics.items():
+            for name in names:
+                self._hooks.complete(f"{'%' if kind == 'line' else '%%'}{name}", getattr(self, name).parser.complete)
 
-    @magic_arguments()
-    @argument("-o", "--output", metavar="NAME", type=identifier, help="Binds the report to the variable NAME.")
-    @argument("-q", "--quiet", action="store_true", help="Shows nothing; see -o and gpumem_magic.last_report().")
-    @argument("--no-lines", action="store_true", help="Only before, peak and after, without a row for each statement.")
-    @argument("--plot", action="store_true", help="Shows only the picture.")
-    @argument("--table", action="store_true", help="Shows only the table.")
-    @argument("--max-iterations", metavar="N", type=count, help="Ends training after N iterations.")
-    @argument("--until-repeat", action="store_true", help="Ends training once its iterations repeat exactly.")
-    @argument("--budget", metavar="SIZE", type=size, help="Fails if the peak of allocated memory is more, as in 10GiB.")
-    @argument("--max-delta", metavar="SIZE", type=size, help="Fails if the cell leaves more allocated than it found.")
-    @argument(
-        "--into", metavar="NAME[,NAME]", help="Also shows the statements inside these functions: train_step,utils.fit."
-    )
-    @argument("--warn", action="store_true", help="With --budget and --max-delta: warns, and does not fail.")
-    @argument(
-        "--device", metavar="NAME", help="The device to measure: cuda:1, T4, A100-40GB, 2xT4 (see %%gpumem_device)."
+    @words(
+        argument("-o", "--output", metavar="NAME", type=identifier, help="Binds the report to the variable NAME."),
+        argument("-q", "--quiet", action="store_true", help="Shows nothing; see -o and gpumem_magic.last_report()."),
+        argument(
+            "--no-lines", action="store_true", help="Only before, peak and after, without a row for each statement."
+        ),
+        (
+            argument("--plot", action="store_true", help="Shows only the picture."),
+            argument("--table", action="store_true", help="Shows only the table."),
+        ),
+        argument("--max-iterations", metavar="N", type=count, help="Ends training after N iterations."),
+        argument("--until-repeat", action="store_true", help="Ends training once its iterations repeat exactly."),
+        argument(
+            "--budget", metavar="SIZE", type=size, help="Fails if the peak of allocated memory is more, as in 10GiB."
+        ),
+        argument(
+            "--max-delta", metavar="SIZE", type=size, help="Fails if the cell leaves more allocated than it found."
+        ),
+        argument(
+            "--into",
+            metavar="NAME[,NAME]",
+            help="Also shows the statements inside these functions: train_step,utils.fit.",
+        ),
+        argument("--warn", action="store_true", help="With --budget and --max-delta: warns, and does not fail."),
+        argument(
+            "--device",
+            metavar="NAME",
+            offers=device_names,
+            help="The device to measure: cuda:1, T4, A100-40GB, 2xT4 (see %%gpumem_device).",
+        ),
     )
     @no_var_expand
     @line_cell_magic
@@ -88,7 +101,7 @@ class GpuMemMagics(Magics):
         the loop is inside a call, the cell ends there.
         """
         __tracebackhide__ = True
-        options, statement = parse(self.gpumem.parser, line)
+        options, statement = self.gpumem.parser.read_front(line)
         if cell is None and not statement:
             if line.strip():
                 raise UsageError("%gpumem: the flags want a statement behind them; %gpumem alone prints the state")
@@ -108,8 +121,16 @@ class GpuMemMagics(Magics):
         measured.coroutine = self._run_awaited(measured, run)
         return value_or_coroutine(self.shell, measured.coroutine)
 
-    @magic_arguments()
-    @argument("name", nargs="*", help="A GPU's name, or off.")
+    @words(
+        argument(
+            "name",
+            metavar="NAME",
+            nargs="*",
+            offers=lambda symbol: [*device_names(symbol), "off"],
+            help="A GPU's name, or off.",
+        ),
+        split=str.split,
+    )
     @line_magic
     def gpumem_device(self, line: str) -> None:
         """Chooses the GPU: a virtual one (T4, A100-40GB, colab-2021, 2xT4, virtual:24GiB), a real one (cuda, cuda:1), or off.
@@ -122,7 +143,7 @@ class GpuMemMagics(Magics):
 
         Alone it says what is on, and the names that it knows.
         """
-        name = line.strip().strip("\"'")
+        name = " ".join(self.gpumem_device.parser.read(line).name).strip("\"'")
         try:
             if not name:
                 print(devices.state())
@@ -133,13 +154,19 @@ class GpuMemMagics(Magics):
         except DeviceError as error:
             raise UsageError(str(error)) from None
 
+    @words()
     @line_magic
     def gpumem_smi(self, line: str) -> None:
         """Prints used and total memory of each device, as nvidia-smi says it: ``3769MiB / 16160MiB``."""
-        if line.strip():
-            raise UsageError("%gpumem_smi takes no arguments")
+        self.gpumem_smi.parser.read(line)
         print("\n".join(devices.smi_lines()))
 
+    @words(
+        argument("--hz", metavar="N", type=float, help="Samples a second (10 by default)."),
+        argument("--static", action="store_true", help="A plain picture, for notebooks without custom widgets."),
+        commands={"stop": (), "pause": (), "resume": (), "mark": (argument("text", metavar="TEXT", nargs="?"),)},
+        split=watch_words,
+    )
     @no_var_expand
     @line_magic
     def gpumem_watch(self, line: str) -> None:
@@ -155,13 +182,22 @@ class GpuMemMagics(Magics):
           %gpumem_watch resume
           %gpumem_watch stop
 
-        ``stop`` leaves a picture in the place of the live chart; `gpumem_magic.last_watch()` has the samples. ``--static`` is a
-        plain picture, updated in place, for notebooks without custom widgets.
+        ``stop`` leaves a picture in the place of the live chart; `gpumem_magic.last_watch()` has the samples.
         """
-        from gpumem_magic.notebook.watching import watch_line
+        watch(self.shell, self.gpumem_watch.parser.read(line))
 
-        watch_line(self.shell, line)
-
+    @words(
+        argument("name", metavar="NAME", nargs="?", help="A variable, or a part of it."),
+        argument("--modules", action="store_true", help="A tree of layers."),
+        argument("--depth", metavar="N", type=count, help="Levels of that tree (3 by default)."),
+        argument(
+            "--cycles",
+            action="store_true",
+            help="Also looks for reference cycles that wait for Python's collector.",
+        ),
+        argument("--all", action="store_true", help="Leaves nothing out."),
+        split=functools.partial(shlex.split, posix=False),
+    )
     @no_var_expand
     @line_magic
     def gpumem_who(self, line: str) -> None:
@@ -174,14 +210,20 @@ class GpuMemMagics(Magics):
           %gpumem_who losses[0]
           %gpumem_who --modules --depth 4
           %gpumem_who --cycles
-
-        ``--modules`` is a tree of layers, ``--cycles`` also looks for reference cycles that wait for Python's garbage collector,
-        ``--all`` leaves nothing out.
         """
-        from gpumem_magic.notebook.holding import who_line
+        who(self.shell, self.gpumem_who.parser.read(line))
 
-        who_line(self.shell, line)
-
+    @words(
+        argument(
+            "words",
+            metavar="WORD",
+            nargs="*",
+            type=freeable,
+            offers=lambda _: [*FREE_WORDS],
+            help=f"One of {', '.join(FREE_WORDS)}.",
+        ),
+        argument("--dry-run", action="store_true", help="Says what would come back, and changes nothing."),
+    )
     @no_var_expand
     @line_magic
     def gpumem_free(self, line: str) -> None:
@@ -196,10 +238,13 @@ class GpuMemMagics(Magics):
         ``traceback`` is the last error's, ``out`` the results in Out, ``cycles`` runs Python's garbage collector and ``cache``
         empties PyTorch's cache. Without words: traceback, cycles and cache.
         """
-        from gpumem_magic.notebook.holding import free_line
+        free(self.shell, self.gpumem_free.parser.read(line))
 
-        free_line(self.shell, line)
-
+    @words(
+        argument("remedy", metavar="REMEDY", nargs="+"),
+        argument("--yes", action="store_true", help="Runs the cell on a real device too."),
+        split=str.split,
+    )
     @no_var_expand
     @line_magic
     def gpumem_try(self, line: str) -> None:
@@ -211,14 +256,28 @@ class GpuMemMagics(Magics):
           %gpumem_try foreach=False
 
         An allocator's option is set for this run, on a virtual device; ``foreach``, ``fused`` and ``set_to_none`` are put into
-        the cell's own calls. It says first what it will run. On a real device it wants ``--yes``.
+        the cell's own calls. It says first what it will run.
         """
         if self.running is not None and self.running.is_running():
             raise UsageError("%gpumem_try runs a cell of its own: type it in a cell that is not measured")
-        from gpumem_magic.notebook.trial import try_line
+        options = self.gpumem_try.parser.read(line)
+        try_remedy(self.shell, " ".join(options.remedy), sure=options.yes)
 
-        try_line(self.shell, line)
-
+    @words(
+        argument(
+            "files",
+            metavar="FILE",
+            nargs="+",
+            offers=files_here,
+            help="A snapshot, or several.",
+        ),
+        argument("--device", type=int, metavar="N", help="The GPU; by default the one with the highest peak."),
+        argument("--at", default="peak", metavar="MOMENT", help="peak (the default), end, or an event's number."),
+        argument("--html", metavar="PATH", help="Writes the timeline to PATH: one page, needs no network."),
+        argument("-o", "--output", metavar="NAME", type=identifier, help="Binds the report to the variable NAME."),
+        argument("-q", "--quiet", action="store_true", help="Shows nothing."),
+        argument("--no-timeline", action="store_true", help="Shows only the report."),
+    )
     @line_magic
     def gpumem_load(self, line: str) -> None:
         """Reports memory snapshots (``torch.cuda.memory._dump_snapshot``) as it does cells, with an interactive timeline.
@@ -230,12 +289,11 @@ class GpuMemMagics(Magics):
           %gpumem_load snapshot.pickle.gz --device 1 --at end -o report
           %gpumem_load snapshot.pickle --html timeline.html --quiet
 
-        ``--at`` is peak, end, or an event's number; ``--no-timeline`` shows only the report. Nothing in a file is executed.
+        Nothing in a file is executed.
         """
-        from gpumem_magic.notebook.load import load_line
+        load(self.shell, self.gpumem_load.parser.read(line))
 
-        load_line(self.shell, line)
-
+    @words(argument("state", nargs="?", choices=("on", "off"), help="Without it: whether cells are recorded."))
     @line_magic
     def gpumem_auto(self, line: str) -> None:
         """Records every cell from now on, cheaply: the counters before and after it.
@@ -245,25 +303,25 @@ class GpuMemMagics(Magics):
           %gpumem_auto on
           %gpumem_auto off
         """
-        from gpumem_magic.notebook.recording_cells import auto_line
+        state = self.gpumem_auto.parser.read(line).state
+        if state is None:
+            print("Every cell is recorded." if auto.is_on() else "Cells are not recorded: `%gpumem_auto on` begins.")
+        else:
+            print(auto.turn_on(self.shell) if state == "on" else auto.turn_off())
 
-        auto_line(self.shell, line)
-
+    @words()
     @line_magic
     def gpumem_history(self, line: str) -> None:
         """Shows what each recorded cell did to the GPU's memory, and which added more when it was run again."""
-        from gpumem_magic.notebook.recording_cells import history_line
-
-        history_line(line)
+        self.gpumem_history.parser.read(line)
+        print(auto.history_text())
 
     def unload(self) -> None:
         """Takes the magics and everything that came with them out of the shell, ends a watch, and turns a virtual device off."""
-        auto = sys.modules.get("gpumem_magic.notebook.auto")
-        if auto is not None:
-            auto.forget()
-        watch = sys.modules.get("gpumem_magic.widgets.watch")
-        if watch is not None:
-            watch.stop_if_running()
+        from gpumem_magic.widgets.watch import stop_if_running
+
+        auto.forget()
+        stop_if_running()
         # Also in a cell that is measured: it goes on without.
         under_way.abandon()
         if choosing.is_any():
@@ -301,7 +359,7 @@ class GpuMemMagics(Magics):
         return None
 
     def _statement_of(self, line: str) -> str:
-        return parse(self.gpumem.parser, line)[1]
+        return str(self.gpumem.parser.read_front(line)[1])
 
 
 def load_ipython_extension(shell: Any) -> None:

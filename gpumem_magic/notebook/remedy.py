@@ -10,7 +10,6 @@ from gpumem_magic.allocator.settings import parse_with_notes
 
 _ARGUMENT = re.compile(r"(?P<name>foreach|fused|set_to_none)\s*=\s*(?P<value>True|False)$")
 _OPTION = re.compile(r"\w+:")
-USAGE = "%gpumem_try REMEDY [--yes], as in expandable_segments:True, foreach=False, fused=True or set_to_none=True"
 _OPTIMIZERS = frozenset(
     {"ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"}
 )
@@ -39,7 +38,7 @@ def remedy_of(text: str) -> Remedy:
         return Remedy(text, argument=argument["name"], value=argument["value"])
     conf = text.removeprefix("PYTORCH_CUDA_ALLOC_CONF=")
     if not _OPTION.match(conf):
-        raise RemedyError(f"unexpected {text!r}: {USAGE}" if text else USAGE)
+        raise RemedyError(f"{text!r} is no remedy, as expandable_segments:True, foreach=False and set_to_none=True are")
     try:
         notes = parse_with_notes(conf)[1]
     except ValueError as error:

@@ -22,12 +22,10 @@ from gpumem_magic.units import human
 _SHOWN = 3
 
 
-def try_line(shell: Any, line: str) -> None:
-    """Does what a line says. Raises UsageError, in one line; what the cell itself raises goes through, but for out of memory."""
-    words = line.split()
-    sure = "--yes" in words
+def try_remedy(shell: Any, text: str, *, sure: bool) -> None:
+    """sure: also on a real device. Raises UsageError, in one line, and what the cell itself raises but for out of memory."""
     try:
-        remedy = remedy_of(" ".join(word for word in words if word != "--yes"))
+        remedy = remedy_of(text)
         failed = _failed_cell(shell)
         code = shell.transform_cell(failed)
         # The transformed code is what runs, so that `!` and `%` lines stay what they are.
