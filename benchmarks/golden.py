@@ -121,6 +121,7 @@ class Item:
         # A traceback's look into the package: its lines are the package's business.
         text = re.sub(r"(File <package>)[^\n]*\n(?:[^\n]+(?:\n|$))*", r"\1\n", text)
         text = re.sub(r"\bat 0x[0-9a-f]{6,}", "at <address>", text)
+        text = re.sub(r"\b\w{3} \w{3} [ \d]\d \d\d:\d\d:\d\d \d{4}\b", "<date>", text)
         text = re.sub(r"<temporary>/tmp\w+", "<temporary>", text)
         text = re.sub(r"(id=|#|url\(#|--)?gpumem-[0-9a-f]{8,}", r"\1gpumem-<number>", text)
         return re.sub(r"sha256-[A-Za-z0-9+/=]{44}", "sha256-<hash>", text)
@@ -165,8 +166,8 @@ class _NumbersAndTexts(pickle.Unpickler):
         raise pickle.UnpicklingError(f"a snapshot holds {module}.{name}")
 
 
-def _snapshot_lines(path: Path) -> Iterator[str]:
-    """A saved snapshot: an event or block to a line, its stack as a number; the stacks follow."""
+def _snapshot_lines(path: Path, *, clock: bool) -> Iterator[str]:
+    """A saved snapshot: an event or block to a line, its stack as a number; the stacks follow. clock: with its times."""
     with path.open("rb") as file:
         data = _NumbersAndTexts(file).load()
     stacks: dict[tuple[str, ...], str] = {}
@@ -176,7 +177,7 @@ def _snapshot_lines(path: Path) -> Iterator[str]:
             return {
                 name: stack_number(inner) if name == "frames" and isinstance(inner, list) else without_stacks(inner)
                 for name, inner in value.items()
-                if name not in ("time_us", "overhead_seconds")
+                if name != "overhead_seconds" and (clock or name != "time_us")
             }
         return [without_stacks(inner) for inner in value] if isinstance(value, list | tuple) else value
 
@@ -190,16 +191,16 @@ def _snapshot_lines(path: Path) -> Iterator[str]:
         yield from (f"  {text}" for text in texts)
 
 
-def record_report(item: Item, stem: str, report: Any, *, pictures: bool = True) -> None:
-    """Everything that a report has."""
+def record_report(item: Item, stem: str, report: Any, *, pictures: bool = True, clock: bool = False) -> None:
+    """Everything that a report has. clock: its events' times come from a file, and are the same in every run."""
     as_data = {**report.to_dict(), "overhead_seconds": 0}
     item.data(f"{stem}.report.json", _without_times(as_data))
     again = type(report).from_dict(report.to_dict())
     same = again.to_dict() == report.to_dict() and str(again) == str(report)
     views = "".join(f"\n---- {kind}\n{report.view(kind)}" for kind in ("table", "plot"))
     item.text(f"{stem}.report.txt", f"{report!r}\n{report}{views}\n---- from_dict gives the same: {same}")
-    _attempt(item, f"{stem}.page.json", lambda: _record_page(item, stem, report.timeline(), pictures))
-    _attempt(item, f"{stem}.snapshot.txt", lambda: _record_snapshot(item, stem, report))
+    _attempt(item, f"{stem}.page.json", lambda: _record_page(item, stem, report.timeline(), pictures, clock))
+    _attempt(item, f"{stem}.snapshot.txt", lambda: _record_snapshot(item, stem, report, clock))
     if pictures:
         bundle, _ = report._repr_mimebundle_(include=(HTML, PNG))
         item.html(f"{stem}.report.html", bundle[HTML])
@@ -210,20 +211,23 @@ def record_report(item: Item, stem: str, report: Any, *, pictures: bool = True) 
         item.text(f"{stem}.figure.txt", "\n".join(words))
 
 
-def _record_page(item: Item, stem: str, timeline: Any, pictures: bool) -> None:
+def _record_page(item: Item, stem: str, timeline: Any, pictures: bool, clock: bool) -> None:
     page = timeline.to_html()
     (found,) = PAGE_DATA.findall(page)
-    item.data(f"{stem}.page.json", json.loads(found[1]))
+    data = json.loads(found[1])
+    for device in data["devices"] if not clock else ():
+        del device["times"]
+    item.data(f"{stem}.page.json", data)
     if pictures:
         item.html(f"{stem}.page.html", PAGE_DATA.sub(r"\1\3", page))
         item.picture(f"{stem}.page.png", timeline.to_png()[0])
     item.text(f"{stem}.page.txt", repr(timeline))
 
 
-def _record_snapshot(item: Item, stem: str, report: Any) -> None:
+def _record_snapshot(item: Item, stem: str, report: Any, clock: bool) -> None:
     path = item.scratch / "saved.pickle"
     report.save_snapshot(path)
-    item.text(f"{stem}.snapshot.txt", "\n".join(_snapshot_lines(path)))
+    item.text(f"{stem}.snapshot.txt", "\n".join(_snapshot_lines(path, clock=clock)))
     item.data(f"{stem}.loaded.json", _without_times(_package().load(path).to_dict()))
     _show(item, f"{stem}.show.txt", "show", str(path))
 
@@ -309,13 +313,13 @@ def record_file(item: Item, path: Path) -> None:
         item.text("load.txt", f"{type(error).__name__}: {error}")
         report = None
     if report is not None:
-        record_report(item, "peak", report)
+        record_report(item, "peak", report, clock=True)
     for moment in ("peak", "end", "1"):
         _show(item, f"show-{moment}.txt", "show", str(path), "--at", moment)
     redacted = item.scratch / "redacted.pickle"
     _show(item, "redacted.txt", "show", str(path), "--redact", str(redacted))
     if redacted.exists():
-        item.text("redacted-snapshot.txt", "\n".join(_snapshot_lines(redacted)))
+        item.text("redacted-snapshot.txt", "\n".join(_snapshot_lines(redacted, clock=True)))
     _show(item, "replay.txt", "replay", str(path))
     _show(item, "replay-expandable.txt", "replay", str(path), "--conf", "expandable_segments:True")
 
