@@ -85,7 +85,7 @@ def test_a_damaged_recording_is_replayed_or_refused(
             block.size for segment in seed.start for block in segment.blocks if block.state == "active_allocated"
         )
         verdict = verdict_of(
-            seed.start, events, timeline, options, final=final, rounds=1, can_replay=seed.reason is None
+            seed.start, events, timeline, options, str, final=final, rounds=1, can_replay=seed.reason is None
         )
         assert (verdict is not None) is any(event.action == "oom" for event in events)
         if seed.reason is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from IPython.utils.capture import capture_output
 from shell_fakes import clean_shell
 
 import gpumem_magic
+from gpumem_magic.report.failure import failed_request
 from gpumem_magic.units import MIB
 from gpumem_magic.user_report import Report
 from gpumem_magic.views import explain
@@ -79,6 +81,16 @@ def test_a_failed_cell_says_who_splits_the_place(shell: Any) -> None:
     assert "left are split by `kept`" in verdict
     assert "Replayed with expandable_segments:True" in " ".join(explain.remarks(report))
     assert Report.from_dict(report.to_dict()).error == report.error
+
+
+@pytest.mark.parametrize("cell", [CELL, "%%gpumem\nrows = [mib(300) for _ in range(4)]\n"])
+def test_the_figures_alone_show_the_same_cause(shell: Any, cell: str) -> None:
+    report = run(shell, cell)
+    assert report.error is not None
+    found, told = report.error.verdict, failed_request(replace(report, error=replace(report.error, verdict=None)))
+    assert found is not None
+    assert told is not None
+    assert (told.cause, told.free, told.cached, told.spare) == (found.cause, found.free, found.cached, found.spare)
 
 
 def test_in_truth_the_setting_helps(shell: Any, monkeypatch: pytest.MonkeyPatch) -> None:

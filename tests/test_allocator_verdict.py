@@ -13,18 +13,32 @@ from hypothesis import given, settings
 from gpumem_magic.allocator.program import ALLOC, Program, RepeatedPart
 from gpumem_magic.allocator.repetition import last_iteration
 from gpumem_magic.allocator.settings import parse
-from gpumem_magic.allocator.verdict import CAPACITY, FRAGMENTATION, LIMIT, OTHER_PROCESS, Facts, Verdict, verdict_of
+from gpumem_magic.allocator.verdict import (
+    CAPACITY,
+    FRAGMENTATION,
+    LIMIT,
+    OTHER_PROCESS,
+    Facts,
+    FailedRequest,
+    verdict_of,
+)
 from gpumem_magic.allocator.what_if import Capacity, what_if
 from gpumem_magic.snapshot.model import TraceEvent
-from gpumem_magic.snapshot.rules import DEFAULT_SETTINGS, AllocatorSettings
-from gpumem_magic.snapshot.timeline import Timeline
+from gpumem_magic.snapshot.rules import DEFAULT_SETTINGS, AllocatorSettings, segment_size
+from gpumem_magic.snapshot.timeline import Allocation, Timeline
 from gpumem_magic.units import GIB, MIB
 
 ROUNDS = 4
 
 
-def verdict(run: Training, options: AllocatorSettings = DEFAULT_SETTINGS, rounds: int = ROUNDS, **more: Any) -> Verdict:
-    found = verdict_of((), run.events, Timeline((), run.events, options), options, rounds=rounds, **more)
+def number(life: Allocation) -> str:
+    return str(life.index)
+
+
+def verdict(
+    run: Training, options: AllocatorSettings = DEFAULT_SETTINGS, rounds: int = ROUNDS, **more: Any
+) -> FailedRequest:
+    found = verdict_of((), run.events, Timeline((), run.events, options), options, number, rounds=rounds, **more)
     assert found is not None
     return found
 
@@ -39,30 +53,33 @@ def test_the_second_step_fails_as_it_did_on_the_real_device(failed: Training) ->
     assert failed.begun == 2
     found = verdict(failed)
     assert failed.failure is not None
-    assert (found.rounded, found.segment) == (failed.failure.rounded, failed.failure.segment_size)
-    assert (found.free, found.largest_free) == (failed.failure.free, failed.failure.largest_free)
-    assert (found.allocated, found.reserved) == (failed.failure.allocated, failed.failure.reserved)
-    assert found.cached == found.reserved - found.allocated
-    assert found.spare == TOTAL - OUTSIDE - found.allocated - WEIGHT
+    timeline, event = Timeline((), failed.events), len(failed.events) - 1
+    allocated, reserved = timeline.allocated_at(event), timeline.reserved_at(event)
+    assert failed.events[event].size == failed.failure.rounded
+    assert found.free == failed.failure.free
+    assert timeline.largest_free_at(event, failed.events[event].stream) == failed.failure.largest_free
+    assert (allocated, reserved) == (failed.failure.allocated, failed.failure.reserved)
+    assert found.cached == reserved - allocated
+    assert found.spare == TOTAL - OUTSIDE - allocated - WEIGHT
     assert abs(found.free - 182.75 * MIB) < 32 * MIB
-    assert abs(found.reserved - 14.26 * GIB) < 0.01 * 14.26 * GIB
+    assert abs(reserved - 14.26 * GIB) < 0.01 * 14.26 * GIB
     assert found.cause == FRAGMENTATION
 
 
 def test_the_place_and_what_splits_it(failed: Training) -> None:
-    gap = verdict(failed).gap
-    assert gap is not None
-    assert gap.blocks == 1
-    (blocker,) = gap.blockers
+    found, lives = verdict(failed), Timeline((), failed.events).allocations
+    assert found.more_pieces == 0
+    (piece,) = found.pieces
+    blocker, left_by = lives[int(piece.what)], lives[int(found.left_by)]
     # The output of the second iteration lies where the first step had a temporary.
-    assert blocker.size == gap.in_use
+    assert blocker.size == piece.bytes
     assert blocker.requested == BATCH
-    assert gap.address <= blocker.address < gap.address + gap.size
-    assert gap.size >= WEIGHT
-    assert gap.left_by is not None
-    assert gap.left_by.size >= WEIGHT
-    assert gap.left_by.completed is not None
-    assert gap.left_by.completed < blocker.born
+    assert left_by.address <= blocker.address < left_by.address + left_by.size
+    assert found.place is not None
+    assert found.place >= WEIGHT
+    assert left_by.size >= WEIGHT
+    assert left_by.completed is not None
+    assert left_by.completed < blocker.born
 
 
 @pytest.mark.parametrize("stacks", [False, True])
@@ -100,8 +117,9 @@ def test_too_little_memory_is_a_matter_of_capacity(failed: Training) -> None:
     small = train(1, available=8 * GIB)
     found = verdict(small)
     assert found.cause == CAPACITY
+    assert found.spare is not None
     assert found.spare < 0
-    assert (found.tried, found.trials, found.gap) == (True, (), None)
+    assert (found.tried, found.trials, found.place) == (True, (), None)
     held = verdict(small, facts=Facts(TOTAL, other_processes=-found.spare))
     assert held.cause == OTHER_PROCESS
     assert verdict(small, facts=Facts(TOTAL, other_processes=-found.spare - 1)).cause == CAPACITY
@@ -111,7 +129,8 @@ def test_a_limit_of_the_programs_own() -> None:
     run = train(1, AllocatorSettings(memory_fraction=0.4))
     found = verdict(run)
     assert found.cause == LIMIT
-    assert found.free >= found.segment
+    assert found.free is not None
+    assert found.free >= segment_size(run.events[-1].size, DEFAULT_SETTINGS)
     known = verdict(run, AllocatorSettings(memory_fraction=0.4), facts=Facts(TOTAL))
     assert (known.cause, known.limit) == (LIMIT, int(0.4 * TOTAL))
     assert not found.tried
@@ -122,16 +141,16 @@ def test_expandable_segments_need_whole_pages() -> None:
     size, free = 30 * MIB, 35 * MIB
     events = [TraceEvent("oom", free, size)]
     for options, cause in ((AllocatorSettings(expandable_segments=True), FRAGMENTATION), (DEFAULT_SETTINGS, LIMIT)):
-        found = verdict_of((), events, Timeline((), events, options), options)
+        found = verdict_of((), events, Timeline((), events, options), options, number)
         assert found is not None
         assert (found.cause, found.spare) == (cause, free - size)
 
 
 def test_nothing_failed() -> None:
     run = train(1)
-    assert verdict_of((), run.events, Timeline((), run.events), DEFAULT_SETTINGS) is None
+    assert verdict_of((), run.events, Timeline((), run.events), DEFAULT_SETTINGS, number) is None
     events = [TraceEvent("alloc", 1, 512)]
-    assert verdict_of((), events, Timeline((), events), DEFAULT_SETTINGS, event=0) is None
+    assert verdict_of((), events, Timeline((), events), DEFAULT_SETTINGS, number, event=0) is None
 
 
 def test_what_takes_too_long_is_left_out(failed: Training) -> None:
@@ -267,11 +286,13 @@ def test_any_failed_request_has_a_verdict(program: list[tuple[str, int, int]], o
     failures = [index for index, event in enumerate(run.events) if event.action == "oom"]
     assert len(failures) == len(run.failures)
     for index, failure in zip(failures, run.failures, strict=True):
-        found = verdict_of((), run.events, timeline, options, event=index, facts=Facts(80 * MIB), rounds=1)
+        found = verdict_of((), run.events, timeline, options, number, event=index, facts=Facts(80 * MIB), rounds=1)
         assert found is not None
-        assert (found.free, found.reserved, found.rounded) == (failure.free, failure.reserved, failure.rounded)
+        rounded = run.events[index].size
+        assert (found.free, timeline.reserved_at(index), rounded) == (failure.free, failure.reserved, failure.rounded)
+        assert found.spare is not None
         assert found.cause in (CAPACITY, FRAGMENTATION, LIMIT)
         assert (found.spare < 0) is (found.cause == CAPACITY) or found.cause == LIMIT
-        if found.gap is not None:
-            assert found.gap.size >= found.rounded
-            assert sum(life.size for life in found.gap.blockers) <= found.gap.in_use < found.rounded
+        if found.place is not None:
+            assert found.place >= rounded
+            assert sum(piece.bytes for piece in found.pieces) < rounded

@@ -20,7 +20,7 @@ from project_scripts import load
 from shell_fakes import clean_shell
 
 import gpumem_magic
-from gpumem_magic.report.failure import diagnose
+from gpumem_magic.report.failure import failed_request
 from gpumem_magic.units import MIB
 from gpumem_magic.user_report import Report
 from gpumem_magic.views import explain
@@ -111,11 +111,12 @@ def test_the_tool_names_the_cause_by_itself(run: tuple[Report, str]) -> None:
     words = explain.verdict(run[0])
     assert words is not None
     assert "fragmentation decides" in words
-    found = diagnose(run[0])
+    found, error = failed_request(run[0]), run[0].error
     assert found is not None
+    assert error is not None
     assert found.cause == "fragmentation"
     # More is free than is wanted, and no piece is large enough.
-    assert (found.cached or 0) + (found.device_free or 0) > found.wanted > (found.largest_free or 0)
+    assert (found.cached or 0) + (found.free or 0) > (error.wanted or 0) > (error.largest_free or 0)
 
 
 def test_the_second_temporary_of_adam_fails_beside_the_first(run: tuple[Report, str]) -> None:

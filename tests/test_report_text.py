@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from gpumem_magic.devices.base import DeviceFacts
 from gpumem_magic.recording.model import StandIn
-from gpumem_magic.report.failure import diagnose
+from gpumem_magic.report.failure import failed_request
 from gpumem_magic.report.model import CATEGORIES, Folded, ReportError
 from gpumem_magic.views import explain
 from gpumem_magic.views.lines import columns, first_line, fit, lines, wrap
@@ -199,9 +199,9 @@ def failing(**error):
 
 
 def test_fragmentation():
-    found = diagnose(samples.colab())
+    found = failed_request(samples.colab())
     assert found is not None
-    assert (found.cause, found.device_free, found.spare) == ("fragmentation", 183 * MIB, (183 + 2539 - 2376) * MIB)
+    assert (found.cause, found.free, found.spare) == ("fragmentation", 183 * MIB, (183 + 2539 - 2376) * MIB)
     assert explain.verdict(samples.colab()) == (
         "Out of memory at line 17: 2,376 MiB wanted. There were 183 MiB free on the device, and 2,539 MiB cached but free "
         "(largest piece 2,252 MiB). Fragmentation, not size: packed perfectly, 346 MiB would be left."
@@ -224,20 +224,20 @@ def test_rounding_and_segment_are_said_where_they_differ():
 
 def test_no_cause_is_given_where_the_figures_do_not_show_one():
     # A piece was large enough: neither size nor fragmentation explains it.
-    assert diagnose(failing(largest_free=2400 * MIB)).cause == "unknown"
+    assert failed_request(failing(largest_free=2400 * MIB)).cause == "unknown"
     # The device had room: a limit of the program's own.
     small = 10 * MIB
-    assert diagnose(failing(requested=small, rounded=small, segment=20 * MIB)).cause == "limit"
+    assert failed_request(failing(requested=small, rounded=small, segment=20 * MIB)).cause == "limit"
     # No figure of the device.
     report = failing()
     rows = tuple(replace(row, device_used=None) for row in report.checkpoints)
     blind = replace(report, checkpoints=rows)
-    assert diagnose(blind).cause == "unknown"
+    assert failed_request(blind).cause == "unknown"
     assert "free on the device" not in explain.verdict(blind)
     assert "Fragmentation" not in explain.verdict(blind)
     # No size at all.
     unknown = failing(requested=None)
-    assert diagnose(unknown) is None
+    assert failed_request(unknown) is None
     assert explain.verdict(unknown) == "OutOfMemoryError at line 17: CUDA out of memory."
     assert explain.failure_word(unknown) == "out of memory"
 
@@ -247,7 +247,7 @@ def test_other_errors_and_none():
     assert explain.verdict(replace(samples.small(), error=error)) == "ValueError: no such thing"
     assert explain.failure_word(replace(samples.small(), error=error)) == "ValueError"
     assert explain.verdict(samples.small()) is None
-    assert diagnose(samples.small()) is None
+    assert failed_request(samples.small()) is None
 
 
 def test_remarks():

@@ -6,7 +6,7 @@ running the user's code again.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from gpumem_magic.allocator.program import ALLOC, Program, RepeatedPart
@@ -21,6 +21,7 @@ CAPACITY = "capacity"
 FRAGMENTATION = "fragmentation"
 OTHER_PROCESS = "other_process"
 LIMIT = "limit"
+UNKNOWN = "unknown"
 
 # Repetitions of the last iteration that settings have to survive.
 ROUNDS = 5
@@ -29,7 +30,7 @@ _SPLIT_SIZES_MB = (128, 512, 2048)
 _DIVISIONS = 8
 _THRESHOLD = 0.8
 # What stands in the way is listed up to here.
-_MOST_BLOCKERS = 8
+_MOST_PIECES = 3
 
 
 @dataclass(frozen=True)
@@ -43,19 +44,11 @@ class Facts:
 
 
 @dataclass(frozen=True)
-class Gap:
-    """Where the request would have fitted but for the least that is in use there, less than half of it. Sizes are bytes.
+class AllocationInWords:
+    """An allocation in words, and its bytes."""
 
-    address, size: that place, blocks in use included. in_use: bytes of those, in `blocks` of them. blockers: them, largest
-    first, at most eight. left_by: what used the place as one piece before, None where nothing in the trace did.
-    """
-
-    address: int
-    size: int
-    in_use: int
-    blocks: int
-    blockers: tuple[Allocation, ...]
-    left_by: Allocation | None
+    what: str
+    bytes: int
 
 
 @dataclass(frozen=True)
@@ -71,35 +64,35 @@ class Trial:
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """Of one failed request. Sizes are bytes; None is unknown.
+class FailedRequest:
+    """Why a request failed. Sizes are bytes; None is unknown.
 
-    event: its index in the trace. rounded: as a block; segment: what the driver was asked for. free: what the driver had.
-    cached: reserved and not allocated; largest_free: the largest piece of that which the request could be given. spare: what
-    would be left with perfect packing; negative is what was missing. limit: what the allocator was allowed. cause: one of the
-    constants above. gap: where fragmentation decides. trials: settings by replay; rounds: how many repetitions each was to
-    survive, of an iteration of so many `requests`; both 0 where the recording shows no earlier iteration. tried: False where
-    the replay was not possible, or too long.
+    cause: one of the constants above. free: what the driver had. cached: reserved and not allocated. spare: what would be left
+    with perfect packing; negative is what was missing. limit: what the allocator was allowed.
+
+    place: how large the place is that would have held the request without `pieces`, the largest first (and `more_pieces` that
+    are not listed); None where fragmentation is not the cause, or no place is mostly free. left_by: what had that place to
+    itself before, in words, "" where nothing is known.
+
+    trials: settings by replay; rounds: how many repetitions each was to survive, of an iteration of so many `requests`; both 0
+    where the recording shows no earlier iteration. tried: False where the replay was not possible, or too long. kept: bytes that
+    were reserved before the recording, which a replay leaves as they were.
     """
 
-    event: int
-    stream: int
-    rounded: int
-    segment: int
-    free: int
-    allocated: int
-    reserved: int
-    cached: int
-    largest_free: int
-    spare: int
-    limit: int | None
-    other_processes: int | None
     cause: str
-    gap: Gap | None
-    trials: tuple[Trial, ...]
-    rounds: int
-    requests: int
-    tried: bool
+    free: int | None
+    cached: int | None
+    spare: int | None
+    limit: int | None = None
+    place: int | None = None
+    left_by: str = ""
+    pieces: tuple[AllocationInWords, ...] = ()
+    more_pieces: int = 0
+    trials: tuple[Trial, ...] = ()
+    rounds: int = 0
+    requests: int = 0
+    tried: bool = False
+    kept: int = 0
 
 
 def capacity_of(
@@ -150,6 +143,7 @@ def verdict_of(
     events: Sequence[TraceEvent],
     timeline: Timeline,
     settings: AllocatorSettings,
+    words: Callable[[Allocation], str],
     *,
     event: int | None = None,
     final: Sequence[Segment] = (),
@@ -158,11 +152,12 @@ def verdict_of(
     most_steps: int | None = None,
     can_replay: bool = True,
     among: Sequence[range] | None = None,
-) -> Verdict | None:
-    """The verdict of the failed request at `event`, by default the last one; None where there is none.
+) -> FailedRequest | None:
+    """The failed request at `event`, by default the last one; None where there is none.
 
-    timeline: of the same start, events and settings. most_steps: how many steps the trials may take in all; with more to do
-    they are left out. can_replay: False for a trace that lacks what a replay needs. among: see `last_iteration`.
+    words: an allocation for a reader. timeline: of the same start, events and settings. most_steps: how many steps the trials
+    may take in all; with more to do they are left out. can_replay: False for a trace that lacks what a replay needs. among: see
+    `last_iteration`.
     """
     if event is None:
         event = last_failure(events)
@@ -172,53 +167,57 @@ def verdict_of(
     reserved, allocated = timeline.reserved_at(event), timeline.allocated_at(event)
     cached = reserved - allocated
     spare = failed.address + cached - failed.size
-    usable = _usable(timeline.segments_at(event), failed)
-    cause = _cause(failed, reserved, spare, settings, facts)
-    verdict = Verdict(
-        event=event,
-        stream=failed.stream,
-        rounded=failed.size,
-        segment=segment_size(failed.size, settings),
-        free=failed.address,
-        allocated=allocated,
-        reserved=reserved,
-        cached=cached,
-        largest_free=max((block.size for one in usable for block in one.blocks if block.state == INACTIVE), default=0),
-        spare=spare,
-        limit=_limit(settings, facts),
-        other_processes=facts.other_processes,
-        cause=cause,
-        gap=_gap(usable, timeline, failed.size, event) if cause == FRAGMENTATION else None,
-        trials=(),
-        rounds=0,
-        requests=0,
-        tried=False,
+    limit = _limit(settings, facts)
+    needed = _needed(failed.size, settings)
+    cause = cause_of(
+        failed.address,
+        needed,
+        spare,
+        others=facts.other_processes,
+        limited=limit is not None and reserved + needed > limit,
     )
+    found = FailedRequest(cause, failed.address, cached, spare, limit, kept=timeline.reserved_at(0))
+    if cause == FRAGMENTATION:
+        found = _with_place(found, _usable(timeline.segments_at(event), failed), timeline, failed.size, event, words)
     # Beyond what rounding costs, no setting makes blocks smaller.
     hopeless = cause in (CAPACITY, OTHER_PROCESS) and -spare > allocated - timeline.requested_at(event)
     if not can_replay or hopeless:
-        return replace(verdict, tried=hopeless)
+        return replace(found, tried=hopeless)
     if cause == LIMIT and spare < failed.address:
         # What is cached would not do in one piece either, and no option lifts a limit.
-        return verdict
+        return found
     capacity = _capacity_at(failed, reserved, settings, facts)
     program = Program(start, events, final, event + 1)
     repetition = last_iteration(program, events, settings, among)
     try:
-        return _with_trials(verdict, program, repetition, settings, capacity, rounds, most_steps)
+        return _with_trials(found, failed.size, program, repetition, settings, capacity, rounds, most_steps)
     except ValueError:
         # A damaged recording: what it says can't have happened.
-        return verdict
+        return found
 
 
-def _cause(failed: TraceEvent, reserved: int, spare: int, settings: AllocatorSettings, facts: Facts) -> str:
-    limit = _limit(settings, facts)
-    needed = _needed(failed.size, settings)
-    if failed.address >= needed or (limit is not None and reserved + needed > limit and spare >= 0):
+def cause_of(
+    free: int | None,
+    needed: int,
+    spare: int | None,
+    *,
+    others: int | None = None,
+    limited: bool = False,
+    fits: bool = False,
+) -> str:
+    """The cause of a failure, by the figures at that moment, in bytes; None is unknown.
+
+    free: what the driver had; needed: what it was to give. spare: as in `FailedRequest`. others: what other processes hold.
+    limited: the request would have gone beyond what the allocator may reserve. fits: some cached block was large enough, of a
+    pool that is not known, so that fragmentation need not explain it.
+    """
+    if (free is not None and free >= needed) or (limited and spare is not None and spare >= 0):
         return LIMIT
+    if spare is None:
+        return UNKNOWN
     if spare >= 0:
-        return FRAGMENTATION
-    return OTHER_PROCESS if spare + (facts.other_processes or 0) >= 0 else CAPACITY
+        return UNKNOWN if fits else FRAGMENTATION
+    return OTHER_PROCESS if spare + (others or 0) >= 0 else CAPACITY
 
 
 def _usable(segments: Iterable[Segment], failed: TraceEvent) -> list[Segment]:
@@ -229,7 +228,15 @@ def _usable(segments: Iterable[Segment], failed: TraceEvent) -> list[Segment]:
     ]
 
 
-def _gap(segments: Sequence[Segment], timeline: Timeline, wanted: int, event: int) -> Gap | None:
+def _with_place(
+    found: FailedRequest,
+    segments: Sequence[Segment],
+    timeline: Timeline,
+    wanted: int,
+    event: int,
+    words: Callable[[Allocation], str],
+) -> FailedRequest:
+    """With the place where the request would have fitted but for the least that is in use there, less than half of it."""
     best: tuple[int, int, int] | None = None
     for segment in segments:
         blocks = segment.blocks
@@ -246,12 +253,17 @@ def _gap(segments: Sequence[Segment], timeline: Timeline, wanted: int, event: in
                 best = in_use, blocks[first].address, size
     # Where most of a place is in use, nothing "splits" it.
     if best is None or 2 * best[0] > wanted:
-        return None
-    in_use, address, size = best
+        return found
+    _, address, size = best
     inside = [life for life in timeline.live_at(event) if address <= life.address < address + size]
     inside.sort(key=lambda life: (-life.size, life.address))
-    return Gap(
-        address, size, in_use, len(inside), tuple(inside[:_MOST_BLOCKERS]), _left_by(timeline, address, size, wanted)
+    left_by = _left_by(timeline, address, size, wanted)
+    return replace(
+        found,
+        place=size,
+        left_by="" if left_by is None else words(left_by),
+        pieces=tuple(AllocationInWords(words(life), life.size) for life in inside[:_MOST_PIECES]),
+        more_pieces=max(len(inside) - _MOST_PIECES, 0),
     )
 
 
@@ -270,20 +282,21 @@ def _left_by(timeline: Timeline, address: int, size: int, wanted: int) -> Alloca
 
 
 def _with_trials(
-    verdict: Verdict,
+    found: FailedRequest,
+    wanted: int,
     program: Program,
     repetition: RepeatedPart | None,
     settings: AllocatorSettings,
     capacity: Capacity,
     rounds: int,
     most_steps: int | None,
-) -> Verdict:
-    candidates = _candidates(settings, verdict.rounded)
+) -> FailedRequest:
+    candidates = _candidates(settings, wanted)
     rounds = rounds if repetition is not None else 0
     again = [] if repetition is None else [s for s in program.steps if repetition.first <= s.event < repetition.stop]
     steps = len(program.steps) + rounds * len(again)
     if most_steps is not None and steps * len(candidates) > most_steps:
-        return verdict
+        return found
     requests = sum(step.action == ALLOC for step in again)
     trials = []
     for conf, chosen in candidates:
@@ -291,7 +304,7 @@ def _with_trials(
         early = any(failure.round == 0 for failure in outcome.failed)
         passes = not early and outcome.passed_last
         trials.append(Trial(conf, passes, outcome.rounds if passes else 0, outcome.peak_reserved))
-    return replace(verdict, trials=tuple(trials), rounds=rounds, requests=requests, tried=True)
+    return replace(found, trials=tuple(trials), rounds=rounds, requests=requests, tried=True)
 
 
 def _candidates(settings: AllocatorSettings, rounded: int) -> list[tuple[str, AllocatorSettings]]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from gpumem_magic.allocator.verdict import FRAGMENTATION, FailedRequest
 from gpumem_magic.causes.model import Cause, Scene
-from gpumem_magic.report.failure import diagnose
+from gpumem_magic.report.failure import failed_request
 from gpumem_magic.snapshot.model import INACTIVE
 from gpumem_magic.units import MIB, human
 
@@ -12,18 +13,18 @@ _WORTH = 256 * MIB
 
 def fragmentation(scene: Scene) -> list[Cause]:
     """An allocation failed that packed perfectly would have fitted; or much is cached in pieces between live blocks."""
-    found = diagnose(scene.report)
-    if found is not None:
-        if found.cause != "fragmentation":
+    found, error = failed_request(scene.report), scene.report.error
+    if found is not None and error is not None:
+        if found.cause != FRAGMENTATION:
             return []
-        largest = f", the largest piece {human(found.largest_free)}" if found.largest_free is not None else ""
+        largest = f", the largest piece {human(error.largest_free)}" if error.largest_free is not None else ""
         return [
             Cause(
                 "fragmentation",
-                f"Fragmentation: {human(found.cached or 0)} were free{largest}, and {human(found.wanted)} were wanted in one "
-                "piece.",
+                f"Fragmentation: {human(found.cached or 0)} were free{largest}, and {human(error.wanted or 0)} were wanted in "
+                "one piece.",
                 "PyTorch had emptied its cache itself before it gave up, so `empty_cache()` there changes nothing."
-                f"{_settings(scene)}",
+                f"{_settings(found)}",
                 found.cached or 0,
             )
         ]
@@ -46,10 +47,9 @@ def fragmentation(scene: Scene) -> list[Cause]:
     ]
 
 
-def _settings(scene: Scene) -> str:
+def _settings(found: FailedRequest) -> str:
     """The settings with which a replay of the recording passes, for as many more iterations as it could try."""
-    verdict = None if scene.report.error is None else scene.report.error.verdict
-    trials = [] if verdict is None else [one for one in verdict.trials if one.passes and one.rounds == verdict.rounds]
+    trials = [one for one in found.trials if one.passes and one.rounds == found.rounds]
     if not trials:
         return ""
     confs = " or ".join(f"`PYTORCH_CUDA_ALLOC_CONF={one.conf}`" for one in trials)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
+from gpumem_magic.allocator.verdict import CAPACITY
 from gpumem_magic.causes.model import LEAST, Cause, Scene
 from gpumem_magic.owners.model import Held, size_of
-from gpumem_magic.report.failure import diagnose
+from gpumem_magic.report.failure import failed_request
 from gpumem_magic.units import human
 
 NAME = "memory_ran_out"
@@ -35,7 +36,7 @@ class _Suggestion:
 
 def memory_ran_out(scene: Scene) -> list[Cause]:
     """Who held the memory when a request failed, and what could go, the largest first."""
-    found = diagnose(scene.report)
+    found = failed_request(scene.report)
     position = next((end for point, _, end in reversed(scene.points) if point.kind == "error"), None)
     if scene.holdings is None or found is None or position is None:
         return []
@@ -44,7 +45,7 @@ def memory_ran_out(scene: Scene) -> list[Cause]:
     if size_of(held) < LEAST:
         return []
     savings = sorted(_savings(scene, held), key=lambda one: -one.bytes)[:_OFFERED]
-    missing = -(found.spare or 0) if found.cause == "size" else None
+    missing = -(found.spare or 0) if found.cause == CAPACITY else None
     return [Cause(NAME, _holders_in_words(scene, held, position), _what_to_do(savings, missing), size_of(held))]
 
 

@@ -45,10 +45,7 @@ class Investigation:
 
     @property
     def wanted(self) -> int | None:
-        error = self.report.error
-        if error is None or error.requested is None:
-            return None
-        return error.requested if error.rounded is None else error.rounded
+        return None if self.report.error is None else self.report.error.wanted
 
     @property
     def has_strips(self) -> bool:

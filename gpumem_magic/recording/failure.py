@@ -80,6 +80,6 @@ def with_event(failure: Failure, log: DeviceLog, event: int, timeline: Timeline)
         requested=size,
         rounded=size,
         segment=segment_size(size, log.settings),
-        largest_free=timeline.largest_free_at(event + 1),
+        largest_free=timeline.largest_free_at(event + 1, log.events[event].stream),
         device=log.facts.index,
     )

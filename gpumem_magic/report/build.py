@@ -22,7 +22,6 @@ from gpumem_magic.recording.model import Checkpoint, Failure, Recording
 from gpumem_magic.report.folding import Fold, LoopIteration, LoopRow, fold_rows, shown_iterations
 from gpumem_magic.report.model import LABELS, Folded, Peak, ReportData, ReportError, Row
 from gpumem_magic.report.notes import event_in_words, notes_of, place_of
-from gpumem_magic.report.out_of_memory import out_of_memory
 from gpumem_magic.report.parts import Part, StatementInterval, parts_of, spans_in, with_failing_place
 from gpumem_magic.snapshot.timeline import Allocation
 
@@ -268,11 +267,12 @@ class _Builder:
         if error.largest_free is None and position:
             stream = self.log.events[position - 1].stream
             error = replace(error, largest_free=self.timeline.largest_free_at(position, stream))
-        verdict = verdict_of(
+        found = verdict_of(
             self.log.start,
             self.log.events,
             self.timeline,
             self.log.settings,
+            lambda life: self._in_words(life, drafts),
             event=position - 1,
             facts=Facts(self.log.facts.total_bytes, other_processes=self.view.outside(position).other_processes),
             final=self.log.final or (),
@@ -280,10 +280,7 @@ class _Builder:
             can_replay=self._can_replay(),
             among=self._earlier(drafts, failed.point),
         )
-        if verdict is None:
-            return error
-        shown = self.timeline.reserved_at(0)
-        return replace(error, verdict=out_of_memory(verdict, lambda life: self._in_words(life, drafts), shown))
+        return replace(error, verdict=found)
 
     def _can_replay(self) -> bool:
         if self.log.final is None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from gpumem_magic.allocator.verdict import FailedRequest
 from gpumem_magic.attribution.ledger import TENANT_CATEGORIES
 from gpumem_magic.attribution.view import DeviceView
 from gpumem_magic.devices.base import DeviceFacts
 from gpumem_magic.recording.model import Recording, StandIn
 from gpumem_magic.report.inside import ActivationBreakdown
-from gpumem_magic.report.out_of_memory import OutOfMemory
 
 # In the order in which a bar stacks them, bottom (left) to top (right).
 CATEGORIES = (
@@ -89,9 +89,14 @@ class ReportError:
     rounded: int | None = None
     segment: int | None = None
     largest_free: int | None = None
-    verdict: OutOfMemory | None = None
+    verdict: FailedRequest | None = None
     module: str = ""
     operator: str = ""
+
+    @property
+    def wanted(self) -> int | None:
+        """The bytes of the request that failed, rounded as the allocator does, where that is known."""
+        return self.requested if self.requested is None or self.rounded is None else self.rounded
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any, TypeVar
 
+from gpumem_magic.allocator.verdict import AllocationInWords, FailedRequest, Trial
 from gpumem_magic.devices.base import DeviceFacts
 from gpumem_magic.recording.model import StandIn
 from gpumem_magic.report.inside import DEEPEST, ActivationBreakdown, LayerRow, OperatorRow
 from gpumem_magic.report.model import CATEGORIES, SCHEMA, Folded, Owner, Peak, ReportCause, ReportData, ReportError, Row
-from gpumem_magic.report.out_of_memory import AllocationInWords, OutOfMemory, Trial
 
 KINDS = ("before", "statement", "part", "error", "after")
 _T = TypeVar("_T")
@@ -255,8 +255,8 @@ def _error_from_fields(fields: _Fields) -> ReportError:
     )
 
 
-def _verdict_from_fields(fields: _Fields) -> OutOfMemory:
-    return OutOfMemory(
+def _verdict_from_fields(fields: _Fields) -> FailedRequest:
+    return FailedRequest(
         cause=fields.text("cause"),
         free=fields.number("free"),
         cached=fields.number("cached"),

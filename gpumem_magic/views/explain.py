@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from gpumem_magic.allocator.verdict import CAPACITY, FRAGMENTATION, LIMIT, OTHER_PROCESS, FailedRequest
 from gpumem_magic.devices.base import DeviceFacts
-from gpumem_magic.report.failure import Diagnosis, diagnose
-from gpumem_magic.report.model import ALLOCATED_CATEGORIES, CATEGORIES, ReportData, Row
+from gpumem_magic.report.failure import failed_request
+from gpumem_magic.report.model import ALLOCATED_CATEGORIES, CATEGORIES, ReportData, ReportError, Row
 from gpumem_magic.report.model import LABELS as LEGEND
-from gpumem_magic.report.out_of_memory import place_sentence, trial_sentences
 from gpumem_magic.units import MIB, amount, mib
 from gpumem_magic.views.lines import Line, lines
 
@@ -78,55 +80,57 @@ def verdict(report: ReportData) -> str | None:
     if error is None:
         return None
     at = "" if error.line is None else f" at line {error.line}"
-    found = diagnose(report)
+    found = failed_request(report)
     if found is None:
         message = error.message.strip().partition("\n")[0]
         message = message if len(message) <= 200 else f"{message[:199]}…"
         return f"{error.type}{at}: {message}" if message else f"{error.type}{at}."
-    sentences = [_wanted(report, found, at), _free_memory(found)]
-    if found.cause == "fragmentation":
-        sentences += _fragmentation(report, found)
-    elif found.cause == "size":
-        sentences.append(_too_big(report, found))
-    elif found.cause == "other_process":
-        sentences.append(_others(report, found))
-    elif found.cause == "limit":
-        sentences.append(_limit(report))
+    sentences = [_wanted(error, at), _free_memory(found, error)]
+    if found.cause == FRAGMENTATION:
+        sentences += _fragmentation(found, report, traced=error.verdict is not None)
+    elif found.cause == CAPACITY:
+        sentences.append(_too_big(found, report, error.wanted or 0))
+    elif found.cause == OTHER_PROCESS:
+        sentences.append(_others(found, _failed_row(report)))
+    elif found.cause == LIMIT:
+        sentences.append(_limit(found))
     return " ".join(sentence for sentence in sentences if sentence)
 
 
-def _wanted(report: ReportData, found: Diagnosis, at: str) -> str:
-    requested = (report.error.requested if report.error else None) or 0
+def _failed_row(report: ReportData) -> Row:
+    return next(row for row in reversed(report.checkpoints) if row.kind == "error")
+
+
+def _wanted(error: ReportError, at: str) -> str:
+    requested, wanted = error.requested or 0, error.wanted or 0
     text = f"Out of memory{at}: {amount(requested)} wanted"
     extra = []
-    if amount(found.wanted) != amount(requested):
-        extra.append(f"rounded to {amount(found.wanted)}")
-    if found.segment is not None and amount(found.segment) != amount(found.wanted):
-        extra.append(f"a segment of {amount(found.segment)}")
+    if amount(wanted) != amount(requested):
+        extra.append(f"rounded to {amount(wanted)}")
+    if error.segment is not None and amount(error.segment) != amount(wanted):
+        extra.append(f"a segment of {amount(error.segment)}")
     return f"{text} ({', '.join(extra)})." if extra else f"{text}."
 
 
-def _free_memory(found: Diagnosis) -> str:
+def _free_memory(found: FailedRequest, error: ReportError) -> str:
     words = []
-    if found.device_free is not None:
-        words.append(f"{amount(found.device_free)} free on the device")
+    if found.free is not None:
+        words.append(f"{amount(found.free)} free on the device")
     if found.cached is not None:
         piece = ""
-        if found.cached and found.largest_free is not None:
-            piece = f" (largest piece {amount(found.largest_free)})" if found.largest_free else " (no piece of use)"
+        if found.cached and error.largest_free is not None:
+            piece = f" (largest piece {amount(error.largest_free)})" if error.largest_free else " (no piece of use)"
         words.append(f"{amount(found.cached)} cached but free{piece}")
     return f"There were {', and '.join(words)}." if words else ""
 
 
-def _limit(report: ReportData) -> str:
-    known = None if report.error is None or report.error.verdict is None else report.error.verdict.limit
-    if known is not None:
-        return f"A limit decides: the device itself had room, and this process may reserve {amount(known)}."
+def _limit(found: FailedRequest) -> str:
+    if found.limit is not None:
+        return f"A limit decides: the device itself had room, and this process may reserve {amount(found.limit)}."
     return "The device itself had room, so something else set the limit (for example set_per_process_memory_fraction)."
 
 
-def _others(report: ReportData, found: Diagnosis) -> str:
-    row = next(row for row in reversed(report.checkpoints) if row.kind == "error")
+def _others(found: FailedRequest, row: Row) -> str:
     held = row.categories.get("other_processes") or 0
     return (
         f"Other processes decide: packed perfectly, {amount(-(found.spare or 0))} were missing, and they hold {amount(held)} "
@@ -134,25 +138,76 @@ def _others(report: ReportData, found: Diagnosis) -> str:
     )
 
 
-def _fragmentation(report: ReportData, found: Diagnosis) -> list[str]:
+def _fragmentation(found: FailedRequest, report: ReportData, *, traced: bool) -> list[str]:
     spare, capacity = found.spare or 0, report.device.capacity
-    if report.error is None or report.error.verdict is None:
+    if not traced:
         return [f"Fragmentation, not size: packed perfectly, {amount(spare)} would be left."]
-    nearly = spare * 20 < capacity
     share = f" ({_percent(spare, capacity)} of the device)" if capacity else ""
-    head = "Nearly full, and fragmentation decides" if nearly else "Fragmentation decides, not size"
-    return [f"{head}: packed perfectly, {amount(spare)}{share} would be left.", place_sentence(report.error.verdict)]
+    head = "Nearly full, and fragmentation decides" if spare * 20 < capacity else "Fragmentation decides, not size"
+    return [f"{head}: packed perfectly, {amount(spare)}{share} would be left.", place_sentence(found)]
 
 
-def _too_big(report: ReportData, found: Diagnosis) -> str:
+def _too_big(found: FailedRequest, report: ReportData, wanted: int) -> str:
     total = report.device.total_bytes
-    if total is not None and found.wanted > total:
+    if total is not None and wanted > total:
         return f"Too big for the device: it has {amount(total)} in all."
     text = f"Too big for the device: even packed perfectly, {amount(-(found.spare or 0))} were missing."
-    row = next(row for row in reversed(report.checkpoints) if row.kind == "error")
+    row = _failed_row(report)
     largest = max(_TENSOR_CATEGORIES, key=lambda name: row.categories.get(name) or 0)
     size = row.categories.get(largest) or 0
     return f"{text} The largest share: {LABELS[largest]}, {amount(size)}." if size else text
+
+
+def place_sentence(found: FailedRequest) -> str:
+    """Which place would have done, and who splits it; empty where fragmentation is not the cause."""
+    if found.place is None:
+        return "In no segment is a place of that size mostly free." if found.cause == "fragmentation" else ""
+    pieces = [f"{piece.what}: {amount(piece.bytes)}" for piece in found.pieces]
+    if found.more_pieces:
+        pieces.append(f"{found.more_pieces:,} more")
+    place = (
+        f"The {amount(found.place)} that {found.left_by} left are" if found.left_by else f"{amount(found.place)} are"
+    )
+    return f"{place} split by {_listed(pieces)}." if pieces else ""
+
+
+def trial_sentences(found: FailedRequest) -> list[str]:
+    """What the settings would have done, one sentence for each kind of outcome."""
+    if not found.tried:
+        return []
+    if not found.trials:
+        return ["No setting of the allocator can make up for what was missing."]
+    helped = [trial.conf for trial in found.trials if trial.passes and trial.rounds == found.rounds]
+    moved = [trial for trial in found.trials if trial.passes and trial.rounds < found.rounds]
+    useless = [trial.conf for trial in found.trials if not trial.passes]
+    sentences = []
+    if helped:
+        again = (
+            f", and so do {found.rounds} more iterations like the last ({found.requests:,} requests)"
+            if found.rounds
+            else ""
+        )
+        sentences.append(f"Replayed with {_listed(helped, 'or')}, the request passes{again}.")
+    sentences += [f"With {trial.conf} it passes, and memory runs out {_later(trial.rounds)}." for trial in moved]
+    if useless:
+        sentences.append(f"{_listed(useless)} {'does' if len(useless) == 1 else 'do'} not help.")
+    if found.trials and not found.rounds and helped:
+        sentences.append("Whether later iterations would pass is not known: no earlier one like the last was recorded.")
+    if found.kept and helped:
+        sentences.append(
+            f"These replays leave the {amount(found.kept)} that were reserved before the recording as they were."
+        )
+    return sentences
+
+
+def _later(rounds: int) -> str:
+    if not rounds:
+        return "before the next iteration is as far"
+    return "one iteration later" if rounds == 1 else f"{rounds} iterations later"
+
+
+def _listed(words: Sequence[str], joint: str = "and") -> str:
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} {joint} {words[-1]}"
 
 
 def failure_word(report: ReportData) -> str:
