@@ -1,27 +1,13 @@
-"""The command ``gpumem``: the same for a script, the list of devices, and what reads snapshot files (`gpumem_magic.commands`).
-
-With ``run``, the script's standard output and exit status are its own; everything of ours goes to standard error.
-"""
+"""The command ``gpumem``: a module of `gpumem_magic.commands` for each of its words."""
 
 from __future__ import annotations
 
 import argparse
-import os
-import signal
 import sys
 from collections.abc import Sequence
-from pathlib import Path
-from types import TracebackType
-from typing import Any
 
 from gpumem_magic import __version__
-from gpumem_magic.commands import calibrate, diff, replay, show
-from gpumem_magic.devices.base import DeviceError
-from gpumem_magic.recording.script import ScriptRun, as_main
-from gpumem_magic.session import recording
-
-INTERRUPTED = 128 + signal.SIGINT
-_READERS = {"show": show, "diff": diff, "replay": replay, "calibrate": calibrate}
+from gpumem_magic.commands import calibrate, devices, diff, replay, run, show
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -29,152 +15,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if argv is None else argv)
     # What follows the first "--" is the script's, whatever it looks like.
     split = given.index("--") if "--" in given else len(given)
-    parser = _parser()
-    options = parser.parse_args(given[:split])
-    if options.command != "run" and given[split:]:
-        parser.error(f"{options.command} takes no arguments behind --")
-    if options.command in _READERS:
-        status: int = options.run(options)
-        return status
-    if options.command == "devices":
-        from gpumem_magic.virtual.card.catalog import describe
-
-        print(describe())
-        return 0
-    if options.json is not None:
-        _check_target(parser, options.json)
-    if not os.path.isfile(options.script):
-        parser.error(f"there is no file {options.script!r}")
-    return _run(parser, options, given[split + 1 :])
-
-
-def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="gpumem", description="Shows where PyTorch GPU memory goes, with or without a GPU."
     )
     parser.add_argument("--version", action="version", version=f"gpumem {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    run = commands.add_parser(
-        "run",
-        help="run a script and report its GPU memory",
-        usage="gpumem run SCRIPT [--device NAME] [--json PATH] [-- ARGUMENTS]",
-        description="Runs SCRIPT as `python SCRIPT ARGUMENTS` would. The report goes to standard error; standard output and the "
-        "exit status are the script's.",
-    )
-    run.add_argument("script", metavar="SCRIPT")
-    run.add_argument("--device", metavar="NAME", help="cuda, cuda:1, T4, A100-40GB, 2xT4; see `gpumem devices`")
-    run.add_argument("--json", metavar="PATH", help="also write the report to PATH, as JSON")
-    for reader in _READERS.values():
-        reader.add_parser(commands)
-    commands.add_parser("devices", help="list the virtual GPUs")
-    return parser
-
-
-def _check_target(parser: argparse.ArgumentParser, path: str) -> None:
-    """Refuses, before hours of training, a report file that could not be written after them."""
-    folder = Path(path).absolute().parent
-    if not folder.is_dir():
-        parser.error(f"--json: there is no folder {str(folder)!r}")
-    if Path(path).is_dir():
-        parser.error(f"--json: {path!r} is a folder")
-    if not os.access(folder, os.W_OK):
-        parser.error(f"--json: the folder {str(folder)!r} cannot be written to")
-
-
-def _run(parser: argparse.ArgumentParser, options: argparse.Namespace, arguments: list[str]) -> int:
-    try:
-        run = ScriptRun(options.script)
-    except SyntaxError as error:
-        sys.excepthook(type(error), error.with_traceback(None), None)
-        return 1
-    except OSError as error:
-        parser.error(str(error))
-    target = None if options.json is None else Path(options.json).absolute()  # the script may change the folder
-    found = _open(parser, options.device, run)
-    status = 0
-    report = None
-    with as_main(options.script, arguments) as main_module:
-        try:
-            run.run(main_module)
-        except SystemExit as error:
-            report = _close(found, run, error, main_module.__dict__)
-            status = _exit_status(error.code)
-        except BaseException as error:
-            traceback = run.own_frames(error.__traceback__)
-            report = _close(found, run, error, main_module.__dict__)
-            _flush()
-            sys.excepthook(type(error), error.with_traceback(traceback), traceback)
-            status = INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
-        else:
-            report = _close(found, run, None, main_module.__dict__)
-    _flush()
-    if run.hook_failure is not None:
-        _say(f"measuring stopped half way ({run.hook_failure}); the script itself ran on")
-    if report is not None:
-        _hand_over(report, target)
+    for one in (run, show, diff, replay, calibrate, devices):
+        one.add_parser(commands)
+    options = parser.parse_args(given[:split])
+    options.arguments = given[split + 1 :]
+    if options.command != "run" and given[split:]:
+        parser.error(f"{options.command} takes no arguments behind --")
+    status: int = options.run(options)
     return status
-
-
-def _open(parser: argparse.ArgumentParser, device: str | None, run: ScriptRun) -> Any:
-    """The recording, with the script told of it; None, with a word about why, where it cannot be."""
-    found: Any = None
-    try:
-        found = recording.open_recording(device, names=run.names, own_file=run.path)
-        run.observe(found.observer(None, True, source=run.source))
-    except DeviceError as error:
-        parser.error(str(error))
-    except Exception as error:
-        _say(f"measuring is not possible here ({_in_one_line(error)}); the script runs as it would without it")
-    return found
-
-
-def _close(found: Any, run: ScriptRun, error: BaseException | None, namespace: dict[str, Any]) -> Any:
-    if found is None:
-        return None
-    traceback: TracebackType | None = None if error is None else error.__traceback__
-    # Leaving by sys.exit is no failure.
-    failure = None if isinstance(error, SystemExit) else error
-    try:
-        return found.close(failure, None if failure is None else run.failed(traceback), namespace)
-    except Exception as own:
-        _say(f"the report could not be made ({_in_one_line(own)}); the script itself ran as it would without it")
-        return None
-
-
-def _hand_over(report: Any, target: Path | None) -> None:
-    try:
-        if target is not None:
-            report.save(target)
-    except Exception as error:
-        _say(f"the report could not be written to {str(target)!r} ({_in_one_line(error)})")
-    try:
-        print(report, file=sys.stderr)
-    except Exception as error:
-        _say(f"the report could not be shown ({_in_one_line(error)})")
-
-
-def _exit_status(code: Any) -> int:
-    """What Python makes of ``sys.exit(code)``."""
-    if code is None:
-        return 0
-    if isinstance(code, int):
-        return int(code)
-    _flush()
-    print(code, file=sys.stderr)
-    return 1
-
-
-def _flush() -> None:
-    if sys.stdout is not None:
-        sys.stdout.flush()
-
-
-def _say(text: str) -> None:
-    print(f"gpumem: {text}", file=sys.stderr)
-
-
-def _in_one_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 if __name__ == "__main__":

@@ -17,15 +17,14 @@ import pytest
 import torch
 
 from gpumem_magic.cli import main
-from gpumem_magic.commands import measuring
 from gpumem_magic.commands.calibrate import both_ways, device_text, words
-from gpumem_magic.commands.measuring import NoGpu, measure, measure_apart
 from gpumem_magic.units import MIB
 from gpumem_magic.virtual import gpu
-from gpumem_magic.virtual.card import calibration
+from gpumem_magic.virtual.card import calibration, measuring
 from gpumem_magic.virtual.card.calibration import BadCalibration, Calibration
 from gpumem_magic.virtual.card.catalog import CATALOG, DeviceSpec, GpuModel, describe, parse
 from gpumem_magic.virtual.card.generations import LARGE_WORKSPACE, WORKSPACE
+from gpumem_magic.virtual.card.measuring import NoGpu, measure, measure_apart
 
 
 @pytest.fixture(autouse=True)
@@ -346,7 +345,7 @@ def test_a_process_of_its_own_measures_with_pytorchs_defaults(tmp_path: Path, mo
     python.write_text(
         f"#!{sys.executable}\nimport os, sys\n"
         "assert os.environ['CUDA_MODULE_LOADING'] == 'EAGER' and 'PYTORCH_CUDA_ALLOC_CONF' not in os.environ\n"
-        "assert sys.argv[1:] == ['-m', 'gpumem_magic.commands.measuring', '3']\n"
+        "assert sys.argv[1:] == ['-m', 'gpumem_magic.virtual.card.measuring', '3']\n"
         f"print('a greeting')\nprint(open({str(answer)!r}).read())\n"
     )
     python.chmod(python.stat().st_mode | stat.S_IXUSR)

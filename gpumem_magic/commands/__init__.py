@@ -1,1 +1,1 @@
-"""The subcommands of ``gpumem`` that read snapshot files: each module has `add_parser(subparsers)` and `run(options)`."""
+"""The terminal's face: the subcommands of ``gpumem``. Each module has `add_parser(subparsers)` and `run(options)`."""

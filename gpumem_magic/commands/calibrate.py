@@ -10,14 +10,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from gpumem_magic.commands import measuring
 from gpumem_magic.commands.common import FAILED, UNREADABLE, guarded
-from gpumem_magic.commands.measuring import NoGpu, measure
 from gpumem_magic.devices import machines
 from gpumem_magic.snapshot.whole_file import check_target, replace_file
 from gpumem_magic.units import MIB, human
-from gpumem_magic.virtual.card import calibration
+from gpumem_magic.virtual.card import calibration, measuring
 from gpumem_magic.virtual.card.calibration import BadCalibration, Calibration
+from gpumem_magic.virtual.card.measuring import NoGpu, measure
 
 Measuring = Callable[[int, str], Calibration]
 """(the GPU's number, "lazy" or "eager") -> its constants with kernels loaded that way. Raises NoGpu."""

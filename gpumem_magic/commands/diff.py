@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from gpumem_magic.commands.common import guarded, table
 from gpumem_magic.commands.same_code import together
-from gpumem_magic.commands.words import printable
+from gpumem_magic.snapshot.whole_file import printable
 from gpumem_magic.units import human, mib
 
 if TYPE_CHECKING:

@@ -8,6 +8,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from gpumem_magic.commands.common import FAILED, UNREADABLE, guarded, table
+from gpumem_magic.snapshot.whole_file import printable
 from gpumem_magic.units import human
 
 if TYPE_CHECKING:
@@ -132,7 +133,7 @@ def _with_settings(one: Replayable, conf: str) -> dict[str, Any]:
 def _text(results: list[dict[str, Any]]) -> str:
     lines = []
     for result in results:
-        name = "".join(character if character.isprintable() else "?" for character in result["file"])
+        name = printable(result["file"])
         device = "" if result["device"] is None else f", device {result['device']}"
         if "why_not" in result:
             lines.append(f"{name}{device}: not replayed: {result['why_not']}")

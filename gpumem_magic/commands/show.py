@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from gpumem_magic.commands.common import guarded, table
-from gpumem_magic.commands.words import printable
-from gpumem_magic.snapshot.whole_file import check_target
+from gpumem_magic.snapshot.whole_file import check_target, printable
 from gpumem_magic.units import human, mib
 
 if TYPE_CHECKING:

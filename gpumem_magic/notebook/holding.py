@@ -11,39 +11,39 @@ from typing import Any
 from IPython.core.error import UsageError
 
 from gpumem_magic.notebook.devices import machine_in_use
+from gpumem_magic.notebook.holding_text import SHOWN, details, freed_text, summary, tree_text, unknown_name
+from gpumem_magic.owners.model import FREEABLE
 
-FREE_WORDS = ("traceback", "out", "cycles", "cache")
 _DEPTH = 3
 
 
 def who(shell: Any, options: argparse.Namespace) -> None:
     """Prints who holds it. Raises UsageError, in one line."""
     machine = machine_in_use()
-    from gpumem_magic.owners import text
     from gpumem_magic.owners.search import find_owners
     from gpumem_magic.owners.tree import branches, by_layer, inner_layer
 
     holdings = find_owners(machine, shell.user_ns, shell, cycles=options.cycles)
-    name, limit = options.name, None if options.all else text.SHOWN
+    name, limit = options.name, None if options.all else SHOWN
     if options.modules or options.depth is not None:
         top = by_layer(holdings) if name is None else inner_layer(by_layer(holdings), name)
         if top is None:
             raise UsageError(f"no layer {name!r} holds memory on the device; %gpumem_who --modules lists those that do")
-        print(text.tree_text(branches(top, options.depth or _DEPTH)))
+        print(tree_text(branches(top, options.depth or _DEPTH)))
     elif name is None:
-        print(text.summary(holdings, limit))
+        print(summary(holdings, limit))
     else:
-        found = text.details(holdings, name, limit)
+        found = details(holdings, name, limit)
         if found is None:
-            raise UsageError(text.unknown_name(holdings, name))
+            raise UsageError(unknown_name(holdings, name))
         print(found)
 
 
 def freeable(text: str) -> str:
     """A word that says what to let go of. Raises argparse.ArgumentTypeError."""
-    if text not in FREE_WORDS:
+    if text not in FREEABLE:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is none of {', '.join(FREE_WORDS)}; a variable is freed with `del NAME`"
+            f"{text!r} is none of {', '.join(FREEABLE)}; a variable is freed with `del NAME`"
         )
     return text
 
@@ -55,4 +55,4 @@ def free(shell: Any, options: argparse.Namespace) -> None:
 
     act = freeing.would_free if options.dry_run else freeing.free
     freed = act(machine, shell, shell.user_ns, options.words or freeing.DEFAULT)
-    print(freeing.words_of(freed, dry=options.dry_run))
+    print(freed_text(freed, dry=options.dry_run))

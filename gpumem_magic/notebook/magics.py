@@ -18,12 +18,13 @@ from IPython.core.magic import Magics, line_cell_magic, line_magic, magics_class
 from gpumem_magic.devices.base import DeviceError
 from gpumem_magic.notebook import auto, devices
 from gpumem_magic.notebook.flags import argument, count, device_names, identifier, size, words
-from gpumem_magic.notebook.holding import FREE_WORDS, free, freeable, who
+from gpumem_magic.notebook.holding import free, freeable, who
 from gpumem_magic.notebook.load import files_here, load
 from gpumem_magic.notebook.measured_cell import MeasuredCell
 from gpumem_magic.notebook.shell_hooks import ShellHooks, value_or_coroutine
 from gpumem_magic.notebook.trial import try_remedy
 from gpumem_magic.notebook.watching import watch, watch_words
+from gpumem_magic.owners.model import FREEABLE
 from gpumem_magic.recording import under_way
 from gpumem_magic.recording.cell import CellRun, prepare
 from gpumem_magic.session import device as choosing
@@ -219,8 +220,8 @@ class GpuMemMagics(Magics):
             metavar="WORD",
             nargs="*",
             type=freeable,
-            offers=lambda _: [*FREE_WORDS],
-            help=f"One of {', '.join(FREE_WORDS)}.",
+            offers=lambda _: [*FREEABLE],
+            help=f"One of {', '.join(FREEABLE)}.",
         ),
         argument("--dry-run", action="store_true", help="Says what would come back, and changes nothing."),
     )

@@ -15,13 +15,11 @@ import torch
 
 from gpumem_magic.devices.base import Machine
 from gpumem_magic.owners.holders import Holder, holders
-from gpumem_magic.owners.model import size_of
+from gpumem_magic.owners.model import FREEABLE, size_of
 from gpumem_magic.owners.roots import RECENT, results
 from gpumem_magic.owners.search import find_owners
 from gpumem_magic.snapshot.model import ACTIVE
-from gpumem_magic.units import human
 
-WORDS = ("traceback", "out", "cycles", "cache")
 DEFAULT = ("traceback", "cycles", "cache")
 _ERRORS = ("last_exc", "last_type", "last_value", "last_traceback")
 
@@ -39,7 +37,7 @@ class Freed:
 
 
 def free(machine: Machine, shell: Any, namespace: dict[str, Any], words: Collection[str]) -> Freed:
-    """Lets go of what the words say, in the order of `WORDS`, and says what came back."""
+    """Lets go of what the words say, in the order of `FREEABLE`, and says what came back."""
     before = _now(machine)
     if "traceback" in words:
         forget_traceback(shell)
@@ -65,27 +63,6 @@ def would_free(machine: Machine, shell: Any, namespace: Mapping[str, Any], words
     given = _whole_segments(machine, {(one.device, one.address) for one in gone}) if "cache" in words else 0
     left = tuple(one for one in holders(found) if one.name not in {found.roots[number].name for number in numbers})
     return Freed(_ordered(words), size_of(gone), given, allocated - size_of(gone), reserved - given, left)
-
-
-def words_of(freed: Freed, *, dry: bool) -> str:
-    """The answer in sentences."""
-    would = "would come" if dry else "came"
-    lines = [
-        f"{human(freed.allocated)} of tensors {would} back ({', '.join(freed.words)}), and "
-        f"{human(freed.reserved)} {'would go' if dry else 'went'} back to the device."
-    ]
-    lines.append(
-        f"{human(freed.left_allocated)} {'would stay' if dry else 'stay'} allocated, "
-        f"{human(freed.left_reserved)} reserved."
-    )
-    keepers = [one for one in freed.holders if one.bytes]
-    if keepers:
-        named = [f"{one.name} ({human(one.bytes)})" for one in keepers[:4]]
-        more = f" and {len(keepers) - 4} more" if len(keepers) > 4 else ""
-        lines.append(f"Still held by {', '.join(named)}{more}; `%gpumem_who` says what frees each.")
-    if "out" not in freed.words and any(one.kind == "out" for one in freed.holders):
-        lines.append("Results in Out are kept: `%gpumem_free out` lets them go.")
-    return "\n".join(lines)
 
 
 def forget_traceback(shell: Any) -> None:
@@ -132,7 +109,7 @@ def forget_results(shell: Any, namespace: dict[str, Any]) -> None:
 
 
 def _ordered(words: Collection[str]) -> tuple[str, ...]:
-    return tuple(word for word in WORDS if word in words)
+    return tuple(word for word in FREEABLE if word in words)
 
 
 def _now(machine: Machine) -> tuple[int, int]:

@@ -101,3 +101,14 @@ def matching(holdings: Holdings, name: str) -> list[Held]:
 
 def _begins(place: str, name: str) -> bool:
     return place == name or (place.startswith(name) and place[len(name)] in ".[:")
+
+
+def detach_words(name: str, kind: str) -> str:
+    """What to type so that a variable (of the class `kind`) lets go of autograd's graph and keeps its values."""
+    if kind == "list":
+        return f"`{name} = [one.detach() for one in {name}]`"
+    if kind == "dict":
+        return f"`{name} = {{key: one.detach() for key, one in {name}.items()}}`"
+    if kind == "Tensor":
+        return f"`{name} = {name}.detach()`"
+    return f"`.detach()` on the tensors in `{name}`"

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 from gpumem_magic.owners.graph import HoldGraph
 
+# What can be let go of without touching a variable, in this order.
+FREEABLE = ("traceback", "out", "cycles", "cache")
+
 
 @dataclass(frozen=True)
 class Root:

@@ -10,16 +10,21 @@ from pathlib import Path
 from typing import BinaryIO
 
 
+def printable(path: str | os.PathLike[str]) -> str:
+    """A hostile file's strings must not move the cursor, change colours or turn the direction of writing."""
+    return "".join(character if character.isprintable() else "?" for character in os.fspath(path))
+
+
 def writable(path: str | os.PathLike[str]) -> Path:
     """Where a file of this path would lie: `~` and links resolved. Raises OSError, in one line, where none could."""
     # The file behind a link is what gets replaced, and not the link.
     target = Path(os.path.realpath(Path(path).expanduser()))
     if target.is_dir():
-        raise IsADirectoryError(f"{_shown(path)} is a folder: give the path of a file")
+        raise IsADirectoryError(f"{printable(path)} is a folder: give the path of a file")
     if not target.parent.is_dir():
-        raise FileNotFoundError(f"there is no folder {_shown(target.parent)}: make it first, or save elsewhere")
+        raise FileNotFoundError(f"there is no folder {printable(target.parent)}: make it first, or save elsewhere")
     if not os.access(target.parent, os.W_OK):
-        raise PermissionError(f"the folder {_shown(target.parent)} can't be written to: save elsewhere")
+        raise PermissionError(f"the folder {printable(target.parent)} can't be written to: save elsewhere")
     return target
 
 
@@ -35,14 +40,10 @@ def replace_file(path: str | os.PathLike[str], write: Callable[[BinaryIO], objec
             write(file)
         os.replace(beside, target)
     except OSError as error:
-        raise type(error)(f"cannot write {_shown(path)}: {error.strerror or error}") from None
+        raise type(error)(f"cannot write {printable(path)}: {error.strerror or error}") from None
     finally:
         with suppress(OSError):
             beside.unlink()
-
-
-def _shown(path: str | os.PathLike[str]) -> str:
-    return "".join(character if character.isprintable() else "?" for character in os.fspath(path))
 
 
 def check_target(option: str, path: str | None, files: Sequence[str]) -> None:

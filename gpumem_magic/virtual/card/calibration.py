@@ -16,7 +16,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from gpumem_magic.snapshot.whole_file import replace_file
+from gpumem_magic.snapshot.whole_file import printable, replace_file
 from gpumem_magic.virtual.card.models import GpuModel
 
 VARIABLE = "GPUMEM_CALIBRATION"
@@ -160,7 +160,7 @@ def load() -> dict[str, Calibration]:
 
 
 def _words(path: Path, why: str) -> str:
-    shown = "".join(character if character.isprintable() else "?" for character in str(path))
+    shown = printable(path)
     return (
         f"{shown}: this calibration can't be used ({why}); `gpumem calibrate` writes it anew, `--forget` takes it away"
     )

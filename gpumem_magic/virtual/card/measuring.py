@@ -129,7 +129,7 @@ def measure_apart(index: int, loading: str) -> Calibration:
     """As `measure`, in a process of its own. loading: "eager" or "lazy". Raises NoGpu where that process failed."""
     environment = {name: value for name, value in os.environ.items() if name not in _NOT_HANDED_ON}
     environment["CUDA_MODULE_LOADING"] = loading.upper()
-    command = [sys.executable, "-m", "gpumem_magic.commands.measuring", str(index)]
+    command = [sys.executable, "-m", "gpumem_magic.virtual.card.measuring", str(index)]
     try:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_PATIENCE, check=False)
     except subprocess.TimeoutExpired:

@@ -1,13 +1,17 @@
-"""Who holds the memory, in words and columns for a notebook or a terminal."""
+"""Who holds the memory, and what came back, in words and columns for a notebook."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from gpumem_magic.owners.holders import Holder, freed_by_detaching, holders, matching
+from gpumem_magic.owners.holders import Holder, detach_words, freed_by_detaching, holders, matching
 from gpumem_magic.owners.model import Held, Holdings, size_of
 from gpumem_magic.owners.tree import COLUMNS, Branch
 from gpumem_magic.units import KIB, MIB, counted, human
+
+if TYPE_CHECKING:
+    from gpumem_magic.owners.free import Freed
 
 SHOWN = 15
 _HEADS = {
@@ -73,6 +77,27 @@ def tree_text(branches: Sequence[Branch]) -> str:
     return f"{_columns(rows, right=len(rows[0]) - 1, first_left=True)}\n\n{note}"
 
 
+def freed_text(freed: Freed, *, dry: bool) -> str:
+    """The answer in sentences."""
+    would = "would come" if dry else "came"
+    lines = [
+        f"{human(freed.allocated)} of tensors {would} back ({', '.join(freed.words)}), and "
+        f"{human(freed.reserved)} {'would go' if dry else 'went'} back to the device."
+    ]
+    lines.append(
+        f"{human(freed.left_allocated)} {'would stay' if dry else 'stay'} allocated, "
+        f"{human(freed.left_reserved)} reserved."
+    )
+    keepers = [one for one in freed.holders if one.bytes]
+    if keepers:
+        named = [f"{one.name} ({human(one.bytes)})" for one in keepers[:4]]
+        more = f" and {len(keepers) - 4} more" if len(keepers) > 4 else ""
+        lines.append(f"Still held by {', '.join(named)}{more}; `%gpumem_who` says what frees each.")
+    if "out" not in freed.words and any(one.kind == "out" for one in freed.holders):
+        lines.append("Results in Out are kept: `%gpumem_free out` lets them go.")
+    return "\n".join(lines)
+
+
 def unknown_name(holdings: Holdings, name: str) -> str:
     """One line for a name that holds nothing, with those that do and read like it."""
     import difflib
@@ -95,17 +120,6 @@ def _of_root(holdings: Holdings, number: int, found: Sequence[Held]) -> list[str
     if one.kind == "variable" and (detached := size_of(freed_by_detaching(holdings, number))):
         lines.append(f"Detaching frees {human(detached)}: {detach_words(one.name, one.type)}.")
     return lines
-
-
-def detach_words(name: str, kind: str) -> str:
-    """What to type so that a variable (of the class `kind`) lets go of autograd's graph and keeps its values."""
-    if kind == "list":
-        return f"`{name} = [one.detach() for one in {name}]`"
-    if kind == "dict":
-        return f"`{name} = {{key: one.detach() for key, one in {name}.items()}}`"
-    if kind == "Tensor":
-        return f"`{name} = {name}.detach()`"
-    return f"`.detach()` on the tensors in `{name}`"
 
 
 def _links(holdings: Holdings) -> str:
