@@ -24,13 +24,13 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "run",
         help="run a script and report its GPU memory",
+        usage="%(prog)s [OPTIONS] SCRIPT [-- ARGUMENTS]",
         description="Runs SCRIPT as `python SCRIPT ARGUMENTS` would. The report goes to standard error; standard output and the "
         "exit status are the script's.",
     )
     parser.add_argument("script", metavar="SCRIPT")
     parser.add_argument("--device", metavar="NAME", help="cuda, cuda:1, T4, A100-40GB, 2xT4; see `gpumem devices`")
     parser.add_argument("--json", metavar="PATH", help="also write the report to PATH, as JSON")
-    parser.usage = f"{parser.format_usage().removeprefix('usage: ').rstrip()} [-- ARGUMENTS]"
     parser.set_defaults(run=lambda options: _run(parser, options))
     return parser
 

@@ -38,6 +38,8 @@ class Words(MagicArgumentParser):
 
     def __init__(self, prog: str, *, split: Callable[[str], list[str]] = shlex.split, **options: Any) -> None:
         super().__init__(prog=prog, **options)
+        # From Python 3.14 on, help for a terminal is coloured, and documentation would be too.
+        self.color = False
         self._split = split
         self._taken: list[tuple[argparse.Action, Callable[[str], list[str]] | None]] = []
 
