@@ -15,6 +15,8 @@ settings.load_profile("shared-machine")
 
 # What `gpumem calibrate` measured on a developer's computer changes no test; tests of it name a file of their own.
 os.environ["GPUMEM_CALIBRATION"] = ""
+# Nor does a terminal's width: processes that run tests side by side are told one.
+os.environ.pop("COLUMNS", None)
 
 
 @pytest.fixture(autouse=True)
