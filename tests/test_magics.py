@@ -17,6 +17,7 @@ from IPython.utils.capture import capture_output
 from shell_fakes import FakeReport, FakeSession, clean_shell, install_session
 
 from gpumem_magic.notebook.magics import GpuMemMagics
+from gpumem_magic.recording.progress import StopRun
 
 
 @pytest.fixture
@@ -342,10 +343,6 @@ def test_the_error_is_not_kept(shell: Any) -> None:
 def test_a_call_that_a_limit_left_has_its_row_and_ends_the_cell_quietly(
     shell: Any, session: FakeSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class StopRun(BaseException):
-        pass
-
-    monkeypatch.setitem(sys.modules, "gpumem_magic.recording.limit", SimpleNamespace(StopRun=StopRun))
     shell.user_ns["StopRun"] = StopRun
     ran = Ran(shell, "%%gpumem\ndef train():\n    raise StopRun\ntrain()\nx = 1\n")
     assert ran.error is None

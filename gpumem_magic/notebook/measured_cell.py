@@ -20,6 +20,7 @@ from gpumem_magic.notebook.shell_hooks import hide_frames_once
 from gpumem_magic.recording import under_way
 from gpumem_magic.recording.cell import CellRun
 from gpumem_magic.recording.hook import without_hooks
+from gpumem_magic.recording.progress import StopRun
 from gpumem_magic.session import recording
 
 
@@ -101,7 +102,7 @@ class MeasuredCell:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> bool:
         """True, which ends the cell without an error, only where a limit on iterations left it."""
-        stopped = error is not None and not self._nested and _is_stop(error)
+        stopped = error is not None and not self._nested and is_a(error, StopRun)
         exceeded = None
         without_hooks(traceback)
         try:
@@ -172,12 +173,6 @@ def _stack(frame: FrameType | None) -> Iterator[FrameType]:
     while frame is not None:
         yield frame
         frame = frame.f_back
-
-
-def _is_stop(error: BaseException) -> bool:
-    """Whether our own limit on iterations left a call. Its module is there if it did: it is not imported for the question."""
-    limit = sys.modules.get("gpumem_magic.recording.limit")
-    return limit is not None and is_a(error, limit.StopRun)
 
 
 def _warn(text: str) -> None:

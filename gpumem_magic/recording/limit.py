@@ -19,10 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from gpumem_magic.looks.objects import attribute
 from gpumem_magic.recording import torch_seams
 from gpumem_magic.recording.instrument import Statement
-
-
-class StopRun(BaseException):
-    """Leaves a call whose training loop has run long enough. Not an Exception, so that no retry in a library catches it."""
+from gpumem_magic.recording.progress import StopRun
 
 
 class IterationLimit:

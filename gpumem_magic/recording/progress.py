@@ -1,4 +1,4 @@
-"""A cell's statements on their way to the recorder."""
+"""A cell's statements on their way to the recorder, and the exception that leaves it early."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from gpumem_magic.recording.instrument import Statement
     from gpumem_magic.recording.recorder import Recorder
+
+
+class StopRun(BaseException):
+    """Leaves a call whose training loop has run long enough. Not an Exception, so that no retry in a library catches it."""
 
 
 class CellProgress:
