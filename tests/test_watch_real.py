@@ -97,7 +97,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Any:
     made.start()
     monkeypatch.setattr(under_way, "_current", made)
     yield SimpleNamespace(own=made, torch=torch)
-    made._put_back()
+    made.put_back()
 
 
 def test_the_samples_of_a_cell_have_the_reports_categories_after_it(
@@ -151,7 +151,7 @@ def test_a_recording_that_never_comes_leaves_the_samples_and_a_note(
     observer, clock = watched(torch)
     torch.alloc(20 * MIB)
     observer.observe()
-    made._put_back()
+    made.put_back()
     monkeypatch.setattr(under_way, "_current", None)
     assert observer.observe().relabelled == []
     assert observer.notes == []
