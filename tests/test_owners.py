@@ -348,3 +348,45 @@ def test_holders_and_cycles_are_what_plain_reachability_says(case: tuple[int, li
     reached = graph.reachable()
     on_cycle = {node for node in reached if any(node in graph.reachable([child]) for child in children[node])}
     assert graph.behind_cycles() == graph.reachable(on_cycle)
+
+
+DATA = """
+shared = [{"row": [number]} for number in range(300)]
+loop = {"data": shared}
+loop["self"] = loop
+class Sample:
+    __module__ = "__main__"
+    cache = []
+    def __init__(self): self.data = loop
+samples = [Sample() for _ in range(20)]
+hosts = [{"x": torch.ones(3)} for _ in range(20)]
+"""
+
+
+def test_what_leads_to_no_memory_is_not_walked_object_by_object(machine: Any) -> None:
+    holdings = find_owners(machine, ran(DATA + "x = mib(1)"))
+    assert places(holdings) == {"x": MIB}
+    assert holdings.objects < 100
+
+
+@pytest.mark.parametrize(
+    ("hidden", "place"),
+    [
+        ("samples[7].data['row'] = mib(1)", "loop['row']"),
+        ("Sample.cache.append(mib(1))", "Sample.cache[0]"),
+        ("shared[250]['row'].append(mib(1))", "shared[250]['row'][1]"),
+        ("hosts[3]['x'].mine = mib(1)", "hosts[3]['x'].mine"),
+        ("hosts[3]['x'].requires_grad_(); y = hosts[3]['x'] * 2; hosts[3]['y'] = y; del y; hosts[4] = mib(1)", "hosts[4]"),
+        ("def function(): pass\nfunction.kept = mib(1)\nshared[9]['f'] = function; del function", "shared[9]['f'].kept"),
+    ],
+)  # fmt: skip
+def test_memory_that_lies_deep_in_data_is_found(machine: Any, hidden: str, place: str) -> None:
+    holdings = find_owners(machine, ran(DATA + hidden))
+    assert holdings.lost == ()
+    assert size_of(holdings.held) == MIB
+    assert places(holdings) == {place: MIB}
+
+
+def test_nothing_is_walked_where_nothing_is_live(machine: Any) -> None:
+    holdings = find_owners(machine, ran(DATA))
+    assert (holdings.objects, holdings.held, holdings.lost) == (0, (), ())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import textwrap
+from bisect import bisect_left
 from collections import Counter
 
 from gpumem_magic.causes.model import LEAST, Cause, Scene, size
@@ -12,6 +13,8 @@ from gpumem_magic.owners.model import Held, Root, size_of
 from gpumem_magic.snapshot.timeline import Allocation
 from gpumem_magic.units import human
 
+# The names in front of a call of something that loads, each time that one stands there.
+_LOADED = re.compile(r"\b(\w+)\s*=\s*(?=[^\n]*\bload\w*\s*\()")
 _LOAD = re.compile(r"\btorch\.load\s*\((?P<arguments>[^\n]*)")
 
 
@@ -19,10 +22,11 @@ def held_checkpoint(scene: Scene) -> list[Cause]:
     """A variable that something was loaded into, and that still holds the same weights as a model's, by shape and type."""
     if scene.holdings is None:
         return []
+    loaded = frozenset(_LOADED.findall(scene.typed))
     weights = Counter(_shape(one) for one in scene.held if one.kind == "parameter")
     found = []
     for number, root in enumerate(scene.holdings.roots):
-        if root.kind != "variable" or not _was_loaded(root, scene.typed):
+        if root.kind != "variable" or root.name not in loaded:
             continue
         copies = [one for one in scene.holdings.freed([number]) if one.device == scene.device and one.kind == "tensor"]
         left = weights.copy()
@@ -71,12 +75,18 @@ def loaded_to_device(scene: Scene) -> list[Cause]:
 def built_again(scene: Scene) -> list[Cause]:
     """A model built while the one from an earlier run was still there."""
     found = []
+    parameters = [one for one in scene.timeline.allocations if scene.labels[one.index].category == "parameters"]
+    parameters.sort(key=lambda one: one.born)
+    births = [one.born for one in parameters]
     for point, begin, end in scene.points:
         if point.kind != "statement" or begin == end:
             continue
-        old = [one for one in scene.living_in(begin, "parameters") if one.born < begin]
-        new = [one for one in scene.living_in(end, "parameters") if begin <= one.born < end]
-        if size(new) < LEAST or not old:
+        made = parameters[bisect_left(births, begin) : bisect_left(births, end)]
+        new = [one for one in made if one.freed is None or one.freed >= end]
+        if size(new) < LEAST:
+            continue
+        old = [one for one in parameters[: bisect_left(births, begin)] if one.freed is None or one.freed >= begin]
+        if not old:
             continue
         twins = _twins(old, new)
         both = [one for one in twins if one.freed is None or one.freed >= max(fresh.born for fresh in new)]
@@ -146,11 +156,6 @@ def _twins(old: list[Allocation], new: list[Allocation]) -> list[Allocation]:
             wanted[one.requested] -= 1
             found.append(one)
     return found
-
-
-def _was_loaded(root: Root, typed: str) -> bool:
-    name = re.escape(root.name)
-    return re.search(rf"(?m)\b{name}\b\s*=\s*[^\n]*\bload\w*\s*\(", typed) is not None
 
 
 def _shape(one: Held) -> tuple[str, tuple[int, ...]]:

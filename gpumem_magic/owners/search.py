@@ -46,6 +46,8 @@ def find_owners(
     began = time.perf_counter()
     machine.settle()
     blocks = _blocks(machine)
+    if not blocks:
+        return Holdings((), (), (), HoldGraph([], {}, {}), time.perf_counter() - began, 0)
     workspaces = _workspaces(machine, blocks)
     # The walk makes many objects: Python would collect the user's garbage in the middle of it.
     collecting = gc.isenabled()

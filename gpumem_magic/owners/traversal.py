@@ -11,6 +11,7 @@ import gc
 import sys
 import types
 from collections.abc import Callable, Iterable
+from itertools import compress
 from typing import Any
 
 import torch
@@ -74,6 +75,8 @@ class Traversal:
         self._closed = list(closed)
         self._index: dict[int, int] = {id(thing): _LEAF for thing in self._closed}
         # By the class's id, which its objects keep: a class may have a `__hash__` of its metaclass's.
+        # By id, what is known to lead to no memory.
+        self._barren: dict[int, Any] = {}
         self._expanders: dict[int, Expand | None] = {id(Root): None}
         self._expand: list[Expand | None] = []
         self._done = 0
@@ -81,12 +84,69 @@ class Traversal:
     def add_root(self, root: Root, values: Iterable[Any]) -> int | None:
         """A root and what it holds; its number, or None if nothing in it can hold memory."""
         values = [value for value in values if gc.is_tracked(value)]
-        if not values:
+        if self._is_barren(values):
             return None
         number = self._add(root, _LEAF, None)
         for value in values:
             self._meet(number, value)
         return number
+
+    def _is_barren(self, values: list[Any]) -> bool:
+        """Whether no memory lies behind these objects. They are looked through level by level, in C, since a notebook's data may
+        be millions of them, which a walk object by object would take seconds for. It ends at the first that holds memory.
+
+        What only one other refers to is met once; of the rest it is kept what was met. Every cycle has one of those.
+        """
+        met: dict[int, Any] = {}
+        level = list(values)
+        once = _referred_to_once()
+        with tensors.unseen():
+            while level:
+                counts = list(map(sys.getrefcount, level))
+                shared = list(compress(level, map(once.__lt__, counts)))
+                if shared:
+                    fresh = dict(zip(map(id, shared), shared, strict=True))
+                    if any(self._index[number] >= 0 for number in fresh.keys() & self._index.keys()):
+                        # Another root's own value, which holds memory.
+                        return False
+                    for known in (met, self._barren, self._index):
+                        for number in fresh.keys() & known.keys():
+                            del fresh[number]
+                    met |= fresh
+                    level = [*compress(level, map(once.__ge__, counts)), *fresh.values()]
+                found: list[Any] = []
+                its: list[Any] = []
+                classes = list(map(type, level))
+                kinds = dict(zip(map(id, classes), classes, strict=True))
+                for number, kind in kinds.items():
+                    expand = self._expanders[number] if number in self._expanders else self._choose(kind)
+                    if expand is None:
+                        continue
+                    its = level if len(kinds) == 1 else [one for one in level if type(one) is kind]
+                    if expand is _generic:
+                        found += gc.get_referents(*its)
+                    elif any(self._may_hold(one, expand) for one in its):
+                        return False
+                    else:
+                        found += [inner for one in its for inner in self._behind(one, expand)]
+                level = list(filter(gc.is_tracked, found))
+                del found, its  # a second list would be a second reference
+        self._barren |= met
+        return True
+
+    def _may_hold(self, thing: Any, expand: Expand) -> bool:
+        """Whether a tensor or a node of autograd's graph holds memory, or leads to more than its own attributes."""
+        if expand == self._node:
+            return True
+        if expand != self._tensor:
+            return False
+        holds = _located(self._locate, thing) is not None
+        return holds or is_a(thing, FakeTensor) or tensors.grad_fn(thing) is not None or tensors.grad(thing) is not None
+
+    def _behind(self, thing: Any, expand: Expand) -> Iterable[Any]:
+        if expand is _class and not _is_users(thing):
+            return ()
+        return gc.get_referents(thing) if expand == self._tensor else expand(_LEAF, thing)
 
     def walk(self) -> None:
         """Goes on until everything that was met has been looked into."""
@@ -124,6 +184,7 @@ class Traversal:
         """Lets go of everything now. (It refers to itself, so that Python would do it only at the next garbage collection.)"""
         for collection in (self.objects, self._closed, self._expand):
             collection.clear()
+        self._barren.clear()
         self._expanders.clear()
 
     def number_of(self, thing: Any) -> int | None:
@@ -218,6 +279,12 @@ class Traversal:
         if variable is not None:
             self._link(number, variable, "variable")
         return gc.get_referents(node)
+
+
+def _referred_to_once() -> int:
+    """What Python counts for an object in a list that one other object refers to."""
+    holder: list[Any] = [[]]
+    return next(map(sys.getrefcount, gc.get_referents(holder)))
 
 
 def _generic(_number: int, thing: Any) -> Iterable[Any]:
