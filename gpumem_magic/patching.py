@@ -18,6 +18,7 @@ from types import FunctionType, MethodType
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from gpumem_magic import private
 from gpumem_magic.failures import is_own_failure
 from gpumem_magic.tracebacks import cut
 
@@ -30,6 +31,8 @@ class Patches:
     def __init__(self) -> None:
         # A step is known before it is done, and forgotten after it is undone: an interrupt in between loses nothing.
         self._undo: list[Callable[[], object]] = []
+        # What could not be replaced, in sentences.
+        self.lacking: list[str] = []
         self._replaced: list[tuple[Any, str, Any, Any]] = []
         self._placed: dict[tuple[int, int], tuple[Any, Callable[[], None], Any, Any]] = {}
 
@@ -110,6 +113,14 @@ class Patches:
         self._undo.append(take_out)
         # Without a PATH the shell looks in its own default places; they must stay reachable.
         self.environment("PATH", f"{directory}{os.pathsep}{os.environ.get('PATH', os.defpath)}")
+
+    def attempt(self, step: Callable[..., object], *arguments: Any) -> None:
+        """Has a step replace what it replaces; one whose private names are not all there is left out (`lacking`)."""
+        line = private.lacking(private.place_of(step))
+        if line:
+            self.lacking.append(line)
+        else:
+            step(self, *arguments)
 
     def also_undo(self, function: Callable[[], object]) -> None:
         """Has `function` called by `undo`, before what was replaced earlier is put back."""

@@ -23,10 +23,9 @@ def state() -> str:
     """What is on, and the names that there are, for a bare ``%gpumem_device``."""
     import torch
 
-    from gpumem_magic.virtual import gpu
     from gpumem_magic.virtual.card import catalog
 
-    machine = gpu.current()
+    machine = choosing.virtual()
     if machine is not None:
         words = [f"{choosing.machine_words(machine)} is on.{choosing.calibrated(machine)}"]
     else:

@@ -1,7 +1,7 @@
 """The places in PyTorch without a public hook where a phase can be seen to begin and end.
 
-Tested on torch 2.9 to 2.15; the names are the same from 2.9 on. Each function replaces attributes through `Patches`, so that they
-come back, and raises RuntimeError, naming what is missing, where a PyTorch has no such place.
+Each function replaces attributes through `Patches`, so that they come back, and raises RuntimeError, naming what is missing,
+where a PyTorch has no such place.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch.autograd.profiler import record_function
 from torch.nn.modules import module as nn_module
 from torch.optim import optimizer as nn_optimizer
 
+from gpumem_magic import private
 from gpumem_magic.patching import Patches
 
 Around = Callable[[], Callable[[bool], None]]
@@ -23,16 +24,8 @@ Around = Callable[[], Callable[[bool], None]]
 
 def watch_backward(patches: Patches, begins: Around) -> None:
     """`begins` around every run of the autograd engine (``backward`` and ``grad``), nested ones too."""
-    places = [
-        place
-        for place in (torch.autograd.graph, torch.autograd)
-        if callable(getattr(place, "_engine_run_backward", None))
-    ]
-    if torch.autograd not in places:
-        raise RuntimeError(
-            f"torch {torch.__version__} has no torch.autograd._engine_run_backward: backward is not seen"
-        )
-    for place in places:
+    private.require("recording.torch_seams:watch_backward")
+    for place in (torch.autograd.graph, torch.autograd):
         original = vars(place)["_engine_run_backward"]
         patches.set(place, "_engine_run_backward", _around(original, begins))
 
@@ -42,13 +35,8 @@ def watch_recomputation(patches: Patches, begins: Around) -> None:
 
     With ``use_reentrant=True`` it also covers the nested backward that follows; the caller sees that one begin.
     """
-    hook = getattr(torch.utils.checkpoint, "_recomputation_hook", None)
-    function = getattr(torch.utils.checkpoint, "CheckpointFunction", None)
-    if hook is None or function is None or "backward" not in vars(function):
-        raise RuntimeError(
-            f"torch {torch.__version__} has no torch.utils.checkpoint._recomputation_hook and CheckpointFunction: "
-            "recomputation is seen in modules only"
-        )
+    private.require("recording.torch_seams:watch_recomputation")
+    hook, function = torch.utils.checkpoint._recomputation_hook, torch.utils.checkpoint.CheckpointFunction
     _watch_context(patches, hook, lambda _: begins(), key="_gpumem_magic_recomputation")
     original = function.backward
     patches.set(function, "backward", staticmethod(_around(original, begins)))

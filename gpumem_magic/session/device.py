@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
+from gpumem_magic import private
 from gpumem_magic.devices import machines
 from gpumem_magic.devices.base import Device, DeviceError, Label, Machine
 from gpumem_magic.recording import under_way
@@ -49,20 +50,24 @@ class Chosen:
             device.end_logs()
 
 
+def virtual() -> VirtualMachine | None:
+    """The virtual machine that is on, or None."""
+    return cast("VirtualMachine | None", machines.virtual())
+
+
 def choose(name: str) -> str:
     """Turns a virtual device on, or chooses a real one, and returns a sentence about it. Raises DeviceError."""
     global _chosen_gpu
-    from gpumem_magic.virtual import gpu
     from gpumem_magic.virtual.card import catalog
 
     if under_way.is_any():
         raise DeviceError("a recording is under way: choose the device in a cell that is not measured")
-    before = gpu.current()
+    before = virtual()
     spec = catalog.parse(name)
     if isinstance(spec, catalog.RealDevice):
         return _choose_gpu(spec)
     left = before.live_storages() if before is not None else 0
-    machine = gpu.turn_on(name)
+    machine = _turn_on(name)
     _chosen_gpu = None
     tensors = "1 tensor" if left == 1 else f"{left} tensors"
     lost = f" {tensors} of {before.spec.text} can't be used any more." if before is not None and left else ""
@@ -82,16 +87,16 @@ def is_any() -> bool:
 def off() -> str:
     """Turns the virtual device off, or forgets which GPU was chosen, and returns a sentence. Raises DeviceError."""
     global _chosen_gpu
-    from gpumem_magic.virtual import gpu
-
     if under_way.is_any():
         raise DeviceError("a recording is under way: turn the device off in a cell that is not measured")
-    machine = gpu.current()
+    machine = virtual()
     if machine is None:
         if _chosen_gpu is None:
             return "No virtual device was on."
         forgotten, _chosen_gpu = _chosen_gpu, None
         return f"cuda:{forgotten} is no longer chosen: the current GPU is measured."
+    from gpumem_magic.virtual import gpu
+
     left = gpu.turn_off()
     words = f"The virtual {machine.spec.text} is off, and PyTorch is as it was."
     if left:
@@ -105,10 +110,9 @@ def for_recording(name: str | None) -> Chosen:
     import torch
 
     from gpumem_magic.devices import unsupported
-    from gpumem_magic.virtual import gpu
     from gpumem_magic.virtual.card import catalog
 
-    machine = gpu.current()
+    machine = virtual()
     spec = catalog.parse(name) if name is not None else None
     if isinstance(spec, catalog.RealDevice):
         # While a virtual device is on, `cuda:1` in the program is a virtual one, and so it is here.
@@ -117,7 +121,7 @@ def for_recording(name: str | None) -> Chosen:
         return Chosen(found, _checked_index(spec.text, index, len(found.devices)), named=spec.index is not None)
     if name is not None and spec is not None and (machine is None or machine.spec.models != spec.models):
         choose(name)
-        machine = gpu.current()
+        machine = virtual()
     if machine is not None:
         return Chosen(machine, machine.current_device())
     real_gpus = machines.gpus(torch)
@@ -125,13 +129,24 @@ def for_recording(name: str | None) -> Chosen:
         if _chosen_gpu is not None and _chosen_gpu < len(real_gpus.devices):
             return Chosen(real_gpus, _chosen_gpu, named=True)
         return Chosen(real_gpus, real_gpus.current_device())
-    machine = gpu.turn_on(DEFAULT_DEVICE)
+    machine = _turn_on(DEFAULT_DEVICE)
     instead = unsupported.why_not(torch) or "No GPU is here and no device was chosen."
     note = (
         f"{instead} This ran on a virtual {DEFAULT_DEVICE}, which stays on. `%gpumem_device NAME` chooses another, "
         "`%gpumem_device off` ends it."
     )
     return Chosen(machine, machine.current_device(), turned_on=True, notes=(note,))
+
+
+def _turn_on(name: str) -> VirtualMachine:
+    """Raises DeviceError also where this PyTorch lacks what a virtual GPU is made of: real ones do not need it."""
+    try:
+        private.require("virtual.gpu")
+    except private.Missing as error:
+        raise DeviceError(str(error)) from None
+    from gpumem_magic.virtual import gpu
+
+    return gpu.turn_on(name)
 
 
 def _choose_gpu(spec: RealDevice) -> str:

@@ -65,6 +65,8 @@ def turn_on(text: str) -> VirtualMachine:
             machine.remove("the virtual GPU could not be turned on")
             machines.put_in_front(None)
             raise
+        if machine.lacking():
+            warnings.warn(" ".join(machine.lacking()), stacklevel=2)
         return machine
 
 

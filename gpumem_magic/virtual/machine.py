@@ -17,6 +17,7 @@ import gpumem_magic.virtual.operators.shapes
 import gpumem_magic.virtual.operators.sorting
 import gpumem_magic.virtual.operators.sparse
 import gpumem_magic.virtual.operators.temporaries  # noqa: F401 - all register their handlers with the engine
+from gpumem_magic import private
 from gpumem_magic.allocator.failure import DeviceOutOfMemory, oom_text
 from gpumem_magic.allocator.settings import EnvironmentSettings
 from gpumem_magic.devices.base import Device, Label
@@ -174,27 +175,28 @@ class VirtualMachine:
         try:
             for gpu in self._devices:
                 gpu.allocator.on_reserved = self._tell_smi(gpu)
-            self._factories.install(self._patches)
-            parameters.install(self._patches)
-            storages.install(self._patches, self.engine)
-            wrappers.install(self._patches)
-            saving.install(self._patches)
+            attempt = self._patches.attempt
+            attempt(self._factories.install)
+            attempt(parameters.install)
+            attempt(storages.install, self.engine)
+            attempt(wrappers.install)
+            attempt(saving.install)
             surroundings.install(self._patches)
-            legacy.install(self._patches)
-            self._libraries.install(self._patches)
-            kernel_rules.install(self._patches)
+            attempt(legacy.install)
+            attempt(self._libraries.install)
+            attempt(kernel_rules.install)
             communication.install(self._patches, self.engine)
             install_engine_hooks(self._patches, self.engine)
-            self.face.install(self._patches)
-            graphs.install(self._patches, self, self.face.stream_of)
-            self._autocast.install(self._patches)
-            self.attention.install(self._patches)
-            composites.install(self._patches)
-            # What Triton and libraries ask for the stream to launch on; builds for the host lack it (torch 2.9 to 2.15).
+            attempt(self.face.install)
+            attempt(graphs.install, self, self.face.stream_of)
+            attempt(self._autocast.install)
+            attempt(self.attention.install)
+            attempt(composites.install)
+            # What Triton and libraries ask for the stream to launch on; builds for the host lack it.
             self._patches.set(torch._C, "_cuda_getCurrentRawStream", self.face.stream_of)
-            # The public way to get cuBLAS's workspaces back; builds for the host lack it (torch 2.9 to 2.15).
+            # The public way to get cuBLAS's workspaces back; builds for the host lack it.
             self._patches.set(torch._C, "_cuda_clearCublasWorkspaces", self._clear_workspaces)
-            self._captured.install(self._patches)
+            attempt(self._captured.install)
             self._patches.also_undo(self.smi.remove)
             self.smi.install()
             self._patches.also_undo(self.nvml.remove)
@@ -209,6 +211,11 @@ class VirtualMachine:
         """Puts everything back. Tensors that are left say `because` when they are used."""
         self.engine.closed_because = because
         self._patches.undo()
+
+    def lacking(self) -> list[str]:
+        """What does not work because this PyTorch lacks private names, in sentences."""
+        operators = private.lacking("virtual.operators")
+        return self._patches.lacking + [operators] * bool(operators)
 
     def replaced(self) -> list[tuple[Any, str]]:
         """The (owner, name) pairs that are replaced while the machine is on."""

@@ -26,6 +26,7 @@ from torch._subclasses.fake_tensor import (
 from gpumem_magic.failures import is_own_failure
 from gpumem_magic.looks import tensors
 from gpumem_magic.looks.objects import attribute, is_a
+from gpumem_magic.private import aten as _aten
 from gpumem_magic.virtual.engine import kernel_rules, supplied, values
 from gpumem_magic.virtual.engine.memory import Memory
 from gpumem_magic.virtual.engine.mismatch import (
@@ -221,10 +222,7 @@ class Engine:
         if tensor.layout is not torch.sparse_coo:
             raise NotImplementedError(f"the virtual GPU cannot hold a tensor with layout {tensor.layout}")
         self.holds_sparse = True
-        return tuple(
-            self.fake_call(part, (tensor,), {})
-            for part in (torch.ops.aten._indices.default, torch.ops.aten._values.default)
-        )
+        return tuple(self.fake_call(part, (tensor,), {}) for part in (_aten._indices.default, _aten._values.default))
 
     def _fake_hosts(self, args: Any) -> tuple[Any, bool]:
         """The arguments with plain host tensors made fake, and whether there were any."""

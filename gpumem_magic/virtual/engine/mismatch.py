@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-_aten = torch.ops.aten
+from gpumem_magic.private import aten as _aten
 
 # Operators which take tensors of several devices: copies, and index tensors that may stay on the host.
 _MIXING = {
@@ -146,7 +146,7 @@ def _on_host(arg: Any, most: float, written: bool) -> Any:
         if arg.numel() > most:
             raise NotImplementedError
         with torch._C._DisableTorchDispatch():
-            one = torch.ops.aten.zeros.default([] if not written else arg.shape, dtype=arg.dtype)
+            one = _aten.zeros.default([] if not written else arg.shape, dtype=arg.dtype)
             return one if written else one.expand(arg.shape)
     if isinstance(arg, torch.device):
         return torch.device("cpu")

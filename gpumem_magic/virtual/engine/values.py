@@ -17,6 +17,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from gpumem_magic.failures import is_own_failure
+from gpumem_magic.private import aten as _aten
 from gpumem_magic.virtual.engine.tensors import KNOWN, VirtualTensor
 
 # The largest tensor that is learnt, in elements. Small biases and the like would be followed for nothing.
@@ -25,7 +26,6 @@ MOST_FLOATS = 1
 # The largest that is made of values that are known already: scores that are compared, where flags decide.
 MOST_FLOATS_MADE = 1024
 
-_aten = torch.ops.aten
 
 # They make known values without being given any.
 _CONSTANT = {
@@ -162,7 +162,7 @@ def _on_host(arg: Any, sure: list[bool]) -> Any:
                 raise _Unknown
             sure[0] = False
             with torch._C._DisableTorchDispatch():
-                return torch.ops.aten.zeros.default(arg.shape, dtype=arg.dtype)
+                return _aten.zeros.default(arg.shape, dtype=arg.dtype)
         sure[0] = sure[0] and found.exact
         sure[1] = sure[1] or found.supplied
         return found.host

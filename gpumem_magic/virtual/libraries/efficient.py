@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from gpumem_magic.patching import Patches
+from gpumem_magic.private import aten as _aten
 from gpumem_magic.virtual.libraries.flash import Lengths, attend
 from gpumem_magic.virtual.libraries.loading import replace_function
 
@@ -41,7 +42,7 @@ def _attention(query: Any, key: Any, value: Any, bias: Any, p: float, scale: flo
     else:
         # What a mask object leaves out is not written anywhere, whatever it is.
         bias = None
-    found = torch.ops.aten._efficient_attention_forward(
+    found = _aten._efficient_attention_forward(
         query, key, value, bias, None, None, None, None, p, 0, wanted, scale=scale
     )
     return found[0].reshape(shape), found[1]

@@ -15,10 +15,10 @@ import torch
 import torch.nn.functional as F
 
 from gpumem_magic.patching import Patches
+from gpumem_magic.private import aten as _aten
 from gpumem_magic.virtual.engine.engine import Engine, special
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
 
-_aten = torch.ops.aten
 _HALF = (torch.float16, torch.bfloat16)
 FLASH, EFFICIENT, MATH, CUDNN = "flash", "efficient", "math", "cudnn"
 # The numbers of `torch.nn.attention.SDPBackend`.

@@ -14,11 +14,10 @@ from typing import Any
 import torch
 
 from gpumem_magic.patching import Patches
+from gpumem_magic.private import aten as _aten
 from gpumem_magic.virtual.engine import values
 from gpumem_magic.virtual.engine.engine import Engine, special
 from gpumem_magic.virtual.engine.tensors import CHECKED, KNOWN, VirtualTensor
-
-_aten = torch.ops.aten
 
 
 def _below(left: Any, right: Any) -> bool:
@@ -39,7 +38,7 @@ def _say(tensor: Any, answer: bool) -> None:
     """The values of a new, small tensor are taken to be this."""
     if isinstance(tensor, VirtualTensor) and values.small(tensor):
         with torch._C._DisableTorchDispatch():
-            host = torch.ops.aten.full.default(tensor.shape, answer, dtype=torch.bool)
+            host = _aten.full.default(tensor.shape, answer, dtype=torch.bool)
         tensor.__dict__[KNOWN] = values.Known(host, False)
 
 

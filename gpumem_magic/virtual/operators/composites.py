@@ -18,9 +18,8 @@ import torch
 import torch.nn.functional as F
 
 from gpumem_magic.patching import Patches
+from gpumem_magic.private import aten as _aten
 from gpumem_magic.virtual.engine.engine import Engine, special
-
-_aten = torch.ops.aten
 
 
 def dropout(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
@@ -126,7 +125,7 @@ _KERNELS: dict[Any, Callable[..., Any]] = {
     _aten.silu_backward.default: silu_backward,
     _aten.mish_backward.default: mish_backward,
 }
-if hasattr(_aten, "_fused_rms_norm_backward"):
+if hasattr(torch.ops.aten, "_fused_rms_norm_backward"):
     _KERNELS[_aten._fused_rms_norm.default] = rms_norm
 
 

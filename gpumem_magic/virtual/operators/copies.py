@@ -13,11 +13,10 @@ from typing import Any
 
 import torch
 
+from gpumem_magic.private import aten as _aten
 from gpumem_magic.virtual.engine.engine import Engine, special
 from gpumem_magic.virtual.operators.sorting import holding
 from gpumem_magic.virtual.operators.written_gradients import IN_PLACE, writes_into_zeros
-
-_aten = torch.ops.aten
 
 # Which arguments are copied unless they are contiguous.
 _LAID_OUT: dict[Any, tuple[int, ...]] = {

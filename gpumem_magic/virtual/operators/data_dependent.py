@@ -9,14 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensor
 
+from gpumem_magic.private import aten as _aten
 from gpumem_magic.virtual.engine import supplied, values
 from gpumem_magic.virtual.engine.engine import Engine, special, users_line
 from gpumem_magic.virtual.engine.mismatch import refuse_mixed_devices
 from gpumem_magic.virtual.engine.modes import STATE, origin
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
-
-_aten = torch.ops.aten
-
 
 # ---- values
 

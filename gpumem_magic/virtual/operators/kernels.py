@@ -14,11 +14,10 @@ from typing import Any
 
 import torch
 
+from gpumem_magic.private import aten as _aten
 from gpumem_magic.virtual.card.catalog import DeviceState
 from gpumem_magic.virtual.card.generations import BlasPolicy, blas_policy, parse_version
 from gpumem_magic.virtual.engine.modes import STATE, origin
-
-_aten = torch.ops.aten
 
 _BLAS = {
     _aten.mm.default,

@@ -13,12 +13,11 @@ from typing import Any
 
 import torch
 
+from gpumem_magic.private import aten as _aten
 from gpumem_magic.virtual.engine import values
 from gpumem_magic.virtual.engine.engine import Engine, cannot_run, special
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
 from gpumem_magic.virtual.operators.data_dependent import _placed
-
-_aten = torch.ops.aten
 
 
 def _like(engine: Engine, tensor: Any, device: int, dtype: torch.dtype | None = None) -> Any:

@@ -14,12 +14,11 @@ from typing import Any
 
 import torch
 
+from gpumem_magic.private import aten as _aten
 from gpumem_magic.virtual.engine import values
 from gpumem_magic.virtual.engine.engine import Engine, special
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
 from gpumem_magic.virtual.operators.written_gradients import IN_PLACE, writes_into_zeros
-
-_aten = torch.ops.aten
 
 # The longest row that is sorted in place.
 MOST_IN_PLACE = 4096

@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from gpumem_magic.private import aten as _aten
 from gpumem_magic.virtual.engine.engine import SPARSE, Engine, special
 from gpumem_magic.virtual.engine.mismatch import refuse_mixed_devices
 from gpumem_magic.virtual.operators.data_dependent import _blank, _placed
 
-_aten = torch.ops.aten
 _INDEX_BYTES = 8
 
 

@@ -15,9 +15,8 @@ from typing import Any
 
 import torch
 
+from gpumem_magic.private import aten as _aten
 from gpumem_magic.virtual.engine.engine import Engine, special
-
-_aten = torch.ops.aten
 
 # The most indices that the kernel without a sort is used for.
 MOST_UNSORTED = 3072

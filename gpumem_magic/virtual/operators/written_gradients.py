@@ -9,12 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch._C import _current_autograd_node  # the node that the backward pass is in, None outside; torch 2.9 to 2.13
 
+from gpumem_magic.private import aten as _aten
 from gpumem_magic.virtual.engine.engine import Engine, special
 from gpumem_magic.virtual.engine.modes import STATE
-
-_aten = torch.ops.aten
 
 # What C++ calls for subclasses, and for others.
 IN_PLACE: dict[Any, Any] = {
@@ -29,6 +27,8 @@ _OF_ZEROS = (
     "Index", "Gather", "IndexSelect", "Topk", "Sort", "Max", "Min", "Kthvalue", "Median", "Nanmedian", "Mode", "Cummax", "Cummin",
     "MaskedSelect", "Take",
 )  # fmt: skip
+# The node that the backward pass is in, None outside.
+_current_node = getattr(torch._C, "_current_autograd_node", lambda: None)
 _NODES = frozenset(f"{name}Backward{number}" for name in _OF_ZEROS for number in (0, 1))
 
 
@@ -36,7 +36,7 @@ def writes_into_zeros() -> bool:
     """Whether the operator that runs now is the last step of such a gradient, outside of a gradient's own gradient."""
     if not STATE.backward or torch.is_grad_enabled():
         return False
-    node = _current_autograd_node()
+    node = _current_node()
     return node is not None and node.name() in _NODES
 
 

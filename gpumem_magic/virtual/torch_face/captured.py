@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from gpumem_magic.patching import Patches
+from gpumem_magic.private import aten as _aten
 from gpumem_magic.virtual.operators.factories import Factories
 
 # Factories without tensors among their arguments. Those that the host's own code puts together from `empty` and a kernel that
@@ -24,7 +25,7 @@ _NAMES = """
 """
 
 
-_READ = torch.ops.aten._local_scalar_dense.default
+_READ = _aten._local_scalar_dense.default
 
 
 class Captured:

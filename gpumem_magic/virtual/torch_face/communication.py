@@ -1,7 +1,7 @@
 """Copies between several virtual devices in one process, which `torch.nn.DataParallel` is made of, and the buckets of
 `DistributedDataParallel`.
 
-The names are those of `torch._C` in CUDA builds (torch 2.9 to 2.13); CPU builds do not have them.
+The names are those of `torch._C` in CUDA builds; CPU builds do not have them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ from gpumem_magic.virtual.engine.tensors import VirtualTensor
 
 
 def install(patches: Patches, engine: Engine) -> None:
-    _install_distributed(patches, engine)
+    if torch.distributed.is_available():
+        patches.attempt(_distributed, engine)
+        patches.attempt(_process_groups)
     patches.set(torch.cuda.nccl, "is_available", _nccl_is_available(torch.cuda.nccl.is_available))
     patches.set(torch.cuda.nccl, "reduce", _nccl_reduce(torch.cuda.nccl.reduce))
     for name, function in {
@@ -110,15 +112,9 @@ def _nccl_reduce(original: Any) -> Any:
 # ---- DistributedDataParallel
 
 
-def _install_distributed(patches: Patches, engine: Engine) -> None:
-    """The reducer makes its buckets in C++, and would compare the parameters' values with other processes'.
-
-    Tested on torch 2.13. Where the module lacks a name, DistributedDataParallel stays as it is.
-    """
-    if not torch.distributed.is_available():
-        return
+def _distributed(patches: Patches, engine: Engine) -> None:
+    """The reducer makes its buckets in C++, and would compare the parameters' values with other processes'."""
     distributed: Any = importlib.import_module("torch.distributed")
-    _process_groups(patches, distributed)
     module = importlib.import_module("torch.nn.parallel.distributed")
     kind = module.DistributedDataParallel
     original_init = kind.__init__
@@ -168,8 +164,8 @@ def _install_distributed(patches: Patches, engine: Engine) -> None:
             patches.set(module, name, skip_for_ours(getattr(module, name), place))
 
 
-def _process_groups(patches: Patches, distributed: Any) -> None:
-    """Where a program asks for NCCL, which needs GPUs, gloo stands for it (torch 2.9 to 2.13)."""
+def _process_groups(patches: Patches) -> None:
+    """Where a program asks for NCCL, which needs GPUs, gloo stands for it."""
     module = importlib.import_module("torch.distributed.distributed_c10d")
 
     def with_gloo(original: Any) -> Any:
@@ -200,7 +196,7 @@ def _process_groups(patches: Patches, distributed: Any) -> None:
             if place.startswith("torch.distributed") and getattr(other, "__dict__", {}).get(name) is original:
                 patches.set(other, name, replacement)
     # Not in the module itself, which would look for NCCL's types.
-    patches.set(distributed, "is_nccl_available", lambda: True)
+    patches.set(torch.distributed, "is_nccl_available", lambda: True)
 
 
 def _as_it_is(state: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:

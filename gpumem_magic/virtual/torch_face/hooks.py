@@ -22,22 +22,16 @@ from gpumem_magic.virtual.engine.tensors import VirtualTensor
 
 
 def install_engine_hooks(patches: Patches, engine: Engine) -> None:
-    _backward(patches, engine)
-    _fake_tensors(patches)
-    _foreach(patches)
-    _compile(patches, engine)
-    _vmap(patches, engine)
-    _scripts(patches)
+    for step in (_backward, _fake_tensors, _foreach, _compile, _vmap, _scripts):
+        patches.attempt(step, engine)
 
 
 def _backward(patches: Patches, engine: Engine) -> None:
     """C++ makes tensors in a backward pass that come to no virtual tensor's notice: the mode sees them.
 
-    `_engine_run_backward` is the one way into the engine from Python in torch 2.9 to 2.15; `torch.autograd` imports the name.
+    `_engine_run_backward` is the one way into the engine from Python; `torch.autograd` imports the name.
     """
-    original = getattr(torch.autograd.graph, "_engine_run_backward", None)
-    if original is None:
-        raise RuntimeError(f"gpumem_magic does not know how torch {torch.__version__} starts a backward pass")
+    original = torch.autograd.graph._engine_run_backward
 
     def run(t_outputs: Any, *args: Any, **kwargs: Any) -> Any:
         if _stays_on_host(t_outputs):
@@ -56,7 +50,7 @@ def _backward(patches: Patches, engine: Engine) -> None:
     patches.set(torch.autograd, "_engine_run_backward", run)
 
 
-# The nodes at which a graph may come to the host from a device (torch 2.9 to 2.15); a function of the program's own may, too.
+# The nodes at which a graph may come to the host from a device; a function of the program's own may, too.
 _CROSSINGS = ("ToCopyBackward", "CopyBackward", "CopySlices")
 
 
@@ -79,7 +73,7 @@ def _stays_on_host(outputs: Any) -> bool:
     return True
 
 
-def _fake_tensors(patches: Patches) -> None:
+def _fake_tensors(patches: Patches, engine: Engine) -> None:
     """FakeTensor makes a tensor on the real device to warm its context up: there is no real device."""
     patches.set(torch._subclasses.fake_tensor, "init_gpu_context", lambda device: None)
     patches.insert(torch._subclasses.fake_tensor.log, "filters", quiet)
@@ -90,15 +84,15 @@ def _compile(patches: Patches, engine: Engine) -> None:
     original = torch.compile
 
     def compile_(*args: Any, **kwargs: Any) -> Any:
-        _run_eagerly(patches, engine)
+        patches.attempt(_run_eagerly, engine)
         return original(*args, **kwargs)
 
     patches.set(torch, "compile", compile_)
     if "torch._dynamo.eval_frame" in sys.modules:
-        _run_eagerly(patches, engine)
+        patches.attempt(_run_eagerly, engine)
 
 
-def _scripts(patches: Patches) -> None:
+def _scripts(patches: Patches, engine: Engine) -> None:
     """TorchScript knows `torch.zeros` and its like by identity: under a replaced name it finds the original."""
     original: Any = torch.jit._builtins._find_builtin
 
@@ -119,7 +113,7 @@ def _scripts(patches: Patches) -> None:
 
 
 def _run_eagerly(patches: Patches, engine: Engine) -> None:
-    """The state that `torch.compiler.set_stance("force_eager")` sets (torch 2.6 to 2.15), until the patches are undone; and a
+    """The state that `torch.compiler.set_stance("force_eager")` sets, until the patches are undone; and a
     count of the calls that it concerns, where `_callback_from_stance` is asked before each."""
     frames = importlib.import_module("torch._dynamo.eval_frame")
     if (frames, "_stance") in patches.names():
@@ -140,7 +134,7 @@ def _run_eagerly(patches: Patches, engine: Engine) -> None:
 def _vmap(patches: Patches, engine: Engine) -> None:
     """Inside `torch.vmap` a tensor is wrapped, and what C++ makes for it would come to no virtual tensor's notice.
 
-    `_flat_vmap` is where every vmap runs its function (torch 2.0 to 2.15).
+    `_flat_vmap` is where every vmap runs its function.
     """
     module = importlib.import_module("torch._functorch.vmap")
     original = module._flat_vmap
@@ -162,7 +156,7 @@ def _unwrapped(arg: Any) -> Any:
     return arg
 
 
-def _foreach(patches: Patches) -> None:
+def _foreach(patches: Patches, engine: Engine) -> None:
     """Optimizers take their grouped (foreach) path only for tensor types that they know, and group by the device that C++
     sees."""
     # `torch.optim` hides its submodule's name.

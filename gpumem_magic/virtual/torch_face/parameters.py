@@ -18,14 +18,9 @@ def become(tensor: torch.Tensor, other: torch.Tensor) -> None:
     """Makes `tensor` (the same Python object, with its own attributes and hooks) have the contents and device of `other`.
 
     `other` must not be used afterwards. One of the two is virtual. `torch._C._swap_tensor_impl` is what
-    `torch.utils.swap_tensors` ends in (torch 2.9 to 2.15); that function refuses objects with weak references, which
+    `torch.utils.swap_tensors` ends in; that function refuses objects with weak references, which
     optimizers' parameters often have.
     """
-    swap = getattr(torch._C, "_swap_tensor_impl", None)
-    if swap is None:
-        raise RuntimeError(
-            f"gpumem_magic does not know how to keep a parameter's identity in torch {torch.__version__}"
-        )
     requires_grad = tensor.requires_grad
     hooks = tensor._backward_hooks
     accumulate_hooks = getattr(tensor, "_post_accumulate_grad_hooks", None)
@@ -35,7 +30,7 @@ def become(tensor: torch.Tensor, other: torch.Tensor) -> None:
     other = other.detach()
     fake = dict(other.__dict__) if isinstance(other, VirtualTensor) else {}
     try:
-        swap(tensor, other)
+        torch._C._swap_tensor_impl(tensor, other)
     except RuntimeError as error:
         if "weakrefs" not in str(error):
             raise

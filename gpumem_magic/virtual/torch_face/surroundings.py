@@ -20,12 +20,8 @@ from gpumem_magic.virtual.operators.convolutions import layout_of
 
 
 def install(patches: Patches) -> None:
-    _distributions(patches)
-    _profiler(patches)
-    _ctc_loss(patches)
-    _device_numbers(patches)
-    checks.install(patches)
-    _convolution_formats(patches)
+    for step in (_distributions, _profiler, _ctc_loss, _device_numbers, checks.install, _convolution_formats):
+        patches.attempt(step)
     patches.set(torch.backends.cudnn, "is_acceptable", _cudnn_is_acceptable(torch.backends.cudnn.is_acceptable))
 
 
@@ -83,14 +79,14 @@ def _profiler(patches: Patches) -> None:
 
     patches.set(emit, "__init__", emit_init)
     patches.set(torch.cuda.nvtx, "_nvtx", _Ranges())
-    # The module under the name of CUDA's runtime in torch 2.9 to 2.13; None in builds for the host.
+    # The module under the name of CUDA's runtime, None in builds for the host.
     patches.set(torch.cuda, "_cudart", _Runtime())
     patches.set(kind, "__init__", init)
     patches.set(torch.profiler.profile, "export_memory_timeline", export_memory_timeline)
 
 
 class _Ranges:
-    """Stands for `torch._C._nvtx` (torch 2.9 to 2.13): ranges that no profiler of NVIDIA's will show."""
+    """Stands for `torch._C._nvtx`: ranges that no profiler of NVIDIA's will show."""
 
     def __init__(self) -> None:
         self._depth = threading.local()
@@ -182,7 +178,7 @@ def _cudnn_is_acceptable(original: Any) -> Any:
 def _convolution_formats(patches: Patches) -> None:
     """C++ is told that tensors are on meta, and would choose a kernel that knows one memory format; cuDNN knows two.
 
-    `_conv_determine_backend_memory_format` is what FakeTensor asks for a convolution's result (torch 2.9 to 2.13).
+    `_conv_determine_backend_memory_format` is what FakeTensor asks for a convolution's result.
     """
     original = getattr(torch._C, "_conv_determine_backend_memory_format", None)
     if original is None:
