@@ -2,7 +2,8 @@
 
 `RUN` has the versions on which all of it was seen and the tests ran. `tests/test_private.py` walks the register on the installed
 versions, and finds what the source uses and no row has. A step that replaces things of PyTorch's is left out where a name of its
-rows is missing (`Patches.attempt`): the rest of the device works, and a line says what does not.
+rows is missing (`Patches.attempt`): the rest of the device works, and a line says what does not. What is said elsewhere of CUDA's
+kernels was read in the sources of PyTorch 2.9 to 2.13.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ from typing import Any
 # Package -> the versions on which it was run, oldest first.
 RUN = {
     "torch": "2.9.1 2.11.0 2.13.0 2.15.0",
-    "IPython": "7.34.0 9.18.0",
-    "ipykernel": "7.3 7.4",
-    "pynvml": "13.615 (nvidia-ml-py)",
+    "IPython": "7.34.0 9.18.1",
+    "ipykernel": "7.3 7.4.0",
+    "pynvml": "13.615.71 (nvidia-ml-py)",
     "triton": "3.9",
-    "bitsandbytes": "0.50 (read, not run)",
-    "flash_attn": "2.8 (read, not run)",
-    "xformers": "0.0.35 (read, not run)",
-    "safetensors": "0.4 0.8",
-    "transformers": "4.57 5",
-    "anywidget": "0.9",
+    "bitsandbytes": "0.50.2 (its kernels were read)",
+    "flash_attn": "2.5 to 2.8 (read, not run)",
+    "xformers": "0.0.20 to 0.0.35 (read, not run)",
+    "safetensors": "0.8.0 (0.4 was read)",
+    "transformers": "5.23.0",
+    "anywidget": "0.11.0",
 }
 
 

@@ -145,7 +145,7 @@ class Why:
                 self._patches.set(place, "_engine_run_backward", self._looking(original, positions))
 
     def _looking(self, original: Any, positions: Any) -> Any:
-        """The engine's entry, with a look at the graph before it runs for the first time. Tried on torch 2.9 to 2.15."""
+        """The engine's entry, with a look at the graph before it runs for the first time."""
 
         def watched(outputs: Any, *args: Any, **kwargs: Any) -> Any:
             __tracebackhide__ = True

@@ -33,10 +33,7 @@ PARAMETERS, BUFFERS, MODULES = "_parameters", "_buffers", "_modules"
 
 
 class unseen:
-    """Inside, reading a tensor calls no ``__torch_function__`` and no mode; the thread's state is as it was afterwards.
-
-    Both guards are private, with these names from torch 2.9 to 2.15.
-    """
+    """Inside, reading a tensor calls no ``__torch_function__`` and no mode; the thread's state is as it was afterwards."""
 
     __slots__ = ("_dispatch", "_function")
 

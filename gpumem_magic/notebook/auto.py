@@ -1,6 +1,6 @@
 """Recording every cell cheaply: the counters before and after it, and nothing else.
 
-Two of IPython's events, ``pre_run_cell`` and ``post_run_cell``; tried on IPython 9.18, the names are those of 7.34. A failure in
+Two of IPython's events, ``pre_run_cell`` and ``post_run_cell``. A failure in
 here ends the recording with one line, and never touches the cell.
 """
 

@@ -1,4 +1,4 @@
-"""What the magics need of IPython beyond its magic API, one small function or class for each. Tried on IPython 7.34 and 9.18.
+"""What the magics need of IPython beyond its magic API, one small function or class for each.
 
 Loading adds an input transformer and completions; `ShellHooks.remove` takes all of them out again.
 """

@@ -36,7 +36,7 @@ def next_nodes(node: Any) -> list[Any]:
 def saved_by(node: Any) -> list[tuple[str, Any]]:
     """(argument, value) of what a node keeps for backward: tensors, or what the user's pack hook made of them.
 
-    `_raw_saved_*` and `SavedTensor.data` are private: tried on torch 2.11, 2.13 and 2.15. Where a value can't be read it is left
+    `_raw_saved_*` and `SavedTensor.data` are private. Where a value can't be read it is left
     out, because the ways that there are else (`_saved_*`, `unpack`) run the user's hooks; 2.9 has no `data`, see `_unhooked`.
     """
     found = []
@@ -73,7 +73,7 @@ def _unhooked(node: Any, name: str) -> tuple[Any, ...]:
 
     There, a saved tensor does not say whether it has hooks. So it is unpacked under a profile function, which Python calls before
     any function of its own, and which raises: a hook is not run. A hook that is not written in Python would be (PyTorch's are).
-    Where somebody profiles the program, nothing is read. Tried on torch 2.9.1 with Python 3.11.
+    Where somebody profiles the program, nothing is read.
     """
     if sys.getprofile() is not None:
         return ()

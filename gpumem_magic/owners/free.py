@@ -84,7 +84,7 @@ def forget_traceback(shell: Any) -> None:
 def forget_results(shell: Any, namespace: dict[str, Any]) -> None:
     """``Out``, ``_7``, ``_``, ``__`` and ``___``, where they are IPython's own: a variable that the user gave such a name stays.
 
-    IPython's `DisplayHook.flush` deletes by name and collects garbage; this does neither. Tried on IPython 7.34 and 9.18.
+    IPython's `DisplayHook.flush` deletes by name and collects garbage; this does neither.
     """
     for number, value in results(namespace).items():
         name = f"_{number}"

@@ -1,7 +1,7 @@
 """Running a cell's body once, in the user's namespace, through IPython's own steps, with an observer told of each statement.
 
 The steps are those of IPython's ``run_cell``: input transformers, the shell's compiler (which remembers ``from __future__``),
-AST transformers, then one statement at a time. Every use of the shell was tried on IPython 7.34 and 9.18.
+AST transformers, then one statement at a time.
 """
 
 from __future__ import annotations

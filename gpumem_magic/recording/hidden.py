@@ -20,7 +20,7 @@ class Hidden:
         self._replays = 0
 
     def watch_graphs(self, patches: Patches) -> None:
-        """Counts captures and replays. `torch.cuda.CUDAGraph` has these two names from 1.10 on; tested on torch 2.9 to 2.15."""
+        """Counts captures and replays. `torch.cuda.CUDAGraph` has these two names from 1.10 on."""
         graph = getattr(torch.cuda, "CUDAGraph", None)
         if graph is None or not callable(getattr(graph, "replay", None)):
             return

@@ -76,7 +76,7 @@ def remove_hooks(owner: object, handles: list[Any]) -> None:
 
 
 def _tables_of_hooks(*places: Any) -> list[dict[int, Any]]:
-    """PyTorch's private tables of global hooks, by number. All numbers come from one counter (torch 2.9 to 2.15)."""
+    """PyTorch's private tables of global hooks, by number. All numbers come from one counter."""
     return [
         table
         for place in places

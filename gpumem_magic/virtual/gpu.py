@@ -16,7 +16,7 @@ from typing import cast
 
 import torch
 import torch.utils._device
-from torch._C import _get_dispatch_stack_at, _len_torch_dispatch_stack  # the active dispatch modes; torch 2.9 to 2.15
+from torch._C import _get_dispatch_stack_at, _len_torch_dispatch_stack  # the active dispatch modes
 
 from gpumem_magic.allocator.settings import settings_from_environment
 from gpumem_magic.devices import machines

@@ -325,7 +325,7 @@ class VirtualNvml:
 def _binding() -> Any:
     """The module that holds pynvml's way into the C library, None where there is no pynvml.
 
-    Private names; tested on nvidia-ml-py 13.615. The retired PyPI package called pynvml keeps them in a submodule.
+    The retired PyPI package called pynvml keeps them in a submodule.
     """
     try:
         public = import_module("pynvml")

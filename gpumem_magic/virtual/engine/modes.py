@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch._C import _get_dispatch_stack_at, _len_torch_dispatch_stack  # the active dispatch modes; torch 2.9 to 2.15
+from torch._C import _get_dispatch_stack_at, _len_torch_dispatch_stack  # the active dispatch modes
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -74,7 +74,7 @@ def answer_device(tensor: Any) -> torch.device:
 class HostlessFakeMode(FakeTensorMode):
     """FakeTensorMode whose tensors say meta to C++ and cuda to Python, usable from several threads.
 
-    Tested on torch 2.9 to 2.15: `dispatch` and `in_kernel_invocation` are FakeTensorMode's own names.
+    `dispatch` and `in_kernel_invocation` are FakeTensorMode's own names.
     """
 
     @property
@@ -141,7 +141,7 @@ def origin(kind: str) -> Iterator[None]:
 def pushed(mode: TorchDispatchMode) -> Iterator[None]:
     """The mode on top of this thread's dispatch modes, with tensor subclasses' own function overrides off.
 
-    `torch._C._push_on_torch_dispatch_stack` is what `TorchDispatchMode.__enter__` ends in (torch 2.9 to 2.15); entering the slow
+    `torch._C._push_on_torch_dispatch_stack` is what `TorchDispatchMode.__enter__` ends in; entering the slow
     way would cost more than the operator.
     """
     with torch._C.DisableTorchFunctionSubclass():

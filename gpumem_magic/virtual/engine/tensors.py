@@ -48,7 +48,7 @@ HOST_CLASS = "_gpumem_host_class"
 KNOWN = "_gpumem_known"
 CHECKED = "_gpumem_checked"
 
-# What PyTorch's fake tensors (2.9 to 2.15) keep in a tensor's own dictionary, apart from what users put there.
+# What PyTorch's fake tensors keep in a tensor's own dictionary, apart from what users put there.
 _FAKE_ATTRIBUTES = {
     "_fake_device", "fake_device", "fake_mode", "constant", "real_tensor", "pytype", "dispatch_keys", "_is_param", "_debug_trace",
     HOST_CLASS, "_nonzero_memo", "_item_memo", "_unique_memo", "_unique_consecutive_memo", "_nested_int_memo", KNOWN, CHECKED,

@@ -1,6 +1,6 @@
 """PyTorch's distributed tensors (of FSDP's `fully_shard`, too): they are where the piece is that this process holds.
 
-C++ makes them on the device that it is told for the piece, which is ``meta:i`` for ``cuda:i`` (torch 2.9 to 2.13).
+C++ makes them on the device that it is told for the piece, which is ``meta:i`` for ``cuda:i``.
 """
 
 from __future__ import annotations

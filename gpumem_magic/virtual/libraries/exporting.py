@@ -1,7 +1,7 @@
 """`torch.export` (and what is built on it, such as `torch.onnx.export`) with a model on a virtual device.
 
 It traces a model with fake tensors of its own, on CUDA; a build for the host has no guard for that device, and the process ends
-in C++. So it is refused before (torch 2.9 to 2.13).
+in C++. So it is refused before.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""PyTorch's `flex_attention` on a virtual device (torch 2.9 to 2.13).
+"""PyTorch's `flex_attention` on a virtual device.
 
 Compiled, it is one kernel that keeps its result and a float32 sum for each row of scores, and whose backward pass adds another
 such row. Not compiled, PyTorch writes the scores out. Both ways are kept apart here, although nothing is compiled. After

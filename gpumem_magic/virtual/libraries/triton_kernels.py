@@ -1,7 +1,7 @@
 """Kernels written in Triton on a virtual device: a launch writes into tensors that are there, and allocates nothing.
 
-So a launch with virtual tensors does nothing. `JITFunction.run` and `Autotuner.run` are what ``kernel[grid](...)`` ends in
-(tested on Triton 3.9); the tuner would run the kernel to time it.
+So a launch with virtual tensors does nothing. `JITFunction.run` and `Autotuner.run` are what ``kernel[grid](...)`` ends in; the
+tuner would run the kernel to time it.
 """
 
 from __future__ import annotations

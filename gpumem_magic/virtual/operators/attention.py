@@ -1,7 +1,7 @@
 """`scaled_dot_product_attention` on a virtual device: the kernel that CUDA would choose, and what that kernel allocates.
 
 C++ sees meta tensors and would always take the math path, which writes the whole score matrix. The rules are those of PyTorch's
-`sdp_utils` (2.9 to 2.13): by data type, head size, mask, and the device's generation, in the order flash, memory-efficient,
+`sdp_utils`: by data type, head size, mask, and the device's generation, in the order flash, memory-efficient,
 math, cuDNN; the user's switches and order (`torch.nn.attention.sdpa_kernel`, `torch.backends.cuda.enable_*_sdp`) count. Not
 modelled: PyTorch's taste for cuDNN on H100 with the newest of its versions, which keeps what flash keeps.
 """
@@ -69,7 +69,7 @@ def choose(
 
 
 def _order() -> list[str]:
-    """The kernels in the order in which they are tried (`torch._C._get_sdp_priority_order`, torch 2.6 to 2.13)."""
+    """The kernels in the order in which they are tried (`torch._C._get_sdp_priority_order`)."""
     ask = getattr(torch._C, "_get_sdp_priority_order", None)
     return [_KERNELS[number] for number in (ask() if ask is not None else (1, 2, 0, 3)) if number in _KERNELS]
 

@@ -51,7 +51,7 @@ def _receive(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> 
 def _finished_work() -> Any:
     """A handle to wait for that has nothing to wait for.
 
-    `FakeWork` is a private class of PyTorch's, which its own shape rules use; tested on torch 2.9, 2.11, 2.13 and 2.15.
+    `FakeWork` is a private class of PyTorch's, which its own shape rules use.
     """
     work = torch._C._distributed_c10d.FakeWork()
     work.seq_id = next(_numbers)

@@ -2,7 +2,7 @@
 
 Inside PyTorch these ask ``is_cuda`` and would take the host's way here, since C++ sees meta tensors. It matters for memory: the
 host's dropout keeps a mask in the input's type where CUDA keeps one byte for each element, and the host's softmax with
-``dtype=float32`` of float16 scores makes a float32 copy first. As in `Dropout.cpp` and `SoftMax.cpp` of PyTorch 2.9 to 2.13.
+``dtype=float32`` of float16 scores makes a float32 copy first. As in `Dropout.cpp` and `SoftMax.cpp`.
 
 The gradients of SiLU and Mish are one kernel on CUDA (`native_functions.yaml`); a build for the host knows them for CUDA as seven
 and eight smaller operators only, which would hold up to five tensors more for a moment. Likewise `rms_norm`, which keeps one

@@ -1,6 +1,6 @@
 """Convolutions as CUDA runs them: copies into the kernel's layout, cuDNN's scratch memory, and columns without cuDNN.
 
-After ``Convolution.cpp`` and ``cudnn/ConvShared.cpp`` of ATen (torch 2.9 to 2.13). cuDNN runs in one layout: a tensor in another
+After ``Convolution.cpp`` and ``cudnn/ConvShared.cpp`` of ATen. cuDNN runs in one layout: a tensor in another
 is copied for the call, such as a plain weight for an input with channels last. The gradient of the input comes first, then the
 weight's, then the bias's, and the result's gradient is copied once for both. What cuDNN itself takes is estimated in `cudnn`.
 

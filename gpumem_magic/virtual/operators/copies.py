@@ -1,6 +1,6 @@
 """Kernels that copy what they are given before they start, and those that draw or add up in memory of their own.
 
-After ATen/native/cuda (torch 2.9 to 2.13): ``SoftMax.cu``, ``layer_norm_kernel.cu`` and ``UpSample*.cu`` want plain layouts;
+After ATen/native/cuda: ``SoftMax.cu``, ``layer_norm_kernel.cu`` and ``UpSample*.cu`` want plain layouts;
 ``Blas.cpp`` one dimension of each matrix whose elements lie side by side; ``Distributions.cpp`` and ``MultinomialKernel.cu`` draw
 into tensors of the weights' size; ``ForeachReduceOp.cu`` adds up each tensor in pieces of 65536 elements; ``IndexKernel.cu``
 counts the places of a `masked_scatter` in eight bytes for each element.

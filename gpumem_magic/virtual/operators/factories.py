@@ -37,7 +37,7 @@ _COMPRESSED = (
 _LEFT_ALONE = ("from_file", "from_numpy", "frombuffer", "sparse_coo_tensor")
 
 
-# Where PyTorch keeps the fake mode that is active, if one is (torch 2.9 to 2.13); ours never is.
+# Where PyTorch keeps the fake mode that is active, if one is; ours never is.
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
 
 # While a virtual device is on, the name `torch.device` stands for something slower.

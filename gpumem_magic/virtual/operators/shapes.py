@@ -1,4 +1,4 @@
-"""Operators of CUDA for which PyTorch has no shape rule (2.9 to 2.13): what they return, from their source.
+"""Operators of CUDA for which PyTorch has no shape rule: what they return, from their source.
 
 Found by asking of every operator with a CUDA kernel whether fake tensors can run it, and by PyTorch's own operator tests. The
 rest of that list is out of a program's reach here: kernels of cuDNN and MIOpen (their layers run as PyTorch's own), quantised

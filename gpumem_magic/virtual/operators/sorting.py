@@ -1,7 +1,7 @@
 """What kernels that sort hold while they run: `sort`, `topk`, `unique`, and writing through indices with accumulation.
 
-After ``Sort.cpp``, ``SortStable.cu``, ``TensorTopK.cpp``, ``UniqueCub.cu`` and ``Indexing.cu`` in ATen/native/cuda (torch 2.9 to
-2.13). Rows of up to 4096 are sorted in place. CUB's radix sort takes a second copy of its keys and values where one pass over
+After ``Sort.cpp``, ``SortStable.cu``, ``TensorTopK.cpp``, ``UniqueCub.cu`` and ``Indexing.cu`` in ATen/native/cuda.
+Rows of up to 4096 are sorted in place. CUB's radix sort takes a second copy of its keys and values where one pass over
 eight bits is not enough (``dispatch_radix_sort.cuh``); its counters come on top, about one percent more, and are left out.
 """
 

@@ -2,8 +2,7 @@
 
 Fake tensors have rules for dense tensors, and lose a sparse tensor's elements on the way through them. So every operator with a
 sparse argument comes here; one that has no rule says so. Numbers of elements are exact where they do not depend on values, and
-the largest possible otherwise. After `SparseCUDATensorMath.cu`, `SparseCUDATensor.cpp` and `SparseTensor.cpp` of PyTorch (2.9 to
-2.13).
+the largest possible otherwise. After `SparseCUDATensorMath.cu`, `SparseCUDATensor.cpp` and `SparseTensor.cpp` of PyTorch.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Gradients that PyTorch writes into fresh zeros in place: of an index, `gather`, `topk`, `sort`, `max` along a dimension.
 
-C++ takes another way for subclasses of tensors (``areAnyTensorSubclassLike`` in ``FunctionsManual.cpp``, torch 2.9 to 2.13):
+C++ takes another way for subclasses of tensors (``areAnyTensorSubclassLike`` in ``FunctionsManual.cpp``):
 there the zeros stay, and the gradient is written into a copy of them. On a device there is no copy, so there is none here.
 """
 

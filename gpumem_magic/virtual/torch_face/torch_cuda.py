@@ -86,7 +86,7 @@ class CudaFace:
             "get_device_capability": self._accelerator_capability,
         }.items():
             _replace(patches, (torch.accelerator,), name, member)
-        # What PyTorch's own Python asks (FSDP's device mesh, pinning); torch 2.9 to 2.13.
+        # What PyTorch's own Python asks (FSDP's device mesh, pinning).
         _replace(patches, (torch._C,), "_get_accelerator", lambda *args: torch.device("cuda"))
         for name, member in self.memory.accelerator_functions().items():
             _replace(patches, (torch.accelerator, torch.accelerator.memory), name, member)

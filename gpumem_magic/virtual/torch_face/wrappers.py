@@ -1,7 +1,7 @@
 """Tensor classes of the program's own that wrap tensors: quantised weights, pairs, tensors with metadata.
 
 PyTorch makes them with `Tensor._make_wrapper_subclass`, on the device of what they wrap. A build for the host has nothing to ask
-about ``cuda`` below Python, and its autograd ends the process where it tries (torch 2.9 to 2.15). So here, too, C++ is told
+about ``cuda`` below Python, and its autograd ends the process where it tries. So here, too, C++ is told
 ``meta:i``, and Python is told ``cuda:i``.
 """
 
