@@ -1,1 +1,1 @@
-"""Across the cells of a notebook: what each left behind, what running one again added, and budgets that it must keep."""
+"""The notebook's face. `magics` has every magic with its flags, `flags` is the parser behind them; what each does is beside it."""
