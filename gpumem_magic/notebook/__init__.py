@@ -1,1 +1,1 @@
-"""The notebook's face. `magics` has every magic with its flags, `flags` is the parser behind them; what each does is beside it."""
+"""The notebook's face: `magics` has every magic and its flags, `flags` the parser behind them; what each does is beside it."""
