@@ -127,7 +127,7 @@ def colab() -> Report:
         evidence={"identity": 9646 * MIB, "lifetime": 4792 * MIB},
         retries=2,
         stand_ins=(StandIn("loss_ = loss.detach().item()", 2),),
-        notes=("The totals are a V100-SXM2-16GB's; a P100 shows 16280 MiB.",),
+        remarks=("The totals are a V100-SXM2-16GB's; a P100 shows 16280 MiB.",),
         overhead_seconds=0.12,
     )
 

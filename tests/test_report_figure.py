@@ -203,7 +203,7 @@ def test_many_rows(count):
 def test_nothing_is_drawn_outside_the_picture():
     report = samples.colab()
     long = replace(report.checkpoints[1], statement="result = " + "some_function(" * 30, iteration=(12, 345))
-    report = replace(report, checkpoints=(*report.checkpoints, long), notes=("a note that goes on " * 40, "x" * 400))
+    report = replace(report, checkpoints=(*report.checkpoints, long), remarks=("a note that goes on " * 40, "x" * 400))
     report = replace(report, peak=replace(report.peak, where="somewhere " * 40))
     figure = draw(report)
     renderer = FigureCanvasAgg(figure).get_renderer()

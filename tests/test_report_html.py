@@ -63,7 +63,7 @@ def hostile():
         device=replace(report.device, name=HOSTILE),
         peak=replace(report.peak, where=HOSTILE),
         error=ReportError(HOSTILE, HOSTILE, 3),
-        notes=(HOSTILE,),
+        remarks=(HOSTILE,),
         evidence={HOSTILE: 5},
         stand_ins=(replace(report.stand_ins[0], line=HOSTILE),),
     )
@@ -132,10 +132,10 @@ def test_the_table_is_folded_up_under_a_picture_and_open_without_one():
 
 
 def test_what_stands_between_backticks_is_code():
-    report = replace(samples.colab(), notes=("`del <model>` frees it; a ` alone is a ` no more.",))
+    report = replace(samples.colab(), remarks=("`del <model>` frees it; a ` alone is a ` no more.",))
     shown = card(report, PICTURE)
     assert re.search(r"<code style=[^>]*>del &lt;model&gt;</code> frees it", shown)
-    assert "`" not in Reader(card(replace(report, notes=("`x` and `y`",)), PICTURE)).text
+    assert "`" not in Reader(card(replace(report, remarks=("`x` and `y`",)), PICTURE)).text
 
 
 def test_parts_go_by_their_names():

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from gpumem_magic.devices.base import DeviceFacts
 from gpumem_magic.files import report_file
 from gpumem_magic.recording.model import StandIn
-from gpumem_magic.report.model import CATEGORIES, Folded, Peak, ReportError, Row
+from gpumem_magic.report.inside import ActivationBreakdown, LayerRow
+from gpumem_magic.report.model import CATEGORIES, Cause, Folded, Peak, ReportError, Row
 from gpumem_magic.user_report import Report
 
 SAMPLES = [samples.colab, samples.trainer, samples.two_devices, samples.small]
@@ -79,7 +80,7 @@ single = st.builds(
     retries=st.integers(0, 99),
     stand_ins=st.lists(st.builds(StandIn, line=texts, count=st.integers(1, 99)), max_size=2).map(tuple),
     folded=st.lists(st.builds(Folded, line=st.integers(1, 99), total=sizes, kept=sizes), max_size=2).map(tuple),
-    notes=st.lists(texts, max_size=2).map(tuple),
+    remarks=st.lists(texts, max_size=2).map(tuple),
     overhead_seconds=st.floats(0, 1e9, allow_nan=False),
 )
 reports = st.builds(lambda first, others: replace(first, devices=tuple(others)), single, st.lists(single, max_size=1))
@@ -239,6 +240,38 @@ def test_any_missing_or_wrong_key_is_named(make):
         if path == ("evidence", key):
             del place[key]
             Report.from_dict(broken)  # kinds of evidence are open
+
+
+def test_causes_are_kept_once_and_in_their_place_among_the_notes():
+    cause = Cause("growth", "It grew.", "Delete it.", 5)
+    report = replace(samples.small(), remarks=("first", cause, "last"))
+    assert (report.notes, report.causes) == (("first", "It grew. Delete it.", "last"), (cause,))
+    data = report.to_dict()
+    assert data["notes"] == ["first", "It grew. Delete it.", "last"]
+    assert data["causes"] == [{"name": "growth", "text": "It grew.", "remedy": "Delete it.", "bytes": 5}]
+    assert Report.from_dict(data).remarks == report.remarks
+    # Of a text that was changed by hand nothing is lost.
+    data["notes"] = ["last"]
+    assert Report.from_dict(data).remarks == ("last", cause)
+
+
+@pytest.mark.parametrize("depth", [1, 150, 400])
+def test_a_tree_of_modules_is_read_as_deep_as_modules_are(depth):
+    layer = LayerRow("", "", 1, 2, 3)
+    for _ in range(depth):
+        layer = LayerRow("0", "Sequential", 1, 2, 3, (layer,))
+    report = replace(samples.small(), inside=ActivationBreakdown("at the end", layer))
+    if depth < 200:
+        assert Report.from_dict(report.to_dict()) == report
+        return
+    data = samples.small().to_dict()
+    child = {"name": "", "type": "", "activations": 1, "parameters": 2, "gradients": 3, "children": []}
+    for _ in range(depth):
+        child = {**child, "children": [child]}
+    data["inside"] = {"moment": "at the end", "layers": child, "operators": []}
+    with pytest.raises(ValueError, match="nested too deeply") as caught:
+        Report.from_dict(data)
+    assert len(str(caught.value)) < 200
 
 
 def test_an_unknown_kind_of_row_and_true_for_a_number_are_refused():

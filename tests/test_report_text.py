@@ -135,7 +135,7 @@ def test_no_line_is_wider_than_the_terminal(make, width, ascii_only):
     report = make()
     first = report.checkpoints[1]
     wide = replace(first, statement="결과 = 모델(입력, 아주_긴_이름_하나, 아주_긴_이름_둘, 셋)")
-    report = replace(report, checkpoints=(report.checkpoints[0], wide, *report.checkpoints[2:]), notes=("긴 " * 90,))
+    report = replace(report, checkpoints=(report.checkpoints[0], wide, *report.checkpoints[2:]), remarks=("긴 " * 90,))
     text = render(report, width=width, ascii_only=ascii_only)
     if ascii_only:
         assert text.isascii()
@@ -263,7 +263,7 @@ def test_remarks():
     assert explain.remarks(replace(report, stand_ins=places))[1] == (
         "Values on this device are stand-ins; they were read at line 14, `trainer.py:210` (3 times), line 20 and 1 more place."
     )
-    calm = replace(report, retries=0, stand_ins=(), notes=(), folded=(Folded(3, 1000, 8),))
+    calm = replace(report, retries=0, stand_ins=(), remarks=(), folded=(Folded(3, 1000, 8),))
     assert explain.remarks(calm) == ["Loop at line 3: 8 of 1,000 iterations are shown."]
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from gpumem_magic.causes import copies, device_memory, graphs, holding, shapes, shortage, training
-from gpumem_magic.causes.model import Cause, Scene
+from gpumem_magic.causes.model import Scene
 from gpumem_magic.failures import is_own_failure
+from gpumem_magic.report.model import Cause
 
 Detector = Callable[[Scene], list[Cause]]
 

@@ -8,8 +8,9 @@ import textwrap
 from bisect import bisect_left
 from collections import Counter
 
-from gpumem_magic.causes.model import LEAST, Cause, Scene, size
+from gpumem_magic.causes.model import LEAST, Scene, size
 from gpumem_magic.owners.model import Held, Root, size_of
+from gpumem_magic.report.model import Cause
 from gpumem_magic.snapshot.timeline import Allocation
 from gpumem_magic.units import human
 

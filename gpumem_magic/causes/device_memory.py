@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from gpumem_magic.allocator.verdict import FRAGMENTATION, FailedRequest
-from gpumem_magic.causes.model import Cause, Scene
+from gpumem_magic.causes.model import Scene
 from gpumem_magic.report.failure import failed_request
+from gpumem_magic.report.model import Cause
 from gpumem_magic.snapshot.model import INACTIVE
 from gpumem_magic.units import MIB, human
 

@@ -6,10 +6,11 @@ import re
 from bisect import bisect_left
 from collections import Counter, defaultdict
 
-from gpumem_magic.causes.model import LEAST, Cause, Scene
+from gpumem_magic.causes.model import LEAST, Scene
 from gpumem_magic.owners.holders import detach_words, freed_by_detaching
 from gpumem_magic.owners.model import Held, Root, size_of
 from gpumem_magic.recording.model import BACKWARD, FORWARD
+from gpumem_magic.report.model import Cause
 from gpumem_magic.units import human
 
 _MEMBER = re.compile(r"^(?:graph of )?(?P<member>[^:]*?\[[^\]]+\])")

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 
-from gpumem_magic.causes.model import LEAST, Cause, Scene
+from gpumem_magic.causes.model import LEAST, Scene
 from gpumem_magic.owners.holders import joined
 from gpumem_magic.owners.model import Held, size_of
 from gpumem_magic.recording.model import FORWARD, Sighting
+from gpumem_magic.report.model import Cause
 from gpumem_magic.units import MIB, human
 
 _DELETED = re.compile(r"^del\s+(?P<names>[\w\s,.\[\]'\"]+)$")

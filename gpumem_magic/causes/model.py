@@ -20,16 +20,6 @@ LEAST = MIB
 
 
 @dataclass(frozen=True)
-class Cause:
-    """name: in the catalogue. text: a sentence with the evidence; remedy: what to do, or "". bytes: what is at stake."""
-
-    name: str
-    text: str
-    remedy: str
-    bytes: int
-
-
-@dataclass(frozen=True)
 class Iteration:
     """One iteration: the positions at its start and end in the device's log."""
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from collections import Counter
 
-from gpumem_magic.causes.model import LEAST, Cause, Scene
+from gpumem_magic.causes.model import LEAST, Scene
 from gpumem_magic.owners.model import size_of
+from gpumem_magic.report.model import Cause
 from gpumem_magic.snapshot.timeline import Allocation
 from gpumem_magic.units import human
 

@@ -6,9 +6,10 @@ from collections import Counter
 from dataclasses import dataclass
 
 from gpumem_magic.allocator.verdict import CAPACITY
-from gpumem_magic.causes.model import LEAST, Cause, Scene
+from gpumem_magic.causes.model import LEAST, Scene
 from gpumem_magic.owners.model import Held, size_of
 from gpumem_magic.report.failure import failed_request
+from gpumem_magic.report.model import Cause
 from gpumem_magic.units import human
 
 NAME = "memory_ran_out"

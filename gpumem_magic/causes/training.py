@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from gpumem_magic.causes.model import LEAST, Cause, Scene, size
+from gpumem_magic.causes.model import LEAST, Scene, size
 from gpumem_magic.recording.model import BACKWARD, FORWARD, OPTIMIZER, Span
+from gpumem_magic.report.model import Cause
 from gpumem_magic.snapshot.timeline import Allocation
 from gpumem_magic.units import counted, human
 

@@ -16,7 +16,7 @@ import torch
 from gpumem_magic.attribution.view import DeviceView
 from gpumem_magic.causes.catalog import find_causes
 from gpumem_magic.causes.inside import inside_of
-from gpumem_magic.causes.model import LEAST, Cause, Scene
+from gpumem_magic.causes.model import LEAST, Scene
 from gpumem_magic.causes.source import mentioned, never_clears_gradients
 from gpumem_magic.devices.base import Machine
 from gpumem_magic.failures import is_own_failure
@@ -29,7 +29,7 @@ from gpumem_magic.owners.search import find_owners
 from gpumem_magic.patching import Patches
 from gpumem_magic.recording.model import Recording
 from gpumem_magic.report.inside import ActivationBreakdown
-from gpumem_magic.report.model import Owner, ReportCause, ReportData
+from gpumem_magic.report.model import Cause, Owner, ReportData
 
 # The report names so many; `%gpumem_who` has them all.
 _OWNERS = 20
@@ -90,7 +90,7 @@ class Why:
         self._patches.undo()
 
     def explain(self, recording: Recording, view: DeviceView, report: ReportData) -> ReportData:
-        """The report with its owners, its causes, and the causes' sentences among its notes."""
+        """The report with its owners, its causes, and its causes before its notes."""
         causes: list[Cause] = []
         owners: tuple[Owner, ...] = ()
         scene: Scene | None = None
@@ -118,13 +118,11 @@ class Why:
         inside: ActivationBreakdown | None = None
         with _Timed(self, "sorting activations by module"):
             inside = inside_of(scene) if scene is not None else None
-        notes = [f"{one.text} {one.remedy}".strip() for one in causes]
         return replace(
             report,
             owners=owners,
             inside=inside,
-            causes=tuple(ReportCause(one.name, one.text, one.remedy, one.bytes) for one in causes),
-            notes=(*notes, *report.notes, *self._failures),
+            remarks=(*causes, *report.remarks, *self._failures),
             overhead_seconds=report.overhead_seconds + self.seconds,
         )
 

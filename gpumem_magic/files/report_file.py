@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import uuid
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
 from gpumem_magic.report.model import ReportData
 from gpumem_magic.report.schema import report_from_dict, report_to_dict
+from gpumem_magic.snapshot.whole_file import replace_file
 from gpumem_magic.units import MIB, human
 
 # A report of 100,000 rows has about 60 MiB. What is larger is something else, and is not read into memory.
@@ -28,25 +27,8 @@ def to_json(report: ReportData, indent: int | None = None) -> str:
 
 
 def save(report: ReportData, path: str | os.PathLike[str]) -> None:
-    # The file behind a link is what gets replaced, and not the link.
-    target = Path(os.path.realpath(Path(path).expanduser()))
-    if target.is_dir():
-        raise IsADirectoryError(f"{os.fspath(path)} is a folder: give the path of a file")
-    if not target.parent.is_dir():
-        raise FileNotFoundError(f"there is no folder {target.parent}: make it first, or save elsewhere")
     content = to_json(report).encode()
-    partial = target.with_name(f".{target.name[:100]}.{uuid.uuid4().hex}.partial")
-    try:
-        with open(partial, "xb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, target)
-    except OSError as error:
-        raise type(error)(f"cannot write {os.fspath(path)}: {error.strerror or error}") from None
-    finally:
-        with suppress(OSError):
-            os.unlink(partial)
+    replace_file(path, lambda file: file.write(content))
 
 
 def load(path: str | os.PathLike[str]) -> ReportData:

@@ -123,7 +123,7 @@ class StandIn:
 
     line: str
     count: int
-    supplied: int = 0
+    supplied: int = field(default=0, metadata={"only_with": "supplied"})
 
 
 @dataclass(frozen=True)

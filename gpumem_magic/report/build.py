@@ -120,7 +120,7 @@ class _Builder:
             retries=self._retries(),
             stand_ins=self.recording.stand_ins if self.device == self.recording.primary else (),
             folded=tuple(self._with_left_out(shown, folds)),
-            notes=tuple(notes_of(self.view, peak_position)),
+            remarks=tuple(notes_of(self.view, peak_position)),
         )
 
     # Rows

@@ -24,6 +24,8 @@ CATEGORIES = (
 # The categories that add up to `allocated`; with `cached` they add up to `reserved`.
 ALLOCATED_CATEGORIES = CATEGORIES[: CATEGORIES.index("cached")]
 SCHEMA = 1
+# Of rows.
+KINDS = ("before", "statement", "part", "error", "after")
 
 # What a reader is told.
 LABELS = {
@@ -49,7 +51,7 @@ LABELS = {
 class Row:
     """The state after a statement (or part of one), and the peaks inside it. Bytes; None is unavailable, never 0."""
 
-    kind: str  # before | statement | part | error | after
+    kind: str = field(metadata={"one_of": KINDS})
     label: str
     statement: str
     line: int
@@ -60,7 +62,7 @@ class Row:
     device_used: int | None
     peak_allocated: int
     peak_reserved: int
-    categories: Mapping[str, int | None]
+    categories: Mapping[str, int | None] = field(metadata={"keys": CATEGORIES})
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,7 @@ class Peak:
     device_used: int | None
     peak_allocated: int
     peak_reserved: int
-    categories: Mapping[str, int | None]
+    categories: Mapping[str, int | None] = field(metadata={"keys": CATEGORIES})
 
 
 @dataclass(frozen=True)
@@ -89,9 +91,9 @@ class ReportError:
     rounded: int | None = None
     segment: int | None = None
     largest_free: int | None = None
-    verdict: FailedRequest | None = None
-    module: str = ""
-    operator: str = ""
+    verdict: FailedRequest | None = field(default=None, metadata={"only_with": "verdict"})
+    module: str = field(default="", metadata={"only_with": "module"})
+    operator: str = field(default="", metadata={"only_with": "module"})
 
     @property
     def wanted(self) -> int | None:
@@ -128,13 +130,18 @@ class Owner:
 
 
 @dataclass(frozen=True)
-class ReportCause:
+class Cause:
     """Why memory was what it was. name: the cause's in the catalogue; remedy: what to do, or "". bytes: what is at stake."""
 
     name: str
     text: str
     remedy: str
     bytes: int
+
+    @property
+    def sentence(self) -> str:
+        """The text with what to do, as it stands among a report's notes."""
+        return f"{self.text} {self.remedy}".strip()
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
@@ -143,6 +150,7 @@ class ReportData:
 
     checkpoints: the rows in the order in which they ran. evidence: kind -> bytes at the peak. retries: how often the allocator
     gave cached memory back and tried again. inside: what `layers` and `operators` tell, None where no module ran.
+    remarks: what has to be said besides, in order: `notes` are all of it in words, `causes` why memory was what it was.
     source: what it was made from, numbers and strings too, which `timeline` and `save_snapshot` need; not a part of the JSON.
     """
 
@@ -155,13 +163,22 @@ class ReportData:
     retries: int = 0
     stand_ins: tuple[StandIn, ...] = ()
     folded: tuple[Folded, ...] = ()
-    notes: tuple[str, ...] = ()
+    remarks: tuple[str | Cause, ...] = ()
     overhead_seconds: float = 0.0
     devices: tuple[ReportData, ...] = ()
     owners: tuple[Owner, ...] = ()
-    causes: tuple[ReportCause, ...] = ()
-    inside: ActivationBreakdown | None = None
+    inside: ActivationBreakdown | None = field(default=None, metadata={"only_with": "inside"})
     source: DeviceView | None = field(default=None, compare=False)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a reader must know besides the figures, one sentence or two each."""
+        return tuple(one if isinstance(one, str) else one.sentence for one in self.remarks)
+
+    @property
+    def causes(self) -> tuple[Cause, ...]:
+        """Why memory was what it was, as far as that is known."""
+        return tuple(one for one in self.remarks if isinstance(one, Cause))
 
     @property
     def recording(self) -> Recording | None:

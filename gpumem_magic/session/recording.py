@@ -85,8 +85,8 @@ class ActiveRecording:
         recording = replace(recording, primary=self._primary(recording))
         report, labels = build_with_labels(recording, lines=self._lines, explain=self._why.explain)
         self._chosen.remember(labels)
-        notes = (*self._chosen.notes, *self._own_notes(recording), *report.notes)
-        _last = Report.of(replace(report, notes=notes))
+        remarks = (*self._chosen.notes, *self._own_notes(recording), *report.remarks)
+        _last = Report.of(replace(report, remarks=remarks))
         return _last
 
     def _primary(self, recording: Recording) -> int:

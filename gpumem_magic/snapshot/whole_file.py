@@ -38,6 +38,8 @@ def replace_file(path: str | os.PathLike[str], write: Callable[[BinaryIO], objec
     try:
         with open(beside, "xb") as file:
             write(file)
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(beside, target)
     except OSError as error:
         raise type(error)(f"cannot write {printable(path)}: {error.strerror or error}") from None
