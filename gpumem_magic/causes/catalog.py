@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from gpumem_magic.causes import copies, device_memory, graphs, holding, shapes, shortage, training
 from gpumem_magic.causes.model import Scene
-from gpumem_magic.failures import is_own_failure
+from gpumem_magic.failures import swallows
 from gpumem_magic.report.model import Cause
 
 Detector = Callable[[Scene], list[Cause]]
@@ -51,7 +51,7 @@ def find_causes(scene: Scene) -> tuple[list[Cause], list[str]]:
         try:
             found += detector(scene)
         except Exception as error:
-            if not is_own_failure(error):
+            if not swallows(error):
                 raise
             failures.append(f"Looking for a cause failed in {detector.__name__} ({type(error).__name__}: {error}).")
     names = {one.name for one in found}

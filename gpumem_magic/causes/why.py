@@ -19,7 +19,7 @@ from gpumem_magic.causes.inside import inside_of
 from gpumem_magic.causes.model import LEAST, Scene
 from gpumem_magic.causes.source import mentioned, never_clears_gradients
 from gpumem_magic.devices.base import Machine
-from gpumem_magic.failures import is_own_failure
+from gpumem_magic.failures import swallows
 from gpumem_magic.looks import tensors
 from gpumem_magic.looks.objects import attribute, entry, is_a, items, text
 from gpumem_magic.owners.holders import holders
@@ -173,7 +173,7 @@ class _Timed:
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> bool:
         self._why.seconds += time.perf_counter() - self._began
-        if is_own_failure(error):
+        if swallows(error):
             self._why.failed(self._task, error)
             return True
         return False

@@ -14,6 +14,7 @@ from typing import Any
 
 from gpumem_magic.commands.common import INTERRUPTED
 from gpumem_magic.devices.base import DeviceError
+from gpumem_magic.failures import swallowed
 from gpumem_magic.recording.script import ScriptRun, as_main
 from gpumem_magic.session import recording
 from gpumem_magic.snapshot.whole_file import check_target
@@ -84,7 +85,9 @@ def _open(parser: argparse.ArgumentParser, device: str | None, run: ScriptRun) -
     except DeviceError as error:
         parser.error(str(error))
     except Exception as error:
-        _say(f"measuring is not possible here ({_in_one_line(error)}); the script runs as it would without it")
+        _say(
+            f"measuring is not possible here ({swallowed(error).splitlines()[0]}); the script runs as it would without it"
+        )
     return found
 
 
@@ -97,7 +100,9 @@ def _close(found: Any, run: ScriptRun, error: BaseException | None, namespace: d
     try:
         return found.close(failure, None if failure is None else run.failed(traceback), namespace)
     except Exception as own:
-        _say(f"the report could not be made ({_in_one_line(own)}); the script itself ran as it would without it")
+        _say(
+            f"the report could not be made ({swallowed(own).splitlines()[0]}); the script itself ran as it would without it"
+        )
         return None
 
 
@@ -106,11 +111,11 @@ def _hand_over(report: Any, target: Path | None) -> None:
         if target is not None:
             report.save(target)
     except Exception as error:
-        _say(f"the report could not be written to {str(target)!r} ({_in_one_line(error)})")
+        _say(f"the report could not be written to {str(target)!r} ({swallowed(error).splitlines()[0]})")
     try:
         print(report, file=sys.stderr)
     except Exception as error:
-        _say(f"the report could not be shown ({_in_one_line(error)})")
+        _say(f"the report could not be shown ({swallowed(error).splitlines()[0]})")
 
 
 def _exit_status(code: Any) -> int:
@@ -131,7 +136,3 @@ def _flush() -> None:
 
 def _say(text: str) -> None:
     print(f"gpumem: {text}", file=sys.stderr)
-
-
-def _in_one_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0]

@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import Any
 
 from gpumem_magic.devices.base import GpuProcess
-from gpumem_magic.failures import is_own_failure
+from gpumem_magic.failures import swallowed, swallows
 
 # NVML's "not available" is the largest number of 64 bits; Windows and WSL put it, or nearly, where bytes belong.
 ABSURD = 1 << 60
@@ -43,6 +43,7 @@ class Driver:
         try:
             nvml.nvmlInit()
         except Exception as error:
+            swallowed(error)
             return cls(None, _words(error))
         return cls(nvml)
 
@@ -57,7 +58,7 @@ class Driver:
         try:
             answer = getattr(self._nvml, f"nvml{question}")(*arguments, **options)
         except Exception as error:
-            if not is_own_failure(error):
+            if not swallows(error):
                 raise
             self.refusals[question] = _words(error)
             return None

@@ -7,14 +7,13 @@ dropped stays known as totals, from the marks.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from gpumem_magic.allocator.settings import settings_from_dict
 from gpumem_magic.devices import torch_memory
 from gpumem_magic.devices.readings import KIND_OF_ACTION, NOTHING, CountersReading, Counts, minus, plus, reading_of
-from gpumem_magic.failures import is_own_failure
+from gpumem_magic.failures import swallows
 from gpumem_magic.patching import Patches
 from gpumem_magic.snapshot.model import Segment, TraceEvent
 from gpumem_magic.snapshot.plain import events_from_data, segments_from_data
@@ -179,7 +178,7 @@ class AllocatorHistory:
                 # A program may have set it since: a snapshot tells what the environment said only.
                 settings = replace(settings, memory_fraction=torch_memory.memory_fraction(self._torch, log.device))
         except Exception as error:
-            if not is_own_failure(error):
+            if not swallows(error):
                 raise
             self._note(f"The history of cuda:{log.device} could not be read: {_words(error)}.")
         finally:
@@ -265,7 +264,7 @@ class AllocatorHistory:
                 torch_memory.begin_history(self._torch, self._ring)
                 self._is_ours = True
         except Exception as error:
-            if not is_own_failure(error):
+            if not swallows(error):
                 raise
             self.is_refused = True
             self._note(f"PyTorch can't record its allocator's history here ({_words(error)}): rows show totals.")
@@ -299,8 +298,11 @@ class AllocatorHistory:
             if self._calling or not torch_memory.in_use(self._torch):
                 return begin(enabled, *arguments, **options)
             # Whatever they ask for may forget the trace, which is ours as well.
-            with suppress(Exception):
+            try:
                 self._drain()
+            except Exception as error:
+                if not swallows(error):
+                    raise
             result = begin(enabled, *arguments, **options)
             if enabled is None or enabled is False:
                 self._is_ours = False

@@ -6,6 +6,7 @@ import warnings
 from html import escape
 from typing import Any
 
+from gpumem_magic.failures import swallowed
 from gpumem_magic.investigation.steps import Investigation, Step
 from gpumem_magic.views import explain
 from gpumem_magic.views.lines import SizeFormat
@@ -25,7 +26,7 @@ def still(investigation: Investigation) -> dict[str, Any]:
         data, _width, _height = png(investigation)
         body.append(image(data, text, CSS_WIDTH))
     except Exception as error:
-        warnings.warn(f"gpumem_magic could not draw the checkpoints: {type(error).__name__}: {error}", stacklevel=2)
+        warnings.warn(f"gpumem_magic could not draw the checkpoints: {swallowed(error)}", stacklevel=2)
     body.append(_details(investigation))
     return {"text/html": card(head, body), "text/plain": text}
 

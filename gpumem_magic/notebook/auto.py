@@ -16,7 +16,7 @@ from typing import Any
 from IPython.core.error import UsageError
 
 from gpumem_magic.devices import machines
-from gpumem_magic.failures import is_own_failure
+from gpumem_magic.failures import swallows
 from gpumem_magic.notebook.history import CellHistory, CellRecord, State, waterfall
 
 
@@ -51,7 +51,7 @@ class Auto:
         try:
             self._begun.append(self._look())
         except Exception as error:
-            if not is_own_failure(error):
+            if not swallows(error):
                 raise
             self._give_up(error)
 
@@ -63,7 +63,7 @@ class Auto:
             if now is not None:
                 self._keep(begun, now, result)
         except Exception as error:
-            if not is_own_failure(error):
+            if not swallows(error):
                 raise
             self._give_up(error)
 

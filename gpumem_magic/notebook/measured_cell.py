@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from IPython.core.error import UsageError
 
 from gpumem_magic.devices.base import DeviceError
-from gpumem_magic.failures import is_own_failure
+from gpumem_magic.failures import swallows
 from gpumem_magic.looks.objects import is_a
 from gpumem_magic.notebook.shell_hooks import hide_frames_once
 from gpumem_magic.recording import under_way
@@ -83,7 +83,7 @@ class MeasuredCell:
         except DeviceError as error:
             raise UsageError(str(error)) from None
         except Exception as error:
-            if not is_own_failure(error):
+            if not swallows(error):
                 raise
             _warn(f"measuring is not possible here ({_in_one_line(error)}); the cell runs as it would without it")
 
@@ -117,7 +117,7 @@ class MeasuredCell:
             if not stopped:
                 hide_frames_once(self._shell, traceback)
         except Exception as own:
-            if not is_own_failure(own):
+            if not swallows(own):
                 raise
             _warn(f"the report could not be made ({_in_one_line(own)}); the cell itself ran as it would without it")
         if self._run.hook_failure is not None:
@@ -145,7 +145,7 @@ class MeasuredCell:
         except InsideError as error:
             raise UsageError(str(error)) from None
         except Exception as error:
-            if not is_own_failure(error):
+            if not swallows(error):
                 raise
             _warn(f"--into is not possible here ({_in_one_line(error)}); the cell is measured without it")
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from IPython.core.async_helpers import _asyncio_runner
 
+from gpumem_magic.failures import swallowed
 from gpumem_magic.patching import Patches
 from gpumem_magic.recording.cell import compiles
 from gpumem_magic.recording.source import split_lines
@@ -81,7 +82,8 @@ class ShellHooks:
             ) if attribute in ("run_cell_magic", "run_line_magic"):
                 try:
                     return str(self._shell.transform_cell(code if _is_cell_magic(call) else self._statement_of(code)))
-                except Exception:  # the magic meets it again, and IPython shows it then
+                except Exception as error:  # the magic meets it again, and IPython shows it then
+                    swallowed(error)
                     return None
         return None
 

@@ -7,14 +7,14 @@ from time import perf_counter
 from types import TracebackType
 from typing import Any
 
-from gpumem_magic.failures import is_own_failure
+from gpumem_magic.failures import swallows
 
 # No work of ours takes so long that another thread would wait for it; an interrupt may have lost a lock.
 _PATIENCE_SECONDS = 5.0
 
 
 class Guard:
-    """``with guard("looking at gradients"): ...`` swallows what our own work raises: see `is_own_failure`.
+    """``with guard("looking at gradients"): ...`` swallows what our own work raises: see `swallows`.
 
     seconds: time spent inside so far. notes: one sentence per kind of failure. May be entered again by the thread inside.
     """
@@ -47,7 +47,7 @@ class Guard:
         if self._outermost is entered:
             self._outermost = None
             self.seconds += perf_counter() - entered.began
-        if not is_own_failure(error):
+        if not swallows(error):
             return False
         # The words of the error only: the object holds the user's frames.
         self.add_note(f"gpumem_magic failed at {entered.task}: {type(error).__name__}: {error}")

@@ -9,7 +9,7 @@ from dataclasses import replace
 from types import CodeType, TracebackType
 from typing import Protocol
 
-from gpumem_magic.failures import from_handler, is_own_failure
+from gpumem_magic.failures import from_handler, swallows
 from gpumem_magic.patching import Patches
 from gpumem_magic.recording.instrument import Site, Statement
 from gpumem_magic.recording.source import Position
@@ -144,7 +144,7 @@ class StatementHook:
 
     def _failed(self, error: BaseException) -> None:
         """Switches the observer off for its own failure. What interrupts the program goes on its way."""
-        if not is_own_failure(error):
+        if not swallows(error):
             raise error
         self._observer = None
         self.failure = f"{type(error).__name__}: {error}".splitlines()[0]

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from gpumem_magic.failures import is_own_failure
+from gpumem_magic.failures import swallows
 from gpumem_magic.recording.hook import new_hook_name
 from gpumem_magic.recording.instrument import Instrumenter, Site
 from gpumem_magic.recording.source import Source
@@ -170,7 +170,7 @@ class _Teller:
         try:
             stack[-1].append((index, self._begins(f"{self._function}: {text}")))
         except BaseException as error:
-            if not is_own_failure(error):
+            if not swallows(error):
                 raise
             self._begins = None
 
@@ -196,7 +196,7 @@ class _Teller:
         try:
             told[1](failed)
         except BaseException as error:
-            if not is_own_failure(error):
+            if not swallows(error):
                 raise
             self._begins = None
 

@@ -11,6 +11,7 @@ from html import escape
 from typing import Any
 
 from gpumem_magic.attribution.view import DeviceView
+from gpumem_magic.failures import swallowed
 from gpumem_magic.report.model import ReportData
 from gpumem_magic.snapshot.whole_file import replace_file
 from gpumem_magic.timeline_page.page import document
@@ -77,7 +78,7 @@ class TimelineView:
         try:
             return self.to_png()
         except Exception as error:
-            warnings.warn(f"gpumem_magic could not draw the timeline: {type(error).__name__}: {error}", stacklevel=2)
+            warnings.warn(f"gpumem_magic could not draw the timeline: {swallowed(error)}", stacklevel=2)
             return None
 
     def _element(self, still: tuple[bytes, int, int] | None) -> str:

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Container
 from typing import Any
 
+from gpumem_magic.failures import swallowed
 from gpumem_magic.report.model import ReportData
 from gpumem_magic.views import explain
 from gpumem_magic.views.html import Picture, card
@@ -55,7 +56,7 @@ def picture(report: ReportData, *, bare: bool = False) -> Picture | None:
 
         data, width, height = png(report, title=not bare, words=not bare)
     except Exception as error:
-        warnings.warn(f"gpumem_magic could not draw the picture: {type(error).__name__}: {error}", stacklevel=2)
+        warnings.warn(f"gpumem_magic could not draw the picture: {swallowed(error)}", stacklevel=2)
         return None
     return Picture(data, CSS_WIDTH, round(height * CSS_WIDTH / width))
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from gpumem_magic.devices import machines
 from gpumem_magic.devices.base import Counters, Device, DeviceFacts, Log, Machine
+from gpumem_magic.failures import swallowed
 from gpumem_magic.recording import under_way
 from gpumem_magic.recording.model import Checkpoint, Recording
 from gpumem_magic.widgets import live
@@ -225,6 +226,7 @@ class Observer:
             found, series.at_end = live.relabel(recording, device.facts.index, positions)
         except Exception as error:
             # Whatever it is, the samples stand as they were taken, and the program that is watched goes on.
+            swallowed(error)
             self.note(f"The samples of a cell keep their first categories: {error}")
             return []
         series.end_position = first + len(recording.logs[device.facts.index].events)

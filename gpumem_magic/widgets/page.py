@@ -8,6 +8,7 @@ from __future__ import annotations
 from html import escape
 from typing import Any
 
+from gpumem_magic.failures import swallowed
 from gpumem_magic.views.pages import card, image
 from gpumem_magic.views.palette import TEXT
 from gpumem_magic.widgets.samples import Samples, summary
@@ -27,6 +28,6 @@ def left_behind(samples: Samples) -> dict[str, Any]:
             data, _width, _height = png(samples)
             body.append(image(data, words, _CSS_WIDTH))
         except Exception as error:
-            rest += f"\nnote: the picture could not be drawn ({type(error).__name__}: {error})"
+            rest += f"\nnote: the picture could not be drawn ({swallowed(error)})"
     body += [f'<p style="margin:2px 0;color:{TEXT}">{escape(line.strip())}</p>' for line in rest.splitlines()]
     return {"text/html": card(head, body), "text/plain": words}

@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from gpumem_magic.failures import swallowed
+
 THREAD_NAME = "gpumem-watch"
 _FAILURES = 10
 
@@ -89,7 +91,7 @@ class Sampler:
                 failures = 0
             except Exception as error:
                 failures += 1
-                self._on_failure(f"{type(error).__name__}: {error}")
+                self._on_failure(swallowed(error))
             self.pace.cpu_seconds += time.thread_time() - began
             due = self._next(due)
             self._ending.wait(max(due - time.monotonic(), 0.0))

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from gpumem_magic.failures import swallowed
 from gpumem_magic.widgets.columns import SENT
 from gpumem_magic.widgets.fronts import Front, LineFront, StaticFront, SummaryFront, WidgetFront
 from gpumem_magic.widgets.observer import Observer
@@ -144,14 +145,14 @@ class Watch:
             # What happened since the last sample, and the categories of a cell that has just ended.
             self.observer.observe()
         except Exception as error:
-            self._note(f"{type(error).__name__}: {error}")
+            self._note(swallowed(error))
         self._ended = time.time()
         while self._undo:
             self._undo.pop()()
         try:
             self.front.close(self.samples())
         except Exception as error:
-            self._note(f"The picture could not be shown: {type(error).__name__}: {error}")
+            self._note(f"The picture could not be shown: {swallowed(error)}")
 
     def _note(self, words: str) -> None:
         self.observer.note(words)
@@ -170,7 +171,7 @@ class Watch:
             try:
                 self.front.cell_ended()
             except Exception as error:
-                self._note(f"The picture could not be shown: {type(error).__name__}: {error}")
+                self._note(f"The picture could not be shown: {swallowed(error)}")
 
         for name, callback in (("pre_run_cell", begins), ("post_run_cell", ended)):
             shell.events.register(name, callback)

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch.utils._pytree import tree_leaves
 
+from gpumem_magic.failures import swallowed
 from gpumem_magic.patching import Patches
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
 
@@ -85,4 +86,5 @@ class Libraries:
         try:
             self._prepare[name](module, self._patches)
         except Exception as error:  # a version that we do not know must not stop the program
+            swallowed(error)
             warnings.warn(f"gpumem_magic has no rules for this version of {name}: {error}", stacklevel=2)
