@@ -44,7 +44,7 @@ class Run:
 
     @property
     def log(self) -> Any:
-        return self.recorder._handles[0]
+        return self.recorder.logs[0]._opened
 
     def spike(self, size: int) -> None:
         self.torch.free(self.torch.alloc(size))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -113,6 +113,9 @@ class Log(Protocol):
 
     def forget(self, needed: Set[int]) -> None:
         """Positions that were answered so far and are not needed will not be asked about: what only they need may go."""
+
+    def tell(self, moved: Callable[[bool], None] | None) -> None:
+        """Calls `moved` at each event from now on, with whether it is a free; None: no longer. A real device can't."""
 
     def stop(self) -> DeviceLog:
         """Ends the log. Allowed once."""

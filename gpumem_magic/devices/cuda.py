@@ -57,6 +57,9 @@ class CudaLog:
         with self._device.lock:
             self._device.history.forget(self._opened, needed)
 
+    def tell(self, moved: Callable[[bool], None] | None) -> None:
+        """PyTorch calls nobody."""
+
     def stop(self) -> DeviceLog:
         with self._device.lock:
             return self._device.ended(self._opened)

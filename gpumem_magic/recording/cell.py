@@ -12,13 +12,12 @@ import io
 import symtable
 import tokenize
 from collections.abc import Iterator
-from copy import deepcopy
 from dataclasses import dataclass
 from types import CodeType, TracebackType
 from typing import Any
 
-from gpumem_magic.recording.hook import CellObserver, StatementHook, installed, new_hook_name
-from gpumem_magic.recording.instrument import COMPOUND, Instrumenter, Statement
+from gpumem_magic.recording.hook import CellObserver, StatementHook, new_hook_name
+from gpumem_magic.recording.instrument import COMPOUND, Instrumenter, Statement, with_constants
 from gpumem_magic.recording.source import Source, align
 
 __all__ = ["CellObserver", "CellRun", "PreparedCell", "Statement", "compiles", "names_in", "prepare"]
@@ -120,7 +119,6 @@ class CellRun:
     def __init__(self, shell: Any, cell: PreparedCell) -> None:
         self._shell = shell
         self._cell = cell
-        self._name = new_hook_name()
         self._codes: set[CodeType] = set()
         self._hook: StatementHook | None = None
         self._units = [_CompiledUnit([node], mode) for node, mode in _plan(shell, cell)]
@@ -142,9 +140,10 @@ class CellRun:
 
     def observe(self, observer: CellObserver) -> None:
         """Rewrites the statements, so that the run tells `observer` of them. Where this fails the run stays a plain one."""
-        instrumenter = Instrumenter(Source(self._cell.python, self._cell.raw, self._cell.extents), self._name)
-        units = [_unit(instrumenter, deepcopy(unit.nodes[0]), unit.mode) for unit in self._units]
-        self._hook = StatementHook(instrumenter.sites, observer)
+        name = new_hook_name()
+        instrumenter = Instrumenter(Source(self._cell.python, self._cell.raw, self._cell.extents), name)
+        units = [_unit(instrumenter, unit.nodes[0], unit.mode) for unit in self._units]
+        self._hook = StatementHook(instrumenter.sites, observer, name, self._codes)
         self._units = units
 
     @property
@@ -156,20 +155,18 @@ class CellRun:
         """Runs the cell and returns the value of its last expression, as ``%%time`` does. Raises what the cell raises."""
         __tracebackhide__ = True
         value = None
-        with installed(self._name, self._hook):
-            for code in self._steps():
-                value = eval(code, self._shell.user_global_ns, self._shell.user_ns)
+        for code in self._steps():
+            value = eval(code, self._shell.user_global_ns, self._shell.user_ns)
         return value
 
     async def run_awaited(self) -> Any:
         """The same for a cell that awaits."""
         __tracebackhide__ = True
         value = None
-        with installed(self._name, self._hook):
-            for code in self._steps():
-                value = eval(code, self._shell.user_global_ns, self._shell.user_ns)
-                if code.co_flags & inspect.CO_COROUTINE:
-                    value = await value
+        for code in self._steps():
+            value = eval(code, self._shell.user_global_ns, self._shell.user_ns)
+            if code.co_flags & inspect.CO_COROUTINE:
+                value = await value
         return value
 
     def failed(self, traceback: TracebackType | None) -> tuple[Statement, tuple[int, ...], tuple[int, ...]] | None:
@@ -188,6 +185,8 @@ class CellRun:
         for unit in self._units:
             with compiler.extra_flags(ast.PyCF_ALLOW_TOP_LEVEL_AWAIT if self._shell.autoawait else 0):
                 code = compiler(unit.module(), self._cell.filename, unit.mode)
+            if self._hook is not None:
+                code = with_constants(code, self._hook.constants)
             self._codes.add(code)
             if self._hook is None or unit.index is None:
                 yield code

@@ -2,19 +2,54 @@
 
 from __future__ import annotations
 
-import builtins
 import itertools
-from collections.abc import Collection, Sequence
+import operator
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from types import CodeType, TracebackType
-from typing import Protocol
+from typing import Any, Protocol
 
 from gpumem_magic.failures import from_handler, swallows
-from gpumem_magic.patching import Patches
-from gpumem_magic.recording.instrument import Site, Statement
+from gpumem_magic.recording.instrument import Site, Statement, rest_name
 from gpumem_magic.recording.source import Position
 
 _numbers = itertools.count(1)
+
+
+Place = tuple[Statement, tuple[int, ...], tuple[int, ...]]
+"""A statement, its iteration, and the lines of its loops: see `CellObserver`."""
+
+# So many iterations, and statements in them, without anything moving on a device: then a loop rests.
+QUIET_TURNS = 64
+QUIET_STATEMENTS = 128
+LOOK_SECONDS = 0.02
+
+
+class Devices(Protocol):
+    """What a run asks of the devices, to know when there is nothing to tell."""
+
+    @property
+    def moves(self) -> int:
+        """Grows whenever memory moved, or a phase began, as far as was seen."""
+
+    def tell(self, moved: Callable[[bool], None] | None) -> None:
+        """Calls `moved` whenever memory moves from now on, where that is known at once; None: no longer.
+
+        It is told whether the move is late: on behalf of an earlier statement.
+        """
+
+    def left_out(self, line: int, count: int) -> None:
+        """So many iterations of the loop on a line ran untold."""
+
+    def note_moment(self) -> None:
+        """Notes the state of now, for `moved_until_now`."""
+
+    def moved_until_now(self, statement: Statement, iteration: tuple[int, ...], loops: tuple[int, ...]) -> None:
+        """A row for what moved memory up to the moment that was noted last."""
 
 
 class CellObserver(Protocol):
@@ -39,29 +74,88 @@ class CellObserver(Protocol):
 
 
 def new_hook_name() -> str:
-    """A name for a builtin that no program uses, another one each time."""
-    return f"__gpumem_hook_{next(_numbers)}__"
+    """What stands in the code for the hook, until `instrument.with_constants`: a text that is in no program."""
+    return f"gpumem_magic hook {next(_numbers)}"
+
+
+class Rest:
+    """The iterations of a loop that run without being told, for want of anything to tell.
+
+    gate: what the program asks at the head of each iteration. True: it runs untold. The answers count themselves, without a line
+    of Python.
+    """
+
+    __slots__ = ("_ahead", "_gate", "_left", "gate")
+
+    def __init__(self) -> None:
+        self._gate: Any = type("Gate", (), {"__slots__": ()})
+        self._ahead = itertools.repeat(True, 0)
+        self._left = 0
+        self.gate: Any = False
+
+    def begin(self, iterations: int) -> None:
+        self._ahead, self._left = itertools.repeat(True, iterations), iterations
+        self._gate.__bool__ = itertools.chain(self._ahead, itertools.repeat(False)).__next__
+        self.gate = self._gate()
+
+    def end(self) -> None:
+        self.gate = False
+
+    @property
+    def ran(self) -> int:
+        """How many iterations ran untold since `count`."""
+        return self._left - operator.length_hint(self._ahead)
+
+    def count(self) -> int:
+        """The same, counted from here on."""
+        ran = self.ran
+        self._left -= ran
+        return ran
 
 
 class StatementHook:
     """Passes on to an observer what the calls put in by `Instrumenter` say.
 
+    A loop rests after so many iterations and statements in which nothing moved on any device: its iterations are only counted
+    then, until something moves. A virtual device tells of each allocation; a real one, and frees, are seen at the next look.
+
     failure: what went wrong in the observer, in one line, or None. After a failure the observer is left alone and the program
     goes on. Interrupts are the user's and go through.
     """
 
-    def __init__(self, sites: Sequence[Site], observer: CellObserver) -> None:
+    def __init__(self, sites: Sequence[Site], observer: CellObserver, name: str, codes: Collection[CodeType]) -> None:
         self.failure: str | None = None
         self._sites = sites
         self._observer: CellObserver | None = observer
+        self._codes = codes
         self._headers = [replace(site.statement, header=True) for site in sites]
         self._lines = [tuple(sites[loop].statement.line for loop in site.loops) for site in sites]
         self._counters = [0] * len(sites)
         self._seen: list[tuple[int, ...] | None] = [None] * len(sites)
         self._current = 0
+        self._devices: Devices | None = getattr(observer, "devices", None)
+        self._rests = {index: Rest() for index, site in enumerate(sites) if site.statement.kind in ("for", "while")}
+        self._resting: list[int] = []
+        # By loop: how many iterations go without a look at the devices, and when the last was.
+        self._blocks: dict[int, int] = {}
+        self._looked: dict[int, float] = {}
+        # Statements, and iterations of each loop, since something moved.
+        self._quiet = 0
+        self._quiet_turns = Counter[int]()
+        self._moves = 0
+        self._thread = 0
+        # What moved memory untold, and the loops that rested then.
+        self._pending: Place | None = None
+        self._untold: list[int] = []
+        self.constants: dict[str, object] = {name: self}
+        self.constants.update({rest_name(name, index): rest for index, rest in self._rests.items()})
 
     def before(self, index: int) -> None:
         __tracebackhide__ = True
+        if self._resting:
+            self._count_untold()
+        if self._pending is not None:
+            self._tell_pending()
         self._counters[index] = 0
         self._current = index
         self._seen[index] = iteration = self._iteration(index)
@@ -73,10 +167,18 @@ class StatementHook:
 
     def after(self, index: int) -> None:
         __tracebackhide__ = True
+        if self._resting:
+            self._count_untold()
+        if self._pending is not None:
+            self._tell_pending()
         self._tell(self._sites[index].statement, self._iteration(index), self._lines[index])
 
     def header(self, index: int) -> None:
         __tracebackhide__ = True
+        if self._resting:
+            self._count_untold()
+        if self._pending is not None:
+            self._tell_pending()
         self._current = index
         self._seen[index] = iteration = self._iteration(index)
         self._tell(self._headers[index], iteration, self._lines[index])
@@ -84,7 +186,12 @@ class StatementHook:
     def next_iteration(self, index: int) -> bool:
         """The head of an iteration of the loop `index`. True: leave the loop."""
         __tracebackhide__ = True
+        if self._resting:
+            self._count_untold()
+        if self._pending is not None:
+            self._tell_pending()
         self._counters[index] += 1
+        self._quiet_turns[index] += 1
         self._current = index
         header = self._headers[index]
         iteration = (*self._iteration(index), self._counters[index])
@@ -92,10 +199,99 @@ class StatementHook:
         if self._observer is None:
             return False
         try:
+            if self._quiet >= QUIET_STATEMENTS and self._quiet_turns[index] > QUIET_TURNS:
+                self._rest(index)
             return bool(self._observer.wants_stop(header, iteration))
         except BaseException as error:
             self._failed(error)
             return False
+
+    # ---- rest
+
+    def _rest(self, index: int) -> None:
+        """The iterations of a loop, from the next one on, are no longer told: about as many as are over in a moment."""
+        if self._devices is None:
+            return
+        self._thread = threading.get_ident()
+        self._devices.tell(self._moved)
+        now, before = time.perf_counter(), self._looked.get(index)
+        block = self._blocks.get(index, 32)
+        block = max(1, block // 2) if before is not None and now - before > LOOK_SECONDS else block * 2
+        self._blocks[index], self._looked[index] = block, now
+        if index not in self._resting:
+            self._resting.append(index)
+        self._rests[index].begin(block)
+
+    def _count_untold(self) -> None:
+        """Counts the iterations that ran untold since the last call."""
+        for index in self._resting:
+            ran = self._rests[index].count()
+            if ran:
+                self._counters[index] += ran
+                if self._devices is not None:
+                    self._devices.left_out(self._sites[index].statement.line, ran)
+
+    def _wake(self) -> None:
+        """The next iteration of each loop is told."""
+        self._count_untold()
+        for index in self._resting:
+            self._rests[index].end()
+        self._resting.clear()
+        self._blocks.clear()
+        self._looked.clear()
+        self._quiet = 0
+        self._quiet_turns.clear()
+
+    def _moved(self, is_late: bool) -> None:
+        """Memory moves now, while a loop rests. is_late: on behalf of a statement before, the last that moved any."""
+        if self._devices is None:
+            return
+        try:
+            if self._pending is None:
+                untold = [index for index in self._resting if self._rests[index].ran]
+                self._wake()
+                if not untold:
+                    # What runs is told as ever.
+                    self._devices.tell(None)
+                    return
+                self._untold = untold
+                self._pending = self._running()
+                if not self._pending[0].header:
+                    # This iteration has a row.
+                    self._devices.left_out(self._pending[2][-1], -1)
+            elif not is_late:
+                place = self._running()
+                if place != self._pending:
+                    self._devices.moved_until_now(*self._pending)
+                    self._pending = place
+            self._devices.note_moment()
+        except BaseException as error:
+            self._failed(error)
+
+    def _tell_pending(self) -> None:
+        """Gives what moved memory untold its row; from here on all is told again."""
+        pending, self._pending = self._pending, None
+        if pending is not None and self._devices is not None:
+            self._devices.tell(None)
+            self._tell(*pending)
+
+    def _running(self) -> Place:
+        """The statement that runs now, its iteration and the lines of its loops, as far as they are counted."""
+        index = self._current
+        frame = sys._current_frames().get(self._thread)
+        while frame is not None and frame.f_code not in self._codes:
+            frame = frame.f_back
+        if frame is not None:
+            index = self._at(*_position(frame.f_code, frame.f_lasti, frame.f_lineno))
+        site = self._sites[index]
+        outermost = min((site.loops.index(loop) for loop in self._untold if loop in site.loops), default=None)
+        if outermost is None and index in self._untold:
+            # It fetches the next item.
+            header = self._headers[index]
+            return header, (*self._iteration(index), self._counters[index] + 1), (*self._lines[index], header.line)
+        # Loops inside one that rests are not counted.
+        depth = len(site.loops) if outermost is None else outermost + 1
+        return site.statement, self._iteration(index)[:depth], self._lines[index][:depth]
 
     def failed(
         self, traceback: TracebackType | None, codes: Collection[CodeType]
@@ -106,10 +302,12 @@ class StatementHook:
             traceback = traceback.tb_next
         if traceback is None:
             return None
-        index = self._at(*_position(traceback))
+        untold = [loop for loop in self._resting if self._rests[loop].ran]
+        self._count_untold()
+        index = self._at(*_position(traceback.tb_frame.f_code, traceback.tb_lasti, traceback.tb_lineno))
         site, lines = self._sites[index], self._lines[index]
         iteration = self._seen[index]
-        if iteration is None:
+        if iteration is None or untold:
             iteration = self._iteration(index)
         if site.statement.kind in ("for", "while") and self._counters[index]:
             # It failed as it fetched the next item.
@@ -139,6 +337,10 @@ class StatementHook:
         if self._observer is not None:
             try:
                 self._observer.after_statement(statement, iteration, loops)
+                self._quiet += 1
+                if self._devices is not None and self._devices.moves != self._moves:
+                    self._moves = self._devices.moves
+                    self._wake()
             except BaseException as error:
                 self._failed(error)
 
@@ -150,17 +352,6 @@ class StatementHook:
         self.failure = f"{type(error).__name__}: {error}".splitlines()[0]
 
 
-def installed(name: str, hook: StatementHook | None) -> Patches:
-    """Lets programs find `hook` as the builtin `name` for a ``with`` block. None installs nothing.
-
-    (No generator: its context manager would write to the program's error when that passes.)
-    """
-    patches = Patches()
-    if hook is not None:
-        patches.set(builtins, name, hook)
-    return patches
-
-
 def without_hooks(traceback: TracebackType | None) -> None:
     """Takes our frames out of an interrupt's traceback: what interrupts us interrupts the statement that we were called at."""
     while traceback is not None:
@@ -170,11 +361,10 @@ def without_hooks(traceback: TracebackType | None) -> None:
         traceback = traceback.tb_next
 
 
-def _position(traceback: TracebackType) -> tuple[int, int | None]:
-    """Line and column (UTF-8 bytes; None before Python 3.11) at which a frame was."""
-    code = traceback.tb_frame.f_code
-    if hasattr(code, "co_positions") and traceback.tb_lasti >= 0:
-        line, _, column, _ = next(itertools.islice(code.co_positions(), traceback.tb_lasti // 2, None))
-        if line is not None:
-            return line, column
-    return traceback.tb_lineno, None
+def _position(code: CodeType, instruction: int, line: int) -> tuple[int, int | None]:
+    """Line and column (UTF-8 bytes; None before Python 3.11) at which a frame is."""
+    if hasattr(code, "co_positions") and instruction >= 0:
+        start, _, column, _ = next(itertools.islice(code.co_positions(), instruction // 2, None))
+        if start is not None:
+            return start, column
+    return line, None

@@ -16,8 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from gpumem_magic.failures import swallows
-from gpumem_magic.recording.hook import new_hook_name
-from gpumem_magic.recording.instrument import Instrumenter, Site
+from gpumem_magic.recording.hook import Rest, new_hook_name
+from gpumem_magic.recording.instrument import Instrumenter, Site, rest_name, with_constants
 from gpumem_magic.recording.source import Source
 
 # A statement is shown so often per function; a loop of thousands says no more.
@@ -99,9 +99,10 @@ def rewritten(function: types.FunctionType, begins: Begins) -> types.CodeType:
         text = inspect.getsource(function)
     except (OSError, TypeError):
         raise InsideError(f"{words}: its source is not there") from None
-    # Indentation, and so every column, stays as it is in the file.
+    # Lines and columns, and so the indentation, stay as they are in the file.
     indented = text[:1].isspace()
-    source = f"if 1:\n{text}" if indented else text
+    above = "\n" * (function.__code__.co_firstlineno - 1 - indented)
+    source = f"{above}if 1:\n{text}" if indented else f"{above}{text}"
     try:
         tree = ast.parse(source)
     except SyntaxError:
@@ -117,29 +118,19 @@ def rewritten(function: types.FunctionType, begins: Begins) -> types.CodeType:
         ast.Try(body=body[unchanged:] or [ast.Pass()], handlers=[], orelse=[], finalbody=[left]), node.body[0]
     )
     node.body = [*body[:unchanged], began, guarded]
-    _ToConstant(hook_name).visit(node)
     node.decorator_list = []
     module = _around(node, function)
     ast.fix_missing_locations(module)
-    ast.increment_lineno(module, function.__code__.co_firstlineno - 1 - indented)
     flags = function.__code__.co_flags & _FUTURES
     compiled = compile(module, function.__code__.co_filename, "exec", flags=flags, dont_inherit=True)
     code = _code_of(compiled, function.__name__)
     if code is None or code.co_freevars != function.__code__.co_freevars:
         raise InsideError(f"{words}: its surroundings can't be made again")
     teller = _Teller(function.__name__, instrumenter.sites, begins)
-    constants = tuple(teller if constant == hook_name else constant for constant in code.co_consts)
-    return code.replace(co_firstlineno=function.__code__.co_firstlineno, co_consts=constants)
-
-
-class _ToConstant(ast.NodeTransformer):
-    """The calls' receiver as a constant of the code: no name is needed where they find it, and it goes with the code."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def visit_Name(self, node: ast.Name) -> ast.expr:
-        return ast.copy_location(ast.Constant(self._name), node) if node.id == self._name else node
+    # Its loops never rest.
+    rests = {rest_name(hook_name, index): Rest() for index in range(len(instrumenter.sites))}
+    code = with_constants(code, {hook_name: teller, **rests})
+    return code.replace(co_firstlineno=function.__code__.co_firstlineno)
 
 
 class _Teller:
@@ -213,7 +204,7 @@ def _definition(tree: ast.Module, name: str) -> ast.FunctionDef | ast.AsyncFunct
 
 
 def _call(hook_name: str, method: str, at: ast.stmt) -> ast.stmt:
-    hook = ast.Attribute(ast.Name(hook_name, ast.Load()), method, ast.Load())
+    hook = ast.Attribute(ast.Constant(hook_name), method, ast.Load())
     return ast.copy_location(ast.Expr(ast.Call(hook, [], [])), at)
 
 

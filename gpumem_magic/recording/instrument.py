@@ -1,15 +1,18 @@
 """Rewriting a program so that it says, at every statement of its own, that it is there.
 
 Only what the program runs at module level is rewritten: bodies of ``for``, ``while``, ``if``, ``with``, ``try`` and ``match``,
-not of functions and classes. The calls that are put in go to a hook (`hook.StatementHook`) found under a name that no one
-would write, and return nothing that the program could see.
+not of functions and classes. The calls that are put in go to a hook (`hook.StatementHook`), which is a constant of the code,
+and return nothing that the program could see.
 """
 
 from __future__ import annotations
 
 import ast
 import sys
+from collections.abc import Mapping
+from copy import copy
 from dataclasses import dataclass
+from types import CodeType
 from typing import Any, TypeVar
 
 from gpumem_magic.recording.source import Position, Source
@@ -97,52 +100,78 @@ class Instrumenter:
         return [*body[:unchanged], *self._block(body[unchanged:])]
 
     def rewrite(self, node: ast.stmt) -> list[ast.stmt]:
-        """A statement and the calls around it and in it. The node itself is changed."""
+        """A statement and the calls around it and in it. The node itself stays as it is."""
         if isinstance(node, _LOOPS):
             return self._loop(node)
         if isinstance(node, ast.If):
-            index = self.add(node)
-            node.body = [self._tell("header", index, node), *self._inner(node.body)]
-            # An `elif` stands beside its `if`, though the tree has it inside.
-            chained = len(node.orelse) == 1 and self._source.is_elif(node.orelse[0])
-            orelse = self._block(node.orelse) if chained else self._inner(node.orelse)
-            node.orelse = [self._tell("header", index, node), *orelse]
-            return [self._tell("before", index, node), node]
+            return self._if(node)
         if isinstance(node, ast.With | ast.AsyncWith):
             index = self.add(node)
-            node.body = [self._tell("header", index, node), *self._inner(node.body)]
-            return [self._tell("before", index, node), node, self._tell("header", index, node)]
+            made = _copied(node, body=[self._tell("header", index, node), *self._inner(node.body)])
+            return [self._tell("before", index, node), made, self._tell("header", index, node)]
         if isinstance(node, ast.Match):
             index = self.add(node)
-            for case in node.cases:
-                case.body = [self._tell("header", index, node), *self._inner(case.body)]
-            return [self._tell("before", index, node), node, self._tell("header", index, node)]
+            cases = [
+                _copied(case, body=[self._tell("header", index, node), *self._inner(case.body)]) for case in node.cases
+            ]
+            return [
+                self._tell("before", index, node),
+                _copied(node, cases=cases),
+                self._tell("header", index, node),
+            ]
         if isinstance(node, _TRIES):
-            return self._try(node)
+            return [self._try(node)]
         index = self.add(node)
         around = self._tell("before", index, node), self._tell("after", index, node)
+        if isinstance(node, ast.Global | ast.Nonlocal) and self._loops:
+            # The copy of the loop's body that is not told has said it already, and twice is an error.
+            return [*around]
         # Nothing runs behind a jump in its own block, so its row is taken before it.
         return [*around, node] if isinstance(node, _JUMPS) else [around[0], node, around[1]]
 
+    def _if(self, node: ast.If) -> list[ast.stmt]:
+        """With all of its ``elif``, one after another: there may be hundreds, each inside the one before."""
+        index = self.add(node)
+        first = [self._tell("before", index, node)]
+        block = first
+        while True:
+            made = _copied(node, body=[self._tell("header", index, node), *self._inner(node.body)])
+            block.append(made)
+            block = made.orelse = [self._tell("header", index, node)]
+            # An `elif` stands beside its `if`, though the tree has it inside.
+            following = node.orelse[0] if len(node.orelse) == 1 else None
+            if not isinstance(following, ast.If) or not self._source.is_elif(following):
+                block += self._inner(node.orelse)
+                return first
+            node = following
+            index = self.add(node)
+            block.append(self._tell("before", index, node))
+
     def _loop(self, node: ast.For | ast.AsyncFor | ast.While) -> list[ast.stmt]:
+        """Its body twice: as it is, for iterations that need not be told (see `hook.Rest`), and with the calls."""
         index = self.add(node)
         self._loops.append(index)
         body = self._inner(node.body)
         self._loops.pop()
         stop = ast.If(test=self._call("next_iteration", index, node), body=[_at(ast.Break(), node)], orelse=[])
-        node.body = [_at(stop, node), *body]
-        node.orelse = [self._tell("header", index, node), *self._inner(node.orelse)]
-        return [self._tell("before", index, node), node]
+        gate = ast.Attribute(ast.Constant(rest_name(self._hook_name, index)), "gate", ast.Load())
+        choice = ast.If(test=_at(gate, node), body=node.body, orelse=[_at(stop, node), *body])
+        orelse = [self._tell("header", index, node), *self._inner(node.orelse)]
+        made = _copied(node, body=[_placed(choice, node)], orelse=orelse)
+        return [self._tell("before", index, node), made]
 
-    def _try(self, node: Any) -> list[ast.stmt]:
+    def _try(self, node: Any) -> ast.stmt:
         # `try:` itself does nothing; by the time a handler begins, what the failing statement held has gone.
-        node.body = self._inner(node.body)
+        body = self._inner(node.body)
+        handlers = []
         for handler in node.handlers:
             index = self.add(handler)
-            handler.body = [self._tell("header", index, handler), *self._inner(handler.body)]
-        node.orelse = self._inner(node.orelse)
-        node.finalbody = self._inner(node.finalbody)
-        return [node]
+            told = [self._tell("header", index, handler), *self._inner(handler.body)]
+            handlers.append(_copied(handler, body=told))
+        made: ast.stmt = _copied(
+            node, body=body, handlers=handlers, orelse=self._inner(node.orelse), finalbody=self._inner(node.finalbody)
+        )
+        return made
 
     def _inner(self, body: list[ast.stmt]) -> list[ast.stmt]:
         self._depth += 1
@@ -157,8 +186,38 @@ class Instrumenter:
         return _at(ast.Expr(self._call(method, index, at)), at)
 
     def _call(self, method: str, index: int, at: ast.stmt | ast.ExceptHandler) -> ast.expr:
-        hook = ast.Name(self._hook_name, ast.Load())
+        hook = ast.Constant(self._hook_name)
         return _at(ast.Call(ast.Attribute(hook, method, ast.Load()), [ast.Constant(index)], []), at)
+
+
+def rest_name(hook_name: str, index: int) -> str:
+    """What stands in the code for the `hook.Rest` of the loop `index`, until `with_constants`."""
+    return f"{hook_name} {index}"
+
+
+def with_constants(code: CodeType, objects: Mapping[str, object]) -> CodeType:
+    """The code with objects in the place of the strings that stood for them: no name is needed where the code finds them."""
+    if not objects.keys().isdisjoint(constant for constant in code.co_consts if type(constant) is str):
+        constants = [
+            objects.get(constant, constant) if type(constant) is str else constant for constant in code.co_consts
+        ]
+        return code.replace(co_consts=tuple(constants))
+    return code
+
+
+def _copied(node: Node, **fields: Any) -> Node:
+    """A node with other fields, of which it shares the rest."""
+    made = copy(node)
+    for name, value in fields.items():
+        setattr(made, name, value)
+    return made
+
+
+def _placed(new: Node, old: ast.stmt) -> Node:
+    """As `_at`, for the node alone."""
+    new.lineno = new.end_lineno = old.lineno  # type: ignore[attr-defined]
+    new.col_offset = new.end_col_offset = old.col_offset  # type: ignore[attr-defined]
+    return new
 
 
 def _at(new: Node, old: ast.stmt | ast.ExceptHandler) -> Node:

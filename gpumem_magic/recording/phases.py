@@ -44,7 +44,7 @@ class _Open:
 
 class Phases:
     """Records spans from `start` to `stop`. `moment` reads the devices; `step_ended` is told of each first-optimizer step,
-    `grown` of each span that is added."""
+    `grown` of each span that is added, `began` of each that begins."""
 
     def __init__(
         self,
@@ -54,6 +54,7 @@ class Phases:
         step_ended: Callable[[], None] = lambda: None,
         grown: Callable[[], None] = lambda: None,
         modules: ModuleWatch | None = None,
+        began: Callable[[], None] = lambda: None,
     ) -> None:
         self.spans: list[Span] = []
         self.hidden = Hidden()
@@ -62,6 +63,7 @@ class Phases:
         self._guard = guard
         self._step_ended = step_ended
         self._grown = grown
+        self._began = began
         self._modules = modules
         self._patches = Patches()
         self._handles: list[Any] = []
@@ -99,6 +101,7 @@ class Phases:
                 self._close(one, failed=one.kind != "range")
 
     def mark(self, label: str) -> None:
+        self._began()
         moment = self._moment()
         self.spans.append(Span("mark", label, moment, moment))
         self._grown()
@@ -119,6 +122,7 @@ class Phases:
     # Spans
 
     def _begin(self, kind: str, label: str, owner: int = 0) -> _Open:
+        self._began()
         one = _Open(kind, label, self._moment(), threading.get_ident(), owner)
         self._open.append(one)
         return one

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from gpumem_magic.recording.hook import Devices
     from gpumem_magic.recording.instrument import Statement
     from gpumem_magic.recording.recorder import Recorder
 
@@ -20,6 +21,11 @@ class CellProgress:
         self._recorder = recorder
         self._limit = limit
         self._source = source.splitlines()
+
+    @property
+    def devices(self) -> Devices | None:
+        """None where every iteration has to be told."""
+        return self._recorder if self._limit is None else None
 
     def before_statement(self, statement: Statement, iteration: tuple[int, ...], loops: tuple[int, ...]) -> None:
         if self._limit is not None:

@@ -10,7 +10,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -32,6 +32,9 @@ from gpumem_magic.recording.phases import Phases
 from gpumem_magic.recording.repetition import alike_at_end, signature
 from gpumem_magic.recording.thinning import MOST, Seen, thin
 from gpumem_magic.snapshot.timeline import Timeline
+
+if TYPE_CHECKING:
+    from gpumem_magic.recording.instrument import Statement
 
 Failed = tuple[str, int, tuple[int, ...], tuple[int, ...]]
 """The failing statement: its text, line, iteration, and the lines of its loops."""
@@ -73,6 +76,10 @@ class Recorder:
         self._modules: ModuleWatch | None = None
         self._most = most
         self._left_out: Counter[int] = Counter()
+        self._untold: Counter[int] = Counter()
+        self.moves = 0
+        self._told: Callable[[bool], None] | None = None
+        self._noted: Moment | None = None
         # What `finish` made, for who reads along (the watch).
         self.recorded: Recording | None = None
 
@@ -115,7 +122,13 @@ class Recorder:
             self._witness = Witness(self._machine, lambda device: self._logs[device].position(), self._names, namespace)
             self._modules = ModuleWatch(self._cheap_positions(), self._machine.locate)
             self._phases = Phases(
-                self._moment, self._witness, self._guard, self._step_ended, self._grown, self._modules
+                self._moment,
+                self._witness,
+                self._guard,
+                self._step_ended,
+                self._grown,
+                self._modules,
+                self._phase_began,
             )
             self._phases.start()
             self.checkpoint("before", "before")
@@ -139,7 +152,9 @@ class Recorder:
             if self._phases is not None:
                 self._phases.statement_ended()
             moment = self._moment()
-            if header and self._checkpoints and moment.positions == self._checkpoints[-1].moment.positions:
+            if self._checkpoints and moment.positions != self._checkpoints[-1].moment.positions:
+                self.moves += 1
+            elif header and self._checkpoints:
                 return
             if kind == "before" and self._checkpoints and self._checkpoints[-1].kind == "before":
                 self._checkpoints.pop()
@@ -149,6 +164,31 @@ class Recorder:
         with self._guard("looking at the variables"):
             if self._witness is not None:
                 self._witness.statement_ended(statement if kind == "statement" else None)
+
+    # Loops that rest: see `hook.Devices`
+
+    def tell(self, moved: Callable[[bool], None] | None) -> None:
+        self._told = moved
+        for log in self._logs.values():
+            log.tell(moved)
+
+    def left_out(self, line: int, count: int) -> None:
+        self._untold[line] += count
+
+    def note_moment(self) -> None:
+        self._noted = self._moment_as_it_is()
+
+    def moved_until_now(self, statement: Statement, iteration: tuple[int, ...], loops: tuple[int, ...]) -> None:
+        if self._noted is not None:
+            label = statement.text.partition("\n")[0]
+            self._checkpoints.append(
+                Checkpoint("statement", label, statement.text, statement.line, self._noted, iteration, loops)
+            )
+
+    def _phase_began(self) -> None:
+        self.moves += 1
+        if self._told is not None:
+            self._told(False)
 
     def position(self, device: int) -> int:
         """Where a device's log stands now."""
@@ -227,7 +267,7 @@ class Recorder:
             stand_ins=stand_ins,
             notes=tuple(self._guard.notes),
             overhead_seconds=self._guard.seconds,
-            left_out=dict(self._left_out),
+            left_out=dict(self._left_out + self._untold),
             modules=self._modules.trace() if self._modules is not None else ModuleTrace(),
         )
         return self.recorded
@@ -260,6 +300,9 @@ class Recorder:
 
     def _moment(self) -> Moment:
         self._machine.settle()
+        return self._moment_as_it_is()
+
+    def _moment_as_it_is(self) -> Moment:
         self._ticks += 1
         return Moment(
             {index: log.position() for index, log in self._logs.items()},
@@ -276,8 +319,8 @@ class Recorder:
     # Long runs
 
     def _grown(self) -> None:
-        """Thins what is kept, once it is too much. Virtual devices keep every event, and are not run for hours."""
-        if self._phases is None or self._witness is None or any(log.growing is not None for log in self._logs.values()):
+        """Thins what is kept, once it is too much."""
+        if self._phases is None or self._witness is None:
             return
         seen = Seen(self._checkpoints, self._phases.spans, self._witness.sightings, self._left_out)
         if seen.weight <= self._most:

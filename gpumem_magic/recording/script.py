@@ -13,8 +13,8 @@ from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 
 from gpumem_magic.recording.cell import names_in
-from gpumem_magic.recording.hook import CellObserver, StatementHook, installed, new_hook_name
-from gpumem_magic.recording.instrument import Instrumenter, Statement
+from gpumem_magic.recording.hook import CellObserver, StatementHook, new_hook_name
+from gpumem_magic.recording.instrument import Instrumenter, Statement, with_constants
 from gpumem_magic.recording.source import Source
 
 
@@ -29,7 +29,6 @@ class ScriptRun:
         self._bytes = Path(path).read_bytes()
         self._code: CodeType = compile(self._bytes, path, "exec", dont_inherit=True)
         self._text = importlib.util.decode_source(self._bytes)
-        self._name = new_hook_name()
         self._hook: StatementHook | None = None
 
     @property
@@ -50,16 +49,17 @@ class ScriptRun:
     def observe(self, observer: CellObserver) -> None:
         """Rewrites the statements, so that the run tells `observer` of them. Where this fails the run stays a plain one."""
         tree = ast.parse(self._bytes, self.path)
-        instrumenter = Instrumenter(Source(self._text), self._name)
+        name = new_hook_name()
+        instrumenter = Instrumenter(Source(self._text), name)
         tree.body = instrumenter.module(tree.body)
-        code = compile(tree, self.path, "exec", dont_inherit=True)
-        self._hook = StatementHook(instrumenter.sites, observer)
-        self._code = code
+        codes: set[CodeType] = set()
+        self._hook = StatementHook(instrumenter.sites, observer, name, codes)
+        self._code = with_constants(compile(tree, self.path, "exec", dont_inherit=True), self._hook.constants)
+        codes.add(self._code)
 
     def run(self, main: ModuleType) -> None:
         """Runs it in the module `main` (see `as_main`). Raises what the script raises, SystemExit included."""
-        with installed(self._name, self._hook):
-            exec(self._code, main.__dict__)
+        exec(self._code, main.__dict__)
 
     def failed(self, traceback: TracebackType | None) -> tuple[Statement, tuple[int, ...], tuple[int, ...]] | None:
         """Which statement an error came through, in which iteration, and the lines of the loops around it."""

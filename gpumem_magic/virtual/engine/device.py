@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Protocol
 
@@ -31,6 +31,7 @@ class VirtualLog:
     def __init__(self, device: VirtualDevice) -> None:
         self._device = device
         self.events: list[TraceEvent] = []
+        self.bell: _Bell | None = None
         self.origins: dict[int, str] = {}
         self.growing = DeviceLog(device.facts, device.segments(), self.events, self.origins, dict(device.labels))
 
@@ -40,8 +41,26 @@ class VirtualLog:
     def forget(self, needed: Set[int]) -> None:
         """Every event is kept: a virtual device is not run for hours."""
 
+    def tell(self, moved: Callable[[bool], None] | None) -> None:
+        sinks = self._device.allocator.sinks
+        if self.bell is not None:
+            sinks[:] = [sink for sink in sinks if sink is not self.bell]
+        self.bell = None if moved is None else _Bell(moved)
+        if self.bell is not None:
+            sinks.append(self.bell)
+
     def stop(self) -> DeviceLog:
         return self._device.ended(self)
+
+
+class _Bell:
+    """A sink of events that keeps none."""
+
+    def __init__(self, moved: Callable[[bool], None]) -> None:
+        self._moved = moved
+
+    def append(self, event: TraceEvent, /) -> None:
+        self._moved(event.action.startswith("free"))
 
 
 class VirtualDevice:
@@ -140,7 +159,9 @@ class VirtualDevice:
     def ended(self, log: VirtualLog) -> DeviceLog:
         """What a log has become, which ends with this."""
         self._logs = [other for other in self._logs if other is not log]
-        self.allocator.sinks[:] = [sink for sink in self.allocator.sinks if sink is not log.events]
+        self.allocator.sinks[:] = [
+            sink for sink in self.allocator.sinks if sink is not log.events and sink is not log.bell
+        ]
         return replace(log.growing, settings=self.allocator.settings_in_force)
 
     def end_logs(self) -> None:
