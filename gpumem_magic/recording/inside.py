@@ -13,9 +13,10 @@ import threading
 import types
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from gpumem_magic.failures import swallows
+from gpumem_magic.looks.objects import attribute, is_a, name_of_class
 from gpumem_magic.recording.hook import Rest, new_hook_name
 from gpumem_magic.recording.instrument import Instrumenter, Site, rest_name, with_constants
 from gpumem_magic.recording.source import Source
@@ -81,14 +82,18 @@ def find_function(text: str, namespace: Mapping[str, Any]) -> types.FunctionType
             thing = inspect.getattr_static(thing, part)
         except AttributeError:
             raise InsideError(f"--into {text}: {first} has no {part!r}") from None
-    if isinstance(thing, (staticmethod, classmethod)):
+    if is_a(thing, (staticmethod, classmethod)):
         thing = thing.__func__
-    if isinstance(thing, types.MethodType):
+    if is_a(thing, types.MethodType):
         thing = thing.__func__
-    found = inspect.unwrap(thing) if callable(thing) else thing
-    if not isinstance(found, types.FunctionType):
-        raise InsideError(f"--into {text}: a {type(thing).__name__} is no Python function with statements to show")
-    return found
+    found, seen = thing, {id(thing)}
+    while (wrapped := attribute(found, "__wrapped__")) is not None and id(wrapped) not in seen:
+        seen.add(id(wrapped))
+        found = wrapped
+    if not is_a(found, types.FunctionType):
+        kind = name_of_class(type(thing))
+        raise InsideError(f"--into {text}: a {kind} is no Python function with statements to show")
+    return cast(types.FunctionType, found)
 
 
 def rewritten(function: types.FunctionType, begins: Begins) -> types.CodeType:
