@@ -86,7 +86,7 @@ class Patches:
             # PyTorch warns of what is meant here: that a kernel is replaced.
             warnings.simplefilter("ignore")
             for operator, kernel in kernels:
-                library.impl(operator, kernel, key)
+                library.impl(operator, kernel, key, allow_override=True)
 
     def environment(self, name: str, value: str) -> None:
         """Sets an environment variable."""

@@ -1,9 +1,9 @@
 """The register of what is private: every name of other packages that is used here although they promise nothing about it.
 
-`RUN` has the versions on which all of it was seen and the tests ran. `tests/test_private.py` walks the register on the installed
-versions, and finds what the source uses and no row has. A step that replaces things of PyTorch's is left out where a name of its
-rows is missing (`Patches.attempt`): the rest of the device works, and a line says what does not. What is said elsewhere of CUDA's
-kernels was read in the sources of PyTorch 2.9 to 2.13.
+`RUN` has the versions on which the names were seen and tests ran (docs/no_gpu.md says which tests). `tests/test_private.py` walks
+the register on the installed versions, and finds what the source uses and no row has. A step that replaces things of PyTorch's is
+left out where a name of its rows is missing (`Patches.attempt`): the rest of the device works, and a line says what does not.
+What is said elsewhere of CUDA's kernels was read in the sources of PyTorch 2.9 to 2.13.
 """
 
 from __future__ import annotations
