@@ -13,7 +13,7 @@ timeline page's data. Of every file moreover what ``gpumem show`` prints; of all
 What no two runs have in common is left out: times, addresses of Python's objects, folders, hashes of the page's script. Only what
 users can name is used (magics, `gpumem_magic.load`, `measure`, a report's methods, the command), so that rooms may move.
 
-`compare` says for each item whether it is the same, shows what differs, and exits with 1 if something does. Pictures are
+`compare` says for each item whether it is the same, shows each difference once, and exits with 1 if there is one. Pictures are
 compared by their pixels.
 """
 
@@ -392,14 +392,18 @@ def _in_child(folder: Path, make: Callable[[Item], None], snapshots: Path) -> No
 def compare(before: Path, after: Path, most_lines: int) -> int:
     names = sorted({str(path.relative_to(top)) for top in (before, after) for path in top.rglob("*") if path.is_file()})
     different = 0
+    told: dict[tuple[str, ...], str] = {}
     for name in names:
         found = _difference(before / name, after / name, most_lines)
-        if found:
-            different += 1
-            print(f"==== {name}: {found[0]}")
-            print("".join(f"  {line}\n" for line in found[1:]), end="")
-        else:
+        if not found:
             print(f"     {name}: the same")
+            continue
+        different += 1
+        first = told.setdefault(tuple(found), name)
+        if first != name and found[1:]:
+            print(f"==== {name}: as in {first}")
+        else:
+            print(f"==== {name}: {found[0]}", *(f"  {line}" for line in found[1:]), sep="\n")
     print(f"\n{len(names)} items: {len(names) - different} the same, {different} different")
     return 1 if different else 0
 
