@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(given[:split])
     options.arguments = given[split + 1 :]
     if options.command != "run" and given[split:]:
-        parser.error(f"{options.command} takes no arguments behind --")
+        parser.error(f"{options.command} takes no arguments after --")
     status: int = options.run(options)
     return status
 

@@ -109,7 +109,7 @@ class Report(ReportData):
     def _inside(self) -> ActivationBreakdown:
         if self.inside is None:
             raise ValueError(
-                "this report knows of no module: none ran on the device, or the report comes from a file without"
+                "this report has no modules: none ran on the device, or the file that it comes from has none"
             )
         return self.inside
 

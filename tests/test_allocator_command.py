@@ -109,7 +109,7 @@ def test_would_this_setting_have_helped(failed: str, capsys: Printed) -> None:
     assert "The recorded out-of-memory error would not have happened." in printed
     assert "highest reserved" in printed
     assert cli.main(["replay", failed, "--conf", "garbage_collection_threshold:0.8"]) == 0
-    assert "would have happened all the same" in capsys.readouterr().out
+    assert "would still have happened" in capsys.readouterr().out
     assert cli.main(["replay", failed, "--conf", "roundup_power2_divisions:4"]) == 0
     assert "that the recording served would have failed" in capsys.readouterr().out
 
@@ -139,12 +139,12 @@ def test_a_file_that_ends_out_of_memory_says_why(failed: str) -> None:
     verdict = explain.verdict(report)
     assert verdict is not None
     assert f"{mib(WEIGHT)} MiB wanted" in verdict
-    assert "Fragmentation decides" in verdict
+    assert "Fragmentation is the cause" in verdict
     assert "split by" in verdict
     assert "train.py:7 loop" in verdict
     remarks = " ".join(explain.remarks(report))
     assert (
-        "Replayed with expandable_segments:True or max_split_size_mb:128, the request passes, and so do 5 more"
+        "When replayed with expandable_segments:True or max_split_size_mb:128, the request passes, and so do 5 more"
         in remarks
     )
     assert "With max_split_size_mb:512 it passes, and memory runs out one iteration later." in remarks
@@ -168,5 +168,5 @@ def test_too_big_is_said_so(tmp_path: Path) -> None:
     report = load(save(tmp_path / "small.pickle", train(1, available=8192 * MIB)))
     verdict = explain.verdict(report)
     assert verdict is not None
-    assert "even packed perfectly" in verdict
-    assert "No setting of the allocator can make up for what was missing." in explain.remarks(report)
+    assert "even with perfect packing" in verdict
+    assert "No allocator setting can make up for the missing memory." in explain.remarks(report)

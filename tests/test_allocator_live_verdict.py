@@ -76,10 +76,10 @@ def test_a_failed_cell_says_who_splits_the_place(shell: Any) -> None:
     assert found.requests == 10
     verdict = explain.verdict(report)
     assert verdict is not None
-    assert "fragmentation decides" in verdict.lower()
-    assert "packed perfectly, 160 MiB (16 % of the device) would be left." in verdict
+    assert "fragmentation is the cause" in verdict.lower()
+    assert "with perfect packing, 160 MiB (16 % of the device) would be left." in verdict
     assert "left are split by `kept`" in verdict
-    assert "Replayed with expandable_segments:True" in " ".join(explain.remarks(report))
+    assert "replayed with expandable_segments:True" in " ".join(explain.remarks(report))
     assert Report.from_dict(report.to_dict()).error == report.error
 
 
@@ -108,7 +108,7 @@ def test_too_much_is_too_much(shell: Any) -> None:
     found = report.error.verdict
     assert found is not None
     assert (found.cause, found.spare, found.trials, found.tried) == ("capacity", -200 * MIB, (), True)
-    assert "No setting of the allocator can make up for what was missing." in explain.remarks(report)
+    assert "No allocator setting can make up for the missing memory." in explain.remarks(report)
 
 
 def test_a_limit_that_the_program_set_has_its_figure(shell: Any) -> None:
@@ -120,7 +120,7 @@ def test_a_limit_that_the_program_set_has_its_figure(shell: Any) -> None:
     assert found is not None
     assert (found.cause, found.limit, found.free) == ("limit", 500 * MIB, 600 * MIB)
     assert explain.verdict(report) is not None
-    assert "this process may reserve 500 MiB" in str(explain.verdict(report))
+    assert "this process may reserve only 500 MiB" in str(explain.verdict(report))
 
 
 def test_where_the_limit_is_lifted_again_there_is_none(shell: Any) -> None:

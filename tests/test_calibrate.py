@@ -142,7 +142,7 @@ def test_what_was_measured_is_kept_and_the_virtual_gpu_has_it(
     assert main(["calibrate", "--device", "1"]) == 0
     assert a_gpu == [(1, "lazy"), (1, "eager")]
     out = capsys.readouterr().out
-    assert f"Kept in {kept}" in out
+    assert f"Saved in {kept}" in out
     assert "growth at first use: cuBLAS 50.0 MiB, cuDNN 36.0 MiB" in out
     assert "(CUDA_MODULE_LOADING=EAGER): 700 MiB" in out
     assert calibration.load() == {"Tesla T4": replace(LAZY, context_eager_bytes=700 * MIB)}
@@ -192,7 +192,7 @@ def test_the_device_says_that_its_figures_are_measured_and_since_when(kept: Path
 
 def test_show_and_forget(kept: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["calibrate", "--show"]) == 0
-    assert capsys.readouterr().out.startswith("Nothing is kept")
+    assert capsys.readouterr().out.startswith("Nothing is saved")
     calibration.save(LAZY)
     calibration.save(replace(LAZY, name="NVIDIA L4"))
     assert main(["calibrate", "--show"]) == 0
@@ -204,7 +204,7 @@ def test_show_and_forget(kept: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert not kept.exists()
     assert model_of("T4") == CATALOG["T4"]
     assert main(["calibrate", "--forget"]) == 0
-    assert capsys.readouterr().out == "gpumem: nothing was kept\n"
+    assert capsys.readouterr().out == "gpumem: nothing was saved\n"
 
 
 def entry(**changed: Any) -> bytes:
@@ -214,13 +214,13 @@ def entry(**changed: Any) -> bytes:
 @pytest.mark.parametrize(
     ("content", "why"),
     [
-        (b"", "no JSON"),
-        (b"\xff\xfe", "no JSON"),
-        (b"[" * 100_000, "no JSON"),
+        (b"", "not JSON"),
+        (b"\xff\xfe", "not JSON"),
+        (b"[" * 100_000, "not JSON"),
         (b" " * (1 << 21), "too large"),
         (b"[]", "no list of GPUs"),
         (b'{"format": 2, "gpus": []}', "another version"),
-        (b'{"format": 1, "gpus": [7]}', "no object"),
+        (b'{"format": 1, "gpus": [7]}', "not an object"),
         (b'{"format": 1, "gpus": [{}]}', "name is not"),
         (entry(context_with_libraries_bytes=-1), "context_with_libraries_bytes is not a size"),
         (entry(total_bytes=True), "total_bytes is not a size"),
@@ -291,7 +291,7 @@ def test_where_it_cannot_be_written_is_one_line(
     assert err.count("\n") == 1
     monkeypatch.setenv(calibration.VARIABLE, "")
     assert main(["calibrate"]) == 2
-    assert "no place to keep it" in capsys.readouterr().err
+    assert "nowhere to save it" in capsys.readouterr().err
     assert calibration.forget() is None
 
 
@@ -324,7 +324,7 @@ def test_the_folder_is_the_platforms(
 def test_a_measured_virtual_gpu_is_not_kept(kept: Path, capsys: pytest.CaptureFixture[str]) -> None:
     gpu.turn_on("T4")
     assert main(["calibrate"]) == 0
-    assert "nothing is kept" in capsys.readouterr().out
+    assert "nothing is saved" in capsys.readouterr().out
     assert not kept.exists()
 
 
@@ -353,7 +353,7 @@ def test_a_process_of_its_own_measures_with_pytorchs_defaults(tmp_path: Path, mo
     monkeypatch.setattr(sys, "executable", str(python))
     assert measure_apart(3, "eager") == LAZY
     answer.write_text("{}")
-    with pytest.raises(NoGpu, match="nothing usable: name is not"):
+    with pytest.raises(NoGpu, match="no usable answer: name is not"):
         measure_apart(3, "eager")
     with pytest.raises(NoGpu, match="ended with status 1: AssertionError"):
         measure_apart(4, "eager")

@@ -118,7 +118,7 @@ def test_real_devices_are_recognised(text: str, index: int | None) -> None:
         ("A100", "A100-40GB or A100-80GB"),
         ("V100", "did you mean V100-16GB"),
         ("cola-2021", "did you mean colab-2021"),
-        ("cuda:1,context=1MiB", "real GPU"),
+        ("cuda:1,context=1MiB", "virtual devices only"),
         ("cuda:x", "Known"),
         ("0xT4", "1 to 64"),
         ("65xT4", "1 to 64"),

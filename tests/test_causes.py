@@ -87,12 +87,12 @@ GUILTY = [
     Case(
         "model_built_again",
         ("%%gpumem -q\nmodel = net(1024)", "model = net(1024)"),
-        "built a model while the one before",
+        "built a model while the previous one",
     ),
     Case(
         "model_built_again",
         ("%%gpumem -q\n" + TRAIN + "model(x).sum().backward()\noptimizer.step()\ndel x", "model = net()"),
-        "`optimizer` keeps its parameters",
+        "`optimizer` holds its parameters",
     ),
     Case(
         "model_built_again",
@@ -109,8 +109,8 @@ GUILTY = [
     Case("del_freed_nothing", (TRAIN, "del model"), "`optimizer` still holds"),
     Case("del_freed_nothing", (TRAIN.replace("SGD", "Adam"), LOOP + "\ndel model"), "`optimizer`"),
     Case("del_freed_nothing", ("x = mib(8)\nviews = [x[:4]]", "y = x + 1\ndel y, x"), "`views` still holds"),
-    Case("only_cached", ("x = mib(200)", "y = mib(1)\ndel x"), "nvidia-smi did not fall"),
-    Case("only_cached", ("x = mib(200)", "x = x.cpu()"), "nvidia-smi did not fall"),
+    Case("only_cached", ("x = mib(200)", "y = mib(1)\ndel x"), "nvidia-smi's figure did not fall"),
+    Case("only_cached", ("x = mib(200)", "x = x.cpu()"), "nvidia-smi's figure did not fall"),
     Case(
         "optimizer_temporaries",
         (

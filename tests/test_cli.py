@@ -214,7 +214,7 @@ def test_where_measuring_fails_the_script_runs_plainly(
     assert cli.main(["run", path]) == 4
     captured = capsys.readouterr()
     assert captured.out == "ran\n"
-    assert "measuring stopped half way (RuntimeError: broken)" in captured.err
+    assert "measuring stopped partway (RuntimeError: broken)" in captured.err
 
 
 def test_devices_prints_the_catalogue(capsys: pytest.CaptureFixture[str]) -> None:

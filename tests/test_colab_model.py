@@ -110,7 +110,7 @@ def test_the_message_is_the_published_one_within_a_hundredth(run: tuple[Report, 
 def test_the_tool_names_the_cause_by_itself(run: tuple[Report, str]) -> None:
     words = explain.verdict(run[0])
     assert words is not None
-    assert "fragmentation decides" in words
+    assert "fragmentation is the cause" in words
     found, error = failed_request(run[0]), run[0].error
     assert found is not None
     assert error is not None

@@ -225,13 +225,13 @@ def test_readings_of_folded_iterations_are_counted() -> None:
 def test_sentences_say_what_moved(reports: dict[str, Report]) -> None:
     investigation = investigation_of(reports["train"])
     said = {step.title: " ".join(step.sentences) for step in investigation.steps}
-    assert said['1: print("read")'] == "Not a byte moved."
+    assert said['1: print("read")'] == "No memory moved."
     made = next(text for title, text in said.items() if title.startswith("model ="))
     assert "parameters 128" in made
     assert "came from the device." in made
     assert (
         said["1: optimizer.step()"].startswith("nvidia-smi's figure stays")
-        or "Not a byte" in said["1: optimizer.step()"]
+        or "No memory moved" in said["1: optimizer.step()"]
     )
     assert investigation.text().count("\n") == len(investigation.steps)
 
@@ -260,12 +260,12 @@ def strip_of(*pieces: tuple[int, str], address: int = 0) -> Strip:
         (strip_of((900, FREE)), ""),
         (
             strip_of((38, "inputs"), (862, FREE)),
-            "The free piece of 900 MiB is split: inputs 38.0 MiB (`x`) lies in it now, and the largest rest is 862 MiB.",
+            "The free piece of 900 MiB is split: inputs 38.0 MiB (`x`) lies in it now, and the largest piece left is 862 MiB.",
         ),
         (
             strip_of((400, "activations"), (100, FREE), (50, "inputs"), (350, FREE)),
             "The free piece of 900 MiB is split: activations 400 MiB, inputs 50.0 MiB lie in it now, and the largest "
-            "rest is 350 MiB.",
+            "piece left is 350 MiB.",
         ),
         (strip_of((900, "gradients")), "The free piece of 900 MiB is taken: gradients 900 MiB."),
         (strip_of((900, "gradients"), address=2000 * MIB), ""),
@@ -284,7 +284,7 @@ def test_segments_that_came_and_went() -> None:
     one, two = strip_of((900, FREE)), strip_of((2376, "temporaries"), address=4000 * MIB)
     assert words._segments(one, one) == "No segment came or went."
     assert words._segments(one, two) == (
-        "One segment (2,376 MiB) came from the device and one segment (900 MiB) went back to it."
+        "1 segment (2,376 MiB) came from the device and 1 segment (900 MiB) went back to it."
     )
     assert (
         words._segments(Strip(()), Strip(one.segments + two.segments)) == "2 segments (3,276 MiB) came from the device."
@@ -416,7 +416,7 @@ def test_the_step_stays_within(step: int) -> None:
 
 
 def test_what_is_no_report_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"wants a report .*, not NoneType"):
+    with pytest.raises(TypeError, match=r"needs a report .*, not NoneType"):
         gpumem_magic.investigate(None)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="no rows to step through"):
         gpumem_magic.investigate(replace(samples.small(), checkpoints=()))

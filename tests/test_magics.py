@@ -98,7 +98,7 @@ def test_an_empty_cell_says_that_nothing_ran(shell: Any, session: FakeSession, b
     with capture_output() as captured:
         value = shell.run_cell_magic("gpumem", "-o kept", body)
     assert value is None
-    assert captured.stdout.strip() == "gpumem: nothing ran, there is no statement in the cell"
+    assert captured.stdout.strip() == "gpumem: nothing ran: the cell has no statement"
     assert session.opened == []
     assert "kept" not in shell.user_ns
 
@@ -180,9 +180,9 @@ def test_bare_it_prints_the_state(shell: Any, session: FakeSession) -> None:
         ("%%gpumem --max-iterations 0\nx = 1\n", "'0' is not a whole number of at least 1"),
         ("%%gpumem --max-iterations two\nx = 1\n", "'two' is not a whole number of at least 1"),
         ("%%gpumem --plot --table\nx = 1\n", "argument --table: not allowed with argument --plot"),
-        ("%%gpumem x = 2\nx = 1\n", "the code goes on the lines below"),
+        ("%%gpumem x = 2\nx = 1\n", "put the code on the lines below"),
         ("%%gpumem --device nonsense\nx = 1\n", "known are T4, L4"),
-        ("%gpumem -q", "the flags want a statement"),
+        ("%gpumem -q", "the flags need a statement"),
         ("%gpumem_device nonsense", "known are T4, L4"),
         ("%gpumem_smi all", "%gpumem_smi: unrecognized arguments: all"),
     ],
@@ -208,7 +208,7 @@ def test_where_measuring_is_impossible_the_cell_runs_plainly(shell: Any, session
     assert ran.value == 2
     assert ran.error is None
     assert ran.err.strip().splitlines() == [
-        "gpumem: measuring is not possible here (ImportError: no torch here); the cell runs as it would without it"
+        "gpumem: measuring is not possible here (ImportError: no torch here); the cell runs unmeasured"
     ]
 
 
@@ -227,13 +227,13 @@ def test_an_observer_that_fails_is_a_warning_beside_the_value(shell: Any, sessio
     session.observer.broken = ValueError("lost count")
     ran = Ran(shell, "%%gpumem\nx = 1\nx\n")
     assert (ran.value, ran.error) == (1, None)
-    assert ran.err.count("measuring stopped half way (ValueError: lost count)") == 1
+    assert ran.err.count("measuring stopped partway (ValueError: lost count)") == 1
 
 
 def test_one_inside_another_runs_plainly_with_a_word(shell: Any, session: FakeSession) -> None:
     ran = Ran(shell, "%%gpumem\nx = %gpumem 3\nfor i in range(2):\n    %gpumem -o inner i\nx\n")
     assert ran.value == 3
-    assert ran.err.count("inside another does not measure") == 3
+    assert ran.err.count("nested %gpumem does not measure") == 3
     assert len(session.opened) == len(session.closed) == 1
     assert "inner" not in shell.user_ns
     Ran(shell, "%%gpumem\n1\n")

@@ -31,7 +31,7 @@ def callbacks(book: Notebook) -> dict[str, list[Any]]:
 def test_every_cell_is_recorded_and_off_leaves_nothing(book: Notebook) -> None:
     before = callbacks(book)
     assert book.cell("%gpumem_auto").startswith("Cells are not recorded")
-    assert book.cell("%gpumem_auto on").startswith("From now on")
+    assert book.cell("%gpumem_auto on").startswith("Every cell is recorded from now on")
     book.cell("x = mib(8)")
     book.cell("y = mib(100)\ndel y")
     book.cell("del x\n1 / 0")
@@ -54,7 +54,7 @@ def test_running_a_cell_again_that_adds_is_said(book: Notebook) -> None:
     book.cell("%gpumem_auto on\nkept = []")
     assert book.cell("kept.append(mib(30))") == ""
     text = book.cell("kept.append(mib(30))").strip()
-    assert text.startswith("gpumem: running this cell again added 30.0 MiB over its last run (In [")
+    assert text.startswith("gpumem: running this cell again added 30.0 MiB compared with its last run (In [")
     assert "^ running this cell again added 30.0 MiB" in book.cell("%gpumem_history")
 
 
@@ -84,7 +84,7 @@ def test_a_failure_of_ours_ends_it_with_one_line(book: Notebook, monkeypatch: py
     book.cell("%gpumem_auto on")
     monkeypatch.setattr(machines, "in_use", broken)
     text = book.cell("value = 41 + 1")
-    assert text.strip() == "gpumem: cells are not recorded any more (RuntimeError: no way)"
+    assert text.strip() == "gpumem: cells are no longer recorded (RuntimeError: no way)"
     assert book.shell.user_ns["value"] == 42
     assert book.cell("value = 43") == ""
 
@@ -152,7 +152,7 @@ def test_a_budget_that_is_kept_says_nothing(book: Notebook) -> None:
 
 def test_a_peak_beyond_the_budget_fails_the_cell(book: Notebook) -> None:
     text = book.cell("%%gpumem -q --budget 50MiB\nx = mib(30)\ny = mib(60)\ndel y\ndone = True")
-    assert "BudgetExceeded: the peak was 90.0 MiB at y = mib(60), line 3, and the budget is 50.0 MiB" in text
+    assert "BudgetExceeded: the peak was 90.0 MiB at y = mib(60), line 3, but the budget is 50.0 MiB" in text
     assert "most is held by `x` (30.0 MiB)" in text
     assert book.shell.user_ns["done"] is True
     result = book.shell.run_cell("%%gpumem -q --budget 50MiB\nx = mib(90)")
@@ -161,7 +161,7 @@ def test_a_peak_beyond_the_budget_fails_the_cell(book: Notebook) -> None:
 
 def test_what_is_left_beyond_the_allowance_fails_the_cell(book: Notebook) -> None:
     text = book.cell("%%gpumem -q --max-delta 20MiB\nx = mib(30)")
-    assert "the cell left 30.0 MiB more than it found, and 20.0 MiB are allowed" in text
+    assert "the cell left 30.0 MiB more allocated than it found, but only 20.0 MiB is allowed" in text
 
 
 def test_warn_does_not_fail(book: Notebook) -> None:

@@ -159,7 +159,7 @@ def test_a_very_long_report_is_cut_and_says_so():
     report = samples.two_devices()
     report = replace(report, checkpoints=(report.checkpoints[1],) * (MAX_TABLE_ROWS + 20), devices=())
     text = Reader(card(report, PICTURE)).text
-    assert "21 more rows are in the saved report (save, to_dict)." in text
+    assert "The saved report (save, to_dict) has 21 more rows." in text
     assert text.count("first = first.to('cuda:0')") < 2 * MAX_TABLE_ROWS + 5
 
 

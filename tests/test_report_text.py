@@ -204,13 +204,13 @@ def test_fragmentation():
     assert (found.cause, found.free, found.spare) == ("fragmentation", 183 * MIB, (183 + 2539 - 2376) * MIB)
     assert explain.verdict(samples.colab()) == (
         "Out of memory at line 17: 2,376 MiB wanted. There were 183 MiB free on the device, and 2,539 MiB cached but free "
-        "(largest piece 2,252 MiB). Fragmentation, not size: packed perfectly, 346 MiB would be left."
+        "(largest piece 2,252 MiB). Fragmentation, not size: with perfect packing, 346 MiB would be left."
     )
 
 
 def test_size():
     verdict = explain.verdict(failing(requested=4000 * MIB, rounded=4000 * MIB, segment=4000 * MIB))
-    assert "Too big for the device: even packed perfectly, 1,278 MiB were missing." in verdict
+    assert "Too big for the device: even with perfect packing, 1,278 MiB would be missing." in verdict
     assert verdict.endswith("The largest share: optimizer state, 4,784 MiB.")
     huge = 40_000 * MIB
     verdict = explain.verdict(failing(requested=huge, rounded=huge, segment=huge))
@@ -253,9 +253,7 @@ def test_other_errors_and_none():
 def test_remarks():
     report = samples.colab()
     remarks = explain.remarks(report)
-    assert remarks[0] == (
-        "2 times an allocation did not fit at first: the allocator gave cached memory back to the device and tried again."
-    )
+    assert remarks[0] == ("2 allocations did not fit at first: the allocator released cached memory and tried again.")
     assert "`loss_ = loss.detach().item()` (2 times)" in remarks[1]
     assert remarks[2] == report.notes[0]
     assert len(remarks) == 3
@@ -274,7 +272,7 @@ def test_the_unknown_is_said_above_one_percent():
     assert not any("Unknown" in text for text in explain.remarks(replace(report, peak=peak)))
     peak = replace(peak, categories={**categories, "activations": 98 * MIB, "unknown": 2 * MIB})
     assert (
-        "Unknown: 2.0 MiB of what was allocated at the peak (2 %) could not be put in a category."
+        "Unknown: 2.0 MiB (2 %) of the memory allocated at the peak could not be put in a category."
         in explain.remarks(replace(report, peak=peak))
     )
 

@@ -264,7 +264,7 @@ def test_compiled_code_runs_eagerly_and_the_report_says_so(machine: gpu.VirtualM
     model.compile()
     assert model(rand(2, 4)).is_cuda
     (note,) = machine.notes()
-    assert "torch.compile made ran eagerly (3 calls)" in note
+    assert "Code from torch.compile ran eagerly (3 calls)" in note
 
 
 def test_graphs_take_memory_of_their_own_once(machine: gpu.VirtualMachine) -> None:
@@ -318,7 +318,7 @@ def test_pytorchs_memory_timeline_says_what_to_use_instead(tmp_path: Path) -> No
     with profile(record_shapes=True, profile_memory=True, with_stack=True) as profiler:
         rand(2, 4)
     with pytest.warns(
-        UserWarning, match="memory timeline has nothing of a virtual GPU, and was not written: use %%gpumem"
+        UserWarning, match="memory timeline cannot show a virtual GPU, and was not written: use %%gpumem"
     ):
         profiler.export_memory_timeline(str(tmp_path / "timeline.html"), device="cuda:0")
     assert not list(tmp_path.iterdir())

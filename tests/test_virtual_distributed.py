@@ -25,7 +25,7 @@ MIB = 1 << 20
 def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")  # a product's workspace would come and go in 2.15
     gpu.turn_on("A100-40GB")
-    with pytest.warns(UserWarning, match="a virtual GPU has no NCCL: gloo stands for it"):
+    with pytest.warns(UserWarning, match="a virtual GPU has no NCCL: gloo is used instead"):
         dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=torch.device("cuda", 0))
     yield
     dist.destroy_process_group()

@@ -39,7 +39,7 @@ def test_saved_and_loaded_back_to_where_it_was(tmp_path: Path) -> None:
     path = tmp_path / "model.pt"
     model = torch.nn.Linear(8, 8).to("cuda:1")
     whole = torch.zeros(100, device="cuda:1")
-    with pytest.warns(UserWarning, match="gets zeros in place of the values"):
+    with pytest.warns(UserWarning, match="contains zeros in place of the values"):
         torch.save(
             {"model": model.state_dict(), "whole": whole, "part": whole[10:], "host": torch.ones(3), "step": 4}, path
         )
@@ -110,7 +110,7 @@ def test_a_file_that_exists_is_not_overwritten_with_zeros(tmp_path: Path, monkey
     assert path.read_bytes() == before
     torch.save(torch.zeros(3), path)
     monkeypatch.setenv(SWITCH, "1")
-    with pytest.warns(UserWarning, match="gets zeros"):
+    with pytest.warns(UserWarning, match="contains zeros"):
         torch.save(torch.zeros(3, device="cuda"), path)
 
 
@@ -135,7 +135,7 @@ def test_a_file_that_exists_is_not_overwritten_by_what_cannot_be_looked_into(tmp
         torch.save(_PickledOnce(1), path)
     assert isinstance(caught.value.__cause__, RuntimeError)
     assert path.read_bytes() == before
-    with pytest.warns(UserWarning, match="may have got zeros"):
+    with pytest.warns(UserWarning, match="may contain zeros"):
         torch.save(_PickledOnce(1), tmp_path / "new.pt")
     with warnings.catch_warnings():
         # PyTorch's own error, and nothing of ours with it.
@@ -161,14 +161,14 @@ def test_stand_ins_are_found_with_the_pickler_that_saves(tmp_path: Path) -> None
 
 def test_a_file_of_this_run_may_be_written_again(tmp_path: Path) -> None:
     for _ in range(2):
-        with pytest.warns(UserWarning, match="gets zeros"):
+        with pytest.warns(UserWarning, match="contains zeros"):
             torch.save(torch.zeros(3, device="cuda"), tmp_path / "latest.pt")
 
 
 def test_safetensors_are_careful_too(tmp_path: Path) -> None:
     safetensors = pytest.importorskip("safetensors.torch")
     path = tmp_path / "model.safetensors"
-    with pytest.warns(UserWarning, match="gets zeros"):
+    with pytest.warns(UserWarning, match="contains zeros"):
         safetensors.save_file({"x": torch.zeros(3, 4, device="cuda")}, str(path))
     assert safetensors.load_file(str(path))["x"].shape == (3, 4)
     good = tmp_path / "good.safetensors"

@@ -157,4 +157,4 @@ def test_a_recording_that_never_comes_leaves_the_samples_and_a_note(
     assert observer.notes == []
     clock.time += 60
     assert observer.observe().relabelled == []
-    assert "did not come to its end" in observer.notes[0]
+    assert "did not finish" in observer.notes[0]

@@ -161,7 +161,7 @@ def test_nothing_on_the_device(shell: Any) -> None:
 
 
 def figures(text: str) -> tuple[str, str]:
-    found = re.match(r"(.+?) of tensors (?:would come|came) back .*, and (.+?) (?:would go|went) back", text)
+    found = re.match(r"(.+?) in tensors (?:would be|was) freed .*, and (.+?) (?:would be|was) returned", text)
     assert found is not None, text
     return found[1], found[2]
 
@@ -216,7 +216,7 @@ def test_results_are_let_go_only_when_asked_and_never_a_variable(shell: Any) -> 
     run(shell, "mib(10)")
     run(shell, "_9 = mib(2)\nfor _ in [mib(3)]: pass")
     text = run(shell, "%gpumem_free")
-    assert "Results in Out are kept: `%gpumem_free out` lets them go." in text
+    assert "Results in Out are kept: `%gpumem_free out` releases them." in text
     assert allocated() == 15 * MIB
     run(shell, "%gpumem_free out")
     assert allocated() == 5 * MIB

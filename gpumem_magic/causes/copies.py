@@ -41,8 +41,8 @@ def held_checkpoint(scene: Scene) -> list[Cause]:
         found.append(
             Cause(
                 "held_checkpoint",
-                f"A checkpoint loaded to the device is still held by `{root.name}`, beside the model that has its weights: "
-                f"{human(size_of(copies))}.",
+                f"`{root.name}` still holds a checkpoint that was loaded to the device, although the model already "
+                f"has its weights: {human(size_of(copies))}.",
                 f'`{root.statement}` frees {human(size_of(copies))}; better, load it to the host with `map_location="cpu"`.',
                 size_of(copies),
             )
@@ -66,8 +66,9 @@ def loaded_to_device(scene: Scene) -> list[Cause]:
     return [
         Cause(
             "map_location_missing",
-            f"`torch.load` at line {lines[0]} put {human(total)} on the device, where they had been saved from.",
-            'Give it `map_location="cpu"`: `load_state_dict` copies the weights to where the model is.',
+            f"`torch.load` at line {lines[0]} put {human(total)} on the device, because the tensors were saved from "
+            "there.",
+            'Pass `map_location="cpu"`: `load_state_dict` copies the weights to the model\'s device.',
             total,
         )
     ]
@@ -101,14 +102,15 @@ def built_again(scene: Scene) -> list[Cause]:
             later = _statement_at(scene, max(one.freed for one in gone if one.freed is not None))
             until = f", until `{_short(later)}`" if later and later != point.statement else ""
             text = (
-                f"`{_short(point.statement)}` built a model while the one before was still there: for a moment both were, "
-                f"{human(size(both))} more{until}."
+                f"`{_short(point.statement)}` built a model while the previous one was still on the device, which "
+                f"took {human(size(both))} more{until}."
             )
             remedy = f"`del {name}` (and its optimizer) before building it again." if name.isidentifier() else ""
             found.append(Cause("model_built_again", text, remedy, size(both)))
         elif (keeper := _keeper(scene, both)) is not None:
             text = (
-                f"The model before this one is still there ({human(size(both))}): `{keeper.name}` keeps its parameters."
+                f"The previous model is still on the device ({human(size(both))}): `{keeper.name}` holds its "
+                "parameters."
             )
             remedy = f"`{keeper.statement}` before building it again." if keeper.statement else ""
             found.append(Cause("model_built_again", text, remedy, size(both)))

@@ -24,8 +24,8 @@ def fragmentation(scene: Scene) -> list[Cause]:
                 "fragmentation",
                 f"Fragmentation: {human(found.cached or 0)} were free{largest}, and {human(error.wanted or 0)} were wanted in "
                 "one piece.",
-                "PyTorch had emptied its cache itself before it gave up, so `empty_cache()` there changes nothing."
-                f"{_settings(found)}",
+                "PyTorch had already emptied its cache before it gave up, so calling `empty_cache()` there changes "
+                f"nothing.{_settings(found)}",
                 found.cached or 0,
             )
         ]
@@ -40,9 +40,9 @@ def fragmentation(scene: Scene) -> list[Cause]:
     return [
         Cause(
             "fragmentation",
-            f"{human(stuck)} of the {human(reserved)} reserved are free pieces between living tensors: emptying the cache does "
-            "not give them back.",
-            "Delete what lives between them, or set `expandable_segments:True` in PYTORCH_CUDA_ALLOC_CONF.",
+            f"{human(stuck)} of the {human(reserved)} reserved lies in free pieces between live tensors: emptying the "
+            "cache does not release them.",
+            "Delete the tensors in between, or set `expandable_segments:True` in PYTORCH_CUDA_ALLOC_CONF.",
             stuck,
         )
     ]

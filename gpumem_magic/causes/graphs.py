@@ -42,7 +42,7 @@ def graphs_alive(scene: Scene) -> list[Cause]:
                 "kept_graphs",
                 f"`{root.name}` keeps the graphs of {count} iterations alive: {human(freed)} of activations that were saved for "
                 "backward.",
-                f"Keep numbers instead (`.item()` or `.detach()` before they go into `{root.name}`); for now "
+                f"Store numbers instead (`.item()` or `.detach()` before they go into `{root.name}`); for now "
                 f"{detach_words(root.name, root.type)} frees {human(freed)}.",
                 freed,
             )
@@ -69,10 +69,10 @@ def growth(scene: Scene) -> list[Cause]:
         return []
     owner = _owner(scene, {one.address for one in alive})
     each = sum(last) // len(last)
-    text = f"Each iteration leaves {human(each)} more than the one before ({len(steps)} iterations)"
+    text = f"Each iteration leaves {human(each)} more allocated than the previous one ({len(steps)} iterations)"
     if owner is None:
-        return [Cause("growth", f"{text}.", "`%gpumem_who` says who holds it.", left)]
-    remedy = f"`{owner.statement}` frees it" if owner.statement else "`%gpumem_who` says more"
+        return [Cause("growth", f"{text}.", "`%gpumem_who` shows what holds it.", left)]
+    remedy = f"`{owner.statement}` frees it" if owner.statement else "`%gpumem_who` shows more"
     return [
         Cause(
             "growth", f"{text}: it is held by `{owner.name}`.", f"{remedy}; better, keep less in `{owner.name}`.", left
@@ -97,7 +97,8 @@ def graph_without_backward(scene: Scene) -> list[Cause]:
     return [
         Cause(
             "missing_no_grad",
-            f"{names} is in evaluation mode, yet `{root.name}` keeps a graph for a backward that never comes: {human(freed)}.",
+            f"{names} {'is' if len(scene.evaluating) == 1 else 'are'} in evaluation mode, yet `{root.name}` keeps a "
+            f"graph for a backward that never runs: {human(freed)}.",
             "Evaluate inside `with torch.inference_mode():` (or `torch.no_grad()`).",
             freed,
         )

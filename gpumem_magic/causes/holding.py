@@ -36,8 +36,8 @@ def pinned(scene: Scene) -> list[Cause]:
             Cause(
                 f"pinned_by_{kind}",
                 f"{words}{which} pin{'' if kind == 'out' else 's'} {human(size_of(freed))} that nothing else holds, "
-                f"first of all {largest}.",
-                f"{remedy} gives {human(size_of(freed))} back.",
+                f"chiefly {largest}.",
+                f"{remedy} frees {human(size_of(freed))}.",
                 size_of(freed),
             )
         )
@@ -61,13 +61,13 @@ def reference_cycle(scene: Scene) -> list[Cause]:
     ways = [found["way"] for name in names if (found := _CYCLE.match(name))]
     told = f": {', '.join(ways[:2])}{', ...' if len(ways) > 2 else ''}" if ways else ""
     back = next((way.rpartition(" -> ")[0].rpartition(" -> ")[2] for way in ways if "." in way), "")
-    breaks = f" (`{back}` as a `weakref.ref`, or set to None when it is done)" if back else ""
+    breaks = f" (make `{back}` a `weakref.ref`, or set it to None when done)" if back else ""
     return [
         Cause(
             "reference_cycle",
-            f"{human(size_of(everything))} is held only by reference cycles{told}; no name leads there, and Python's garbage "
-            "collector comes by its own clock, not when the device is full.",
-            f"`%gpumem_free cycles` frees it; break the cycle{breaks}, and it goes at once.",
+            f"{human(size_of(everything))} is held only by reference cycles{told}. No name refers to it, and Python's "
+            "garbage collector runs on its own schedule, not when the device is full.",
+            f"`%gpumem_free cycles` frees it; without the cycle{breaks}, it would be freed at once.",
             size_of(everything),
         )
     ]
@@ -139,9 +139,9 @@ def only_cached(scene: Scene) -> list[Cause]:
         return [
             Cause(
                 "only_cached",
-                f"`{point.statement.strip().partition(chr(10))[0]}` freed {human(fell)} of tensors, and nvidia-smi did not fall: "
-                "PyTorch keeps that memory cached, free for its next tensors.",
-                "Nothing is to be done for this process; `torch.cuda.empty_cache()` gives it to other processes.",
+                f"`{point.statement.strip().partition(chr(10))[0]}` freed {human(fell)} of tensors, but nvidia-smi's "
+                "figure did not fall: PyTorch keeps the memory cached for its next tensors.",
+                "This process need not do anything; `torch.cuda.empty_cache()` makes it available to other processes.",
                 fell,
             )
         ]

@@ -9,7 +9,7 @@ from gpumem_magic.causes.model import LEAST, Scene
 from gpumem_magic.owners.model import size_of
 from gpumem_magic.report.model import Cause
 from gpumem_magic.snapshot.timeline import Allocation
-from gpumem_magic.units import human
+from gpumem_magic.units import counted, human
 
 _WIDE = {"float64": "float32", "complex128": "complex64"}
 _ON_PURPOSE = re.compile(r"float64|\.double\(|complex128|torch\.double|DoubleTensor|set_default_dtype")
@@ -29,7 +29,7 @@ def wide_numbers(scene: Scene) -> list[Cause]:
     return [
         Cause(
             "wide_numbers",
-            f"{human(size_of(wide))} are {first.dtype}, first of all `{name}`: twice what {_WIDE[first.dtype]} takes.",
+            f"{human(size_of(wide))} is in {first.dtype}, chiefly `{name}`: twice what {_WIDE[first.dtype]} takes.",
             f"`{name.partition('.')[0].partition('[')[0]}` as {_WIDE[first.dtype]} (`.float()`, or `dtype=` where it is made) "
             f"saves {human(size_of(wide) // 2)}.",
             size_of(wide) // 2,
@@ -53,9 +53,10 @@ def dominating_layer(scene: Scene) -> list[Cause]:
     return [
         Cause(
             "dominating_layer",
-            f"One layer saves most of the activations: `{layer}` with what follows it keeps {human(most)} of {human(total)} "
-            "for backward.",
-            "Activation checkpointing of that layer (`torch.utils.checkpoint`), or a smaller input to it, goes furthest.",
+            f"One layer saves most of the activations: `{layer}`, with the operations after it, keeps {human(most)} "
+            f"of {human(total)} for backward.",
+            "Activation checkpointing of that layer (`torch.utils.checkpoint`), or a smaller input to it, saves the "
+            "most.",
             most,
         )
     ]
@@ -75,8 +76,9 @@ def attention_scores(scene: Scene) -> list[Cause]:
     return [
         Cause(
             "attention_scores",
-            f"Attention scores are kept whole: {human(total)} in {len(scores)} tensors of {length} x {length} for every head.",
-            '`torch.nn.functional.scaled_dot_product_attention` (`attn_implementation="sdpa"`) never writes them down.',
+            f"Attention scores are stored in full: {human(total)} in {counted(len(scores), 'tensor')} of {length} x "
+            f"{length} for each head.",
+            '`torch.nn.functional.scaled_dot_product_attention` (`attn_implementation="sdpa"`) never stores them.',
             total,
         )
     ]

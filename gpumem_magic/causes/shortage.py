@@ -64,8 +64,8 @@ def _holders_in_words(scene: Scene, held: list[Held], position: int) -> str:
         words.append(f"others {human(rest)}")
     total = scene.timeline.allocated_at(position)
     own = total - size_of(held)
-    text = f"Who held the {human(total)} of tensors when memory ran out: {', '.join(words)}"
-    return f"{text}; {human(own)} has no name that outlived the failing statement." if own >= LEAST else f"{text}."
+    text = f"Held when memory ran out ({human(total)} in tensors): {', '.join(words)}"
+    return f"{text}; {human(own)} by no name that outlived the failing statement." if own >= LEAST else f"{text}."
 
 
 def _what_to_do(savings: list[_Suggestion], missing: int | None) -> str:
@@ -75,7 +75,7 @@ def _what_to_do(savings: list[_Suggestion], missing: int | None) -> str:
     for one in savings:
         enough = ", enough for this request" if missing is not None and one.bytes >= missing else ""
         told.append(f"{one.statement} would have saved {human(one.bytes)} ({one.what}{enough})")
-    return f"In the order of what it saves: {'; '.join(told)}."
+    return f"By the amount saved: {'; '.join(told)}."
 
 
 def _savings(scene: Scene, held: list[Held]) -> list[_Suggestion]:

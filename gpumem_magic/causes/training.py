@@ -40,7 +40,8 @@ def late_zero_grad(scene: Scene) -> list[Cause]:
     return [
         Cause(
             "late_zero_grad",
-            f"Gradients of the iteration before ({human(worst[0])}) were still there during forward: `zero_grad` came late.",
+            f"Gradients of the previous iteration ({human(worst[0])}) were still allocated during forward: "
+            "`zero_grad` was called late.",
             "Call `optimizer.zero_grad()` before forward, or right after `optimizer.step()`.",
             worst[0],
         )
@@ -71,10 +72,10 @@ def missing_zero_grad(scene: Scene) -> list[Cause]:
     return [
         Cause(
             "missing_zero_grad",
-            f"Gradients ({human(worst)}) stayed from each step through the next forward and backward, which added to them "
-            f"({counted(times, 'time')}): the cell never calls `zero_grad`.",
-            "Call `optimizer.zero_grad()` right after `optimizer.step()`: it frees them, and the training is not what it seems "
-            "without it.",
+            f"Gradients ({human(worst)}) were kept from each step through the next forward and backward, which added "
+            f"to them ({counted(times, 'time')}): the cell never calls `zero_grad`.",
+            "Call `optimizer.zero_grad()` right after `optimizer.step()`: it frees them; without it, gradients add "
+            "up over all steps.",
             worst,
         )
     ]
@@ -117,7 +118,7 @@ def optimizer_states(scene: Scene) -> list[Cause]:
         return [
             Cause(
                 "optimizer_states",
-                f"The first step of {step.label} brought its states, which stay: {human(size(new))}{whole}.",
+                f"The first step of {step.label} allocated its states, which stay: {human(size(new))}{whole}.",
                 "",
                 size(new),
             )
@@ -139,8 +140,8 @@ def optimizer_temporaries(scene: Scene) -> list[Cause]:
     return [
         Cause(
             "optimizer_temporaries",
-            f"The peak is inside the step of {step.label}: its temporaries take {human(size(used))} there, and are cached "
-            "afterwards.",
+            f"The peak is inside the step of {step.label}: its temporaries take {human(size(used))}, which stays "
+            "cached afterwards.",
             f"{one_by_one}`fused=True` works without temporaries.",
             size(used),
         )

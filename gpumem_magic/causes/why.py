@@ -157,7 +157,7 @@ class Why:
 
     def failed(self, task: str, error: Exception) -> None:
         text = f"{type(error).__name__}: {error}".splitlines()[0]
-        self._failures.append(f"gpumem_magic failed in {task} ({text}); the figures are not touched by it.")
+        self._failures.append(f"gpumem_magic failed while {task} ({text}); the figures are not affected.")
 
 
 class _Timed:

@@ -38,17 +38,15 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "calibrate",
         help="measure this computer's GPU for the virtual one",
-        description="Measures the CUDA context and cuBLAS's workspace of a real GPU and keeps them in your configuration folder: "
-        "from then on, a virtual GPU of that name has these figures. It also prints the device to write behind %%gpumem_device "
-        "on another computer.",
+        description="Measures the CUDA context and cuBLAS's workspace of a real GPU and saves them in your "
+        "configuration folder: from then on, a virtual GPU of that name uses these figures. It also "
+        "prints what to write after %%gpumem_device on another computer.",
     )
     parser.add_argument("--device", type=int, default=0, metavar="N", help="the GPU (default 0)")
     parser.add_argument("--json", metavar="PATH", help="also write the constants to PATH, as JSON")
     instead = parser.add_mutually_exclusive_group()
-    instead.add_argument("--show", action="store_true", help="print what is kept, and measure nothing")
-    instead.add_argument(
-        "--forget", action="store_true", help="remove what is kept; the catalogue's figures count again"
-    )
+    instead.add_argument("--show", action="store_true", help="print the saved figures, and measure nothing")
+    instead.add_argument("--forget", action="store_true", help="remove the saved figures; the catalogue's apply again")
     parser.set_defaults(run=run)
     return parser
 
@@ -63,7 +61,7 @@ def _run(options: argparse.Namespace) -> int:
         return _show()
     if options.forget:
         path = calibration.forget()
-        print("gpumem: nothing was kept" if path is None else f"Removed {path}: the catalogue's figures count again.")
+        print("gpumem: nothing was saved" if path is None else f"Removed {path}: the catalogue's figures apply again.")
         return 0
     return _calibrate(options)
 
@@ -75,7 +73,7 @@ def _show() -> int:
         print(f"gpumem: {bad}", file=sys.stderr)
         return UNREADABLE
     if not calibrations:
-        print("Nothing is kept: virtual GPUs have the catalogue's figures. `gpumem calibrate` measures a real GPU.")
+        print("Nothing is saved: virtual GPUs use the catalogue's figures. `gpumem calibrate` measures a real GPU.")
         return 0
     print(f"{calibration.file_path()}\n")
     print("\n\n".join(f"{words(found)}\nmeasured {found.source}" for found in calibrations.values()))
@@ -98,9 +96,9 @@ def _calibrate(options: argparse.Namespace) -> int:
         text = json.dumps(asdict(found), indent=1) + "\n"
         replace_file(Path(options.json), lambda file: file.write(text.encode("ascii")))
     if is_virtual:
-        print("This is a virtual GPU, so nothing is kept.")
+        print("This is a virtual GPU, so nothing is saved.")
     else:
-        print(f"Kept in {calibration.save(found)}: virtual GPUs of this name have these figures from now on.")
+        print(f"Saved in {calibration.save(found)}: virtual GPUs of this name use these figures from now on.")
     return 0
 
 

@@ -118,7 +118,7 @@ def _with_settings(one: Replayable, conf: str) -> dict[str, Any]:
     would = what_if(program, settings, capacity, device=one.device)
     if one.seed.start and settings.expandable_segments != one.settings.expandable_segments:
         notes.append(
-            "What was there before the recording keeps its form: only what was got since is under these settings."
+            "Memory from before the recording keeps its layout: these settings apply only to what was allocated since."
         )
     return {
         "conf": conf,
@@ -159,7 +159,7 @@ def _comparison(name: str, result: dict[str, Any]) -> str:
     ):
         rows.append([words, human(was[key]), human(would[key])])
     rows.append(["fragmentation then", *(f"{one['fragmentation']:.1%}" for one in (was, would))])
-    rows.append(["times memory was given back to go on", *(f"{one['retries']:,}" for one in (was, would))])
+    rows.append(["cache flushes to make room", *(f"{one['retries']:,}" for one in (was, would))])
     return f"{name}\n{table(rows)}\n{_answer(was, would, result['available'])}"
 
 
@@ -170,7 +170,7 @@ def _answer(was: dict[str, Any], would: dict[str, Any], available: int | None) -
         answer = f"It reserves {human(abs(saved))} {'less' if saved > 0 else 'more'}."
     failures = was["recorded_failures"]
     if available is None:
-        return f"{answer} No request failed in the recording, so how much there is to have is not known."
+        return f"{answer} No request failed in the recording, so the capacity is unknown."
     if would["failed"]:
         first = would["failed"][0]["event"]
         return f"{answer} An allocation that the recording served would have failed, first at event {first:,}."
@@ -179,4 +179,4 @@ def _answer(was: dict[str, Any], would: dict[str, Any], available: int | None) -
         return f"{answer} The recorded {errors} would not have happened."
     if would["passed"]:
         return f"{answer} Of the recorded {errors}, {would['passed']:,} would not have happened."
-    return f"{answer} The recorded {errors} would have happened all the same."
+    return f"{answer} The recorded {errors} would still have happened."

@@ -70,7 +70,7 @@ def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
             report = _close(found, run, None, main_module.__dict__)
     _flush()
     if run.hook_failure is not None:
-        _say(f"measuring stopped half way ({run.hook_failure}); the script itself ran on")
+        _say(f"measuring stopped partway ({run.hook_failure}); the script itself ran on")
     if report is not None:
         _hand_over(report, target)
     return status
@@ -85,9 +85,7 @@ def _open(parser: argparse.ArgumentParser, device: str | None, run: ScriptRun) -
     except DeviceError as error:
         parser.error(str(error))
     except Exception as error:
-        _say(
-            f"measuring is not possible here ({swallowed(error).splitlines()[0]}); the script runs as it would without it"
-        )
+        _say(f"measuring is not possible here ({swallowed(error).splitlines()[0]}); the script runs unmeasured")
     return found
 
 
@@ -100,9 +98,7 @@ def _close(found: Any, run: ScriptRun, error: BaseException | None, namespace: d
     try:
         return found.close(failure, None if failure is None else run.failed(traceback), namespace)
     except Exception as own:
-        _say(
-            f"the report could not be made ({swallowed(own).splitlines()[0]}); the script itself ran as it would without it"
-        )
+        _say(f"the report could not be made ({swallowed(own).splitlines()[0]}); the script itself ran normally")
         return None
 
 

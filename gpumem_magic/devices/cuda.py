@@ -29,8 +29,8 @@ _NO_HISTORY = {
     "categories.",
     "uncached": "PYTORCH_NO_CUDA_MEMORY_CACHING is set, so PyTorch keeps no figures: only the driver's are shown, and tensors "
     "count as context.",
-    "pluggable": "A pluggable allocator is in use, which keeps no history: rows show the totals that it tells, without "
-    "categories.",
+    "pluggable": "A pluggable allocator is in use, which keeps no history: rows show the totals that it reports, "
+    "without categories.",
 }
 # Seconds between two questions to the driver by one who only looks on.
 DRIVER_SECONDS = 1.0
@@ -242,13 +242,13 @@ class CudaDevice:
             )
         elif recorded and woven.dropped:
             self.notes.append(
-                f"{woven.dropped:,} of {log.marks[-1].raw:,} allocator events on {where} were dropped, as the history is "
-                "bounded: rows there show totals; what was not there before or after is `unknown`."
+                f"{woven.dropped:,} of {log.marks[-1].raw:,} allocator events on {where} were dropped, because the "
+                "history is bounded: rows there show totals; what existed neither before nor after is `unknown`."
             )
         if woven.hidden:
             self.notes.append(
-                f"Without a history, {woven.hidden:,} rows or parts on {where} may have peaked higher than is shown, up to "
-                f"{human(log.marks[-1].peak_allocated)}, the highest since the counters were reset."
+                f"Without a history, {woven.hidden:,} rows or parts on {where} may have peaked higher than shown, up "
+                f"to {human(log.marks[-1].peak_allocated)}, the highest since the counters were reset."
             )
         private = sum(
             segment.total_size
@@ -358,7 +358,7 @@ class CudaMachine:
             notes.append(_NO_HISTORY[backend])
         if not self._driver.available and not is_rocm(self._torch):
             notes.append(
-                f"The driver could not be asked ({self._driver.reason}): the device's use is what the CUDA runtime says."
+                f"The driver could not be asked ({self._driver.reason}): the device's use is the CUDA runtime's figure."
             )
         return notes
 

@@ -109,7 +109,7 @@ class AllocatorHistory:
         try:
             return reading_of(self._torch.cuda.memory_stats_as_nested_dict(index))
         except (RuntimeError, NotImplementedError) as error:
-            self._note(f"PyTorch does not tell its counters of cuda:{index}: {_words(error)}.")
+            self._note(f"PyTorch does not report its counters for cuda:{index}: {_words(error)}.")
             return CountersReading()
 
     def segments(self, index: int) -> tuple[Segment, ...]:

@@ -94,7 +94,7 @@ def position_of(view: DeviceView, at: str) -> int:
     if not 0 <= number < view.end:
         assert view.recording.file is not None
         name = one_line(view.recording.file.path)
-        raise SnapshotFileError(f"{name}: no event {at!r}. Say peak, end, or a number from 0 to {view.end - 1}.")
+        raise SnapshotFileError(f"{name}: no event {at!r}. Give peak, end, or a number from 0 to {view.end - 1}.")
     return number + 1
 
 
@@ -182,7 +182,7 @@ def _start(
         notes.append(f"The {whose} from before the recording {bounds} (by up to 1 MiB each).")
     if state.orphans:
         which = "A block" if state.orphans == 1 else f"{state.orphans:,} blocks"
-        notes.append(f"{which} from before the recording lay in segments that are not known.")
+        notes.append(f"{which} from before the recording lay in unknown segments.")
     return state.segments
 
 
@@ -194,7 +194,7 @@ def _error(events: Sequence[TraceEvent], index: int, device: int, settings: Allo
     free = human(events[index].address)
     return Failure(
         "torch.OutOfMemoryError",
-        f"event {index:,}{times}: {human(rounded)} could not be had; the driver had {free} free",
+        f"event {index:,}{times}: {human(rounded)} could not be allocated; the driver had {free} free",
         None,
         requested=rounded,
         rounded=rounded,

@@ -20,7 +20,7 @@ def save_snapshot(report: ReportData, path: str | os.PathLike[str]) -> None:
     """Writes the recording behind a report. Raises ValueError where the report has none, OSError where it can't be written."""
     recording = report.recording
     if recording is None:
-        raise ValueError("this report came without its recording: measure the cell again, or keep the snapshot file")
+        raise ValueError("this report has no recording: measure the cell again, or use the snapshot file")
     if recording.file is not None:
         # As it was read.
         write(recording.file.snapshot, path, recording.file.extra)

@@ -77,5 +77,5 @@ def investigate(
     Raises TypeError for what is no report, and ValueError for one without rows, or for readings that fit no statement.
     """
     if not isinstance(report, ReportData):
-        raise TypeError(f"investigate wants a report (gpumem_magic.last_report()), not {type(report).__name__}")
+        raise TypeError(f"investigate needs a report (gpumem_magic.last_report()), not {type(report).__name__}")
     return InvestigationWidget(investigation_of(report, published=published, source=source), step)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from gpumem_magic.investigation.memory_map import FREE, WAITING, SegmentPiece, Strip
 from gpumem_magic.report.model import LABELS, ReportData
-from gpumem_magic.units import amount, mib
+from gpumem_magic.units import amount, counted, mib
 from gpumem_magic.views import explain
 from gpumem_magic.views.lines import Line
 
@@ -18,22 +18,22 @@ def sentences(report: ReportData, line: Line, before: Strip | None, now: Strip |
     row = line.row
     if line.before is None:
         used = row.reserved if row.device_used is None else row.device_used
-        return [f"At the start {amount(used)} are in use."]
+        return [f"At the start, {amount(used)} is in use."]
     if row.kind == "error":
         return [explain.verdict(report) or "The program failed here."]
     if line.moved_nothing or (row.kind == "after" and row.categories == line.before.categories):
-        return ["Not a byte moved."]
+        return ["No memory moved."]
     found = [_figures(line)]
     if before is not None and now is not None:
         found += [_segments(before, now), _hole(before, now)]
     if row.peak_allocated > max(row.allocated, line.before.allocated):
-        found.append(f"Inside it, {amount(row.peak_allocated)} were allocated at once.")
+        found.append(f"Inside it, up to {amount(row.peak_allocated)} was allocated at once.")
     return [sentence for sentence in found if sentence]
 
 
 def _figures(line: Line) -> str:
     row = line.row
-    figure = "nvidia-smi's figure" if row.device_used is not None else "What PyTorch reserved"
+    figure = "nvidia-smi's figure" if row.device_used is not None else "PyTorch's reserved memory"
     change = line.change or 0
     what = f"{figure} {'grows' if change > 0 else 'falls'} by {amount(abs(change))}" if change else f"{figure} stays"
     moves = explain.moves(line)
@@ -47,17 +47,13 @@ def _segments(before: Strip, now: Strip) -> str:
     came, went = new - old, old - new
     words = []
     if came:
-        words.append(f"{_count(len(came))} ({mib(sum(size for _, size in came))} MiB) came from the device")
+        words.append(f"{counted(len(came), 'segment')} ({mib(sum(size for _, size in came))} MiB) came from the device")
     if went:
-        words.append(f"{_count(len(went))} ({mib(sum(size for _, size in went))} MiB) went back to it")
+        words.append(f"{counted(len(went), 'segment')} ({mib(sum(size for _, size in went))} MiB) went back to it")
     if not words:
         return "No segment came or went."
     text = " and ".join(words)
     return f"{text[0].upper()}{text[1:]}."
-
-
-def _count(number: int) -> str:
-    return "one segment" if number == 1 else f"{number:,} segments"
 
 
 def _hole(before: Strip, now: Strip) -> str:
@@ -75,8 +71,8 @@ def _hole(before: Strip, now: Strip) -> str:
             return f"The free piece of {amount(hole.size)} is taken: {_tenants(inside)}."
         lie = "lies" if sum(piece.kind != FREE for piece in inside) == 1 else "lie"
         return (
-            f"The free piece of {amount(hole.size)} is split: {_tenants(inside)} {lie} in it now, "
-            f"and the largest rest is {amount(rest)}."
+            f"The free piece of {amount(hole.size)} is split: {_tenants(inside)} {lie} in it now, and the largest "
+            f"piece left is {amount(rest)}."
         )
     return ""
 

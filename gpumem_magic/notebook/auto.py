@@ -107,7 +107,7 @@ class Auto:
     def _give_up(self, error: Exception) -> None:
         self.stop()
         text = f"{type(error).__name__}: {error}".splitlines()[0]
-        print(f"gpumem: cells are not recorded any more ({text})", file=sys.stderr)
+        print(f"gpumem: cells are no longer recorded ({text})", file=sys.stderr)
 
 
 _auto: Auto | None = None
@@ -121,7 +121,7 @@ def turn_on(shell: Any) -> str:
         return "Every cell is recorded already: `%gpumem_history` shows them."
     _auto = Auto(shell, _history)
     _auto.start()
-    return "From now on every cell is recorded: `%gpumem_history` shows them, `%gpumem_auto off` ends it."
+    return "Every cell is recorded from now on: `%gpumem_history` shows them, `%gpumem_auto off` stops recording."
 
 
 def turn_off() -> str:
@@ -131,7 +131,7 @@ def turn_off() -> str:
         return "Cells were not recorded."
     _auto.stop()
     _auto = None
-    return "Cells are not recorded any more; `%gpumem_history` shows those that were."
+    return "Cells are no longer recorded; `%gpumem_history` shows those that were."
 
 
 def is_on() -> bool:

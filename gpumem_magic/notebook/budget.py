@@ -34,12 +34,13 @@ class Budget:
             if self.peak is not None and one.peak.peak_allocated > self.peak:
                 at = f" at {one.peak.where}" if one.peak.where else ""
                 found.append(
-                    f"the peak{where} was {human(one.peak.peak_allocated)}{at}, and the budget is {human(self.peak)}"
+                    f"the peak{where} was {human(one.peak.peak_allocated)}{at}, but the budget is {human(self.peak)}"
                 )
             growth = _growth(one)
             if self.growth is not None and growth > self.growth:
                 found.append(
-                    f"the cell left {human(growth)} more{where} than it found, and {human(self.growth)} are allowed"
+                    f"the cell left {human(growth)} more allocated{where} than it found, but only "
+                    f"{human(self.growth)} is allowed"
                 )
         if not found:
             return None

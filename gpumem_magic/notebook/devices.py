@@ -27,7 +27,7 @@ def state() -> str:
 
     machine = choosing.virtual()
     if machine is not None:
-        words = [f"{choosing.machine_words(machine)} is on.{choosing.calibrated(machine)}"]
+        words = [f"{choosing.machine_words(machine)} on.{choosing.calibrated(machine)}"]
     else:
         real = machines.gpus(torch)
         words = ["No virtual device is on."] if real is None else []

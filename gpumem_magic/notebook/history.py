@@ -73,7 +73,7 @@ def added(before: CellRecord | None, now: CellRecord) -> str | None:
     more = min(more, now.change)
     if more < _LEAST:
         return None
-    return f"running this cell again added {human(more)} over its last run (In [{before.number}])"
+    return f"running this cell again added {human(more)} compared with its last run (In [{before.number}])"
 
 
 def waterfall(records: Sequence[CellRecord], left_out: int = 0) -> str:

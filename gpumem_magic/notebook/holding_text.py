@@ -29,7 +29,9 @@ def summary(holdings: Holdings, limit: int | None = SHOWN) -> str:
     if not everybody and not holdings.lost:
         return _UNNAMED
     count = len(holdings.held) + len(holdings.lost)
-    head = f"{human(holdings.allocated)} in {counted(count, 'allocation')}: who holds it, and what deleting would free."
+    head = (
+        f"{human(holdings.allocated)} in {counted(count, 'allocation')}: what holds it, and what deleting would free."
+    )
     shown = everybody[:limit]
     rows = [("MiB", "frees", "held by", "")]
     rows += [(_mib(one.bytes), _frees(one), _name_of(one), _advice(one)) for one in shown]
@@ -73,28 +75,28 @@ def tree_text(branches: Sequence[Branch]) -> str:
         words = f"{branch.name} (each of {branch.times})" if branch.times > 1 else branch.name
         figures = (*branch.bytes, sum(branch.bytes))
         rows.append(("  " * branch.depth + words, *(_mib(size) if size else "" for size in figures)))
-    note = "Activations are what a living graph saved; an operation without parameters counts with the layer before it."
+    note = "Activations are what a live graph saved; an operation without parameters counts with the layer before it."
     return f"{_columns(rows, right=len(rows[0]) - 1, first_left=True)}\n\n{note}"
 
 
 def freed_text(freed: Freed, *, dry: bool) -> str:
     """The answer in sentences."""
-    would = "would come" if dry else "came"
+    be = "would be" if dry else "was"
     lines = [
-        f"{human(freed.allocated)} of tensors {would} back ({', '.join(freed.words)}), and "
-        f"{human(freed.reserved)} {'would go' if dry else 'went'} back to the device."
+        f"{human(freed.allocated)} in tensors {be} freed ({', '.join(freed.words)}), and "
+        f"{human(freed.reserved)} {be} returned to the device."
     ]
     lines.append(
-        f"{human(freed.left_allocated)} {'would stay' if dry else 'stay'} allocated, "
+        f"{human(freed.left_allocated)} {'would stay' if dry else 'stays'} allocated, "
         f"{human(freed.left_reserved)} reserved."
     )
     keepers = [one for one in freed.holders if one.bytes]
     if keepers:
         named = [f"{one.name} ({human(one.bytes)})" for one in keepers[:4]]
         more = f" and {len(keepers) - 4} more" if len(keepers) > 4 else ""
-        lines.append(f"Still held by {', '.join(named)}{more}; `%gpumem_who` says what frees each.")
+        lines.append(f"Still held by {', '.join(named)}{more}; `%gpumem_who` shows what frees each.")
     if "out" not in freed.words and any(one.kind == "out" for one in freed.holders):
-        lines.append("Results in Out are kept: `%gpumem_free out` lets them go.")
+        lines.append("Results in Out are kept: `%gpumem_free out` releases them.")
     return "\n".join(lines)
 
 
@@ -132,7 +134,8 @@ def _links(holdings: Holdings) -> str:
     graphs = size_of(one for one in holdings.held if one.kind == "graph")
     if graphs:
         lines.append(
-            f"Autograd's graphs: {human(graphs)} saved for backward; `%gpumem_who NAME` says what detaching a variable frees."
+            f"Autograd's graphs: {human(graphs)} saved for backward; `%gpumem_who NAME` shows what detaching a "
+            "variable frees."
         )
     return "\n".join(lines)
 

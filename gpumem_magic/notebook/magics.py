@@ -105,15 +105,15 @@ class GpuMemMagics(Magics):
         options, statement = self.gpumem.parser.read_front(line)
         if cell is None and not statement:
             if line.strip():
-                raise UsageError("%gpumem: the flags want a statement behind them; %gpumem alone prints the state")
+                raise UsageError("%gpumem: the flags need a statement after them; %gpumem alone prints the state")
             print(devices.memory_text())
             return None
         if cell is not None and statement:
-            raise UsageError(f"unexpected {statement!r} behind %%gpumem: the code goes on the lines below")
+            raise UsageError(f"unexpected {statement!r} after %%gpumem: put the code on the lines below")
         body, lines_above = (statement, 0) if cell is None else (cell, 1)
         prepared = prepare(self.shell, body, lines_above)
         if prepared.empty:
-            print("gpumem: nothing ran, there is no statement in the cell")
+            print("gpumem: nothing ran: the cell has no statement")
             return None
         run = CellRun(self.shell, prepared)
         measured = MeasuredCell(self, run, options, (GpuMemMagics._run.__code__,))
@@ -163,7 +163,7 @@ class GpuMemMagics(Magics):
         print("\n".join(devices.smi_lines()))
 
     @words(
-        argument("--hz", metavar="N", type=float, help="Samples a second (10 by default)."),
+        argument("--hz", metavar="N", type=float, help="Samples per second (10 by default)."),
         argument("--static", action="store_true", help="A plain picture, for notebooks without custom widgets."),
         commands={"stop": (), "pause": (), "resume": (), "mark": (argument("text", metavar="TEXT", nargs="?"),)},
         split=watch_words,
@@ -194,7 +194,7 @@ class GpuMemMagics(Magics):
         argument(
             "--cycles",
             action="store_true",
-            help="Also looks for reference cycles that wait for Python's collector.",
+            help="Also looks for reference cycles that wait for Python's garbage collector.",
         ),
         argument("--all", action="store_true", help="Leaves nothing out."),
         split=functools.partial(shlex.split, posix=False),
@@ -223,7 +223,7 @@ class GpuMemMagics(Magics):
             offers=lambda _: [*FREEABLE],
             help=f"One of {', '.join(FREEABLE)}.",
         ),
-        argument("--dry-run", action="store_true", help="Says what would come back, and changes nothing."),
+        argument("--dry-run", action="store_true", help="Says what would be freed, and changes nothing."),
     )
     @no_var_expand
     @line_magic
@@ -306,7 +306,11 @@ class GpuMemMagics(Magics):
         """
         state = self.gpumem_auto.parser.read(line).state
         if state is None:
-            print("Every cell is recorded." if auto.is_on() else "Cells are not recorded: `%gpumem_auto on` begins.")
+            print(
+                "Every cell is recorded."
+                if auto.is_on()
+                else "Cells are not recorded: `%gpumem_auto on` starts recording."
+            )
         else:
             print(auto.turn_on(self.shell) if state == "on" else auto.turn_off())
 

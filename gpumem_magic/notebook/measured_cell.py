@@ -60,7 +60,7 @@ class MeasuredCell:
         outer = self._magics.running
         self._nested = outer is not None and outer is not self and outer.is_running()
         if self._nested:
-            _warn("a %gpumem inside another does not measure: its code runs plainly, as a part of the outer one")
+            _warn("a nested %gpumem does not measure: its code runs as part of the outer one")
             return
         run = self._run
         self._magics.running = self
@@ -85,7 +85,7 @@ class MeasuredCell:
         except Exception as error:
             if not swallows(error):
                 raise
-            _warn(f"measuring is not possible here ({_in_one_line(error)}); the cell runs as it would without it")
+            _warn(f"measuring is not possible here ({_in_one_line(error)}); the cell runs unmeasured")
 
     def put_back(self) -> None:
         """Puts everything back, whatever happened. May be called twice."""
@@ -119,9 +119,9 @@ class MeasuredCell:
         except Exception as own:
             if not swallows(own):
                 raise
-            _warn(f"the report could not be made ({_in_one_line(own)}); the cell itself ran as it would without it")
+            _warn(f"the report could not be made ({_in_one_line(own)}); the cell itself ran normally")
         if self._run.hook_failure is not None:
-            _warn(f"measuring stopped half way ({self._run.hook_failure}); the cell itself ran on")
+            _warn(f"measuring stopped partway ({self._run.hook_failure}); the cell itself ran on")
         if exceeded is not None:
             if self._options.warn or (error is not None and not stopped):
                 _warn(exceeded)
@@ -147,7 +147,7 @@ class MeasuredCell:
         except Exception as error:
             if not swallows(error):
                 raise
-            _warn(f"--into is not possible here ({_in_one_line(error)}); the cell is measured without it")
+            _warn(f"--into is not possible here ({_in_one_line(error)}); the cell is measured without --into")
 
     def _exceeded(self) -> str | None:
         """What the cell used or left beyond its budgets, or None."""

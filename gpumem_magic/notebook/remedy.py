@@ -78,7 +78,9 @@ def edited(code: str, remedy: Remedy) -> tuple[str, list[int]]:
     try:
         ast.parse(changed)
     except SyntaxError:
-        raise RemedyError(f"{remedy.text} does not go into the failed cell by itself: change it by hand") from None
+        raise RemedyError(
+            f"{remedy.text} cannot be put into the failed cell automatically: change it by hand"
+        ) from None
     return changed, sorted({line for line, _, _, _ in changes})
 
 

@@ -90,10 +90,12 @@ def _let_go(shell: Any, machine: Any, code: str) -> None:
     for name in holding:
         shell.user_ns.pop(name, None)
     freed = free(machine, shell, shell.user_ns, DEFAULT)
-    names = f", and {', '.join(f'`{name}`' for name in sorted(holding))}, which the cell makes anew" if holding else ""
+    names = (
+        f", and {', '.join(f'`{name}`' for name in sorted(holding))}, which the cell creates again" if holding else ""
+    )
     print(
-        f"First it lets go of the last traceback, reference cycles and cached memory{names}: {human(freed.left_allocated)} stay "
-        "allocated."
+        f"First it releases the last traceback, reference cycles and cached memory{names}: "
+        f"{human(freed.left_allocated)} stays allocated."
     )
 
 

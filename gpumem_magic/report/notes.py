@@ -12,7 +12,7 @@ from gpumem_magic.devices.base import Counters, DeviceLog
 from gpumem_magic.recording.model import Checkpoint, Recording, Span
 from gpumem_magic.recording.repetition import longest_repetition, signature
 from gpumem_magic.snapshot.timeline import Timeline
-from gpumem_magic.units import human
+from gpumem_magic.units import counted, human
 
 
 def notes_of(view: DeviceView, peak_position: int) -> list[str]:
@@ -29,7 +29,9 @@ def notes_of(view: DeviceView, peak_position: int) -> list[str]:
             'Nothing was put on a device: the model and the data stayed on the host (`.to("cuda")` moves them).'
         )
     if timeline.unmatched:
-        notes.append(f"{timeline.unmatched:,} events are about memory that the log does not know.")
+        notes.append(
+            f"{counted(timeline.unmatched, 'event refers', 'events refer')} to memory that the log does not contain."
+        )
     return notes + _why_unknown(view, peak_position) + gaps_of(view)
 
 
@@ -81,7 +83,7 @@ def _retries(recording: Recording, device: int) -> list[str]:
     places = [place_of(point) for point, before, now in _steps(recording, device) if now.retries > before.retries]
     if not places:
         return []
-    more = f", and in {len(places) - 3} more rows" if len(places) > 3 else ""
+    more = f", and in {counted(len(places) - 3, 'more row')}" if len(places) > 3 else ""
     return [f"The allocator emptied its cache to make room in: {'; '.join(places[:3])}{more}."]
 
 
@@ -107,8 +109,8 @@ def _estimated(log: DeviceLog, timeline: Timeline, peak_position: int) -> list[s
         return []
     share = f"{human(at_peak)} of the peak" if at_peak else "nothing of the peak's allocated bytes"
     return [
-        f"What cuDNN takes while it runs convolutions is an estimate: {share}, and at most {human(largest)} at a time "
-        "(cudnn=none after the device's name leaves it out, cudnn=256MiB sets it)."
+        f"cuDNN's scratch memory for convolutions is an estimate: {share}, and at most {human(largest)} at a time "
+        "(add cudnn=none to the device's name to leave it out, cudnn=256MiB to set it)."
     ]
 
 
@@ -129,7 +131,7 @@ def _repetition(recording: Recording, device: int) -> list[str]:
     if found is None or ends[found.first] == ends[found.last]:
         return []
     numbers = list(accumulate(1 + gone for gone in left_out))
-    period = f", in turns of {found.period}" if found.period > 1 else ""
+    period = f", with a period of {found.period}" if found.period > 1 else ""
     first, last, total = numbers[found.first], numbers[found.last], numbers[-1]
     return [f"Iterations {first:,}-{last:,} of {total:,} repeat exactly{period}."]
 

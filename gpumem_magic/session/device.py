@@ -71,7 +71,7 @@ def choose(name: str) -> str:
     _chosen_gpu = None
     tensors = "1 tensor" if left == 1 else f"{left} tensors"
     lost = f" {tensors} of {before.spec.text} can't be used any more." if before is not None and left else ""
-    return f"{machine_words(machine)} is on: code on cuda runs without a GPU, and without computing.{calibrated(machine)}{lost}"
+    return f"{machine_words(machine)} on: code on cuda runs without a GPU, and without computing.{calibrated(machine)}{lost}"
 
 
 def chosen_gpu() -> int | None:
@@ -98,7 +98,7 @@ def off() -> str:
     from gpumem_magic.virtual import gpu
 
     left = gpu.turn_off()
-    words = f"The virtual {machine.spec.text} is off, and PyTorch is as it was."
+    words = f"The virtual {machine.spec.text} is off, and PyTorch is as before."
     if left:
         were = "1 tensor was still on it: it" if left == 1 else f"{left} tensors were still on it: they"
         words += f" {were} can't be used any more."
@@ -130,10 +130,10 @@ def for_recording(name: str | None) -> Chosen:
             return Chosen(real_gpus, _chosen_gpu, named=True)
         return Chosen(real_gpus, real_gpus.current_device())
     machine = _turn_on(DEFAULT_DEVICE)
-    instead = unsupported.why_not(torch) or "No GPU is here and no device was chosen."
+    instead = unsupported.why_not(torch) or "There is no GPU here, and no device was chosen."
     note = (
         f"{instead} This ran on a virtual {DEFAULT_DEVICE}, which stays on. `%gpumem_device NAME` chooses another, "
-        "`%gpumem_device off` ends it."
+        "`%gpumem_device off` turns it off."
     )
     return Chosen(machine, machine.current_device(), turned_on=True, notes=(note,))
 
@@ -211,11 +211,12 @@ def gpu_words(device: Device) -> str:
 
 
 def machine_words(machine: VirtualMachine) -> str:
-    """``A virtual T4 (T4)``."""
+    """``A virtual T4 (T4) is``, ``2 virtual T4s (2xT4) are``."""
     names = [device.model.name for device in machine.devices]
-    count = f"{len(names)} x " if len(names) > 1 else ""
     name = names[0] if names[0].startswith("Virtual") else f"virtual {names[0]}"
-    return f"A {count}{name} ({machine.spec.text})"
+    if len(names) > 1:
+        return f"{len(names)} {name}s ({machine.spec.text}) are"
+    return f"A {name} ({machine.spec.text}) is"
 
 
 def calibrated(machine: VirtualMachine) -> str:

@@ -26,7 +26,7 @@ from gpumem_magic.units import MIB, human
 __all__ = ["LoadedSnapshot", "SnapshotFileError", "read", "write"]
 
 OWN_KEY = "gpumem_magic"
-_NOT_ONE = "Give it a file of torch.cuda.memory._dump_snapshot."
+_NOT_ONE = "Pass a file of torch.cuda.memory._dump_snapshot."
 _AGAIN = "Copy or record it again."
 # Snapshots compress 10 to 50 times; a file that is one long run of the same byte, a thousand times.
 _MOST_COMPRESSION = 200
@@ -114,13 +114,13 @@ def write(snapshot: Snapshot, path: str | os.PathLike[str], extra: Mapping[str, 
 
 def _content(name: str) -> bytes:
     if os.path.isdir(name):
-        _refuse(name, "it is a folder", "Name a file in it.")
+        _refuse(name, "it is a folder", "Name a file in that folder.")
     if os.path.exists(name) and not os.path.isfile(name):
-        _refuse(name, "it is not a regular file", "Copy it to one.")
+        _refuse(name, "it is not a regular file", "Copy it to a regular file.")
     try:
         size = os.path.getsize(name)
         if size > MAX_BYTES:
-            _refuse(name, f"it has {human(size)}, and at most {human(MAX_BYTES)} are read", "Record fewer events.")
+            _refuse(name, f"it has {human(size)}, but at most {human(MAX_BYTES)} can be read", "Record fewer events.")
         with open(name, "rb") as file:
             content = file.read(size)
     except OSError as error:
@@ -145,7 +145,7 @@ def _unzipped(content: bytes, name: str) -> bytes:
                 rest = unpacker.unconsumed_tail
                 total += len(part)
                 if total > limit:
-                    _refuse(name, f"unpacked it has more than {human(limit)}", "Unpack it yourself if you trust it.")
+                    _refuse(name, f"unpacked, it is larger than {human(limit)}", "Unpack it yourself if you trust it.")
                 if not part and not rest and not unpacker.eof:
                     _refuse(name, "its gzip data are cut off", _AGAIN)
                 parts.append(part)
@@ -185,9 +185,7 @@ def _from_page(content: bytes, name: str) -> Any:
     """What is in a page; in one of several snapshots, the first."""
     found = _EMBEDDED.findall(content)
     if not found:
-        _refuse(
-            name, "it is a web page without a snapshot in it", "Save the page with its data, or give it the pickle."
-        )
+        _refuse(name, "it is a web page without a snapshot in it", "Save the page with its data, or pass the pickle.")
     try:
         inner = base64.b64decode(found[0], validate=True)
     except (binascii.Error, ValueError) as error:

@@ -50,7 +50,7 @@ class Beginning:
         if self.kind != "none" and self.missing:
             notes.append(f"The recording has no {' or '.join(self.missing)} events.")
         if not self.has_frames:
-            notes.append("The recording has no stacks: where memory was asked for is not known.")
+            notes.append("The recording has no stacks, so it does not say where memory was requested.")
         return notes
 
 

@@ -36,7 +36,7 @@ _NUMBER_TOO_LONG = "an integer of more than 72 bits"
 _REFUSED = {
     **dict.fromkeys(b"c\x93", "a global (it would import and hand out a function or class)"),
     **dict.fromkeys(b"R", "a call of a function (REDUCE)"),
-    **dict.fromkeys(b"bio\x81\x92", "the making of an object"),
+    **dict.fromkeys(b"bio\x81\x92", "the creation of an object"),
     **dict.fromkeys(b"\x82\x83\x84", "an extension code"),
     **dict.fromkeys(b"PQ", "a persistent id"),
     **dict.fromkeys(b"BC\x8e\x96\x97\x98STU", "bytes"),
@@ -61,7 +61,7 @@ def loads(data: bytes, name: str) -> Any:
     cut off or damaged, and for what would take far more memory than the file has.
     """
     if len(data) > MAX_BYTES:
-        _refuse(name, f"it has {human(len(data))}, and at most {human(MAX_BYTES)} are read", "Record fewer events.")
+        _refuse(name, f"it has {human(len(data))}, but at most {human(MAX_BYTES)} can be read", "Record fewer events.")
     _scan(data, name)
     try:
         # The buffer lets the unpickler look ahead; without it every operation of protocol 2 is a call of read().
@@ -112,7 +112,7 @@ def _scan(data: bytes, name: str) -> None:
     """Raises SnapshotFileError for what is not plain data, from the first operation to the last (STOP)."""
     size = len(data)
     if size < 2 or data[0] != _PROTOCOL:
-        _refuse(name, "it is not a pickle of protocol 2 to 5", "Give it a file of torch.cuda.memory._dump_snapshot.")
+        _refuse(name, "it is not a pickle of protocol 2 to 5", "Pass a file of torch.cuda.memory._dump_snapshot.")
     if not 2 <= data[1] <= 5:
         _refuse(name, f"its pickle protocol is {data[1]}", "Save it again with protocol 2 to 5.")
     # An empty list is one byte in the file and sixty in memory; in real data some content follows each.

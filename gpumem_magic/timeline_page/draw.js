@@ -153,7 +153,7 @@ export function fragmentation(segments) {
   if (!segments.length) return "No segments: PyTorch held no memory.";
   const words = `${counted(segments.length, "segment")}, ${human(total)}`;
   const more = waiting ? `; ${human(waiting)} more waits for a stream` : "";
-  if (!free) return `${words}; nothing of it is free${more}.`;
+  if (!free) return `${words}; none of it is free${more}.`;
   const split = `in ${counted(pieces, "piece")}, the largest ${human(largest)}`;
   return `${words}; ${human(free)} of it free ${split}${more}.`;
 }

@@ -22,7 +22,7 @@ from gpumem_magic.report.model import LABELS
 from gpumem_magic.snapshot.model import INACTIVE, Segment
 from gpumem_magic.timeline_page.data import plain
 from gpumem_magic.timeline_page.source import TimelineSource
-from gpumem_magic.units import GIB, MIB, human
+from gpumem_magic.units import GIB, MIB, counted, human
 from gpumem_magic.views.palette import ALARM, COLOURS, PAPER, QUIET, TEXT
 
 MOST_DEVICES = 4
@@ -113,7 +113,8 @@ def _segments(axes: Axes, source: TimelineSource) -> None:
     free = sum(map(_free, segments))
     pieces = sum(1 for segment in segments for block in segment.blocks if block.state == INACTIVE)
     words = (
-        f"{len(segments):,} segments at the peak, most free first: {human(free)} cached but free in {pieces:,} pieces"
+        f"{counted(len(segments), 'segment')} at the peak, most free first: {human(free)} cached but free in "
+        f"{counted(pieces, 'piece')}"
     )
     axes.set_title(words, fontsize=10, loc="left", color=TEXT)
     axes.axis("off")

@@ -21,13 +21,13 @@ _FOLDER = Path(__file__).parent
 _MODULES = ("../units.js", "model.js", "machine.js", "draw.js", "page.js")
 _START = '\nstart(document, JSON.parse(document.getElementById("data").textContent));\n'
 _KEYS = (
-    ("\u2190 \u2192", "one event back or on; with Shift a tenth of the picture"),
+    ("\u2190 \u2192", "one event back or forward; with Shift, a tenth of the view"),
     ("Home End", "the first and the last event"),
     ("P", "the peak"),
-    ("\u2191 \u2193", "the allocation above or below in the stack; with Shift moves the picture"),
+    ("\u2191 \u2193", "the allocation above or below in the stack; with Shift, pans"),
     ("[ ]", "where the selected allocation begins and ends"),
-    ("+ \u2212 0", "zoom in, out, all of it; { } zoom the sizes"),
-    ("Esc", "selects nothing"),
+    ("+ \u2212 0", "zoom in, zoom out, show all; { } zoom the sizes"),
+    ("Esc", "clears the selection"),
 )
 
 

@@ -116,8 +116,8 @@ def timeline_of_report(report: ReportData) -> TimelineView:
     """The timeline of a report that has its recording. Raises ValueError for one that has not."""
     if report.source is None:
         raise ValueError(
-            "this report came without its recording, which has the allocations: a report of a measured cell "
-            "or of a snapshot file (gpumem_magic.load) has it, one of a JSON file has not"
+            "this report has no recording, and so no allocations: a report of a measured cell or of a snapshot file "
+            "(gpumem_magic.load) has one, a report read from JSON does not"
         )
     views = [one.source for one in (report, *report.devices) if one.source is not None]
     if report.source.recording.file is not None:

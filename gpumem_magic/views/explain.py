@@ -9,7 +9,7 @@ from gpumem_magic.devices.base import DeviceFacts
 from gpumem_magic.report.failure import failed_request
 from gpumem_magic.report.model import ALLOCATED_CATEGORIES, CATEGORIES, ReportData, ReportError, Row
 from gpumem_magic.report.model import LABELS as LEGEND
-from gpumem_magic.units import MIB, amount, mib
+from gpumem_magic.units import MIB, amount, counted, mib
 from gpumem_magic.views.lines import Line, lines
 
 EVIDENCE_WORDS = {
@@ -119,39 +119,45 @@ def _free_memory(found: FailedRequest, error: ReportError) -> str:
     if found.cached is not None:
         piece = ""
         if found.cached and error.largest_free is not None:
-            piece = f" (largest piece {amount(error.largest_free)})" if error.largest_free else " (no piece of use)"
+            piece = f" (largest piece {amount(error.largest_free)})" if error.largest_free else " (no usable piece)"
         words.append(f"{amount(found.cached)} cached but free{piece}")
     return f"There were {', and '.join(words)}." if words else ""
 
 
 def _limit(found: FailedRequest) -> str:
     if found.limit is not None:
-        return f"A limit decides: the device itself had room, and this process may reserve {amount(found.limit)}."
-    return "The device itself had room, so something else set the limit (for example set_per_process_memory_fraction)."
+        return (
+            f"A limit was reached: the device had free memory, but this process may reserve only {amount(found.limit)}."
+        )
+    return "The device had free memory, so something else set a limit (for example set_per_process_memory_fraction)."
 
 
 def _others(found: FailedRequest, row: Row) -> str:
     held = row.categories.get("other_processes") or 0
     return (
-        f"Other processes decide: packed perfectly, {amount(-(found.spare or 0))} were missing, and they hold {amount(held)} "
-        "of the device."
+        f"Other processes are in the way: even with perfect packing, {amount(-(found.spare or 0))} would be missing, "
+        f"and they hold {amount(held)} of the device."
     )
 
 
 def _fragmentation(found: FailedRequest, report: ReportData, *, traced: bool) -> list[str]:
     spare, capacity = found.spare or 0, report.device.capacity
     if not traced:
-        return [f"Fragmentation, not size: packed perfectly, {amount(spare)} would be left."]
+        return [f"Fragmentation, not size: with perfect packing, {amount(spare)} would be left."]
     share = f" ({_percent(spare, capacity)} of the device)" if capacity else ""
-    head = "Nearly full, and fragmentation decides" if spare * 20 < capacity else "Fragmentation decides, not size"
-    return [f"{head}: packed perfectly, {amount(spare)}{share} would be left.", place_sentence(found)]
+    head = (
+        "Nearly full, and fragmentation is the cause"
+        if spare * 20 < capacity
+        else "Fragmentation is the cause, not size"
+    )
+    return [f"{head}: with perfect packing, {amount(spare)}{share} would be left.", place_sentence(found)]
 
 
 def _too_big(found: FailedRequest, report: ReportData, wanted: int) -> str:
     total = report.device.total_bytes
     if total is not None and wanted > total:
         return f"Too big for the device: it has {amount(total)} in all."
-    text = f"Too big for the device: even packed perfectly, {amount(-(found.spare or 0))} were missing."
+    text = f"Too big for the device: even with perfect packing, {amount(-(found.spare or 0))} would be missing."
     row = _failed_row(report)
     largest = max(_TENSOR_CATEGORIES, key=lambda name: row.categories.get(name) or 0)
     size = row.categories.get(largest) or 0
@@ -161,7 +167,7 @@ def _too_big(found: FailedRequest, report: ReportData, wanted: int) -> str:
 def place_sentence(found: FailedRequest) -> str:
     """Which place would have done, and who splits it; empty where fragmentation is not the cause."""
     if found.place is None:
-        return "In no segment is a place of that size mostly free." if found.cause == "fragmentation" else ""
+        return "No segment has a mostly free range of that size." if found.cause == "fragmentation" else ""
     pieces = [f"{piece.what}: {amount(piece.bytes)}" for piece in found.pieces]
     if found.more_pieces:
         pieces.append(f"{found.more_pieces:,} more")
@@ -176,7 +182,7 @@ def trial_sentences(found: FailedRequest) -> list[str]:
     if not found.tried:
         return []
     if not found.trials:
-        return ["No setting of the allocator can make up for what was missing."]
+        return ["No allocator setting can make up for the missing memory."]
     helped = [trial.conf for trial in found.trials if trial.passes and trial.rounds == found.rounds]
     moved = [trial for trial in found.trials if trial.passes and trial.rounds < found.rounds]
     useless = [trial.conf for trial in found.trials if not trial.passes]
@@ -187,7 +193,7 @@ def trial_sentences(found: FailedRequest) -> list[str]:
             if found.rounds
             else ""
         )
-        sentences.append(f"Replayed with {_listed(helped, 'or')}, the request passes{again}.")
+        sentences.append(f"When replayed with {_listed(helped, 'or')}, the request passes{again}.")
     sentences += [f"With {trial.conf} it passes, and memory runs out {_later(trial.rounds)}." for trial in moved]
     if useless:
         sentences.append(f"{_listed(useless)} {'does' if len(useless) == 1 else 'do'} not help.")
@@ -195,14 +201,14 @@ def trial_sentences(found: FailedRequest) -> list[str]:
         sentences.append("Whether later iterations would pass is not known: no earlier one like the last was recorded.")
     if found.kept and helped:
         sentences.append(
-            f"These replays leave the {amount(found.kept)} that were reserved before the recording as they were."
+            f"These replays leave the {amount(found.kept)} that were reserved before the recording unchanged."
         )
     return sentences
 
 
 def _later(rounds: int) -> str:
     if not rounds:
-        return "before the next iteration is as far"
+        return "before the next iteration gets that far"
     return "one iteration later" if rounds == 1 else f"{rounds} iterations later"
 
 
@@ -248,8 +254,7 @@ def _failing_place(report: ReportData) -> str:
 def _retries(report: ReportData) -> str:
     if not report.retries:
         return ""
-    times = "Once an allocation" if report.retries == 1 else f"{report.retries:,} times an allocation"
-    return f"{times} did not fit at first: the allocator gave cached memory back to the device and tried again."
+    return f"{counted(report.retries, 'allocation')} did not fit at first: the allocator released cached memory and tried again."
 
 
 def stand_in_count(report: ReportData) -> int:
@@ -268,7 +273,7 @@ def _stand_ins(report: ReportData) -> str:
             words.append("supplied" if stand_in.supplied == stand_in.count else f"{stand_in.supplied:,} supplied")
         places.append(f"{place} ({', '.join(words)})" if words else place)
     rest = len(report.stand_ins) - len(places)
-    more = f" and {rest} more {'place' if rest == 1 else 'places'}" if rest else ""
+    more = f" and {counted(rest, 'more place')}" if rest else ""
     return f"Values on this device are stand-ins; they were read at {', '.join(places)}{more}."
 
 
@@ -277,7 +282,7 @@ def _unknown(report: ReportData) -> str:
     if report.peak.allocated <= 0 or size * 100 <= report.peak.allocated:
         return ""
     share = _percent(size, report.peak.allocated)
-    return f"Unknown: {amount(size)} of what was allocated at the peak ({share}) could not be put in a category."
+    return f"Unknown: {amount(size)} ({share}) of the memory allocated at the peak could not be put in a category."
 
 
 def _unavailable(report: ReportData) -> str:
@@ -296,7 +301,7 @@ def evidence(report: ReportData) -> str:
         return ""
     kinds = sorted(report.evidence.items(), key=lambda item: -item[1])
     words = [f"{EVIDENCE_WORDS.get(kind, kind)} {_percent(size, total)}" for kind, size in kinds if size]
-    return f"How the peak's {amount(total)} in tensors are known: {', '.join(words)}."
+    return f"Evidence for the peak's {amount(total)} in tensors: {', '.join(words)}."
 
 
 def alt_text(report: ReportData) -> str:
@@ -305,8 +310,8 @@ def alt_text(report: ReportData) -> str:
     peak = report.peak.categories
     largest = sorted(((size or 0, name) for name, size in peak.items() if name in CATEGORIES), reverse=True)[:3]
     shares = ", ".join(f"{LABELS[name]} {amount(size)}" for size, name in largest if size > 0)
-    rows = "1 statement" if statements == 1 else f"{statements:,} statements"
-    text = f"Stacked bars of GPU memory by category, after each of {rows}. {headline(report)}"
+    rows = f"{'each of ' if statements != 1 else ''}{counted(statements, 'statement')}"
+    text = f"Stacked bars of GPU memory by category, after {rows}. {headline(report)}"
     if shares:
         text += f" Largest at the peak: {shares}."
     return f"{text} {verdict(report)}" if report.error else text

@@ -23,6 +23,7 @@ from matplotlib.patches import Rectangle
 from PIL import Image
 
 from gpumem_magic.report.model import CATEGORIES, LABELS, ReportData, Row
+from gpumem_magic.units import counted
 from gpumem_magic.views import explain
 from gpumem_magic.views.layout import flow, palette_image, ticks
 from gpumem_magic.views.lines import PEAK, Line, SizeFormat, columns, fit, lines, used, wrap
@@ -321,9 +322,7 @@ class _Drawing:
 
     def _gap_note(self, tops: list[float]) -> None:
         y = tops[len(tops) - len(tops) // 2] - self.pitch / 2
-        self._text(
-            _MARGIN, y, f"… {self.left_out:,} rows are not drawn; the table has them", color=QUIET, style="italic"
-        )
+        self._text(_MARGIN, y, f"… {counted(self.left_out, 'more row')} in the table", color=QUIET, style="italic")
 
     # Legend and sentences
 

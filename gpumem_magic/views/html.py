@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from html import escape
 
 from gpumem_magic.report.model import LABELS, ReportData
-from gpumem_magic.units import mib
+from gpumem_magic.units import counted, mib
 from gpumem_magic.views import explain
 from gpumem_magic.views.inside import MAX_TREE_ROWS, is_informative, sentence_of, tree
 from gpumem_magic.views.lines import PEAK, Line, SizeFormat, lines, present
@@ -113,7 +113,7 @@ def _table(report: ReportData) -> str:
     sentence = explain.evidence(report)
     body = [_row_table(shown[:MAX_TABLE_ROWS], report, figures), _category_table(shown, report, figures)]
     if len(shown) > MAX_TABLE_ROWS:
-        rest = f"{len(shown) - MAX_TABLE_ROWS:,} more rows are in the saved report (save, to_dict)."
+        rest = f"The saved report (save, to_dict) has {counted(len(shown) - MAX_TABLE_ROWS, 'more row')}."
         body.insert(1, f'<p style="color:{QUIET};margin:4px 0">{rest}</p>')
     if sentence:
         body.append(f'<p style="color:{QUIET};margin:4px 0">{_words(sentence)}</p>')

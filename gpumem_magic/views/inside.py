@@ -39,7 +39,7 @@ def is_informative(inside: ActivationBreakdown | None) -> bool:
 def sentence_of(inside: ActivationBreakdown) -> str:
     """What the figures are about."""
     total = mib(inside.layers.activations)
-    return f"{total} MiB of activations {inside.moment}; modules that are alike share a line, with the bytes of one."
+    return f"{total} MiB of activations {inside.moment}; identical modules share a line, which shows the bytes of one."
 
 
 def inside_lines(inside: ActivationBreakdown | None) -> list[str]:

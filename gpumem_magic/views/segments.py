@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from gpumem_magic.snapshot.model import INACTIVE, Segment
-from gpumem_magic.units import human
+from gpumem_magic.units import counted, human
 
 
 def fragmentation(segments: tuple[Segment, ...], count: int = 12, width: int = 60) -> list[str]:
@@ -28,7 +28,8 @@ def fragmentation(segments: tuple[Segment, ...], count: int = 12, width: int = 6
     pieces = sum(1 for segment in segments for block in segment.blocks if block.state == INACTIVE)
     split = sum(size for number, size in free_of.items() if size < segments[number].total_size)
     lines.append(
-        f"{len(segments):,} segments; {human(total)} cached but free in {pieces:,} pieces, {human(split)} of it in segments "
+        f"{counted(len(segments), 'segment')}; {human(total)} cached but free in {counted(pieces, 'piece')}, "
+        f"{human(split)} of it in segments "
         "that are partly in use."
     )
     return lines

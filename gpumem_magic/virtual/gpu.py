@@ -88,8 +88,8 @@ def _off() -> int:
     left = machine.live_storages()
     machines.put_in_front(None)
     machine.remove(
-        f"this tensor was on the virtual GPU ({machine.spec.text}), which has been turned off: make it anew, "
-        "or on the host (its values were stand-ins)"
+        f"this tensor was on the virtual GPU ({machine.spec.text}), which has been turned off: create it again, or on "
+        "the host (its values were stand-ins)"
     )
     return left
 

@@ -23,6 +23,7 @@ from gpumem_magic.allocator.settings import EnvironmentSettings
 from gpumem_magic.devices.base import Device, Label
 from gpumem_magic.patching import Patches
 from gpumem_magic.snapshot.model import Segment
+from gpumem_magic.units import counted
 from gpumem_magic.virtual.card import catalog, generations
 from gpumem_magic.virtual.card.nvml import VirtualNvml
 from gpumem_magic.virtual.card.smi import VirtualSmi
@@ -112,11 +113,13 @@ class VirtualMachine:
         found = []
         if engine.largest_sizes:
             words = ", ".join(f"{name} ({count})" for name, count in sorted(engine.largest_sizes.items()))
-            found.append(f"Sizes that depend on values are not known here; the largest possible was taken: {words}.")
+            found.append(
+                f"Sizes that depend on values are unknown on a virtual GPU; the largest possible was assumed: {words}."
+            )
         if engine.compiled_calls:
             found.append(
-                f"What torch.compile made ran eagerly ({engine.compiled_calls} calls): compiled code fuses operators, and "
-                "needs less memory between them."
+                f"Code from torch.compile ran eagerly ({counted(engine.compiled_calls, 'call')}): compiled, it would "
+                "fuse operators and need less memory between them."
             )
         if engine.captures:
             found.append(
@@ -124,8 +127,8 @@ class VirtualMachine:
             )
         if engine.kernels_not_run:
             found.append(
-                f"Kernels written in Triton were not run ({engine.kernels_not_run} launches): they write into tensors that "
-                "are there."
+                f"Kernels written in Triton were not run ({counted(engine.kernels_not_run, 'launch', 'launches')}): "
+                "they only write into existing tensors."
             )
         return found
 

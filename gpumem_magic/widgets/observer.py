@@ -192,7 +192,7 @@ class Observer:
             self._ended_at = now if self._ended_at is None else self._ended_at
             if not is_replaced and now - self._ended_at < _PATIENCE:
                 return []
-            self.note("The samples of a cell keep their first categories: its recording did not come to its end.")
+            self.note("The samples of a cell keep their first categories: its recording did not finish.")
         else:
             errors = [point for point in recording.checkpoints if point.kind == "error"]
             self._add_checkpoints(now, errors)

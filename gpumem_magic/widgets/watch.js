@@ -18,7 +18,7 @@ export function describe(store, row) {
 
 /** The words of the line that says how things stand. */
 export function statusWords(state, asked, patient) {
-  if (state === "stale") return "stale: nothing heard from the kernel (held by one long call, restarted or gone)";
+  if (state === "stale") return "stale: no word from the kernel (busy with one long call, restarted or gone)";
   if (asked === "stop" && state !== "stopped") return patient ? "stopping" : "will stop when this cell is over";
   if (asked === "pause" && state === "paused") return patient ? "paused" : "paused here; the kernel follows after this cell";
   return state;

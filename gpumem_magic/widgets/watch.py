@@ -190,7 +190,7 @@ def start(shell: Any, hz: float = DEFAULT_HZ, *, static: bool = False) -> Watch:
     """Starts a watch, which ends the one before. Raises WatchError for a rate that can't be kept."""
     global _current
     if not MIN_HZ <= hz <= MAX_HZ:
-        raise WatchError(f"--hz wants a number from {MIN_HZ:g} to {MAX_HZ:g}, not {hz:g}")
+        raise WatchError(f"--hz must be between {MIN_HZ:g} and {MAX_HZ:g}, not {hz:g}")
     with _changing:
         stop_if_running()
         watch = Watch(hz, lambda watch: choose_front(watch, shell, static))

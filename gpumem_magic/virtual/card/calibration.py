@@ -65,7 +65,7 @@ class Calibration:
     def from_dict(cls, given: Any) -> Calibration:
         """Raises ValueError for anything that no calibration could have said."""
         if not isinstance(given, dict):
-            raise ValueError("an entry is no object")
+            raise ValueError("an entry is not an object")
         for name in ("name", "torch", "measured"):
             _checked_text(name, given.get(name))
         if given.get("driver") is not None:
@@ -78,7 +78,7 @@ class Calibration:
                 _checked_size(name, given[name])
         libraries = given.get("library_bytes", {})
         if not isinstance(libraries, dict):
-            raise ValueError("library_bytes is no object")
+            raise ValueError("library_bytes is not an object")
         for name, size in libraries.items():
             _checked_size(_checked_text("a library's name", name), size)
         known = cls.__dataclass_fields__
@@ -151,7 +151,7 @@ def load() -> dict[str, Calibration]:
         entries = [Calibration.from_dict(one) for one in found["gpus"]]
     except (ValueError, RecursionError) as error:
         why = (
-            "it is no JSON"
+            "it is not JSON"
             if isinstance(error, (json.JSONDecodeError, UnicodeDecodeError, RecursionError))
             else str(error)
         )
@@ -162,7 +162,7 @@ def load() -> dict[str, Calibration]:
 def _words(path: Path, why: str) -> str:
     shown = printable(path)
     return (
-        f"{shown}: this calibration can't be used ({why}); `gpumem calibrate` writes it anew, `--forget` takes it away"
+        f"{shown}: this calibration can't be used ({why}); `gpumem calibrate` writes a new one, `--forget` removes it"
     )
 
 
@@ -182,7 +182,7 @@ def save(found: Calibration) -> Path:
     """
     path = file_path()
     if path is None:
-        raise ValueError(f"there is no place to keep it: {VARIABLE} is set and empty, or there is no home folder")
+        raise ValueError(f"there is nowhere to save it: {VARIABLE} is set and empty, or there is no home folder")
     try:
         everything = load()
     except BadCalibration:

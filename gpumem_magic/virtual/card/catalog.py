@@ -117,7 +117,7 @@ def parse(text: str) -> DeviceSpec | RealDevice:
     real = _REAL.fullmatch(head)
     if real:
         if options:
-            raise UnknownDevice(f"{text!r}: options are for virtual devices; a real GPU is what it is")
+            raise UnknownDevice(f"{text!r}: options apply to virtual devices only")
         return RealDevice(text.strip(), None if real[1] is None else int(real[1]))
     counted = _COUNT.fullmatch(head)
     count, name = (int(counted[1][:9]), counted[2]) if counted else (1, head)
@@ -260,7 +260,8 @@ def describe() -> str:
         '"about": nobody published the context of that GPU with lazily loaded kernels; measure yours and set context=.',
     ]
     lines += [
-        f"{model.key}: measured here {model.calibrated} (`gpumem calibrate --forget` takes the catalogue's figures again)."
+        f"{model.key}: measured here {model.calibrated} (`gpumem calibrate --forget` goes back to the catalogue's "
+        "figures)."
         for model in models
         if model.calibrated
     ]

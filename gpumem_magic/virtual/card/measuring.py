@@ -17,6 +17,7 @@ from datetime import date
 from typing import Any
 
 from gpumem_magic.devices.driver import Driver, DriverDevice
+from gpumem_magic.units import counted
 from gpumem_magic.virtual.card.calibration import Calibration
 
 _PATIENCE = 300.0
@@ -39,11 +40,11 @@ def check(torch: Any, index: int) -> None:
     """Raises NoGpu where there is no GPU of this number."""
     if not torch.cuda.is_available():
         raise NoGpu(
-            "calibrate measures a real NVIDIA GPU, and torch.cuda finds none here; a virtual GPU takes its constants from the "
-            "catalogue (gpumem devices), and context= sets another"
+            "calibrate measures a real NVIDIA GPU, but torch.cuda finds none here; a virtual GPU takes its constants "
+            "from the catalogue (gpumem devices), and context= sets another"
         )
     if not 0 <= index < torch.cuda.device_count():
-        raise NoGpu(f"there is no cuda:{index}; this process sees {torch.cuda.device_count()} GPU(s)")
+        raise NoGpu(f"there is no cuda:{index}; this process sees {counted(torch.cuda.device_count(), 'GPU')}")
 
 
 def measure(torch: Any, index: int) -> Calibration:
@@ -133,16 +134,16 @@ def measure_apart(index: int, loading: str) -> Calibration:
     try:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_PATIENCE, check=False)
     except subprocess.TimeoutExpired:
-        raise NoGpu(f"measuring took more than {_PATIENCE:.0f} seconds and was ended") from None
+        raise NoGpu(f"measuring took more than {_PATIENCE:.0f} seconds and was stopped") from None
     except OSError as error:
         raise NoGpu(f"a process to measure in could not be started: {error.strerror or error}") from None
     last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
     if done.returncode:
-        raise NoGpu(f"the process that measured ended with status {done.returncode}: {last}")
+        raise NoGpu(f"the measuring process ended with status {done.returncode}: {last}")
     try:
         return Calibration.from_dict(json.loads(done.stdout.strip().splitlines()[-1]))
     except (ValueError, IndexError, RecursionError) as error:
-        raise NoGpu(f"the process that measured answered with nothing usable: {' '.join(str(error).split())}") from None
+        raise NoGpu(f"the measuring process gave no usable answer: {' '.join(str(error).split())}") from None
 
 
 def _main() -> int:

@@ -347,7 +347,7 @@ def cannot_run(func: Any, reason: str) -> NotImplementedError:
     """The error for an operator that cannot be emulated: which, why, and what to do."""
     if _is_foreign(func):
         return NotImplementedError(
-            f"the virtual GPU cannot run {func}, a kernel of a library's own ({reason}). Say what it returns with "
+            f"the virtual GPU cannot run {func}, a library's own kernel ({reason}). Say what it returns with "
             f'gpumem_magic.register_kernel("{func._schema.name}", rule), or run this line on a real GPU.'
         )
     return NotImplementedError(

@@ -178,7 +178,7 @@ def _process_groups(patches: Patches) -> None:
             if not ours:
                 return original(*args, **kwargs)
             if backend is not None:
-                warnings.warn("a virtual GPU has no NCCL: gloo stands for it", stacklevel=3)
+                warnings.warn("a virtual GPU has no NCCL: gloo is used instead", stacklevel=3)
             if backend is not None or original.__name__ == "init_process_group":
                 given.arguments["backend"] = "gloo"
             # Gloo has no device to connect before it is used, and no options of NCCL's.

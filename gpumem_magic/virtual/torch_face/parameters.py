@@ -35,8 +35,8 @@ def become(tensor: torch.Tensor, other: torch.Tensor) -> None:
         if "weakrefs" not in str(error):
             raise
         raise RuntimeError(
-            "a parameter can't move to or from the virtual GPU while PyTorch's profiler looks at it: move the model before the "
-            "profiler starts"
+            "a parameter can't move to or from the virtual GPU while PyTorch's profiler is active: move the model "
+            "before the profiler starts"
         ) from None
     if fake:
         tensor.__class__ = VirtualTensor

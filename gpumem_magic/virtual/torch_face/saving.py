@@ -51,7 +51,7 @@ def _save(original: Callable[..., Any], written: set[str]) -> Callable[..., Any]
         with saved_storages():
             original(obj, f, *args, **kwargs)
         if named:
-            _warn(f, "gets" if unknown_because is None else "may have got")
+            _warn(f, "contains" if unknown_because is None else "may contain")
         return None
 
     return save
@@ -74,7 +74,7 @@ def _check(f: str | os.PathLike[str], written: set[str], unknown_because: Except
     written.add(path)
 
 
-def _warn(f: str | os.PathLike[str], verb: str = "gets") -> None:
+def _warn(f: str | os.PathLike[str], verb: str = "contains") -> None:
     warnings.warn(f"{os.fspath(f)} {verb} zeros in place of the values of tensors on a virtual GPU", stacklevel=4)
 
 

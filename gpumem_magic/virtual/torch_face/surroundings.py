@@ -66,7 +66,7 @@ def _profiler(patches: Patches) -> None:
             original_export(self, path, device)
             return
         warnings.warn(
-            "the profiler's memory timeline has nothing of a virtual GPU, and was not written: use %%gpumem, or "
+            "the profiler's memory timeline cannot show a virtual GPU, and was not written: use %%gpumem, or "
             "torch.cuda.memory._record_memory_history and _dump_snapshot",
             stacklevel=3,
         )
