@@ -120,6 +120,8 @@ class MeasuredCell:
             if not swallows(own):
                 raise
             _warn(f"the report could not be made ({_in_one_line(own)}); the cell itself ran normally")
+        for note in self._inside.notes() if self._inside is not None else ():
+            _warn(note)
         if self._run.hook_failure is not None:
             _warn(f"measuring stopped partway ({self._run.hook_failure}); the cell itself ran on")
         if exceeded is not None:

@@ -16,7 +16,7 @@ from IPython.core.async_helpers import _asyncio_runner
 
 from gpumem_magic.failures import swallowed
 from gpumem_magic.patching import Patches
-from gpumem_magic.recording.cell import compiles
+from gpumem_magic.recording.cell import compiles, without_warnings
 from gpumem_magic.recording.source import split_lines
 
 MAGIC = "gpumem"
@@ -63,6 +63,10 @@ class ShellHooks:
             tree = ast.parse(text)
         except (SyntaxError, ValueError):
             return lines
+        with without_warnings():
+            return self._rewritten(lines, text, tree)
+
+    def _rewritten(self, lines: list[str], text: str, tree: ast.Module) -> list[str]:
         waiting: list[ast.Call] = []
         for call in ast.walk(tree):
             if not isinstance(call, ast.Call) or (python := self._python_of(call)) is None:

@@ -11,7 +11,9 @@ import inspect
 import io
 import symtable
 import tokenize
+import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import CodeType, TracebackType
 from typing import Any
@@ -72,17 +74,27 @@ def compiles(shell: Any, python: str) -> bool:
     """Whether every statement of a (transformed) body compiles as IPython will compile it."""
     flags = shell.compile.flags | (ast.PyCF_ALLOW_TOP_LEVEL_AWAIT if shell.autoawait else 0)
     try:
-        for node in shell.compile.ast_parse(python).body:
-            compile(ast.Module([node], []), "<gpumem>", "exec", flags, dont_inherit=True)
+        with without_warnings():
+            for node in shell.compile.ast_parse(python).body:
+                compile(ast.Module([node], []), "<gpumem>", "exec", flags, dont_inherit=True)
     except (SyntaxError, ValueError, OverflowError, MemoryError, TypeError):
         return False
     return True
 
 
+@contextmanager
+def without_warnings() -> Iterator[None]:
+    """For what is compiled to be looked at: Python warns of it where it is compiled to run."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
 def names_in(python: str) -> frozenset[str]:
     """The names of the notebook that a program mentions: those at module level, and the globals that its functions use."""
     try:
-        table = symtable.symtable(python, "<gpumem>", "exec")
+        with without_warnings():
+            table = symtable.symtable(python, "<gpumem>", "exec")
     except (SyntaxError, ValueError):
         return frozenset()
     names: set[str] = set(table.get_identifiers())
@@ -138,6 +150,10 @@ class CellRun:
         """The cell as it was typed; its line numbers are the notebook's."""
         return self._cell.raw
 
+    @property
+    def _shows_value(self) -> bool:
+        return not self._cell.silenced
+
     def observe(self, observer: CellObserver) -> None:
         """Rewrites the statements, so that the run tells `observer` of them. Where this fails the run stays a plain one."""
         name = new_hook_name()
@@ -157,7 +173,10 @@ class CellRun:
         value = None
         for code in self._steps():
             value = eval(code, self._shell.user_global_ns, self._shell.user_ns)
-        return value
+            if code.co_flags & inspect.CO_COROUTINE:
+                # The cell as a whole is no program that awaits, but this statement is; so runs IPython it, too.
+                value = _without_loop(value)
+        return value if self._shows_value else None
 
     async def run_awaited(self) -> Any:
         """The same for a cell that awaits."""
@@ -167,7 +186,7 @@ class CellRun:
             value = eval(code, self._shell.user_global_ns, self._shell.user_ns)
             if code.co_flags & inspect.CO_COROUTINE:
                 value = await value
-        return value
+        return value if self._shows_value else None
 
     def failed(self, traceback: TracebackType | None) -> tuple[Statement, tuple[int, ...], tuple[int, ...]] | None:
         """Which statement an error came through, in which iteration, and the lines of the loops around it."""
@@ -206,6 +225,16 @@ def _unit(instrumenter: Instrumenter, node: ast.stmt, mode: str) -> _CompiledUni
     return _CompiledUnit([node], mode, instrumenter.add(node))
 
 
+def _without_loop(coroutine: Any) -> Any:
+    """The value of what awaits and never waits; else IPython's error for it, in its words."""
+    __tracebackhide__ = True
+    try:
+        coroutine.send(None)
+    except StopIteration as done:
+        return done.value
+    raise SyntaxError("'run_cell_async' needs a real async loop")
+
+
 class _ReadVariable(ast.Expr):
     """A variable's value, read for display and not written by the user."""
 
@@ -224,6 +253,9 @@ def _plan(shell: Any, cell: PreparedCell) -> list[tuple[ast.stmt, str]]:
         interactivity = "last_expr"
     if interactivity == "last_expr":
         interactivity = "last" if isinstance(nodes[-1], ast.Expr) else "none"
+    if cell.silenced and isinstance(nodes[-1], ast.Expr):
+        # A value that nobody sees: as the only statement of a module, a string would be its docstring.
+        interactivity = "last"
     shown = {"none": 0, "last": 1, "all": len(nodes)}[interactivity]
     modes = ["exec"] * (len(nodes) - shown) + ["single"] * shown
     if shown and isinstance(nodes[-1], ast.Expr):

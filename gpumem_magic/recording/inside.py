@@ -9,6 +9,7 @@ import __future__
 
 import ast
 import inspect
+import sys
 import threading
 import types
 from collections import Counter
@@ -46,12 +47,18 @@ class FunctionRewriter:
         self._functions = functions
         self._begins = begins
         self._before: list[tuple[types.FunctionType, types.CodeType]] = []
+        self._tellers: list[_Teller] = []
+
+    def notes(self) -> list[str]:
+        """What is not shown, and why."""
+        return [note for teller in self._tellers for note in teller.notes()]
 
     def install(self) -> None:
         """Raises InsideError, with everything put back, where a function can't be rewritten."""
         try:
             for function in self._functions:
-                code = rewritten(function, self._begins)
+                code, teller = rewritten(function, self._begins)
+                self._tellers.append(teller)
                 self._before.append((function, function.__code__))
                 function.__code__ = code
         except BaseException:
@@ -96,8 +103,8 @@ def find_function(text: str, namespace: Mapping[str, Any]) -> types.FunctionType
     return cast(types.FunctionType, found)
 
 
-def rewritten(function: types.FunctionType, begins: Begins) -> types.CodeType:
-    """The function's code, telling its statements. Raises InsideError."""
+def rewritten(function: types.FunctionType, begins: Begins) -> tuple[types.CodeType, _Teller]:
+    """The function's code, telling its statements to what is returned with it. Raises InsideError."""
     hook_name = new_hook_name()
     words = f"--into {function.__name__}"
     try:
@@ -135,7 +142,7 @@ def rewritten(function: types.FunctionType, begins: Begins) -> types.CodeType:
     # Its loops never rest.
     rests = {rest_name(hook_name, index): Rest() for index in range(len(instrumenter.sites))}
     code = with_constants(code, {hook_name: teller, **rests})
-    return code.replace(co_firstlineno=function.__code__.co_firstlineno)
+    return _renamed(code.replace(co_firstlineno=function.__code__.co_firstlineno), function.__code__), teller
 
 
 class _Teller:
@@ -145,6 +152,7 @@ class _Teller:
         self._function = function
         self._sites = sites
         self._begins: Begins | None = begins
+        self._failure: str | None = None
         self._told = Counter[int]()
         self._local = threading.local()
 
@@ -159,21 +167,35 @@ class _Teller:
     def before(self, index: int) -> None:
         statement = self._sites[index].statement
         stack = self._stack()
-        if self._begins is None or not stack or statement.kind in _UNTOLD or self._told[index] >= MOST:
+        if self._begins is None or not stack or statement.kind in _UNTOLD:
             return
         self._told[index] += 1
+        if self._told[index] > MOST:
+            return
         text = statement.text.partition("\n")[0]
         try:
             stack[-1].append((index, self._begins(f"{self._function}: {text}")))
         except BaseException as error:
             if not swallows(error):
                 raise
-            self._begins = None
+            self._failed(error)
 
     def after(self, index: int) -> None:
         stack = self._stack()
         if stack and stack[-1] and stack[-1][-1][0] == index:
             self._end(stack[-1].pop(), failed=False)
+
+    def notes(self) -> list[str]:
+        """What is not shown, and why."""
+        found = [] if self._failure is None else [f"--into {self._function} stopped partway ({self._failure})"]
+        most = max(self._told.values(), default=0)
+        if most > MOST:
+            found.append(f"--into {self._function}: of {most:,} runs of a statement the first {MOST} are shown")
+        return found
+
+    def _failed(self, error: Exception) -> None:
+        self._begins = None
+        self._failure = f"{type(error).__name__}: {error}".splitlines()[0]
 
     def header(self, index: int) -> None:
         """A compound statement's head has no row of its own."""
@@ -194,7 +216,20 @@ class _Teller:
         except BaseException as error:
             if not swallows(error):
                 raise
-            self._begins = None
+            self._failed(error)
+
+
+def _renamed(code: types.CodeType, like: types.CodeType) -> types.CodeType:
+    """With the names by which tracebacks and profilers (from Python 3.11 on) call a function, and those inside it."""
+    if sys.version_info < (3, 11):
+        return code
+    made, named = code.co_qualname, like.co_qualname
+
+    def rename(one: types.CodeType) -> types.CodeType:
+        inner = tuple(rename(each) if isinstance(each, types.CodeType) else each for each in one.co_consts)
+        return one.replace(co_consts=inner, co_qualname=named + one.co_qualname.removeprefix(made))
+
+    return rename(code)
 
 
 def _definition(tree: ast.Module, name: str) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
@@ -213,9 +248,9 @@ def _call(hook_name: str, method: str, at: ast.stmt) -> ast.stmt:
     return ast.copy_location(ast.Expr(ast.Call(hook, [], [])), at)
 
 
-def _around(node: ast.stmt, function: types.FunctionType) -> ast.Module:
+def _around(node: ast.FunctionDef | ast.AsyncFunctionDef, function: types.FunctionType) -> ast.Module:
     """A module that defines the function with the same free variables, and in a class of the same name, for private names."""
-    inner: ast.stmt = node
+    inner: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef = node
     *outside, _ = function.__qualname__.split(".")
     if outside and outside[-1] != "<locals>":
         owner = ast.parse(f"class {outside[-1]}: pass").body[0]
@@ -225,7 +260,9 @@ def _around(node: ast.stmt, function: types.FunctionType) -> ast.Module:
     outer = ast.parse(f"def {_OUTER}(): pass").body[0]
     assert isinstance(outer, ast.FunctionDef)
     free = [name for name in function.__code__.co_freevars if name != "__class__" or inner is node]
-    outer.body = [*ast.parse("\n".join(f"{name} = None" for name in free)).body, inner]
+    # What it calls by its own name, or its class's, is the module's, unless it is a variable of a function around it.
+    own = [] if inner.name in function.__code__.co_freevars else [ast.Global([inner.name])]
+    outer.body = [*own, *ast.parse("\n".join(f"{name} = None" for name in free)).body, inner]
     return ast.Module([outer], [])
 
 

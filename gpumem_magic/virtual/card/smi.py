@@ -15,6 +15,7 @@ import shutil
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -26,6 +27,8 @@ from gpumem_magic.virtual.card.catalog import DeviceState, bus_id
 
 # Kernels before 5.1 cut a `#!` line off here, its end included.
 _SHEBANG_BYTES = 127
+_PREFIX = "gpumem-magic-"
+_YOUNG_SECONDS = 60
 
 
 class VirtualSmi:
@@ -57,6 +60,7 @@ class VirtualSmi:
                     file.write(_record(device))
             _write_program(directory, state)
             self._file = os.open(state, os.O_WRONLY | getattr(os, "O_BINARY", 0))
+            _lock(self._file)
         except BaseException:
             shutil.rmtree(directory, ignore_errors=True)
             raise
@@ -124,7 +128,8 @@ def _private_directory() -> str:
         if not place or os.pathsep in place:
             continue
         with suppress(OSError):
-            directory = tempfile.mkdtemp(prefix="gpumem-magic-", dir=place)
+            _clear_away(place)
+            directory = tempfile.mkdtemp(prefix=_PREFIX, dir=place)
             probe = Path(directory, "probe")
             probe.touch(mode=0o700)
             # False on a file system that is mounted `noexec`.
@@ -134,6 +139,33 @@ def _private_directory() -> str:
                 return directory
             shutil.rmtree(directory, ignore_errors=True)
     raise OSError(f"no place for a program among {', '.join(repr(place) for place in places if place)}")
+
+
+def _lock(file: int) -> bool:
+    """Takes the lock of a state file, which ends with its process. False where another has it, or there are no such locks."""
+    try:
+        import fcntl
+    except ImportError:
+        return False
+    with suppress(OSError):
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    return False
+
+
+def _clear_away(place: str) -> None:
+    """Removes the directories of processes that died without doing so. One that is just being made is left."""
+    for found in Path(place).glob(f"{_PREFIX}*"):
+        with suppress(OSError):
+            if time.time() - found.stat().st_mtime < _YOUNG_SECONDS:
+                continue
+            file = os.open(found / "state", os.O_RDONLY)
+            try:
+                is_left = _lock(file)
+            finally:
+                os.close(file)
+            if is_left:
+                shutil.rmtree(found, ignore_errors=True)
 
 
 def _write_program(directory: str, state: str) -> None:

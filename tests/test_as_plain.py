@@ -1,0 +1,194 @@
+"""A measured cell does what it does without us, also where that is odd."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+import pytest
+import torch
+from IPython.utils.capture import capture_output
+from shell_fakes import clean_shell
+
+from gpumem_magic.recording.inside import FunctionRewriter, rewritten
+from gpumem_magic.virtual import gpu
+from gpumem_magic.virtual.card import smi
+
+
+@pytest.fixture
+def shell() -> Iterator[Any]:
+    with clean_shell() as made:
+        made.run_line_magic("load_ext", "gpumem_magic")
+        made.user_ns["torch"] = torch
+        gpu.turn_on("T4")
+        try:
+            yield made
+        finally:
+            gpu.turn_off()
+
+
+def run(shell: Any, text: str) -> tuple[Any, Any]:
+    with capture_output() as captured:
+        result = shell.run_cell(text)
+    return result, captured
+
+
+AWAITS = """async def f():
+    return 5
+
+y = 1
+from __future__ import annotations
+x = await f()
+"""
+
+
+def test_a_statement_that_awaits_in_a_cell_that_does_not_compile_as_a_whole(shell: Any) -> None:
+    plain, _ = run(shell, "# plain\n" + AWAITS)
+    assert plain.success
+    assert shell.user_ns.pop("x") == 5
+    measured, _ = run(shell, "%%gpumem -q\n" + AWAITS)
+    assert measured.success
+    assert shell.user_ns.pop("x") == 5
+
+
+def test_a_string_at_the_end_that_is_silenced_is_no_docstring(shell: Any) -> None:
+    before = shell.user_ns.get("__doc__")
+    result, _ = run(shell, "%%gpumem -q\n1\n'x';\n")
+    assert result.success
+    assert result.result is None
+    assert shell.user_ns.get("__doc__") == before
+
+
+def test_no_name_of_ours_is_among_the_builtins(shell: Any) -> None:
+    body = "import builtins\nfor i in range(2):\n    seen = dir(builtins)\n"
+    run(shell, f"# plain\n{body}")
+    plain = shell.user_ns.pop("seen")
+    run(shell, f"%%gpumem -q\n{body}")
+    assert shell.user_ns["seen"] == plain
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "t = " + " + ".join(["1"] * 300) + "\n",
+        "n = 150\nif n == 0: m = 0\n" + "".join(f"elif n == {k}: m = {k}\n" for k in range(1, 200)),
+    ],
+    ids=["a sum of 300 terms", "200 branches"],
+)
+def test_deep_programs_are_measured(shell: Any, body: str) -> None:
+    result, captured = run(shell, "%%gpumem -q -o report\n" + body)
+    assert result.success
+    assert captured.stderr == ""
+    assert shell.user_ns["report"] is not None
+    assert shell.user_ns.get("t", 300) == 300
+    assert shell.user_ns.get("m", 150) == 150
+
+
+def test_a_warning_of_the_compiler_comes_as_often_as_without_us(shell: Any) -> None:
+    counts = []
+    for first in ("# plain", "%%gpumem -q"):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            run(shell, f"{first}\nx = 1\nx is 1\n")
+        counts.append([(str(one.message), one.lineno) for one in caught if one.category is SyntaxWarning])
+    assert counts[0]
+    assert counts[1] == counts[0]
+
+
+# ---- --into
+
+
+def function_of(value: Any) -> FunctionType:
+    assert isinstance(value, FunctionType)
+    return value
+
+
+def recursive(n: int) -> int:
+    if n == 0:
+        return 0
+
+    def inner() -> str:
+        return recursive.__name__
+
+    assert inner() == "recursive"
+    return 1 + recursive(n - 1)
+
+
+def failing() -> None:
+    for number in range(3):
+        if number == 2:
+            raise ValueError(number)
+
+
+def test_a_function_that_mentions_its_own_name_is_looked_into() -> None:
+    before = recursive.__code__
+    code, _ = rewritten(function_of(recursive), lambda label: lambda failed: None)
+    assert code.co_freevars == before.co_freevars
+    assert code.co_firstlineno == before.co_firstlineno
+    if hasattr(code, "co_qualname"):
+        names = [one.co_qualname for one in (*code.co_consts, code) if hasattr(one, "co_qualname")]
+        assert sorted(names) == ["recursive", "recursive.<locals>.inner"]
+    inside = FunctionRewriter([function_of(recursive)], lambda label: lambda failed: None)
+    inside.install()
+    try:
+        assert recursive(20) == 20
+    finally:
+        inside.remove()
+    assert recursive.__code__ is before
+    assert inside.notes() == ["--into recursive: of 20 runs of a statement the first 12 are shown"]
+
+
+def test_the_lines_of_an_error_inside_are_the_functions() -> None:
+    def lines() -> list[int]:
+        with pytest.raises(ValueError, match="2") as caught:
+            failing()
+        return [entry.lineno + 1 for entry in caught.traceback]
+
+    inside = FunctionRewriter([function_of(failing)], lambda label: lambda failed: None)
+    plain = lines()
+    inside.install()
+    try:
+        assert lines() == plain
+    finally:
+        inside.remove()
+
+
+def test_what_fails_of_ours_inside_is_said() -> None:
+    def begins(label: str) -> Any:
+        raise LookupError("no recording")
+
+    inside = FunctionRewriter([function_of(recursive)], begins)
+    inside.install()
+    try:
+        assert recursive(2) == 2
+    finally:
+        inside.remove()
+    assert inside.notes() == ["--into recursive stopped partway (LookupError: no recording)"]
+
+
+# ---- what a hard exit leaves
+
+
+@pytest.mark.skipif(os.name == "nt", reason="the locks are POSIX's")
+def test_the_next_start_removes_what_dead_processes_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
+    old = time.time() - 1000
+    for name in ("gpumem-magic-dead", "gpumem-magic-alive", "gpumem-magic-young", "others"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "state").touch()
+        if not name.endswith("young"):
+            os.utime(tmp_path / name, (old, old))
+    held = os.open(tmp_path / "gpumem-magic-alive" / "state", os.O_WRONLY)
+    try:
+        assert smi._lock(held)
+        made = Path(smi._private_directory())
+    finally:
+        os.close(held)
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {"gpumem-magic-alive", "gpumem-magic-young", "others", made.name}
