@@ -6,71 +6,15 @@ Imports for type checking and imports inside functions count like all others.
 from __future__ import annotations
 
 import ast
+import re
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
-PACKAGE = Path(__file__).parents[1] / "gpumem_magic"
-# From the bottom to the top. Rooms on one floor do not import each other. What is named nowhere is on the top floor.
-FLOORS = (
-    ("units", "private", "looks", "tracebacks", "failures"),
-    ("patching",),
-    ("snapshot",),
-    ("allocator",),
-    ("devices",),
-    ("virtual.card",),
-    ("virtual.engine",),
-    ("virtual.operators",),
-    ("virtual.torch_face", "virtual.libraries"),
-    ("virtual",),
-    ("recording",),
-    ("attribution",),
-    ("owners",),
-    ("report",),
-    ("causes",),
-    ("views",),
-    ("files", "timeline_page", "investigation", "widgets"),
-    ("user_report",),
-    ("session",),
-    ("notebook", "commands"),
-)
-TOP = len(FLOORS)
+from project_scripts import load
 
-
-def modules() -> dict[str, Path]:
-    """Every module of the package by its name without the package's, "" for the package itself."""
-    found = {}
-    for path in sorted(PACKAGE.rglob("*.py")):
-        parts = path.relative_to(PACKAGE).with_suffix("").parts
-        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
-    return found
-
-
-def imports() -> dict[str, set[str]]:
-    """Which modules of the package each of them imports, anywhere in its text."""
-    known = modules()
-    edges: dict[str, set[str]] = {name: set() for name in known}
-    for name, path in known.items():
-        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
-            if isinstance(node, ast.Import):
-                wanted = [alias.name for alias in node.names]
-            elif isinstance(node, ast.ImportFrom):
-                assert node.level == 0, f"{path}:{node.lineno}: imports are written out in full"
-                wanted = [f"{node.module}.{alias.name}" for alias in node.names]
-            else:
-                continue
-            for text in wanted:
-                head, _, inner = text.partition(".")
-                if head == PACKAGE.name:
-                    edges[name].add(inner if inner in known else inner.rpartition(".")[0])
-    assert all(target in known for targets in edges.values() for target in targets)
-    return {name: targets - {name} for name, targets in edges.items()}
-
-
-def room_and_floor(module: str) -> tuple[str, int]:
-    """The room that a module is in, and the number of its floor."""
-    rooms = [(room, floor) for floor, names in enumerate(FLOORS) for room in names]
-    inside = [(room, floor) for room, floor in rooms if module == room or module.startswith(f"{room}.")]
-    return max(inside, key=lambda one: len(one[0]), default=("top", TOP))
+HOUSE = load(Path(__file__).parents[1] / "docs" / "house.py")
+modules, imports, room_and_floor = HOUSE.modules, HOUSE.imports, HOUSE.room_and_floor
+FLOORS = HOUSE.FLOORS
 
 
 def arrows_up(edges: dict[str, set[str]]) -> set[tuple[str, str]]:
@@ -124,3 +68,22 @@ def test_one_class_name_means_one_thing() -> None:
             if isinstance(node, ast.ClassDef):
                 places.setdefault(node.name.strip("_"), []).append(name)
     assert {name: found for name, found in places.items() if len(found) > 1} == {}
+
+
+def test_the_picture_of_the_house_is_todays() -> None:
+    assert HOUSE.PICTURE.read_text("utf-8") == HOUSE.picture(), "`python docs/house.py` draws it again"
+
+
+def test_every_arrow_of_the_picture_leads_down() -> None:
+    arrows = HOUSE.arrows()
+    floors = {room: number for number, rooms in enumerate([*FLOORS, ("top",)]) for room in rooms}
+    assert ("recording", "virtual") in arrows or ("recording", "devices") in arrows
+    assert all(floors[room] > floors[target] for room, target in arrows)
+
+
+def test_the_contributors_page_names_files_that_exist() -> None:
+    page = (HOUSE.HERE / "contributing.md").read_text("utf-8")
+    named = set(re.findall(r"`((?:\w+/)+\w+\.(?:py|js|json))`", page))
+    root = HOUSE.PACKAGE.parent
+    assert len(named) > 20
+    assert [name for name in sorted(named) if not any((base / name).is_file() for base in (HOUSE.PACKAGE, root))] == []
