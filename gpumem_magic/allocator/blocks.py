@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from dataclasses import dataclass, field
 
 from gpumem_magic.snapshot.model import (
     ACTIVE,
@@ -33,34 +34,29 @@ UNMAPPED = 3
 _NAMES = {FREE: INACTIVE, ALLOCATED: ACTIVE, PENDING: PENDING_FREE}
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class CachedSegment:
     """Memory from the driver, or (expandable) a range of addresses of which some pages have memory behind them.
 
     Its first block is always the same object: merging keeps the lower one.
     """
 
-    __slots__ = ("address", "expandable", "first", "frames", "free", "page", "pool", "size", "stream")
+    address: int
+    size: int
+    stream: int
+    pool: Pool
+    frames: tuple[Frame, ...]
+    page: int = 0
+    """Pages have this size; 0 for a segment that is not expandable."""
+    expandable: bool = field(init=False)
+    free: list[int] = field(init=False)
+    """The keys of the free blocks of this pool and stream."""
+    first: CachedBlock = field(init=False)
 
-    def __init__(
-        self,
-        address: int,
-        size: int,
-        stream: int,
-        pool: Pool,
-        frames: tuple[Frame, ...],
-        page: int = 0,
-    ) -> None:
-        self.address = address
-        self.size = size
-        self.stream = stream
-        self.pool = pool
-        self.frames = frames
-        # Pages have this size; 0 for a segment that is not expandable.
-        self.page = page
-        self.expandable = page > 0
-        # The keys of the free blocks of this pool and stream.
-        self.free = pool.free_of(stream)
-        self.first = CachedBlock(address, size, self)
+    def __post_init__(self) -> None:
+        self.expandable = self.page > 0
+        self.free = self.pool.free_of(self.stream)
+        self.first = CachedBlock(self.address, self.size, self)
 
     def describe(self, device: int) -> list[Segment]:
         """As in a snapshot: the segment, or each range of touching mapped pages of an expandable one."""
@@ -89,37 +85,23 @@ class CachedSegment:
         ]
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class CachedBlock:
     """A piece of a segment; `state` is one of the constants above."""
 
-    __slots__ = (
-        "address",
-        "age_base",
-        "frames",
-        "next",
-        "previous",
-        "requested",
-        "segment",
-        "size",
-        "state",
-        "streams",
-        "waits",
-    )
-
-    def __init__(self, address: int, size: int, segment: CachedSegment) -> None:
-        self.address = address
-        self.size = size
-        self.segment = segment
-        self.requested = 0
-        self.state = FREE
-        # How many streams' events have to finish before the block is free.
-        self.waits = 0
-        # The other streams that use the block (record_stream); None while there is none, which is nearly always.
-        self.streams: set[int] | None = None
-        self.previous: CachedBlock | None = None
-        self.next: CachedBlock | None = None
-        self.frames: tuple[Frame, ...] = ()
-        self.age_base = 0
+    address: int
+    size: int
+    segment: CachedSegment
+    requested: int = 0
+    state: int = FREE
+    waits: int = 0
+    """How many streams' events have to finish before the block is free."""
+    streams: set[int] | None = None
+    """The other streams that use the block (record_stream); None while there is none, which is nearly always."""
+    previous: CachedBlock | None = None
+    next: CachedBlock | None = None
+    frames: tuple[Frame, ...] = ()
+    age_base: int = 0
 
     @property
     def is_split(self) -> bool:
@@ -183,6 +165,7 @@ class Pool:
         return sum(key >> KEY_SHIFT for keys in self.free.values() for key in keys)
 
 
+@dataclass(slots=True, eq=False)
 class PoolGroup:
     """A small and a large pool that belong together: the default ones, or a private pair (a graph's or a MemPool's).
 
@@ -191,18 +174,16 @@ class PoolGroup:
     from an allocator of its own, which are never expandable.
     """
 
-    __slots__ = ("id", "large", "no_split", "own_memory", "small", "use_on_oom", "users")
+    id: PoolId
+    no_split: bool = False
+    use_on_oom: bool = False
+    own_memory: bool = False
+    users: int = 0
+    small: Pool = field(init=False, repr=False)
+    large: Pool = field(init=False, repr=False)
 
-    def __init__(
-        self, pool_id: PoolId, *, no_split: bool = False, use_on_oom: bool = False, own_memory: bool = False
-    ) -> None:
-        self.id = pool_id
-        self.small = Pool(SMALL_POOL, self)
-        self.large = Pool(LARGE_POOL, self)
-        self.users = 0
-        self.no_split = no_split
-        self.use_on_oom = use_on_oom
-        self.own_memory = own_memory
+    def __post_init__(self) -> None:
+        self.small, self.large = Pool(SMALL_POOL, self), Pool(LARGE_POOL, self)
 
     @property
     def is_private(self) -> bool:

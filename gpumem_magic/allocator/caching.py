@@ -291,7 +291,7 @@ class CachingAllocator(ReleasingHeap):
             block = self._attempt(pool, rounded, stream, frames)
         if block is None and not under_way:
             self.empty_cache()
-            self._books.num_alloc_retries += 1
+            self._books.events["num_alloc_retries"] += 1
             block = self._attempt(pool, rounded, stream, frames)
         if block is None:
             self._fail(pool, size, rounded, stream, frames)
@@ -335,7 +335,7 @@ class CachingAllocator(ReleasingHeap):
         failure = self._failure(size, rounded, stream)
         if self.sinks:
             self._send("oom", failure.free, rounded, stream, self._frames_of_alloc(frames), pool.group)
-        self._books.num_ooms += 1
+        self._books.events["num_ooms"] += 1
         raise failure
 
     def _failure(self, size: int, rounded: int, stream: int) -> DeviceOutOfMemory:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from gpumem_magic.units import allocator_text
 
@@ -17,6 +18,7 @@ _NEW_PAGE = (
 )
 
 
+@dataclass(eq=False, kw_only=True)
 class DeviceOutOfMemory(Exception):
     """The allocator found no memory for a request. All figures are bytes, taken when it gave up.
 
@@ -26,35 +28,18 @@ class DeviceOutOfMemory(Exception):
     blocks of private pools, which the request could not use.
     """
 
-    def __init__(
-        self,
-        *,
-        requested: int,
-        rounded: int,
-        segment_size: int,
-        device: int,
-        total: int,
-        free: int,
-        allocated: int,
-        reserved: int,
-        limit: int | None,
-        largest_free: int,
-        outside: int,
-        private_free: int = 0,
-    ) -> None:
-        self.requested = requested
-        self.rounded = rounded
-        self.segment_size = segment_size
-        self.device = device
-        self.total = total
-        self.free = free
-        self.allocated = allocated
-        self.reserved = reserved
-        self.limit = limit
-        self.largest_free = largest_free
-        self.outside = outside
-        self.private_free = private_free
-        super().__init__(requested, rounded, segment_size, device)
+    requested: int
+    rounded: int
+    segment_size: int
+    device: int
+    total: int
+    free: int
+    allocated: int
+    reserved: int
+    limit: int | None
+    largest_free: int
+    outside: int
+    private_free: int = 0
 
     def __str__(self) -> str:
         return self.message("2.13")

@@ -48,7 +48,7 @@ class ReleasingHeap(PooledHeap):
         By default of the default pools, and of private pools that nobody holds any more; else of the given pool only.
         Raises ValueError for a pool that does not exist.
         """
-        self._books.num_sync_all_streams += 1
+        self._books.events["num_sync_all_streams"] += 1
         self.complete_pending()
         if pool_id is not None and pool_id != DEFAULT_POOL:
             group = self._known(pool_id)

@@ -111,11 +111,11 @@ class Heap:
 
     @property
     def num_alloc_retries(self) -> int:
-        return self._books.num_alloc_retries
+        return self._books.events["num_alloc_retries"]
 
     @property
     def num_ooms(self) -> int:
-        return self._books.num_ooms
+        return self._books.events["num_ooms"]
 
     @property
     def private_free(self) -> int:

@@ -8,21 +8,10 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
 from itertools import accumulate, compress
 
 from gpumem_magic.snapshot.model import LARGE_POOL, SMALL_POOL
-
-FAMILIES = (
-    "allocation",
-    "segment",
-    "active",
-    "inactive_split",
-    "allocated_bytes",
-    "reserved_bytes",
-    "active_bytes",
-    "inactive_split_bytes",
-    "requested_bytes",
-)
 
 # An entry: kind, and signed changes of block bytes, requested bytes, unused pieces of split segments, and their bytes.
 # The kind is one of the four below, plus 1 for the large pool.
@@ -41,13 +30,14 @@ _ALLOCATIONS = (1, 1, -1, -1, -1, -1, 0, 0)
 _ACTIVE = (1, 1, -1, -1, 0, 0, -1, -1)
 
 
+@dataclass(slots=True)
 class Gauge:
     """A value that goes up and down, its peak, and all that was ever added (allocated) and taken away (freed)."""
 
-    __slots__ = ("allocated", "current", "freed", "peak")
-
-    def __init__(self) -> None:
-        self.current = self.peak = self.allocated = self.freed = 0
+    current: int = 0
+    peak: int = 0
+    allocated: int = 0
+    freed: int = 0
 
     def increase(self, amount: int) -> None:
         self.current = current = self.current + amount
@@ -70,27 +60,19 @@ class Gauge:
         self.freed += added - net
 
 
+@dataclass(slots=True)
 class PoolGauges:
     """The gauges of one pool, or of all pools together."""
 
-    __slots__ = FAMILIES
-
-    allocation: Gauge
-    segment: Gauge
-    active: Gauge
-    inactive_split: Gauge
-    allocated_bytes: Gauge
-    reserved_bytes: Gauge
-    active_bytes: Gauge
-    inactive_split_bytes: Gauge
-    requested_bytes: Gauge
-
-    def __init__(self) -> None:
-        for family in FAMILIES:
-            setattr(self, family, Gauge())
-
-    def gauges(self) -> list[tuple[str, Gauge]]:
-        return [(family, getattr(self, family)) for family in FAMILIES]
+    allocation: Gauge = field(default_factory=Gauge)
+    segment: Gauge = field(default_factory=Gauge)
+    active: Gauge = field(default_factory=Gauge)
+    inactive_split: Gauge = field(default_factory=Gauge)
+    allocated_bytes: Gauge = field(default_factory=Gauge)
+    reserved_bytes: Gauge = field(default_factory=Gauge)
+    active_bytes: Gauge = field(default_factory=Gauge)
+    inactive_split_bytes: Gauge = field(default_factory=Gauge)
+    requested_bytes: Gauge = field(default_factory=Gauge)
 
     def count(self, columns: Sequence[Sequence[int]]) -> None:
         """Applies the journal's columns."""
@@ -117,6 +99,15 @@ class PoolGauges:
         self.requested_bytes.apply(list(compress(requests, active)))
 
 
+_FAMILIES = tuple(family.name for family in fields(PoolGauges))
+_METRICS = tuple(metric.name for metric in fields(Gauge))
+# Counts that PyTorch resets with the running totals.
+_EVENTS = (
+    *("num_alloc_retries", "num_ooms", "num_oom_rejections"),
+    *("num_sync_all_streams", "num_device_alloc", "num_device_free"),
+)
+
+
 class Statistics:
     """All counters of one device's allocator. Call `count` before reading what the journal moves."""
 
@@ -126,12 +117,7 @@ class Statistics:
         self.large = PoolGauges()
         self.oversize_allocations = Gauge()
         self.oversize_segments = Gauge()
-        self.num_alloc_retries = 0
-        self.num_ooms = 0
-        self.num_oom_rejections = 0
-        self.num_sync_all_streams = 0
-        self.num_device_alloc = 0
-        self.num_device_free = 0
+        self.events = dict.fromkeys(_EVENTS, 0)
         self.journal: list[int] = []
         self._filled: list[array[int]] = []
 
@@ -173,20 +159,20 @@ class Statistics:
             if not expandable:
                 gauges.segment.increase(1)
             gauges.reserved_bytes.increase(size)
-        self.num_device_alloc += 1
+        self.events["num_device_alloc"] += 1
 
     def closed_segment(self, pool: str, size: int, *, expandable: bool = False) -> None:
         for gauges in (self.all, self.of_pool(pool)):
             if not expandable:
                 gauges.segment.decrease(1)
             gauges.reserved_bytes.decrease(size)
-        self.num_device_free += 1
+        self.events["num_device_free"] += 1
 
     def _gauges(self) -> list[tuple[str, Gauge]]:
         found = [
-            (f"{family}.{pool}", gauge)
+            (f"{family}.{pool}", getattr(gauges, family))
             for pool, gauges in (("all", self.all), ("large_pool", self.large), ("small_pool", self.small))
-            for family, gauge in gauges.gauges()
+            for family in _FAMILIES
         ]
         return [
             *found,
@@ -204,28 +190,10 @@ class Statistics:
         self.count()
         for _, gauge in self._gauges():
             gauge.allocated = gauge.freed = 0
-        self.num_alloc_retries = 0
-        self.num_ooms = 0
-        self.num_oom_rejections = 0
-        self.num_sync_all_streams = 0
-        self.num_device_alloc = 0
-        self.num_device_free = 0
+        self.events.update(dict.fromkeys(_EVENTS, 0))
 
     def flat(self, max_split_size: int) -> dict[str, int]:
         """The dictionary of `torch.cuda.memory_stats`, sorted by key; an unlimited split size is -1 there."""
         self.count()
-        figures = {
-            f"{name}.{metric}": getattr(gauge, metric)
-            for name, gauge in self._gauges()
-            for metric in ("current", "peak", "allocated", "freed")
-        }
-        figures.update(
-            num_alloc_retries=self.num_alloc_retries,
-            num_ooms=self.num_ooms,
-            num_sync_all_streams=self.num_sync_all_streams,
-            num_device_alloc=self.num_device_alloc,
-            num_device_free=self.num_device_free,
-            num_oom_rejections=self.num_oom_rejections,
-            max_split_size=max_split_size,
-        )
-        return dict(sorted(figures.items()))
+        figures = {f"{name}.{metric}": getattr(gauge, metric) for name, gauge in self._gauges() for metric in _METRICS}
+        return dict(sorted({**figures, **self.events, "max_split_size": max_split_size}.items()))

@@ -33,46 +33,31 @@ _LOOK_UP, _LOAD, _COUNT = "_nvmlGetFunctionPointer", "_LoadNvmlLibrary", "_nvmlL
 _HANDLES = (ctypes.c_ubyte * (4096 * MAX_DEVICES))()
 
 
-class _MemoryInfo(ctypes.Structure):
-    _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
+def _structure(name: str, **fields: type[Any]) -> type[Any]:
+    return type(name, (ctypes.Structure,), {"_fields_": tuple(fields.items())})
 
 
-class _MemoryV2(ctypes.Structure):
-    _fields_ = (
-        ("version", ctypes.c_uint),
-        ("total", ctypes.c_ulonglong),
-        ("reserved", ctypes.c_ulonglong),
-        ("free", ctypes.c_ulonglong),
-        ("used", ctypes.c_ulonglong),
-    )
+# NVML's structures by their fields, in order.
+_INT, _LONG = ctypes.c_uint, ctypes.c_ulonglong
+_MemoryInfo = _structure("MemoryInfo", total=_LONG, free=_LONG, used=_LONG)
+_MemoryV2 = _structure("MemoryV2", version=_INT, total=_LONG, reserved=_LONG, free=_LONG, used=_LONG)
+_PROCESS: dict[str, Any] = {"pid": _INT, "used": _LONG}
+_Process = _structure("Process", **_PROCESS)
+_ProcessV2 = _structure("ProcessV2", **_PROCESS, gpu_instance=_INT, compute_instance=_INT)
+_PCI: dict[str, Any] = {
+    "bus_id": ctypes.c_char * 16,
+    **dict.fromkeys(("domain", "bus", "device", "device_id", "subsystem_id"), _INT),
+}
+_PciV2 = _structure("PciV2", **_PCI)
+_PciV3 = _structure("PciV3", **_PCI, long_bus_id=ctypes.c_char * 32)
 
 
-class _Process(ctypes.Structure):
-    _fields_ = (("pid", ctypes.c_uint), ("used", ctypes.c_ulonglong))
+class _Refused(Exception):
+    """What a function returns where it has no answer: NVML's status."""
 
-
-class _ProcessV2(ctypes.Structure):
-    _fields_ = (
-        ("pid", ctypes.c_uint),
-        ("used", ctypes.c_ulonglong),
-        ("gpu_instance", ctypes.c_uint),
-        ("compute_instance", ctypes.c_uint),
-    )
-
-
-class _PciV2(ctypes.Structure):
-    _fields_ = (
-        ("bus_id", ctypes.c_char * 16),
-        ("domain", ctypes.c_uint),
-        ("bus", ctypes.c_uint),
-        ("device", ctypes.c_uint),
-        ("device_id", ctypes.c_uint),
-        ("subsystem_id", ctypes.c_uint),
-    )
-
-
-class _PciV3(ctypes.Structure):
-    _fields_ = (*_PciV2._fields_, ("long_bus_id", ctypes.c_char * 32))
+    def __init__(self, status: int) -> None:
+        super().__init__(status)
+        self.status = status
 
 
 def _put(pointer: Any, kind: type[Any], value: int) -> int:
@@ -118,7 +103,10 @@ class _Library:
         def function(*arguments: Any) -> Any:
             if not always and self._initialised <= 0:
                 return UNINITIALIZED
-            return NOT_SUPPORTED if method is None else method(*arguments)
+            try:
+                return NOT_SUPPORTED if method is None else method(*arguments)
+            except _Refused as refused:
+                return refused.status
 
         function.__name__ = name
         return function
@@ -167,55 +155,45 @@ class _Library:
     DeviceGetHandleByIndex_v2 = DeviceGetHandleByIndex
 
     def DeviceGetHandleByUUID(self, uuid: Any, handle: Any) -> int:
-        wanted = _string(uuid)
-        for place, device in enumerate(self._devices):
-            if wanted == device.uuid:
-                return self.DeviceGetHandleByIndex(place, handle)
-        return NOT_FOUND
+        return self._handle_of([_string(uuid) == device.uuid for device in self._devices], handle)
 
     def DeviceGetHandleByPciBusId(self, bus: Any, handle: Any) -> int:
         # The domain may be written with four digits or eight.
-        wanted = _string(bus).upper()
-        for place, device in enumerate(self._devices):
-            own = bus_id(device.index)
-            if wanted in (own, own[4:]):
-                return self.DeviceGetHandleByIndex(place, handle)
-        return NOT_FOUND
+        wanted, own = _string(bus).upper(), [bus_id(device.index) for device in self._devices]
+        return self._handle_of([wanted in (one, one[4:]) for one in own], handle)
+
+    def _handle_of(self, fits: list[bool], handle: Any) -> int:
+        return self.DeviceGetHandleByIndex(fits.index(True), handle) if True in fits else NOT_FOUND
 
     DeviceGetHandleByPciBusId_v2 = DeviceGetHandleByPciBusId
 
-    def _device(self, handle: Any) -> DeviceState | None:
-        """None for a handle that is not one of these: a real library's, made before the virtual GPU was on."""
+    def _device(self, handle: Any) -> DeviceState:
+        """Refuses a handle that is not one of these: a real library's, made before the virtual GPU was on."""
         place, rest = divmod(_address(handle) - ctypes.addressof(_HANDLES), 4096)
-        return self._devices[place] if rest == 0 and 0 <= place < len(self._devices) else None
+        if rest or not 0 <= place < len(self._devices):
+            raise _Refused(INVALID_ARGUMENT)
+        return self._devices[place]
 
     # --- one device ---
 
     def DeviceGetIndex(self, handle: Any, index: Any) -> int:
-        device = self._device(handle)
-        return INVALID_ARGUMENT if device is None else _put(index, ctypes.c_uint, device.index)
+        return _put(index, ctypes.c_uint, self._device(handle).index)
 
     DeviceGetMinorNumber = DeviceGetIndex
 
     def DeviceGetName(self, handle: Any, buffer: Any, length: Any) -> int:
-        device = self._device(handle)
-        return INVALID_ARGUMENT if device is None else _text(buffer, length, device.model.name)
+        return _text(buffer, length, self._device(handle).model.name)
 
     def DeviceGetUUID(self, handle: Any, buffer: Any, length: Any) -> int:
-        device = self._device(handle)
-        return INVALID_ARGUMENT if device is None else _text(buffer, length, device.uuid)
+        return _text(buffer, length, self._device(handle).uuid)
 
     def DeviceGetCudaComputeCapability(self, handle: Any, major: Any, minor: Any) -> int:
         device = self._device(handle)
-        if device is None:
-            return INVALID_ARGUMENT
         _put(major, ctypes.c_int, device.model.capability[0])
         return _put(minor, ctypes.c_int, device.model.capability[1])
 
     def _pci(self, handle: Any, pointer: Any, kind: type[Any]) -> int:
         device = self._device(handle)
-        if device is None:
-            return INVALID_ARGUMENT
         info, own = _struct(pointer, kind), bus_id(device.index)
         domain, bus, slot = own.partition(".")[0].split(":")
         info.domain, info.bus, info.device = int(domain, 16), int(bus, 16), int(slot, 16)
@@ -236,8 +214,6 @@ class _Library:
     def DeviceGetMemoryInfo(self, handle: Any, info: Any) -> int:
         """The first version has no field for what the driver keeps, and counts it as used; nvidia-smi does not."""
         device = self._device(handle)
-        if device is None:
-            return INVALID_ARGUMENT
         memory, total = _struct(info, _MemoryInfo), device.model.smi_total_bytes
         used = min(total, device.used_bytes() + device.model.driver_reserved_bytes)
         memory.total, memory.used, memory.free = total, used, total - used
@@ -245,8 +221,6 @@ class _Library:
 
     def DeviceGetMemoryInfo_v2(self, handle: Any, info: Any) -> int:
         device = self._device(handle)
-        if device is None:
-            return INVALID_ARGUMENT
         memory, model = _struct(info, _MemoryV2), device.model
         used = min(device.used_bytes(), model.smi_total_bytes - model.driver_reserved_bytes)
         memory.total, memory.reserved, memory.used = model.smi_total_bytes, model.driver_reserved_bytes, used
@@ -255,8 +229,6 @@ class _Library:
 
     def _processes(self, handle: Any, count: Any, array: Any, kind: type[Any]) -> int:
         device = self._device(handle)
-        if device is None:
-            return INVALID_ARGUMENT
         used = device.process_bytes()
         capacity = _struct(count, ctypes.c_uint).value
         _put(count, ctypes.c_uint, 1 if used else 0)
@@ -280,7 +252,8 @@ class _Library:
     DeviceGetComputeRunningProcesses_v3 = DeviceGetComputeRunningProcesses_v2
 
     def DeviceGetGraphicsRunningProcesses(self, handle: Any, count: Any, array: Any) -> int:
-        return INVALID_ARGUMENT if self._device(handle) is None else _put(count, ctypes.c_uint, 0)
+        self._device(handle)
+        return _put(count, ctypes.c_uint, 0)
 
     DeviceGetGraphicsRunningProcesses_v2 = DeviceGetGraphicsRunningProcesses_v3 = DeviceGetGraphicsRunningProcesses
 

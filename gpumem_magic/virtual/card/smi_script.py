@@ -166,13 +166,8 @@ def details(gpus: list[Gpu], sections: list[str]) -> str:
         for section in sections or ["MEMORY", "UTILIZATION", "TEMPERATURE", "POWER"]:
             if section == "MEMORY":
                 rows.append("    FB Memory Usage")
-                for label, mebibytes in (
-                    ("Total", gpu.total),
-                    ("Reserved", gpu.reserved),
-                    ("Used", gpu.used),
-                    ("Free", gpu.free),
-                ):
-                    rows.append(entry(2, label, f"{mebibytes} MiB"))
+                for label in ("Total", "Reserved", "Used", "Free"):
+                    rows.append(entry(2, label, f"{getattr(gpu, label.lower())} MiB"))
             else:
                 rows.append(entry(1, section.replace("_", " ").capitalize(), "N/A"))
         rows.append("")
@@ -191,27 +186,17 @@ ALIASES = {
     "clocks.mem": "clocks.current.memory",
 }
 # What a virtual GPU does not have: field -> unit of its column.
-NOT_AVAILABLE = {
-    field: unit
-    for unit, fields in (
-        (
-            "",
-            "serial pstate vbios_version temperature.gpu temperature.memory power.management display_active display_mode",
-        ),
-        ("", "display_attached ecc.mode.current ecc.mode.pending mig.mode.current mig.mode.pending accounting.mode"),
-        (
-            "",
-            "clocks_event_reasons.active clocks_throttle_reasons.active driver_model.current encoder.stats.sessionCount",
-        ),
-        ("", "pcie.link.gen.current pcie.link.gen.max pcie.link.width.current pcie.link.width.max"),
-        (" [%]", "fan.speed utilization.gpu utilization.memory"),
-        (" [W]", "power.draw power.draw.average power.draw.instant power.limit power.default_limit power.max_limit"),
-        (" [W]", "enforced.power.limit"),
-        (" [MHz]", "clocks.current.graphics clocks.current.sm clocks.current.memory"),
-        (" [MHz]", "clocks.max.graphics clocks.max.sm clocks.max.memory"),
-    )
-    for field in fields.split()
-}
+NOT_AVAILABLE: dict[str, str] = {}
+for line in """\
+: serial pstate vbios_version temperature.gpu temperature.memory power.management display_active display_mode
+: display_attached ecc.mode.current ecc.mode.pending mig.mode.current mig.mode.pending accounting.mode
+: clocks_event_reasons.active clocks_throttle_reasons.active driver_model.current encoder.stats.sessionCount
+: pcie.link.gen.current pcie.link.gen.max pcie.link.width.current pcie.link.width.max
+ [%]: fan.speed utilization.gpu utilization.memory
+ [W]: power.draw power.draw.average power.draw.instant power.limit power.default_limit power.max_limit enforced.power.limit
+ [MHz]: clocks.current.graphics clocks.current.sm clocks.current.memory clocks.max.graphics clocks.max.sm clocks.max.memory
+""".splitlines():
+    NOT_AVAILABLE.update(dict.fromkeys(line.partition(": ")[2].split(), line.partition(": ")[0]))
 MEMORY_FIELDS = ("memory.total", "memory.reserved", "memory.used", "memory.free")
 OTHER_FIELDS = words(
     "timestamp driver_version count name uuid index pci.bus_id pci.domain pci.bus pci.device compute_cap compute_mode "
@@ -283,28 +268,20 @@ This nvidia-smi answers for the virtual GPUs of gpumem_magic. It is here while t
           --query-compute-apps=  fields of processes (none are listed), with --format=
           --help-query-gpu       the fields of --query-gpu
 """
-# option -> (name, whether it takes a value)
-OPTIONS = {
-    "-h": ("help", False),
-    "--help": ("help", False),
-    "--version": ("version", False),
-    "--help-query-gpu": ("fields", False),
-    "-L": ("list", False),
-    "--list-gpus": ("list", False),
-    "-q": ("query", False),
-    "--query": ("query", False),
-    "-d": ("display", True),
-    "--display": ("display", True),
-    "-i": ("id", True),
-    "--id": ("id", True),
-    "-l": ("loop", True),
-    "--loop": ("loop", True),
-    "-lms": ("loop_ms", True),
-    "--loop-ms": ("loop_ms", True),
-    "--query-gpu": ("query_gpu", True),
-    "--query-compute-apps": ("query_apps", True),
-    "--format": ("format", True),
-}
+
+
+def known_options() -> dict[str, tuple[str, bool]]:
+    """Option -> (its long name, whether it takes a value): as the help has them, and those that go with others."""
+    options = {"-d": ("display", True), "--display": ("display", True), "--format": ("format", True)}
+    for line in HELP.splitlines():
+        # What an option is for begins at column 33.
+        names = [word.rstrip(",") for word in line[:33].split() if word.startswith("-")]
+        for name in names:
+            options[name.rstrip("=")] = (names[-1].strip("-="), names[-1].endswith("="))
+    return options
+
+
+OPTIONS = known_options()
 ELSEWHERE = words(
     "-x --xml-format -f --filename -B -pm -pl -r -c -e -p -ac -rac -lgc -rgc -mig --gpu-reset dmon daemon pmon topo nvlink "
     "vgpu mig clocks drain encodersessions replay stats --query-accounted-apps --query-retired-pages "
@@ -336,7 +313,7 @@ def parse(arguments: list[str]) -> dict[str, str]:
 
 def interval(options: dict[str, str]) -> float | None:
     """Seconds between two outputs, None for one output."""
-    for key, scale in (("loop_ms", 0.001), ("loop", 1.0)):
+    for key, scale in (("loop-ms", 0.001), ("loop", 1.0)):
         if key in options:
             if not options[key].isdecimal() or int(options[key]) == 0:
                 raise Stop(f"Invalid loop interval: {options[key]}\n", 2)
@@ -368,12 +345,12 @@ def csv(gpus: list[Gpu], options: dict[str, str], count: int, first: bool) -> st
     if "csv" not in form or form - {"csv", "noheader", "nounits"}:
         raise Stop(f"Invalid format: {options['format']}; write csv, csv,noheader or csv,noheader,nounits\n", 2)
     header = first and "noheader" not in form
-    if "query_apps" in options:
-        fields = query_fields(options["query_apps"], APP_ALIASES, APP_FIELDS)
+    if "query-compute-apps" in options:
+        fields = query_fields(options["query-compute-apps"], APP_ALIASES, APP_FIELDS)
         heads = [f"{field} [MiB]" if field == "used_gpu_memory" else field for field in fields]
         return ", ".join(heads) + "\n" if header else ""
     known = (*OTHER_FIELDS, *MEMORY_FIELDS, *NOT_AVAILABLE)
-    fields = query_fields(options["query_gpu"], ALIASES, known)
+    fields = query_fields(options["query-gpu"], ALIASES, known)
     units = [" [MiB]" if field in MEMORY_FIELDS else NOT_AVAILABLE.get(field, "") for field in fields]
     rows = [", ".join(map("".join, zip(fields, units, strict=True)))] if header else []
     rows += [", ".join(gpu_value(gpu, field, count, "nounits" not in form) for field in fields) for gpu in gpus]
@@ -383,9 +360,9 @@ def csv(gpus: list[Gpu], options: dict[str, str], count: int, first: bool) -> st
 def answer(gpus: list[Gpu], options: dict[str, str], first: bool) -> str:
     """One output."""
     some = chosen(gpus, options.get("id"))
-    if "query_gpu" in options or "query_apps" in options:
+    if "query-gpu" in options or "query-compute-apps" in options:
         return csv(some, options, len(gpus), first)
-    if "list" in options:
+    if "list-gpus" in options:
         return listing(some)
     if "query" in options:
         sections = [part.strip().upper() for part in options.get("display", "").split(",") if part.strip()]
@@ -406,7 +383,7 @@ def run(path: str, arguments: list[str]) -> int:
         if "help" in options:
             write(HELP)
             return 0
-        if "fields" in options:
+        if "help-query-gpu" in options:
             write("\n".join(sorted((*OTHER_FIELDS, *MEMORY_FIELDS, *NOT_AVAILABLE))) + "\n")
             return 0
         if "version" in options:
