@@ -101,6 +101,21 @@ def test_a_warning_of_the_compiler_comes_as_often_as_without_us(shell: Any) -> N
     assert counts[1] == counts[0]
 
 
+@pytest.mark.parametrize(
+    "body",
+    ["\n\nx = = 1\n", "\nif a:", "a = 1\n  x = 1\n", "x = (\n", "def f():\nreturn 1\n"],
+    ids=["blank lines above", "no block", "an indent too many", "no bracket", "no indent"],
+)
+def test_a_syntax_error_is_where_it_is_without_us(shell: Any, body: str) -> None:
+    found = []
+    for first in ("#", "%%gpumem -q"):
+        result, captured = run(shell, f"{first}\n{body}")
+        error = result.error_before_exec or result.error_in_exec
+        shown = [line for line in captured.stdout.splitlines() if "File" not in line and "Cell" not in line]
+        found.append((type(error), error.lineno, result.error_in_exec is None, shown))
+    assert found[1] == found[0]
+
+
 # ---- --into
 
 

@@ -74,7 +74,7 @@ class ShellHooks:
             if self._shell.should_run_async(text, transformed_cell=python):
                 waiting.append(call)
             elif _is_cell_magic(call) and len(tree.body) == 1 and not compiles(self._shell, python):
-                return ["\n", *python.splitlines(keepends=True)]
+                return self._below_a_comment(call).splitlines(keepends=True)
         return _with_await(lines, waiting)
 
     def _python_of(self, call: ast.Call) -> str | None:
@@ -86,10 +86,20 @@ class ShellHooks:
             ) if attribute in ("run_cell_magic", "run_line_magic"):
                 try:
                     return str(self._shell.transform_cell(code if _is_cell_magic(call) else self._statement_of(code)))
+                except SyntaxError:
+                    if _is_cell_magic(call):
+                        # Raised here it is shown as the cell's own, as it would be without us.
+                        self._below_a_comment(call)
                 except Exception as error:  # the magic meets it again, and IPython shows it then
                     swallowed(error)
                     return None
         return None
+
+    def _below_a_comment(self, call: ast.Call) -> str:
+        """A cell with a comment in the place of the magic, transformed: its lines are where they would be without us."""
+        body = call.args[-1]
+        assert isinstance(body, ast.Constant)
+        return str(self._shell.transform_cell(f"#\n{body.value}"))
 
 
 def _is_cell_magic(call: ast.Call) -> bool:
