@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import os
 import tempfile
 import time
@@ -71,6 +72,17 @@ def test_no_name_of_ours_is_among_the_builtins(shell: Any) -> None:
     plain = shell.user_ns.pop("seen")
     run(shell, f"%%gpumem -q\n{body}")
     assert shell.user_ns["seen"] == plain
+
+
+def test_a_cell_that_replaces_a_builtin_has_its_report(shell: Any) -> None:
+    body = "import builtins\nkept, builtins.len = len, lambda thing: 7 / 0\n"
+    try:
+        result, _ = run(shell, "%%gpumem -q -o report\nx = torch.ones(1024, 1024, device='cuda')\n" + body)
+        assert result.success
+        assert shell.user_ns["report"].peak.allocated == 1 << 22
+        assert builtins.len is not shell.user_ns["kept"]
+    finally:
+        builtins.len = shell.user_ns["kept"]
 
 
 @pytest.mark.parametrize(

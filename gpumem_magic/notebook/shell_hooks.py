@@ -97,9 +97,8 @@ class ShellHooks:
 
     def _below_a_comment(self, call: ast.Call) -> str:
         """A cell with a comment in the place of the magic, transformed: its lines are where they would be without us."""
-        body = call.args[-1]
-        assert isinstance(body, ast.Constant)
-        return str(self._shell.transform_cell(f"#\n{body.value}"))
+        body = ast.literal_eval(call.args[-1])
+        return str(self._shell.transform_cell(f"#\n{body}"))
 
 
 def _is_cell_magic(call: ast.Call) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -34,6 +35,7 @@ class ActiveRecording:
         self._why = why
         self._lines = True
         self._limit: Any = None
+        self._builtins = dict(vars(builtins))
 
     def observer(
         self, max_iterations: int | None = None, lines: bool = True, *, until_repeat: bool = False, source: str = ""
@@ -67,6 +69,21 @@ class ActiveRecording:
         user_ns: Mapping[str, Any] | None = None,
     ) -> Report:
         """Ends the recording and makes the report, which becomes `last_report()`. The error is read and not kept."""
+        there = vars(builtins)
+        theirs = {name: there[name] for name, own in self._builtins.items() if name in there and there[name] is not own}
+        try:
+            # A program may put what it likes in the place of `len`; our own work, and PyTorch's, is done with Python's.
+            there.update({name: self._builtins[name] for name in theirs})
+            return self._closed(error, failed, user_ns)
+        finally:
+            there.update(theirs)
+
+    def _closed(
+        self,
+        error: BaseException | None,
+        failed: tuple[Statement, tuple[int, ...], tuple[int, ...]] | None,
+        user_ns: Mapping[str, Any] | None,
+    ) -> Report:
         global _last
         from gpumem_magic.report.build import build_with_labels
         from gpumem_magic.user_report import Report
