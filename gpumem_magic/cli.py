@@ -1,13 +1,18 @@
-"""The command ``gpumem``: a module of `gpumem_magic.commands` for each of its words."""
+"""The command ``gpumem``: ``commands/commands.json`` has its words and their flags, `commands` a module for each word."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from gpumem_magic import __version__
 from gpumem_magic.commands import calibrate, devices, diff, replay, run, show
+
+_RUN = {one.__name__.rpartition(".")[2]: one.run for one in (run, show, diff, replay, calibrate, devices)}
+_TYPES = {"int": int}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -20,13 +25,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"gpumem {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for one in (run, show, diff, replay, calibrate, devices):
-        one.add_parser(commands)
-    options = parser.parse_args(given[:split])
-    options.arguments = given[split + 1 :]
-    if options.command != "run" and given[split:]:
-        parser.error(f"{options.command} takes no arguments after --")
-    status: int = options.run(options)
+    declared = json.loads((Path(__file__).parent / "commands" / "commands.json").read_text("utf-8"))
+    for name, words in declared.items():
+        arguments = words.pop("arguments")
+        command = commands.add_parser(name, **words)
+        command.set_defaults(run=_RUN[name], parser=command)
+        for one in arguments:
+            # Several in a list exclude each other.
+            owner = command.add_mutually_exclusive_group() if isinstance(one, list) else command
+            for options in one if isinstance(one, list) else [one]:
+                if "type" in options:
+                    options["type"] = _TYPES[options["type"]]
+                owner.add_argument(*options.pop("names"), **options)
+    chosen = parser.parse_args(given[:split])
+    chosen.arguments = given[split + 1 :]
+    if chosen.command != "run" and given[split:]:
+        parser.error(f"{chosen.command} takes no arguments after --")
+    status: int = chosen.run(chosen)
     return status
 
 

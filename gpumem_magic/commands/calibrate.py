@@ -8,14 +8,13 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
-from gpumem_magic.commands.common import FAILED, UNREADABLE, guarded
+from gpumem_magic.commands.common import FAILED, guarded
 from gpumem_magic.devices import machines
 from gpumem_magic.snapshot.whole_file import check_target, replace_file
 from gpumem_magic.units import MIB, human
 from gpumem_magic.virtual.card import calibration, measuring
-from gpumem_magic.virtual.card.calibration import BadCalibration, Calibration
+from gpumem_magic.virtual.card.calibration import Calibration
 from gpumem_magic.virtual.card.measuring import NoGpu, measure
 
 Measuring = Callable[[int, str], Calibration]
@@ -33,30 +32,9 @@ def device_text(found: Calibration) -> str:
     return f"virtual:{found.total_bytes}B,{context},name={found.name.replace(',', ' ')}"
 
 
-def add_parser(subparsers: Any) -> argparse.ArgumentParser:
-    """Adds the subcommand; its options have the attribute `run`."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
-        "calibrate",
-        help="measure this computer's GPU for the virtual one",
-        description="Measures the CUDA context and cuBLAS's workspace of a real GPU and saves them in your "
-        "configuration folder: from then on, a virtual GPU of that name uses these figures. It also "
-        "prints what to write after %%gpumem_device on another computer.",
-    )
-    parser.add_argument("--device", type=int, default=0, metavar="N", help="the GPU (default 0)")
-    parser.add_argument("--json", metavar="PATH", help="also write the constants to PATH, as JSON")
-    instead = parser.add_mutually_exclusive_group()
-    instead.add_argument("--show", action="store_true", help="print the saved figures, and measure nothing")
-    instead.add_argument("--forget", action="store_true", help="remove the saved figures; the catalogue's apply again")
-    parser.set_defaults(run=run)
-    return parser
-
-
+@guarded
 def run(options: argparse.Namespace) -> int:
     """Prints the constants. 0; 1 with one line where there is no GPU; 2 where a file can't be read or written."""
-    return guarded(lambda: _run(options))
-
-
-def _run(options: argparse.Namespace) -> int:
     if options.show:
         return _show()
     if options.forget:
@@ -67,11 +45,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _show() -> int:
-    try:
-        calibrations = calibration.load()
-    except BadCalibration as bad:
-        print(f"gpumem: {bad}", file=sys.stderr)
-        return UNREADABLE
+    calibrations = calibration.load()
     if not calibrations:
         print("Nothing is saved: virtual GPUs use the catalogue's figures. `gpumem calibrate` measures a real GPU.")
         return 0

@@ -6,7 +6,9 @@ import io
 import os
 import signal
 import sys
+from argparse import Namespace
 from collections.abc import Callable, Sequence
+from functools import wraps
 
 from gpumem_magic.recording.quiet import no_automatic_collection
 
@@ -15,28 +17,33 @@ UNREADABLE = 2
 INTERRUPTED = 128 + signal.SIGINT
 
 
-def guarded(work: Callable[[], int]) -> int:
-    """Runs it; a file that can't be read or written is one line on standard error and status 2.
+def guarded(work: Callable[[Namespace], int]) -> Callable[[Namespace], int]:
+    """A subcommand in which a file that can't be read or written is one line on standard error and status 2.
 
     Where nobody reads on (``| head``), it ends in silence with status 1; Ctrl-C is one line and status 130.
     """
-    _print_anything()
-    try:
-        # A file's events are millions of objects and no cycles: looking for garbage among them only takes time.
-        with no_automatic_collection():
-            status = work()
-        sys.stdout.flush()
-        return status
-    except BrokenPipeError:
-        # Python flushes once more at its end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return FAILED
-    except KeyboardInterrupt:
-        print("gpumem: interrupted", file=sys.stderr)
-        return INTERRUPTED
-    except (OSError, ValueError) as error:
-        print(f"gpumem: {' '.join(str(error).split())}", file=sys.stderr)
-        return UNREADABLE
+
+    @wraps(work)
+    def run(options: Namespace) -> int:
+        _print_anything()
+        try:
+            # A file's events are millions of objects and no cycles: looking for garbage among them only takes time.
+            with no_automatic_collection():
+                status = work(options)
+            sys.stdout.flush()
+            return status
+        except BrokenPipeError:
+            # Python flushes once more at its end.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return FAILED
+        except KeyboardInterrupt:
+            print("gpumem: interrupted", file=sys.stderr)
+            return INTERRUPTED
+        except (OSError, ValueError) as error:
+            print(f"gpumem: {' '.join(str(error).split())}", file=sys.stderr)
+            return UNREADABLE
+
+    return run
 
 
 def _print_anything() -> None:

@@ -3,14 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
-
-
-def add_parser(subparsers: Any) -> argparse.ArgumentParser:
-    """Adds the subcommand; its options have the attribute `run`."""
-    parser: argparse.ArgumentParser = subparsers.add_parser("devices", help="list the virtual GPUs")
-    parser.set_defaults(run=run)
-    return parser
 
 
 def run(options: argparse.Namespace) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from gpumem_magic.commands.common import guarded, table
 from gpumem_magic.commands.same_code import together
@@ -15,28 +15,9 @@ if TYPE_CHECKING:
     from gpumem_magic.attribution.view import DeviceView
 
 
-def add_parser(subparsers: Any) -> argparse.ArgumentParser:
-    """Adds the subcommand; its options have the attribute `run`."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
-        "diff",
-        help="compare two memory snapshots",
-        description="Compares what is allocated at the peak (or another moment) of snapshot A and of snapshot B.",
-    )
-    parser.add_argument("a", metavar="A")
-    parser.add_argument("b", metavar="B")
-    parser.add_argument("--device", type=int, metavar="N", help="the GPU; by default the one with the highest peak")
-    parser.add_argument("--at", default="peak", metavar="MOMENT", help="peak (the default) or end")
-    parser.add_argument("--top", type=int, default=10, metavar="N", help="how many places in the code (default 10)")
-    parser.set_defaults(run=run)
-    return parser
-
-
+@guarded
 def run(options: argparse.Namespace) -> int:
     """Prints the comparison. 0; 2 where a file can't be read."""
-    return guarded(lambda: _run(options))
-
-
-def _run(options: argparse.Namespace) -> int:
     from gpumem_magic.files.loaded import position_of
 
     before, after = (_view(path, options.device) for path in (options.a, options.b))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from typing import TYPE_CHECKING, Any
 
 from gpumem_magic.commands.common import FAILED, UNREADABLE, guarded, table
@@ -15,28 +14,9 @@ if TYPE_CHECKING:
     from gpumem_magic.allocator.replayable import Replayable
 
 
-def add_parser(subparsers: Any) -> argparse.ArgumentParser:
-    """Adds the subcommand; its options have the attribute `run`."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
-        "replay",
-        help="replay memory snapshots through the emulated allocator",
-        description="Replays each FILE and compares every allocation's place and every segment decision with the recording. "
-        "Exit status: 0 where all agree, 1 where not, 2 where a file can't be read or replayed. With --conf it says what these "
-        "settings would have done instead; the exit status is 0.",
-    )
-    parser.add_argument("files", metavar="FILE", nargs="+")
-    parser.add_argument("--conf", metavar="OPTIONS", help="as in PYTORCH_CUDA_ALLOC_CONF: expandable_segments:True")
-    parser.add_argument("--json", action="store_true", help="print one JSON text instead")
-    parser.set_defaults(run=run)
-    return parser
-
-
+@guarded
 def run(options: argparse.Namespace) -> int:
     """Prints what came out, a line for each device of each file."""
-    return guarded(lambda: _run(options))
-
-
-def _run(options: argparse.Namespace) -> int:
     conf = options.conf
     if conf is not None:
         from gpumem_magic.allocator.settings import parse
@@ -44,8 +24,7 @@ def _run(options: argparse.Namespace) -> int:
         try:
             parse(conf)
         except ValueError as error:
-            print(f"gpumem: --conf: {error}", file=sys.stderr)
-            return UNREADABLE
+            raise ValueError(f"--conf: {error}") from None
     results = [result for path in options.files for result in _of_file(path, conf)]
     print(
         json.dumps({"agrees": _agree(results, conf), "devices": results}, indent=2) if options.json else _text(results)

@@ -20,23 +20,9 @@ from gpumem_magic.session import recording
 from gpumem_magic.snapshot.whole_file import check_target
 
 
-def add_parser(subparsers: Any) -> argparse.ArgumentParser:
-    """Adds the subcommand; its options have the attribute `run`, and `arguments` when it is called: the script's."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
-        "run",
-        help="run a script and report its GPU memory",
-        usage="%(prog)s [OPTIONS] SCRIPT [-- ARGUMENTS]",
-        description="Runs SCRIPT as `python SCRIPT ARGUMENTS` would. The report goes to standard error; standard output and the "
-        "exit status are the script's.",
-    )
-    parser.add_argument("script", metavar="SCRIPT")
-    parser.add_argument("--device", metavar="NAME", help="cuda, cuda:1, T4, A100-40GB, 2xT4; see `gpumem devices`")
-    parser.add_argument("--json", metavar="PATH", help="also write the report to PATH, as JSON")
-    parser.set_defaults(run=lambda options: _run(parser, options))
-    return parser
-
-
-def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> int:
+    """Runs the script and prints its report. The script's exit status; `options.arguments`: the script's."""
+    parser: argparse.ArgumentParser = options.parser
     try:
         check_target("--json", options.json, ())
     except ValueError as error:
@@ -44,33 +30,33 @@ def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     if not os.path.isfile(options.script):
         parser.error(f"there is no file {options.script!r}")
     try:
-        run = ScriptRun(options.script)
+        script = ScriptRun(options.script)
     except SyntaxError as error:
         sys.excepthook(type(error), error.with_traceback(None), None)
         return 1
     except OSError as error:
         parser.error(str(error))
     target = None if options.json is None else Path(options.json).absolute()  # the script may change the folder
-    found = _open(parser, options.device, run)
+    found = _open(parser, options.device, script)
     status = 0
     report = None
     with as_main(options.script, options.arguments) as main_module:
         try:
-            run.run(main_module)
+            script.run(main_module)
         except SystemExit as error:
-            report = _close(found, run, error, main_module.__dict__)
+            report = _close(found, script, error, main_module.__dict__)
             status = _exit_status(error.code)
         except BaseException as error:
-            traceback = run.own_frames(error.__traceback__)
-            report = _close(found, run, error, main_module.__dict__)
+            traceback = script.own_frames(error.__traceback__)
+            report = _close(found, script, error, main_module.__dict__)
             _flush()
             sys.excepthook(type(error), error.with_traceback(traceback), traceback)
             status = INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
         else:
-            report = _close(found, run, None, main_module.__dict__)
+            report = _close(found, script, None, main_module.__dict__)
     _flush()
-    if run.hook_failure is not None:
-        _say(f"measuring stopped partway ({run.hook_failure}); the script itself ran on")
+    if script.hook_failure is not None:
+        _say(f"measuring stopped partway ({script.hook_failure}); the script itself ran on")
     if report is not None:
         _hand_over(report, target)
     return status

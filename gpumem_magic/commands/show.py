@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from gpumem_magic.commands.common import guarded, table
 from gpumem_magic.snapshot.whole_file import check_target, printable
@@ -16,33 +16,9 @@ if TYPE_CHECKING:
     from gpumem_magic.snapshot.files import LoadedSnapshot
 
 
-def add_parser(subparsers: Any) -> argparse.ArgumentParser:
-    """Adds the subcommand; its options have the attribute `run`."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
-        "show",
-        help="report a memory snapshot that PyTorch wrote",
-        description="Reports FILE: a pickle of torch.cuda.memory._dump_snapshot, gzipped or not, its page, or JSON. Several "
-        "files (one for each rank) are shown side by side.",
-    )
-    parser.add_argument("files", metavar="FILE", nargs="+")
-    parser.add_argument("--device", type=int, metavar="N", help="the GPU; by default the one with the highest peak")
-    parser.add_argument("--at", default="peak", metavar="MOMENT", help="peak (the default), end, or an event's number")
-    parser.add_argument("--top", type=int, default=10, metavar="N", help="how many allocations to list (default 10)")
-    parser.add_argument("--json", metavar="PATH", help="also write the report to PATH, as JSON")
-    parser.add_argument(
-        "--html", metavar="PATH", help="write the interactive timeline to PATH: one page, needs no network"
-    )
-    parser.add_argument("--redact", metavar="PATH", help="write a copy of the snapshot without paths and names to PATH")
-    parser.set_defaults(run=run)
-    return parser
-
-
+@guarded
 def run(options: argparse.Namespace) -> int:
     """Prints the report. 0; 2 where a file can't be read or the options do not fit."""
-    return guarded(lambda: _run(options))
-
-
-def _run(options: argparse.Namespace) -> int:
     from gpumem_magic.files.loaded import position_of, views_of
     from gpumem_magic.snapshot.files import read
 

@@ -1,1 +1,1 @@
-"""The notebook's face: `magics` has every magic and its flags, `flags` the parser behind them; what each does is beside it."""
+"""The notebook's face: `magics` has every magic, ``magics.json`` their flags, `flags` the parser; what each does is beside it."""

@@ -1,4 +1,8 @@
-"""The words behind a magic: one parser for each, from which its help, what the Tab key offers and its error lines follow."""
+"""The words behind a magic: one parser for each, from which its help, what the Tab key offers and its error lines follow.
+
+What each magic takes stands in ``magics.json``: the names of an argument, what argparse's `add_argument` takes besides (its type
+by a name from `_TYPES`), and under "offers" what the word that is being typed may become, where these are not its choices.
+"""
 
 # IPython's parser carries no types.
 # mypy: disallow-any-unimported=False, disallow-subclassing-any=False, disallow-untyped-calls=False
@@ -6,31 +10,24 @@
 from __future__ import annotations
 
 import argparse
+import json
 import keyword
 import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 
 from IPython.core.error import TryNext, UsageError
 from IPython.core.magic_arguments import MagicArgumentParser
 
+from gpumem_magic.notebook.holding import freeable
+from gpumem_magic.notebook.load import files_here
+from gpumem_magic.owners.model import FREEABLE
+
+Offers = Callable[[str], list[str]]
+"""What a word may become, by its beginning."""
 _WORD = re.compile(r"""\s*("[^"]*"|'[^']*'|\S+)""")
-
-
-@dataclass(frozen=True)
-class Argument:
-    """A flag, or a word in its place. offers: what the word that is being typed may become; None: the parser's choices."""
-
-    names: tuple[str, ...]
-    options: Mapping[str, Any]
-    offers: Callable[[str], list[str]] | None
-
-
-def argument(*names: str, offers: Callable[[str], list[str]] | None = None, **options: Any) -> Argument:
-    """options: those of argparse's `add_argument`."""
-    return Argument(names, options, offers)
 
 
 class Words(MagicArgumentParser):
@@ -41,24 +38,22 @@ class Words(MagicArgumentParser):
         # From Python 3.14 on, help for a terminal is coloured, and documentation would be too.
         self.color = False
         self._split = split
-        self._taken: list[tuple[argparse.Action, Callable[[str], list[str]] | None]] = []
+        self._taken: list[tuple[argparse.Action, Offers | None]] = []
 
-    def take(self, wanted: Argument | tuple[Argument, ...]) -> None:
-        """Adds an argument, or several that exclude each other."""
-        if isinstance(wanted, tuple):
-            group = self.add_mutually_exclusive_group()
-            self._taken += [(group.add_argument(*one.names, **one.options), one.offers) for one in wanted]
-        else:
-            self._taken.append((self.add_argument(*wanted.names, **wanted.options), wanted.offers))
-
-    def take_commands(self, commands: Mapping[str, Sequence[Argument]]) -> None:
-        """A word that may stand first, each with arguments of its own."""
-        added = self.add_subparsers(dest="command")
-        for name, arguments in commands.items():
-            inner = added.add_parser(name)
-            for one in arguments:
-                inner.take(one)
-        self._taken.append((added, lambda _: list(commands)))
+    def take(self, wanted: Sequence[Any]) -> None:
+        """Adds arguments; those in a list of their own exclude each other."""
+        for one in wanted:
+            if isinstance(one, list):
+                group = self.add_mutually_exclusive_group()
+                self._taken += [_added(group, **each) for each in one]
+            elif "commands" in one:
+                # A word that may stand first, each with arguments of its own.
+                added = self.add_subparsers(dest="command")
+                for name, arguments in one["commands"].items():
+                    added.add_parser(name).take(arguments)
+                self._taken.append((added, None))
+            else:
+                self._taken.append(_added(self, **one))
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"%{self.prog}: {message}")
@@ -108,7 +103,13 @@ class Words(MagicArgumentParser):
         return found if any(action.nargs == "+" for action, _ in places) else [*found, *flags]
 
 
-def _offered(action: argparse.Action, offers: Callable[[str], list[str]] | None, symbol: str) -> list[str]:
+def _added(owner: Any, names: list[str], offers: str = "", **options: Any) -> tuple[argparse.Action, Offers | None]:
+    if "type" in options:
+        options["type"] = _TYPES[options["type"]]
+    return owner.add_argument(*names, **options), _OFFERS.get(offers)
+
+
+def _offered(action: argparse.Action, offers: Offers | None, symbol: str) -> list[str]:
     if offers is not None:
         return offers(symbol)
     if action.choices is None:
@@ -116,19 +117,12 @@ def _offered(action: argparse.Action, offers: Callable[[str], list[str]] | None,
     return list(action.choices)
 
 
-def words(
-    *wanted: Argument | tuple[Argument, ...],
-    split: Callable[[str], list[str]] = shlex.split,
-    commands: Mapping[str, Sequence[Argument]] | None = None,
-) -> Callable[[Any], Any]:
+def words(split: Callable[[str], list[str]] = shlex.split) -> Callable[[Any], Any]:
     """Gives a magic its parser, as `parser`, and the whole help as its documentation."""
 
     def give(magic: Any) -> Any:
         parser = Words(magic.__name__, split=split, description=magic.__doc__)
-        for one in wanted:
-            parser.take(one)
-        if commands is not None:
-            parser.take_commands(commands)
+        parser.take(_MAGICS[magic.__name__])
         magic.parser = parser
         magic.__doc__ = parser.format_help()
         return magic
@@ -168,3 +162,17 @@ def device_names(_symbol: str) -> list[str]:
     from gpumem_magic.virtual.card.models import CATALOG
 
     return ["cuda", *CATALOG]
+
+
+_TYPES: Mapping[str, Callable[[str], Any]] = {
+    one.__name__: one for one in (int, float, identifier, count, size, freeable)
+}
+_OFFERS: Mapping[str, Offers] = {
+    "device": device_names,
+    "device or off": lambda symbol: [*device_names(symbol), "off"],
+    "file": files_here,
+    "freeable": lambda _: [*FREEABLE],
+}
+_MAGICS = json.loads(
+    Path(__file__).with_name("magics.json").read_text("utf-8").replace("{FREEABLE}", ", ".join(FREEABLE))
+)

@@ -17,14 +17,13 @@ from IPython.core.magic import Magics, line_cell_magic, line_magic, magics_class
 
 from gpumem_magic.devices.base import DeviceError
 from gpumem_magic.notebook import auto, devices
-from gpumem_magic.notebook.flags import argument, count, device_names, identifier, size, words
-from gpumem_magic.notebook.holding import free, freeable, who
-from gpumem_magic.notebook.load import files_here, load
+from gpumem_magic.notebook.flags import words
+from gpumem_magic.notebook.holding import free, who
+from gpumem_magic.notebook.load import load
 from gpumem_magic.notebook.measured_cell import MeasuredCell
 from gpumem_magic.notebook.shell_hooks import ShellHooks, value_or_coroutine
 from gpumem_magic.notebook.trial import try_remedy
 from gpumem_magic.notebook.watching import watch, watch_words
-from gpumem_magic.owners.model import FREEABLE
 from gpumem_magic.recording import under_way
 from gpumem_magic.recording.cell import CellRun, prepare
 from gpumem_magic.session import device as choosing
@@ -45,37 +44,7 @@ class GpuMemMagics(Magics):
             for name in names:
                 self._hooks.complete(f"{'%' if kind == 'line' else '%%'}{name}", getattr(self, name).parser.complete)
 
-    @words(
-        argument("-o", "--output", metavar="NAME", type=identifier, help="Binds the report to the variable NAME."),
-        argument("-q", "--quiet", action="store_true", help="Shows nothing; see -o and gpumem_magic.last_report()."),
-        argument(
-            "--no-lines", action="store_true", help="Only before, peak and after, without a row for each statement."
-        ),
-        (
-            argument("--plot", action="store_true", help="Shows only the picture."),
-            argument("--table", action="store_true", help="Shows only the table."),
-        ),
-        argument("--max-iterations", metavar="N", type=count, help="Ends training after N iterations."),
-        argument("--until-repeat", action="store_true", help="Ends training once its iterations repeat exactly."),
-        argument(
-            "--budget", metavar="SIZE", type=size, help="Fails if the peak of allocated memory is more, as in 10GiB."
-        ),
-        argument(
-            "--max-delta", metavar="SIZE", type=size, help="Fails if the cell leaves more allocated than it found."
-        ),
-        argument(
-            "--into",
-            metavar="NAME[,NAME]",
-            help="Also shows the statements inside these functions: train_step,utils.fit.",
-        ),
-        argument("--warn", action="store_true", help="With --budget and --max-delta: warns, and does not fail."),
-        argument(
-            "--device",
-            metavar="NAME",
-            offers=device_names,
-            help="The device to measure: cuda:1, T4, A100-40GB, 2xT4 (see %%gpumem_device).",
-        ),
-    )
+    @words()
     @no_var_expand
     @line_cell_magic
     def gpumem(self, line: str, cell: str | None = None) -> Any:
@@ -122,16 +91,7 @@ class GpuMemMagics(Magics):
         measured.coroutine = self._run_awaited(measured, run)
         return value_or_coroutine(self.shell, measured.coroutine)
 
-    @words(
-        argument(
-            "name",
-            metavar="NAME",
-            nargs="*",
-            offers=lambda symbol: [*device_names(symbol), "off"],
-            help="A GPU's name, or off.",
-        ),
-        split=str.split,
-    )
+    @words(str.split)
     @line_magic
     def gpumem_device(self, line: str) -> None:
         """Chooses the GPU: a virtual one (T4, A100-40GB, colab-2021, 2xT4, virtual:24GiB), a real one (cuda, cuda:1), or off.
@@ -162,12 +122,7 @@ class GpuMemMagics(Magics):
         self.gpumem_smi.parser.read(line)
         print("\n".join(devices.smi_lines()))
 
-    @words(
-        argument("--hz", metavar="N", type=float, help="Samples per second (10 by default)."),
-        argument("--static", action="store_true", help="A plain picture, for notebooks without custom widgets."),
-        commands={"stop": (), "pause": (), "resume": (), "mark": (argument("text", metavar="TEXT", nargs="?"),)},
-        split=watch_words,
-    )
+    @words(watch_words)
     @no_var_expand
     @line_magic
     def gpumem_watch(self, line: str) -> None:
@@ -187,18 +142,7 @@ class GpuMemMagics(Magics):
         """
         watch(self.shell, self.gpumem_watch.parser.read(line))
 
-    @words(
-        argument("name", metavar="NAME", nargs="?", help="A variable, or a part of it."),
-        argument("--modules", action="store_true", help="A tree of layers."),
-        argument("--depth", metavar="N", type=count, help="Levels of that tree (3 by default)."),
-        argument(
-            "--cycles",
-            action="store_true",
-            help="Also looks for reference cycles that wait for Python's garbage collector.",
-        ),
-        argument("--all", action="store_true", help="Leaves nothing out."),
-        split=functools.partial(shlex.split, posix=False),
-    )
+    @words(functools.partial(shlex.split, posix=False))
     @no_var_expand
     @line_magic
     def gpumem_who(self, line: str) -> None:
@@ -214,17 +158,7 @@ class GpuMemMagics(Magics):
         """
         who(self.shell, self.gpumem_who.parser.read(line))
 
-    @words(
-        argument(
-            "words",
-            metavar="WORD",
-            nargs="*",
-            type=freeable,
-            offers=lambda _: [*FREEABLE],
-            help=f"One of {', '.join(FREEABLE)}.",
-        ),
-        argument("--dry-run", action="store_true", help="Says what would be freed, and changes nothing."),
-    )
+    @words()
     @no_var_expand
     @line_magic
     def gpumem_free(self, line: str) -> None:
@@ -241,11 +175,7 @@ class GpuMemMagics(Magics):
         """
         free(self.shell, self.gpumem_free.parser.read(line))
 
-    @words(
-        argument("remedy", metavar="REMEDY", nargs="+"),
-        argument("--yes", action="store_true", help="Runs the cell on a real device too."),
-        split=str.split,
-    )
+    @words(str.split)
     @no_var_expand
     @line_magic
     def gpumem_try(self, line: str) -> None:
@@ -264,21 +194,7 @@ class GpuMemMagics(Magics):
         options = self.gpumem_try.parser.read(line)
         try_remedy(self.shell, " ".join(options.remedy), sure=options.yes)
 
-    @words(
-        argument(
-            "files",
-            metavar="FILE",
-            nargs="+",
-            offers=files_here,
-            help="A snapshot, or several.",
-        ),
-        argument("--device", type=int, metavar="N", help="The GPU; by default the one with the highest peak."),
-        argument("--at", default="peak", metavar="MOMENT", help="peak (the default), end, or an event's number."),
-        argument("--html", metavar="PATH", help="Writes the timeline to PATH: one page, needs no network."),
-        argument("-o", "--output", metavar="NAME", type=identifier, help="Binds the report to the variable NAME."),
-        argument("-q", "--quiet", action="store_true", help="Shows nothing."),
-        argument("--no-timeline", action="store_true", help="Shows only the report."),
-    )
+    @words()
     @line_magic
     def gpumem_load(self, line: str) -> None:
         """Reports memory snapshots (``torch.cuda.memory._dump_snapshot``) as it does cells, with an interactive timeline.
@@ -294,7 +210,7 @@ class GpuMemMagics(Magics):
         """
         load(self.shell, self.gpumem_load.parser.read(line))
 
-    @words(argument("state", nargs="?", choices=("on", "off"), help="Without it: whether cells are recorded."))
+    @words()
     @line_magic
     def gpumem_auto(self, line: str) -> None:
         """Records every cell from now on, cheaply: the counters before and after it.
