@@ -1,4 +1,4 @@
-"""Whether what our work met is its own failure, or comes from the user's program and goes on its way."""
+"""Whether an exception is a failure of our own, or comes from the user's program and must go on."""
 
 from __future__ import annotations
 

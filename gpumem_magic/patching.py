@@ -1,4 +1,4 @@
-"""The one place that replaces things of other people's for a while, and the way back.
+"""The one place that temporarily replaces parts of other packages, and puts them back.
 
 Attributes, entries of lists (import hooks, log filters), kernels of PyTorch's dispatcher and the PATH are replaced here, and put
 back by `Patches.undo` where they are still ours. Where somebody has wrapped a function of ours meanwhile, their wrapper stays in

@@ -1,4 +1,4 @@
-"""The register of what is private: every name of other packages that is used here although they promise nothing about it.
+"""The register of private names: every name of another package that is used here although that package does not guarantee it.
 
 The rows are in ``private.txt``. `RUN` has the versions on which the names were seen and tests ran (docs/no_gpu.md says which
 tests). `tests/test_private.py` walks the register on the installed versions, and finds what the source uses and no row has. A

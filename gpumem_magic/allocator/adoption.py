@@ -1,4 +1,4 @@
-"""Taking over a state that something else recorded: segments at their addresses, with their blocks."""
+"""Taking over a recorded state: segments at their addresses, with their blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Giving memory back to the driver: on request, before a request fails, and by garbage collection; and the limit on it."""
+"""Returning memory to the driver: on request, before a request fails, and by garbage collection; and the memory limit."""
 
 from __future__ import annotations
 

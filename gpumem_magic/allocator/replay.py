@@ -1,4 +1,4 @@
-"""Replaying a recorded trace through the emulated allocator, which decides for itself where everything goes.
+"""Replaying a recorded trace through the emulated allocator, which makes its own decisions about where everything goes.
 
 Recorded addresses are labels: they say which block an event is about, and where the driver put each segment. Where a block
 goes within the segments, and when memory is asked of the driver, is the emulator's decision, compared with the recording.

@@ -1,4 +1,4 @@
-"""A device of a snapshot file, made ready for a replay: its start, its events, its settings, and why not where it can't be."""
+"""A device of a snapshot file, prepared for a replay: its start, events and settings, or the reason why it can't be replayed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sizes of blocks from before a recording, where only a lower bound is known: what the recorded allocator did not do raises it.
+"""Sizes of blocks from before a recording: lower bounds, which rise where the recorded allocator did not reuse a block.
 
 Such a block has a free piece behind it, which is at most as large as assumed. A request that the emulator puts there and the
 recording did not, went elsewhere because the piece was too small: among those that fit it would have been the best one, the

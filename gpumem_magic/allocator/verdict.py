@@ -1,4 +1,4 @@
-"""Why a request failed: what was asked and what there was, what stood in the way, and which settings would have let it pass.
+"""Why a request failed: what was requested and what was free, what was in the way, and which settings would have let it succeed.
 
 Facts come from a recording. Settings are tried by running the recorded program through the emulated allocator, never by
 running the user's code again.

@@ -1,4 +1,4 @@
-"""A recorded program under other settings: the same requests and frees in the same order, and what becomes of them."""
+"""A recorded program under other settings: the outcome of the same requests and frees in the same order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who held an allocation: joins looks at live objects (address and position) to the allocations of a timeline.
+"""Who held an allocation: joins sightings of live objects (address and position) to the allocations of a timeline.
 
 An address is used again and again, so an address alone says nothing: the position of the look says which tenant it was.
 """

@@ -1,4 +1,4 @@
-"""What a stack says about the allocation that it was recorded for: which part of PyTorch, or of the program, asked for memory."""
+"""What a stack says about its allocation: which part of PyTorch, or of the program, requested the memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a recording says about one device, with every allocation labelled: what reports, timelines and causes are made from."""
+"""What a recording says about one device, with every allocation labelled: the basis of reports, timelines and causes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All detectors, in the order in which their answers are told."""
+"""All detectors, in the order in which a report gives their answers."""
 
 from __future__ import annotations
 

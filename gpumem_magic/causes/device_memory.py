@@ -1,4 +1,4 @@
-"""The device itself: who else is on it, and free memory in pieces."""
+"""The device itself: other processes on it, and free memory in pieces."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory that grows with the iterations, and graphs that nobody will run backward through."""
+"""Memory that grows with the iterations, and graphs for which backward never runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory that did not come back: pinned by a result or an error, held by another name, or only cached."""
+"""Memory that was not freed: pinned by a result or an error, held by another name, or only cached."""
 
 from __future__ import annotations
 

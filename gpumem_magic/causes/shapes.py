@@ -1,4 +1,4 @@
-"""What is larger than it need be by its type or its shape: float64, one dominating layer, attention scores."""
+"""What is larger than necessary because of its type or shape: float64, one dominating layer, attention scores."""
 
 from __future__ import annotations
 

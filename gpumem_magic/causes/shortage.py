@@ -1,4 +1,4 @@
-"""Out of memory, with names: who held it at the failing request, what only pins it, and what letting go of each would save."""
+"""Out of memory, with names: who held it when the request failed, what merely pins it, and what releasing each would save."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a cell's own text, and the functions of the user's that it names, say about gradients and names. Nothing of it is run."""
+"""What a cell's text, and the user's functions that it names, say about gradients and names. None of it is run."""
 
 from __future__ import annotations
 

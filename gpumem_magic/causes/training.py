@@ -1,4 +1,4 @@
-"""What a training step itself costs: gradients that stay too long, the optimizer's states and its temporaries."""
+"""What a training step itself costs: gradients that are kept too long, the optimizer's states and its temporaries."""
 
 from __future__ import annotations
 

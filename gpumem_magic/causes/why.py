@@ -1,4 +1,4 @@
-"""Looking around while a recording runs, so that its report can say who holds the memory, and why.
+"""Observing the program while a recording runs, so that its report can say who holds the memory, and why.
 
 A look keeps numbers and strings. What goes wrong in here becomes a note of the report.
 """

@@ -1,4 +1,4 @@
-"""``gpumem calibrate``: measures on a real GPU what the virtual one takes from its catalogue, and keeps it for that one."""
+"""``gpumem calibrate``: measures on a real GPU what the virtual one takes from its catalogue, and saves it for that one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the subcommands share: files opened with errors as one line on standard error, and tables."""
+"""What the subcommands share: errors as one line on standard error, and tables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``gpumem devices``: the virtual GPUs that there are."""
+"""``gpumem devices``: lists the virtual GPUs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``gpumem diff A B``: what changed between two snapshot files, by category and by the code that asked for memory."""
+"""``gpumem diff A B``: what changed between two snapshot files, by category and by the code that requested memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``gpumem replay FILE...``: does our allocator decide as the recorded one did; and what would other settings have done."""
+"""``gpumem replay FILE...``: whether our allocator decides as the recorded one did, and what other settings would have done."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The same code in two runs: a file that lies in another folder, or was run by somebody else, is known by the end of its path."""
+"""The same code in two runs: a file in another folder, or run by somebody else, is recognised by the end of its path."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""NVIDIA's driver through NVML (`nvidia-ml-py`): what nvidia-smi would say of a device and of the processes on it.
+"""NVIDIA's driver through NVML (`nvidia-ml-py`): what nvidia-smi would say about a device and the processes on it.
 
 "Not available" is a value: None. A GPU that answers half of the questions still gives that half, and nothing in here raises.
 """

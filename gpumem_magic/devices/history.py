@@ -1,4 +1,4 @@
-"""The history of PyTorch's real allocators, kept while recordings are open: a ring of events, and marks that cost a reading.
+"""The history of PyTorch's real allocators while recordings are open: a ring of events, and marks at one reading each.
 
 A user's own recording is left as it is and read along. Where CUDA is not in use yet, ours begins with it. What the ring
 dropped stays known as totals, from the marks.

@@ -1,4 +1,4 @@
-"""Which machine is it? Asked here and nowhere else: the virtual one that is on stands before this computer's GPUs.
+"""Which machine is in use, decided in this one place: the virtual one if it is on, else this computer's GPUs.
 
 Looking must not change what is seen: nothing here imports torch or brings CUDA into use.
 """

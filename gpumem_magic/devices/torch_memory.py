@@ -1,4 +1,4 @@
-"""What is asked of `torch.cuda` beyond its public functions, in one place.
+"""Everything used of `torch.cuda` beyond its public functions, in one place.
 
 Read in the sources of torch 2.9 to 2.13; the underscored names may change. Between these versions only two things did:
 `memory_snapshot(include_traces=)` came (pull request 172672, in 2.11), and `skip_actions=`, with which a user's own recording may

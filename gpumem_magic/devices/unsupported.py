@@ -1,4 +1,4 @@
-"""Accelerators that PyTorch runs on and that are not measured: one honest line each. And what ROCm does differently."""
+"""Accelerators that PyTorch supports but that are not measured, with one line about each; and what ROCm does differently."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which of the driver's devices is `cuda:0`: by UUID where PyTorch tells it, else by CUDA_VISIBLE_DEVICES.
+"""Which of the driver's devices is `cuda:0`: by UUID where PyTorch reports it, else by CUDA_VISIBLE_DEVICES.
 
 PyTorch's numbers and nvidia-smi's differ as soon as that variable is set, or the GPUs are of different kinds. A wrong device
 would show somebody else's memory, so where it is not certain there is none.

@@ -1,4 +1,4 @@
-"""A device's log from what was kept of it: stretches of events, and between them the totals of the marks.
+"""A device's log from what was recorded of it: runs of events, and between them the totals at the marks.
 
 Where events are missing, the log shows what is known: blocks that were there before and after, and one stand-in block for the
 rest, as big as the counters say. Such stand-ins have the origin "summed". Nothing is invented beyond that: the bytes allocated

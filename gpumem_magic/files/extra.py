@@ -1,4 +1,4 @@
-"""What a measured cell knew beyond what a snapshot holds, as it is kept beside the snapshot in a saved recording, and back.
+"""What a measured cell knew beyond what a snapshot holds: saved beside the snapshot, and loaded again.
 
 Names and categories come from live objects, which a file no longer has, and a snapshot only has the segments at its end; with
 both kept, a saved recording gives the same ledger. Labels are found again by what does not change: the event that made a block,

@@ -1,4 +1,4 @@
-"""A snapshot file becomes a recording as a measured cell's, and from there takes its road to a report.
+"""A snapshot file becomes a recording like a measured cell's, and is turned into a report in the same way.
 
 There are no objects left, so categories rest on stacks, lifetimes and sizes, or on labels that were kept with a saved
 recording; what the file lacks is said in the notes. Rows are at events: the start, the last failed request, and the end.

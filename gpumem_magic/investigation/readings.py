@@ -1,4 +1,4 @@
-"""What somebody else read from nvidia-smi at the same statements, to stand beside our figures."""
+"""What somebody else read from nvidia-smi at the same statements, for comparison with our figures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Looks at the program's objects, in which none of its code runs: no property, ``__getattr__``, ``__class__`` or ``__eq__``.
+"""Inspects the program's objects without running any of its code: no property, ``__getattr__``, ``__class__`` or ``__eq__``.
 
 A class is asked as `type` itself answers, an object for its own dictionary, a container as its built-in class reads it. So an
 object is what its type says, whatever it claims to be: a dead weak proxy is a proxy, and a mock of a module is a mock.

@@ -1,4 +1,4 @@
-"""The words behind a magic: one parser for each, from which its help, what the Tab key offers and its error lines follow.
+"""The arguments of a magic: one parser for each, from which its help, its completions and its error lines follow.
 
 What each magic takes stands in ``magics.json``: the names of an argument, what argparse's `add_argument` takes besides (its type
 by a name from `_TYPES`), and under "offers" what the word that is being typed may become, where these are not its choices.

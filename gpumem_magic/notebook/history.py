@@ -1,4 +1,4 @@
-"""What every cell did to the memory, in the order in which they ran. Numbers and strings only."""
+"""What each cell did to the memory, in the order in which the cells ran. Numbers and strings only."""
 
 from __future__ import annotations
 

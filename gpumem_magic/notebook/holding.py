@@ -1,4 +1,4 @@
-"""``%gpumem_who`` and ``%gpumem_free``: who holds the memory, and letting go of what nobody's variable holds."""
+"""``%gpumem_who`` and ``%gpumem_free``: who holds the memory, and freeing what no variable holds."""
 
 # IPython's errors carry no types.
 # mypy: disallow-untyped-calls=False

@@ -1,4 +1,4 @@
-"""Who holds the memory, and what came back, in words and columns for a notebook."""
+"""Who holds the memory, and what was freed, in words and columns for a notebook."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``%gpumem_load``: a snapshot file as a report, with its timeline beneath."""
+"""``%gpumem_load``: a snapshot file as a report, with its timeline below."""
 
 # IPython's errors carry no types.
 # mypy: disallow-untyped-calls=False

@@ -1,4 +1,4 @@
-"""The IPython face: ``%%gpumem``, ``%gpumem`` and ``%gpumem_device``, ``_smi``, ``_watch``. It parses, runs and displays.
+"""The IPython face: ``%%gpumem``, ``%gpumem`` and ``%gpumem_device``, ``_smi``, ``_watch``. Parses, runs and displays.
 
 What is measured, and how, is `gpumem_magic.session`'s business. Loading the extension imports no torch.
 """

@@ -1,4 +1,4 @@
-"""The measuring around one run of a cell: opened before it, closed and shown after it, also where the cell fails."""
+"""Measuring one run of a cell: started before it, ended and shown after it, also where the cell fails."""
 
 # IPython's display carries no types.
 # mypy: disallow-untyped-calls=False

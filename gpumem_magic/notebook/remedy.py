@@ -1,4 +1,4 @@
-"""What may stand behind ``%gpumem_try``: options of the allocator, or one argument of the cell's own calls."""
+"""What may follow ``%gpumem_try``: options of the allocator, or one argument of the cell's own calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``%gpumem_try REMEDY``: the last failed cell again, with one thing changed, and whether it passes then.
+"""``%gpumem_try REMEDY``: runs the last failed cell again with one thing changed, and says whether it then passes.
 
 It says first what it will run and what it lets go of. Nothing is tried on a real device unless asked for twice.
 """

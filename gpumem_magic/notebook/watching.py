@@ -1,4 +1,4 @@
-"""``%gpumem_watch``: what its words ask of the watch."""
+"""``%gpumem_watch``: carries out its arguments on the watch."""
 
 # IPython's errors carry no types.
 # mypy: disallow-untyped-calls=False

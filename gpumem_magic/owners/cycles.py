@@ -1,4 +1,4 @@
-"""Reference cycles that nothing reaches any more, and that still hold device memory until Python's garbage collector runs.
+"""Reference cycles that nothing refers to any more, but that hold device memory until Python's garbage collector runs.
 
 Looks at every object that Python's collector knows, so it runs only when asked. It collects nothing: it counts, as the collector
 would, which objects are referred to only by each other.

@@ -1,4 +1,4 @@
-"""Giving memory back on demand: the last error's traceback, the results in Out, reference cycles, the allocator's cache.
+"""Freeing memory on demand: the last error's traceback, the results in Out, reference cycles, the allocator's cache.
 
 Only what IPython and Python keep by themselves is let go; a variable of the user's never is.
 """

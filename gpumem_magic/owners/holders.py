@@ -1,4 +1,4 @@
-"""From a search to an answer: who holds how much, what each one's letting go would free, and what to type for it."""
+"""From a search to an answer: who holds how much, what releasing each would free, and what to type to do so."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which layer saved an activation: read from autograd's graph, where operations stand behind the parameters that they use."""
+"""Which layer saved an activation: read from autograd's graph, where operations follow the parameters that they use."""
 
 from __future__ import annotations
 

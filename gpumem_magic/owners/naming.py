@@ -1,4 +1,4 @@
-"""Names in the notebook's words for what a walk found: the best path from a root, read as a user would write it."""
+"""Names for what a walk found: the best path from a root, written as a user would write it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What lives by itself in a notebook: its variables, its results, the last error, the user's modules, other threads."""
+"""What keeps objects alive in a notebook: its variables, its results, the last error, the user's modules, other threads."""
 
 from __future__ import annotations
 

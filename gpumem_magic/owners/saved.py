@@ -1,4 +1,4 @@
-"""What the graph of a loss keeps for backward, looked at the moment before backward frees it."""
+"""What the graph of a loss keeps for backward, inspected just before backward frees it."""
 
 from __future__ import annotations
 

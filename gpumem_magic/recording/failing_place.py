@@ -1,4 +1,4 @@
-"""In which module, and in which operator, an error was raised: read from its traceback, of which nothing is kept.
+"""In which module, and in which operator, an error was raised: read from its traceback, which is not kept.
 
 The module's frames are those of ``torch.nn.Module._call_impl``, whose ``self`` is the module: tried on torch 2.9 to
 2.15. Where a PyTorch calls them otherwise, no module is named. The operator is the call at which the innermost frame stands:

@@ -1,4 +1,4 @@
-"""Our own work inside the user's program: timed, one thread at a time, and its failures kept as notes instead of raised."""
+"""Our own work inside the user's program: timed, one thread at a time, with failures kept as notes instead of raised."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows inside named functions: while a program is measured their statements are told one by one; then they are as before.
+"""Rows inside named functions: while a program is measured, each of their statements is reported; afterwards they are as before.
 
 Only a function's code object is exchanged (``function.__code__``), so that every reference to it, imported ones and methods too,
 sees the same; calls that run already keep the old code. Its source must be there.

@@ -1,4 +1,4 @@
-"""Rewriting a program so that it says, at every statement of its own, that it is there.
+"""Rewriting a program so that it reports each of its own statements as it reaches it.
 
 Only what the program runs at module level is rewritten: bodies of ``for``, ``while``, ``if``, ``with``, ``try`` and ``match``,
 not of functions and classes. The calls that are put in go to a hook (`hook.StatementHook`), which is a constant of the code,

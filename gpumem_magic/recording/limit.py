@@ -1,4 +1,4 @@
-"""Ending a run early: after so many training iterations, or once iterations repeat exactly.
+"""Ending a run early: after a given number of training iterations, or once iterations repeat exactly.
 
 An iteration is a step of the first optimizer. A loop that the cell wrote itself ends as `break` would end it. A loop inside
 a call (``trainer.train()``) is left by raising `StopRun` where its next iteration would begin, at the next forward of an

@@ -1,4 +1,4 @@
-"""Positions as a device told them during a run, turned into positions in its log, where the log could not keep every event."""
+"""Translates positions reported during a run into positions in the device's log, where that could not keep every event."""
 
 from __future__ import annotations
 

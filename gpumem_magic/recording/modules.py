@@ -1,4 +1,4 @@
-"""Which module was at work when memory was asked for, from the start of a recording to its first backward.
+"""Which module was running when memory was requested, from the start of a recording to its first backward.
 
 Modules and tensors are looked at and not kept: what stays is their names, their classes, and positions in the devices' logs.
 """

@@ -1,4 +1,4 @@
-"""Our own work must not make Python collect garbage: what a program left on reference cycles is to be seen in its report."""
+"""Our own work must not trigger Python's garbage collection: what a program left in reference cycles must show in its report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The places in PyTorch without a public hook where a phase can be seen to begin and end.
+"""The places in PyTorch without a public hook where the beginning and end of a phase can be observed.
 
 Each function replaces attributes through `Patches`, so that they come back, and raises RuntimeError, naming what is missing,
 where a PyTorch has no such place.

@@ -1,4 +1,4 @@
-"""The recording of this process that is under way: at most one. The watch reads along, and a change of device has to wait."""
+"""The recording of this process that is under way: at most one. The watch reads from it; a change of device has to wait."""
 
 from __future__ import annotations
 

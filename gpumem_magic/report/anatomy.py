@@ -1,4 +1,4 @@
-"""The textbook's memory of a training step, to lay beside a measured one: bytes for each parameter, and activations.
+"""The textbook memory of a training step, for comparison with a measured one: bytes for each parameter, and activations.
 
 Bytes for each parameter are those of the usual guides (Hugging Face's "model memory anatomy", the ml-engineering book); the
 activations of a transformer layer are those of Korthikanti et al., "Reducing Activation Recomputation" (2205.05198), written for

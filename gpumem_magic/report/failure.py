@@ -1,4 +1,4 @@
-"""Why a request failed, whether the allocator's trace told it or only a report's figures do."""
+"""Why a request failed, as told by the allocator's trace or, without one, by a report's figures."""
 
 from __future__ import annotations
 

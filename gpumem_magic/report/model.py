@@ -1,4 +1,4 @@
-"""What a report says: numbers and strings only. It measures nothing, and knows nothing of how it looks or of files."""
+"""What a report says: numbers and strings only. It measures nothing, and knows nothing about display or files."""
 
 from __future__ import annotations
 

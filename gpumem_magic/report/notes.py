@@ -1,4 +1,4 @@
-"""What a reader must know besides the figures, in plain words: flushed caches, a growing context, repeating iterations."""
+"""What a reader must know besides the figures: flushed caches, a growing context, repeating iterations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A report as plain data (the ledger's schema 1) and back. Reading checks every key; there is no partly read report.
+"""A report as plain data (the ledger's schema 1) and back. Reading checks every key; a report is read completely or not at all.
 
 Keys, their order and their types are those of the dataclasses. Three entries of a field's metadata say more. `keys`: the names
 that a mapping has, no more and no fewer. `one_of`: the words that are allowed. `only_with`: the field is written where that field

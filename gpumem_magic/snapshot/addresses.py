@@ -1,4 +1,4 @@
-"""Addresses in order, in short lists: putting one in or taking one out moves few others, however many there are."""
+"""Sorted addresses in short lists, so that adding or removing one moves few others, however many there are."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The highest of many numbers between two places, asked often: a table of block maxima keeps each question short."""
+"""The maximum of a range of numbers, queried often: a table of block maxima keeps each query short."""
 
 from __future__ import annotations
 

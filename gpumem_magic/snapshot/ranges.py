@@ -1,4 +1,4 @@
-"""Mapped ranges of expandable segments, put on and taken off: which touch is one segment in a snapshot."""
+"""Mapped ranges of expandable segments, added and removed: ranges that touch are one segment in a snapshot."""
 
 from __future__ import annotations
 

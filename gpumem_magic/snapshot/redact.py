@@ -1,4 +1,4 @@
-"""A copy of a snapshot that can be shown to strangers: what was allocated when, without whose code it was.
+"""A copy of a snapshot that can be shown to others: what was allocated when, without the code it came from.
 
 Kept: sizes, addresses, order, the frames of PyTorch itself (public code, by which categories are found). Replaced: every other
 file and function, by a number that stays the same throughout. Dropped: annotations, and all text in the settings.

@@ -1,4 +1,4 @@
-"""Reading a pickle from a stranger: it can hold dictionaries, lists, tuples, strings, numbers and None, and nothing else.
+"""Reading an untrusted pickle: it can hold dictionaries, lists, tuples, strings, numbers and None, and nothing else.
 
 Three fences, one behind the other. The scan walks over the operations before any is carried out: it knows only those that plain
 data needs, and what they declare (lengths, places in the memo) must fit into the file. The C unpickler then loads, and would

@@ -1,4 +1,4 @@
-"""The timeline as a still picture, for what shows no pages: a saved notebook on GitHub, a PDF, a mail.
+"""The timeline as a still picture, for places that show no pages: a saved notebook on GitHub, a PDF, a mail.
 
 Each column is the moment with the most allocated in its stretch, so that no peak is lost. Made without pyplot, as the report's.
 """

@@ -1,4 +1,4 @@
-"""What a notebook is given to show: one bundle of text, picture and page, so that each place takes the richest that it can.
+"""What a notebook displays: one bundle of text, picture and page, of which each front end shows the richest form it can.
 
 A notebook takes the HTML; what has no HTML (a PDF, some hosts' previews) takes the PNG; a terminal the text.
 """

@@ -1,4 +1,4 @@
-"""The report for a terminal: one line a row, then the categories, then what has to be said in words. Works without colour."""
+"""The report for a terminal: one line a row, then the categories, then the sentences. Works without colour."""
 
 from __future__ import annotations
 

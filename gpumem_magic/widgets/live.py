@@ -1,4 +1,4 @@
-"""Categories while the cell runs: what the recording under way has seen so far, and nothing that it would have to guess.
+"""Categories while the cell runs: what the recording under way has seen so far, without guessing.
 
 Parameters, gradients, optimizer states and inputs are known once the recording has seen who holds them, workspaces from
 birth, and labels of earlier recordings stay. Everything else is `not_yet_known` until the cell is over: most categories

@@ -1,4 +1,4 @@
-"""What stands in the notebook when a watch is over: a picture as an image, the summary as text. No script, no widget, no link.
+"""What remains in the notebook when a watch is over: a picture as an image, the summary as text. No script, no widget, no link.
 
 An image given as data stays where a notebook is shown by somebody else (GitHub, an export, a notebook that is not trusted).
 """

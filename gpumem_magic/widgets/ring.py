@@ -1,4 +1,4 @@
-"""Rows that never outgrow their room: when it is full, two neighbours become one, and from then on two samples share a row.
+"""Rows in bounded space: when it is full, neighbouring rows are merged in pairs, and from then on two samples share a row.
 
 Of the samples that share a row the one with the most memory is kept whole, so a peak that was sampled stays, with its own
 time and categories. A day at 10 Hz fits in the room of seven minutes, at a resolution of half a minute.

@@ -1,4 +1,4 @@
-"""The thread that takes samples at a steady rate. What is late is left out: nothing waits in a queue."""
+"""The thread that takes samples at a steady rate. Late samples are skipped: nothing waits in a queue."""
 
 from __future__ import annotations
 

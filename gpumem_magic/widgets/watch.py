@@ -1,4 +1,4 @@
-"""The watch of this process: at most one, started and ended by ``%gpumem_watch``, and what it saw.
+"""The watch of this process: at most one, started and ended by ``%gpumem_watch``, and what it recorded.
 
 One daemon thread while it runs, none afterwards. Its end is always the same, whoever asks for it (the magic, a button, another
 watch, the end of the process): the thread takes no more samples and leaves the picture and the summary where the live view was.

@@ -1,4 +1,4 @@
-"""Puts an `nvidia-smi` that answers for the virtual GPUs first on the PATH of `!` commands, and takes it away again.
+"""Puts an `nvidia-smi` that answers for the virtual GPUs first on the PATH of `!` commands, and removes it again.
 
 Nothing is installed: a private directory holds a small program (`smi_script.py`, precompiled, since it starts after every
 line of a training loop) and the state file that it reads. This process writes 16 bytes there whenever memory changes.

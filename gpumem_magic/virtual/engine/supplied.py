@@ -1,4 +1,4 @@
-"""Stand-in values that the user supplies: what a program shall read from a virtual device, which has no values of its own.
+"""Stand-in values that the user supplies: what a program reads from a virtual device, which has no values of its own.
 
 What was supplied for a tensor goes first, then what was supplied for the line that reads, then what is for all lines; of two
 for the same, the newer. Everything that was read is listed in the report as before, and said to be supplied.

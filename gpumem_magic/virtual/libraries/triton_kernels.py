@@ -1,4 +1,4 @@
-"""Kernels written in Triton on a virtual device: a launch writes into tensors that are there, and allocates nothing.
+"""Kernels written in Triton on a virtual device: a launch writes into existing tensors, and allocates nothing.
 
 So a launch with virtual tensors does nothing. `JITFunction.run` and `Autotuner.run` are what ``kernel[grid](...)`` ends in; the
 tuner would run the kernel to time it.

@@ -1,4 +1,4 @@
-"""What a program learns when it checks values that there are not: ``assert (boxes >= 0).all()``, ``if torch.isnan(x).any()``.
+"""What a program learns when it checks values that do not exist: ``assert (boxes >= 0).all()``, ``if torch.isnan(x).any()``.
 
 Such checks hold on a device, or the program would not be run there. So they hold here: `all` of elements that were compared by
 size, or found finite, is true, and `any` is false (but nothing is said to equal a given value: a token is not the one that ends a
