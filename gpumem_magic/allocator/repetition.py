@@ -35,7 +35,7 @@ _FEWEST = 8
 
 @dataclass(frozen=True)
 class _Match:
-    """score: how well two stretches agree, and how few requests had to be stepped over for that; pairs: earlier block -> later
+    """score: how well two intervals agree, and how few requests had to be stepped over for that; pairs: earlier block -> later
     block."""
 
     score: tuple[int, int]
@@ -48,7 +48,7 @@ def last_iteration(
     settings: AllocatorSettings = DEFAULT_SETTINGS,
     among: Sequence[range] | None = None,
 ) -> RepeatedPart | None:
-    """The stretch from the earlier counterpart of the program's last failed request up to that request, its last step.
+    """The interval from the earlier counterpart of the program's last failed request up to that request, its last step.
 
     Run again behind the program, it begins with the request that failed and ends where that is asked again. None where the
     program does not end with a failed request, or no earlier iteration is recognised. among: the events of which the earlier
@@ -149,7 +149,7 @@ class _Search:
         return _LEFT_OUT
 
     def _aligned(self, early: int, late: int, apart: int) -> list[tuple[int, int]] | None:
-        """How a stretch of both fits best: for each step whether it goes on in the earlier, the later or both. None where most
+        """How an interval of both fits best: for each step whether it goes on in the earlier, the later or both. None where most
         of it does not fit."""
         keys = self._keys
         height, width = min(_WINDOW, early + 1), min(_WINDOW, late + 1)
@@ -199,7 +199,7 @@ class _Search:
 
 
 def _repetition(program: Program, first: int, stop: int, pairs: dict[int, int], keys: dict[int, int]) -> RepeatedPart:
-    """What becomes of each block of the stretch in a further round."""
+    """What becomes of each block of the interval in a further round."""
     left = [block for block in keys if first <= block < stop and block not in program.freed]
     wanted = sorted(
         (block for block, freed in program.freed.items() if block < first <= freed < stop),

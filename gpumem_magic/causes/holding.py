@@ -158,7 +158,7 @@ def _is_of(look: Sighting, name: str) -> bool:
 
 
 def _freed_under(scene: Scene, name: str, begin: int, end: int) -> bool:
-    """Whether anything that was seen under a name was freed in a stretch."""
+    """Whether anything that was seen under a name was freed in an interval."""
     seen = {look.address for look in scene.recording.sightings if look.position <= begin and _is_of(look, name)}
     return any(
         one.address in seen and one.freed is not None and begin <= one.freed < end and one.born < begin

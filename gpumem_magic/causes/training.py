@@ -82,7 +82,7 @@ def missing_zero_grad(scene: Scene) -> list[Cause]:
 
 
 def _added_to(scene: Scene, stayed: list[Allocation], begin: int, end: int) -> list[Allocation]:
-    """Those for which a stretch made, and dropped again, something of the same size."""
+    """Those for which an interval made, and dropped again, something of the same size."""
     return _as_large_as(
         stayed,
         [

@@ -87,7 +87,7 @@ def _joined(chunks: Sequence[Chunk]) -> list[Chunk]:
 
 
 def _fits(chunk: Chunk, marks: Sequence[CountersMark]) -> bool:
-    """Whether the marks within a stretch counted the same kinds of events as it has, from its first mark's on."""
+    """Whether the marks within an interval counted the same kinds of events as it has, from its first mark's on."""
     inside = [mark for mark in marks if chunk.first <= mark.raw <= chunk.end]
     if not inside:
         return True
@@ -163,7 +163,7 @@ class _Weaver:
         self._base_allocated = self._base_reserved = 0
 
     def add(self, chunk: Chunk) -> None:
-        """A stretch of real events."""
+        """An interval of real events."""
         assert self.woven.places is not None
         offset = len(self.woven.events) - chunk.first
         self.woven.events += chunk.events
@@ -173,7 +173,7 @@ class _Weaver:
         self._state, self._raw = chunk.segments, chunk.end
 
     def skip_to(self, chunk: Chunk, begin: tuple[Segment, ...]) -> None:
-        """Up to a stretch of events, which begins with the segments `begin`."""
+        """Up to an interval of events, which begins with the segments `begin`."""
         if chunk.first <= self._raw:
             return
         between = []
@@ -240,7 +240,7 @@ class _Weaver:
             self._before = mark
 
     def _peak_before(self, chunk: Chunk, begin: tuple[Segment, ...]) -> None:
-        """A peak that the first mark within a stretch tells, and that is not in the stretch, was in the gap."""
+        """A peak that the first mark within an interval tells, and that is not in the interval, was in the gap."""
         if not self._marks:
             return
         mark = self._marks[0]

@@ -79,7 +79,7 @@ const MOST_ROWS = 12;
 
 /** Segments side by side in rows, as words in a text, each as wide as it is big: {height, scale, pieces}.
 
-   A piece is a stretch of a segment in one row: {segment, x, y, width, height, from, to} with from and to in bytes. */
+   A piece is a part of a segment in one row: {segment, x, y, width, height, from, to} with from and to in bytes. */
 export function layout(segments, width) {
   const total = segments.reduce((sum, segment) => sum + segment.size, 0);
   const scale = Math.max(total / (width * MOST_ROWS), 1);

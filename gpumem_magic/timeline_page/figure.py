@@ -1,6 +1,6 @@
 """The timeline as a still picture, for places that show no pages: a saved notebook on GitHub, a PDF, a mail.
 
-Each column is the moment with the most allocated in its stretch, so that no peak is lost. Made without pyplot, as the report's.
+Each column is the moment with the most allocated in its interval, so that no peak is lost. Made without pyplot, as the report's.
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ export class Device {
     this.peak = this.highest(0, this.events);
   }
 
-  /** The heights of the stack at every position, of what is not hidden, and where each stretch is highest. */
+  /** The heights of the stack at every position, of what is not hidden, and where each interval is highest. */
   measure() {
     const lives = [];
     for (let i = 0; i < this.count; i++) {

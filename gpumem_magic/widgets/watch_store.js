@@ -223,7 +223,7 @@ export class Store {
   }
 }
 
-/** One row for each of `columns` stretches of time, the highest, and the last row: no peak is lost. */
+/** One row for each of `columns` intervals of time, the highest, and the last row: no peak is lost. */
 export function thin(rows, columns, key) {
   if (rows.length <= columns) return rows;
   const start = rows[0][0];
