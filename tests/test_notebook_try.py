@@ -26,7 +26,7 @@ def test_a_setting_that_helps_and_one_that_does_not() -> None:
         said = book.cell("%gpumem_try roundup_power2_divisions:8")
         assert "Runs the cell that failed again, with roundup_power2_divisions:8" in said
         assert "    a = [mib(600) for _ in range(14)]" in said
-        assert "`a`, which the cell creates again: 0 B stay allocated" in said, said[:900]
+        assert "`a`, which the cell creates again: 0 B stays allocated" in said, said[:900]
         assert "still runs out of memory at line 5" in said
         said = book.cell("%gpumem_try expandable_segments:True")
         assert "With expandable_segments:True the cell runs to its end" in said

@@ -17,7 +17,7 @@ from IPython.core.error import UsageError
 from gpumem_magic.notebook.devices import machine_in_use
 from gpumem_magic.notebook.remedy import Remedy, RemedyError, edited, made_anew, remedy_of
 from gpumem_magic.session import recording
-from gpumem_magic.units import human
+from gpumem_magic.units import counted, human
 
 _SHOWN = 3
 
@@ -76,7 +76,7 @@ def _announce(failed: str, remedy: Remedy, lines: list[int]) -> None:
     for line in body[:_SHOWN]:
         print(f"    {line}")
     if len(body) > _SHOWN:
-        print(f"    ... ({len(body) - _SHOWN} more lines)")
+        print(f"    ... ({counted(len(body) - _SHOWN, 'more line')})")
 
 
 def _let_go(shell: Any, machine: Any, code: str) -> None:
