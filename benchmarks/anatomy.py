@@ -16,9 +16,9 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from accuracy.gpt2 import GPT2, Variant
+from textbook import OPTIMIZERS, PRECISIONS, layer_activation_bytes, measured, textbook
 
 from gpumem_magic import measure
-from gpumem_magic.report.anatomy import OPTIMIZERS, PRECISIONS, layer_activation_bytes, measured, textbook
 from gpumem_magic.report.dnnmem import dnnmem_view
 from gpumem_magic.units import MIB
 from gpumem_magic.virtual import gpu

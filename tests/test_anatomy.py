@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given
@@ -9,10 +12,13 @@ from hypothesis import strategies as st
 from torch import nn
 
 from gpumem_magic import measure
-from gpumem_magic.report.anatomy import OPTIMIZERS, PRECISIONS, layer_activation_bytes, measured, textbook
 from gpumem_magic.report.dnnmem import GROUPS, dnnmem_view
 from gpumem_magic.report.model import CATEGORIES
 from gpumem_magic.virtual import gpu
+
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+
+from textbook import OPTIMIZERS, PRECISIONS, layer_activation_bytes, measured, textbook  # noqa: E402
 
 sizes = st.dictionaries(st.sampled_from(CATEGORIES), st.one_of(st.none(), st.integers(0, 1 << 40)))
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from gpumem_magic.causes import copies, device_memory, graphs, holding, shapes, shortage, training
 from gpumem_magic.causes.model import Scene
 from gpumem_magic.failures import swallows
 from gpumem_magic.report.model import Cause
 
-Detector = Callable[[Scene], list[Cause]]
+Detector = Callable[[Scene], Iterable[Cause]]
 
 DETECTORS: tuple[Detector, ...] = (
     device_memory.fragmentation,
@@ -49,7 +49,7 @@ def find_causes(scene: Scene) -> tuple[list[Cause], list[str]]:
     failures: list[str] = []
     for detector in DETECTORS:
         try:
-            found += detector(scene)
+            found += list(detector(scene))
         except Exception as error:
             if not swallows(error):
                 raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 
 from gpumem_magic.causes.model import LEAST, Scene
 from gpumem_magic.owners.holders import joined
@@ -17,14 +18,10 @@ _CYCLE = re.compile(r"a reference cycle \((?P<way>.*)\)$")
 _WONDER = 64 * MIB
 
 
-def pinned(scene: Scene) -> list[Cause]:
+def pinned(scene: Scene) -> Iterator[Cause]:
     """What only a result in Out, or an error's traceback, keeps."""
-    if scene.holdings is None:
-        return []
-    found = []
     for kind, words in (("out", "Results that IPython keeps"), ("traceback", "The last error's traceback")):
-        numbers = scene.holdings.of_kind(kind)
-        freed = [one for one in scene.holdings.freed(numbers) if one.device == scene.device]
+        freed = scene.freed(scene.holdings.of_kind(kind))
         if size_of(freed) < LEAST:
             continue
         roots = sorted({number for one in freed for number in one.roots})
@@ -32,22 +29,17 @@ def pinned(scene: Scene) -> list[Cause]:
         which = f" ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})" if kind == "out" else ""
         largest = freed[0].place
         remedy = "`%gpumem_free out cache`" if kind == "out" else "`%gpumem_free`"
-        found.append(
-            Cause(
-                f"pinned_by_{kind}",
-                f"{words}{which} pin{'' if kind == 'out' else 's'} {human(size_of(freed))} that nothing else holds, "
-                f"chiefly {largest}.",
-                f"{remedy} frees {human(size_of(freed))}.",
-                size_of(freed),
-            )
+        yield Cause(
+            f"pinned_by_{kind}",
+            f"{words}{which} pin{'' if kind == 'out' else 's'} {human(size_of(freed))} that nothing else holds, "
+            f"chiefly {largest}.",
+            f"{remedy} frees {human(size_of(freed))}.",
+            size_of(freed),
         )
-    return found
 
 
-def reference_cycle(scene: Scene) -> list[Cause]:
+def reference_cycle(scene: Scene) -> Iterator[Cause]:
     """What the cell made and only a reference cycle keeps: Python's garbage collector has not come by yet."""
-    if scene.holdings is None:
-        return []
     held: dict[str, list[Held]] = {}
     for one in scene.held:
         root = scene.holdings.roots[one.roots[0]]
@@ -56,63 +48,51 @@ def reference_cycle(scene: Scene) -> list[Cause]:
             held.setdefault(root.name, []).append(one)
     everything = [one for its in held.values() for one in its]
     if size_of(everything) < max(LEAST, scene.timeline.allocated_at(scene.end) // 20):
-        return []
+        return
     names = sorted(held, key=lambda name: -size_of(held[name]))
     ways = [found["way"] for name in names if (found := _CYCLE.match(name))]
     told = f": {', '.join(ways[:2])}{', ...' if len(ways) > 2 else ''}" if ways else ""
     back = next((way.rpartition(" -> ")[0].rpartition(" -> ")[2] for way in ways if "." in way), "")
     breaks = f" (make `{back}` a `weakref.ref`, or set it to None when done)" if back else ""
-    return [
-        Cause(
-            "reference_cycle",
-            f"{human(size_of(everything))} is held only by reference cycles{told}. No name refers to it, and Python's "
-            "garbage collector runs on its own schedule, not when the device is full.",
-            f"`%gpumem_free cycles` frees it; without the cycle{breaks}, it would be freed at once.",
-            size_of(everything),
-        )
-    ]
+    yield Cause(
+        "reference_cycle",
+        f"{human(size_of(everything))} is held only by reference cycles{told}. No name refers to it, and Python's "
+        "garbage collector runs on its own schedule, not when the device is full.",
+        f"`%gpumem_free cycles` frees it; without the cycle{breaks}, it would be freed at once.",
+        size_of(everything),
+    )
 
 
-def freed_nothing(scene: Scene) -> list[Cause]:
+def freed_nothing(scene: Scene) -> Iterator[Cause]:
     """A `del` after which the memory was all still there, as somebody else holds it."""
-    if scene.holdings is None:
-        return []
-    found = []
-    for point, begin, end in scene.points:
-        if point.kind == "statement":
-            found += [cause for name in _deleted(point.statement) for cause in _held_after(scene, name, begin, end)]
-    return found
+    for point, begin, end in scene.statements:
+        for name in _deleted(point.statement):
+            yield from _held_after(scene, name, begin, end)
 
 
-def _held_after(scene: Scene, name: str, begin: int, end: int) -> list[Cause]:
+def _held_after(scene: Scene, name: str, begin: int, end: int) -> Iterator[Cause]:
     """The answer for one name that a statement deleted."""
-    if scene.holdings is None or _freed_under(scene, name, begin, end):
-        return []
+    if _freed_under(scene, name, begin, end):
+        return
     addresses = _seen_as(scene, name, begin)
     left = [one for one in scene.held if one.address in addresses and scene.alive[one.address].born < begin]
     if size_of(left) < LEAST:
-        return []
+        return
     numbers = sorted({number for one in left for number in one.roots})
     roots = [scene.holdings.roots[number] for number in numbers]
-    if any(root.name == name for root in roots):
-        # Made again later in the cell.
-        return []
-    if roots and all(_was_renamed(scene, name, root.name) for root in roots):
-        return []
+    # Made again later in the cell, or renamed.
+    if any(root.name == name for root in roots) or all(_was_renamed(scene, name, root.name) for root in roots):
+        return
     statements = [root.statement for root in roots if root.statement is not None]
     keepers = ", ".join(f"`{root.name}`" for root in roots[:3]) + (" and others" if len(roots) > 3 else "")
-    freed = [one for one in scene.holdings.freed(numbers) if one.device == scene.device]
+    freed = size_of(scene.freed(numbers))
     word = "still hold" if len(roots) > 1 else "still holds"
-    return [
-        Cause(
-            "del_freed_nothing",
-            f"`del {name}` freed nothing: {keepers} {word} {human(size_of(left))} of it.",
-            f"`{'; '.join(joined(statements))}` frees {human(size_of(freed))}."
-            if len(statements) == len(roots)
-            else "",
-            size_of(left),
-        )
-    ]
+    yield Cause(
+        "del_freed_nothing",
+        f"`del {name}` freed nothing: {keepers} {word} {human(size_of(left))} of it.",
+        f"`{'; '.join(joined(statements))}` frees {human(freed)}." if len(statements) == len(roots) else "",
+        size_of(left),
+    )
 
 
 def _was_renamed(scene: Scene, old: str, new: str) -> bool:
@@ -121,31 +101,28 @@ def _was_renamed(scene: Scene, old: str, new: str) -> bool:
     return any(plain.fullmatch(point.statement) is not None for point, _, _ in scene.points)
 
 
-def only_cached(scene: Scene) -> list[Cause]:
+def only_cached(scene: Scene) -> Iterator[Cause]:
     """Tensors went, and nvidia-smi did not fall: what is cached is free for PyTorch."""
-    points = scene.points
-    for number, (point, begin, end) in enumerate(points):
-        if point.kind != "statement" or not (_deleted(point.statement) or ".cpu(" in point.statement):
+    for point, begin, end in scene.statements:
+        if not (_deleted(point.statement) or ".cpu(" in point.statement):
             continue
         fell = scene.timeline.allocated_at(begin) - scene.timeline.allocated_at(end)
         if fell < _WONDER or scene.timeline.reserved_at(end) < scene.timeline.reserved_at(begin):
             continue
-        later = points[number + 1 :]
         # Somebody who empties the cache, or uses it again, knows.
-        if any(scene.timeline.reserved_at(stop) < scene.timeline.reserved_at(end) for _, _, stop in later):
+        left = scene.timeline.reserved_at(end)
+        if any(stop > end and scene.timeline.reserved_at(stop) < left for _, _, stop in scene.points):
             continue
         if scene.timeline.peak(end, scene.end)[0] - scene.timeline.allocated_at(end) >= fell // 2:
             continue
-        return [
-            Cause(
-                "only_cached",
-                f"`{point.statement.strip().partition(chr(10))[0]}` freed {human(fell)} of tensors, but nvidia-smi's "
-                "figure did not fall: PyTorch keeps the memory cached for its next tensors.",
-                "This process need not do anything; `torch.cuda.empty_cache()` makes it available to other processes.",
-                fell,
-            )
-        ]
-    return []
+        yield Cause(
+            "only_cached",
+            f"`{point.statement.strip().partition(chr(10))[0]}` freed {human(fell)} of tensors, but nvidia-smi's "
+            "figure did not fall: PyTorch keeps the memory cached for its next tensors.",
+            "This process need not do anything; `torch.cuda.empty_cache()` makes it available to other processes.",
+            fell,
+        )
+        return
 
 
 def _deleted(statement: str) -> list[str]:

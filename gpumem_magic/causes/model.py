@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TypeVar
 
 from gpumem_magic.devices.base import Label
 from gpumem_magic.owners.model import Held, Holdings
@@ -17,6 +18,9 @@ from gpumem_magic.units import MIB
 
 # Below this nothing is worth a sentence.
 LEAST = MIB
+
+_Thing = TypeVar("_Thing")
+_Trait = TypeVar("_Trait")
 
 
 @dataclass(frozen=True)
@@ -31,8 +35,8 @@ class Iteration:
 class Scene:
     """One device's recording with everything that was found out about it.
 
-    holdings: who held what at the end, None where nobody could look. evaluating: the names of the notebook's modules that were in
-    evaluation mode at the end. typed: the text of this cell and of those before it. modules: a variable's name -> the addresses
+    holdings: who held what at the end, empty where nobody could look. evaluating: the names of the notebook's modules that were
+    in evaluation mode at the end. typed: the text of this cell and of those before it. modules: a variable's name -> the addresses
     of the parameters that it had before the cell's first statement. saved: what the first backward's graph kept, when the
     device's log stood at `saved_at`. never_clears: whether the cell's text runs backward and steps, and nothing clears gradients.
     mentioned: the names that the cell uses, itself or in the functions that it calls; empty where that is not known.
@@ -43,7 +47,7 @@ class Scene:
     timeline: Timeline
     labels: Sequence[Label]
     report: ReportData
-    holdings: Holdings | None = None
+    holdings: Holdings = field(default_factory=Holdings)
     evaluating: frozenset[str] = frozenset()
     typed: str = ""
     modules: Mapping[str, frozenset[int]] = field(default_factory=dict)
@@ -69,7 +73,7 @@ class Scene:
     @cached_property
     def held(self) -> list[Held]:
         """What has an owner at the end, on this device."""
-        return [] if self.holdings is None else [one for one in self.holdings.held if one.device == self.device]
+        return self._here(self.holdings.held)
 
     @cached_property
     def saved_allocations(self) -> dict[Place, Allocation]:
@@ -84,8 +88,16 @@ class Scene:
         name = None if allocation is None else self.labels[allocation.index].name
         return (name or "").rpartition(".")[0]
 
-    def held_by(self, root: int) -> list[Held]:
-        return [one for one in self.held if root in one.roots]
+    def freed(self, roots: Iterable[int]) -> list[Held]:
+        """What would be freed on this device if these roots let go."""
+        return self._here(self.holdings.freed(roots))
+
+    def _here(self, held: Iterable[Held]) -> list[Held]:
+        return [one for one in held if one.device == self.device]
+
+    def part_of_peak(self, share: int) -> int:
+        """One part in so many of the peak, at least what is worth a sentence, in bytes."""
+        return max(LEAST, self.report.peak.allocated // share)
 
     def spans(self, *kinds: str) -> list[Span]:
         return [
@@ -112,6 +124,10 @@ class Scene:
                 before = now
         return found
 
+    @property
+    def statements(self) -> list[tuple[Checkpoint, int, int]]:
+        return [row for row in self.points if row[0].kind == "statement"]
+
     @cached_property
     def iterations(self) -> list[Iteration]:
         """The iterations: from one step of the first optimizer to its next, else those of the loop that turned most often."""
@@ -123,8 +139,8 @@ class Scene:
 
     def _loop_ends(self) -> list[int]:
         iterations: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
-        for point, _, position in self.points:
-            if point.kind == "statement" and point.loops:
+        for point, _, position in self.statements:
+            if point.loops:
                 iterations[point.loops, point.iteration] = position
         # No loop, or one whose very first statement failed.
         if not iterations:
@@ -137,5 +153,16 @@ class Scene:
         return [one for one in self.timeline.live_at(position) if self.labels[one.index].category in categories]
 
 
-def size(allocations: Iterable[Allocation]) -> int:
-    return sum(one.size for one in allocations)
+def partnered(things: Iterable[_Thing], trait: Callable[[_Thing], _Trait], partners: Iterable[_Trait]) -> list[_Thing]:
+    """The things that have a partner of the same trait, each a partner of its own."""
+    left = Counter(partners)
+    found = []
+    for one in things:
+        if left[trait(one)] > 0:
+            left[trait(one)] -= 1
+            found.append(one)
+    return found
+
+
+def requested(one: Allocation) -> int:
+    return one.requested

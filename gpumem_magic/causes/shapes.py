@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Iterator
 
-from gpumem_magic.causes.model import LEAST, Scene
+from gpumem_magic.causes.model import Scene
 from gpumem_magic.owners.model import size_of
 from gpumem_magic.report.model import Cause
 from gpumem_magic.snapshot.timeline import Allocation
@@ -17,27 +18,25 @@ _ON_PURPOSE = re.compile(r"float64|\.double\(|complex128|torch\.double|DoubleTen
 _LEAST_LENGTH = 128
 
 
-def wide_numbers(scene: Scene) -> list[Cause]:
+def wide_numbers(scene: Scene) -> Iterator[Cause]:
     """Tensors of float64 in a program that never asked for it: NumPy's default came along."""
     if _ON_PURPOSE.search(scene.typed):
-        return []
+        return
     wide = [one for one in scene.held if one.dtype in _WIDE and one.kind != "workspace"]
-    if size_of(wide) < max(LEAST, scene.report.peak.allocated // 100):
-        return []
+    if size_of(wide) < scene.part_of_peak(100):
+        return
     first = wide[0]
     name = first.place
-    return [
-        Cause(
-            "wide_numbers",
-            f"{human(size_of(wide))} is in {first.dtype}, chiefly `{name}`: twice what {_WIDE[first.dtype]} takes.",
-            f"`{name.partition('.')[0].partition('[')[0]}` as {_WIDE[first.dtype]} (`.float()`, or `dtype=` where it is made) "
-            f"saves {human(size_of(wide) // 2)}.",
-            size_of(wide) // 2,
-        )
-    ]
+    yield Cause(
+        "wide_numbers",
+        f"{human(size_of(wide))} is in {first.dtype}, chiefly `{name}`: twice what {_WIDE[first.dtype]} takes.",
+        f"`{name.partition('.')[0].partition('[')[0]}` as {_WIDE[first.dtype]} (`.float()`, or `dtype=` where it is made) "
+        f"saves {human(size_of(wide) // 2)}.",
+        size_of(wide) // 2,
+    )
 
 
-def dominating_layer(scene: Scene) -> list[Cause]:
+def dominating_layer(scene: Scene) -> Iterator[Cause]:
     """Activations are much of the peak, and one layer among several saved most of them."""
     by_layer = Counter[str]()
     saved = _saved(scene)
@@ -45,24 +44,21 @@ def dominating_layer(scene: Scene) -> list[Cause]:
         by_layer[layer] += one.size
     total = sum(by_layer.values())
     named = [layer for layer in by_layer if layer]
-    if total < max(LEAST, scene.report.peak.allocated // 4) or len(named) < 3:
-        return []
+    if total < scene.part_of_peak(4) or len(named) < 3:
+        return
     layer, most = max(((name, by_layer[name]) for name in named), key=lambda pair: pair[1])
     if 2 * most < total:
-        return []
-    return [
-        Cause(
-            "dominating_layer",
-            f"One layer saves most of the activations: `{layer}`, with the operations after it, keeps {human(most)} "
-            f"of {human(total)} for backward.",
-            "Activation checkpointing of that layer (`torch.utils.checkpoint`), or a smaller input to it, saves the "
-            "most.",
-            most,
-        )
-    ]
+        return
+    yield Cause(
+        "dominating_layer",
+        f"One layer saves most of the activations: `{layer}`, with the operations after it, keeps {human(most)} "
+        f"of {human(total)} for backward.",
+        "Activation checkpointing of that layer (`torch.utils.checkpoint`), or a smaller input to it, saves the most.",
+        most,
+    )
 
 
-def attention_scores(scene: Scene) -> list[Cause]:
+def attention_scores(scene: Scene) -> Iterator[Cause]:
     """Square tensors, a row and a column for every token, that softmax and its neighbours saved."""
     scores = [
         one
@@ -70,18 +66,16 @@ def attention_scores(scene: Scene) -> list[Cause]:
         if len(shape) in (3, 4) and shape[-1] == shape[-2] >= _LEAST_LENGTH and one.index in _by_attention(scene)
     ]
     total = sum(one.size for one in scores)
-    if total < max(LEAST, scene.report.peak.allocated // 10):
-        return []
+    if total < scene.part_of_peak(10):
+        return
     length = next(shape[-1] for one, _, shape in _saved(scene) if one.index == scores[0].index)
-    return [
-        Cause(
-            "attention_scores",
-            f"Attention scores are stored in full: {human(total)} in {counted(len(scores), 'tensor')} of {length} x "
-            f"{length} for each head.",
-            '`torch.nn.functional.scaled_dot_product_attention` (`attn_implementation="sdpa"`) never stores them.',
-            total,
-        )
-    ]
+    yield Cause(
+        "attention_scores",
+        f"Attention scores are stored in full: {human(total)} in {counted(len(scores), 'tensor')} of {length} x "
+        f"{length} for each head.",
+        '`torch.nn.functional.scaled_dot_product_attention` (`attn_implementation="sdpa"`) never stores them.',
+        total,
+    )
 
 
 def _saved(scene: Scene) -> list[tuple[Allocation, str, tuple[int, ...]]]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Iterator
+from typing import NamedTuple
 
 from gpumem_magic.allocator.verdict import CAPACITY
 from gpumem_magic.causes.model import LEAST, Scene
-from gpumem_magic.owners.model import Held, size_of
+from gpumem_magic.owners.model import Held, by_root, size_of
 from gpumem_magic.report.failure import failed_request
 from gpumem_magic.report.model import Cause
 from gpumem_magic.units import human
@@ -26,8 +26,7 @@ _WHAT = {"out": "results in Out", "traceback": "an earlier error's traceback", "
 THIS_ERROR = "this error's traceback"
 
 
-@dataclass(frozen=True)
-class _Suggestion:
+class _Suggestion(NamedTuple):
     """What one thing to type would have saved, in bytes."""
 
     what: str
@@ -35,31 +34,28 @@ class _Suggestion:
     bytes: int
 
 
-def memory_ran_out(scene: Scene) -> list[Cause]:
+def memory_ran_out(scene: Scene) -> Iterator[Cause]:
     """Who held the memory when a request failed, and what could go, the largest first."""
     found = failed_request(scene.report)
     position = next((end for point, _, end in reversed(scene.points) if point.kind == "error"), None)
-    if scene.holdings is None or found is None or position is None:
-        return []
+    if found is None or position is None:
+        return
     living = {one.address: one for one in scene.timeline.live_at(position)}
     held = [one for one in scene.held if _was_there(scene, one, position) and one.address in living]
     if size_of(held) < LEAST:
-        return []
+        return
     savings = sorted(_savings(scene, held), key=lambda one: -one.bytes)[:_OFFERED]
     missing = -(found.spare or 0) if found.cause == CAPACITY else None
-    return [Cause(NAME, _holders_in_words(scene, held, position), _what_to_do(savings, missing), size_of(held))]
+    yield Cause(NAME, _holders_in_words(scene, held, position), _what_to_do(savings, missing), size_of(held))
 
 
 def _holders_in_words(scene: Scene, held: list[Held], position: int) -> str:
-    assert scene.holdings is not None
-    by_root = Counter[int]()
-    for one in held:
-        by_root[one.roots[0]] += one.size
     words = []
-    for number, size in by_root.most_common(_NAMED):
+    rest = size_of(held)
+    for number, size in by_root(held).most_common(_NAMED):
         root = scene.holdings.roots[number]
         words.append(f"{f'`{root.name}`' if root.kind == 'variable' else root.name} {human(size)}")
-    rest = sum(by_root.values()) - sum(size for _, size in by_root.most_common(_NAMED))
+        rest -= size
     if rest:
         words.append(f"others {human(rest)}")
     total = scene.timeline.allocated_at(position)
@@ -80,7 +76,6 @@ def _what_to_do(savings: list[_Suggestion], missing: int | None) -> str:
 
 def _savings(scene: Scene, held: list[Held]) -> list[_Suggestion]:
     """What IPython and Python keep by themselves, and variables that the cell does not even mention."""
-    assert scene.holdings is not None
     roots = scene.holdings.roots
     found = []
     for kind, statement in _STATEMENTS.items():
@@ -88,9 +83,7 @@ def _savings(scene: Scene, held: list[Held]) -> list[_Suggestion]:
         freed = size_of(one for one in held if numbers.issuperset(one.roots))
         if freed >= LEAST:
             found.append(_Suggestion(_WHAT[kind], statement, freed))
-    if not scene.mentioned:
-        return found
-    for number, root in enumerate(roots):
+    for number, root in enumerate(roots if scene.mentioned else ()):
         if root.kind != "variable" or root.name in scene.mentioned or root.statement is None:
             continue
         freed = size_of(one for one in held if one.roots == (number,))

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterator
 
-from gpumem_magic.causes.model import LEAST, Scene, size
+from gpumem_magic.causes.model import Scene, partnered, requested
+from gpumem_magic.owners.model import size_of
 from gpumem_magic.recording.model import BACKWARD, FORWARD, OPTIMIZER, Span
 from gpumem_magic.report.model import Cause
 from gpumem_magic.snapshot.timeline import Allocation
 from gpumem_magic.units import counted, human
 
 
-def late_zero_grad(scene: Scene) -> list[Cause]:
+def late_zero_grad(scene: Scene) -> Iterator[Cause]:
     """Gradients of one iteration that are there during the next one's forward, and are dropped before its backward."""
     backwards = [(scene.start_of(span), scene.end_of(span)) for span in scene.spans(BACKWARD)]
     worst: tuple[int, Span] | None = None
@@ -32,26 +32,24 @@ def late_zero_grad(scene: Scene) -> list[Cause]:
             if one.freed is not None and end <= one.freed < following and one.born < begin
         ]
         # An input's gradient goes with its input; what zero_grad drops is as large as a parameter.
-        late = _as_large_as(late, [one.requested for one in scene.living_in(begin, "parameters")])
-        if worst is None or size(late) > worst[0]:
-            worst = size(late), forward
-    if worst is None or worst[0] < max(LEAST, scene.report.peak.allocated // 20):
-        return []
-    return [
-        Cause(
-            "late_zero_grad",
-            f"Gradients of the previous iteration ({human(worst[0])}) were still allocated during forward: "
-            "`zero_grad` was called late.",
-            "Call `optimizer.zero_grad()` before forward, or right after `optimizer.step()`.",
-            worst[0],
-        )
-    ]
+        late = partnered(late, requested, map(requested, scene.living_in(begin, "parameters")))
+        if worst is None or size_of(late) > worst[0]:
+            worst = size_of(late), forward
+    if worst is None or worst[0] < scene.part_of_peak(20):
+        return
+    yield Cause(
+        "late_zero_grad",
+        f"Gradients of the previous iteration ({human(worst[0])}) were still allocated during forward: "
+        "`zero_grad` was called late.",
+        "Call `optimizer.zero_grad()` before forward, or right after `optimizer.step()`.",
+        worst[0],
+    )
 
 
-def missing_zero_grad(scene: Scene) -> list[Cause]:
+def missing_zero_grad(scene: Scene) -> Iterator[Cause]:
     """Gradients that stay from one step through the next forward and backward, which adds to them, as nothing clears them."""
     if not scene.never_clears:
-        return []
+        return
     backwards = scene.spans(BACKWARD)
     worst = 0
     times = 0
@@ -64,88 +62,69 @@ def missing_zero_grad(scene: Scene) -> list[Cause]:
         stayed = [one for one in scene.living_in(done, "gradients") if one.freed is None or one.freed >= end]
         new = [one for one in scene.living_in(end, "gradients") if one.born >= begin]
         # Another model's backward leaves these as they are, and its own stay: what adds makes each anew, and drops it.
-        if stayed and 10 * size(new) < size(stayed) and 2 * size(_added_to(scene, stayed, begin, end)) >= size(stayed):
-            worst = max(worst, size(stayed))
+        if (
+            stayed
+            and 10 * size_of(new) < size_of(stayed)
+            and 2 * size_of(_added_to(scene, stayed, begin, end)) >= size_of(stayed)
+        ):
+            worst = max(worst, size_of(stayed))
             times += 1
-    if worst < max(LEAST, scene.report.peak.allocated // 20):
-        return []
-    return [
-        Cause(
-            "missing_zero_grad",
-            f"Gradients ({human(worst)}) were kept from each step through the next forward and backward, which added "
-            f"to them ({counted(times, 'time')}): the cell never calls `zero_grad`.",
-            "Call `optimizer.zero_grad()` right after `optimizer.step()`: it frees them; without it, gradients add "
-            "up over all steps.",
-            worst,
-        )
-    ]
+    if worst < scene.part_of_peak(20):
+        return
+    yield Cause(
+        "missing_zero_grad",
+        f"Gradients ({human(worst)}) were kept from each step through the next forward and backward, which added "
+        f"to them ({counted(times, 'time')}): the cell never calls `zero_grad`.",
+        "Call `optimizer.zero_grad()` right after `optimizer.step()`: it frees them; without it, gradients add "
+        "up over all steps.",
+        worst,
+    )
 
 
 def _added_to(scene: Scene, stayed: list[Allocation], begin: int, end: int) -> list[Allocation]:
     """Those for which an interval made, and dropped again, something of the same size."""
-    return _as_large_as(
-        stayed,
-        [
-            one.requested
-            for one in scene.timeline.allocations
-            if begin <= one.born < end and one.freed is not None and one.freed < end
-        ],
-    )
+    made = (one for one in scene.timeline.allocations if begin <= one.born < end)
+    return partnered(stayed, requested, (one.requested for one in made if one.freed is not None and one.freed < end))
 
 
-def _as_large_as(allocations: list[Allocation], sizes: Iterable[int]) -> list[Allocation]:
-    """Those that have a partner of their own size."""
-    left = Counter(sizes)
-    found = []
-    for one in allocations:
-        if left[one.requested] > 0:
-            left[one.requested] -= 1
-            found.append(one)
-    return found
-
-
-def optimizer_states(scene: Scene) -> list[Cause]:
+def optimizer_states(scene: Scene) -> Iterator[Cause]:
     """The first step brings the optimizer's states, which stay."""
     for step in scene.spans(OPTIMIZER):
         begin, end = scene.start_of(step), scene.end_of(step)
         new = [one for one in scene.living_in(end, "optimizer_state") if begin <= one.born < end]
-        parameters = size(scene.living_in(end, "parameters"))
-        if size(new) < max(LEAST, scene.report.peak.allocated // 10) or not parameters:
+        parameters = size_of(scene.living_in(end, "parameters"))
+        if size_of(new) < scene.part_of_peak(10) or not parameters:
             continue
-        times = round(size(new) / parameters)
-        near = times >= 1 and _is_near(size(new), times * parameters)
+        times = round(size_of(new) / parameters)
+        near = times >= 1 and _is_near(size_of(new), times * parameters)
         whole = f", {times} x the {human(parameters)} of the parameters" if near else ""
-        return [
-            Cause(
-                "optimizer_states",
-                f"The first step of {step.label} allocated its states, which stay: {human(size(new))}{whole}.",
-                "",
-                size(new),
-            )
-        ]
-    return []
+        yield Cause(
+            "optimizer_states",
+            f"The first step of {step.label} allocated its states, which stay: {human(size_of(new))}{whole}.",
+            "",
+            size_of(new),
+        )
+        return
 
 
-def optimizer_temporaries(scene: Scene) -> list[Cause]:
+def optimizer_temporaries(scene: Scene) -> Iterator[Cause]:
     """The peak lies inside an optimizer's step, and a good part of it is what the step works with."""
     step = next((one for one in scene.spans(OPTIMIZER) if scene.start_of(one) < scene.peak <= scene.end_of(one)), None)
     if step is None:
-        return []
+        return
     used = [one for one in scene.living_in(scene.peak, "temporaries") if one.born >= scene.start_of(step)]
-    if size(used) < max(LEAST, scene.report.peak.allocated // 10):
-        return []
+    if size_of(used) < scene.part_of_peak(10):
+        return
     one_by_one = "`foreach=False` works on one parameter at a time, and "
     if "foreach=False" in scene.typed:
         one_by_one = ""
-    return [
-        Cause(
-            "optimizer_temporaries",
-            f"The peak is inside the step of {step.label}: its temporaries take {human(size(used))}, which stays "
-            "cached afterwards.",
-            f"{one_by_one}`fused=True` works without temporaries.",
-            size(used),
-        )
-    ]
+    yield Cause(
+        "optimizer_temporaries",
+        f"The peak is inside the step of {step.label}: its temporaries take {human(size_of(used))}, which stays "
+        "cached afterwards.",
+        f"{one_by_one}`fused=True` works without temporaries.",
+        size_of(used),
+    )
 
 
 def _is_near(one: int, other: int) -> bool:

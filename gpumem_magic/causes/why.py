@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -52,7 +53,7 @@ class Why:
         self._failures: list[str] = []
         self._saved: tuple[Saved, ...] = ()
         self._saved_at: dict[int, int] = {}
-        self._holdings: Holdings | None = None
+        self._holdings = Holdings()
         self._evaluating: frozenset[str] = frozenset()
         self._modules: dict[str, frozenset[int]] = {}
         self._typed = ""
@@ -66,15 +67,15 @@ class Why:
 
     def start(self, namespace: Mapping[str, Any] | None, positions: Any) -> None:
         """positions: a function from a device's index to where its log stands."""
-        with _Timed(self, "looking at the notebook's models"):
+        with self._timed("looking at the notebook's models"):
             self._modules = _parameters_of(namespace or {}, self._machine)
-        with _Timed(self, "watching the first backward"):
+        with self._timed("watching the first backward"):
             self._watch_first_backward(positions)
 
     def stop(self, namespace: Mapping[str, Any] | None, error: BaseException | None) -> None:
         """Puts PyTorch back, and looks who holds what now. May be called without `start`."""
         self.put_back()
-        with _Timed(self, "looking for who holds the memory"):
+        with self._timed("looking for who holds the memory"):
             if namespace is not None:
                 self._holdings = find_owners(
                     self._machine, namespace, self._shell, error=error, cycles=self._worth_a_search
@@ -94,7 +95,7 @@ class Why:
         causes: list[Cause] = []
         owners: tuple[Owner, ...] = ()
         scene: Scene | None = None
-        with _Timed(self, "looking for causes"):
+        with self._timed("looking for causes"):
             saved_at = self._place_in(view)
             saved = [one for one in self._saved if one.device == view.device and saved_at is not None]
             scene = Scene(
@@ -116,7 +117,7 @@ class Why:
             self._failures += failures
             owners = _owners(self._holdings)
         inside: ActivationBreakdown | None = None
-        with _Timed(self, "sorting activations by module"):
+        with self._timed("sorting activations by module"):
             inside = inside_of(scene) if scene is not None else None
         return replace(
             report,
@@ -148,35 +149,26 @@ class Why:
         def watched(outputs: Any, *args: Any, **kwargs: Any) -> Any:
             __tracebackhide__ = True
             if not self._saved:
-                with _Timed(self, "looking at the first graph"):
+                with self._timed("looking at the first graph"):
                     self._saved = tuple(saved_in_graph(outputs, self._machine.locate))
                     self._saved_at = {one.facts.index: positions(one.facts.index) for one in self._machine.devices}
             return original(outputs, *args, **kwargs)
 
         return watched
 
-    def failed(self, task: str, error: Exception) -> None:
-        text = f"{type(error).__name__}: {error}".splitlines()[0]
-        self._failures.append(f"gpumem_magic failed while {task} ({text}); the figures are not affected.")
-
-
-class _Timed:
-    """Around our own work: counts its time, and keeps its failure from the user's program."""
-
-    def __init__(self, why: Why, task: str) -> None:
-        self._why = why
-        self._task = task
-        self._began = 0.0
-
-    def __enter__(self) -> None:
-        self._began = time.perf_counter()
-
-    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> bool:
-        self._why.seconds += time.perf_counter() - self._began
-        if swallows(error):
-            self._why.failed(self._task, error)
-            return True
-        return False
+    @contextmanager
+    def _timed(self, task: str) -> Iterator[None]:
+        """Around our own work: counts its time, and keeps its failure from the user's program."""
+        began = time.perf_counter()
+        try:
+            yield
+        except Exception as error:
+            if not swallows(error):
+                raise
+            text = f"{type(error).__name__}: {error}".splitlines()[0]
+            self._failures.append(f"gpumem_magic failed while {task} ({text}); the figures are not affected.")
+        finally:
+            self.seconds += time.perf_counter() - began
 
 
 def _remember_lost(holdings: Holdings) -> None:
@@ -185,9 +177,7 @@ def _remember_lost(holdings: Holdings) -> None:
     _known_lost.update({(one.device, one.address): one.size for one in holdings.lost})
 
 
-def _owners(holdings: Holdings | None) -> tuple[Owner, ...]:
-    if holdings is None:
-        return ()
+def _owners(holdings: Holdings) -> tuple[Owner, ...]:
     return tuple(
         Owner(
             one.name,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from gpumem_magic.owners.graph import HoldGraph
+from gpumem_magic.snapshot.timeline import Allocation
 
 # What can be let go of without touching a variable, in this order.
 FREEABLE = ("traceback", "out", "cycles", "cache")
@@ -64,12 +66,12 @@ class Lost:
 class Holdings:
     """The answer of one search. held: largest first. seconds: what the search took."""
 
-    roots: tuple[Root, ...]
-    held: tuple[Held, ...]
-    lost: tuple[Lost, ...]
-    graph: HoldGraph
-    seconds: float
-    objects: int
+    roots: tuple[Root, ...] = ()
+    held: tuple[Held, ...] = ()
+    lost: tuple[Lost, ...] = ()
+    graph: HoldGraph = field(default_factory=lambda: HoldGraph([], {}, {}))
+    seconds: float = 0.0
+    objects: int = 0
 
     @property
     def allocated(self) -> int:
@@ -104,6 +106,14 @@ class Holdings:
         return [number for number, root in enumerate(self.roots) if root.kind == kind]
 
 
-def size_of(held: Iterable[Held]) -> int:
+def size_of(allocations: Iterable[Held | Allocation]) -> int:
     """Bytes of the allocations' blocks."""
-    return sum(one.size for one in held)
+    return sum(one.size for one in allocations)
+
+
+def by_root(held: Iterable[Held]) -> Counter[int]:
+    """Number of a root -> bytes of what is named after it."""
+    sizes = Counter[int]()
+    for one in held:
+        sizes[one.roots[0]] += one.size
+    return sizes

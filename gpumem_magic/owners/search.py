@@ -47,7 +47,7 @@ def find_owners(
     machine.settle()
     blocks = _blocks(machine)
     if not blocks:
-        return Holdings((), (), (), HoldGraph([], {}, {}), time.perf_counter() - began, 0)
+        return Holdings(seconds=time.perf_counter() - began)
     workspaces = _workspaces(machine, blocks)
     # The walk makes many objects: Python would collect the user's garbage in the middle of it.
     collecting = gc.isenabled()
