@@ -28,21 +28,9 @@ SCHEMA = 1
 KINDS = ("before", "statement", "part", "error", "after")
 
 # What a reader is told.
-LABELS = {
-    "parameters": "parameters",
-    "buffers": "buffers",
-    "gradients": "gradients",
-    "optimizer_state": "optimizer state",
-    "inputs": "inputs",
-    "activations": "activations",
-    "activation_gradients": "activation gradients",
-    "temporaries": "temporaries",
-    "workspace": "workspace",
-    "unknown": "unknown",
-    "rounding": "rounding",
+LABELS = {name: name.replace("_", " ") for name in CATEGORIES} | {
     "cached": "cached, free",
     "context": "CUDA context",
-    "other_processes": "other processes",
     "context_or_others": "context or other processes",
 }
 

@@ -6,43 +6,15 @@ blindness can tell apart; neighbours in a bar also differ in lightness, and a wh
 
 from __future__ import annotations
 
-COLOURS = {
-    "parameters": "#4477AA",
-    "buffers": "#99DDFF",
-    "gradients": "#EE6677",
-    "optimizer_state": "#228833",
-    "inputs": "#66CCEE",
-    "activations": "#CCBB44",
-    "activation_gradients": "#FFAABB",
-    "temporaries": "#AA3377",
-    "workspace": "#44BB99",
-    "unknown": "#222222",
-    "rounding": "#EEDD88",
-    "cached": "#DDDDDD",
-    "context": "#999999",
-    "other_processes": "#666666",
-    "context_or_others": "#808080",
-}
+import json
+from pathlib import Path
 
+_CATEGORIES: dict[str, dict[str, str]] = json.loads(Path(__file__).with_suffix(".json").read_text("utf-8"))
+
+COLOURS = {name: look["colour"] for name, look in _CATEGORIES.items()}
 # What stands for a category in a bar of text: letters for what tensors hold, shades for what they do not.
-LETTERS = {
-    "parameters": "P",
-    "buffers": "B",
-    "gradients": "G",
-    "optimizer_state": "O",
-    "inputs": "I",
-    "activations": "A",
-    "activation_gradients": "g",
-    "temporaries": "T",
-    "workspace": "W",
-    "unknown": "?",
-    "rounding": "r",
-    "cached": "░",
-    "context": "▓",
-    "other_processes": "▒",
-    "context_or_others": "▒",
-}
-ASCII_LETTERS = LETTERS | {"cached": ".", "context": "#", "other_processes": "%", "context_or_others": "%"}
+LETTERS = {name: look["letter"] for name, look in _CATEGORIES.items()}
+ASCII_LETTERS = {name: look.get("ascii", look["letter"]) for name, look in _CATEGORIES.items()}
 
 TEXT = "#222222"
 QUIET = "#6B6B6B"

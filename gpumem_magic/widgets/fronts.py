@@ -36,25 +36,62 @@ class Front(Protocol):
     def close(self, samples: Samples) -> None: ...
 
 
-class WidgetFront:
+class _InNotebook:
+    """A display of the notebook, replaced in place: at the end by the picture and the summary."""
+
+    def __init__(self) -> None:
+        self._id = f"gpumem-watch-{uuid.uuid4().hex}"
+        self._closed = False
+
+    def open(self) -> None:
+        from IPython.display import display
+
+        first = self._first()
+        display(first, raw=isinstance(first, dict), display_id=self._id)
+
+    def _first(self) -> Any:
+        """What stands there to begin with: a display bundle, or what knows how to show itself."""
+        raise NotImplementedError
+
+    def show(self, sample: Sample, state: str) -> None:
+        pass
+
+    def cell_begins(self) -> None:
+        pass
+
+    def cell_ended(self) -> None:
+        pass
+
+    def close(self, samples: Samples) -> None:
+        if not self._closed:
+            self._closed = True
+            self._end(samples)
+
+    def _end(self, samples: Samples) -> None:
+        self._replace(left_behind(samples))
+
+    def _replace(self, bundle: dict[str, Any]) -> None:
+        from IPython.display import update_display
+
+        update_display(bundle, raw=True, display_id=self._id)
+
+
+class WidgetFront(_InNotebook):
     """The live chart. on_request: see `WatchWidget`."""
 
     def __init__(self, observer: Observer, period: float, on_request: Callable[[str, str, float | None], None]) -> None:
         from gpumem_magic.widgets.widget import WatchWidget
 
+        super().__init__()
         self._observer = observer
         self._on_request = on_request
-        self._id = f"gpumem-watch-{uuid.uuid4().hex}"
         self._number = 0
         self._known_series = 0
         self._beat = 0.0
-        self._closed = False
         self.widget = WatchWidget(self._requested, period=period, started=time.time())
 
-    def open(self) -> None:
-        from IPython.display import display
-
-        display(self.widget, display_id=self._id)
+    def _first(self) -> Any:
+        return self.widget
 
     def show(self, sample: Sample, state: str) -> None:
         from gpumem_magic.widgets.widget import ALIVE, RELABELLED, ROWS
@@ -77,21 +114,10 @@ class WidgetFront:
             self.widget.send_rows(ALIVE, [], (), self._number)
             self._beat = time.monotonic()
 
-    def cell_begins(self) -> None:
-        pass
-
-    def cell_ended(self) -> None:
-        pass
-
-    def close(self, samples: Samples) -> None:
-        if self._closed:
-            return
-        self._closed = True
-        from IPython.display import update_display
-
+    def _end(self, samples: Samples) -> None:
         self.widget.state = "stopped"
         try:
-            update_display(left_behind(samples), raw=True, display_id=self._id)
+            super()._end(samples)
         finally:
             self.widget.leave()
 
@@ -107,70 +133,40 @@ class WidgetFront:
             self._on_request(kind, text, at)
 
 
-class StaticFront:
+class StaticFront(_InNotebook):
     """A picture in SVG, replaced in place: no script in the page, and no buttons. At most twice a second."""
 
     SECONDS = 0.5
 
     def __init__(self, samples: Callable[[], Samples]) -> None:
+        super().__init__()
         self._samples = samples
-        self._id = f"gpumem-watch-{uuid.uuid4().hex}"
         self._shown = 0.0
-        self._closed = False
-
-    def open(self) -> None:
-        from IPython.display import display
-
-        display(self._bundle(self._samples()), raw=True, display_id=self._id)
 
     def show(self, sample: Sample, state: str) -> None:
         now = time.monotonic()
         if self._closed or now - self._shown < self.SECONDS or not (sample.rows or sample.marks or sample.relabelled):
             return
         self._shown = now
-        self._update(self._bundle(self._samples()))
+        self._replace(self._first())
 
-    def cell_begins(self) -> None:
-        pass
-
-    def cell_ended(self) -> None:
-        pass
-
-    def close(self, samples: Samples) -> None:
-        if not self._closed:
-            self._closed = True
-            self._update(left_behind(samples))
-
-    def _bundle(self, samples: Samples) -> dict[str, Any]:
+    def _first(self) -> dict[str, Any]:
         from gpumem_magic.widgets.picture import svg
 
+        samples = self._samples()
         return {"image/svg+xml": svg(samples), "text/plain": summary(samples)}
 
-    def _update(self, bundle: dict[str, Any]) -> None:
-        from IPython.display import update_display
 
-        update_display(bundle, raw=True, display_id=self._id)
-
-
-class SummaryFront:
+class SummaryFront(_InNotebook):
     """Nothing while it runs; the picture and the summary after each cell, so that they are there however the run ends."""
 
     def __init__(self, look: Callable[[], None], samples: Callable[[], Samples]) -> None:
+        super().__init__()
         self._look = look
         self._samples = samples
-        self._id = f"gpumem-watch-{uuid.uuid4().hex}"
-        self._closed = False
 
-    def open(self) -> None:
-        from IPython.display import display
-
-        display({"text/plain": "gpumem: watching the GPU's memory"}, raw=True, display_id=self._id)
-
-    def show(self, sample: Sample, state: str) -> None:
-        pass
-
-    def cell_begins(self) -> None:
-        pass
+    def _first(self) -> dict[str, Any]:
+        return {"text/plain": "gpumem: watching the GPU's memory"}
 
     def cell_ended(self) -> None:
         if self._closed:
@@ -178,17 +174,7 @@ class SummaryFront:
         # The last sample is from before the cell's end.
         self._look()
         if (samples := self._samples()).devices:
-            self._update(samples)
-
-    def close(self, samples: Samples) -> None:
-        if not self._closed:
-            self._closed = True
-            self._update(samples)
-
-    def _update(self, samples: Samples) -> None:
-        from IPython.display import update_display
-
-        update_display(left_behind(samples), raw=True, display_id=self._id)
+            self._replace(left_behind(samples))
 
 
 class LineFront:
