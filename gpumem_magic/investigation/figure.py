@@ -1,30 +1,26 @@
 """All checkpoints in one picture: for each the segments of PyTorch's allocator, to scale and by address.
 
 Where nothing moved there is no row. A report without a recording has no segments: then it is the report's own picture of bars.
-Made without pyplot and under matplotlib's default style, as `report.figure` is.
+Made without pyplot and under matplotlib's default style, as that is.
 """
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from typing import Any
 
 import matplotlib.style
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
-from PIL import Image
 
 from gpumem_magic.investigation.memory_map import FREE, Strip
 from gpumem_magic.investigation.steps import WAITING_COLOUR, Investigation, Step
 from gpumem_magic.investigation.words import KIND_WORDS
 from gpumem_magic.units import mib
-from gpumem_magic.views.layout import palette_image
+from gpumem_magic.views import figure as bars
 from gpumem_magic.views.lines import SizeFormat, fit
 from gpumem_magic.views.palette import ALARM, COLOURS, PAPER, QUIET, TEXT
 
-WIDTH = 11.0
+WIDTH = bars.WIDTH
 MAX_ROWS = 60
 _ROW = 0.34
 _HEAD, _FOOT = 0.36, 0.62
@@ -36,17 +32,10 @@ _DARK = ("parameters", "optimizer_state", "temporaries", "unknown", "gradients",
 def png(investigation: Investigation, *, dpi: int = 150) -> tuple[bytes, int, int]:
     """The picture as a PNG with few colours, and its width and height in pixels."""
     if not investigation.has_strips:
-        from gpumem_magic.views.figure import png as bars
-
-        return bars(investigation.report, dpi=dpi)
+        return bars.png(investigation.report, dpi=dpi)
     with matplotlib.style.context("default"):
         figure = _Map(investigation).figure
-        raw = io.BytesIO()
-        figure.savefig(raw, format="png", dpi=dpi, facecolor=PAPER)
-    image = Image.open(raw).convert("RGB").quantize(palette=palette_image(), dither=Image.Dither.NONE)
-    small = io.BytesIO()
-    image.save(small, format="png", optimize=True)
-    return small.getvalue(), image.width, image.height
+    return bars.few_colours(bars.rendered(figure, dpi))
 
 
 def rows_of(steps: Sequence[Step]) -> list[Step]:
@@ -72,12 +61,8 @@ class _Map:
         self.words = SizeFormat(investigation.report)
         steps = rows_of(investigation.steps)
         height = _HEAD + _ROW * (len(steps) + bool(investigation.wanted)) + _FOOT
-        self.figure = Figure(figsize=(WIDTH, height))
-        canvas: Any = FigureCanvasAgg(self.figure)
-        self._renderer = canvas.get_renderer()
-        self.axes = self.figure.add_axes((0.0, 0.0, 1.0, 1.0))
-        self.axes.set_axis_off()
-        self.axes.set_xlim(0, WIDTH)
+        self.figure, self.axes = bars.canvas()
+        self.figure.set_size_inches(WIDTH, height)
         self.axes.set_ylim(height, 0)
         most = max(step.strip.reserved for step in steps if step.strip is not None)
         count = max(len(step.strip.segments) for step in steps if step.strip is not None)

@@ -5,7 +5,6 @@ Each column is the moment with the most allocated in its interval, so that no pe
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,6 +22,7 @@ from gpumem_magic.snapshot.model import INACTIVE, Segment
 from gpumem_magic.timeline_page.data import plain
 from gpumem_magic.timeline_page.source import TimelineSource
 from gpumem_magic.units import GIB, MIB, counted, human
+from gpumem_magic.views.figure import rendered
 from gpumem_magic.views.palette import ALARM, COLOURS, PAPER, QUIET, TEXT
 
 MOST_DEVICES = 4
@@ -60,9 +60,7 @@ def png(title: str, sources: Sequence[TimelineSource], *, dpi: int = 110) -> tup
         )
         if len(sources) > MOST_DEVICES:
             figure.text(0.99, 0.01, f"and {len(sources) - MOST_DEVICES} more", ha="right", fontsize=9, color=QUIET)
-        raw = io.BytesIO()
-        figure.savefig(raw, format="png", dpi=dpi)
-    return raw.getvalue(), round(figure.get_figwidth() * dpi), round(figure.get_figheight() * dpi)
+    return rendered(figure, dpi), round(figure.get_figwidth() * dpi), round(figure.get_figheight() * dpi)
 
 
 def _stack(axes: Axes, source: TimelineSource, *, named: bool) -> set[str]:

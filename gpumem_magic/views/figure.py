@@ -61,7 +61,7 @@ class ReportFigure(Figure):
     """A figure that a notebook shows as a picture even where nobody has loaded pyplot."""
 
     def _repr_png_(self) -> bytes:
-        return _render(self, 160)
+        return rendered(self, 160)
 
 
 def draw(
@@ -78,14 +78,19 @@ def draw(
 
 def png(report: ReportData, *, dpi: int = 160, title: bool = True, words: bool = True) -> tuple[bytes, int, int]:
     """The picture as a PNG, and its width and height in pixels. Few colours, so that a saved notebook stays small."""
-    raw = io.BytesIO(_render(draw(report, title=title, words=words), dpi))
-    image = Image.open(raw).convert("RGB").quantize(palette=palette_image(), dither=Image.Dither.NONE)
+    return few_colours(rendered(draw(report, title=title, words=words), dpi))
+
+
+def few_colours(raw: bytes) -> tuple[bytes, int, int]:
+    """A PNG with the palette's colours only, and its width and height in pixels."""
+    image = Image.open(io.BytesIO(raw)).convert("RGB").quantize(palette=palette_image(), dither=Image.Dither.NONE)
     small = io.BytesIO()
     image.save(small, format="png", optimize=True)
     return small.getvalue(), image.width, image.height
 
 
-def _render(figure: Figure, dpi: int) -> bytes:
+def rendered(figure: Figure, dpi: int) -> bytes:
+    """The figure as a PNG on paper."""
     raw = io.BytesIO()
     with warnings.catch_warnings(), matplotlib.style.context("default"):
         # A letter that no installed font has is drawn as a box; the table beside the picture has it.
@@ -123,9 +128,9 @@ class _Drawing:
         self.figures = SizeFormat(report)
         self.lines, self.left_out = select(report, parts, limit)
         self.mono, self.sans = _fonts(report)
-        self.figure, self.axes = _canvas()
-        canvas: Any = FigureCanvasAgg(self.figure)
-        self._renderer = canvas.get_renderer()
+        self.figure, self.axes = canvas()
+        agg: Any = FigureCanvasAgg(self.figure)
+        self._renderer = agg.get_renderer()
         self.scale = self._make_scale()
         self.pitch = 0.31 if len(self.lines) <= 40 else 0.24
         # From the top: title, head of the columns, rows, axis, legend, sentences.
@@ -380,7 +385,7 @@ class _Drawing:
         return wrap(sentence, characters)
 
 
-def _canvas() -> tuple[Figure, Any]:
+def canvas() -> tuple[Figure, Any]:
     """A figure of one inch's height, which grows when the rows are known, and axes in inches that fill it."""
     figure = ReportFigure(figsize=(WIDTH, 1), dpi=100, facecolor=PAPER, edgecolor=PAPER)
     axes = figure.add_axes((0, 0, 1, 1), frameon=False)
