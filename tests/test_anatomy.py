@@ -18,7 +18,7 @@ from gpumem_magic.virtual import gpu
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
-from textbook import OPTIMIZERS, PRECISIONS, layer_activation_bytes, measured, textbook  # noqa: E402
+from textbook import OPTIMIZERS, PRECISIONS, layer_activation_bytes, measured, textbook
 
 sizes = st.dictionaries(st.sampled_from(CATEGORIES), st.one_of(st.none(), st.integers(0, 1 << 40)))
 

@@ -234,9 +234,9 @@ def test_an_interrupted_cell_leaves_the_watch_running(shell: Any) -> None:
     [
         ("--hz", "argument --hz: expected one argument"),
         ("--hz quick", "invalid float value: 'quick'"),
-        ("--hz 0", "from 0.01 to 50"),
-        ("--hz nan", "from 0.01 to 50"),
-        ("--hz=1000", "from 0.01 to 50"),
+        ("--hz 0", "between 0.01 and 50"),
+        ("--hz nan", "between 0.01 and 50"),
+        ("--hz=1000", "between 0.01 and 50"),
         ("faster", "invalid choice: 'faster'"),
         ("pause now", "unrecognized arguments: now"),
         ("mark x", "no watch is running"),
