@@ -1,0 +1,387 @@
+"""Damaged and hostile files, each read as everything that reads files would: nothing runs, nothing hangs, nothing grows.
+
+    python tests/differential/files.py [--count 20000] [--seed 1] [--jobs 2]
+
+The mutants come from real recordings (measured here, PyTorch's own dumps, and those of `shared`, where it lies beside the
+project), from reports and from pages, and from `hostile_snapshots`. Changed are values, texts (to markup and control codes),
+opcodes (calls that would leave a canary) and bytes. Each is read by `gpumem_magic.load`, `Report.load` and the commands, and
+shown as text, HTML and as an interactive page. A mutant fails the run where anything of it was executed (a canary, an audit
+event, an element of a page), raised what is no clear refusal, took more than two seconds or more than 1 GiB.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gzip
+import io
+import json
+import os
+import pickle
+import pickletools
+import random
+import re
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parents[1])]
+
+import hostile_snapshots
+from hostile_snapshots import MARKUP, TEXTS
+
+SECONDS = 2.0
+GIB = 1 << 30
+RECORDINGS = HERE.parents[1].parent / "shared" / "data" / "snapshots"
+LARGEST = 20_000
+# Each hands over to something that runs: while a file is read, none may come.
+_FORBIDDEN = ("pickle.find_class", "os.system", "os.exec", "os.posix_spawn", "os.spawn", "subprocess.Popen", "socket.connect", "os.remove")
+_PAGE_MARKUP = [MARKUP, "<script>window.broken=1</script>", '"><svg onload=window.broken=1>', "</style><iframe src=x>", "javascript:alert(1)"]
+
+
+# ---- what is mutated
+
+
+def bases(folder: Path) -> dict[str, bytes]:
+    """Real files of every kind that this package and PyTorch write."""
+    import torch
+
+    import gpumem_magic
+    from gpumem_magic.views.html import page as page_of
+    from gpumem_magic.virtual import gpu
+
+    found: dict[str, bytes] = {}
+
+    def keep(name: str, report: Any) -> None:
+        report.save_snapshot(folder / f"{name}.pickle")
+        report.save(folder / f"{name}.json")
+        report.timeline().save(folder / f"{name}.timeline.html")
+        found[f"{name}.html"] = page_of(report, None).encode()
+
+    with gpumem_magic.measure(device="2xT4") as training:
+        model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8)).cuda()
+        optimizer = torch.optim.Adam(model.parameters())
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.randn(16, 32, device="cuda")).sum().backward()
+            optimizer.step()
+        other = torch.empty(1000, device="cuda:1")
+    keep("training", training.report)
+    torch.cuda.memory._record_memory_history()
+    with contextlib.suppress(torch.OutOfMemoryError), gpumem_magic.measure() as failing:
+        kept = [torch.empty(1 << 30, dtype=torch.uint8, device="cuda") for _ in range(20)]
+    keep("failing", failing.report)
+    torch.cuda.memory._dump_snapshot(str(folder / "dumped.pickle"))
+    torch.cuda.memory._record_memory_history(None)
+    del model, optimizer, other
+    kept = None  # noqa: F841
+    gpu.turn_off()
+    found |= {path.name: path.read_bytes() for path in folder.iterdir()}
+    for path in sorted(RECORDINGS.glob("*.pickle.gz")) if RECORDINGS.is_dir() else ():
+        content = path.read_bytes()
+        if len(content) < LARGEST:
+            found[path.name] = content
+    return found
+
+
+class Mutants:
+    """Files made from `bases`, each with one to four things wrong."""
+
+    def __init__(self, bases: dict[str, bytes], source: random.Random, canary: Path) -> None:
+        self.bases = bases
+        self.source = source
+        self.canary = canary
+        self._plain: dict[str, Any] = {}
+        self._synthetic = hostile_snapshots.mutations(source.getrandbits(32), 1 << 60)
+
+    def one(self) -> tuple[str, bytes]:
+        """The name of what was done to what, and the file."""
+        source = self.source
+        if source.random() < 0.15:
+            return "synthetic", next(self._synthetic)
+        # Pages are many bytes of one kind: fewer of them.
+        pages = source.random() < 0.1
+        name = source.choice([one for one in self.bases if one.endswith(".html") == pages])
+        content = self.bases[name]
+        kind = source.choice(["values", "values", "texts", "bytes", "opcodes"])
+        if name.endswith(".html"):
+            content = self._bytes(content) if kind == "bytes" else self._page(content)
+        elif kind == "bytes":
+            content = self._bytes(content)
+        elif kind == "opcodes" and ".pickle" in name:
+            content = self._opcodes(self._unpacked(name, content))
+        else:
+            data = self._copy(name, content)
+            if kind == "texts":
+                data = self._with_texts(data)
+            for _ in range(source.choice([1, 1, 2, 4])):
+                hostile_snapshots._mutate(data, source)
+            if ".pickle" in name and source.random() < 0.9:
+                content = pickle.dumps(data, source.choice([2, 3, 4, 4, 5]))
+            else:
+                content = json.dumps(data, default=str).encode("utf-8", "replace")
+            kind = f"{kind} of data"
+        if name.endswith(".gz") and content[:2] != b"\x1f\x8b" or source.random() < 0.05:
+            content = gzip.compress(content, 1)
+        return f"{kind} of {name}", content
+
+    @staticmethod
+    def _unpacked(name: str, content: bytes) -> bytes:
+        return gzip.decompress(content) if name.endswith(".gz") else content
+
+    def _copy(self, name: str, content: bytes) -> Any:
+        if name not in self._plain:
+            raw = self._unpacked(name, content)
+            self._plain[name] = pickle.dumps(json.loads(raw) if name.endswith(".json") else pickle.loads(raw))
+        return pickle.loads(self._plain[name])
+
+    def _bytes(self, content: bytes) -> bytes:
+        damaged = bytearray(content)
+        for _ in range(self.source.choice([1, 1, 2, 6, 40])):
+            hostile_snapshots._damage(damaged, self.source)
+        return bytes(damaged)
+
+    def _page(self, content: bytes) -> bytes:
+        text = content.decode("utf-8", "replace")
+        place = self.source.randrange(len(text)) if text else 0
+        return (text[:place] + self.source.choice([*TEXTS, *_PAGE_MARKUP]) + text[place:]).encode("utf-8", "surrogatepass")
+
+    def _with_texts(self, data: Any) -> Any:
+        """Some of the texts become hostile ones."""
+        share = self.source.choice([0.02, 0.3, 1.0])
+
+        def changed(value: Any) -> Any:
+            if isinstance(value, dict):
+                return {key: changed(one) for key, one in value.items()}
+            if isinstance(value, list | tuple):
+                return [changed(one) for one in value]
+            if isinstance(value, str) and self.source.random() < share:
+                return self.source.choice([*TEXTS, *_PAGE_MARKUP])
+            return value
+
+        return changed(data)
+
+    def _opcodes(self, content: bytes) -> bytes:
+        """A pickle with a call put in between two of its opcodes: it would make the canary."""
+        places = []
+        with contextlib.suppress(Exception):
+            for _, _, position in pickletools.genops(content):
+                places.append(position or 0)  # noqa: PERF401
+                if len(places) > 5000:
+                    break
+        path = str(self.canary).encode()
+        size = len(path).to_bytes(4, "little")
+        call = self.source.choice(
+            [
+                b"cos\nmkdir\n(X" + size + path + b"tR0",
+                b"cbuiltins\nopen\n(X" + size + path + b"X\x01\x00\x00\x00wtR0",
+                b"\x8c\x02os\x8c\x05mkdir\x93X" + size + path + b"\x85R0",
+                b"(X" + size + path + b"ios\nmkdir\n0",
+                b"cbuiltins\neval\n(X\x0e\x00\x00\x00print('canary')tR0",
+                b"Pcanary\n0",
+                b"\x82\x010",
+                b"ccopyreg\n_reconstructor\n0",
+                b"cos\nmkdir\nX" + size + path + b"\x85\x8194}b",
+            ]
+        )
+        place = self.source.choice(places or [0])
+        return content[:place] + call + content[place:]
+
+
+# ---- what reads them
+
+
+class Elements(HTMLParser):
+    """The elements of a page and their attributes' names, as a browser would see them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[str] = Counter()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        for name, value in attrs:
+            if name.startswith("on") or (value or "").strip().lower().startswith("javascript:"):
+                self.found[f"{tag} {name}"] += 1
+        if tag in ("script", "iframe", "img", "object", "embed", "link", "base", "form"):
+            self.found[tag] += 1
+
+
+def elements(page: str) -> Counter[str]:
+    parser = Elements()
+    parser.feed(page)
+    return parser.found
+
+
+class Reader:
+    """Reads a file in every way. Raises AssertionError, and whatever is a mistake of ours."""
+
+    def __init__(self, folder: Path, report_elements: Counter[str]) -> None:
+        self.folder = folder
+        self.report_elements = report_elements
+        self.events: list[str] = []
+        self.listening = False
+        self.pictures = False
+        sys.addaudithook(self._hear)
+
+    def _hear(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if self.listening and event in _FORBIDDEN and not (event == "os.remove" and str(self.folder) in str(arguments[0])):
+            self.events.append(f"{event}{arguments}")
+
+    def read(self, path: Path, everything: bool) -> str:
+        """"loaded" or "refused"."""
+        self.listening, self.pictures = True, everything
+        try:
+            refused = hostile_snapshots.walk(path)
+            if not refused:
+                import gpumem_magic
+
+                self._show(gpumem_magic.load(path))
+            report = self._as_report(path)
+            if everything:
+                self._commands(path)
+        finally:
+            self.listening = False
+        return "refused" if refused and report is None else "loaded"
+
+    def _as_report(self, path: Path) -> Any:
+        from gpumem_magic.user_report import Report
+
+        try:
+            report = Report.load(path)
+        except (ValueError, OSError) as error:
+            assert str(error), "an error without words"
+            assert "\n" not in str(error), "an error of several lines"
+            return None
+        self._show(report)
+        return report
+
+    def _show(self, report: Any) -> None:
+        from gpumem_magic.views.html import page as page_of
+
+        assert "\x1b" not in str(report)
+        if self.pictures:
+            report.plot()
+        page = page_of(report, None)
+        more = elements(page) - self.report_elements
+        assert not more, f"a report's page has {dict(more)}"
+
+    def _commands(self, path: Path) -> None:
+        from gpumem_magic import cli
+
+        page = self.folder / "page.html"
+        for arguments in (["show", str(path), "--html", str(page)], ["replay", str(path)], ["diff", str(path), str(path)]):
+            out = io.StringIO()
+            with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+                try:
+                    cli.main(arguments)
+                except SystemExit as error:
+                    assert error.code in (0, 1, 2), arguments
+            assert "\x1b" not in out.getvalue(), arguments
+            assert "Traceback" not in out.getvalue(), out.getvalue()
+        page.unlink(missing_ok=True)
+
+
+def work(options: argparse.Namespace) -> dict[str, Any]:
+    """One process's share."""
+    source = random.Random(f"{options.seed} {options.part}")
+    outcomes: Counter[str] = Counter()
+    kinds: Counter[str] = Counter()
+    found: list[str] = []
+    slowest, largest = (0.0, ""), 0
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        made = folder / "bases"
+        made.mkdir()
+        real = bases(made)
+        canary, path = folder / "canary", folder / "case.pickle"
+        reader = Reader(folder, elements(real["training.html"].decode()) | elements(real["failing.html"].decode()))
+        mutants = Mutants(real, source, canary)
+        hand_made = list(hostile_snapshots.hand_made(canary).items()) if options.part == 0 else []
+        for number in range(options.count):
+            what, content = (f"hand made: {hand_made[number][0]}", hand_made[number][1]) if number < len(hand_made) else mutants.one()
+            path.write_bytes(content)
+            memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            began = time.process_time()
+            try:
+                outcomes[reader.read(path, everything=number % 25 == 0)] += 1
+            except BaseException as error:
+                if isinstance(error, KeyboardInterrupt):
+                    raise
+                outcomes["mistakes"] += 1
+                found.append(f"--- {what}\n{traceback.format_exc()}")
+                if options.keep is not None:
+                    options.keep.mkdir(exist_ok=True)
+                    (options.keep / f"{options.part}-{number}").write_bytes(content)
+            slowest = max(slowest, (time.process_time() - began, what))
+            largest = max(largest, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory) * 1024)
+            kinds[what.partition(":")[0].partition(" of ")[0]] += 1
+            if canary.exists() or reader.events:
+                outcomes["executed"] += 1
+                found.append(f"--- {what}: executed {reader.events}")
+                reader.events.clear()
+                with contextlib.suppress(OSError):
+                    canary.rmdir() if canary.is_dir() else canary.unlink()
+    return {"outcomes": outcomes, "kinds": kinds, "found": found, "slowest": slowest, "largest": largest}
+
+
+def parts(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    running = []
+    for part in range(options.jobs):
+        command = [sys.executable, __file__, "--part", str(part), "--seed", options.seed, "--count", str((options.count + part) // options.jobs)]
+        command += ["--keep", str(options.keep)] if options.keep is not None else []
+        running.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "MPLBACKEND": "agg"}))
+    for process in running:
+        text, _ = process.communicate()
+        if process.returncode:
+            raise SystemExit(f"a process that reads files ended with {process.returncode}: it was killed by one of them")
+        yield json.loads(text)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=20_000)
+    parser.add_argument("--seed", default="1")
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--keep", type=Path, help="a folder for the files that are read wrongly")
+    parser.add_argument("--part", type=int, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.part is not None:
+        resource.setrlimit(resource.RLIMIT_DATA, (4 * GIB, 4 * GIB))
+        answers, sys.stdout = sys.stdout, io.StringIO()
+        answer = work(options)
+        sys.stdout = answers
+        json.dump(answer, sys.stdout)
+        return 0
+    began = time.monotonic()
+    outcomes: Counter[str] = Counter()
+    kinds: Counter[str] = Counter()
+    found: list[str] = []
+    slowest, largest = (0.0, ""), 0
+    for answer in parts(options):
+        outcomes.update(answer["outcomes"])
+        kinds.update(answer["kinds"])
+        found += answer["found"]
+        slowest = max(slowest, tuple(answer["slowest"]))
+        largest = max(largest, answer["largest"])
+    print("\n".join(re.sub(r"(?m)^", "  ", one)[2:] for one in found[:30]))
+    print("made by: " + ", ".join(f"{count:,} {kind}" for kind, count in kinds.most_common()))
+    bad = outcomes["mistakes"] + outcomes["executed"] + (slowest[0] > SECONDS) + (largest > GIB)
+    print(
+        f"{outcomes['loaded'] + outcomes['refused'] + outcomes['mistakes']:,} files in {time.monotonic() - began:,.0f} s: {outcomes['loaded']:,} loaded, "
+        f"{outcomes['refused']:,} refused, {outcomes['mistakes']} read wrongly, {outcomes['executed']} executed; the slowest took "
+        f"{slowest[0]:.2f} s ({slowest[1]}), the largest {largest / (1 << 20):,.0f} MiB more than before"
+    )
+    return int(bad > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
