@@ -1,6 +1,6 @@
 """Damaged and hostile files on the whole road to a report and a page: one clear error or a correct load, and nothing executed.
 
-A sample; `benchmarks/hostile.py` walks ten thousand, and also holds them against the clock and the memory.
+A sample; `tests/differential/files.py` reads twenty thousand, and also holds them against the clock and the memory.
 """
 
 from __future__ import annotations

@@ -28,11 +28,12 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 import sources
+import tools
 from compare import Difference, differences, explained, smoothed, without_chance
 from run import OLDEST, Case, Kind, Zygote
 from zygote import is_shifted
 
-WEIGHTS = {"generated": 50, "cpython": 22, "doctests": 12, "ipython": 6, "numpy": 9, "innocent": 1}
+WEIGHTS = {"generated": 50, "cpython": 22, "doctests": 12, "ipython": 6, "numpy": 9, "innocent": 1, "tools": 3}
 MODES = {"quiet": 62, "counters": 12, "shown": 6, "auto": 20}
 REPLACED_AFTER = 400
 
@@ -156,7 +157,7 @@ def work(options: argparse.Namespace) -> dict[str, Any]:
         comparison.zygote.close()
     return {
         "kind": {**comparison.zygote.versions, "device": options.device}, "counts": comparison.counts, "reasons": comparison.reasons,
-        "found": comparison.found, "places": comparison.places, "seconds": time.monotonic() - began,
+        "found": comparison.found, "places": comparison.places, "seconds": time.monotonic() - began, "missing": tools.missing() if "tools" in names else [],
     }  # fmt: skip
 
 
@@ -261,6 +262,9 @@ def summary(results: list[dict[str, Any]], options: argparse.Namespace, seconds:
         found += one["found"]
         print(f"Python {one['kind']['python']}, IPython {one['kind']['IPython']}, torch {one['kind']['torch']}, {one['kind']['device']}: "
               f"{one['counts'].get('cells', 0):,} cells, {one['counts'].get('with differences', 0)} cases differ")  # fmt: skip
+    absent = sorted({name for one in results for name in one["missing"]})
+    if absent:
+        print(f"  not everywhere there, and so left out there: {', '.join(absent)}")
     if options.keep is not None:
         options.keep.write_text("\n\n".join(map(story, found)) + "\n", encoding="utf-8")
     else:

@@ -28,7 +28,7 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -44,8 +44,23 @@ GIB = 1 << 30
 RECORDINGS = HERE.parents[1].parent / "shared" / "data" / "snapshots"
 LARGEST = 20_000
 # Each hands over to something that runs: while a file is read, none may come.
-_FORBIDDEN = ("pickle.find_class", "os.system", "os.exec", "os.posix_spawn", "os.spawn", "subprocess.Popen", "socket.connect", "os.remove")
-_PAGE_MARKUP = [MARKUP, "<script>window.broken=1</script>", '"><svg onload=window.broken=1>', "</style><iframe src=x>", "javascript:alert(1)"]
+_FORBIDDEN = (
+    "pickle.find_class",
+    "os.system",
+    "os.exec",
+    "os.posix_spawn",
+    "os.spawn",
+    "subprocess.Popen",
+    "socket.connect",
+    "os.remove",
+)
+_PAGE_MARKUP = [
+    MARKUP,
+    "<script>window.broken=1</script>",
+    '"><svg onload=window.broken=1>',
+    "</style><iframe src=x>",
+    "javascript:alert(1)",
+]
 
 
 # ---- what is mutated
@@ -153,7 +168,9 @@ class Mutants:
     def _page(self, content: bytes) -> bytes:
         text = content.decode("utf-8", "replace")
         place = self.source.randrange(len(text)) if text else 0
-        return (text[:place] + self.source.choice([*TEXTS, *_PAGE_MARKUP]) + text[place:]).encode("utf-8", "surrogatepass")
+        return (text[:place] + self.source.choice([*TEXTS, *_PAGE_MARKUP]) + text[place:]).encode(
+            "utf-8", "surrogatepass"
+        )
 
     def _with_texts(self, data: Any) -> Any:
         """Some of the texts become hostile ones."""
@@ -233,24 +250,44 @@ class Reader:
         sys.addaudithook(self._hear)
 
     def _hear(self, event: str, arguments: tuple[Any, ...]) -> None:
-        if self.listening and event in _FORBIDDEN and not (event == "os.remove" and str(self.folder) in str(arguments[0])):
+        if (
+            self.listening
+            and event in _FORBIDDEN
+            and not (event == "os.remove" and str(self.folder) in str(arguments[0]))
+        ):
             self.events.append(f"{event}{arguments}")
 
     def read(self, path: Path, everything: bool) -> str:
-        """"loaded" or "refused"."""
+        """ "loaded" or "refused". `seconds` and `memory` are then those of the reading that took most of each."""
         self.listening, self.pictures = True, everything
+        self.seconds, self.memory = 0.0, 0
         try:
-            refused = hostile_snapshots.walk(path)
+            refused = self._limited(hostile_snapshots.walk, path)
             if not refused:
                 import gpumem_magic
 
-                self._show(gpumem_magic.load(path))
-            report = self._as_report(path)
+                self._limited(lambda path: self._show(gpumem_magic.load(path)), path)
+            report = self._limited(self._as_report, path)
             if everything:
-                self._commands(path)
+                page = str(self.folder / "page.html")
+                for arguments in (
+                    ["show", str(path), "--html", page],
+                    ["replay", str(path)],
+                    ["diff", str(path), str(path)],
+                ):
+                    self._limited(self._command, arguments)
         finally:
             self.listening = False
         return "refused" if refused and report is None else "loaded"
+
+    def _limited(self, work: Callable[[Any], Any], argument: Any) -> Any:
+        before = _highest(reset=True)
+        began = time.process_time()
+        try:
+            return work(argument)
+        finally:
+            self.seconds = max(self.seconds, time.process_time() - began)
+            self.memory = max(self.memory, _highest() - before)
 
     def _as_report(self, path: Path) -> Any:
         from gpumem_magic.user_report import Report
@@ -274,20 +311,27 @@ class Reader:
         more = elements(page) - self.report_elements
         assert not more, f"a report's page has {dict(more)}"
 
-    def _commands(self, path: Path) -> None:
+    def _command(self, arguments: list[str]) -> None:
         from gpumem_magic import cli
 
-        page = self.folder / "page.html"
-        for arguments in (["show", str(path), "--html", str(page)], ["replay", str(path)], ["diff", str(path), str(path)]):
-            out = io.StringIO()
-            with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
-                try:
-                    cli.main(arguments)
-                except SystemExit as error:
-                    assert error.code in (0, 1, 2), arguments
-            assert "\x1b" not in out.getvalue(), arguments
-            assert "Traceback" not in out.getvalue(), out.getvalue()
-        page.unlink(missing_ok=True)
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+            try:
+                cli.main(arguments)
+            except SystemExit as error:
+                assert error.code in (0, 1, 2), arguments
+        assert "\x1b" not in out.getvalue(), arguments
+        assert "Traceback" not in out.getvalue(), out.getvalue()
+
+
+def _highest(reset: bool = False) -> int:
+    """The most bytes that this process has had in memory since the last reset (Linux; elsewhere since its start)."""
+    status = Path("/proc/self/status")
+    if not status.exists():
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    if reset:
+        Path("/proc/self/clear_refs").write_text("5")
+    return next(int(line.split()[1]) * 1024 for line in status.read_text().splitlines() if line.startswith("VmHWM"))
 
 
 def work(options: argparse.Namespace) -> dict[str, Any]:
@@ -307,10 +351,12 @@ def work(options: argparse.Namespace) -> dict[str, Any]:
         mutants = Mutants(real, source, canary)
         hand_made = list(hostile_snapshots.hand_made(canary).items()) if options.part == 0 else []
         for number in range(options.count):
-            what, content = (f"hand made: {hand_made[number][0]}", hand_made[number][1]) if number < len(hand_made) else mutants.one()
+            what, content = (
+                (f"hand made: {hand_made[number][0]}", hand_made[number][1])
+                if number < len(hand_made)
+                else mutants.one()
+            )
             path.write_bytes(content)
-            memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-            began = time.process_time()
             try:
                 outcomes[reader.read(path, everything=number % 25 == 0)] += 1
             except BaseException as error:
@@ -321,8 +367,8 @@ def work(options: argparse.Namespace) -> dict[str, Any]:
                 if options.keep is not None:
                     options.keep.mkdir(exist_ok=True)
                     (options.keep / f"{options.part}-{number}").write_bytes(content)
-            slowest = max(slowest, (time.process_time() - began, what))
-            largest = max(largest, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory) * 1024)
+            slowest = max(slowest, (reader.seconds, what))
+            largest = max(largest, reader.memory)
             kinds[what.partition(":")[0].partition(" of ")[0]] += 1
             if canary.exists() or reader.events:
                 outcomes["executed"] += 1
@@ -336,13 +382,26 @@ def work(options: argparse.Namespace) -> dict[str, Any]:
 def parts(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     running = []
     for part in range(options.jobs):
-        command = [sys.executable, __file__, "--part", str(part), "--seed", options.seed, "--count", str((options.count + part) // options.jobs)]
+        command = [
+            sys.executable,
+            __file__,
+            "--part",
+            str(part),
+            "--seed",
+            options.seed,
+            "--count",
+            str((options.count + part) // options.jobs),
+        ]
         command += ["--keep", str(options.keep)] if options.keep is not None else []
-        running.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "MPLBACKEND": "agg"}))
+        running.append(
+            subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "MPLBACKEND": "agg"})
+        )
     for process in running:
         text, _ = process.communicate()
         if process.returncode:
-            raise SystemExit(f"a process that reads files ended with {process.returncode}: it was killed by one of them")
+            raise SystemExit(
+                f"a process that reads files ended with {process.returncode}: it was killed by one of them"
+            )
         yield json.loads(text)
 
 

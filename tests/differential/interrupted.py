@@ -6,6 +6,7 @@ that was drawn by lot.
 
 from __future__ import annotations
 
+import asyncio
 import builtins
 import os
 import signal
@@ -112,7 +113,7 @@ def run(shell: Any, request: dict[str, Any], bearings: dict[str, Any], run_cell:
                 error = result.error_in_exec or result.error_before_exec
                 found["landed"] = isinstance(error, KeyboardInterrupt)
                 found["error"] = type(error).__name__
-            except KeyboardInterrupt:
+            except (KeyboardInterrupt, asyncio.CancelledError):
                 found.update(landed=True, error="left the shell")
             signal.signal(signal.SIGINT, signal.SIG_IGN)
         except KeyboardInterrupt:

@@ -64,6 +64,7 @@ SCENARIOS: dict[str, tuple[list[str], str, bool]] = {
     "another device for a cell": (ON, "%%gpumem -q --device L4\nt = torch.empty(1000, device='cuda')", False),
     "input": (["%gpumem_device T4"], "%%gpumem -q\nx = 1\nname = input('name? ')\ny = 2", False),
     "await": ([*ON, "import asyncio"], "%%gpumem -q\nawait asyncio.sleep(0.02)\nstep()\nawait asyncio.sleep(0.02)", True),
+    "await in a terminal": ([*ON, "import asyncio"], "%%gpumem -q\nawait asyncio.sleep(0.02)\nstep()\nawait asyncio.sleep(0.02)", False),
     "every cell": ([*ON, "%gpumem_auto on"], "step()\nstep()", False),
     "who and free": (HEAVY, "%gpumem_who\n%gpumem_free", False),
     "load and unload": ([], "%unload_ext gpumem_magic\n%load_ext gpumem_magic\n%gpumem_device T4", False),
@@ -76,7 +77,7 @@ SCENARIOS: dict[str, tuple[list[str], str, bool]] = {
 WARM = tuple(
     cell
     for name, (setup, cell, kernel) in SCENARIOS.items()
-    if name not in ("input", "await", "load and unload")
+    if name not in ("input", "await", "await in a terminal", "load and unload")
     for cell in (*setup, cell)
 )
 

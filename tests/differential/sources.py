@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import generate
+import tools
 from run import HERE, OLDEST, Case
 
 # Tests that need a network, minutes, gigabytes, or other processes that outlive them.
@@ -36,6 +37,7 @@ def of_this(name: str, source: random.Random) -> Iterator[Case]:
         "ipython": ipython,
         "numpy": numpy,
         "innocent": innocent,
+        "tools": tools.cases,
     }
     return every[name](source)
 

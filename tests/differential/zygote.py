@@ -121,7 +121,7 @@ def run_quietly(shell: Any, cell: str) -> None:
 
 
 def run_cell(shell: Any, cell: str, as_kernel: bool) -> Any:
-    """As a terminal runs it, or as a kernel does, in which an event loop is running."""
+    """As a terminal runs it, or as a kernel does (what `ipykernel` does with IPython, step by step)."""
     if not as_kernel:
         return shell.run_cell(cell, store_history=True)
 
@@ -131,11 +131,24 @@ def run_cell(shell: Any, cell: str, as_kernel: bool) -> Any:
             transformed = shell.transform_cell(cell)
         except Exception:
             transformed, failure = cell, sys.exc_info()
-        if shell.should_run_async(cell, transformed_cell=transformed, preprocessing_exc_tuple=failure):
-            return await shell.run_cell_async(
+        if not shell.should_run_async(cell, transformed_cell=transformed, preprocessing_exc_tuple=failure):
+            return shell.run_cell(cell, store_history=True)
+        future = asyncio.ensure_future(
+            shell.run_cell_async(
                 cell, store_history=True, transformed_cell=transformed, preprocessing_exc_tuple=failure
             )
-        return shell.run_cell(cell, store_history=True)
+        )
+        # Ctrl-C cancels what awaits, and does not raise wherever the loop is.
+        handler = signal.getsignal(signal.SIGINT)
+        signal.signal(signal.SIGINT, lambda *_: loop.call_soon_threadsafe(future.cancel))
+        result = None
+        try:
+            result = await future
+        finally:
+            signal.signal(signal.SIGINT, handler)
+            shell.events.trigger("post_execute")
+            shell.events.trigger("post_run_cell", result)
+        return result
 
     from IPython.core.async_helpers import _asyncio_runner
 

@@ -131,7 +131,8 @@ def _private_directory() -> str:
             _clear_away(place)
             directory = tempfile.mkdtemp(prefix=_PREFIX, dir=place)
             probe = Path(directory, "probe")
-            probe.touch(mode=0o700)
+            probe.write_bytes(b"")
+            probe.chmod(0o700)
             # False on a file system that is mounted `noexec`.
             runs = os.access(probe, os.X_OK)
             probe.unlink()
