@@ -36,8 +36,8 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parents[1])]
 
-import hostile_snapshots
-from hostile_snapshots import MARKUP, TEXTS
+import hostile_snapshots  # noqa: E402
+from hostile_snapshots import MARKUP, TEXTS  # noqa: E402
 
 SECONDS = 2.0
 GIB = 1 << 30
@@ -145,7 +145,7 @@ class Mutants:
             else:
                 content = json.dumps(data, default=str).encode("utf-8", "replace")
             kind = f"{kind} of data"
-        if name.endswith(".gz") and content[:2] != b"\x1f\x8b" or source.random() < 0.05:
+        if (name.endswith(".gz") and content[:2] != b"\x1f\x8b") or source.random() < 0.05:
             content = gzip.compress(content, 1)
         return f"{kind} of {name}", content
 
@@ -192,7 +192,7 @@ class Mutants:
         places = []
         with contextlib.suppress(Exception):
             for _, _, position in pickletools.genops(content):
-                places.append(position or 0)  # noqa: PERF401
+                places.append(position or 0)
                 if len(places) > 5000:
                     break
         path = str(self.canary).encode()
@@ -295,11 +295,13 @@ class Reader:
         try:
             report = Report.load(path)
         except (ValueError, OSError) as error:
-            assert str(error), "an error without words"
-            assert "\n" not in str(error), "an error of several lines"
-            return None
-        self._show(report)
-        return report
+            words = str(error)
+        else:
+            self._show(report)
+            return report
+        assert words, "an error without words"
+        assert "\n" not in words, "an error of several lines"
+        return None
 
     def _show(self, report: Any) -> None:
         from gpumem_magic.views.html import page as page_of
@@ -317,9 +319,10 @@ class Reader:
         out = io.StringIO()
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
             try:
-                cli.main(arguments)
+                status: Any = cli.main(arguments)
             except SystemExit as error:
-                assert error.code in (0, 1, 2), arguments
+                status = error.code
+        assert status in (0, 1, 2), arguments
         assert "\x1b" not in out.getvalue(), arguments
         assert "Traceback" not in out.getvalue(), out.getvalue()
 

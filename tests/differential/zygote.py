@@ -120,6 +120,10 @@ def run_quietly(shell: Any, cell: str) -> None:
 # ---- in the child
 
 
+# A kernel's one.
+_loops: list[asyncio.AbstractEventLoop] = []
+
+
 def run_cell(shell: Any, cell: str, as_kernel: bool) -> Any:
     """As a terminal runs it, or as a kernel does (what `ipykernel` does with IPython, step by step)."""
     if not as_kernel:
@@ -153,7 +157,9 @@ def run_cell(shell: Any, cell: str, as_kernel: bool) -> Any:
     from IPython.core.async_helpers import _asyncio_runner
 
     usual, shell.loop_runner = shell.loop_runner, _asyncio_runner
-    loop = asyncio.new_event_loop()
+    if not _loops:
+        _loops.append(asyncio.new_event_loop())
+    (loop,) = _loops
     asyncio.set_event_loop(loop)
     try:
         return loop.run_until_complete(execute())
@@ -176,7 +182,7 @@ def outcome_of(result: Any) -> dict[str, Any]:
 
 def is_report(data: Any) -> bool:
     """Whether what is displayed is the report of a measured cell, which plain cells have not."""
-    report = sys.modules["gpumem_magic.session"].last_report()
+    report = sys.modules["gpumem_magic"].last_report()
     return report is not None and str(data.get("text/plain", "")) == str(report)
 
 
@@ -323,7 +329,7 @@ def is_shifted(cell: str) -> bool:
 def without_process(value: Any, number: str) -> Any:
     """What was found, without the number of the process, which no two of them share."""
     if isinstance(value, str):
-        return value.replace(number, "PROCESS")
+        return re.sub(rf"(?<![0-9a-f]){number}(?![0-9a-f])", "PROCESS", value)
     if isinstance(value, dict):
         return {without_process(key, number): without_process(one, number) for key, one in value.items()}
     return [without_process(one, number) for one in value] if isinstance(value, list | tuple) else value
