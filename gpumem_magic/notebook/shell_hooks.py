@@ -16,7 +16,7 @@ from IPython.core.async_helpers import _asyncio_runner
 
 from gpumem_magic.failures import swallowed
 from gpumem_magic.patching import Patches
-from gpumem_magic.recording.cell import compiles, without_warnings
+from gpumem_magic.recording.cell import compiles, place
 from gpumem_magic.recording.source import split_lines
 
 MAGIC = "gpumem"
@@ -63,42 +63,42 @@ class ShellHooks:
             tree = ast.parse(text)
         except (SyntaxError, ValueError):
             return lines
-        with without_warnings():
-            return self._rewritten(lines, text, tree)
-
-    def _rewritten(self, lines: list[str], text: str, tree: ast.Module) -> list[str]:
         waiting: list[ast.Call] = []
         for call in ast.walk(tree):
-            if not isinstance(call, ast.Call) or (python := self._python_of(call)) is None:
+            if not isinstance(call, ast.Call) or (code := self._code_of(call)) is None:
                 continue
-            if self._shell.should_run_async(text, transformed_cell=python):
+            alone = _is_cell_magic(call) and len(tree.body) == 1
+            python = None
+            try:
+                python = place(self._shell, code, int(_is_cell_magic(call))).python
+            except Exception as error:
+                swallowed(error)
+            if alone and (python is None or not compiles(self._shell, python)):
+                # What can't be transformed fails here once more, and IPython shows it as it would without us.
+                return str(self._shell.transform_cell(_behind_a_remark(code))).splitlines(keepends=True)
+            if python is not None and self._shell.should_run_async(text, transformed_cell=python):
                 waiting.append(call)
-            elif _is_cell_magic(call) and len(tree.body) == 1 and not compiles(self._shell, python):
-                return self._below_a_comment(call).splitlines(keepends=True)
         return _with_await(lines, waiting)
 
-    def _python_of(self, call: ast.Call) -> str | None:
-        """The code that a call of our magic is to run, as IPython transforms it; None for any other call."""
+    def _code_of(self, call: ast.Call) -> str | None:
+        """The code that a call of our magic is to run; None for anything else."""
         match call:
             case ast.Call(
                 func=ast.Attribute(value=ast.Call(func=ast.Name(id="get_ipython")), attr=attribute),
                 args=[ast.Constant(value="gpumem"), *_, ast.Constant(value=str(code))],
             ) if attribute in ("run_cell_magic", "run_line_magic"):
                 try:
-                    return str(self._shell.transform_cell(code if _is_cell_magic(call) else self._statement_of(code)))
-                except SyntaxError:
-                    if _is_cell_magic(call):
-                        # Raised here it is shown as the cell's own, as it would be without us.
-                        self._below_a_comment(call)
+                    return code if _is_cell_magic(call) else self._statement_of(code)
                 except Exception as error:  # the magic meets it again, and IPython shows it then
                     swallowed(error)
                     return None
         return None
 
-    def _below_a_comment(self, call: ast.Call) -> str:
-        """A cell with a comment in the place of the magic, transformed: its lines are where they would be without us."""
-        body = ast.literal_eval(call.args[-1])
-        return str(self._shell.transform_cell(f"#\n{body}"))
+
+def _behind_a_remark(code: str) -> str:
+    """A comment stands for the magic's line; IPython takes away the indentation that the first line has."""
+    first = next((line for line in code.splitlines() if line.strip()), "")
+    return f"{first[: len(first) - len(first.lstrip())]}#\n{code}"
 
 
 def _is_cell_magic(call: ast.Call) -> bool:

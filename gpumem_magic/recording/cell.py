@@ -11,18 +11,17 @@ import inspect
 import io
 import symtable
 import tokenize
-import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from types import CodeType, TracebackType
 from typing import Any
 
 from gpumem_magic.recording.hook import CellObserver, StatementHook, new_hook_name
 from gpumem_magic.recording.instrument import COMPOUND, Instrumenter, Statement, with_constants
+from gpumem_magic.recording.quiet import no_warnings_of
 from gpumem_magic.recording.source import Source, align
 
-__all__ = ["CellObserver", "CellRun", "PreparedCell", "Statement", "compiles", "names_in", "prepare"]
+__all__ = ["CellObserver", "CellRun", "PreparedCell", "Statement", "compiles", "names_in", "place", "prepare"]
 
 
 @dataclass(frozen=True)
@@ -48,25 +47,50 @@ class PreparedCell:
         return not self.tree.body
 
 
-def prepare(shell: Any, body: str, lines_above: int = 1) -> PreparedCell:
-    """Transforms and parses a body. lines_above: the lines of the notebook's cell before it, 1 for the magic's own.
+@dataclass(frozen=True)
+class _Placed:
+    """A body as IPython transforms it, on the notebook's lines. The fields are `PreparedCell`'s."""
 
-    Raises SyntaxError, with the notebook's line, for what Python cannot read.
-    """
+    raw: str
+    python: str
+    extents: dict[int, int]
+    transformed: str
+
+
+# Of the last body: IPython may print as it transforms, so that it is done once for each run. (shell, body, lines above, found)
+_placed: tuple[Any, str, int, _Placed] | None = None
+
+
+def place(shell: Any, body: str, lines_above: int = 1) -> _Placed:
+    """Transforms a body, for `prepare` too. lines_above: the lines of the notebook's cell before it, 1 for the magic's own."""
+    global _placed
     transformed = shell.transform_cell(body)
-    aligned, extents = align(body, transformed) or (transformed, {})
     above = "\n" * lines_above
-    python = above + aligned
-    raw = above + body
-    filename = shell.compile.cache(python, _execution_count(shell), raw_code=raw)
+    with no_warnings_of("<unknown>"):
+        aligned, extents = align(body, transformed) or (transformed, {})
+    extents = {first + lines_above: last + lines_above for first, last in extents.items()}
+    found = _Placed(above + body, above + aligned, extents, transformed)
+    _placed = shell, body, lines_above, found
+    return found
+
+
+def prepare(shell: Any, body: str, lines_above: int = 1) -> PreparedCell:
+    """Transforms and parses a body (see `place`). Raises SyntaxError, with the notebook's line, for what Python cannot read."""
+    global _placed
+    last, _placed = _placed, None
+    placed = last[3] if last is not None and last[:3] == (shell, body, lines_above) else place(shell, body, lines_above)
+    _placed = None
+    filename = shell.compile.cache(placed.python, _execution_count(shell), raw_code=placed.raw)
+    with no_warnings_of("<>"):
+        needs_await = shell.should_run_async(body, transformed_cell=placed.python)
     return PreparedCell(
-        raw=raw,
-        python=python,
-        extents={first + lines_above: last + lines_above for first, last in extents.items()},
+        raw=placed.raw,
+        python=placed.python,
+        extents=placed.extents,
         filename=filename,
-        tree=shell.compile.ast_parse(python, filename=filename),
-        needs_await=shell.should_run_async(body, transformed_cell=python),
-        silenced=_ends_with_semicolon(transformed),
+        tree=shell.compile.ast_parse(placed.python, filename=filename),
+        needs_await=needs_await,
+        silenced=_ends_with_semicolon(placed.transformed),
     )
 
 
@@ -74,26 +98,18 @@ def compiles(shell: Any, python: str) -> bool:
     """Whether every statement of a (transformed) body compiles as IPython will compile it."""
     flags = shell.compile.flags | (ast.PyCF_ALLOW_TOP_LEVEL_AWAIT if shell.autoawait else 0)
     try:
-        with without_warnings():
-            for node in shell.compile.ast_parse(python).body:
+        with no_warnings_of("<gpumem>"):
+            for node in shell.compile.ast_parse(python, "<gpumem>").body:
                 compile(ast.Module([node], []), "<gpumem>", "exec", flags, dont_inherit=True)
     except (SyntaxError, ValueError, OverflowError, MemoryError, TypeError):
         return False
     return True
 
 
-@contextmanager
-def without_warnings() -> Iterator[None]:
-    """For what is compiled to be looked at: Python warns of it where it is compiled to run."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
-
-
 def names_in(python: str) -> frozenset[str]:
     """The names of the notebook that a program mentions: those at module level, and the globals that its functions use."""
     try:
-        with without_warnings():
+        with no_warnings_of("<gpumem>"):
             table = symtable.symtable(python, "<gpumem>", "exec")
     except (SyntaxError, ValueError):
         return frozenset()
@@ -203,7 +219,7 @@ class CellRun:
         compiler = self._shell.compile
         for unit in self._units:
             with compiler.extra_flags(ast.PyCF_ALLOW_TOP_LEVEL_AWAIT if self._shell.autoawait else 0):
-                code = compiler(unit.module(), self._cell.filename, unit.mode)
+                code = _named(self._shell, compiler(unit.module(), self._cell.filename, unit.mode))
             if self._hook is not None:
                 code = with_constants(code, self._hook.constants)
             self._codes.add(code)
@@ -286,6 +302,12 @@ def _ends_with_semicolon(python: str) -> bool:
 
 
 _UNSEEN_TOKENS = (tokenize.ENDMARKER, tokenize.NL, tokenize.NEWLINE, tokenize.COMMENT, tokenize.DEDENT)
+
+
+def _named(shell: Any, code: CodeType) -> CodeType:
+    """IPython up to 8 names a statement's code ``<cell line: 3>``, which its tracebacks show."""
+    rename = getattr(shell, "_update_code_co_name", None)
+    return code if rename is None else rename(code)
 
 
 def _execution_count(shell: Any) -> int:

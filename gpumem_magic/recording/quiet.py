@@ -1,10 +1,17 @@
-"""Our own work must not trigger Python's garbage collection: what a program left in reference cycles must show in its report."""
+"""Our own work is not to be noticed: it triggers no garbage collection, and repeats no warning.
+
+What a program left in reference cycles must show in its report; what Python says of a cell as it compiles it is said once.
+"""
 
 from __future__ import annotations
 
 import gc
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
+
+from gpumem_magic.patching import Patches
 
 
 @contextmanager
@@ -17,3 +24,23 @@ def no_automatic_collection() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+@contextmanager
+def no_warnings_of(*filenames: str) -> Iterator[None]:
+    """Holds back the warnings about programs that are compiled under these names, only to be looked at.
+
+    Not `warnings.catch_warnings`: it makes Python forget which warnings of the user's were shown before.
+    """
+    show = warnings.showwarning
+
+    def show_others(message: Any, category: Any, filename: str, *more: Any, **options: Any) -> None:
+        if filename not in filenames:
+            show(message, category, filename, *more, **options)
+
+    patches = Patches()
+    patches.set(warnings, "showwarning", show_others)
+    try:
+        yield
+    finally:
+        patches.undo()
