@@ -52,6 +52,17 @@ def test_no_files_import_each_other_in_a_circle() -> None:
     assert circle(imports()) == []
 
 
+def test_every_operators_rule_is_loaded_with_the_machine() -> None:
+    edges = imports()
+    seen, ahead = set[str](), ["virtual.machine"]
+    while ahead:
+        name = ahead.pop()
+        if name not in seen:
+            seen.add(name)
+            ahead += edges[name]
+    assert {name for name in edges if name.startswith("virtual.operators.")} <= seen
+
+
 def test_an_arrow_up_and_a_circle_are_seen() -> None:
     assert arrows_up({"snapshot.model": {"views.text", "units"}, "views.text": {"widgets.watch"}}) == {
         ("snapshot.model", "views.text"),

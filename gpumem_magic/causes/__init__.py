@@ -1,1 +1,1 @@
-"""Why memory is what it is: a catalogue of causes, each found by a detector from evidence, with what to do about it."""
+"""Why memory is what it is: causes, each found by a detector (`catalog` lists them) from evidence, with what to do about it."""

@@ -1,4 +1,4 @@
-"""What a detector looks at, and what it answers. Numbers and strings only."""
+"""What a detector looks at: a `Scene`, numbers and strings only. What it answers is a `Cause` of `report.model`."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The terminal's face: the subcommands of ``gpumem``. Each module has `add_parser(subparsers)` and `run(options)`."""
+"""The terminal's face: the subcommands of ``gpumem``. Each is a module with `run(options)`; ``commands.json`` has the flags."""

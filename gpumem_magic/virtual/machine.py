@@ -32,7 +32,7 @@ from gpumem_magic.virtual.engine.device import VirtualDevice
 from gpumem_magic.virtual.engine.engine import Engine
 from gpumem_magic.virtual.engine.memory import Convolution
 from gpumem_magic.virtual.libraries.table import libraries
-from gpumem_magic.virtual.operators import composites, cudnn, kernels
+from gpumem_magic.virtual.operators import composites, cudnn, workspaces
 from gpumem_magic.virtual.operators.attention import Attention
 from gpumem_magic.virtual.operators.autocast import AutocastKernels
 from gpumem_magic.virtual.operators.factories import Factories
@@ -60,7 +60,7 @@ class VirtualMachine:
         self._devices = [VirtualDevice(index, model, settings) for index, model in enumerate(spec.models)]
         self.engine = Engine(self, len(self._devices))
         self.face = CudaFace(self)
-        self.workspaces = kernels.Workspaces(self._devices, self.malloc, self.face.stream_of, self.free)
+        self.workspaces = workspaces.Workspaces(self._devices, self.malloc, self.face.stream_of, self.free)
         self.convolutions = cudnn.Scratch(self._devices, self.malloc, self.face.stream_of, self.free)
         self.attention = Attention(lambda index: self._devices[index].model.capability)
         self.engine.attend = self.attention.attend
@@ -165,7 +165,7 @@ class VirtualMachine:
         self.convolutions.take(device, call)
 
     def torch_version(self, device: int) -> tuple[int, int]:
-        return generations.parse_version(kernels.version_text(self._devices[device]))
+        return generations.parse_version(workspaces.version_text(self._devices[device]))
 
     def _clear_workspaces(self) -> None:
         with self.engine.lock:

@@ -1,1 +1,1 @@
-"""The card: which GPUs can be emulated, what is known of each, and what answers `nvidia-smi` and NVML for it."""
+"""The card: the GPUs that can be emulated (``cards.json``), their names, and what answers `nvidia-smi` and NVML for them."""

@@ -1,4 +1,4 @@
-"""How a person names a virtual GPU: `T4`, `2xT4`, `virtual:24GiB`, `T4,context=400MiB`. The GPUs are in `models`.
+"""How a person names a virtual GPU: `T4`, `2xT4`, `virtual:24GiB`, `T4,context=400MiB`. The GPUs are in ``cards.json``.
 
 Imports neither torch nor anything of NVIDIA's.
 """

@@ -1,6 +1,7 @@
-"""The GPUs that can be emulated: what PyTorch, nvidia-smi and NVML say of each, with the source of every figure.
+"""The GPUs of ``cards.json``: what PyTorch, nvidia-smi and NVML say of each, with the source of every figure.
 
-They stand in ``cards.json``; to add one, add it there. Where its figures come from is said in `note`. In general:
+To add one, add it there: the fields of `GpuModel`, or "like" another card and what differs. Where its figures come from is said
+in `note`; one whose context is an estimate says "estimate" there. In general:
 
 * Total memory drifts with the driver (a T4 was 15079 MiB in 2020 and 15095 in 2026), so each is the newest figure that
   was found in public `_CudaDeviceProperties(...)` lines; P100 and V100 keep those of their own time (2021), when torch
@@ -8,8 +9,8 @@ They stand in ``cards.json``; to add one, add it there. Where its figures come f
 * The CUDA context is what nvidia-smi shows above PyTorch's reserved memory after the first use. It depends on GPU, driver
   and build. Kernels are loaded when they are first used since CUDA 11.7, which took it from about 1.3 GiB to about
   0.4 GiB. Where nobody published a figure, `context_is_estimate` says so.
-* cuBLAS workspaces are those of PyTorch 2.0 to 2.14 (see `generations`); the device option `torch=1.10` gives another
-  version's, with its context.
+* cuBLAS workspaces are those of PyTorch 2.0 to 2.14 (see `generations`), for Hopper as "32 MiB"; the device option
+  `torch=1.10` gives another version's, with its context.
 * Multiprocessors, caches and limits are those of NVIDIA's public architecture tables. There are no clocks: nothing is timed.
 """
 

@@ -47,7 +47,10 @@ SPARSE: dict[Any, Callable[..., Any]] = {}
 def special(
     *functions: Any, table: dict[Any, Callable[..., Any]] = SPECIAL
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Registers a handler ``handler(engine, func, args, kwargs, device)`` for operators whose result is not just a shape."""
+    """Registers ``handler(engine, func, args, kwargs, device)``, which runs in the place of these operators.
+
+    `Engine.run` makes the results as it does for all others; `Engine.scratch` is memory that the kernel holds while it runs.
+    """
 
     def register(handler: Callable[..., Any]) -> Callable[..., Any]:
         for function in functions:

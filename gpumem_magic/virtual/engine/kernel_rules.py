@@ -1,4 +1,4 @@
-"""Rules for kernels that PyTorch knows nothing of: what a library's own kernel returns and allocates on a virtual GPU.
+"""`register_kernel`, for kernels that PyTorch knows nothing of: what a library's own kernel returns and allocates.
 
 A rule is a Python function with the kernel's arguments. It returns what the kernel returns, made with ordinary tensor operations;
 all that it allocates is allocated on the virtual device, as the kernel's result or, where it lets go of it, in passing::

@@ -1,1 +1,11 @@
-"""Operators whose result or memory on CUDA is more than a shape: what their kernels return, take and give back."""
+"""Operators whose result or memory on CUDA is more than a shape: what their kernels return, take and give back.
+
+A rule is a function under `special` (`engine.engine`) in the module that fits:
+
+* results: `shapes` (PyTorch has no rule), `data_dependent` (values, and sizes that depend on values), `checks` (comparisons);
+* memory beside the results: `copies` (into another layout), `sorting`, `convolutions` with `cudnn`, `temporaries` (the rest);
+* operators that C++ puts together differently for CUDA: `composites`, `attention`, `written_gradients`;
+* tensors and processes: `factories`, `sparse`, `autocast`, `collectives`.
+
+`workspaces` is cuBLAS's memory, which is kept after the operator.
+"""

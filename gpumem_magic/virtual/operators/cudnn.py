@@ -28,7 +28,7 @@ from gpumem_magic.virtual.card.catalog import DeviceState
 from gpumem_magic.virtual.card.generations import is_rocm
 from gpumem_magic.virtual.engine.memory import Convolution
 from gpumem_magic.virtual.engine.modes import origin
-from gpumem_magic.virtual.operators.kernels import version_text
+from gpumem_magic.virtual.operators.workspaces import version_text
 
 _TILE = 4
 # A tile of 4 x 4 results needs 6 x 6 values.

@@ -1,4 +1,4 @@
-"""Memory that CUDA's kernels take for themselves while they run, where PyTorch's source says how much.
+"""Memory that CUDA's kernels take only while they run, and that no other module here counts: an embedding's gradient.
 
 An embedding's dense gradient (``Embedding.cu`` and ``EmbeddingBackwardKernel.cu`` in ATen/native/cuda): up to 3072 indices are
 added up in place. More are sorted first, which takes two lists of indices, four lists of where their runs begin, and a row of

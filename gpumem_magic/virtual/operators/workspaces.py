@@ -1,4 +1,4 @@
-"""Memory that libraries take beside an operator's results: the workspaces of cuBLAS and cuBLASLt.
+"""The workspaces of cuBLAS and cuBLASLt, which matrix products take beside their results.
 
 One for each handle and stream, kept for good. Handles belong to host threads, and the autograd engine has a thread of its own for
 each device: hence two workspaces after the first backward pass (a published table of 48 measured rows is met exactly only so).
