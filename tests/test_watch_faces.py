@@ -209,8 +209,8 @@ def test_a_pause_still_says_that_the_kernel_lives(sent: list[Any]) -> None:
 
     observer, _ = observer_of(FakeDevice())
     front = WidgetFront(observer, 0.1, lambda *request: None)
-    front.show(observer.rest(), "paused")
-    front.show(observer.rest(), "paused")
+    front.show(observer.observe(resting=True), "paused")
+    front.show(observer.observe(resting=True), "paused")
     assert [content["k"] for content, _ in sent] == ["alive"]
     assert front.widget.state == "paused"
     front.widget.leave()

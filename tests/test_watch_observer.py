@@ -267,13 +267,13 @@ def test_a_cell_that_ends_in_a_pause_is_relabelled_there(machine: Any) -> None:
     observer = Observer(machines.in_use, time.time, 256)
     recording = session.open_recording()
     kept = train(1, lambda where: observer.observe())
-    assert observer.rest().relabelled == []
+    assert observer.observe(resting=True).relabelled == []
     recording.close()
-    sample = observer.rest()
+    sample = observer.observe(resting=True)
     assert sample.rows == []
     assert len(sample.relabelled) == 3
     assert kept
-    assert observer.rest().relabelled == []
+    assert observer.observe(resting=True).relabelled == []
 
 
 def test_the_failing_statement_is_a_mark(machine: Any) -> None:

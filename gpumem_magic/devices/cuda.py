@@ -78,7 +78,7 @@ class CudaDevice:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._torch = torch
-        self._index = index
+        self.index = index
         self.history = history
         self._driver = driver
         self.lock = lock
@@ -98,10 +98,6 @@ class CudaDevice:
         self.has_ended = False
 
     @property
-    def index(self) -> int:
-        return self._index
-
-    @property
     def facts(self) -> DeviceFacts:
         """PyTorch's, once CUDA is in use; until then what the driver says (total_bytes is nvidia-smi's, or 0)."""
         if self._facts is not None:
@@ -109,26 +105,26 @@ class CudaDevice:
         if torch_memory.in_use(self._torch):
             return self._known_facts()
         if self._before_use is None:
-            self._nvml = find(self._driver, self._index, None, None)
+            self._nvml = find(self._driver, self.index, None, None)
             memory = None if self._nvml is None else self._nvml.memory()
             name = None if self._nvml is None else self._nvml.name
             total = None if memory is None else memory.total
             uuid = None if self._nvml is None else self._nvml.uuid
-            self._before_use = DeviceFacts(name or "CUDA GPU", "cuda", self._index, uuid, total or 0, total)
+            self._before_use = DeviceFacts(name or "CUDA GPU", "cuda", self.index, uuid, total or 0, total)
         return self._before_use
 
     def _known_facts(self) -> DeviceFacts:
-        properties = self._torch.cuda.get_device_properties(self._index)
+        properties = self._torch.cuda.get_device_properties(self.index)
         uuid = getattr(properties, "uuid", None)
         total = int(properties.total_memory)
-        self._nvml = find(self._driver, self._index, None if uuid is None else str(uuid), total)
+        self._nvml = find(self._driver, self.index, None if uuid is None else str(uuid), total)
         memory = None if self._nvml is None else self._nvml.memory()
         named = None if self._nvml is None else self._nvml.uuid
         if named is None and uuid is not None:
             named = f"GPU-{uuid}"
         self._outside = OutsideMemory(self._nvml, self._runtime_used)
         self._facts = DeviceFacts(
-            str(properties.name), "cuda", self._index, named, total, None if memory is None else memory.total
+            str(properties.name), "cuda", self.index, named, total, None if memory is None else memory.total
         )
         return self._facts
 
@@ -136,7 +132,7 @@ class CudaDevice:
 
     def counters(self) -> Counters:
         with self.lock:
-            reading = self.history.read(self._index)
+            reading = self.history.read(self.index)
             # Reading the facts finds the driver's device.
             self.facts  # noqa: B018
             if self._outside is None:
@@ -144,7 +140,7 @@ class CudaDevice:
             return _counters(reading, self._shares(self._outside, reading.reserved))
 
     def _shares(self, outside: OutsideMemory, reserved: int) -> Shares:
-        has_context = reserved > 0 or torch_memory.has_context(self._torch, self._index)
+        has_context = reserved > 0 or torch_memory.has_context(self._torch, self.index)
         return outside.now(reserved, has_context)
 
     def glance(self, log: Log | None = None) -> tuple[Counters, int]:
@@ -165,7 +161,7 @@ class CudaDevice:
 
     def _read_along(self) -> CountersReading:
         try:
-            return reading_of(self._torch.cuda.memory_stats_as_nested_dict(self._index))
+            return reading_of(self._torch.cuda.memory_stats_as_nested_dict(self.index))
         except (RuntimeError, NotImplementedError):
             # An allocator of somebody else's that keeps no figures: only the driver's are shown.
             return CountersReading()
@@ -179,7 +175,7 @@ class CudaDevice:
         try:
             if self._torch.cuda.is_current_stream_capturing():
                 return None
-            free, total = self._torch.cuda.mem_get_info(self._index)
+            free, total = self._torch.cuda.mem_get_info(self.index)
         except (RuntimeError, AssertionError):
             return None
         return int(total) - int(free)
@@ -190,18 +186,18 @@ class CudaDevice:
         return None if self._nvml is None else self._nvml.processes()
 
     def segments(self) -> tuple[Segment, ...]:
-        return self.history.segments(self._index)
+        return self.history.segments(self.index)
 
     # ---- logs
 
     def start_log(self) -> CudaLog:
         with self.lock:
-            return CudaLog(self, self.history.open(self._index))
+            return CudaLog(self, self.history.open(self.index))
 
     def ended(self, log: OpenLog) -> DeviceLog:
         """What a log of the history has become, which ends with this."""
         settings = self.history.close(log)
-        woven = weave(self._index, log.start, log.marks, log.chunks, settings)
+        woven = weave(self.index, log.start, log.marks, log.chunks, settings)
         self._tell(woven, log)
         self._last = _requested(log.chunks[-1].segments) if log.chunks else {}
         return DeviceLog(
@@ -217,7 +213,7 @@ class CudaDevice:
     def end_logs(self) -> None:
         """Ends all logs that are open, without reading them."""
         with self.lock:
-            self.history.drop(self._index)
+            self.history.drop(self.index)
 
     def _facts_at_end(self) -> DeviceFacts:
         facts = self.facts
@@ -232,7 +228,7 @@ class CudaDevice:
     def _tell(self, woven: Woven, log: OpenLog) -> None:
         self.notes.clear()
         self.has_ended = True
-        where = f"cuda:{self._index}"
+        where = f"cuda:{self.index}"
         # Where PyTorch would not record, the history's own note says so.
         recorded = self.history.backend == "native" and not self.history.is_refused
         if recorded and woven.disagreed:
@@ -269,7 +265,7 @@ class CudaDevice:
             for address, label in labels.items():
                 if address in self._last:
                     self._labels[address] = self._last[address], label
-            self._labelled_at = self.history.read(self._index).counts
+            self._labelled_at = self.history.read(self.index).counts
 
     def _carried(self, log: OpenLog) -> dict[int, Label]:
         """Labels of blocks that are still there. Where anything happened in between, an address proves little."""
@@ -364,17 +360,7 @@ class CudaMachine:
 
 
 def _counters(reading: CountersReading, shares: Shares) -> Counters:
-    return Counters(
-        allocated=reading.allocated,
-        reserved=reading.reserved,
-        device_used=shares.device_used,
-        context=shares.context,
-        other_processes=shares.other_processes,
-        context_or_others=shares.context_or_others,
-        peak_allocated=reading.peak_allocated,
-        peak_reserved=reading.peak_reserved,
-        retries=reading.retries,
-    )
+    return Counters(**{name: size for name, size in vars(reading).items() if name != "counts"}, **vars(shares))
 
 
 def _requested(segments: Sequence[Segment]) -> dict[int, int]:

@@ -44,7 +44,7 @@ class Driver:
             nvml.nvmlInit()
         except Exception as error:
             swallowed(error)
-            return cls(None, _words(error))
+            return cls(None, words_of(error))
         return cls(nvml)
 
     @property
@@ -60,7 +60,7 @@ class Driver:
         except Exception as error:
             if not swallows(error):
                 raise
-            self.refusals[question] = _words(error)
+            self.refusals[question] = words_of(error)
             return None
         self.refusals.pop(question, None)
         return answer
@@ -166,7 +166,8 @@ def _text(value: Any) -> str | None:
     return value.decode(errors="replace") if isinstance(value, bytes) else str(value)
 
 
-def _words(error: BaseException) -> str:
+def words_of(error: BaseException) -> str:
+    """The first line of what an error says."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 

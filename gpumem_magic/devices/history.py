@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from gpumem_magic.allocator.settings import settings_from_dict
 from gpumem_magic.devices import torch_memory
+from gpumem_magic.devices.driver import words_of
 from gpumem_magic.devices.readings import KIND_OF_ACTION, NOTHING, CountersReading, Counts, minus, plus, reading_of
 from gpumem_magic.failures import swallows
 from gpumem_magic.patching import Patches
@@ -88,7 +89,8 @@ class AllocatorHistory:
         self._taken: _Taken | None = None
         # What the user's own resets took from the counters.
         self._lost: dict[int, Counts] = {}
-        self._notes: list[str] = []
+        # What a reader must know about the logs that ended last.
+        self.notes: list[str] = []
         # Whether PyTorch would not record, in the logs that are open or ended last.
         self.is_refused = False
 
@@ -97,11 +99,6 @@ class AllocatorHistory:
         """``native`` where there is a history; else what stands in its way."""
         return torch_memory.backend(self._torch)
 
-    @property
-    def notes(self) -> list[str]:
-        """What a reader must know about the logs that ended last."""
-        return list(self._notes)
-
     def read(self, index: int) -> CountersReading:
         """The counters of now, all 0 where there are none: CUDA not in use, or an allocator of somebody else's."""
         if not torch_memory.in_use(self._torch):
@@ -109,7 +106,7 @@ class AllocatorHistory:
         try:
             return reading_of(self._torch.cuda.memory_stats_as_nested_dict(index))
         except (RuntimeError, NotImplementedError) as error:
-            self._note(f"PyTorch does not report its counters for cuda:{index}: {_words(error)}.")
+            self._note(f"PyTorch does not report its counters for cuda:{index}: {words_of(error)}.")
             return CountersReading()
 
     def segments(self, index: int) -> tuple[Segment, ...]:
@@ -123,7 +120,7 @@ class AllocatorHistory:
     def open(self, index: int) -> OpenLog:
         """Begins a log. Where PyTorch can't record, which becomes a note, it has totals only."""
         if not self._open:
-            self._notes.clear()
+            self.notes.clear()
             self._taken = None
             self.is_refused = False
             if self.backend == "native":
@@ -180,7 +177,7 @@ class AllocatorHistory:
         except Exception as error:
             if not swallows(error):
                 raise
-            self._note(f"The history of cuda:{log.device} could not be read: {_words(error)}.")
+            self._note(f"The history of cuda:{log.device} could not be read: {words_of(error)}.")
         finally:
             self._leave([other for other in self._open if other is not log])
         return settings
@@ -267,7 +264,7 @@ class AllocatorHistory:
             if not swallows(error):
                 raise
             self.is_refused = True
-            self._note(f"PyTorch can't record its allocator's history here ({_words(error)}): rows show totals.")
+            self._note(f"PyTorch can't record its allocator's history here ({words_of(error)}): rows show totals.")
         finally:
             self._calling = False
 
@@ -327,8 +324,8 @@ class AllocatorHistory:
         return forget
 
     def _note(self, note: str) -> None:
-        if note not in self._notes:
-            self._notes.append(note)
+        if note not in self.notes:
+            self.notes.append(note)
 
 
 def _highest(dropped: Sequence[CountersMark], before: CountersMark, after: CountersMark) -> list[CountersMark]:
@@ -368,7 +365,3 @@ def newest(trace: Sequence[Mapping[str, Any]], counts: Counts) -> list[TraceEven
 
 def _segments_of(segments: Sequence[Mapping[str, Any]], index: int) -> tuple[Segment, ...]:
     return segments_from_data([segment for segment in segments if segment.get("device", 0) == index])
-
-
-def _words(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

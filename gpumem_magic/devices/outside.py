@@ -29,12 +29,9 @@ class OutsideMemory:
     It is asked only where this process has a context: asking would make one.
     """
 
-    def __init__(
-        self, device: DriverDevice | None, runtime_used: Callable[[], int | None], pid: Callable[[], int] = os.getpid
-    ) -> None:
+    def __init__(self, device: DriverDevice | None, runtime_used: Callable[[], int | None]) -> None:
         self._device = device
         self._runtime_used = runtime_used
-        self._pid = pid
         self._seen: tuple[int, bool] | None = None
         self._own: int | None = None
 
@@ -62,7 +59,7 @@ class OutsideMemory:
     def _context(self, reserved: int, has_context: bool) -> int | None:
         """This process's memory outside the allocator. Inside a container its number is another's, or nobody's."""
         usage = None if self._device is None else self._device.usage()
-        own = None if usage is None else usage.get(self._pid())
+        own = None if usage is None else usage.get(os.getpid())
         if own is not None and own >= reserved and own > 0:
             return own - reserved
         return None if has_context else 0

@@ -7,7 +7,6 @@ would show somebody else's memory, so where it is not certain there is none.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 
 from gpumem_magic.devices.driver import Driver, DriverDevice
 
@@ -30,13 +29,7 @@ def visible(text: str | None) -> list[str] | None:
     return entries
 
 
-def find(
-    driver: Driver,
-    ordinal: int,
-    uuid: str | None,
-    total: int | None,
-    environment: Mapping[str, str] | None = None,
-) -> DriverDevice | None:
+def find(driver: Driver, ordinal: int, uuid: str | None, total: int | None) -> DriverDevice | None:
     """The driver's device for PyTorch's number `ordinal`, or None.
 
     uuid and total: PyTorch's, None while CUDA is not in use. A device with quite another total (a whole GPU instead of its MIG
@@ -44,8 +37,7 @@ def find(
     """
     if not driver.available:
         return None
-    environment = os.environ if environment is None else environment
-    entries = visible(environment.get("CUDA_VISIBLE_DEVICES"))
+    entries = visible(os.environ.get("CUDA_VISIBLE_DEVICES"))
     entry = None if entries is None or ordinal >= len(entries) else entries[ordinal]
     if entry is not None and entry.startswith(MIG):
         return _checked(_by_name(driver, entry), total)
@@ -56,12 +48,12 @@ def find(
     if entry is not None and entry.startswith(GPU):
         return _checked(_by_name(driver, entry), total)
     index = ordinal if entry is None else int(entry)
-    return _checked(driver.by_index(index), total) if _numbers_agree(driver, environment) else None
+    return _checked(driver.by_index(index), total) if _numbers_agree(driver) else None
 
 
-def _numbers_agree(driver: Driver, environment: Mapping[str, str]) -> bool:
+def _numbers_agree(driver: Driver) -> bool:
     """Whether CUDA's numbers are nvidia-smi's. CUDA puts the fastest first; equal GPUs are in the order of their bus."""
-    if environment.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID":
+    if os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID":
         return True
     return len({device.name for device in driver.devices()}) <= 1
 

@@ -45,7 +45,8 @@ class LiveLabels:
         # address -> [requested bytes, rank of what is known, category, position of birth]
         self._live: dict[int, list[Any]] = {}
         self._sums = dict.fromkeys(LAYERS, 0)
-        self._position = 0
+        # How many events have been taken in.
+        self.position = 0
         self._looked = 0
         for segment in start:
             for block in segment.blocks:
@@ -54,11 +55,6 @@ class LiveLabels:
                     category = label.category if label is not None else NOT_YET_KNOWN
                     self._live[block.address] = [block.requested_size, 0, category, -1]
                     self._sums[category] += block.requested_size
-
-    @property
-    def position(self) -> int:
-        """How many events have been taken in."""
-        return self._position
 
     def requested(self) -> dict[str, int]:
         """Layer -> requested bytes of what is live."""
@@ -76,7 +72,7 @@ class LiveLabels:
         self._replay(events, end)
 
     def _replay(self, events: Sequence[TraceEvent], end: int) -> None:
-        for position in range(self._position, end):
+        for position in range(self.position, end):
             event = events[position]
             action = event.action
             if action == "alloc":
@@ -87,7 +83,7 @@ class LiveLabels:
                 gone = self._live.pop(event.address, None)
                 if gone is not None:
                     self._sums[gone[2]] -= gone[0]
-        self._position = max(self._position, end)
+        self.position = max(self.position, end)
 
     def _see(self, look: Sighting) -> None:
         rank, category = _ROLES.get(look.role, (0, ""))

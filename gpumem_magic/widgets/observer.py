@@ -128,29 +128,24 @@ class Observer:
     def cell_begins(self, label: str) -> None:
         self.mark(label, CELL)
 
-    def observe(self) -> Sample:
-        """Reads every device once. Raises what a device raises."""
+    def observe(self, *, resting: bool = False) -> Sample:
+        """Reads every device once. Raises what a device raises.
+
+        resting: no device is read, as in a pause: marks are new, and what a recording that has ended found out.
+        """
         with self.lock:
             now = self._clock()
             machine = self._machine()
             devices = machine.in_use() if machine is not None else ()
             relabelled = self._follow_recording(now, devices)
-            # A recording decides by itself when the frees that wait are done.
-            if machine is not None and self._followed is None:
-                machine.settle()
-            rows = [self._row(machine, device, now) for device in devices] if machine is not None else []
+            rows = []
+            if machine is not None and not resting:
+                # A recording decides by itself when the frees that wait are done.
+                if self._followed is None:
+                    machine.settle()
+                rows = [self._row(machine, device, now) for device in devices]
             marks, self._new_marks = self._new_marks, []
             return Sample(now, rows, marks, relabelled, len(self.series))
-
-    def rest(self) -> Sample:
-        """A sample of nothing, for a pause: marks are new, and what a recording that has ended found out."""
-        now = self._clock()
-        machine = self._machine()
-        devices = machine.in_use() if machine is not None else ()
-        with self.lock:
-            relabelled = self._follow_recording(now, devices)
-            marks, self._new_marks = self._new_marks, []
-            return Sample(now, [], marks, relabelled, len(self.series))
 
     def history(self) -> tuple[Rows, list[Mark]]:
         """All rows and marks, for a page that comes late."""

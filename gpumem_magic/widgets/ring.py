@@ -28,7 +28,8 @@ class Ring:
         self._key = key
         self._shared = 0
         self._data = array("d")
-        self._latest: list[float] | None = None
+        # The newest sample, which at a coarse resolution need not be among the rows.
+        self.latest: list[float] | None = None
 
     def __len__(self) -> int:
         return len(self._data) // self.width
@@ -37,11 +38,6 @@ class Ring:
         """The rows, oldest first."""
         for place in range(len(self)):
             yield self.row(place)
-
-    @property
-    def latest(self) -> list[float] | None:
-        """The newest sample, which at a coarse resolution need not be among the rows."""
-        return self._latest
 
     def row(self, place: int) -> list[float]:
         """A copy of the row at a place. Raises IndexError."""
@@ -58,7 +54,7 @@ class Ring:
     def push(self, row: Sequence[float]) -> None:
         """Adds a sample."""
         values = self._checked(row)
-        self._latest = values.tolist()
+        self.latest = values.tolist()
         self.taken += 1
         if self._shared == 0:
             if len(self) == self.capacity:

@@ -17,7 +17,6 @@ _FAILURES = 10
 class Pace:
     """How the sampling went. dropped: samples left out because the one before took too long, or the interpreter was held."""
 
-    taken: int = 0
     dropped: int = 0
     cpu_seconds: float = 0.0
 

@@ -131,12 +131,7 @@ class Watch:
             )  # fmt: skip
 
     def _tick(self) -> None:
-        if self._sampler.paused:
-            sample = self.observer.rest()
-        else:
-            sample = self.observer.observe()
-            self._sampler.pace.taken += 1
-        self.front.show(sample, self.state)
+        self.front.show(self.observer.observe(resting=self._sampler.paused), self.state)
 
     def _finish(self) -> None:
         if not self._finishing.acquire(blocking=False):
