@@ -1,9 +1,9 @@
 """The register of private names: every name of another package that is used here although that package does not guarantee it.
 
-The rows are in ``private.txt``. `RUN` has the versions on which the names were seen and tests ran (docs/no_gpu.md says which
-tests). `tests/test_private.py` walks the register on the installed versions, and finds what the source uses and no row has. A
-step that replaces things of PyTorch's is left out where a name of its rows is missing (`Patches.attempt`): the rest of the device
-works, and a line says what does not. What is said elsewhere of CUDA's kernels was read in the sources of PyTorch 2.9 to 2.13.
+The rows are in ``private.txt``, below the versions on which the names were seen and tests ran (docs/no_gpu.md says which tests).
+`tests/test_private.py` walks the register on the installed versions, and finds what the source uses and no row has. A step that
+replaces things of PyTorch's is left out where a name of its rows is missing (`Patches.attempt`): the rest of the device works,
+and a line says what does not. What is said elsewhere of CUDA's kernels was read in the sources of PyTorch 2.9 to 2.13.
 """
 
 from __future__ import annotations
@@ -17,19 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+_TEXT = Path(__file__).with_suffix(".txt").read_text("utf-8").strip().split("\n\n")
 # Package -> the versions on which it was run, oldest first.
 RUN = {
-    "torch": "2.9.1 2.11.0 2.13.0 2.15.0",
-    "IPython": "7.34.0 9.18.1",
-    "ipykernel": "7.3 7.4.0",
-    "pynvml": "13.615.71 (nvidia-ml-py)",
-    "triton": "3.9",
-    "bitsandbytes": "0.50.2 (its kernels were read)",
-    "flash_attn": "2.5 to 2.8 (read, not run)",
-    "xformers": "0.0.20 to 0.0.35 (read, not run)",
-    "safetensors": "0.8.0 (0.4 was read)",
-    "transformers": "5.23.0",
-    "anywidget": "0.11.0",
+    package: versions for package, _, versions in (line.strip().partition(": ") for line in _TEXT[0].splitlines()[1:])
 }
 
 
@@ -58,7 +49,7 @@ class Dependence:
 
 def _rows() -> Iterator[Dependence]:
     # Where, what for, what is lost, and the names by their homes, of which one may be made to look at (``torch.nn.Module()``).
-    for block in Path(__file__).with_suffix(".txt").read_text("utf-8").strip().split("\n\n"):
+    for block in _TEXT[1:]:
         where, use, lost, *homes = block.replace("\n    ", " ").splitlines()
         names = [
             (f"{home.strip()}.{word.rstrip('?*')}", word[len(word.rstrip("?*")) :])
@@ -155,3 +146,9 @@ class _Operators:
 
 # `torch.ops.aten`, in which an operator that this PyTorch lacks costs its own rule and not the module that has it.
 aten: Any = _Operators()
+
+
+def overloads(names: str) -> tuple[Any, ...]:
+    """Operators of `aten` by their names in a text: ``"mm add.Tensor"``. Without an overload's name, the default one is meant."""
+    pairs = (name.partition(".") for name in names.split())
+    return tuple(getattr(getattr(aten, packet), overload or "default") for packet, _, overload in pairs)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1] / "gpumem_magic"
@@ -74,7 +74,8 @@ def _uses(tree: ast.AST, own: set[str]) -> Iterator[str]:
                 {name: name for alias in node.names if not alias.asname for name in [alias.name.partition(".")[0]]}
             )
     inner = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-    asked = {id(argument) for node in ast.walk(tree) for argument in _asked(node)}
+    asked = {id(argument) for node in ast.walk(tree) for argument in _asked(node, _ASKING)}
+    operators = {id(argument) for node in ast.walk(tree) for argument in _asked(node, {"overloads"})}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and not _is_ours(node.module or ""):
             yield from (
@@ -84,6 +85,9 @@ def _uses(tree: ast.AST, own: set[str]) -> Iterator[str]:
             yield from (alias.name for alias in node.names if is_private(alias.name) and not _is_ours(alias.name))
         elif isinstance(node, ast.Attribute) and id(node) not in inner:
             yield from _chain(node, roots, own)
+        elif id(node) in operators and isinstance(node, ast.Constant) and isinstance(node.value, str):
+            # Their names in a text, some with an overload's.
+            yield from (f"torch.ops.aten.{name.partition('.')[0]}" for name in node.value.split() if is_private(name))
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and _PRIVATE.fullmatch(node.value):
             named = node.value.rpartition(".")[2] not in own or id(node) in asked
             if named and node.value not in _DOCUMENTED and not node.value.startswith("_gpumem"):
@@ -110,10 +114,10 @@ def _chain(node: ast.Attribute, roots: dict[str, str], own: set[str]) -> Iterato
         yield from (part for part in parts[1:] if is_private(part) and part not in own)
 
 
-def _asked(node: ast.AST) -> list[ast.expr]:
+def _asked(node: ast.AST, asking: Set[str]) -> list[ast.expr]:
     called = node.func if isinstance(node, ast.Call) else None
     name = called.id if isinstance(called, ast.Name) else called.attr if isinstance(called, ast.Attribute) else ""
-    return node.args if isinstance(node, ast.Call) and name in _ASKING else []
+    return node.args if isinstance(node, ast.Call) and name in asking else []
 
 
 def _is_self(node: ast.expr) -> bool:

@@ -78,7 +78,7 @@ def test_a_use_that_is_not_registered_is_found(tmp_path: Path) -> None:
     (tmp_path / "new.py").write_text(
         "import torch\nfrom torch._C import _one\nimport torch._two as two\n\n\n"
         "def f(tensor):\n    getattr(torch, '_three')\n"
-        "    return tensor._four, torch._C.five, two.six, torch.ops.aten._seven.default\n"
+        "    return tensor._four, torch._C.five, two.six, torch.ops.aten._seven.default, overloads('mm _eight.out')\n"
     )
     assert uses(tmp_path) == {
         "new.py": {
@@ -89,6 +89,7 @@ def test_a_use_that_is_not_registered_is_found(tmp_path: Path) -> None:
             "_four",
             "torch._C.five",
             "torch.ops.aten._seven",
+            "torch.ops.aten._eight",
         }
     }
 

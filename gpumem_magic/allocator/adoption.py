@@ -105,7 +105,8 @@ class AdoptingHeap(ExpandableHeap):
         block = first
         for place, given in enumerate(segment.blocks):
             if place:
-                block = self._after(block)
+                assert block.next is not None
+                block = block.next
             if given.size < block.size:
                 rest = self._cut(block, given.size)
                 self._blocks[rest.address] = rest
@@ -113,10 +114,6 @@ class AdoptingHeap(ExpandableHeap):
             block.frames = given.frames
             self._adopt_one(block, given, pool, cached, split=len(segment.blocks) > 1)
         self.peak_allocated = max(self.peak_allocated, self.allocated)
-
-    def _after(self, block: CachedBlock) -> CachedBlock:
-        assert block.next is not None
-        return block.next
 
     def _adopt_one(self, block: CachedBlock, given: Block, pool: Pool, cached: CachedSegment, *, split: bool) -> None:
         if given.state == INACTIVE:

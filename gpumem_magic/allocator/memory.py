@@ -3,26 +3,12 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from typing import Protocol
 
 from gpumem_magic.units import MIB
 
 # Where CUDA's allocations usually lie, so that addresses look like a GPU's.
 BASE_ADDRESS = 0x7F0000000000
 ALIGNMENT = 2 * MIB
-
-
-class AddressChooser(Protocol):
-    """Who decides at which address a new segment lies."""
-
-    def take(self, size: int) -> int:
-        """An address with `size` free bytes behind it."""
-
-    def claim(self, address: int, size: int) -> None:
-        """Marks a range as taken that something else chose."""
-
-    def give_back(self, address: int) -> None:
-        """The range that starts at `address` is free again."""
 
 
 class FirstFitAddresses:
@@ -36,6 +22,7 @@ class FirstFitAddresses:
         self._no_gap_below = base
 
     def take(self, size: int) -> int:
+        """An address with `size` free bytes behind it."""
         span = -(-size // ALIGNMENT) * ALIGNMENT
         address = self._no_gap_below
         first_gap: int | None = None
@@ -50,6 +37,7 @@ class FirstFitAddresses:
         return address
 
     def claim(self, address: int, size: int) -> None:
+        """Marks a range as taken that something else chose."""
         end = -(-(address + size) // ALIGNMENT) * ALIGNMENT
         insort(self._starts, address)
         self._ends[address] = end
@@ -57,7 +45,7 @@ class FirstFitAddresses:
             self._no_gap_below = end
 
     def give_back(self, address: int) -> None:
-        """Raises KeyError where nothing was taken at `address`."""
+        """The range that starts at `address` is free again. Raises KeyError where nothing was taken there."""
         del self._ends[address]
         del self._starts[bisect_left(self._starts, address)]
         self._no_gap_below = min(self._no_gap_below, max(address, self._base))
@@ -71,11 +59,11 @@ class DeviceMemory:
     addresses an expandable segment reserves: more than the device has memory, so that one is enough.
     """
 
-    def __init__(self, total: int, outside: int = 0, addresses: AddressChooser | None = None) -> None:
+    def __init__(self, total: int, outside: int = 0, addresses: FirstFitAddresses | None = None) -> None:
         self.total = total
         self.outside = outside
         self.reserved = 0
-        self.addresses: AddressChooser = FirstFitAddresses() if addresses is None else addresses
+        self.addresses = FirstFitAddresses() if addresses is None else addresses
         self.address_space = total + total // 8
 
     @property

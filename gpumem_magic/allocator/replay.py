@@ -116,7 +116,7 @@ def replay(
         raise ValueError(f"a request of {failure.requested:,} bytes can't have been served") from None
     except (LookupError, TypeError, AssertionError):
         # Once the emulator went another way, the recording can open memory where the emulator has some already.
-        if not run.diverged:
+        if run.result.agrees:
             raise ValueError("its events contradict each other") from None
         return run.given_up()
 
@@ -136,7 +136,7 @@ class _Replay:
         self._private = PrivatePools(start, events, final)
         self._allocator.adopt(start, _bases(start, events, settings, self._private))
         self._memory.surprises = 0
-        self._result = ReplayResult(self._allocator)
+        self.result = ReplayResult(self._allocator)
         # A free that waits does so for a stream of its own here, so that it can be completed alone.
         self._waits_for: dict[int, int] = {
             block.address: segment.stream
@@ -160,7 +160,7 @@ class _Replay:
         self._released = False
 
     def run(self) -> ReplayResult:
-        events, result, moved, memory = self._events, self._result, self._moved, self._memory
+        events, result, moved, memory = self._events, self.result, self._moved, self._memory
         malloc, free = self._allocator.malloc, self._allocator.free
         has_private = bool(self._private)
         # The address of a free_requested event; most often the next event completes it.
@@ -201,13 +201,9 @@ class _Replay:
             self._defer(requested, index)
         return result
 
-    @property
-    def diverged(self) -> bool:
-        return not self._result.agrees
-
     def given_up(self) -> ReplayResult:
         """The result where the emulator can't go on: nothing from there on counts as agreeing."""
-        result = self._result
+        result = self.result
         allocations = [index for index, event in enumerate(self._events) if event.action == "alloc"]
         decisions = [index for index, event in enumerate(self._events) if event.action in _SEGMENT_ACTIONS]
         result.misplaced += [index for index in allocations[result.allocations :] if index not in result.misplaced]
@@ -221,12 +217,12 @@ class _Replay:
         """Notes a request that was not simply placed: elsewhere, or in memory that was got for it."""
         agrees = self._memory.agrees
         if not agrees:
-            self._result.misjudged += self._got
+            self.result.misjudged += self._got
         if place != address or not agrees:
-            self._result.misplaced.append(index)
+            self.result.misplaced.append(index)
         if place != address:
             self._moved[address] = place
-            self._result.first_moved = self._result.first_moved or (index, place)
+            self.result.first_moved = self.result.first_moved or (index, place)
         else:
             self._moved.pop(address, None)
         self._got.clear()
@@ -239,7 +235,7 @@ class _Replay:
             self._allocator.record_stream(block, -1 - index)
             self._allocator.free(block)
         except ValueError:
-            self._result.unmatched += 1
+            self.result.unmatched += 1
 
     def _complete(self, index: int, address: int) -> None:
         waits_for = self._waits_for.pop(address, None)
@@ -251,7 +247,7 @@ class _Replay:
             # A trace that has no free_requested events.
             self._allocator.free(self._moved.pop(address, address))
         except ValueError:
-            self._result.unmatched += 1
+            self.result.unmatched += 1
 
     def _look_for_flush(self, index: int) -> None:
         """Whether memory is given back, or a free that waited completes, because a request flushes everything. PyTorch then
@@ -303,8 +299,8 @@ class _Replay:
         if event.action in ("segment_alloc", "segment_map"):
             if event.size <= 0 or self._ranges.within(event.address, event.size):
                 # There is memory already: the release of that is missing.
-                self._result.unmatched += 1
-                self._result.misjudged.append(index)
+                self.result.unmatched += 1
+                self.result.misjudged.append(index)
                 return
             self._ranges.add(Segment(0, event.address, event.size, event.stream, pool_of_segment(event.size), ()))
         else:
@@ -329,7 +325,7 @@ class _Replay:
             self._allocator.grow_in_vain(request.size, request.stream, self._private.of(request))
         self._memory.exhausted = False
         if not self._memory.agrees:
-            self._result.misjudged += self._got
+            self.result.misjudged += self._got
         self._got.clear()
 
     def _give_back(self, index: int, event: TraceEvent) -> None:
@@ -337,10 +333,10 @@ class _Replay:
             if event.action == "segment_free":
                 self._allocator.release_segment(event.address)
             elif not self._allocator.release_pages(event.address, event.size):
-                self._result.misjudged.append(index)
+                self.result.misjudged.append(index)
         except ValueError:
-            self._result.unmatched += 1
-            self._result.misjudged.append(index)
+            self.result.unmatched += 1
+            self.result.misjudged.append(index)
 
 
 def _bases(

@@ -14,35 +14,15 @@ from typing import Any
 from gpumem_magic.snapshot.rules import DEFAULT_SETTINGS, INTERVALS, UNLIMITED, AllocatorSettings
 from gpumem_magic.units import MIB
 
-__all__ = [
-    "AllocatorSettings",
-    "EnvironmentSettings",
-    "parse",
-    "parse_with_notes",
-    "settings_from_dict",
-    "settings_from_environment",
-    "settings_to_dict",
-]
-
 # PyTorch looks at the first that is set.
 VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
-_SMALLEST_SIZE_MB = 20
 # They change speed or pinned host memory, never where a block on the device lies.
-_WITHOUT_EFFECT_ON_PLACEMENT = frozenset(
-    {
-        "graph_capture_record_stream_reuse",
-        "pinned_free_catch_all",
-        "pinned_max_cached_size",
-        "pinned_max_round_threshold",
-        "pinned_num_register_threads",
-        "pinned_reserve_segment_size_mb",
-        "pinned_use_background_threads",
-        "pinned_use_cuda_host_register",
-        "release_lock_on_cudamalloc",
-        "release_lock_on_hipmalloc",
-    }
-)
+_WITHOUT_EFFECT_ON_PLACEMENT = """
+    graph_capture_record_stream_reuse pinned_free_catch_all pinned_max_cached_size pinned_max_round_threshold
+    pinned_num_register_threads pinned_reserve_segment_size_mb pinned_use_background_threads pinned_use_cuda_host_register
+    release_lock_on_cudamalloc release_lock_on_hipmalloc
+"""
 
 
 def parse(text: str) -> AllocatorSettings:
@@ -69,7 +49,7 @@ def parse_with_notes(text: str) -> tuple[AllocatorSettings, list[str]]:
         elif name == "throw_on_cudamalloc_oom":
             if _boolean(name, value):
                 notes.append("throw_on_cudamalloc_oom:True is not emulated: cached memory is released before failing.")
-        elif name not in _WITHOUT_EFFECT_ON_PLACEMENT:
+        elif name not in _WITHOUT_EFFECT_ON_PLACEMENT.split():
             raise ValueError(f"unknown option {name!r} in PYTORCH_CUDA_ALLOC_CONF")
     return settings, notes
 
@@ -137,19 +117,14 @@ def _boolean(name: str, value: str) -> bool:
     return value == "True"
 
 
-def _size_mb(name: str, value: str) -> int:
-    size = _integer(name, value)
-    if size < _SMALLEST_SIZE_MB:
-        raise ValueError(f"{name} must be at least {_SMALLEST_SIZE_MB}, not {value}")
-    return size * MIB
+def _size_mb(least: int) -> Callable[[str, str], int]:
+    def read(name: str, value: str) -> int:
+        size = _integer(name, value)
+        if size < least:
+            raise ValueError(f"{name} must be at least {least}, not {value}")
+        return size * MIB
 
-
-def _segment_size_mb(name: str, value: str) -> int:
-    # Requests below 10 MiB share this segment, so a smaller one could not hold them.
-    size = _integer(name, value)
-    if size < 10:
-        raise ValueError(f"{name} must be at least 10, not {value}")
-    return size * MIB
+    return read
 
 
 def _threshold(name: str, value: str) -> float:
@@ -205,9 +180,10 @@ def _divisions(name: str, value: str) -> tuple[int, ...]:
 
 
 _READERS: dict[str, tuple[str, Callable[[str, str], Any]]] = {
-    "max_split_size_mb": ("max_split_size", _size_mb),
-    "max_non_split_rounding_mb": ("max_non_split_rounding", _size_mb),
-    "large_segment_size_mb": ("large_segment_size", _segment_size_mb),
+    "max_split_size_mb": ("max_split_size", _size_mb(20)),
+    "max_non_split_rounding_mb": ("max_non_split_rounding", _size_mb(20)),
+    # Requests below 10 MiB share this segment, so a smaller one could not hold them.
+    "large_segment_size_mb": ("large_segment_size", _size_mb(10)),
     "garbage_collection_threshold": ("garbage_collection_threshold", _threshold),
     "roundup_power2_divisions": ("roundup_power2_divisions", _divisions),
     "expandable_segments": ("expandable_segments", _boolean),
@@ -240,17 +216,13 @@ def settings_from_dict(recorded: Mapping[str, Any]) -> AllocatorSettings:
     What that does not list comes from the recorded environment variable. Raises ValueError where the text is not one.
     """
     settings = parse(str(recorded.get("PYTORCH_CUDA_ALLOC_CONF", "")))
-    if "max_split_size" in recorded:
-        size = int(recorded["max_split_size"])
-        settings = replace(settings, max_split_size=UNLIMITED if size < 0 else size)
-    if "garbage_collection_threshold" in recorded:
-        settings = replace(settings, garbage_collection_threshold=float(recorded["garbage_collection_threshold"]))
-    if "expandable_segments" in recorded:
-        settings = replace(settings, expandable_segments=bool(recorded["expandable_segments"]))
-    if "roundup_power2_divisions" in recorded:
-        divisions = recorded["roundup_power2_divisions"]
-        settings = replace(
-            settings,
-            roundup_power2_divisions=tuple(int(divisions.get(str(1 << index), 0)) for index in range(INTERVALS)),
-        )
-    return settings
+    readers: dict[str, Callable[[Any], Any]] = {
+        "max_split_size": lambda size: UNLIMITED if int(size) < 0 else int(size),
+        "garbage_collection_threshold": float,
+        "expandable_segments": bool,
+        "roundup_power2_divisions": lambda found: tuple(
+            int(found.get(str(1 << index), 0)) for index in range(INTERVALS)
+        ),
+    }
+    given = {name: read(recorded[name]) for name, read in readers.items() if name in recorded}
+    return replace(settings, **given)

@@ -7,7 +7,7 @@ that was never initialised holds nothing. A tensor is read past its class, insid
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -70,18 +70,20 @@ def is_optimizer(thing: object) -> bool:
 
 def grad(tensor: torch.Tensor) -> torch.Tensor | None:
     """A leaf's, or a kept one: asking other tensors makes PyTorch warn."""
-    if not (_BASE.is_leaf.__get__(tensor) or _BASE.retains_grad.__get__(tensor)):
+    if not (is_leaf(tensor) or _BASE.retains_grad.__get__(tensor)):
         return None
     found: torch.Tensor | None = _BASE.grad.__get__(tensor)
     return found
 
 
-def is_leaf(tensor: torch.Tensor) -> bool:
-    return bool(_BASE.is_leaf.__get__(tensor))
+def _flag(name: str) -> Callable[[torch.Tensor], bool]:
+    read = getattr(_BASE, name).__get__
+    return lambda tensor: bool(read(tensor))
 
 
-def requires_grad(tensor: torch.Tensor) -> bool:
-    return bool(_BASE.requires_grad.__get__(tensor))
+is_leaf, requires_grad = _flag("is_leaf"), _flag("requires_grad")
+# Of a tensor without a Python key.
+is_cuda, is_meta = _flag("is_cuda"), _flag("is_meta")
 
 
 def grad_fn(tensor: torch.Tensor) -> Any:
@@ -96,16 +98,6 @@ def is_sparse(tensor: torch.Tensor) -> bool:
 def has_python_key(tensor: torch.Tensor) -> bool:
     """Whether PyTorch asks Python for this tensor's operators, and for some of its facts."""
     return bool(torch._C._dispatch_keys(tensor).has(torch._C.DispatchKey.Python))
-
-
-def is_cuda(tensor: torch.Tensor) -> bool:
-    """Of a tensor without a Python key."""
-    return bool(_BASE.is_cuda.__get__(tensor))
-
-
-def is_meta(tensor: torch.Tensor) -> bool:
-    """Of a tensor without a Python key."""
-    return bool(_BASE.is_meta.__get__(tensor))
 
 
 def storage(tensor: torch.Tensor) -> Any:

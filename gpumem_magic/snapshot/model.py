@@ -6,7 +6,7 @@ Every source of memory produces these, and whatever stands above never asks whic
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -53,6 +53,20 @@ class Block:
     requested_size: int
     state: str
     frames: tuple[Frame, ...] = ()
+
+
+def with_free_space(address: int, size: int, used: Iterable[Block]) -> tuple[Block, ...]:
+    """The blocks of so many bytes from an address on: those in use, by address, and the free space between them."""
+    blocks: list[Block] = []
+    end = address + size
+    for block in used:
+        if block.address > address:
+            blocks.append(Block(address, block.address - address, 0, INACTIVE))
+        blocks.append(block)
+        address = block.address + block.size
+    if address < end:
+        blocks.append(Block(address, end - address, 0, INACTIVE))
+    return tuple(blocks)
 
 
 @dataclass(frozen=True)

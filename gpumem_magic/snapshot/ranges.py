@@ -42,7 +42,7 @@ class MappedRanges:
         self.remove(segment.address, segment.total_size)
         for place in (segment.address - 1, segment.address + segment.total_size):
             near = self.at(place)
-            if near is not None and _same_place(near, segment):
+            if near is not None and _home(near) == _home(segment):
                 self._drop(near)
                 begin = min(near.address, segment.address)
                 size = near.total_size + segment.total_size
@@ -84,9 +84,5 @@ class MappedRanges:
         del self._starts[bisect_left(self._starts, segment.address)]
 
 
-def _same_place(one: Segment, other: Segment) -> bool:
-    return (one.stream, one.segment_type, one.segment_pool_id) == (
-        other.stream,
-        other.segment_type,
-        other.segment_pool_id,
-    )
+def _home(segment: Segment) -> tuple[int, str, tuple[int, int]]:
+    return segment.stream, segment.segment_type, segment.segment_pool_id

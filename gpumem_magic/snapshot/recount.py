@@ -11,10 +11,16 @@ from gpumem_magic.snapshot.model import ACTIVE, INACTIVE, Segment, TraceEvent
 from gpumem_magic.snapshot.rules import AllocatorSettings, pool_of, pool_of_segment, round_size, should_split
 
 
-@dataclass(slots=True)
-class Life:
-    """A block's life while it is being counted; see `Allocation` for the meaning of each field."""
+@dataclass(slots=True, unsafe_hash=True)
+class Allocation:
+    """One block's life. Sizes are bytes; born, freed and completed are indices of events. Only `Recount` changes it.
 
+    index: its place in `Timeline.allocations`. size: the block's, requested: the program's. born: of the alloc event, -1
+    for one that was there at the start. freed: of free_requested (-1: before the start), None where that never came.
+    completed: of free_completed, when the memory could be used again. requested is 0 where it is not known.
+    """
+
+    index: int
     address: int
     requested: int
     size: int
@@ -54,39 +60,36 @@ class Extent:
             and self.address + self.size == other.address
         )
 
-    def with_size(self, size: int) -> Extent:
-        return replace(self, size=size)
-
 
 class Recount:
     """Lives, extents, and for each position the bytes; see `Timeline`."""
 
     def __init__(self, start: Sequence[Segment], events: Sequence[TraceEvent], settings: AllocatorSettings) -> None:
-        self.lives: list[Life] = []
+        self.lives: list[Allocation] = []
         self.extents: list[Extent] = []
         self.unmatched = 0
         self.unplaced = 0
-        self.allocated = array("q", [0])
-        self.reserved = array("q", [0])
-        self.requested = array("q", [0])
+        self.allocated = array("q")
+        self.reserved = array("q")
+        self.requested = array("q")
         self._settings = settings
         self._device = start[0].device if start else 0
         # What is there now: extents by their address, and the blocks in use by theirs, each with their addresses in order.
         self._extents: dict[int, Extent] = {}
         self._extent_starts = SortedAddresses()
-        self._used: dict[int, Life] = {}
+        self._used: dict[int, Allocation] = {}
         self._used_starts = SortedAddresses()
         self._unknown_frees: set[int] = set()
         self._now_allocated = self._now_reserved = self._now_requested = 0
         for segment in start:
             self._begin(segment)
-        self._note(0)
+        self._note()
         steps = {
             "alloc": self._alloc,
             "free_requested": self._free_requested,
             "free_completed": self._free_completed,
-            "segment_alloc": self._segment_alloc,
-            "segment_map": self._segment_map,
+            "segment_alloc": self._map,
+            "segment_map": self._map,
             "segment_free": self._unmap,
             "segment_unmap": self._unmap,
         }
@@ -94,14 +97,12 @@ class Recount:
             step = steps.get(event.action)
             if step is not None:
                 step(index, event)
-            self.allocated.append(self._now_allocated)
-            self.reserved.append(self._now_reserved)
-            self.requested.append(self._now_requested)
+            self._note()
 
-    def _note(self, position: int) -> None:
-        self.allocated[position] = self._now_allocated
-        self.reserved[position] = self._now_reserved
-        self.requested[position] = self._now_requested
+    def _note(self) -> None:
+        self.allocated.append(self._now_allocated)
+        self.reserved.append(self._now_reserved)
+        self.requested.append(self._now_requested)
 
     def _begin(self, segment: Segment) -> None:
         if segment.total_size <= 0 or self._extents_within(segment.address, segment.total_size):
@@ -126,7 +127,7 @@ class Recount:
             if block.size <= 0 or self._overlapping(block.address, block.size):
                 self.unmatched += 1
                 continue
-            life = Life(block.address, block.requested_size, block.size, segment.stream, -1)
+            life = Allocation(len(self.lives), block.address, block.requested_size, block.size, segment.stream, -1)
             self._add_life(life)
             if block.state != ACTIVE:
                 self._end_allocation(life, -1)
@@ -140,7 +141,7 @@ class Recount:
             self.unmatched += 1
             self._end(life, index)
         size = self._block_size(event.address, rounded)
-        self._add_life(Life(event.address, event.size, size, event.stream, index))
+        self._add_life(Allocation(len(self.lives), event.address, event.size, size, event.stream, index))
 
     def _block_size(self, address: int, rounded: int) -> int:
         """The block that a request was given: the free piece that starts at the address, or the part cut off for it."""
@@ -183,12 +184,12 @@ class Recount:
             return
         self._end(life, index)
 
-    def _end_allocation(self, life: Life, index: int) -> None:
+    def _end_allocation(self, life: Allocation, index: int) -> None:
         life.freed = index
         self._now_allocated -= life.size
         self._now_requested -= life.requested
 
-    def _end(self, life: Life, index: int) -> None:
+    def _end(self, life: Allocation, index: int) -> None:
         """The block's memory is free. A trace without free_requested events has the moment of that here too."""
         if life.freed is None:
             self._end_allocation(life, index)
@@ -196,26 +197,20 @@ class Recount:
         del self._used[life.address]
         self._used_starts.remove(life.address)
 
-    def _add_life(self, life: Life) -> None:
+    def _add_life(self, life: Allocation) -> None:
         self.lives.append(life)
         self._used[life.address] = life
         self._used_starts.add(life.address)
         self._now_allocated += life.size
         self._now_requested += life.requested
 
-    def _overlapping(self, address: int, size: int) -> list[Life]:
+    def _overlapping(self, address: int, size: int) -> list[Allocation]:
         starts = self._used_starts.touching(address, size, lambda start: self._used[start].size)
         return [self._used[start] for start in starts]
 
     # Segments.
 
-    def _segment_alloc(self, index: int, event: TraceEvent) -> None:
-        self._map(index, event, expandable=False)
-
-    def _segment_map(self, index: int, event: TraceEvent) -> None:
-        self._map(index, event, expandable=True)
-
-    def _map(self, index: int, event: TraceEvent, *, expandable: bool) -> None:
+    def _map(self, index: int, event: TraceEvent) -> None:
         if event.size <= 0:
             self.unmatched += 1
             return
@@ -223,6 +218,7 @@ class Recount:
             # A segment_free is missing, or this trace and its start do not belong together.
             self.unmatched += 1
             self._remove(index, event.address, event.size)
+        expandable = event.action == "segment_map"
         pool = pool_of_segment(event.size)
         pool_id = event.pool_id or (0, 0)
         if expandable and event.pool_id is None:

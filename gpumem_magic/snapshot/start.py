@@ -19,6 +19,7 @@ from gpumem_magic.snapshot.model import (
     Block,
     Segment,
     TraceEvent,
+    with_free_space,
 )
 from gpumem_magic.snapshot.ranges import MappedRanges
 from gpumem_magic.snapshot.rules import (
@@ -70,7 +71,15 @@ def start_of(
     homes = {start: segment for segment in segments for start in _within(starts, segment)}
     unsettled = _settle_sizes(blocks, guessed, homes, events, settings)
     return StartState(
-        tuple(_filled(segment, [blocks[start] for start in _within(starts, segment)]) for segment in segments),
+        tuple(
+            replace(
+                segment,
+                blocks=with_free_space(
+                    segment.address, segment.total_size, (blocks[start] for start in _within(starts, segment))
+                ),
+            )
+            for segment in segments
+        ),
         unsettled,
         len(blocks) - len(homes),
     )
@@ -213,17 +222,3 @@ def _settle_sizes(
                 del starts[place]
             open_questions.discard(event.address)
     return frozenset(unsettled)
-
-
-def _filled(segment: Segment, used: Sequence[Block]) -> Segment:
-    """The segment with its blocks in use, by address, and the free space between them."""
-    blocks: list[Block] = []
-    address, end = segment.address, segment.address + segment.total_size
-    for block in used:
-        if block.address > address:
-            blocks.append(Block(address, block.address - address, 0, INACTIVE))
-        blocks.append(block)
-        address = block.address + block.size
-    if address < end:
-        blocks.append(Block(address, end - address, 0, INACTIVE))
-    return replace(segment, blocks=tuple(blocks))

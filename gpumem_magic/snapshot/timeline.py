@@ -8,35 +8,17 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
-from gpumem_magic.snapshot.model import ACTIVE, INACTIVE, PENDING_FREE, Block, Segment, TraceEvent
+from gpumem_magic.snapshot.model import ACTIVE, INACTIVE, PENDING_FREE, Block, Segment, TraceEvent, with_free_space
 from gpumem_magic.snapshot.rangemax import RangeMax
+from gpumem_magic.snapshot.recount import Allocation as Allocation
 from gpumem_magic.snapshot.recount import Extent, Recount
 from gpumem_magic.snapshot.rules import DEFAULT_SETTINGS, AllocatorSettings
 
 # A list of the blocks in use is kept every so many events, or as many as it has blocks where those are more: so all lists
 # but the last are no longer together than the trace. What lies between is counted up from there.
 _STRIDE = 512
-
-
-@dataclass(frozen=True, slots=True)
-class Allocation:
-    """One block's life. Sizes are bytes; born, freed and completed are indices of events.
-
-    index: its place in `Timeline.allocations`. size: the block's, requested: the program's. born: of the alloc event, -1
-    for one that was there at the start. freed: of free_requested (-1: before the start), None where that never came.
-    completed: of free_completed, when the memory could be used again. requested is 0 where it is not known.
-    """
-
-    index: int
-    address: int
-    requested: int
-    size: int
-    stream: int
-    born: int
-    freed: int | None
-    completed: int | None
 
 
 class Timeline:
@@ -54,12 +36,7 @@ class Timeline:
         settings: AllocatorSettings = DEFAULT_SETTINGS,
     ) -> None:
         recount = Recount(start, events, settings)
-        self.allocations: list[Allocation] = [
-            Allocation(
-                index, life.address, life.requested, life.size, life.stream, life.born, life.freed, life.completed
-            )
-            for index, life in enumerate(recount.lives)
-        ]
+        self.allocations = recount.lives
         self.unmatched = recount.unmatched
         self.unplaced = recount.unplaced
         self._allocated = recount.allocated
@@ -183,30 +160,29 @@ def _joined(extents: Sequence[Extent]) -> list[Extent]:
     for extent in extents:
         last = joined[-1] if joined else None
         if last is not None and last.joins(extent):
-            joined[-1] = last.with_size(last.size + extent.size)
+            joined[-1] = replace(last, size=last.size + extent.size)
         else:
             joined.append(extent)
     return joined
 
 
 def _segment(extent: Extent, used: Sequence[Allocation], position: int) -> Segment:
-    blocks = []
-    address = extent.address
-    for life in used:
-        if life.address > address:
-            blocks.append(Block(address, life.address - address, 0, INACTIVE))
-        state = ACTIVE if life.freed is None or life.freed >= position else PENDING_FREE
-        blocks.append(Block(life.address, life.size, life.requested, state))
-        address = life.address + life.size
-    if address < extent.address + extent.size:
-        blocks.append(Block(address, extent.address + extent.size - address, 0, INACTIVE))
+    blocks = [
+        Block(
+            life.address,
+            life.size,
+            life.requested,
+            ACTIVE if life.freed is None or life.freed >= position else PENDING_FREE,
+        )
+        for life in used
+    ]
     return Segment(
         extent.device,
         extent.address,
         extent.size,
         extent.stream,
         extent.pool,
-        tuple(blocks),
+        with_free_space(extent.address, extent.size, blocks),
         extent.expandable,
         extent.pool_id,
     )

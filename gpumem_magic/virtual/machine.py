@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -177,7 +178,7 @@ class VirtualMachine:
         """Replaces what has to be replaced. Undone completely if any of it fails."""
         try:
             for gpu in self._devices:
-                gpu.allocator.on_reserved = self._tell_smi(gpu)
+                gpu.allocator.on_reserved = functools.partial(self._tell_smi, gpu)
             attempt = self._patches.attempt
             attempt(self._factories.install)
             attempt(parameters.install)
@@ -224,8 +225,5 @@ class VirtualMachine:
         """The (owner, name) pairs that are replaced while the machine is on."""
         return self._patches.names()
 
-    def _tell_smi(self, gpu: VirtualDevice) -> Any:
-        def tell(reserved: int) -> None:
-            self.smi.update(gpu.index, gpu.used_bytes())
-
-        return tell
+    def _tell_smi(self, gpu: VirtualDevice, reserved: int) -> None:
+        self.smi.update(gpu.index, gpu.used_bytes())

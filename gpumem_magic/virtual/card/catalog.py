@@ -14,22 +14,9 @@ from typing import Protocol
 from gpumem_magic.devices.base import DeviceError
 from gpumem_magic.units import GIB, KIB, MIB, human
 from gpumem_magic.virtual.card import calibration, generations
-from gpumem_magic.virtual.card.models import CATALOG, GpuModel, generic
-
-__all__ = [
-    "CATALOG",
-    "DeviceSpec",
-    "DeviceState",
-    "GpuModel",
-    "RealDevice",
-    "UnknownDevice",
-    "bus_id",
-    "describe",
-    "device_uuid",
-    "generic",
-    "parse",
-    "parse_size",
-]
+from gpumem_magic.virtual.card.models import CATALOG as CATALOG
+from gpumem_magic.virtual.card.models import GpuModel as GpuModel
+from gpumem_magic.virtual.card.models import generic
 
 MAX_DEVICES = 64
 # What nvidia-smi's table has room for.

@@ -19,7 +19,6 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 
 from gpumem_magic.patching import Patches
 from gpumem_magic.virtual.card import smi_script
@@ -94,9 +93,7 @@ class VirtualSmi:
         self.install()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.remove()
 
 
@@ -172,7 +169,8 @@ def _clear_away(place: str) -> None:
 def _write_program(directory: str, state: str) -> None:
     # -I and -S: nothing of the user's environment is read, which is also what makes it start fast.
     module = Path(directory, "smi_script.py")
-    module.write_bytes(Path(smi_script.__file__).read_bytes())
+    for suffix in (".py", ".txt"):
+        module.with_suffix(suffix).write_bytes(Path(smi_script.__file__).with_suffix(suffix).read_bytes())
     py_compile.compile(str(module), doraise=True)
     start = f"import sys\nsys.path.append({directory!r})\nfrom smi_script import main\nmain({state!r})\n"
     python = sys.executable or "python3"

@@ -1,9 +1,10 @@
 """The `nvidia-smi` of virtual GPUs: what `!nvidia-smi` runs while one is on.
 
 It starts after every line of a training loop, so it imports nothing but `sys` and `time`, neither torch nor the rest of
-this package; `smi.py` copies it beside the state file that it reads. Layout and words are those of driver 550's nvidia-smi;
-the head of the table says that the GPU is virtual. What an emulated GPU does not have (temperature, power, clocks, load) is
-N/A. The table of processes stays empty, as in a Colab container, so that `nvidia-smi | grep MiB` prints one line a GPU.
+this package; `smi.py` copies it and its words (`smi_script.txt`) beside the state file that it reads. Layout and words are
+those of driver 550's nvidia-smi; the head of the table says that the GPU is virtual. What an emulated GPU does not have
+(temperature, power, clocks, load) is N/A. The table of processes stays empty, as in a Colab container, so that
+`nvidia-smi | grep MiB` prints one line a GPU.
 
 Sizes are whole MiB, cut off and not rounded, as nvidia-smi does (a P100's 17,071,734,784 bytes are 16280.9 MiB; it shows
 16280MiB). Exit statuses: 0; 2 bad option or field; 3 not available on a virtual GPU; 6 no such GPU; 9 the virtual GPU is off.
@@ -17,6 +18,13 @@ import time
 DRIVER_VERSION = "550.54.15"
 CUDA_VERSION = "12.4"
 MIB = 1 << 20
+
+# The help, and words by what they are for.
+WORDS: dict[str, list[str]] = {}
+with open(f"{__file__.rpartition('.')[0]}.txt", encoding="ascii") as _text:
+    HELP, _, _tables = _text.read().partition("\n---")
+for _line in _tables.splitlines()[1:]:
+    WORDS.setdefault(_line.partition(": ")[0], []).extend(_line.partition(": ")[2].split())
 
 # One record a device, little-endian: used bytes at 0, the same with all bits turned at 8 (a reader that finds the two
 # apart came between two halves of a write and reads again), then what does not change.
@@ -80,10 +88,6 @@ def read_gpus(path: str) -> list[Gpu]:
     raise OSError("unreadable state")
 
 
-def words(text: str) -> tuple[str, ...]:
-    return tuple(text.split())
-
-
 # --- the table ------------------------------------------------------------------------------------------------------
 
 
@@ -129,11 +133,6 @@ def table(gpus: list[Gpu]) -> str:
 
 # --- -L, -q ---------------------------------------------------------------------------------------------------------
 
-SECTIONS = words(
-    "MEMORY UTILIZATION ECC TEMPERATURE POWER CLOCK COMPUTE PIDS PERFORMANCE SUPPORTED_CLOCKS PAGE_RETIREMENT ACCOUNTING "
-    "ENCODER_STATS ROW_REMAPPER VOLTAGE"
-)
-
 
 def listing(gpus: list[Gpu]) -> str:
     return "".join(f"GPU {gpu.index}: {gpu.name} (UUID: {gpu.uuid})\n" for gpu in gpus)
@@ -176,34 +175,14 @@ def details(gpus: list[Gpu], sections: list[str]) -> str:
 
 # --- --query-gpu, --query-compute-apps ------------------------------------------------------------------------------
 
-ALIASES = {
-    "gpu_name": "name",
-    "gpu_uuid": "uuid",
-    "gpu_serial": "serial",
-    "gpu_bus_id": "pci.bus_id",
-    "clocks.gr": "clocks.current.graphics",
-    "clocks.sm": "clocks.current.sm",
-    "clocks.mem": "clocks.current.memory",
-}
-# What a virtual GPU does not have: field -> unit of its column.
-NOT_AVAILABLE: dict[str, str] = {}
-for line in """\
-: serial pstate vbios_version temperature.gpu temperature.memory power.management display_active display_mode
-: display_attached ecc.mode.current ecc.mode.pending mig.mode.current mig.mode.pending accounting.mode
-: clocks_event_reasons.active clocks_throttle_reasons.active driver_model.current encoder.stats.sessionCount
-: pcie.link.gen.current pcie.link.gen.max pcie.link.width.current pcie.link.width.max
- [%]: fan.speed utilization.gpu utilization.memory
- [W]: power.draw power.draw.average power.draw.instant power.limit power.default_limit power.max_limit enforced.power.limit
- [MHz]: clocks.current.graphics clocks.current.sm clocks.current.memory clocks.max.graphics clocks.max.sm clocks.max.memory
-""".splitlines():
-    NOT_AVAILABLE.update(dict.fromkeys(line.partition(": ")[2].split(), line.partition(": ")[0]))
-MEMORY_FIELDS = ("memory.total", "memory.reserved", "memory.used", "memory.free")
-OTHER_FIELDS = words(
-    "timestamp driver_version count name uuid index pci.bus_id pci.domain pci.bus pci.device compute_cap compute_mode "
-    "persistence_mode"
+ALIASES, APP_ALIASES = (
+    {alias: field for alias, _, field in (pair.partition("=") for pair in WORDS[name])}
+    for name in ("aliases", "process aliases")
 )
-APP_ALIASES = {"name": "process_name", "used_memory": "used_gpu_memory"}
-APP_FIELDS = words("timestamp gpu_name gpu_bus_id gpu_serial gpu_uuid pid process_name used_gpu_memory")
+# What a virtual GPU does not have: field -> unit of its column.
+NOT_AVAILABLE = {field: unit for unit in ("", " [%]", " [W]", " [MHz]") for field in WORDS[f"not available{unit}"]}
+MEMORY_FIELDS = ("memory.total", "memory.reserved", "memory.used", "memory.free")
+KNOWN_FIELDS = (*WORDS["fields"], *MEMORY_FIELDS, *NOT_AVAILABLE)
 
 
 def gpu_value(gpu: Gpu, field: str, count: int, units: bool) -> str:
@@ -240,7 +219,7 @@ class Stop(Exception):
         self.status = status
 
 
-def query_fields(text: str, aliases: dict[str, str], known: tuple[str, ...]) -> list[str]:
+def query_fields(text: str, aliases: dict[str, str], known: list[str] | tuple[str, ...]) -> list[str]:
     names = [name.strip() for name in text.split(",")]
     fields = [aliases.get(name, name) for name in names]
     for name, field in zip(names, fields, strict=True):
@@ -250,24 +229,6 @@ def query_fields(text: str, aliases: dict[str, str], known: tuple[str, ...]) -> 
 
 
 # --- the command line -----------------------------------------------------------------------------------------------
-
-HELP = """NVIDIA System Management Interface -- virtual (gpumem_magic)
-
-This nvidia-smi answers for the virtual GPUs of gpumem_magic. It is here while they are on; `%gpumem_device off` removes it.
-
-    nvidia-smi [OPTION1 [ARG1]] [OPTION2 [ARG2]] ...
-
-    -h,   --help                 this text
-          --version              what this program claims to be
-    -L,   --list-gpus            the GPUs, with their UUIDs
-    -q,   --query                details; with -d MEMORY (or UTILIZATION, ...) only those
-    -i,   --id=                  only these GPUs: index, UUID or bus id; several after commas
-    -l,   --loop=                again every so many seconds (5), until Ctrl-C
-    -lms, --loop-ms=             again every so many milliseconds, until Ctrl-C
-          --query-gpu=           fields, with --format=csv[,noheader][,nounits]
-          --query-compute-apps=  fields of processes (none are listed), with --format=
-          --help-query-gpu       the fields of --query-gpu
-"""
 
 
 def known_options() -> dict[str, tuple[str, bool]]:
@@ -282,11 +243,6 @@ def known_options() -> dict[str, tuple[str, bool]]:
 
 
 OPTIONS = known_options()
-ELSEWHERE = words(
-    "-x --xml-format -f --filename -B -pm -pl -r -c -e -p -ac -rac -lgc -rgc -mig --gpu-reset dmon daemon pmon topo nvlink "
-    "vgpu mig clocks drain encodersessions replay stats --query-accounted-apps --query-retired-pages "
-    "--query-supported-clocks --query-remapped-rows"
-)
 
 
 def parse(arguments: list[str]) -> dict[str, str]:
@@ -295,7 +251,7 @@ def parse(arguments: list[str]) -> dict[str, str]:
     while left:
         argument = left.pop(0)
         name, equals, value = argument.partition("=")
-        if name in ELSEWHERE:
+        if name in WORDS["elsewhere"]:
             raise Stop(f"'{name}' is not available on a virtual GPU.\n", 3)
         if name not in OPTIONS or (equals and not OPTIONS[name][1]):
             raise Stop(f"ERROR: Option {argument} is not recognized. Please run 'nvidia-smi -h' for help.\n", 2)
@@ -346,11 +302,10 @@ def csv(gpus: list[Gpu], options: dict[str, str], count: int, first: bool) -> st
         raise Stop(f"Invalid format: {options['format']}; write csv, csv,noheader or csv,noheader,nounits\n", 2)
     header = first and "noheader" not in form
     if "query-compute-apps" in options:
-        fields = query_fields(options["query-compute-apps"], APP_ALIASES, APP_FIELDS)
+        fields = query_fields(options["query-compute-apps"], APP_ALIASES, WORDS["process fields"])
         heads = [f"{field} [MiB]" if field == "used_gpu_memory" else field for field in fields]
         return ", ".join(heads) + "\n" if header else ""
-    known = (*OTHER_FIELDS, *MEMORY_FIELDS, *NOT_AVAILABLE)
-    fields = query_fields(options["query-gpu"], ALIASES, known)
+    fields = query_fields(options["query-gpu"], ALIASES, KNOWN_FIELDS)
     units = [" [MiB]" if field in MEMORY_FIELDS else NOT_AVAILABLE.get(field, "") for field in fields]
     rows = [", ".join(map("".join, zip(fields, units, strict=True)))] if header else []
     rows += [", ".join(gpu_value(gpu, field, count, "nounits" not in form) for field in fields) for gpu in gpus]
@@ -367,8 +322,8 @@ def answer(gpus: list[Gpu], options: dict[str, str], first: bool) -> str:
     if "query" in options:
         sections = [part.strip().upper() for part in options.get("display", "").split(",") if part.strip()]
         for section in sections:
-            if section not in SECTIONS:
-                raise Stop(f"ERROR: Section {section} is not known. Known: {', '.join(SECTIONS)}\n", 2)
+            if section not in WORDS["sections"]:
+                raise Stop(f"ERROR: Section {section} is not known. Known: {', '.join(WORDS['sections'])}\n", 2)
         return details(some, sections)
     if "display" in options or "format" in options:
         raise Stop("Invalid combination of input arguments. Please run 'nvidia-smi -h' for help.\n", 2)
@@ -384,7 +339,7 @@ def run(path: str, arguments: list[str]) -> int:
             write(HELP)
             return 0
         if "help-query-gpu" in options:
-            write("\n".join(sorted((*OTHER_FIELDS, *MEMORY_FIELDS, *NOT_AVAILABLE))) + "\n")
+            write("\n".join(sorted(KNOWN_FIELDS)) + "\n")
             return 0
         if "version" in options:
             write(f"NVIDIA-SMI version  : virtual (gpumem_magic)\nDRIVER version      : {DRIVER_VERSION}\n")

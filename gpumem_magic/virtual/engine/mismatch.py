@@ -9,21 +9,13 @@ from typing import Any
 import torch
 
 from gpumem_magic.private import aten as _aten
+from gpumem_magic.private import overloads
 
 # Operators which take tensors of several devices: copies, and index tensors that may stay on the host.
 _MIXING = {
-    _aten.copy_.default,
-    _aten._to_copy.default,
-    _aten.index.Tensor,
-    _aten.index_put.default,
-    _aten.index_put_.default,
-    _aten._index_put_impl_.default,
-    _aten._foreach_copy_.default,
-    _aten.set_.source_Tensor,
-    _aten.set_.source_Storage,
-    _aten.set_.source_Storage_storage_offset,
-    _aten._has_compatible_shallow_copy_type.default,
-    _aten.is_same_size.default,
+    *overloads("copy_ _to_copy index.Tensor index_put index_put_ _index_put_impl_ _foreach_copy_ is_same_size"),
+    *overloads("set_.source_Tensor set_.source_Storage set_.source_Storage_storage_offset"),
+    *overloads("_has_compatible_shallow_copy_type"),
 }
 
 # Arguments that kernels take from the host.

@@ -12,7 +12,6 @@ import os
 import re
 import weakref
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -44,9 +43,7 @@ class Supplied:
     def __enter__(self) -> Supplied:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.remove()
 
     def __repr__(self) -> str:

@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from gpumem_magic.failures import is_own_failure
 from gpumem_magic.private import aten as _aten
+from gpumem_magic.private import overloads
 from gpumem_magic.virtual.engine.tensors import KNOWN, VirtualTensor
 
 # The largest tensor that is learnt, in elements. Small biases and the like would be followed for nothing.
@@ -29,16 +30,9 @@ MOST_FLOATS_MADE = 1024
 
 # They make known values without being given any.
 _CONSTANT = {
-    _aten.zeros_like.default,
-    _aten.ones_like.default,
-    _aten.full_like.default,
-    _aten.new_zeros.default,
-    _aten.new_ones.default,
-    _aten.new_full.default,
-    _aten.zero_.default,
-    _aten.fill_.Scalar,
+    *overloads("zeros_like ones_like full_like new_zeros new_ones new_full zero_ fill_.Scalar"),
     # Numbers that C++ makes tensors of, beside tensors: `torch.where(flag, x, -1e9)`.
-    _aten.scalar_tensor.default,
+    *overloads("scalar_tensor"),
 }
 
 

@@ -6,6 +6,7 @@ precision, no bias that is a tensor), else CUTLASS's, which is the kernel that P
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -57,34 +58,22 @@ def _four(tensor: Any) -> Any:
     return tensor
 
 
-def memory_efficient_attention(
-    query: Any, key: Any, value: Any, attn_bias: Any = None, p: float = 0.0, scale: Any = None,
-    *, op: Any = None, output_dtype: Any = None,
-) -> Any:  # fmt: skip
-    wanted = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
-    out = _attention(query, key, value, attn_bias, p, scale, wanted)[0]
-    return out if output_dtype is None else out.to(output_dtype)
+def _rule(with_gradients: bool, with_sums: bool) -> Callable[..., Any]:
+    def rule(
+        query: Any, key: Any, value: Any, attn_bias: Any = None, p: float = 0.0, scale: Any = None,
+        *, op: Any = None, output_dtype: Any = None,
+    ) -> Any:  # fmt: skip
+        with torch.set_grad_enabled(with_gradients and torch.is_grad_enabled()):
+            learns = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
+            out, sums = _attention(query, key, value, attn_bias, p, scale, with_sums or learns)
+            out = out if output_dtype is None else out.to(output_dtype)
+        return (out, sums) if with_sums else out
 
-
-def memory_efficient_attention_forward(*args: Any, **kwargs: Any) -> Any:
-    with torch.no_grad():
-        return memory_efficient_attention(*args, **kwargs)
-
-
-def memory_efficient_attention_forward_requires_grad(
-    query: Any, key: Any, value: Any, attn_bias: Any = None, p: float = 0.0, scale: Any = None,
-    *, op: Any = None, output_dtype: Any = None,
-) -> Any:  # fmt: skip
-    with torch.no_grad():
-        out, sums = _attention(query, key, value, attn_bias, p, scale, True)
-    return (out if output_dtype is None else out.to(output_dtype)), sums
+    return rule
 
 
 def prepare(module: ModuleType, patches: Patches) -> None:
     """For `xformers.ops.fmha`."""
-    for rule in (
-        memory_efficient_attention,
-        memory_efficient_attention_forward,
-        memory_efficient_attention_forward_requires_grad,
-    ):
-        replace_function(patches, module, rule.__name__, rule)
+    replace_function(patches, module, "memory_efficient_attention", _rule(True, False))
+    replace_function(patches, module, "memory_efficient_attention_forward", _rule(False, False))
+    replace_function(patches, module, "memory_efficient_attention_forward_requires_grad", _rule(False, True))

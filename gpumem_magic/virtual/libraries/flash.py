@@ -6,6 +6,7 @@ counted: the partial results of queries shorter than the keys that the kernel sp
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -108,46 +109,28 @@ def _dense(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
-def _answer(found: tuple[torch.Tensor, torch.Tensor], with_probabilities: bool) -> Any:
-    return (*found, None) if with_probabilities else found[0]
+# The library's functions, each with its tensors, and the ends of packed sequences.
+_FUNCTIONS = {
+    "flash_attn_func": "q k v",
+    "flash_attn_kvpacked_func": "q kv",
+    "flash_attn_qkvpacked_func": "qkv",
+    "flash_attn_varlen_func": "q k v cu_seqlens_q",
+    "flash_attn_varlen_kvpacked_func": "q kv cu_seqlens_q",
+    "flash_attn_varlen_qkvpacked_func": "qkv cu_seqlens",
+}
 
 
-def flash_attn_func(
-    q: Any, k: Any, v: Any, *args: Any, deterministic: bool = False, return_attn_probs: bool = False, **kwargs: Any
-) -> Any:
-    return _answer(attend(Lengths(None, deterministic), q, k, v), return_attn_probs)
+def _rule(names: list[str]) -> Callable[..., Any]:
+    def rule(*args: Any, deterministic: bool = False, return_attn_probs: bool = False, **kwargs: Any) -> Any:
+        given = dict(zip(names, args, strict=False)) | kwargs
+        *tensors, last = (given[name] for name in names)
+        if not names[-1].startswith("cu_"):
+            found = attend(Lengths(None, deterministic), *tensors, last)
+        else:
+            found = attend(Lengths(len(last) - 1, deterministic), *tensors)
+        return (*found, None) if return_attn_probs else found[0]
 
-
-def flash_attn_kvpacked_func(
-    q: Any, kv: Any, *args: Any, deterministic: bool = False, return_attn_probs: bool = False, **kwargs: Any
-) -> Any:
-    return _answer(attend(Lengths(None, deterministic), q, kv), return_attn_probs)
-
-
-def flash_attn_qkvpacked_func(
-    qkv: Any, *args: Any, deterministic: bool = False, return_attn_probs: bool = False, **kwargs: Any
-) -> Any:
-    return _answer(attend(Lengths(None, deterministic), qkv), return_attn_probs)
-
-
-def flash_attn_varlen_func(
-    q: Any, k: Any, v: Any, cu_seqlens_q: Any, *args: Any,
-    deterministic: bool = False, return_attn_probs: bool = False, **kwargs: Any,
-) -> Any:  # fmt: skip
-    return _answer(attend(Lengths(len(cu_seqlens_q) - 1, deterministic), q, k, v), return_attn_probs)
-
-
-def flash_attn_varlen_kvpacked_func(
-    q: Any, kv: Any, cu_seqlens_q: Any, *args: Any,
-    deterministic: bool = False, return_attn_probs: bool = False, **kwargs: Any,
-) -> Any:  # fmt: skip
-    return _answer(attend(Lengths(len(cu_seqlens_q) - 1, deterministic), q, kv), return_attn_probs)
-
-
-def flash_attn_varlen_qkvpacked_func(
-    qkv: Any, cu_seqlens: Any, *args: Any, deterministic: bool = False, return_attn_probs: bool = False, **kwargs: Any
-) -> Any:
-    return _answer(attend(Lengths(len(cu_seqlens) - 1, deterministic), qkv), return_attn_probs)
+    return rule
 
 
 def flash_attn_with_kvcache(
@@ -159,13 +142,8 @@ def flash_attn_with_kvcache(
     return (out, sums) if return_softmax_lse else out
 
 
-_FUNCTIONS = (
-    flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func, flash_attn_varlen_func,
-    flash_attn_varlen_kvpacked_func, flash_attn_varlen_qkvpacked_func, flash_attn_with_kvcache,
-)  # fmt: skip
-
-
 def prepare(module: ModuleType, patches: Patches) -> None:
     """For `flash_attn.flash_attn_interface`."""
-    for rule in _FUNCTIONS:
-        replace_function(patches, module, rule.__name__, rule)
+    for name, arguments in _FUNCTIONS.items():
+        replace_function(patches, module, name, _rule(arguments.split()))
+    replace_function(patches, module, "flash_attn_with_kvcache", flash_attn_with_kvcache)

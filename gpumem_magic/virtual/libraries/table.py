@@ -13,8 +13,8 @@ _PREPARE: dict[str, Prepare] = {
     "torch.distributed.tensor._api": dtensor.prepare,
     "torch.export._trace": exporting.prepare,
     "torch.nn.attention.flex_attention": flex.prepare,
-    "triton.runtime.jit": triton_kernels.prepare_jit,
-    "triton.runtime.autotuner": triton_kernels.prepare_autotuner,
+    "triton.runtime.jit": triton_kernels.quiet("JITFunction"),
+    "triton.runtime.autotuner": triton_kernels.quiet("Autotuner"),
 }
 
 

@@ -13,27 +13,22 @@ from torch.utils._pytree import tree_leaves
 
 from gpumem_magic.patching import Patches
 from gpumem_magic.virtual.engine.tensors import VirtualTensor, engine_of
-from gpumem_magic.virtual.libraries.loading import has_virtual
+from gpumem_magic.virtual.libraries.loading import Prepare, has_virtual
 
 
-def _quiet(kind: Any, patches: Patches) -> None:
-    original = kind.run
+def quiet(kind: str) -> Prepare:
+    """Has the `run` of a class launch nothing."""
 
-    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not has_virtual(args, kwargs):
-            return original(self, *args, **kwargs)
-        first = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, VirtualTensor))
-        engine_of(first).kernels_not_run += 1
-        return None
+    def prepare(module: ModuleType, patches: Patches) -> None:
+        original = getattr(module, kind).run
 
-    patches.set(kind, "run", run)
+        def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if not has_virtual(args, kwargs):
+                return original(self, *args, **kwargs)
+            first = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, VirtualTensor))
+            engine_of(first).kernels_not_run += 1
+            return None
 
+        patches.set(getattr(module, kind), "run", run)
 
-def prepare_jit(module: ModuleType, patches: Patches) -> None:
-    """For `triton.runtime.jit`."""
-    _quiet(module.JITFunction, patches)
-
-
-def prepare_autotuner(module: ModuleType, patches: Patches) -> None:
-    """For `triton.runtime.autotuner`."""
-    _quiet(module.Autotuner, patches)
+    return prepare

@@ -15,6 +15,7 @@ import torch
 
 from gpumem_magic.patching import Patches
 from gpumem_magic.private import aten as _aten
+from gpumem_magic.private import overloads
 from gpumem_magic.virtual.engine import values
 from gpumem_magic.virtual.engine.engine import Engine, special
 from gpumem_magic.virtual.engine.tensors import CHECKED, KNOWN, VirtualTensor
@@ -87,10 +88,7 @@ for _packet, _rule in _OF_ONE.items():
     special(_packet.Tensor, _packet.Scalar)(_compare(_rule))
 
 
-@special(
-    _aten.logical_not.default, _aten.logical_and.default, _aten.logical_or.default,
-    _aten.bitwise_not.default, _aten.bitwise_and.Tensor, _aten.bitwise_or.Tensor,
-)  # fmt: skip
+@special(*overloads("logical_not logical_and logical_or bitwise_not bitwise_and.Tensor bitwise_or.Tensor"))
 def _combine(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     checks = all(_is_check(side) for side in args[:2])
     out = engine.run(func, args, kwargs, device)

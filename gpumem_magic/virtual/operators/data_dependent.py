@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensor
 
 from gpumem_magic.private import aten as _aten
+from gpumem_magic.private import overloads
 from gpumem_magic.virtual.engine import supplied, values
 from gpumem_magic.virtual.engine.engine import Engine, special, users_line
 from gpumem_magic.virtual.engine.mismatch import refuse_mixed_devices
@@ -138,10 +139,8 @@ def host_zeros(like: FakeTensor) -> torch.Tensor:
 
 
 @special(
-    _aten.set_.source_Storage,
-    _aten.set_.source_Storage_storage_offset,
-    _aten.set_.source_Tensor,
-    _aten.set_.source_Tensor_storage_offset,
+    *overloads("set_.source_Storage set_.source_Storage_storage_offset"),
+    *overloads("set_.source_Tensor set_.source_Tensor_storage_offset"),
 )
 def _set(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     """The fake mode remembers calls with their arguments, and would keep this storage alive."""
@@ -285,11 +284,6 @@ def _ctc_loss_backward(engine: Engine, func: Any, args: Any, kwargs: Any, device
     log_probs, log_alpha = args[1], args[6]
     with engine.scratch(device, log_alpha.numel() * log_alpha.element_size()):
         return _placed(engine, tuple(log_probs.shape), log_probs.dtype, device)
-
-
-@special(_aten._fused_sgd_.default, _aten._fused_sgd_.tensor_lr)
-def _fused_sgd(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> None:
-    """Everything is written in place."""
 
 
 @special(_aten._nested_tensor_from_mask_left_aligned.default)

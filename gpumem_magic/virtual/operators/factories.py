@@ -81,6 +81,18 @@ def _check_kind(tensor: torch.Tensor) -> None:
         refuse_to_hold(f"a tensor with layout {tensor.layout}")
 
 
+def _cuda(
+    self: torch.Tensor, device: Any = None, non_blocking: bool = False, memory_format: Any = torch.preserve_format
+) -> Any:
+    format_option = {} if memory_format is torch.preserve_format else {"memory_format": memory_format}
+    return self.to(torch.device("cuda") if device is None else device, non_blocking=non_blocking, **format_option)
+
+
+def _pin_memory(self: torch.Tensor, *args: Any) -> Any:
+    """Pinning needs a driver; the tensor is as good for copies to a virtual device as it is."""
+    return self
+
+
 class Factories:
     """The replaced functions, for one engine. `current_device` gives the index that a bare "cuda" means."""
 
@@ -107,9 +119,9 @@ class Factories:
         patches.set(torch.Tensor, "new_tensor", self._beside(new_tensor))
         patches.set(torch.Tensor, "new", self._new(torch.Tensor.new))
         patches.set(torch.Tensor, "to", self._to(torch.Tensor.to))
-        patches.set(torch.Tensor, "cuda", self._cuda(torch.Tensor.cuda))
+        patches.set(torch.Tensor, "cuda", _cuda)
         patches.set(torch.Tensor, "type_as", self._type_as(torch.Tensor.type_as))
-        patches.set(torch.Tensor, "pin_memory", self._pin_memory(torch.Tensor.pin_memory))
+        patches.set(torch.Tensor, "pin_memory", _pin_memory)
         patches.set(torch.Tensor, "resize_", self._resized(torch.Tensor.resize_))
         patches.set(torch.UntypedStorage, "resize_", self._storage_resized(torch.UntypedStorage.resize_))
         context = torch.utils._device.DeviceContext
@@ -293,20 +305,6 @@ class Factories:
         factories = self
         return to
 
-    def _cuda(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def cuda(
-            self: torch.Tensor,
-            device: Any = None,
-            non_blocking: bool = False,
-            memory_format: Any = torch.preserve_format,
-        ) -> Any:
-            if device is None:
-                device = torch.device("cuda")
-            format_option = {} if memory_format is torch.preserve_format else {"memory_format": memory_format}
-            return self.to(device, non_blocking=non_blocking, **format_option)
-
-        return cuda
-
     def _type_as(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def type_as(self: torch.Tensor, other: torch.Tensor) -> Any:
             if STATE.depth or not isinstance(other, VirtualTensor):
@@ -314,13 +312,6 @@ class Factories:
             return self.to(other.device, other.dtype)
 
         return type_as
-
-    def _pin_memory(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def pin_memory(self: torch.Tensor, *args: Any) -> Any:
-            """Pinning needs a driver; the tensor is as good for copies to a virtual device as it is."""
-            return self
-
-        return pin_memory
 
     # ---- changing size: dispatch does not see that
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from gpumem_magic.private import aten as _aten
+from gpumem_magic.private import overloads
 from gpumem_magic.virtual.engine import values
 from gpumem_magic.virtual.engine.engine import Engine, cannot_run, special
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
@@ -34,31 +35,22 @@ def _returns_like(position: int) -> Callable[..., Any]:
 
 
 # Operators whose only result is like one of their arguments, by that argument's position.
-_LIKE = {
-    _aten._sample_dirichlet.default: 0,
-    _aten._dirichlet_grad.default: 0,
-    _aten._standard_gamma.default: 0,
-    _aten._standard_gamma_grad.default: 0,
-    _aten.binomial.default: 0,
-    _aten._fake_quantize_learnable_per_tensor_affine.default: 0,
-    _aten._fake_quantize_learnable_per_channel_affine.default: 0,
-    _aten._masked_softmax.default: 0,
-    _aten._masked_softmax_backward.default: 0,
-    _aten.batch_norm_elemt.default: 0,
-    _aten.batch_norm_backward_elemt.default: 1,
-    _aten.glu_jvp.default: 0,
-    _aten.multi_margin_loss_backward.default: 1,
-    _aten.multilabel_margin_loss_backward.default: 1,
-    _aten.fractional_max_pool3d_backward.default: 1,
-}
-for _operator, _position in _LIKE.items():
-    special(_operator)(_returns_like(_position))
+_LIKE = (
+    overloads("""
+        _sample_dirichlet _dirichlet_grad _standard_gamma _standard_gamma_grad binomial batch_norm_elemt glu_jvp _masked_softmax
+        _masked_softmax_backward _fake_quantize_learnable_per_tensor_affine _fake_quantize_learnable_per_channel_affine
+    """),
+    overloads("""
+        batch_norm_backward_elemt multi_margin_loss_backward multilabel_margin_loss_backward fractional_max_pool3d_backward
+    """),
+)
+for _position, _operators in enumerate(_LIKE):
+    special(*_operators)(_returns_like(_position))
 
 
 @special(
-    _aten.fake_quantize_per_tensor_affine_cachemask.default,
-    _aten.fake_quantize_per_channel_affine_cachemask.default,
-    _aten._fake_quantize_per_tensor_affine_cachemask_tensor_qparams.default,
+    *overloads("fake_quantize_per_tensor_affine_cachemask fake_quantize_per_channel_affine_cachemask"),
+    *overloads("_fake_quantize_per_tensor_affine_cachemask_tensor_qparams"),
 )
 def _fake_quantize(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     """The rounded values, and a mask of one byte for each."""
@@ -82,10 +74,7 @@ def _channel_type(source: Any) -> torch.dtype:
 
 
 @special(
-    _aten.batch_norm_stats.default,
-    _aten.batch_norm_update_stats.default,
-    _aten.batch_norm_gather_stats.default,
-    _aten.batch_norm_gather_stats_with_counts.default,
+    *overloads("batch_norm_stats batch_norm_update_stats batch_norm_gather_stats batch_norm_gather_stats_with_counts")
 )
 def _batch_norm_stats(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     shape = (args[0].shape[1],)
@@ -168,7 +157,7 @@ def _to_sparse(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -
 
 
 @special(
-    _aten._fused_adagrad_.default,
+    *overloads("_fused_sgd_ _fused_sgd_.tensor_lr _fused_adagrad_"),
     *[
         getattr(packet, "tensor_lr")  # noqa: B009 - not in every version
         for packet in (_aten._fused_adagrad_, _aten._fused_adam_, _aten._fused_adamw_)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from gpumem_magic.private import aten as _aten
+from gpumem_magic.private import overloads
 from gpumem_magic.virtual.engine.engine import SPARSE, Engine, special
 from gpumem_magic.virtual.engine.mismatch import refuse_mixed_devices
 from gpumem_magic.virtual.operators.data_dependent import _blank, _placed
@@ -76,17 +77,14 @@ def _places(shape: Any, dims: int) -> int:
 
 # ---- what passes: questions, and the parts themselves
 
-_PASS = [
-    _aten._indices.default, _aten._values.default, _aten._nnz.default,
-    _aten.is_coalesced.default, _aten._coalesced_.default, _aten.sparse_dim.default, _aten.dense_dim.default,
-    _aten._dimI.default, _aten._dimV.default, _aten.detach.default, _aten.alias.default, _aten.is_same_size.default,
-    _aten.sym_size.default, _aten.sym_numel.default, _aten.sym_stride.default, _aten.sym_storage_offset.default,
-    _aten._sparse_coo_tensor_with_dims_and_tensors.default, _aten.zeros_like.default, _aten.empty_like.default,
-    _aten.zero_.default, _aten.sparse_resize_.default, _aten.sparse_resize_and_clear_.default, _aten.resize_as_sparse_.default,
-]  # fmt: skip
 
-
-@_sparse(*_PASS)
+@_sparse(
+    *overloads("""
+    _indices _values _nnz is_coalesced _coalesced_ sparse_dim dense_dim _dimI _dimV detach alias is_same_size sym_size sym_numel
+    sym_stride sym_storage_offset _sparse_coo_tensor_with_dims_and_tensors zeros_like empty_like zero_ sparse_resize_
+    sparse_resize_and_clear_ resize_as_sparse_
+""")
+)
 def _passes(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     return engine.run(func, args, kwargs, device)
 
@@ -126,11 +124,12 @@ def _same_places(*, indices: bool, coalesced: bool | None = None) -> Callable[..
     return handler
 
 
-_sparse(*[getattr(packet, "default") for packet in (  # noqa: B009
-    _aten.neg, _aten.abs, _aten.sqrt, _aten.sin, _aten.sinh, _aten.tan, _aten.tanh, _aten.asin, _aten.atan, _aten.expm1,
-    _aten.log1p, _aten.sgn, _aten.sign, _aten.relu, _aten.isnan, _aten.isinf, _aten.floor, _aten.ceil, _aten.round,
-    _aten.trunc, _aten.erf, _aten.rad2deg, _aten.deg2rad,
-)], _aten.pow.Tensor_Scalar)(_same_places(indices=True))  # fmt: skip
+_sparse(
+    *overloads("""
+    neg abs sqrt sin sinh tan tanh asin atan expm1 log1p sgn sign relu isnan isinf floor ceil round trunc erf rad2deg deg2rad
+    pow.Tensor_Scalar
+""")
+)(_same_places(indices=True))
 _scaled = _same_places(indices=False)
 
 
@@ -284,10 +283,7 @@ def _to_dense(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) ->
     return _dense(engine, args[0].shape, dtype or args[0].dtype, device)
 
 
-@_sparse(
-    _aten.mm.default, _aten.mv.default, _aten.bmm.default, _aten._sparse_mm.default, _aten._sparse_sparse_matmul.default,
-    _aten.addmm.default, _aten._sparse_addmm.default,
-)  # fmt: skip
+@_sparse(*overloads("mm mv bmm _sparse_mm _sparse_sparse_matmul addmm _sparse_addmm"))
 def _product(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     refuse_mixed_devices(func, args, kwargs)
     left, right = args[-2:] if len(args) < 4 else args[1:3]

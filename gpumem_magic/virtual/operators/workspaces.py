@@ -14,26 +14,14 @@ from typing import Any
 
 import torch
 
-from gpumem_magic.private import aten as _aten
+from gpumem_magic.private import overloads
 from gpumem_magic.virtual.card.catalog import DeviceState
 from gpumem_magic.virtual.card.generations import BlasPolicy, blas_policy, parse_version
 from gpumem_magic.virtual.engine.modes import STATE, origin
 
-_BLAS = {
-    _aten.mm.default,
-    _aten.addmm.default,
-    _aten.bmm.default,
-    _aten.baddbmm.default,
-    _aten.addmv.default,
-    _aten.mv.default,
-    _aten.dot.default,
-    _aten.vdot.default,
-    _aten._addmm_activation.default,
-    _aten._scaled_mm.default,
-    _aten._int_mm.default,
-}
 # Products whose bias is added by the library: these go to cuBLASLt.
-_LT = {_aten.addmm.default, _aten._addmm_activation.default, _aten._scaled_mm.default, _aten._int_mm.default}
+_LT = {*overloads("addmm _addmm_activation _scaled_mm _int_mm")}
+_BLAS = _LT | {*overloads("mm bmm baddbmm addmv mv dot vdot")}
 
 
 class Workspaces:

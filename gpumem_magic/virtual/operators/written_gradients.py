@@ -10,19 +10,18 @@ from typing import Any
 
 import torch
 
-from gpumem_magic.private import aten as _aten
+from gpumem_magic.private import overloads
 from gpumem_magic.virtual.engine.engine import Engine, special
 from gpumem_magic.virtual.engine.modes import STATE
 
 # What C++ calls for subclasses, and for others.
-IN_PLACE: dict[Any, Any] = {
-    _aten.index_put.default: _aten.index_put_.default,
-    _aten.scatter.src: _aten.scatter_.src,
-    _aten.scatter_add.default: _aten.scatter_add_.default,
-    _aten.index_add.default: _aten.index_add_.default,
-    _aten.masked_scatter.default: _aten.masked_scatter_.default,
-    _aten.put.default: _aten.put_.default,
-}
+IN_PLACE: dict[Any, Any] = dict(
+    zip(
+        overloads("index_put scatter.src scatter_add index_add masked_scatter put"),
+        overloads("index_put_ scatter_.src scatter_add_ index_add_ masked_scatter_ put_"),
+        strict=True,
+    )
+)
 _OF_ZEROS = (
     "Index", "Gather", "IndexSelect", "Topk", "Sort", "Max", "Min", "Kthvalue", "Median", "Nanmedian", "Mode", "Cummax", "Cummin",
     "MaskedSelect", "Take",
@@ -41,7 +40,7 @@ def writes_into_zeros() -> bool:
 
 
 # Those that hold memory of their own call `writes_into_zeros` themselves.
-_ELSEWHERE = (_aten.index_put.default, _aten.masked_scatter.default)
+_ELSEWHERE = overloads("index_put masked_scatter")
 
 
 @special(*(function for function in IN_PLACE if function not in _ELSEWHERE))

@@ -105,13 +105,12 @@ class CudaFace:
     def is_initialized(self) -> bool:
         return self._initialised and not self._is_in_bad_fork()
 
-    def init(self) -> None:
-        self._lazy_init()
-
     def _lazy_init(self) -> None:
         if self._is_in_bad_fork():
             refuse_fork()
         self._initialised = True
+
+    init = _lazy_init
 
     def device_count(self) -> int:
         return len(self._machine.devices) if self.is_available() else 0
@@ -147,8 +146,7 @@ class CudaFace:
             CURRENT.device = device
         return before
 
-    def _maybe_exchange_device(self, device: int) -> int:
-        return self._exchange_device(device)
+    _maybe_exchange_device = _exchange_device
 
     def stream_of(self, device: int) -> int:
         """The handle of this thread's current stream on a device; 0 is the default stream."""
