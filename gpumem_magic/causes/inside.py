@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from dataclasses import dataclass, field
 
 from gpumem_magic.causes.model import Scene
 from gpumem_magic.owners.saved import Saved
+from gpumem_magic.owners.tree import Layer
 from gpumem_magic.recording.model import BACKWARD, ModuleTrace
 from gpumem_magic.report.inside import DEEPEST, NOT_SAVED, OUTSIDE, ActivationBreakdown, LayerRow, OperatorRow
 from gpumem_magic.snapshot.timeline import Allocation
@@ -52,21 +52,21 @@ def inside_of(scene: Scene) -> ActivationBreakdown | None:
     activations = [one for one in live if scene.labels[one.index].category == "activations"]
     # Names of parameters, as gradients are called after them; one that two modules use is nobody's.
     owners: dict[str, set[int]] = defaultdict(set)
-    top = _Node()
+    top = Layer("")
     for one in activations:
-        top.add(_module_of(scene, trace, one, saved.get(one.address)), trace, "activations", one.requested)
+        top.add(_path(_module_of(scene, trace, one, saved.get(one.address)), trace), "activations", one.requested)
     for one in live:
         label = scene.labels[one.index]
         if label.category in ("parameters", "buffers"):
             number = trace.parameters.get((scene.device, one.address))
-            top.add(number, trace, "parameters", one.requested)
+            top.add(_path(number, trace), "parameters", one.requested)
             if number is not None and label.name:
                 owners[label.name].add(number)
     for one in scene.living_in(_end_of_backward(scene, position), "gradients"):
         known = owners.get(scene.labels[one.index].name or "", set())
-        top.add(next(iter(known)) if len(known) == 1 else None, trace, "gradients", one.requested)
+        top.add(_path(next(iter(known)) if len(known) == 1 else None, trace), "gradients", one.requested)
     types = {name.path: name.type for name in trace.names}
-    return ActivationBreakdown(moment, top.row("", "", types), _operators(activations, saved) if scene.saved else ())
+    return ActivationBreakdown(moment, _row(top, "", types), _operators(activations, saved) if scene.saved else ())
 
 
 def _moment(scene: Scene) -> tuple[str, int]:
@@ -119,28 +119,19 @@ def _operators(activations: list[Allocation], saved: dict[int, Saved]) -> tuple[
     )
 
 
-@dataclass
-class _Node:
-    bytes: Counter[str] = field(default_factory=Counter)
-    inner: dict[str, _Node] = field(default_factory=dict)
+def _path(number: int | None, trace: ModuleTrace) -> list[str]:
+    return [OUTSIDE] if number is None else trace.names[number].path.split(".")[:DEEPEST]
 
-    def add(self, number: int | None, trace: ModuleTrace, column: str, size: int) -> None:
-        parts = [OUTSIDE] if number is None else trace.names[number].path.split(".")[:DEEPEST]
-        self.bytes[column] += size
-        spot = self
-        for part in parts:
-            spot = spot.inner.setdefault(part, _Node())
-            spot.bytes[column] += size
 
-    def row(self, name: str, path: str, types: dict[str, str]) -> LayerRow:
-        """Children stand in the order in which they ran; what no module accounts for is the last."""
-        around = f"{path}." if path else ""
-        inner = sorted(self.inner, key=lambda each: each == OUTSIDE)
-        return LayerRow(
-            name,
-            types.get(path, ""),
-            self.bytes["activations"],
-            self.bytes["parameters"],
-            self.bytes["gradients"],
-            tuple(self.inner[each].row(each, f"{around}{each}", types) for each in inner),
-        )
+def _row(layer: Layer, path: str, types: dict[str, str]) -> LayerRow:
+    """Children stand in the order in which they ran; what no module accounts for is the last."""
+    around = f"{path}." if path else ""
+    inner = sorted(layer.inner.values(), key=lambda each: each.name == OUTSIDE)
+    return LayerRow(
+        layer.name,
+        types.get(path, ""),
+        layer.bytes["activations"],
+        layer.bytes["parameters"],
+        layer.bytes["gradients"],
+        tuple(_row(each, f"{around}{each.name}", types) for each in inner),
+    )

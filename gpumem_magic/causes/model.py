@@ -10,7 +10,8 @@ from typing import TypeVar
 
 from gpumem_magic.devices.base import Label
 from gpumem_magic.owners.model import Held, Holdings
-from gpumem_magic.owners.saved import Place, Saved
+from gpumem_magic.owners.saved import Saved
+from gpumem_magic.owners.traversal import Place
 from gpumem_magic.recording.model import OPTIMIZER, Checkpoint, Recording, Span
 from gpumem_magic.report.model import ReportData
 from gpumem_magic.snapshot.timeline import Allocation, Timeline

@@ -25,8 +25,9 @@ from gpumem_magic.looks import tensors
 from gpumem_magic.looks.objects import attribute, entry, is_a, items, text
 from gpumem_magic.owners.holders import holders
 from gpumem_magic.owners.model import Holdings
-from gpumem_magic.owners.saved import Place, Saved, saved_in_graph
+from gpumem_magic.owners.saved import Saved, saved_in_graph
 from gpumem_magic.owners.search import find_owners
+from gpumem_magic.owners.traversal import Place
 from gpumem_magic.patching import Patches
 from gpumem_magic.recording.model import Recording
 from gpumem_magic.report.inside import ActivationBreakdown

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable, Iterator
 from types import FrameType, GetSetDescriptorType
 from typing import Any
 
@@ -31,6 +32,19 @@ def variable_of(node: Any) -> torch.Tensor | None:
 def next_nodes(node: Any) -> list[Any]:
     """The nodes that feed this one's inputs."""
     return [found for found, _ in node.next_functions if found is not None]
+
+
+def graph_behind(tops: Iterable[Any]) -> Iterator[Any]:
+    """The nodes of the graphs that end in these, each once."""
+    todo = list(tops)
+    # They are kept, so that an id stays its node's own.
+    found: dict[int, Any] = {}
+    while todo:
+        node = todo.pop()
+        if id(node) not in found:
+            found[id(node)] = node
+            todo += next_nodes(node)
+            yield node
 
 
 def saved_by(node: Any) -> list[tuple[str, Any]]:

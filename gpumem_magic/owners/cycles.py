@@ -9,17 +9,18 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Iterable, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
 
 from gpumem_magic.looks import tensors
 from gpumem_magic.looks.objects import is_a, name_of_class
-from gpumem_magic.owners.autograd import is_node_type, next_nodes, saved_by
+from gpumem_magic.owners.autograd import graph_behind, is_node_type, saved_by
 from gpumem_magic.owners.model import Root
 from gpumem_magic.owners.ring import ring_words
 from gpumem_magic.owners.roots import FREE_CYCLES
-from gpumem_magic.owners.traversal import Locate, Place, Traversal
+from gpumem_magic.owners.traversal import Locate, Place, Traversal, located
 
 _MEMBERS = 4
 
@@ -55,40 +56,15 @@ def _starting_points(unseen: list[Any], locate: Locate, walk: Traversal, blocks:
             if is_tensor[kind]:
                 held = [thing, tensors.grad(thing)] if tensors.is_leaf(thing) else [thing]
                 node = tensors.grad_fn(thing)
-                if node is not None and _graph_holds(node, locate, missing):
-                    found.append(number)
-                    continue
+                nodes: Iterable[Any] = () if node is None else graph_behind([node])
             elif is_node[kind]:
-                held = [value for _, value in saved_by(thing)]
+                held, nodes = [], (thing,)
             else:
                 continue
-            if any(tensors.is_tensor(one) and _place(locate, one) in missing for one in held):
+            saved = (value for one in nodes for _, value in saved_by(one))
+            if any(tensors.is_tensor(one) and located(locate, one) in missing for one in chain(held, saved)):
                 found.append(number)
     return found
-
-
-def _graph_holds(node: Any, locate: Locate, missing: Iterable[Place]) -> bool:
-    places = set(missing)
-    todo, seen = [node], [node]
-    known = {id(node)}
-    while todo:
-        one = todo.pop()
-        for _, value in saved_by(one):
-            if tensors.is_tensor(value) and _place(locate, value) in places:
-                return True
-        for following in next_nodes(one):
-            if id(following) not in known:
-                known.add(id(following))
-                seen.append(following)
-                todo.append(following)
-    return False
-
-
-def _place(locate: Locate, tensor: torch.Tensor) -> Place | None:
-    try:
-        return locate(tensor)
-    except (NotImplementedError, RuntimeError):
-        return None
 
 
 def _closure(unseen: list[Any], starts: list[int]) -> dict[int, list[int]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 Edge = tuple[int, int]
 
@@ -19,16 +19,15 @@ class HoldGraph:
         self._kinds = dict(kinds)
         self._groups = _strong_components(self._roots, self._children)
 
-    def children(self, node: int) -> tuple[int, ...]:
-        return self._children.get(node, ())
+    def reachable(
+        self, roots: Iterable[int] | None = None, *, without: Collection[str] = (), beside: Collection[int] = ()
+    ) -> set[int]:
+        """The nodes that these roots (all of them by default) reach over edges that are not of the kinds in `without`.
 
-    def kind(self, holder: int, held: int) -> str | None:
-        return self._kinds.get((holder, held))
-
-    def reachable(self, roots: Iterable[int] | None = None, *, without: frozenset[str] = frozenset()) -> set[int]:
-        """The nodes that these roots (all of them by default) reach over edges that are not of the kinds in `without`."""
+        beside: what is reached anyhow, and not gone into.
+        """
         todo = list(self._roots if roots is None else roots)
-        found = set(todo)
+        found = {*beside, *todo}
         while todo:
             node = todo.pop()
             for child in self._children.get(node, ()):
@@ -44,15 +43,7 @@ class HoldGraph:
         """
         number = self._roots[root]
         held_by_others = self.reachable(other for other in self._roots if other != number)
-        todo = [number]
-        found = held_by_others | {number}
-        while todo:
-            node = todo.pop()
-            for child in self._children.get(node, ()):
-                if child not in found and self._kinds.get((node, child)) != kind:
-                    found.add(child)
-                    todo.append(child)
-        return found
+        return self.reachable([number], without=(kind,), beside=held_by_others)
 
     def holders(self) -> dict[int, int]:
         """Node -> the set of roots that reach it, as bits in the order of `roots`."""

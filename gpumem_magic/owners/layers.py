@@ -2,62 +2,78 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Generic, TypeVar
+
 from gpumem_magic.owners.naming import Namer
 from gpumem_magic.owners.traversal import Traversal
 
+# So many nodes with one input may stand between an operation and its weight (transposed, converted).
+_MOST_BETWEEN = 8
+_Parameter = TypeVar("_Parameter")
+
+
+class NearestParameter(Generic[_Parameter]):
+    """For each node of autograd's graph, by number, the parameter whose layer it belongs to.
+
+    An operation without parameters belongs to the layer whose output it works on. following: a node's inputs; parameters: those
+    of the nodes that collect gradients.
+    """
+
+    def __init__(self, following: Mapping[int, Sequence[int]], parameters: Mapping[int, _Parameter]) -> None:
+        self._following = following
+        self._parameters = parameters
+        self._known: dict[int, _Parameter | None] = {}
+
+    def of(self, node: int) -> _Parameter | None:
+        passed = []
+        found = None
+        while node not in self._known:
+            passed.append(node)
+            self._known[node] = None
+            following = self._following.get(node, ())
+            own = [self._parameters[end] for end in map(self._end, following) if end in self._parameters]
+            if own or not following:
+                found = own[-1] if own else None
+                break
+            node = following[0]
+        else:
+            found = self._known[node]
+        self._known.update(dict.fromkeys(passed, found))
+        return found
+
+    def _end(self, node: int) -> int:
+        """Behind the nodes with one input."""
+        for _ in range(_MOST_BETWEEN):
+            if node in self._parameters or len(self._following.get(node, ())) != 1:
+                break
+            node = self._following[node][0]
+        return node
+
 
 class Layers:
-    """Layers for the nodes of a walk. An operation without parameters belongs to the layer whose output it works on."""
+    """Layers for the nodes of a walk."""
 
     def __init__(self, walk: Traversal, namer: Namer) -> None:
         self._namer = namer
         self._next: dict[int, list[int]] = {}
-        self._variable: dict[int, int] = {}
-        self._savers: dict[int, int] = {}
+        self._saved: set[int] = set()
+        variables: dict[int, int] = {}
         for (holder, held), kind in walk.kinds.items():
             if kind == "next":
                 self._next.setdefault(holder, []).append(held)
             elif kind == "variable":
-                self._variable[holder] = held
+                variables[holder] = held
             elif kind == "saved":
-                self._savers.setdefault(held, holder)
-        self._known: dict[int, str] = {}
+                self._saved.add(held)
+        self._nearest = NearestParameter(self._next, variables)
 
     def of(self, path: list[int]) -> str:
         """The layer (``model.encoder.layer.3.output``) of what lies at the end of a path from a root; "" where there is none."""
         for holder, held in zip(path[-2::-1], path[:0:-1], strict=True):
-            if self._savers.get(held) is not None and holder in self._next:
-                return self._layer(holder)
+            if held in self._saved and holder in self._next:
+                parameter = self._nearest.of(holder)
+                place = "" if parameter is None else self._namer.place(parameter)
+                # A tensor that is in no module is its own layer.
+                return place.rpartition(".")[0] or place
         return ""
-
-    def _layer(self, node: int) -> str:
-        passed = []
-        while node not in self._known:
-            passed.append(node)
-            self._known[node] = ""
-            following = self._next.get(node, [])
-            ends = [self._end(one) for one in following]
-            parameters = [self._variable[end] for end in ends if end in self._variable]
-            if parameters:
-                self._known[node] = _owner(self._namer.place(parameters[-1]))
-                break
-            if not following:
-                break
-            node = following[0]
-        found = self._known[node]
-        for one in passed:
-            self._known[one] = found
-        return found
-
-    def _end(self, node: int) -> int:
-        """Behind the nodes with one input (a transposed or converted weight)."""
-        seen = set()
-        while node not in self._variable and len(self._next.get(node, ())) == 1 and node not in seen:
-            seen.add(node)
-            node = self._next[node][0]
-        return node
-
-
-def _owner(place: str) -> str:
-    """``model.fc`` of ``model.fc.weight``; a tensor that is in no module is its own layer."""
-    return place.rpartition(".")[0] or place

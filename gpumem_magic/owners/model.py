@@ -98,7 +98,7 @@ class Holdings:
 
     def freed_without(self, *kinds: str) -> list[Held]:
         """What would be freed if all links of these kinds were cut: "grad" (zero_grad), "graph" (detach)."""
-        still_reachable = self.graph.reachable(without=frozenset(kinds))
+        still_reachable = self.graph.reachable(without=kinds)
         return [one for one in self.held if one.node >= 0 and one.node not in still_reachable]
 
     def of_kind(self, kind: str) -> list[int]:

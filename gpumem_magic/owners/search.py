@@ -8,8 +8,6 @@ from collections.abc import Callable, Mapping
 from itertools import pairwise
 from typing import Any
 
-import torch
-
 from gpumem_magic.attribution.categories import WORKSPACE_SIZES
 from gpumem_magic.devices.base import Machine
 from gpumem_magic.looks import tensors
@@ -20,12 +18,10 @@ from gpumem_magic.owners.layers import Layers
 from gpumem_magic.owners.model import Held, Holdings, Lost, Root
 from gpumem_magic.owners.naming import Namer
 from gpumem_magic.owners.roots import closed_to, roots_of
-from gpumem_magic.owners.traversal import Traversal
+from gpumem_magic.owners.traversal import Place, Traversal
 from gpumem_magic.snapshot.model import ACTIVE
 
 CLEAR_WORKSPACES = "torch._C._cuda_clearCublasWorkspaces()"
-
-Place = tuple[int, int]
 
 
 def find_owners(
@@ -143,7 +139,7 @@ def _read(walk: Traversal, blocks: Mapping[Place, tuple[int, int]]) -> tuple[lis
         size, requested = blocks[device, address]
         best = rank[namer.root_of(node)]
         others = tuple(place for place in _bits(holders.get(node, 0)) if place != best)
-        tensor = _largest([walk.objects[number] for number in walk.tensors[node]])
+        tensor = max((walk.objects[number] for number in walk.tensors[node]), key=tensors.numel)
         kind = _kind(walk, namer, node)
         held.append(
             Held(
@@ -189,10 +185,6 @@ def _bits(bits: int) -> list[int]:
         found.append(lowest.bit_length() - 1)
         bits ^= lowest
     return found
-
-
-def _largest(of_storage: list[torch.Tensor]) -> torch.Tensor:
-    return max(of_storage, key=tensors.numel)
 
 
 def _kind(walk: Traversal, namer: Namer, node: int) -> str:

@@ -140,7 +140,7 @@ class Traversal:
             return True
         if expand != self._tensor:
             return False
-        holds = _located(self._locate, thing) is not None
+        holds = located(self._locate, thing) is not None
         return holds or is_a(thing, FakeTensor) or tensors.grad_fn(thing) is not None or tensors.grad(thing) is not None
 
     def _behind(self, thing: Any, expand: Expand) -> Iterable[Any]:
@@ -249,7 +249,7 @@ class Traversal:
     # What things hold
 
     def _tensor(self, number: int, tensor: torch.Tensor) -> Iterable[Any]:
-        place = _located(self._locate, tensor)
+        place = located(self._locate, tensor)
         if place is not None:
             target = self.storages.get(place)
             if target is None:
@@ -306,7 +306,8 @@ def _frame(_number: int, frame: types.FrameType) -> Iterable[Any]:
     return [thing for thing in gc.get_referents(frame) if thing is not held_by_all]
 
 
-def _located(locate: Locate, tensor: torch.Tensor) -> Place | None:
+def located(locate: Locate, tensor: torch.Tensor) -> Place | None:
+    """Where a tensor's memory lies, by device and address; None for one on the host."""
     try:
         return locate(tensor)
     except (NotImplementedError, RuntimeError):

@@ -31,20 +31,22 @@ class Layer:
     def total(self) -> int:
         return sum(self.bytes.values())
 
+    def add(self, path: Iterable[str], column: str, size: int) -> None:
+        """Bytes of an inner layer; its path is from this one."""
+        spot = self
+        spot.bytes[column] += size
+        for part in path:
+            spot = spot.inner.setdefault(part, Layer(part))
+            spot.bytes[column] += size
+
 
 def by_layer(holdings: Holdings) -> Layer:
     """The tree of all layers; the nameless top holds everything that belongs to one. Parameters and buffers are one column."""
     top = Layer("")
     for one in holdings.held:
         column = _KINDS.get(one.kind)
-        layer = layer_of(one) if column is not None else ""
-        if column is None or not layer:
-            continue
-        spot = top
-        spot.bytes[column] += one.size
-        for part in layer.split("."):
-            spot = spot.inner.setdefault(part, Layer(part))
-            spot.bytes[column] += one.size
+        if column is not None and (layer := layer_of(one)):
+            top.add(layer.split("."), column, one.size)
     return top
 
 
