@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from gpumem_magic.attribution import sites
-from gpumem_magic.attribution.categories import WORKSPACE_SIZES
+from gpumem_magic.attribution.categories import UNKNOWN, WORKSPACE_SIZES
 from gpumem_magic.devices.base import Label
 from gpumem_magic.recording.model import BACKWARD, FORWARD, OPTIMIZER
 from gpumem_magic.snapshot.model import Segment, TraceEvent
@@ -29,6 +29,13 @@ _PROOF = 4
 # Forward, backward, the optimizer's step, and the forward in which the next batch takes its place.
 _RUNS_OF_A_BATCH = 4
 _MOST_WORKSPACES = 4
+# What is asked for there, and stays.
+_KEPT = {
+    FORWARD: "activations",
+    OPTIMIZER: "optimizer_state",
+    sites.PARAMETERS: "parameters",
+    sites.WORKSPACE: "workspace",
+}
 
 
 @dataclass(frozen=True)
@@ -75,66 +82,56 @@ class _Attributor:
         return None
 
     def run(self) -> Attribution:
-        survivors: list[Allocation] = []
+        # What a backward left behind, by the part of the step in which it was born.
+        survivors: dict[int, list[Allocation]] = defaultdict(list)
         for one, site in zip(self._allocations, self._sites, strict=True):
+            answer: Label | str
             if one.born < 0:
-                self._from_before(one, site)
-            elif site in (BACKWARD, sites.NATIVE) or (site == sites.NO_STACK and self._has_stacks):
-                if self._outlives(one):
-                    survivors.append(one)
-                else:
-                    evidence = "stack" if site == BACKWARD else "inferred"
-                    self._labels[one.index] = Label("activation_gradients", evidence)
+                answer = self._from_before(one, site)
+            elif self._kind_of_run(site) != BACKWARD:
+                answer = self._by_site(one, site)
+            elif self._outlives(one):
+                survivors[self._runs.number_of(one.born)].append(one)
+                continue
             else:
-                self._by_site(one, site)
-        parameters = self._sizes_of_parameters(survivors)
-        self._gradients(survivors, parameters)
-        sizes = parameters or self._sizes_of_a_backward(survivors)
+                answer = Label("activation_gradients", "stack" if site == BACKWARD else "inferred")
+            self._put(one, answer)
+        parameters = self._sizes_of_parameters()
+        self._gradients(survivors.values(), parameters)
+        sizes = parameters or _sizes_of_a_backward(survivors.values())
         self._made_in_constructors(sizes)
         self._start(sizes)
-        return Attribution(
-            tuple(self._labels.get(one.index, Label("unknown", "unknown")) for one in self._allocations), self._reasons
-        )
+        return Attribution(tuple(self._labels.get(one.index, UNKNOWN) for one in self._allocations), self._reasons)
+
+    def _put(self, one: Allocation, answer: Label | str) -> None:
+        """answer: a label, or why there is none."""
+        if isinstance(answer, str):
+            self._reasons[one.index] = answer
+        else:
+            self._labels[one.index] = answer
 
     def _outlives(self, one: Allocation) -> bool:
         """Whether it is still live when the part of the step in which it was born is over."""
-        end = self._runs.end_of(one.born)
-        return one.freed is None or (end is not None and one.freed > end)
+        following = self._runs.next_after(one.born)
+        return one.freed is None or (following is not None and one.freed > following[0])
 
-    def _by_site(self, one: Allocation, site: str) -> None:
-        if site == sites.WORKSPACE:
-            self._labels[one.index] = Label("workspace", "stack")
-        elif site == sites.PARAMETERS:
-            category = "parameters" if one.freed is None else "temporaries"
-            self._labels[one.index] = Label(category, "stack")
-        elif site == OPTIMIZER:
-            category = "optimizer_state" if self._outlives(one) else "temporaries"
-            self._labels[one.index] = Label(category, "stack")
-        elif site == FORWARD:
-            category = "activations" if self._outlives(one) else "temporaries"
-            self._labels[one.index] = Label(category, "stack")
-        elif site == sites.NO_STACK and self._is_workspace(one):
-            self._labels[one.index] = Label("workspace", "inferred")
-        elif site == sites.NO_STACK:
-            self._reasons[one.index] = NO_STACKS
-        else:
-            self._script(one, site)
-
-    def _script(self, one: Allocation, site: str) -> None:
-        """Asked for between the parts of a step, by the program itself or by a function of torch.nn.functional."""
+    def _by_site(self, one: Allocation, site: str) -> Label | str:
+        if site in _KEPT:
+            stays = one.freed is None if site == sites.PARAMETERS else site == sites.WORKSPACE or self._outlives(one)
+            return Label(_KEPT[site] if stays else "temporaries", "stack")
+        if site == sites.NO_STACK:
+            return Label("workspace", "inferred") if self._is_workspace(one) else NO_STACKS
+        # Asked for between the parts of a step, by the program itself or by a function of torch.nn.functional.
         following = self._runs.next_after(one.born)
         if one.freed is not None and (following is None or one.freed < following[0]):
-            self._labels[one.index] = Label("temporaries", "lifetime")
-        elif site == sites.CONSTRUCTOR:
-            self._reasons[one.index] = OWN_CODE
-        elif following is not None and following[1] == BACKWARD and one.freed is not None:
-            self._labels[one.index] = Label("activations", "lifetime")
-        elif following is not None and following[1] == FORWARD and self._is_used_up(one):
-            self._labels[one.index] = Label("inputs", "inferred")
-        elif site == sites.FUNCTION:
-            self._labels[one.index] = Label("activations", "stack")
-        else:
-            self._reasons[one.index] = OWN_CODE
+            return Label("temporaries", "lifetime")
+        if site == sites.CONSTRUCTOR:
+            return OWN_CODE
+        if following is not None and following[1] == BACKWARD and one.freed is not None:
+            return Label("activations", "lifetime")
+        if following is not None and following[1] == FORWARD and self._is_used_up(one):
+            return Label("inputs", "inferred")
+        return Label("activations", "stack") if site == sites.FUNCTION else OWN_CODE
 
     def _is_used_up(self, one: Allocation) -> bool:
         """Whether it is gone when the next step is under way, as a batch is; what stays longer is the program's own."""
@@ -147,29 +144,24 @@ class _Attributor:
         few = self._of_size[one.requested] <= _MOST_WORKSPACES
         return few and one.requested in WORKSPACE_SIZES and one.freed is None
 
-    def _from_before(self, one: Allocation, site: str) -> None:
-        if site == FORWARD:
-            self._labels[one.index] = Label("activations", "stack")
-        elif site == OPTIMIZER:
-            self._labels[one.index] = Label("optimizer_state", "stack")
-        elif site in (sites.PARAMETERS, sites.WORKSPACE):
-            self._labels[one.index] = Label(site, "stack")
-        elif self._is_workspace(one):
-            self._labels[one.index] = Label("workspace", "inferred")
-        else:
-            self._reasons[one.index] = OWN_CODE if site == sites.SCRIPT else BEFORE if self._has_stacks else NO_STACKS
+    def _from_before(self, one: Allocation, site: str) -> Label | str:
+        if site in _KEPT:
+            return Label(_KEPT[site], "stack")
+        if self._is_workspace(one):
+            return Label("workspace", "inferred")
+        return OWN_CODE if site == sites.SCRIPT else BEFORE if self._has_stacks else NO_STACKS
 
     # What sizes prove
 
-    def _sizes_of_parameters(self, survivors: Sequence[Allocation]) -> Counter[int]:
+    def _sizes_of_parameters(self) -> Counter[int]:
         """The parameters' sizes: of those with a stack; or half of Adam's states; none where neither is there."""
-        framed = Counter(one.requested for one in self._allocations if self._is(one, "parameters"))
+        framed = Counter(one.requested for one in self._labelled("parameters"))
         if framed.total() >= _PROOF:
             return framed
         born: dict[int, Counter[int]] = defaultdict(Counter)
-        for one in self._allocations:
+        for one in self._labelled("optimizer_state"):
             # Two runs of the optimizer may each make new states; those of one run are counted.
-            if one.born >= 0 and self._is(one, "optimizer_state"):
+            if one.born >= 0:
                 born[self._runs.number_of(one.born)][one.requested] += 1
         for states in born.values():
             half = Counter({size: count // _ADAM_COPIES for size, count in states.items() if count >= _ADAM_COPIES})
@@ -179,33 +171,20 @@ class _Attributor:
                 return half
         return Counter()
 
-    def _sizes_of_a_backward(self, survivors: Sequence[Allocation]) -> Counter[int]:
-        """What one backward left behind, where several did the same: the gradients, so also the parameters' sizes."""
-        runs: dict[int, Counter[int]] = defaultdict(Counter)
-        for one in survivors:
-            runs[self._runs.number_of(one.born)][one.requested] += 1
-        sets = Counter(frozenset(run.items()) for run in runs.values() if run.total() >= _PROOF)
-        if not sets:
-            return Counter()
-        return Counter(dict(sets.most_common(1)[0][0]))
-
-    def _gradients(self, survivors: Sequence[Allocation], parameters: Counter[int]) -> None:
+    def _gradients(self, survivors: Iterable[list[Allocation]], parameters: Counter[int]) -> None:
         """Survivors of a backward that match parameters' sizes are gradients; a stack of backward suffices too."""
-        runs: dict[int, list[Allocation]] = defaultdict(list)
-        for one in survivors:
-            runs[self._runs.number_of(one.born)].append(one)
-        for run in runs.values():
+        for run in survivors:
             left = Counter(parameters)
             for one in run:
+                answer: Label | str = BACKWARD_THREAD
                 if left[one.requested] > 0:
                     left[one.requested] -= 1
-                    self._labels[one.index] = Label("gradients", "inferred")
+                    answer = Label("gradients", "inferred")
                 elif self._sites[one.index] == BACKWARD:
-                    self._labels[one.index] = Label("gradients", "lifetime")
+                    answer = Label("gradients", "lifetime")
                 elif self._is_workspace(one):
-                    self._labels[one.index] = Label("workspace", "inferred")
-                else:
-                    self._reasons[one.index] = BACKWARD_THREAD
+                    answer = Label("workspace", "inferred")
+                self._put(one, answer)
 
     def _made_in_constructors(self, sizes: Counter[int]) -> None:
         """Whole copies of the parameters that the program's own constructors made, in order: themselves, then states."""
@@ -217,8 +196,7 @@ class _Attributor:
             if site == sites.CONSTRUCTOR and one.born >= 0 and one.index not in self._labels
         ]
         copies = _whole_copies(sizes, made)
-        framed = any(self._is(one, "parameters") for one in self._allocations)
-        roles = ([] if framed else ["parameters"]) + ["optimizer_state"] * _ADAM_COPIES
+        roles = ([] if self._has("parameters") else ["parameters"]) + ["optimizer_state"] * _ADAM_COPIES
         self._hand_out(roles[:copies], sizes, sorted(made, key=lambda one: one.born))
 
     def _start(self, parameters: Counter[int]) -> None:
@@ -231,20 +209,19 @@ class _Attributor:
         before = [one for one in self._allocations if one.born < 0 and self._labels.get(one.index) is None]
         stayed = [one for one in before if one.freed is None]
         copies = _whole_copies(parameters, stayed)
-        framed = any(self._is(one, "parameters") for one in self._allocations)
-        roles = [] if framed else ["parameters"]
-        states_born = any(self._is(one, "optimizer_state") for one in self._allocations)
+        roles = [] if self._has("parameters") else ["parameters"]
+        states_born = self._has("optimizer_state")
         if not states_born and copies - len(roles) in (1, 2):
             roles += ["optimizer_state"] * (copies - len(roles))
-        self._hand_out(roles[:copies], parameters, sorted(stayed, key=_address))
+        self._hand_out(roles[:copies], parameters, sorted(stayed, key=lambda one: one.address))
         freed = [one for one in before if one.freed is not None]
         copies = _whole_copies(parameters, freed)
         if copies == 1:
-            self._hand_out(["gradients"], parameters, sorted(freed, key=_address))
+            self._hand_out(["gradients"], parameters, sorted(freed, key=lambda one: one.address))
         elif states_born and copies in (_ADAM_COPIES, _ADAM_COPIES + 1):
             # An optimizer that makes its states anew in each step gives the old ones back.
             roles = ["optimizer_state"] * _ADAM_COPIES + ["gradients"] * (copies - _ADAM_COPIES)
-            self._hand_out(roles, parameters, sorted(freed, key=_address))
+            self._hand_out(roles, parameters, sorted(freed, key=lambda one: one.address))
 
     def _hand_out(self, roles: Sequence[str], parameters: Counter[int], tenants: Sequence[Allocation]) -> None:
         left = [(role, Counter(parameters)) for role in roles]
@@ -256,13 +233,18 @@ class _Attributor:
                     self._reasons.pop(one.index, None)
                     break
 
-    def _is(self, one: Allocation, category: str) -> bool:
-        label = self._labels.get(one.index)
-        return label is not None and label.category == category
+    def _labelled(self, category: str) -> list[Allocation]:
+        return [one for one in self._allocations if self._labels.get(one.index, UNKNOWN).category == category]
+
+    def _has(self, category: str) -> bool:
+        return any(label.category == category for label in self._labels.values())
 
 
-def _address(one: Allocation) -> int:
-    return one.address
+def _sizes_of_a_backward(survivors: Iterable[list[Allocation]]) -> Counter[int]:
+    """What one backward left behind, where several did the same: the gradients, so also the parameters' sizes."""
+    runs = (Counter(one.requested for one in run) for run in survivors)
+    sets = Counter(frozenset(run.items()) for run in runs if run.total() >= _PROOF)
+    return Counter(dict(sets.most_common(1)[0][0])) if sets else Counter()
 
 
 def _whole_copies(sizes: Counter[int], tenants: Iterable[Allocation]) -> int:
@@ -289,8 +271,3 @@ class _StepPhases:
         """Where the next run begins, and its kind."""
         rank = bisect_right(self._starts, event)
         return (self._starts[rank], self._kinds[rank]) if rank < len(self._starts) else None
-
-    def end_of(self, event: int) -> int | None:
-        """Where the run that the event is in ends; None where it is the last."""
-        following = self.next_after(event)
-        return None if following is None else following[0]

@@ -8,6 +8,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from operator import attrgetter
 
 from gpumem_magic.recording.model import Sighting
 from gpumem_magic.snapshot.timeline import Allocation
@@ -15,26 +16,7 @@ from gpumem_magic.snapshot.timeline import Allocation
 Roles = Mapping[str, str | None]
 """Role -> the first name under which the allocation was seen in that role (None where it had none)."""
 
-
-class Tenants:
-    """Finds the allocation that lived at an address at a position."""
-
-    def __init__(self, allocations: Iterable[Allocation]) -> None:
-        self._by_address: dict[int, list[Allocation]] = defaultdict(list)
-        for allocation in sorted(allocations, key=lambda one: one.born):
-            self._by_address[allocation.address].append(allocation)
-        self._births = {address: [tenant.born for tenant in tenants] for address, tenants in self._by_address.items()}
-
-    def at(self, address: int, position: int) -> Allocation | None:
-        """The allocation at exactly this address that is live after the first `position` events."""
-        births = self._births.get(address)
-        if births is None:
-            return None
-        rank = bisect_left(births, position) - 1
-        if rank < 0:
-            return None
-        tenant = self._by_address[address][rank]
-        return tenant if lives_at(tenant, position) else None
+_born = attrgetter("born")
 
 
 def lives_at(allocation: Allocation, position: int) -> bool:
@@ -48,13 +30,16 @@ def owners(allocations: Sequence[Allocation], sightings: Iterable[Sighting]) -> 
     All sightings must be of the device whose allocations these are; one that fits no allocation is ignored (its tensor
     was freed before the log had the look).
     """
-    tenants = Tenants(allocations)
+    by_address: dict[int, list[Allocation]] = defaultdict(list)
+    for allocation in sorted(allocations, key=_born):
+        by_address[allocation.address].append(allocation)
     found: dict[int, dict[str, str | None]] = defaultdict(dict)
     for sighting in sightings:
-        tenant = tenants.at(sighting.address, sighting.position)
-        if tenant is None:
+        tenants = by_address.get(sighting.address, [])
+        rank = bisect_left(tenants, sighting.position, key=_born) - 1
+        if rank < 0 or not lives_at(tenants[rank], sighting.position):
             continue
-        roles = found[tenant.index]
+        roles = found[tenants[rank].index]
         if roles.get(sighting.role) is None:
             roles[sighting.role] = sighting.name
     return dict(found)
