@@ -13,8 +13,8 @@ from test_attribution import STEPS, play
 from gpumem_magic.devices.base import Counters, Label
 from gpumem_magic.recording.model import Failure, StandIn
 from gpumem_magic.report.build import build, build_with_labels
-from gpumem_magic.report.folding import Fold, LoopIteration, LoopRow, fold_rows, shown_iterations
-from gpumem_magic.report.model import ALLOCATED_CATEGORIES, ReportData, Row
+from gpumem_magic.report.folding import LoopIteration, LoopRow, fold_rows, shown_iterations
+from gpumem_magic.report.model import ALLOCATED_CATEGORIES, Folded, ReportData, Row
 from gpumem_magic.units import GIB, MIB
 from gpumem_magic.user_report import Report
 
@@ -316,10 +316,10 @@ def test_nested_loops_fold_inside_and_out(outer: int, inner: int, per: int) -> N
     outer_kept = len({row.iteration[0] for row in chosen if row.iteration})
     expected = {}
     if outer_kept < outer:
-        expected[2] = Fold(2, outer, outer_kept)
+        expected[2] = Folded(2, outer, outer_kept)
     inner_kept = len({row.iteration for row in chosen if len(row.iteration) == 2})
     if inner_kept < inner * outer_kept:
-        expected[3] = Fold(3, inner * outer_kept, inner_kept)
+        expected[3] = Folded(3, inner * outer_kept, inner_kept)
     assert {fold.line: fold for fold in folds} == expected
     # Whole iterations stay or go.
     for row in rows:

@@ -10,7 +10,7 @@ import re
 import weakref
 from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import islice
+from itertools import chain, islice
 from types import FunctionType
 from typing import Any
 
@@ -222,16 +222,12 @@ class Witness:
 
     def _known_parameters(self) -> Iterator[Named]:
         seen: set[int] = set()
-        for module in _alive(self._modules):
-            for name, parameter in tensors.tensors_of(module, tensors.PARAMETERS):
-                if id(parameter) not in seen:
-                    seen.add(id(parameter))
-                    yield name, parameter
-        for optimizer in _alive(self._optimizers):
-            for name, parameter in self._parameters_of(optimizer):
-                if id(parameter) not in seen:
-                    seen.add(id(parameter))
-                    yield name, parameter
+        of_modules = (tensors.tensors_of(module, tensors.PARAMETERS) for module in _alive(self._modules))
+        of_optimizers = (self._parameters_of(optimizer) for optimizer in _alive(self._optimizers))
+        for name, parameter in chain.from_iterable(chain(of_modules, of_optimizers)):
+            if id(parameter) not in seen:
+                seen.add(id(parameter))
+                yield name, parameter
 
     def _see_gradient(self, name: str, parameter: torch.Tensor) -> None:
         gradient = tensors.grad(parameter) if tensors.is_leaf(parameter) else None

@@ -31,11 +31,6 @@ class Seen:
     left_out: Counter[int] = field(default_factory=Counter)
 
     @property
-    def steps_left_out(self) -> int:
-        """Of iterations inside statements."""
-        return sum(span.skipped for span in self.spans)
-
-    @property
     def weight(self) -> int:
         """In moments, as `MOST` is."""
         return len(self.checkpoints) + 2 * len(self.spans) + len(self.sightings) // _SIGHTINGS_PER_MOMENT
@@ -58,7 +53,8 @@ class Seen:
 
 @dataclass(frozen=True)
 class _RecordedIteration:
-    """An iteration: what came after `begin`, up to `end`. in_rows: whether it has rows of its own."""
+    """An iteration, or some that follow each other: what came after `begin`, up to `end`. in_rows: whether it has rows of its
+    own."""
 
     begin: Moment
     end: Moment
@@ -80,7 +76,7 @@ def thin(seen: Seen, device: int, most: int = MOST) -> None:
         max(middle, key=lambda number: _peak(units[number], moments, ticks, device)),
         max(middle, key=lambda number: _growth(units[number], device)),
     }
-    _leave_out(seen, _LeftOutRuns(units[number] for number in middle if number not in records))
+    _leave_out(seen, _joined(units[number] for number in middle if number not in records))
 
 
 # ---- iterations
@@ -166,34 +162,23 @@ def _growth(unit: _RecordedIteration, device: int) -> int:
 # ---- leaving out
 
 
-@dataclass
-class _LeftOutRun:
-    """Iterations that follow each other: what came after `begin`, up to `end`."""
-
-    begin: Moment
-    end: Moment
-    in_rows: bool
-
-
-class _LeftOutRuns:
-    """Runs of iterations that go, in order."""
-
-    def __init__(self, units: Iterable[_RecordedIteration]) -> None:
-        self.all: list[_LeftOutRun] = []
-        for unit in units:
-            last = self.all[-1] if self.all else None
-            if last is not None and last.end.tick == unit.begin.tick and last.in_rows == unit.in_rows:
-                last.end = unit.end
-            else:
-                self.all.append(_LeftOutRun(unit.begin, unit.end, unit.in_rows))
-        self._begins = [run.begin.tick for run in self.all]
-
-    def around(self, tick: int) -> _LeftOutRun | None:
-        number = bisect_left(self._begins, tick) - 1
-        return self.all[number] if number >= 0 and tick <= self.all[number].end.tick else None
+def _joined(units: Iterable[_RecordedIteration]) -> list[_RecordedIteration]:
+    """Those that follow each other as one, in order."""
+    runs: list[_RecordedIteration] = []
+    for unit in units:
+        if runs and runs[-1].end.tick == unit.begin.tick and runs[-1].in_rows == unit.in_rows:
+            runs[-1] = replace(runs[-1], end=unit.end)
+        else:
+            runs.append(unit)
+    return runs
 
 
-def _leave_out(seen: Seen, runs: _LeftOutRuns) -> None:
+def _around(runs: Sequence[_RecordedIteration], tick: int) -> _RecordedIteration | None:
+    number = bisect_left(runs, tick, key=lambda run: run.begin.tick) - 1
+    return runs[number] if number >= 0 and tick <= runs[number].end.tick else None
+
+
+def _leave_out(seen: Seen, runs: Sequence[_RecordedIteration]) -> None:
     _leave_out_rows(seen, runs)
     spans: list[Span] = []
     skipped: Counter[int] = Counter()
@@ -201,7 +186,7 @@ def _leave_out(seen: Seen, runs: _LeftOutRuns) -> None:
     steps = [span for span in seen.spans if span.kind == OPTIMIZER and not span.failed]
     first = min(steps, key=lambda span: span.start.tick).label if steps else None
     for span in seen.spans:
-        run = runs.around(span.start.tick)
+        run = _around(runs, span.start.tick)
         if run is None or span.end.tick > run.end.tick:
             spans.append(span)
             continue
@@ -210,15 +195,15 @@ def _leave_out(seen: Seen, runs: _LeftOutRuns) -> None:
         if not run.in_rows:
             skipped[run.end.tick] += span.skipped + is_step
     seen.spans[:] = _numbered(spans, skipped, steps_gone)
-    seen.sightings[:] = _outside(seen.sightings, runs.all)
+    seen.sightings[:] = _outside(seen.sightings, runs)
 
 
-def _leave_out_rows(seen: Seen, runs: _LeftOutRuns) -> None:
+def _leave_out_rows(seen: Seen, runs: Sequence[_RecordedIteration]) -> None:
     points: list[Checkpoint] = []
     gone: list[Checkpoint] = []
-    left: _LeftOutRun | None = None
+    left: _RecordedIteration | None = None
     for point in seen.checkpoints:
-        run = runs.around(point.moment.tick)
+        run = _around(runs, point.moment.tick)
         if run is not None and run.in_rows:
             gone.append(point)
             left = run
@@ -252,7 +237,7 @@ def _numbered(spans: list[Span], skipped: Mapping[int, int], steps_gone: Mapping
     return spans
 
 
-def _outside(sightings: Iterable[Sighting], runs: Sequence[_LeftOutRun]) -> list[Sighting]:
+def _outside(sightings: Iterable[Sighting], runs: Sequence[_RecordedIteration]) -> list[Sighting]:
     """The looks that were not in a run. What lived on was seen again, or will be at the end."""
     edges: dict[int, tuple[list[int], list[int]]] = {}
     found = []

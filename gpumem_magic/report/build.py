@@ -6,8 +6,8 @@ note names the gap.
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -19,10 +19,10 @@ from gpumem_magic.attribution.sites import folded
 from gpumem_magic.attribution.view import DeviceView
 from gpumem_magic.devices.base import Label
 from gpumem_magic.recording.model import Checkpoint, Failure, Recording
-from gpumem_magic.report.folding import Fold, LoopIteration, LoopRow, fold_rows, shown_iterations
+from gpumem_magic.report.folding import LoopIteration, LoopRow, fold_rows, folds_of, shown_iterations
 from gpumem_magic.report.model import LABELS, Folded, Peak, ReportData, ReportError, Row
 from gpumem_magic.report.notes import event_in_words, notes_of, place_of
-from gpumem_magic.report.parts import Part, StatementInterval, parts_of, spans_in, with_failing_place
+from gpumem_magic.report.parts import Part, StatementInterval, parts_of, with_failing_place
 from gpumem_magic.snapshot.timeline import Allocation
 
 # Settings are tried on a failed cell for about a second at most.
@@ -99,7 +99,7 @@ class _Builder:
         highest, peak_position = self.timeline.peak(span.start_position, span.end_position)
         where = self._where(drafts, peak_position)
         shown, folds = self._folded(drafts) if lines else (_ends(drafts), [])
-        self._balances = self.view.ledger.at([peak_position, *self._positions(shown)])
+        self._balances = self.view.ledger.at([peak_position, *_positions(shown)])
         rows = tuple(self._row(draft, with_parts=lines) for draft in shown)
         peak = self._balances[peak_position]
         return ReportData(
@@ -133,10 +133,10 @@ class _Builder:
             drafts.append(_Draft(point, interval, []))
         starts = [span.start.tick for span in self.recording.spans]
         for draft in drafts[1:]:
-            first = bisect_left(starts, draft.interval.begin.tick)
-            last = bisect_left(starts, draft.interval.end.tick + 1)
-            inside = spans_in(draft.interval, self.recording.spans[first:last])
-            if inside:
+            # Those that began after the statement did and before it ended, by the recorder's ticks.
+            first = bisect_right(starts, draft.interval.begin.tick)
+            last = bisect_right(starts, draft.interval.end.tick)
+            if inside := self.recording.spans[first:last]:
                 draft.parts = parts_of(draft.interval, inside, failed=draft.point.kind == "error")
             error = self.recording.error
             if draft.point.kind == "error" and error is not None and error.module:
@@ -144,7 +144,7 @@ class _Builder:
                 draft.parts = with_failing_place(draft.parts, draft.interval, place)
         return drafts
 
-    def _folded(self, drafts: list[_Draft]) -> tuple[list[_Draft], list[Fold]]:
+    def _folded(self, drafts: list[_Draft]) -> tuple[list[_Draft], list[Folded]]:
         rows = [
             LoopRow(
                 number,
@@ -162,19 +162,15 @@ class _Builder:
         totals: dict[int, list[int]] = {}
         for draft in shown:
             draft.parts = self._fold_parts(draft.parts, draft.point.line, totals)
-        inner = [Fold(line, total, left) for line, (total, left) in totals.items() if left < total]
-        return shown, [*folds, *inner]
+        return shown, [*folds, *folds_of(totals)]
 
-    def _with_left_out(self, shown: list[_Draft], folds: list[Fold]) -> list[Folded]:
+    def _with_left_out(self, shown: list[_Draft], folds: list[Folded]) -> list[Folded]:
         """Of a long run, the recording itself holds only some of the iterations."""
-        found = {fold.line: Folded(fold.line, fold.total, fold.shown) for fold in folds}
+        found = {fold.line: fold for fold in folds}
         for line, count in self.recording.left_out.items():
             if line not in found:
-                iterations = {
-                    point.iteration[: point.loops.index(line) + 1]
-                    for point in (draft.point for draft in shown)
-                    if line in point.loops
-                }
+                points = [draft.point for draft in shown if line in draft.point.loops]
+                iterations = {point.iteration[: point.loops.index(line) + 1] for point in points}
                 found[line] = Folded(line, len(iterations), len(iterations))
             found[line] = replace(found[line], total=found[line].total + count)
         return list(found.values())
@@ -199,49 +195,25 @@ class _Builder:
             self.timeline.allocated_at(part.end) - self.timeline.allocated_at(part.start),
         )
 
-    def _positions(self, drafts: Iterable[_Draft]) -> list[int]:
-        positions: list[int] = []
-        for draft in drafts:
-            positions.append(draft.interval.end_position)
-            todo = list(draft.parts)
-            while todo:
-                part = todo.pop()
-                positions.append(part.end)
-                todo += part.parts
-        return positions
-
     def _row(self, draft: _Draft, *, with_parts: bool) -> Row:
         point, interval = draft.point, draft.interval
         told = point.moment.counters.get(self.device)
         # Its own moment's counters: another moment at the same position may have seen the context grow.
         outside = self.view.outside(interval.end_position) if told is None else Outside.of(told)
-        parts = tuple(self._part_row(part, point) for part in draft.parts) if with_parts else ()
-        return self._figures(
-            point, point.kind, point.label, (interval.start_position, interval.end_position), parts, outside
-        )
+        parts = draft.parts if with_parts else []
+        whole = Part(point.kind, point.label, interval.start_position, interval.end_position, 0, 0, parts=parts)
+        return self._figures(point, whole, point.kind, outside)
 
-    def _part_row(self, part: Part, point: Checkpoint) -> Row:
-        inner = tuple(self._part_row(one, point) for one in part.parts)
-        return self._figures(point, "part", part.label, (part.start, part.end), inner, self.view.outside(part.end))
-
-    def _figures(
-        self,
-        point: Checkpoint,
-        kind: str,
-        label: str,
-        positions: tuple[int, int],
-        parts: tuple[Row, ...],
-        outside: Outside,
-    ) -> Row:
-        start, end = positions
+    def _figures(self, point: Checkpoint, part: Part, kind: str, outside: Outside) -> Row:
+        start, end = part.start, part.end
         balance = self._balances[end]
         return Row(
             kind=kind,
-            label=label,
+            label=part.label,
             statement=point.statement,
             line=point.line,
             iteration=point.iteration,
-            parts=parts,
+            parts=tuple(self._figures(point, one, "part", self.view.outside(one.end)) for one in part.parts),
             allocated=balance.allocated,
             reserved=balance.reserved,
             device_used=outside.device_used(balance.reserved),
@@ -322,6 +294,16 @@ class _Builder:
         return _words(drafts[0], [])
 
 
+def _positions(drafts: Iterable[_Draft]) -> Iterator[int]:
+    for draft in drafts:
+        yield draft.interval.end_position
+        todo = list(draft.parts)
+        while todo:
+            part = todo.pop()
+            yield part.end
+            todo += part.parts
+
+
 def _path(parts: list[Part], position: int) -> list[Part]:
     """The parts around a position, outermost first; marks are points and hold nothing."""
     for part in parts:
@@ -352,13 +334,9 @@ def _error(failure: Failure | None, device: int) -> ReportError | None:
     """An error is every device's; the sizes of a failed request only those of the device where it failed."""
     if failure is None:
         return None
-    error = ReportError(failure.type, failure.message, failure.line, module=failure.module, operator=failure.operator)
+    sizes = failure.requested, failure.rounded, failure.segment, failure.largest_free
     if failure.device is not None and failure.device != device:
-        return error
-    return replace(
-        error,
-        requested=failure.requested,
-        rounded=failure.rounded,
-        segment=failure.segment,
-        largest_free=failure.largest_free,
+        sizes = None, None, None, None
+    return ReportError(
+        failure.type, failure.message, failure.line, *sizes, module=failure.module, operator=failure.operator
     )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+
+from gpumem_magic.report.model import Folded
 
 AT_EACH_END = 3
 
@@ -38,16 +40,7 @@ class LoopRow:
     after: int
 
 
-@dataclass(frozen=True)
-class Fold:
-    """A loop at `line`: `shown` of its `total` iterations have rows."""
-
-    line: int
-    total: int
-    shown: int
-
-
-def fold_rows(rows: Sequence[LoopRow]) -> tuple[list[int], list[Fold]]:
+def fold_rows(rows: Sequence[LoopRow]) -> tuple[list[int], list[Folded]]:
     """The keys of the rows that stay, in order, and what was left out, one entry per loop (all its runs together).
 
     Whole iterations stay or go, so that a loop's statements can be read together; loops inside a kept iteration are folded
@@ -55,16 +48,21 @@ def fold_rows(rows: Sequence[LoopRow]) -> tuple[list[int], list[Fold]]:
     """
     totals: dict[int, list[int]] = {}
     shown = _fold(rows, 0, totals)
-    return shown, [Fold(line, total, left) for line, (total, left) in totals.items() if left < total]
+    return shown, folds_of(totals)
+
+
+def folds_of(totals: Mapping[int, Sequence[int]]) -> list[Folded]:
+    """totals: line -> iterations in all, and those that stay."""
+    return [Folded(line, total, left) for line, (total, left) in totals.items() if left < total]
 
 
 def _fold(rows: Sequence[LoopRow], depth: int, totals: dict[int, list[int]]) -> list[int]:
     shown: list[int] = []
-    for run in _runs(rows, depth):
+    for run in _grouped(rows, lambda last, row: _continues(last, row, depth)):
         if len(run[0].loops) <= depth:
             shown += [row.key for row in run]
             continue
-        iterations = _iterations_of(run, depth)
+        iterations = _grouped(run, lambda last, row: last.iteration[depth] == row.iteration[depth])
         chosen = shown_iterations(
             [LoopIteration(max(row.peak for row in inner), inner[-1].after - inner[0].before) for inner in iterations]
         )
@@ -76,28 +74,19 @@ def _fold(rows: Sequence[LoopRow], depth: int, totals: dict[int, list[int]]) -> 
     return shown
 
 
-def _runs(rows: Sequence[LoopRow], depth: int) -> list[list[LoopRow]]:
-    """Consecutive rows of one execution of the same loop at this depth, or of none."""
-    runs: list[list[LoopRow]] = []
+def _grouped(rows: Iterable[LoopRow], belongs: Callable[[LoopRow, LoopRow], bool]) -> list[list[LoopRow]]:
+    """Consecutive rows of which each belongs to the one before."""
+    groups: list[list[LoopRow]] = []
     for row in rows:
-        if runs and _continues(runs[-1][-1], row, depth):
-            runs[-1].append(row)
+        if groups and belongs(groups[-1][-1], row):
+            groups[-1].append(row)
         else:
-            runs.append([row])
-    return runs
+            groups.append([row])
+    return groups
 
 
 def _continues(last: LoopRow, row: LoopRow, depth: int) -> bool:
+    """Whether both are of one execution of the same loop at this depth, or of none."""
     if len(last.loops) <= depth or len(row.loops) <= depth:
         return len(last.loops) <= depth and len(row.loops) <= depth
     return last.loops[: depth + 1] == row.loops[: depth + 1] and last.iteration[depth] <= row.iteration[depth]
-
-
-def _iterations_of(rows: Sequence[LoopRow], depth: int) -> list[list[LoopRow]]:
-    iterations: list[list[LoopRow]] = []
-    for row in rows:
-        if iterations and iterations[-1][-1].iteration[depth] == row.iteration[depth]:
-            iterations[-1].append(row)
-        else:
-            iterations.append([row])
-    return iterations

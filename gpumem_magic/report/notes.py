@@ -9,7 +9,7 @@ from itertools import accumulate, pairwise
 from gpumem_magic.attribution.ledger import Outside, gaps
 from gpumem_magic.attribution.view import DeviceView
 from gpumem_magic.devices.base import Counters, DeviceLog
-from gpumem_magic.recording.model import Checkpoint, Recording, Span
+from gpumem_magic.recording.model import OPTIMIZER, Checkpoint, Recording, Span
 from gpumem_magic.recording.repetition import longest_repetition, signature
 from gpumem_magic.snapshot.timeline import Timeline
 from gpumem_magic.units import counted, human
@@ -117,7 +117,8 @@ def _estimated(log: DeviceLog, timeline: Timeline, peak_position: int) -> list[s
 def _repetition(recording: Recording, device: int) -> list[str]:
     """Iterations are from one step of the first optimizer to its next, over the whole recording."""
     events = recording.logs[device].events
-    steps = _first_optimizers_steps(recording.spans, device)
+    steps = [span for span in recording.spans if span.kind == OPTIMIZER and not span.failed]
+    steps = [step for step in steps if step.label == steps[0].label and device in step.end.positions]
     ends = [step.end.positions[device] for step in steps]
     if len(ends) < 2 or not events:
         return []
@@ -134,11 +135,6 @@ def _repetition(recording: Recording, device: int) -> list[str]:
     period = f", with a period of {found.period}" if found.period > 1 else ""
     first, last, total = numbers[found.first], numbers[found.last], numbers[-1]
     return [f"Iterations {first:,}-{last:,} of {total:,} repeat exactly{period}."]
-
-
-def _first_optimizers_steps(spans: Sequence[Span], device: int) -> list[Span]:
-    steps = [span for span in spans if span.kind == "optimizer" and not span.failed]
-    return [step for step in steps if step.label == steps[0].label and device in step.end.positions]
 
 
 def _left_out(spans: Sequence[Span], steps: Sequence[Span]) -> list[int]:

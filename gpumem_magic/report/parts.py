@@ -52,7 +52,7 @@ def parts_of(interval: StatementInterval, spans: Iterable[Span], *, failed: bool
     failed: the statement failed, so that its last, unfinished iteration counts, and a lone phase says where.
     """
     chosen = [span for span in spans if span.kind in _SHOWN]
-    parts = _nested([_part(span, interval) for span in chosen], _names(chosen))
+    parts = _nested([_part(span, interval) for span in chosen])
     parts = _with_iterations(parts, interval.start_position, interval.end_position)
     if not failed and len(parts) == 1 and parts[0].kind in _PHASES:
         return parts[0].parts
@@ -81,11 +81,6 @@ def _last_failed(parts: Sequence[Part]) -> Part | None:
     return found
 
 
-def spans_in(interval: StatementInterval, spans: Sequence[Span]) -> list[Span]:
-    """The spans that began after the statement did and before it ended, by the recorder's ticks."""
-    return [span for span in spans if interval.begin.tick < span.start.tick <= interval.end.tick]
-
-
 def _part(span: Span, interval: StatementInterval) -> Part:
     low, high = interval.start_position, interval.end_position
     start = min(max(span.start.positions.get(interval.device, low), low), high)
@@ -94,14 +89,7 @@ def _part(span: Span, interval: StatementInterval) -> Part:
     return Part(span.kind, span.label, start, end, span.start.tick, ends, span.failed, skipped=span.skipped)
 
 
-def _names(spans: Sequence[Span]) -> dict[str, set[str]]:
-    names: dict[str, set[str]] = {}
-    for span in spans:
-        names.setdefault(span.kind, set()).add(span.label)
-    return names
-
-
-def _nested(parts: Sequence[Part], names: dict[str, set[str]]) -> list[Part]:
+def _nested(parts: Sequence[Part]) -> list[Part]:
     """A tree by ticks. What only overlaps another part (another thread's) stands beside it, after it."""
     roots: list[Part] = []
     around: list[Part] = []
@@ -110,18 +98,13 @@ def _nested(parts: Sequence[Part], names: dict[str, set[str]]) -> list[Part]:
             around.pop()
         (around[-1].parts if around else roots).append(part)
         around.append(part)
-    _relabel(parts, names)
+    # Phases are named after their phase, and after their module or optimizer only where there are several.
+    for kind, words in (("forward", "forward"), ("optimizer", "optimizer step")):
+        alike = [part for part in parts if part.kind == kind]
+        several = len({part.label for part in alike}) > 1
+        for part in alike:
+            part.label = f"{words} of {part.label}" if several else words
     return roots
-
-
-def _relabel(parts: Iterable[Part], names: dict[str, set[str]]) -> None:
-    """Phases are named after their phase, and after their module or optimizer only where there are several."""
-    for part in parts:
-        several = len(names.get(part.kind, ())) > 1
-        if part.kind == "forward":
-            part.label = f"forward of {part.label}" if several else "forward"
-        elif part.kind == "optimizer":
-            part.label = f"optimizer step of {part.label}" if several else "optimizer step"
 
 
 def _with_iterations(parts: list[Part], start: int, end: int) -> list[Part]:
