@@ -39,8 +39,8 @@ class Scene:
     holdings: who held what at the end, empty where nobody could look. evaluating: the names of the notebook's modules that were
     in evaluation mode at the end. typed: the text of this cell and of those before it. modules: a variable's name -> the
     addresses of the parameters that it had before the cell's first statement. saved: what the first backward's graph kept, when
-    the device's log stood at `saved_at`. never_clears: whether the cell's text runs backward and steps, and nothing clears gradients.
-    mentioned: the names that the cell uses, itself or in the functions that it calls; empty where that is not known.
+    the device's log stood at `saved_at`. never_clears: whether the cell's text runs backward and steps, and nothing clears
+    gradients. mentioned: the names that the cell uses, itself or in the functions that it calls; empty where that is not known.
     """
 
     recording: Recording
