@@ -14,7 +14,7 @@ import report_samples as samples
 
 from gpumem_magic.report.model import ReportError
 from gpumem_magic.views import display, explain
-from gpumem_magic.views.html import MAX_TABLE_ROWS, Picture, card, page
+from gpumem_magic.views.html import MAX_TABLE_ROWS, Picture, card
 
 HOSTILE = "x = '</script><img src=x onerror=alert(1)>' + \"<b a='&amp;'>\" # `$(rm)`"
 VOID = {"img", "hr", "meta", "br"}
@@ -72,7 +72,7 @@ def hostile():
 @pytest.mark.parametrize("make", [samples.colab, samples.trainer, samples.two_devices, samples.small, hostile])
 def test_it_is_whole_and_holds_no_script_style_sheet_or_link(make):
     report = make()
-    for text in (page(report, PICTURE), card(report, None), card(report, PICTURE, table=False)):
+    for text in (card(report, PICTURE), card(report, None), card(report, PICTURE, table=False)):
         reader = Reader(text)
         names = {tag for tag, _ in reader.elements}
         assert names <= {"html", "head", "meta", "title", "body", "div", "p", "strong", "img", "details", "summary", "hr",

@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import wraps
 
 from gpumem_magic.recording.quiet import no_automatic_collection
@@ -50,13 +50,3 @@ def _print_anything() -> None:
     """A terminal or pipe that is not Unicode's (LANG on a cluster, Windows) gets ? for what it can't show, not an error."""
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="replace")
-
-
-def table(rows: Sequence[Sequence[str]]) -> str:
-    """The first column to the left, the others to the right, two spaces between."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)

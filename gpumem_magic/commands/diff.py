@@ -6,10 +6,11 @@ import argparse
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from gpumem_magic.commands.common import guarded, table
+from gpumem_magic.commands.common import guarded
 from gpumem_magic.commands.same_code import together
 from gpumem_magic.snapshot.whole_file import printable
 from gpumem_magic.units import human, mib
+from gpumem_magic.views.lines import table
 
 if TYPE_CHECKING:
     from gpumem_magic.attribution.view import DeviceView

@@ -6,9 +6,10 @@ import argparse
 import json
 from typing import TYPE_CHECKING, Any
 
-from gpumem_magic.commands.common import FAILED, UNREADABLE, guarded, table
+from gpumem_magic.commands.common import FAILED, UNREADABLE, guarded
 from gpumem_magic.snapshot.whole_file import printable
 from gpumem_magic.units import human
+from gpumem_magic.views.lines import table
 
 if TYPE_CHECKING:
     from gpumem_magic.allocator.replayable import Replayable

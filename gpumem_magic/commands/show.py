@@ -7,9 +7,10 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from gpumem_magic.commands.common import guarded, table
+from gpumem_magic.commands.common import guarded
 from gpumem_magic.snapshot.whole_file import check_target, printable
 from gpumem_magic.units import human, mib
+from gpumem_magic.views.lines import table
 
 if TYPE_CHECKING:
     from gpumem_magic.attribution.view import DeviceView

@@ -10,6 +10,7 @@ here ends the recording with one line, and never touches the cell.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,30 +49,28 @@ class Auto:
         self._begun.clear()
 
     def _before(self, info: Any) -> None:
-        try:
-            self._begun.append(self._look())
-        except Exception as error:
-            if not swallows(error):
-                raise
-            self._give_up(error)
+        self._trying(lambda: self._begun.append(self._look()))
 
     def _after(self, result: Any) -> None:
         # The cell that turned us on had begun before.
         begun = self._begun.pop() if self._begun else None
+        self._trying(lambda: self._keep(begun, self._look(), result))
+
+    def _trying(self, work: Callable[[], None]) -> None:
         try:
-            now = self._look()
-            if now is not None:
-                self._keep(begun, now, result)
+            work()
         except Exception as error:
             if not swallows(error):
                 raise
-            self._give_up(error)
+            self.stop()
+            text = f"{type(error).__name__}: {error}".splitlines()[0]
+            print(f"gpumem: cells are no longer recorded ({text})", file=sys.stderr)
 
-    def _keep(self, begun: _Begun | None, now: _Begun, result: Any) -> None:
+    def _keep(self, begun: _Begun | None, now: _Begun | None, result: Any) -> None:
+        if now is None or (begun is None and not now.state.allocated):
+            return
         info = result.info
         text = str(info.raw_cell or "").strip()
-        if begun is None and not now.state.allocated:
-            return
         error = result.error_in_exec or result.error_before_exec
         sentence = self._history.add(
             CellRecord(
@@ -103,11 +102,6 @@ class Auto:
             ),
             sum(one.peak_allocated for one in counters),
         )
-
-    def _give_up(self, error: Exception) -> None:
-        self.stop()
-        text = f"{type(error).__name__}: {error}".splitlines()[0]
-        print(f"gpumem: cells are no longer recorded ({text})", file=sys.stderr)
 
 
 _auto: Auto | None = None

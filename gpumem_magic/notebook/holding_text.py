@@ -9,6 +9,7 @@ from gpumem_magic.owners.holders import Holder, detach_words, freed_by_detaching
 from gpumem_magic.owners.model import Held, Holdings, size_of
 from gpumem_magic.owners.tree import COLUMNS, Branch
 from gpumem_magic.units import KIB, MIB, counted, human
+from gpumem_magic.views.lines import table
 
 if TYPE_CHECKING:
     from gpumem_magic.owners.free import Freed
@@ -41,7 +42,7 @@ def summary(holdings: Holdings, limit: int | None = SHOWN) -> str:
     if holdings.lost:
         size = sum(one.size for one in holdings.lost)
         rows.append((_mib(size), "", "no name was found", "%gpumem_who --cycles looks for reference cycles"))
-    blocks = [head, _columns(rows, right=2)]
+    blocks = [head, table(rows, range(2))]
     if words := _links(holdings):
         blocks.append(words)
     return "\n\n".join(blocks)
@@ -63,7 +64,7 @@ def details(holdings: Holdings, name: str, limit: int | None = SHOWN) -> str | N
     rest = found[len(rows) - 1 :]
     if rest:
         rows.append((_mib(size_of(rest)), f"{len(rest):,} more", "", ""))
-    return "\n".join(lines) + "\n\n" + _columns(rows, right=1)
+    return "\n".join(lines) + "\n\n" + table(rows, range(1))
 
 
 def tree_text(branches: Sequence[Branch]) -> str:
@@ -76,7 +77,7 @@ def tree_text(branches: Sequence[Branch]) -> str:
         figures = (*branch.bytes, sum(branch.bytes))
         rows.append(("  " * branch.depth + words, *(_mib(size) if size else "" for size in figures)))
     note = "Activations are what a live graph saved; an operation without parameters counts with the layer before it."
-    return f"{_columns(rows, right=len(rows[0]) - 1, first_left=True)}\n\n{note}"
+    return f"{table(rows)}\n\n{note}"
 
 
 def freed_text(freed: Freed, *, dry: bool) -> str:
@@ -177,16 +178,3 @@ def _tensor(one: Held) -> str:
 def _mib(size: int) -> str:
     """MiB with one digit; what is smaller than that keeps a sign of life."""
     return f"{size / MIB:,.1f}" if size >= 51 * KIB or not size else "<0.1"
-
-
-def _columns(rows: Sequence[Sequence[str]], *, right: int, first_left: bool = False) -> str:
-    """Rows as columns two blanks apart. right: how many columns are figures: the first, or with first_left those behind it."""
-    widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
-    figures = range(1, right + 1) if first_left else range(right)
-    return "\n".join(
-        "  ".join(
-            cell.rjust(width) if place in figures else cell.ljust(width)
-            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    )

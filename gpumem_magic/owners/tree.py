@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
 
 from gpumem_magic.owners.model import Held, Holdings
 
@@ -91,7 +92,7 @@ def branches(top: Layer, depth: int) -> list[Branch]:
 def _grow(layer: Layer, level: int, depth: int, found: list[Branch]) -> None:
     if level >= depth:
         return
-    for name, times, one in _alike(layer.inner.values()):
+    for name, times, one in alike(layer.inner.values(), _same):
         spot, words = one, name
         while times == 1 and len(spot.inner) == 1 and (only := next(iter(spot.inner.values()))).bytes == spot.bytes:
             spot, words = only, f"{words}.{only.name}"
@@ -99,15 +100,23 @@ def _grow(layer: Layer, level: int, depth: int, found: list[Branch]) -> None:
         _grow(spot, level + 1, depth, found)
 
 
-def _alike(layers: Iterable[Layer]) -> list[tuple[str, int, Layer]]:
-    """Numbered neighbours with the same figures, all the way down, as one: (name, how many, the first)."""
-    groups: list[list[Layer]] = []
-    for layer in layers:
+class _Named(Protocol):
+    @property
+    def name(self) -> str: ...
+
+
+N = TypeVar("N", bound=_Named)
+
+
+def alike(siblings: Iterable[N], same: Callable[[N, N], bool]) -> list[tuple[str, int, N]]:
+    """Numbered neighbours that are the same as one: (name, how many, the first)."""
+    groups: list[list[N]] = []
+    for one in siblings:
         before = groups[-1][0] if groups else None
-        if before is not None and before.name.isdecimal() and layer.name.isdecimal() and _same(before, layer):
-            groups[-1].append(layer)
+        if before is not None and before.name.isdecimal() and one.name.isdecimal() and same(before, one):
+            groups[-1].append(one)
         else:
-            groups.append([layer])
+            groups.append([one])
     return [
         (group[0].name if len(group) == 1 else f"{group[0].name} to {group[-1].name}", len(group), group[0])
         for group in groups
@@ -115,6 +124,7 @@ def _alike(layers: Iterable[Layer]) -> list[tuple[str, int, Layer]]:
 
 
 def _same(one: Layer, other: Layer) -> bool:
+    """Whether two have the same figures, all the way down."""
     return (
         one.bytes == other.bytes
         and one.inner.keys() == other.inner.keys()

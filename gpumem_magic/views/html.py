@@ -76,16 +76,6 @@ def card(
     return f'<div role="group" aria-label="{label}" style="{_CARD}">{"".join(body)}</div>'
 
 
-def page(report: ReportData, picture: Picture | None, others: Sequence[Picture | None] = ()) -> str:
-    """A whole HTML document with the report in it."""
-    title = escape(f"GPU memory: {explain.device_name(report.device)}")
-    return (
-        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
-        '<meta name="viewport" content="width=device-width"></head>\n'
-        f'<body style="margin:16px">{card(report, picture, others=others)}</body></html>\n'
-    )
-
-
 def _inner(element: str) -> str:
     return element.replace(_CARD, f"color:{TEXT}", 1)
 

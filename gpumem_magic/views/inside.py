@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from gpumem_magic.owners.tree import alike
 from gpumem_magic.report.inside import ActivationBreakdown, LayerRow
 from gpumem_magic.units import MIB, mib
 
@@ -99,7 +99,7 @@ class _TreeRow:
 def _grown(line: _TreeRow, activations_only: bool) -> list[_TreeRow]:
     """The lines under one. What holds one other module, or several alike ones, and nothing else joins them."""
     found = []
-    for name, times, row in _alike(line.row.children):
+    for name, times, row in alike(line.row.children, _same):
         spot = row
         while times == 1 and (only := _only_child(spot, activations_only)) is not None:
             inner_name, times, spot = only
@@ -111,7 +111,7 @@ def _grown(line: _TreeRow, activations_only: bool) -> list[_TreeRow]:
 
 def _only_child(row: LayerRow, activations_only: bool) -> tuple[str, int, LayerRow] | None:
     """The child, or the alike children, that account for a module; None where it has something of its own, or several."""
-    groups = _alike(row.children)
+    groups = alike(row.children, _same)
     if activations_only:
         groups = [one for one in groups if one[1] * one[2].activations * _NEARLY >= row.activations]
     if len(groups) != 1:
@@ -121,21 +121,6 @@ def _only_child(row: LayerRow, activations_only: bool) -> tuple[str, int, LayerR
         missing = row.activations - times * child.activations
         return groups[0] if row.activations and missing * _NEARLY <= row.activations else None
     return groups[0] if tuple(size * times for size in _figures(child)) == _figures(row) else None
-
-
-def _alike(rows: Iterable[LayerRow]) -> list[tuple[str, int, LayerRow]]:
-    groups: list[list[LayerRow]] = []
-    for row in rows:
-        before = groups[-1][0] if groups else None
-        if before is not None and before.name.isdecimal() and row.name.isdecimal() and _same(before, row):
-            groups[-1].append(row)
-        else:
-            groups.append([row])
-    return [(_span(group), len(group), group[0]) for group in groups]
-
-
-def _span(group: Sequence[LayerRow]) -> str:
-    return group[0].name if len(group) == 1 else f"{group[0].name} to {group[-1].name}"
 
 
 def _figures(row: LayerRow) -> tuple[int, int, int]:

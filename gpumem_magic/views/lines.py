@@ -6,6 +6,7 @@ Here, and only here, is decided which rows are shown, what a row is called and h
 from __future__ import annotations
 
 import unicodedata
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
 from gpumem_magic.report.model import CATEGORIES, ReportData, Row
@@ -181,6 +182,19 @@ def wrap(text: str, width: int, indent: str = "") -> list[str]:
             start = indent if result else ""
             result.append(start + fit(word, width - len(start)))
     return result
+
+
+def table(rows: Sequence[Sequence[str]], figures: Container[int] | None = None) -> str:
+    """Columns two blanks apart. figures: the numbers of those that go to the right; by default all but the first."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    right = range(1, len(widths)) if figures is None else figures
+    return "\n".join(
+        "  ".join(
+            cell.rjust(width) if place in right else cell.ljust(width)
+            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    )
 
 
 def present(report: ReportData) -> list[str]:

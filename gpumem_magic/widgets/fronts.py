@@ -12,7 +12,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from gpumem_magic.units import human
 from gpumem_magic.widgets.columns import ALLOCATED, DEVICE_USED, PEAK, RESERVED, value
@@ -21,27 +21,37 @@ from gpumem_magic.widgets.page import left_behind
 from gpumem_magic.widgets.samples import Samples, summary
 
 
-class Front(Protocol):
+class Front:
     """state: running | paused | stopped. `show` and `close` may be called from any thread; `close` more than once."""
 
-    def open(self) -> None: ...
+    _closed = False
 
-    def show(self, sample: Sample, state: str) -> None: ...
+    def open(self) -> None:
+        pass
 
-    def cell_begins(self) -> None: ...
+    def show(self, sample: Sample, state: str) -> None:
+        pass
+
+    def cell_begins(self) -> None:
+        pass
 
     def cell_ended(self) -> None:
         """The notebook is idle again."""
 
-    def close(self, samples: Samples) -> None: ...
+    def close(self, samples: Samples) -> None:
+        if not self._closed:
+            self._closed = True
+            self._end(samples)
+
+    def _end(self, samples: Samples) -> None:
+        pass
 
 
-class _InNotebook:
+class _InNotebook(Front):
     """A display of the notebook, replaced in place: at the end by the picture and the summary."""
 
     def __init__(self) -> None:
         self._id = f"gpumem-watch-{uuid.uuid4().hex}"
-        self._closed = False
 
     def open(self) -> None:
         from IPython.display import display
@@ -52,20 +62,6 @@ class _InNotebook:
     def _first(self) -> Any:
         """What stands there to begin with: a display bundle, or what knows how to show itself."""
         raise NotImplementedError
-
-    def show(self, sample: Sample, state: str) -> None:
-        pass
-
-    def cell_begins(self) -> None:
-        pass
-
-    def cell_ended(self) -> None:
-        pass
-
-    def close(self, samples: Samples) -> None:
-        if not self._closed:
-            self._closed = True
-            self._end(samples)
 
     def _end(self, samples: Samples) -> None:
         self._replace(left_behind(samples))
@@ -177,7 +173,7 @@ class SummaryFront(_InNotebook):
             self._replace(left_behind(samples))
 
 
-class LineFront:
+class LineFront(Front):
     """One line in a terminal, rewritten while a cell runs; the summary at the end. In a pipe only the summary."""
 
     SECONDS = 0.25
@@ -190,7 +186,6 @@ class LineFront:
         self._busy = False
         self._on_line = False
         self._shown = 0.0
-        self._closed = False
 
     def open(self) -> None:
         self._write("gpumem: watching the GPU's memory; `%gpumem_watch stop` ends it\n")
@@ -221,11 +216,9 @@ class LineFront:
             self._on_line = False
             self._write("\n")
 
-    def close(self, samples: Samples) -> None:
-        if not self._closed:
-            self._closed = True
-            self.cell_ended()
-            self._write(summary(samples) + "\n")
+    def _end(self, samples: Samples) -> None:
+        self.cell_ended()
+        self._write(summary(samples) + "\n")
 
     def _write(self, text: str) -> None:
         self._stream.write(text)
