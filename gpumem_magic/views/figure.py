@@ -290,13 +290,14 @@ class _Drawing:
         # What is too near to the end of the state would only look like a smudge.
         near = self.scale.top_bytes * 0.006
         if row.kind != PEAK and row.peak_allocated - row.allocated > near:
-            x = self.scale.x(row.peak_allocated)
-            self._line([self.scale.x(row.allocated), x], [middle, middle], color=TEXT, linewidth=0.9, zorder=4)
-            self._line([x, x], [middle - thick * 0.36, middle + thick * 0.36], color=TEXT, linewidth=1.6, zorder=4)
+            self._whisker(row.allocated, row.peak_allocated, middle, thick, TEXT, 1.6)
         if row.kind != PEAK and row.peak_reserved - row.reserved > near:
-            x = self.scale.x(total + row.peak_reserved - row.reserved)
-            self._line([self.scale.x(total), x], [middle, middle], color=QUIET, linewidth=0.9, zorder=4)
-            self._line([x, x], [middle - thick * 0.36, middle + thick * 0.36], color=QUIET, linewidth=1.2, zorder=4)
+            self._whisker(total, total + row.peak_reserved - row.reserved, middle, thick, QUIET, 1.2)
+
+    def _whisker(self, start: int, end: int, middle: float, thick: float, colour: str, width: float) -> None:
+        x = self.scale.x(end)
+        self._line([self.scale.x(start), x], [middle, middle], color=colour, linewidth=0.9, zorder=4)
+        self._line([x, x], [middle - thick * 0.36, middle + thick * 0.36], color=colour, linewidth=width, zorder=4)
 
     def _label(self, line: Line, middle: float) -> None:
         failed = line.row.kind == "error"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import base64
 import re
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -110,11 +110,11 @@ def _table(report: ReportData) -> str:
     return "".join(body)
 
 
-def _grid(heads: Sequence[tuple[str, bool]], rows: Sequence[str]) -> str:
-    """heads: (text, whether the column holds words and not figures)."""
+def _grid(heads: Sequence[str], rows: Sequence[str], words: Container[int]) -> str:
+    """words: the numbers of the columns that hold words and not figures."""
     cells = "".join(
-        f'<th style="text-align:{"left" if words else "right"};color:{QUIET}">{escape(text)}</th>'
-        for text, words in heads
+        f'<th style="text-align:{"left" if place in words else "right"};color:{QUIET}">{escape(text)}</th>'
+        for place, text in enumerate(heads)
     )
     style = (
         f"border-collapse:collapse;margin:10px 0;font-size:13px;background:{PAPER};color:{TEXT};"
@@ -143,8 +143,7 @@ def _name(line: Line, text: str) -> str:
 
 def _row_table(shown: Sequence[Line], report: ReportData, figures: SizeFormat) -> str:
     names = ("line", "statement", "allocated", "reserved", "nvidia-smi", "change", "peak inside", "what changed")
-    heads = [(name, name in ("statement", "what changed")) for name in names]
-    return _grid(heads, [_row(line, report, figures) for line in shown])
+    return _grid(names, [_row(line, report, figures) for line in shown], (1, len(names) - 1))
 
 
 def _row(line: Line, report: ReportData, figures: SizeFormat) -> str:
@@ -181,18 +180,9 @@ def _inside(report: ReportData) -> str:
         for one in report.inside.operators
     ]
     body = f'<p style="color:{QUIET};margin:4px 0">{escape(sentence_of(report.inside))}</p>'
-    body += _grid(
-        [("module", True), ("class", True), ("activations", False), ("parameters", False), ("gradients", False)],
-        branches,
-    )
+    body += _grid(("module", "class", "activations", "parameters", "gradients"), branches, (0, 1))
     if operators:
-        heads = [
-            ("kept by operators", True),
-            ("activations", False),
-            ("shared with above", False),
-            ("operations", True),
-        ]
-        body += _grid(heads, operators)
+        body += _grid(("kept by operators", "activations", "shared with above", "operations"), operators, (0, 3))
     return body
 
 
@@ -206,4 +196,4 @@ def _category_table(shown: Sequence[Line], report: ReportData, figures: SizeForm
         f"{''.join(_number(figures.size(line.row.categories.get(name))) for name in names)}</tr>"
         for line in shown[:MAX_TABLE_ROWS]
     ]
-    return _grid([("by category", True), *((LABELS[name], False) for name in names)], rows)
+    return _grid(["by category", *(LABELS[name] for name in names)], rows, (0,))

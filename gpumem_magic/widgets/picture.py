@@ -22,7 +22,7 @@ from gpumem_magic.widgets.columns import (
 )
 from gpumem_magic.widgets.marks import CHECKPOINT, USER, named_marks, short
 from gpumem_magic.widgets.samples import DeviceSamples, Samples, duration, present_layers, summary
-from gpumem_magic.widgets.thin import Row, longest_gap, thin, top_of_scale, without_gaps
+from gpumem_magic.widgets.thin import Row, height, layers_of_height, runs, thin, top_of_scale
 
 WIDTH = 860
 POINTS = 150
@@ -65,8 +65,7 @@ def _panel(device: DeviceSamples, samples: Samples) -> str:
     rows = thin(device.rows, POINTS)
     width = WIDTH - _LEFT - _RIGHT
     start, end = samples.started, max(samples.ended, samples.started + 1.0)
-    highest = max((_height(row) for row in rows), default=0.0)
-    top = top_of_scale(highest, device.facts.capacity)
+    top = top_of_scale(max(map(height, rows), default=0.0), device.facts.capacity)
 
     def across(time: float) -> float:
         return _LEFT + (time - start) / (end - start) * width
@@ -87,10 +86,7 @@ def _panel(device: DeviceSamples, samples: Samples) -> str:
             f'<line x1="{_LEFT}" x2="{_LEFT + width}" y1="{up(size):.1f}" y2="{up(size):.1f}" stroke="#E6E6E6"/>'
         )
         parts.append(f'<text x="{_LEFT - 8}" y="{up(size) + 4:.1f}" text-anchor="end" fill="{QUIET}">{word}</text>')
-    gap = longest_gap(rows, 1 / samples.hz, device.per_row)
-    for run in without_gaps(rows, gap):
-        is_last = run[-1] is rows[-1]
-        until = min(end, run[-1][TIME] + gap) if is_last else run[-1][TIME] + 1 / samples.hz
+    for run, until in runs(rows, 1 / samples.hz, device.per_row, end):
         parts += _areas(run, until, across, up)
     if now is not None:
         parts += _bar(now, _LEFT + width + 16, up)
@@ -109,7 +105,8 @@ def _areas(rows: list[Row], until: float, across: Scale, up: Scale) -> list[str]
     parts = []
     base = [0.0] * len(rows)
     for place, layer in enumerate(LAYERS):
-        sizes = [_size(row[FIRST_LAYER + place]) for row in rows]
+        # Nothing where it is not a number: zero stands first.
+        sizes = [max(0.0, row[FIRST_LAYER + place]) for row in rows]
         if any(sizes):
             over = [low + size for low, size in zip(base, sizes, strict=True)]
             points = _steps(xs, over, up) + _steps(xs, base, up)[::-1]
@@ -131,15 +128,13 @@ def _steps(xs: list[float], sizes: list[float], up: Scale) -> list[str]:
 def _bar(row: Sequence[float], x: float, up: Scale) -> list[str]:
     parts = []
     base = 0.0
-    for place, layer in enumerate(LAYERS):
-        size = _size(row[FIRST_LAYER + place])
-        if size:
-            y, under = up(base + size), up(base)
-            parts.append(
-                f'<rect x="{x}" y="{y:.1f}" width="{_BAR}" height="{under - y:.1f}" fill="{_fill(layer)}" '
-                f'stroke="{PAPER}" stroke-width="0.5"><title>{LAYER_LABELS[layer]} {human(int(size))}</title></rect>'
-            )
-            base += size
+    for layer, size in layers_of_height(row):
+        y, under = up(base + size), up(base)
+        parts.append(
+            f'<rect x="{x}" y="{y:.1f}" width="{_BAR}" height="{under - y:.1f}" fill="{_fill(layer)}" '
+            f'stroke="{PAPER}" stroke-width="0.5"><title>{LAYER_LABELS[layer]} {human(int(size))}</title></rect>'
+        )
+        base += size
     parts.append(f'<text x="{x + _BAR / 2}" y="{_TOP + _PLOT + 16}" text-anchor="middle" fill="{QUIET}">now</text>')
     return parts
 
@@ -181,14 +176,6 @@ def _lines(device: DeviceSamples, samples: Samples, across: Scale, up: Scale, to
 
 def _fill(layer: str) -> str:
     return "url(#gpumem-hatch)" if layer == NOT_YET_KNOWN else LAYER_COLOURS[layer]
-
-
-def _size(figure: float) -> float:
-    return figure if figure > 0 else 0.0
-
-
-def _height(row: Row) -> float:
-    return sum(_size(row[FIRST_LAYER + place]) for place in range(len(LAYERS)))
 
 
 def _is_known(row: Sequence[float]) -> bool:

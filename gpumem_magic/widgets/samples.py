@@ -6,7 +6,7 @@ import csv
 import io
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from os import PathLike
 from typing import Any
 
@@ -87,12 +87,7 @@ class Samples:
             "columns": list(SENT),
             "devices": [
                 {
-                    "name": device.facts.name,
-                    "kind": device.facts.kind,
-                    "index": device.facts.index,
-                    "uuid": device.facts.uuid,
-                    "total_bytes": device.facts.total_bytes,
-                    "smi_total_bytes": device.facts.smi_total_bytes,
+                    **asdict(device.facts),
                     "peak_allocated": device.peak,
                     "samples": device.taken,
                     "samples_per_row": device.per_row,

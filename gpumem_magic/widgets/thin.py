@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gpumem_magic.widgets.columns import ALLOCATED, TIME
+from gpumem_magic.widgets.columns import ALLOCATED, FIRST_LAYER, LAYERS, TIME
 
 Row = Sequence[float]
 
@@ -48,3 +48,23 @@ def top_of_scale(highest: float, capacity: float) -> float:
     if capacity > 0 and highest > 0.35 * capacity:
         return max(highest, capacity) * 1.04
     return max(highest * 1.15, 1 << 20)
+
+
+def layers_of_height(row: Row) -> list[tuple[str, float]]:
+    """(layer, bytes) of the layers that a bar of this row shows, bottom to top."""
+    sizes = row[FIRST_LAYER : FIRST_LAYER + len(LAYERS)]
+    return [(layer, size) for layer, size in zip(LAYERS, sizes, strict=True) if size > 0]
+
+
+def height(row: Row) -> float:
+    """How high its bar is, in bytes."""
+    return sum(size for _, size in layers_of_height(row))
+
+
+def runs(rows: Sequence[Row], period: float, per_row: int, end: float) -> list[tuple[list[Row], float]]:
+    """The rows between pauses, and until when the last row of each stands: to the end of the axis where nothing follows."""
+    gap = longest_gap(rows, period, per_row)
+    return [
+        (run, min(end, run[-1][TIME] + gap) if run[-1] is rows[-1] else run[-1][TIME] + period)
+        for run in without_gaps(rows, gap)
+    ]

@@ -33,7 +33,7 @@ from gpumem_magic.widgets.columns import (
 )
 from gpumem_magic.widgets.marks import CELL, CHECKPOINT, USER, named_marks, short
 from gpumem_magic.widgets.samples import DeviceSamples, Samples, duration, present_layers
-from gpumem_magic.widgets.thin import Row, longest_gap, thin, top_of_scale, without_gaps
+from gpumem_magic.widgets.thin import Row, height, layers_of_height, runs, thin, top_of_scale
 
 WIDTH = 7.8
 DPI = 130
@@ -103,12 +103,9 @@ def _draw(samples: Samples) -> Figure:
 def _panel(axes: Any, bar: Any, device: DeviceSamples, samples: Samples) -> None:
     rows = thin(device.rows, POINTS)
     length = max(samples.ended - samples.started, 1.0)
-    top = top_of_scale(max((_height(row) for row in rows), default=0.0), device.facts.capacity)
-    gap = longest_gap(rows, 1 / samples.hz, device.per_row)
-    for run in without_gaps(rows, gap):
-        is_last = run[-1] is rows[-1]
-        end = min(samples.ended, run[-1][TIME] + gap) if is_last else run[-1][TIME] + 1 / samples.hz
-        _areas(axes, run, samples.started, end)
+    top = top_of_scale(max(map(height, rows), default=0.0), device.facts.capacity)
+    for run, until in runs(rows, 1 / samples.hz, device.per_row, samples.ended):
+        _areas(axes, run, samples.started, until)
     if device.latest is not None:
         _bar(bar, device.latest)
     for mark in samples.marks:
@@ -153,12 +150,10 @@ def _areas(axes: Any, rows: Sequence[Row], start: float, until: float) -> None:
 
 def _bar(axes: Any, row: Row) -> None:
     base = 0.0
-    for place, layer in enumerate(LAYERS):
-        size = row[FIRST_LAYER + place]
-        if size > 0:
-            with matplotlib.rc_context(_HATCH):
-                axes.bar([0], [size], bottom=[base], width=1, **_look(layer))
-            base += size
+    for layer, size in layers_of_height(row):
+        with matplotlib.rc_context(_HATCH):
+            axes.bar([0], [size], bottom=[base], width=1, **_look(layer))
+        base += size
 
 
 def _furniture(axes: Any, bar: Any, length: float, top: float) -> None:
@@ -201,7 +196,3 @@ def _look(layer: str) -> dict[str, Any]:
 def _by_columns(things: list[Any], columns: int) -> list[Any]:
     """Reordered, so that a legend that fills columns reads along its rows."""
     return [thing for column in range(columns) for thing in things[column::columns]]
-
-
-def _height(row: Row) -> float:
-    return sum(size for size in row[FIRST_LAYER : FIRST_LAYER + len(LAYERS)] if size > 0)
