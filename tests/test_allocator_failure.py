@@ -94,7 +94,7 @@ def test_an_exabyte_is_refused_at_once() -> None:
         run.allocator.malloc(1 << 60)
     assert caught.value.message("2.13") == "CUDA out of memory. Tried to allocate more than 1EB memory."
     assert run.events == []
-    assert run.allocator.num_ooms == 0
+    assert run.allocator.memory_stats()["num_ooms"] == 0
 
 
 def test_out_of_memory_tells_what_was_there() -> None:
@@ -112,7 +112,7 @@ def test_out_of_memory_tells_what_was_there() -> None:
     assert (failure.allocated, failure.reserved, failure.limit) == (15 * MIB, 20 * MIB, None)
     assert (failure.device, failure.largest_free) == (0, 5 * MIB)
     assert [(event.action, event.address, event.size) for event in run.events] == [("oom", 40 * MIB, 60 * MIB)]
-    assert allocator.num_ooms == allocator.num_alloc_retries == 1
+    assert allocator.memory_stats()["num_ooms"] == allocator.num_alloc_retries == 1
     assert str(failure) == failure.message("2.13")
 
 
@@ -129,7 +129,7 @@ def test_a_flush_and_retry_is_counted_and_seen() -> None:
     # The large pool goes first.
     assert [event.size for event in run.events[:2]] == [40 * MIB, 2 * MIB]
     assert allocator.num_alloc_retries == 1
-    assert allocator.num_ooms == 0
+    assert allocator.memory_stats()["num_ooms"] == 0
 
 
 # Streams.

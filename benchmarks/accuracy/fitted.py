@@ -22,7 +22,7 @@ class Choice:
 FITTED = (
     Choice(
         "V100-16GB with torch 1.10: a context of 1341 MiB",
-        "generations.py",
+        "contexts.txt",
         "row 2 (nvidia-smi: 1343 MiB with one tensor in a 2 MiB segment)",
         "the other sources with nvidia-smi's figures",
     ),
@@ -36,7 +36,7 @@ FITTED = (
         "two cuBLAS workspaces after the first backward pass: one for each handle and stream, where the autograd "
         "thread has a handle of "
         "its own",
-        "kernels.py",
+        "workspaces.py",
         "the attention sweep (rows 64 to 111), whose every start is 2 x 8.125 MiB above its tensors",
         "recordings of real GPUs, which hold two such blocks after training steps and one after a forward pass",
     ),
@@ -76,7 +76,7 @@ FITTED = (
     Choice(
         "lazily loaded kernels: 300 MiB counts for compute capability 8.6 and 400 MiB for 7.5, though neither source "
         "names its GPU",
-        "generations.py",
+        "contexts.txt",
         "the A10G's rows 53 and 56 (see above); 400 MiB is left for the others",
         "nothing was published for T4, P100, L4, H100, H200 or RTX 4090; `gpumem calibrate` measures it",
     ),

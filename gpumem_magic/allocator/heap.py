@@ -114,10 +114,6 @@ class Heap:
         return self._books.events["num_alloc_retries"]
 
     @property
-    def num_ooms(self) -> int:
-        return self._books.events["num_ooms"]
-
-    @property
     def private_free(self) -> int:
         """Bytes of the free blocks of private pools, which nothing else can use."""
         return sum(

@@ -6,7 +6,7 @@ goes within the segments, and when memory is asked of the driver, is the emulato
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -73,26 +73,21 @@ def figures(
     result: ReplayResult, events: Sequence[TraceEvent], settings: AllocatorSettings = DEFAULT_SETTINGS
 ) -> list[PoolFigures]:
     """A result by pool and stream, in that order. `events` and `settings` are those that were replayed."""
-    allocations, decisions = Counter[tuple[str, int]](), Counter[tuple[str, int]]()
     misplaced, misjudged = set(result.misplaced), set(result.misjudged)
-    placed, decided = Counter[tuple[str, int]](), Counter[tuple[str, int]]()
+    # Allocations, those of them that were placed, decisions, and those of them that were made.
+    tallies: dict[tuple[str, int], list[int]] = defaultdict(lambda: [0, 0, 0, 0])
     pools: dict[int, str] = {}
     for index, event in enumerate(events):
         if event.action == "alloc":
             pool = pools.get(event.size) or pools.setdefault(event.size, pool_of(round_size(event.size, settings)))
-            allocations[pool, event.stream] += 1
-            placed[pool, event.stream] += index not in misplaced
+            tally = tallies[pool, event.stream]
+            tally[0] += 1
+            tally[1] += index not in misplaced
         elif event.action in _SEGMENT_ACTIONS:
-            pool = pool_of_segment(event.size)
-            decisions[pool, event.stream] += 1
-            decided[pool, event.stream] += index not in misjudged
-    return [
-        PoolFigures(
-            result.allocator.device, pool, stream, allocations[pool, stream], placed[pool, stream],
-            decisions[pool, stream], decided[pool, stream],
-        )
-        for pool, stream in sorted(allocations | decisions)
-    ]  # fmt: skip
+            tally = tallies[pool_of_segment(event.size), event.stream]
+            tally[2] += 1
+            tally[3] += index not in misjudged
+    return [PoolFigures(result.allocator.device, *place, *tally) for place, tally in sorted(tallies.items())]
 
 
 def replay(

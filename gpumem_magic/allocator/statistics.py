@@ -156,15 +156,13 @@ class Statistics:
     def opened_segment(self, pool: str, size: int, *, expandable: bool = False) -> None:
         """New memory from the driver. The pages of an expandable segment are bytes, but no segments."""
         for gauges in (self.all, self.of_pool(pool)):
-            if not expandable:
-                gauges.segment.increase(1)
+            gauges.segment.increase(not expandable)
             gauges.reserved_bytes.increase(size)
         self.events["num_device_alloc"] += 1
 
     def closed_segment(self, pool: str, size: int, *, expandable: bool = False) -> None:
         for gauges in (self.all, self.of_pool(pool)):
-            if not expandable:
-                gauges.segment.decrease(1)
+            gauges.segment.decrease(not expandable)
             gauges.reserved_bytes.decrease(size)
         self.events["num_device_free"] += 1
 

@@ -35,6 +35,10 @@ _STATES = {
 }
 
 
+# What a segment says of itself under PyTorch's own names.
+_OF_A_SEGMENT = "device address total_size allocated_size active_size requested_size stream segment_type"
+
+
 class PlainDataError(ValueError):
     """The data are not a snapshot; the text says where they differ from one."""
 
@@ -89,14 +93,7 @@ def snapshot_to_data(snapshot: Snapshot) -> dict[str, Any]:
 
     def segment_data(segment: Segment) -> dict[str, Any]:
         return {
-            "device": segment.device,
-            "address": segment.address,
-            "total_size": segment.total_size,
-            "allocated_size": segment.allocated_size,
-            "active_size": segment.active_size,
-            "requested_size": segment.requested_size,
-            "stream": segment.stream,
-            "segment_type": segment.segment_type,
+            **{key: getattr(segment, key) for key in _OF_A_SEGMENT.split()},
             "segment_pool_id": tuple(segment.segment_pool_id),
             "is_expandable": segment.is_expandable,
             "frames": stack(segment.frames),

@@ -11,8 +11,9 @@ library took its own). cuBLASLt's, for a product with a bias: 1 MiB for the call
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from gpumem_magic.units import KIB, MIB
 
@@ -94,7 +95,7 @@ class Context:
 
 @dataclass(frozen=True)
 class _Measured:
-    keys: tuple[str, ...]
+    card: str
     capability: tuple[int, int]
     version: Version
     lazy: bool
@@ -102,21 +103,15 @@ class _Measured:
     source: str
 
 
-# nvidia-smi's figure without PyTorch's segments. Kernels were loaded all at once before 1.13, and since then on first use.
-_MEASURED = (
-    _Measured((), (7, 0), (1, 3), False, 1005, "TITAN V, CUDA 10.1 (pytorch issue 28394)"),
-    _Measured((), (7, 5), (1, 6), False, 877, "RTX 2080 Ti, CUDA 10.1 (pytorch issue 49877)"),
-    _Measured((), (6, 1), (1, 8), False, 721, "GTX 1080, CUDA 10.1 (pytorch issue 55277)"),
-    _Measured(("RTX3090",), (8, 6), (1, 7), False, 1486, "RTX 3090, CUDA 11.0 (pytorch issue 49877)"),
-    _Measured(("RTX3090",), (8, 6), (1, 8), False, 1687, "RTX 3090, CUDA 11.1 (pytorch issue 55277)"),
-    _Measured(("V100-16GB",), (7, 0), (1, 10), False, 1341, "V100, driver 460 (Hugging Face's one-GPU guide)"),
-    _Measured(("A100-80GB",), (8, 0), (1, 10), False, 1823, "A100-80GB (the ml-engineering book)"),
-    _Measured(("A100-80GB",), (8, 0), (1, 13), False, 922, "A100-80GB (the ml-engineering book)"),
-    _Measured(("A100-80GB",), (8, 0), (2, 1), False, 942, "A100-80GB, CUDA 12.1 (the ml-engineering book)"),
-    _Measured(("A100-80GB",), (8, 0), (2, 1), True, 481, "A100-80GB, CUDA 12.1 (the ml-engineering book)"),
-    _Measured((), (8, 6), (2, 0), True, 300, "the 300 MiB of PyTorch's developers (pytorch issue 107667)"),
-    _Measured((), (7, 5), (2, 0), True, 400, "the 400 MiB of PyTorch's developers (pytorch issue 109888)"),
-)
+def _measured() -> Iterator[_Measured]:
+    """The rows of ``contexts.txt``: nvidia-smi's figures without PyTorch's segments. Kernels were loaded all at once before 1.13,
+    and since then on first use. Without a card, the figure is for others of its kind."""
+    for line in Path(__file__).with_name("contexts.txt").read_text("utf-8").splitlines()[1:]:
+        card, capability, version, kernels, mib, source = line.split(None, 5)
+        yield _Measured(card, parse_version(capability), parse_version(version), kernels == "lazy", int(mib), source)
+
+
+_MEASURED = tuple(_measured())
 
 
 def loads_lazily(version: Version) -> bool:
@@ -132,10 +127,10 @@ def context(key: str, capability: tuple[int, int], version: Version, lazy: bool)
     def distance(entry: _Measured) -> tuple[bool, int, int]:
         generation = abs(_generation(entry.version) - _generation(version))
         chips = abs(10 * (entry.capability[0] - capability[0]) + entry.capability[1] - capability[1])
-        return key not in entry.keys, 100 * generation + chips, abs(_rank(entry.version) - _rank(version))
+        return key != entry.card, 100 * generation + chips, abs(_rank(entry.version) - _rank(version))
 
     best = min((entry for entry in _MEASURED if entry.lazy == lazy), key=distance)
-    near = key in best.keys and _generation(best.version) == _generation(version)
+    near = key == best.card and _generation(best.version) == _generation(version)
     return Context(best.mib * MIB, not near, f"{best.source}, with torch {best.version[0]}.{best.version[1]}")
 
 

@@ -14,6 +14,7 @@ import ctypes
 import os
 import sys
 from collections.abc import Callable, Sequence
+from functools import partialmethod
 from importlib import import_module
 from typing import Any
 
@@ -203,13 +204,8 @@ class _Library:
             info.long_bus_id = own.encode()
         return SUCCESS
 
-    def DeviceGetPciInfo_v2(self, handle: Any, info: Any) -> int:
-        return self._pci(handle, info, _PciV2)
-
-    DeviceGetPciInfo = DeviceGetPciInfo_v2
-
-    def DeviceGetPciInfo_v3(self, handle: Any, info: Any) -> int:
-        return self._pci(handle, info, _PciV3)
+    DeviceGetPciInfo = DeviceGetPciInfo_v2 = partialmethod(_pci, kind=_PciV2)
+    DeviceGetPciInfo_v3 = partialmethod(_pci, kind=_PciV3)
 
     def DeviceGetMemoryInfo(self, handle: Any, info: Any) -> int:
         """The first version has no field for what the driver keeps, and counts it as used; nvidia-smi does not."""
@@ -243,13 +239,10 @@ class _Library:
             process.gpu_instance = process.compute_instance = 0xFFFFFFFF
         return SUCCESS
 
-    def DeviceGetComputeRunningProcesses(self, handle: Any, count: Any, array: Any) -> int:
-        return self._processes(handle, count, array, _Process)
-
-    def DeviceGetComputeRunningProcesses_v2(self, handle: Any, count: Any, array: Any) -> int:
-        return self._processes(handle, count, array, _ProcessV2)
-
-    DeviceGetComputeRunningProcesses_v3 = DeviceGetComputeRunningProcesses_v2
+    DeviceGetComputeRunningProcesses = partialmethod(_processes, kind=_Process)
+    DeviceGetComputeRunningProcesses_v2 = DeviceGetComputeRunningProcesses_v3 = partialmethod(
+        _processes, kind=_ProcessV2
+    )
 
     def DeviceGetGraphicsRunningProcesses(self, handle: Any, count: Any, array: Any) -> int:
         self._device(handle)
@@ -264,8 +257,6 @@ class VirtualNvml:
     def __init__(self, devices: Sequence[DeviceState]) -> None:
         self._devices = devices
         self._patches = Patches()
-        self._texts: dict[int, str] = {}
-        self._texts_before: dict[int, str] = {}
 
     def install(self) -> bool:
         """False, and nothing done, where nvidia-ml-py is not installed.
@@ -277,10 +268,13 @@ class VirtualNvml:
         module = _binding()
         if module is None:
             return False
-        self._texts = module.NVMLError._errcode_to_string
-        self._texts_before = dict(self._texts)
+        texts: dict[int, str] = module.NVMLError._errcode_to_string
+        before = dict(texts)
+        # pynvml keeps texts of errors that it has met; ours are not a real library's.
+        self._patches.also_undo(lambda: texts.update(before))
+        self._patches.also_undo(texts.clear)
         # Who called nvmlInit before stays initialised.
-        library = _Library(self._devices, getattr(module, _COUNT), self._texts_before)
+        library = _Library(self._devices, getattr(module, _COUNT), before)
         self._patches.set(module, _LOOK_UP, library.look_up)
         self._patches.set(module, _LOAD, lambda: None)
         self._patches.set(module, _COUNT, getattr(module, _COUNT), always=True)
@@ -288,11 +282,7 @@ class VirtualNvml:
 
     def remove(self) -> None:
         """Puts every name back, a real NVML library that was loaded before included."""
-        if self._patches.names():
-            self._patches.undo()
-            # pynvml keeps texts of errors that it has met; ours are not a real library's.
-            self._texts.clear()
-            self._texts.update(self._texts_before)
+        self._patches.undo()
 
 
 def _binding() -> Any:

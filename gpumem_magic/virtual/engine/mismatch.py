@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -44,9 +44,7 @@ def refuse_mixed_devices(func: Any, args: Any, kwargs: Any, *, sure: bool = Fals
     if func in _MIXING and not sure:
         return
     if func in _CONVOLUTIONS and args[0].device != args[1].device:
-        raise RuntimeError(
-            f"Input type ({_type_name(args[0])}) and weight type ({_type_name(args[1])}) should be the same"
-        )
+        _refuse_weight(*args[:2])
     host_names = _ON_HOST.get(func._schema.name.removeprefix("aten::"), ())
     named = [(name, tensor) for name, tensor in _named_tensors(func, args, kwargs) if name not in host_names]
     on_device = [tensor.device for _, tensor in named if tensor.device.type == "cuda"]
@@ -85,9 +83,11 @@ def refuse_mixed_types(func: Any, args: Any) -> None:
                 raise RuntimeError(f"expected scalar type {names[0]} but found {names[1]}")
             raise RuntimeError(f"mat1 and mat2 must have the same dtype, but got {names[0]} and {names[1]}")
     elif func in _CONVOLUTIONS and args[0].dtype != args[1].dtype:
-        raise RuntimeError(
-            f"Input type ({_type_name(args[0])}) and weight type ({_type_name(args[1])}) should be the same"
-        )
+        _refuse_weight(*args[:2])
+
+
+def _refuse_weight(input: Any, weight: Any) -> NoReturn:
+    raise RuntimeError(f"Input type ({_type_name(input)}) and weight type ({_type_name(weight)}) should be the same")
 
 
 def _type_name(tensor: Any) -> str:

@@ -180,18 +180,15 @@ def _placed(engine: Engine, shape: tuple[int, ...], dtype: torch.dtype, device: 
     return tensor
 
 
-def _with_values(engine: Engine, host: torch.Tensor, device: int) -> Any:
-    made = _placed(engine, tuple(host.shape), host.dtype, device)
-    values.learn(made, host)
-    return made
-
-
 @special(_aten.nonzero.default)
 def _nonzero(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     host = values.exact(args[0])
     if host is not None:
         _note_supplied(engine, args[0])
-        return _with_values(engine, host.nonzero(), device)
+        found = host.nonzero()
+        made = _placed(engine, tuple(found.shape), found.dtype, device)
+        values.learn(made, found)
+        return made
     count = engine.selected("nonzero", args[0].numel())
     return _placed(engine, (count, args[0].dim()), torch.int64, device)
 

@@ -26,13 +26,7 @@ _FROM_VALUES = ("tensor", "as_tensor", "asarray", "scalar_tensor")
 # Factories whose values are known without a device.
 _CONSTANTS = ("zeros", "ones", "full", "arange", "linspace", "eye", "zeros_like", "ones_like", "full_like")
 # Sparse formats of which there are no virtual tensors.
-_COMPRESSED = (
-    "sparse_csr_tensor",
-    "sparse_csc_tensor",
-    "sparse_bsr_tensor",
-    "sparse_bsc_tensor",
-    "sparse_compressed_tensor",
-)
+_COMPRESSED = tuple(f"sparse_{layout}_tensor" for layout in ("csr", "csc", "bsr", "bsc", "compressed"))
 # Factories with no meta version, or whose result needs no device.
 _LEFT_ALONE = ("from_file", "from_numpy", "frombuffer", "sparse_coo_tensor")
 

@@ -133,7 +133,7 @@ _sparse(
 _scaled = _same_places(indices=False)
 
 
-@_sparse(_aten.clone.default)
+@_sparse(*overloads("clone _sparse_softmax _sparse_log_softmax"))
 def _clone(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     old = parts(engine, args[0])
     return join(
@@ -197,11 +197,6 @@ def _add_into(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) ->
         engine.fake_call(_aten.copy_sparse_to_sparse_.default, (target, made), {})
         engine.settle(target)
     return target
-
-
-@_sparse(_aten._sparse_softmax.default, _aten._sparse_log_softmax.default)
-def _softmax(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
-    return _clone(engine, func, args, kwargs, device)
 
 
 # ---- the same elements at other places

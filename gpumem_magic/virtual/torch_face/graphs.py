@@ -114,9 +114,6 @@ class Graph:
         with self._machine.engine.lock:
             self._machine.devices[self._device].allocator.end_pool(self._pool)
 
-    def instantiate(self) -> None:
-        """There is nothing to make ready."""
-
     def replay(self) -> None:
         if self._pool is None or self._captures:
             raise RuntimeError("Called CUDAGraph::replay without a preceding successful capture.")
@@ -132,11 +129,10 @@ class Graph:
             with self._machine.engine.lock:
                 self._machine.devices[self._device].allocator.release_pool(pool)
 
-    def enable_debug_mode(self) -> None:
-        """There is nothing to look at."""
+    def _nothing(self, *args: Any, **kwargs: Any) -> None:
+        """There is nothing to make ready, or to look at."""
 
-    def debug_dump(self, debug_path: str) -> None:
-        """There is nothing to look at."""
+    instantiate = enable_debug_mode = debug_dump = _nothing
 
     def __del__(self) -> None:
         if self._captures:

@@ -52,11 +52,10 @@ class Stream:
         self.stream_id = self.cuda_stream
         self._outer: list[Stream] = []
 
-    def wait_event(self, event: Any) -> None: ...
+    def synchronize(self, *args: Any, **kwargs: Any) -> None:
+        """There is nothing to wait for."""
 
-    def wait_stream(self, stream: Any) -> None: ...
-
-    def synchronize(self) -> None: ...
+    wait_event = wait_stream = synchronize
 
     def query(self) -> bool:
         return True
@@ -124,40 +123,34 @@ class Event:
 _DEVICE, _STREAM, _EVENT = torch.device, torch.Stream, torch.Event
 
 
-class _AnyStreamKind(type):
-    """Stands for the type `torch.Stream`, which serves every kind of device."""
+class _AnyKind(type):
+    """Stands for a type that serves every kind of device, `torch.Stream` or `torch.Event`."""
+
+    theirs: Any
+    ours: Any
 
     def __call__(cls, device: Any = None, *args: Any, **kwargs: Any) -> Any:
         if isinstance(device, str):
             device = _DEVICE(device)
         if isinstance(device, _DEVICE) and device.type != "cuda":
-            return _STREAM(device, *args, **kwargs)
-        return Stream(device, *args, **kwargs)
+            return cls.theirs(device, *args, **kwargs)
+        # An event belongs to the device that records it.
+        return cls.ours(device, *args, **kwargs) if cls.ours is Stream else cls.ours(*args, **kwargs)
 
     def __instancecheck__(cls, instance: object) -> bool:
-        return isinstance(instance, (_STREAM, Stream))
+        return isinstance(instance, (cls.theirs, cls.ours))
 
 
-class AnyStream(metaclass=_AnyStreamKind):
+class AnyStream(metaclass=_AnyKind):
     """`torch.Stream` while the virtual GPU is on; without a device, a stream of the current CUDA device."""
 
-
-class _AnyEventKind(type):
-    """Stands for the type `torch.Event`."""
-
-    def __call__(cls, device: Any = None, **kwargs: Any) -> Any:
-        if isinstance(device, str):
-            device = _DEVICE(device)
-        if isinstance(device, _DEVICE) and device.type != "cuda":
-            return _EVENT(device, **kwargs)
-        return Event(**kwargs)
-
-    def __instancecheck__(cls, instance: object) -> bool:
-        return isinstance(instance, (_EVENT, Event))
+    theirs, ours = _STREAM, Stream
 
 
-class AnyEvent(metaclass=_AnyEventKind):
+class AnyEvent(metaclass=_AnyKind):
     """`torch.Event` while the virtual GPU is on."""
+
+    theirs, ours = _EVENT, Event
 
 
 class StreamContext:

@@ -217,11 +217,10 @@ class CudaFace:
     def get_sync_debug_mode(self) -> int:
         return 0
 
-    def set_sync_debug_mode(self, debug_mode: Any) -> None:
+    def set_sync_debug_mode(self, *args: Any, **kwargs: Any) -> None:
         """There is nothing to wait for."""
 
-    def _sleep(self, cycles: int) -> None:
-        """There is nothing to wait for."""
+    _sleep = set_sync_debug_mode
 
     def _no_reading(self, device: Any = None) -> int:
         raise RuntimeError("a virtual GPU has no load, temperature, power or clock")
