@@ -37,8 +37,8 @@ def resident() -> int:
 
 
 def day_in_kernel(shell: Any, samples: int, watches: int) -> dict[str, Any]:
-    """Takes all samples. Memory is read after a twentieth of them, or a quarter where there are several watches (what is loaded once
-    is loaded by then), and at the end."""
+    """Takes all samples. Memory is read after a twentieth of them, or a quarter where there are several watches (what is
+    loaded once is loaded by then), and at the end."""
     import comm
     import torch
 
