@@ -10,10 +10,18 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent / "differential"))
 
+import contextlib
+import pickle
 import random
+from itertools import islice
 
+import files
 import generate
+import hostile_snapshots
+import sources
+from cells import Comparison, story
 from compare import differences
+from interrupts import SCENARIOS, Interrupts
 from run import Case, Kind, Zygote
 
 pytest.importorskip("torch")
@@ -63,3 +71,53 @@ def test_two_plain_runs_are_alike(zygote: Zygote) -> None:
     for number in range(3):
         case = Case("generated", [generate.cell(random.Random(number))], [generate.PRELUDE])
         assert not differences(zygote.run(case, "plain"), zygote.run(case, "plain")), number
+
+
+def test_generated_cells_are_the_same_measured(zygote: Zygote) -> None:
+    """A sample: `tests/differential/cells.py` compares ten thousand."""
+    source = random.Random(20)
+    comparison = Comparison(zygote.kind, zygote)
+    for case, number in zip(sources.generated(source), range(24), strict=False):
+        comparison.run(case, ("quiet", "counters", "auto")[number % 3], kernel=number % 4 == 0)
+    for case in islice(sources.tools.cases(source), 10):
+        comparison.run(case, "quiet", kernel=False)
+    stories = [story(one) for one in comparison.found]
+    assert not stories, "\n".join(stories)
+    assert comparison.counts["cells"] > 40
+
+
+def test_interrupts_leave_nothing() -> None:
+    """A sample of `tests/differential/interrupts.py`, which does a thousand."""
+    names = ("operators", "device on", "into", "await")
+    warm = tuple(cell for name in names[:3] for cell in (*SCENARIOS[name][0], SCENARIOS[name][1]))
+    interrupts = Interrupts(Kind(sys.executable, warm=warm), "3")
+    try:
+        for name in names * 2:
+            interrupts.once(name)
+    finally:
+        interrupts.zygote.close()
+    assert not interrupts.found, "\n".join(interrupts.found)
+    assert interrupts.counts["interrupts"] >= 5
+
+
+def test_mutants_are_alive_and_nothing_of_them_runs(tmp_path: Path) -> None:
+    """A sample of `tests/differential/files.py`: read by Python's own pickle some of these files would make the canary."""
+    canary, path = tmp_path / "canary", tmp_path / "case.pickle"
+    (tmp_path / "bases").mkdir()
+    real = {"small.pickle": pickle.dumps(hostile_snapshots.recording(random.Random(1), 3), 4)}
+    mutants = files.Mutants(real, random.Random(4), canary)
+    reader = files.Reader(tmp_path, files.Counter())
+    alive = 0
+    for _ in range(60):
+        content = mutants._opcodes(real["small.pickle"])
+        path.write_bytes(content)
+        assert reader.read(path, everything=False) == "refused"
+        assert not canary.exists()
+        assert not reader.events
+        with contextlib.suppress(Exception):
+            pickle.loads(content)
+        if canary.exists():
+            alive += 1
+            canary.rmdir() if canary.is_dir() else canary.unlink()
+    assert alive > 5
+    assert files.elements("<p><svg onload=x><script>y</script>") == {"svg onload": 1, "script": 1}

@@ -149,7 +149,8 @@ class CellRun:
         self._cell = cell
         self._codes: set[CodeType] = set()
         self._hook: StatementHook | None = None
-        self._units = [_CompiledUnit([node], mode) for node, mode in _plan(shell, cell)]
+        self._plain = [_CompiledUnit([node], mode) for node, mode in _plan(shell, cell)]
+        self._units = self._plain
 
     @property
     def names(self) -> frozenset[str]:
@@ -174,7 +175,7 @@ class CellRun:
         """Rewrites the statements, so that the run tells `observer` of them. Where this fails the run stays a plain one."""
         name = new_hook_name()
         instrumenter = Instrumenter(Source(self._cell.python, self._cell.raw, self._cell.extents), name)
-        units = [_unit(instrumenter, unit.nodes[0], unit.mode) for unit in self._units]
+        units = [_unit(instrumenter, unit.nodes[0], unit.mode) for unit in self._plain]
         self._hook = StatementHook(instrumenter.sites, observer, name, self._codes)
         self._units = units
 
@@ -217,9 +218,14 @@ class CellRun:
         """The code of each unit in turn. Compiled just before it runs, since an earlier one may import from __future__."""
         __tracebackhide__ = True
         compiler = self._shell.compile
-        for unit in self._units:
+        filename = self._cell.filename
+        for unit, plain in zip(self._units, self._plain, strict=True):
             with compiler.extra_flags(ast.PyCF_ALLOW_TOP_LEVEL_AWAIT if self._shell.autoawait else 0):
-                code = _named(self._shell, compiler(unit.module(), self._cell.filename, unit.mode))
+                with no_warnings_of(filename) as held:
+                    code = _named(self._shell, compiler(unit.module(), filename, unit.mode))
+                if held:
+                    # Rewritten code may say them twice.
+                    compiler(plain.module(), filename, plain.mode)
             if self._hook is not None:
                 code = with_constants(code, self._hook.constants)
             self._codes.add(code)

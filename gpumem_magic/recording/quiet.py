@@ -27,20 +27,23 @@ def no_automatic_collection() -> Iterator[None]:
 
 
 @contextmanager
-def no_warnings_of(*filenames: str) -> Iterator[None]:
-    """Holds back the warnings about programs that are compiled under these names, only to be looked at.
+def no_warnings_of(*filenames: str) -> Iterator[list[str]]:
+    """Holds back the warnings about programs that are compiled under these names, and gives their texts.
 
     Not `warnings.catch_warnings`: it makes Python forget which warnings of the user's were shown before.
     """
     show = warnings.showwarning
 
     def show_others(message: Any, category: Any, filename: str, *more: Any, **options: Any) -> None:
-        if filename not in filenames:
+        if filename in filenames:
+            held.append(str(message))
+        else:
             show(message, category, filename, *more, **options)
 
+    held: list[str] = []
     patches = Patches()
     patches.set(warnings, "showwarning", show_others)
     try:
-        yield
+        yield held
     finally:
         patches.undo()

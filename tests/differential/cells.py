@@ -35,15 +35,14 @@ from zygote import is_shifted
 
 WEIGHTS = {"generated": 50, "cpython": 22, "doctests": 12, "ipython": 6, "numpy": 9, "innocent": 1, "tools": 3}
 MODES = {"quiet": 62, "counters": 12, "shown": 6, "auto": 20}
-REPLACED_AFTER = 400
 
 
 class Comparison:
     """Runs cases plain and measured in processes of one kind, and counts what came of it."""
 
-    def __init__(self, kind: Kind) -> None:
+    def __init__(self, kind: Kind, zygote: Zygote | None = None) -> None:
         self.kind = kind
-        self.zygote = Zygote(kind)
+        self.zygote = zygote or Zygote(kind)
         self.counts: Counter[str] = Counter()
         self.reasons: Counter[str] = Counter()
         self.found: list[dict[str, Any]] = []
@@ -126,7 +125,8 @@ def work(options: argparse.Namespace) -> dict[str, Any]:
     kind = Kind(sys.executable, options.oldest, None if options.device == "none" else options.device)
     comparison = Comparison(kind)
     source = random.Random(f"{options.seed} {kind}")
-    names = options.source or list(WEIGHTS)
+    # The tutorials ask whether there is a device: without one they are other programs.
+    names = [name for name in options.source or WEIGHTS if kind.device is not None or name != "innocent"]
     streams = {name: sources.of_this(name, random.Random(source.random())) for name in names}
     began = time.monotonic()
     try:
