@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from itertools import pairwise
 from typing import Any
 
@@ -19,6 +19,7 @@ from gpumem_magic.owners.model import Held, Holdings, Lost, Root
 from gpumem_magic.owners.naming import Namer
 from gpumem_magic.owners.roots import closed_to, roots_of
 from gpumem_magic.owners.traversal import Place, Traversal
+from gpumem_magic.recording.quiet import no_automatic_collection
 from gpumem_magic.snapshot.model import ACTIVE
 
 CLEAR_WORKSPACES = "torch._C._cuda_clearCublasWorkspaces()"
@@ -46,10 +47,7 @@ def find_owners(
         return Holdings(seconds=time.perf_counter() - began)
     workspaces = _workspaces(machine, blocks)
     # The walk makes many objects: Python would collect the user's garbage in the middle of it.
-    collecting = gc.isenabled()
-    gc.disable()
-    walk = Traversal(machine.locate, closed_to(shell, namespace))
-    try:
+    with no_automatic_collection(), closing(Traversal(machine.locate, closed_to(shell, namespace))) as walk:
         for root, values in roots_of(shell, namespace, error):
             walk.add_root(root, values)
         walk.walk()
@@ -60,10 +58,6 @@ def find_owners(
         with tensors.unseen():
             roots, held, graph = _read(walk, blocks)
         objects = len(walk.objects)
-    finally:
-        walk.forget()
-        if collecting:
-            gc.enable()
     known = {(one.device, one.address) for one in held}
     workspace = Root("cuBLAS", "library", CLEAR_WORKSPACES)
     lost = []

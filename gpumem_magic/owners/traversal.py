@@ -60,7 +60,7 @@ Place = tuple[int, int]
 class Traversal:
     """The objects that were met, by number, and which object met them first (`first`) and again (`more`).
 
-    It holds the user's objects: whoever made it calls `forget` as soon as the names are read.
+    It holds the user's objects: whoever made it calls `close` as soon as the names are read.
     """
 
     def __init__(self, locate: Locate, closed: Iterable[Any] = ()) -> None:
@@ -180,7 +180,7 @@ class Traversal:
                     elif target >= 0:
                         more.append((source, target))
 
-    def forget(self) -> None:
+    def close(self) -> None:
         """Lets go of everything now. (It refers to itself, so that Python would do it only at the next garbage collection.)"""
         for collection in (self.objects, self._closed, self._expand):
             collection.clear()

@@ -11,7 +11,6 @@ import ast
 import linecache
 import sys
 import textwrap
-from collections.abc import Iterator
 from types import BuiltinFunctionType, CodeType, FrameType, TracebackType
 
 import torch
@@ -51,19 +50,18 @@ _LONGEST = 60
 
 def failing_place(error: BaseException) -> tuple[str, str, str]:
     """(module's path in the outermost one, its class, operator); "" for each that is not known. Runs nothing of the user's."""
-    entries = list(_entries(traceback_of(error)))
-    modules = [found for frame, _ in entries if (found := _module_of(frame)) is not None]
-    if not modules:
-        return "", "", ""
-    path = _path(modules)
-    last = max(number for number, (frame, _) in enumerate(entries) if _module_of(frame) is not None)
-    return path, name_of_class(type(modules[-1])), _operator(entries[last + 1 :])
-
-
-def _entries(trace: TracebackType | None) -> Iterator[tuple[FrameType, TracebackType]]:
+    modules: list[torch.nn.Module] = []
+    # What was called since the innermost module began.
+    inside: list[TracebackType] = []
+    trace = traceback_of(error)
     while trace is not None:
-        yield trace.tb_frame, trace
+        inside.append(trace)
+        module = _module_of(trace.tb_frame)
+        if module is not None:
+            modules.append(module)
+            inside.clear()
         trace = trace.tb_next
+    return (_path(modules), name_of_class(type(modules[-1])), _operator(inside)) if modules else ("", "", "")
 
 
 def _module_of(frame: FrameType) -> torch.nn.Module | None:
@@ -84,16 +82,17 @@ def _path(modules: list[torch.nn.Module]) -> str:
     return ""
 
 
-def _operator(entries: list[tuple[FrameType, TracebackType]]) -> str:
+def _operator(entries: list[TracebackType]) -> str:
     """The call at which the innermost frame stands that is not below an operator."""
     last = None
-    for frame, trace in entries:
+    for trace in entries:
+        frame = trace.tb_frame
         module = text(entry(frame.f_globals, "__name__"))
         if module.startswith(_BELOW):
             break
         if not module.startswith("gpumem_magic") and frame.f_code.co_name not in _CARRIERS:
-            last = frame, trace
-    return "" if last is None else _called(last[0], last[1].tb_lasti, last[1].tb_lineno)
+            last = trace
+    return "" if last is None else _called(last.tb_frame, last.tb_lasti, last.tb_lineno)
 
 
 def _called(frame: FrameType, instruction: int, line: int) -> str:

@@ -229,26 +229,25 @@ class Phases:
                 self._close(again)
             elif not self._is_open(BACKWARD):
                 one = self._begin(BACKWARD, BACKWARD)
-
-        def ended(failed: bool) -> None:
-            if one is not None and self._running:
-                with self._guard("the end of a backward"):
-                    self._close(one, failed=failed)
-                    self._witness.backward_ended()
-
-        return ended
+        return self._end_of(one, "a backward")
 
     def _recomputation_begins(self) -> Callable[[bool], None]:
         one: _Open | None = None
         with self._guard("the start of a recomputation"):
             if self._is_open(BACKWARD) and not self._is_open(RECOMPUTATION):
                 one = self._begin(RECOMPUTATION, RECOMPUTATION)
+        return self._end_of(one, "a recomputation")
+
+    def _end_of(self, one: _Open | None, words: str) -> Callable[[bool], None]:
+        """What ends a span, and is told whether an exception left it."""
 
         def ended(failed: bool) -> None:
             if one is not None and self._running:
-                with self._guard("the end of a recomputation"):
+                with self._guard(f"the end of {words}"):
                     # PyTorch leaves a recomputation by an exception of its own once it has what it needs.
-                    self._close(one)
+                    self._close(one, failed=failed and one.kind != RECOMPUTATION)
+                    if one.kind == BACKWARD:
+                        self._witness.backward_ended()
 
         return ended
 
@@ -285,7 +284,7 @@ class Phases:
         if name.startswith(_STEP_RANGE):
             return self._step_left
         if name.startswith(_OWN_RANGES):
-            return _nothing
+            return torch_seams.not_watched
         return self.begin_range(name)
 
     def begin_range(self, name: str) -> Callable[[bool], None]:
@@ -293,13 +292,7 @@ class Phases:
         one: _Open | None = None
         with self._guard("the start of a range"):
             one = self._begin("range", name)
-
-        def ended(failed: bool) -> None:
-            if one is not None and self._running:
-                with self._guard("the end of a range"):
-                    self._close(one, failed=failed)
-
-        return ended
+        return self._end_of(one, "a range")
 
     def _step_left(self, failed: bool) -> None:
         """PyTorch's own range around a step: only it sees a step that an exception leaves."""
@@ -308,7 +301,3 @@ class Phases:
                 one = self._innermost(OPTIMIZER)
                 if one is not None:
                     self._close(one, failed=True)
-
-
-def _nothing(failed: bool) -> None:
-    pass

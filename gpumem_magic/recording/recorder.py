@@ -239,7 +239,7 @@ class Recorder:
             with self._guard("looking at the variables at the end"):
                 self._witness.cell_ended(namespace)
             with self._guard("stopping the logs"):
-                logs = self._stop_logs()
+                logs = _stopped(self._logs)
             translator = PositionTranslator(logs)
             self._checkpoints = [translator.checkpoint(point) for point in self._checkpoints]
             reached = translator.moment(reached) if reached is not None else None
@@ -247,10 +247,16 @@ class Recorder:
                 with self._guard("placing the error"):
                     failure = self._place_error(failure, is_out_of_memory(error), reached, failed, logs)
             stand_ins = self._stand_ins()
-            self._add_machine_notes()
+            with self._guard("the device's notes"):
+                for note in self._machine.notes():
+                    if note not in self._machine_notes_before:
+                        self._guard.add_note(note)
             self._add_note_of_thinning(self._phases.spans)
-            for note in self._hidden_notes(self._phases, self._witness):
-                self._guard.add_note(note)
+            with self._guard("looking for what is hidden"):
+                for seen in self._witness.modules():
+                    self._phases.hidden.exists(seen)
+                for note in self._phases.hidden.notes():
+                    self._guard.add_note(note)
         finally:
             self.put_back()
         self.recorded = Recording(
@@ -342,15 +348,9 @@ class Recorder:
     def _step_ended(self) -> None:
         if self._iteration_logs:
             self._machine.settle()
-            self._signatures.append(b"".join(signature(events) for events in self._stop_iteration()))
+            logs = _stopped(self._iteration_logs)
+            self._signatures.append(b"".join(signature(logs[index].events) for index in sorted(logs)))
             self._start_iteration()
-
-    def _stop_iteration(self) -> list[Any]:
-        found = []
-        for index in sorted(self._iteration_logs):
-            found.append(self._iteration_logs[index].stop().events)
-            del self._iteration_logs[index]
-        return found
 
     # The end
 
@@ -360,30 +360,10 @@ class Recorder:
             if self._phases is not None:
                 self._phases.stop()
         with self._guard("ending the logs"):
-            self._stop_iteration()
-            self._stop_logs()
+            _stopped(self._iteration_logs)
+            _stopped(self._logs)
         if self._witness is not None:
             self._witness.forget()
-
-    def _stop_logs(self) -> dict[int, DeviceLog]:
-        logs = {}
-        for index, log in list(self._logs.items()):
-            logs[index] = log.stop()
-            del self._logs[index]
-        return logs
-
-    def _add_machine_notes(self) -> None:
-        with self._guard("the device's notes"):
-            for note in self._machine.notes():
-                if note not in self._machine_notes_before:
-                    self._guard.add_note(note)
-
-    def _hidden_notes(self, phases: Phases, witness: Witness) -> list[str]:
-        with self._guard("looking for what is hidden"):
-            for module in witness.modules():
-                phases.hidden.exists(module)
-            return phases.hidden.notes()
-        return []
 
     def _add_note_of_thinning(self, spans: Iterable[Span]) -> None:
         count = sum(self._left_out.values()) + sum(span.skipped for span in spans)
@@ -415,3 +395,12 @@ class Recorder:
         name = os.path.basename(file.replace("\\", "/"))
         is_cell = file.startswith("<ipython-input") or "ipykernel_" in file
         return f"another cell, line {line}" if is_cell else f"{name}:{line}"
+
+
+def _stopped(logs: dict[int, Log]) -> dict[int, DeviceLog]:
+    """Stops these logs, one by one: what an interrupt leaves is stopped the next time."""
+    stopped = {}
+    for index in list(logs):
+        stopped[index] = logs[index].stop()
+        del logs[index]
+    return stopped

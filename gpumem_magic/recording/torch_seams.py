@@ -50,12 +50,12 @@ def watch_ranges(patches: Patches, begins: Callable[[str], Callable[[bool], None
 
     def begins_one(one: Any) -> Callable[[bool], None]:
         name = str(one.name)
-        return _not_watched if name.endswith("(dynamo_timed)") else begins(name)
+        return not_watched if name.endswith("(dynamo_timed)") else begins(name)
 
     _watch_context(patches, record_function, begins_one, key="_gpumem_magic_range")
 
 
-def _not_watched(failed: bool) -> None:
+def not_watched(failed: bool) -> None:
     """The end of what was left out."""
 
 
