@@ -11,7 +11,6 @@ from typing import TypeVar
 from gpumem_magic.devices.base import Label
 from gpumem_magic.owners.model import Held, Holdings
 from gpumem_magic.owners.saved import Saved
-from gpumem_magic.owners.traversal import Place
 from gpumem_magic.recording.model import OPTIMIZER, Checkpoint, Recording, Span
 from gpumem_magic.report.model import ReportData
 from gpumem_magic.snapshot.timeline import Allocation, Timeline
@@ -75,19 +74,6 @@ class Scene:
     def held(self) -> list[Held]:
         """What has an owner at the end, on this device."""
         return self._here(self.holdings.held)
-
-    @cached_property
-    def saved_allocations(self) -> dict[Place, Allocation]:
-        """(device, address) -> allocation, of what was live when the graph was looked at."""
-        if not self.saved:
-            return {}
-        return {(self.device, one.address): one for one in self.timeline.live_at(self.saved_at)}
-
-    def layer_at(self, parameter: Place | None) -> str:
-        """The name of the layer whose parameter lies there; "" where it is not known."""
-        allocation = None if parameter is None else self.saved_allocations.get(parameter)
-        name = None if allocation is None else self.labels[allocation.index].name
-        return (name or "").rpartition(".")[0]
 
     def freed(self, roots: Iterable[int]) -> list[Held]:
         """What would be freed on this device if these roots let go."""

@@ -60,15 +60,17 @@ def dominating_layer(scene: Scene) -> Iterator[Cause]:
 
 def attention_scores(scene: Scene) -> Iterator[Cause]:
     """Square tensors, a row and a column for every token, that softmax and its neighbours saved."""
+    # What softmax saved, and what has the same shape beside it (dropout's, the masked scores).
+    shapes = {one.shape for one in scene.saved if any("softmax" in operation for operation in one.operations)}
     scores = [
-        one
+        (one, shape[-1])
         for one, _, shape in _saved(scene)
-        if len(shape) in (3, 4) and shape[-1] == shape[-2] >= _LEAST_LENGTH and one.index in _by_attention(scene)
+        if len(shape) in (3, 4) and shape[-1] == shape[-2] >= _LEAST_LENGTH and shape in shapes
     ]
-    total = sum(one.size for one in scores)
+    total = size_of(one for one, _ in scores)
     if total < scene.part_of_peak(10):
         return
-    length = next(shape[-1] for one, _, shape in _saved(scene) if one.index == scores[0].index)
+    length = scores[0][1]
     yield Cause(
         "attention_scores",
         f"Attention scores are stored in full: {human(total)} in {counted(len(scores), 'tensor')} of {length} x "
@@ -80,19 +82,13 @@ def attention_scores(scene: Scene) -> Iterator[Cause]:
 
 def _saved(scene: Scene) -> list[tuple[Allocation, str, tuple[int, ...]]]:
     """What the first backward's graph kept: the allocation, its layer ("" where unknown) and its shape."""
+    live = scene.timeline.live_at(scene.saved_at) if scene.saved else ()
+    allocations = {(scene.device, one.address): one for one in live}
     found = []
     for one in scene.saved:
-        allocation = scene.saved_allocations.get((one.device, one.address))
+        allocation = allocations.get((one.device, one.address))
         if allocation is not None:
-            found.append((allocation, scene.layer_at(one.parameter), one.shape))
+            weight = None if one.parameter is None else allocations.get(one.parameter)
+            name = None if weight is None else scene.labels[weight.index].name
+            found.append((allocation, (name or "").rpartition(".")[0], one.shape))
     return found
-
-
-def _by_attention(scene: Scene) -> set[int]:
-    """The allocations that softmax saved, and those of the same size and shape beside them (dropout's, the masked scores)."""
-    shapes = {one.shape for one in scene.saved if any("softmax" in operation for operation in one.operations)}
-    return {
-        scene.saved_allocations[one.device, one.address].index
-        for one in scene.saved
-        if one.shape in shapes and (one.device, one.address) in scene.saved_allocations
-    }

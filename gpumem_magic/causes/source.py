@@ -30,11 +30,8 @@ def never_clears_gradients(source: str, namespace: Mapping[str, Any]) -> bool:
     if not (_BACKWARD.search(text) and _STEP.search(text)) or _CLEARS.search(text):
         return False
     seen: set[int] = set()
-    for word in set(_WORD.findall(text)):
-        for function in _functions_of(entry(namespace, word)):
-            if _clears(function, _DEPTH, seen):
-                return False
-    return True
+    named = (one for word in set(_WORD.findall(text)) for one in _functions_of(entry(namespace, word)))
+    return not any(_clears(function, _DEPTH, seen) for function in named)
 
 
 def mentioned(source: str, namespace: Mapping[str, Any]) -> frozenset[str]:

@@ -204,14 +204,12 @@ def _shell_of(namespace: Mapping[str, Any] | None) -> Any:
 
 def _evaluating(namespace: Mapping[str, Any]) -> frozenset[str]:
     """Variables that are modules in evaluation mode. No attribute is asked for that the user could have written."""
-    return frozenset(
-        name
-        for key, value in items(namespace)
-        if (name := text(key))
-        and tensors.is_module(value)
-        and attribute(value, "training") is False
-        and not name.startswith("_")
-    )
+    return frozenset(name for name, module in _modules_in(namespace) if name and attribute(module, "training") is False)
+
+
+def _modules_in(namespace: Mapping[str, Any]) -> Iterator[tuple[str, torch.nn.Module]]:
+    named = ((text(key), value) for key, value in items(namespace))
+    return ((name, value) for name, value in named if tensors.is_module(value) and not name.startswith("_"))
 
 
 def _typed(namespace: Mapping[str, Any]) -> str:
@@ -222,12 +220,10 @@ def _typed(namespace: Mapping[str, Any]) -> str:
 
 def _parameters_of(namespace: Mapping[str, Any], machine: Machine) -> dict[str, frozenset[int]]:
     found = {}
-    for key, value in items(namespace):
-        name = text(key)
-        if tensors.is_module(value) and not name.startswith("_"):
-            with tensors.unseen():
-                places = [machine.locate(one) for _, one in tensors.tensors_of(value, tensors.PARAMETERS)]
-            addresses = frozenset(place[1] for place in places if place is not None)
-            if addresses:
-                found[name] = addresses
+    for name, module in _modules_in(namespace):
+        with tensors.unseen():
+            places = [machine.locate(one) for _, one in tensors.tensors_of(module, tensors.PARAMETERS)]
+        addresses = frozenset(place[1] for place in places if place is not None)
+        if addresses:
+            found[name] = addresses
     return found

@@ -89,7 +89,10 @@ class Namer:
             return self._graph_place(start, kind, parent, number)
         if tensors.is_tensor(holder):
             return start
-        return self._step(start, parent, holder, number, thing)
+        if parent not in self._inside:
+            self._inside[parent] = self._read_labels(parent, holder)
+        label = self._inside[parent].get(id(thing), "")
+        return f"{label[1:]} of {start}" if label.startswith(" ") else start + label
 
     def _graph_place(self, start: str, kind: str, parent: int, number: int) -> str:
         if kind == "grad":
@@ -102,20 +105,8 @@ class Namer:
             return f"{base}: {self._walk.arguments.get((parent, number), 'a tensor')} saved by {operation}"
         return f"{base}: a parameter" if kind == "variable" else base
 
-    def _step(self, start: str, parent: int, holder: Any, number: int, thing: Any) -> str:
-        labels = self._labels(parent, holder)
-        label = labels.get(id(thing), "")
-        if label.startswith(" "):
-            return f"{label[1:]} of {start}"
-        return start + label
-
-    def _labels(self, parent: int, holder: Any) -> dict[int, str]:
-        """id of what a holder holds -> how a user reaches it from the holder; " word" stands for "word of ..."."""
-        if parent not in self._inside:
-            self._inside[parent] = self._read_labels(parent, holder)
-        return self._inside[parent]
-
     def _read_labels(self, parent: int, holder: Any) -> dict[int, str]:
+        """id of what a holder holds -> how a user reaches it from the holder; " word" stands for "word of ..."."""
         if is_a(holder, dict):
             return self._dict_labels(parent, holder)
         if is_sequence(holder):
