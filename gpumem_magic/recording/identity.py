@@ -287,16 +287,12 @@ def tensors_in(value: Any, name: str, limit: int) -> list[Named]:
 
     At most `limit` of them, among the first `limit` items of each container: a long history of numbers costs no more.
     """
-    found: list[Named] = []
-    _collect(value, name, limit, _DEPTH, found)
-    return found
+    return list(islice(_tensors_in(value, name, limit, _DEPTH), limit))
 
 
-def _collect(value: Any, name: str, limit: int, depth: int, found: list[Named]) -> None:
-    if len(found) >= limit:
-        return
+def _tensors_in(value: Any, name: str, limit: int, depth: int) -> Iterator[Named]:
     if tensors.is_tensor(value):
-        found.append((name, value))
+        yield name, value
         return
     if depth == 0:
         return
@@ -304,17 +300,14 @@ def _collect(value: Any, name: str, limit: int, depth: int, found: list[Named]) 
     if objects.is_a(value, (list, tuple)):
         pairs = enumerate(objects.members(value))
     else:
-        inner = (
-            value
-            if objects.is_a(value, dict) or not objects.inherits(value, UserDict)
-            else objects.attribute(value, "data")
-        )
+        wraps = not objects.is_a(value, dict) and objects.inherits(value, UserDict)
+        inner = objects.attribute(value, "data") if wraps else value
         if not objects.is_a(inner, dict):
             return
         pairs = dict.items(inner)
     for key, item in islice(pairs, limit):
         place = objects.shown(key)[:40] if objects.is_a(key, (str, int)) else objects.name_of_class(type(key))
-        _collect(item, f"{name}[{place}]" if name else place.strip("'"), limit, depth - 1, found)
+        yield from _tensors_in(item, f"{name}[{place}]" if name else place.strip("'"), limit, depth - 1)
 
 
 def _alive(references: Mapping[int, weakref.ref[Any]]) -> list[Any]:

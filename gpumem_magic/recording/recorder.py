@@ -298,8 +298,7 @@ class Recorder:
                 failure = with_event(failure, logs[device], event, timeline)
         statement, line, iteration, loops = failed if failed is not None else ("", 0, (), ())
         label = statement.strip().partition("\n")[0] or "error"
-        row = Checkpoint("error", label, statement, line, moment, iteration, loops)
-        self._checkpoints[len(rows) : len(rows)] = [row]
+        self._checkpoints.insert(len(rows), Checkpoint("error", label, statement, line, moment, iteration, loops))
         return failure
 
     # Moments

@@ -98,17 +98,10 @@ def _decorators(node: ast.AST) -> list[Position]:
 
 def _head(node: _FINDS_BODY) -> list[ast.expr]:
     """The expressions in the head of a compound statement."""
-    if isinstance(node, ast.For | ast.AsyncFor):
-        return [node.iter]
-    if isinstance(node, ast.While | ast.If):
-        return [node.test]
-    if isinstance(node, ast.With | ast.AsyncWith):
-        return [part for item in node.items for part in (item.context_expr, item.optional_vars) if part]
-    if isinstance(node, ast.Match):
-        return [node.subject]
-    if isinstance(node, ast.ExceptHandler):
-        return [node.type] if node.type else []
-    return list(node.decorator_list)
+    parts = [getattr(node, field, None) for field in ("iter", "test", "subject", "type")]
+    for item in getattr(node, "items", []):
+        parts += [item.context_expr, item.optional_vars]
+    return [part for part in (*parts, *getattr(node, "decorator_list", [])) if part is not None]
 
 
 def align(raw: str, rewritten: str) -> tuple[str, dict[int, int]] | None:
