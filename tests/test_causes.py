@@ -325,7 +325,7 @@ def test_every_detector_has_a_case() -> None:
         name
         for module in modules
         for name, value in vars(module).items()
-        if inspect.isfunction(value) and value.__annotations__.get("return") == "list[Cause]" and name[0] != "_"
+        if inspect.isfunction(value) and value.__annotations__.get("return") == "Iterator[Cause]" and name[0] != "_"
     }
     assert defined == {detector.__name__ for detector in catalog.DETECTORS}
 
