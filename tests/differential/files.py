@@ -71,7 +71,7 @@ def bases(folder: Path) -> dict[str, bytes]:
     import torch
 
     import gpumem_magic
-    from gpumem_magic.views.html import page as page_of
+    from gpumem_magic.views.html import card
     from gpumem_magic.virtual import gpu
 
     found: dict[str, bytes] = {}
@@ -80,7 +80,7 @@ def bases(folder: Path) -> dict[str, bytes]:
         report.save_snapshot(folder / f"{name}.pickle")
         report.save(folder / f"{name}.json")
         report.timeline().save(folder / f"{name}.timeline.html")
-        found[f"{name}.html"] = page_of(report, None).encode()
+        found[f"{name}.html"] = card(report, None).encode()
 
     with gpumem_magic.measure(device="2xT4") as training:
         model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8)).cuda()
@@ -304,12 +304,12 @@ class Reader:
         return None
 
     def _show(self, report: Any) -> None:
-        from gpumem_magic.views.html import page as page_of
+        from gpumem_magic.views.html import card
 
         assert "\x1b" not in str(report)
         if self.pictures:
             report.plot()
-        page = page_of(report, None)
+        page = card(report, None)
         more = elements(page) - self.report_elements
         assert not more, f"a report's page has {dict(more)}"
 
