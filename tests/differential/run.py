@@ -29,7 +29,7 @@ class Case:
     cells: list[str]
     setup: list[str] = field(default_factory=list)
     interactivity: str = "last_expr"
-    seconds: float = 10.0
+    seconds: float = 60.0
 
 
 @dataclass(frozen=True)
