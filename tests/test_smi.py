@@ -239,7 +239,12 @@ def test_a_loop_follows_the_figures_and_ends_with_the_device() -> None:
 
 def test_ctrl_c_ends_a_loop(colab: VirtualSmi) -> None:
     with subprocess.Popen(
-        ["nvidia-smi", "-L", "-l", "60"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        ["nvidia-smi", "-L", "-l", "60"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A shell's background jobs hand on that they ignore Ctrl-C.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL) and None,
     ) as process:
         assert process.stdout is not None
         process.stdout.readline()
