@@ -141,9 +141,14 @@ class Interrupts:
 def work(options: argparse.Namespace) -> dict[str, Any]:
     interrupts = Interrupts(Kind(sys.executable, options.oldest, warm=WARM), f"{options.seed} {options.part}")
     names = options.scenario or list(SCENARIOS)
+    began = time.monotonic()
     begin = interrupts.source.randrange(len(names))
     try:
-        while interrupts.counts["interrupts"] < options.count and interrupts.counts["runs"] < 2 * options.count + 20:
+        while (
+            interrupts.counts["interrupts"] < options.count
+            and interrupts.counts["runs"] < 2 * options.count + 20
+            and time.monotonic() - began < options.seconds
+        ):
             interrupts.once(names[(begin + interrupts.counts["runs"]) % len(names)])
             if options.show and interrupts.found:
                 print(interrupts.found[-1], file=sys.stderr, flush=True)
@@ -158,6 +163,7 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=1000)
     parser.add_argument("--seed", default="1")
     parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=1e9, help="interrupt nothing more after so long")
     parser.add_argument("--scenario", nargs="*", choices=list(SCENARIOS), default=[])
     parser.add_argument("--oldest", action="store_true", help="only on the oldest IPython; else a quarter of them are")
     parser.add_argument("--show", action="store_true", help="show each leftover as it is found")
@@ -182,6 +188,8 @@ def main() -> int:
                     options.seed,
                     "--count",
                     str(share),
+                    "--seconds",
+                    str(options.seconds),
                 ]
                 command += ["--oldest"] * (options.oldest or number == 1) + ["--show"] * options.show
                 command += ["--scenario", *options.scenario] if options.scenario else []
