@@ -5,11 +5,18 @@ A sample; `tests/differential/files.py` reads twenty thousand, and also holds th
 
 from __future__ import annotations
 
+import json
+import pickle
+import random
 import tracemalloc
 from pathlib import Path
 
 import pytest
-from hostile_snapshots import hand_made, mutations, walk
+from hostile_snapshots import hand_made, mutations, recording, walk
+
+import gpumem_magic
+from gpumem_magic.user_report import Report
+from gpumem_magic.virtual import gpu
 
 MIB = 1 << 20
 LOADS = {
@@ -50,3 +57,25 @@ def test_mutated_files(tmp_path: Path) -> None:
     assert 60 < loaded < 300, "both ways are walked"
     # The same words for many files would say nothing of what is wrong with each.
     assert len({text.partition(": ")[2][:40] for text in outcomes if text}) > 15
+
+
+def test_texts_of_a_report_file_move_no_cursor(tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    with gpumem_magic.measure(device="T4") as measured:
+        pass
+    gpu.turn_off()
+    data = measured.report.to_dict()
+    data["peak"]["where"] = "\x1b[2J\x1b[31mred\u202e"
+    path.write_text(json.dumps(data))
+    text = str(Report.load(path))
+    assert "red" in text
+    assert "\x1b" not in text
+    assert "\u202e" not in text
+
+
+def test_settings_that_are_no_numbers_are_said(tmp_path: Path) -> None:
+    path = tmp_path / "case.pickle"
+    data = recording(random.Random(1), 3)
+    data["allocator_settings"] = {"roundup_power2_divisions": {"1": float("inf")}}
+    path.write_bytes(pickle.dumps(data))
+    assert any("settings in the file are not understood" in note for note in gpumem_magic.load(path).notes)

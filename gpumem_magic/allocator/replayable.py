@@ -30,7 +30,7 @@ def replayables(loaded: LoadedSnapshot) -> list[Replayable]:
     settings, notes = DEFAULT_SETTINGS, []
     try:
         settings = settings_from_dict(loaded.snapshot.allocator_settings)
-    except (ValueError, TypeError, AttributeError) as error:
+    except (ValueError, TypeError, AttributeError, OverflowError) as error:
         notes.append(f"The allocator's settings in the file are not understood ({error}); defaults are used.")
     return [_of_device(loaded, found.device, settings, notes) for found in loaded.devices]
 

@@ -151,7 +151,7 @@ def _points(view: DeviceView, position: int) -> list[Checkpoint]:
 def _settings(loaded: LoadedSnapshot, notes: list[str]) -> AllocatorSettings:
     try:
         return settings_from_dict(loaded.snapshot.allocator_settings)
-    except (ValueError, TypeError, AttributeError) as error:
+    except (ValueError, TypeError, AttributeError, OverflowError) as error:
         notes.append(f"The allocator's settings in the file are not understood ({error}); defaults are used.")
         return DEFAULT_SETTINGS
 

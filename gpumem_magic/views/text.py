@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Mapping, Sequence
 
@@ -16,6 +17,7 @@ _NARROWEST, _WIDEST = 60, 160
 _HEADS = ("allocated", "reserved", "nvidia-smi", "change", "peak")
 _SMI = _HEADS.index("nvidia-smi")
 MARK = "|"
+_MOVES = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 _GAP = 2
 
 
@@ -41,7 +43,8 @@ def render(
         words.insert(0, verdict)
     blocks.append("\n".join(_wrap(sentence, width) for sentence in words))
     blocks += [render(other, width=width, ascii_only=ascii_only, bars=bars, table=table) for other in report.devices]
-    text = "\n\n".join(block for block in blocks if block)
+    # A report may come from anybody's file: its texts must not move the cursor, change colours or turn the direction of writing.
+    text = _MOVES.sub("\ufffd", "\n\n".join(block for block in blocks if block))
     return _to_ascii(text) if ascii_only else text
 
 
