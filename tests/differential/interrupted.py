@@ -95,6 +95,8 @@ def whole(shell: Any, bearings: dict[str, Any]) -> dict[str, Any]:
 
 def run(shell: Any, request: dict[str, Any], bearings: dict[str, Any], run_cell: Any) -> dict[str, Any]:
     """Runs the scenario's cell under interruption, then asks everything that must still work."""
+    # A process in the background of a shell begins with Ctrl-C ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     shell.extension_manager.load_extension("gpumem_magic")
     before = whole(shell, bearings)
     for cell in request["setup"]:
