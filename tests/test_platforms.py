@@ -20,7 +20,8 @@ PACKAGE = Path(__file__).parents[1] / "gpumem_magic"
 ONLY_IN = {
     r"/proc\b": {"devices/driver.py"},
     r"\bimport_module\(\"pwd\"\)|^\s*import pwd|from pwd ": {"devices/driver.py"},
-    r"\bos\.fork\b|register_at_fork|\bos\.killpg\b|\bos\.getuid\b|\bos\.geteuid\b|\bfcntl\b|import resource": set(),
+    r"\bos\.fork\b|register_at_fork|\bos\.killpg\b|\bos\.getuid\b|\bos\.geteuid\b|import resource": set(),
+    r"\bfcntl\b": {"virtual/card/smi.py"},
     r"signal\.(?!SIGINT\b|getsignal\b|Signals\b|strsignal\b)[A-Z]\w*|\bos\.kill\b": set(),
     r"\bos\.name\b": {"virtual/card/smi.py"},
     r"\bsys\.platform\b": {"virtual/card/calibration.py"},
