@@ -137,16 +137,20 @@ def test_an_interrupt_anywhere_leaves_nothing(shell: Any) -> None:
     step = counted.count // 16
     # The first and last thousands are the beginning and the end, where most is replaced and put back.
     numbers = sorted({*range(1, 1_000, 97), *range(1, counted.count, step)})
-    landed = 0
     for number in numbers:
-        # IPython does not catch it everywhere: in transformers of its input, say.
-        with Interruption(number) as interrupted, suppress(KeyboardInterrupt):
-            run(shell, CELL)
-        # How many places a run has varies by some hundredths with what is cached.
-        landed += interrupted.count >= number
-        assert state(machine) == before, number
-        assert shell.magics_manager.registry["GpuMemMagics"].running is None, number
-    assert landed >= 0.9 * len(numbers)
+        landed = False
+        # How many places a run has varies by some hundredths with what is cached: a place beyond its end moves into it.
+        for _ in range(3):
+            # IPython does not catch it everywhere: in transformers of its input, say.
+            with Interruption(number) as interrupted, suppress(KeyboardInterrupt):
+                run(shell, CELL)
+            landed = interrupted.count >= number
+            assert state(machine) == before, number
+            assert shell.magics_manager.registry["GpuMemMagics"].running is None, number
+            if landed:
+                break
+            number = interrupted.count * 9 // 10
+        assert landed
     assert run(shell, CELL).success
     assert run(shell, "%gpumem_device off").success
 
