@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -49,6 +49,35 @@ def test_every_way_to_name_the_device(device: object) -> None:
         torch.zeros(2).new_zeros(3, device=device), torch.randperm(4, device=device), torch.tril_indices(3, 3, device=device),
     ]  # fmt: skip
     assert {str(tensor.device) for tensor in made} == {"cuda:0"}
+
+
+@pytest.mark.parametrize(
+    "convert",
+    [
+        lambda host, _: host.to("cuda", torch.float16),
+        lambda host, _: host.to("cuda:1"),
+        lambda host, _: host.to(torch.float64).to("cuda", copy=True),
+        lambda host, virtual: host.to(virtual),
+        lambda host, virtual: host.type_as(virtual),
+        lambda host, virtual: torch.zeros(3, dtype=torch.int64).to(other=virtual),
+        lambda _, virtual: virtual.to("cuda:1", torch.bfloat16),
+        lambda _, virtual: virtual.to("cpu", torch.float64),
+        lambda _, virtual: virtual.type_as(torch.zeros(1)),
+        lambda host, _: torch.nn.Linear(64, 64).to("cuda:1", torch.bfloat16).weight,
+        lambda host, _: host.to("meta", torch.float16),
+        lambda _, virtual: virtual.to("meta"),
+        lambda _, virtual: torch.empty_like(virtual, device="meta"),
+    ],
+)
+def test_inference_mode_converts_as_no_grad_does(convert: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+    seen = []
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            host, virtual = torch.zeros(64, 64), torch.zeros(64, 64, dtype=torch.float16, device="cuda:0")
+            made = convert(host, virtual)
+            seen.append((made.device, made.dtype, made.is_cuda, [torch.cuda.memory_allocated(one) for one in (0, 1)]))
+        del host, virtual, made
+    assert seen[0] == seen[1]
 
 
 def test_the_default_device_and_the_device_context() -> None:

@@ -300,17 +300,24 @@ def device_among(args: Any, kwargs: Any) -> int | None:
             found = device_among(arg, None)
             if found is not None:
                 return found
+        elif isinstance(arg, torch.device) and _means_virtual(arg):
+            # (`Tensor.to` as inference mode hands it over.)
+            return STATE.last_device if arg.index is None else arg.index
     if kwargs:
         for arg in kwargs.values():
             if isinstance(arg, VirtualTensor):
                 return int(arg.fake_device.index)
-            if isinstance(arg, torch.device) and arg.type in ("cuda", "meta") and not STATE.depth:
+            if isinstance(arg, torch.device) and _means_virtual(arg):
                 return STATE.last_device if arg.index is None else arg.index
             if isinstance(arg, (list, tuple)):
                 found = device_among(arg, None)
                 if found is not None:
                     return found
     return None
+
+
+def _means_virtual(device: torch.device) -> bool:
+    return device.type in ("cuda", "meta") and not STATE.depth
 
 
 def _any_sparse(args: Any) -> bool:
