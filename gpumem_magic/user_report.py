@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from gpumem_magic.report.inside import ActivationBreakdown, LayerRow, OperatorRow
-from gpumem_magic.report.model import ReportData
+from gpumem_magic.report.model import ReportData, Row, TensorGroup
 from gpumem_magic.report.schema import report_from_dict, report_to_dict
 from gpumem_magic.units import mib
 
@@ -91,6 +91,28 @@ class Report(ReportData):
         from gpumem_magic.files.saved import save_snapshot
 
         save_snapshot(self, path)
+
+    def tensors(self, at: str | Row = "peak") -> tuple[TensorGroup, ...]:
+        """What is allocated at a moment: alike tensors as groups, the largest first, which add up to `allocated`.
+
+        at: "peak", "failure" (the request that failed), or a row of `checkpoints` (the state after it). Raises ValueError for
+        another word, without a failure, and for a row of a report without its recording (one that `Report.load` read).
+        """
+        if at == "peak":
+            return self.peak.tensors
+        if at == "failure":
+            if self.error is None or self.error.requested is None:
+                raise ValueError("no request for memory failed in this report")
+            return self.error.tensors
+        if not isinstance(at, Row):
+            raise ValueError(f"no moment {at!r}: give 'peak', 'failure' or a row of the report's checkpoints")
+        if self.source is None or at.position < 0:
+            raise ValueError(
+                "this report was read from a file without its recording: only 'peak' and 'failure' are known"
+            )
+        from gpumem_magic.report.tensors import groups_at
+
+        return groups_at(self.source, at.position)
 
     def layers(self) -> LayerRow:
         """What each module left in activations, as a tree with its parameters and gradients, in bytes; the top is the whole.

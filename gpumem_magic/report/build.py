@@ -19,10 +19,12 @@ from gpumem_magic.attribution.sites import folded
 from gpumem_magic.attribution.view import DeviceView
 from gpumem_magic.devices.base import Label
 from gpumem_magic.recording.model import Checkpoint, Failure, Recording
+from gpumem_magic.report.answer import answer_of
 from gpumem_magic.report.folding import LoopIteration, LoopRow, fold_rows, folds_of, shown_iterations
 from gpumem_magic.report.model import LABELS, Folded, Peak, ReportData, ReportError, Row
 from gpumem_magic.report.notes import event_in_words, notes_of, place_of
 from gpumem_magic.report.parts import Part, StatementInterval, parts_of, with_failing_place
+from gpumem_magic.report.tensors import groups_at
 from gpumem_magic.snapshot.timeline import Allocation
 
 # Settings are tried on a failed cell for about a second at most.
@@ -56,7 +58,8 @@ def build_with_labels(
     report = report_of(views[recording.primary], lines=lines)
     labels = {index: labels_to_carry(view.timeline, view.labels) for index, view in views.items()}
     report = replace(report, devices=tuple(used), overhead_seconds=recording.overhead_seconds)
-    return (report if explain is None else explain(recording, views[recording.primary], report)), labels
+    report = report if explain is None else explain(recording, views[recording.primary], report)
+    return replace(report, answer=answer_of(report)), labels
 
 
 def report_of(
@@ -68,7 +71,8 @@ def report_of(
 ) -> ReportData:
     """The report of one device. points: where rows are, by default at the recording's checkpoints. most_steps: how many steps
     the trials of settings may take, where memory ran out."""
-    return replace(_Builder(view, points or view.recording.checkpoints, most_steps).report(lines=lines), source=view)
+    report = _Builder(view, points or view.recording.checkpoints, most_steps).report(lines=lines)
+    return replace(report, source=view, answer=answer_of(report))
 
 
 @dataclass
@@ -114,6 +118,8 @@ class _Builder:
                 peak_allocated=highest,
                 peak_reserved=self.timeline.peak_reserved(span.start_position, span.end_position)[0],
                 categories=peak.categories(self.view.outside(peak_position)),
+                tensors=groups_at(self.view, peak_position),
+                position=peak_position,
             ),
             error=self._error(drafts),
             evidence=peak.evidence,
@@ -220,6 +226,7 @@ class _Builder:
             peak_allocated=self.timeline.peak(start, end)[0],
             peak_reserved=self.timeline.peak_reserved(start, end)[0],
             categories=balance.categories(outside),
+            position=end,
         )
 
     def _retries(self) -> int:
@@ -252,7 +259,7 @@ class _Builder:
             can_replay=self._can_replay(),
             among=self._earlier(drafts, failed.point),
         )
-        return replace(error, verdict=found)
+        return replace(error, verdict=found, tensors=groups_at(self.view, position))
 
     def _can_replay(self) -> bool:
         if self.log.final is None:

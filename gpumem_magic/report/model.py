@@ -26,6 +26,8 @@ ALLOCATED_CATEGORIES = CATEGORIES[: CATEGORIES.index("cached")]
 SCHEMA = 1
 # Of rows.
 KINDS = ("before", "statement", "part", "error", "after")
+# What keeps a tensor: a variable's name, autograd's graph, a list or dictionary that a name leads to, nothing for long.
+KEEPERS = ("name", "backward", "list", "temporary", "unknown")
 
 # What a reader is told.
 LABELS = {name: name.replace("_", " ") for name in CATEGORIES} | {
@@ -36,8 +38,45 @@ LABELS = {name: name.replace("_", " ") for name in CATEGORIES} | {
 
 
 @dataclass(frozen=True)
+class TensorKind:
+    """A tensor's shape and type (``float32``)."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class TensorGroup:
+    """Tensors that are alike, alive at one moment. What is not known is "" (a line: 0, a shape: None, inputs: none).
+
+    bytes: of their blocks, so that a moment's groups add up to `allocated`; count: of blocks. category: "" for what is left out
+    of a long list, which is the last group. shape: None also where shapes differ. operator: as a user knows it (``sub``,
+    ``cross_entropy``); inputs: what it was given. statement and line: of the user's cell. inner: the innermost frame that is
+    neither PyTorch's nor ours, where that is another place (``modeling_llama.py:244 forward``). keeper: what keeps them
+    at that moment; kept_by: the place in words (``lit.outputs[0]['preds']``, ``MulBackward0``).
+    """
+
+    bytes: int
+    count: int
+    category: str = field(metadata={"one_of": ("", *TENANT_CATEGORIES)})
+    dtype: str = ""
+    shape: tuple[int, ...] | None = None
+    operator: str = ""
+    inputs: tuple[TensorKind, ...] = ()
+    statement: str = ""
+    line: int = 0
+    inner: str = ""
+    module: str = ""
+    keeper: str = field(default="unknown", metadata={"one_of": KEEPERS})
+    kept_by: str = ""
+
+
+@dataclass(frozen=True)
 class Row:
-    """The state after a statement (or part of one), and the peaks inside it. Bytes; None is unavailable, never 0."""
+    """The state after a statement (or part of one), and the peaks inside it. Bytes; None is unavailable, never 0.
+
+    position: of that state in the device's log, -1 where the recording is not at hand; not a part of the JSON.
+    """
 
     kind: str = field(metadata={"one_of": KINDS})
     label: str
@@ -51,11 +90,13 @@ class Row:
     peak_allocated: int
     peak_reserved: int
     categories: Mapping[str, int | None] = field(metadata={"keys": CATEGORIES})
+    position: int = field(default=-1, compare=False, metadata={"unwritten": True})
 
 
 @dataclass(frozen=True)
 class Peak:
-    """A row's figures at the first moment of maximum allocated, in bytes. where: the statement (and part), in words."""
+    """A row's figures at the first moment of maximum allocated, in bytes. where: the statement (and part), in words.
+    tensors: what is allocated then, the largest first; empty where that is not known."""
 
     where: str
     allocated: int
@@ -64,13 +105,16 @@ class Peak:
     peak_allocated: int
     peak_reserved: int
     categories: Mapping[str, int | None] = field(metadata={"keys": CATEGORIES})
+    tensors: tuple[TensorGroup, ...] = field(default=(), metadata={"only_with": "tensors"})
+    position: int = field(default=-1, compare=False, metadata={"unwritten": True})
 
 
 @dataclass(frozen=True)
 class ReportError:
     """The user's error. What follows the line is for an out-of-memory error only, and None where it is not known: four sizes in
     bytes, and the verdict: what stood in the way and which settings would have helped. module: inside a forward, the
-    module's name in the outermost one, or its class; operator: what was called there; "" where unknown."""
+    module's name in the outermost one, or its class; operator: what was called there; "" where unknown. tensors: what was
+    allocated when a request failed, as of the peak's."""
 
     type: str
     message: str
@@ -82,6 +126,7 @@ class ReportError:
     verdict: FailedRequest | None = field(default=None, metadata={"only_with": "verdict"})
     module: str = field(default="", metadata={"only_with": "module"})
     operator: str = field(default="", metadata={"only_with": "module"})
+    tensors: tuple[TensorGroup, ...] = field(default=(), metadata={"only_with": "tensors"})
 
     @property
     def wanted(self) -> int | None:
@@ -136,6 +181,7 @@ class Cause:
 class ReportData:
     """Where one device's memory went. `devices` holds the same for every other device that was used.
 
+    answer: the report in a sentence or two: the peak or the failure, where, of what, and what to do.
     checkpoints: the rows in the order in which they ran. evidence: kind -> bytes at the peak. retries: how often the allocator
     gave cached memory back and tried again. inside: what `layers` and `operators` tell, None where no module ran.
     remarks: what has to be said besides, in order: `notes` are all of it in words, `causes` why memory was what it was.
@@ -156,7 +202,8 @@ class ReportData:
     devices: tuple[ReportData, ...] = ()
     owners: tuple[Owner, ...] = ()
     inside: ActivationBreakdown | None = field(default=None, metadata={"only_with": "inside"})
-    source: DeviceView | None = field(default=None, compare=False)
+    answer: str = field(default="", metadata={"only_with": "answer"})
+    source: DeviceView | None = field(default=None, compare=False, metadata={"unwritten": True})
 
     @property
     def notes(self) -> tuple[str, ...]:

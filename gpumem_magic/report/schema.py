@@ -1,6 +1,7 @@
 """A report as plain data (the ledger's schema 1) and back. Reading checks every key; a report is read completely or not at all.
 
-Keys, their order and their types are those of the dataclasses. Three entries of a field's metadata say more. `keys`: the names
+Keys, their order and their types are those of the dataclasses. Four entries of a field's metadata say more. `unwritten`: the
+field is not a part of the data. `keys`: the names
 that a mapping has, no more and no fewer. `one_of`: the words that are allowed. `only_with`: the field is written where that field
 of the same object holds something; where it is missing or null, it is read as its default.
 """
@@ -60,7 +61,7 @@ def _entry(owner: Any, one: Field[Any]) -> dict[str, Any]:
 def _members(kind: type) -> list[tuple[Field[Any], Any]]:
     """The fields that are written, each with its type."""
     types = get_type_hints(kind)
-    return [(one, types[one.name]) for one in fields(kind) if one.name != "source"]
+    return [(one, types[one.name]) for one in fields(kind) if "unwritten" not in one.metadata]
 
 
 def report_from_dict(data: Any, where: str = "", level: int = 0) -> ReportData:
