@@ -140,7 +140,7 @@ def _summed(case: _Case) -> Label | None:
 
 
 def _workspace(case: _Case) -> Label | None:
-    if case.origin == "estimate":
+    if case.origin in ("estimate", "recurrent_scratch"):
         return Label("workspace", "inferred", "cuDNN, estimated")
     if case.origin == "workspace" or any("cublas" in name.lower() or "cudnn" in name.lower() for name in case.stack):
         return Label("workspace", "stack")

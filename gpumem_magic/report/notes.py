@@ -96,22 +96,35 @@ def _context_growth(recording: Recording, device: int) -> list[str]:
     ]
 
 
+_ESTIMATES = (
+    (
+        ("estimate",),
+        "cuDNN's scratch memory for convolutions is an estimate: {share}, and at most {largest} at a time "
+        "(add cudnn=none to the device's name to leave it out, cudnn=256MiB to set it).",
+    ),
+    (
+        ("recurrent_scratch", "recurrent_kept"),
+        "What cuDNN takes for recurrent layers beside weights and results is an estimate: {share}, and at most {largest} "
+        "at a time.",
+    ),
+)
+
+
 def _estimated(log: DeviceLog, timeline: Timeline, peak_position: int) -> list[str]:
     """What is only an estimate, which no category shows apart; where it never was, nothing."""
-    largest = at_peak = 0
-    for allocation in timeline.allocations:
-        if log.origins.get(allocation.born) == "estimate":
-            largest = max(largest, allocation.size)
-            freed = len(timeline) if allocation.freed is None else allocation.freed
-            if allocation.born < peak_position <= freed:
-                at_peak += allocation.size
-    if not largest:
-        return []
-    share = f"{human(at_peak)} of the peak" if at_peak else "nothing of the peak's allocated bytes"
-    return [
-        f"cuDNN's scratch memory for convolutions is an estimate: {share}, and at most {human(largest)} at a time "
-        "(add cudnn=none to the device's name to leave it out, cudnn=256MiB to set it)."
-    ]
+    found = []
+    for origins, sentence in _ESTIMATES:
+        estimated = [one for one in timeline.allocations if log.origins.get(one.born) in origins]
+        at_peak = sum(
+            one.size
+            for one in estimated
+            if one.born < peak_position <= (len(timeline) if one.freed is None else one.freed)
+        )
+        share = f"{human(at_peak)} of the peak" if at_peak else "nothing of the peak's allocated bytes"
+        largest = max((one.size for one in estimated), default=0)
+        if largest:
+            found.append(sentence.format(share=share, largest=human(largest)))
+    return found
 
 
 def _repetition(recording: Recording, device: int) -> list[str]:

@@ -33,7 +33,7 @@ from gpumem_magic.virtual.engine.device import VirtualDevice
 from gpumem_magic.virtual.engine.engine import Engine
 from gpumem_magic.virtual.engine.memory import Convolution
 from gpumem_magic.virtual.libraries.table import libraries
-from gpumem_magic.virtual.operators import composites, cudnn, workspaces
+from gpumem_magic.virtual.operators import composites, cudnn, recurrent, workspaces
 from gpumem_magic.virtual.operators.attention import Attention
 from gpumem_magic.virtual.operators.autocast import AutocastKernels
 from gpumem_magic.virtual.operators.factories import Factories
@@ -196,6 +196,8 @@ class VirtualMachine:
             attempt(self._autocast.install)
             attempt(self.attention.install)
             attempt(composites.install)
+            if not any(generations.is_rocm(workspaces.version_text(device)) for device in self._devices):
+                attempt(recurrent.install)
             # What Triton and libraries ask for the stream to launch on; builds for the host lack it.
             self._patches.set(torch._C, "_cuda_getCurrentRawStream", self.face.stream_of)
             # The public way to get cuBLAS's workspaces back; builds for the host lack it.

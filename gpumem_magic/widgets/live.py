@@ -76,7 +76,11 @@ class LiveLabels:
             event = events[position]
             action = event.action
             if action == "alloc":
-                category = "workspace" if self._origins.get(position) in ("workspace", "estimate") else NOT_YET_KNOWN
+                category = (
+                    "workspace"
+                    if self._origins.get(position) in ("workspace", "estimate", "recurrent_scratch")
+                    else NOT_YET_KNOWN
+                )
                 self._live[event.address] = [event.size, 0, category, position]
                 self._sums[category] += event.size
             elif action in ("free_requested", "free_completed"):

@@ -22,7 +22,6 @@ from gpumem_magic.virtual.operators.convolutions import layout_of
 def install(patches: Patches) -> None:
     for step in (_distributions, _profiler, _ctc_loss, _device_numbers, checks.install, _convolution_formats):
         patches.attempt(step)
-    patches.set(torch.backends.cudnn, "is_acceptable", _cudnn_is_acceptable(torch.backends.cudnn.is_acceptable))
 
 
 def _distributions(patches: Patches) -> None:
@@ -165,14 +164,6 @@ def _device_numbers(patches: Patches) -> None:
         return original(*args, **kwargs)
 
     patches.set(torch._C._nn, "_parse_to", parse_to)
-
-
-def _cudnn_is_acceptable(original: Any) -> Any:
-    def is_acceptable(tensor: Any) -> bool:
-        """Layers of cuDNN's run as PyTorch's own operators here."""
-        return False if isinstance(tensor, VirtualTensor) else bool(original(tensor))
-
-    return is_acceptable
 
 
 def _convolution_formats(patches: Patches) -> None:

@@ -1,0 +1,259 @@
+"""RNNs, LSTMs and GRUs as cuDNN runs them: one kernel for all steps and layers, forward and backward.
+
+Tensors are made as in ``ATen/native/cudnn/RNN.cpp``: the results, a workspace for each call, and the *reserve*, which is kept for
+backward. Only cuDNN knows how large the last two are; both are estimates here. A published pair of measurements (PyTorch issue
+2895: 4 layers of 320 units on a P100, 25,000 steps in all) is met to the byte for the reserve of an LSTM and a GRU; the
+workspace is put together from the weights once more and a few states for each layer, and meets the same two to the byte if the
+batch there was 100. With dropout between layers cuDNN keeps more, which is not counted.
+
+The weights lie in one buffer, as `flatten_parameters` puts them: all matrices, layer by layer, then all biases.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.backends.cudnn.rnn as cudnn_rnn
+
+from gpumem_magic.patching import Patches
+from gpumem_magic.private import aten as _aten
+from gpumem_magic.virtual.engine.engine import Engine, special
+from gpumem_magic.virtual.engine.modes import origin, pushed
+from gpumem_magic.virtual.engine.tensors import VirtualTensor
+
+# cuDNN's numbers for the kinds of cells (`cudnnRNNMode_t`).
+_RELU, _TANH, _LSTM, _GRU = range(4)
+_MODES = {"RNN_RELU": _RELU, "RNN_TANH": _TANH, "LSTM": _LSTM, "GRU": _GRU}
+_GATES = {_RELU: 1, _TANH: 1, _LSTM: 4, _GRU: 3}
+# What is kept for backward, for each step, layer and unit: gates and, for an LSTM, the cell; for a GRU its gates' parts.
+_KEPT = {_RELU: 1, _TANH: 1, _LSTM: 5, _GRU: 6}
+# Beside two numbers for each gate, the states that a layer works on: hidden, cell, their gradients.
+_STATES = {_RELU: 1, _TANH: 1, _LSTM: 3, _GRU: 2}
+_DTYPES = (torch.float32, torch.float16, torch.float64, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """A call of cuDNN's. steps: of all sequences together; batch: the sequences; weights: numbers in all matrices."""
+
+    mode: int
+    steps: int
+    batch: int
+    hidden: int
+    layers: int
+    directions: int
+    weights: int
+    bytes_each: int
+
+    @property
+    def reserve(self) -> int:
+        """Bytes kept from forward to backward: what each layer's cells keep, and what goes from layer to layer."""
+        numbers = _KEPT[self.mode] * self.layers + self.layers - 1
+        return self.steps * self.hidden * self.directions * numbers * self.bytes_each
+
+    @property
+    def workspace(self) -> int:
+        """Bytes that a call holds while it runs."""
+        states = self.batch * self.hidden * self.directions * self.layers * (2 * _GATES[self.mode] + _STATES[self.mode])
+        return (self.weights + states) * self.bytes_each
+
+
+class _CastFlat(torch.autograd.Function):
+    """Under autocast: all weights in one buffer of the lower type, and views of it; gradients are cast back one by one."""
+
+    @staticmethod
+    def forward(ctx: Any, dtype: torch.dtype, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.dtypes = [one.dtype for one in weights]
+        buffer = torch.empty(sum(one.numel() for one in weights), dtype=dtype, device=weights[0].device)
+        return tuple(view.copy_(one) for view, one in zip(_views(buffer, weights), weights, strict=True))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return None, *(one.to(dtype) for one, dtype in zip(gradients, ctx.dtypes, strict=True))
+
+
+def _views(buffer: torch.Tensor, weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Views of the buffer with the weights' shapes, where cuDNN looks for them: all matrices first, then all biases."""
+    places = {}
+    at = 0
+    for wanted in (2, 1):
+        for index, one in enumerate(weights):
+            if one.dim() == wanted:
+                places[index] = at
+                at += one.numel()
+    return [buffer.narrow(0, places[index], one.numel()).view(one.shape) for index, one in enumerate(weights)]
+
+
+def _flat_buffer(weights: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """The buffer that holds all weights and nothing else, if they lie in one."""
+    storage = weights[0].untyped_storage()
+    total = sum(one.numel() for one in weights)
+    if storage.nbytes() != total * weights[0].element_size():
+        return None
+    if any(one.untyped_storage()._cdata != storage._cdata for one in weights):
+        return None
+    with torch.no_grad():
+        return weights[0].detach().as_strided((total,), (1,), 0)
+
+
+def _call(
+    mode: int, input: Any, batch_sizes: Any, states: Any, weights: Any, has_biases: bool, layers: int, dropout: float,
+    train: bool, bidirectional: bool, batch_first: bool,
+) -> Any:  # fmt: skip
+    """One call of cuDNN's kernel. Returns the output and the last states."""
+    hx, cx = states if mode == _LSTM else (states, None)
+    hidden = (hx if cx is None else cx).shape[2]
+    projected = hx.shape[2] if hx.shape[2] != hidden else 0
+    if torch.is_autocast_enabled("cuda"):
+        lower = torch.get_autocast_dtype("cuda")
+        if any(one.dtype == torch.float32 for one in weights):
+            weights = _CastFlat.apply(lower, *weights)  # type: ignore[no-untyped-call]
+        input, hx, cx = (one if one is None else one.to(lower) for one in (input, hx, cx))
+    each = (4 if has_biases else 2) + bool(projected)
+    sizes = [] if batch_sizes is None else batch_sizes.tolist()
+    out, hy, cy, *_ = _aten._cudnn_rnn.default(
+        input, list(weights), each, _flat_buffer(weights), hx, cx, mode, hidden, projected, layers, batch_first, dropout,
+        train, bidirectional, sizes, None,
+    )  # fmt: skip
+    return (out, hy) if cx is None else (out, hy, cy)
+
+
+def _plain(operator: Any, mode: int) -> Callable[..., Any]:
+    """For sequences of one length, in one tensor."""
+
+    def kernel(input: Any, states: Any, weights: Any, *rest: Any) -> Any:
+        if not _acceptable(input, weights):
+            return operator.decompose(input, states, weights, *rest)
+        has_biases, layers, dropout, train, bidirectional, batch_first = rest
+        return _call(mode, input, None, states, weights, has_biases, layers, dropout, train, bidirectional, batch_first)
+
+    return kernel
+
+
+def _packed(operator: Any, mode: int) -> Callable[..., Any]:
+    """For packed sequences."""
+
+    def kernel(data: Any, batch_sizes: Any, states: Any, weights: Any, *rest: Any) -> Any:
+        if not _acceptable(data, weights):
+            return operator.decompose(data, batch_sizes, states, weights, *rest)
+        has_biases, layers, dropout, train, bidirectional = rest
+        return _call(mode, data, batch_sizes, states, weights, has_biases, layers, dropout, train, bidirectional, False)
+
+    return kernel
+
+
+_KINDS = {"lstm": _LSTM, "gru": _GRU, "rnn_tanh": _TANH, "rnn_relu": _RELU}
+_WAYS: dict[Any, Callable[..., Any]] = {}
+for _name, _mode in _KINDS.items():
+    _operators = getattr(_aten, _name)
+    _WAYS[_operators.input] = _plain(_operators.input, _mode)
+    _WAYS[_operators.data] = _packed(_operators.data, _mode)
+
+
+def _acceptable(input: torch.Tensor, weights: Sequence[torch.Tensor]) -> bool:
+    return (
+        torch.backends.cudnn.is_acceptable(input)
+        and bool(input.numel())
+        and all(isinstance(one, VirtualTensor) for one in weights)
+        # For vmap, forward derivatives and second derivatives PyTorch has no way through cuDNN's kernel.
+        and not torch._C._are_functorch_transforms_active()
+    )
+
+
+def install(patches: Patches) -> None:
+    """Gives the operators cuDNN's way for tensors of the virtual devices."""
+    patches.kernels("AutogradCUDA", _WAYS.items())
+    acceptable: Any = torch.backends.cudnn.is_acceptable
+
+    def is_acceptable(tensor: Any) -> bool:
+        if isinstance(tensor, VirtualTensor):
+            return torch.backends.cudnn.enabled and tensor.dtype in _DTYPES
+        return bool(acceptable(tensor))
+
+    patches.set(torch.backends.cudnn, "is_acceptable", is_acceptable)
+    # Builds for the host have neither.
+    patches.set(torch, "_use_cudnn_rnn_flatten_weight", lambda: True)
+    patches.set(cudnn_rnn, "get_cudnn_mode", _MODES.__getitem__)
+
+
+@special(*_WAYS)
+def _whole(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    """In inference mode the operators come whole, below the key that they are registered for."""
+    return _WAYS[func](*args, **kwargs)
+
+
+@special(_aten._cudnn_rnn_flatten_weight.default)
+def _flatten(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    """Puts the weights into one buffer, and makes them views of it."""
+    weights = args[0]
+    with pushed(engine.mode):
+        buffer = torch.zeros(sum(one.numel() for one in weights), dtype=weights[0].dtype, device=weights[0].device)
+        for view, one in zip(_views(buffer, weights), weights, strict=True):
+            view.copy_(one)
+            one.set_(view)
+    return buffer
+
+
+def _sizes(input: Any, hx: Any, weights: Any, mode: int, hidden: int, layers: int, two: bool, batches: Any) -> Sizes:
+    steps = input.numel() // input.shape[-1]
+    matrices = sum(one.numel() for one in weights if one.dim() == 2)
+    return Sizes(mode, steps, hx.shape[1], hidden, layers, 1 + two, matrices, input.element_size())
+
+
+@special(_aten._cudnn_rnn.default)
+def _forward(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    (input, weights, _, buffer, hx, cx, mode, hidden, projected, layers, batch_first, _, train, two, batches, _) = args
+    sizes = _sizes(input, hx, weights, mode, hidden, layers, two, batches)
+    width = (projected or hidden) * (1 + two)
+    with pushed(engine.mode):
+        steps = input.transpose(0, 1) if batch_first and not batches else input
+        x = steps.contiguous()
+        output = x.new_empty((*x.shape[:-1], width))
+        hy = torch.empty_like(hx, memory_format=torch.contiguous_format)
+        cy = hx.new_empty(0) if cx is None else torch.empty_like(cx, memory_format=torch.contiguous_format)
+        if buffer is None:
+            buffer = x.new_empty(sum(one.numel() for one in weights))
+    with (
+        origin("recurrent_scratch"),
+        engine.scratch(device, sizes.workspace),
+        origin("recurrent_kept"),
+        pushed(engine.mode),
+    ):
+        reserve = torch.empty(sizes.reserve if train else 0, dtype=torch.uint8, device=x.device)
+    if steps is not input:
+        with pushed(engine.mode):
+            output = output.transpose(0, 1)
+    return output, hy, cy, reserve, buffer
+
+
+@special(_aten._cudnn_rnn_backward.default)
+def _backward(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    (input, weights, _, buffer, hx, cx, output, of_output, of_hy, of_cy, mode, hidden, _, layers, batch_first, _, _, two,
+     batches, _, _, wanted) = args  # fmt: skip
+    if of_output is None and of_hy is None and of_cy is None:
+        return None, None, None, [None] * len(weights)
+    sizes = _sizes(input, hx, weights, mode, hidden, layers, two, batches)
+    swapped = batch_first and not batches
+    with pushed(engine.mode):
+        dy = torch.zeros_like(output) if of_output is None else of_output
+        dhy = torch.zeros_like(hx) if of_hy is None else of_hy.contiguous()
+        dcy = None if cx is None else torch.zeros_like(cx) if of_cy is None else of_cy.contiguous()
+        x, dy = ((one.transpose(0, 1) if swapped else one).contiguous() for one in (input, dy))
+        dx, dhx = torch.empty_like(x), torch.empty_like(dhy)
+        dcx = None if dcy is None else torch.empty_like(dcy)
+    with origin("recurrent_scratch"), engine.scratch(device, sizes.workspace):
+        del dy, dhy, dcy
+    gradients: list[Any] = [None] * len(weights)
+    with pushed(engine.mode):
+        if wanted[3]:
+            gradients = _views(torch.zeros_like(buffer), weights)
+    if wanted[3]:
+        with origin("recurrent_scratch"), engine.scratch(device, sizes.workspace):
+            pass
+    if swapped:
+        with pushed(engine.mode):
+            dx = dx.transpose(0, 1)
+    return dx, dhx, dcx, gradients

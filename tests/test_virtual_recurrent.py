@@ -1,0 +1,161 @@
+"""RNNs, LSTMs and GRUs on the virtual GPU: one kernel for all steps, with what cuDNN takes for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+import gpumem_magic
+from gpumem_magic.virtual import gpu
+from gpumem_magic.virtual.operators import recurrent
+
+KINDS = (nn.LSTM, nn.GRU, nn.RNN)
+WAYS: tuple[dict[str, Any], ...] = (
+    {},
+    {"bias": False},
+    {"batch_first": True, "bidirectional": True, "num_layers": 2, "dropout": 0.1},
+)
+
+
+@pytest.fixture(autouse=True)
+def machine() -> Iterator[gpu.VirtualMachine]:
+    yield gpu.turn_on("V100-16GB")
+    gpu.turn_off()
+
+
+def allocated() -> int:
+    return torch.cuda.memory_allocated()
+
+
+@pytest.mark.parametrize(("mode", "reserve", "workspace"), [(2, 736_000_000, 17_730_560), (3, 864_000_000, 13_169_920)])
+def test_published_sizes(mode: int, reserve: int, workspace: int) -> None:
+    """Printed in PyTorch's issue 2895: 4 layers of 320 units on 123 features, 25,000 steps in a batch of 100."""
+    gates = {2: 4, 3: 3}[mode]
+    weights = gates * 320 * (123 + 320 + 3 * 640)
+    sizes = recurrent.Sizes(mode, 25_000, 100, 320, 4, 1, weights, 4)
+    assert (sizes.reserve, sizes.workspace) == (reserve, workspace)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("way", WAYS)
+def test_results_and_gradients_are_as_on_the_host(kind: Any, way: dict[str, Any]) -> None:
+    shapes = []
+    for device in ("cpu", "cuda"):
+        layer = kind(16, 32, **way).to(device)
+        x = torch.randn(7, 5, 16, device=device, requires_grad=True)
+        out, states = layer(x)
+        out.sum().backward()
+        found = [
+            out,
+            x.grad,
+            *(states if isinstance(states, tuple) else [states]),
+            *(one.grad for one in layer.parameters()),
+        ]
+        assert all(one.device.type == device for one in found)
+        shapes.append([(one.shape, one.dtype, one.stride()) for one in found])
+    assert shapes[0] == shapes[1]
+
+
+def test_an_lstm_with_projections() -> None:
+    layer = nn.LSTM(16, 32, proj_size=8).cuda()
+    out, (hidden, cell) = layer(torch.randn(7, 5, 16, device="cuda"))
+    out.sum().backward()
+    assert (out.shape, hidden.shape, cell.shape) == ((7, 5, 8), (1, 5, 8), (1, 5, 32))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_packed_sequences(kind: Any) -> None:
+    layer = kind(16, 32).cuda()
+    packed = pack_padded_sequence(torch.randn(7, 3, 16, device="cuda"), torch.tensor([7, 5, 2]))
+    out, _ = layer(packed)
+    assert out.data.shape == (14, 32)
+    padded, lengths = pad_packed_sequence(out)
+    assert padded.shape == (7, 3, 32)
+    assert lengths.tolist() == [7, 5, 2]
+    padded.sum().backward()
+
+
+def test_the_weights_lie_in_one_buffer_and_so_do_their_gradients() -> None:
+    layer = nn.LSTM(64, 128, num_layers=2)
+    size = sum(one.nbytes for one in layer.parameters())
+    layer.cuda()
+    assert allocated() == size
+    assert len({one.untyped_storage().data_ptr() for one in layer.parameters()}) == 1
+    layer(torch.randn(3, 4, 64, device="cuda"))[0].sum().backward()
+    assert len({one.grad.untyped_storage().data_ptr() for one in layer.parameters() if one.grad is not None}) == 1
+
+
+def test_what_is_kept_for_backward_and_what_is_not() -> None:
+    steps, batch, width = 512, 64, 128
+    layer = nn.LSTM(width, width).cuda()
+    x = torch.randn(steps, batch, width, device="cuda")
+    before = allocated()
+    out, states = layer(x)
+    result = out.nbytes + sum(one.nbytes for one in states)
+    # The zeros that the layer begins with are kept too.
+    assert allocated() - before == result + 5 * steps * batch * width * 4 + 2 * batch * width * 4
+    del out, states
+    layer.eval()
+    out, states = layer(x)
+    assert allocated() - before == result + 2 * batch * width * 4
+    del out, states
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            out, states = layer(x)
+        assert allocated() - before == result
+        del out, states
+
+
+def test_weights_that_do_not_lie_together_are_copied_together() -> None:
+    layer = nn.LSTM(128, 128).cuda().eval()
+    x = torch.randn(2, 1, 128, device="cuda")
+    rises = []
+    with torch.no_grad():
+        for _ in range(2):
+            before = allocated()
+            torch.cuda.reset_peak_memory_stats()
+            layer(x)
+            rises.append(torch.cuda.max_memory_allocated() - before)
+            layer.weight_hh_l0.data = layer.weight_hh_l0.data.clone()
+    assert rises[1] - rises[0] == sum(one.nbytes for one in layer.parameters())
+
+
+def test_autocast_casts_weights_into_one_buffer() -> None:
+    layer = nn.LSTM(64, 128).cuda()
+    with torch.autocast("cuda", torch.float16):
+        out, _ = layer(torch.randn(3, 4, 64, device="cuda"))
+    assert out.dtype == torch.float16
+    out.float().sum().backward()
+    assert {one.grad.dtype for one in layer.parameters() if one.grad is not None} == {torch.float32}
+
+
+def test_without_cudnn_it_runs_cell_by_cell() -> None:
+    layer = nn.GRU(16, 16).cuda()
+    x = torch.randn(20, 2, 16, device="cuda")
+    with torch.backends.cudnn.flags(enabled=False):
+        before = allocated()
+        out, _ = layer(x)
+        cells = allocated() - before
+    del out
+    before = allocated()
+    out, _ = layer(x)
+    assert cells != allocated() - before
+    out.sum().backward()
+
+
+def test_the_report_says_what_is_estimated() -> None:
+    layer = nn.LSTM(256, 256).cuda()
+    x = torch.randn(64, 32, 256, device="cuda")
+    with gpumem_magic.measure() as measured:
+        layer(x)[0].sum().backward()
+    (note,) = [one for one in measured.report.notes if "recurrent" in one]
+    assert "estimate" in note
+    peak = measured.report.peak
+    assert (
+        sum(size or 0 for name, size in peak.categories.items() if name not in ("context", "cached")) == peak.allocated
+    )
