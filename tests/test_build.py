@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -14,7 +15,7 @@ from gpumem_magic.devices.base import Counters, Label
 from gpumem_magic.recording.model import Failure, StandIn
 from gpumem_magic.report.build import build, build_with_labels
 from gpumem_magic.report.folding import LoopIteration, LoopRow, fold_rows, shown_iterations
-from gpumem_magic.report.model import ALLOCATED_CATEGORIES, Folded, ReportData, Row
+from gpumem_magic.report.model import ALLOCATED_CATEGORIES, Folded, ReportData, Row, Skipped
 from gpumem_magic.units import GIB, MIB
 from gpumem_magic.user_report import Report
 
@@ -275,6 +276,38 @@ def test_long_loops_are_folded_by_whole_iterations() -> None:
     assert report.peak.where == "loss = f(x) in iteration 9, line 4"
 
 
+def test_what_skipped_iterations_took_is_a_row_of_their_own() -> None:
+    tape = Tape()
+    tape.row(kind="before")
+    for number in range(1, 21):
+        tape.row("a = 1", 4, (number,), (3,))
+        tape.device.free(tape.device.alloc(8 * MIB))
+        tape.device.alloc((2 if number < 12 else 4) * MIB)
+        tape.row("kept.append(f(x))", 5, (number,), (3,))
+    tape.row(kind="after")
+    rows = build(tape.finish()).checkpoints
+    befores = {(*row.iteration, row.line): before for before, row in pairwise(rows)}
+    first = next(row for row in rows if row.iteration == (18,))
+    assert first.line == 4
+    # Nothing moved in it: what the skipped iterations kept stands above it.
+    assert first.allocated == befores[18, 4].allocated
+    (gap,) = [row for row in rows if row.kind == "skipped" and row.skipped.last == 17]
+    assert gap is befores[18, 4]
+    first_gap = next(row for row in rows if row.kind == "skipped")
+    assert first_gap.skipped == Skipped(4, 11, 3)
+    assert (first_gap.line, first_gap.iteration, first_gap.loops) == (3, (4,), (3,))
+    assert first_gap.allocated - befores[4, 3].allocated == 8 * 2 * MIB
+    assert first_gap.peak_allocated == first_gap.allocated + 6 * MIB
+    assert gap.skipped == Skipped(13, 17, 12)
+    for before, row in pairwise(rows):
+        assert row.peak_allocated >= max(row.allocated, 0 if row.kind != "skipped" else before.allocated)
+
+
+def test_iterations_that_differ_are_not_called_alike() -> None:
+    gap = next(row for row in loop(20, peak_at=9).checkpoints if row.kind == "skipped" and row.skipped.first == 10)
+    assert gap.skipped == Skipped(10, 17, None)
+
+
 def test_short_loops_are_not() -> None:
     assert loop(7).folded == ()
     assert len(loop(7).checkpoints) == 16
@@ -287,7 +320,13 @@ def test_iterations_inside_a_call_are_folded_too() -> None:
         step(tape, (9 if number == 11 else 3) * MIB)
     tape.row("train()", 5)
     report = build(tape.finish())
-    assert [part.label for part in report.checkpoints[1].parts] == [f"iteration {n}" for n in (1, 2, 3, 12, 18, 19, 20)]
+    parts = report.checkpoints[1].parts
+    assert [part.label for part in parts if part.kind == "part"] == [
+        f"iteration {n}" for n in (1, 2, 3, 12, 18, 19, 20)
+    ]
+    gaps = [(part.label, part.skipped) for part in parts if part.kind == "skipped"]
+    # The seventeenth moved as the twelfth did not.
+    assert gaps == [("iterations 4-11", Skipped(4, 11, 3)), ("iterations 13-17", Skipped(13, 17, None))]
     assert [(fold.line, fold.total, fold.kept) for fold in report.folded] == [(5, 20, 7)]
 
 

@@ -18,7 +18,7 @@ from gpumem_magic.devices.base import DeviceFacts
 from gpumem_magic.files import report_file
 from gpumem_magic.recording.model import StandIn
 from gpumem_magic.report.inside import ActivationBreakdown, LayerRow
-from gpumem_magic.report.model import CATEGORIES, Cause, Folded, Peak, ReportError, Row
+from gpumem_magic.report.model import CATEGORIES, Cause, Folded, Peak, ReportError, Row, Skipped
 from gpumem_magic.user_report import Report
 
 SAMPLES = [samples.colab, samples.trainer, samples.two_devices, samples.small]
@@ -40,11 +40,14 @@ figures = {
 def rows(parts: st.SearchStrategy[Row] | None) -> st.SearchStrategy[Row]:
     return st.builds(
         Row,
-        kind=st.sampled_from(["before", "statement", "part", "error", "after"]),
+        kind=st.sampled_from(["before", "statement", "part", "skipped", "error", "after"]),
         label=texts,
         statement=texts,
         line=st.integers(0, 10**6),
         iteration=st.lists(st.integers(1, 10**9), max_size=3).map(tuple),
+        loops=st.lists(st.integers(1, 99), max_size=3).map(tuple),
+        skipped=st.none()
+        | st.builds(Skipped, first=st.integers(1, 9), last=st.integers(9, 99), like=st.none() | st.integers(1, 9)),
         parts=st.just(()) if parts is None else st.lists(parts, max_size=2).map(tuple),
         **figures,
     )

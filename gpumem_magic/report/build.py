@@ -20,8 +20,18 @@ from gpumem_magic.attribution.view import DeviceView
 from gpumem_magic.devices.base import Label
 from gpumem_magic.recording.model import Checkpoint, Failure, Recording
 from gpumem_magic.report.answer import answer_of
-from gpumem_magic.report.folding import LoopIteration, LoopRow, fold_rows, folds_of, shown_iterations
-from gpumem_magic.report.model import LABELS, Folded, Peak, ReportData, ReportError, Row
+from gpumem_magic.report.folding import (
+    Gap,
+    LoopIteration,
+    LoopRow,
+    fold_rows,
+    folds_of,
+    gaps_between,
+    same_moves,
+    shown_iterations,
+    unseen_of,
+)
+from gpumem_magic.report.model import LABELS, SKIPPED, Folded, Peak, ReportData, ReportError, Row, Skipped
 from gpumem_magic.report.notes import event_in_words, notes_of, place_of
 from gpumem_magic.report.parts import Part, StatementInterval, parts_of, with_failing_place
 from gpumem_magic.report.tensors import groups_at
@@ -82,6 +92,7 @@ class _Draft:
     point: Checkpoint
     interval: StatementInterval
     parts: list[Part]
+    gap: Skipped | None = None
 
 
 class _Builder:
@@ -159,16 +170,38 @@ class _Builder:
                 self.timeline.peak(draft.interval.start_position, draft.interval.end_position)[0],
                 self.timeline.allocated_at(draft.interval.start_position),
                 self.timeline.allocated_at(draft.interval.end_position),
+                draft.point.line,
+                draft.point.begin is None,
             )
             for number, draft in enumerate(drafts)
         ]
         keys, folds = fold_rows(rows)
         # The row of an error is never folded away: it is in the last iteration.
-        shown = [drafts[key] for key in keys]
+        gaps = {gap.after: gap for gap in gaps_between(rows, keys)}
         totals: dict[int, list[int]] = {}
-        for draft in shown:
+        shown: list[_Draft] = []
+        for place, key in enumerate(keys):
+            draft = drafts[key]
             draft.parts = self._fold_parts(draft.parts, draft.point.line, totals)
+            shown.append(draft)
+            if key in gaps:
+                shown.append(self._left_out(gaps[key], draft, drafts[keys[place + 1]]))
         return shown, [*folds, *folds_of(totals)]
+
+    def _left_out(self, gap: Gap, before: _Draft, following: _Draft) -> _Draft:
+        """The row of iterations that have none of their own."""
+        loops = following.point.loops[: gap.depth + 1]
+        point = Checkpoint(
+            SKIPPED,
+            _numbers(gap.skipped),
+            "",
+            loops[-1] if loops else 0,
+            following.interval.begin,
+            (*following.point.iteration[: gap.depth], gap.skipped.first),
+            loops,
+        )
+        interval = StatementInterval(self.device, before.point.moment, following.interval.begin)
+        return _Draft(point, interval, [], gap.skipped)
 
     def _with_left_out(self, shown: list[_Draft], folds: list[Folded]) -> list[Folded]:
         """Of a long run, the recording itself holds only some of the iterations."""
@@ -189,11 +222,48 @@ class _Builder:
             total = totals.setdefault(line, [0, 0])
             total[0] += len(iterations) + sum(part.skipped for part in iterations)
             total[1] += len(chosen)
+        gaps = self._gaps(iterations, chosen)
         left_out = {id(part) for number, part in enumerate(iterations) if number not in set(chosen)}
-        parts = [part for part in parts if id(part) not in left_out]
+        found: list[Part] = []
         for part in parts:
+            if id(part) in left_out:
+                continue
             part.parts = self._fold_parts(part.parts, line, totals)
-        return parts
+            found += [gaps[id(part)], part] if id(part) in gaps else [part]
+        return found
+
+    def _gaps(self, iterations: Sequence[Part], chosen: Sequence[int]) -> dict[int, Part]:
+        """By the iteration after them, what stands for those that are missing before it."""
+        rows = [row for place, part in enumerate(iterations) for row in self._as_rows(part, place)]
+        unseen = unseen_of(row.peak for row in rows)
+        found: dict[int, Part] = {}
+        for first, second in pairwise(chosen):
+            last, following = iterations[first], iterations[second]
+            missing = iterations[first + 1 : second]
+            if not missing and not following.skipped:
+                continue
+            whole = not any(part.skipped for part in (*missing, following))
+            like = self._as_rows(last, 0)
+            alike = whole and all(same_moves(like, self._as_rows(part, 0), unseen) for part in missing)
+            gap = Skipped(last.number + 1, following.number - 1, last.number if alike else None)
+            found[id(following)] = Part(
+                SKIPPED, _numbers(gap), last.end, following.start, last.ends, following.begins, gap=gap
+            )
+        return found
+
+    def _as_rows(self, iteration: Part, key: int) -> list[LoopRow]:
+        """An iteration inside a call, as folding sees it: itself and its phases."""
+        return [
+            LoopRow(
+                key,
+                (),
+                (),
+                self.timeline.peak(part.start, part.end)[0],
+                self.timeline.allocated_at(part.start),
+                self.timeline.allocated_at(part.end),
+            )
+            for part in (iteration, *iteration.parts)
+        ]
 
     def _as_iteration(self, part: Part) -> LoopIteration:
         return LoopIteration(
@@ -207,7 +277,8 @@ class _Builder:
         # Its own moment's counters: another moment at the same position may have seen the context grow.
         outside = self.view.outside(interval.end_position) if told is None else Outside.of(told)
         parts = draft.parts if with_parts else []
-        whole = Part(point.kind, point.label, interval.start_position, interval.end_position, 0, 0, parts=parts)
+        start, end = interval.start_position, interval.end_position
+        whole = Part(point.kind, point.label, start, end, 0, 0, parts=parts, gap=draft.gap)
         return self._figures(point, whole, point.kind, outside)
 
     def _figures(self, point: Checkpoint, part: Part, kind: str, outside: Outside) -> Row:
@@ -219,7 +290,10 @@ class _Builder:
             statement=point.statement,
             line=point.line,
             iteration=point.iteration,
-            parts=tuple(self._figures(point, one, "part", self.view.outside(one.end)) for one in part.parts),
+            parts=tuple(
+                self._figures(point, one, "part" if one.gap is None else SKIPPED, self.view.outside(one.end))
+                for one in part.parts
+            ),
             allocated=balance.allocated,
             reserved=balance.reserved,
             device_used=outside.device_used(balance.reserved),
@@ -227,6 +301,8 @@ class _Builder:
             peak_reserved=self.timeline.peak_reserved(start, end)[0],
             categories=balance.categories(outside),
             position=end,
+            loops=point.loops,
+            skipped=part.gap,
         )
 
     def _retries(self) -> int:
@@ -299,6 +375,10 @@ class _Builder:
             ):
                 return _words(draft, _path(draft.parts, position))
         return _words(drafts[0], [])
+
+
+def _numbers(gap: Skipped) -> str:
+    return f"iteration {gap.first:,}" if gap.first == gap.last else f"iterations {gap.first:,}-{gap.last:,}"
 
 
 def _positions(drafts: Iterable[_Draft]) -> Iterator[int]:

@@ -25,7 +25,8 @@ CATEGORIES = (
 ALLOCATED_CATEGORIES = CATEGORIES[: CATEGORIES.index("cached")]
 SCHEMA = 1
 # Of rows.
-KINDS = ("before", "statement", "part", "error", "after")
+SKIPPED = "skipped"
+KINDS = ("before", "statement", "part", SKIPPED, "error", "after")
 # What keeps a tensor: a variable's name, autograd's graph, a list or dictionary that a name leads to, nothing for long.
 KEEPERS = ("name", "backward", "list", "temporary", "unknown")
 
@@ -72,10 +73,22 @@ class TensorGroup:
 
 
 @dataclass(frozen=True)
+class Skipped:
+    """Iterations of a loop without rows of their own, by number. like: the one that each of them repeats, None where they differ
+    or nobody looked."""
+
+    first: int
+    last: int
+    like: int | None
+
+
+@dataclass(frozen=True)
 class Row:
     """The state after a statement (or part of one), and the peaks inside it. Bytes; None is unavailable, never 0.
 
     position: of that state in the device's log, -1 where the recording is not at hand; not a part of the JSON.
+    loops: the lines of the loops around it, as many as `iteration` has counters. skipped: which iterations a row of that kind
+    stands for.
     """
 
     kind: str = field(metadata={"one_of": KINDS})
@@ -91,6 +104,8 @@ class Row:
     peak_reserved: int
     categories: Mapping[str, int | None] = field(metadata={"keys": CATEGORIES})
     position: int = field(default=-1, compare=False, metadata={"unwritten": True})
+    loops: tuple[int, ...] = field(default=(), metadata={"only_with": "loops"})
+    skipped: Skipped | None = field(default=None, metadata={"only_with": "skipped"})
 
 
 @dataclass(frozen=True)

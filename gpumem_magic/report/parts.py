@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from gpumem_magic.recording.model import Moment, Span
+from gpumem_magic.report.model import Skipped
 
 _SHOWN = frozenset({"forward", "backward", "optimizer", "range", "mark"})
 _PHASES = frozenset({"forward", "backward", "optimizer"})
@@ -15,7 +16,8 @@ _PHASES = frozenset({"forward", "backward", "optimizer"})
 class Part:
     """A part of a statement. start and end are positions in one device's log, within those of what is around it.
 
-    skipped: how many iterations just before it were left out of the recording.
+    skipped: how many iterations just before it were left out of the recording. number: an iteration's. gap: the iterations that a
+    part of the kind "skipped" stands for.
     """
 
     kind: str
@@ -27,6 +29,8 @@ class Part:
     failed: bool = False
     parts: list[Part] = field(default_factory=list)
     skipped: int = 0
+    number: int = 0
+    gap: Skipped | None = None
 
 
 @dataclass(frozen=True)
@@ -151,6 +155,7 @@ def _with_iterations(parts: list[Part], start: int, end: int) -> list[Part]:
                 any(part.failed for part in group),
                 group,
                 skipped,
+                number,
             )
         )
     return [*iterations, *rest]

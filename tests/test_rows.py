@@ -1,0 +1,178 @@
+"""The rows of a report as a tree of entries, and which of them are shown where nothing can be opened."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import report_samples as samples
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gpumem_magic.report.model import Row, Skipped
+from gpumem_magic.report.rows import ALIKE, MOST, REST, ROW, SEVERAL, STILL, TURN, Entry, entries, opened
+from gpumem_magic.user_report import Report
+
+MIB = samples.MIB
+
+
+def state(line: int, held: int, *, peak: int = 0, turn: tuple[int, ...] = (), loops: tuple[int, ...] = ()) -> Row:
+    """A statement after which so many MiB are held, with a peak of so many inside it."""
+    made = samples.row(f"statement({line})", samples.state(activations=held), line=line, iteration=turn, peak=peak)
+    return replace(made, loops=loops)
+
+
+def report_of(rows: list[Row]) -> Report:
+    first = samples.row("", samples.state(activations=0), kind="before", label="before")
+    last = replace(rows[-1], kind="after", label="after", statement="", line=0, iteration=(), loops=())
+    return replace(samples.small(), checkpoints=(first, *rows, last))
+
+
+def words(report: Report, most: int = MOST) -> list[tuple[object, ...]]:
+    return [
+        (entry.kind, *entry.outer, entry.first, entry.last) if entry.turns else (entry.kind, entry.row.line)
+        for entry, _ in opened(report, most)
+    ]
+
+
+def rows_in(entry: Entry) -> list[Row]:
+    """What it stands for, read from what it opens into."""
+    if entry.kind in (ROW, REST) and not (entry.kind == REST and entry.inner):
+        return [entry.row]
+    return [row for inner in entry.inner for row in rows_in(inner)]
+
+
+def steady(turns: int, loops: tuple[int, ...] = (3,), outer: tuple[int, ...] = (), start: int = 0) -> list[Row]:
+    """The first turn leaves 30 MiB more, the others what they found."""
+    rows = []
+    for turn in range(1, turns + 1):
+        left = 30 if start == 0 else start
+        rows += [
+            state(4, left + 20 if turn > 1 or start else 20, turn=(*outer, turn), loops=loops),
+            state(5, left, peak=left + 40, turn=(*outer, turn), loops=loops),
+        ]
+    return rows
+
+
+def test_turns_that_moved_memory_alike_are_one_entry() -> None:
+    found = entries(report_of(steady(9)))
+    assert [(entry.kind, entry.first, entry.last) for entry in found[1:-1]] == [(TURN, 1, 1), (ALIKE, 2, 9)]
+    alike = found[2]
+    assert [entry.kind for entry in alike.inner] == [ROW, ROW, REST]
+    rest = alike.inner[-1]
+    assert (rest.first, rest.last, rest.like, rest.turns, rest.change) == (3, 9, 2, 7, 0)
+    assert rest.row.peak_allocated == 70 * MIB
+    assert words(report_of(steady(9))) == [(ROW, 0), (ROW, 4), (ROW, 5), (ROW, 4), (ROW, 5), (REST, 3, 9), (ROW, 0)]
+
+
+def test_turns_that_each_keep_the_same_are_alike_and_say_what_all_kept() -> None:
+    rows = [state(4, 20 * turn, peak=20 * turn + 5, turn=(turn,), loops=(3,)) for turn in range(1, 31)]
+    found = entries(report_of(rows))[1]
+    assert (found.kind, found.first, found.last, found.change) == (ALIKE, 1, 30, 600 * MIB)
+    assert found.inner[-1].change == 580 * MIB
+    rows[11] = replace(rows[11], peak_allocated=rows[11].peak_allocated + 100 * MIB)
+    kinds = [(entry.kind, entry.first, entry.last) for entry in entries(report_of(rows))[1:-1]]
+    assert kinds == [(ALIKE, 1, 11), (TURN, 12, 12), (ALIKE, 13, 30)]
+
+
+def test_skipped_turns_join_those_they_repeat_and_no_others() -> None:
+    rows = steady(8)
+    gap = replace(rows[5], kind="skipped", line=3, iteration=(4,), statement="", peak_allocated=70 * MIB)
+    for like, expected in ((3, [(TURN, 1), (ALIKE, 2)]), (None, [(TURN, 1), (ALIKE, 2), (REST, 4), (ALIKE, 7)])):
+        shown = [*rows[:6], replace(gap, skipped=Skipped(4, 6, like)), *rows[12:]]
+        found = entries(report_of(shown))[1:-1]
+        assert [(entry.kind, entry.first) for entry in found] == expected
+        assert found[-1].last == 8
+
+
+def test_epochs_fold_as_batches_do() -> None:
+    rows: list[Row] = []
+    for epoch in range(1, 5):
+        rows.append(state(3, 0 if epoch == 1 else 30, turn=(epoch,), loops=(2,)))
+        inner = steady(6, (2, 3), (epoch,), 0 if epoch == 1 else 30)
+        rows += inner
+        rows.append(state(9, 30, peak=90, turn=(epoch,), loops=(2,)))
+    found = entries(report_of(rows))[1:-1]
+    assert [(entry.kind, entry.first, entry.last) for entry in found] == [(TURN, 1, 1), (ALIKE, 2, 4)]
+    assert [(entry.kind, entry.outer, entry.first, entry.last) for entry in found[0].inner[1:-1]] == [
+        (TURN, (1,), 1, 1),
+        (ALIKE, (1,), 2, 6),
+    ]
+    assert len(opened(report_of(rows))) < 20
+    assert (REST, 3, 4) in words(report_of(rows))
+
+
+def test_statements_in_a_run_that_moved_nothing_are_one_entry() -> None:
+    rows = [state(1, 5), state(2, 5), state(3, 5), state(4, 5, peak=9), state(5, 5)]
+    found = entries(report_of(rows))
+    assert [(entry.kind, len(entry.rows)) for entry in found] == [
+        (ROW, 1),
+        (ROW, 1),
+        (STILL, 2),
+        (ROW, 1),
+        (ROW, 1),
+        (ROW, 1),
+    ]
+    assert found[2].moved_at_all == 0
+    # What went back to the device is no stillness.
+    emptied = replace(rows[1], categories={**rows[1].categories, "cached": 50 * MIB})
+    assert all(entry.kind != STILL for entry in entries(report_of([rows[0], emptied, *rows[2:4]])))
+
+
+def test_a_cell_of_sixty_lines_that_all_move_memory_has_thirty_entries() -> None:
+    rows = [state(line, 10 * line + (100 if line == 40 else 0)) for line in range(1, 61)]
+    shown = opened(report_of(rows))
+    assert len(shown) <= MOST
+    largest = next(entry for entry, _ in shown if entry.row.line == 40)
+    assert largest.kind == ROW
+    assert any(entry.kind == SEVERAL for entry, _ in shown)
+    joined = [row for entry, _ in shown for row in entry.rows]
+    assert joined == list(report_of(rows).checkpoints)
+
+
+def test_the_failing_row_and_the_peak_are_never_folded_away() -> None:
+    rows = steady(40)
+    rows.append(replace(state(4, 400, turn=(41,), loops=(3,)), kind="error"))
+    rows[31] = replace(rows[31], peak_allocated=500 * MIB)
+    shown = [entry for entry, _ in opened(report_of(rows), most=12)]
+    assert any(entry.kind == ROW and entry.row.kind == "error" for entry in shown)
+    assert any(entry.kind == ROW and entry.row.peak_allocated == 500 * MIB for entry in shown)
+
+
+def test_iterations_inside_a_call_are_turns_too() -> None:
+    train = samples.trainer().checkpoints[2]
+    start, turn = train.parts
+    turns = [replace(turn, label=f"iteration {number}") for number in range(2, 7)]
+    gap = replace(turn, kind="skipped", label="iterations 7-17", parts=(), skipped=Skipped(7, 17, 6))
+    last = replace(turn, label="iteration 18")
+    report = replace(samples.trainer(), checkpoints=(replace(train, parts=(start, *turns, gap, last)),))
+    (found,) = entries(report)
+    assert [(entry.kind, entry.first, entry.last) for entry in found.inner] == [(ROW, 1, 1), (ALIKE, 2, 18)]
+    depths = [(entry.row.label, depth) for entry, depth in opened(report)]
+    assert depths[1:3] == [("iteration 1", 1), ("forward", 2)]
+    assert ("iteration 18", 1) in depths
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.integers(0, 40), st.integers(0, 60)), min_size=1, max_size=60),
+    st.integers(4, 40),
+)
+def test_every_row_is_in_one_entry(moves: list[tuple[int, int, int]], most: int) -> None:
+    """Loops at lines 2 and 4, in and out of which the rows go as they like."""
+    rows: list[Row] = []
+    outer, inner = 0, 0
+    for depth, held, peak in moves:
+        if depth == 1:
+            outer, inner = outer + 1, 0
+        inner += depth > 1
+        turn = ((), (outer,), (outer, inner), (outer, inner))[depth]
+        loops = ((), (2,), (2, 4), (2, 4))[depth]
+        rows.append(state(depth + 5, held, peak=peak, turn=turn, loops=loops))
+    report = report_of(rows)
+    found = entries(report)
+    assert [row for entry in found for row in entry.rows] == list(report.checkpoints)
+    assert [row for entry in found for row in rows_in(entry)] == list(report.checkpoints)
+    shown = [entry for entry, _ in opened(report, most)]
+    assert [row for entry in shown for row in entry.rows] == list(report.checkpoints)
+    # Each change is measured from the row before, so that they add up.
+    assert sum(entry.change or 0 for entry in shown) == rows[-1].allocated
