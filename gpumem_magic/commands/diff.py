@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 @guarded
 def run(options: argparse.Namespace) -> int:
     """Prints the comparison. 0; 2 where a file can't be read."""
+    if options.events:
+        from gpumem_magic.commands.diff_events import print_comparison
+
+        return print_comparison(options.a, options.b, options.device, options.top)
     from gpumem_magic.files.loaded import position_of
 
     before, after = (_view(path, options.device) for path in (options.a, options.b))

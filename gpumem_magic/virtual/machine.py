@@ -14,6 +14,7 @@ import torch.utils._device
 import gpumem_magic.virtual.operators.convolutions
 import gpumem_magic.virtual.operators.copies
 import gpumem_magic.virtual.operators.data_dependent
+import gpumem_magic.virtual.operators.reductions
 import gpumem_magic.virtual.operators.shapes
 import gpumem_magic.virtual.operators.sorting
 import gpumem_magic.virtual.operators.sparse
@@ -33,7 +34,7 @@ from gpumem_magic.virtual.engine.device import VirtualDevice
 from gpumem_magic.virtual.engine.engine import Engine
 from gpumem_magic.virtual.engine.memory import Convolution
 from gpumem_magic.virtual.libraries.table import libraries
-from gpumem_magic.virtual.operators import composites, cudnn, recurrent, workspaces
+from gpumem_magic.virtual.operators import composites, cudnn, gradients_that_meet, recurrent, workspaces
 from gpumem_magic.virtual.operators.attention import Attention
 from gpumem_magic.virtual.operators.autocast import AutocastKernels
 from gpumem_magic.virtual.operators.factories import Factories
@@ -68,7 +69,7 @@ class VirtualMachine:
         self.smi = VirtualSmi(self._devices)
         self.nvml = VirtualNvml(self._devices)
         self._patches = Patches()
-        self._autocast = AutocastKernels()
+        self._autocast = AutocastKernels(self.torch_version)
         self._factories = Factories(self.engine, self.face.current_device)
         self._captured = Captured(self._factories)
         self._libraries = libraries()
@@ -168,6 +169,10 @@ class VirtualMachine:
     def torch_version(self, device: int) -> tuple[int, int]:
         return generations.parse_version(workspaces.version_text(self._devices[device]))
 
+    def processors(self, device: int) -> tuple[int, int]:
+        model = self._devices[device].model
+        return model.multi_processor_count, model.max_threads_per_multiprocessor
+
     def _clear_workspaces(self) -> None:
         with self.engine.lock:
             self.workspaces.clear()
@@ -209,6 +214,7 @@ class VirtualMachine:
             self.nvml.install()
             for gpu in self._devices:
                 self.smi.update(gpu.index, gpu.used_bytes())
+            gradients_that_meet.learn()
         except BaseException:
             self.remove("the virtual GPU could not be turned on")
             raise

@@ -11,8 +11,8 @@ import os
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, NoReturn
 
 import torch
@@ -27,7 +27,7 @@ from gpumem_magic.failures import is_own_failure
 from gpumem_magic.looks import tensors
 from gpumem_magic.looks.objects import attribute, is_a
 from gpumem_magic.private import aten as _aten
-from gpumem_magic.virtual.engine import kernel_rules, supplied, values
+from gpumem_magic.virtual.engine import indexing, kernel_rules, supplied, values
 from gpumem_magic.virtual.engine.memory import Memory
 from gpumem_magic.virtual.engine.mismatch import (
     in_cudas_words,
@@ -42,6 +42,9 @@ from gpumem_magic.virtual.engine.tensors import VirtualTensor
 SPECIAL: dict[Any, Callable[..., Any]] = {}
 # The same for operators with a sparse tensor among their arguments; those that are not here are refused.
 SPARSE: dict[Any, Callable[..., Any]] = {}
+# What kernels take once their result is there: rules ``rule(engine, func, args, kwargs, out, device)``, which return the bytes of
+# the blocks that are held until the kernel ends. With `special`: ``@special(*functions, table=BESIDE)``.
+BESIDE: dict[Any, Callable[..., Sequence[int]]] = {}
 
 
 def special(
@@ -94,7 +97,7 @@ class Engine:
         tensor: VirtualTensor = FakeTensor.__new__(VirtualTensor, self.fake, meta, torch.device("cuda", device))
         with torch._C.DisableTorchFunctionSubclass():
             self.table.drain()
-            self.table.adopt(tensor.untyped_storage(), device)
+            self.table.adopt(tensor.untyped_storage(), device, node_now())
         return tensor
 
     def address_of(self, tensor: VirtualTensor) -> int:
@@ -126,6 +129,12 @@ class Engine:
 
     # ---- operators
 
+    def older_index(self, tensor: VirtualTensor, index: Any) -> Any:
+        """``tensor[index]`` where the device's PyTorch runs it in another way than the installed one; else None."""
+        if self.memory.torch_version(int(tensor.fake_device.index)) >= indexing.LEFT_OUT_FROM:
+            return None
+        return indexing.with_full_slices(tensor, index)
+
     def handle(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if func is DEVICE_QUERY:
             return answer_device(args[0]) if isinstance(args[0], VirtualTensor) else func(*args, **kwargs)
@@ -156,13 +165,21 @@ class Engine:
             return self.run(func, args, kwargs, device)
 
     def run(self, func: Any, args: Any, kwargs: Any, device: int) -> Any:
-        """The ordinary way: shape by the fake mode, memory for every storage that is new in the result."""
+        """The ordinary way: shape by the fake mode, memory for every storage that is new in the result, and then what the
+        kernel takes besides."""
         out = self.fake_call(func, args, kwargs)
         allocates = self._allocates.get(func)
         if allocates is None:
             allocates = self._allocates[func] = _may_allocate(func)
         self.settle(out, allocates)
-        self.memory.after_operator(func, device)
+        rule = BESIDE.get(func)
+        if rule is None:
+            self.memory.after_operator(func, device)
+        else:
+            with ExitStack() as held:
+                for size in rule(self, func, args, kwargs, out, device):
+                    held.enter_context(self.scratch(device, size))
+                self.memory.after_operator(func, device)
         values.follow(func, args, kwargs, out)
         return out
 
@@ -216,7 +233,7 @@ class Engine:
             tensor.__class__ = VirtualTensor
         if allocates:
             for part in self._strided_parts(tensor):
-                self.table.adopt(part.untyped_storage(), device.index)
+                self.table.adopt(part.untyped_storage(), device.index, node_now())
 
     def _strided_parts(self, tensor: FakeTensor) -> tuple[Any, ...]:
         """The tensors that hold the memory: the tensor itself, or a sparse tensor's indices and values."""
@@ -340,6 +357,14 @@ def _refuse_foreign(tensor: FakeTensor) -> NoReturn:
     if isinstance(engine, Engine) and engine.closed_because:
         raise DeviceGone(engine.closed_because)
     raise RuntimeError("a tensor of another FakeTensorMode can't be used together with tensors on the virtual GPU")
+
+
+def node_now() -> int:
+    """A number for the node of the backward pass that this thread is in; 0 outside of one."""
+    if not STATE.backward:
+        return 0
+    node = torch._C._current_autograd_node()
+    return 0 if node is None else hash((node.name(), node._sequence_nr()))
 
 
 def refuse_device(index: int) -> NoReturn:

@@ -48,3 +48,6 @@ class Memory(Protocol):
 
     def torch_version(self, device: int) -> tuple[int, int]:
         """The version of PyTorch whose ways of using memory are the device's."""
+
+    def processors(self, device: int) -> tuple[int, int]:
+        """The card's multiprocessors, and the most threads that one runs."""

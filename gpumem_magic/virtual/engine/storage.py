@@ -20,15 +20,19 @@ class _StorageReference(weakref.ref[Any]):
 
 
 class Placement:
-    """Where a storage's memory is: device index, address, bytes asked for (the storage's size then)."""
+    """Where a storage's memory is: device index, address, bytes asked for (the storage's size then).
 
-    __slots__ = ("address", "device", "nbytes", "watch")
+    node: a number for the node of the backward pass that made it; 0 outside of one.
+    """
 
-    def __init__(self, device: int, address: int, nbytes: int, watch: _StorageReference) -> None:
+    __slots__ = ("address", "device", "nbytes", "node", "watch")
+
+    def __init__(self, device: int, address: int, nbytes: int, watch: _StorageReference, node: int) -> None:
         self.device = device
         self.address = address
         self.nbytes = nbytes
         self.watch = watch
+        self.node = node
 
 
 class StorageTable:
@@ -57,8 +61,8 @@ class StorageTable:
                 if placement.nbytes:
                     self._free(placement.device, placement.address)
 
-    def adopt(self, storage: Any, device: int) -> bool:
-        """Gives the storage memory on the device, unless it has some. True if it is new.
+    def adopt(self, storage: Any, device: int, node: int = 0) -> bool:
+        """Gives the storage memory on the device, unless it has some. True if it is new. node: see `Placement`.
 
         Raises what malloc raises, and then nothing has changed.
         """
@@ -68,7 +72,9 @@ class StorageTable:
             return False
         nbytes = storage.nbytes()
         address = self._malloc(device, nbytes) if nbytes else 0
-        self._watch(storage, key, device, address, nbytes)
+        watch = _StorageReference(storage, self._ended.append)
+        watch.key = key
+        self._placements[key] = Placement(device, address, nbytes, watch, node)
         return True
 
     def resized(self, storage: Any) -> None:
@@ -87,8 +93,3 @@ class StorageTable:
 
     def find(self, storage: Any) -> Placement | None:
         return self._placements.get(storage._cdata)
-
-    def _watch(self, storage: Any, key: int, device: int, address: int, nbytes: int) -> None:
-        watch = _StorageReference(storage, self._ended.append)
-        watch.key = key
-        self._placements[key] = Placement(device, address, nbytes, watch)

@@ -36,6 +36,9 @@ class TensorEngine(Protocol):
 
     def record_stream(self, tensor: VirtualTensor, stream: Any) -> None: ...
 
+    def older_index(self, tensor: VirtualTensor, index: Any) -> Any:
+        """``tensor[index]`` where the device's PyTorch runs it in another way than the installed one; else None."""
+
 
 def engine_of(tensor: VirtualTensor) -> TensorEngine:
     engine: TensorEngine = tensor.fake_mode.engine  # type: ignore[attr-defined]
@@ -128,6 +131,10 @@ class VirtualTensor(FakeTensor):
         if engine is None or any(_speaks_for_itself(kind) for kind in types):
             return NotImplemented
         try:
+            if func is torch.Tensor.__getitem__ and args[0].requires_grad and torch.is_grad_enabled():
+                found = engine.older_index(*args)
+                if found is not None:
+                    return found
             with pushed(engine.mode):
                 return func(*args, **(kwargs or {}))
         except Exception as error:

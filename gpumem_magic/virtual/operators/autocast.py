@@ -1,8 +1,8 @@
 """`torch.autocast("cuda")` for virtual tensors.
 
 PyTorch's own kernels for the AutocastCUDA key ask C++ whether a tensor is on CUDA, and are told meta. While the virtual GPU
-is on, Python kernels for the operators in PyTorch's documentation ("Autocast Op Reference") take their place; afterwards the
-originals are back. Weights are cast once in a region and kept until it ends, which is memory that shows in the report.
+is on, Python kernels for the operators in ATen/autocast_mode.h take their place; afterwards the originals are back. Weights are
+cast once in a region and kept until it ends, which is memory that shows in the report.
 """
 
 from __future__ import annotations
@@ -23,10 +23,13 @@ _LOWER = """
     rnn_relu_cell rnn_tanh_cell _thnn_fused_gru_cell _thnn_fused_lstm_cell scaled_dot_product_attention
 """
 _FLOAT32 = """
-    acos asin binary_cross_entropy_with_logits cdist cosh cosine_embedding_loss cosine_similarity cross_entropy_loss dist erfinv
-    exp expm1 frobenius_norm group_norm hinge_embedding_loss kl_div l1_loss layer_norm log log10 log1p log2 logsumexp
+    acos asin binary_cross_entropy_with_logits cdist cosh cosine_embedding_loss cosine_similarity dist erfinv
+    exp expm1 frobenius_norm group_norm hinge_embedding_loss huber_loss kl_div l1_loss layer_norm log log10 log1p log2 logsumexp
     margin_ranking_loss mse_loss multi_margin_loss multilabel_margin_loss native_layer_norm nll_loss nll_loss2d nuclear_norm
     pdist poisson_nll_loss pow reciprocal renorm rsqrt sinh smooth_l1_loss soft_margin_loss softplus tan triplet_margin_loss
+    _upsample_bicubic2d_aa _upsample_bilinear2d_aa _upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d
+    upsample_bicubic2d upsample_bilinear2d upsample_linear1d upsample_nearest1d upsample_nearest2d upsample_nearest3d
+    upsample_trilinear3d
 """
 # Computed in float32 by asking the operator for that result type: its argument is not copied.
 _FLOAT32_RESULT = "cumprod cumsum linalg_matrix_norm linalg_vector_norm log_softmax prod softmax sum"
@@ -36,7 +39,8 @@ _WIDEST = "addcdiv addcmul atan2 bilinear cross dot grid_sampler index_put scatt
 class AutocastKernels:
     """The kernels, while they are installed."""
 
-    def __init__(self) -> None:
+    def __init__(self, torch_version: Callable[[int], tuple[int, int]]) -> None:
+        self._torch_version = torch_version
         self._cast_weights: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._without_autocast = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
 
@@ -114,6 +118,8 @@ class AutocastKernels:
             and arg.is_leaf
             and not arg._is_view()
             and torch.is_autocast_cache_enabled()
+            # Since 2.11 (pull request 165068).
+            and not (torch.is_inference_mode_enabled() and self._torch_version(arg.fake_device.index) >= (2, 11))
         )
         if not keep:
             return arg.to(dtype)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from gpumem_magic.private import aten as _aten
-from gpumem_magic.virtual.engine.engine import Engine, special
+from gpumem_magic.virtual.engine.engine import BESIDE, Engine, special
 from gpumem_magic.virtual.operators.sorting import holding
 from gpumem_magic.virtual.operators.written_gradients import IN_PLACE, writes_into_zeros
 
@@ -47,13 +47,9 @@ def _laid_out(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) ->
         return engine.run(func, args, kwargs, device)
 
 
-@special(*_PRODUCTS)
-def _product(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
-    sizes = [_bytes(args[place]) for place in _PRODUCTS[func] if not _lies_right(args[place])]
-    if not sizes:
-        return engine.run(func, args, kwargs, device)
-    with holding(engine, device, sizes):
-        return engine.run(func, args, kwargs, device)
+@special(*_PRODUCTS, table=BESIDE)
+def _product(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> list[int]:
+    return [_bytes(args[place]) for place in _PRODUCTS[func] if not _lies_right(args[place])]
 
 
 def fits_blas(shape: Sequence[int], stride: Sequence[int]) -> bool:

@@ -206,6 +206,7 @@ class CudaMemory:
                 if history is not None:
                     gpu.allocator.sinks[:] = [sink for sink in gpu.allocator.sinks if sink is not history]
                 if enabled is None:
+                    self._histories.pop(gpu.index, None)
                     gpu.allocator.stacks = None
                     continue
                 entries = 1 if enabled == "state" else min(max_entries, sys.maxsize)

@@ -1,0 +1,172 @@
+"""Public programs on the virtual GPU, beside the recordings that their authors made of them on real ones.
+
+    python benchmarks/recordings --repositories DIR [--only TEXT] [--details N] [--page PATH]
+
+DIR holds the programs' repositories as git keeps them (``DIR/owner+name/repo``, ``DIR/owner/name`` or ``DIR/owner/name.git``).
+Each program is laid out in a scratch folder and run unmodified, and the two recordings are compared allocation by allocation. A
+program that needs a package which is not installed is left out, and the package is named.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+from gpumem_magic.commands.diff_events import recorded, words
+from gpumem_magic.snapshot.pairing import Pairing, Recorded, pair
+
+HERE = Path(__file__).resolve().parent
+RECORDINGS = HERE.parents[2] / "shared" / "data" / "snapshots"
+TEXT = (".py", ".toml", ".json", ".yaml", ".yml", ".txt", ".cfg")
+
+
+@dataclass(frozen=True)
+class Result:
+    """A case's outcome: both recordings, their pairing, and the seconds that the program took."""
+
+    case: Mapping[str, Any]
+    real: Recorded
+    virtual: Recorded
+    pairing: Pairing
+    seconds: float
+
+
+class Skip(Exception):
+    """A case cannot be run here. The text says why."""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python benchmarks/recordings", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--repositories", metavar="DIR", type=Path, required=True, help="the programs' git repositories"
+    )
+    parser.add_argument("--recordings", metavar="DIR", type=Path, default=RECORDINGS, help="the real recordings")
+    parser.add_argument("--only", metavar="TEXT", default="", help="cases with TEXT in recording or repository")
+    parser.add_argument("--details", metavar="N", type=int, default=6, help="kinds of difference that are listed")
+    parser.add_argument("--page", metavar="PATH", type=Path, help="also write the documentation's table to PATH")
+    options = parser.parse_args()
+    cases = tomllib.loads((HERE / "cases.toml").read_text(encoding="utf-8"))["case"]
+    results = []
+    for case in cases:
+        if options.only not in f"{case['recording']} {case['repository']}":
+            continue
+        try:
+            result = run(case, options.repositories, options.recordings)
+        except Skip as why:
+            print(f"\n{case['recording']}: left out: {why}", flush=True)
+            continue
+        results.append(result)
+        print(f"\n{case['recording']}  ({case['repository']}, {case['device']}; {result.seconds:.0f} s)")
+        print("\n".join(words(result.real, result.virtual, result.pairing, options.details)), flush=True)
+    if options.page is not None:
+        options.page.write_text(table(results), encoding="utf-8")
+    return 0 if results else 1
+
+
+def run(case: Mapping[str, Any], repositories: Path, recordings: Path) -> Result:
+    recording = recordings / case["recording"]
+    if not recording.exists():
+        raise Skip(f"the recording is not in {recordings}")
+    content = recording.read_bytes()
+    content = gzip.decompress(content) if recording.suffix == ".gz" else content
+    if hashlib.sha256(content).hexdigest() != case["sha256"]:
+        raise Skip("the recording is another one: its checksum differs")
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch, "program")
+        lay_out(repository(repositories, case["repository"]), case["commit"], folder)
+        path = [str(folder / one) for one in (".", *case.get("path", ()))]
+        for number, other in enumerate(case.get("beside", ())):
+            place = Path(scratch, f"beside{number}")
+            lay_out(repository(repositories, other["repository"]), other["commit"], place)
+            path.append(str(place / other["path"]))
+        for before, after in case.get("change", ()):
+            script = folder / case["script"]
+            script.write_text(script.read_text(encoding="utf-8").replace(before, after), encoding="utf-8")
+        for name in case.get("folders", ()):
+            (folder / name).mkdir(parents=True, exist_ok=True)
+        kept = Path(scratch, "kept")
+        kept.mkdir()
+        began = time.perf_counter()
+        done = subprocess.run(
+            [sys.executable, HERE / "program.py", json.dumps({**case, "path": path}), kept],
+            cwd=folder,
+            env={**os.environ, **case.get("environment", {})},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        seconds = time.perf_counter() - began
+        written = sorted(kept.iterdir())
+        wanted = case.get("dump", len(written)) - 1
+        if done.returncode or not 0 <= wanted < len(written):
+            last = (done.stderr.strip().splitlines() or ["it wrote no snapshot"])[-1]
+            raise Skip(f"the program failed: {last}")
+        real, virtual = recorded(str(recording)), recorded(str(written[wanted]))
+    return Result(case, real, virtual, pair(real, virtual), seconds)
+
+
+def repository(folder: Path, name: str) -> Path:
+    owner, _, project = name.partition("/")
+    for place in (folder / f"{owner}+{project}" / "repo", folder / owner / project, folder / owner / f"{project}.git"):
+        if place.exists():
+            return place
+    raise Skip(f"{name} is not in {folder}")
+
+
+def lay_out(source: Path, commit: str, target: Path) -> None:
+    """Writes a commit's sources. Large files may be missing from a copy, and are not needed."""
+    git = ["git", "-C", str(source)]
+    listed = subprocess.run([*git, "ls-tree", "-r", "--name-only", commit], capture_output=True, text=True, check=False)
+    if listed.returncode:
+        raise Skip(f"{source} has no commit {commit}")
+    for name in listed.stdout.splitlines():
+        if name.endswith(TEXT):
+            found = subprocess.run([*git, "show", f"{commit}:{name}"], capture_output=True, check=False)
+            if not found.returncode:
+                place = target / name
+                place.parent.mkdir(parents=True, exist_ok=True)
+                place.write_bytes(found.stdout)
+
+
+def table(results: Sequence[Result]) -> str:
+    """The documentation's table."""
+    lines = [
+        "| program | card, PyTorch | allocations | matched | to the byte | freed alike | peak | reserved |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for result in results:
+        pairing, case, real, virtual = result.pairing, result.case, result.real, result.virtual
+        pairs = max(1, len(pairing.pairs))
+        shares = (pairing.matched, pairing.exact / pairs, pairing.freed_alike / pairs)
+        sizes = ((real.growth_at_peak, virtual.growth_at_peak), (real.peak_reserved, virtual.peak_reserved))
+        cells = [
+            f"{case['repository']}: {case['recording'].partition('.')[0]}",
+            case["device"].replace(",torch=", ", "),
+            f"{len(pairing.a):,}",
+            *(f"{100 * share:.2f} %" for share in shares),
+            *(f"{100 * (predicted / recorded - 1):+.3f} %" for recorded, predicted in sizes),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,66 @@
+"""Runs one program on a virtual GPU, in a process of its own, and keeps the snapshots that it writes.
+
+    python program.py CASE_AS_JSON FOLDER_FOR_SNAPSHOTS
+
+Started by ``python benchmarks/recordings`` in the program's folder. Weights stay untouched: `torch.nn.init` does nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gpumem_magic.virtual import gpu
+
+
+def main(case: dict[str, Any], kept: Path) -> None:
+    for name in dir(torch.nn.init):
+        if name.endswith("_") and not name.startswith("_"):
+            setattr(torch.nn.init, name, lambda tensor, *args, **kwargs: tensor)
+    # The script's folder, as Python has it, and those that the case names.
+    own = [str(Path(case["script"]).parent.resolve())] if "script" in case else []
+    sys.path[:0] = [*own, *(os.path.abspath(folder) for folder in case["path"])]
+    gpu.turn_on(case["device"])
+    _keep_snapshots(kept, case.get("dump"))
+    if "entry" in case:
+        exec(compile(case["entry"], "entry", "exec"), {"__name__": "__main__"})
+        return
+    sys.argv = [case["script"], *case["arguments"]]
+    runpy.run_path(case["script"], run_name="__main__")
+
+
+def _keep_snapshots(kept: Path, last: int | None) -> None:
+    """Copies each snapshot that is written, numbered in their order. The program ends after the last that is wanted."""
+    memory: Any = torch.cuda.memory
+    take, dump = memory._snapshot, memory._dump_snapshot
+    count = [0]
+
+    def name() -> Path:
+        count[0] += 1
+        return kept / f"{count[0]:04}.pickle"
+
+    def dump_snapshot(filename: Any = "dump_snapshot.pickle", *args: Any, **kwargs: Any) -> None:
+        dump(filename, *args, **kwargs)
+        shutil.copy(filename, name())
+        if count[0] == last:
+            sys.exit()
+
+    def snapshot(*args: Any, **kwargs: Any) -> Any:
+        import pickle
+
+        found = take(*args, **kwargs)
+        name().write_bytes(pickle.dumps(found))
+        return found
+
+    memory._dump_snapshot, memory._snapshot = dump_snapshot, snapshot
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]), Path(sys.argv[2]))

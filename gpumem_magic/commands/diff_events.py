@@ -1,0 +1,84 @@
+"""``gpumem diff --events A B``: two recordings of one program, a real and a virtual one say, allocation by allocation."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+
+from gpumem_magic.allocator.replayable import replayables
+from gpumem_magic.attribution.sites import folded
+from gpumem_magic.snapshot.files import read
+from gpumem_magic.snapshot.model import TraceEvent
+from gpumem_magic.snapshot.pairing import Pairing, Recorded, pair
+from gpumem_magic.snapshot.timeline import Timeline
+from gpumem_magic.snapshot.whole_file import printable
+from gpumem_magic.units import human
+
+_OPERATOR = re.compile(r"at::_ops::(?!empty)(\w+)::")
+
+
+def recorded(path: str, device: int | None = None) -> Recorded:
+    """The recording of that device, or of the one with the most events. Raises ValueError where there is none."""
+    found = [one for one in replayables(read(path)) if device in (None, one.device) and one.events]
+    if not found:
+        raise ValueError(
+            f"{printable(path)}: it has no events{'' if device is None else f' of device {device}'} to compare"
+        )
+    one = max(found, key=lambda one: len(one.events))
+    return Recorded(one.seed.start, one.events, Timeline(one.seed.start, one.events, one.settings))
+
+
+def print_comparison(a: str, b: str, device: int | None, most: int) -> int:
+    one, other = recorded(a, device), recorded(b, device)
+    print(f"A: {printable(a)}\nB: {printable(b)}\n")
+    print("\n".join(words(one, other, pair(one, other), most)))
+    return 0
+
+
+def words(a: Recorded, b: Recorded, pairing: Pairing, most: int) -> Iterator[str]:
+    """The comparison for a reader: the answer, the figures, where they first part, and up to `most` kinds of difference each."""
+    share = 100 * pairing.bytes_paired / max(1, pairing.bytes_a)
+    yield f"{100 * pairing.matched:.2f} % of the allocations match, and {share:.2f} % of A's bytes."
+    yield f"allocations     A {len(pairing.a):,}  B {len(pairing.b):,}  pairs {len(pairing.pairs):,}"
+    places = "" if pairing.same_place is None else f"  at the same place {pairing.same_place:,}"
+    yield f"of the pairs    same bytes {pairing.exact:,}  freed alike {pairing.freed_alike:,}{places}"
+    yield f"peak, growth    A {human(a.growth_at_peak)}  B {human(b.growth_at_peak)}{_error(a.growth_at_peak, b.growth_at_peak)}"
+    yield f"peak reserved   A {human(a.peak_reserved)}  B {human(b.peak_reserved)}{_error(a.peak_reserved, b.peak_reserved)}"
+    yield f"segments        A {a.segments:,}  B {b.segments:,}"
+    first = _first(a, b, pairing)
+    if first:
+        yield f"\nThey first part after {first}"
+    for name, side, alone, events in (("A", a, pairing.alone_a, pairing.a), ("B", b, pairing.alone_b, pairing.b)):
+        groups = Counter((side.events[events[index]].size, place(side.events[events[index]])) for index in alone)
+        if groups and most > 0:
+            yield f"\nOnly in {name}:"
+        for (size, where), count in groups.most_common(max(0, most)):
+            yield f"  {count:>6,} x {size:>14,} bytes  {printable(where)}"
+
+
+def _first(a: Recorded, b: Recorded, pairing: Pairing) -> str:
+    """Where the recordings first differ: the number of the allocation, and who asked for what."""
+    ends = [alone[0] for alone in (pairing.alone_a, pairing.alone_b) if alone]
+    if not ends:
+        return ""
+    same = next((place for place, both in enumerate(pairing.pairs) if both != (place, place)), len(pairing.pairs))
+    told = []
+    for name, side, alone, events in (("A", a, pairing.alone_a, pairing.a), ("B", b, pairing.alone_b, pairing.b)):
+        if alone and alone[0] == same:
+            event = side.events[events[same]]
+            told.append(f"{name} asks for {event.size:,} bytes, {printable(place(event))}")
+    return f"{same:,} allocations: {'; '.join(told)}."
+
+
+def place(event: TraceEvent) -> str:
+    """Where memory was asked for: the operator, where the stack has C++ frames, and the user's line."""
+    operators = [found[1] for frame in event.frames if (found := _OPERATOR.search(frame.name))]
+    lines = (
+        [line for line in folded(event.frames) if not line.startswith("(") and ".py:" in line] if event.frames else []
+    )
+    return ", ".join([*operators[-1:], *lines[:1]]) or "no stack"
+
+
+def _error(a: int, b: int) -> str:
+    return f"  ({100 * (b / a - 1):+.3f} %)" if a > 0 else ""

@@ -1,0 +1,45 @@
+"""``x[:, -1]`` as PyTorch before 2.9 ran it: a slice that takes all of a dimension is an operator of its own.
+
+Its gradient is a tensor of the full size, which later versions do not make (``applySlice`` in ATen/TensorIndexing.h compared the
+slice's end, the largest integer, with the dimension's length).
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+
+# The first PyTorch that leaves such slices out.
+LEFT_OUT_FROM = (2, 9)
+
+
+def with_full_slices(tensor: Any, index: Any) -> Any:
+    """``tensor[index]`` for a tensor whose gradient is wanted; None where no such slice is in the index, or a mask is."""
+    items = index if isinstance(index, tuple) else (index,)
+    if not any(isinstance(item, slice) and item.stop is None and not item.start for item in items):
+        return None
+    if any(isinstance(item, bool) or getattr(item, "dtype", None) in (torch.bool, torch.uint8) for item in items):
+        return None
+    dim = 0
+    chosen: dict[int, Any] = {}
+    for number, item in enumerate(items):
+        if item is None:
+            tensor = tensor.unsqueeze(dim)
+        elif item is Ellipsis:
+            dim = tensor.dim() - sum(later is not None for later in items[number + 1 :]) - 1
+        elif isinstance(item, int):
+            tensor = tensor.select(dim, item)
+            continue
+        elif isinstance(item, slice):
+            step = 1 if item.step is None else item.step
+            end = sys.maxsize if item.stop is None else item.stop
+            tensor = torch.ops.aten.slice.Tensor(tensor, dim, item.start or 0, end, step)
+        else:
+            chosen[dim] = item
+        dim += 1
+    if not chosen:
+        return tensor
+    lists = [None if place not in chosen else torch.as_tensor(chosen[place]) for place in range(max(chosen) + 1)]
+    return torch.ops.aten.index.Tensor(tensor, lists)

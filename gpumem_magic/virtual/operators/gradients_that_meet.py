@@ -1,0 +1,94 @@
+"""Gradients that come to one node from several sides: the second is added into the first, without a new tensor.
+
+After ``accumulate`` in torch/csrc/autograd/input_buffer.cpp: gradient mode is off, nobody but the engine holds the first
+gradient, and it lies densely. C++ takes another way for subclasses of tensors, which virtual tensors are: the sum comes as a
+plain ``add``, and is told here from one of a gradient's own formula, whose first tensor was made by that very node.
+"""
+
+from __future__ import annotations
+
+import operator
+import sys
+from typing import Any, NamedTuple
+
+import torch
+from torch._C import _storage_Use_Count
+
+from gpumem_magic.virtual.engine.engine import Engine, node_now, special
+from gpumem_magic.virtual.engine.modes import STATE
+from gpumem_magic.virtual.engine.tensors import VirtualTensor
+from gpumem_magic.virtual.operators.sorting import is_dense
+
+_aten = torch.ops.aten
+
+
+class _Holders(NamedTuple):
+    """How often a tensor is held when it comes here: by Python, by C++, and its storage."""
+
+    references: int
+    uses: int
+    storage_uses: int
+
+
+class _Learning:
+    """What one holds that only the engine holds; found out once, since it depends on the version."""
+
+    running = False
+    found: _Holders | None = None
+
+
+def learn() -> None:
+    """Has a gradient of no elements meet another, and keeps how often it is held then."""
+    if _Learning.found is not None:
+        return
+    _Learning.running = True
+    try:
+        with torch.inference_mode(False), torch.enable_grad():
+            leaf = torch.empty(0, device="cuda", requires_grad=True)
+            middle = leaf.neg()
+            # None of these keeps a tensor, so no hook of the program's is called.
+            torch.autograd.grad(middle.neg() + middle.neg(), leaf, torch.empty_like(leaf))
+    finally:
+        _Learning.running = False
+
+
+@special(_aten.add.Tensor)
+def _add(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    if not STATE.backward or kwargs or torch.is_grad_enabled() or not _is_engines_sum(engine, args):
+        return engine.run(func, args, kwargs, device)
+    if is_free(args[0]):
+        return engine.run(_aten.add_.Tensor, args, kwargs, device)
+    out = engine.run(func, args, kwargs, device)
+    placement = engine.table.find(out.untyped_storage())
+    if placement is not None:
+        # No node made it: the next gradient that comes here is added to it.
+        placement.node = 0
+    return out
+
+
+def _is_engines_sum(engine: Engine, args: Any) -> bool:
+    """Whether two gradients meet here, and it is no sum within a gradient's own formula."""
+    first, second = args
+    if type(first) is not VirtualTensor or type(second) is not VirtualTensor:
+        return False
+    if first.shape != second.shape or first.dtype != second.dtype or torch.strided is not first.layout:
+        return False
+    placement = engine.table.find(first.untyped_storage())
+    if placement is None:
+        return False
+    return placement.node != node_now() or _meets_itself(torch._C._current_autograd_node())
+
+
+def _meets_itself(node: Any) -> bool:
+    """Whether two of a node's own gradients go to the same place, as those of ``x * x``."""
+    following = [edge for edge in node.next_functions if edge[0] is not None]
+    return len(set(following)) < len(following)
+
+
+def is_free(tensor: Any) -> bool:
+    """Whether only the engine holds the tensor, which lies densely."""
+    held = _Holders(sys.getrefcount(tensor), tensor._use_count(), _storage_Use_Count(tensor.untyped_storage()._cdata))
+    if _Learning.running:
+        _Learning.found = held
+    alone = _Learning.found
+    return alone is not None and all(map(operator.le, held, alone)) and is_dense(tensor)

@@ -1,0 +1,244 @@
+"""Reductions that several blocks of threads share: a buffer for their partial results, and a semaphore for each block of outputs.
+
+After ``setReduceConfig`` and ``gpu_reduce_kernel`` in ATen/native/cuda/Reduce.cuh (the same in torch 2.1 to 2.15) and after the
+order that TensorIterator brings dimensions into (``reorder_dimensions``, ``coalesce_dimensions`` in TensorIterator.cpp). How far
+the work is split follows from shape, strides and size of the elements, and from the card's multiprocessors and their threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+
+from gpumem_magic.virtual.engine.engine import BESIDE, Engine, special
+from gpumem_magic.virtual.operators.sorting import holding
+
+_aten = torch.ops.aten
+
+_MOST_THREADS = 512
+_WARP = 32
+_FEWEST_VALUES, _MOST_VALUES = 16, 256
+_VECTOR = 4
+_MOST_INDEXED = 2**31 - 1
+_HALF = (torch.float16, torch.bfloat16)
+
+
+class _Plan(NamedTuple):
+    """The joined dimensions of a reduction, reduced ones first, then by stride; strides of the input in bytes."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    reduced: int
+
+
+class _ReductionKernel(NamedTuple):
+    """accumulator: bytes of a partial result; None: an element's (float32 for half precision), 0: an element's in any case.
+    at_once: how many elements a thread loads at once. in_results_type: whether an input of another type is converted first."""
+
+    accumulator: int | None = None
+    at_once: int = _VECTOR
+    in_results_type: bool = False
+
+
+def split(
+    plan: _Plan, item: int, at_once: int, accumulator: int, processors: int, threads: int
+) -> tuple[int, int] | None:
+    """Bytes of the buffer and of the semaphores; None where one block does all the work for its outputs.
+
+    item: bytes of an element; at_once: how many of them a thread loads at once; accumulator: bytes of a partial result;
+    processors: the card's multiprocessors, with so many threads each.
+    """
+    outputs = prod(plan.shape[plan.reduced :])
+    inputs = prod(plan.shape[: plan.reduced])
+    if not plan.shape:
+        return None
+    along = plan.reduced == len(plan.shape) or plan.strides[0] < plan.strides[plan.reduced]
+    width, height = (inputs, outputs) if along else (outputs, inputs)
+    vector = 1
+    if plan.shape and plan.strides[0 if along else plan.reduced] == item:
+        if not along:
+            vector = _output_vector(plan, item)
+            width //= vector
+        elif width >= 128 and plan.reduced == 1:
+            width //= at_once
+    most = _MOST_THREADS // vector
+    width, height = (min(most, _power_of_two(size)) for size in (width, height))
+    block_height = min(height, most // min(width, _WARP))
+    block_width = min(width, most // block_height)
+    step_input, step_output = (block_width, 1) if along else (1, block_width)
+    over_warps = -(-inputs // step_input) >= min(block_height * _FEWEST_VALUES, _MOST_VALUES)
+    if not over_warps:
+        return None
+    step_input *= block_height
+    values = -(-inputs // step_input)
+    wanted = processors * (threads // (block_width * block_height))
+    grid = -(-(outputs // vector) // step_output)
+    if values < _MOST_VALUES or grid > wanted:
+        return None
+    blocks = max(min(-(-wanted // grid), -(-values // _FEWEST_VALUES)), -(-values // _MOST_VALUES))
+    if blocks <= 1:
+        return None
+    buffer = accumulator * outputs * blocks * (1 if along else block_width * vector)
+    return buffer, 4 * grid
+
+
+def _power_of_two(size: int) -> int:
+    """The largest power of two up to `size`."""
+    return 1 << (max(1, size).bit_length() - 1)
+
+
+def _output_vector(plan: _Plan, item: int) -> int:
+    """How many outputs that lie side by side a thread works on."""
+    others = [stride // item for place, stride in enumerate(plan.strides) if place != plan.reduced]
+    vector = _VECTOR
+    while any(number % vector for number in (plan.shape[plan.reduced], *others)):
+        vector //= 2
+    return vector
+
+
+def _plan(shape: Sequence[int], strides: Sequence[int], dims: Collection[int]) -> _Plan:
+    strides = [0 if size == 1 else stride for size, stride in zip(shape, strides, strict=True)]
+    results = _result_strides(shape, dims)
+    order = list(reversed(range(len(shape))))
+    for place in range(1, len(order)):
+        moving = place
+        for before in range(place - 1, -1, -1):
+            comparison = _compare(order[before], order[moving], shape, strides, results)
+            if comparison > 0:
+                order[before], order[moving] = order[moving], order[before]
+                moving = before
+            elif comparison < 0:
+                break
+    joined: list[list[int]] = []
+    for dim in order:
+        one = [shape[dim], strides[dim], results[dim]]
+        if joined and _joins(joined[-1], one):
+            last = joined[-1]
+            if last[0] == 1:
+                last[1:] = one[1:]
+            last[0] *= one[0]
+        else:
+            joined.append(one)
+    reduced = sum(size > 1 and not result for size, _, result in joined)
+    return _Plan(tuple(one[0] for one in joined), tuple(one[1] for one in joined), reduced)
+
+
+def _result_strides(shape: Sequence[int], dims: Collection[int]) -> list[int]:
+    """The strides of the result, 0 along what is reduced and where there is one element."""
+    strides, stride = [0] * len(shape), 1
+    for dim in reversed(range(len(shape))):
+        if dim not in dims and shape[dim] > 1:
+            strides[dim] = stride
+            stride *= shape[dim]
+    return strides
+
+
+def _compare(one: int, other: int, shape: Sequence[int], strides: Sequence[int], results: Sequence[int]) -> int:
+    """Positive where `other` belongs further inside: what is reduced first, then by the input's stride."""
+    if (results[one] == 0) != (results[other] == 0):
+        return 1 if results[other] == 0 else -1
+    for given in (results, strides):
+        if given[one] and given[other]:
+            if given[one] != given[other]:
+                return -1 if given[one] < given[other] else 1
+            if shape[one] > shape[other]:
+                return 1
+    return 0
+
+
+def _joins(inner: Sequence[int], outer: Sequence[int]) -> bool:
+    if inner[0] == 1 or outer[0] == 1:
+        return True
+    return all(after == inner[0] * before for before, after in zip(inner[1:], outer[1:], strict=True))
+
+
+_SUM = _ReductionKernel(in_results_type=True)
+_INDEXED = _ReductionKernel(accumulator=16)
+_WELFORD = _ReductionKernel(accumulator=16, at_once=2)
+_ITEM = _ReductionKernel(accumulator=0)
+
+KERNELS: dict[Any, _ReductionKernel] = {
+    _aten.sum.default: _SUM,
+    _aten.sum.dim_IntList: _SUM,
+    _aten.nansum.default: _SUM,
+    _aten.mean.default: _SUM,
+    _aten.mean.dim: _SUM,
+    _aten.prod.default: _SUM,
+    _aten.prod.dim_int: _SUM,
+    _aten.linalg_vector_norm.default: _ReductionKernel(),
+    _aten.amax.default: _ITEM,
+    _aten.amin.default: _ITEM,
+    _aten.max.default: _ITEM,
+    _aten.min.default: _ITEM,
+    _aten.any.default: _ReductionKernel(accumulator=1),
+    _aten.any.dim: _ReductionKernel(accumulator=1),
+    _aten.all.default: _ReductionKernel(accumulator=1),
+    _aten.all.dim: _ReductionKernel(accumulator=1),
+    _aten.max.dim: _INDEXED,
+    _aten.min.dim: _INDEXED,
+    _aten.argmax.default: _INDEXED,
+    _aten.argmin.default: _INDEXED,
+    _aten.var.correction: _WELFORD,
+    _aten.std.correction: _WELFORD,
+    _aten.var_mean.correction: _WELFORD,
+    _aten.std_mean.correction: _WELFORD,
+}
+# The dimensions are an operator's second argument, but for these.
+_DIM_PLACE = {_aten.linalg_vector_norm.default: 2}
+_OF_ALL = {
+    _aten.sum.default, _aten.nansum.default, _aten.mean.default, _aten.prod.default, _aten.max.default, _aten.min.default,
+    _aten.any.default, _aten.all.default,
+}  # fmt: skip
+
+
+@special(*KERNELS, table=BESIDE)
+def _reduce(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> tuple[int, ...]:
+    source, first = args[0], out[0] if isinstance(out, tuple) else out
+    if source.layout is not torch.strided or not source.numel():
+        return ()
+    kernel = KERNELS[func]
+    item, copied = source.element_size(), 0
+    half = source.dtype in _HALF
+    if kernel.in_results_type and first.dtype != source.dtype and not (half and first.dtype == torch.float32):
+        item = first.element_size()
+        copied = source.numel() * item
+    accumulator = kernel.accumulator or (4 if half and kernel.accumulator is None else item)
+    if kernel is _WELFORD and source.dtype == torch.float64:
+        accumulator *= 2
+    strides = [stride * item for stride in source.stride()]
+    whole = _plan(source.shape, strides, _dims(func, args, kwargs, source.dim()))
+    plans = _indexable(whole)
+    # Several kernels add to what cannot hold their sum.
+    sums = first.numel() * accumulator if len(plans) > 1 and half and first.dtype == source.dtype else 0
+    with holding(engine, device, [size for size in (copied, sums) if size]):
+        for plan in plans:
+            shared = split(plan, item, kernel.at_once, accumulator, *engine.memory.processors(device))
+            if shared is not None:
+                with holding(engine, device, shared):
+                    pass
+    return ()
+
+
+def _dims(func: Any, args: Any, kwargs: Any, count: int) -> set[int]:
+    """The dimensions that are reduced: all where none are named."""
+    place = _DIM_PLACE.get(func, 1)
+    given = None if func in _OF_ALL else args[place] if len(args) > place else kwargs.get("dim")
+    if given is None or (isinstance(given, (list, tuple)) and not given):
+        return set(range(count))
+    return {dim % max(1, count) for dim in (given if isinstance(given, (list, tuple)) else (given,))}
+
+
+def _indexable(plan: _Plan) -> list[_Plan]:
+    """The parts that a kernel each can work on: those with more elements or bytes than 31 bits can count are halved."""
+    extents = [(size - 1) * stride for size, stride in zip(plan.shape, plan.strides, strict=True)]
+    if prod(plan.shape) <= _MOST_INDEXED and 1 + sum(extents) <= _MOST_INDEXED:
+        return [plan]
+    place = extents.index(max(extents))
+    half = plan.shape[place] // 2
+    parts = []
+    for size in (half, plan.shape[place] - half):
+        parts += _indexable(plan._replace(shape=(*plan.shape[:place], size, *plan.shape[place + 1 :])))
+    return parts

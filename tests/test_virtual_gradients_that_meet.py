@@ -1,0 +1,142 @@
+"""Gradients that come to one node from several sides are added in place, as autograd's engine does on a device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from gpumem_magic.virtual import gpu
+
+COUNT = 1 << 16
+BYTES = 4 * COUNT
+
+
+@pytest.fixture(autouse=True)
+def device() -> Iterator[None]:
+    gpu.turn_on("A100-40GB")
+    yield
+    gpu.turn_off()
+
+
+def made(program: Callable[[], Any]) -> int:
+    """How many tensors of COUNT values the program makes."""
+    memory: Any = torch.cuda.memory
+    memory._record_memory_history()
+    program()
+    trace = memory._snapshot()["device_traces"][0]
+    memory._record_memory_history(enabled=None)
+    return sum(event["action"] == "alloc" and event["size"] == BYTES for event in trace)
+
+
+def leaf() -> torch.Tensor:
+    return torch.randn(COUNT, device="cuda", requires_grad=True)
+
+
+def seed() -> torch.Tensor:
+    return torch.ones(COUNT, device="cuda")
+
+
+def test_turning_on_takes_no_memory() -> None:
+    assert torch.cuda.memory_reserved() == 0
+
+
+@pytest.mark.parametrize("sides", [2, 3, 5])
+def test_each_further_side_makes_only_its_own_gradient(sides: int) -> None:
+    x, gradient = leaf(), seed()
+    middle = x.neg()
+    total = middle.neg()
+    for _ in range(sides - 1):
+        total = total + middle.neg()
+    # One gradient from each side; the sums go into the first. And the leaf's.
+    assert made(lambda: torch.autograd.grad(total, x, gradient)) == sides + 1
+
+
+def test_a_product_with_itself() -> None:
+    x, gradient = leaf(), seed()
+    middle = x.neg()
+    square = middle * middle
+    assert made(lambda: torch.autograd.grad(square, x, gradient)) == 2 + 1
+
+
+def test_a_gradient_that_somebody_holds_is_left_alone() -> None:
+    x, gradient = leaf(), seed()
+    middle = x.neg()
+    one, other = middle.neg(), middle.neg()
+    held: list[torch.Tensor] = []
+    one.grad_fn.register_hook(lambda inputs, outputs: held.append(inputs[0]))  # type: ignore[union-attr]
+    other.grad_fn.register_hook(lambda inputs, outputs: held.append(inputs[0]))  # type: ignore[union-attr]
+    total = one + other
+    assert made(lambda: torch.autograd.grad(total, x, gradient)) == 2 + 1 + 1
+    assert held[0] is not held[1]
+
+
+def test_a_gradient_that_lies_in_no_memory_of_its_own_is_not_written_to() -> None:
+    x = leaf()
+    middle = x.neg()
+    # The gradient of a sum is one number, seen COUNT times.
+    total = middle.sum() + middle.sum()
+    assert made(lambda: torch.autograd.grad(total, x)) == 1 + 1
+
+
+def test_a_gradient_of_the_gradient_keeps_every_part() -> None:
+    x, gradient = leaf(), seed()
+    middle = x.neg()
+    total = middle.neg() + middle.neg()
+    assert made(lambda: torch.autograd.grad(total, x, gradient, create_graph=True)) == 2 + 1 + 1
+
+
+class Doubled(torch.autograd.Function):
+    """A gradient whose formula adds on its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient + gradient.neg()
+
+
+def test_a_formulas_own_sum_is_none_of_the_engines() -> None:
+    x, gradient = leaf(), seed()
+    doubled = Doubled.apply(x.neg())
+    # neg, their sum, and the leaf's.
+    assert made(lambda: torch.autograd.grad(doubled, x, gradient)) == 3
+
+
+@pytest.mark.parametrize(("version", "count"), [("2.8", 2), ("2.9", 0)])
+def test_a_full_slice_is_an_operator_up_to_2_8(version: str, count: int) -> None:
+    gpu.turn_on(f"A100-40GB,torch={version}")
+    x = torch.randn(8, 16, 32, device="cuda", requires_grad=True)
+    memory: Any = torch.cuda.memory
+    y = x[:, -1, :]
+    assert y.shape == (8, 32)
+    gradient = torch.ones(8, 32, device="cuda")
+    memory._record_memory_history()
+    torch.autograd.grad(y, x, gradient)
+    trace = memory._snapshot()["device_traces"][0]
+    sizes = [event["size"] for event in trace if event["action"] == "alloc"]
+    # Of the rows that were selected, and of the whole; the select's own gradient is there in every version.
+    assert len(sizes) == 1 + count
+    assert sizes.count(8 * 16 * 32 * 4) == 1 + count // 2
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        (slice(None), -1), (slice(None),), (..., slice(None), 2), (None, slice(None), 1, ...), (slice(1, None, 2), slice(None)),
+        (slice(None), torch.tensor([0, 2])), (slice(None), [1, 0], slice(None), 3), 2, (slice(None), True, 1), (slice(-2, None),),
+    ],
+)  # fmt: skip
+def test_an_older_index_gives_the_same_shape(index: Any) -> None:
+    plain = torch.zeros(4, 5, 6, 7)[index]
+    gpu.turn_on("A100-40GB,torch=2.6")
+    x = torch.zeros(4, 5, 6, 7, device="cuda", requires_grad=True)
+    found = x[index]
+    assert (found.shape, found.stride()) == (plain.shape, plain.stride())
+    found.sum().backward()
+    assert x.grad is not None
+    assert x.grad.shape == x.shape

@@ -1,0 +1,107 @@
+"""What reductions take where several blocks of threads share the work, against figures that were recorded on GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from gpumem_magic.virtual import gpu
+
+
+@pytest.fixture
+def on() -> Iterator[Callable[[str], Any]]:
+    yield gpu.turn_on
+    gpu.turn_off()
+
+
+def asked(program: Callable[[], Any]) -> list[int]:
+    """Bytes of every request that the program makes, in order."""
+    memory: Any = torch.cuda.memory
+    memory._record_memory_history()
+    program()
+    trace = memory._snapshot()["device_traces"][0]
+    memory._record_memory_history(enabled=None)
+    return [event["size"] for event in trace if event["action"] == "alloc"]
+
+
+@pytest.mark.parametrize(
+    ("card", "shape", "dims", "shared"),
+    [
+        ("RTX3090,torch=2.6", (10, 200, 512), (0, 1), [8_388_608, 16]),
+        ("A100-80GB,torch=2.11", (4, 512, 1024), (0, 1), [16_777_216, 32]),
+        ("RTX3090,torch=2.6", (8, 4096, 16), (0, 1, 2), [256, 4]),
+    ],
+)
+def test_what_was_recorded(
+    on: Callable[[str], Any], card: str, shape: tuple[int, ...], dims: tuple[int, ...], shared: list[int]
+) -> None:
+    """In training steps of public repositories, whose recordings name the kernel."""
+    on(card)
+    x = torch.randn(shape, device="cuda")
+    assert asked(lambda: x.sum(dims))[1:] == shared
+
+
+def test_small_work_is_not_split(on: Callable[[str], Any]) -> None:
+    on("A100-40GB")
+    x = torch.randn(64, 64, device="cuda")
+    assert asked(lambda: (x.sum(), x.sum(0), x.mean(1), x.amax())) == [4, 256, 256, 4]
+
+
+def test_partial_results_are_as_wide_as_the_kernels(on: Callable[[str], Any]) -> None:
+    on("A100-40GB")
+    x = torch.randn(1 << 20, device="cuda")
+    half = x.half()
+    buffers = {
+        name: asked(program)[-2:]
+        for name, program in {
+            "sum": x.sum, "amax": x.amax, "half amax": half.amax, "argmax": x.argmax, "any": (x > 0).any,
+        }.items()
+    }  # fmt: skip
+    blocks = buffers["any"][0]
+    assert buffers["sum"][0] == buffers["amax"][0] == 4 * blocks
+    assert buffers["half amax"][0] == 2 * blocks
+    assert buffers["argmax"][0] == 16 * blocks
+    assert {semaphores for _, semaphores in buffers.values()} == {4}
+
+
+def test_what_is_summed_in_another_type_is_copied_first(on: Callable[[str], Any]) -> None:
+    on("A100-40GB")
+    mask = torch.ones(1 << 20, dtype=torch.bool, device="cuda")
+    count, copy, *shared = asked(mask.sum)
+    assert (count, copy) == (8, 8 << 20)
+    assert len(shared) == 2
+
+
+def test_more_than_two_gibibytes_are_reduced_in_parts(on: Callable[[str], Any]) -> None:
+    on("A100-80GB")
+    x = torch.empty(3 << 28, dtype=torch.float32, device="cuda")
+    found = asked(x.sum)
+    # Three GiB: the half of each half can be counted with 31 bits.
+    assert len(found) == 1 + 2 * 2
+
+
+def test_a_card_with_fewer_processors_splits_less(on: Callable[[str], Any]) -> None:
+    found = {}
+    for name in ("T4", "H100"):
+        on(name)
+        x = torch.randn(1 << 24, device="cuda")
+        found[name] = asked(x.sum)[1]
+    assert found["T4"] < found["H100"]
+
+
+def test_order_of_dimensions_does_not_matter_where_it_lies_the_same(on: Callable[[str], Any]) -> None:
+    on("A100-40GB")
+    x = torch.randn(64, 128, 512, device="cuda")
+    plain = asked(lambda: x.sum((0, 1)))
+    moved = asked(lambda: x.permute(2, 0, 1).sum((1, 2)))
+    assert plain == moved
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1), (0, 3), (5, 0)])
+def test_odd_shapes_take_nothing(on: Callable[[str], Any], shape: tuple[int, ...]) -> None:
+    on("T4")
+    x = torch.zeros(shape, device="cuda")
+    assert all(size <= 24 for size in asked(lambda: (x.sum(), x.sum(-1) if shape else None, x.mean())))
