@@ -1,6 +1,6 @@
 """Public programs on the virtual GPU, beside the recordings that their authors made of them on real ones.
 
-    python benchmarks/recordings --repositories DIR [--only TEXT] [--details N] [--page PATH]
+    python benchmarks/recordings --repositories DIR [--only TEXT] [--details N] [--page PATH] [--keep FOLDER]
 
 DIR holds the programs' repositories as git keeps them (``DIR/owner+name/repo``, ``DIR/owner/name`` or ``DIR/owner/name.git``).
 Each program is laid out in a scratch folder and run unmodified, and the two recordings are compared allocation by allocation. A
@@ -14,6 +14,7 @@ import gzip
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -62,6 +63,7 @@ def main() -> int:
     parser.add_argument("--only", metavar="TEXT", default="", help="cases with TEXT in recording or repository")
     parser.add_argument("--details", metavar="N", type=int, default=6, help="kinds of difference that are listed")
     parser.add_argument("--page", metavar="PATH", type=Path, help="also write the documentation's table to PATH")
+    parser.add_argument("--keep", metavar="FOLDER", type=Path, help="also keep the virtual recordings in FOLDER")
     options = parser.parse_args()
     cases = tomllib.loads((HERE / "cases.toml").read_text(encoding="utf-8"))["case"]
     results = []
@@ -69,7 +71,7 @@ def main() -> int:
         if options.only not in f"{case['recording']} {case['repository']}":
             continue
         try:
-            result = run(case, options.repositories, options.recordings)
+            result = run(case, options.repositories, options.recordings, options.keep)
         except Skip as why:
             print(f"\n{case['recording']}: left out: {why}", flush=True)
             continue
@@ -81,7 +83,7 @@ def main() -> int:
     return 0 if results else 1
 
 
-def run(case: Mapping[str, Any], repositories: Path, recordings: Path) -> Result:
+def run(case: Mapping[str, Any], repositories: Path, recordings: Path, keep: Path | None = None) -> Result:
     recording = recordings / case["recording"]
     if not recording.exists():
         raise Skip(f"the recording is not in {recordings}")
@@ -119,6 +121,9 @@ def run(case: Mapping[str, Any], repositories: Path, recordings: Path) -> Result
         if done.returncode or not 0 <= wanted < len(written):
             last = (done.stderr.strip().splitlines() or ["it wrote no snapshot"])[-1]
             raise Skip(f"the program failed: {last}")
+        if keep is not None:
+            keep.mkdir(parents=True, exist_ok=True)
+            shutil.copy(written[wanted], keep / recording.name.removesuffix(".gz"))
         real, virtual = recorded(str(recording)), recorded(str(written[wanted]))
     return Result(case, real, virtual, pair(real, virtual), seconds)
 

@@ -27,7 +27,7 @@ from gpumem_magic.failures import is_own_failure
 from gpumem_magic.looks import tensors
 from gpumem_magic.looks.objects import attribute, is_a
 from gpumem_magic.private import aten as _aten
-from gpumem_magic.virtual.engine import indexing, kernel_rules, supplied, values
+from gpumem_magic.virtual.engine import contractions, indexing, kernel_rules, supplied, values
 from gpumem_magic.virtual.engine.memory import Memory
 from gpumem_magic.virtual.engine.mismatch import (
     in_cudas_words,
@@ -129,11 +129,18 @@ class Engine:
 
     # ---- operators
 
-    def older_index(self, tensor: VirtualTensor, index: Any) -> Any:
-        """``tensor[index]`` where the device's PyTorch runs it in another way than the installed one; else None."""
-        if self.memory.torch_version(int(tensor.fake_device.index)) >= indexing.LEFT_OUT_FROM:
+    def older(self, func: Any, args: Any) -> Any:
+        """What one of `OLDER` gives where the device's PyTorch runs it in another way than the installed one; else None."""
+        device = device_among(args, None)
+        if device is None or device >= self.device_count:
             return None
-        return indexing.with_full_slices(tensor, index)
+        version = self.memory.torch_version(device)
+        if func is torch.functional.einsum:
+            return None if version >= contractions.SWAPPED_FROM else contractions.in_given_order(args[0], args[1:])
+        tensor = args[0]
+        if version >= indexing.LEFT_OUT_FROM or not isinstance(tensor, VirtualTensor) or not tensor.requires_grad:
+            return None
+        return indexing.with_full_slices(*args) if torch.is_grad_enabled() else None
 
     def handle(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if func is DEVICE_QUERY:

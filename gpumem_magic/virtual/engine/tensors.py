@@ -36,8 +36,8 @@ class TensorEngine(Protocol):
 
     def record_stream(self, tensor: VirtualTensor, stream: Any) -> None: ...
 
-    def older_index(self, tensor: VirtualTensor, index: Any) -> Any:
-        """``tensor[index]`` where the device's PyTorch runs it in another way than the installed one; else None."""
+    def older(self, func: Any, args: Any) -> Any:
+        """What one of `OLDER` gives where the device's PyTorch runs it in another way than the installed one; else None."""
 
 
 def engine_of(tensor: VirtualTensor) -> TensorEngine:
@@ -50,6 +50,9 @@ def engine_of(tensor: VirtualTensor) -> TensorEngine:
 HOST_CLASS = "_gpumem_host_class"
 KNOWN = "_gpumem_known"
 CHECKED = "_gpumem_checked"
+
+# Functions that older versions run in another way.
+OLDER = {torch.Tensor.__getitem__, torch.functional.einsum}
 
 # What PyTorch's fake tensors keep in a tensor's own dictionary, apart from what users put there.
 _FAKE_ATTRIBUTES = {
@@ -131,8 +134,8 @@ class VirtualTensor(FakeTensor):
         if engine is None or any(_speaks_for_itself(kind) for kind in types):
             return NotImplemented
         try:
-            if func is torch.Tensor.__getitem__ and args[0].requires_grad and torch.is_grad_enabled():
-                found = engine.older_index(*args)
+            if func in OLDER:
+                found = engine.older(func, args)
                 if found is not None:
                     return found
             with pushed(engine.mode):

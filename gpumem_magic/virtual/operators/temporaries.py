@@ -1,9 +1,11 @@
-"""Memory that CUDA's kernels take only while they run, and that no other module here counts: an embedding's gradient.
+"""Memory that CUDA's kernels take only while they run, and that no other module here counts: embeddings' gradients, powers.
 
 An embedding's dense gradient (``Embedding.cu`` and ``EmbeddingBackwardKernel.cu`` in ATen/native/cuda): up to 3072 indices are
 added up in place. More are sorted first, which takes two lists of indices, four lists of where their runs begin, and a row of
 the accumulation type (float32 for half precision) for each index: often more than the gradient itself. (Early versions had
 rows only for the runs, whose number depends on values.) The sort's own storage, CUB's, is gone before the rows come.
+
+A number to the power of a tensor comes to the device in a tensor of its own (``Pow.cpp`` in ATen/native).
 
 What other kernels that sort take is in `sorting`, copies into another layout are in `copies`, convolutions in `convolutions`.
 """
@@ -16,7 +18,7 @@ from typing import Any
 import torch
 
 from gpumem_magic.private import aten as _aten
-from gpumem_magic.virtual.engine.engine import Engine, special
+from gpumem_magic.virtual.engine.engine import BESIDE, Engine, special
 
 # The most indices that the kernel without a sort is used for.
 MOST_UNSORTED = 3072
@@ -49,3 +51,8 @@ def _embedding_backward(engine: Engine, func: Any, args: Any, kwargs: Any, devic
         for size in sizes:
             held.enter_context(engine.scratch(device, size))
         return engine.run(func, args, kwargs, device)
+
+
+@special(_aten.pow.Scalar, table=BESIDE)
+def _power(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> list[int]:
+    return [] if args[0] == 1 else [16 if isinstance(args[0], complex) else 8]
