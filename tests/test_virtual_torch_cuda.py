@@ -185,7 +185,8 @@ def test_a_recorded_history_is_written_and_read(tmp_path: Path) -> None:
     assert event["frames"][0]["filename"] == __file__
     assert not any("gpumem_magic" in frame["filename"] for frame in event["frames"])
     assert sum(segment["allocated_size"] for segment in snapshot["segments"]) == 3 * MIB
-    assert len(torch.cuda.memory._snapshot()["device_traces"][0]) >= len(actions)
+    # What was recorded goes when recording stops.
+    assert torch.cuda.memory._snapshot()["device_traces"][0] == []
     del kept
 
 
