@@ -231,6 +231,6 @@ def test_single_convolutions_are_met_to_the_printed_digit() -> None:
 def test_convolution_networks_are_near_with_the_estimate() -> None:
     networks = [one for one in convolutions.rows() if one.source == "GPUMemNet"]
     with_it, without = (convolutions.results(networks, estimated) for estimated in (True, False))
-    # Residuals' gradients are added in place, as recordings show, so ResNet's peaks want cuDNN's other ways, which nobody estimates.
+    # Residuals' gradients are added in place, as recordings show; ResNet's peaks lack cuDNN's other ways, which nobody estimates.
     assert all(abs(one.error) < (0.075 if "ResNet" in one.row.model else 0.05) for one in with_it)
     assert max(abs(one.error) for one in without) > 0.25
