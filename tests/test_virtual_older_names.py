@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.cuda.nvtx
@@ -33,6 +34,60 @@ def test_a_default_type_on_cuda_is_a_default_device() -> None:
     assert (torch.rand(3).device.type, torch.rand(3).dtype) == ("cuda", torch.float64)
     torch.set_default_tensor_type("torch.FloatTensor")
     assert (torch.rand(3).device.type, torch.rand(3).dtype) == ("cpu", torch.float32)
+
+
+def test_the_old_constructor_follows_the_default_type() -> None:
+    before = torch.Tensor([1.0])
+    torch.set_default_tensor_type(torch.cuda.FloatTensor)
+    rays = torch.zeros(4, 6, device="cuda")
+    ends = torch.Tensor([1e10]).expand(rays[..., :1].shape)
+    assert torch.cat([rays, ends], -1).shape == (4, 7)
+    assert [tuple(one.shape) for one in (torch.Tensor(2, 3), torch.Tensor(), torch.Tensor(torch.Size([4])))] == [
+        (2, 3),
+        (0,),
+        (4,),
+    ]
+    assert not torch.LongTensor([1]).is_cuda
+    assert nn.Parameter(torch.Tensor(2)).is_cuda
+    torch.set_default_tensor_type(torch.FloatTensor)
+    after = torch.Tensor([1.0])
+    assert (type(after), after.device, after.item()) == (type(before), before.device, before.item())
+    assert "__new__" not in vars(torch.Tensor)
+    assert torch.Tensor(2, 3).shape == (2, 3)
+
+
+@pytest.mark.parametrize(
+    "name", ["FloatTensor", "DoubleTensor", "HalfTensor", "LongTensor", "ByteTensor", "BoolTensor"]
+)
+def test_old_constructors_on_cuda_take_sizes_lists_and_arrays(name: str) -> None:
+    kind = getattr(torch.cuda, name)
+    made = [
+        kind(),
+        kind(2, 3),
+        kind(torch.Size([4])),
+        kind([1, 0]),
+        kind((1, 0)),
+        kind(np.ones((2, 3))),
+    ]
+    assert [tuple(one.shape) for one in made] == [(0,), (2, 3), (4,), (2,), (2,), (2, 3)]
+    assert all(one.is_cuda and isinstance(one, kind) for one in made)
+    like = made[0].new(np.ones((2, 2)))
+    assert (like.shape, like.dtype, like.is_cuda) == ((2, 2), made[0].dtype, True)
+
+
+def test_a_nested_tensor_is_refused_in_one_line() -> None:
+    for build in (
+        lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], device="cuda"),
+        lambda: torch.nested.nested_tensor([torch.ones(2, device="cuda")]),
+    ):
+        with pytest.raises(NotImplementedError, match="cannot hold a nested tensor"):
+            build()
+    assert torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]).is_nested
+
+
+def test_the_device_is_set_below_torch_cuda() -> None:
+    torch._C._cuda_setDevice(0)
+    assert torch._C._cuda_getDevice() == 0
 
 
 def test_a_default_type_on_cuda_ends_with_the_device() -> None:

@@ -205,6 +205,9 @@ class VirtualMachine:
                 attempt(recurrent.install)
             # What Triton and libraries ask for the stream to launch on; builds for the host lack it.
             self._patches.set(torch._C, "_cuda_getCurrentRawStream", self.face.stream_of)
+            # What DistributedDataParallel's tutorials and older libraries call.
+            self._patches.set(torch._C, "_cuda_setDevice", self.face.set_device)
+            self._patches.set(torch._C, "_cuda_getDevice", self.face.current_device)
             # The public way to get cuBLAS's workspaces back; builds for the host lack it.
             self._patches.set(torch._C, "_cuda_clearCublasWorkspaces", self._clear_workspaces)
             attempt(self._captured.install)

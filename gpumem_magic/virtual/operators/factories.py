@@ -65,6 +65,13 @@ def refuse_to_hold(kind: str) -> NoReturn:
     )
 
 
+def made_as_of_old(args: tuple[Any, ...], dtype: torch.dtype, device: Any) -> torch.Tensor:
+    """What PyTorch's old constructors make: of numbers and a `torch.Size` a tensor of that size, of all else its values."""
+    if len(args) == 1 and not isinstance(args[0], (int, torch.Size)):
+        return torch.tensor(args[0], dtype=dtype, device=device)
+    return torch.empty(*args or (0,), dtype=dtype, device=device)
+
+
 def _check_kind(tensor: torch.Tensor) -> None:
     """Refuses what fake tensors cannot stand for, before C++ does in words that say nothing to the reader."""
     if tensor.is_nested:
@@ -112,6 +119,7 @@ class Factories:
         new_tensor = self._from_values(torch.Tensor.new_tensor)
         patches.set(torch.Tensor, "new_tensor", self._beside(new_tensor))
         patches.set(torch.Tensor, "new", self._new(torch.Tensor.new))
+        patches.set(torch.nested, "nested_tensor", self._no_nested(torch.nested.nested_tensor))
         patches.set(torch.Tensor, "to", self._to(torch.Tensor.to))
         patches.set(torch.Tensor, "cuda", _cuda)
         patches.set(torch.Tensor, "type_as", self._type_as(torch.Tensor.type_as))
@@ -215,12 +223,21 @@ class Factories:
 
     def _new(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def new(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            values_given = len(args) == 1 and isinstance(args[0], (list, tuple)) and type(args[0]) is not torch.Size
-            if isinstance(self, VirtualTensor) and values_given and not STATE.depth:
-                return self.new_tensor(args[0])
+            if isinstance(self, VirtualTensor) and not STATE.depth:
+                return made_as_of_old(args, self.dtype, kwargs.get("device") or self.device)
             return original(self, *args, **kwargs)
 
         return new
+
+    def _no_nested(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def nested_tensor(tensor_list: Any, *args: Any, **kwargs: Any) -> Any:
+            """PyTorch would look for a driver."""
+            listed = tensor_list if isinstance(tensor_list, (list, tuple)) else ()
+            if self.index_of(kwargs.get("device")) is not None or any(isinstance(one, VirtualTensor) for one in listed):
+                refuse_to_hold("a nested tensor")
+            return original(tensor_list, *args, **kwargs)
+
+        return nested_tensor
 
     def _sparse(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def make_sparse(*args: Any, **kwargs: Any) -> Any:

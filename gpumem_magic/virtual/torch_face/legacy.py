@@ -9,6 +9,7 @@ import torch
 
 from gpumem_magic.patching import Patches
 from gpumem_magic.virtual.engine.tensors import TYPE_NAMES, VirtualTensor
+from gpumem_magic.virtual.operators.factories import made_as_of_old
 
 
 def install(patches: Patches) -> None:
@@ -26,10 +27,7 @@ class _LegacyKind(type):
     dtype: torch.dtype
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        device = kwargs.get("device") or torch.device("cuda")
-        if len(args) == 1 and isinstance(args[0], (list, tuple, torch.Tensor)) and not isinstance(args[0], torch.Size):
-            return torch.tensor(args[0], dtype=cls.dtype, device=device)
-        return torch.empty(*args, dtype=cls.dtype, device=device)
+        return made_as_of_old(args, cls.dtype, kwargs.get("device") or torch.device("cuda"))
 
     def __instancecheck__(cls, instance: object) -> bool:
         return isinstance(instance, VirtualTensor) and instance.dtype == cls.dtype
@@ -46,14 +44,18 @@ def _cuda_dtype(kind: Any) -> torch.dtype | None:
 
 
 def _default_type(patches: Patches) -> None:
-    """A default type on CUDA is a default element type and a default device."""
+    """A default type on CUDA is a default element type and a default device, for `torch.Tensor(...)` too."""
     original = torch.set_default_tensor_type
     moved = False
+    plain = Patches()
 
     def move(device: str | None) -> None:
         nonlocal moved
         if device is not None or moved:
             torch.set_default_device(device)
+        plain.undo()
+        if device is not None:
+            plain.set(torch.Tensor, "__new__", _new_on_device)
         if moved and device is None:
             # In 2.9, `torch.get_default_device` fails after that. The name is the same in 2.9, 2.11, 2.13 and 2.15.
             vars(getattr(torch, "_GLOBAL_DEVICE_CONTEXT", threading.local())).pop("device_context", None)
@@ -70,6 +72,13 @@ def _default_type(patches: Patches) -> None:
 
     patches.set(torch, "set_default_tensor_type", set_default_tensor_type)
     patches.also_undo(lambda: move(None))
+
+
+def _new_on_device(cls: type[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+    """``torch.Tensor(...)`` while a type on CUDA is the default. Kinds of tensors that others derive are made as ever."""
+    if cls is torch.Tensor and not kwargs:
+        return made_as_of_old(args, torch.get_default_dtype(), torch.device("cuda"))
+    return torch._C.TensorBase.__new__(cls, *args, **kwargs)
 
 
 def _conversions(patches: Patches) -> None:
