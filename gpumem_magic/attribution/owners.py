@@ -30,16 +30,26 @@ def owners(allocations: Sequence[Allocation], sightings: Iterable[Sighting]) -> 
     All sightings must be of the device whose allocations these are; one that fits no allocation is ignored (its tensor
     was freed before the log had the look).
     """
+    looks = list(sightings)
+    found: dict[int, dict[str, str | None]] = defaultdict(dict)
+    for sighting, tenant in zip(
+        looks, tenants(allocations, ((one.address, one.position) for one in looks)), strict=True
+    ):
+        if tenant is not None:
+            roles = found[tenant.index]
+            if roles.get(sighting.role) is None:
+                roles[sighting.role] = sighting.name
+    return dict(found)
+
+
+def tenants(allocations: Sequence[Allocation], looks: Iterable[tuple[int, int]]) -> list[Allocation | None]:
+    """For each (address, position) the allocation that lived there then."""
     by_address: dict[int, list[Allocation]] = defaultdict(list)
     for allocation in sorted(allocations, key=_born):
         by_address[allocation.address].append(allocation)
-    found: dict[int, dict[str, str | None]] = defaultdict(dict)
-    for sighting in sightings:
-        tenants = by_address.get(sighting.address, [])
-        rank = bisect_left(tenants, sighting.position, key=_born) - 1
-        if rank < 0 or not lives_at(tenants[rank], sighting.position):
-            continue
-        roles = found[tenants[rank].index]
-        if roles.get(sighting.role) is None:
-            roles[sighting.role] = sighting.name
-    return dict(found)
+    found: list[Allocation | None] = []
+    for address, position in looks:
+        there = by_address.get(address, [])
+        rank = bisect_left(there, position, key=_born) - 1
+        found.append(there[rank] if rank >= 0 and lives_at(there[rank], position) else None)
+    return found

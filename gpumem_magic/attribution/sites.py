@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from gpumem_magic.looks.code import is_library_file
 from gpumem_magic.recording.model import BACKWARD, FORWARD, OPTIMIZER
 from gpumem_magic.snapshot.model import Frame
 from gpumem_magic.units import counted
@@ -24,7 +25,6 @@ _MODULES_FILE = re.compile(r"[/\\]?torch[/\\]nn[/\\]modules[/\\]\w+\.py$")
 _MODULE_FILE = re.compile(r"[/\\]?torch[/\\]nn[/\\]modules[/\\]module\.py$")
 _FUNCTION_FILE = re.compile(r"[/\\]?torch[/\\]nn[/\\]functional\.py$")
 _BACKWARD_FILE = re.compile(r"[/\\]?torch[/\\](?:_tensor|autograd[/\\](?:__init__|graph))\.py$")
-_LIBRARY_FILE = re.compile(r"[/\\](?:site|dist)-packages[/\\]|[/\\]lib[/\\]python3\.\d+[/\\]|^<frozen |^torch[/\\]")
 # The way from an operator to the recorder: every C++ stack begins with it.
 _PLUMBING = re.compile(
     r"^(?:torch::unwind|torch::CapturedTraceback|torch::cuda::|c10::|at::detail::|at::TensorBase|\?\?)"
@@ -46,7 +46,7 @@ def is_python(frame: Frame) -> bool:
 
 def is_library(frame: Frame) -> bool:
     """Whether the frame is of installed code, not of the user's own."""
-    return _LIBRARY_FILE.search(frame.filename) is not None
+    return is_library_file(frame.filename)
 
 
 def site_of(frames: tuple[Frame, ...]) -> str:

@@ -11,6 +11,7 @@ from gpumem_magic.attribution.categories import attribute
 from gpumem_magic.attribution.from_stacks import Attribution, attribute_by_stacks
 from gpumem_magic.attribution.ledger import Ledger, Outside
 from gpumem_magic.attribution.sites import folded
+from gpumem_magic.attribution.tensors import Tensors
 from gpumem_magic.devices.base import Label
 from gpumem_magic.recording.model import Moment, Recording
 from gpumem_magic.snapshot.model import Frame
@@ -69,6 +70,11 @@ class DeviceView:
     def labels(self) -> Sequence[Label]:
         """One for each allocation of the timeline, in order."""
         return self.attribution.labels
+
+    @cached_property
+    def tensors(self) -> Tensors:
+        """What each allocation holds, what made it and what keeps it."""
+        return Tensors(self.recording, self.log, self.timeline.allocations, self.labels, self.frames_of)
 
     @cached_property
     def ledger(self) -> Ledger:

@@ -19,7 +19,7 @@ from gpumem_magic.causes.catalog import find_causes
 from gpumem_magic.causes.inside import inside_of
 from gpumem_magic.causes.model import LEAST, Scene
 from gpumem_magic.causes.source import mentioned, never_clears_gradients
-from gpumem_magic.devices.base import Machine
+from gpumem_magic.devices.base import DeviceLog, Machine
 from gpumem_magic.failures import swallows
 from gpumem_magic.looks import tensors
 from gpumem_magic.looks.objects import attribute, entry, is_a, items, text
@@ -29,12 +29,15 @@ from gpumem_magic.owners.saved import Saved, saved_in_graph
 from gpumem_magic.owners.search import find_owners
 from gpumem_magic.owners.traversal import Place
 from gpumem_magic.patching import Patches
-from gpumem_magic.recording.model import Recording
+from gpumem_magic.recording.model import KEPT_BY_GRAPH, KEPT_BY_LIST, KEPT_BY_NAME, Hold, Recording
 from gpumem_magic.report.inside import ActivationBreakdown
 from gpumem_magic.report.model import Cause, Owner, ReportData
 
 # The report names so many; `%gpumem_who` has them all.
 _OWNERS = 20
+# So many of the largest tensors are known by who holds them.
+_HOLDS = 5000
+_KEEPERS = {"graph": KEPT_BY_GRAPH}
 # So many cells before this one are read for where a variable came from.
 _CELLS = 50
 # One part in so many of what is allocated is worth a search through the garbage.
@@ -87,6 +90,31 @@ class Why:
                 self._never_clears = never_clears_gradients(self._source, namespace)
                 self._mentioned = mentioned(self._source, namespace) if error is not None else frozenset()
 
+    def holds(self, logs: Mapping[int, DeviceLog]) -> tuple[Hold, ...]:
+        """Who holds what at the end, and what the first backward's graph had saved; the largest, where these are very many."""
+        with self._timed("noting who holds the memory"):
+            at_end = [
+                Hold(
+                    one.device,
+                    len(logs[one.device].events),
+                    one.address,
+                    _KEEPERS.get(one.kind, KEPT_BY_LIST if "[" in one.place else KEPT_BY_NAME),
+                    one.place,
+                    one.dtype,
+                    one.shape,
+                )
+                for one in self._holdings.held[:_HOLDS]
+                if one.device in logs and one.kind != "workspace"
+            ]
+            in_graph = []
+            for one in self._saved[:_HOLDS]:
+                at = _position_in(logs.get(one.device), self._saved_at.get(one.device))
+                if at is not None:
+                    words = f"backward of {one.operations[0]}"
+                    in_graph.append(Hold(one.device, at, one.address, KEPT_BY_GRAPH, words, one.dtype, one.shape))
+            return (*at_end, *in_graph)
+        return ()
+
     def put_back(self) -> None:
         """May be called twice."""
         self._patches.undo()
@@ -130,8 +158,7 @@ class Why:
 
     def _place_in(self, view: DeviceView) -> int | None:
         """Where the device's log stood at the look at the first graph; None where there was none, or it was left out."""
-        at = self._saved_at.get(view.device)
-        return at if at is None or view.log.places is None else view.log.places.get(at)
+        return _position_in(view.log, self._saved_at.get(view.device))
 
     def _worth_a_search(self, missing: Mapping[Place, int], allocated: int) -> bool:
         """Whether so much is held by no name that all of Python's objects are looked through for reference cycles."""
@@ -170,6 +197,11 @@ class Why:
             self._failures.append(f"gpumem_magic failed while {task} ({text}); the figures are not affected.")
         finally:
             self.seconds += time.perf_counter() - began
+
+
+def _position_in(log: DeviceLog | None, at: int | None) -> int | None:
+    """A place that `Log.position` gave, as a position among the log's events."""
+    return at if at is None or log is None or log.places is None else log.places.get(at)
 
 
 def _remember_lost(holdings: Holdings) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from gpumem_magic.snapshot.model import Segment, TraceEvent
 from gpumem_magic.snapshot.rules import DEFAULT_SETTINGS, AllocatorSettings
@@ -61,6 +61,35 @@ class Label:
     name: str | None = None
 
 
+class CodePlace(NamedTuple):
+    """Where in a program memory was asked for. file, line and function: the innermost frame that is neither PyTorch's nor ours;
+    those of `own`: the innermost one that is no installed library's either, "" and 0 where there is none. text: of that line;
+    expression: what stands there in it (``pred - y``), "" where that is not known."""
+
+    file: str
+    line: int
+    function: str
+    own_file: str
+    own_line: int
+    own_function: str
+    text: str
+    expression: str
+
+
+class Birth(NamedTuple):
+    """How an allocation came to be. operator: by the name that users know; kernel: by PyTorch's own; both "" where unknown.
+    shape: None for what a kernel works with. inputs: (shape, type) of its tensors, the first few. node: of autograd's graph,
+    where a backward made it; place is then that of the forward, as far as that is known."""
+
+    operator: str
+    kernel: str
+    shape: tuple[int, ...] | None
+    dtype: str
+    inputs: tuple[tuple[tuple[int, ...], str], ...]
+    place: CodePlace | None
+    node: str = ""
+
+
 @dataclass(frozen=True)
 class DeviceLog:
     """What a device's allocator did between two moments.
@@ -73,6 +102,8 @@ class DeviceLog:
     what is only known as a total: the events were dropped, or the allocator has none).
     carried: address -> label known from an earlier recording, of blocks that were live at the start.
     settings: the allocator's, without which block sizes can't be recounted.
+    births: index of an event -> how the allocation came to be, or the request that failed; of the large ones, on a virtual
+    device.
     final: the segments at the end, where these were told apart from the events, with stacks of blocks from before.
     places: what `Log.position` had answered -> the position in `events`, where events had to be left out and the two are
     not the same; None where they are.
@@ -86,6 +117,7 @@ class DeviceLog:
     settings: AllocatorSettings = DEFAULT_SETTINGS
     places: Mapping[int, int] | None = None
     final: tuple[Segment, ...] | None = None
+    births: Mapping[int, Birth] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -93,6 +93,24 @@ class Sighting:
     name: str | None = None
 
 
+# What keeps a tensor: a variable's name, a list or dictionary that a name leads to, autograd's graph, nothing for long.
+KEPT_BY_NAME, KEPT_BY_LIST, KEPT_BY_GRAPH, NOT_KEPT, NOT_KNOWN = "name", "list", "backward", "temporary", "unknown"
+
+
+@dataclass(frozen=True)
+class Hold:
+    """What kept the allocation at `address` when the device's log stood at `position`. keeper: one of the words above; place: in
+    words (``lit.outputs[0]['preds']``). dtype and shape: of the largest tensor on it."""
+
+    device: int
+    position: int
+    address: int
+    keeper: str
+    place: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
 @dataclass(frozen=True)
 class Failure:
     """The user's error, as strings and numbers. Those from `requested` on are bytes, for an out-of-memory error only.
@@ -175,7 +193,8 @@ class Recording:
     left_out: the line of a loop -> how many of its iterations have no rows here, since the run was long. modules: which of them
     was at work when, up to the first backward. file: where it was read from, None where a program was watched as it ran; then
     its checkpoints are at events and not after statements, and its moments have no counters. labels: by device, where the file
-    kept them.
+    kept them. holds: who held what at the end, and what the first backward's graph saved. own_file: the file name of the
+    program's own code.
     """
 
     torch: str
@@ -192,6 +211,8 @@ class Recording:
     modules: ModuleTrace = field(default_factory=ModuleTrace)
     file: LoadedSnapshot | None = None
     labels: Mapping[int, KnownLabels] = field(default_factory=dict)
+    holds: tuple[Hold, ...] = ()
+    own_file: str = ""
 
     @property
     def was_watched(self) -> bool:

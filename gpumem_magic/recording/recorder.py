@@ -275,6 +275,7 @@ class Recorder:
             overhead_seconds=self._guard.seconds,
             left_out=dict(self._left_out + self._untold),
             modules=self._modules.trace() if self._modules is not None else ModuleTrace(),
+            own_file=self._own_file or "",
         )
         return self.recorded
 

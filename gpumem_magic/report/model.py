@@ -9,7 +9,15 @@ from gpumem_magic.allocator.verdict import FailedRequest
 from gpumem_magic.attribution.ledger import TENANT_CATEGORIES
 from gpumem_magic.attribution.view import DeviceView
 from gpumem_magic.devices.base import DeviceFacts
-from gpumem_magic.recording.model import Recording, StandIn
+from gpumem_magic.recording.model import (
+    KEPT_BY_GRAPH,
+    KEPT_BY_LIST,
+    KEPT_BY_NAME,
+    NOT_KEPT,
+    NOT_KNOWN,
+    Recording,
+    StandIn,
+)
 from gpumem_magic.report.inside import ActivationBreakdown
 
 # In the order in which a bar stacks them, bottom (left) to top (right).
@@ -27,8 +35,7 @@ SCHEMA = 1
 # Of rows.
 SKIPPED = "skipped"
 KINDS = ("before", "statement", "part", SKIPPED, "error", "after")
-# What keeps a tensor: a variable's name, autograd's graph, a list or dictionary that a name leads to, nothing for long.
-KEEPERS = ("name", "backward", "list", "temporary", "unknown")
+KEEPERS = (KEPT_BY_NAME, KEPT_BY_LIST, KEPT_BY_GRAPH, NOT_KEPT, NOT_KNOWN)
 
 # What a reader is told.
 LABELS = {name: name.replace("_", " ") for name in CATEGORIES} | {
@@ -52,9 +59,10 @@ class TensorGroup:
 
     bytes: of their blocks, so that a moment's groups add up to `allocated`; count: of blocks. category: "" for what is left out
     of a long list, which is the last group. shape: None also where shapes differ. operator: as a user knows it (``sub``,
-    ``cross_entropy``); inputs: what it was given. statement and line: of the user's cell. inner: the innermost frame that is
-    neither PyTorch's nor ours, where that is another place (``modeling_llama.py:244 forward``). keeper: what keeps them
-    at that moment; kept_by: the place in words (``lit.outputs[0]['preds']``, ``MulBackward0``).
+    ``cross_entropy``); inputs: what it was given; backward: whether its backward made them. statement and line: of the user's
+    cell; expression: what stands there (``pred - y``). inner: the innermost frame that is neither PyTorch's nor ours, where that
+    is another place (``modeling_llama.py:244 forward``). keeper: what keeps them at that moment; kept_by: the place in words
+    (``lit.outputs[0]['preds']``, ``backward of mul``).
     """
 
     bytes: int
@@ -64,11 +72,13 @@ class TensorGroup:
     shape: tuple[int, ...] | None = None
     operator: str = ""
     inputs: tuple[TensorKind, ...] = ()
+    backward: bool = False
     statement: str = ""
     line: int = 0
+    expression: str = ""
     inner: str = ""
     module: str = ""
-    keeper: str = field(default="unknown", metadata={"one_of": KEEPERS})
+    keeper: str = field(default=NOT_KNOWN, metadata={"one_of": KEEPERS})
     kept_by: str = ""
 
 

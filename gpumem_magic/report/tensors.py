@@ -2,31 +2,100 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from gpumem_magic.attribution.sites import is_library, is_python, words_of
+from gpumem_magic.attribution.tensors import TensorFacts, common_path
 from gpumem_magic.attribution.view import DeviceView
-from gpumem_magic.recording.model import Checkpoint
-from gpumem_magic.report.model import TensorGroup
+from gpumem_magic.recording.model import KEPT_BY_NAME
+from gpumem_magic.report.model import TensorGroup, TensorKind
 from gpumem_magic.snapshot.timeline import Allocation
 
 MOST_GROUPS = 12
 """Groups of a moment; what is left out is one more, the last."""
 
+# What belongs to a model or an optimizer as a whole: by its owner, whatever the shapes.
+_WHOLES = frozenset({"parameters", "buffers", "gradients", "optimizer_state"})
+_NUMBER = re.compile(r"\d+")
+
 
 def groups_at(view: DeviceView, position: int, most: int = MOST_GROUPS) -> tuple[TensorGroup, ...]:
     """The groups of what is live at a position."""
-    lives = view.timeline.live_at(position)
-    alike: dict[TensorGroup, list[Allocation]] = defaultdict(list)
-    for one in lives:
-        alike[_described(view, one, position)].append(one)
-    groups = [
-        replace(kind, bytes=sum(one.size for one in members), count=len(members)) for kind, members in alike.items()
-    ]
+    alike: dict[tuple[object, ...], list[tuple[Allocation, TensorFacts, str, str]]] = defaultdict(list)
+    for one in view.timeline.live_at(position):
+        facts = view.tensors.facts(one)
+        keeper, place = view.tensors.keeper(one, position)
+        alike[_kind(facts, keeper, place)].append((one, facts, keeper, place))
+    groups = [_group(members) for members in alike.values()]
     groups.sort(key=lambda group: -group.bytes)
     return (*groups[:most], *_rest(groups[most:]))
+
+
+def _kind(facts: TensorFacts, keeper: str, place: str) -> tuple[object, ...]:
+    """What members of a group have in common."""
+    if facts.category in _WHOLES:
+        return facts.category, _owner(place) if "." in place or "[" in place else ""
+    return replace(facts, module="", inputs=()), keeper
+
+
+def _owner(place: str) -> str:
+    """``model`` of ``model.layers[0].weight``."""
+    return re.split(r"[.\[]", place, maxsplit=1)[0]
+
+
+def _group(members: Sequence[tuple[Allocation, TensorFacts, str, str]]) -> TensorGroup:
+    size, count = sum(one.size for one, *_ in members), len(members)
+    _, facts, keeper, place = members[0]
+    if facts.category in _WHOLES and count > 1:
+        dtypes = {each.dtype for _, each, _, _ in members}
+        shapes = {each.shape for _, each, _, _ in members}
+        places = {each for *_, each in members}
+        return TensorGroup(
+            size,
+            count,
+            facts.category,
+            dtypes.pop() if len(dtypes) == 1 else "",
+            shapes.pop() if len(shapes) == 1 else None,
+            keeper=KEPT_BY_NAME if any(places) else keeper,
+            kept_by=_owner(place) if len(places) > 1 else place,
+        )
+    return TensorGroup(
+        size,
+        count,
+        facts.category,
+        facts.dtype,
+        facts.shape,
+        facts.operator,
+        tuple(TensorKind(shape, dtype) for shape, dtype in facts.inputs),
+        facts.backward,
+        facts.statement,
+        facts.line,
+        facts.expression,
+        facts.inner,
+        common_path({each.module for _, each, _, _ in members if each.module}),
+        keeper,
+        _places([each for *_, each in members]),
+    )
+
+
+def _places(places: Sequence[str]) -> str:
+    """Several as one: ``losses[0…7]`` where only a number differs, else the first and how many more there are."""
+    distinct = list(dict.fromkeys(place for place in places if place))
+    if len(distinct) <= 1:
+        return distinct[0] if distinct else ""
+    numbers = [_NUMBER.findall(place) for place in distinct]
+    if len({_NUMBER.sub("#", place) for place in distinct}) == 1:
+        columns = list(zip(*numbers, strict=True))
+        differing = [place for place, column in enumerate(columns) if len(set(column)) > 1]
+        if len(differing) == 1:
+            values = sorted(int(each[differing[0]]) for each in numbers)
+            parts = _NUMBER.split(distinct[0])
+            shown = [column[0] for column in columns]
+            shown[differing[0]] = f"{values[0]}…{values[-1]}"
+            return "".join(part + number for part, number in zip(parts, [*shown, ""], strict=True))
+    return f"{distinct[0]} and {len(distinct) - 1:,} more"
 
 
 def _rest(groups: Iterable[TensorGroup]) -> list[TensorGroup]:
@@ -34,45 +103,3 @@ def _rest(groups: Iterable[TensorGroup]) -> list[TensorGroup]:
     if not left:
         return []
     return [TensorGroup(sum(one.bytes for one in left), sum(one.count for one in left), "")]
-
-
-def _described(view: DeviceView, one: Allocation, position: int) -> TensorGroup:
-    """What is known of an allocation, as a group without its size."""
-    label = view.labels[one.index]
-    point = _statement_of(view, one)
-    kept_by = label.name or ""
-    keeper = "unknown"
-    if kept_by:
-        keeper = "list" if "[" in kept_by else "name"
-    elif label.category == "temporaries":
-        keeper = "temporary"
-    return TensorGroup(
-        0,
-        0,
-        label.category,
-        statement="" if point is None else (point.statement or point.label).strip().partition("\n")[0],
-        line=0 if point is None else point.line,
-        inner=_innermost(view, one),
-        keeper=keeper,
-        kept_by=kept_by,
-    )
-
-
-def _statement_of(view: DeviceView, one: Allocation) -> Checkpoint | None:
-    """The statement that asked for it, where statements were seen."""
-    if one.born < 0 or not view.recording.was_watched:
-        return None
-    before = 0
-    for point in view.recording.checkpoints:
-        now = point.moment.positions.get(view.device, before)
-        if before <= one.born < now and point.kind in ("statement", "error"):
-            return point
-        before = now
-    return None
-
-
-def _innermost(view: DeviceView, one: Allocation) -> str:
-    """The program's innermost frame, where stacks were recorded."""
-    python = [frame for frame in view.frames_of(one) if is_python(frame)]
-    own = next((frame for frame in python if not is_library(frame)), None)
-    return words_of(own) if own is not None else ""

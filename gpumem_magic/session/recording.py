@@ -100,7 +100,7 @@ class ActiveRecording:
                 recording = self._recorder.finish(error, place, user_ns)
         finally:
             self.put_back()
-        recording = replace(recording, primary=self._primary(recording))
+        recording = replace(recording, primary=self._primary(recording), holds=self._why.holds(recording.logs))
         report, labels = build_with_labels(recording, lines=self._lines, explain=self._why.explain)
         self._chosen.remember(labels)
         remarks = (*self._chosen.notes, *self._own_notes(recording), *report.remarks)

@@ -22,7 +22,7 @@ import gpumem_magic.virtual.operators.temporaries  # noqa: F401 - all register t
 from gpumem_magic import private
 from gpumem_magic.allocator.failure import DeviceOutOfMemory, oom_text
 from gpumem_magic.allocator.settings import EnvironmentSettings
-from gpumem_magic.devices.base import Device, Label
+from gpumem_magic.devices.base import Birth, Device, Label
 from gpumem_magic.patching import Patches
 from gpumem_magic.snapshot.model import Segment
 from gpumem_magic.units import counted
@@ -156,6 +156,15 @@ class VirtualMachine:
 
     def free(self, device: int, address: int) -> None:
         self._devices[device].free(address)
+
+    def is_recorded(self, device: int) -> bool:
+        return self._devices[device].is_recorded
+
+    def is_large(self, device: int, nbytes: int) -> bool:
+        return self._devices[device].is_large(nbytes)
+
+    def born(self, device: int, birth: Birth) -> None:
+        self._devices[device].born(birth)
 
     def record_stream(self, device: int, address: int, stream: int) -> None:
         self._devices[device].allocator.record_stream(address, stream)

@@ -9,7 +9,7 @@ from typing import Protocol
 from gpumem_magic.allocator.caching import CachingAllocator
 from gpumem_magic.allocator.memory import BASE_ADDRESS, DeviceMemory, FirstFitAddresses
 from gpumem_magic.allocator.settings import EnvironmentSettings
-from gpumem_magic.devices.base import Counters, DeviceFacts, DeviceLog, GpuProcess, Label, Log
+from gpumem_magic.devices.base import Birth, Counters, DeviceFacts, DeviceLog, GpuProcess, Label, Log
 from gpumem_magic.snapshot.model import Segment, TraceEvent
 from gpumem_magic.virtual.card import catalog
 from gpumem_magic.virtual.engine.engine import Engine
@@ -19,6 +19,8 @@ from gpumem_magic.virtual.engine.modes import STATE
 _ADDRESS_STEP = 1 << 40
 
 
+# One part in so many of what is allocated is worth noting where it came from.
+_WORTH = 1000
 # How often a glance is taken again where memory has moved meanwhile.
 _TRIES = 3
 
@@ -33,7 +35,10 @@ class VirtualLog:
         self.events: list[TraceEvent] = []
         self.bell: _Bell | None = None
         self.origins: dict[int, str] = {}
-        self.growing = DeviceLog(device.facts, device.segments(), self.events, self.origins, dict(device.labels))
+        self.births: dict[int, Birth] = {}
+        self.growing = DeviceLog(
+            device.facts, device.segments(), self.events, self.origins, dict(device.labels), births=self.births
+        )
 
     def position(self) -> int:
         return len(self.events)
@@ -148,7 +153,20 @@ class VirtualDevice:
         self.labels.pop(address, None)
         self.allocator.free(address)
 
+    def is_large(self, nbytes: int) -> bool:
+        """Whether a log runs, to which so much is worth a word."""
+        return bool(self._logs) and nbytes * _WORTH >= self.allocator.allocated
+
+    def born(self, birth: Birth) -> None:
+        """How the last allocation, or the last request that failed, came to be."""
+        for log in self._logs:
+            log.births[len(log.events) - 1] = birth
+
     # ---- logs
+
+    @property
+    def is_recorded(self) -> bool:
+        return bool(self._logs)
 
     def start_log(self) -> VirtualLog:
         log = VirtualLog(self)

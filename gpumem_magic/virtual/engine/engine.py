@@ -28,6 +28,7 @@ from gpumem_magic.looks import tensors
 from gpumem_magic.looks.objects import attribute, is_a
 from gpumem_magic.private import aten as _aten
 from gpumem_magic.virtual.engine import contractions, indexing, kernel_rules, supplied, values
+from gpumem_magic.virtual.engine.births import Births
 from gpumem_magic.virtual.engine.memory import Memory
 from gpumem_magic.virtual.engine.mismatch import (
     in_cudas_words,
@@ -80,6 +81,7 @@ class Engine:
         self.fake.engine = self  # type: ignore[attr-defined]
         self.mode = OperatorMode(self.handle)
         self.table = StorageTable(memory.malloc, memory.free)
+        self.births = Births()
         self.stand_ins: Counter[tuple[str, int]] = Counter()
         self.supplied: Counter[tuple[str, int]] = Counter()
         self.largest_sizes: Counter[str] = Counter()
@@ -92,12 +94,14 @@ class Engine:
 
     # ---- tensors
 
-    def wrap(self, meta: torch.Tensor, device: int) -> VirtualTensor:
-        """A virtual tensor around a plain meta tensor, given memory. Raises out of memory as the device would."""
+    def wrap(self, meta: torch.Tensor, device: int, maker: str = "") -> VirtualTensor:
+        """A virtual tensor around a plain meta tensor, given memory. Raises out of memory as the device would.
+
+        maker: the name of the factory that made it."""
         tensor: VirtualTensor = FakeTensor.__new__(VirtualTensor, self.fake, meta, torch.device("cuda", device))
         with torch._C.DisableTorchFunctionSubclass():
             self.table.drain()
-            self.table.adopt(tensor.untyped_storage(), device, node_now())
+            self._adopt(tensor.untyped_storage(), device, tensor, maker)
         return tensor
 
     def address_of(self, tensor: VirtualTensor) -> int:
@@ -155,21 +159,32 @@ class Engine:
         with self.lock:
             self.table.drain()
             STATE.last_device = device
-            if self.holds_sparse and _any_sparse(args):
-                sparse_handler: Callable[..., Any] = SPARSE.get(func, _no_sparse)
-                return sparse_handler(self, func, args, kwargs, device)
-            special_handler = SPECIAL.get(func)
-            if special_handler is not None:
-                return special_handler(self, func, args, kwargs, device)
-            rule = kernel_rules.for_operator(func)
-            if rule is not None:
-                with pushed(self.mode):
-                    return rule(*args, **kwargs)
-            if torch.is_inference_mode_enabled() and isinstance(func, torch._ops.OpOverload) and func._can_decompose():
-                # Here operators come whole that are made of others; each of those may allocate.
-                with pushed(self.mode):
-                    return func.decompose(*args, **kwargs)
-            return self.run(func, args, kwargs, device)
+            if STATE.call is not None or not self.memory.is_recorded(device):
+                return self._handle(func, args, kwargs, device)
+            if not STATE.backward:
+                self.births.forward(func)
+            STATE.call = func, args, kwargs
+            try:
+                return self._handle(func, args, kwargs, device)
+            finally:
+                STATE.call = None
+
+    def _handle(self, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+        if self.holds_sparse and _any_sparse(args):
+            sparse_handler: Callable[..., Any] = SPARSE.get(func, _no_sparse)
+            return sparse_handler(self, func, args, kwargs, device)
+        special_handler = SPECIAL.get(func)
+        if special_handler is not None:
+            return special_handler(self, func, args, kwargs, device)
+        rule = kernel_rules.for_operator(func)
+        if rule is not None:
+            with pushed(self.mode):
+                return rule(*args, **kwargs)
+        if torch.is_inference_mode_enabled() and isinstance(func, torch._ops.OpOverload) and func._can_decompose():
+            # Here operators come whole that are made of others; each of those may allocate.
+            with pushed(self.mode):
+                return func.decompose(*args, **kwargs)
+        return self.run(func, args, kwargs, device)
 
     def run(self, func: Any, args: Any, kwargs: Any, device: int) -> Any:
         """The ordinary way: shape by the fake mode, memory for every storage that is new in the result, and then what the
@@ -240,7 +255,17 @@ class Engine:
             tensor.__class__ = VirtualTensor
         if allocates:
             for part in self._strided_parts(tensor):
-                self.table.adopt(part.untyped_storage(), device.index, node_now())
+                self._adopt(part.untyped_storage(), device.index, part)
+
+    def _adopt(self, storage: Any, device: int, tensor: torch.Tensor, maker: str = "") -> None:
+        """Gives a new storage memory, and tells the device's logs of a large one."""
+        failed = True
+        try:
+            is_new = self.table.adopt(storage, device, node_now())
+            failed = False
+        finally:
+            if (failed or is_new) and self.memory.is_large(device, storage.nbytes()):
+                self.memory.born(device, self.births.of(STATE.call, tensor, maker))
 
     def _strided_parts(self, tensor: FakeTensor) -> tuple[Any, ...]:
         """The tensors that hold the memory: the tensor itself, or a sparse tensor's indices and values."""
@@ -286,6 +311,8 @@ class Engine:
     def scratch(self, device: int, nbytes: int) -> Iterator[None]:
         """Memory that a kernel holds while it runs."""
         address = self.memory.malloc(device, nbytes) if nbytes else 0
+        if nbytes and self.memory.is_large(device, nbytes):
+            self.memory.born(device, self.births.of(STATE.call, None))
         try:
             yield
         finally:

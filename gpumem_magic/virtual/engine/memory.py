@@ -7,6 +7,8 @@ from typing import Any, Protocol
 
 import torch
 
+from gpumem_magic.devices.base import Birth
+
 
 @dataclass(frozen=True)
 class Convolution:
@@ -37,6 +39,15 @@ class Memory(Protocol):
     def malloc(self, device: int, nbytes: int) -> int: ...
 
     def free(self, device: int, address: int) -> None: ...
+
+    def is_recorded(self, device: int) -> bool:
+        """Whether a log of the device runs."""
+
+    def is_large(self, device: int, nbytes: int) -> bool:
+        """Whether a log of the device runs, to which so much is worth a word."""
+
+    def born(self, device: int, birth: Birth) -> None:
+        """How the last allocation of the device, or its last failed request, came to be."""
 
     def record_stream(self, device: int, address: int, stream: int) -> None: ...
 

@@ -29,7 +29,7 @@ DEVICE_QUERY = torch.ops.prim.device.default
 class ThreadState(threading.local):
     """What each thread is doing: inside a fake kernel, how deep in fake dispatch, in a backward pass, on which device last,
 
-    and how the memory that it asks for next came to be wanted (`DeviceLog.origins`).
+    how the memory that it asks for next came to be wanted (`DeviceLog.origins`), and the operator that runs, with its arguments.
     """
 
     in_kernel = False
@@ -37,6 +37,7 @@ class ThreadState(threading.local):
     backward = 0
     last_device = 0
     origin = "compute"
+    call: tuple[Any, Any, Any] | None = None
 
 
 STATE = ThreadState()

@@ -193,7 +193,7 @@ class Factories:
         finally:
             STATE.depth -= 1
         with self._engine.lock, origin("factory"):
-            made = self._engine.wrap(meta, index)
+            made = self._engine.wrap(meta, index, getattr(original, "__name__", ""))
         if getattr(original, "__name__", "") in _CONSTANTS and values.small(meta):
             with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
                 values.learn(made, original(*args, **{**kwargs, "device": torch.device("cpu"), "requires_grad": False}))

@@ -1,0 +1,293 @@
+"""What an allocation holds, which line made it and of what, and what keeps it at a moment: all that is known of each.
+
+On a virtual device an operator tells when it asks for memory. On a real one, and in a file, the stack says what it can. Names are
+those that a look at the program's variables found, at the moment nearest; a graph's are those that the first backward saved.
+"""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import takewhile
+from operator import itemgetter
+
+from gpumem_magic.attribution.owners import tenants
+from gpumem_magic.attribution.phase_map import PhaseMap, phases_on
+from gpumem_magic.attribution.sites import is_library, is_python
+from gpumem_magic.devices.base import Birth, CodePlace, DeviceLog, Label
+from gpumem_magic.looks.code import PASSED_OVER, TORCH, line_at, whose
+from gpumem_magic.recording.model import (
+    BACKWARD,
+    KEPT_BY_GRAPH,
+    KEPT_BY_LIST,
+    KEPT_BY_NAME,
+    NOT_KEPT,
+    NOT_KNOWN,
+    Checkpoint,
+    Hold,
+    Recording,
+)
+from gpumem_magic.snapshot.model import Frame
+from gpumem_magic.snapshot.timeline import Allocation
+
+
+@dataclass(frozen=True)
+class TensorFacts:
+    """What stays the same over an allocation's life; "" (0, None, ()) for what is not known. See `report.model.TensorGroup`.
+
+    backward: whether a backward made it; operator, statement and line are then those of its forward.
+    """
+
+    category: str
+    dtype: str
+    shape: tuple[int, ...] | None
+    operator: str
+    inputs: tuple[tuple[tuple[int, ...], str], ...]
+    backward: bool
+    statement: str
+    line: int
+    expression: str
+    inner: str
+    module: str
+
+
+class Tensors:
+    """One device's allocations, described. What costs time is done when it is first asked for, and kept."""
+
+    def __init__(
+        self,
+        recording: Recording,
+        log: DeviceLog,
+        allocations: Sequence[Allocation],
+        labels: Sequence[Label],
+        frames_of: Callable[[Allocation], tuple[Frame, ...]],
+    ) -> None:
+        self._recording = recording
+        self._log = log
+        self._device = log.facts.index
+        self._allocations = allocations
+        self._labels = labels
+        self._frames_of = frames_of
+        self._facts: dict[int, TensorFacts] = {}
+        self._births: dict[int, Birth | None] = {}
+
+    def facts(self, one: Allocation) -> TensorFacts:
+        """What is known of an allocation at any moment."""
+        found = self._facts.get(one.index)
+        if found is None:
+            found = self._facts[one.index] = self._found(one)
+        return found
+
+    def birth_of(self, one: Allocation) -> Birth | None:
+        """How it came to be, as an operator told or as its stack says."""
+        if one.index not in self._births:
+            told = self._log.births.get(one.born) if one.born >= 0 else None
+            self._births[one.index] = _of_stack(self._frames_of(one)) if told is None else told
+        return self._births[one.index]
+
+    def statement_at(self, event: int) -> Checkpoint | None:
+        """The statement in which an event happened, where statements were seen."""
+        ends, points = self._statements
+        rank = bisect_right(ends, event)
+        return (
+            points[rank] if event >= 0 and rank < len(points) and points[rank].kind in ("statement", "error") else None
+        )
+
+    def keeper(self, one: Allocation, position: int) -> tuple[str, str]:
+        """What keeps it at a position: one of the words of `recording.model`, and the place."""
+        names = self._names.get(one.index, ())
+        earlier = bisect_right(names, position, key=itemgetter(0))
+        name = names[earlier - 1][1] if earlier else names[0][1] if names else ""
+        holds = self._holds.get(one.index, ())
+        at_end = next((hold for hold in holds if hold.position == len(self._log.events)), None)
+        if at_end is not None and (not name or at_end.place.startswith(name)):
+            return at_end.keeper, at_end.place
+        if name:
+            return (KEPT_BY_LIST if "[" in name else KEPT_BY_NAME), name
+        label = self._labels[one.index]
+        if label.name and label.evidence == "identity":
+            return KEPT_BY_NAME, label.name
+        saved = next((hold for hold in holds if hold.keeper == KEPT_BY_GRAPH), None)
+        if saved is None and label.category == "activations":
+            birth = self.birth_of(one)
+            words = self._saved_by.get(birth) if birth is not None else None
+            if words is not None:
+                return KEPT_BY_GRAPH, words
+        if saved is not None:
+            return KEPT_BY_GRAPH, saved.place
+        if one.freed is not None:
+            ends_in = self._phases.at_event(one.freed)
+            if label.category == "activations" and ends_in is not None and ends_in.kind == BACKWARD:
+                return KEPT_BY_GRAPH, ""
+            if label.category in ("temporaries", "activation_gradients") or self._is_passing(one):
+                return NOT_KEPT, ""
+        return NOT_KNOWN, ""
+
+    def _is_passing(self, one: Allocation) -> bool:
+        """Whether it came and went within one statement."""
+        point = self.statement_at(one.born)
+        return one.freed is not None and point is not None and self.statement_at(one.freed) is point
+
+    # What is looked up
+
+    @cached_property
+    def _statements(self) -> tuple[list[int], list[Checkpoint]]:
+        points = [one for one in self._recording.checkpoints if self._device in one.moment.positions]
+        return [one.moment.positions[self._device] for one in points], points
+
+    @cached_property
+    def _statement_on(self) -> Mapping[int, str]:
+        """Line -> the statement's first line."""
+        return {one.line: _first_line(one) for one in reversed(self._recording.checkpoints) if one.kind == "statement"}
+
+    @cached_property
+    def _phases(self) -> PhaseMap:
+        return PhaseMap(phases_on(self._device, self._recording.spans, self._recording.checkpoints))
+
+    @cached_property
+    def _names(self) -> Mapping[int, Sequence[tuple[int, str]]]:
+        """Index of an allocation -> the positions at which a variable was seen to hold it, each with the name."""
+        looks = [
+            one
+            for one in self._recording.sightings
+            if one.device == self._device and one.role in ("named", "output") and one.name
+        ]
+        found: dict[int, list[tuple[int, str]]] = defaultdict(list)
+        for look, allocation in zip(looks, self._tenants((one.address, one.position) for one in looks), strict=True):
+            if allocation is not None:
+                found[allocation.index].append((look.position, look.name or ""))
+        return found
+
+    @cached_property
+    def _holds(self) -> Mapping[int, Sequence[Hold]]:
+        holds = [one for one in self._recording.holds if one.device == self._device]
+        found: dict[int, list[Hold]] = defaultdict(list)
+        for hold, allocation in zip(holds, self._tenants((one.address, one.position) for one in holds), strict=True):
+            if allocation is not None:
+                found[allocation.index].append(hold)
+        return found
+
+    @cached_property
+    def _saved_by(self) -> Mapping[Birth, str]:
+        """How it came to be -> what saved it in the first backward's graph: later iterations are taken to do the same."""
+        found = {}
+        for index, holds in self._holds.items():
+            birth = self.birth_of(self._allocations[index])
+            words = next((one.place for one in holds if one.keeper == KEPT_BY_GRAPH), None)
+            if birth is not None and words is not None:
+                found[birth] = words
+        return found
+
+    def _tenants(self, looks: Iterable[tuple[int, int]]) -> list[Allocation | None]:
+        return tenants(self._allocations, looks)
+
+    @cached_property
+    def _modules(self) -> Mapping[CodePlace, frozenset[int]]:
+        """A place in the program -> the numbers of the modules that were at work there, as far as that was followed."""
+        found: dict[CodePlace, set[int]] = defaultdict(set)
+        trace = self._recording.modules
+        for event, birth in self._log.births.items():
+            number = trace.at(self._device, event) if birth.place is not None and not birth.node else None
+            if number is not None and birth.place is not None:
+                found[birth.place].add(number)
+        return {place: frozenset(numbers) for place, numbers in found.items()}
+
+    # The facts
+
+    def _found(self, one: Allocation) -> TensorFacts:
+        label, birth = self._labels[one.index], self.birth_of(one)
+        seen = next((hold for hold in self._holds.get(one.index, ()) if hold.dtype), None)
+        point = self.statement_at(one.born) if self._recording.was_watched else None
+        statement, line = ("", 0) if point is None else (_first_line(point), point.line)
+        inner = expression = ""
+        if birth is not None and birth.place is not None:
+            place = birth.place
+            expression = place.expression
+            own = words_of_place(place.own_file, place.own_line, place.own_function) if place.own_file else ""
+            inner = words_of_place(place.file, place.line, place.function)
+            if place.own_file and place.own_file == self._recording.own_file:
+                line = place.own_line
+                statement = self._statement_on.get(line) or place.text
+                inner = "" if inner == own else inner
+            elif own and own != inner:
+                inner = f"{inner}, from {own}"
+        shape, dtype = (birth.shape, birth.dtype) if birth is not None else (None, "")
+        return TensorFacts(
+            label.category,
+            dtype or ("" if seen is None else seen.dtype),
+            shape if shape is not None or seen is None else seen.shape,
+            "" if birth is None else birth.operator,
+            () if birth is None else birth.inputs,
+            birth is not None and bool(birth.node),
+            statement,
+            line,
+            expression,
+            inner,
+            self._module_of(one, birth),
+        )
+
+    def _module_of(self, one: Allocation, birth: Birth | None) -> str:
+        trace = self._recording.modules
+        number = trace.at(self._device, one.born) if one.born >= 0 and (birth is None or not birth.node) else None
+        if number is not None:
+            return trace.names[number].path
+        known = self._modules.get(birth.place, ()) if birth is not None and birth.place is not None else ()
+        return common_path(trace.names[each].path for each in known)
+
+
+def common_path(paths: Iterable[str]) -> str:
+    """``model.layers.*.mlp`` for the mlps of several layers; what they share of their beginning where they lie elsewhere."""
+    split = [path.split(".") for path in paths]
+    if not split:
+        return ""
+    if len({len(parts) for parts in split}) > 1:
+        shared = takewhile(lambda column: len(set(column)) == 1, zip(*split, strict=False))
+        return ".".join(column[0] for column in shared)
+    return ".".join(parts[0] if len(set(parts)) == 1 else "*" for parts in zip(*split, strict=True))
+
+
+def words_of_place(file: str, line: int, function: str) -> str:
+    """``modeling_llama.py:244 forward``."""
+    name = os.path.basename(file.replace("\\", "/"))
+    if file.startswith("<ipython-input") or "ipykernel_" in file:
+        name = "another cell"
+    return f"{name}:{line}" if function == "<module>" else f"{name}:{line} {function}"
+
+
+def _first_line(point: Checkpoint) -> str:
+    return (point.statement or point.label).strip().partition("\n")[0]
+
+
+def _of_stack(frames: tuple[Frame, ...]) -> Birth | None:
+    """What a stack says, innermost frame first: where in the program it was, and which function of PyTorch's was called."""
+    python = [frame for frame in frames if is_python(frame)]
+    inner = own = None
+    function = ""
+    for frame in python:
+        if not is_library(frame):
+            inner, own = inner or frame, frame
+            break
+        if inner is None:
+            kind = whose(frame.filename)
+            if kind is TORCH or "/torch/" in frame.filename.replace("\\", "/"):
+                if os.path.basename(frame.filename) == "functional.py":
+                    function = frame.name
+            elif kind is not PASSED_OVER:
+                inner = frame
+    if inner is None:
+        return None
+    place = CodePlace(
+        inner.filename,
+        inner.line,
+        inner.name,
+        *(
+            ("", 0, "", "", "")
+            if own is None
+            else (own.filename, own.line, own.name, line_at(own.filename, own.line), "")
+        ),
+    )
+    return Birth(function, function, None, "", (), place)

@@ -1,0 +1,62 @@
+"""Whose code a frame runs (PyTorch's, ours, an installed library's or the program's own), and what stands at its place."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import re
+import sys
+from itertools import islice
+from types import CodeType
+
+# Whose a file is. What is passed over is neither the program's nor a library's that it would know.
+OWN, LIBRARY, TORCH, PASSED_OVER = "own", "library", "torch", "passed over"
+
+_LIBRARY_FILE = re.compile(r"[/\\](?:site|dist)-packages[/\\]|[/\\]lib[/\\]python3\.\d+[/\\]|^<frozen |^torch[/\\]")
+_INSTALLED = re.compile(r"[/\\](?:site|dist)-packages[/\\]")
+_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+# Code without a file that is a program's: a notebook's cell under old IPythons, a script from standard input.
+_TYPED = ("<ipython-input", "<stdin>", "<string>", "<gpumem")
+_LONGEST = 100
+
+
+def _pytorch() -> str:
+    """The folder of the PyTorch that is loaded; where none is, a file cannot tell."""
+    spec = getattr(sys.modules.get("torch"), "__file__", None)
+    return os.path.dirname(os.path.abspath(spec)) + os.sep if spec else "/site-packages/torch/"
+
+
+def is_library_file(filename: str) -> bool:
+    """Whether it is installed code."""
+    return _LIBRARY_FILE.search(filename) is not None
+
+
+def whose(filename: str) -> str:
+    """One of the words above."""
+    if filename.startswith(_pytorch()):
+        return TORCH
+    if filename.startswith((_OURS, "<frozen ")) or (filename.startswith("<") and not filename.startswith(_TYPED)):
+        return PASSED_OVER
+    if is_library_file(filename):
+        # Python's own (`copy`, `contextlib`) only carries a call on.
+        return LIBRARY if _INSTALLED.search(filename) else PASSED_OVER
+    return OWN
+
+
+def line_at(filename: str, line: int) -> str:
+    """The line's text, without its indentation; "" where its file is not to be had."""
+    return linecache.getline(filename, line).strip()
+
+
+def expression_at(code: CodeType, instruction: int) -> str:
+    """The source of the expression at which an instruction stands, in one line; "" before Python 3.11, and where it is long."""
+    if sys.version_info < (3, 11):
+        return ""
+    first, last, start, end = next(islice(code.co_positions(), instruction // 2, None), (None,) * 4)
+    if first is None or last is None or start is None or end is None or last - first > 3:
+        return ""
+    lines = [linecache.getline(code.co_filename, number).encode() for number in range(first, last + 1)]
+    lines[-1] = lines[-1][:end]
+    lines[0] = lines[0][start:]
+    text = " ".join(b" ".join(lines).decode(errors="replace").split())
+    return text if len(text) <= _LONGEST else ""

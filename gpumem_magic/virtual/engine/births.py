@@ -1,0 +1,201 @@
+"""How large allocations came to be: which operator made them, of what, and where in the program.
+
+Asked at each such allocation while a device's log runs. Numbers and strings are kept, alike ones once; of a graph the numbers
+that PyTorch gives to its nodes, so that what a backward makes is known by the line of its forward.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import threading
+from types import FrameType
+from typing import Any
+
+import torch
+from torch._C import _current_autograd_node
+from torch._C._autograd import _get_sequence_nr
+
+from gpumem_magic.devices.base import Birth, CodePlace
+from gpumem_magic.looks import tensors
+from gpumem_magic.looks.code import LIBRARY, OWN, PASSED_OVER, TORCH, expression_at, line_at, whose
+
+# Python functions of PyTorch's that users call by their names.
+_FUNCTIONS = re.compile(r"[/\\]torch[/\\](?:nn[/\\])?functional\.py$")
+_BACKWARD_FILE = re.compile(r"[/\\]torch[/\\]autograd[/\\]graph\.py$")
+_ENGINE = "_engine_run_backward"
+_FUNCTION, _GRAPH = "function", "graph"
+_MOST_INPUTS = 8
+# Alike births are kept once; so many different ones are a program's whose shapes never repeat.
+_MOST = 50_000
+
+
+class _Last(threading.local):
+    """The number of the graph's last node that was noted in a thread."""
+
+    number = -1
+
+
+class Births:
+    """What one engine's operators tell."""
+
+    def __init__(self) -> None:
+        self._whose: dict[str, str] = {}
+        self._places: dict[tuple[Any, ...], CodePlace] = {}
+        self._births: dict[Birth, Birth] = {}
+        # The number of a node -> the kernel that it belongs to, the operator's name, and where that was called.
+        self._nodes: dict[int, tuple[str, str, CodePlace | None]] = {}
+        self._last = _Last()
+
+    def forward(self, func: Any) -> None:
+        """An operator runs now. If autograd has made a node for it, the node's number is noted."""
+        number = _get_sequence_nr()
+        if number == self._last.number:
+            return
+        self._last.number = number
+        if len(self._nodes) > 2 * _MOST:
+            self._nodes.clear()
+        place, function, _ = self._place()
+        kernel = _kernel(func)
+        self._nodes[number - 1] = kernel, function or _plain(kernel), place
+
+    def of(self, call: tuple[Any, Any, Any] | None, tensor: torch.Tensor | None, maker: str = "") -> Birth:
+        """Of an allocation under way. call: the operator and its arguments; maker: a factory's name, where there is no operator;
+        tensor: what it holds, None for what a kernel works with."""
+        place, function, in_engine = self._place()
+        kernel = _kernel(call[0]) if call is not None else maker
+        operator = function or _plain(kernel)
+        node = ""
+        if in_engine:
+            node, operator, place = self._behind(operator, place)
+        birth = Birth(
+            operator,
+            kernel,
+            None if tensor is None else tuple(tensor.shape),
+            "" if tensor is None else str(tensor.dtype).removeprefix("torch."),
+            _inputs(call),
+            place,
+            node,
+        )
+        if len(self._births) > _MOST:
+            self._births.clear()
+        return self._births.setdefault(birth, birth)
+
+    def _behind(self, operator: str, place: CodePlace | None) -> tuple[str, str, CodePlace | None]:
+        """Of what a backward makes: the graph's node, its operator's name, and where that was called in the forward."""
+        node = _current_autograd_node()
+        if node is None:
+            return "backward", operator, place
+        name = node.name()
+        known = self._nodes.get(node._sequence_nr())
+        if known is None or not _is_of(name, known[0]):
+            return name, operator, place
+        return name, known[1], known[2] or place
+
+    def _place(self) -> tuple[CodePlace | None, str, bool]:
+        """Where the program is, the function of PyTorch's that it called, and whether it is autograd's engine that runs."""
+        frame: FrameType | None = sys._getframe(2)
+        inner: FrameType | None = None
+        function, in_engine = "", False
+        known = self._whose
+        while frame is not None:
+            code = frame.f_code
+            kind = known.get(code.co_filename) or self._kind_of(code.co_filename)
+            if kind is OWN:
+                return self._known_place(inner or frame, frame, function), function, in_engine
+            if inner is None:
+                if kind is LIBRARY:
+                    inner = frame
+                elif kind is _FUNCTION:
+                    function = code.co_name
+                elif kind is _GRAPH and code.co_name == _ENGINE:
+                    function, in_engine = "", True
+            frame = frame.f_back
+        return (None if inner is None else self._known_place(inner, None, function)), function, in_engine
+
+    def _kind_of(self, filename: str) -> str:
+        kind = whose(filename)
+        if kind is TORCH:
+            kind = PASSED_OVER
+            if _FUNCTIONS.search(filename):
+                kind = _FUNCTION
+            elif _BACKWARD_FILE.search(filename):
+                kind = _GRAPH
+        self._whose[filename] = kind
+        return kind
+
+    def _known_place(self, inner: FrameType, own: FrameType | None, function: str) -> CodePlace:
+        key = _key(inner) if own is None or own is inner else (*_key(inner), *_key(own))
+        place = self._places.get(key)
+        if place is None:
+            if len(self._places) > _MOST:
+                self._places.clear()
+            place = self._places[key] = CodePlace(
+                inner.f_code.co_filename,
+                inner.f_lineno,
+                inner.f_code.co_name,
+                *(("", 0, "", "", "") if own is None else _own(own)),
+            )
+        return place
+
+
+def _own(frame: FrameType) -> tuple[str, int, str, str, str]:
+    code, line = frame.f_code, frame.f_lineno
+    return code.co_filename, line, code.co_name, line_at(code.co_filename, line), expression_at(code, frame.f_lasti)
+
+
+def _key(frame: FrameType) -> tuple[Any, ...]:
+    code = frame.f_code
+    return code.co_filename, code.co_firstlineno, code.co_name, frame.f_lasti
+
+
+def _kernel(func: Any) -> str:
+    """``aten::add.Tensor`` as ``add``; with its namespace where that is another (``flash_attn::fwd``)."""
+    schema = getattr(func, "_schema", None)
+    name = str(schema.name if schema is not None else getattr(func, "__name__", ""))
+    return name.removeprefix("aten::")
+
+
+def _plain(kernel: str) -> str:
+    """As a user knows it: ``_log_softmax`` is log_softmax, ``add_`` add, ``_to_copy`` to."""
+    name = kernel.rpartition("::")[2].strip("_")
+    return _SPOKEN.get(name, name)
+
+
+_SPOKEN = {
+    "to_copy": "to",
+    "unsafe_view": "view",
+    "native_layer_norm": "layer_norm",
+    "native_group_norm": "group_norm",
+    "native_batch_norm": "batch_norm",
+    "cudnn_batch_norm": "batch_norm",
+    "native_dropout": "dropout",
+    "fused_dropout": "dropout",
+    "addmm": "linear",
+    "scaled_dot_product_flash_attention": "scaled_dot_product_attention",
+    "scaled_dot_product_efficient_attention": "scaled_dot_product_attention",
+    "scaled_dot_product_cudnn_attention": "scaled_dot_product_attention",
+}
+
+
+def _is_of(node: str, kernel: str) -> bool:
+    """Whether a node's name (``LogSoftmaxBackward0``) is that of a kernel's (``_log_softmax``)."""
+    return node.lower().startswith(kernel.rpartition("::")[2].replace("_", "").lower()) or "Backward" not in node
+
+
+def _inputs(call: tuple[Any, Any, Any] | None) -> tuple[tuple[tuple[int, ...], str], ...]:
+    found: list[tuple[tuple[int, ...], str]] = []
+    if call is not None:
+        _, args, kwargs = call
+        _collect((*args, *kwargs.values()), found)
+    return tuple(found)
+
+
+def _collect(values: Any, found: list[tuple[tuple[int, ...], str]]) -> None:
+    for value in values:
+        if len(found) >= _MOST_INPUTS:
+            return
+        if isinstance(value, torch.Tensor):
+            found.append((tensors.shape(value), tensors.dtype_name(value)))
+        elif isinstance(value, (list, tuple)):
+            _collect(value, found)

@@ -1,0 +1,74 @@
+"""What a virtual device tells of large allocations: operator, shapes, the line, the module, and what keeps them."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import weakref
+
+from causes_cells import notebook
+
+from gpumem_magic.report.model import TensorGroup, TensorKind
+from gpumem_magic.units import MIB
+
+DEVICE = "T4,torch=2.13"
+
+
+def groups_of(cells: list[str], at: str = "peak") -> tuple[TensorGroup, ...]:
+    with notebook(DEVICE) as book:
+        for cell in cells[:-1]:
+            book.cell(cell)
+        report = book.measured(cells[-1])
+        groups = report.tensors(at)
+        assert sum(group.bytes for group in groups) == report.peak.allocated or at != "peak"
+        return groups
+
+
+def test_an_operator_its_inputs_and_its_expression_are_known() -> None:
+    groups = groups_of(
+        ['x = torch.empty(4096, 1, device="cuda")\ny = torch.empty(4096, device="cuda")', "a = 1\nz = (x - y).abs()"]
+    )
+    a = next(one for one in groups if one.operator == "sub")
+    assert (a.shape, a.dtype, a.line, a.keeper) == ((4096, 4096), "float32", 3, "temporary")
+    assert a.inputs == (TensorKind((4096, 1), "float32"), TensorKind((4096,), "float32"))
+    assert a.expression == ("x - y" if sys.version_info >= (3, 11) else "")
+
+
+def test_what_a_backward_makes_is_known_by_the_line_of_its_forward() -> None:
+    cell = "h = x.pow(2)\nloss = h.sum()\nloss.backward()"
+    groups = groups_of(['x = torch.empty(1024, 1024, device="cuda", requires_grad=True)', cell])
+    made = [(one.operator, one.line) for one in groups if one.backward and one.bytes >= MIB]
+    assert ("pow", 2) in made
+
+
+def test_a_function_of_another_cell_is_an_inner_place_and_one_of_this_cell_a_line() -> None:
+    function = "def f(x):\n    return torch.nn.functional.softmax(x @ x, -1)"
+    there = groups_of([f'{function}\nx = torch.empty(1024, 1024, device="cuda")', "\n\ny = f(x)"])
+    soft = next(one for one in there if one.operator == "softmax")
+    assert (soft.statement, soft.line, soft.keeper, soft.kept_by) == ("y = f(x)", 4, "name", "y")
+    assert soft.inner.endswith(":2 f")
+    here = groups_of(['x = torch.empty(1024, 1024, device="cuda")', f"{function}\n\ny = f(x)"])
+    soft = next(one for one in here if one.operator == "softmax")
+    assert (soft.line, soft.inner) == (3, "")
+
+
+def test_modules_keepers_and_failures() -> None:
+    train = 'model = net(1024, 4)\nx = torch.randn(4096, 1024, device="cuda")\nlosses = []'
+    groups = groups_of([train, "for _ in range(3):\n    losses.append(model(x).mean())"])
+    saved = next(one for one in groups if one.operator == "linear" and one.count > 3)
+    assert saved.module == "model.*.0"
+    assert saved.keeper == "backward"
+    assert any(one.category == "parameters" and one.kept_by == "model" and one.count == 8 for one in groups)
+    failed = groups_of([train, "kept = [model(x).detach() for _ in range(3)]\nbig = mib(20000)"], "failure")
+    held = next(one for one in failed if one.keeper == "list")
+    assert (held.count, held.kept_by) == (3, "kept[0…2]")
+
+
+def test_nothing_is_kept_of_the_program() -> None:
+    with notebook(DEVICE) as book:
+        book.cell('x = torch.empty(1024, 1024, device="cuda", requires_grad=True)')
+        book.measured("y = (x * 2).sum()\ny.backward()")
+        left = weakref.ref(book.shell.user_ns["x"])
+        book.cell("del x, y")
+        gc.collect()
+        assert left() is None
