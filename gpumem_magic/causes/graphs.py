@@ -7,39 +7,77 @@ from bisect import bisect_left
 from collections.abc import Iterator
 
 from gpumem_magic.causes.model import LEAST, Scene
-from gpumem_magic.owners.holders import detach_words, freed_by_detaching
+from gpumem_magic.causes.places import Spot, added, advice_known, base, detach, quoted, release, spots, told
+from gpumem_magic.causes.program import Place
+from gpumem_magic.owners.holders import detach_words
 from gpumem_magic.owners.model import Held, by_root, size_of
 from gpumem_magic.recording.model import BACKWARD, FORWARD
 from gpumem_magic.report.model import Cause
 from gpumem_magic.units import human
 
-_MEMBER = re.compile(r"^(?:graph of )?(?P<member>[^:]*?\[[^\]]+\])")
+_INDEX = re.compile(r"\[[^\[\]]*\d[^\[\]]*\]")
+# The kinds of roots that have a name in the program.
+_NAMES = frozenset({"variable", "module"})
 # So many equal steps are no accident.
 _EQUAL_ITERATIONS = 3
 
 
 def graphs_alive(scene: Scene) -> Iterator[Cause]:
-    """A variable that keeps the graphs of several iterations: a list of losses, or a running total of them."""
-    for number, root in enumerate(scene.holdings.roots):
-        if root.kind != "variable":
-            continue
-        graphs = [one for one in scene.held if number in one.roots and one.kind == "graph"]
-        members = {match["member"] for one in graphs if (match := _MEMBER.match(one.place))}
-        iterations = {iteration for one in graphs if (iteration := _iteration_of(scene, one)) is not None}
-        if len(members) < 2 and len(iterations) < 2:
-            continue
-        freed = size_of(freed_by_detaching(scene.holdings, number))
-        if freed < LEAST:
-            continue
-        count = max(len(members), len(iterations))
-        yield Cause(
-            "kept_graphs",
-            f"`{root.name}` keeps the graphs of {count} iterations alive: {human(freed)} of activations that were saved for "
-            "backward.",
-            f"Store numbers instead (`.item()` or `.detach()` before they go into `{root.name}`); for now "
-            f"{detach_words(root.name, root.type)} frees {human(freed)}.",
-            freed,
-        )
+    """What keeps the graphs of several iterations: a list of losses, a running total of them, a state that is carried along."""
+    graphs = [one for one in scene.held if one.kind == "graph" and scene.holdings.roots[one.roots[0]].kind in _NAMES]
+    counted = [(one, _graphs_of(scene, one)) for one in spots(graphs)]
+    found = [one for one, count in counted if count >= 2]
+    if not found:
+        return
+    main = found[0]
+    count = max(count for one, count in counted if one in found)
+    freed = detach(scene, found)
+    others: list[str] = []
+    if freed < LEAST:
+        # Others reach the same graph: all have to let go.
+        theirs = {one.address for one in scene.holdings.freed_without("graph") if one.device == scene.device}
+        freed = size_of(one for spot in found for one in spot.held if one.address in theirs)
+        numbers = {number for one in main.held for number in one.roots}
+        roots = [scene.holdings.roots[number] for number in sorted(numbers)]
+        others = [root.name for root in roots if root.kind == "variable" and root.name != main.root]
+    if freed < LEAST:
+        return
+    place = added(scene, main)
+    at = f" ({place.words})" if place is not None else ""
+    reach = "reaches" if len(others) == 1 else "reach"
+    also = f" ({', '.join(map(quoted, others[:3]))} {reach} them, too)" if others else ""
+    yield Cause(
+        "kept_graphs",
+        f"{told(found)}{at} keeps the graphs of {count} iterations alive{also}: {human(freed)} of activations that were "
+        "saved for backward.",
+        _detaching(scene, main, place, others, freed),
+        freed,
+    )
+
+
+def _graphs_of(scene: Scene, spot: Spot) -> int:
+    """How many iterations' graphs a place keeps."""
+    iterations = {found for one in spot.held if (found := _iteration_of(scene, one)) is not None}
+    return max(len({base(one) for one in spot.held}), len(iterations))
+
+
+def _detaching(scene: Scene, spot: Spot, place: Place | None, others: list[str], freed: int) -> str:
+    number = scene.holdings.number(spot.root)
+    root = scene.holdings.roots[number] if number is not None else None
+    into = f" before it goes into {quoted(spot.place)}" if spot.container is not None else ""
+    if spot.container is None and root is not None and root.type != "Tensor":
+        # An attribute: a module's statistics, say.
+        return f"Compute it under `torch.no_grad()`, or `.detach()` what is assigned to {quoted(spot.place)}."
+    if spot.container is None and place is not None and place.statement.count(spot.root) > 1 and not others:
+        now = f"`{spot.place} = {spot.place}.detach()` frees {human(freed)}"
+        return f"Add numbers (`.item()`), or `.detach()` what is added; for now {now}."
+    now = ""
+    if root is not None and not others and spot.place == spot.root:
+        now = f"; for now {detach_words(root.name, root.type)} frees {human(freed)}"
+    elif others:
+        names = [spot.place, *others]
+        now = f"; detaching {', '.join(map(quoted, names[:4]))} frees {human(freed)}"
+    return f"`.detach()` (or `.item()`, for a number) it{into}{now}."
 
 
 def growth(scene: Scene) -> Iterator[Cause]:
@@ -60,17 +98,39 @@ def growth(scene: Scene) -> Iterator[Cause]:
     if left < sum(last[:-1]) * 0.5:
         return
     addresses = {one.address for one in alive}
-    owners = by_root(one for one in scene.held if one.address in addresses).most_common(1)
+    made = {one.address for one in scene.alive.values() if one.born >= iterations[0].start}
+    kept = {_general(one) for one in scene.held if one.address in addresses}
+    found = spots(one for one in scene.held if one.address in made and _general(one) in kept)
     each = sum(last) // len(last)
     text = f"Each iteration leaves {human(each)} more allocated than the previous one ({len(steps)} iterations)"
-    if not owners:
+    if not found:
         yield Cause("growth", f"{text}.", "`%gpumem_who` shows what holds it.", left)
         return
-    owner = scene.holdings.roots[owners[0][0]]
-    remedy = f"`{owner.statement}` frees it" if owner.statement else "`%gpumem_who` shows more"
+    main = [one for one in found if 10 * one.size >= found[0].size]
+    total = sum(one.size for one in main)
+    place = added(scene, found[0])
+    at = f", put there at {place.words} (`{place.shown}`)" if place is not None else ""
     yield Cause(
-        "growth", f"{text}: it is held by `{owner.name}`.", f"{remedy}; better, keep less in `{owner.name}`.", left
+        "growth",
+        f"{text}: it is held by {told(main)}{at}.",
+        _less(scene, found[0]),
+        total,
     )
+
+
+def _less(scene: Scene, spot: Spot) -> str:
+    """What to do about a place that grows: what lets go of it now, and how it would not grow."""
+    now = release(scene, spot)
+    if spot.held[0].kind == "gradient":
+        return f"{now}." if now else ""
+    if advice_known(spot):
+        return f"{now}."
+    host = "keep only what is used later, on the host (`.detach().cpu()`)"
+    return f"{now}; better, {host}." if now else f"Better {host}."
+
+
+def _general(one: Held) -> str:
+    return _INDEX.sub("[]", base(one))
 
 
 def graph_without_backward(scene: Scene) -> Iterator[Cause]:

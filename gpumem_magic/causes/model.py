@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TypeVar
 
+from gpumem_magic.causes.program import Texts
 from gpumem_magic.devices.base import Label
 from gpumem_magic.owners.model import Held, Holdings
 from gpumem_magic.owners.saved import Saved
@@ -40,6 +41,7 @@ class Scene:
     addresses of the parameters that it had before the cell's first statement. saved: what the first backward's graph kept, when
     the device's log stood at `saved_at`. never_clears: whether the cell's text runs backward and steps, and nothing clears
     gradients. mentioned: the names that the cell uses, itself or in the functions that it calls; empty where that is not known.
+    program: its text.
     """
 
     recording: Recording
@@ -55,6 +57,7 @@ class Scene:
     saved_at: int = 0
     never_clears: bool = False
     mentioned: frozenset[str] = frozenset()
+    program: Texts = field(default_factory=Texts)
 
     @property
     def end(self) -> int:

@@ -18,6 +18,7 @@ from gpumem_magic.attribution.view import DeviceView
 from gpumem_magic.causes.catalog import find_causes
 from gpumem_magic.causes.inside import inside_of
 from gpumem_magic.causes.model import LEAST, Scene
+from gpumem_magic.causes.program import Texts, placed, read_program
 from gpumem_magic.causes.source import mentioned, never_clears_gradients
 from gpumem_magic.devices.base import DeviceLog, Machine
 from gpumem_magic.failures import swallows
@@ -64,6 +65,7 @@ class Why:
         self._source = ""
         self._never_clears = False
         self._mentioned: frozenset[str] = frozenset()
+        self._program = Texts()
 
     def read(self, source: str) -> None:
         """The cell's own text."""
@@ -89,6 +91,7 @@ class Why:
                 self._typed = _typed(namespace)
                 self._never_clears = never_clears_gradients(self._source, namespace)
                 self._mentioned = mentioned(self._source, namespace) if error is not None else frozenset()
+                self._program = read_program(self._source, namespace)
 
     def holds(self, logs: Mapping[int, DeviceLog]) -> tuple[Hold, ...]:
         """Who holds what at the end, and what the first backward's graph had saved; the largest, where these are very many."""
@@ -141,6 +144,7 @@ class Why:
                 saved_at or 0,
                 self._never_clears,
                 self._mentioned,
+                placed(self._program, recording.checkpoints),
             )
             causes, failures = find_causes(scene)
             self._failures += failures

@@ -20,18 +20,28 @@ class HoldGraph:
         self._groups = _strong_components(self._roots, self._children)
 
     def reachable(
-        self, roots: Iterable[int] | None = None, *, without: Collection[str] = (), beside: Collection[int] = ()
+        self,
+        roots: Iterable[int] | None = None,
+        *,
+        without: Collection[str] = (),
+        of: Collection[int] | None = None,
+        beside: Collection[int] = (),
+        closed: Collection[int] = (),
     ) -> set[int]:
         """The nodes that these roots (all of them by default) reach over edges that are not of the kinds in `without`.
 
-        beside: what is reached anyhow, and not gone into.
+        of: only the edges that lead from these nodes are left out. beside: what is reached anyhow, and not gone into. closed:
+        what is not gone into where it is reached.
         """
         todo = list(self._roots if roots is None else roots)
         found = {*beside, *todo}
         while todo:
             node = todo.pop()
+            if node in closed:
+                continue
+            left_out = without if of is None or node in of else ()
             for child in self._children.get(node, ()):
-                if child not in found and (not without or self._kinds.get((node, child)) not in without):
+                if child not in found and (not left_out or self._kinds.get((node, child)) not in left_out):
                     found.add(child)
                     todo.append(child)
         return found

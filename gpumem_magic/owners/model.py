@@ -28,6 +28,17 @@ class Root:
 
 
 @dataclass(frozen=True)
+class Station:
+    """An object on the way from a root to memory. node: its number in the graph; place: how the program reaches it; type: its
+    class; bases: that and all above it, with their modules."""
+
+    node: int
+    place: str
+    type: str
+    bases: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Held:
     """A live allocation and who holds it. Sizes in bytes: the block's, and what the program asked for.
 
@@ -36,6 +47,7 @@ class Held:
     cyclic: whether a reference cycle is among its holders, so that letting go is not enough without a garbage collection.
     node: its number in the graph, -1 for memory that no object holds. dtype and shape: of the largest tensor that was seen on it.
     layer: of a graph's, the layer that saved it, or whose output the saving operation works on; "" where that is not known.
+    trail: the objects on the way to it, from the root's own on; of a graph's, up to the tensor that keeps the graph.
     """
 
     device: int
@@ -50,6 +62,7 @@ class Held:
     dtype: str = ""
     shape: tuple[int, ...] = ()
     layer: str = ""
+    trail: tuple[Station, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -64,12 +77,14 @@ class Lost:
 
 @dataclass(frozen=True)
 class Holdings:
-    """The answer of one search. held: largest first. seconds: what the search took."""
+    """The answer of one search. held: largest first. optimized: the addresses, by device, of the parameters that optimizers
+    know. seconds: what the search took."""
 
     roots: tuple[Root, ...] = ()
     held: tuple[Held, ...] = ()
     lost: tuple[Lost, ...] = ()
     graph: HoldGraph = field(default_factory=lambda: HoldGraph([], {}, {}))
+    optimized: frozenset[tuple[int, int]] = frozenset()
     seconds: float = 0.0
     objects: int = 0
 
@@ -99,6 +114,16 @@ class Holdings:
     def freed_without(self, *kinds: str) -> list[Held]:
         """What would be freed if all links of these kinds were cut: "grad" (zero_grad), "graph" (detach)."""
         still_reachable = self.graph.reachable(without=kinds)
+        return [one for one in self.held if one.node >= 0 and one.node not in still_reachable]
+
+    def freed_by_emptying(self, nodes: Iterable[int]) -> list[Held]:
+        """What would be freed if these objects let go of all that they hold (``outputs.clear()``)."""
+        still_reachable = self.graph.reachable(closed=frozenset(nodes))
+        return [one for one in self.held if one.node >= 0 and one.node not in still_reachable]
+
+    def freed_by_detaching(self, nodes: Iterable[int]) -> list[Held]:
+        """What would be freed if these tensors let go of their graphs (``loss.detach()``)."""
+        still_reachable = self.graph.reachable(without=("graph",), of=frozenset(nodes))
         return [one for one in self.held if one.node >= 0 and one.node not in still_reachable]
 
     def of_kind(self, kind: str) -> list[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
 from itertools import pairwise
 from typing import Any
@@ -11,14 +11,15 @@ from typing import Any
 from gpumem_magic.attribution.categories import WORKSPACE_SIZES
 from gpumem_magic.devices.base import Machine
 from gpumem_magic.looks import tensors
-from gpumem_magic.looks.objects import attribute
+from gpumem_magic.looks.objects import attribute, entry, is_sequence, members
 from gpumem_magic.owners.cycles import garbage_holding
 from gpumem_magic.owners.graph import HoldGraph
 from gpumem_magic.owners.layers import Layers
 from gpumem_magic.owners.model import Held, Holdings, Lost, Root
 from gpumem_magic.owners.naming import Namer
 from gpumem_magic.owners.roots import closed_to, roots_of
-from gpumem_magic.owners.traversal import Place, Traversal
+from gpumem_magic.owners.stations import Stations
+from gpumem_magic.owners.traversal import Place, Traversal, located
 from gpumem_magic.recording.quiet import no_automatic_collection
 from gpumem_magic.snapshot.model import ACTIVE
 
@@ -56,7 +57,7 @@ def find_owners(
                 walk.add_root(root, values)
             walk.walk()
         with tensors.unseen():
-            roots, held, graph = _read(walk, blocks)
+            roots, held, graph, optimized = _read(walk, blocks)
         objects = len(walk.objects)
     known = {(one.device, one.address) for one in held}
     workspace = Root("cuBLAS", "library", CLEAR_WORKSPACES)
@@ -74,7 +75,8 @@ def find_owners(
             lost.append(Lost(device, address, size, requested))
     held.sort(key=lambda one: (-one.size, one.place))
     lost.sort(key=lambda one: -one.size)
-    return Holdings(tuple(roots), tuple(held), tuple(lost), graph, time.perf_counter() - began, objects)
+    seconds = time.perf_counter() - began
+    return Holdings(tuple(roots), tuple(held), tuple(lost), graph, optimized, seconds, objects)
 
 
 def _looks_for_cycles(
@@ -111,7 +113,9 @@ def _blocks(machine: Machine) -> dict[Place, tuple[int, int]]:
     }
 
 
-def _read(walk: Traversal, blocks: Mapping[Place, tuple[int, int]]) -> tuple[list[Root], list[Held], HoldGraph]:
+def _read(
+    walk: Traversal, blocks: Mapping[Place, tuple[int, int]]
+) -> tuple[list[Root], list[Held], HoldGraph, frozenset[Place]]:
     """The walk as numbers and strings."""
     live = {place: number for place, number in walk.storages.items() if place in blocks}
     children, is_root = _leading_to(walk, list(live.values()))
@@ -128,6 +132,7 @@ def _read(walk: Traversal, blocks: Mapping[Place, tuple[int, int]]) -> tuple[lis
     rank = {number: place for place, number in enumerate(numbers)}
     # An error in a notebook is always on a cycle: IPython's frames, which the walk does not enter, refer to it.
     errors = sum(1 << place for number, place in rank.items() if walk.objects[number].kind == "traceback")
+    stations = Stations(walk, namer)
     held = []
     for (device, address), node in live.items():
         size, requested = blocks[device, address]
@@ -149,9 +154,10 @@ def _read(walk: Traversal, blocks: Mapping[Place, tuple[int, int]]) -> tuple[lis
                 tensors.dtype_name(tensor),
                 tensors.shape(tensor),
                 layers.of(namer.path(node)) if kind == "graph" else "",
+                stations.to(namer.path(node)),
             )
         )
-    return [walk.objects[number] for number in numbers], held, graph
+    return [walk.objects[number] for number in numbers], held, graph, _optimized(walk, children)
 
 
 def _leading_to(walk: Traversal, storages: list[int]) -> tuple[dict[int, list[int]], list[int]]:
@@ -170,6 +176,20 @@ def _leading_to(walk: Traversal, storages: list[int]) -> tuple[dict[int, list[in
                 todo.append(parent)
             children[parent].append(number)
     return children, sorted(roots)
+
+
+def _optimized(walk: Traversal, numbers: Iterable[int]) -> frozenset[Place]:
+    """Where the parameters lie that optimizers among these know."""
+    found = set()
+    for thing in map(walk.objects.__getitem__, numbers):
+        if tensors.is_optimizer(thing):
+            groups = attribute(thing, "param_groups")
+            known = [entry(group, "params") for group in members(groups)] if is_sequence(groups) else []
+            for parameter in (one for its in known if is_sequence(its) for one in members(its)):
+                place = located(walk.locate, parameter) if tensors.is_tensor(parameter) else None
+                if place is not None:
+                    found.add(place)
+    return frozenset(found)
 
 
 def _bits(bits: int) -> list[int]:

@@ -71,7 +71,7 @@ class Traversal:
         self.arguments: dict[tuple[int, int], str] = {}
         self.storages: dict[Place, int] = {}
         self.tensors: dict[int, list[int]] = {}
-        self._locate = locate
+        self.locate = locate
         self._closed = list(closed)
         self._index: dict[int, int] = {id(thing): _LEAF for thing in self._closed}
         # By the class's id, which its objects keep: a class may have a `__hash__` of its metaclass's.
@@ -140,7 +140,7 @@ class Traversal:
             return True
         if expand != self._tensor:
             return False
-        holds = located(self._locate, thing) is not None
+        holds = located(self.locate, thing) is not None
         return holds or is_a(thing, FakeTensor) or tensors.grad_fn(thing) is not None or tensors.grad(thing) is not None
 
     def _behind(self, thing: Any, expand: Expand) -> Iterable[Any]:
@@ -249,7 +249,7 @@ class Traversal:
     # What things hold
 
     def _tensor(self, number: int, tensor: torch.Tensor) -> Iterable[Any]:
-        place = located(self._locate, tensor)
+        place = located(self.locate, tensor)
         if place is not None:
             target = self.storages.get(place)
             if target is None:

@@ -1,0 +1,148 @@
+"""Where memory is kept, as the program writes it, and what lets go of it: ``lit.outs``, not ``lit``; ``.clear()``, not ``del``.
+
+A remedy is offered with what the search for owners says that it frees.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from gpumem_magic.causes.libraries import advice
+from gpumem_magic.causes.model import LEAST, Scene
+from gpumem_magic.causes.program import Place
+from gpumem_magic.owners.model import Held, Station, size_of
+from gpumem_magic.units import counted, human
+
+_INDEX = re.compile(r"\[[^\[\]]*\d[^\[\]]*\]")
+_KEY = re.compile(r"\[[^\[\]]*\]")
+_NUMBERS = re.compile(r"(?:\[\d+\])+$")
+_WRITTEN = re.compile(r"[A-Za-z_]\w*(?:\.\w+|\[(?:'[^']*'|\"[^\"]*\"|-?[\d.]+)\])*$")
+_CONTAINERS = ("builtins.list", "builtins.dict", "collections.deque", "builtins.set")
+
+
+@dataclass(frozen=True)
+class Spot:
+    """Memory that one place of the program keeps. place: in the program's words, of the first of several. container: the list or
+    dictionary that holds all of it, None where there is none."""
+
+    place: str
+    held: tuple[Held, ...]
+    container: Station | None
+
+    @property
+    def size(self) -> int:
+        return size_of(self.held)
+
+    @property
+    def root(self) -> str:
+        return re.split(r"[.\[]", self.place, maxsplit=1)[0]
+
+    @property
+    def tensors(self) -> frozenset[int]:
+        """The numbers of the tensors that keep the memory, or the graphs."""
+        return frozenset(one.trail[-1].node for one in self.held if one.trail)
+
+
+def spots(held: Iterable[Held]) -> list[Spot]:
+    """The places of these, those with most first. What differs by an index or a key is one place."""
+    groups: dict[str, list[Held]] = {}
+    for one in held:
+        groups.setdefault(_INDEX.sub("[]", base(one)), []).append(one)
+    found = [_spot(group) for group in groups.values()]
+    return sorted(found, key=lambda one: -one.size)
+
+
+def base(one: Held) -> str:
+    """The place of what keeps an allocation; of a graph's, of the tensor that keeps the graph."""
+    return one.place.removeprefix("graph of ").partition(": ")[0]
+
+
+def _spot(group: Sequence[Held]) -> Spot:
+    places = {base(one) for one in group}
+    first = min(places, key=lambda words: (len(words), words))
+    trails = [one.trail for one in group if one.trail]
+    common: list[Station] = []
+    for stations in zip(*trails, strict=False):
+        if any(one.node != stations[0].node for one in stations):
+            break
+        common.append(stations[0])
+    container = next((one for one in reversed(common) if any(base in _CONTAINERS for base in one.bases)), None)
+    if container is not None and first.startswith(container.place):
+        rest = first[len(container.place) :]
+        if len(places) > 1:
+            # All of `avg_p.preds`, but `outs[0]['pred']`.
+            first = container.place if _NUMBERS.fullmatch(rest) else _NUMBERS.sub("", first)
+        elif not _INDEX.fullmatch(rest):
+            container = None
+    return Spot(first, tuple(group), container)
+
+
+def told(found: Sequence[Spot], most: int = 2) -> str:
+    """```avg_p.target` (256 MiB) and `avg_p.preds` (128 MiB)``; one alone without its size."""
+    if len(found) == 1:
+        return quoted(found[0].place)
+    words = [f"{quoted(one.place)} ({human(one.size)})" for one in found[:most]]
+    more = f" and {counted(len(found) - most, 'other place')}" if len(found) > most else ""
+    return (" and ".join(words) if not more else ", ".join(words)) + more
+
+
+def quoted(place: str) -> str:
+    """A place in code's marks where it is something to type, else in words."""
+    return f"`{place}`" if _WRITTEN.match(place) else place
+
+
+def added(scene: Scene, spot: Spot) -> Place | None:
+    """The statement that put this memory where it is kept."""
+    if advice(_trail(spot)) is not None and (found := scene.program.using(spot.root)) is not None:
+        # A library's own code adds it.
+        return found
+    names = [name for name in re.split(r"[.\[\]'\" ]+", _KEY.sub("", spot.place)) if name.isidentifier()]
+    if not names:
+        return None
+    for attribute in reversed(names[1:]):
+        if (found := scene.program.adding(names[0], attribute)) is not None:
+            return found
+    if len(names) == 1 and (found := scene.program.adding(names[0])) is not None:
+        return found
+    return scene.program.using(names[0]) if spot.place.startswith(names[0]) else None
+
+
+def release(scene: Scene, spot: Spot) -> str:
+    """What to type to let go of what a spot keeps, with what that frees; "" where nothing is known that frees it."""
+    if (known := advice(_trail(spot))) is not None:
+        return known
+    if spot.container is not None and _WRITTEN.match(spot.container.place):
+        freed = _here(scene, scene.holdings.freed_by_emptying([spot.container.node]))
+        if freed >= max(LEAST, spot.size // 2):
+            return f"`{spot.container.place}.clear()` frees {human(freed)}"
+    if _WRITTEN.match(spot.place) and len(spot.tensors) == 1 and spot.place != spot.root:
+        freed = _here(scene, scene.holdings.freed_by_emptying(spot.tensors))
+        if freed >= LEAST:
+            return f"`{spot.place} = None` frees {human(freed)}"
+    roots = {one.roots for one in spot.held}
+    number = scene.holdings.number(spot.root)
+    if number is not None and roots == {(number,)} and (statement := scene.holdings.roots[number].statement):
+        freed = size_of(scene.freed([number]))
+        return f"`{statement}` frees {human(freed)}"
+    return ""
+
+
+def advice_known(spot: Spot) -> bool:
+    """Whether a library keeps it, which has words of its own for letting go."""
+    return advice(_trail(spot)) is not None
+
+
+def detach(scene: Scene, found: Sequence[Spot]) -> int:
+    """Bytes that come back if all tensors of these spots let go of their graphs."""
+    nodes = frozenset().union(*(one.tensors for one in found))
+    return _here(scene, scene.holdings.freed_by_detaching(nodes))
+
+
+def _trail(spot: Spot) -> tuple[Station, ...]:
+    return max((one.trail for one in spot.held), key=len, default=())
+
+
+def _here(scene: Scene, freed: Iterable[Held]) -> int:
+    return size_of(one for one in freed if one.device == scene.device)

@@ -1,0 +1,268 @@
+"""The program's text: where something is put into a list, under a key or in an attribute. Nothing of it is run."""
+
+from __future__ import annotations
+
+import ast
+import linecache
+import re
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from gpumem_magic.looks.objects import attribute, attributes, entry, is_a, text
+from gpumem_magic.owners.traversal import is_users_module
+from gpumem_magic.recording.model import Checkpoint
+
+# So many cells before this one are read, so many files, and of each so many lines.
+_CELLS = 50
+_FILES = 40
+_LINES = 5000
+_ADDING = frozenset(
+    {"append", "appendleft", "add", "extend", "insert", "put", "put_nowait", "push", "setdefault", "store", "record"}
+)
+_MAGIC = re.compile(r"^(\s*)[!%].*$", re.M)
+_SHORT = 60
+
+
+@dataclass(frozen=True)
+class Place:
+    """A statement of the program's. where: "" for the measured cell, else ``In [4]`` or ``train.py``."""
+
+    where: str
+    line: int
+    statement: str
+
+    @property
+    def words(self) -> str:
+        """``line 5``, or ``In [4], line 33``."""
+        return f"{self.where}, line {self.line}" if self.where else f"line {self.line}"
+
+    @property
+    def shown(self) -> str:
+        """The statement, its first line, cut where it is long."""
+        line = self.statement.strip().partition("\n")[0]
+        return line if len(line) <= _SHORT else f"{line[: _SHORT - 1]}…"
+
+
+@dataclass(frozen=True)
+class Text:
+    """where: as a place's. ahead: lines in front of the text, such as the magic's own. whole: whether what stands outside of
+    functions counts, too: it has run in this very cell."""
+
+    where: str
+    source: str
+    ahead: int = 0
+    whole: bool = False
+
+    @cached_property
+    def statements(self) -> list[ast.stmt]:
+        """All simple statements, those in functions too (or only those)."""
+        try:
+            tree = ast.parse(_MAGIC.sub(r"\1pass", self.source))
+        except (SyntaxError, ValueError, RecursionError):
+            return []
+        found: list[ast.stmt] = []
+        _simple(tree.body, self.whole, found)
+        return found
+
+    @property
+    def is_file(self) -> bool:
+        return self.where.endswith(".py")
+
+    def place(self, node: ast.stmt) -> Place:
+        words = ast.get_source_segment(_MAGIC.sub(r"\1pass", self.source), node) or ""
+        return Place(self.where, node.lineno + self.ahead, words)
+
+
+def _simple(body: Iterable[ast.AST], counts: bool, found: list[ast.stmt]) -> None:
+    for node in body:
+        inside = counts or isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+        blocks = [getattr(node, name, []) for name in ("body", "orelse", "finalbody", "handlers", "cases")]
+        if any(blocks):
+            for block in blocks:
+                _simple(block, inside, found)
+        elif inside and isinstance(node, ast.stmt):
+            found.append(node)
+
+
+@dataclass(frozen=True)
+class Texts:
+    """texts: this cell's first."""
+
+    texts: tuple[Text, ...] = field(default=())
+
+    def adding(self, name: str, attribute: str = "") -> Place | None:
+        """Where the program puts something into what a variable, or its attribute, holds: the last place in the cell, else in
+        a function. `lit` and ``outs`` find ``self.outs.append(...)``."""
+        wanted = attribute or name
+        for certain in (True, False):
+            for one in self.texts:
+                own = [node for node in one.statements if _adds(node, wanted, certain)]
+                # A variable of the same name in somebody else's function is another one.
+                own = [node for node in own if one.whole or attribute or (not one.is_file and _is_global(one, name))]
+                if own:
+                    return one.place(own[-1])
+        return None
+
+    def using(self, name: str) -> Place | None:
+        """The last statement of the cell that calls a variable's method, or hands it to a function."""
+        for one in self.texts[:1]:
+            own = [node for node in one.statements if _uses(node, name)]
+            if own:
+                return one.place(own[-1])
+        return None
+
+    def calls(self, called: str, keyword: str = "") -> list[Place]:
+        """The statements with a call of a method or function, with this keyword where one is given."""
+        return [
+            one.place(node)
+            for one in self.texts
+            for node in one.statements
+            if any(
+                _last(call.func) == called and (not keyword or any(_is_on(given, keyword) for given in call.keywords))
+                for call in ast.walk(node)
+                if isinstance(call, ast.Call)
+            )
+        ]
+
+    def handlers(self) -> list[tuple[int, int, int]]:
+        """The cell's own ``except`` blocks: the line of ``try``, the first and the last of the block."""
+        found = []
+        for one in self.texts[:1]:
+            try:
+                tree = ast.parse(_MAGIC.sub(r"\1pass", one.source))
+            except (SyntaxError, ValueError, RecursionError):
+                continue
+            for node in ast.walk(tree):
+                if not isinstance(node, ast.Try):
+                    continue
+                for handler in node.handlers:
+                    last = max(inner.end_lineno or inner.lineno for inner in handler.body)
+                    found.append((node.lineno + one.ahead, handler.lineno + one.ahead, last + one.ahead))
+        return found
+
+
+def _is_on(given: ast.keyword, keyword: str) -> bool:
+    """Whether a call's keyword is this one, and not plainly switched off."""
+    return given.arg == keyword and not (isinstance(given.value, ast.Constant) and not given.value.value)
+
+
+def _is_global(one: Text, name: str) -> bool:
+    return re.search(rf"\bglobal\b[^\n]*\b{re.escape(name)}\b", one.source) is not None or not re.search(
+        rf"(?m)^[ \t]+{re.escape(name)}\s*=[^=]", one.source
+    )
+
+
+def _last(node: ast.expr) -> str:
+    """The last name of an expression: ``outs`` of ``self.outs[0]``."""
+    while isinstance(node, (ast.Subscript, ast.Starred)):
+        node = node.value
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+
+
+def _adds(node: ast.stmt, wanted: str, certain: bool) -> bool:
+    """Whether a statement puts something into a container of this name; or, less certain, gives the name a value."""
+    for inner in ast.walk(node):
+        if isinstance(inner, ast.Call) and isinstance(inner.func, ast.Attribute):
+            if inner.func.attr in _ADDING and _last(inner.func.value) == wanted:
+                return True
+            if inner.func.attr == "update" and _last(inner.func.value) == wanted and inner.args:
+                return True
+    targets: list[ast.expr] = []
+    if isinstance(node, ast.Assign):
+        targets = [part for one in node.targets for part in (one.elts if isinstance(one, ast.Tuple) else [one])]
+    elif isinstance(node, (ast.AugAssign, ast.AnnAssign)):
+        targets = [node.target]
+        if isinstance(node, ast.AugAssign) and _last(node.target) == wanted:
+            return True
+    for one in targets:
+        if isinstance(one, ast.Subscript) and _last(one) == wanted:
+            return True
+        if _last(one) == wanted and isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None:
+            mentions = any(
+                _last(part) == wanted for part in ast.walk(node.value) if isinstance(part, (ast.Name, ast.Attribute))
+            )
+            if mentions or (not certain and not _is_empty(node.value)):
+                return True
+    return False
+
+
+def _is_empty(value: ast.expr) -> bool:
+    """``[]``, ``None``, ``0``, ``dict()``: how a name begins."""
+    if isinstance(value, (ast.List, ast.Tuple, ast.Set)):
+        return not value.elts
+    if isinstance(value, ast.Dict):
+        return not value.keys
+    return isinstance(value, ast.Constant) or (
+        isinstance(value, ast.Call) and not value.args and _last(value.func) in ("list", "dict", "set", "deque")
+    )
+
+
+def _uses(node: ast.stmt, name: str) -> bool:
+    for call in ast.walk(node):
+        if isinstance(call, ast.Call):
+            given = [*call.args, *(one.value for one in call.keywords)]
+            if any(isinstance(one, ast.Name) and one.id == name for one in (call.func, *given)):
+                return True
+            base = call.func
+            while isinstance(base, (ast.Attribute, ast.Subscript)):
+                base = base.value
+            if isinstance(base, ast.Name) and base.id == name:
+                return True
+    return False
+
+
+def read_program(source: str, namespace: Mapping[str, Any]) -> Texts:
+    """The measured cell, the cells before it, and the files of the user's own modules."""
+    return Texts((Text("", source, whole=True), *_cells(namespace), *_files(namespace)))
+
+
+def _cells(namespace: Mapping[str, Any]) -> Iterator[Text]:
+    lines = entry(namespace, "_ih")
+    if not is_a(lines, list):
+        return
+    known = list.__len__(lines)
+    # The last is the measured one.
+    for number in range(known - 2, max(0, known - 2 - _CELLS), -1):
+        yield _unwrapped(f"In [{number}]", text(list.__getitem__(lines, number)))
+
+
+def _unwrapped(where: str, source: str) -> Text:
+    """A cell below a magic's line is an argument of a call, as IPython keeps it."""
+    if "run_cell_magic" in source:
+        try:
+            body = ast.parse(source).body
+        except (SyntaxError, ValueError, RecursionError):
+            return Text(where, "")
+        for node in body:
+            call = node.value if isinstance(node, ast.Expr) else None
+            if isinstance(call, ast.Call) and call.args and isinstance(call.args[-1], ast.Constant):
+                return Text(where, text(call.args[-1].value), 1)
+    return Text(where, source)
+
+
+def _files(namespace: Mapping[str, Any]) -> Iterator[Text]:
+    read = 0
+    for module in list(sys.modules.values()):
+        if read == _FILES:
+            return
+        if is_users_module(module) and attributes(module) is not namespace:
+            file = text(attribute(module, "__file__"))
+            lines = linecache.getlines(file) if file.endswith(".py") else []
+            if 0 < len(lines) <= _LINES:
+                read += 1
+                yield Text(re.split(r"[/\\]", file)[-1], "".join(lines))
+
+
+def placed(program: Texts, rows: Iterable[Checkpoint]) -> Texts:
+    """The program with the cell's lines counted as its rows count them: from the magic's own line on."""
+    row = next((one for one in rows if one.kind == "statement"), None)
+    if row is None or not program.texts:
+        return program
+    first, *others = program.texts
+    wanted = row.statement.strip().partition("\n")[0]
+    lines = first.source.split("\n")
+    found = next((number for number, words in enumerate(lines, 1) if words.strip().startswith(wanted)), row.line)
+    return Texts((Text(first.where, first.source, max(0, row.line - found), True), *others))
