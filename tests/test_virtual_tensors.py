@@ -235,13 +235,26 @@ def test_copies_of_objects_share_what_the_originals_share() -> None:
     assert allocated() == 2 * before
     assert other[0].untyped_storage()._cdata == other[1].untyped_storage()._cdata
     layer = torch.nn.Linear(4, 4, device="cuda")
-    layer.weight.note = "mine"  # type: ignore[attr-defined]
     twin = copy.deepcopy(layer)
     assert isinstance(twin.weight, torch.nn.Parameter)
-    assert twin.weight.note == "mine"  # type: ignore[attr-defined]
     assert copy.copy(x).data_ptr() == x.data_ptr()
     with pytest.raises(RuntimeError, match="graph leaves"):
         copy.deepcopy(layer.weight * 2)
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_a_copied_parameter_has_values_and_no_gradient(device: str) -> None:
+    layer = torch.nn.Linear(512, 512, bias=False, device=device)
+    layer(torch.ones(1, 512, device=device)).sum().backward()
+    layer.weight.note = "mine"  # type: ignore[attr-defined]
+    before = allocated()
+    twin = copy.deepcopy(layer)
+    assert twin.weight.grad is None
+    assert not hasattr(twin.weight, "note")
+    assert allocated() - before == (1 << 20 if device == "cuda" else 0)
+    leaf = torch.ones(512, device=device, requires_grad=True)
+    leaf.sum().backward()
+    assert copy.deepcopy(leaf).grad is not None
 
 
 def test_pickles_hold_host_zeros() -> None:

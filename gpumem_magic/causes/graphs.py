@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from gpumem_magic.causes.model import LEAST, Scene
 from gpumem_magic.causes.places import Spot, added, advice_known, base, detach, quoted, release, spots, told
-from gpumem_magic.causes.program import Place
+from gpumem_magic.causes.program import Written
 from gpumem_magic.owners.holders import detach_words
 from gpumem_magic.owners.model import Held, by_root, size_of
 from gpumem_magic.recording.model import BACKWARD, FORWARD
@@ -61,7 +61,7 @@ def _graphs_of(scene: Scene, spot: Spot) -> int:
     return max(len({base(one) for one in spot.held}), len(iterations))
 
 
-def _detaching(scene: Scene, spot: Spot, place: Place | None, others: list[str], freed: int) -> str:
+def _detaching(scene: Scene, spot: Spot, place: Written | None, others: list[str], freed: int) -> str:
     number = scene.holdings.number(spot.root)
     root = scene.holdings.roots[number] if number is not None else None
     into = f" before it goes into {quoted(spot.place)}" if spot.container is not None else ""

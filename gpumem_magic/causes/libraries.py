@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 from gpumem_magic.owners.model import Station
 
@@ -12,7 +13,7 @@ _ADVICE = {
         "`{0}.reset()` after each epoch lets go of them; `compute_on_cpu=True` keeps them on the host, and `thresholds=` "
         "(of curves) keeps counts instead"
     ),
-    "functools._lru_cache_wrapper": "`{0}.cache_clear()` lets go of it",
+    f"functools.{type(lru_cache(len)).__name__}": "`{0}.cache_clear()` lets go of it",
 }
 
 

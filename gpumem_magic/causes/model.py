@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TypeVar
 
-from gpumem_magic.causes.program import Texts
+from gpumem_magic.causes.program import ProgramText
 from gpumem_magic.devices.base import Label
 from gpumem_magic.owners.model import Held, Holdings
 from gpumem_magic.owners.saved import Saved
@@ -57,7 +57,7 @@ class Scene:
     saved_at: int = 0
     never_clears: bool = False
     mentioned: frozenset[str] = frozenset()
-    program: Texts = field(default_factory=Texts)
+    program: ProgramText = field(default_factory=ProgramText)
 
     @property
     def end(self) -> int:

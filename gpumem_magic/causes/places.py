@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from gpumem_magic.causes.libraries import advice
 from gpumem_magic.causes.model import LEAST, Scene
-from gpumem_magic.causes.program import Place
+from gpumem_magic.causes.program import Written
 from gpumem_magic.owners.model import Held, Station, size_of
 from gpumem_magic.units import counted, human
 
@@ -93,7 +93,7 @@ def quoted(place: str) -> str:
     return f"`{place}`" if _WRITTEN.match(place) else place
 
 
-def added(scene: Scene, spot: Spot) -> Place | None:
+def added(scene: Scene, spot: Spot) -> Written | None:
     """The statement that put this memory where it is kept."""
     if advice(_trail(spot)) is not None and (found := scene.program.using(spot.root)) is not None:
         # A library's own code adds it.

@@ -27,7 +27,7 @@ _SHORT = 60
 
 
 @dataclass(frozen=True)
-class Place:
+class Written:
     """A statement of the program's. where: "" for the measured cell, else ``In [4]`` or ``train.py``."""
 
     where: str
@@ -71,9 +71,9 @@ class Text:
     def is_file(self) -> bool:
         return self.where.endswith(".py")
 
-    def place(self, node: ast.stmt) -> Place:
+    def place(self, node: ast.stmt) -> Written:
         words = ast.get_source_segment(_MAGIC.sub(r"\1pass", self.source), node) or ""
-        return Place(self.where, node.lineno + self.ahead, words)
+        return Written(self.where, node.lineno + self.ahead, words)
 
 
 def _simple(body: Iterable[ast.AST], counts: bool, found: list[ast.stmt]) -> None:
@@ -88,12 +88,12 @@ def _simple(body: Iterable[ast.AST], counts: bool, found: list[ast.stmt]) -> Non
 
 
 @dataclass(frozen=True)
-class Texts:
+class ProgramText:
     """texts: this cell's first."""
 
     texts: tuple[Text, ...] = field(default=())
 
-    def adding(self, name: str, attribute: str = "") -> Place | None:
+    def adding(self, name: str, attribute: str = "") -> Written | None:
         """Where the program puts something into what a variable, or its attribute, holds: the last place in the cell, else in
         a function. `lit` and ``outs`` find ``self.outs.append(...)``."""
         wanted = attribute or name
@@ -106,7 +106,7 @@ class Texts:
                     return one.place(own[-1])
         return None
 
-    def using(self, name: str) -> Place | None:
+    def using(self, name: str) -> Written | None:
         """The last statement of the cell that calls a variable's method, or hands it to a function."""
         for one in self.texts[:1]:
             own = [node for node in one.statements if _uses(node, name)]
@@ -114,7 +114,7 @@ class Texts:
                 return one.place(own[-1])
         return None
 
-    def calls(self, called: str, keyword: str = "") -> list[Place]:
+    def calls(self, called: str, keyword: str = "") -> list[Written]:
         """The statements with a call of a method or function, with this keyword where one is given."""
         return [
             one.place(node)
@@ -214,9 +214,9 @@ def _uses(node: ast.stmt, name: str) -> bool:
     return False
 
 
-def read_program(source: str, namespace: Mapping[str, Any]) -> Texts:
+def read_program(source: str, namespace: Mapping[str, Any]) -> ProgramText:
     """The measured cell, the cells before it, and the files of the user's own modules."""
-    return Texts((Text("", source, whole=True), *_cells(namespace), *_files(namespace)))
+    return ProgramText((Text("", source, whole=True), *_cells(namespace), *_files(namespace)))
 
 
 def _cells(namespace: Mapping[str, Any]) -> Iterator[Text]:
@@ -256,7 +256,7 @@ def _files(namespace: Mapping[str, Any]) -> Iterator[Text]:
                 yield Text(re.split(r"[/\\]", file)[-1], "".join(lines))
 
 
-def placed(program: Texts, rows: Iterable[Checkpoint]) -> Texts:
+def placed(program: ProgramText, rows: Iterable[Checkpoint]) -> ProgramText:
     """The program with the cell's lines counted as its rows count them: from the magic's own line on."""
     row = next((one for one in rows if one.kind == "statement"), None)
     if row is None or not program.texts:
@@ -265,4 +265,4 @@ def placed(program: Texts, rows: Iterable[Checkpoint]) -> Texts:
     wanted = row.statement.strip().partition("\n")[0]
     lines = first.source.split("\n")
     found = next((number for number, words in enumerate(lines, 1) if words.strip().startswith(wanted)), row.line)
-    return Texts((Text(first.where, first.source, max(0, row.line - found), True), *others))
+    return ProgramText((Text(first.where, first.source, max(0, row.line - found), True), *others))

@@ -18,7 +18,7 @@ from gpumem_magic.attribution.view import DeviceView
 from gpumem_magic.causes.catalog import find_causes
 from gpumem_magic.causes.inside import inside_of
 from gpumem_magic.causes.model import LEAST, Scene
-from gpumem_magic.causes.program import Texts, placed, read_program
+from gpumem_magic.causes.program import ProgramText, placed, read_program
 from gpumem_magic.causes.source import mentioned, never_clears_gradients
 from gpumem_magic.devices.base import DeviceLog, Machine
 from gpumem_magic.failures import swallows
@@ -65,7 +65,7 @@ class Why:
         self._source = ""
         self._never_clears = False
         self._mentioned: frozenset[str] = frozenset()
-        self._program = Texts()
+        self._program = ProgramText()
 
     def read(self, source: str) -> None:
         """The cell's own text."""

@@ -113,6 +113,13 @@ def _host_twin(tensor: VirtualTensor) -> torch.Tensor:
     return host
 
 
+def _know_as(tensor: torch.Tensor, copied: torch.Tensor) -> None:
+    """The copy knows the values that the tensor is known to have."""
+    found = tensor.__dict__.get(KNOWN)
+    if found is not None:
+        copied.__dict__[KNOWN] = found._replace(host=found.host.clone())
+
+
 class VirtualTensor(FakeTensor):
     """A tensor on ``cuda:i`` of the virtual GPU.
 
@@ -224,6 +231,14 @@ class VirtualTensor(FakeTensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) in memo:
             return memo[id(self)]
+        if isinstance(self, torch.nn.Parameter):
+            # As PyTorch: the values alone, without gradient and attributes.
+            with torch.no_grad():
+                values = self.detach().clone(memory_format=torch.preserve_format)
+            copied = torch.nn.Parameter(values, requires_grad=self.requires_grad)
+            memo[id(self)] = copied
+            _know_as(self, copied)
+            return copied
         if not self.is_leaf:
             raise RuntimeError(
                 "Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol at the moment.  "
@@ -238,15 +253,10 @@ class VirtualTensor(FakeTensor):
                 flat = self.new_empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),), (1,)).clone()
                 storages[storage._cdata] = flat
             copy = self.new_empty(0).set_(flat.untyped_storage(), self.storage_offset(), self.size(), self.stride())
-        if isinstance(self, torch.nn.Parameter):
-            copy = torch.nn.Parameter(copy, requires_grad=self.requires_grad)
-        else:
-            copy.requires_grad_(self.requires_grad)
+        copy.requires_grad_(self.requires_grad)
         memo[id(self)] = copy
         copy.__dict__.update(deepcopy(own_attributes(self), memo))
-        found = self.__dict__.get(KNOWN)
-        if found is not None:
-            copy.__dict__[KNOWN] = found._replace(host=found.host.clone())
+        _know_as(self, copy)
         if self.grad is not None:
             copy.grad = self.grad.__deepcopy__(memo)
         return copy
