@@ -16,7 +16,7 @@ from IPython.core.error import UsageError
 from gpumem_magic.devices.base import DeviceError
 from gpumem_magic.failures import swallows
 from gpumem_magic.looks.objects import is_a
-from gpumem_magic.notebook.shell_hooks import hide_frames_once
+from gpumem_magic.notebook.shell_hooks import show_as_plain_once
 from gpumem_magic.recording import under_way
 from gpumem_magic.recording.cell import CellRun
 from gpumem_magic.recording.hook import without_hooks
@@ -102,6 +102,8 @@ class MeasuredCell:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> bool:
         """True, which ends the cell without an error, only where a limit on iterations left it."""
+        if self._run.stopped is not None:
+            error, traceback = self._run.stopped, self._run.stopped.__traceback__
         stopped = error is not None and not self._nested and is_a(error, StopRun)
         exceeded = None
         without_hooks(traceback)
@@ -115,7 +117,7 @@ class MeasuredCell:
                 self._show(report)
                 exceeded = self._exceeded()
             if not stopped:
-                hide_frames_once(self._shell, traceback)
+                show_as_plain_once(self._shell, error, traceback)
         except Exception as own:
             if not swallows(own):
                 raise

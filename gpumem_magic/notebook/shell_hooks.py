@@ -18,6 +18,7 @@ from gpumem_magic.failures import swallowed
 from gpumem_magic.patching import Patches
 from gpumem_magic.recording.cell import compiles, place
 from gpumem_magic.recording.source import split_lines
+from gpumem_magic.recording.statement_run import as_without_us
 
 MAGIC = "gpumem"
 # What a completer is given has `line` (up to the cursor) and `symbol` (the word under it).
@@ -123,28 +124,38 @@ def value_or_coroutine(shell: Any, coroutine: Coroutine[Any, Any, Any]) -> Any:
     return coroutine
 
 
-def hide_frames_once(shell: Any, traceback: TracebackType | None) -> None:
-    """Lets the traceback that IPython is about to show begin in the user's code, and not in IPython's call of our magic.
+def show_as_plain_once(shell: Any, error: BaseException | None, traceback: TracebackType | None) -> None:
+    """Lets IPython show the error that leaves the running cell as without us: its own frame that runs code, then the cell's.
 
-    traceback: the user's error's, from a frame of ours that it passes through now. Does nothing unless the running cell is our
-    magic's alone, since other code could still catch the error. IPython has a ``tb_offset`` for this, which 9.18 ignores.
+    traceback: the error's, from a frame of ours that it passes through now. Does nothing unless the running cell is our magic's
+    alone, since other code could still catch the error.
     """
     result = getattr(shell.displayhook, "exec_result", None)
-    if result is None or not result.info.raw_cell.lstrip().startswith(f"%%{MAGIC}"):
-        return
-    while traceback is not None and traceback.tb_frame.f_globals is not shell.user_global_ns:
-        traceback = traceback.tb_next
-    if traceback is None:
+    if error is None or result is None or not result.info.raw_cell.lstrip().startswith(f"%%{MAGIC}"):
         return
     patches = Patches()
-    usual = shell.showtraceback
+    usual, usual_custom = shell.showtraceback, getattr(shell, "CustomTB", None)
+
+    def plain(exc_tuple: Any) -> Any:
+        """The error and its traceback as IPython would have caught them; what was given, for another error."""
+        _, shown, caught = exc_tuple or sys.exc_info()
+        if caught is None or not (shown is error or (shown is not None and shown.__cause__ is error)):
+            return exc_tuple
+        whole = as_without_us(traceback, caught, shell.user_global_ns)
+        if whole is None:
+            return exc_tuple
+        caught.tb_next = whole.tb_next  # Python 3.10 still has this one at hand
+        result.error_in_exec = BaseException.with_traceback(error, whole)
+        return type(error), error, whole
 
     def show(exc_tuple: Any = None, filename: str | None = None, tb_offset: int | None = None, **options: Any) -> None:
         restore()
-        kind, error, shown = exc_tuple or sys.exc_info()
-        if exc_tuple is None and error is not None and _leads_to(shown, traceback):
-            exc_tuple, tb_offset = (kind, BaseException.with_traceback(error, traceback), traceback), 0
-        usual(exc_tuple, filename=filename, tb_offset=tb_offset, **options)
+        usual(plain(exc_tuple), filename=filename, tb_offset=tb_offset, **options)
+
+    def show_custom(*exc_tuple: Any) -> None:
+        restore()
+        if usual_custom is not None:
+            usual_custom(*plain(exc_tuple))
 
     def restore() -> None:
         patches.undo()
@@ -153,9 +164,5 @@ def hide_frames_once(shell: Any, traceback: TracebackType | None) -> None:
 
     shell.events.register("post_execute", restore)
     patches.set(shell, "showtraceback", show)
-
-
-def _leads_to(traceback: TracebackType | None, goal: TracebackType) -> bool:
-    while traceback is not None and traceback is not goal:
-        traceback = traceback.tb_next
-    return traceback is goal
+    if shell.custom_exceptions:
+        patches.set(shell, "CustomTB", show_custom)

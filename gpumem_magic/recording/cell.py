@@ -1,13 +1,12 @@
 """Running a cell's body once, in the user's namespace, through IPython's own steps, with an observer told of each statement.
 
 The steps are those of IPython's ``run_cell``: input transformers, the shell's compiler (which remembers ``from __future__``),
-AST transformers, then one statement at a time.
+AST transformers, then one statement at a time, which IPython itself runs (`statement_run`).
 """
 
 from __future__ import annotations
 
 import ast
-import inspect
 import io
 import symtable
 import tokenize
@@ -17,9 +16,10 @@ from types import CodeType, TracebackType
 from typing import Any
 
 from gpumem_magic.recording.hook import CellObserver, StatementHook, new_hook_name
-from gpumem_magic.recording.instrument import COMPOUND, Instrumenter, Statement, with_constants
+from gpumem_magic.recording.instrument import COMPOUND, Instrumenter, Statement, at_start_of, with_constants
 from gpumem_magic.recording.quiet import no_warnings_of
 from gpumem_magic.recording.source import Source, align
+from gpumem_magic.recording.statement_run import StatementRun, Value
 
 __all__ = ["CellObserver", "CellRun", "PreparedCell", "Statement", "compiles", "names_in", "place", "prepare"]
 
@@ -124,7 +124,7 @@ def names_in(python: str) -> frozenset[str]:
 
 @dataclass(frozen=True)
 class _CompiledUnit:
-    """What is compiled at once. mode: "exec", "single" (shows its expressions) or "eval" (its value is the cell's).
+    """What is compiled at once. mode: "exec", "single" (shows its expressions) or "value" (its value is the cell's).
 
     index: the statement's, where the run and not the rewritten code tells the hook of it.
     """
@@ -133,12 +133,21 @@ class _CompiledUnit:
     mode: str
     index: int | None = None
 
-    def module(self) -> ast.mod:
-        if self.mode == "eval":
-            (node,) = self.nodes
+    def compiled(self, compiler: Any, filename: str, holder: str) -> CodeType:
+        """holder: what stands in the code for the object whose ``value`` is to be set."""
+        if self.mode == "single":
+            code: CodeType = compiler(ast.Interactive(self.nodes), filename, "single")
+            return code
+        nodes = self.nodes
+        if self.mode == "value":
+            (node,) = nodes
             assert isinstance(node, ast.Expr)
-            return ast.Expression(node.value)
-        return ast.Interactive(self.nodes) if self.mode == "single" else ast.Module(self.nodes, [])
+            target = ast.Attribute(ast.Constant(holder), "value", ast.Store())
+            nodes = [
+                ast.Assign([at_start_of(target, node)], node.value, lineno=node.lineno, col_offset=node.col_offset)
+            ]
+        code = compiler(ast.Module(nodes, []), filename, "exec")
+        return code
 
 
 class CellRun:
@@ -149,6 +158,9 @@ class CellRun:
         self._cell = cell
         self._codes: set[CodeType] = set()
         self._hook: StatementHook | None = None
+        self._holder, self._value = new_hook_name(), Value()
+        # A StopIteration of the cell's own, which leaves `run_awaited` as a RuntimeError.
+        self.stopped: BaseException | None = None
         self._plain = [_CompiledUnit([node], mode) for node, mode in _plan(shell, cell)]
         self._units = self._plain
 
@@ -187,23 +199,22 @@ class CellRun:
     def run(self) -> Any:
         """Runs the cell and returns the value of its last expression, as ``%%time`` does. Raises what the cell raises."""
         __tracebackhide__ = True
-        value = None
         for code in self._steps():
-            value = eval(code, self._shell.user_global_ns, self._shell.user_ns)
-            if code.co_flags & inspect.CO_COROUTINE:
-                # The cell as a whole is no program that awaits, but this statement is; so runs IPython it, too.
-                value = _without_loop(value)
-        return value if self._shows_value else None
+            StatementRun(self._shell).run(code)
+        return self._value.value if self._shows_value else None
 
     async def run_awaited(self) -> Any:
         """The same for a cell that awaits."""
         __tracebackhide__ = True
-        value = None
         for code in self._steps():
-            value = eval(code, self._shell.user_global_ns, self._shell.user_ns)
-            if code.co_flags & inspect.CO_COROUTINE:
-                value = await value
-        return value if self._shows_value else None
+            one = StatementRun(self._shell)
+            try:
+                await one.run_awaited(code)
+            except RuntimeError:
+                if isinstance(one.error_in_exec, StopIteration):
+                    self.stopped = one.error_in_exec
+                raise
+        return self._value.value if self._shows_value else None
 
     def failed(self, traceback: TracebackType | None) -> tuple[Statement, tuple[int, ...], tuple[int, ...]] | None:
         """Which statement an error came through, in which iteration, and the lines of the loops around it."""
@@ -222,12 +233,13 @@ class CellRun:
         for unit, plain in zip(self._units, self._plain, strict=True):
             with compiler.extra_flags(ast.PyCF_ALLOW_TOP_LEVEL_AWAIT if self._shell.autoawait else 0):
                 with no_warnings_of(filename) as held:
-                    code = _named(self._shell, compiler(unit.module(), filename, unit.mode))
+                    code = _named(self._shell, unit.compiled(compiler, filename, self._holder))
                 if held:
                     # Rewritten code may say them twice.
-                    compiler(plain.module(), filename, plain.mode)
-            if self._hook is not None:
-                code = with_constants(code, self._hook.constants)
+                    plain.compiled(compiler, filename, self._holder)
+            code = with_constants(
+                code, {**({} if self._hook is None else self._hook.constants), self._holder: self._value}
+            )
             self._codes.add(code)
             if self._hook is None or unit.index is None:
                 yield code
@@ -245,16 +257,6 @@ def _unit(instrumenter: Instrumenter, node: ast.stmt, mode: str) -> _CompiledUni
     if isinstance(node, _ReadVariable):
         return _CompiledUnit([node], mode)
     return _CompiledUnit([node], mode, instrumenter.add(node))
-
-
-def _without_loop(coroutine: Any) -> Any:
-    """The value of what awaits and never waits; else IPython's error for it, in its words."""
-    __tracebackhide__ = True
-    try:
-        coroutine.send(None)
-    except StopIteration as done:
-        return done.value
-    raise SyntaxError("'run_cell_async' needs a real async loop")
 
 
 class _ReadVariable(ast.Expr):
@@ -281,7 +283,7 @@ def _plan(shell: Any, cell: PreparedCell) -> list[tuple[ast.stmt, str]]:
     shown = {"none": 0, "last": 1, "all": len(nodes)}[interactivity]
     modes = ["exec"] * (len(nodes) - shown) + ["single"] * shown
     if shown and isinstance(nodes[-1], ast.Expr):
-        modes[-1] = "eval"
+        modes[-1] = "value"
     return list(zip(nodes, modes, strict=True))
 
 

@@ -1,0 +1,123 @@
+"""Running one statement's code by IPython's own ``run_code``: what calls a cell is what calls it without us.
+
+So a warning's ``stacklevel``, ``sys._getframe(1)``, ``sys.excepthook`` and IPython's hooks are what they are in a plain cell.
+"""
+
+# IPython's runner carries no types.
+# mypy: disallow-untyped-calls=False
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Coroutine
+from types import CodeType, FrameType, TracebackType
+from typing import Any
+
+
+class Value:
+    """Where the code of a cell's last expression puts its value: by an assignment, since a tracer would see a call."""
+
+    __slots__ = ("value",)
+
+    def __init__(self) -> None:
+        self.value: Any = None
+
+
+class StatementRun:
+    """One run. To ``run_code`` it is both the shell and the result: an error is kept and goes on, instead of being shown."""
+
+    custom_exceptions: tuple[type[BaseException], ...] = ()
+
+    def __init__(self, shell: Any) -> None:
+        self._shell = shell
+        # What the code raised; `run_code` says it here.
+        self.error_in_exec: BaseException | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._shell, name)
+
+    def showtraceback(self, *_: Any, **__: Any) -> None:
+        raise
+
+    def run(self, code: CodeType) -> None:
+        """Raises what the code raises; IPython's own error where it has to wait, which needs an event loop."""
+        from IPython.core.async_helpers import _pseudo_sync_runner
+
+        __tracebackhide__ = True
+        try:
+            _pseudo_sync_runner(self._running(code))
+        except BaseException as error:
+            if not self._is_on_its_way(error):
+                raise
+        self._raise_what_stayed()
+
+    async def run_awaited(self, code: CodeType) -> None:
+        """The same where an event loop runs. StopIteration becomes RuntimeError, as it leaves a coroutine."""
+        __tracebackhide__ = True
+        try:
+            await self._running(code)
+        except BaseException as error:
+            if not self._is_on_its_way(error):
+                raise
+        self._raise_what_stayed()
+
+    def _running(self, code: CodeType) -> Coroutine[Any, Any, bool]:
+        from IPython.core.interactiveshell import InteractiveShell
+
+        awaits = bool(code.co_flags & inspect.CO_COROUTINE)
+        run_code: Callable[..., Coroutine[Any, Any, bool]] = InteractiveShell.run_code
+        made = run_code(self, code, self, async_=awaits)
+        made.__name__ = "run_cell_async"  # which IPython names where a cell has to wait
+        return made
+
+    def _is_on_its_way(self, error: BaseException) -> bool:
+        """Whether an error only stands for the code's own, which could not leave ``run_code`` (StopIteration).
+
+        The code's own loses the frames that it took between `showtraceback` and here.
+        """
+        own = self.error_in_exec
+        if own is not None and error is not own and error.__cause__ is own:
+            return True
+        first = error.__traceback__
+        entry = first
+        while entry is not None and first is not None and error is own:
+            if entry.tb_frame.f_code is StatementRun.showtraceback.__code__:
+                first.tb_next = entry.tb_next
+            entry = entry.tb_next
+        return False
+
+    def _raise_what_stayed(self) -> None:
+        """Raises what ``run_code`` did not let through: StopIteration, and what leaves a debugger."""
+        __tracebackhide__ = True
+        own = self.error_in_exec
+        if own is None:
+            return
+        context = own.__context__
+        try:
+            raise own
+        finally:
+            own.__context__ = context
+
+
+def as_without_us(traceback: TracebackType | None, caught: TracebackType, names: Any) -> TracebackType | None:
+    """The traceback of an error that left a cell, as IPython would have it: its own frame, and behind it the cell's.
+
+    traceback: from a frame of ours. caught: as IPython has it now. names: the cell's globals. None where neither the cell nor
+    IPython's own runner raised it.
+    """
+    from IPython.core.async_helpers import _pseudo_sync_runner
+
+    before = None
+    while traceback is not None and traceback.tb_frame.f_globals is not names:
+        if traceback.tb_next is None and traceback.tb_frame.f_code is _pseudo_sync_runner.__code__:
+            # The cell has to wait, and cannot: so says the runner, to what called it.
+            frame: FrameType | None = caught.tb_frame
+            while frame is not None and frame.f_code is not _pseudo_sync_runner.__code__:
+                frame = frame.f_back
+            caller = frame and frame.f_back
+            return caller and TracebackType(traceback, caller, caller.f_lasti, caller.f_lineno)
+        before, traceback = traceback, traceback.tb_next
+    if traceback is None:
+        return None
+    at = before if before is not None and before.tb_frame.f_code is caught.tb_frame.f_code else caught
+    return TracebackType(traceback, caught.tb_frame, at.tb_lasti, at.tb_lineno)
