@@ -151,6 +151,25 @@ def clean_shell() -> Any:
         InteractiveShell.clear_instance()
 
 
+@contextmanager
+def shell_with_device(device: str = "T4") -> Any:
+    """The same with the extension loaded, torch imported, and a virtual device on."""
+    import torch
+
+    from gpumem_magic.recording import under_way
+    from gpumem_magic.virtual import gpu
+
+    with clean_shell() as shell:
+        shell.run_line_magic("load_ext", "gpumem_magic")
+        shell.user_ns["torch"] = torch
+        gpu.turn_on(device)
+        try:
+            yield shell
+        finally:
+            under_way.abandon()
+            gpu.turn_off()
+
+
 def _colour_names(shell: InteractiveShell) -> list[str]:
     trait = type(shell).colors
     return [str(value) for value in getattr(trait, "values", None) or ["nocolor"]]

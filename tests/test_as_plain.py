@@ -4,34 +4,27 @@ from __future__ import annotations
 
 import builtins
 import os
+import re
 import tempfile
 import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from types import FunctionType
+from types import FunctionType, TracebackType
 from typing import Any
 
 import pytest
-import torch
 from IPython.utils.capture import capture_output
-from shell_fakes import clean_shell
+from shell_fakes import shell_with_device
 
 from gpumem_magic.recording.inside import FunctionRewriter, rewritten
-from gpumem_magic.virtual import gpu
 from gpumem_magic.virtual.card import smi
 
 
 @pytest.fixture
 def shell() -> Iterator[Any]:
-    with clean_shell() as made:
-        made.run_line_magic("load_ext", "gpumem_magic")
-        made.user_ns["torch"] = torch
-        gpu.turn_on("T4")
-        try:
-            yield made
-        finally:
-            gpu.turn_off()
+    with shell_with_device() as made:
+        yield made
 
 
 def run(shell: Any, text: str) -> tuple[Any, Any]:
@@ -126,6 +119,77 @@ def test_a_syntax_error_is_where_it_is_without_us(shell: Any, body: str) -> None
         shown = [line for line in captured.stdout.splitlines() if "File" not in line and "Cell" not in line]
         found.append((type(error), error.lineno, result.error_in_exec is None, shown))
     assert found[1] == found[0]
+
+
+WAITS = """import asyncio
+
+x = 1
+from __future__ import annotations
+x = await asyncio.sleep(0, 2)
+"""
+CALLERS = {
+    "the caller": "import sys\nframe = sys._getframe(1)\nframe.f_code.co_name, frame.f_code.co_filename, frame.f_lineno",
+    "the caller of what awaits": "import asyncio, sys\n(await asyncio.sleep(0), sys._getframe(1).f_code.co_name)",
+    "a warning for the caller": "import warnings\nwarnings.simplefilter('always')\nwarnings.warn('here', stacklevel=2)",
+    "the hook for errors": "import sys\nsys.excepthook = print\nsys.excepthook is print",
+    "an error": "def f():\n    1 / 0\nf()",
+    "a chain of errors": "try:\n    nowhere\nexcept NameError:\n    1 / 0",
+    "a program that is none": "exec('x = = 1')",
+    "an error of one's own as the program is read": "raise SyntaxError('mine')",
+    "two errors": "try:\n    from builtins import ExceptionGroup\nexcept ImportError:\n    ExceptionGroup = Exception\n"
+    "raise ExceptionGroup('a', [ValueError(1)])",
+    "the end of an iteration": "next(iter([]))",
+    "the end of an iteration beside what awaits": "import asyncio\nawait asyncio.sleep(0)\nraise StopIteration(4)",
+    "the end of an iteration in what awaits": "import asyncio\nawait asyncio.sleep(next(iter([])))",
+    "an error beside what awaits": "import asyncio\nawait asyncio.sleep(0)\n1 / 0",
+    "the way out": "import sys\nsys.exit(3)",
+    "the way out of a debugger": "import bdb\nraise bdb.BdbQuit",
+    "what waits where nothing runs": WAITS,
+}
+
+
+# IPython shows no line that is so far above the error: the first one is another without us.
+BETWEEN = "pass\n"
+
+
+@pytest.mark.parametrize("mode", ["Context", "Plain", "Verbose", "Minimal"])
+@pytest.mark.parametrize("body", CALLERS.values(), ids=CALLERS)
+def test_what_calls_a_cell_and_its_traceback_are_what_they_are_without_us(shell: Any, mode: str, body: str) -> None:
+    shell.run_line_magic("xmode", mode)
+    lines = []
+    shell.set_custom_exc((KeyError,), lambda *_, **__: None)
+    try:
+        for first in ("#", "%%gpumem -q"):
+            with warnings.catch_warnings():
+                result, captured = run(shell, f"{first}\n{6 * BETWEEN}{body}\n")
+            error = result.error_in_exec
+            entries = [] if error is None else [*_entries(error.__traceback__)]
+            text = re.sub(r"0x[0-9a-f]+|ipython-input-[0-9a-f-]+", "", captured.stdout + captured.stderr)
+            lines.append((text, type(error), repr(error), result.success, repr(result.result), entries))
+    finally:
+        shell.set_custom_exc((), lambda *_, **__: None)
+        shell.run_line_magic("xmode", "Context")
+    assert lines[1] == lines[0]
+    assert lines[0][3] == (lines[0][1] is type(None))
+
+
+def test_an_error_with_a_display_of_its_own_has_the_traceback_that_it_has_without_us(shell: Any) -> None:
+    seen: list[list[tuple[str, int]]] = []
+    shell.set_custom_exc((KeyError,), lambda shell, kind, error, trace, tb_offset=None: seen.append([*_entries(trace)]))
+    try:
+        for first in ("#", "%%gpumem -q"):
+            run(shell, f"{first}\n{{}}['key']\n")
+    finally:
+        shell.set_custom_exc((), lambda *_, **__: None)
+    assert len(seen) == 2
+    assert next(name for name, _ in seen[0]) == "run_code"
+    assert seen[1] == seen[0]
+
+
+def _entries(trace: TracebackType | None) -> Iterator[tuple[str, int]]:
+    while trace is not None:
+        yield trace.tb_frame.f_code.co_name, trace.tb_lineno
+        trace = trace.tb_next
 
 
 # ---- --into

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from IPython.utils.capture import capture_output
-from shell_fakes import clean_shell
+from shell_fakes import shell_with_device
 from torch.nn.modules import module as nn_module
 from torch.optim import optimizer as nn_optimizer
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -105,15 +105,8 @@ def state(machine: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def shell() -> Iterator[Any]:
-    with clean_shell() as made:
-        made.run_line_magic("load_ext", "gpumem_magic")
-        made.user_ns["torch"] = torch
-        gpu.turn_on("T4")
-        try:
-            yield made
-        finally:
-            under_way.abandon()
-            gpu.turn_off()
+    with shell_with_device() as made:
+        yield made
 
 
 def machine_on() -> Any:

@@ -6,15 +6,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import HealthCheck, given, settings
 from IPython.utils.capture import capture_output
-from shell_fakes import FakeObserver, clean_shell
+from shell_fakes import FakeObserver, clean_shell, shell_with_device
 from test_cell import _MANAGER, _bodies
 
 from gpumem_magic.recording import hook
 from gpumem_magic.recording.cell import CellRun, prepare
-from gpumem_magic.virtual import gpu
 
 
 class Still:
@@ -45,14 +43,9 @@ def shell() -> Iterator[Any]:
 
 
 @pytest.fixture
-def device(shell: Any) -> Iterator[Any]:
-    shell.run_line_magic("load_ext", "gpumem_magic")
-    shell.user_ns["torch"] = torch
-    gpu.turn_on("T4")
-    try:
-        yield shell
-    finally:
-        gpu.turn_off()
+def device() -> Iterator[Any]:
+    with shell_with_device() as made:
+        yield made
 
 
 def report(shell: Any, body: str, flags: str = "") -> Any:

@@ -141,7 +141,7 @@ def show_as_plain_once(shell: Any, error: BaseException | None, traceback: Trace
         _, shown, caught = exc_tuple or sys.exc_info()
         if caught is None or not (shown is error or (shown is not None and shown.__cause__ is error)):
             return exc_tuple
-        whole = as_without_us(traceback, caught, shell.user_global_ns)
+        whole = as_without_us(traceback, caught)
         if whole is None:
             return exc_tuple
         caught.tb_next = whole.tb_next  # Python 3.10 still has this one at hand
@@ -159,10 +159,15 @@ def show_as_plain_once(shell: Any, error: BaseException | None, traceback: Trace
 
     def restore() -> None:
         patches.undo()
-        if restore in shell.events.callbacks["post_execute"]:
-            shell.events.unregister("post_execute", restore)
+        if ended in shell.events.callbacks["post_execute"]:
+            shell.events.unregister("post_execute", ended)
 
-    shell.events.register("post_execute", restore)
+    def ended() -> None:
+        """Nothing was shown (so leaves one a debugger), but the error is in the cell's result."""
+        restore()
+        plain((type(error), error, error.__traceback__))
+
+    shell.events.register("post_execute", ended)
     patches.set(shell, "showtraceback", show)
     if shell.custom_exceptions:
         patches.set(shell, "CustomTB", show_custom)

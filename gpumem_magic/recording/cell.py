@@ -16,7 +16,7 @@ from types import CodeType, TracebackType
 from typing import Any
 
 from gpumem_magic.recording.hook import CellObserver, StatementHook, new_hook_name
-from gpumem_magic.recording.instrument import COMPOUND, Instrumenter, Statement, at_start_of, with_constants
+from gpumem_magic.recording.instrument import COMPOUND, Instrumenter, Statement, with_constants
 from gpumem_magic.recording.quiet import no_warnings_of
 from gpumem_magic.recording.source import Source, align
 from gpumem_magic.recording.statement_run import StatementRun, Value
@@ -135,18 +135,16 @@ class _CompiledUnit:
 
     def compiled(self, compiler: Any, filename: str, holder: str) -> CodeType:
         """holder: what stands in the code for the object whose ``value`` is to be set."""
-        if self.mode == "single":
-            code: CodeType = compiler(ast.Interactive(self.nodes), filename, "single")
-            return code
         nodes = self.nodes
         if self.mode == "value":
             (node,) = nodes
             assert isinstance(node, ast.Expr)
-            target = ast.Attribute(ast.Constant(holder), "value", ast.Store())
-            nodes = [
-                ast.Assign([at_start_of(target, node)], node.value, lineno=node.lineno, col_offset=node.col_offset)
-            ]
-        code = compiler(ast.Module(nodes, []), filename, "exec")
+            put = ast.copy_location(ast.Constant(holder), node)
+            target = ast.copy_location(ast.Attribute(put, "value", ast.Store()), node)
+            nodes = [ast.copy_location(ast.Assign([target], node.value), node)]
+        interactive = self.mode == "single"
+        made: ast.mod = ast.Interactive(nodes) if interactive else ast.Module(nodes, [])
+        code: CodeType = compiler(made, filename, "single" if interactive else "exec")
         return code
 
 

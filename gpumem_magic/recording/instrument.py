@@ -153,9 +153,9 @@ class Instrumenter:
         self._loops.append(index)
         body = self._inner(node.body)
         self._loops.pop()
-        stop = ast.If(test=self._call("next_iteration", index, node), body=[at_start_of(ast.Break(), node)], orelse=[])
+        stop = ast.If(test=self._call("next_iteration", index, node), body=[_at(ast.Break(), node)], orelse=[])
         gate = ast.Attribute(ast.Constant(rest_name(self._hook_name, index)), "gate", ast.Load())
-        choice = ast.If(test=at_start_of(gate, node), body=node.body, orelse=[at_start_of(stop, node), *body])
+        choice = ast.If(test=_at(gate, node), body=node.body, orelse=[_at(stop, node), *body])
         orelse = [self._tell("header", index, node), *self._inner(node.orelse)]
         made = _copied(node, body=[_placed(choice, node)], orelse=orelse)
         return [self._tell("before", index, node), made]
@@ -183,11 +183,11 @@ class Instrumenter:
         return [part for node in body for part in self.rewrite(node)]
 
     def _tell(self, method: str, index: int, at: ast.stmt | ast.ExceptHandler) -> ast.stmt:
-        return at_start_of(ast.Expr(self._call(method, index, at)), at)
+        return _at(ast.Expr(self._call(method, index, at)), at)
 
     def _call(self, method: str, index: int, at: ast.stmt | ast.ExceptHandler) -> ast.expr:
         hook = ast.Constant(self._hook_name)
-        return at_start_of(ast.Call(ast.Attribute(hook, method, ast.Load()), [ast.Constant(index)], []), at)
+        return _at(ast.Call(ast.Attribute(hook, method, ast.Load()), [ast.Constant(index)], []), at)
 
 
 def rest_name(hook_name: str, index: int) -> str:
@@ -214,13 +214,13 @@ def _copied(node: Node, **fields: Any) -> Node:
 
 
 def _placed(new: Node, old: ast.stmt) -> Node:
-    """As `at_start_of`, for the node alone."""
+    """As `_at`, for the node alone."""
     new.lineno = new.end_lineno = old.lineno  # type: ignore[attr-defined]
     new.col_offset = new.end_col_offset = old.col_offset  # type: ignore[attr-defined]
     return new
 
 
-def at_start_of(new: Node, old: ast.stmt | ast.ExceptHandler) -> Node:
+def _at(new: Node, old: ast.stmt | ast.ExceptHandler) -> Node:
     """Puts a new node and everything in it at the first character of the statement that it speaks of."""
     place = {
         "lineno": old.lineno,

@@ -9,7 +9,7 @@ So a warning's ``stacklevel``, ``sys._getframe(1)``, ``sys.excepthook`` and IPyt
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from types import CodeType, FrameType, TracebackType
 from typing import Any
 
@@ -61,30 +61,19 @@ class StatementRun:
                 raise
         self._raise_what_stayed()
 
-    def _running(self, code: CodeType) -> Coroutine[Any, Any, bool]:
+    def _running(self, code: CodeType) -> Any:
         from IPython.core.interactiveshell import InteractiveShell
 
         awaits = bool(code.co_flags & inspect.CO_COROUTINE)
-        run_code: Callable[..., Coroutine[Any, Any, bool]] = InteractiveShell.run_code
+        run_code: Callable[..., Any] = InteractiveShell.run_code
         made = run_code(self, code, self, async_=awaits)
         made.__name__ = "run_cell_async"  # which IPython names where a cell has to wait
         return made
 
     def _is_on_its_way(self, error: BaseException) -> bool:
-        """Whether an error only stands for the code's own, which could not leave ``run_code`` (StopIteration).
-
-        The code's own loses the frames that it took between `showtraceback` and here.
-        """
+        """Whether an error only stands for the code's own, which could not leave ``run_code`` (StopIteration)."""
         own = self.error_in_exec
-        if own is not None and error is not own and error.__cause__ is own:
-            return True
-        first = error.__traceback__
-        entry = first
-        while entry is not None and first is not None and error is own:
-            if entry.tb_frame.f_code is StatementRun.showtraceback.__code__:
-                first.tb_next = entry.tb_next
-            entry = entry.tb_next
-        return False
+        return own is not None and error is not own and error.__cause__ is own
 
     def _raise_what_stayed(self) -> None:
         """Raises what ``run_code`` did not let through: StopIteration, and what leaves a debugger."""
@@ -99,25 +88,27 @@ class StatementRun:
             own.__context__ = context
 
 
-def as_without_us(traceback: TracebackType | None, caught: TracebackType, names: Any) -> TracebackType | None:
+def as_without_us(traceback: TracebackType | None, caught: TracebackType) -> TracebackType | None:
     """The traceback of an error that left a cell, as IPython would have it: its own frame, and behind it the cell's.
 
-    traceback: from a frame of ours. caught: as IPython has it now. names: the cell's globals. None where neither the cell nor
-    IPython's own runner raised it.
+    traceback: from a frame of ours. caught: as IPython has it now. None where neither the cell nor IPython's runner raised it.
     """
     from IPython.core.async_helpers import _pseudo_sync_runner
+    from IPython.core.interactiveshell import InteractiveShell
 
-    before = None
-    while traceback is not None and traceback.tb_frame.f_globals is not names:
-        if traceback.tb_next is None and traceback.tb_frame.f_code is _pseudo_sync_runner.__code__:
+    frame: FrameType | None = caught.tb_frame
+    while traceback is not None:
+        code = traceback.tb_frame.f_code
+        if code is InteractiveShell.run_code.__code__:
+            # It has a second entry, where it has handled the error.
+            while traceback.tb_next is not None and traceback.tb_next.tb_frame is traceback.tb_frame:
+                traceback = traceback.tb_next
+            return TracebackType(traceback.tb_next, caught.tb_frame, traceback.tb_lasti, traceback.tb_lineno)
+        if code is _pseudo_sync_runner.__code__ and traceback.tb_next is None:
             # The cell has to wait, and cannot: so says the runner, to what called it.
-            frame: FrameType | None = caught.tb_frame
-            while frame is not None and frame.f_code is not _pseudo_sync_runner.__code__:
+            while frame is not None and frame.f_code is not code:
                 frame = frame.f_back
             caller = frame and frame.f_back
             return caller and TracebackType(traceback, caller, caller.f_lasti, caller.f_lineno)
-        before, traceback = traceback, traceback.tb_next
-    if traceback is None:
-        return None
-    at = before if before is not None and before.tb_frame.f_code is caught.tb_frame.f_code else caught
-    return TracebackType(traceback, caught.tb_frame, at.tb_lasti, at.tb_lineno)
+        traceback = traceback.tb_next
+    return None

@@ -65,7 +65,8 @@ def without_first_lines(value: Any) -> Any:
 
 
 def without_first_line(text: str) -> str:
-    """A cell's first line is the magic in one run and a comment in the other."""
+    """A cell's first line is the magic in one run and a comment in the other; also where a value holds what was typed."""
+    text = re.sub(r"(?<=['\"])(%%gpumem[^\n\\]*|#)\\+n", "", text)
     text = re.sub(r"<ipython-input-(\d+)-[0-9a-f]+>", r"<ipython-input-\1>", text)
     text = re.sub(r"\bat 0x[0-9A-Fa-f]+", "at 0x", text)
     return MARGIN.sub("", re.sub(r"^dict\('version': \d+", "dict('version': 0", text))
