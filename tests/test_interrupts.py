@@ -165,6 +165,35 @@ def test_what_two_interrupts_left_is_no_recording_any_more(shell: Any) -> None:
         assert magics.running is None
 
 
+AWAITS = """%%gpumem -q
+done = False
+asyncio.get_running_loop().call_later(0.01, signal.raise_signal, signal.SIGINT)
+await asyncio.sleep(0.05)
+x = torch.zeros(1024, 1024, device="cuda")
+done = True
+"""
+
+
+def test_a_cell_that_is_left_where_it_awaits_is_no_longer_measured(
+    shell: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In a terminal Ctrl-C ends IPython's run of the event loop, and the next cell that awaits goes on with both."""
+    shell.run_cell("import asyncio, signal")
+    before, events = state(machine_on()), {name: [*those] for name, those in shell.events.callbacks.items()}
+    assert not run(shell, AWAITS).success
+    assert state(machine_on()) == before
+    assert shell.events.callbacks == events
+    assert shell.magics_manager.registry["GpuMemMagics"].running is None
+    assert run(
+        shell, "%%gpumem -q -o found\nawait asyncio.sleep(0.2)\ny = torch.zeros(2048, 1024, device='cuda')"
+    ).success
+    assert shell.user_ns["done"]
+    found = shell.user_ns["found"]
+    assert (found.checkpoints[-1].allocated, found.notes) == (12 << 20, ())
+    assert state(machine_on()) == before
+    assert "gpumem:" not in capsys.readouterr().err
+
+
 def test_the_device_stays_on_in_a_cell_that_is_measured(shell: Any) -> None:
     result = run(shell, "%%gpumem -q\n%gpumem_device off\n")
     assert "a recording is under way" in str(result.error_in_exec)

@@ -182,3 +182,52 @@ def test_the_rows_that_are_kept_do_not_grow_with_the_loop(device: Any, flags: st
 def test_a_limit_on_iterations_still_ends_a_loop(device: Any) -> None:
     report(device, "n = 0\nfor i in range(5_000):\n    n += 1\n", "--max-iterations 3000")
     assert device.user_ns["n"] == 3_000
+
+
+WHILES = [
+    # (cell, n at its end, iterations)
+    ("n = 0\nwhile n < 5_000:\n    n += 1\nelse:\n    n = -n\n", -5_000, 5_000),
+    (
+        "n = 0\nwhile True:\n    n += 1\n    if n % 2: continue\n    if n > 4_000: break\nelse:\n    n = -n\n",
+        4_002,
+        4_002,
+    ),
+    ("n = 0\nwhile (n := n + 1) < 5_000: pass\n", 5_000, 4_999),
+]
+
+
+@pytest.mark.parametrize(("body", "end", "iterations"), WHILES)
+def test_a_while_that_rests_ends_as_it_would(device: Any, body: str, end: int, iterations: int) -> None:
+    found = report(device, body)
+    assert device.user_ns["n"] == end
+    assert [one.total for one in found.folded] == [iterations]
+
+
+TEST = "n = 0\ndef test():\n    if n == 3_000: {}\n    return n < {}\n"
+
+
+def test_what_a_resting_while_allocates_in_its_test_has_its_row(device: Any) -> None:
+    allocates = "globals().update(x=torch.zeros(1024, 1024, device='cuda'))"
+    for end, total in ((5_000, 5_000), (3_000, 3_001)):
+        found = report(device, TEST.format(allocates, end) + "x = None\nwhile test():\n    n += 1\nelse:\n    y = 1\n")
+        assert next(row[:2] for row in rows(found) if row[0]) == ((3_001,), 7)
+        assert [one.total for one in found.folded] == [total]
+        assert found.checkpoints[-1].allocated == 1 << 22
+
+
+def test_an_error_in_the_test_of_a_resting_while_is_at_its_iteration(shell: Any) -> None:
+    run = CellRun(shell, prepare(shell, TEST.format("1 / 0", 5_000) + "while test():\n    n += 1\n"))
+    observer = StillObserver()
+    run.observe(observer)
+    with pytest.raises(ZeroDivisionError) as caught:
+        run.run()
+    found = run.failed(caught.value.__traceback__)
+    assert found is not None
+    assert (found[0].line, found[1], found[2]) == (6, (3_001,), (6,))
+    assert observer.devices.untold + len({row[2] for row in observer.rows if row[2]}) == 3_000
+
+
+def test_an_error_in_an_iteration_that_was_not_told_counts_it_once(device: Any) -> None:
+    with capture_output():
+        device.run_cell("%%gpumem -q -o found\nn = 0\nwhile True:\n    n += 1\n    if n == 2_000: 1 / 0\n")
+    assert [one.total for one in device.user_ns["found"].folded] == [2_000]

@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
+import contextlib
 import sys
 from collections.abc import Collection, Iterator
 from types import CodeType, FrameType, TracebackType
@@ -49,11 +51,15 @@ class MeasuredCell:
         self._recording: Any = None
         self._nested = True
         self._inside: Any = None
+        # asyncio's, where the cell awaits in one.
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     def is_running(self) -> bool:
         """Whether the program is still between the cell's beginning and its end."""
         if self.coroutine is not None:
-            return self.coroutine.cr_frame is not None
+            if self.coroutine.cr_frame is None or self.coroutine.cr_running:
+                return bool(self.coroutine.cr_running)
+            return self._loop is None or self._loop.is_running()
         return any(frame.f_code in self._runs for top in sys._current_frames().values() for frame in _stack(top))
 
     def __enter__(self) -> None:
@@ -64,6 +70,10 @@ class MeasuredCell:
             return
         run = self._run
         self._magics.running = self
+        if self.coroutine is not None:
+            with contextlib.suppress(RuntimeError):
+                self._loop = asyncio.get_running_loop()
+            self._shell.events.register("post_execute", self._end_if_left)
         self._look_inside()
         try:
             self._recording = recording.open_recording(
@@ -97,6 +107,16 @@ class MeasuredCell:
         finally:
             under_way.abandon()
             self._magics.running = None
+            if self._end_if_left in self._shell.events.callbacks["post_execute"]:
+                self._shell.events.unregister("post_execute", self._end_if_left)
+
+    def _end_if_left(self) -> None:
+        """Ctrl-C in a terminal leaves a cell where it awaits. If an event loop goes on with it later, then unmeasured."""
+        if not self.is_running():
+            self.put_back()
+            self._nested = True
+            self._recording = self._inside = None
+            self._run.silence()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None

@@ -218,6 +218,11 @@ class CellRun:
         """Which statement an error came through, in which iteration, and the lines of the loops around it."""
         return None if self._hook is None else self._hook.failed(traceback, self._codes)
 
+    def silence(self) -> None:
+        """The observer is told of nothing more."""
+        if self._hook is not None:
+            self._hook.silence()
+
     def leave(self, traceback: TracebackType | None) -> None:
         """Gives the statement that was left in the middle, by what is no error of the user's, its row."""
         if self._hook is not None:

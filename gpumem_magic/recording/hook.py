@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import operator
 import sys
 import threading
 import time
@@ -11,10 +10,11 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from types import CodeType, TracebackType
-from typing import Any, Protocol
+from typing import Protocol
 
 from gpumem_magic.failures import from_handler, swallows
-from gpumem_magic.recording.instrument import Site, Statement, rest_name
+from gpumem_magic.recording.instrument import Site, Statement, rest_name, turn_name
+from gpumem_magic.recording.rest import MOST_TURNS, ForRest, Rest, WhileRest
 from gpumem_magic.recording.source import Position
 
 _numbers = itertools.count(1)
@@ -24,9 +24,11 @@ Place = tuple[Statement, tuple[int, ...], tuple[int, ...]]
 """A statement, its iteration, and the lines of its loops: see `CellObserver`."""
 
 # So many iterations, and statements in them, without anything moving on a device: then a loop rests.
-QUIET_TURNS = 64
-QUIET_STATEMENTS = 128
+QUIET_TURNS = 32
+QUIET_STATEMENTS = 64
 LOOK_SECONDS = 0.02
+
+_RESTS: dict[str, Callable[[], Rest]] = {"for": ForRest, "while": WhileRest}
 
 
 class Devices(Protocol):
@@ -78,41 +80,6 @@ def new_hook_name() -> str:
     return f"gpumem_magic hook {next(_numbers)}"
 
 
-class Rest:
-    """The iterations of a loop that run without being told, for want of anything to tell.
-
-    gate: what the program asks at the head of each iteration. True: it runs untold. The answers count themselves, without a line
-    of Python.
-    """
-
-    __slots__ = ("_ahead", "_gate", "_left", "gate")
-
-    def __init__(self) -> None:
-        self._gate: Any = type("Gate", (), {"__slots__": ()})
-        self._ahead = itertools.repeat(True, 0)
-        self._left = 0
-        self.gate: Any = False
-
-    def begin(self, iterations: int) -> None:
-        self._ahead, self._left = itertools.repeat(True, iterations), iterations
-        self._gate.__bool__ = itertools.chain(self._ahead, itertools.repeat(False)).__next__
-        self.gate = self._gate()
-
-    def end(self) -> None:
-        self.gate = False
-
-    @property
-    def ran(self) -> int:
-        """How many iterations ran untold since `count`."""
-        return self._left - operator.length_hint(self._ahead)
-
-    def count(self) -> int:
-        """The same, counted from here on."""
-        ran = self.ran
-        self._left -= ran
-        return ran
-
-
 class StatementHook:
     """Passes on to an observer what the calls put in by `Instrumenter` say.
 
@@ -134,7 +101,9 @@ class StatementHook:
         self._seen: list[tuple[int, ...] | None] = [None] * len(sites)
         self._current = 0
         self._devices: Devices | None = getattr(observer, "devices", None)
-        self._rests = {index: Rest() for index, site in enumerate(sites) if site.statement.kind in ("for", "while")}
+        self._rests: dict[int, Rest] = {
+            index: _RESTS[site.statement.kind]() for index, site in enumerate(sites) if site.statement.kind in _RESTS
+        }
         self._resting: list[int] = []
         # By loop: how many iterations go without a look at the devices, and when the last was.
         self._blocks: dict[int, int] = {}
@@ -148,7 +117,10 @@ class StatementHook:
         self._pending: Place | None = None
         self._untold: list[int] = []
         self.constants: dict[str, object] = {name: self}
-        self.constants.update({rest_name(name, index): rest for index, rest in self._rests.items()})
+        for index, rest in self._rests.items():
+            self.constants[rest_name(name, index)] = rest
+            if isinstance(rest, ForRest):
+                self.constants[turn_name(name, index)] = rest.turn
 
     def before(self, index: int) -> None:
         __tracebackhide__ = True
@@ -183,9 +155,15 @@ class StatementHook:
         self._seen[index] = iteration = self._iteration(index)
         self._tell(self._headers[index], iteration, self._lines[index])
 
+    def counted(self, index: int) -> None:
+        """A ``while`` is about to make a test that is told, or a loop is over."""
+        if self._resting:
+            self._count_untold()
+
     def next_iteration(self, index: int) -> bool:
         """The head of an iteration of the loop `index`. True: leave the loop."""
         __tracebackhide__ = True
+        self._rests[index].is_told()
         if self._resting:
             self._count_untold()
         if self._pending is not None:
@@ -217,6 +195,7 @@ class StatementHook:
         now, before = time.perf_counter(), self._looked.get(index)
         block = self._blocks.get(index, 32)
         block = max(1, block // 2) if before is not None and now - before > LOOK_SECONDS else block * 2
+        block = min(block, MOST_TURNS)
         self._blocks[index], self._looked[index] = block, now
         if index not in self._resting:
             self._resting.append(index)
@@ -235,7 +214,7 @@ class StatementHook:
         """The next iteration of each loop is told."""
         self._count_untold()
         for index in self._resting:
-            self._rests[index].end()
+            self._rests[index].stop()
         self._resting.clear()
         self._blocks.clear()
         self._looked.clear()
@@ -256,9 +235,7 @@ class StatementHook:
                     return
                 self._untold = untold
                 self._pending = self._running()
-                if not self._pending[0].header:
-                    # This iteration has a row.
-                    self._devices.left_out(self._pending[2][-1], -1)
+                self._has_row(self._pending)
             elif not is_late:
                 place = self._running()
                 if place != self._pending:
@@ -283,15 +260,26 @@ class StatementHook:
             frame = frame.f_back
         if frame is not None:
             index = self._at(*_position(frame.f_code, frame.f_lasti, frame.f_lineno))
+        return self._untold_place(index, self._untold)
+
+    def _untold_place(self, index: int, untold: Sequence[int]) -> Place:
+        """A statement's place where these loops ran untold until now."""
         site = self._sites[index]
-        outermost = min((site.loops.index(loop) for loop in self._untold if loop in site.loops), default=None)
-        if outermost is None and index in self._untold:
-            # It fetches the next item.
+        outermost = min((site.loops.index(loop) for loop in untold if loop in site.loops), default=None)
+        if outermost is None and index in untold:
+            # It fetches the next item. A ``while`` has counted that already.
             header = self._headers[index]
-            return header, (*self._iteration(index), self._counters[index] + 1), (*self._lines[index], header.line)
+            number = self._counters[index] + (header.kind != "while")
+            return header, (*self._iteration(index), number), (*self._lines[index], header.line)
         # Loops inside one that rests are not counted.
         depth = len(site.loops) if outermost is None else outermost + 1
         return site.statement, self._iteration(index)[:depth], self._lines[index][:depth]
+
+    def _has_row(self, place: Place) -> None:
+        """An iteration that ran untold gets a row: it is not left out."""
+        header, (iteration, loops) = place[0].header, place[1:]
+        if self._devices is not None and iteration and (not header or place[0].kind == "while"):
+            self._devices.left_out(loops[-1], -1)
 
     def failed(
         self, traceback: TracebackType | None, codes: Collection[CodeType]
@@ -306,13 +294,21 @@ class StatementHook:
         self._count_untold()
         index = self._at(*_position(traceback.tb_frame.f_code, traceback.tb_lasti, traceback.tb_lineno))
         site, lines = self._sites[index], self._lines[index]
+        if untold:
+            place = self._untold_place(index, untold)
+            self._has_row(place)
+            return site.statement, *place[1:]
         iteration = self._seen[index]
-        if iteration is None or untold:
+        if iteration is None:
             iteration = self._iteration(index)
-        if site.statement.kind in ("for", "while") and self._counters[index]:
+        if site.statement.kind in _RESTS and self._counters[index]:
             # It failed as it fetched the next item.
             iteration, lines = (*iteration, self._counters[index] + 1), (*lines, site.statement.line)
         return site.statement, iteration, lines
+
+    def silence(self) -> None:
+        """The observer is told of nothing more."""
+        self._observer = self._devices = None
 
     def leave(self, traceback: TracebackType | None, codes: Collection[CodeType]) -> None:
         """Tells the observer that the statement which `failed` would name is over."""

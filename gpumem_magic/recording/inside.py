@@ -18,8 +18,8 @@ from typing import Any, cast
 
 from gpumem_magic.failures import swallows
 from gpumem_magic.looks.objects import attribute, is_a, name_of_class
-from gpumem_magic.recording.hook import Rest, new_hook_name
-from gpumem_magic.recording.instrument import Instrumenter, Site, rest_name, with_constants
+from gpumem_magic.recording.hook import new_hook_name
+from gpumem_magic.recording.instrument import Instrumenter, Site, with_constants
 from gpumem_magic.recording.source import Source
 
 # A statement is shown so often per function; a loop of thousands says no more.
@@ -122,7 +122,7 @@ def rewritten(function: types.FunctionType, begins: Begins) -> tuple[types.CodeT
     node = _definition(tree, function.__name__)
     if node is None:
         raise InsideError(f"{words}: its source holds no `def`")
-    instrumenter = Instrumenter(Source(source), hook_name)
+    instrumenter = Instrumenter(Source(source), hook_name, rests=False)
     body = instrumenter.module(node.body)
     unchanged = 1 if body and body[0] is node.body[0] and ast.get_docstring(node, clean=False) is not None else 0
     began, left = (_call(hook_name, method, node) for method in ("began", "left"))
@@ -139,9 +139,7 @@ def rewritten(function: types.FunctionType, begins: Begins) -> tuple[types.CodeT
     if code is None or code.co_freevars != function.__code__.co_freevars:
         raise InsideError(f"{words}: its surroundings can't be made again")
     teller = _Teller(function.__name__, instrumenter.sites, begins)
-    # Its loops never rest.
-    rests = {rest_name(hook_name, index): Rest() for index in range(len(instrumenter.sites))}
-    code = with_constants(code, {hook_name: teller, **rests})
+    code = with_constants(code, {hook_name: teller})
     return _renamed(code.replace(co_firstlineno=function.__code__.co_firstlineno), function.__code__), teller
 
 

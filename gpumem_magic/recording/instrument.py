@@ -73,10 +73,14 @@ class Site:
 
 
 class Instrumenter:
-    """Rewrites statements one after another, and numbers them in `sites`."""
+    """Rewrites statements one after another, and numbers them in `sites`.
 
-    def __init__(self, source: Source, hook_name: str) -> None:
+    rests: loops have their body twice, as it is for iterations that need not be told (see `rest.Rest`), and with the calls.
+    """
+
+    def __init__(self, source: Source, hook_name: str, *, rests: bool = True) -> None:
         self.sites: list[Site] = []
+        self._rests = rests
         self._source = source
         self._hook_name = hook_name
         self._loops: list[int] = []
@@ -123,7 +127,7 @@ class Instrumenter:
             return [self._try(node)]
         index = self.add(node)
         around = self._tell("before", index, node), self._tell("after", index, node)
-        if isinstance(node, ast.Global | ast.Nonlocal) and self._loops:
+        if isinstance(node, ast.Global | ast.Nonlocal) and self._loops and self._rests:
             # The copy of the loop's body that is not told has said it already, and twice is an error.
             return [*around]
         # Nothing runs behind a jump in its own block, so its row is taken before it.
@@ -148,17 +152,51 @@ class Instrumenter:
             block.append(self._tell("before", index, node))
 
     def _loop(self, node: ast.For | ast.AsyncFor | ast.While) -> list[ast.stmt]:
-        """Its body twice: as it is, for iterations that need not be told (see `hook.Rest`), and with the calls."""
         index = self.add(node)
         self._loops.append(index)
         body = self._inner(node.body)
         self._loops.pop()
-        stop = ast.If(test=self._call("next_iteration", index, node), body=[_at(ast.Break(), node)], orelse=[])
-        gate = ast.Attribute(ast.Constant(rest_name(self._hook_name, index)), "gate", ast.Load())
-        choice = ast.If(test=_at(gate, node), body=node.body, orelse=[_at(stop, node), *body])
+        stop = _placed(ast.If(self._call("next_iteration", index, node), [_at(ast.Break(), node)], []), node)
+        told = [stop, *body]
         orelse = [self._tell("header", index, node), *self._inner(node.orelse)]
-        made = _copied(node, body=[_placed(choice, node)], orelse=orelse)
-        return [self._tell("before", index, node), made]
+        if not self._rests:
+            loop: list[ast.stmt] = [_copied(node, body=told, orelse=orelse)]
+        elif isinstance(node, ast.While):
+            loop = self._resting_while(node, index, told, orelse)
+        else:
+            choice = ast.If(_at(_called(ast.Constant(turn_name(self._hook_name, index))), node), node.body, told)
+            loop = [_copied(node, body=[_placed(choice, node)], orelse=orelse)]
+        counted = [self._tell("counted", index, node)] if self._rests else []
+        return [self._tell("before", index, node), *loop, *counted]
+
+    def _resting_while(
+        self, node: ast.While, index: int, told: list[ast.stmt], orelse: list[ast.stmt]
+    ) -> list[ast.stmt]:
+        """As much as a call at each iteration costs may be a third of what a short loop does, so that a ``for`` counts them.
+
+        while True:
+            for () in rest.turns:
+                if test: body
+                else: rest.end(); break
+            else:
+                hook.counted(index)
+                if test: told body; continue
+                rest.end()
+            break
+        if rest.ended(): orelse
+        """
+        end = _at(ast.Expr(self._rest("end", index, node, called=True)), node)
+        untold = _placed(ast.If(node.test, node.body, [end, _at(ast.Break(), node)]), node)
+        choice = _placed(ast.If(node.test, [*told, _at(ast.Continue(), node)], [end]), node)
+        turns = ast.For(
+            target=_at(ast.Tuple([], ast.Store()), node),
+            iter=self._rest("turns", index, node),
+            body=[untold],
+            orelse=[self._tell("counted", index, node), choice],
+        )
+        forever = ast.While(_at(ast.Constant(True), node), [_placed(turns, node), _at(ast.Break(), node)], [])
+        over = ast.If(self._rest("ended", index, node, called=True), orelse, [])
+        return [_placed(forever, node), _placed(over, node)]
 
     def _try(self, node: Any) -> ast.stmt:
         # `try:` itself does nothing; by the time a handler begins, what the failing statement held has gone.
@@ -185,14 +223,29 @@ class Instrumenter:
     def _tell(self, method: str, index: int, at: ast.stmt | ast.ExceptHandler) -> ast.stmt:
         return _at(ast.Expr(self._call(method, index, at)), at)
 
+    def _rest(self, name: str, index: int, at: ast.stmt, *, called: bool = False) -> ast.expr:
+        """An attribute of the loop's `rest.Rest`, or what it answers."""
+        found: ast.expr = ast.Attribute(ast.Constant(rest_name(self._hook_name, index)), name, ast.Load())
+        return _at(ast.Call(found, [], []) if called else found, at)
+
     def _call(self, method: str, index: int, at: ast.stmt | ast.ExceptHandler) -> ast.expr:
         hook = ast.Constant(self._hook_name)
         return _at(ast.Call(ast.Attribute(hook, method, ast.Load()), [ast.Constant(index)], []), at)
 
 
 def rest_name(hook_name: str, index: int) -> str:
-    """What stands in the code for the `hook.Rest` of the loop `index`, until `with_constants`."""
+    """What stands in the code for the `rest.Rest` of the loop `index`, until `with_constants`."""
     return f"{hook_name} {index}"
+
+
+def turn_name(hook_name: str, index: int) -> str:
+    """The same for `rest.ForRest.turn`."""
+    return f"{hook_name} turn {index}"
+
+
+def _called(what: ast.Constant) -> ast.expr:
+    """A call of a constant, and no method: the quickest there is. Python would warn of a text that is called as such."""
+    return ast.Call(ast.IfExp(ast.Constant(True), what, what), [], [])
 
 
 def with_constants(code: CodeType, objects: Mapping[str, object]) -> CodeType:
