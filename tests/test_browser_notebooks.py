@@ -95,18 +95,23 @@ def test_the_investigation_runs_and_its_stepper_answers(tmp_path: Path) -> None:
         last = int(page.get_attribute(f"{STEPPER} input", "max"))
         # 18 readings of nvidia-smi with the statements between them.
         assert last > 50
+        assert page.evaluate(FACTS)["kind"] == "error"  # where it begins
+        page.locator(f"{STEPPER} input").fill("0")
         start = look(page, 0)
         # 2 MiB of 16 GiB: what an unused card shows.
         assert sum(start["bar"]) <= 1
 
         # Keys: from the start to the end, and back to the failing line.
         page.focus(f"{STEPPER} input")
-        assert press(page, "ArrowRight", 1)["title"] != start["title"]
+        page.keyboard.press("ArrowRight")
+        page.wait_for_function(f"() => document.querySelector('{STEPPER}').dataset.step !== '0'")
+        assert page.evaluate(FACTS)["title"] != start["title"]
         assert press(page, "End", last)["kind"] == "after"
         step, failed = last, look(page, last)
         while failed["kind"] != "error":
             step -= 1
-            failed = press(page, "ArrowLeft", step)
+            page.locator(f"{STEPPER} input").fill(str(step))
+            failed = look(page, step)
         assert "optimizer.step()" in failed["title"]
         assert failed["words"].startswith(f"Out of memory at line {failed['line']}: 2,372 MiB wanted.")
         assert sum(failed["bar"]) > 0

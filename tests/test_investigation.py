@@ -415,6 +415,28 @@ def test_the_step_stays_within(step: int) -> None:
         widget.close()
 
 
+def test_it_begins_at_the_failure_or_at_the_peak(reports: dict[str, Report]) -> None:
+    failing, training = (gpumem_magic.investigate(reports[name]) for name in ("fails", "train"))
+    assert reports["fails"].checkpoints[failing.step].kind == "error"
+    highest = reports["train"].peak.peak_allocated
+    assert reports["train"].checkpoints[training.step].peak_allocated == highest
+    assert all(row.peak_allocated < highest for row in reports["train"].checkpoints[: training.step])
+    assert gpumem_magic.investigate(reports["train"], step=0).step == 0
+
+
+def test_what_moved_nothing_is_quiet_unless_somebody_read_a_figure_there(reports: dict[str, Report]) -> None:
+    report = reports["train"]
+    steps = investigation_of(report).steps
+    assert [step.is_quiet for step in steps] == [step.line.moved_nothing for step in steps]
+    quiet = [step for step in steps if step.is_quiet]
+    assert quiet
+    assert not any(step.line.row.kind in ("before", "error", "after") for step in quiet)
+    words = quiet[0].line.row.statement
+    told = [one for one in investigation_of(report, published={words: [100]}).steps if one.published]
+    assert told[0].line.moved_nothing
+    assert not told[0].is_quiet
+
+
 def test_what_is_no_report_is_refused() -> None:
     with pytest.raises(TypeError, match=r"needs a report .*, not NoneType"):
         gpumem_magic.investigate(None)  # type: ignore[arg-type]

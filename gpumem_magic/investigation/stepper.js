@@ -11,14 +11,23 @@ const STRIP_HEIGHT = 46;
 
 // ---- words and numbers
 
-/** The step that a key leads to, or null for a key that means nothing here. */
-export function stepForKey(key, step, count) {
+/** The step that a key leads to, or null for a key that means nothing here. Arrows pass over steps that are quiet. */
+export function stepForKey(key, step, steps) {
+  const count = steps.length;
   const far = Math.max(1, Math.round(count / 10));
+  const next = beside(steps, step, 1), previous = beside(steps, step, -1);
   const targets = {
-    ArrowRight: step + 1, ArrowDown: step + 1, ArrowLeft: step - 1, ArrowUp: step - 1,
+    ArrowRight: next, ArrowDown: next, ArrowLeft: previous, ArrowUp: previous,
     PageDown: step + far, PageUp: step - far, Home: 0, End: count - 1,
   };
   return key in targets ? clamp(targets[key], count) : null;
+}
+
+/** The nearest step in a direction (1 or -1) in which something moved; the end where there is none. */
+export function beside(steps, step, way) {
+  let to = step + way;
+  while (to > 0 && to < steps.length - 1 && steps[to].quiet) to += way;
+  return clamp(to, steps.length);
 }
 
 export const clamp = (step, count) => Math.min(Math.max(Number.isFinite(step) ? Math.round(step) : 0, 0), count - 1);
@@ -165,7 +174,7 @@ export class View {
   play() {
     if (this.step === this.facts.steps.length - 1) this.go(0);
     this.timer = setInterval(() => {
-      if (this.step < this.facts.steps.length - 1) this.go(this.step + 1);
+      this.go(beside(this.facts.steps, this.step, 1));
       if (this.step === this.facts.steps.length - 1) this.pause();
     }, PACE);
     this.playing();
@@ -193,7 +202,7 @@ export class View {
       if (this.timer === null) this.play(); else this.pause();
       return;
     }
-    const to = stepForKey(event.key, this.step, this.facts.steps.length);
+    const to = stepForKey(event.key, this.step, this.facts.steps);
     if (to === null) return;
     event.preventDefault();
     this.pause();
@@ -221,9 +230,9 @@ export class View {
     this.root = element("section", { class: "gpumem-stepper", "aria-label": "GPU memory, checkpoint by checkpoint", tabindex: "-1" },
       element("div", { class: "gpumem-head" }, this.title, this.device),
       element("div", { class: "gpumem-controls" },
-        button("◀", "previous checkpoint (left arrow)", () => { this.pause(); this.go(this.step - 1); }),
+        button("◀", "previous checkpoint (left arrow)", () => { this.pause(); this.go(beside(this.facts.steps, this.step, -1)); }),
         this.playButton,
-        button("▶", "next checkpoint (right arrow)", () => { this.pause(); this.go(this.step + 1); }),
+        button("▶", "next checkpoint (right arrow)", () => { this.pause(); this.go(beside(this.facts.steps, this.step, 1)); }),
         this.slider),
       element("div", { class: "gpumem-columns" },
         this.listing,

@@ -34,6 +34,11 @@ class Step:
         iteration = self.line.iteration
         return f"{iteration} {self.line.text}" if iteration else self.line.text
 
+    @property
+    def is_quiet(self) -> bool:
+        """Nothing moved, and nobody else's figure is there: arrows pass over it."""
+        return self.line.moved_nothing and self.published is None
+
 
 @dataclass(frozen=True)
 class Investigation:
@@ -46,6 +51,13 @@ class Investigation:
     @property
     def wanted(self) -> int | None:
         return None if self.report.error is None else self.report.error.wanted
+
+    @property
+    def opens_at(self) -> int:
+        """The step of the failure, or of the first statement in which the peak was."""
+        rows = [step.line.row for step in self.steps]
+        failed = next((number for number, row in enumerate(rows) if row.kind == "error"), None)
+        return max(range(len(rows)), key=lambda number: rows[number].peak_allocated) if failed is None else failed
 
     @property
     def has_strips(self) -> bool:
@@ -112,6 +124,7 @@ def _step(step: Step, segments: dict[SegmentStrip, int]) -> dict[str, Any]:
     row = step.line.row
     return {
         "kind": row.kind,
+        "quiet": step.is_quiet,
         "title": step.title,
         "line": row.line,
         "last": row.line + row.statement.strip().count("\n"),

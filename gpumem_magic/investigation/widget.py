@@ -23,7 +23,8 @@ _FOLDER = Path(__file__).parent
 
 
 class InvestigationWidget(anywidget.AnyWidget):
-    """Steps through the checkpoints of a report. step: from 0; may be set, and follows what the reader does.
+    """Steps through the checkpoints of a report. step: from 0; may be set, and follows what the reader does. None is the failure,
+    or the peak.
 
     Displayed alone it brings a picture of all checkpoints along, which is what a saved notebook keeps.
     """
@@ -34,9 +35,9 @@ class InvestigationWidget(anywidget.AnyWidget):
     facts = traitlets.Dict().tag(sync=True)
     step = traitlets.Int(0).tag(sync=True)
 
-    def __init__(self, investigation: Investigation, step: int = 0) -> None:
+    def __init__(self, investigation: Investigation, step: int | None = None) -> None:
         self.investigation = investigation
-        super().__init__(facts=facts(investigation), step=step)
+        super().__init__(facts=facts(investigation), step=investigation.opens_at if step is None else step)
 
     @traitlets.validate("step")
     def _within(self, proposal: Any) -> int:
@@ -63,7 +64,7 @@ class InvestigationWidget(anywidget.AnyWidget):
 
 
 def investigate(
-    report: ReportData, *, published: Published | None = None, source: str | None = None, step: int = 0
+    report: ReportData, *, published: Published | None = None, source: str | None = None, step: int | None = None
 ) -> InvestigationWidget:
     """A stepper through the checkpoints of a report, for any measured cell.
 
@@ -73,7 +74,8 @@ def investigate(
         gpumem_magic.investigate(report, published={"!nvidia-smi": [2, 2, 3769]})
 
     published: readings that somebody else took, in whole MiB: a part of a statement's text, and what nvidia-smi said after its
-    first run, its second and so on. source: the cell's text; by default it is looked up in the session. step: where it opens.
+    first run, its second and so on. source: the cell's text; by default it is looked up in the session. step: where it opens,
+    by default at the failure or the peak.
     Raises TypeError for what is no report, and ValueError for one without rows, or for readings that fit no statement.
     """
     if not isinstance(report, ReportData):

@@ -3,7 +3,7 @@ import assert from "node:assert/strict";
 import { test } from "node:test";
 
 import {
-  barOf, clamp, figuresOf, largestHole, legendOf, positionWords, stepForKey, stripOf, stripWords,
+  barOf, beside, clamp, figuresOf, largestHole, legendOf, positionWords, stepForKey, stripOf, stripWords,
 } from "../../gpumem_magic/investigation/stepper.js";
 import { MIB, mib } from "../../gpumem_magic/units.js";
 
@@ -27,16 +27,28 @@ test("figures are whole MiB, and what is not known says so", () => {
 });
 
 test("keys lead to steps", () => {
-  assert.equal(stepForKey("ArrowRight", 3, 40), 4);
-  assert.equal(stepForKey("ArrowLeft", 3, 40), 2);
-  assert.equal(stepForKey("PageDown", 3, 40), 7);
-  assert.equal(stepForKey("PageUp", 3, 40), 0);
-  assert.equal(stepForKey("Home", 3, 40), 0);
-  assert.equal(stepForKey("End", 3, 40), 39);
-  assert.equal(stepForKey("ArrowRight", 39, 40), 39);
-  assert.equal(stepForKey("ArrowLeft", 0, 40), 0);
-  assert.equal(stepForKey("a", 3, 40), null);
+  const steps = Array.from({ length: 40 }, () => step());
+  assert.equal(stepForKey("ArrowRight", 3, steps), 4);
+  assert.equal(stepForKey("ArrowLeft", 3, steps), 2);
+  assert.equal(stepForKey("PageDown", 3, steps), 7);
+  assert.equal(stepForKey("PageUp", 3, steps), 0);
+  assert.equal(stepForKey("Home", 3, steps), 0);
+  assert.equal(stepForKey("End", 3, steps), 39);
+  assert.equal(stepForKey("ArrowRight", 39, steps), 39);
+  assert.equal(stepForKey("ArrowLeft", 0, steps), 0);
+  assert.equal(stepForKey("a", 3, steps), null);
   for (const wrong of [NaN, undefined, -5, 1e9]) assert.ok([0, 39].includes(clamp(wrong, 40)));
+});
+
+test("arrows pass over steps in which nothing moved, and stop at the ends", () => {
+  const steps = [true, false, true, true, false, true, true].map((quiet) => step({ quiet }));
+  assert.equal(stepForKey("ArrowRight", 1, steps), 4);
+  assert.equal(stepForKey("ArrowLeft", 4, steps), 1);
+  assert.equal(stepForKey("ArrowLeft", 1, steps), 0);
+  assert.equal(stepForKey("ArrowRight", 4, steps), 6);
+  assert.equal(beside(steps, 6, 1), 6);
+  assert.equal(beside(steps, 0, -1), 0);
+  assert.equal(stepForKey("PageDown", 1, steps), 2);
 });
 
 test("a bar's parts touch each other and add up to what is in use", () => {
