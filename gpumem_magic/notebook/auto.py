@@ -18,7 +18,8 @@ from IPython.core.error import UsageError
 
 from gpumem_magic.devices import machines
 from gpumem_magic.failures import swallows
-from gpumem_magic.notebook.history import CellHistory, CellRecord, State, waterfall
+from gpumem_magic.notebook.history import CellHistory, CellRecord, State, sheet
+from gpumem_magic.views.sheet import Sheet
 
 
 @dataclass(frozen=True)
@@ -137,11 +138,11 @@ def history() -> CellHistory:
     return _history
 
 
-def history_text() -> str:
+def history_sheet() -> Sheet:
     """What every recorded cell did. Raises UsageError where there is none, and none to come."""
     if not _history.records and _auto is None:
         raise UsageError("no cell has been recorded: `%gpumem_auto on` records those that follow")
-    return waterfall(_history.records, _history.left_out)
+    return sheet(_history.records, _history.left_out)
 
 
 def forget() -> None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gpumem_magic.units import MIB, human, mib
+from gpumem_magic.views.sheet import CAME, HIGHEST, THERE, WENT, Sheet
 
 _BAR = 32
 _TITLE = 36
@@ -100,6 +101,30 @@ def waterfall(records: Sequence[CellRecord], left_out: int = 0) -> str:
     used = "" if last.device_used is None else f", nvidia-smi {human(last.device_used)}"
     lines.append(f"Now: allocated {human(last.allocated)}, reserved {human(last.reserved)}{used}.")
     return "\n".join(lines)
+
+
+def sheet(records: Sequence[CellRecord], left_out: int = 0) -> Sheet:
+    """The same with a table for a notebook."""
+    text = waterfall(records, left_out)
+    if not records:
+        return Sheet(text)
+    rows = [("cell", "change", "after", "peak", "", "")]
+    bars = []
+    seen: dict[str, CellRecord] = {}
+    for one in records:
+        notes = [word for word in (one.error, added(seen.get(one.key), one)) if word]
+        peak = "" if one.peak is None else mib(one.peak)
+        change = mib(one.change, signed=True) if abs(one.change) >= MIB / 2 else "0"
+        rows.append((f"[{one.number}]", change, mib(one.after.allocated), peak, one.title, "; ".join(notes)))
+        low, high = sorted((one.before.allocated, one.after.allocated))
+        moved = (CAME if one.change > 0 else WENT, high - low)
+        bars.append(((THERE, low), moved, (HIGHEST, max(0, (one.peak or 0) - high))))
+        seen[one.key] = one
+    head = f"What each cell did to the allocated memory (MiB). {text.splitlines()[-1]}"
+    if left_out:
+        head += f"\n{left_out:,} earlier runs are left out."
+    whole = max(sum(size for _, size in bar) for bar in bars)
+    return Sheet(head, rows, range(1, 4), code=(4,), bars=bars, whole=whole, text=text)
 
 
 def _bar(one: CellRecord, scale: int) -> str:

@@ -11,14 +11,15 @@ from typing import Any
 from IPython.core.error import UsageError
 
 from gpumem_magic.notebook.devices import machine_in_use
-from gpumem_magic.notebook.holding_text import SHOWN, details, freed_text, summary, tree_text, unknown_name
+from gpumem_magic.notebook.holding_text import SHOWN, details, freed_text, summary, tree, unknown_name
 from gpumem_magic.owners.model import FREEABLE
+from gpumem_magic.views.sheet import show
 
 _DEPTH = 3
 
 
 def who(shell: Any, options: argparse.Namespace) -> None:
-    """Prints who holds it. Raises UsageError, in one line."""
+    """Shows who holds it. Raises UsageError, in one line."""
     machine = machine_in_use()
     from gpumem_magic.owners.search import find_owners
     from gpumem_magic.owners.tree import branches, by_layer, inner_layer
@@ -29,14 +30,14 @@ def who(shell: Any, options: argparse.Namespace) -> None:
         top = by_layer(holdings) if name is None else inner_layer(by_layer(holdings), name)
         if top is None:
             raise UsageError(f"no layer {name!r} holds memory on the device; %gpumem_who --modules lists those that do")
-        print(tree_text(branches(top, options.depth or _DEPTH)))
+        show(tree(branches(top, options.depth or _DEPTH)))
     elif name is None:
-        print(summary(holdings, limit))
+        show(summary(holdings, limit))
     else:
         found = details(holdings, name, limit)
         if found is None:
             raise UsageError(unknown_name(holdings, name))
-        print(found)
+        show(found)
 
 
 def freeable(text: str) -> str:

@@ -1,4 +1,4 @@
-"""Who holds the memory, and what was freed, in words and columns for a notebook."""
+"""Who holds the memory, and what was freed, in words and columns for a terminal and a notebook."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from gpumem_magic.owners.holders import Holder, detach_words, freed_by_detaching
 from gpumem_magic.owners.model import Held, Holdings, size_of
 from gpumem_magic.owners.tree import COLUMNS, Branch
 from gpumem_magic.units import KIB, MIB, counted, human
-from gpumem_magic.views.lines import table
+from gpumem_magic.views.sheet import THERE, Sheet
 
 if TYPE_CHECKING:
     from gpumem_magic.owners.free import Freed
@@ -24,11 +24,11 @@ _HEADS = {
 _UNNAMED = "Nothing is on the device."
 
 
-def summary(holdings: Holdings, limit: int | None = SHOWN) -> str:
+def summary(holdings: Holdings, limit: int | None = SHOWN) -> Sheet:
     """Everybody who keeps memory, by bytes. limit: how many lines, None for all."""
     everybody = [one for one in holders(holdings) if one.bytes or one.frees]
     if not everybody and not holdings.lost:
-        return _UNNAMED
+        return Sheet(_UNNAMED)
     count = len(holdings.held) + len(holdings.lost)
     head = (
         f"{human(holdings.allocated)} in {counted(count, 'allocation')}: what holds it, and what deleting would free."
@@ -36,19 +36,19 @@ def summary(holdings: Holdings, limit: int | None = SHOWN) -> str:
     shown = everybody[:limit]
     rows = [("MiB", "frees", "held by", "")]
     rows += [(_mib(one.bytes), _frees(one), _name_of(one), _advice(one)) for one in shown]
+    sizes = [one.bytes for one in shown]
     rest = everybody[len(shown) :]
     if rest:
-        rows.append((_mib(sum(one.bytes for one in rest)), "", f"{len(rest)} more", "%gpumem_who --all"))
+        sizes.append(sum(one.bytes for one in rest))
+        rows.append((_mib(sizes[-1]), "", f"{len(rest)} more", "%gpumem_who --all"))
     if holdings.lost:
-        size = sum(one.size for one in holdings.lost)
-        rows.append((_mib(size), "", "no name was found", "%gpumem_who --cycles looks for reference cycles"))
-    blocks = [head, table(rows, range(2))]
-    if words := _links(holdings):
-        blocks.append(words)
-    return "\n\n".join(blocks)
+        sizes.append(sum(one.size for one in holdings.lost))
+        rows.append((_mib(sizes[-1]), "", "no name was found", "%gpumem_who --cycles looks for reference cycles"))
+    bars = [((THERE, size),) for size in sizes]
+    return Sheet(head, rows, range(2), _links(holdings), code=(2, 3), bars=bars, whole=max(sizes))
 
 
-def details(holdings: Holdings, name: str, limit: int | None = SHOWN) -> str | None:
+def details(holdings: Holdings, name: str, limit: int | None = SHOWN) -> Sheet | None:
     """What one name keeps, allocation by allocation; None where nothing of that name holds memory."""
     found = matching(holdings, name)
     if not found:
@@ -61,23 +61,24 @@ def details(holdings: Holdings, name: str, limit: int | None = SHOWN) -> str | N
     for one in found[:limit]:
         others = [holdings.roots[each].name for each in one.roots if each != number]
         rows.append((_mib(one.size), one.place, _tensor(one), _list(others)))
+    bars = [((THERE, one.size),) for one in found[:limit]]
     rest = found[len(rows) - 1 :]
     if rest:
         rows.append((_mib(size_of(rest)), f"{len(rest):,} more", "", ""))
-    return "\n".join(lines) + "\n\n" + table(rows, range(1))
+    return Sheet("\n".join(lines), rows, range(1), code=(1, 3), bars=bars, whole=max(one.size for one in found))
 
 
-def tree_text(branches: Sequence[Branch]) -> str:
+def tree(branches: Sequence[Branch]) -> Sheet:
     """The tree of layers, in MiB."""
     if not branches:
-        return "Nothing on the device belongs to a module."
+        return Sheet("Nothing on the device belongs to a module.")
     rows = [("MiB", *(_HEADS[column] for column in COLUMNS), "all")]
     for branch in branches:
         words = f"{branch.name} (each of {branch.times})" if branch.times > 1 else branch.name
         figures = (*branch.bytes, sum(branch.bytes))
         rows.append(("  " * branch.depth + words, *(_mib(size) if size else "" for size in figures)))
     note = "Activations are what a live graph saved; an operation without parameters counts with the layer before it."
-    return f"{table(rows)}\n\n{note}"
+    return Sheet("", rows, after=note)
 
 
 def freed_text(freed: Freed, *, dry: bool) -> str:

@@ -27,6 +27,7 @@ from gpumem_magic.notebook.watching import watch, watch_words
 from gpumem_magic.recording import under_way
 from gpumem_magic.recording.cell import CellRun, prepare
 from gpumem_magic.session import device as choosing
+from gpumem_magic.views.sheet import show
 
 
 @magics_class
@@ -235,7 +236,7 @@ class GpuMemMagics(Magics):
     def gpumem_history(self, line: str) -> None:
         """Shows what each recorded cell did to the GPU's memory, and which added more when it was run again."""
         self.gpumem_history.parser.read(line)
-        print(auto.history_text())
+        show(auto.history_sheet())
 
     def unload(self) -> None:
         """Takes the magics and everything that came with them out of the shell, ends a watch, and turns a virtual device off."""

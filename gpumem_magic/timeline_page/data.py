@@ -14,10 +14,8 @@ from gpumem_magic.attribution.sites import folded, is_library, is_python, words_
 from gpumem_magic.report.model import LABELS
 from gpumem_magic.snapshot.model import Frame
 from gpumem_magic.timeline_page.source import TimelineSource
-from gpumem_magic.views.palette import COLOURS
+from gpumem_magic.views.palette import COLOURS, DARK
 
-# Colours that would drown on a dark page.
-DARK = {"unknown": "#C4CAD0", "cached": "#3F444B", "optimizer_state": "#35A04A", "parameters": "#5B8FC7"}
 _LONGEST_TEXT = 300
 _MOST_FRAMES = 100
 # Kinds of frames in a stack.

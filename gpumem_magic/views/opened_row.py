@@ -1,0 +1,209 @@
+"""The rows of the report that opens: each a line of figures, and under it what is in it, down to tensors and phases."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+
+from gpumem_magic.report.model import ALLOCATED_CATEGORIES, CATEGORIES, LABELS, Owner, ReportData, Row, TensorGroup
+from gpumem_magic.report.rows import ALIKE, REST, ROW, STILL, TURN, Entry, entries
+from gpumem_magic.report.tensors import groups_at
+from gpumem_magic.units import amount, counted, mib
+from gpumem_magic.views import explain
+from gpumem_magic.views.elements import grid, paragraph, stack, swatch, words
+from gpumem_magic.views.lines import Line, SizeFormat, first_line
+
+# What a stored notebook has room for: lines in all, and of them with tables.
+MOST_LINES, MOST_TABLES = 200, 24
+_MOST_TENSORS = 6
+_MOST_OWNERS = 12
+_HEADS = ("line", "", "", "allocated", "change", "peak inside")
+
+
+class OpenedRows:
+    """All rows of a report as nested `details`. What failed, or else the peak, is in sight."""
+
+    def __init__(self, report: ReportData) -> None:
+        self.report = report
+        self.figures = SizeFormat(report)
+        self.tree = entries(report)
+        self.scale = max((entry.row.peak_allocated for entry in self.tree), default=0)
+        self.open = _way(self.tree, self.scale)
+        self.lines = self.tables = 0
+        self.left_out = 0
+
+    def html(self) -> str:
+        heads = "".join(f"<span>{head}</span> " for head in _HEADS)
+        empty = (
+            self.tree[:1] if self.tree and self.tree[0].row.kind == "before" and not self.tree[0].row.allocated else ()
+        )
+        body = "".join(self._entry(entry) for entry in self.tree[len(empty) :])
+        if self.left_out:
+            body += paragraph(f"{counted(self.left_out, 'more row')} in `report.to_dict()`.", "gpumem-quiet")
+        return f'<section class="gpumem-rows"><div class="gpumem-line gpumem-quiet">{heads}</div>{body}</section>'
+
+    def _entry(self, entry: Entry) -> str:
+        if self.lines >= MOST_LINES:
+            self.left_out += len(entry.rows)
+            return ""
+        self.lines += 1
+        failed = " gpumem-failed" if entry.failed and entry.kind == ROW else ""
+        quiet = " gpumem-at-rest" if not entry.moved else ""
+        line = f'class="gpumem-line{quiet}"'
+        inside = self._inside(entry)
+        if not inside:
+            return f'<div class="gpumem-row{failed}"><div {line}>{self._cells(entry)}</div></div>'
+        opened = " open" if id(entry) in self.open else ""
+        return (
+            f'<details class="gpumem-row{failed}"{opened}><summary {line}>{self._cells(entry)}</summary>'
+            f'<div class="gpumem-inside">{inside}</div></details>'
+        )
+
+    def _cells(self, entry: Entry) -> str:
+        """Six: line, name, bar, allocated, change, the highest inside."""
+        row, scale = entry.row, self.scale
+        sizes = [(name, size) for name in ALLOCATED_CATEGORIES if (size := row.categories.get(name) or 0) > 0]
+        bar, peak = stack(sizes, scale), ""
+        if row.peak_allocated > row.allocated:
+            left, right = 100 * row.allocated / scale, 100 * row.peak_allocated / scale
+            bar += f'<u style="left:{left:.3g}%;width:{right - left:.3g}%"></u>'
+            peak = self.figures.size(row.peak_allocated)
+        change = self.figures.change(entry.change) if entry.change else ""
+        return (
+            f"<span>{_numbers(entry)}</span> {_name(entry)} <span>{bar}</span> <b>{self.figures.size(row.allocated)}</b> "
+            f"<span>{change}</span> <span>{peak}</span>"
+        )
+
+    def _inside(self, entry: Entry) -> str:
+        if entry.kind == REST:
+            # Another one shows what they did, or nothing was recorded.
+            return ""
+        inner = "".join(map(self._entry, entry.inner))
+        if entry.kind != ROW:
+            return inner
+        row, before = entry.row, entry.before
+        text = row.statement.strip()
+        whole = f"<pre>{escape(text)}</pre>" if "\n" in text and row.kind != "part" else ""
+        if not (entry.moved_at_all or row.kind == "after"):
+            return whole + inner
+        said = paragraph(_sentence(row, before), "gpumem-quiet")
+        if row.kind == "part" or self.tables >= MOST_TABLES:
+            return whole + said + inner
+        self.tables += 1
+        held = owners(self.report.owners) if row.kind == "after" else ""
+        return f"{whole}{said}{inner}{held}{self._tensors(row)}{self._categories(row, before)}"
+
+    def _tensors(self, row: Row) -> str:
+        """What is allocated after a row; for the one that failed, when it did."""
+        error, source = self.report.error, self.report.source
+        if row.kind == "error" and error is not None and error.tensors:
+            return tensors(error.tensors, _MOST_TENSORS)
+        if source is None or row.position < 0:
+            return ""
+        return tensors(groups_at(source, row.position), _MOST_TENSORS)
+
+    def _categories(self, row: Row, before: Row | None) -> str:
+        rows = []
+        for name in CATEGORIES:
+            size, old = row.categories.get(name), None if before is None else before.categories.get(name)
+            if size or old:
+                change = self.figures.change(size - old) if size is not None and old is not None and size != old else ""
+                rows.append((f"{swatch(name)}{LABELS[name]}", self.figures.size(size), change))
+        return grid(("after it, by category", "MiB", "change"), rows, (1, 2)) if rows else ""
+
+
+def _way(found: Sequence[Entry], highest: int) -> set[int]:
+    """The loops that lead to what failed, or else to the peak."""
+    way: set[int] = set()
+    while True:
+        entry = next((one for one in found if one.failed), None)
+        entry = entry or next((one for one in found if one.row.peak_allocated >= highest > 0), None)
+        if entry is None or entry.kind not in (TURN, ALIKE):
+            return way
+        way.add(id(entry))
+        found = entry.inner
+
+
+def _numbers(entry: Entry) -> str:
+    """The lines in the cell."""
+    if entry.row.kind == "part":
+        return ""
+    depth = len(entry.outer)
+    if entry.kind in (TURN, ALIKE, REST):
+        return str(entry.rows[0].loops[depth]) if len(entry.rows[0].loops) > depth else ""
+    numbers = [row.line for row in entry.rows if row.line > 0]
+    if not numbers:
+        return ""
+    return str(numbers[0]) if min(numbers) == max(numbers) else f"{min(numbers)}-{max(numbers)}"
+
+
+def _name(entry: Entry) -> str:
+    if entry.kind == STILL:
+        return f"<em>{counted(len(entry.rows), 'statement')}: nothing moved</em>"
+    if entry.kind == ROW:
+        text = Line(entry.row, 0, entry.before, None).text
+        return f"<code>{escape(text)}</code>" if entry.row.statement.strip() else f"<em>{escape(text)}</em>"
+    outer = "".join(f"{number}." for number in entry.outer)
+    if entry.first == entry.last:
+        named = f"iteration {outer}{entry.first}"
+    else:
+        named = f"iterations {outer}{entry.first}-{outer}{entry.last}"
+    if entry.kind == ALIKE:
+        return f"<em>{named}, all alike</em>"
+    if entry.kind == REST:
+        return f"<em>{named}, {'not shown' if entry.like is None else f'as {outer}{entry.like}'}</em>"
+    return f"<em>{named}</em>"
+
+
+def _sentence(row: Row, before: Row | None) -> str:
+    said = [f"{amount(row.allocated)} allocated", f"{amount(row.reserved)} reserved"]
+    if row.device_used is not None:
+        said.append(f"{amount(row.device_used)} in nvidia-smi")
+    text = f"After it: {', '.join(said)}."
+    if moves := explain.moves(Line(row, 0, before, None)):
+        text += f" Changed (MiB): {moves}."
+    return text
+
+
+def tensors(groups: Sequence[TensorGroup], most: int) -> str:
+    """The largest tensors of a moment as a table; empty where none is known."""
+    known = [one for one in groups if one.category]
+    rows = [_tensor_cells(one) for one in known[:most]]
+    left = [*known[most:], *(one for one in groups if not one.category)]
+    if left:
+        count = sum(one.count for one in left)
+        rows.append((mib(sum(one.bytes for one in left)), f"{counted(count, 'more allocation')}", "", ""))
+    return grid(("MiB", "tensors then", "made by", "kept by"), rows, (0,)) if known else ""
+
+
+def _tensor_cells(one: TensorGroup) -> tuple[str, ...]:
+    what = LABELS[one.category] if one.shape is None else f"{'x'.join(map(str, one.shape)) or 'scalar'} {one.dtype}"
+    counts = f"{one.count:,} x " if one.count > 1 else ""
+    made = [f"`{one.operator}`"] if one.operator else []
+    if one.line:
+        made.append(f"line {one.line}" + (f": `{first_line(one.statement)}`" if one.statement else ""))
+    made += [place for place in (one.inner, one.module) if place]
+    return (
+        mib(one.bytes) if one.bytes >= 1 << 19 else "<1",
+        f"{swatch(one.category)}{counts}{escape(what)}",
+        words(", ".join(made)),
+        f"<code>{escape(one.kept_by)}</code>" if one.kept_by else "" if one.keeper == "unknown" else escape(one.keeper),
+    )
+
+
+def owners(found: Sequence[Owner]) -> str:
+    """Who holds memory at the end of the cell; empty where nobody does."""
+    rows = [
+        (
+            mib(one.bytes),
+            mib(one.frees) if one.statement else "",
+            f"<code>{escape(one.name)}</code> {escape(one.type)}",
+            words(f"`{one.statement}`") if one.statement else "",
+        )
+        for one in found[:_MOST_OWNERS]
+    ]
+    if not rows:
+        return ""
+    left = len(found) - len(rows)
+    more = paragraph(f"{counted(left, 'more owner')}: `%gpumem_who --all`", "gpumem-quiet") if left else ""
+    return grid(("MiB", "frees alone", "held by", "lets go of it"), rows, (0, 1)) + more
