@@ -12,7 +12,16 @@ from gpumem_magic import __version__
 from gpumem_magic.commands import calibrate, devices, diff, replay, run, show
 
 _RUN = {one.__name__.rpartition(".")[2]: one.run for one in (run, show, diff, replay, calibrate, devices)}
-_TYPES = {"int": int}
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
+    return number
+
+
+_TYPES = {"int": int, "count": _count}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

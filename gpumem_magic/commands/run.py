@@ -6,18 +6,25 @@ The script's standard output and exit status are its own; everything of ours goe
 from __future__ import annotations
 
 import argparse
+import ast
 import os
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import gpumem_magic
 from gpumem_magic.commands.common import INTERRUPTED
 from gpumem_magic.devices.base import DeviceError
 from gpumem_magic.failures import swallowed
-from gpumem_magic.recording.script import ScriptRun, as_main
+from gpumem_magic.recording.progress import StopRun
+from gpumem_magic.recording.script import ScriptRun, as_main, find_module
 from gpumem_magic.session import recording
 from gpumem_magic.snapshot.whole_file import check_target
+
+if TYPE_CHECKING:
+    from gpumem_magic.user_report import Report
 
 
 def run(options: argparse.Namespace) -> int:
@@ -25,49 +32,81 @@ def run(options: argparse.Namespace) -> int:
     parser: argparse.ArgumentParser = options.parser
     try:
         check_target("--json", options.json, ())
+        stand_ins = [_stand_in(text) for text in options.stand_in]
     except ValueError as error:
         parser.error(str(error))
-    if not os.path.isfile(options.script):
-        parser.error(f"there is no file {options.script!r}")
+    spec = None
+    if options.is_module:
+        try:
+            spec = find_module(options.script)
+        except ImportError as error:
+            parser.error(str(error))
+    path = options.script if spec is None else str(spec.origin)
+    if not os.path.isfile(path):
+        parser.error(f"there is no file {path!r}")
     try:
-        script = ScriptRun(options.script)
+        script = ScriptRun(path)
     except SyntaxError as error:
         sys.excepthook(type(error), error.with_traceback(None), None)
         return 1
     except OSError as error:
         parser.error(str(error))
     target = None if options.json is None else Path(options.json).absolute()  # the script may change the folder
-    found = _open(parser, options.device, script)
+    found = _open(parser, options, script)
     status = 0
     report = None
-    with as_main(options.script, options.arguments) as main_module:
+    with as_main(path, options.arguments, spec) as main_module, ExitStack() as supplied:
+        for value, line in stand_ins:
+            supplied.enter_context(gpumem_magic.stand_in(value, line=line))
         try:
             script.run(main_module)
+        except StopRun:
+            report = _close(found, script, None, main_module.__dict__)
+            early = False
         except SystemExit as error:
             report = _close(found, script, error, main_module.__dict__)
             status = _exit_status(error.code)
+            early = True
         except BaseException as error:
             traceback = script.own_frames(error.__traceback__)
             report = _close(found, script, error, main_module.__dict__)
             _flush()
             sys.excepthook(type(error), error.with_traceback(traceback), traceback)
             status = INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
+            early = True
         else:
             report = _close(found, script, None, main_module.__dict__)
+            early = False
     _flush()
     if script.hook_failure is not None:
         _say(f"measuring stopped partway ({script.hook_failure}); the script itself ran on")
     if report is not None:
-        _hand_over(report, target)
+        # A script that left before it touched a device has said why itself.
+        _hand_over(report, target, shown=not early or _touched_a_device(report))
     return status
 
 
-def _open(parser: argparse.ArgumentParser, device: str | None, run: ScriptRun) -> Any:
+def _stand_in(text: str) -> tuple[Any, str | None]:
+    """``VALUE`` or ``VALUE@PLACE`` as a number (or a list of them) and a place. Raises ValueError."""
+    number, _, place = text.partition("@")
+    try:
+        return ast.literal_eval(number), place or None
+    except (ValueError, SyntaxError):
+        raise ValueError(
+            f"--stand-in takes a number, True, False or a list, and a place behind @, not {text!r}"
+        ) from None
+
+
+def _touched_a_device(report: Report) -> bool:
+    return any(row.peak_allocated for one in (report, *report.devices) for row in one.checkpoints)
+
+
+def _open(parser: argparse.ArgumentParser, options: argparse.Namespace, run: ScriptRun) -> Any:
     """The recording, with the script told of it; None, with a word about why, where it cannot be."""
     found: Any = None
     try:
-        found = recording.open_recording(device, names=run.names, own_file=run.path)
-        run.observe(found.observer(None, True, source=run.source))
+        found = recording.open_recording(options.device, names=run.names, own_file=run.path)
+        run.observe(found.observer(options.max_iterations, until_repeat=options.until_repeat, source=run.source))
     except DeviceError as error:
         parser.error(str(error))
     except Exception as error:
@@ -88,14 +127,15 @@ def _close(found: Any, run: ScriptRun, error: BaseException | None, namespace: d
         return None
 
 
-def _hand_over(report: Any, target: Path | None) -> None:
+def _hand_over(report: Any, target: Path | None, *, shown: bool) -> None:
     try:
         if target is not None:
             report.save(target)
     except Exception as error:
         _say(f"the report could not be written to {str(target)!r} ({swallowed(error).splitlines()[0]})")
     try:
-        print(report, file=sys.stderr)
+        if shown:
+            print(report, file=sys.stderr)
     except Exception as error:
         _say(f"the report could not be shown ({swallowed(error).splitlines()[0]})")
 

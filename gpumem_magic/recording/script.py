@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 
@@ -72,20 +73,45 @@ class ScriptRun:
         return traceback
 
 
+def find_module(name: str) -> ModuleSpec:
+    """What ``python -m name`` runs: the module, or a package's ``__main__``. Raises ImportError, in Python's words."""
+    sys.path.insert(0, os.getcwd())
+    try:
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.submodule_search_locations is not None:
+            inside = importlib.util.find_spec(f"{name}.__main__")
+            if inside is None:
+                raise ImportError(
+                    f"No module named {name}.__main__; {name!r} is a package and cannot be directly executed"
+                )
+            spec = inside
+    finally:
+        sys.path.pop(0)
+    if spec is None:
+        raise ImportError(f"No module named {name}")
+    if spec.origin is None or not isinstance(spec.loader, importlib.machinery.SourceFileLoader):
+        raise ImportError(f"{name} has no source file")
+    return spec
+
+
 @contextmanager
-def as_main(path: str, arguments: Sequence[str]) -> Iterator[ModuleType]:
-    """Sets up ``__main__``, ``sys.argv`` and ``sys.path[0]`` as ``python path arguments`` does, and puts them back after."""
+def as_main(path: str, arguments: Sequence[str], spec: ModuleSpec | None = None) -> Iterator[ModuleType]:
+    """Sets up ``__main__``, ``sys.argv`` and ``sys.path[0]`` as ``python path arguments`` does, and puts them back after.
+
+    spec: of a module that runs as under ``python -m``.
+    """
     module = ModuleType("__main__")
     module.__dict__.update(
         __file__=path,
         __builtins__=sys.modules["builtins"],
-        __loader__=importlib.machinery.SourceFileLoader("__main__", path),
-        __package__=None,
-        __cached__=None,
+        __loader__=importlib.machinery.SourceFileLoader("__main__", path) if spec is None else spec.loader,
+        __package__=None if spec is None else spec.parent,
+        __cached__=None if spec is None else spec.cached,
+        __spec__=spec,
     )
     before = sys.argv, list(sys.path), sys.modules["__main__"]
     sys.argv = [path, *arguments]
-    folder = os.path.dirname(os.path.realpath(path))
+    folder = os.path.dirname(os.path.realpath(path)) if spec is None else os.getcwd()
     # The first entry is the folder of the `gpumem` command, unless Python was told to leave that out.
     sys.path[: 0 if _has_safe_path() else 1] = [folder]
     sys.modules["__main__"] = module
