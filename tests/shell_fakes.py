@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -40,7 +41,10 @@ class FakeObserver:
 
 
 class FakeReport:
-    """Shown as one line of text."""
+    """Shown as one line of text; of a program that put something on a device."""
+
+    devices = ()
+    checkpoints = (types.SimpleNamespace(peak_allocated=1),)
 
     def __init__(self, word: str = "report") -> None:
         self.word = word
@@ -62,7 +66,7 @@ class FakeRecording:
         self._session = session
 
     def observer(
-        self, max_iterations: int | None, lines: bool, *, until_repeat: bool = False, source: str = ""
+        self, max_iterations: int | None = None, lines: bool = True, *, until_repeat: bool = False, source: str = ""
     ) -> FakeObserver:
         self._session.asked = (max_iterations, lines, until_repeat, source)
         self._session.observer.max_iterations = max_iterations
@@ -97,6 +101,7 @@ class FakeSession:
         user_ns: Mapping[str, Any] | None = None,
         own_file: str | None = None,
         is_running: Any = None,
+        words: Any = None,
     ) -> FakeRecording:
         if device == "nonsense":
             raise DeviceError("unknown device 'nonsense'; known are T4, L4")

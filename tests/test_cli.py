@@ -252,3 +252,79 @@ def test_a_real_measurement_in_a_process_of_its_own(script: Write, tmp_path: Pat
     assert [row.line for row in report.checkpoints if row.kind == "statement"] == [1, 2, 3, 4, 5]
     assert report.peak.categories["parameters"] == 4 * (1024 * 1024 + 1024)
     assert str(report).splitlines()[0] in ran.stderr
+
+
+def test_a_module_runs_as_under_python_m(
+    session: FakeSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    package = tmp_path / "a_package"
+    package.mkdir()
+    (package / "__init__.py").write_text("", encoding="utf-8")
+    program = "import os, sys\nfrom . import __name__ as above\nprint(__name__, __package__, __spec__.name)\n"
+    program += "print(above, sys.argv[1:])\n"
+    program += "print(os.path.realpath(sys.path[0]), os.path.basename(__file__))\n"
+    (package / "__main__.py").write_text(program, encoding="utf-8")
+    (package / "part.py").write_text(program, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    for name in ("a_package", "a_package.part"):
+        assert cli.main(["run", "-m", name, "--", "--lr", "3"]) == 0
+        told = capsys.readouterr().out
+        python = subprocess.run([sys.executable, "-m", name, "--lr", "3"], capture_output=True, text=True, check=True)
+        assert told == python.stdout
+    monkeypatch.delitem(sys.modules, "a_package")
+
+
+@pytest.mark.parametrize("name", ["no_such_module", "json.tool.nothing", "math"])
+def test_a_module_that_cannot_be_run(session: FakeSession, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    with pytest.raises(SystemExit) as left:
+        cli.main(["run", "-m", name])
+    assert left.value.code == 2
+    assert "gpumem run: error: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["x", "", "1@", "[1, 2]@train.py:3"])
+def test_stand_ins_of_the_command(
+    session: FakeSession, script: Write, capsys: pytest.CaptureFixture[str], text: str
+) -> None:
+    argv = ["run", str(script("print(1)")), "--stand-in", text]
+    if text in ("x", ""):
+        with pytest.raises(SystemExit) as left:
+            cli.main(argv)
+        assert left.value.code == 2
+        assert "--stand-in takes a number" in capsys.readouterr().err
+    else:
+        assert cli.main(argv) == 0
+
+
+def test_limits_on_iterations_are_handed_on(session: FakeSession, script: Write) -> None:
+    assert cli.main(["run", str(script("print(1)")), "--max-iterations", "3", "--until-repeat"]) == 0
+    assert session.asked is not None
+    assert session.asked[:3] == (3, True, True)
+
+
+def run_on_t4(path: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "gpumem_magic.cli", "run", "--device", "T4", *options, str(path)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_a_script_that_leaves_before_it_touches_a_device_has_the_last_word(script: Write) -> None:
+    ended = run_on_t4(script("import argparse\nargparse.ArgumentParser(prog='it').parse_args(['--wrong'])\n"))
+    assert ended.returncode == 2
+    assert ended.stderr.splitlines()[-1] == "it: error: unrecognized arguments: --wrong"
+    ended = run_on_t4(script("import torch\nopen('no such file')\n"))
+    assert ended.returncode == 1
+    assert ended.stderr.splitlines()[-1].startswith("FileNotFoundError")
+
+
+def test_a_script_is_told_of_the_commands_flags(script: Write) -> None:
+    train = (
+        "import torch\nm = torch.nn.Linear(9, 9).cuda()\no = torch.optim.SGD(m.parameters(), 0.1)\n"
+        "for i in range(12):\n    m(torch.ones(2, 9, device='cuda')).sum().backward()\n    o.step()\n"
+        "    o.zero_grad()\nprint(i)\n"
+    )
+    ended = run_on_t4(script(train))
+    assert "%gpumem" not in ended.stderr
+    assert "gpumem run --until-repeat" in ended.stderr.replace("\n  ", " ")
+    ended = run_on_t4(script(train), "--max-iterations", "3")
+    assert "Stopped as asked, after 3 training iterations." in ended.stderr
+    assert ended.returncode == 0

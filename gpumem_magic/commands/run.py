@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import gpumem_magic
 from gpumem_magic.commands.common import INTERRUPTED
+from gpumem_magic.commands.words import told_of_a_script
 from gpumem_magic.devices.base import DeviceError
 from gpumem_magic.failures import swallowed
 from gpumem_magic.recording.progress import StopRun
@@ -105,7 +106,7 @@ def _open(parser: argparse.ArgumentParser, options: argparse.Namespace, run: Scr
     """The recording, with the script told of it; None, with a word about why, where it cannot be."""
     found: Any = None
     try:
-        found = recording.open_recording(options.device, names=run.names, own_file=run.path)
+        found = recording.open_recording(options.device, names=run.names, own_file=run.path, words=told_of_a_script)
         run.observe(found.observer(options.max_iterations, until_repeat=options.until_repeat, source=run.source))
     except DeviceError as error:
         parser.error(str(error))

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from gpumem_magic.recording.instrument import Statement
     from gpumem_magic.recording.model import Recording
     from gpumem_magic.recording.recorder import Recorder
+    from gpumem_magic.report.model import ReportData
     from gpumem_magic.user_report import Report
 
 _last: Report | None = None
@@ -28,8 +29,16 @@ class ActiveRecording:
     """A recording under way. At most one in a process: `open_recording` makes it, `close` ends it, and `put_back` whatever
     interrupts it."""
 
-    def __init__(self, what: Chosen, recorder: Recorder, why: Why, is_running: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        what: Chosen,
+        recorder: Recorder,
+        why: Why,
+        is_running: Callable[[], bool],
+        words: Callable[[ReportData], ReportData],
+    ) -> None:
         self.is_running = is_running
+        self._words = words
         self._chosen = what
         self._recorder = recorder
         self._why = why
@@ -104,7 +113,7 @@ class ActiveRecording:
         report, labels = build_with_labels(recording, lines=self._lines, explain=self._why.explain)
         self._chosen.remember(labels)
         remarks = (*self._chosen.notes, *self._own_notes(recording), *report.remarks)
-        _last = Report.of(replace(report, remarks=remarks))
+        _last = Report.of(self._words(replace(report, remarks=remarks)))
         return _last
 
     def _primary(self, recording: Recording) -> int:
@@ -141,11 +150,13 @@ def open_recording(
     user_ns: Mapping[str, Any] | None = None,
     own_file: str | None = None,
     is_running: Callable[[], bool] = lambda: True,
+    words: Callable[[ReportData], ReportData] = lambda report: report,
 ) -> ActiveRecording:
     """Begins to record on the chosen device (None: the one that is on or chosen, else this computer's GPU, else a virtual T4).
 
     names: the variables that the program mentions, looked up in user_ns; own_file: the file name of its code; is_running:
-    whether the program still runs, for who finds its recording later. Raises DeviceError where the device can't be used, or a
+    whether the program still runs, for who finds its recording later; words: tells the report in the words of who reads it,
+    where that is no notebook. Raises DeviceError where the device can't be used, or a
     recording is under way.
     """
     if under_way.is_any():
@@ -156,7 +167,7 @@ def open_recording(
     what = for_recording(device)
     recorder = Recorder(what.machine, primary=what.primary, names=names, own_file=own_file)
     why = Why(what.machine, user_ns)
-    active = ActiveRecording(what, recorder, why, is_running)
+    active = ActiveRecording(what, recorder, why, is_running, words)
     try:
         # Known before anything is replaced: an interrupt leaves nothing that `under_way.abandon` does not find.
         under_way.open(active)
