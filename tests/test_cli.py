@@ -328,3 +328,35 @@ def test_a_script_is_told_of_the_commands_flags(script: Write) -> None:
     ended = run_on_t4(script(train), "--max-iterations", "3")
     assert "Stopped as asked, after 3 training iterations." in ended.stderr
     assert ended.returncode == 0
+
+
+def test_processes_that_a_script_starts_have_the_device_and_say_what_they_took(script: Write) -> None:
+    program = (
+        "import torch\nimport torch.multiprocessing as mp\n"
+        "def work(rank, n):\n    x = torch.zeros(2**20, device=rank)\n    print('child', x.device, flush=True)\n"
+        "if __name__ == '__main__':\n    mp.spawn(work, args=(2,), nprocs=2)\n"
+    )
+    command = [sys.executable, "-m", "gpumem_magic.cli", "run", "--device", "2xT4", str(script(program))]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0
+    assert sorted(ended.stdout.splitlines()) == ["child cuda:0", "child cuda:1"]
+    lines = [line for line in ended.stderr.splitlines() if line.startswith("gpumem: SpawnProcess-")]
+    assert len(lines) == 2
+    assert all("4.0 MiB" in line for line in lines)
+    assert "Nothing was put on a device" not in ended.stderr
+
+
+def test_where_the_device_is_real_processes_start_as_ever() -> None:
+    from multiprocessing import spawn
+
+    from gpumem_magic.commands.children import measured_children
+
+    plain = spawn.get_command_line(tracker_fd=1, pipe_handle=2)
+    with measured_children(None) as started:
+        assert spawn.get_command_line(tracker_fd=1, pipe_handle=2) == plain
+    with measured_children("T4") as started:
+        changed = spawn.get_command_line(tracker_fd=1, pipe_handle=2)
+    assert changed[0] == plain[0]
+    assert "main('T4', tracker_fd=1, pipe_handle=2)" in str(changed)
+    assert started == ["T4"]
+    assert spawn.get_command_line(tracker_fd=1, pipe_handle=2) == plain

@@ -14,13 +14,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-import gpumem_magic
+from gpumem_magic.commands.children import measured_children
 from gpumem_magic.commands.common import INTERRUPTED
 from gpumem_magic.commands.words import told_of_a_script
 from gpumem_magic.devices.base import DeviceError
 from gpumem_magic.failures import swallowed
 from gpumem_magic.recording.progress import StopRun
 from gpumem_magic.recording.script import ScriptRun, as_main, find_module
+from gpumem_magic.session import device as chosen_device
 from gpumem_magic.session import recording
 from gpumem_magic.snapshot.whole_file import check_target
 
@@ -56,9 +57,13 @@ def run(options: argparse.Namespace) -> int:
     found = _open(parser, options, script)
     status = 0
     report = None
-    with as_main(path, options.arguments, spec) as main_module, ExitStack() as supplied:
+    with as_main(path, options.arguments, spec) as main_module, ExitStack() as around:
+        machine = chosen_device.virtual()
+        children = around.enter_context(measured_children(None if machine is None else machine.spec.text))
         for value, line in stand_ins:
-            supplied.enter_context(gpumem_magic.stand_in(value, line=line))
+            from gpumem_magic.virtual.engine.supplied import stand_in
+
+            around.enter_context(stand_in(value, line=line))
         try:
             script.run(main_module)
         except StopRun:
@@ -82,8 +87,9 @@ def run(options: argparse.Namespace) -> int:
     if script.hook_failure is not None:
         _say(f"measuring stopped partway ({script.hook_failure}); the script itself ran on")
     if report is not None:
-        # A script that left before it touched a device has said why itself.
-        _hand_over(report, target, shown=not early or _touched_a_device(report))
+        # A script that left before it touched a device has said why itself; its processes speak for themselves.
+        silent = (early or bool(children)) and not _touched_a_device(report)
+        _hand_over(report, target, shown=not silent)
     return status
 
 
