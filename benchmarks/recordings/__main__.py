@@ -84,14 +84,8 @@ def main() -> int:
 
 
 def run(case: Mapping[str, Any], repositories: Path, recordings: Path, keep: Path | None = None) -> Result:
-    recording = recordings / case["recording"]
-    if not recording.exists():
-        raise Skip(f"the recording is not in {recordings}")
-    content = recording.read_bytes()
-    content = gzip.decompress(content) if recording.suffix == ".gz" else content
-    if hashlib.sha256(content).hexdigest() != case["sha256"]:
-        raise Skip("the recording is another one: its checksum differs")
     with tempfile.TemporaryDirectory() as scratch:
+        recording = recording_of(case, repositories, recordings, Path(scratch))
         folder = Path(scratch, "program")
         lay_out(repository(repositories, case["repository"]), case["commit"], folder)
         path = [str(folder / one) for one in (".", *case.get("path", ()))]
@@ -123,9 +117,33 @@ def run(case: Mapping[str, Any], repositories: Path, recordings: Path, keep: Pat
             raise Skip(f"the program failed: {last}")
         if keep is not None:
             keep.mkdir(parents=True, exist_ok=True)
-            shutil.copy(written[wanted], keep / recording.name.removesuffix(".gz"))
+            shutil.copy(written[wanted], keep / case["recording"].removesuffix(".gz"))
         real, virtual = recorded(str(recording)), recorded(str(written[wanted]))
     return Result(case, real, virtual, pair(real, virtual), seconds)
+
+
+def recording_of(case: Mapping[str, Any], repositories: Path, recordings: Path, scratch: Path) -> Path:
+    """The real recording: from the folder of recordings, or out of its repository."""
+    path = recordings / case["recording"]
+    if "file" in case:
+        place = f"{case.get('recorded_at', case['commit'])}:{case['file']}"
+        found = subprocess.run(
+            ["git", "-C", str(repository(repositories, case["repository"])), "show", place],
+            capture_output=True,
+            check=False,
+        )
+        if found.returncode:
+            raise Skip(f"{case['repository']} has no {place} here")
+        content, path = found.stdout, scratch / "real.pickle"
+        path.write_bytes(content)
+    elif not path.exists():
+        raise Skip(f"the recording is not in {recordings}")
+    else:
+        content = path.read_bytes()
+        content = gzip.decompress(content) if path.suffix == ".gz" else content
+    if hashlib.sha256(content).hexdigest() != case["sha256"]:
+        raise Skip("the recording is another one: its checksum differs")
+    return path
 
 
 def repository(folder: Path, name: str) -> Path:

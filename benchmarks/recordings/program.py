@@ -7,6 +7,7 @@ Started by ``python benchmarks/recordings`` in the program's folder. Weights sta
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import runpy
@@ -14,6 +15,7 @@ import shutil
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import torch
 
@@ -27,6 +29,11 @@ def main(case: dict[str, Any], kept: Path) -> None:
     # The script's folder, as Python has it, and those that the case names.
     own = [str(Path(case["script"]).parent.resolve())] if "script" in case else []
     sys.path[:0] = [*own, *(os.path.abspath(folder) for folder in case["path"])]
+    for name in case.get("stand_ins", ()):
+        try:
+            importlib.import_module(name)
+        except ImportError:
+            sys.modules[name] = MagicMock(name=name, __spec__=None)
     gpu.turn_on(case["device"])
     _keep_snapshots(kept, case.get("dump"))
     if "entry" in case:

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 import torch.utils._device
 
+import gpumem_magic.virtual.operators.attention_gradients
+import gpumem_magic.virtual.operators.batch_norm
 import gpumem_magic.virtual.operators.convolutions
 import gpumem_magic.virtual.operators.copies
 import gpumem_magic.virtual.operators.data_dependent
@@ -169,8 +171,8 @@ class VirtualMachine:
     def record_stream(self, device: int, address: int, stream: int) -> None:
         self._devices[device].allocator.record_stream(address, stream)
 
-    def after_operator(self, func: Any, device: int) -> None:
-        self.workspaces.after(func, device)
+    def after_operator(self, func: Any, args: Sequence[Any], device: int) -> None:
+        self.workspaces.after(func, args, device)
 
     def convolve(self, device: int, call: Convolution) -> None:
         self.convolutions.take(device, call)
@@ -181,6 +183,9 @@ class VirtualMachine:
     def processors(self, device: int) -> tuple[int, int]:
         model = self._devices[device].model
         return model.multi_processor_count, model.max_threads_per_multiprocessor
+
+    def capability(self, device: int) -> tuple[int, int]:
+        return self._devices[device].model.capability
 
     def _clear_workspaces(self) -> None:
         with self.engine.lock:

@@ -196,12 +196,12 @@ class Engine:
         self.settle(out, allocates)
         rule = BESIDE.get(func)
         if rule is None:
-            self.memory.after_operator(func, device)
+            self.memory.after_operator(func, args, device)
         else:
             with ExitStack() as held:
                 for size in rule(self, func, args, kwargs, out, device):
                     held.enter_context(self.scratch(device, size))
-                self.memory.after_operator(func, device)
+                self.memory.after_operator(func, args, device)
         values.follow(func, args, kwargs, out)
         return out
 

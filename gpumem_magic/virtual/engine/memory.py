@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -51,7 +52,7 @@ class Memory(Protocol):
 
     def record_stream(self, device: int, address: int, stream: int) -> None: ...
 
-    def after_operator(self, func: Any, device: int) -> None:
+    def after_operator(self, func: Any, args: Sequence[Any], device: int) -> None:
         """Memory that a library takes beside an operator's results, which are there now."""
 
     def convolve(self, device: int, call: Convolution) -> None:
@@ -62,3 +63,6 @@ class Memory(Protocol):
 
     def processors(self, device: int) -> tuple[int, int]:
         """The card's multiprocessors, and the most threads that one runs."""
+
+    def capability(self, device: int) -> tuple[int, int]:
+        """The card's compute capability."""

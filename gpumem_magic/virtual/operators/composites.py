@@ -23,7 +23,7 @@ from gpumem_magic.virtual.engine.engine import Engine, special
 
 
 def dropout(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
-    """Training: one kernel, which keeps a mask of one byte for each element."""
+    """Training: one kernel, which keeps a mask of one byte for each element, and makes it before the result."""
     if not train or p == 0 or not input.numel():
         return input
     if p == 1:
@@ -132,6 +132,13 @@ if hasattr(torch.ops.aten, "_fused_rms_norm_backward"):
 def install(patches: Patches) -> None:
     """Replaces the operators for tensors of the virtual devices."""
     patches.kernels("AutogradCUDA", (_WAYS | _KERNELS).items())
+
+
+@special(_aten.native_dropout.default)
+def _mask_first(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    out = engine.fake_call(func, args, kwargs)
+    engine.settle(out[::-1])
+    return out
 
 
 @special(*_WAYS)

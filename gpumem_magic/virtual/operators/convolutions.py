@@ -87,7 +87,7 @@ class _Call:
         elif not self.by_depth and self.needs_columns:
             with self.engine.scratch(self.device, self._column_bytes()):
                 # The columns are multiplied with the weight.
-                self.engine.memory.after_operator(_aten.mm.default, self.device)
+                self.engine.memory.after_operator(_aten.mm.default, (), self.device)
 
     def _column_bytes(self) -> int:
         return int(self.fine[1] * self.points * prod(self.coarse[2:]) * self.weight.element_size())

@@ -5,6 +5,8 @@ Two ways of cuDNN's are estimated; for all others (kernels of one point, strides
 * float32, kernels of 3 x 3 without stride or dilation: Winograd's transform of 4 x 4 tiles, not fused. Each tile of 6 x 6 values
   is 36 numbers for every channel of what goes in and of what comes out, and 36 for each pair of channels. Not fitted: these are
   the algorithm's own sizes. Where it is judged: `benchmarks/accuracy`.
+  For one sample, before Ampere, only weights are transformed: what a recording of three layers on Turing shows, in five of six
+  sizes to the byte.
 * float16 and bfloat16 on tensor cores, in the plain layout: copies with the channels last of the input, the weight and the
   result. The published peak of a 3-D layer on an A100 (pytorch issue 95024) is met to the byte, those of a 2-D layer (123533) to
   the printed 0.01 GiB.
@@ -33,6 +35,7 @@ from gpumem_magic.virtual.operators.workspaces import version_text
 _TILE = 4
 # A tile of 4 x 4 results needs 6 x 6 values.
 _VALUES_OF_A_TILE = 36
+_FEW_RESULTS = 16
 
 
 def estimate(call: Convolution, capability: tuple[int, int]) -> int:
@@ -40,15 +43,31 @@ def estimate(call: Convolution, capability: tuple[int, int]) -> int:
     if call.groups != 1 or call.last:
         return 0
     if call.dtype == torch.float32:
-        return _winograd(call)
+        return _few(call) if call.fine[0] == 1 and capability < (8, 0) else _winograd(call)
     first_with_tensor_cores = {torch.float16: (7, 0), torch.bfloat16: (8, 0)}.get(call.dtype)
     if first_with_tensor_cores is None or capability < first_with_tensor_cores:
         return 0
     return sum(prod(shape) for shape in (call.fine, call.weight, call.coarse)) * call.dtype.itemsize
 
 
+def _is_plain(call: Convolution) -> bool:
+    return call.kernel == (3, 3) and set(call.stride) == {1} and set(call.dilation) == {1}
+
+
+def _few(call: Convolution) -> int:
+    """One sample: only the weights are transformed, to 5 x 5 for each pair of channels, or laid out anew for few results."""
+    if not _is_plain(call) or call.way == "weight":
+        return 0
+    given, made = call.fine[1], call.coarse[1]
+    if call.way == "input":
+        given, made = made, given
+    if made <= _FEW_RESULTS:
+        return given * made * 9 * 4 + made * 4 + 65536
+    return given * made * 25 * 4 + made * 4
+
+
 def _winograd(call: Convolution) -> int:
-    if call.kernel != (3, 3) or set(call.stride) != {1} or set(call.dilation) != {1}:
+    if not _is_plain(call):
         return 0
     batch, results, *points = call.coarse
     channels = call.fine[1]

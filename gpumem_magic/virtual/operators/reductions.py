@@ -177,6 +177,8 @@ KERNELS: dict[Any, _ReductionKernel] = {
     _aten.any.dim: _ReductionKernel(accumulator=1),
     _aten.all.default: _ReductionKernel(accumulator=1),
     _aten.all.dim: _ReductionKernel(accumulator=1),
+    _aten._is_any_true.default: _ReductionKernel(accumulator=1),
+    _aten._is_all_true.default: _ReductionKernel(accumulator=1),
     _aten.max.dim: _INDEXED,
     _aten.min.dim: _INDEXED,
     _aten.argmax.default: _INDEXED,
@@ -190,7 +192,7 @@ KERNELS: dict[Any, _ReductionKernel] = {
 _DIM_PLACE = {_aten.linalg_vector_norm.default: 2}
 _OF_ALL = {
     _aten.sum.default, _aten.nansum.default, _aten.mean.default, _aten.prod.default, _aten.max.default, _aten.min.default,
-    _aten.any.default, _aten.all.default,
+    _aten.any.default, _aten.all.default, _aten._is_any_true.default, _aten._is_all_true.default,
 }  # fmt: skip
 
 

@@ -16,12 +16,14 @@ import torch
 
 from gpumem_magic.private import overloads
 from gpumem_magic.virtual.card.catalog import DeviceState
-from gpumem_magic.virtual.card.generations import BlasPolicy, blas_policy, parse_version
+from gpumem_magic.virtual.card.generations import BlasPolicy, Version, blas_policy, parse_version
 from gpumem_magic.virtual.engine.modes import STATE, origin
 
-# Products whose bias is added by the library: these go to cuBLASLt.
-_LT = {*overloads("addmm _addmm_activation _scaled_mm _int_mm")}
-_BLAS = _LT | {*overloads("mm bmm baddbmm addmv mv dot vdot")}
+# Products that go to cuBLASLt: always, and with a bias that the library adds.
+_LT = {*overloads("_scaled_mm _int_mm")}
+_WITH_BIAS = {*overloads("addmm _addmm_activation")}
+_LT_TYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_BLAS = _LT | _WITH_BIAS | {*overloads("mm bmm baddbmm addmv mv dot vdot")}
 
 
 class Workspaces:
@@ -42,35 +44,53 @@ class Workspaces:
         self._stream_of = stream_of
         self._workspaces: dict[tuple[str, int, int, int], int] = {}
         self._policies = [_policy(device) for device in devices]
+        self._versions = [parse_version(version_text(device)) for device in devices]
 
-    def after(self, func: Any, device: int) -> None:
+    def after(self, func: Any, args: Sequence[Any], device: int) -> None:
         """To be called when an operator has its results. Raises out of memory as the device would."""
         if func not in _BLAS:
             return
         policy = self._policies[device]
-        self._take("cublas", device, policy.cublas_bytes, policy.cublas_persistent)
-        if policy.lt_bytes and func in _LT:
-            self._take("cublaslt", device, policy.lt_bytes, policy.lt_persistent)
+        by_lt = policy.lt_bytes and (func in _LT or (func in _WITH_BIAS and adds_bias(args, self._versions[device])))
+        # cuBLASLt's workspace is there when it asks for the handle, to which cuBLAS's belongs.
+        passing = self._take("cublaslt", device, policy.lt_bytes, policy.lt_persistent) if by_lt else 0
+        try:
+            address = self._take("cublas", device, policy.cublas_bytes, policy.cublas_persistent)
+        finally:
+            if passing:
+                self._free(device, passing)
+        if address:
+            self._free(device, address)
 
-    def _take(self, library: str, device: int, size: int, persistent: bool) -> None:
+    def _take(self, library: str, device: int, size: int, persistent: bool) -> int:
+        """The address of a workspace for this call alone; 0 where there is none, or one that stays."""
         if not size:
-            return
+            return 0
         thread = -1 if STATE.backward else threading.get_ident()
         key = (library, device, thread, self._stream_of(device))
         if key in self._workspaces:
-            return
+            return 0
         with origin("workspace"):
             address = self._malloc(device, size)
-        if persistent:
-            self._workspaces[key] = address
-        else:
-            self._free(device, address)
+        if not persistent:
+            return address
+        self._workspaces[key] = address
+        return 0
 
     def clear(self) -> None:
         """Gives all of them back, as `torch._C._cuda_clearCublasWorkspaces()` does."""
         persistent, self._workspaces = self._workspaces, {}
         for (_, device, _, _), address in persistent.items():
             self._free(device, address)
+
+
+def adds_bias(args: Sequence[Any], version: Version) -> bool:
+    """Whether a product with a bias is one call of cuBLASLt (``Blas.cpp``): none with a single row or column in the second factor,
+    since 2.10 nor in the first."""
+    bias, first, second = args[:3]
+    fits = bias.dim() == 1 and bias.shape[0] == second.shape[1] and bias.is_contiguous() and first.dtype in _LT_TYPES
+    factors = (first, second) if version >= (2, 10) else (second,)
+    return bool(fits) and all(size > 1 for factor in factors for size in factor.shape)
 
 
 def version_text(device: DeviceState) -> str:

@@ -1,0 +1,125 @@
+"""What attention's backward kernels hold while they run: sums over rows, and gradients that several blocks add to.
+
+Memory-efficient: ``transformers/cuda/attention_backward.cu`` and ``mem_eff_attention/kernel_backward.h`` of ATen. A query's
+gradient is added up in blocks by kernels that each see a part of the keys; those of keys and values too, where they do not fit
+into registers. Recorded on a GPU (float32, 1000 tokens, 32 heads of 64): 128,000 bytes twice, and 8,396,800. Flash:
+``flash_api.cpp``, `mha_bwd`.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+import torch
+
+from gpumem_magic.private import aten as _aten
+from gpumem_magic.virtual.engine.engine import BESIDE, Engine, special
+from gpumem_magic.virtual.operators.sorting import holding
+
+_HALF = (torch.float16, torch.bfloat16)
+_FLOAT = 4
+# Of a block of the query's gradient: a lock, a counter, and room up to 16 bytes.
+_HEAD_OF_BLOCK = 4
+# Generations whose multiprocessors have too little shared memory for blocks of 128 rows.
+_SMALL_SHARED = {(7, 5), (8, 6), (8, 9), (12, 0)}
+_FLASH_ROWS = 128
+
+
+class Shape(NamedTuple):
+    batch: int
+    heads: int
+    queries: int
+    keys: int
+    size: int
+
+
+class Kernel(NamedTuple):
+    """rows, columns: of its blocks. in_registers: whether the gradients of keys and values are added up there."""
+
+    rows: int
+    columns: int
+    in_registers: bool
+
+
+def kernel_for(capability: tuple[int, int], half: bool, size: int, dropout: bool) -> Kernel:
+    """The one that PyTorch has compiled for the head size, as ``generate_kernels.py`` lists them."""
+    if half and 64 < size <= 96 and capability in ((8, 6), (8, 9)) and not dropout:
+        return Kernel(128, 64, True)
+    most = next((bound for bound in (32, 64, 128) if size <= bound), 2**16)
+    large = most > 64 and capability not in _SMALL_SHARED and (capability >= (8, 0) or (half and capability >= (7, 0)))
+    rows = 128 if large else 64
+    in_registers = half and most <= rows
+    return Kernel(rows, 128 if in_registers and capability >= (8, 0) and most > 64 else 64, in_registers)
+
+
+def workspace_bytes(shape: Shape, kernel: Kernel, half: bool) -> int:
+    """Where blocks add up what several of them contribute to."""
+    rows, columns, in_registers = kernel
+    numbers = _parts(shape.queries, rows) * _parts(shape.size, columns) * (_HEAD_OF_BLOCK + rows * columns)
+    if half and not in_registers:
+        splits = _parts(shape.keys, columns)
+        if shape.batch * shape.heads >= 256 and shape.keys <= 2 * columns:
+            splits = 1
+        splits = max(1, min(splits, 200 // (shape.batch * shape.heads)))
+        if torch.are_deterministic_algorithms_enabled():
+            splits = 1
+        numbers += 2 * splits * columns * _parts(shape.size, rows) * rows
+    return shape.batch * shape.heads * _parts(numbers, 4) * 4 * _FLOAT
+
+
+def _parts(number: int, size: int) -> int:
+    return -(-number // size)
+
+
+@special(_aten._scaled_dot_product_efficient_attention_backward.default, table=BESIDE)
+def _scaled(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> tuple[int, ...]:
+    query, key, dropout = args[1], args[2], args[9]
+    batch, heads, queries, size = query.shape
+    shape = Shape(batch, heads, queries, key.shape[2], size)
+    return _efficient(engine, device, shape, query.dtype, bool(dropout))
+
+
+@special(_aten._efficient_attention_backward.default, table=BESIDE)
+def _plain(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> tuple[int, ...]:
+    query, key, dropout = args[1], args[2], args[11]
+    batch, queries, heads, size = query.shape
+    return _efficient(engine, device, Shape(batch, heads, queries, key.shape[1], size), query.dtype, bool(dropout))
+
+
+def _efficient(engine: Engine, device: int, shape: Shape, dtype: Any, dropout: bool) -> tuple[int, ...]:
+    half, capability = dtype in _HALF, engine.memory.capability(device)
+    kernel = kernel_for(capability, half, shape.size, dropout)
+    sums = shape.batch * shape.heads * shape.queries * _FLOAT
+    with ExitStack() as held:
+        if half and (kernel.in_registers or capability != (7, 0)):
+            held.enter_context(engine.scratch(device, sums))
+        else:
+            # The result times its gradient, summed up and laid out anew; in float32.
+            copies = 3 if half else 1
+            with holding(engine, device, [*[sums * shape.size] * copies, sums]):
+                held.enter_context(engine.scratch(device, sums))
+        held.enter_context(engine.scratch(device, workspace_bytes(shape, kernel, half)))
+    return ()
+
+
+@special(
+    _aten._scaled_dot_product_flash_attention_backward.default, _aten._flash_attention_backward.default, table=BESIDE
+)
+def _flash(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> list[int]:
+    query, key = args[1], args[2]
+    if query.dim() != 4:
+        return []
+    scaled = func is _aten._scaled_dot_product_flash_attention_backward.default
+    batch, heads, queries = query.shape[0], query.shape[1 if scaled else 2], query.shape[2 if scaled else 1]
+    keys, shared = key.shape[2 if scaled else 1], key.shape[1 if scaled else 2]
+    size = query.shape[-1]
+    size = _parts(size, 32) * 32 if size <= 128 else _parts(size, 64) * 64
+    rows = batch * heads * _parts(queries, _FLASH_ROWS) * _FLASH_ROWS
+    # The deterministic kernel adds up one copy for each group of blocks that run at a time.
+    processors = engine.memory.processors(device)[0]
+    copies = _parts(processors, batch * heads) if torch.are_deterministic_algorithms_enabled() else 1
+    blocks = [rows * _FLOAT, copies * rows * size * _FLOAT]
+    if shared != heads:
+        blocks += [batch * keys * heads * query.shape[-1] * query.element_size()] * 2
+    return blocks

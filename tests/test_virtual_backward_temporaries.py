@@ -1,0 +1,157 @@
+"""What backward kernels hold beside their results, against recordings of GPUs and the sizes in PyTorch's source."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from gpumem_magic.virtual import gpu
+from gpumem_magic.virtual.operators.attention_gradients import Kernel, Shape, kernel_for, workspace_bytes
+
+
+@pytest.fixture(autouse=True)
+def _off_again() -> Iterator[None]:
+    yield
+    gpu.turn_off()
+
+
+def steps(run: Callable[[], Any]) -> list[tuple[str, int]]:
+    """(action, bytes) of what the program asks for and gives back."""
+    memory: Any = torch.cuda.memory
+    memory._record_memory_history()
+    kept = run()
+    trace = memory._snapshot()["device_traces"][0]
+    memory._record_memory_history(None)
+    del kept
+    return [(one["action"], one["size"]) for one in trace if one["action"] in ("alloc", "free_requested")]
+
+
+def made(run: Callable[[], Any]) -> list[int]:
+    return [size for action, size in steps(run) if action == "alloc"]
+
+
+# ---- attention
+
+
+def attention(backend: Any, *, dtype: Any, tokens: int, heads: int = 32, size: int = 64, groups: int = 0) -> list[int]:
+    def random(count: int) -> torch.Tensor:
+        return torch.randn(1, count, tokens, size, device="cuda", dtype=dtype, requires_grad=True)
+
+    query, key, value = random(heads), random(groups or heads), random(groups or heads)
+    with sdpa_kernel(backend):
+        out = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=bool(groups))
+    gradient = torch.ones_like(out)
+    return made(lambda: torch.autograd.grad(out, (query, key, value), gradient))
+
+
+def test_efficient_attentions_gradient_is_as_recorded() -> None:
+    gpu.turn_on("A100-40GB,torch=2.2")
+    # From a recording of a 1.1-billion-parameter Llama with torch 2.2.
+    assert attention(SDPBackend.EFFICIENT_ATTENTION, dtype=torch.float32, tokens=1000) == [
+        8192000, 8192000, 8192000, 8192000, 128000, 128000, 8396800,
+    ]  # fmt: skip
+
+
+def test_in_half_precision_the_kernel_makes_the_sums() -> None:
+    gpu.turn_on("T4")
+    sizes = attention(SDPBackend.EFFICIENT_ATTENTION, dtype=torch.float16, tokens=1000)
+    assert sizes == [4096000] * 3 + [128000, 8396800]
+
+
+@pytest.mark.parametrize(
+    ("capability", "half", "size", "kernel"),
+    [
+        ((8, 0), True, 64, Kernel(64, 64, True)),
+        ((8, 0), True, 128, Kernel(128, 128, True)),
+        ((8, 6), True, 128, Kernel(64, 64, False)),
+        ((8, 6), True, 80, Kernel(128, 64, True)),
+        ((8, 0), False, 128, Kernel(128, 64, False)),
+        ((7, 0), True, 128, Kernel(128, 64, True)),
+        ((7, 5), True, 256, Kernel(64, 64, False)),
+        ((9, 0), True, 256, Kernel(128, 64, False)),
+    ],
+)
+def test_the_kernel_follows_from_head_size_and_generation(
+    capability: tuple[int, int], half: bool, size: int, kernel: Kernel
+) -> None:
+    assert kernel_for(capability, half, size, dropout=False) == kernel
+
+
+def test_gradients_of_keys_and_values_are_split_over_few_blocks() -> None:
+    shape = Shape(batch=2, heads=10, queries=64, keys=6400, size=128)
+    query_part = 2 * (4 + 64 * 64)
+    # 100 blocks of keys, but only as many parts as 200 // (2 * 10).
+    assert workspace_bytes(shape, Kernel(64, 64, False), half=True) == 20 * 4 * (query_part + 2 * 10 * 64 * 128)
+    assert workspace_bytes(shape, Kernel(64, 64, False), half=False) == 20 * 4 * query_part
+
+
+def test_flash_attentions_gradient_adds_up_in_float32() -> None:
+    gpu.turn_on("A100-40GB")
+    sizes = attention(SDPBackend.FLASH_ATTENTION, dtype=torch.bfloat16, tokens=1000, size=72)
+    padded = 32 * 1000 * 72 * 2
+    assert sizes == [padded] * 3 + [32 * 1024 * 4, 32 * 1024 * 96 * 4]
+
+
+def test_shared_keys_have_a_gradient_for_each_query_head_first() -> None:
+    gpu.turn_on("A100-40GB")
+    sizes = attention(SDPBackend.FLASH_ATTENTION, dtype=torch.bfloat16, tokens=1024, groups=8)
+    whole = 32 * 1024 * 64 * 2
+    assert sizes == [whole, whole // 4, whole // 4, 32 * 1024 * 4, 32 * 1024 * 64 * 4, whole, whole]
+
+
+# ---- batch norm, dropout, products with a bias
+
+
+@pytest.mark.parametrize(("dims", "extra"), [(4, 2), (2, 0)])
+def test_a_frozen_batch_norm_of_cudnns_makes_gradients_that_nobody_wants(dims: int, extra: int) -> None:
+    gpu.turn_on("T4")
+    norm = torch.nn.BatchNorm2d(64).cuda() if dims == 4 else torch.nn.BatchNorm1d(64).cuda()
+    x = torch.randn((8, 64, 4, 4)[:dims], device="cuda", requires_grad=True)
+    gradient = torch.ones_like(x)
+
+    def run() -> Any:
+        return torch.autograd.grad(norm(x), x, gradient)
+
+    for parameter in norm.parameters():
+        parameter.requires_grad = False
+    sizes = made(run)
+    assert sizes.count(256) == 2 + extra
+    norm.eval()
+    assert made(run).count(256) <= 2
+
+
+def test_dropout_makes_its_mask_first() -> None:
+    gpu.turn_on("T4")
+    x = torch.randn(1000, device="cuda")
+    assert made(lambda: F.dropout(x)) == [1000, 4000]
+
+
+@pytest.mark.parametrize(
+    ("version", "rows", "columns", "expected"),
+    [
+        ("2.2", 16, 8, [512, 1048576, 8519680]),
+        ("2.2", 1, 8, [32, 1048576, 8519680]),
+        ("2.2", 16, 1, [64, 8519680]),
+        ("2.10", 1, 8, [32, 8519680]),
+        ("2.11", 16, 8, [512, 8519680]),
+    ],
+)
+def test_products_with_a_bias_go_to_cublaslt_with_several_rows_and_columns(
+    version: str, rows: int, columns: int, expected: list[int]
+) -> None:
+    gpu.turn_on(f"A100-40GB,torch={version}")
+    layer = torch.nn.Linear(32, columns, device="cuda")
+    x = torch.randn(rows, 32, device="cuda")
+    assert made(lambda: layer(x).detach()) == expected
+
+
+def test_an_answer_about_all_is_a_reduction_like_another() -> None:
+    gpu.turn_on("TITAN-RTX")
+    values = torch.zeros(1 << 22, dtype=torch.bool, device="cuda")
+    # 144 blocks of 512 threads, a byte each, and one semaphore.
+    assert made(lambda: torch.ops.aten._is_any_true(values)) == [1, 144, 4]
