@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gpumem_magic.virtual import gpu
-from gpumem_magic.virtual.operators.attention_gradients import Kernel, Shape, kernel_for, workspace_bytes
+from gpumem_magic.virtual.operators.attention_gradients import Blocks, Heads, kernel_for, workspace_bytes
 
 
 @pytest.fixture(autouse=True)
@@ -66,28 +66,28 @@ def test_in_half_precision_the_kernel_makes_the_sums() -> None:
 @pytest.mark.parametrize(
     ("capability", "half", "size", "kernel"),
     [
-        ((8, 0), True, 64, Kernel(64, 64, True)),
-        ((8, 0), True, 128, Kernel(128, 128, True)),
-        ((8, 6), True, 128, Kernel(64, 64, False)),
-        ((8, 6), True, 80, Kernel(128, 64, True)),
-        ((8, 0), False, 128, Kernel(128, 64, False)),
-        ((7, 0), True, 128, Kernel(128, 64, True)),
-        ((7, 5), True, 256, Kernel(64, 64, False)),
-        ((9, 0), True, 256, Kernel(128, 64, False)),
+        ((8, 0), True, 64, Blocks(64, 64, True)),
+        ((8, 0), True, 128, Blocks(128, 128, True)),
+        ((8, 6), True, 128, Blocks(64, 64, False)),
+        ((8, 6), True, 80, Blocks(128, 64, True)),
+        ((8, 0), False, 128, Blocks(128, 64, False)),
+        ((7, 0), True, 128, Blocks(128, 64, True)),
+        ((7, 5), True, 256, Blocks(64, 64, False)),
+        ((9, 0), True, 256, Blocks(128, 64, False)),
     ],
 )
 def test_the_kernel_follows_from_head_size_and_generation(
-    capability: tuple[int, int], half: bool, size: int, kernel: Kernel
+    capability: tuple[int, int], half: bool, size: int, kernel: Blocks
 ) -> None:
     assert kernel_for(capability, half, size, dropout=False) == kernel
 
 
 def test_gradients_of_keys_and_values_are_split_over_few_blocks() -> None:
-    shape = Shape(batch=2, heads=10, queries=64, keys=6400, size=128)
+    shape = Heads(batch=2, heads=10, queries=64, keys=6400, size=128)
     query_part = 2 * (4 + 64 * 64)
     # 100 blocks of keys, but only as many parts as 200 // (2 * 10).
-    assert workspace_bytes(shape, Kernel(64, 64, False), half=True) == 20 * 4 * (query_part + 2 * 10 * 64 * 128)
-    assert workspace_bytes(shape, Kernel(64, 64, False), half=False) == 20 * 4 * query_part
+    assert workspace_bytes(shape, Blocks(64, 64, False), half=True) == 20 * 4 * (query_part + 2 * 10 * 64 * 128)
+    assert workspace_bytes(shape, Blocks(64, 64, False), half=False) == 20 * 4 * query_part
 
 
 def test_flash_attentions_gradient_adds_up_in_float32() -> None:

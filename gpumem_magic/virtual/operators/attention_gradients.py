@@ -26,7 +26,7 @@ _SMALL_SHARED = {(7, 5), (8, 6), (8, 9), (12, 0)}
 _FLASH_ROWS = 128
 
 
-class Shape(NamedTuple):
+class Heads(NamedTuple):
     batch: int
     heads: int
     queries: int
@@ -34,7 +34,7 @@ class Shape(NamedTuple):
     size: int
 
 
-class Kernel(NamedTuple):
+class Blocks(NamedTuple):
     """rows, columns: of its blocks. in_registers: whether the gradients of keys and values are added up there."""
 
     rows: int
@@ -42,18 +42,18 @@ class Kernel(NamedTuple):
     in_registers: bool
 
 
-def kernel_for(capability: tuple[int, int], half: bool, size: int, dropout: bool) -> Kernel:
+def kernel_for(capability: tuple[int, int], half: bool, size: int, dropout: bool) -> Blocks:
     """The one that PyTorch has compiled for the head size, as ``generate_kernels.py`` lists them."""
     if half and 64 < size <= 96 and capability in ((8, 6), (8, 9)) and not dropout:
-        return Kernel(128, 64, True)
+        return Blocks(128, 64, True)
     most = next((bound for bound in (32, 64, 128) if size <= bound), 2**16)
     large = most > 64 and capability not in _SMALL_SHARED and (capability >= (8, 0) or (half and capability >= (7, 0)))
     rows = 128 if large else 64
     in_registers = half and most <= rows
-    return Kernel(rows, 128 if in_registers and capability >= (8, 0) and most > 64 else 64, in_registers)
+    return Blocks(rows, 128 if in_registers and capability >= (8, 0) and most > 64 else 64, in_registers)
 
 
-def workspace_bytes(shape: Shape, kernel: Kernel, half: bool) -> int:
+def workspace_bytes(shape: Heads, kernel: Blocks, half: bool) -> int:
     """Where blocks add up what several of them contribute to."""
     rows, columns, in_registers = kernel
     numbers = _parts(shape.queries, rows) * _parts(shape.size, columns) * (_HEAD_OF_BLOCK + rows * columns)
@@ -76,7 +76,7 @@ def _parts(number: int, size: int) -> int:
 def _scaled(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> tuple[int, ...]:
     query, key, dropout = args[1], args[2], args[9]
     batch, heads, queries, size = query.shape
-    shape = Shape(batch, heads, queries, key.shape[2], size)
+    shape = Heads(batch, heads, queries, key.shape[2], size)
     return _efficient(engine, device, shape, query.dtype, bool(dropout))
 
 
@@ -84,10 +84,10 @@ def _scaled(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device:
 def _plain(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> tuple[int, ...]:
     query, key, dropout = args[1], args[2], args[11]
     batch, queries, heads, size = query.shape
-    return _efficient(engine, device, Shape(batch, heads, queries, key.shape[1], size), query.dtype, bool(dropout))
+    return _efficient(engine, device, Heads(batch, heads, queries, key.shape[1], size), query.dtype, bool(dropout))
 
 
-def _efficient(engine: Engine, device: int, shape: Shape, dtype: Any, dropout: bool) -> tuple[int, ...]:
+def _efficient(engine: Engine, device: int, shape: Heads, dtype: Any, dropout: bool) -> tuple[int, ...]:
     half, capability = dtype in _HALF, engine.memory.capability(device)
     kernel = kernel_for(capability, half, shape.size, dropout)
     sums = shape.batch * shape.heads * shape.queries * _FLOAT

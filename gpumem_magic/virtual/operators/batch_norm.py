@@ -1,7 +1,7 @@
 """The gradient of a batch norm that cuDNN ran: it makes those of weight and bias also where nobody wants them.
 
-After ``_select_batch_norm_backend`` in ATen/native/Normalization.cpp and ``cudnn/BatchNorm.cpp``. Recorded on a GPU: a frozen layer
-makes both and drops them.
+After ``_select_batch_norm_backend`` in ATen/native/Normalization.cpp and ``cudnn/BatchNorm.cpp``. Recorded on a GPU: a frozen
+layer makes both and drops them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def by_cudnn(input: Any, weight: Any, mean: Any, training: bool) -> bool:
 
 @special(_aten.native_batch_norm_backward.default, table=BESIDE)
 def _backward(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> list[int]:
-    gradient, input, weight, mean, _, _, _, training, _, wanted = args
+    _, input, weight, mean, _, _, _, training, _, wanted = args
     if not training or not by_cudnn(input, weight, mean, training):
         return []
     parts = [input if wanted[0] else None, *[weight if is_wanted else None for is_wanted in wanted[1:]]]

@@ -2,7 +2,7 @@
 
 After ``Sort.cpp``, ``SortStable.cu``, ``TensorTopK.cpp``, ``UniqueCub.cu`` and ``Indexing.cu`` in ATen/native/cuda.
 Rows of up to 4096 are sorted in place. What CUB's radix sort takes follows from ``dispatch_radix_sort.cuh``; recorded on
-GPUs: 72,191 bytes for 4096 pairs of eight bytes each by four passes, 138,751 for 8192 (`radix_bytes`).
+GPUs: 72,191 bytes for 4096 pairs of eight bytes each by two passes, 138,751 for 8192 (`radix_bytes`).
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ def holding(engine: Engine, device: int, sizes: Sequence[int]) -> Iterator[None]
 def radix_bytes(count: int, key: int, value: int, bits: int | None = None) -> int:
     """What CUB takes to sort `count` keys of `key` bytes with `value` bytes each, by their lowest `bits`.
 
-    Few are sorted in one tile, for which PyTorch asks for one byte. More take a histogram for each pass over eight bits, one for
-    each tile, a counter for each pass, and with several passes a second copy of all; each rounded to 256 bytes. Tiles are those
-    of Ampere and newer (``tuning_radix_sort.cuh``).
+    Few are sorted in one tile, for which PyTorch asks for one byte. More take a histogram of eight-byte numbers for each pass over
+    eight bits, one of four-byte numbers for each tile, a counter for each pass, and with several passes a second copy of all; each
+    rounded to 256 bytes. Tiles are those of Ampere and newer (``tuning_radix_sort.cuh``).
     """
     widest = max(key, value, 4)
     if count <= _ONE_TILE * max(1, _NOMINAL_ONE * 4 // widest):
@@ -53,7 +53,7 @@ def radix_bytes(count: int, key: int, value: int, bits: int | None = None) -> in
     passes = -(-(8 * key if bits is None else bits) // 8)
     tiles = -(-count // (_TILE * max(1, _NOMINAL * 4 // widest)))
     copies = (count * key, count * value) if passes > 1 else ()
-    parts: tuple[int, ...] = (passes * 1024, tiles * 1024, *copies, passes * 4)
+    parts: tuple[int, ...] = (passes * 2048, tiles * 1024, *copies, passes * 4)
     return 255 + sum(-(-part // 256) * 256 for part in parts)
 
 

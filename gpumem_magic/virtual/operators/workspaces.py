@@ -85,8 +85,8 @@ class Workspaces:
 
 
 def adds_bias(args: Sequence[Any], version: Version) -> bool:
-    """Whether a product with a bias is one call of cuBLASLt (``Blas.cpp``): none with a single row or column in the second factor,
-    since 2.10 nor in the first."""
+    """Whether a product with a bias is one call of cuBLASLt (``Blas.cpp``): none with a single row or column in the second
+    factor, since 2.10 nor in the first."""
     bias, first, second = args[:3]
     fits = bias.dim() == 1 and bias.shape[0] == second.shape[1] and bias.is_contiguous() and first.dtype in _LT_TYPES
     factors = (first, second) if version >= (2, 10) else (second,)
