@@ -43,9 +43,9 @@ def holding(engine: Engine, device: int, sizes: Sequence[int]) -> Iterator[None]
 def radix_bytes(count: int, key: int, value: int, bits: int | None = None) -> int:
     """What CUB takes to sort `count` keys of `key` bytes with `value` bytes each, by their lowest `bits`.
 
-    Few are sorted in one tile, for which PyTorch asks for one byte. More take a histogram of eight-byte numbers for each pass over
-    eight bits, one of four-byte numbers for each tile, a counter for each pass, and with several passes a second copy of all; each
-    rounded to 256 bytes. Tiles are those of Ampere and newer (``tuning_radix_sort.cuh``).
+    Few are sorted in one tile, for which PyTorch asks for one byte. More take a histogram of eight-byte numbers for each pass
+    over eight bits, one of four-byte numbers for each tile, a counter for each pass, and with several passes a second copy of
+    all; each rounded to 256 bytes. Tiles are those of Ampere and newer (``tuning_radix_sort.cuh``).
     """
     widest = max(key, value, 4)
     if count <= _ONE_TILE * max(1, _NOMINAL_ONE * 4 // widest):
