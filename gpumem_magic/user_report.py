@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from gpumem_magic.report.inside import ActivationBreakdown, LayerRow, OperatorRow
 from gpumem_magic.report.model import ReportData, Row, TensorGroup
+from gpumem_magic.report.rows import MOST
 from gpumem_magic.report.schema import report_from_dict, report_to_dict
 from gpumem_magic.units import mib
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from gpumem_magic.timeline_page.view import TimelineView
 
 VIEWS = ("table", "plot")
+EXPLANATION = "explanation"
 
 
 class Report(ReportData):
@@ -65,14 +67,14 @@ class Report(ReportData):
 
         return cls.of(load(path))
 
-    def plot(self, *, parts: bool | None = None) -> Figure:
+    def plot(self, *, rows: int | None = MOST, dark: bool = False) -> Figure:
         """The picture as a matplotlib Figure, made without pyplot: nothing global changes, nothing is shown.
 
-        parts: rows for what happened inside statements; by default where the picture stays readable.
+        rows: about how many it has, None for all. dark: light letters on dark paper.
         """
         from gpumem_magic.views.figure import draw
 
-        return draw(self, parts=parts)
+        return draw(self, most=rows, dark=dark)
 
     def timeline(self) -> TimelineView:
         """Every allocation, stacked over time by category: interactive in a notebook, and `save(path)` writes it as a page.
@@ -135,6 +137,16 @@ class Report(ReportData):
             )
         return self.inside
 
+    def explain(self) -> View:
+        """Everything that the report says in words, what it folds included, and the categories: print it, or display it."""
+        return View(self, EXPLANATION)
+
+    def show(self, rows: int | str = "all") -> View:
+        """The report with more rows, or fewer: about so many, or "all". Raises ValueError for another word."""
+        if rows != "all" and not isinstance(rows, int):
+            raise ValueError(f'a report cannot show {rows!r} rows: give a number, or "all"')
+        return View(self, None, None if isinstance(rows, str) else rows)
+
     def view(self, kind: str) -> View:
         """Only the "table" or only the "plot", to be displayed. Raises ValueError for another word."""
         if kind not in VIEWS:
@@ -166,25 +178,33 @@ class Report(ReportData):
 
 @dataclass(frozen=True, repr=False)
 class View:
-    """One face of a report, for a notebook or a terminal. kind: "table" or "plot"."""
+    """One face of a report, for a notebook or a terminal. kind: "table", "plot", the explanation, or None for the whole report.
+
+    rows: about how many are shown, None for all.
+    """
 
     report: Report
-    kind: str
+    kind: str | None
+    rows: int | None = MOST
 
     def __repr__(self) -> str:
-        return f"<{self.kind} of {self.report!r}>"
+        return f"<{self.kind or 'rows'} of {self.report!r}>"
 
     def __str__(self) -> str:
-        from gpumem_magic.views.text import render
+        from gpumem_magic.views.text import in_full, render
 
-        return render(self.report, bars=self.kind == "plot", table=self.kind == "table")
+        if self.kind == EXPLANATION:
+            return in_full(self.report)
+        return render(self.report, bars=self.kind != "table", table=self.kind != "plot", most=self.rows)
 
     def _repr_mimebundle_(
         self, include: Container[str] | None = None, exclude: Container[str] | None = None
     ) -> tuple[dict[str, Any], dict[str, Any]]:
+        if self.kind == EXPLANATION:
+            return {"text/plain": str(self)}, {}
         from gpumem_magic.views.display import mimebundle
 
-        return mimebundle(self.report, kind=self.kind, include=include, exclude=exclude)
+        return mimebundle(self.report, kind=self.kind, most=self.rows, include=include, exclude=exclude)
 
 
 def load(path: str | os.PathLike[str]) -> Report:

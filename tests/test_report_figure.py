@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 import subprocess
 import sys
@@ -16,11 +17,13 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
+from PIL import Image
 
-from gpumem_magic.report.model import CATEGORIES, LABELS
+from gpumem_magic.report.model import ALLOCATED_CATEGORIES, CATEGORIES, LABELS, TensorGroup
 from gpumem_magic.views import explain, layout
-from gpumem_magic.views.figure import MAX_ROWS, WIDTH, draw, png, select
-from gpumem_magic.views.palette import ALARM, ASCII_LETTERS, COLOURS, LETTERS
+from gpumem_magic.views.figure import MAX_ROWS, WIDTH, draw, png
+from gpumem_magic.views.lines import shown_lines
+from gpumem_magic.views.palette import ALARM, ASCII_LETTERS, COLOURS, DARK, LETTERS
 
 MIB = samples.MIB
 
@@ -50,24 +53,33 @@ def bars(figure: Figure) -> list[list[tuple[float, float, float, float, str]]]:
     return [rows[y] for y in sorted(rows)]
 
 
+def place_of(figure: Figure, word: str) -> float:
+    """Where a mark of the axis stands."""
+    return next(text.get_position()[0] for text in figure.axes[0].texts if text.get_text() == word)
+
+
+def scale_of(figure: Figure, word: str, size: int) -> tuple[float, float]:
+    """(where the bars begin, inches a byte), from the mark of so many bytes."""
+    left = place_of(figure, "0")
+    return left, (place_of(figure, word) - left) / size
+
+
 def test_every_row_is_a_bar_in_the_order_and_with_the_lengths_of_the_categories():
     report = samples.colab()
     figure = draw(report)
+    shown = [line for line in shown_lines(report) if line.row.allocated]
     drawn = bars(figure)
-    shown, _ = select(report, None, MAX_ROWS)
-    assert len(drawn) == len(shown) == 14
-    capacity = report.device.capacity
-    dashed = next(line for line in figure.axes[0].lines if to_hex(line.get_color()).upper() == ALARM)
-    left, right = drawn[0][0][0], dashed.get_xdata()[0]
+    assert len(drawn) == len(shown) == 13
+    left, inch = scale_of(figure, "8 GiB", 8 << 30)
     for line, pieces in zip(shown, drawn, strict=True):
-        expected = [name for name in CATEGORIES if line.row.categories[name]]
+        expected = [name for name in ALLOCATED_CATEGORIES if line.row.categories[name]]
         assert [piece[4] for piece in pieces] == [COLOURS[name] for name in expected]
         total = 0
         for name, piece in zip(expected, pieces, strict=True):
-            assert piece[0] == pytest.approx(left + (right - left) * total / capacity, abs=1e-6)
-            assert piece[2] == pytest.approx((right - left) * line.row.categories[name] / capacity, abs=0.0081)
+            assert piece[0] == pytest.approx(left + inch * total, abs=1e-6)
+            assert piece[2] == pytest.approx(inch * line.row.categories[name], abs=0.0081)
             total += line.row.categories[name]
-        assert total == line.used
+        assert total == line.row.allocated
 
 
 def test_the_words_of_the_picture():
@@ -77,105 +89,149 @@ def test_the_words_of_the_picture():
         "1:",
         "loss = my_loss( …",
         "optimizer.step()  out of memory",
-        "16,160 MiB",
-        "nvidia-smi",
+        "16,071 of 16,160",
+        "nvidia-smi at its highest",
     ):
         assert word in words
-    for word in (
-        "3,769",
-        "+3,767",
-        "+6,292",
-        "-95",
-        ".",
-        "before",
-        "after",
-        "peak: optimizer.step() (iteration 1)",
-        "4 GiB",
-    ):
+    for word in ("2,393", "9,687", "14,439", "13,100", "before", "after", "at the peak", "4 GiB", "2,376 wanted"):
         assert word in words
-    assert "virtual Tesla V100-SXM2-16GB" in words
-    assert any("values on the device are stand-ins" in word for word in words)
-    assert explain.verdict(samples.colab()) in " ".join(words)
+    assert explain.failure(samples.colab()) in words
+    assert any("stand-ins" in word for word in words)
+    assert " ".join(explain.obstacle(samples.colab()))[:60] in " ".join(words)
     bare = texts(draw(samples.colab(), title=False, words=False))
-    assert "virtual Tesla V100-SXM2-16GB" not in bare
+    assert explain.failure(samples.colab()) not in bare
     assert not any("Fragmentation" in word for word in bare)
 
 
-def test_the_failing_row_and_the_verdict_are_red():
+def test_the_tensors_at_the_peak_stand_below_the_picture():
+    group = TensorGroup(6000 * MIB, 4, "activations", "float32", (2, 3), "sub", line=3, keeper="backward")
+    report = replace(samples.trainer(), peak=replace(samples.trainer().peak, tensors=(group,)))
+    words = texts(draw(report))
+    for word in ("At the peak", "6,000", "4 × (2, 3) float32: activations", "sub, line 3", "backward"):
+        assert word in words
+    assert "At the peak" not in texts(draw(report, words=False))
+
+
+def test_the_failing_row_and_what_stood_in_the_way_are_red():
     red = {text.get_text() for text in draw(samples.colab()).axes[0].texts if to_hex(text.get_color()).upper() == ALARM}
-    assert {"optimizer.step()  out of memory", "15,976", "16,160 MiB"} <= red
-    assert any(text.startswith("Out of memory at line 17") for text in red)
+    assert {"optimizer.step()  out of memory", "12,063", "2,376 wanted"} <= red
+    assert any(text.startswith("There were 183 MiB free") for text in red)
     assert len(red) == 5
+
+
+def test_the_request_that_failed_is_an_empty_box_behind_what_was_allocated():
+    report = samples.colab()
+    for wanted, whole in ((2376 * MIB, True), (900_000 * MIB, False)):
+        figure = draw(replace(report, error=replace(report.error, requested=wanted, rounded=wanted)))
+        left, inch = scale_of(figure, "8 GiB", 8 << 30)
+        edges = [line for line in figure.axes[0].lines if to_hex(line.get_color()).upper() == ALARM]
+        assert len(edges) == (3 if whole else 2)
+        assert min(line.get_xdata()[0] for line in edges) == pytest.approx(left + inch * 12063 * MIB, abs=1e-6)
+        assert max(max(line.get_xdata()) for line in edges) <= WIDTH - 1.6
 
 
 def test_the_legend_has_what_is_there_and_nothing_else():
     words = texts(draw(samples.two_devices()))
-    assert [word for word in words if word in LABELS.values()] == [
-        "parameters",
-        "buffers",
-        "CUDA context",
-        "other processes",
-    ]
-    assert not any("highest" in word for word in words)
+    assert [word for word in words if word in LABELS.values()] == ["parameters", "buffers", "CUDA context"]
+    assert not any("highest allocated" in word for word in words)
     words = texts(draw(samples.trainer()))
     assert "highest allocated inside" in words
-    assert "highest reserved inside" in words
     assert "activation gradients" in words
 
 
-def test_parts_are_thinner_and_can_be_left_out():
-    whole, parts = bars(draw(samples.trainer(), parts=False)), bars(draw(samples.trainer()))
-    assert (len(whole), len(parts)) == (5, 13)
+def test_parts_are_thinner():
+    parts = bars(draw(samples.trainer()))
+    assert len(parts) == 12
     heights = [pieces[0][3] for pieces in parts]
-    assert heights[2] > heights[3] > heights[4]
-    assert heights[3] == heights[7]
+    assert heights[1] > heights[2] == heights[3]
     assert "    forward" not in texts(draw(samples.trainer()))  # indented by its place, not by spaces
 
 
-def test_in_a_long_picture_statements_that_moved_nothing_are_slim():
+def test_statements_that_moved_nothing_are_one_slim_line():
     report = samples.colab()
     moved = report.checkpoints[3]
-    quiet = replace(moved, statement="print('check')", peak_allocated=moved.allocated, peak_reserved=moved.reserved)
-    for count, slim in ((3, False), (30, True)):
-        long = replace(report, checkpoints=(*report.checkpoints[:4], *[quiet] * count, *report.checkpoints[4:]))
-        heights = [round(max(piece[3] for piece in bar), 4) for bar in bars(draw(long))]
-        assert len(heights) == len(report.checkpoints) + count + 1
-        assert (max(heights[4 : 4 + count]) < heights[0]) is slim
-        assert draw(long).axes[0].texts
-        assert texts(draw(long)).count("print('check')") == count
+    quiet = replace(
+        moved, statement="print('check')", line=12, peak_allocated=moved.allocated, peak_reserved=moved.reserved
+    )
+    long = replace(report, checkpoints=(*report.checkpoints[:4], *[quiet] * 30, *report.checkpoints[4:]))
+    drawn = bars(draw(long))
+    assert len(drawn) == 14
+    assert drawn[3][0][3] < drawn[2][0][3] / 2
+    assert texts(draw(long)).count("line 12: nothing moved") == 1
+    assert texts(draw(long, most=None)).count("print('check')") == 30
 
 
-def test_the_hairline_stands_at_the_highest_allocated():
+def test_the_whisker_stands_at_the_highest_allocated_inside():
     report = samples.colab()
     figure = draw(report)
-    dashed = next(line for line in figure.axes[0].lines if to_hex(line.get_color()).upper() == ALARM)
-    left, right = bars(figure)[0][0][0], dashed.get_xdata()[0]
+    left, inch = scale_of(figure, "8 GiB", 8 << 30)
     wanted = {
-        round(left + (right - left) * row.peak_allocated / report.device.capacity, 3)
-        for row in report.checkpoints
-        if row.peak_allocated - row.allocated > 100 * MIB
+        round(left + inch * row.peak_allocated, 3)
+        for before, row in pairwise(report.checkpoints)
+        if row.peak_allocated - max(row.allocated, before.allocated) > 100 * MIB
     }
-    ends = {round(float(max(line.get_xdata())), 3) for line in figure.axes[0].lines if line.get_zorder() == 4}
+    text = to_hex(figure.axes[0].texts[0].get_color())
+    marks = [line for line in figure.axes[0].lines if line.get_zorder() == 4 and to_hex(line.get_color()) == text]
+    gauge = max(max(line.get_ydata()) for line in marks)
+    ends = {round(float(max(line.get_xdata())), 3) for line in marks if max(line.get_ydata()) < gauge}
     assert wanted == ends
     assert len(wanted) == 5
 
 
-def test_a_device_that_is_nearly_empty_says_its_capacity_beside_the_scale():
-    assert "capacity 15,360 MiB →" in texts(draw(samples.two_devices()))
-    assert "capacity 15,360 MiB →" not in texts(draw(samples.colab()))
+def test_the_scale_belongs_to_what_is_allocated():
+    """A card of 24 GiB with 5.6 GiB cached, of which a step uses 370 MiB."""
+    device = replace(samples.V100, smi_total_bytes=24564 * MIB)
+    rows = tuple(
+        samples.row(f"step({number})", samples.state(cached=5600 - size, activations=size), line=number)
+        for number, size in enumerate((16, 370, 120), start=2)
+    )
+    peak = replace(samples.two_devices().peak, **samples.figures(rows[1].categories))
+    report = replace(samples.two_devices(), device=device, checkpoints=rows, devices=(), peak=peak)
+    figure = draw(report)
+    left, inch = scale_of(figure, "256 MiB", 256 * MIB)
+    widest = max(piece[2] for pieces in bars(figure) for piece in pieces)
+    assert widest == pytest.approx(inch * 370 * MIB, abs=0.01)
+    assert widest > 4
+    # The card and what is cached on it are one thin bar below.
+    thin = [box for box in boxes(figure) if box[4] == COLOURS["cached"]]
+    assert len(thin) == 2  # the other is the legend's
+    assert max(box[3] for box in thin) < 0.12
+    assert left < min(box[0] for box in thin if box[2] > 0.2) < left + 1
+
+
+def test_on_dark_paper_letters_are_light():
+    report = samples.colab()
+    categories = {**report.peak.categories, "unknown": 900 * MIB}
+    figure = draw(replace(report, peak=replace(report.peak, categories=categories)), dark=True)
+    assert to_hex(figure.get_facecolor()).upper() == DARK.paper
+    inks = {to_hex(text.get_color()).upper() for text in figure.axes[0].texts}
+    assert inks == {DARK.text, DARK.quiet, DARK.alarm}
+    assert all(contrast(ink, DARK.paper) >= 4.5 for ink in inks)
+    assert any(box[4] == DARK.text for box in boxes(figure))
+    data, *_ = png(report, dark=True)
+    image = Image.open(io.BytesIO(data)).convert("RGB")
+    assert contains(image, DARK.paper)
+    assert contains(image, COLOURS["activations"])
+    assert not contains(image, "#FFFFFF")
+
+
+def contrast(one: str, other: str) -> float:
+    def lightness(colour: str) -> float:
+        parts = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in to_rgb(colour)]
+        return sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), parts, strict=True))
+
+    dark, light = sorted((lightness(one), lightness(other)))
+    return (light + 0.05) / (dark + 0.05)
 
 
 def test_without_a_capacity_or_figures_of_the_driver():
     words = texts(draw(samples.small()))
-    assert "reserved" in words
-    assert "nvidia-smi" not in words
-    assert not any("capacity" in word for word in words)
-    assert "+2.0" in words
+    assert "MiB allocated" in words
+    assert not any("nvidia-smi at" in word for word in words)
+    assert words.count("1.0") == 2
     first, *rest = samples.small().checkpoints
     mixed = draw(replace(samples.small(), checkpoints=(replace(first, device_used=3 * MIB), *rest)))
-    assert "nvidia-smi" in texts(mixed)
-    assert "2.0*" in texts(mixed)
-    assert any(word.startswith("* reserved by PyTorch") for word in texts(mixed))
+    assert {"nvidia-smi at its highest", "3.0"} <= set(texts(mixed))
 
 
 def test_a_report_of_nothing_can_be_drawn():
@@ -191,13 +247,14 @@ def test_a_report_of_nothing_can_be_drawn():
 def test_many_rows(count):
     report = samples.two_devices()
     report = replace(report, checkpoints=(report.checkpoints[1],) * count)
-    figure = draw(report)
+    assert len(bars(draw(report))) <= 2
+    figure = draw(report, most=None)
     width, height = figure.get_size_inches()
     assert width == WIDTH
-    assert 1 < height < 55
-    assert len(bars(figure)) == min(count + 1, MAX_ROWS)
+    assert 1 < height < 80
+    assert len(bars(figure)) == min(count, MAX_ROWS)
     said = [word for word in texts(figure) if "more rows in the table" in word]
-    assert said == (["… 301 more rows in the table"] if count == 500 else [])
+    assert said == (["… 200 more rows in the table"] if count == 500 else [])
 
 
 def test_nothing_is_drawn_outside_the_picture():
@@ -266,17 +323,13 @@ def contains(image, colour):
 
 
 def test_the_png_is_small_and_keeps_the_palette():
-    from io import BytesIO
-
-    from PIL import Image
-
     data, width, height = png(samples.colab())
     assert len(data) < 150_000
-    image = Image.open(BytesIO(data)).convert("RGB")
+    image = Image.open(io.BytesIO(data)).convert("RGB")
     assert image.size == (width, height)
     usual = ("parameters", "gradients", "optimizer_state", "activations", "temporaries", "cached", "context")
     assert all(contains(image, COLOURS[name]) for name in usual)
-    image = Image.open(BytesIO(png(samples.trainer(), title=False, words=False)[0])).convert("RGB")
+    image = Image.open(io.BytesIO(png(samples.trainer(), title=False, words=False)[0])).convert("RGB")
     # Small areas must not be averaged away.
     assert all(contains(image, COLOURS[name]) for name in ("workspace", "activation_gradients"))
     assert not contains(image, COLOURS["temporaries"])

@@ -12,32 +12,31 @@ from hypothesis import strategies as st
 from gpumem_magic.devices.base import DeviceFacts
 from gpumem_magic.recording.model import StandIn
 from gpumem_magic.report.failure import failed_request
-from gpumem_magic.report.model import CATEGORIES, Folded, ReportError
+from gpumem_magic.report.model import ALLOCATED_CATEGORIES, CATEGORIES, Cause, Folded, ReportError, Skipped, TensorGroup
 from gpumem_magic.views import explain
-from gpumem_magic.views.lines import columns, first_line, fit, lines, wrap
+from gpumem_magic.views.lines import Line, columns, first_line, fit, lines, shown_lines, wrap
 from gpumem_magic.views.palette import ASCII_LETTERS, LETTERS
+from gpumem_magic.views.story import story_of
 from gpumem_magic.views.text import bar, render
 
 MIB = samples.MIB
 
 TWO_T4_FIRST = """\
-Peak 3,120 MiB allocated at first = first.to('cuda:0'); 3,233 of 15,360 MiB (21 %) in use on the
-  virtual Tesla T4.
+Peak 3,120 MiB allocated at first = first.to('cuda:0'); at most 3,233 of 15,360 MiB (21 %) in use on
+  the virtual Tesla T4.
 
-MiB                               allocated  reserved  nvidia-smi  change  peak
-before                                    0         0           3       .
-first = first.to('cuda:0')            3,120     3,120       3,233  +3,230        PPPPPPPPPPPPPPPPPP▓
-second = second.to('cuda:1')          3,120     3,120       3,233       .        PPPPPPPPPPPPPPPPPP▓
-peak: first = first.to('cuda:0')      3,120     3,120       3,233       .        PPPPPPPPPPPPPPPPPP▓
-after                                 3,120     3,120       3,233       .        PPPPPPPPPPPPPPPPPP▓
+MiB                           allocated  change  peak
+before                                0
+first = first.to('cuda:0')        3,120  +3,120        PPPPPPPPPPPPPPPPPPPPPPPPPPPPPPPPPPPPPPPP
+second = second.to('cuda:1')      3,120       0        PPPPPPPPPPPPPPPPPPPPPPPPPPPPPPPPPPPPPPPP
+after                             3,120       0        PPPPPPPPPPPPPPPPPPPPPPPPPPPPPPPPPPPPPPPP
 
-Bars: P parameters; ▓ CUDA context.
+Bars: P parameters.
 
-category (MiB)   before   peak  after  change
-parameters            0  3,100  3,100  +3,100
-buffers               0     20     20     +20
-CUDA context          0    110    110    +110
-other processes       3      3      3       ."""
+nvidia-smi, virtual Tesla T4: 3.0 MiB before, at most 3,233 MiB of 15,360 MiB (21 %); at the end
+  allocated 3,120 MiB, CUDA context 110 MiB, other processes 3.0 MiB.
+
+More: print(report.explain()) has categories and how the bytes are known."""
 
 
 def row_of(text: str, start: str) -> str:
@@ -49,43 +48,125 @@ def test_a_report_of_two_devices_is_two_texts():
     assert text.startswith(TWO_T4_FIRST)
     second = text[len(TWO_T4_FIRST) :].strip()
     assert second == render(samples.two_devices().devices[0], width=100)
-    assert second.startswith("Peak 1,400 MiB allocated at second = second.to('cuda:1'); 1,513 of 15,360 MiB (10 %)")
+    assert second.startswith(
+        "Peak 1,400 MiB allocated at second = second.to('cuda:1'); at most 1,513 of 15,360 MiB (10"
+    )
     assert "virtual Tesla T4 (cuda:1)" in " ".join(second.split())
 
 
 def test_rows_of_the_investigation():
     text = render(samples.colab(), width=140)
-    assert row_of(text, "1: optimizer.step()").split()[2:7] == ["9,687", "14,679", "16,053", "+6,292", "14,439"]
+    assert row_of(text, "1: optimizer.step()").split()[2:5] == ["9,687", "+4,784", "14,439"]
     assert row_of(text, "1: loss = my_loss( …")
-    assert row_of(text, "1: input").split()[4:8] == ["2,471", "2,473", "3,847", "+78"]
+    # A peak inside is one above what was there before and is there after.
+    assert row_of(text, "1: input").split()[4:6] == ["2,471", "+78"]
+    assert row_of(text, "1: input").split()[6].strip("P") == ""
     failed = row_of(text, "! 2: optimizer.step()")
     assert "out of memory" in failed
-    assert "-95" in failed
+    assert "+2,376" in failed
     assert "T" in failed[-45:]
     assert "retries" not in text
-    order = [line.split(" ")[0] for line in text.splitlines()[2:]]
-    assert order.index("before") < order.index("peak:") < order.index("after")
+    names = [line.strip()[:18].strip() for line in text.splitlines()]
+    assert names[names.index("1: optimizer.step(") + 1] == "at the peak"
+    assert names.index("before") < names.index("at the peak") < names.index("after")
+
+
+def test_first_the_answer_then_what_stood_in_the_way_then_the_rows():
+    text = " ".join(render(replace(samples.colab(), answer="Step 2 ran out of memory."), width=100).split())
+    places = [
+        text.index(words)
+        for words in (
+            "Step 2 ran out",
+            "Fragmentation, not size",
+            "MiB allocated change peak",
+            "nvidia-smi, virtual",
+            "More:",
+        )
+    ]
+    assert places == sorted(places)
+    assert "Out of memory at line 17: 2,376 MiB wanted." in " ".join(render(samples.colab()).splitlines()[:2])
+    # What is folded is not lost.
+    assert "did not fit at first" not in text
+    assert "did not fit at first" in str(samples.colab().explain())
+    assert "1 remark, categories" in text
+
+
+def test_what_is_in_the_peak_stands_below_the_rows():
+    groups = (
+        TensorGroup(
+            6000 * MIB, 4, "activations", "float32", (20000, 20000), "sub", statement="loss = f(x)", line=3,
+            keeper="backward", kept_by="SubBackward0",
+        ),
+        TensorGroup(2000 * MIB, 2, "parameters", kept_by="model", keeper="name"),
+        TensorGroup(40 * MIB, 9, "inputs"),
+        TensorGroup(60 * MIB, 5, ""),
+    )  # fmt: skip
+    report = replace(samples.trainer(), peak=replace(samples.trainer().peak, tensors=groups))
+    text = render(report, width=100)
+    assert "  MiB  at the peak" in text
+    first = [cell for cell in row_of(text, "6,000").split("  ") if cell]
+    assert first == ["6,000", "4 × (20000, 20000) float32: activations", "sub, line 3", "SubBackward0"]
+    assert row_of(text, "2,000").split() == ["2,000", "2", "×", "parameters", "model"]
+    # The rest is one row, so that the rows add up to what is allocated.
+    assert row_of(text, "100").split() == ["100", "14", "others"]
+    assert max(columns(line) for line in render(report, width=60).splitlines()) <= 60
+
+
+def test_where_nothing_was_on_the_device_there_is_only_text():
+    empty = samples.state(0, 0)
+    rows = tuple(replace(row, **samples.figures(empty)) for row in samples.two_devices().checkpoints)
+    nothing = 'Nothing was put on a device: the model and the data stayed on the host (`.to("cuda")` moves them).'
+    report = replace(
+        samples.two_devices(), checkpoints=rows, devices=(), remarks=("This ran on a virtual T4, which stays on.", nothing),
+        peak=replace(samples.two_devices().peak, **samples.figures(empty)),
+    )  # fmt: skip
+    text = render(report, width=140)
+    assert text == f"This ran on a virtual T4, which stays on.\n\n{nothing}"
 
 
 def test_the_category_table_has_before_peak_after_and_the_change():
-    text = render(samples.colab(), width=100)
-    assert row_of(text, "temporaries").split() == ["temporaries", "0", "4,752", "0", "."]
+    text = str(samples.colab().explain())
+    assert row_of(text, "temporaries").split() == ["temporaries", "0", "4,752", "0", "0"]
     assert row_of(text, "optimizer state ").split()[2:] == ["0", "4,784", "4,784", "+4,784"]
-    assert "category (MiB)" not in render(samples.colab(), width=100, table=False)
+    assert "category (MiB)" not in render(samples.colab(), width=100)
 
 
 def test_parts_are_indented_below_their_row_and_folding_is_said():
     text = render(samples.trainer(), width=100)
     names = [line[:20].rstrip() for line in text.splitlines()]
-    start = names.index("trainer.train()      3,"[:20].rstrip())
-    assert names[start + 1 : start + 6] == [
+    start = names.index("trainer.train()")
+    assert names[start + 1 : start + 9] == [
         "  iteration 1",
         "    forward",
         "    backward",
         "    optimizer step",
         "  iteration 2",
+        "    forward",
+        "    backward",
+        "      at the peak",
     ]
-    assert "Loop at line 4: 2 of 1,000 iterations are shown." in text
+    assert "Loop at line 4: 2 of 1,000 iterations have rows." in str(samples.trainer().explain())
+
+
+def test_the_words_of_what_is_folded():
+    def turn(number, grown=0, **more):
+        made = samples.row(
+            "x = f(x)", samples.state(activations=20 + grown), line=4, iteration=(number,), peak=90 + grown
+        )
+        return replace(made, loops=(3,), **more)
+
+    still = [samples.row("pass", samples.state(), line=line) for line in (1, 2)]
+    gap = turn(5, kind="skipped", statement="", label="iterations 5-7", skipped=Skipped(5, 7, None))
+    report = replace(
+        samples.small(),
+        checkpoints=(*still, *map(turn, (1, 2, 3)), turn(4, 8), gap, *(turn(8, 2), turn(9, 4), turn(10, 6))),
+    )
+    words = [f"{line.iteration} {line.text}".strip() for line in shown_lines(report)]
+    assert words == [
+        "lines 1-2: nothing moved", "1: x = f(x)", "2: x = f(x)", "3: as 2", "4: x = f(x)", "at the peak",
+        "5-7: 3 iterations", "8: x = f(x)", "9-10: as 8, each +2.0 MiB",
+    ]  # fmt: skip
+    assert len(shown_lines(report, None)) == len(report.checkpoints) + 1
 
 
 def test_without_statements_the_parts_stand_before_the_peak():
@@ -113,19 +194,20 @@ def test_a_lone_phase_says_nothing_new_but_a_mark_does():
 
 def test_what_is_not_known_is_not_a_zero():
     text = render(samples.small(), width=100)
-    assert "nvidia-smi's figure was not available: bars end at what PyTorch reserved." in text
-    assert row_of(text, "x = torch.ones").split()[-4:-1] == ["1.0", "2.0", "+2.0"]
+    assert "NVIDIA L4: PyTorch reserved at most 2.0 MiB; nvidia-smi's figure was not available." in text
+    assert row_of(text, "x = torch.ones").split()[-3:-1] == ["1.0", "+1.0"]
     assert "CUDA context" not in text
+    assert row_of(text, "before").split() == ["before", "0.0"]
     report = samples.small()
     mixed = replace(report, checkpoints=(replace(report.checkpoints[0], device_used=3 * MIB), *report.checkpoints[1:]))
-    assert "n/a" in row_of(render(mixed, width=100), "x = torch.ones")
+    assert "at most 3.0 MiB" in render(mixed, width=100)
 
 
 def test_small_sizes_do_not_read_as_nothing():
     row = samples.row("x = tiny()", samples.state(None, None, activations=1))
     tiny = replace(row, allocated=512, reserved=2 * MIB, categories={**row.categories, "activations": 512})
     report = replace(samples.small(), checkpoints=(samples.small().checkpoints[0], tiny))
-    assert row_of(render(report, width=100), "x = tiny()").split()[3:6] == ["<0.1", "2.0", "+2.0"]
+    assert row_of(render(report, width=100), "x = tiny()").split()[3:6] == ["<0.1", "+<0.1", "1.0"]
 
 
 @pytest.mark.parametrize("width", [60, 80, 100, 160])
@@ -139,7 +221,8 @@ def test_no_line_is_wider_than_the_terminal(make, width, ascii_only):
     text = render(report, width=width, ascii_only=ascii_only)
     if ascii_only:
         assert text.isascii()
-        assert ("#" in text) is (make is not samples.small)
+        bars = [line for line in text.splitlines() if line.startswith("after")]
+        assert any("PP" in line for line in bars) is (make is not samples.small)
     assert max(columns(line) for line in text.splitlines()) <= width
     assert render(report, width=1) == render(report, width=60)
 
@@ -148,20 +231,23 @@ def test_the_width_is_the_terminals(monkeypatch):
     monkeypatch.setenv("COLUMNS", "72")
     assert str(samples.colab()) == render(samples.colab(), width=72)
     assert str(samples.colab().view("table")) == render(samples.colab(), width=72, bars=False)
-    assert "category (MiB)" not in str(samples.colab().view("plot"))
+    assert str(samples.colab().show()) == render(samples.colab(), width=72, most=None)
+    assert str(samples.colab().show(8)) == render(samples.colab(), width=72, most=8)
+    with pytest.raises(ValueError, match="cannot show 'some' rows"):
+        samples.colab().show("some")
 
 
 @given(st.fixed_dictionaries(dict.fromkeys(CATEGORIES, st.integers(0, 10**12))), st.integers(1, 60))
-def test_a_bar_is_as_long_as_its_bytes(sizes, width):
-    total = sum(sizes.values())
+def test_a_bar_is_as_long_as_what_is_allocated(sizes, width):
+    total = sum(sizes[name] for name in ALLOCATED_CATEGORIES)
     row = replace(samples.row("x", samples.state()), categories=sizes, allocated=total, peak_allocated=total)
-    cells = bar(row, total, width, LETTERS)
+    line = Line(row, 0, None, None)
+    cells = bar(line, total, width, LETTERS)
     assert len(cells) == (width if total else 0)
-    for name, size in sizes.items():
-        same = sum(other for key, other in sizes.items() if LETTERS[key] == LETTERS[name])
-        if size and LETTERS[name] != "▒":
-            assert abs(cells.count(LETTERS[name]) - width * same / total) <= 1
-    assert len(bar(row, 2 * total, width, ASCII_LETTERS)) in ((0,) if not total else (width // 2, (width + 1) // 2))
+    for name in ALLOCATED_CATEGORIES:
+        if sizes[name]:
+            assert abs(cells.count(LETTERS[name]) - width * sizes[name] / total) <= 1
+    assert len(bar(line, 2 * total, width, ASCII_LETTERS)) in ((0,) if not total else (width // 2, (width + 1) // 2))
 
 
 @given(st.text(max_size=60), st.integers(2, 30))
@@ -177,9 +263,19 @@ def test_trimming_and_wrapping_respect_the_width(text, width):
 def test_headlines():
     assert explain.headline(samples.colab()) == (
         "Peak 14,439 MiB allocated at optimizer.step() (iteration 1); "
-        "16,053 of 16,160 MiB (99 %) in use on the virtual Tesla V100-SXM2-16GB."
+        "at most 16,071 of 16,160 MiB (99 %) in use on the virtual Tesla V100-SXM2-16GB."
     )
-    assert explain.headline(samples.small()).endswith("; 2.0 MiB reserved on the NVIDIA L4.")
+    assert explain.headline(samples.small()).endswith("; at most 2.0 MiB reserved on the NVIDIA L4.")
+
+
+def test_what_was_in_use_at_most_is_not_what_was_at_the_allocated_peak():
+    report = samples.colab()
+    assert report.peak.device_used == 16053 * MIB
+    # The second backward reserved more, and less of it was allocated.
+    assert explain.highest_in_use(report) == 16071 * MIB
+    rows = (replace(report.checkpoints[4], peak_reserved=report.checkpoints[4].reserved + 99 * MIB),)
+    inside = explain.highest_in_use(replace(report, checkpoints=rows, peak=replace(report.peak, device_used=None)))
+    assert inside == rows[0].device_used + 99 * MIB
 
 
 def test_what_a_statement_added():
@@ -262,7 +358,22 @@ def test_remarks():
         "Values on this device are stand-ins; they were read at line 14, `trainer.py:210` (3 times), line 20 and 1 more place."
     )
     calm = replace(report, retries=0, stand_ins=(), remarks=(), folded=(Folded(3, 1000, 8),))
-    assert explain.remarks(calm) == ["Loop at line 3: 8 of 1,000 iterations are shown."]
+    assert explain.remarks(calm) == ["Loop at line 3: 8 of 1,000 iterations have rows."]
+    assert explain.remarks(replace(samples.small(), remarks=())) == ["nvidia-smi's figure was not available."]
+
+
+def test_at_most_three_causes_are_shown_and_the_others_are_folded():
+    causes = tuple(Cause(f"cause{number}", f"Cause {number}.", f"Cure {number}.", 0) for number in range(5))
+    report = replace(samples.colab(), remarks=(*causes, "A note."), answer=f"Peak. {causes[0].sentence}")
+    told = story_of(report)
+    assert [sentence for sentence in told.others if "Cause" in sentence] == [causes[1].sentence, causes[2].sentence]
+    assert [sentence for sentence in told.folded if "Cause" in sentence] == [causes[3].sentence, causes[4].sentence]
+    assert "A note." in told.others
+    told = story_of(replace(report, answer="Peak."))
+    assert [sentence for sentence in told.others if "Cause" in sentence] == [one.sentence for one in causes[:3]]
+    # Whatever is said is said once.
+    text = f"{told.answer} {' '.join(told.others)} {' '.join(told.folded)}"
+    assert all(text.count(one.sentence) == 1 for one in causes)
 
 
 def test_the_unknown_is_said_above_one_percent():
@@ -290,7 +401,9 @@ def test_evidence_and_alt_text():
         "identity (a live object holds it) 67 %, lifetime and phase 33 %."
     )
     alt = explain.alt_text(samples.colab())
-    assert alt.startswith("Stacked bars of GPU memory by category, after each of 11 statements. Peak 14,439 MiB")
+    assert alt.startswith(
+        "Stacked bars of GPU memory by category, after each of 11 statements. Out of memory at line 17"
+    )
     assert "Largest at the peak: optimizer state 4,784 MiB, temporaries 4,752 MiB, parameters 2,392 MiB." in alt
     assert alt.endswith(explain.verdict(samples.colab()))
 

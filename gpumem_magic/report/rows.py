@@ -35,6 +35,7 @@ class Entry:
 
     before: the row that a change is measured from. rows: what it stands for. first, last: of a loop's turns, by number, in the
     turns `outer` of the loops around it; 0 for what is no turn. like: the turn that they repeat, None where there is none.
+    in_call: the loop is not the cell's own, but runs inside a statement.
     """
 
     kind: str
@@ -46,6 +47,7 @@ class Entry:
     last: int = 0
     outer: tuple[int, ...] = ()
     like: int | None = None
+    in_call: bool = False
 
     @property
     def change(self) -> int | None:
@@ -162,12 +164,12 @@ class _Tree:
         for part in parts:
             if part.skipped is not None:
                 gap, stem = part.skipped, stems[-1] if stems else ""
-                found.append(Entry(REST, part, before, (part,), (), gap.first, gap.last, like=gap.like))
+                found.append(Entry(REST, part, before, (part,), (), gap.first, gap.last, (), gap.like, True))
             else:
                 named = _NUMBERED.fullmatch(part.label)
                 stem, number = (named[1], int(named[2][-9:])) if named else (part.label, 0)
                 inner = tuple(self._parts(telling_parts(part), before))
-                found.append(Entry(ROW, part, before, (part,), inner, number, number))
+                found.append(Entry(ROW, part, before, (part,), inner, number, number, in_call=True))
             stems.append(stem)
             before = part
         runs = groupby(range(len(found)), lambda place: stems[place])
@@ -240,10 +242,12 @@ def _as_one(turns: Sequence[Entry]) -> Entry:
     leader, others = turns[0], turns[1:]
     number, last, outer = leader.first, turns[-1].last, leader.outer
     rest = tuple(row for turn in others for row in turn.rows)
-    repeated = Entry(REST, _together(rest), others[0].before, rest, tuple(others), number + 1, last, outer, number)
+    repeated = Entry(
+        REST, _together(rest), others[0].before, rest, tuple(others), number + 1, last, outer, number, leader.in_call
+    )
     inner = (leader, repeated) if leader.kind == ROW else (*leader.inner, repeated)
     rows = (*leader.rows, *rest)
-    return Entry(ALIKE, _together(rows), leader.before, rows, inner, number, last, outer)
+    return Entry(ALIKE, _together(rows), leader.before, rows, inner, number, last, outer, in_call=leader.in_call)
 
 
 def _grouped_still(found: Sequence[Entry], still: int) -> list[Entry]:
@@ -260,7 +264,9 @@ def _grouped_still(found: Sequence[Entry], still: int) -> list[Entry]:
 def _run_of(kind: str, run: Sequence[Entry]) -> Entry:
     rows = tuple(row for entry in run for row in entry.rows)
     first, last = run[0].first, run[-1].last
-    return Entry(kind, _together(rows), run[0].before, rows, tuple(run), first, last, run[0].outer)
+    return Entry(
+        kind, _together(rows), run[0].before, rows, tuple(run), first, last, run[0].outer, in_call=run[0].in_call
+    )
 
 
 # ---- what is shown where nothing can be opened
@@ -304,9 +310,11 @@ class _Shown:
 
     def _open(self, place: _Place) -> list[_Place]:
         stays = place.entry.kind == ROW
-        inner = [self._place(entry, place.depth + stays, place.entry) for entry in place.entry.inner]
+        # In a report without rows for statements it is the last row that has what happened, and all of it came before.
+        is_end = place.entry.row.kind == "after"
+        inner = [self._place(entry, place.depth + (stays and not is_end), place.entry) for entry in place.entry.inner]
         number = self.places.index(place)
-        self.places[number : number + 1] = [place, *inner] if stays else inner
+        self.places[number : number + 1] = [*inner, place] if is_end else [place, *inner] if stays else inner
         place.is_open = True
         return inner
 

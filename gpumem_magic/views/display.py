@@ -13,6 +13,7 @@ from typing import Any
 
 from gpumem_magic.failures import swallowed
 from gpumem_magic.report.model import ReportData
+from gpumem_magic.report.rows import MOST
 from gpumem_magic.views import explain
 from gpumem_magic.views.html import Picture, card
 from gpumem_magic.views.pages import CSS_WIDTH
@@ -25,6 +26,7 @@ def mimebundle(
     report: ReportData,
     *,
     kind: str | None = None,
+    most: int | None = MOST,
     include: Container[str] | None = None,
     exclude: Container[str] | None = None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -39,22 +41,27 @@ def mimebundle(
     data: dict[str, Any] = {}
     metadata: dict[str, Any] = {}
     if PLAIN in wanted:
-        data[PLAIN] = render(report, bars=kind != "table", table=kind != "plot")
+        data[PLAIN] = render(report, bars=kind != "table", table=kind != "plot", most=most)
     if HTML in wanted:
-        pictures = [None if kind == "table" else picture(each, bare=True) for each in (report, *report.devices)]
+        pictures = [
+            None if kind == "table" else picture(each, bare=True, most=most) for each in (report, *report.devices)
+        ]
         data[HTML] = card(report, pictures[0], table=kind != "plot" or pictures[0] is None, others=pictures[1:])
-    if PNG in wanted and kind != "table" and (whole := picture(report)):
+    if PNG in wanted and kind != "table" and (whole := picture(report, most=most)):
         data[PNG] = base64.b64encode(whole.data).decode("ascii")
         metadata[PNG] = {"width": whole.width, "height": whole.height, "alt": explain.alt_text(report)}
     return data, metadata
 
 
-def picture(report: ReportData, *, bare: bool = False) -> Picture | None:
-    """The picture, without title and words if bare. None, with a warning, if it cannot be drawn: the text still can."""
+def picture(report: ReportData, *, bare: bool = False, most: int | None = MOST) -> Picture | None:
+    """The picture, without title and words if bare. None where nothing was on the device, or, with a warning, if it cannot be
+    drawn: the text still can."""
+    if not explain.used_device(report):
+        return None
     try:
         from gpumem_magic.views.figure import png
 
-        data, width, height = png(report, title=not bare, words=not bare)
+        data, width, height = png(report, title=not bare, words=not bare, most=most)
     except Exception as error:
         warnings.warn(f"gpumem_magic could not draw the picture: {swallowed(error)}", stacklevel=2)
         return None

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from gpumem_magic.allocator.verdict import CAPACITY, FRAGMENTATION, LIMIT, OTHER_PROCESS, FailedRequest
 from gpumem_magic.devices.base import DeviceFacts
 from gpumem_magic.report.failure import failed_request
-from gpumem_magic.report.model import ALLOCATED_CATEGORIES, CATEGORIES, ReportData, ReportError, Row
+from gpumem_magic.report.model import ALLOCATED_CATEGORIES, CATEGORIES, Peak, ReportData, ReportError, Row
 from gpumem_magic.report.model import LABELS as LEGEND
 from gpumem_magic.units import MIB, amount, counted, mib
 from gpumem_magic.views.lines import Line, lines
@@ -33,16 +33,66 @@ def device_name(device: DeviceFacts) -> str:
 
 
 def headline(report: ReportData) -> str:
-    """The peak, where it was, the device, and how full that was."""
+    """The peak, where it was, the device, and how full that was at most."""
     peak, device = report.peak, report.device
     where = f" at {peak.where}" if peak.where else ""
     start = f"Peak {amount(peak.allocated)} allocated{where}"
-    kind, size = ("reserved", peak.reserved) if peak.device_used is None else ("in use", peak.device_used)
+    highest = highest_in_use(report)
+    kind, size = ("reserved", peak.reserved) if highest is None else ("in use", highest)
     if not device.capacity:
-        return f"{start}; {amount(size)} {kind} on the {device_name(device)}."
+        return f"{start}; at most {amount(size)} {kind} on the {device_name(device)}."
     used = mib(size) if size >= 100 * MIB else amount(size)
-    share = _percent(size, device.capacity)
-    return f"{start}; {used} of {amount(device.capacity)} ({share}) {kind} on the {device_name(device)}."
+    share = percent(size, device.capacity)
+    return f"{start}; at most {used} of {amount(device.capacity)} ({share}) {kind} on the {device_name(device)}."
+
+
+def highest_in_use(report: ReportData) -> int | None:
+    """The highest that nvidia-smi would have shown, in bytes; None where its figure was not available."""
+    states: list[Row | Peak] = [*report.checkpoints, report.peak]
+    figures = [
+        state.device_used + max(0, state.peak_reserved - state.reserved)
+        for state in states
+        if state.device_used is not None
+    ]
+    return max(figures, default=None)
+
+
+def used_device(report: ReportData) -> bool:
+    """Whether anything was on the device, or asked for: else there is nothing to draw."""
+    states: list[Row | Peak] = [*report.checkpoints, report.peak]
+    failed = report.error is not None and report.error.requested is not None
+    return failed or any(state.peak_reserved or state.peak_allocated for state in states)
+
+
+def answer(report: ReportData) -> str:
+    """What a reader should know first, in a sentence or two."""
+    if not used_device(report) and report.error is None:
+        # That a virtual card was turned on, where one was, comes before that nothing was put on it.
+        nothing = f"Nothing was allocated on the {device_name(report.device)}."
+        return " ".join(report.notes[0].split()) if report.notes else nothing
+    return report.answer or (failure(report) if report.error is not None else headline(report))
+
+
+def gauge(report: ReportData) -> str:
+    """How full the device was, whoever filled it; empty where the driver does not say."""
+    highest, device = highest_in_use(report), report.device
+    if highest is None:
+        peak = max((row.peak_reserved for row in report.checkpoints), default=report.peak.reserved)
+        return f"{device_name(device)}: PyTorch reserved at most {amount(peak)}; nvidia-smi's figure was not available."
+    first = next((row for row in report.checkpoints if row.device_used is not None), None)
+    before = f"{amount(first.device_used or 0)} before, " if first is not None and first.kind == "before" else ""
+    share = f" of {amount(device.capacity)} ({percent(highest, device.capacity)})" if device.capacity else ""
+    return f"nvidia-smi, {device_name(device)}: {before}at most {amount(highest)}{share}{_beside(report)}."
+
+
+def _beside(report: ReportData) -> str:
+    """What fills the device at the end besides the program's tensors."""
+    last = next((row for row in reversed(report.checkpoints) if row.device_used is not None), None)
+    if last is None:
+        return ""
+    sizes = [(name, last.categories.get(name) or 0) for name in CATEGORIES if name not in ALLOCATED_CATEGORIES]
+    words = [f"{LABELS[name]} {amount(size)}" for name, size in sizes if size >= MIB]
+    return f"; at the end {', '.join([f'allocated {amount(last.allocated)}', *words])}"
 
 
 def change(line: Line) -> str:
@@ -85,7 +135,24 @@ def verdict(report: ReportData) -> str | None:
         message = error.message.strip().partition("\n")[0]
         message = message if len(message) <= 200 else f"{message[:199]}…"
         return f"{error.type}{at}: {message}" if message else f"{error.type}{at}."
-    sentences = [_wanted(error, at), _free_memory(found, error)]
+    return " ".join([_wanted(error, at), *obstacle(report)])
+
+
+def failure(report: ReportData) -> str:
+    """What went wrong, without what stood in the way; empty without an error."""
+    error = report.error
+    if error is None:
+        return ""
+    at = "" if error.line is None else f" at line {error.line}"
+    return _wanted(error, at) if failed_request(report) is not None else verdict(report) or ""
+
+
+def obstacle(report: ReportData) -> list[str]:
+    """What stood in the way of a request that failed; nothing where none did."""
+    error, found = report.error, failed_request(report)
+    if error is None or found is None:
+        return []
+    sentences = [_free_memory(found, error)]
     if found.cause == FRAGMENTATION:
         sentences += _fragmentation(found, report, traced=error.verdict is not None)
     elif found.cause == CAPACITY:
@@ -94,7 +161,7 @@ def verdict(report: ReportData) -> str | None:
         sentences.append(_others(found, _failed_row(report)))
     elif found.cause == LIMIT:
         sentences.append(_limit(found))
-    return " ".join(sentence for sentence in sentences if sentence)
+    return [sentence for sentence in sentences if sentence]
 
 
 def _failed_row(report: ReportData) -> Row:
@@ -144,7 +211,7 @@ def _fragmentation(found: FailedRequest, report: ReportData, *, traced: bool) ->
     spare, capacity = found.spare or 0, report.device.capacity
     if not traced:
         return [f"Fragmentation, not size: with perfect packing, {amount(spare)} would be left."]
-    share = f" ({_percent(spare, capacity)} of the device)" if capacity else ""
+    share = f" ({percent(spare, capacity)} of the device)" if capacity else ""
     head = (
         "Nearly full, and fragmentation is the cause"
         if spare * 20 < capacity
@@ -226,15 +293,31 @@ def failure_word(report: ReportData) -> str:
 
 
 def remarks(report: ReportData) -> list[str]:
-    """Everything else that a reader has to know, one sentence each: folding, retries, stand-ins, the unknown, notes."""
+    """Everything else that a reader may want to know, one sentence each: folding, retries, stand-ins, the unknown, notes."""
+    return [*particulars(report), *caveats(report), *(" ".join(note.split()) for note in report.notes)]
+
+
+def caveats(report: ReportData) -> list[str]:
+    """Where a failure was, and what limits what the figures say."""
+    sentences = [_failing_place(report), _stand_ins(report), _unknown(report), _one_figure(report)]
+    return [sentence for sentence in sentences if sentence]
+
+
+def particulars(report: ReportData) -> list[str]:
+    """What only some readers want to know: which rows are left out, what settings would have done, retries."""
     sentences = [
-        f"Loop at line {fold.line}: {fold.kept:,} of {fold.total:,} iterations are shown." for fold in report.folded
+        "nvidia-smi's figure was not available." if report.peak.device_used is None else "",
+        *_left_out(report),
     ]
     if report.error is not None and report.error.verdict is not None:
         sentences += trial_sentences(report.error.verdict)
-    sentences += [_failing_place(report), _retries(report), _stand_ins(report), _unknown(report), _unavailable(report)]
-    sentences += [" ".join(note.split()) for note in report.notes]
-    return [sentence for sentence in sentences if sentence]
+    return [sentence for sentence in (*sentences, _retries(report)) if sentence]
+
+
+def _left_out(report: ReportData) -> list[str]:
+    return [
+        f"Loop at line {fold.line}: {fold.kept:,} of {fold.total:,} iterations have rows." for fold in report.folded
+    ]
 
 
 def other_devices(report: ReportData) -> list[str]:
@@ -281,15 +364,17 @@ def _unknown(report: ReportData) -> str:
     size = report.peak.categories.get("unknown") or 0
     if report.peak.allocated <= 0 or size * 100 <= report.peak.allocated:
         return ""
-    share = _percent(size, report.peak.allocated)
+    share = percent(size, report.peak.allocated)
     return f"Unknown: {amount(size)} ({share}) of the memory allocated at the peak could not be put in a category."
 
 
-def _unavailable(report: ReportData) -> str:
+def _one_figure(report: ReportData) -> str:
     peak = report.peak
-    if peak.device_used is None:
-        return "nvidia-smi's figure was not available: bars end at what PyTorch reserved."
-    if peak.categories.get("context") is None and peak.categories.get("context_or_others") is not None:
+    if (
+        peak.device_used is not None
+        and peak.categories.get("context") is None
+        and peak.categories.get("context_or_others") is not None
+    ):
         return "The driver could not tell this process from others: context and other processes are one figure."
     return ""
 
@@ -300,7 +385,7 @@ def evidence(report: ReportData) -> str:
     if total <= 0:
         return ""
     kinds = sorted(report.evidence.items(), key=lambda item: -item[1])
-    words = [f"{EVIDENCE_WORDS.get(kind, kind)} {_percent(size, total)}" for kind, size in kinds if size]
+    words = [f"{EVIDENCE_WORDS.get(kind, kind)} {percent(size, total)}" for kind, size in kinds if size]
     return f"Evidence for the peak's {amount(total)} in tensors: {', '.join(words)}."
 
 
@@ -311,15 +396,15 @@ def alt_text(report: ReportData) -> str:
     largest = sorted(((size or 0, name) for name, size in peak.items() if name in CATEGORIES), reverse=True)[:3]
     shares = ", ".join(f"{LABELS[name]} {amount(size)}" for size, name in largest if size > 0)
     rows = f"{'each of ' if statements != 1 else ''}{counted(statements, 'statement')}"
-    text = f"Stacked bars of GPU memory by category, after {rows}. {headline(report)}"
+    text = f"Stacked bars of GPU memory by category, after {rows}. {answer(report)}"
     if shares:
         text += f" Largest at the peak: {shares}."
     return f"{text} {verdict(report)}" if report.error else text
 
 
-def _percent(part: int, whole: int) -> str:
+def percent(part: int, whole: int) -> str:
+    """``7 %``, and not ``100 %`` for what is nearly so."""
     share = 100 * part / whole
     if 0 < share < 1:
         return "<1 %"
-    # Not "100 %" for what is nearly so.
     return f"{99 if 99 <= share < 100 else round(share)} %"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from PIL import Image
 
 from gpumem_magic.units import GIB, MIB
-from gpumem_magic.views.palette import ALARM, COLOURS, QUIET, TEXT
+from gpumem_magic.views.palette import COLOURS, LIGHT, Inks
 
 _SHADES = 14
 
@@ -34,12 +34,14 @@ def flow(widths: Sequence[float], line_width: float) -> list[list[int]]:
     return flow
 
 
-def palette_image() -> Image.Image:
+def palette_image(inks: Inks = LIGHT) -> Image.Image:
     """The categories' colours, and the shades between ink and paper that the edges of letters and lines need."""
-    colours = [_parts(colour) for colour in COLOURS.values()]
-    for ink in map(_parts, (TEXT, QUIET, ALARM)):
-        shares = [step / (_SHADES - 1) for step in range(_SHADES)]
-        colours += [[round(part + (255 - part) * share) for part in ink] for share in shares]
+    colours = [_parts(inks.colour(name)) for name in COLOURS]
+    paper = _parts(inks.paper)
+    for ink in map(_parts, (inks.text, inks.quiet, inks.alarm)):
+        for step in range(_SHADES):
+            share = step / (_SHADES - 1)
+            colours.append([round(part + (ground - part) * share) for part, ground in zip(ink, paper, strict=True)])
     image = Image.new("P", (1, 1))
     image.putpalette([part for colour in colours for part in colour])
     return image

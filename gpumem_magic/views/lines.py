@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import unicodedata
 from collections.abc import Container, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gpumem_magic.report.model import CATEGORIES, ReportData, Row
-from gpumem_magic.units import MIB
+from gpumem_magic.report.rows import ALIKE, MOST, REST, ROW, STILL, TURN, Entry, opened, telling_parts
+from gpumem_magic.units import MIB, amount, counted
 
 PEAK = "peak"  # the kind of the line that shows the report's peak; no row of the schema has it
-PHASES = ("forward", "backward", "optimizer")  # the first word of a phase's label
 ELLIPSIS = "…"
+_TOLD = MIB // 16  # bytes that each turn of a loop keeps: a thousand turns make much of less
 
 
 @dataclass(frozen=True)
@@ -22,31 +23,59 @@ class Line:
     """A row as it is shown. depth: 0 for statements, more for parts. before: the row that `change` is measured from.
 
     change: what nvidia-smi would show more than before, in bytes (of reserved, where one of the two has no figure of the
-    device); None where there is nothing to measure from.
+    device); None where there is nothing to measure from. entry: what the line stands for, where rows are folded.
     """
 
     row: Row
     depth: int
     before: Row | None
     change: int | None
+    entry: Entry | None = None
+
+    @property
+    def is_folded(self) -> bool:
+        """Several rows as one line, or turns of a loop that have no rows."""
+        return self.entry is not None and self.entry.kind != ROW
+
+    @property
+    def is_still(self) -> bool:
+        """Statements in which nothing moved that a bar could show."""
+        return self.entry is not None and self.entry.kind == STILL
+
+    @property
+    def grown(self) -> int | None:
+        """The allocated bytes more than before; None where there is nothing to measure from."""
+        return None if self.before is None else self.row.allocated - self.before.allocated
+
+    @property
+    def peak_inside(self) -> int | None:
+        """The highest allocated bytes inside it, where that is more than before it and after it."""
+        around = self.row.allocated if self.before is None else max(self.row.allocated, self.before.allocated)
+        return self.row.peak_allocated if self.row.kind != PEAK and self.row.peak_allocated > around else None
 
     @property
     def iteration(self) -> str:
-        """``2:`` or, in nested loops, ``1.3:``; empty outside loops and for parts, whose line above says it."""
+        """``2:`` or, in nested loops, ``1.3:``, or ``3-9:``; empty outside loops and for parts, whose line above says it."""
+        entry = self.entry
+        if entry is not None and self.is_folded and entry.turns and not entry.in_call:
+            last = f"-{entry.last:,}" if entry.last > entry.first else ""
+            return f"{''.join(f'{number}.' for number in entry.outer)}{entry.first:,}{last}:"
         if self.row.kind == "part" or self.depth or not self.row.iteration:
             return ""
         return ".".join(str(number) for number in self.row.iteration) + ":"
 
     @property
     def text(self) -> str:
-        """The statement's first line as it was written, or the label of a row that is no statement."""
+        """The statement's first line as it was written, the label of a row that is no statement, or what was folded, in words."""
+        if self.entry is not None and self.is_folded:
+            return words_of(self.entry)
         if self.row.kind in ("statement", "error") and self.row.statement.strip():
             return first_line(self.row.statement)
         return first_line(self.row.label) or self.row.kind
 
     @property
     def is_statement(self) -> bool:
-        return self.row.kind in ("statement", "error", "part")
+        return self.row.kind in ("statement", "error", "part") and not self.is_folded
 
     @property
     def moved_nothing(self) -> bool:
@@ -63,6 +92,42 @@ class Line:
     def used(self) -> int:
         """What nvidia-smi would show, or what PyTorch reserved where that is not known. Bytes."""
         return used(self.row)
+
+
+def words_of(entry: Entry) -> str:
+    """``as 2``, ``lines 3-9: nothing moved``: what stands in place of the rows that are folded."""
+    if entry.kind == STILL:
+        return f"{_lines_of(entry)}: {_little(entry.moved)}"
+    if not entry.turns:
+        return f"{_lines_of(entry)} ({len(entry.rows)} statements)"
+    words = _turns_in_words(entry)
+    if not entry.in_call:
+        return words
+    stem = "iteration" if entry.turns == 1 else "iterations"
+    number = f"{entry.first:,}" if entry.turns == 1 else f"{entry.first:,}-{entry.last:,}"
+    return f"{stem} {number}: {words}"
+
+
+def _turns_in_words(entry: Entry) -> str:
+    if entry.kind == TURN:
+        return counted(len(entry.rows), "statement")
+    if entry.kind not in (ALIKE, REST) or (entry.kind == REST and entry.like is None):
+        return counted(entry.turns, "iteration")
+    grown = round((entry.change or 0) / entry.turns)
+    each = "each " if entry.turns > 1 else ""
+    more = f", {each}{'+' if grown > 0 else '-'}{amount(abs(grown))}" if abs(grown) >= _TOLD else ""
+    outer = "".join(f"{number}." for number in entry.outer)
+    return f"as {outer}{entry.like:,}{more}" if entry.like is not None else f"alike{more}"
+
+
+def _lines_of(entry: Entry) -> str:
+    numbers = [row.line for row in entry.rows]
+    first, last = min(numbers), max(numbers)
+    return f"line {first}" if first == last else f"lines {first}-{last}"
+
+
+def _little(moved: int) -> str:
+    return f"at most {amount(moved)} moved" if moved else "nothing moved"
 
 
 def used(row: Row) -> int:
@@ -98,8 +163,8 @@ def peak_row(report: ReportData) -> Row:
     )
 
 
-def lines(report: ReportData, *, parts: bool = True) -> list[Line]:
-    """Before, the statements (with their parts), the peak, and after."""
+def lines(report: ReportData, *, parts: bool = True, peak: bool = True) -> list[Line]:
+    """Before, the statements (with their parts), the peak, and after: every row, nothing folded."""
     shown: list[Line] = []
     before: Row | None = None
     after: list[Line] = []
@@ -115,7 +180,37 @@ def lines(report: ReportData, *, parts: bool = True) -> list[Line]:
             if parts:
                 _add_parts(shown, row, before, 1)
         before = row
-    return [*shown, Line(peak_row(report), 0, None, None), *after]
+    return [*shown, *([Line(peak_row(report), 0, None, None)] if peak else []), *after]
+
+
+def shown_lines(report: ReportData, most: int | None = MOST) -> list[Line]:
+    """What a face shows that cannot be opened: about so many lines, or every row, with the peak under what holds it."""
+    found = (
+        lines(report, peak=False)
+        if most is None
+        else [
+            Line(entry.row, depth, entry.before, change_between(entry.before, entry.row), entry)
+            for entry, depth in opened(report, most)
+        ]
+    )
+    place = peak_place(found)
+    if place is None or found[place].row.categories == report.peak.categories:
+        return found
+    holder = found[place]
+    row = peak_row(report) if holder.is_folded else replace(peak_row(report), label="at the peak")
+    return [*found[: place + 1], Line(row, holder.depth + 1, holder.before, None), *found[place + 1 :]]
+
+
+def peak_place(found: Sequence[Line]) -> int | None:
+    """Which line holds the peak: the first, and of the lines inside it the first that does, and so on."""
+    highest = max((line.row.peak_allocated for line in found), default=0)
+    chosen: int | None = None
+    for place, line in enumerate(found):
+        if chosen is not None and line.depth <= found[chosen].depth:
+            break
+        if line.row.peak_allocated >= highest > 0:
+            chosen = place
+    return chosen
 
 
 def _add_parts(shown: list[Line], row: Row, before: Row | None, depth: int) -> None:
@@ -123,18 +218,6 @@ def _add_parts(shown: list[Line], row: Row, before: Row | None, depth: int) -> N
         shown.append(Line(part, depth, before, change_between(before, part)))
         _add_parts(shown, part, before, depth + 1)
         before = part
-
-
-def telling_parts(row: Row) -> tuple[Row, ...]:
-    """The parts that say more than their row: a lone forward inside ``output = model(input)`` does not.
-
-    Marks and ranges are shown in any case: the user asked for them by name.
-    """
-    if len(row.parts) == 1 and row.kind != "error":
-        only = row.parts[0]
-        if only.label.partition(" ")[0] in PHASES and not telling_parts(only):
-            return ()
-    return row.parts
 
 
 def first_line(text: str) -> str:
@@ -207,7 +290,7 @@ class SizeFormat:
     """Bytes to the MiB of a table: whole ones, or with one decimal where the whole report is small."""
 
     def __init__(self, report: ReportData) -> None:
-        largest = max((line.used for line in lines(report, parts=False)), default=0)
+        largest = max((max(used(row), row.peak_allocated) for row in report.checkpoints), default=0)
         self._decimals = 1 if largest < 100 * MIB else 0
 
     def size(self, size: int | None) -> str:
@@ -217,9 +300,11 @@ class SizeFormat:
         return self._small(size) or f"{size / MIB:,.{self._decimals}f}"
 
     def change(self, size: int | None) -> str:
-        """``+6,308``; ``.`` for no change and for nothing to compare with."""
+        """``+6,308``; nothing where there is nothing to compare with."""
+        if size is None:
+            return ""
         if not size:
-            return "."
+            return "0"
         return self._small(size, "+") or f"{size / MIB:+,.{self._decimals}f}"
 
     def _small(self, size: int, plus: str = "") -> str:

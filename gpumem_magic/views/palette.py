@@ -7,6 +7,7 @@ blindness can tell apart; neighbours in a bar also differ in lightness, and a wh
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 
 _CATEGORIES: dict[str, dict[str, str]] = json.loads(Path(__file__).with_suffix(".json").read_text("utf-8"))
@@ -22,3 +23,22 @@ TEXT = "#222222"
 QUIET = "#6B6B6B"
 ALARM = "#B3001B"
 PAPER = "#FFFFFF"
+
+
+@dataclass(frozen=True)
+class Inks:
+    """What a picture is drawn with besides the categories' colours."""
+
+    paper: str
+    text: str
+    quiet: str
+    alarm: str
+    grid: str
+
+    def colour(self, category: str) -> str:
+        """A category's; what is unknown is drawn as text is, so that it stands out on any paper."""
+        return self.text if category == "unknown" else COLOURS[category]
+
+
+LIGHT = Inks(PAPER, TEXT, QUIET, ALARM, "#EEEEEE")
+DARK = Inks("#161616", "#E8E8E8", "#A6A6A6", "#FF8A80", "#2E2E2E")

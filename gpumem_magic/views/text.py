@@ -6,50 +6,87 @@ import re
 import shutil
 from collections.abc import Mapping, Sequence
 
-from gpumem_magic.report.model import CATEGORIES, LABELS, ReportData, Row
+from gpumem_magic.report.model import ALLOCATED_CATEGORIES, CATEGORIES, LABELS, ReportData
+from gpumem_magic.report.rows import MOST
 from gpumem_magic.views import explain
 from gpumem_magic.views.inside import inside_lines
-from gpumem_magic.views.lines import PEAK, Line, SizeFormat, columns, fit, lines, present, wrap
+from gpumem_magic.views.lines import PEAK, Line, SizeFormat, columns, fit, lines, shown_lines, wrap
 from gpumem_magic.views.palette import ASCII_LETTERS, LETTERS
+from gpumem_magic.views.story import TENSOR_HEADS, more, story_of, tensor_heading, tensor_table
 
 DEFAULT_WIDTH = 100
 _NARROWEST, _WIDEST = 60, 160
-_HEADS = ("allocated", "reserved", "nvidia-smi", "change", "peak")
-_SMI = _HEADS.index("nvidia-smi")
+_HEADS = ("allocated", "change", "peak")
 MARK = "|"
 _MOVES = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 _GAP = 2
 
 
 def render(
-    report: ReportData, *, width: int | None = None, ascii_only: bool = False, bars: bool = True, table: bool = True
+    report: ReportData,
+    *,
+    width: int | None = None,
+    ascii_only: bool = False,
+    bars: bool = True,
+    table: bool = True,
+    most: int | None = MOST,
 ) -> str:
-    """The report as text, without an end of line at its end.
+    """The report as text, without an end of line at its end: the answer, the rows, the tensors at the peak, what else to know.
 
     width: columns; by default the terminal's, or 100 where there is none. ascii_only: for terminals that show nothing else.
-    bars: a stacked bar in each line. table: the categories before, at the peak and after.
+    bars: a stacked bar in each line. table: the tensors. most: about how many rows are shown, None for all.
     """
+    width = _columns_of(width)
+    told = story_of(report)
+    blocks = [_wrap(told.answer, width)]
+    if explain.used_device(report):
+        blocks[0] += f"\n{_wrap(told.obstacle, width)}" if told.obstacle else ""
+        shown = shown_lines(report, most)
+        blocks.append(_rows(report, shown, width, ascii_only, bars))
+        blocks.append(_wrap(explain.gauge(report), width))
+        if table:
+            blocks.append(_tensors(report, width))
+    blocks.append("\n".join(_wrap(sentence, width) for sentence in told.others))
+    if explain.used_device(report):
+        rows = sum(line.row.kind != PEAK for line in shown)
+        blocks.append(_wrap(more(report, told.folded, rows, len(lines(report, peak=False))), width))
+    blocks += [
+        render(other, width=width, ascii_only=ascii_only, bars=bars, table=table, most=most) for other in report.devices
+    ]
+    return _cleaned(blocks, ascii_only)
+
+
+def in_full(report: ReportData, *, width: int | None = None, ascii_only: bool = False) -> str:
+    """What a report says besides its rows: everything that is folded in it, categories, modules, how the bytes are known."""
+    width = _columns_of(width)
+    words = [verdict] if (verdict := explain.verdict(report)) else []
+    words += explain.remarks(report)
+    words += [sentence] if (sentence := explain.evidence(report)) else []
+    blocks = [
+        _wrap(explain.answer(report), width),
+        _wrap(explain.headline(report), width),
+        "\n".join(_wrap(sentence, width) for sentence in words),
+        _categories(report, width),
+        "\n".join(_fitting(line, width) for line in inside_lines(report.inside)),
+        *(in_full(other, width=width, ascii_only=ascii_only) for other in report.devices),
+    ]
+    return _cleaned(blocks, ascii_only)
+
+
+def _columns_of(width: int | None) -> int:
     if width is None:
         width = shutil.get_terminal_size((DEFAULT_WIDTH, 24)).columns
-    width = min(max(width, _NARROWEST), _WIDEST)
-    blocks = [_wrap(explain.headline(report), width), _rows(report, width, ascii_only, bars)]
-    if table:
-        blocks.append(_categories(report, width))
-        blocks.append("\n".join(_fitting(line, width) for line in inside_lines(report.inside)))
-    words = explain.remarks(report)
-    if sentence := explain.evidence(report):
-        words.append(sentence)
-    if verdict := explain.verdict(report):
-        words.insert(0, verdict)
-    blocks.append("\n".join(_wrap(sentence, width) for sentence in words))
-    blocks += [render(other, width=width, ascii_only=ascii_only, bars=bars, table=table) for other in report.devices]
+    return min(max(width, _NARROWEST), _WIDEST)
+
+
+def _cleaned(blocks: Sequence[str], ascii_only: bool) -> str:
     # A report may come from anybody's file: its texts must not move the cursor, change colours or turn the direction of writing.
     text = _MOVES.sub("\ufffd", "\n\n".join(block for block in blocks if block))
     return _to_ascii(text) if ascii_only else text
 
 
 def _to_ascii(text: str) -> str:
-    return text.replace("…", "~").encode("ascii", "replace").decode()
+    return text.replace("…", "~").replace("×", "x").encode("ascii", "replace").decode()
 
 
 def _wrap(sentence: str, width: int) -> str:
@@ -66,47 +103,70 @@ def _pad(text: str, width: int) -> str:
     return text + " " * (width - columns(text))
 
 
-def _rows(report: ReportData, width: int, ascii_only: bool, bars: bool) -> str:
-    shown = lines(report)
+def _rows(report: ReportData, shown: Sequence[Line], width: int, ascii_only: bool, bars: bool) -> str:
     figures = SizeFormat(report)
-    # A column of nothing but "n/a" would only take room from the rest; a sentence below says it.
-    places = [place for place, _ in enumerate(_HEADS) if place != _SMI or any(line.row.device_used for line in shown)]
-    heads = [_HEADS[place] for place in places]
-    table = [[_cells(line, figures)[place] for place in places] for line in shown]
-    widths = [max(len(head), *(len(cells[place]) for cells in table)) for place, head in enumerate(heads)]
+    table = [_cells(line, figures) for line in shown]
+    widths = [max([len(head), *(len(cells[place]) for cells in table)]) for place, head in enumerate(_HEADS)]
     left = width - sum(widths) - _GAP * len(widths)
-    needed = max(columns(_name(line, report, width)) for line in shown)
+    # What is folded has words in place of figures, and the room of both.
+    needed = max((columns(_name(line, report, width)) for line in shown if not line.is_still), default=0)
     bar_width = 0
     if bars:
-        # Names have the first claim on the room up to 32 columns, then the bar up to 40.
-        bar_width = min(40, left - min(needed, 32) - _GAP)
+        # Names have the first claim on the room up to 40 columns, then the bar up to 40.
+        bar_width = min(40, left - min(needed, 40) - _GAP)
+        bar_width = max(bar_width, min(24, left - min(needed, 28) - _GAP))
         bar_width = bar_width if bar_width >= 10 else 0
     name_width = min(max(needed, len("MiB")), left - (bar_width + _GAP if bar_width else 0))
-    scale = max((max(line.used, line.row.peak_allocated) for line in shown), default=0)
+    scale = max((line.row.peak_allocated for line in shown), default=0)
     letters = ASCII_LETTERS if ascii_only else LETTERS
     drawn: list[str] = []
-    output = [_join(_pad("MiB", name_width), heads, widths)]
+    output = [_join(_pad("MiB", name_width), _HEADS, widths)]
     for line, cells in zip(shown, table, strict=True):
+        if line.is_still:
+            output.append(fit(_name(line, report, width), width))
+            continue
         text = _join(_pad(_name(line, report, name_width), name_width), cells, widths)
         if bar_width:
-            drawn.append(bar(line.row, scale, bar_width, letters))
+            drawn.append(bar(line, scale, bar_width, letters))
             text += " " * _GAP + drawn[-1]
         output.append(text.rstrip())
     if bars and not bar_width:
         # No room beside the figures: the bars get lines of their own.
         name_width = min(needed, 32, width // 2)
-        drawn = [bar(line.row, scale, width - name_width - _GAP, letters) for line in shown]
-        names = [_pad(_name(line, report, name_width), name_width) for line in shown]
+        lively = [line for line in shown if not line.is_still]
+        drawn = [bar(line, scale, width - name_width - _GAP, letters) for line in lively]
+        names = [_pad(_name(line, report, name_width), name_width) for line in lively]
         output += ["", *((name + " " * _GAP + cells).rstrip() for name, cells in zip(names, drawn, strict=True))]
     seen = {letter for cells in drawn for letter in cells}
-    key = [f"{letters[name]} {LABELS[name]}" for name in present(report) if letters[name] in seen]
+    key = [f"{letters[name]} {LABELS[name]}" for name in ALLOCATED_CATEGORIES if letters[name] in seen]
     if MARK in seen:
-        key.append(f"{MARK} highest allocated inside the statement")
+        key.append(f"{MARK} highest inside")
     if key:
         # A line never ends between a letter and its meaning.
         whole = [entry.replace(" ", "\0") for entry in key]
         output += ["", _wrap(f"Bars: {'; '.join(whole)}.", width).replace("\0", " ")]
     return "\n".join(output)
+
+
+def _tensors(report: ReportData, width: int) -> str:
+    """The largest groups of tensors at the peak, or at the failure, as a table that fits."""
+    rows = tensor_table(report)
+    if not rows:
+        return ""
+    heads = list(TENSOR_HEADS)
+    heads[1] = f"{tensor_heading(report).lower()}"
+    table = [heads, *rows]
+    table = [[cell for place, cell in enumerate(row) if any(one[place] for one in rows)] for row in table]
+    widths = [max(columns(row[place]) for row in table) for place in range(len(table[0]))]
+    while sum(widths) + _GAP * (len(widths) - 1) > width:
+        widest = max(range(1, len(widths)), key=lambda place: widths[place])
+        widths[widest] -= 1
+    return "\n".join(
+        (" " * _GAP)
+        .join([row[0].rjust(widths[0]), *(_pad(cell, size) for cell, size in zip(row[1:], widths[1:], strict=True))])
+        .rstrip()
+        for row in table
+    )
 
 
 def _join(name: str, cells: Sequence[str], widths: Sequence[int]) -> str:
@@ -123,30 +183,29 @@ def _name(line: Line, report: ReportData, width: int) -> str:
 
 
 def _cells(line: Line, figures: SizeFormat) -> list[str]:
-    row = line.row
-    inside = row.peak_allocated if row.kind != PEAK and row.peak_allocated > row.allocated else None
+    allocated = figures.size(line.row.allocated)
+    inside = "" if line.peak_inside is None else figures.size(line.peak_inside)
     return [
-        figures.size(row.allocated),
-        figures.size(row.reserved),
-        figures.size(row.device_used),
-        figures.change(line.change),
-        "" if inside is None else figures.size(inside),
+        allocated,
+        "" if line.row.kind == PEAK else figures.change(line.grown),
+        "" if inside == allocated else inside,
     ]
 
 
-def bar(row: Row, scale: int, width: int, letters: Mapping[str, str]) -> str:
-    """A stacked bar of letters: `scale` bytes fill `width` columns; `|` stands at the highest allocated inside the row."""
+def bar(line: Line, scale: int, width: int, letters: Mapping[str, str]) -> str:
+    """A stacked bar of what is allocated: `scale` bytes fill `width` columns; `|` stands at the highest inside the row."""
     if scale <= 0:
         return ""
     cells: list[str] = []
     total = 0
-    for name in CATEGORIES:
-        total += max(0, row.categories.get(name) or 0)
+    for name in ALLOCATED_CATEGORIES:
+        total += max(0, line.row.categories.get(name) or 0)
         cells += [letters[name]] * (min(width, round(width * total / scale)) - len(cells))
-    place = min(width - 1, round(width * row.peak_allocated / scale))
-    if row.kind != PEAK and place > round(width * row.allocated / scale):
-        cells += [" "] * (place + 1 - len(cells))
-        cells[place] = MARK
+    if line.peak_inside is not None:
+        place = min(width - 1, round(width * line.peak_inside / scale))
+        if place > round(width * line.row.allocated / scale):
+            cells += [" "] * (place + 1 - len(cells))
+            cells[place] = MARK
     return "".join(cells)
 
 

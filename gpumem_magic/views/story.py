@@ -1,0 +1,108 @@
+"""What a report says in words, in the order in which a reader wants it: the answer, what else to know, and what is folded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gpumem_magic.report.model import LABELS, ReportData, TensorGroup
+from gpumem_magic.units import counted, mib
+from gpumem_magic.views import explain
+
+MOST_CAUSES = 3
+_MOST_NOTES = 3
+_MOST_GROUPS = 5
+# A group of tensors with less than one part in so many of what is allocated joins the rest.
+_SMALL = 50
+_KEPT = {"backward": "backward", "temporary": "nothing for long", "list": "a list", "name": "a name", "unknown": ""}
+
+
+@dataclass(frozen=True)
+class Story:
+    """answer: one or two sentences. obstacle: what stood in a failed request's way. others: causes and notes that are shown.
+    folded: those that are left to who asks for more."""
+
+    answer: str
+    obstacle: str
+    others: tuple[str, ...]
+    folded: tuple[str, ...]
+
+
+def story_of(report: ReportData) -> Story:
+    """At most three causes are shown, the answer's included, and the notes that come first."""
+    answer = explain.answer(report)
+    causes = [one.sentence for one in report.causes]
+    left = [sentence for sentence in causes if sentence not in answer]
+    room = MOST_CAUSES - (len(causes) - len(left))
+    notes = [" ".join(one.split()) for one in report.remarks if isinstance(one, str)]
+    notes = [note for note in notes if note not in answer]
+    most = _MOST_NOTES if explain.used_device(report) else len(notes)
+    obstacle = [sentence for sentence in explain.obstacle(report) if sentence not in answer]
+    told = [*left[:room], *explain.caveats(report), *notes[:most]]
+    return Story(answer, " ".join(obstacle), tuple(told), (*left[room:], *explain.particulars(report), *notes[most:]))
+
+
+def tensor_heading(report: ReportData) -> str:
+    """Over the table of tensors."""
+    return "At the failure" if _at_failure(report) else "At the peak"
+
+
+def tensor_table(report: ReportData) -> list[list[str]]:
+    """MiB, the tensors, what made them, and what keeps them: the largest groups of the peak, or of the failure.
+
+    The rows add up to what is allocated then. Empty where nothing is known of them.
+    """
+    groups = _at_failure(report) or report.peak.tensors
+    total = sum(group.bytes for group in groups)
+    shown = [group for group in groups if group.category and group.bytes * _SMALL >= total][:_MOST_GROUPS]
+    if not shown:
+        return []
+    rows = [[_size(group.bytes), _tensors(group), _made(group), _kept(group)] for group in shown]
+    rest = total - sum(group.bytes for group in shown)
+    if rest:
+        count = sum(group.count for group in groups) - sum(group.count for group in shown)
+        rows.append([_size(rest), f"{counted(count, 'other')}", "", ""])
+    return rows
+
+
+TENSOR_HEADS = ("MiB", "tensors", "made by", "kept by")
+
+
+def _at_failure(report: ReportData) -> tuple[TensorGroup, ...]:
+    return report.error.tensors if report.error is not None else ()
+
+
+def _size(size: int) -> str:
+    return mib(size) if size >= 1 << 20 else "<1"
+
+
+def _tensors(group: TensorGroup) -> str:
+    what = LABELS[group.category]
+    if group.shape is None:
+        return f"{group.count:,} × {what}" if group.count > 1 else what
+    shape = f"({', '.join(map(str, group.shape))}{',' if len(group.shape) == 1 else ''})"
+    times = f"{group.count:,} × " if group.count > 1 else ""
+    return f"{times}{shape} {group.dtype}".strip() + f": {what}"
+
+
+def _made(group: TensorGroup) -> str:
+    words = [group.operator] if group.operator else []
+    if group.line:
+        words.append(f"line {group.line}")
+    elif group.statement:
+        words.append(group.statement)
+    if group.inner:
+        words.append(group.inner)
+    return ", ".join(words)
+
+
+def _kept(group: TensorGroup) -> str:
+    return group.kept_by or _KEPT[group.keeper]
+
+
+def more(report: ReportData, folded: Sequence[str], rows: int, all_rows: int) -> str:
+    """The line that says where the rest is."""
+    inside = [counted(len(folded), "remark")] if folded else []
+    inside += ["categories", "how the bytes are known"]
+    text = f"More: print(report.explain()) has {', '.join(inside[:-1])} and {inside[-1]}"
+    return f'{text}; report.show("all") has all {all_rows} rows.' if all_rows > rows else f"{text}."
