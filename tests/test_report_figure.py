@@ -23,7 +23,7 @@ from gpumem_magic.report.model import ALLOCATED_CATEGORIES, CATEGORIES, LABELS, 
 from gpumem_magic.views import explain, layout
 from gpumem_magic.views.figure import MAX_ROWS, WIDTH, draw, png
 from gpumem_magic.views.lines import shown_lines
-from gpumem_magic.views.palette import ALARM, ASCII_LETTERS, COLOURS, DARK, LETTERS
+from gpumem_magic.views.palette import ALARM, ASCII_LETTERS, COLOURS, DARK, LETTERS, ON_DARK
 
 MIB = samples.MIB
 
@@ -203,14 +203,14 @@ def test_on_dark_paper_letters_are_light():
     report = samples.colab()
     categories = {**report.peak.categories, "unknown": 900 * MIB}
     figure = draw(replace(report, peak=replace(report.peak, categories=categories)), dark=True)
-    assert to_hex(figure.get_facecolor()).upper() == DARK.paper
+    assert to_hex(figure.get_facecolor()).upper() == ON_DARK.paper
     inks = {to_hex(text.get_color()).upper() for text in figure.axes[0].texts}
-    assert inks == {DARK.text, DARK.quiet, DARK.alarm}
-    assert all(contrast(ink, DARK.paper) >= 4.5 for ink in inks)
-    assert any(box[4] == DARK.text for box in boxes(figure))
+    assert inks == {ON_DARK.text, ON_DARK.quiet, ON_DARK.alarm}
+    assert all(contrast(ink, ON_DARK.paper) >= 4.5 for ink in inks)
+    assert any(box[4] == DARK["unknown"] for box in boxes(figure))
     data, *_ = png(report, dark=True)
     image = Image.open(io.BytesIO(data)).convert("RGB")
-    assert contains(image, DARK.paper)
+    assert contains(image, ON_DARK.paper)
     assert contains(image, COLOURS["activations"])
     assert not contains(image, "#FFFFFF")
 

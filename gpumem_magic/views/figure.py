@@ -30,7 +30,7 @@ from gpumem_magic.report.rows import MOST
 from gpumem_magic.views import explain
 from gpumem_magic.views.layout import flow, palette_image, ticks
 from gpumem_magic.views.lines import PEAK, Line, SizeFormat, columns, fit, shown_lines, wrap
-from gpumem_magic.views.palette import DARK, LIGHT, Inks
+from gpumem_magic.views.palette import ON_DARK, ON_LIGHT, Inks
 from gpumem_magic.views.story import TENSOR_HEADS, story_of, tensor_heading, tensor_table
 
 WIDTH = 11.0
@@ -74,7 +74,7 @@ def draw(
     title, words: the answer above and what stands below; a page that has them as text leaves them out. dark: for a dark page.
     """
     with matplotlib.style.context("default"):
-        return _Drawing(report, most, title, words, DARK if dark else LIGHT).figure
+        return _Drawing(report, most, title, words, ON_DARK if dark else ON_LIGHT).figure
 
 
 def png(
@@ -87,11 +87,11 @@ def png(
     dark: bool = False,
 ) -> tuple[bytes, int, int]:
     """The picture as a PNG, and its width and height in pixels. Few colours, so that a saved notebook stays small."""
-    inks = DARK if dark else LIGHT
+    inks = ON_DARK if dark else ON_LIGHT
     return few_colours(rendered(draw(report, most=most, title=title, words=words, dark=dark), dpi, inks), inks)
 
 
-def few_colours(raw: bytes, inks: Inks = LIGHT) -> tuple[bytes, int, int]:
+def few_colours(raw: bytes, inks: Inks = ON_LIGHT) -> tuple[bytes, int, int]:
     """A PNG with the palette's colours only, and its width and height in pixels."""
     image = Image.open(io.BytesIO(raw)).convert("RGB").quantize(palette=palette_image(inks), dither=Image.Dither.NONE)
     small = io.BytesIO()
@@ -99,7 +99,7 @@ def few_colours(raw: bytes, inks: Inks = LIGHT) -> tuple[bytes, int, int]:
     return small.getvalue(), image.width, image.height
 
 
-def rendered(figure: Figure, dpi: int, inks: Inks = LIGHT) -> bytes:
+def rendered(figure: Figure, dpi: int, inks: Inks = ON_LIGHT) -> bytes:
     """The figure as a PNG on paper."""
     raw = io.BytesIO()
     with _missing_letters_allowed(), matplotlib.style.context("default"):
@@ -308,9 +308,9 @@ class _Drawing:
         edges += [([right, right], [low, high])] if end <= self.scale.right else []
         for xs, ys in edges:
             self._line(xs, ys, color=self.inks.alarm, linewidth=1.1, zorder=4)
-        word = self._fitting(f"{self.figures.size(self.wanted)} wanted", right - start - 0.06, size=8.5)
+        word = self._fitting(f"{self.figures.size(self.wanted)} wanted", right - start - 0.03, size=8)
         if word.endswith("wanted"):
-            self._text((start + right) / 2, middle, word, ha="center", size=8.5, color=self.inks.alarm)
+            self._text((start + right) / 2, middle, word, ha="center", size=8, color=self.inks.alarm)
 
     def _whisker(self, start: int, end: int, middle: float, thick: float) -> None:
         """From what is allocated to the highest inside."""
@@ -428,7 +428,7 @@ class _Drawing:
         return wrap(sentence, characters)
 
 
-def canvas(inks: Inks = LIGHT) -> tuple[Figure, Any]:
+def canvas(inks: Inks = ON_LIGHT) -> tuple[Figure, Any]:
     """A figure of one inch's height, which grows when the rows are known, and axes in inches that fill it."""
     figure = ReportFigure(figsize=(WIDTH, 1), dpi=100, facecolor=inks.paper, edgecolor=inks.paper)
     axes = figure.add_axes((0, 0, 1, 1), frameon=False)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from PIL import Image
 
 from gpumem_magic.units import GIB, MIB
-from gpumem_magic.views.palette import COLOURS, LIGHT, Inks
+from gpumem_magic.views.palette import COLOURS, ON_LIGHT, Inks
 
 _SHADES = 14
 
@@ -34,7 +34,7 @@ def flow(widths: Sequence[float], line_width: float) -> list[list[int]]:
     return flow
 
 
-def palette_image(inks: Inks = LIGHT) -> Image.Image:
+def palette_image(inks: Inks = ON_LIGHT) -> Image.Image:
     """The categories' colours, and the shades between ink and paper that the edges of letters and lines need."""
     colours = [_parts(inks.colour(name)) for name in COLOURS]
     paper = _parts(inks.paper)

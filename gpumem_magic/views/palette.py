@@ -34,11 +34,12 @@ class Inks:
     quiet: str
     alarm: str
     grid: str
+    is_dark: bool = False
 
     def colour(self, category: str) -> str:
-        """A category's; what is unknown is drawn as text is, so that it stands out on any paper."""
-        return self.text if category == "unknown" else COLOURS[category]
+        """A category's, on this paper."""
+        return DARK.get(category, COLOURS[category]) if self.is_dark else COLOURS[category]
 
 
-LIGHT = Inks(PAPER, TEXT, QUIET, ALARM, "#EEEEEE")
-DARK = Inks("#161616", "#E8E8E8", "#A6A6A6", "#FF8A80", "#2E2E2E")
+ON_LIGHT = Inks(PAPER, TEXT, QUIET, ALARM, "#EEEEEE")
+ON_DARK = Inks("#161616", "#E8E8E8", "#A6A6A6", "#FF8A80", "#2E2E2E", is_dark=True)
