@@ -24,6 +24,10 @@ class FakeObserver:
     started: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
     broken: Exception | None = None
 
+    @property
+    def may_end(self) -> bool:
+        return self.max_iterations is not None
+
     def before_statement(self, statement: Any, iteration: tuple[int, ...], loops: tuple[int, ...]) -> None:
         self.started.append((statement.line, iteration))
 

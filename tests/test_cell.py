@@ -237,6 +237,33 @@ def test_an_observer_ends_a_loop_as_break_would(shell: Any) -> None:
     assert seen.rows[-1][2] == ()
 
 
+def test_a_loop_that_is_ended_leaves_its_variable_as_break_does(shell: Any) -> None:
+    class Item:
+        """Something that can be watched."""
+
+    shell.user_ns["Item"] = Item
+    value, _ = observe(
+        shell,
+        """
+        import weakref
+        seen = []
+        for item, *rest in ([Item(), i] for i in range(9)):
+            seen.append(weakref.ref(item))
+            gone = [ref() is None for ref in seen[:-1]]
+            del item
+            gone.append(seen[-1]() is None)
+        rest, gone
+        """,
+        FakeObserver(max_iterations=3),
+    )
+    # Nothing keeps an item that the loop let go of.
+    assert value == ([2], [True, True, True])
+    value, _ = observe(
+        shell, "for k in range(3):\n    a = k\nelse:\n    k = 'whole'\nk\n", FakeObserver(max_iterations=3)
+    )
+    assert value == "whole"
+
+
 # ---- what fails
 
 

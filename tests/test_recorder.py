@@ -15,6 +15,7 @@ from test_phases import state_of_torch
 from torch import nn
 
 from gpumem_magic.allocator.failure import DeviceOutOfMemory
+from gpumem_magic.looks.code import cell_of
 from gpumem_magic.recording.model import Failure, Recording
 from gpumem_magic.recording.recorder import Recorder
 from gpumem_magic.recording.repetition import ENOUGH, LONGEST_PERIOD, alike_at_end, longest_repetition, signature
@@ -239,8 +240,25 @@ def test_stand_ins_are_those_of_this_recording() -> None:
     machine.stand_ins["/home/me/trainer.py", 9] += 2
     machine.stand_ins["<cell 3>", 4] += 1
     machine.stand_ins["C:\\Temp\\ipykernel_7\\88.py", 6] += 1
+    machine.stand_ins["<ipython-input-12-0b1c>", 33] += 1
     stand_ins = {stand_in.line: stand_in.count for stand_in in recorder.finish().stand_ins}
-    assert stand_ins == {"trainer.py:9": 2, "4": 1, "another cell, line 6": 1}
+    assert stand_ins == {"trainer.py:9": 2, "4": 1, "another cell, line 6": 1, "In [12], line 33": 1}
+
+
+def test_a_cell_has_the_number_that_ipython_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    from IPython.core.interactiveshell import InteractiveShell
+
+    names = {"/tmp/ipykernel_7/88.py": ("Cell", "In[4]")}
+    shell = SimpleNamespace(compile=SimpleNamespace(format_code_name=names.get))
+    monkeypatch.setattr(InteractiveShell, "initialized", lambda: True)
+    monkeypatch.setattr(InteractiveShell, "instance", lambda: shell)
+    assert cell_of("/tmp/ipykernel_7/88.py") == "In [4]"
+    assert cell_of("/tmp/ipykernel_7/99.py") == "another cell"
+    assert cell_of("<ipython-input-3-abc>") == "In [3]"
+    assert cell_of("/home/me/train.py") == ""
+    # IPython 7 keeps no numbers.
+    shell.compile = SimpleNamespace()
+    assert cell_of("/tmp/ipykernel_7/88.py") == "another cell"
 
 
 def test_the_machines_notes_of_this_run() -> None:

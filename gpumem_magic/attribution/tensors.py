@@ -19,7 +19,7 @@ from gpumem_magic.attribution.owners import tenants
 from gpumem_magic.attribution.phase_map import PhaseMap, phases_on
 from gpumem_magic.attribution.sites import is_library, is_python
 from gpumem_magic.devices.base import Birth, CodePlace, DeviceLog, Label
-from gpumem_magic.looks.code import PASSED_OVER, TORCH, line_at, whose
+from gpumem_magic.looks.code import PASSED_OVER, TORCH, cell_of, line_at, whose
 from gpumem_magic.recording.model import (
     BACKWARD,
     KEPT_BY_GRAPH,
@@ -252,9 +252,7 @@ def common_path(paths: Iterable[str]) -> str:
 
 def words_of_place(file: str, line: int, function: str) -> str:
     """``modeling_llama.py:244 forward``."""
-    name = os.path.basename(file.replace("\\", "/"))
-    if file.startswith("<ipython-input") or "ipykernel_" in file:
-        name = "another cell"
+    name = cell_of(file) or os.path.basename(file.replace("\\", "/"))
     return f"{name}:{line}" if function == "<module>" else f"{name}:{line} {function}"
 
 

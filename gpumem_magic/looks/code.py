@@ -18,12 +18,28 @@ _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 # Code without a file that is a program's: a notebook's cell under old IPythons, a script from standard input.
 _TYPED = ("<ipython-input", "<stdin>", "<string>", "<gpumem")
 _LONGEST = 100
+_CELL = re.compile(r"^<ipython-input-(\d+)-|[/\\]?ipykernel_\d+[/\\]")
 
 
 def _pytorch() -> str:
     """The folder of the PyTorch that is loaded; where none is, a file cannot tell."""
     spec = getattr(sys.modules.get("torch"), "__file__", None)
     return os.path.dirname(os.path.abspath(spec)) + os.sep if spec else "/site-packages/torch/"
+
+
+def cell_of(filename: str) -> str:
+    """``In [4]`` for the file of a notebook's cell, "another cell" where nobody knows its number; "" for any other file."""
+    found = _CELL.search(filename)
+    if found is None:
+        return ""
+    if found[1]:
+        return f"In [{found[1]}]"
+    core = sys.modules.get("IPython.core.interactiveshell")
+    shell = core.InteractiveShell.instance() if core is not None and core.InteractiveShell.initialized() else None
+    # IPython 7 cannot tell.
+    told = getattr(getattr(shell, "compile", None), "format_code_name", lambda name: None)(filename)
+    number = re.fullmatch(r"In\s?\[(\d+)\]", str(told[1])) if told else None
+    return f"In [{number[1]}]" if number else "another cell"
 
 
 def is_library_file(filename: str) -> bool:

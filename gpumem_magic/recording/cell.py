@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from types import CodeType, TracebackType
 from typing import Any
 
-from gpumem_magic.recording.hook import CellObserver, StatementHook, new_hook_name
+from gpumem_magic.recording.hook import CellObserver, StatementHook, may_end, new_hook_name
 from gpumem_magic.recording.instrument import COMPOUND, Instrumenter, Statement, with_constants
 from gpumem_magic.recording.quiet import no_warnings_of
 from gpumem_magic.recording.source import Source, align
@@ -184,7 +184,9 @@ class CellRun:
     def observe(self, observer: CellObserver) -> None:
         """Rewrites the statements, so that the run tells `observer` of them. Where this fails the run stays a plain one."""
         name = new_hook_name()
-        instrumenter = Instrumenter(Source(self._cell.python, self._cell.raw, self._cell.extents), name)
+        instrumenter = Instrumenter(
+            Source(self._cell.python, self._cell.raw, self._cell.extents), name, limited=may_end(observer)
+        )
         units = [_unit(instrumenter, unit.nodes[0], unit.mode) for unit in self._plain]
         self._hook = StatementHook(instrumenter.sites, observer, name, self._codes)
         self._units = units

@@ -75,6 +75,11 @@ class CellObserver(Protocol):
         """Asked at the head of every iteration, which is the last of `iteration`; True ends the loop as ``break`` would."""
 
 
+def may_end(observer: CellObserver) -> bool:
+    """Whether the observer may end a loop; one that does not say so never does."""
+    return bool(getattr(observer, "may_end", False))
+
+
 def new_hook_name() -> str:
     """What stands in the code for the hook, until `instrument.with_constants`: a text that is in no program."""
     return f"gpumem_magic hook {next(_numbers)}"
@@ -113,6 +118,8 @@ class StatementHook:
         self._quiet_turns = Counter[int]()
         self._moves = 0
         self._thread = 0
+        # What a loop that may be ended has fetched, until its variable has it.
+        self.item: object = None
         # What moved memory untold, and the loops that rested then.
         self._pending: Place | None = None
         self._untold: list[int] = []
@@ -179,10 +186,18 @@ class StatementHook:
         try:
             if self._quiet >= QUIET_STATEMENTS and self._quiet_turns[index] > QUIET_TURNS:
                 self._rest(index)
-            return bool(self._observer.wants_stop(header, iteration))
+            ends = bool(self._observer.wants_stop(header, iteration))
         except BaseException as error:
             self._failed(error)
             return False
+        if ends:
+            self.item = None
+        return ends
+
+    def take_item(self, index: int) -> object:
+        """What the loop `index` has fetched; nothing here keeps it."""
+        item, self.item = self.item, None
+        return item
 
     # ---- rest
 

@@ -76,11 +76,13 @@ class Instrumenter:
     """Rewrites statements one after another, and numbers them in `sites`.
 
     rests: loops have their body twice, as it is for iterations that need not be told (see `rest.Rest`), and with the calls.
+    limited: the observer may end a loop; its variable then stays as `break` leaves it, and so no loop rests.
     """
 
-    def __init__(self, source: Source, hook_name: str, *, rests: bool = True) -> None:
+    def __init__(self, source: Source, hook_name: str, *, rests: bool = True, limited: bool = False) -> None:
         self.sites: list[Site] = []
-        self._rests = rests
+        self._rests = rests and not limited
+        self._limited = limited
         self._source = source
         self._hook_name = hook_name
         self._loops: list[int] = []
@@ -159,8 +161,15 @@ class Instrumenter:
         stop = _placed(ast.If(self._call("next_iteration", index, node), [_at(ast.Break(), node)], []), node)
         told = [stop, *body]
         orelse = [self._tell("header", index, node), *self._inner(node.orelse)]
-        if not self._rests:
-            loop: list[ast.stmt] = [_copied(node, body=told, orelse=orelse)]
+        if self._limited and not isinstance(node, ast.While):
+            # The next item goes to the hook first, and to the loop's variable only if the loop goes on.
+            hook = ast.Constant(self._hook_name)
+            item = ast.Assign([node.target], self._call("take_item", index, node))
+            slot = _at(ast.Attribute(hook, "item", ast.Store()), node)
+            body = [stop, _placed(item, node), *body]
+            loop: list[ast.stmt] = [_copied(node, target=slot, body=body, orelse=orelse)]
+        elif not self._rests:
+            loop = [_copied(node, body=told, orelse=orelse)]
         elif isinstance(node, ast.While):
             loop = self._resting_while(node, index, told, orelse)
         else:

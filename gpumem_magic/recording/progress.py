@@ -27,6 +27,11 @@ class CellProgress:
         """None where every iteration has to be told."""
         return self._recorder if self._limit is None else None
 
+    @property
+    def may_end(self) -> bool:
+        """Whether it may end a loop."""
+        return self._limit is not None
+
     def before_statement(self, statement: Statement, iteration: tuple[int, ...], loops: tuple[int, ...]) -> None:
         if self._limit is not None:
             self._limit.statement_began(statement)

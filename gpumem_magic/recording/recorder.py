@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gpumem_magic.devices.base import Device, DeviceLog, Log, Machine
+from gpumem_magic.looks.code import cell_of
 from gpumem_magic.recording.failing_place import failing_place
 from gpumem_magic.recording.failure import (
     failing_request,
@@ -392,9 +393,10 @@ class Recorder:
         """``14`` in the cell itself, ``trainer.py:210`` elsewhere. Only a file's name: paths are nobody's business."""
         if file == self._own_file:
             return str(line)
+        if cell := cell_of(file):
+            return f"{cell}, line {line}"
         name = os.path.basename(file.replace("\\", "/"))
-        is_cell = file.startswith("<ipython-input") or "ipykernel_" in file
-        return f"another cell, line {line}" if is_cell else f"{name}:{line}"
+        return f"{name}:{line}"
 
 
 def _stopped(logs: dict[int, Log]) -> dict[int, DeviceLog]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 
 from gpumem_magic.recording.cell import names_in
-from gpumem_magic.recording.hook import CellObserver, StatementHook, new_hook_name
+from gpumem_magic.recording.hook import CellObserver, StatementHook, may_end, new_hook_name
 from gpumem_magic.recording.instrument import Instrumenter, Statement, with_constants
 from gpumem_magic.recording.source import Source
 
@@ -51,7 +51,7 @@ class ScriptRun:
         """Rewrites the statements, so that the run tells `observer` of them. Where this fails the run stays a plain one."""
         tree = ast.parse(self._bytes, self.path)
         name = new_hook_name()
-        instrumenter = Instrumenter(Source(self._text), name)
+        instrumenter = Instrumenter(Source(self._text), name, limited=may_end(observer))
         tree.body = instrumenter.module(tree.body)
         codes: set[CodeType] = set()
         self._hook = StatementHook(instrumenter.sites, observer, name, codes)
