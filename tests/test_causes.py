@@ -194,6 +194,40 @@ GUILTY += [
         "T4",
     ),
 ]
+GUILTY += [
+    Case(
+        "summed_losses",
+        (TRAIN, "total = 0\nfor _ in range(4):\n    total = total + model(x).mean()\ntotal.backward()"),
+        "`total`",
+    ),
+    Case(
+        "summed_losses",
+        (
+            TRAIN,
+            "losses = []\nfor _ in range(4):\n    losses.append(model(x).mean())\ntorch.stack(losses).mean().backward()",
+        ),
+    ),
+    Case("retained_graph", (TRAIN, LOOP.replace("backward()", "backward(retain_graph=True)")), "no further backward"),
+    Case(
+        "gradients_with_graphs",
+        (TRAIN, "z = x.clone().requires_grad_()\nmodel(z).sum().backward(create_graph=True)\nz.grad.norm().backward()"),
+        "`z.grad = None`",
+    ),
+    Case(
+        "untrained_gradients",
+        (TRAIN + "teacher = net()", LOOP.replace("model(x)", "(model(x) - teacher(x)).pow(2)")),
+        "`teacher.requires_grad_(False)`",
+    ),
+    Case(
+        "retry_in_except",
+        (
+            "def first():\n    h = mib(9000)\n    return mib(9000)",
+            "try:\n    y = first()\nexcept torch.OutOfMemoryError:\n    y = mib(4000)",
+        ),
+        "Line 5",
+        "T4",
+    ),
+]
 
 ACCUMULATING = """
 for i in range(4):
@@ -206,8 +240,34 @@ INNOCENT = [
     Case("", (TRAIN, LOOP)),
     Case("", (TRAIN, LOOP + "\nlosses = []\nfor _ in range(4):\n    losses.append(model(x).mean().item())")),
     Case("", (TRAIN, "losses = []\nfor _ in range(4):\n    losses.append(model(x).mean().detach())")),
-    Case("", (TRAIN, "total = 0\nfor _ in range(4):\n    total = total + model(x).mean()\ntotal.backward()")),
-    Case("", (TRAIN, "losses = [model(x).mean() for _ in range(3)]\nsum(losses).backward()\ndel losses")),
+    Case("", (TRAIN, "losses = [model(x).mean() for _ in range(2)]\nsum(losses).backward()\ndel losses")),
+    # one graph, of which several numbers are made; a state that is carried on
+    Case("", (TRAIN, "y = model(x)\nloss = y.mean() + y.pow(2).mean() + y.abs().mean()\nloss.backward()")),
+    Case(
+        "",
+        (
+            TRAIN,
+            "h = x\nlosses = []\nfor _ in range(4):\n    h = model(h)\n    losses.append(h.mean())\nsum(losses).backward()",
+        ),
+    ),
+    # the first of two backward passes needs the graph; a frozen teacher; a retry after the block
+    Case("", (TRAIN, LOOP.replace("loss.backward()", "loss.backward(retain_graph=True)\n    loss.backward()"))),
+    Case(
+        "",
+        (TRAIN + "teacher = net().requires_grad_(False)", LOOP.replace("model(x)", "(model(x) - teacher(x)).pow(2)")),
+    ),
+    Case(
+        "",
+        (
+            "def first():\n    h = mib(9000)\n    return mib(9000)",
+            "try:\n    y = first()\nexcept torch.OutOfMemoryError:\n    y = None\nif y is None:\n    y = mib(4000)",
+        ),
+        device="T4",
+    ),
+    # batch norm is frozen, and the model trained
+    Case("", (TRAIN + "model.eval()", "loss = model(x).mean()")),
+    # one network after the other
+    Case("", ("x = 1", "for _ in range(3):\n    model = net(1024)")),
     Case("", (TRAIN, "buffers = [mib(4) for _ in range(6)]")),
     Case("", (TRAIN, "for _ in range(6):\n    y = mib(4)")),
     Case("", (TRAIN, "model.eval()\nwith torch.no_grad():\n    output = model(x)")),
@@ -289,6 +349,24 @@ INNOCENT = [
     Case("", ("x = mib(1)", "y = mib(1)"), device="T4"),
     Case("", ("a = [mib(300) for _ in range(10)]", "big = mib(300)"), device="T4"),
     Case("", ("x = 1", "big = mib(20000)"), device="T4"),
+]
+INNOCENT += [
+    # a softmax over the classes of each pixel; what a loss saves is no layer's; frozen weights are no activations
+    Case(
+        "",
+        (
+            "net1 = nn.Conv2d(3, 8, 3, padding=1).cuda()\nx = torch.randn(2, 3, 256, 256, device='cuda')",
+            "torch.softmax(net1(x), dim=1).pow(2).mean().backward()",
+        ),
+    ),
+    Case(
+        "",
+        (
+            "body = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 8192)).cuda()\n"
+            "x = torch.randn(2048, 64, device='cuda')\ny = torch.randint(0, 8192, (2048,), device='cuda')",
+            "nn.functional.cross_entropy(body(x), y).backward()",
+        ),
+    ),
 ]
 
 

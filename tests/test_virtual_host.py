@@ -144,6 +144,23 @@ def test_a_file_that_exists_is_not_overwritten_by_what_cannot_be_looked_into(tmp
             torch.save(_PickledOnce(2), tmp_path / "never.pt")
 
 
+@pytest.mark.parametrize("settings", [{"foreach": False}, {"foreach": True}])
+def test_an_optimizer_goes_on_with_states_that_were_loaded_to_the_device(
+    tmp_path: Path, settings: dict[str, bool]
+) -> None:
+    layer = torch.nn.Linear(4, 4, device="cuda")
+    first = torch.optim.AdamW(layer.parameters())
+    layer(torch.ones(1, 4, device="cuda")).sum().backward()
+    first.step()
+    torch.save(first.state_dict(), tmp_path / "steps.pt")
+    states = torch.load(tmp_path / "steps.pt", map_location="cuda")
+    assert states["state"][0]["step"].item() == 1
+    second = torch.optim.AdamW(layer.parameters(), **settings)
+    second.load_state_dict(states)
+    second.step()
+    assert second.state[layer.weight]["step"].item() == 2
+
+
 def test_stand_ins_are_found_with_the_pickler_that_saves(tmp_path: Path) -> None:
     path = tmp_path / "good.pt"
     torch.save(torch.ones(3), path)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from gpumem_magic.causes import copies, device_memory, graphs, holding, shapes, shortage, training
+from gpumem_magic.causes import copies, device_memory, graphs, holding, loops, shapes, shortage, training, untrained
 from gpumem_magic.causes.model import Scene
 from gpumem_magic.failures import swallows
 from gpumem_magic.report.model import Cause
@@ -12,12 +12,17 @@ from gpumem_magic.report.model import Cause
 Detector = Callable[[Scene], Iterable[Cause]]
 
 DETECTORS: tuple[Detector, ...] = (
+    loops.retry_while_handling,
     device_memory.fragmentation,
     shortage.memory_ran_out,
     device_memory.another_process,
     graphs.graphs_alive,
+    graphs.gradients_with_graphs,
+    loops.summed_losses,
+    loops.kept_by_retain_graph,
     graphs.growth,
     graphs.graph_without_backward,
+    untrained.untrained_gradients,
     copies.built_again,
     copies.held_checkpoint,
     copies.loaded_to_device,
@@ -35,9 +40,11 @@ DETECTORS: tuple[Detector, ...] = (
 )
 # A cause that another one explains better is not told twice.
 _COVERED = {
-    "growth": ("kept_graphs",),
+    "growth": ("kept_graphs", "gradients_with_graphs"),
+    "retained_graph": ("kept_graphs", "gradients_with_graphs"),
     "dominating_layer": ("attention_scores",),
     "map_location_missing": ("held_checkpoint",),
+    "pinned_by_traceback": ("retry_in_except",),
     "pinned_by_out": (shortage.NAME,),
     "reference_cycle": (shortage.NAME,),
 }
@@ -58,6 +65,6 @@ def find_causes(scene: Scene) -> tuple[list[Cause], list[str]]:
     found = [one for one in found if not names.intersection(_COVERED.get(one.name, ()))]
     if shortage.NAME in names:
         # Where memory ran out: what went wrong, who held it, and then what is at stake, the most first.
-        first = {"fragmentation": 0, shortage.NAME: 1}
+        first = {"retry_in_except": -1, "fragmentation": 0, shortage.NAME: 1}
         found.sort(key=lambda one: (first.get(one.name, 2), -one.bytes))
     return found, failures

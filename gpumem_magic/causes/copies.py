@@ -9,6 +9,7 @@ from bisect import bisect_left
 from collections.abc import Iterator
 
 from gpumem_magic.causes.model import LEAST, Scene, partnered, requested
+from gpumem_magic.causes.program import Written
 from gpumem_magic.owners.model import Held, Root, size_of
 from gpumem_magic.report.model import Cause
 from gpumem_magic.snapshot.timeline import Allocation
@@ -32,7 +33,8 @@ def held_checkpoint(scene: Scene) -> Iterator[Cause]:
             continue
         yield Cause(
             "held_checkpoint",
-            f"`{root.name}` still holds a checkpoint that was loaded to the device, although the model already "
+            f"`{root.name}`{_at(scene.program.adding(root.name))} still holds a checkpoint that was loaded to the device, "
+            "although the model already "
             f"has its weights: {human(size_of(copies))}.",
             f'`{root.statement}` frees {human(size_of(copies))}; better, load it to the host with `map_location="cpu"`.',
             size_of(copies),
@@ -77,6 +79,9 @@ def built_again(scene: Scene) -> Iterator[Cause]:
         if len(gone) == len(both):
             if _works_on_a_model(scene, point.statement):
                 continue
+            if point.loops and max(one.born for one in both) >= scene.points[0][2]:
+                # A loop that builds one after the other says so itself; what is left over is a cell that was run again.
+                continue
             later = next((row.statement for row, start, stop in scene.points if start <= max(gone) < stop), "")
             until = f", until `{_short(later)}`" if later and later != point.statement else ""
             text = (
@@ -92,6 +97,10 @@ def built_again(scene: Scene) -> Iterator[Cause]:
             continue
         yield Cause("model_built_again", text, remedy, size_of(both))
         return
+
+
+def _at(place: Written | None) -> str:
+    return "" if place is None else f" ({place.words})"
 
 
 def _works_on_a_model(scene: Scene, statement: str) -> bool:

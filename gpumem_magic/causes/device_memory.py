@@ -12,6 +12,7 @@ from gpumem_magic.snapshot.model import INACTIVE
 from gpumem_magic.units import MIB, human
 
 _WORTH = 256 * MIB
+_PIECES = 5
 
 
 def fragmentation(scene: Scene) -> Iterator[Cause]:
@@ -30,13 +31,15 @@ def fragmentation(scene: Scene) -> Iterator[Cause]:
             found.cached or 0,
         )
         return
-    stuck = 0
+    stuck = pieces = 0
     for segment in scene.timeline.segments_at(scene.end):
         free = sum(block.size for block in segment.blocks if block.state == INACTIVE)
         if 0 < free < segment.total_size:
             stuck += free
+            pieces += 1
     reserved = scene.timeline.reserved_at(scene.end)
-    if stuck < max(_WORTH, reserved // 4):
+    # A large block, of which something small now uses a part, is no habit.
+    if pieces < _PIECES or stuck < max(_WORTH, reserved // 4):
         return
     yield Cause(
         "fragmentation",

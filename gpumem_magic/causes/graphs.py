@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterator
 
 from gpumem_magic.causes.model import LEAST, Scene
@@ -11,7 +12,7 @@ from gpumem_magic.causes.places import Spot, added, advice_known, base, detach, 
 from gpumem_magic.causes.program import Written
 from gpumem_magic.owners.holders import detach_words
 from gpumem_magic.owners.model import Held, by_root, size_of
-from gpumem_magic.recording.model import BACKWARD, FORWARD
+from gpumem_magic.recording.model import BACKWARD, FORWARD, Span
 from gpumem_magic.report.model import Cause
 from gpumem_magic.units import human
 
@@ -134,22 +135,63 @@ def _general(one: Held) -> str:
 
 
 def graph_without_backward(scene: Scene) -> Iterator[Cause]:
-    """A forward in evaluation mode whose graph a variable keeps, where no backward ever ran."""
-    if not scene.evaluating or scene.spans(BACKWARD) or not scene.spans(FORWARD):
+    """Forwards whose graph a variable keeps, where no backward ever ran and none is meant to: in evaluation mode, or again and
+    again where nothing is trained."""
+    forwards = scene.spans(FORWARD)
+    if scene.spans(BACKWARD) or not forwards:
         return
-    first = scene.start_of(scene.spans(FORWARD)[0])
+    first = scene.start_of(forwards[0])
     ours = [one for one in scene.held if one.kind == "graph" and _born(scene, one) >= first]
     freed = size_of(ours)
-    if freed < LEAST:
+    if freed < LEAST or _may_train(scene, forwards):
         return
     root = scene.holdings.roots[by_root(ours).most_common(1)[0][0]]
+    row = next((point for point, begin, end in scene.statements if begin <= _born(scene, ours[0]) < end), None)
+    at = f" (line {row.line})" if row is not None else ""
     names = ", ".join(f"`{name}`" for name in sorted(scene.evaluating)[:3])
+    why = f"{names} {'is' if len(scene.evaluating) == 1 else 'are'} in evaluation mode, yet " if names else ""
     yield Cause(
         "missing_no_grad",
-        f"{names} {'is' if len(scene.evaluating) == 1 else 'are'} in evaluation mode, yet `{root.name}` keeps a "
-        f"graph for a backward that never runs: {human(freed)}.",
+        f"{why}`{root.name}` keeps a graph{at} for a backward that never runs: {human(freed)}.",
         "Evaluate inside `with torch.inference_mode():` (or `torch.no_grad()`).",
         freed,
+    )
+
+
+def _may_train(scene: Scene, forwards: list[Span]) -> bool:
+    """Whether a backward may follow in another cell: a module in evaluation mode is trained, too, where batch norm is frozen."""
+    source = "".join(one.source for one in scene.program.texts[:1])
+    if not scene.evaluating:
+        most = max(Counter(span.label for span in forwards).values())
+        return bool(scene.holdings.optimized) or most < _EQUAL_ITERATIONS or "optim" in scene.typed
+    places = {address for name in scene.evaluating for address in scene.modules.get(name, ())}
+    trained = any((scene.device, address) in scene.holdings.optimized for address in places)
+    return trained and len(forwards) == 1 and ".eval(" not in source
+
+
+def gradients_with_graphs(scene: Scene) -> Iterator[Cause]:
+    """``backward(create_graph=True)``: gradients that lead to graphs that lead to the gradients' tensors again."""
+    calls = scene.program.calls("backward", "create_graph")
+    if not calls:
+        return
+    kept = [one for one in scene.held if one.kind == "graph" and base(one).endswith(".grad")]
+    lost = [one for one in scene.holdings.lost if one.device == scene.device and one.address in scene.alive]
+    # What a cycle in C++ keeps has no name any more.
+    gone = sum(one.size for one in lost if scene.alive[one.address].born >= 0)
+    if size_of(kept) + gone < scene.part_of_peak(20):
+        return
+    parameters = {one.place for one in scene.held if one.kind == "parameter"}
+    gradients = [one.place for one in scene.held if one.kind == "gradient"]
+    inputs = [place for place in gradients if place.removesuffix(".grad") not in parameters]
+    place = (inputs or gradients or [".grad"])[0]
+    again = f" {human(gone)} of earlier iterations have no name any more." if gone >= LEAST else ""
+    yield Cause(
+        "gradients_with_graphs",
+        f"`backward(create_graph=True)` ({calls[0].words}) stores gradients that keep their graphs in {quoted(place)}: a "
+        f"reference cycle that nothing frees, {human(size_of(kept) + gone)}.{again}",
+        f"Use `torch.autograd.grad` with `create_graph=True`, which stores nothing, or `{place} = None` at the end of each step "
+        "(and `zero_grad()` for the parameters).",
+        size_of(kept) + gone,
     )
 
 

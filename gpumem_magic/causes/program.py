@@ -127,8 +127,16 @@ class ProgramText:
             )
         ]
 
-    def handlers(self) -> list[tuple[int, int, int]]:
-        """The cell's own ``except`` blocks: the line of ``try``, the first and the last of the block."""
+    def at(self, line: int) -> Written | None:
+        """The cell's statement at a line, as its rows count them."""
+        for one in self.texts[:1]:
+            for node in one.statements:
+                if node.lineno + one.ahead <= line <= (node.end_lineno or node.lineno) + one.ahead:
+                    return one.place(node)
+        return None
+
+    def handlers(self) -> list[tuple[int, int]]:
+        """The cell's own ``except`` blocks: their first and last lines."""
         found = []
         for one in self.texts[:1]:
             try:
@@ -140,7 +148,7 @@ class ProgramText:
                     continue
                 for handler in node.handlers:
                     last = max(inner.end_lineno or inner.lineno for inner in handler.body)
-                    found.append((node.lineno + one.ahead, handler.lineno + one.ahead, last + one.ahead))
+                    found.append((handler.lineno + one.ahead, last + one.ahead))
         return found
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator
+from math import prod
 
 from gpumem_magic.causes.model import Scene
 from gpumem_magic.owners.model import size_of
@@ -14,6 +15,9 @@ from gpumem_magic.units import counted, human
 
 _WIDE = {"float64": "float32", "complex128": "complex64"}
 _ON_PURPOSE = re.compile(r"float64|\.double\(|complex128|torch\.double|DoubleTensor|set_default_dtype")
+_PRODUCTS = frozenset({"bmm", "baddbmm", "matmul", "mm", "unsafe_view", "einsum"})
+# What a loss saves is no layer's.
+_LOSS = re.compile(r"loss|log_softmax|cross_entropy|kl_div")
 # Square scores below this are small change.
 _LEAST_LENGTH = 128
 
@@ -60,8 +64,10 @@ def dominating_layer(scene: Scene) -> Iterator[Cause]:
 
 def attention_scores(scene: Scene) -> Iterator[Cause]:
     """Square tensors, a row and a column for every token, that softmax and its neighbours saved."""
-    # What softmax saved, and what has the same shape beside it (dropout's, the masked scores).
-    shapes = {one.shape for one in scene.saved if any("softmax" in operation for operation in one.operations)}
+    # What softmax saved, and what has the same shape beside it (dropout's, the masked scores). Scores are multiplied with the
+    # values afterwards: a softmax over the classes of an image's pixels is none.
+    weighed = {prod(one.shape) for one in scene.saved if not _PRODUCTS.isdisjoint(one.operations)}
+    shapes = {one.shape for one in scene.saved if "softmax" in one.operations and prod(one.shape) in weighed}
     scores = [
         (one, shape[-1])
         for one, _, shape in _saved(scene)
@@ -87,8 +93,9 @@ def _saved(scene: Scene) -> list[tuple[Allocation, str, tuple[int, ...]]]:
     found = []
     for one in scene.saved:
         allocation = allocations.get((one.device, one.address))
-        if allocation is not None:
-            weight = None if one.parameter is None else allocations.get(one.parameter)
+        if allocation is not None and scene.labels[allocation.index].category not in ("parameters", "buffers"):
+            is_loss = all(_LOSS.search(operation) for operation in one.operations)
+            weight = None if one.parameter is None or is_loss else allocations.get(one.parameter)
             name = None if weight is None else scene.labels[weight.index].name
             found.append((allocation, (name or "").rpartition(".")[0], one.shape))
     return found

@@ -7,8 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gpumem_magic.looks import tensors
+from gpumem_magic.looks.objects import name_of_class
 from gpumem_magic.owners import autograd
 from gpumem_magic.owners.layers import NearestParameter
+from gpumem_magic.owners.sums import equal_parts
 from gpumem_magic.owners.traversal import Locate, Place, located
 
 
@@ -18,6 +20,7 @@ class Saved:
 
     operations: those that keep it (``bmm``, ``softmax``). shape, dtype: the tensor's. parameter: where the parameter lies whose
     layer it belongs to: the first operation's own, or that of the layer whose output it works on; None where there is none.
+    part: of a sum of alike parts, the number of the one that keeps it; -1 where the graph is none.
     """
 
     device: int
@@ -26,6 +29,7 @@ class Saved:
     shape: tuple[int, ...]
     dtype: str
     parameter: Place | None
+    part: int = -1
 
 
 def saved_in_graph(outputs: Iterable[Any], locate: Locate) -> list[Saved]:
@@ -38,6 +42,9 @@ def saved_in_graph(outputs: Iterable[Any], locate: Locate) -> list[Saved]:
         following = {number: list(map(id, autograd.next_nodes(node))) for number, node in nodes.items()}
         nearest = NearestParameter(following, parameters)
         own = set(parameters.values())
+        names = {number: name_of_class(type(node)) for number, node in nodes.items()}
+        parts = equal_parts([id(one) for one in tops if one is not None], following, names, parameters)
+        part_of = {number: part for part, its in enumerate(parts) for number in its} if len(parts) > 1 else {}
         for number, node in nodes.items():
             for _, value in autograd.saved_by(node):
                 if not tensors.is_tensor(value) or tensors.is_parameter(value):
@@ -57,6 +64,7 @@ def saved_in_graph(outputs: Iterable[Any], locate: Locate) -> list[Saved]:
                     tensors.shape(value),
                     tensors.dtype_name(value),
                     nearest.of(number),
+                    part_of.get(number, -1),
                 )
     return list(found.values())
 

@@ -1,0 +1,119 @@
+"""Reading the loop: what is added up before one backward, kept through another one, or held while an error is handled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from gpumem_magic.causes.model import LEAST, Scene
+from gpumem_magic.causes.places import quoted
+from gpumem_magic.owners.model import size_of
+from gpumem_magic.recording.model import BACKWARD, OPTIMIZER
+from gpumem_magic.report.model import Cause
+from gpumem_magic.units import human
+
+# Two are often meant: a real and a generated batch.
+_PARTS = 3
+
+
+def summed_losses(scene: Scene) -> Iterator[Cause]:
+    """Losses of several batches are added up, and one backward runs for all: all their graphs live until then."""
+    live = {one.address: one for one in scene.timeline.live_at(scene.saved_at)} if scene.saved else {}
+    parts: dict[int, int] = {}
+    for one in scene.saved:
+        allocation = live.get(one.address)
+        if one.part >= 0 and allocation is not None and allocation.born >= 0:
+            parts[one.part] = parts.get(one.part, 0) + allocation.size
+    total = sum(parts.values())
+    if len(parts) < _PARTS or total - max(parts.values()) < scene.part_of_peak(20):
+        return
+    row = next((point for point, begin, end in scene.statements if begin <= scene.saved_at <= end), None)
+    calls = [one for one in scene.program.calls("backward") if not one.where]
+    call = next((one for one in calls if row is not None and one.line == row.line), None)
+    name = "" if call is None else call.statement.partition(".backward")[0].strip()
+    what = quoted(name) if name.isidentifier() else "The loss"
+    place = scene.program.adding(name) if name.isidentifier() else None
+    lines = " and ".join(dict.fromkeys(one.words for one in (place, call) if one is not None))
+    yield Cause(
+        "summed_losses",
+        f"{what}{f' ({lines})' if lines else ''} adds up the losses of {len(parts)} batches before one backward, so the graphs "
+        f"of all {len(parts)} live until then: {human(total)}.",
+        f"Call `.backward()` on each batch's loss (divided as now): gradients add up by themselves, and about "
+        f"{human(total - max(parts.values()))} less is kept.",
+        total - max(parts.values()),
+    )
+
+
+def retry_while_handling(scene: Scene) -> Iterator[Cause]:
+    """Work inside an ``except`` block, while the error's traceback still holds what the failed attempt made."""
+    for first, last in scene.program.handlers():
+        places = [place for place, (point, _, _) in enumerate(scene.points) if first <= point.line <= last]
+        if not places:
+            continue
+        # The failed statement has no row of its own: its memory is in that of the block's first.
+        begin, end = scene.points[places[0]][1], scene.points[places[-1]][2]
+        if scene.points[places[-1]][0].kind == "error":
+            known = scene.points[places[0]][2] if len(places) > 1 else begin
+            held = [one for one in scene.timeline.live_at(known) if one.born >= begin]
+        else:
+            # The block's end lets go of the error.
+            after = scene.points[places[-1] + 1 :]
+            stop = after[0][2] if after else scene.end
+            held = [
+                one
+                for one in scene.timeline.live_at(end)
+                if one.born >= begin and one.freed is not None and one.freed <= stop
+            ]
+        latest = max((one.born for one in held), default=end)
+        work = [one for one in scene.timeline.allocations if latest < one.born < end]
+        failed = scene.report.error is not None and scene.report.error.wanted
+        if size_of(held) < scene.part_of_peak(10) or not (failed or size_of(work) >= LEAST):
+            continue
+        line = scene.points[places[-1]][0].line
+        yield Cause(
+            "retry_in_except",
+            f"Line {line} runs inside the `except` block, where the caught error's traceback still holds what the failed "
+            f"attempt made: {human(size_of(held))} (local variables of the functions that it left).",
+            "Retry after the `except` block: set a flag in it (`failed = True`); the memory is free again once it has ended.",
+            size_of(held),
+        )
+        return
+
+
+def kept_by_retain_graph(scene: Scene) -> Iterator[Cause]:
+    """The last backward of each iteration keeps a graph that no further backward uses."""
+    calls = [one for one in scene.program.calls("backward", "retain_graph") if not one.where]
+    backwards = scene.spans(BACKWARD)
+    if not calls or not backwards:
+        return
+    lines = {one.line for one in calls}
+    ends = (
+        [scene.end_of(step) for step in scene.spans(OPTIMIZER)] or [one.end for one in scene.iterations] or [scene.end]
+    )
+    worst, call = 0, None
+    for end in ends:
+        its = [span for span in backwards if scene.end_of(span) <= end]
+        if not its:
+            continue
+        done = scene.end_of(its[-1])
+        row = next(
+            (point for point, begin, stop in scene.statements if begin <= done <= stop and point.line in lines), None
+        )
+        if row is None:
+            continue
+        start = scene.start_of(its[-1])
+        left = [
+            one
+            for one in scene.living_in(done, "activations")
+            if one.born < start and one.born >= 0 and (one.freed is None or one.freed > done)
+        ]
+        if size_of(left) > worst:
+            worst, call = size_of(left), row
+    if call is None or worst < scene.part_of_peak(20):
+        return
+    yield Cause(
+        "retained_graph",
+        f"`backward(retain_graph=True)` (line {call.line}) keeps the graph, {human(worst)} of activations, though no further "
+        "backward of that iteration uses it.",
+        "Without `retain_graph=True` it is freed as backward runs; a state that is carried on needs `.detach()` instead.",
+        worst,
+    )
