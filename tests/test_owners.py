@@ -390,3 +390,21 @@ def test_memory_that_lies_deep_in_data_is_found(machine: Any, hidden: str, place
 def test_nothing_is_walked_where_nothing_is_live(machine: Any) -> None:
     holdings = find_owners(machine, ran(DATA))
     assert (holdings.objects, holdings.held, holdings.lost) == (0, (), ())
+
+
+def test_places_come_in_the_order_of_their_numbers_and_ids_are_no_names(machine: Any) -> None:
+    found = find_owners(machine, ran("x = [mib(1) for _ in range(12)]\ny = {140202411138080: mib(2)}"))
+    assert [one.place for one in found.held] == ["y[id]", *(f"x[{number}]" for number in range(12))]
+
+
+def test_zero_grad_frees_the_gradients_that_optimizers_know_and_no_more(machine: Any) -> None:
+    found = find_owners(
+        machine,
+        ran(
+            "m, t = torch.nn.Linear(512, 512, bias=False).cuda(), torch.nn.Linear(512, 512, bias=False).cuda()\n"
+            "o = torch.optim.SGD(m.parameters())\nz = torch.ones(512, 512, device='cuda', requires_grad=True)\n"
+            "(m(z) * t(z)).sum().backward()"
+        ),
+    )
+    assert size_of(one for one in found.held if one.kind == "gradient") == 3 * MIB
+    assert [one.place for one in found.freed_by_zero_grad()] == ["m.weight.grad"]

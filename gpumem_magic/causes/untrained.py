@@ -35,7 +35,11 @@ def untrained_gradients(scene: Scene) -> Iterator[Cause]:
         live = {one.address: one for one in scene.timeline.live_at(scene.saved_at)} if scene.saved else {}
         saved = {one.address for one in scene.saved if one.parameter is not None and one.parameter[1] in addresses}
         kept = size_of(live[address] for address in saved if address in live)
-        if size_of(gradients) + kept < scene.part_of_peak(20):
+        fresh = any(
+            allocation.born >= 0 for one in gradients if (allocation := scene.alive.get(one.address)) is not None
+        )
+        if not (fresh or kept) or size_of(gradients) + kept < scene.part_of_peak(20):
+            # Those of an earlier cell are not this one's fault.
             continue
         # The cell's own call first.
         calls = sorted(scene.program.calls(module.rpartition(".")[2]), key=lambda one: one.where != "")

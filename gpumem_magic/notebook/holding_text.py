@@ -130,9 +130,10 @@ def _links(holdings: Holdings) -> str:
     """What comes back without deleting anything."""
     lines = []
     gradients = size_of(one for one in holdings.held if one.kind == "gradient")
-    freed = size_of(holdings.freed_without("grad"))
+    freed = size_of(holdings.freed_by_zero_grad())
     if gradients:
-        lines.append(f"Gradients: {human(gradients)}; `optimizer.zero_grad()` frees {human(freed)}.")
+        clears = f"; `optimizer.zero_grad()` frees {human(freed)}" if freed else ""
+        lines.append(f"Gradients: {human(gradients)}{clears}.")
     graphs = size_of(one for one in holdings.held if one.kind == "graph")
     if graphs:
         lines.append(

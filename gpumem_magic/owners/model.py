@@ -116,6 +116,14 @@ class Holdings:
         still_reachable = self.graph.reachable(without=kinds)
         return [one for one in self.held if one.node >= 0 and one.node not in still_reachable]
 
+    def freed_by_zero_grad(self) -> list[Held]:
+        """The gradients that would be freed if all optimizers let go of those of their parameters."""
+        known = {one.place for one in self.held if (one.device, one.address) in self.optimized}
+        gradients = [one for one in self.held if one.kind == "gradient" and one.place.removesuffix(".grad") in known]
+        nodes = frozenset(one.trail[-2].node for one in gradients if len(one.trail) > 1)
+        still_reachable = self.graph.reachable(without=("grad",), of=nodes)
+        return [one for one in gradients if one.node not in still_reachable]
+
     def freed_by_emptying(self, nodes: Iterable[int]) -> list[Held]:
         """What would be freed if these objects let go of all that they hold (``outputs.clear()``)."""
         still_reachable = self.graph.reachable(closed=frozenset(nodes))

@@ -36,6 +36,7 @@ _OPTIMIZER = 300
 _STATE = 20
 _TABLES = ("_parameters", "_buffers", "_modules")
 _LONGEST = 60
+_ID = 1 << 40
 _GRAPH = "graph of "
 
 
@@ -163,6 +164,8 @@ class Namer:
         return False
 
     def _key(self, parent: int, key: Any) -> str:
+        if is_id(key):
+            return "id"
         if is_a(key, (str, int, float)):
             words = shown(key)
             return words if len(words) <= _LONGEST else f"{words[:_LONGEST]}..."
@@ -178,6 +181,11 @@ def _attribute(owner: Any, name: Any) -> str:
     if tensors.is_module(owner) and words in _TABLES:
         return ""
     return f".{words}" if words else "[?]"
+
+
+def is_id(key: Any) -> bool:
+    """Whether a key is an object's `id`, another number each time."""
+    return is_a(key, int) and int.__int__(key) >= _ID
 
 
 def attribute_labels(holder: Any) -> dict[int, str]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from gpumem_magic.looks.objects import is_a, members, name_of_class, shown, text
-from gpumem_magic.owners.naming import attribute_labels
+from gpumem_magic.owners.naming import attribute_labels, is_id
 
 _PLAIN = (dict, list, tuple, set, torch.Tensor, type)
 # Beyond so many members the search for the way would take longer than the answer is worth.
@@ -84,5 +84,7 @@ def _label(holder: Any, held: Any) -> str:
 
 
 def _short(key: Any) -> str:
+    if is_id(key):
+        return "id"
     words = shown(key)
     return words if len(words) <= _LONGEST else f"{words[:_LONGEST]}..."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
@@ -23,6 +24,7 @@ from gpumem_magic.owners.traversal import Place, Traversal, located
 from gpumem_magic.recording.quiet import no_automatic_collection
 from gpumem_magic.snapshot.model import ACTIVE
 
+_NUMBER = re.compile(r"(\D*)(\d{0,18})")
 CLEAR_WORKSPACES = "torch._C._cuda_clearCublasWorkspaces()"
 
 
@@ -73,7 +75,7 @@ def find_owners(
             )
         else:
             lost.append(Lost(device, address, size, requested))
-    held.sort(key=lambda one: (-one.size, one.place))
+    held.sort(key=lambda one: (-one.size, _in_order(one.place)))
     lost.sort(key=lambda one: -one.size)
     seconds = time.perf_counter() - began
     return Holdings(tuple(roots), tuple(held), tuple(lost), graph, optimized, seconds, objects)
@@ -190,6 +192,11 @@ def _optimized(walk: Traversal, numbers: Iterable[int]) -> frozenset[Place]:
                 if place is not None:
                     found.add(place)
     return frozenset(found)
+
+
+def _in_order(place: str) -> list[tuple[str, int]]:
+    """`x[2]` before `x[10]`."""
+    return [(words, int(number or -1)) for words, number in _NUMBER.findall(place)]
 
 
 def _bits(bits: int) -> list[int]:
