@@ -155,3 +155,91 @@ def test_an_answer_about_all_is_a_reduction_like_another() -> None:
     values = torch.zeros(1 << 22, dtype=torch.bool, device="cuda")
     # 144 blocks of 512 threads, a byte each, and one semaphore.
     assert made(lambda: torch.ops.aten._is_any_true(values)) == [1, 144, 4]
+
+
+# ---- copies, losses, linear
+
+
+def test_between_host_and_device_what_is_not_plain_is_copied_on_the_device() -> None:
+    gpu.turn_on("T4")
+    matrix = torch.zeros(64, 64, device="cuda")
+    column, row = torch.zeros(64), torch.zeros(64)
+    assert made(lambda: matrix[:, 0].cpu()) == [256]
+    assert made(lambda: matrix.t().cpu()) == []
+    assert made(lambda: matrix[0].cpu()) == []
+    assert made(lambda: matrix[:, 1].copy_(column)) == [256]
+    assert made(lambda: matrix[1].copy_(row)) == []
+    # Converted on the host; or on the device, where nobody waits.
+    assert made(lambda: row.to("cuda", torch.half)) == [128]
+    assert made(lambda: row.to("cuda", torch.half, non_blocking=True)) == [128, 256]
+
+
+def test_indices_on_the_host_come_to_the_device() -> None:
+    gpu.turn_on("T4")
+    rows, places = torch.zeros(64, 16, device="cuda"), torch.tensor([1, 2, 3])
+    assert made(lambda: rows[places]) == [24, 3 * 16 * 4]
+    assert made(lambda: rows[places.cuda()]) == [24, 3 * 16 * 4]
+    mask = torch.zeros(64, dtype=torch.bool)
+    mask[:5] = True
+    assert made(lambda: rows[mask]) == [40, 5 * 16 * 4]
+    values = torch.ones(3, 16, device="cuda")
+    assert made(lambda: rows.index_put_((places,), values)) == [24]
+
+
+@pytest.mark.parametrize(
+    ("loss", "sizes", "kept"),
+    [
+        (F.mse_loss, [4000, 4000], 4000),
+        (F.smooth_l1_loss, [4000, 4000], 4000),
+        (F.binary_cross_entropy, [4000, 4], 4000),
+        (F.huber_loss, [4000, 4], 4),
+    ],
+)
+def test_a_losss_shares_are_memory(loss: Any, sizes: list[int], kept: int) -> None:
+    gpu.turn_on("T4")
+    x, y = torch.zeros(1000, device="cuda"), torch.zeros(1000, device="cuda")
+    start = torch.cuda.memory_allocated()
+    assert made(lambda: loss(x, y)) == sizes
+    result = loss(x, y)
+    assert result.shape == ()
+    assert torch.cuda.memory_allocated() - start == -(-kept // 512) * 512
+    assert made(lambda: loss(x, y, reduction="none")) == [4000]
+
+
+def test_a_loss_of_whole_tensors_has_its_gradient() -> None:
+    gpu.turn_on("T4")
+    x = torch.zeros(1000, device="cuda", requires_grad=True)
+    for loss in (F.mse_loss, F.smooth_l1_loss, F.binary_cross_entropy, F.huber_loss):
+        (gradient,) = torch.autograd.grad(loss(x, torch.zeros(1000, device="cuda")), x)
+        assert gradient.shape == x.shape
+
+
+def test_linear_adds_its_bias_in_place_where_the_input_is_not_plain() -> None:
+    gpu.turn_on("T4")
+    layer = torch.nn.Linear(64, 32, device="cuda")
+    x = torch.zeros(8, 64, 16, device="cuda").transpose(1, 2)
+    layer(x)
+    assert made(lambda: layer(x)) == [8 * 16 * 64 * 4, 8 * 16 * 32 * 4]
+    layer(x).sum().backward()
+    assert layer.bias.grad is not None
+    assert layer.bias.grad.shape == (32,)
+
+
+def test_cudnns_batch_norm_keeps_a_plain_input_and_gives_a_plain_result() -> None:
+    gpu.turn_on("T4")
+    norm = torch.nn.BatchNorm2d(16).cuda()
+    x = torch.zeros(16, 8, 4, 4, device="cuda", requires_grad=True).transpose(0, 1)
+    plain = x.numel() * 4
+    assert made(lambda: norm(x))[:2] == [plain, plain]
+    assert norm(x).is_contiguous()
+    last = torch.zeros(8, 16, 4, 4, device="cuda").contiguous(memory_format=torch.channels_last)
+    assert norm(last).is_contiguous(memory_format=torch.channels_last)
+    assert made(lambda: norm(last)).count(plain) == 1
+
+
+def test_padding_makes_a_plain_input_after_its_result() -> None:
+    gpu.turn_on("T4")
+    x = torch.zeros(2, 8, 8, 4, device="cuda").permute(0, 3, 1, 2)
+    padded = 2 * 4 * 10 * 10 * 4
+    assert made(lambda: F.pad(x, (1, 1, 1, 1), mode="reflect")) == [padded, x.numel() * 4]
+    assert made(lambda: F.pad(x.contiguous(), (1, 1, 1, 1), mode="reflect"))[-1] == padded

@@ -16,6 +16,7 @@ import gpumem_magic.virtual.operators.batch_norm
 import gpumem_magic.virtual.operators.convolutions
 import gpumem_magic.virtual.operators.copies
 import gpumem_magic.virtual.operators.data_dependent
+import gpumem_magic.virtual.operators.losses
 import gpumem_magic.virtual.operators.reductions
 import gpumem_magic.virtual.operators.shapes
 import gpumem_magic.virtual.operators.sorting

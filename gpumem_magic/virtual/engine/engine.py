@@ -133,8 +133,10 @@ class Engine:
 
     # ---- operators
 
-    def older(self, func: Any, args: Any) -> Any:
-        """What one of `OLDER` gives where the device's PyTorch runs it in another way than the installed one; else None."""
+    def otherwise(self, func: Any, args: Any) -> Any:
+        """What one of `OTHERWISE` gives where the device runs it in another way; else None."""
+        if func is torch.nn.functional.linear:
+            return contractions.with_bias_in_place(*args)
         device = device_among(args, None)
         if device is None or device >= self.device_count:
             return None

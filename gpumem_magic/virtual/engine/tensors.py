@@ -36,8 +36,8 @@ class TensorEngine(Protocol):
 
     def record_stream(self, tensor: VirtualTensor, stream: Any) -> None: ...
 
-    def older(self, func: Any, args: Any) -> Any:
-        """What one of `OLDER` gives where the device's PyTorch runs it in another way than the installed one; else None."""
+    def otherwise(self, func: Any, args: Any) -> Any:
+        """What one of `OTHERWISE` gives where the device runs it in another way; else None."""
 
 
 def engine_of(tensor: VirtualTensor) -> TensorEngine:
@@ -51,8 +51,8 @@ HOST_CLASS = "_gpumem_host_class"
 KNOWN = "_gpumem_known"
 CHECKED = "_gpumem_checked"
 
-# Functions that older versions run in another way.
-OLDER = {torch.Tensor.__getitem__, torch.functional.einsum}
+# Functions that run in another way than here: in older versions, or for tensors that are no subclass.
+OTHERWISE = {torch.Tensor.__getitem__, torch.functional.einsum, torch.nn.functional.linear}
 
 # What PyTorch's fake tensors keep in a tensor's own dictionary, apart from what users put there.
 _FAKE_ATTRIBUTES = {
@@ -141,8 +141,8 @@ class VirtualTensor(FakeTensor):
         if engine is None or any(_speaks_for_itself(kind) for kind in types):
             return NotImplemented
         try:
-            if func in OLDER:
-                found = engine.older(func, args)
+            if func in OTHERWISE:
+                found = engine.otherwise(func, args)
                 if found is not None:
                     return found
             with pushed(engine.mode):

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from gpumem_magic.patching import Patches
 from gpumem_magic.private import aten as _aten
 from gpumem_magic.virtual.engine.engine import Engine, special
+from gpumem_magic.virtual.operators.batch_norm import by_cudnn
 
 
 def dropout(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
@@ -115,7 +116,27 @@ def _one_kernel(kernel: Any, grad_output: torch.Tensor, self: torch.Tensor) -> t
         return kernel(grad_output, self)  # type: ignore[no-any-return]
 
 
+def batch_norm(
+    input: Any,
+    weight: Any,
+    bias: Any,
+    mean: Any,
+    variance: Any,
+    training: bool,
+    momentum: float,
+    eps: float,
+    enabled: bool,
+) -> torch.Tensor:
+    """cuDNN takes a plain input, or one with its channels last, and keeps that for the gradient."""
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(input.dim(), torch.contiguous_format)
+    if enabled and by_cudnn(input, weight, mean, training) and not input.is_contiguous(memory_format=last):
+        input = input.contiguous()
+    kernel = _aten.native_batch_norm.default
+    return kernel(input, weight, bias, mean, variance, training, momentum, eps)[0]  # type: ignore[no-any-return]
+
+
 _WAYS: dict[Any, Callable[..., torch.Tensor]] = {
+    _aten.batch_norm.default: batch_norm,
     _aten.dropout.default: dropout,
     _aten.softmax.int: softmax,
     _aten.log_softmax.int: log_softmax,

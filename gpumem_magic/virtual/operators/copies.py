@@ -1,6 +1,7 @@
 """Kernels that copy what they are given before they start, and those that draw or add up in memory of their own.
 
-After ATen/native/cuda: ``SoftMax.cu``, ``layer_norm_kernel.cu`` and ``UpSample*.cu`` want plain layouts;
+After ATen/native/cuda: ``SoftMax.cu``, ``layer_norm_kernel.cu``, ``ReflectionPad.cu``, ``ReplicationPadding.cu`` and
+``UpSampleNearest3d.cu`` want plain layouts; ``Copy.cu`` takes plain tensors between host and device;
 ``Blas.cpp`` one dimension of each matrix whose elements lie side by side; ``Distributions.cpp`` and ``MultinomialKernel.cu`` draw
 into tensors of the weights' size; ``ForeachReduceOp.cu`` adds up each tensor in pieces of 65536 elements; ``IndexKernel.cu``
 counts the places of a `masked_scatter` in eight bytes for each element.
@@ -14,11 +15,12 @@ from typing import Any
 import torch
 
 from gpumem_magic.private import aten as _aten
+from gpumem_magic.private import overloads
 from gpumem_magic.virtual.engine.engine import BESIDE, Engine, special
-from gpumem_magic.virtual.operators.sorting import holding
+from gpumem_magic.virtual.operators.sorting import holding, is_dense
 from gpumem_magic.virtual.operators.written_gradients import IN_PLACE, writes_into_zeros
 
-# Which arguments are copied unless they are contiguous.
+# Which arguments are copied unless they are contiguous, before the results are there.
 _LAID_OUT: dict[Any, tuple[int, ...]] = {
     _aten._softmax.default: (0,),
     _aten._log_softmax.default: (0,),
@@ -35,6 +37,15 @@ _PRODUCTS: dict[Any, tuple[int, int]] = {
     _aten.addmm.default: (1, 2),
     _aten.baddbmm.default: (1, 2),
 }
+# The same, once they are there.
+_LAID_OUT_AFTER = (
+    *overloads(
+        "reflection_pad1d reflection_pad2d reflection_pad3d reflection_pad1d_backward reflection_pad2d_backward"
+    ),
+    *overloads(
+        "reflection_pad3d_backward replication_pad2d replication_pad3d upsample_nearest3d _upsample_nearest_exact3d"
+    ),
+)
 _PIECE = 65536
 
 
@@ -50,6 +61,22 @@ def _laid_out(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) ->
 @special(*_PRODUCTS, table=BESIDE)
 def _product(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> list[int]:
     return [_bytes(args[place]) for place in _PRODUCTS[func] if not _lies_right(args[place])]
+
+
+@special(*_LAID_OUT_AFTER, table=BESIDE)
+def _laid_out_after(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> list[int]:
+    return [] if args[0].is_contiguous() else [_bytes(args[0])]
+
+
+def staged_bytes(on_device: Any, on_host: Any, non_blocking: bool = False) -> int:
+    """What a copy between host and device takes on the device beside its result (``Copy.cu``): a plain copy where the two do not
+    lie densely in one order, and one in the source's type where a copy that is not waited for converts on the device."""
+    if on_device.layout is not torch.strided or not on_device.numel():
+        return 0
+    if non_blocking and on_device.dtype != on_host.dtype:
+        return int(on_device.numel() * on_host.element_size())
+    alike = on_device.stride() == on_host.stride() and on_device.shape == on_host.shape and is_dense(on_device)
+    return 0 if on_device.is_contiguous() or (alike and on_device.dtype == on_host.dtype) else _bytes(on_device)
 
 
 def fits_blas(shape: Sequence[int], stride: Sequence[int]) -> bool:

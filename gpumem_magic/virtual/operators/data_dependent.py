@@ -16,6 +16,7 @@ from gpumem_magic.virtual.engine.engine import Engine, special, users_line
 from gpumem_magic.virtual.engine.mismatch import refuse_mixed_devices
 from gpumem_magic.virtual.engine.modes import STATE, origin
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
+from gpumem_magic.virtual.operators.copies import staged_bytes
 
 # ---- values
 
@@ -96,14 +97,19 @@ def _to_copy(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> 
         )
         if source.is_meta:
             raise NotImplementedError("Cannot copy out of meta tensor; no data!")
+        place = device if target.index is None else target.index
         with origin("host_copy"):
-            made = engine.wrap(meta, device if target.index is None else target.index)
+            made = engine.wrap(meta, place)
+        with engine.scratch(place, staged_bytes(made, source, kwargs.get("non_blocking", False))):
+            pass
         if values.small(source):
             values.learn(made, source.to(made.dtype))
         return made
     if target is None or target.type in ("cuda", "meta"):
         return engine.run(func, args, kwargs, device)
     shape = engine.fake_call(func, args, {**kwargs, "pin_memory": None})
+    with engine.scratch(device, staged_bytes(source, shape)):
+        pass
     return _read_into(engine, source, host_zeros(shape))
 
 
@@ -157,10 +163,14 @@ def _set(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
 def _copy(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     target = args[0]
     if isinstance(target, VirtualTensor):
-        engine.run(func, args, kwargs, device)
+        staged = 0 if isinstance(args[1], VirtualTensor) else staged_bytes(target, *args[1:3])
+        with engine.scratch(device, staged):
+            engine.run(func, args, kwargs, device)
         if type(args[1]) is torch.Tensor:
             values.overwritten(target, args[1])
         return target
+    with engine.scratch(device, staged_bytes(args[1], target)):
+        pass
     return _read_into(engine, args[1], target)
 
 
@@ -372,6 +382,7 @@ def _index(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> An
     for index in indices:
         if index is None or index.dtype not in (torch.bool, torch.uint8):
             expanded.append(index)
+            scratch += 0 if index is None or isinstance(index, VirtualTensor) else index.numel() * 8
         elif values.exact(index) is not None:
             _note_supplied(engine, index)
             scratch += index.numel() * index.dim() * 8
@@ -384,5 +395,6 @@ def _index(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> An
             expanded += [_blank(engine, (count,), torch.int64, device) for _ in range(index.dim())]
         else:
             expanded += list(index.nonzero(as_tuple=True))
+            scratch += sum(found.numel() * 8 for found in expanded[-index.dim() :])
     with engine.scratch(device, scratch):
         return engine.run(func, (source, expanded), kwargs, device)

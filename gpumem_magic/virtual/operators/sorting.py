@@ -189,7 +189,7 @@ def _index_put(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -
     out = engine.run(func, args, kwargs, device)
     given = [(index, dim) for index, dim in _with_dims(indices) if isinstance(index, torch.Tensor)]
     shapes: list[tuple[int, ...]] = []
-    found = 0
+    found = moved = 0
     chosen_dims = []
     for index, dim in given:
         chosen_dims += list(range(dim, dim + _width(index)))
@@ -199,10 +199,12 @@ def _index_put(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -
             shapes += [(count,)] * index.dim()
         else:
             shapes.append(tuple(index.shape))
+            # Those on the host come to the device first.
+            moved += 0 if isinstance(index, VirtualTensor) else index.numel() * _INDEX
     if not given or (found and not accumulate and len(given) == 1 and source.numel() == 1):
         # One value for the places of a mask is filled in without looking for them.
         return out
-    with holding(engine, device, [found]):
+    with holding(engine, device, [found, moved]):
         if accumulate or torch.are_deterministic_algorithms_enabled():
             places = prod(torch.broadcast_shapes(*shapes))
             rows = prod(target.shape[dim] for dim in chosen_dims)

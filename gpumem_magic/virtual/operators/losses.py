@@ -1,0 +1,63 @@
+"""Losses whose kernels work out every element's share first: that is memory of the input's size.
+
+``Loss.cpp`` in ATen/native: the result of `mse_loss` and `smooth_l1_loss` is made in the input's size and then shrunk, which
+keeps its memory, and the shares are another tensor. ``Loss.cu``: binary cross-entropy's result holds the shares. `huber_loss`
+lets them go.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from gpumem_magic.private import aten as _aten
+from gpumem_magic.virtual.engine.engine import BESIDE, Engine, special
+
+_NONE, _MEAN = 0, 1
+
+
+@special(_aten.mse_loss.default, _aten.smooth_l1_loss.default)
+def _shrunk(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    """The result's memory, then the shares', then what their sum takes."""
+    reduction = args[2] if len(args) > 2 else kwargs.get("reduction", _MEAN)
+    if reduction == _NONE:
+        return engine.run(func, args, kwargs, device)
+    result = _full(args)
+    shares = _full(args)
+    _add_up(engine, reduction, shares, result, device)
+    return result.resize_(())
+
+
+@special(_aten.binary_cross_entropy.default)
+def _kept(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    reduction = args[3] if len(args) > 3 else kwargs.get("reduction", _MEAN)
+    if reduction == _NONE:
+        return engine.run(func, args, kwargs, device)
+    shares = _full(args)
+    with engine.scratch(device, shares.element_size()):
+        _add_up(engine, reduction, shares, shares, device)
+    return shares.resize_(())
+
+
+@special(_aten.huber_loss.default)
+def _passing(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    reduction = args[2] if len(args) > 2 else kwargs.get("reduction", _MEAN)
+    if reduction == _NONE:
+        return engine.run(func, args, kwargs, device)
+    shares = _full(args)
+    return shares.mean() if reduction == _MEAN else shares.sum()
+
+
+def _full(args: Any) -> Any:
+    """A tensor of the size of all shares."""
+    input, target = args[:2]
+    shape = torch.broadcast_shapes(input.shape, target.shape)
+    return torch.empty(shape, dtype=torch.promote_types(input.dtype, target.dtype), device=input.device)
+
+
+def _add_up(engine: Engine, reduction: int, shares: Any, result: Any, device: int) -> None:
+    func = _aten.mean.default if reduction == _MEAN else _aten.sum.default
+    for size in BESIDE[func](engine, func, (shares,), {}, result, device):
+        with engine.scratch(device, size):
+            pass
