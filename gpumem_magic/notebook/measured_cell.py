@@ -51,6 +51,7 @@ class MeasuredCell:
         self._recording: Any = None
         self._nested = True
         self._inside: Any = None
+        self._progress: Any = None
         # asyncio's, where the cell awaits in one.
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -90,6 +91,7 @@ class MeasuredCell:
                 source=run.source,
             )
             run.observe(observer)
+            self._show_progress()
         except DeviceError as error:
             raise UsageError(str(error)) from None
         except Exception as error:
@@ -102,6 +104,8 @@ class MeasuredCell:
         if self._nested:
             return
         try:
+            if self._progress is not None:
+                self._progress.stop()
             if self._inside is not None:
                 self._inside.remove()
         finally:
@@ -154,6 +158,16 @@ class MeasuredCell:
 
                 raise BudgetExceeded(exceeded) from None
         return stopped
+
+    def _show_progress(self) -> None:
+        """A bar for who waits for the cell, where a notebook's page is in front of it."""
+        if self._options.quiet or getattr(self._shell, "kernel", None) is None:
+            return
+        from gpumem_magic.widgets.progress import in_notebook
+
+        self._progress = in_notebook(self._shell)
+        if self._progress is not None:
+            self._progress.start()
 
     def _look_inside(self) -> None:
         """Rewrites the functions of ``--into`` for the run. Raises UsageError, in one line."""

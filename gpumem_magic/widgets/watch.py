@@ -217,7 +217,7 @@ def choose_front(watch: Watch, shell: Any, static: bool) -> Front:
     """A line in a terminal, a summary where nobody looks on, else the widget, or a picture if asked for or without anywidget."""
     if getattr(shell, "kernel", None) is None:
         return LineFront(watch.observer)
-    if not _somebody_looks(shell):
+    if not somebody_looks(shell):
         return SummaryFront(watch.look, watch.samples)
     if not static:
         try:
@@ -227,7 +227,7 @@ def choose_front(watch: Watch, shell: Any, static: bool) -> Front:
     return StaticFront(watch.samples)
 
 
-def _somebody_looks(shell: Any) -> bool:
+def somebody_looks(shell: Any) -> bool:
     """Whether a person is in front of the kernel: programs that run notebooks (nbclient, papermill) can't be asked for input.
 
     Reads the request that is being answered, by ``kernel.get_parent`` (ipykernel 6 to 7.4). Else a person is.
