@@ -19,8 +19,7 @@ from gpumem_magic.views.elements import details, grid, paragraph, quoted, style,
 from gpumem_magic.views.inside import MAX_TREE_ROWS, is_informative, sentence_of, tree
 from gpumem_magic.views.opened import opened
 from gpumem_magic.views.palette import PAPER
-
-_AT_ONCE = 3
+from gpumem_magic.views.story import story_of
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,7 @@ def card(
 
     table: the report that opens, in the picture's place where style sheets work. others: the other devices' pictures.
     """
-    label = quoted(f"GPU memory report. {explain.headline(report)}")
+    label = quoted(f"GPU memory report. {explain.answer(report)}")
     body = [_device(report, picture, table)]
     for place, other in enumerate(report.devices):
         body.append(f"<hr>{_device(other, others[place] if place < len(others) else None, table)}")
@@ -51,20 +50,18 @@ def card(
 
 
 def _device(report: ReportData, picture: Picture | None, table: bool) -> str:
-    verdict = explain.verdict(report)
-    body = [f'<p class="gpumem-answer"><strong>{words(verdict or explain.headline(report))}</strong></p>']
-    if verdict:
-        body.append(paragraph(explain.headline(report)))
+    story = story_of(report)
+    body = [f'<p class="gpumem-answer"><strong>{words(story.answer)}</strong></p>']
+    if story.obstacle:
+        body.append(paragraph(story.obstacle, "gpumem-alarm"))
     if picture:
         body.append(_image(report, picture, hidden=table))
-    if table:
+    if table and explain.used_device(report):
         summary = "Rows, each with what is in it (MiB)"
         body.append(details(summary, opened(report), opened=picture is None, name="gpumem-live"))
-    sentences = explain.remarks(report)
-    body += [paragraph(sentence) for sentence in sentences[:_AT_ONCE]]
-    more = "".join(map(paragraph, [*sentences[_AT_ONCE:], explain.evidence(report)]))
-    if more != paragraph(""):
-        body.append(details("More about these figures", more))
+    body += map(paragraph, story.others)
+    folded = [*story.folded, *filter(None, [explain.headline(report), explain.evidence(report)])]
+    body.append(details("More about this report", "".join(map(paragraph, folded))))
     if table and report.inside is not None and is_informative(report.inside):
         body.append(details("Activations by module and operator (MiB)", _inside(report.inside)))
     return "".join(body)

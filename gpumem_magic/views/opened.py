@@ -19,7 +19,6 @@ from gpumem_magic.views.opened_row import OpenedRows, tensors
 # What the device has beside what is allocated.
 _BESIDE = CATEGORIES[len(ALLOCATED_CATEGORIES) :]
 _FEWEST = 3
-_MOST_TENSORS = 12
 
 
 def opened(report: ReportData) -> str:
@@ -72,7 +71,7 @@ def _gauge(report: ReportData) -> str:
 
 
 def _tensors(report: ReportData) -> str:
-    table = tensors(report.peak.tensors, _MOST_TENSORS)
+    table = tensors(report.peak.tensors, "tensors")
     return details("The tensors at the peak", table) if table else ""
 
 

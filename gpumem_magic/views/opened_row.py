@@ -11,11 +11,11 @@ from gpumem_magic.report.tensors import groups_at
 from gpumem_magic.units import amount, counted, mib
 from gpumem_magic.views import explain
 from gpumem_magic.views.elements import grid, paragraph, stack, swatch, words
-from gpumem_magic.views.lines import Line, SizeFormat, first_line
+from gpumem_magic.views.lines import Line, SizeFormat, turns_in_words, words_of
+from gpumem_magic.views.story import TENSOR_HEADS, tensor_rows
 
 # What a stored notebook has room for: lines in all, and of them with tables.
 MOST_LINES, MOST_TABLES = 200, 24
-_MOST_TENSORS = 6
 _MOST_OWNERS = 12
 _HEADS = ("line", "", "", "allocated", "change", "peak inside")
 
@@ -97,10 +97,10 @@ class OpenedRows:
         """What is allocated after a row; for the one that failed, when it did."""
         error, source = self.report.error, self.report.source
         if row.kind == "error" and error is not None and error.tensors:
-            return tensors(error.tensors, _MOST_TENSORS)
+            return tensors(error.tensors, "when it failed")
         if source is None or row.position < 0:
             return ""
-        return tensors(groups_at(source, row.position), _MOST_TENSORS)
+        return tensors(groups_at(source, row.position), "tensors after it")
 
     def _categories(self, row: Row, before: Row | None) -> str:
         rows = []
@@ -138,21 +138,25 @@ def _numbers(entry: Entry) -> str:
 
 
 def _name(entry: Entry) -> str:
-    if entry.kind == STILL:
-        return f"<em>{counted(len(entry.rows), 'statement')}: nothing moved</em>"
     if entry.kind == ROW:
         text = Line(entry.row, 0, entry.before, None).text
         return f"<code>{escape(text)}</code>" if entry.row.statement.strip() else f"<em>{escape(text)}</em>"
+    return f"<em>{escape(_folded_name(entry))}</em>"
+
+
+def _folded_name(entry: Entry) -> str:
+    """``iterations 1-60: alike, each +64.0 MiB``, ``2 statements: nothing moved``."""
+    if entry.kind == STILL:
+        return f"{counted(len(entry.rows), 'statement')}: {words_of(entry).partition(': ')[2]}"
+    if entry.in_call:
+        return words_of(entry)
     outer = "".join(f"{number}." for number in entry.outer)
-    if entry.first == entry.last:
-        named = f"iteration {outer}{entry.first}"
-    else:
-        named = f"iterations {outer}{entry.first}-{outer}{entry.last}"
-    if entry.kind == ALIKE:
-        return f"<em>{named}, all alike</em>"
-    if entry.kind == REST:
-        return f"<em>{named}, {'not shown' if entry.like is None else f'as {outer}{entry.like}'}</em>"
-    return f"<em>{named}</em>"
+    if entry.kind == TURN:
+        return f"iteration {outer}{entry.first}"
+    if entry.turns == 1:
+        return f"iteration {outer}{entry.first}: {turns_in_words(entry)}"
+    said = "without rows" if entry.kind == REST and entry.like is None else turns_in_words(entry)
+    return f"iterations {outer}{entry.first}-{outer}{entry.last}: {said}"
 
 
 def _sentence(row: Row, before: Row | None) -> str:
@@ -165,30 +169,11 @@ def _sentence(row: Row, before: Row | None) -> str:
     return text
 
 
-def tensors(groups: Sequence[TensorGroup], most: int) -> str:
+def tensors(groups: Sequence[TensorGroup], heading: str) -> str:
     """The largest tensors of a moment as a table; empty where none is known."""
-    known = [one for one in groups if one.category]
-    rows = [_tensor_cells(one) for one in known[:most]]
-    left = [*known[most:], *(one for one in groups if not one.category)]
-    if left:
-        count = sum(one.count for one in left)
-        rows.append((mib(sum(one.bytes for one in left)), f"{counted(count, 'more allocation')}", "", ""))
-    return grid(("MiB", "tensors then", "made by", "kept by"), rows, (0,)) if known else ""
-
-
-def _tensor_cells(one: TensorGroup) -> tuple[str, ...]:
-    what = LABELS[one.category] if one.shape is None else f"{'x'.join(map(str, one.shape)) or 'scalar'} {one.dtype}"
-    counts = f"{one.count:,} x " if one.count > 1 else ""
-    made = [f"`{one.operator}`"] if one.operator else []
-    if one.line:
-        made.append(f"line {one.line}" + (f": `{first_line(one.statement)}`" if one.statement else ""))
-    made += [place for place in (one.inner, one.module) if place]
-    return (
-        mib(one.bytes) if one.bytes >= 1 << 19 else "<1",
-        f"{swatch(one.category)}{counts}{escape(what)}",
-        words(", ".join(made)),
-        f"<code>{escape(one.kept_by)}</code>" if one.kept_by else "" if one.keeper == "unknown" else escape(one.keeper),
-    )
+    rows = [(size, *map(escape, (what, made, kept))) for size, what, made, kept in tensor_rows(groups)]
+    heads = (TENSOR_HEADS[0], heading, *TENSOR_HEADS[2:])
+    return grid(heads, rows, (0,)) if rows else ""
 
 
 def owners(found: Sequence[Owner]) -> str:

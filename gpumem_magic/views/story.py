@@ -48,11 +48,15 @@ def tensor_heading(report: ReportData) -> str:
 
 
 def tensor_table(report: ReportData) -> list[list[str]]:
-    """MiB, the tensors, what made them, and what keeps them: the largest groups of the peak, or of the failure.
+    """The largest groups of the peak, or of the failure, as `tensor_rows`."""
+    return tensor_rows(_at_failure(report) or report.peak.tensors)
+
+
+def tensor_rows(groups: Sequence[TensorGroup]) -> list[list[str]]:
+    """MiB, the tensors, what made them, and what keeps them: the largest groups of a moment.
 
     The rows add up to what is allocated then. Empty where nothing is known of them.
     """
-    groups = _at_failure(report) or report.peak.tensors
     total = sum(group.bytes for group in groups)
     shown = [group for group in groups if group.category and group.bytes * _SMALL >= total][:_MOST_GROUPS]
     if not shown:
