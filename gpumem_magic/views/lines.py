@@ -114,7 +114,9 @@ def turns_in_words(entry: Entry) -> str:
         return counted(len(entry.rows), "statement")
     if entry.kind not in (ALIKE, REST) or (entry.kind == REST and entry.like is None):
         return counted(entry.turns, "iteration")
-    grown = round((entry.change or 0) / entry.turns)
+    # The first of alike turns may have had to fill what the others find.
+    others = entry.inner[-1] if entry.kind == ALIKE and entry.inner and entry.inner[-1].kind == REST else entry
+    grown = round((others.change or 0) / others.turns)
     each = "each " if entry.turns > 1 else ""
     more = f", {each}{'+' if grown > 0 else '-'}{amount(abs(grown))}" if abs(grown) >= _TOLD else ""
     outer = "".join(f"{number}." for number in entry.outer)
