@@ -143,7 +143,7 @@ def test_it_shows_in_the_text_and_the_page_and_is_saved(trained: Report) -> None
     assert any("0 to 2" in line and "Block, each" in line for line in lines)
     assert len(lines) <= 8
     for line in lines[:-1]:
-        assert line in str(trained)
+        assert line in str(trained.explain())
     page = trained._repr_mimebundle_()[0]["text/html"]
     assert "Activations by module and operator (MiB)</summary>" in page
     again = Report.from_dict(json.loads(trained.to_json()))
