@@ -174,6 +174,45 @@ done = True
 """
 
 
+@pytest.fixture
+def usual_handler() -> Iterator[None]:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("shell", "usual_handler")
+@pytest.mark.parametrize("twice", [False, True])
+def test_ctrl_c_waits_for_the_end_of_an_operator(monkeypatch: pytest.MonkeyPatch, twice: bool) -> None:
+    """All memory has an owner afterwards. A second one does not wait."""
+    machine = machine_on()
+    x = torch.ones(1000, device="cuda")
+    kind = type(machine.devices[0].allocator)
+    malloc, allocated, ended = kind.malloc, machine.devices[0].allocator.allocated, []
+
+    def interrupted(self: Any, *given: Any, **options: Any) -> Any:
+        signal.raise_signal(signal.SIGINT)
+        found = malloc(self, *given, **options)
+        if twice:
+            signal.raise_signal(signal.SIGINT)
+        ended.append(found)
+        return found
+
+    for make in (lambda: x + 1, lambda: torch.empty(1000, device="cuda")):
+        with monkeypatch.context() as patches:
+            patches.setattr(kind, "malloc", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                make()
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        machine.settle()
+        assert twice or machine.devices[0].allocator.allocated == allocated
+    assert len(ended) == (0 if twice else 2)
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+
+
 def test_a_cell_that_is_left_where_it_awaits_is_no_longer_measured(
     shell: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:

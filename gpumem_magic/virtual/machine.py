@@ -110,7 +110,7 @@ class VirtualMachine:
         return self.engine.supplied
 
     def settle(self) -> None:
-        with self.engine.lock:
+        with self.engine.uninterrupted, self.engine.lock:
             self.engine.table.drain()
 
     def notes(self) -> list[str]:
@@ -189,7 +189,7 @@ class VirtualMachine:
         return self._devices[device].model.capability
 
     def _clear_workspaces(self) -> None:
-        with self.engine.lock:
+        with self.engine.uninterrupted, self.engine.lock:
             self.workspaces.clear()
 
     # ---- on and off

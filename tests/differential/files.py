@@ -1,6 +1,6 @@
 """Damaged and hostile files, each read as everything that reads files would: nothing runs, nothing hangs, nothing grows.
 
-    python tests/differential/files.py [--count 20000] [--seed 1] [--jobs 2]
+    python tests/differential/files.py [--count 20000] [--seed 1] [--jobs 2] [--seconds 3600]
 
 The mutants come from real recordings (measured here, PyTorch's own dumps, and those of `shared`, where it lies beside the
 project), from reports and from pages, and from `hostile_snapshots`. Changed are values, texts (to markup and control codes),
@@ -353,7 +353,10 @@ def work(options: argparse.Namespace) -> dict[str, Any]:
         reader = Reader(folder, elements(real["training.html"].decode()) | elements(real["failing.html"].decode()))
         mutants = Mutants(real, source, canary)
         hand_made = list(hostile_snapshots.hand_made(canary).items()) if options.part == 0 else []
+        last = time.monotonic() + options.seconds
         for number in range(options.count):
+            if time.monotonic() > last:
+                break
             what, content = (
                 (f"hand made: {hand_made[number][0]}", hand_made[number][1])
                 if number < len(hand_made)
@@ -394,6 +397,8 @@ def parts(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             options.seed,
             "--count",
             str((options.count + part) // options.jobs),
+            "--seconds",
+            str(options.seconds),
         ]
         command += ["--keep", str(options.keep)] if options.keep is not None else []
         running.append(
@@ -413,6 +418,7 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=20_000)
     parser.add_argument("--seed", default="1")
     parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=1e9, help="read nothing more after so long")
     parser.add_argument("--keep", type=Path, help="a folder for the files that are read wrongly")
     parser.add_argument("--part", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()

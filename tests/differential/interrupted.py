@@ -128,6 +128,7 @@ def run(shell: Any, request: dict[str, Any], bearings: dict[str, Any], run_cell:
     if tracer is not None:
         found.update(lines=tracer.seen, place=tracer.place)
     asked = [
+        ("memory", _memory_of_nobody),
         ("%gpumem_auto off", lambda: _magic(shell, "gpumem_auto", "off")),
         ("%gpumem_watch stop", _stop_watch),
         ("%gpumem_device off", lambda: _magic(shell, "gpumem_device", "off")),
@@ -150,6 +151,27 @@ def run(shell: Any, request: dict[str, Any], bearings: dict[str, Any], run_cell:
 
 def _magic(shell: Any, name: str, words: str) -> None:
     shell.run_line_magic(name, words)
+
+
+def _memory_of_nobody() -> list[str]:
+    """Where a virtual device says that more or less is allocated than storages and workspaces hold."""
+    gpu: Any = sys.modules.get("gpumem_magic.virtual.gpu")
+    machine = None if gpu is None else gpu.current()
+    if machine is None:
+        return []
+    machine.settle()
+    owned = {one.address for one in machine.engine.table._placements.values() if one.nbytes}
+    owned |= set(machine.workspaces._workspaces.values())
+    found = []
+    for device in machine.devices:
+        blocks = [block for segment in device.segments() for block in segment.blocks]
+        held = [block for block in blocks if block.state == "active_allocated"]
+        if sum(block.size for block in held) != device.allocator.allocated:
+            found.append(
+                f"{device.allocator.allocated} bytes are allocated, in blocks of {sum(one.size for one in held)}"
+            )
+        found += [f"{block.size} bytes at {block.address:#x}" for block in held if block.address not in owned]
+    return found
 
 
 def _stop_watch() -> None:

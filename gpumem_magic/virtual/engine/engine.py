@@ -39,6 +39,7 @@ from gpumem_magic.virtual.engine.mismatch import (
 from gpumem_magic.virtual.engine.modes import DEVICE_QUERY, STATE, HostlessFakeMode, OperatorMode, answer_device, pushed
 from gpumem_magic.virtual.engine.storage import StorageTable
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
+from gpumem_magic.virtual.engine.uninterrupted import Uninterrupted
 
 SPECIAL: dict[Any, Callable[..., Any]] = {}
 # The same for operators with a sparse tensor among their arguments; those that are not here are refused.
@@ -73,6 +74,7 @@ class Engine:
 
     def __init__(self, memory: Memory, device_count: int) -> None:
         self.lock = threading.RLock()
+        self.uninterrupted = Uninterrupted()
         self.memory = memory
         self.device_count = device_count
         self.process = os.getpid()
@@ -158,7 +160,7 @@ class Engine:
             raise DeviceGone(self.closed_because)
         if device >= self.device_count:
             refuse_device(device)
-        with self.lock:
+        with self.uninterrupted, self.lock:
             self.table.drain()
             STATE.last_device = device
             if STATE.call is not None or not self.memory.is_recorded(device):

@@ -192,7 +192,7 @@ class Factories:
             meta = original(*args, **kwargs)
         finally:
             STATE.depth -= 1
-        with self._engine.lock, origin("factory"):
+        with self._engine.uninterrupted, self._engine.lock, origin("factory"):
             made = self._engine.wrap(meta, index, getattr(original, "__name__", ""))
         if getattr(original, "__name__", "") in _CONSTANTS and values.small(meta):
             with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
@@ -330,7 +330,7 @@ class Factories:
         def resize_tensor(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             out = original(self, *args, **kwargs)
             if isinstance(self, VirtualTensor) and not STATE.depth:
-                with engine.lock, torch._C.DisableTorchFunctionSubclass(), origin("factory"):
+                with engine.uninterrupted, engine.lock, torch._C.DisableTorchFunctionSubclass(), origin("factory"):
                     engine.table.resized(self.untyped_storage())
             return out
 
@@ -341,7 +341,7 @@ class Factories:
         def resize_storage(self: torch.UntypedStorage, size: int) -> Any:
             out = original(self, size)
             if not STATE.depth:
-                with engine.lock, origin("factory"):
+                with engine.uninterrupted, engine.lock, origin("factory"):
                     engine.table.resized(self)
             return out
 
