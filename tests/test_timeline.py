@@ -7,7 +7,7 @@ from allocator_programs import Run, settings_choices, shape, start_run, steps
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpumem_magic.snapshot.model import Block, Segment, TraceEvent
+from gpumem_magic.snapshot.model import Block, Segment, TraceEvent, with_free_space
 from gpumem_magic.snapshot.rangemax import RangeMax
 from gpumem_magic.snapshot.rules import AllocatorSettings
 from gpumem_magic.snapshot.start import start_of
@@ -316,6 +316,16 @@ def test_the_start_of_a_trace_is_found_again(
             guesses = [block for block in guess.blocks if block.state != "inactive"]
             assert [block.address for block in guesses] == [block.address for block in used]
             assert all(0 <= b.size - a.size <= MIB for a, b in zip(guesses, used, strict=True))
+
+
+def test_a_block_that_waited_when_the_trace_began() -> None:
+    """A trace without any request of a free: whether it leaves them out shows only in what it allocated itself."""
+    final = Segment(0, BASE, 20 * MIB, 0, "large", with_free_space(BASE, 20 * MIB, ()))
+    end = ("free_completed", 0, 4 * MIB)
+    elsewhere = [("alloc", 8 * MIB, 4 * MIB), ("free_completed", 8 * MIB, 4 * MIB)]
+    for events, state in (([end], "active_pending_free"), ([end, *elsewhere], "active_allocated")):
+        (segment,) = start_of([final], events_of(*events)).segments
+        assert [(one.size // MIB, one.state) for one in segment.blocks] == [(4, state), (16, "inactive")]
 
 
 def test_the_start_of_an_expandable_trace() -> None:

@@ -146,7 +146,7 @@ def _freed_blocks(
     born: set[int] = set()
     waiting: set[int] = set()
     blocks: dict[int, Block] = {}
-    requests_are_recorded = any(event.action == "free_requested" for event in events)
+    requests_are_recorded = _records_requests(events)
     for event in events:
         address = event.address
         if event.action == "alloc":
@@ -157,12 +157,25 @@ def _freed_blocks(
                 blocks[address] = Block(address, round_size(event.size, settings), event.size, ACTIVE)
         elif event.action == "free_completed":
             if address not in born and address not in blocks:
-                # Its free was requested before the trace began, if the trace has such events at all.
+                # Its free was requested before the trace began, if the trace has such events.
                 state = PENDING_FREE if requests_are_recorded else ACTIVE
                 blocks[address] = Block(address, round_size(event.size, settings), event.size, state)
             born.discard(address)
             waiting.discard(address)
     return blocks, born, waiting
+
+
+def _records_requests(events: Sequence[TraceEvent]) -> bool:
+    """Whether the trace has requests of frees, as PyTorch's have. One that has none, and frees what it allocated, has them not."""
+    born: set[int] = set()
+    for event in events:
+        if event.action == "free_requested":
+            return True
+        if event.action == "alloc":
+            born.add(event.address)
+        elif event.action == "free_completed" and event.address in born:
+            return False
+    return True
 
 
 def _within(starts: Sequence[int], segment: Segment) -> Sequence[int]:
