@@ -166,7 +166,7 @@ def _freed_blocks(
 
 
 def _records_requests(events: Sequence[TraceEvent]) -> bool:
-    """Whether the trace has requests of frees, as PyTorch's have. One that has none, and frees what it allocated, has them not."""
+    """Whether the trace has requests of frees, as PyTorch's have. One without that frees what it allocated leaves them out."""
     born: set[int] = set()
     for event in events:
         if event.action == "free_requested":
