@@ -3,11 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
-from gpumem_magic.causes import copies, device_memory, graphs, holding, loops, shapes, shortage, training, untrained
+from gpumem_magic.causes import (
+    batches,
+    copies,
+    device_memory,
+    graphs,
+    holding,
+    loops,
+    operators,
+    settings,
+    shapes,
+    shortage,
+    training,
+    untrained,
+)
 from gpumem_magic.causes.model import Scene
 from gpumem_magic.failures import swallows
-from gpumem_magic.report.model import Cause
+from gpumem_magic.report.model import Cause, ReportError
 
 Detector = Callable[[Scene], Iterable[Cause]]
 
@@ -33,11 +47,36 @@ DETECTORS: tuple[Detector, ...] = (
     training.missing_zero_grad,
     training.optimizer_states,
     training.optimizer_temporaries,
+    settings.idle_checkpointing,
+    settings.wide_inference,
+    settings.dense_lookup_gradient,
+    settings.convolution_scratch,
+    batches.whole_batch,
+    operators.grown_results,
+    operators.wide_copies,
+    operators.joined_in_a_loop,
     shapes.attention_scores,
     shapes.dominating_layer,
     shapes.wide_numbers,
     holding.only_cached,
 )
+# What these say of the memory is so in sound programs, too.
+DESCRIBING = frozenset(
+    {
+        "optimizer_states",
+        "optimizer_temporaries",
+        "dominating_layer",
+        "attention_scores",
+        "only_cached",
+        "wide_inference",
+        "convolution_scratch",
+        "whole_batch",
+        shortage.NAME,
+    }
+)
+_ALLOCATORS = "fragmentation"
+# It says why a second try failed, too.
+_FIRST = "retry_in_except"
 # A cause that another one explains better is not told twice.
 _COVERED = {
     "growth": ("kept_graphs", "gradients_with_graphs"),
@@ -63,8 +102,26 @@ def find_causes(scene: Scene) -> tuple[list[Cause], list[str]]:
             failures.append(f"Looking for a cause failed in {detector.__name__} ({type(error).__name__}: {error}).")
     names = {one.name for one in found}
     found = [one for one in found if not names.intersection(_COVERED.get(one.name, ()))]
-    if shortage.NAME in names:
-        # Where memory ran out: what went wrong, who held it, and then what is at stake, the most first.
-        first = {"retry_in_except": -1, "fragmentation": 0, shortage.NAME: 1}
-        found.sort(key=lambda one: (first.get(one.name, 2), -one.bytes))
-    return found, failures
+    failed = scene.report.error is not None
+    found = [replace(one, describes=_describes(one.name, failed)) for one in found]
+    return sorted(found, key=lambda one: _rank(one, _explained(found), scene.report.error)), failures
+
+
+def _describes(name: str, failed: bool) -> bool:
+    # What this cell's own error pins is there because it failed, and not the other way round.
+    return name in DESCRIBING or (failed and name == "pinned_by_traceback")
+
+
+def _explained(found: Iterable[Cause]) -> int:
+    """Bytes that could be had back, without the allocator's help."""
+    return max((one.bytes for one in found if not one.describes and one.name != _ALLOCATORS), default=0)
+
+
+def _rank(cause: Cause, explained: int, error: ReportError | None) -> tuple[int, int]:
+    """What explains the most comes first, and what only describes after what can be changed. Where a request failed, the
+    allocator's settings come before all, unless what somebody holds would have been enough."""
+    if cause.name == _FIRST:
+        return -2, 0
+    if cause.name == _ALLOCATORS and error is not None and explained < (error.wanted or 0):
+        return -1, 0
+    return 2 * int(cause.describes) - int(cause.name == shortage.NAME), -cause.bytes

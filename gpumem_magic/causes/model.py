@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TypeVar
 
+from gpumem_magic.attribution.tensors import Tensors
 from gpumem_magic.causes.program import ProgramText
 from gpumem_magic.devices.base import Label
 from gpumem_magic.owners.model import Held, Holdings
@@ -41,7 +42,8 @@ class Scene:
     addresses of the parameters that it had before the cell's first statement. saved: what the first backward's graph kept, when
     the device's log stood at `saved_at`. never_clears: whether the cell's text runs backward and steps, and nothing clears
     gradients. mentioned: the names that the cell uses, itself or in the functions that it calls; empty where that is not known.
-    program: its text.
+    program: its text. tensors: what is known of each allocation. idle_checkpointing: the names of modules in which activation checkpointing is
+    on, in evaluation mode. searches_convolutions: whether cuDNN tries for the fastest way.
     """
 
     recording: Recording
@@ -58,6 +60,16 @@ class Scene:
     never_clears: bool = False
     mentioned: frozenset[str] = frozenset()
     program: ProgramText = field(default_factory=ProgramText)
+    tensors: Tensors | None = None
+    idle_checkpointing: frozenset[str] = frozenset()
+    searches_convolutions: bool = False
+
+    @cached_property
+    def moment(self) -> int:
+        """The position that the report is about: of the request that failed, else of the peak."""
+        failed = next((position for point, _, position in reversed(self.points) if point.kind == "error"), None)
+        error = self.report.error
+        return self.peak if failed is None or error is None or error.requested is None else failed
 
     @property
     def end(self) -> int:

@@ -66,6 +66,8 @@ class Why:
         self._never_clears = False
         self._mentioned: frozenset[str] = frozenset()
         self._program = ProgramText()
+        self._idle_checkpointing: frozenset[str] = frozenset()
+        self._searches_convolutions = False
 
     def read(self, source: str) -> None:
         """The cell's own text."""
@@ -88,6 +90,8 @@ class Why:
                 )
                 _remember_lost(self._holdings)
                 self._evaluating = _evaluating(namespace)
+                self._idle_checkpointing = _idle_checkpointing(namespace)
+                self._searches_convolutions = bool(torch.backends.cudnn.benchmark)
                 self._typed = _typed(namespace)
                 self._never_clears = never_clears_gradients(self._source, namespace)
                 self._mentioned = mentioned(self._source, namespace) if error is not None else frozenset()
@@ -138,13 +142,16 @@ class Why:
                 report,
                 self._holdings,
                 self._evaluating,
-                "\n".join([self._typed, *(point.statement for point in recording.checkpoints)]),
+                "\n".join([self._typed, self._source, *(point.statement for point in recording.checkpoints)]),
                 self._modules,
                 saved,
                 saved_at or 0,
                 self._never_clears,
                 self._mentioned,
                 placed(self._program, recording.checkpoints),
+                tensors=view.tensors,
+                idle_checkpointing=self._idle_checkpointing,
+                searches_convolutions=self._searches_convolutions,
             )
             causes, failures = find_causes(scene)
             self._failures += failures
@@ -241,6 +248,18 @@ def _shell_of(namespace: Mapping[str, Any] | None) -> Any:
 def _evaluating(namespace: Mapping[str, Any]) -> frozenset[str]:
     """Variables that are modules in evaluation mode. No attribute is asked for that the user could have written."""
     return frozenset(name for name, module in _modules_in(namespace) if name and attribute(module, "training") is False)
+
+
+def _idle_checkpointing(namespace: Mapping[str, Any]) -> frozenset[str]:
+    """Variables that are modules with activation checkpointing, as libraries switch it on, in a part in evaluation mode."""
+    return frozenset(
+        name
+        for name, module in _modules_in(namespace)
+        if any(
+            attribute(one, "gradient_checkpointing") is True and attribute(one, "training") is False
+            for _, one in tensors.modules_in(module)
+        )
+    )
 
 
 def _modules_in(namespace: Mapping[str, Any]) -> Iterator[tuple[str, torch.nn.Module]]:

@@ -78,7 +78,8 @@ class CodePlace(NamedTuple):
 
 class Birth(NamedTuple):
     """How an allocation came to be. operator: by the name that users know; kernel: by PyTorch's own; both "" where unknown.
-    shape: None for what a kernel works with. inputs: (shape, type) of its tensors, the first few. node: of autograd's graph,
+    shape: None for what a kernel works with. inputs: (shape, type) of its tensors, the first few; 1 for a dimension that is
+    only expanded. node: of autograd's graph,
     where a backward made it; place is then that of the forward, as far as that is known."""
 
     operator: str

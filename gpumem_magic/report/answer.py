@@ -1,18 +1,42 @@
-"""The answer: a report in a sentence or two. The peak or the failure, where it was, of what it is, and what to do."""
+"""The answer: a report in a sentence or two. The peak or the failure, where it was, and why, with what to do about it.
+
+Where a cause explains it, the answer is that cause's own sentence, so that the two cannot differ. Else it says what the tensors
+are, which line made them and what keeps them.
+"""
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Sequence
+
 from gpumem_magic.report.model import LABELS, ReportData, TensorGroup
-from gpumem_magic.units import amount, human
+from gpumem_magic.units import amount
+
+# Groups are told until they are so much of what is allocated, in per cent, and at most so many.
+_ENOUGH, _MOST = 70, 3
+# Its text says what the groups say.
+_LISTS_HOLDERS = "memory_ran_out"
+_WHOLES = ("parameters", "buffers", "gradients", "optimizer_state")
+_NUMBERS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
 
 
 def answer_of(report: ReportData) -> str:
     """From the report's own figures and causes."""
-    lead = _failure(report) or _peak(report)
-    if report.causes:
-        return f"{lead}. {report.causes[0].sentence}"
-    largest = next((group for group in _tensors(report) if group.category), None)
-    return f"{lead}, chiefly {_in_words(largest)}." if largest is not None else f"{lead}."
+    if not report.peak.allocated and report.error is None:
+        return "Nothing was put on the device."
+    failure = _failure(report)
+    lead = failure or _peak(report)
+    shown = report.shown_causes
+    blaming = next((cause for cause in shown if not cause.describes), None)
+    if blaming is not None:
+        return f"{lead}. {blaming.sentence}"
+    words = in_words(_failed_tensors(report) if failure else report.peak.tensors)
+    lead = f"{lead}: {words}." if words else f"{lead}."
+    # What only describes is worth a word here where it says what to do about a good part of the memory.
+    useful = next((cause for cause in shown if cause.remedy and 4 * cause.bytes >= report.peak.allocated), None)
+    if useful is None:
+        return lead
+    return f"{lead} {useful.remedy if useful.name == _LISTS_HOLDERS else useful.sentence}"
 
 
 def _peak(report: ReportData) -> str:
@@ -26,15 +50,77 @@ def _failure(report: ReportData) -> str:
         return ""
     at = "" if error.line is None else f" at line {error.line}"
     if error.requested is None:
-        return f"{error.type}{at}"
+        peak = f"; until then at most {amount(report.peak.allocated)} were allocated" if report.peak.allocated else ""
+        return f"{error.type}{at}{peak}"
     row = next((row for row in reversed(report.checkpoints) if row.kind == "error"), report.peak)
-    return f"Out of memory{at}: {amount(error.requested)} wanted, {amount(row.allocated)} allocated"
+    total = f" of {amount(report.device.capacity)}" if report.device.capacity else ""
+    return f"Out of memory{at}: {amount(error.requested)} wanted, {amount(row.allocated)}{total} allocated"
 
 
-def _tensors(report: ReportData) -> tuple[TensorGroup, ...]:
+def _failed_tensors(report: ReportData) -> tuple[TensorGroup, ...]:
     return report.error.tensors if report.error is not None and report.error.tensors else report.peak.tensors
 
 
-def _in_words(group: TensorGroup) -> str:
-    made = f" of line {group.line}" if group.line else ""
-    return f"{human(group.bytes)} of {LABELS[group.category]}{made}"
+def in_words(groups: Sequence[TensorGroup]) -> str:
+    """What is allocated, the largest first: ``6,104 MiB are four (20000, 20000) float32 tensors of `pred - y` (line 4)``."""
+    total = sum(one.bytes for one in groups)
+    told: list[str] = []
+    left = total
+    alike = sorted(_alike(groups), key=lambda members: -sum(one.bytes for one in members))
+    for members in alike[:_MOST]:
+        size = sum(one.bytes for one in members)
+        if told and (100 * (total - left) >= _ENOUGH * total or 20 * size < total):
+            break
+        told.append(_words(members, size))
+        left -= size
+    return "; ".join(told)
+
+
+def _alike(groups: Sequence[TensorGroup]) -> list[list[TensorGroup]]:
+    """Groups that one line made in one shape, whichever of its operators it was, and the parts of a model, are told together."""
+    found: dict[tuple[object, ...], list[TensorGroup]] = defaultdict(list)
+    for one in groups:
+        if not one.category:
+            continue
+        if one.category in _WHOLES or one.shape is None:
+            found[one.category, one.kept_by, one.line].append(one)
+        else:
+            found[one.shape, one.dtype, one.line, one.inner].append(one)
+    return list(found.values())
+
+
+def _words(members: Sequence[TensorGroup], size: int) -> str:
+    first = members[0]
+    if first.category in _WHOLES:
+        of = f" of `{first.kept_by}`" if first.kept_by else ""
+        return f"{amount(size)} are {LABELS[first.category]}{of}"
+    place = _place(members)
+    if first.shape is None:
+        return f"{amount(size)} are {LABELS[first.category]}{place}"
+    count = sum(one.count for one in members)
+    shape = f"({', '.join(map(str, first.shape))}{',' if len(first.shape) == 1 else ''})"
+    kind = "tensor" if count == 1 else "tensors"
+    number = _NUMBERS[count] if count < len(_NUMBERS) else f"{count:,}"
+    return f"{amount(size)} are {number} {shape} {first.dtype} {kind}{place}{_kept(members)}"
+
+
+def _place(members: Sequence[TensorGroup]) -> str:
+    """Which line made them; the innermost expression of several is within the others."""
+    first = members[0]
+    expressions = {one.expression for one in members if one.expression}
+    words = max(expressions, key=len) if expressions else first.statement
+    if not words:
+        return f" of {first.inner}" if first.inner else ""
+    line = f" (line {first.line}{f': {first.inner}' if first.inner else ''})" if first.line else ""
+    return f" of `{words}`{line}"
+
+
+def _kept(members: Sequence[TensorGroup]) -> str:
+    """What keeps them, where it is one and the same."""
+    keepers = {(one.keeper, one.kept_by if one.keeper != "backward" else "") for one in members}
+    if len(keepers) != 1:
+        return ""
+    keeper, place = keepers.pop()
+    if keeper == "backward":
+        return ", kept for backward"
+    return f", kept by `{place}`" if keeper in ("name", "list") and place else ""

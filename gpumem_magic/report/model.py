@@ -37,6 +37,9 @@ SKIPPED = "skipped"
 KINDS = ("before", "statement", "part", SKIPPED, "error", "after")
 KEEPERS = (KEPT_BY_NAME, KEPT_BY_LIST, KEPT_BY_GRAPH, NOT_KEPT, NOT_KNOWN)
 
+# So many causes are shown at once.
+MOST_CAUSES = 3
+
 # What a reader is told.
 LABELS = {name: name.replace("_", " ") for name in CATEGORIES} | {
     "cached": "cached, free",
@@ -189,12 +192,14 @@ class Owner:
 
 @dataclass(frozen=True)
 class Cause:
-    """Why memory was what it was. name: the cause's in the catalogue; remedy: what to do, or "". bytes: what is at stake."""
+    """Why memory was what it was. name: the cause's in the catalogue; remedy: what to do, or "". bytes: what is at stake.
+    describes: it says what the memory is, and blames nothing."""
 
     name: str
     text: str
     remedy: str
     bytes: int
+    describes: bool = field(default=False, metadata={"only_with": "describes"})
 
     @property
     def sentence(self) -> str:
@@ -239,6 +244,14 @@ class ReportData:
     def causes(self) -> tuple[Cause, ...]:
         """Why memory was what it was, as far as that is known."""
         return tuple(one for one in self.remarks if isinstance(one, Cause))
+
+    @property
+    def shown_causes(self) -> tuple[Cause, ...]:
+        """The first few causes, of those that explain a twentieth of the peak or of what grew; the others are for who asks."""
+        first, last = (self.checkpoints[0], self.checkpoints[-1]) if self.checkpoints else (None, None)
+        grown = last.allocated - first.allocated if first is not None and last is not None else 0
+        least = min(self.peak.allocated, grown if grown > 0 else self.peak.allocated) / 20
+        return tuple(one for one in self.causes if one.bytes >= least)[:MOST_CAUSES]
 
     @property
     def recording(self) -> Recording | None:

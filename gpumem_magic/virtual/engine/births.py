@@ -196,6 +196,15 @@ def _collect(values: Any, found: list[tuple[tuple[int, ...], str]]) -> None:
         if len(found) >= _MOST_INPUTS:
             return
         if isinstance(value, torch.Tensor):
-            found.append((tensors.shape(value), tensors.dtype_name(value)))
+            found.append((_held_shape(value), tensors.dtype_name(value)))
         elif isinstance(value, (list, tuple)):
             _collect(value, found)
+
+
+def _held_shape(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The shape without what is only expanded: a dimension along which every element is the same one counts as 1."""
+    if tensor.layout is not torch.strided:
+        return tensors.shape(tensor)
+    return tuple(
+        1 if stride == 0 else int(length) for length, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )

@@ -1,0 +1,349 @@
+"""Growth inside an operator: results far larger than what they were made of, where that is seldom meant or has another way."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
+
+import torch
+
+from gpumem_magic.causes.model import Scene
+from gpumem_magic.devices.base import Birth
+from gpumem_magic.recording.model import BACKWARD
+from gpumem_magic.report.model import Cause
+from gpumem_magic.units import human
+
+# A result is so many times larger than all that it was made of.
+_TIMES = 4
+_COPIES = frozenset({"clone", "_to_copy", "copy", "repeat", "contiguous", "copy_"})
+_PRODUCTS = frozenset({"mm", "bmm", "matmul", "baddbmm", "dot", "ger", "outer", "addr"})
+_MULTIPLIES = re.compile(r"@|\b(?:matmul|b?mm|einsum|outer|inner|tensordot|ger|cdist)\s*\(")
+_DISTANCES = re.compile(r"cdist|pairwise|euclidean")
+_MEANT = re.compile(r"\bNone\b|unsqueeze|\[\s*:\s*,")
+_LAST_POSITION = re.compile(r"\[\s*:\s*,\s*-1\s*(?::\s*)?[,\]]")
+_HALVES = frozenset({"float16", "bfloat16"})
+# A vocabulary, rather than features.
+_WORDS = 4096
+_MOST_NAMES = 40
+_BEFORE_THE_HEAD = "Take the last position before the head (`hidden[:, -1:]`; in transformers `logits_to_keep=1`)"
+
+
+@dataclass(frozen=True)
+class Alike:
+    """What is alive in one shape: how many, and bytes; and the operator that made the first of them, at an event."""
+
+    shape: tuple[int, ...]
+    count: int
+    bytes: int
+    birth: Birth
+    event: int
+
+
+def grown_results(scene: Scene) -> Iterator[Cause]:
+    """A broadcast, all pairs, a copy of an expanded tensor, one-hot numbers."""
+    for alike in _alive(scene, _is_grown):
+        words = (
+            _broadcast(scene, alike) or _expanded_copy(scene, alike) or _one_hot(scene, alike) or _pairs(scene, alike)
+        )
+        if words is not None:
+            name, text, remedy = words
+            yield Cause(name, text, remedy, alike.bytes)
+
+
+def wide_copies(scene: Scene) -> Iterator[Cause]:
+    """A large tensor of 16-bit numbers that is copied to float32; and logits of positions that nobody reads."""
+    for alike in _alive(scene, _is_widened):
+        birth = alike.birth
+        width = birth.inputs[0][1]
+        each = _bytes(alike.shape, birth.dtype)
+        sizes = f"{human(each)} beside {human(each // 2)}"
+        text = f"{_called(scene, alike)} copies {_shown(alike.shape)} from {width} to float32: {sizes}"
+        if _reads_last_only(scene, alike.shape):
+            yield Cause(
+                "all_positions",
+                f"{text}, for all {alike.shape[1]:,} positions though only the last one is read (`[:, -1]`).",
+                f"{_BEFORE_THE_HEAD}, and convert only that.",
+                alike.bytes,
+            )
+            return
+        logits = len(alike.shape) >= 2 and alike.shape[-1] >= _WORDS
+        remedy = (
+            f"Compute the loss for a part of the positions at a time, or keep the logits in {width} up to the loss."
+            if logits
+            else f"Keep it in {width}, or convert it in pieces where float32 is needed."
+        )
+        yield Cause("float32_copy", f"{text}.", remedy, alike.bytes)
+        return
+    for alike in _alive(scene, lambda birth: _is_head(birth) and not birth.node):
+        if _reads_last_only(scene, alike.shape):
+            yield Cause(
+                "all_positions",
+                f"{_called(scene, alike)} makes the logits of all {alike.shape[1]:,} positions, {_shown(alike.shape)}: "
+                f"{human(alike.bytes)}, though only the last one is read (`[:, -1]`).",
+                f"{_BEFORE_THE_HEAD}.",
+                alike.bytes,
+            )
+            return
+
+
+def joined_in_a_loop(scene: Scene) -> Iterator[Cause]:
+    """`x = torch.cat([x, new])` in a loop: the old and the new are there at once."""
+    places: dict[object, list[tuple[int, Birth]]] = defaultdict(list)
+    for event, birth in _births(scene):
+        if birth.kernel == "cat" and birth.place is not None and event < scene.moment:
+            places[birth.place].append((event, birth))
+    for made in places.values():
+        sizes = [_bytes(birth.shape or (), birth.dtype) for _, birth in made]
+        if len(made) < 3 or not all(later > earlier for earlier, later in pairwise(sizes)):
+            continue
+        events = {event for event, _ in made}
+        alive = sorted(
+            (one for one in scene.timeline.live_at(scene.moment) if one.born in events), key=lambda one: one.born
+        )
+        # Each is made of the one before it.
+        _, birth = made[-1]
+        before = made[-2][1].shape
+        if len(alive) < 2 or before is None or all(shape != before for shape, _ in birth.inputs):
+            continue
+        old, new = alive[-2:]
+        if old.size + new.size < scene.part_of_peak(5):
+            continue
+        where = _called(scene, Alike(birth.shape or (), 2, old.size + new.size, birth, made[-1][0]))
+        yield Cause(
+            "joined_in_a_loop",
+            f"{where} needs the old tensor and the new one at once, and copies all of it every time: {human(old.size)} and "
+            f"{human(new.size)} at the peak.",
+            "Collect the parts in a list and `torch.cat` them once, or preallocate the result and write into it.",
+            old.size,
+        )
+        return
+
+
+# What is alive
+
+
+def _births(scene: Scene) -> list[tuple[int, Birth]]:
+    return sorted(scene.recording.logs[scene.device].births.items())
+
+
+def _alive(scene: Scene, fits: Callable[[Birth], bool]) -> list[Alike]:
+    """The shapes in which a good part of the memory is alive, largest first, with the last forward operator that fits."""
+    births = scene.recording.logs[scene.device].births
+    counts: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    for one in scene.timeline.live_at(scene.moment):
+        birth = births.get(one.born)
+        if birth is not None and birth.shape is not None:
+            counts[_squeezed(birth.shape)].append(one.size)
+    failed = births.get(scene.moment - 1)
+    error = scene.report.error
+    if failed is not None and failed.shape is not None and error is not None and error.wanted is not None:
+        counts[_squeezed(failed.shape)].append(error.wanted)
+    least = scene.part_of_peak(10)
+    large = {shape: sizes for shape, sizes in counts.items() if sum(sizes) >= least}
+    found: dict[tuple[int, ...], Alike] = {}
+    for event, birth in reversed(_births(scene)) if large else ():
+        if event >= scene.moment or birth.shape is None or birth.node:
+            continue
+        key = _squeezed(birth.shape)
+        if key in large and key not in found and fits(birth):
+            found[key] = Alike(birth.shape, len(large[key]), sum(large[key]), birth, event)
+    return sorted(found.values(), key=lambda one: -one.bytes)
+
+
+def _squeezed(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape as alike ones have it, whatever their views."""
+    return tuple(length for length in shape if length != 1)
+
+
+def _bytes(shape: tuple[int, ...], dtype: str) -> int:
+    kind = getattr(torch, dtype, None)
+    return prod(shape) * (kind.itemsize if isinstance(kind, torch.dtype) else 1)
+
+
+def _given(birth: Birth) -> int:
+    return sum(_bytes(shape, dtype) for shape, dtype in birth.inputs)
+
+
+def _is_grown(birth: Birth) -> bool:
+    return bool(birth.inputs) and _bytes(birth.shape or (), birth.dtype) >= _TIMES * _given(birth)
+
+
+def _is_widened(birth: Birth) -> bool:
+    return (
+        birth.kernel == "_to_copy"
+        and birth.dtype == "float32"
+        and len(birth.inputs) == 1
+        and birth.inputs[0][1] in _HALVES
+        and prod(birth.inputs[0][0]) == prod(birth.shape or ())
+    )
+
+
+def _is_head(birth: Birth) -> bool:
+    shape = birth.shape or ()
+    return birth.kernel in ("mm", "addmm", "bmm") and len(shape) >= 2 and shape[-1] >= _WORDS
+
+
+def _reads_last_only(scene: Scene, shape: tuple[int, ...]) -> bool:
+    """Whether the program, which runs no backward, reads only the last of the positions of (batch, position, word)."""
+    return (
+        len(shape) == 3
+        and shape[1] > 1
+        and shape[-1] >= _WORDS
+        and not scene.spans(BACKWARD)
+        and _LAST_POSITION.search(scene.typed) is not None
+    )
+
+
+# In words
+
+
+def _called(scene: Scene, alike: Alike) -> str:
+    """```pred - y` (line 4)``, with the inner place where the line only leads to it."""
+    one = next((each for each in scene.timeline.allocations if each.born == alike.event), None)
+    facts = scene.tensors.facts(one) if scene.tensors is not None and one is not None else None
+    if facts is None:
+        # The request that failed has no allocation.
+        place = alike.birth.place
+        words = (place.expression or place.text) if place is not None else alike.birth.operator
+        line = scene.report.error.line if scene.report.error is not None else 0
+        own = place is not None and place.own_file == scene.recording.own_file
+        number = place.own_line if own and place is not None else line
+        return f"`{words}` (line {number})" if number else f"`{words}`"
+    words = facts.expression or facts.statement or facts.operator
+    inner = f", {facts.inner}" if facts.inner else ""
+    return f"`{words}` (line {facts.line}{inner})" if facts.line else f"`{words}`{inner}"
+
+
+def _shown(shape: Sequence[int]) -> str:
+    return f"({', '.join(map(str, shape))}{',' if len(shape) == 1 else ''})"
+
+
+def _sizes(alike: Alike) -> str:
+    """``1,526 MiB in float32, and 4 of that shape are alive at the peak: 6,104 MiB``."""
+    each = f"{human(_bytes(alike.shape, alike.birth.dtype))} in {alike.birth.dtype}"
+    return each if alike.count == 1 else f"{each}, and {alike.count} of that shape at once are {human(alike.bytes)}"
+
+
+def _operands(expression: str) -> list[str]:
+    """The two operands of an expression in its own words: ``a - b``, ``a.sub(b)``, ``f(a, b)``; [] for another one."""
+    try:
+        node = ast.parse(expression, mode="eval").body
+    except (SyntaxError, ValueError, MemoryError, RecursionError):
+        return []
+    found: list[ast.expr] = []
+    if isinstance(node, ast.BinOp):
+        found = [node.left, node.right]
+    elif isinstance(node, ast.Compare) and len(node.comparators) == 1:
+        found = [node.left, node.comparators[0]]
+    elif isinstance(node, ast.Call):
+        of = [node.func.value] if isinstance(node.func, ast.Attribute) else []
+        modules = ("torch", "F", "functional", "nn")
+        found = [*(one for one in of if ast.unparse(one).rpartition(".")[2] not in modules), *node.args][:2]
+    words = [ast.unparse(one) for one in found]
+    return words if len(words) == 2 and max(map(len, words)) <= _MOST_NAMES else []
+
+
+# The kinds
+
+
+def _broadcast(scene: Scene, alike: Alike) -> tuple[str, str, str] | None:
+    birth = alike.birth
+    shapes = [shape for shape, _ in birth.inputs if prod(shape) > 1]
+    if birth.kernel in _PRODUCTS or birth.kernel in _COPIES or len(shapes) < 2 or _joint(shapes) != alike.shape:
+        return None
+    first, second = sorted(shapes[:2], key=lambda shape: -prod(shape)) if len(shapes) > 2 else shapes[:2]
+    expression = birth.place.expression if birth.place is not None else ""
+    called = _called(scene, alike)
+    told = f"{called} broadcasts {_shown(first)} with {_shown(second)} to {_shown(alike.shape)}: {_sizes(alike)}."
+    same = _squeezed(first) == _squeezed(second)
+    if same and not _MEANT.search(expression) and (len(first) != len(second) or birth.operator.endswith("_loss")):
+        return "broadcast", told, _squeeze(first, second, _operands(expression))
+    ways = "Work on some of the rows at a time"
+    if len(alike.shape) >= 3 and first[-1] == second[-1]:
+        names = ", ".join(re.sub(r"\[.*\]$|\.unsqueeze\(.*\)$", "", name) for name in _operands(expression)) or "a, b"
+        return (
+            "all_pairs",
+            told,
+            f"`torch.cdist({names})` gives distances between all pairs without it; or work on some of the rows at a time.",
+        )
+    return "all_pairs", told, f"{ways}, if every pair is meant; else give both the same shape."
+
+
+def _squeeze(first: tuple[int, ...], second: tuple[int, ...], names: list[str]) -> str:
+    """What makes the two shapes the same: without the dimension of 1, or with it in the other."""
+    number = 0 if first and first[-1] == 1 else 1
+    shape, other = (first, second) if number == 0 else (second, first)
+    if shape and shape[-1] == 1:
+        name = names[number] if names else "the first" if number == 0 else "the second"
+        call = (
+            f"`{name}.squeeze({len(shape) - 1})`"
+            if names and name.isidentifier()
+            else f"`.squeeze({len(shape) - 1})` of {name}"
+        )
+        return f"{call} gives both the shape {_shown(_squeezed(other))}, unless every pair is meant."
+    return "Give both the same shape (`squeeze` or `unsqueeze`), unless every pair is meant."
+
+
+def _joint(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...] | None:
+    """The shape to which they broadcast."""
+    try:
+        return tuple(torch.broadcast_shapes(*shapes))
+    except RuntimeError:
+        return None
+
+
+def _expanded_copy(scene: Scene, alike: Alike) -> tuple[str, str, str] | None:
+    birth = alike.birth
+    if birth.kernel not in _COPIES or len(birth.inputs) < 1:
+        return None
+    words = birth.place.expression or birth.place.text if birth.place is not None else ""
+    called, small = _called(scene, alike), birth.inputs[0][0]
+    told = f"{called} expands {_shown(small)} to {_shown(alike.shape)} and copies it: {_sizes(alike)}."
+    if _MULTIPLIES.search(words):
+        remedy = (
+            "`torch.einsum`, or `torch.bmm` with the expanded dimension among the rows, multiplies without the copy."
+        )
+    elif birth.kernel == "repeat":
+        remedy = "`.expand(...)` is a view and takes nothing, where the result is only read."
+        told = f"{called} repeats {_shown(small)} to {_shown(alike.shape)}: {_sizes(alike)}."
+    else:
+        remedy = (
+            "Leave it expanded (a view takes nothing): let the next operator broadcast, without reshaping it before."
+        )
+    return "expanded_copy", told, remedy
+
+
+def _one_hot(scene: Scene, alike: Alike) -> tuple[str, str, str] | None:
+    birth = alike.birth
+    words = f"{birth.operator} {birth.place.expression if birth.place is not None else ''} {birth.kernel}"
+    if "one_hot" not in words or birth.dtype != "int64":
+        return None
+    return (
+        "one_hot",
+        f"{_called(scene, alike)} makes {_shown(alike.shape)} of int64, 8 bytes for each class: {_sizes(alike)}.",
+        "`F.cross_entropy` takes the class numbers as they are; where one-hot is needed, build it as bool or uint8 "
+        "(`torch.zeros(..., dtype=torch.bool).scatter_`), or for a part at a time.",
+    )
+
+
+def _pairs(scene: Scene, alike: Alike) -> tuple[str, str, str] | None:
+    birth = alike.birth
+    words = f"{birth.operator} {birth.place.expression or birth.place.text if birth.place is not None else ''}"
+    distances = _DISTANCES.search(birth.operator) is not None
+    shape = alike.shape
+    square = len(shape) >= 2 and min(shape[-2:]) >= 256
+    if not square or not (distances or (birth.kernel in _PRODUCTS and _MULTIPLIES.search(words))):
+        return None
+    if alike.bytes < scene.part_of_peak(3):
+        return None
+    shapes = " and ".join(_shown(one) for one, _ in birth.inputs[:2])
+    return (
+        "all_pairs",
+        f"{_called(scene, alike)} makes one number for every pair, {_shown(shape)} from {shapes}: {_sizes(alike)}.",
+        "Work on some of the rows at a time, and keep of each part only what is needed (its `topk`, its sum).",
+    )

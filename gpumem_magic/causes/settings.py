@@ -1,0 +1,93 @@
+"""Settings that do nothing where they stand, or that cost memory without a word."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import prod
+
+from gpumem_magic.causes.model import Scene, requested
+from gpumem_magic.owners.model import size_of
+from gpumem_magic.recording.model import BACKWARD, FORWARD, OPTIMIZER, RECOMPUTATION
+from gpumem_magic.report.model import Cause
+from gpumem_magic.units import human
+
+# A table with so many times more rows than were looked up.
+_TIMES = 8
+_LOOKUPS = frozenset({"embedding_dense_backward", "_embedding_bag_dense_backward"})
+
+
+def idle_checkpointing(scene: Scene) -> Iterator[Cause]:
+    """Activation checkpointing that is switched on in a model that trains in evaluation mode, where libraries leave it out."""
+    if not scene.idle_checkpointing or not scene.spans(BACKWARD) or scene.spans(RECOMPUTATION):
+        return
+    kept = size_of(scene.living_in(scene.moment, "activations"))
+    if kept < scene.part_of_peak(20):
+        return
+    name = min(scene.idle_checkpointing)
+    yield Cause(
+        "idle_checkpointing",
+        f"Gradient checkpointing of `{name}` is on and does nothing, because `{name}` is in evaluation mode: {human(kept)} of "
+        "activations are kept.",
+        f"`{name}.train()` before training makes it work.",
+        kept,
+    )
+
+
+def wide_inference(scene: Scene) -> Iterator[Cause]:
+    """A large model that only runs forward, with weights of 32 bits."""
+    if scene.spans(BACKWARD, OPTIMIZER) or not scene.spans(FORWARD):
+        return
+    weights = scene.living_in(scene.moment, "parameters")
+    addresses = {one.address for one in weights}
+    wide = [
+        one for one in scene.held if one.address in addresses and one.dtype == "float32" and one.kind == "parameter"
+    ]
+    crowded = scene.report.error is not None or 2 * scene.report.peak.allocated >= (scene.report.device.capacity or 0)
+    if not crowded or size_of(wide) < scene.part_of_peak(2):
+        return
+    name = wide[0].place.partition(".")[0]
+    yield Cause(
+        "wide_inference",
+        f"`{name}` runs without training in float32: its weights take {human(size_of(wide))}.",
+        f"`{name}.to(torch.bfloat16)`, or `dtype=torch.bfloat16` where it is loaded, halves them.",
+        size_of(wide) // 2,
+    )
+
+
+def dense_lookup_gradient(scene: Scene) -> Iterator[Cause]:
+    """The gradient of a huge embedding, of which a step looks up a few rows."""
+    births = scene.recording.logs[scene.device].births
+    for one in sorted(scene.timeline.live_at(scene.moment), key=requested, reverse=True):
+        birth = births.get(one.born)
+        if birth is None or birth.kernel not in _LOOKUPS or birth.shape is None or one.size < scene.part_of_peak(10):
+            continue
+        rows, width = birth.shape[0], prod(birth.shape[1:])
+        read = max((prod(shape) for shape, _ in birth.inputs[:1]), default=0) // max(width, 1)
+        if not read or rows < _TIMES * read:
+            continue
+        place = birth.place
+        line = f" (line {place.own_line})" if place is not None and place.own_file == scene.recording.own_file else ""
+        name = scene.labels[one.index].name
+        what = f"`{name}`" if name else "an embedding"
+        yield Cause(
+            "dense_lookup_gradient",
+            f"The gradient of {what}{line} has all {rows:,} rows, {human(one.size)}, for {read:,} that were looked up; an "
+            "optimizer's states are as large.",
+            "`nn.Embedding(..., sparse=True)` with `torch.optim.SparseAdam` or SGD has gradients of the rows looked up only.",
+            one.size,
+        )
+        return
+
+
+def convolution_scratch(scene: Scene) -> Iterator[Cause]:
+    """A good part of the moment is what cuDNN works with, which its search for the fastest way makes larger."""
+    origins = scene.recording.logs[scene.device].origins
+    used = [one for one in scene.timeline.live_at(scene.moment) if origins.get(one.born) == "estimate"]
+    if not scene.searches_convolutions or size_of(used) < scene.part_of_peak(5):
+        return
+    yield Cause(
+        "convolution_scratch",
+        f"cuDNN works with {human(size_of(used))} beside the convolution's tensors (an estimate).",
+        "`torch.backends.cudnn.benchmark = False` lets it choose ways that need less.",
+        size_of(used),
+    )
