@@ -370,6 +370,121 @@ INNOCENT += [
 ]
 
 
+COLUMN = 'pred = torch.empty(8192, 1, device="cuda", requires_grad=True)\ny = torch.empty(8192, device="cuda")'
+POINTS = 'x = torch.empty(2048, 64, device="cuda")\ny = torch.empty(3000, 64, device="cuda")'
+HALF = 'head = nn.Linear(256, 32000, bias=False).cuda().half()\nhidden = torch.randn(4, 512, 256, device="cuda").half()'
+TABLE = (
+    "table = nn.Embedding(400000, 64).cuda()\noptimizer = torch.optim.SGD(table.parameters(), lr=0.1)\n"
+    'rows = torch.randint(0, 400000, (512,), device="cuda")'
+)
+CHECKPOINTED = """
+class Deep(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers, self.gradient_checkpointing = net(layers=8), True
+    def forward(self, x):
+        for layer in self.layers:
+            if self.gradient_checkpointing and self.training:
+                x = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)
+            else:
+                x = layer(x)
+        return x
+import torch.utils.checkpoint
+deep = Deep().cuda()
+optimizer = torch.optim.SGD(deep.parameters(), lr=0.1)
+x = torch.randn(8192, 512, device="cuda")
+"""
+GUILTY += [
+    # pytorch/pytorch#16045: a column minus a row
+    Case(
+        "broadcast",
+        (COLUMN, "loss = ((pred - y) ** 2).mean()\nloss.backward()"),
+        "(8192, 1) with (8192,) to (8192, 8192)",
+    ),
+    Case(
+        "broadcast",
+        (
+            f"import warnings\n{COLUMN}",
+            "with warnings.catch_warnings():\n    warnings.simplefilter('ignore')\n"
+            "    loss = nn.functional.l1_loss(pred, y)\nloss.backward()",
+        ),
+        "`pred.squeeze(1)`",
+    ),
+        "(8192, 8192)",
+    ),
+    Case("all_pairs", (POINTS, "near = (x[:, None] - y[None]).pow(2).sum(-1).argmin(1)"), "`torch.cdist(x, y)`"),
+    Case(
+        "all_pairs",
+        (POINTS, "a = x.sum(1, keepdim=True)\nb = y.sum(1)[None]\nclose = (a - b).abs() < 1"),
+        "(2048, 3000)",
+    ),
+    Case("all_pairs", (POINTS, "best = torch.cdist(x, y).argmin(1)"), "one number for every pair, (2048, 3000)"),
+    # pytorch/pytorch#154128
+    Case(
+        "expanded_copy",
+        ('a = torch.rand(512, 64, 1, 32, device="cuda")\nb = torch.rand(64, 32, 32, device="cuda")', "c = a.matmul(b)"),
+        "expands (1, 64, 32, 32) to (512, 64, 32, 32) and copies it",
+    ),
+    Case(
+        "one_hot",
+        ('y = torch.randint(0, 9000, (4096,), device="cuda")', "h = nn.functional.one_hot(y, 9000).float()"),
+        "int64",
+    ),
+    Case("float32_copy", (HALF, "logits = head(hidden).float()\np = logits.softmax(-1)"), "from float16 to float32"),
+    # huggingface/transformers#30860
+    Case(
+        "all_positions",
+        (HALF, "with torch.no_grad():\n    token = head(hidden)[:, -1].argmax(-1)"),
+        "all 512 positions",
+    ),
+    Case(
+        "joined_in_a_loop",
+        (
+            TRAIN,
+            'bank = torch.empty(0, 512, device="cuda")\nfor _ in range(6):\n    bank = torch.cat([bank, x.repeat(20, 1)])',
+        ),
+        "the old tensor and the new one at once",
+    ),
+    Case("idle_checkpointing", (CHECKPOINTED, "deep.eval()\ndeep(x).mean().backward()"), "`deep.train()`"),
+    Case("dense_lookup_gradient", (TABLE, "table(rows).sum().backward()\noptimizer.step()"), "all 400,000 rows"),
+    Case(
+        "convolution_scratch",
+        (
+            "torch.backends.cudnn.benchmark = True\nconv = nn.Conv2d(64, 64, 3, padding=1).cuda()\n"
+            'x = torch.randn(32, 64, 64, 64, device="cuda")',
+            "with torch.no_grad():\n    y = conv(x)\ntorch.backends.cudnn.benchmark = False",
+        ),
+        "cuDNN works with",
+    ),
+    Case(
+        "wide_inference",
+        ("model = net(8192, 5)", 'with torch.no_grad():\n    y = model(torch.randn(8, 8192, device="cuda"))'),
+        "bfloat16",
+        "virtual:2GiB",
+    ),
+    Case(
+        "whole_batch",
+        (TRAIN, "x = mib(2).view(-1, 512)\nout = model(x.repeat(4096, 1))"),
+        "A smaller batch",
+        "virtual:12GiB",
+    ),
+]
+INNOCENT += [
+    Case("", (COLUMN, "loss = ((pred.squeeze(1) - y) ** 2).mean()\nloss.backward()")),
+    Case("", (POINTS, "c = x + y[:1]\nd = x @ x.new_ones(64, 64)")),
+    Case("", ('a = torch.rand(64, 32, 64, device="cuda")\nb = torch.rand(64, 64, 32, device="cuda")', "c = a.bmm(b)")),
+    Case("", (HALF, "with torch.no_grad():\n    token = head(hidden[:, -1:]).float().argmax(-1)")),
+    Case("", (CHECKPOINTED, "deep.train()\ndeep(x).mean().backward()")),
+    Case(
+        "",
+        (
+            "table = nn.Embedding(2000, 512).cuda()",
+            'table(torch.randint(0, 2000, (64, 512), device="cuda")).sum().backward()',
+        ),
+    ),
+]
+
+
 @pytest.mark.parametrize("case", GUILTY, ids=[f"{number}-{case.tells}" for number, case in enumerate(GUILTY)])
 def test_a_cause_is_found(case: Case, request: pytest.FixtureRequest) -> None:
     if case.tells == "reference_cycle":

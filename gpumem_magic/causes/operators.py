@@ -47,12 +47,10 @@ class Alike:
 def grown_results(scene: Scene) -> Iterator[Cause]:
     """A broadcast, all pairs, a copy of an expanded tensor, one-hot numbers."""
     for alike in _alive(scene, _is_grown):
-        words = (
-            _broadcast(scene, alike) or _expanded_copy(scene, alike) or _one_hot(scene, alike) or _pairs(scene, alike)
-        )
-        if words is not None:
-            name, text, remedy = words
-            yield Cause(name, text, remedy, alike.bytes)
+        for kind in (_one_hot, _broadcast, _expanded_copy, _pairs):
+            if (cause := kind(scene, alike)) is not None:
+                yield cause
+                break
 
 
 def wide_copies(scene: Scene) -> Iterator[Cause]:
@@ -63,10 +61,10 @@ def wide_copies(scene: Scene) -> Iterator[Cause]:
         each = _bytes(alike.shape, birth.dtype)
         sizes = f"{human(each)} beside {human(each // 2)}"
         text = f"{_called(scene, alike)} copies {_shown(alike.shape)} from {width} to float32: {sizes}"
-        if _reads_last_only(scene, alike.shape):
+        if positions := _positions_unread(scene, alike.shape):
             yield Cause(
                 "all_positions",
-                f"{text}, for all {alike.shape[1]:,} positions though only the last one is read (`[:, -1]`).",
+                f"{text}, for all {positions:,} positions though only the last one is read (`[:, -1]`).",
                 f"{_BEFORE_THE_HEAD}, and convert only that.",
                 alike.bytes,
             )
@@ -80,10 +78,10 @@ def wide_copies(scene: Scene) -> Iterator[Cause]:
         yield Cause("float32_copy", f"{text}.", remedy, alike.bytes)
         return
     for alike in _alive(scene, lambda birth: _is_head(birth) and not birth.node):
-        if _reads_last_only(scene, alike.shape):
+        if positions := _positions_unread(scene, alike.shape):
             yield Cause(
                 "all_positions",
-                f"{_called(scene, alike)} makes the logits of all {alike.shape[1]:,} positions, {_shown(alike.shape)}: "
+                f"{_called(scene, alike)} makes the logits of all {positions:,} positions, {_shown(alike.shape)}: "
                 f"{human(alike.bytes)}, though only the last one is read (`[:, -1]`).",
                 f"{_BEFORE_THE_HEAD}.",
                 alike.bytes,
@@ -188,15 +186,16 @@ def _is_head(birth: Birth) -> bool:
     return birth.kernel in ("mm", "addmm", "bmm") and len(shape) >= 2 and shape[-1] >= _WORDS
 
 
-def _reads_last_only(scene: Scene, shape: tuple[int, ...]) -> bool:
-    """Whether the program, which runs no backward, reads only the last of the positions of (batch, position, word)."""
-    return (
-        len(shape) == 3
-        and shape[1] > 1
-        and shape[-1] >= _WORDS
-        and not scene.spans(BACKWARD)
-        and _LAST_POSITION.search(scene.typed) is not None
-    )
+def _positions_unread(scene: Scene, shape: tuple[int, ...]) -> int:
+    """How many positions (batch, position, word) has, where the program, which runs no backward, reads only the last; else 0."""
+    if shape[-1] < _WORDS or scene.spans(BACKWARD) or not _LAST_POSITION.search(scene.typed):
+        return 0
+    if len(shape) == 3:
+        return shape[1] if shape[1] > 1 else 0
+    # Batch and position in one: told apart by another tensor of the same rows.
+    shapes = [birth.shape for _, birth in _births(scene)] + [one.shape for one in scene.held]
+    told = (each for each in shapes if each is not None and len(each) == 3 and each[0] * each[1] == shape[0])
+    return next((each[1] for each in told if each[1] > 1), 0)
 
 
 # In words
@@ -251,7 +250,7 @@ def _operands(expression: str) -> list[str]:
 # The kinds
 
 
-def _broadcast(scene: Scene, alike: Alike) -> tuple[str, str, str] | None:
+def _broadcast(scene: Scene, alike: Alike) -> Cause | None:
     birth = alike.birth
     shapes = [shape for shape, _ in birth.inputs if prod(shape) > 1]
     if birth.kernel in _PRODUCTS or birth.kernel in _COPIES or len(shapes) < 2 or _joint(shapes) != alike.shape:
@@ -262,16 +261,12 @@ def _broadcast(scene: Scene, alike: Alike) -> tuple[str, str, str] | None:
     told = f"{called} broadcasts {_shown(first)} with {_shown(second)} to {_shown(alike.shape)}: {_sizes(alike)}."
     same = _squeezed(first) == _squeezed(second)
     if same and not _MEANT.search(expression) and (len(first) != len(second) or birth.operator.endswith("_loss")):
-        return "broadcast", told, _squeeze(first, second, _operands(expression))
-    ways = "Work on some of the rows at a time"
+        return Cause("broadcast", told, _squeeze(first, second, _operands(expression)), alike.bytes)
+    remedy = "Work on some of the rows at a time, if every pair is meant; else give both the same shape."
     if len(alike.shape) >= 3 and first[-1] == second[-1]:
         names = ", ".join(re.sub(r"\[.*\]$|\.unsqueeze\(.*\)$", "", name) for name in _operands(expression)) or "a, b"
-        return (
-            "all_pairs",
-            told,
-            f"`torch.cdist({names})` gives distances between all pairs without it; or work on some of the rows at a time.",
-        )
-    return "all_pairs", told, f"{ways}, if every pair is meant; else give both the same shape."
+        remedy = f"`torch.cdist({names})` gives distances between all pairs without it; or work on some of the rows at a time."
+    return Cause("all_pairs", told, remedy, alike.bytes)
 
 
 def _squeeze(first: tuple[int, ...], second: tuple[int, ...], names: list[str]) -> str:
@@ -297,12 +292,14 @@ def _joint(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...] | None:
         return None
 
 
-def _expanded_copy(scene: Scene, alike: Alike) -> tuple[str, str, str] | None:
+def _expanded_copy(scene: Scene, alike: Alike) -> Cause | None:
     birth = alike.birth
     if birth.kernel not in _COPIES or len(birth.inputs) < 1:
         return None
     words = birth.place.expression or birth.place.text if birth.place is not None else ""
     called, small = _called(scene, alike), birth.inputs[0][0]
+    if prod(small) >= prod(alike.shape):
+        return None
     told = f"{called} expands {_shown(small)} to {_shown(alike.shape)} and copies it: {_sizes(alike)}."
     if _MULTIPLIES.search(words):
         remedy = (
@@ -315,23 +312,24 @@ def _expanded_copy(scene: Scene, alike: Alike) -> tuple[str, str, str] | None:
         remedy = (
             "Leave it expanded (a view takes nothing): let the next operator broadcast, without reshaping it before."
         )
-    return "expanded_copy", told, remedy
+    return Cause("expanded_copy", told, remedy, alike.bytes)
 
 
-def _one_hot(scene: Scene, alike: Alike) -> tuple[str, str, str] | None:
+def _one_hot(scene: Scene, alike: Alike) -> Cause | None:
     birth = alike.birth
     words = f"{birth.operator} {birth.place.expression if birth.place is not None else ''} {birth.kernel}"
     if "one_hot" not in words or birth.dtype != "int64":
         return None
-    return (
+    return Cause(
         "one_hot",
         f"{_called(scene, alike)} makes {_shown(alike.shape)} of int64, 8 bytes for each class: {_sizes(alike)}.",
         "`F.cross_entropy` takes the class numbers as they are; where one-hot is needed, build it as bool or uint8 "
-        "(`torch.zeros(..., dtype=torch.bool).scatter_`), or for a part at a time.",
+        "(`torch.zeros(n, classes, dtype=torch.bool).scatter_`), or for a part at a time.",
+        alike.bytes,
     )
 
 
-def _pairs(scene: Scene, alike: Alike) -> tuple[str, str, str] | None:
+def _pairs(scene: Scene, alike: Alike) -> Cause | None:
     birth = alike.birth
     words = f"{birth.operator} {birth.place.expression or birth.place.text if birth.place is not None else ''}"
     distances = _DISTANCES.search(birth.operator) is not None
@@ -342,8 +340,9 @@ def _pairs(scene: Scene, alike: Alike) -> tuple[str, str, str] | None:
     if alike.bytes < scene.part_of_peak(3):
         return None
     shapes = " and ".join(_shown(one) for one, _ in birth.inputs[:2])
-    return (
+    return Cause(
         "all_pairs",
         f"{_called(scene, alike)} makes one number for every pair, {_shown(shape)} from {shapes}: {_sizes(alike)}.",
         "Work on some of the rows at a time, and keep of each part only what is needed (its `topk`, its sum).",
+        alike.bytes,
     )

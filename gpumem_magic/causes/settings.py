@@ -61,8 +61,8 @@ def dense_lookup_gradient(scene: Scene) -> Iterator[Cause]:
         birth = births.get(one.born)
         if birth is None or birth.kernel not in _LOOKUPS or birth.shape is None or one.size < scene.part_of_peak(10):
             continue
-        rows, width = birth.shape[0], prod(birth.shape[1:])
-        read = max((prod(shape) for shape, _ in birth.inputs[:1]), default=0) // max(width, 1)
+        rows = birth.shape[0]
+        read = max((prod(shape) for shape, dtype in birth.inputs if dtype in ("int64", "int32")), default=0)
         if not read or rows < _TIMES * read:
             continue
         place = birth.place

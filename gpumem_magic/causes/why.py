@@ -77,6 +77,7 @@ class Why:
         """positions: a function from a device's index to where its log stands."""
         with self._timed("looking at the notebook's models"):
             self._modules = _parameters_of(namespace or {}, self._machine)
+            self._searches_convolutions = bool(torch.backends.cudnn.benchmark)
         with self._timed("watching the first backward"):
             self._watch_first_backward(positions)
 
@@ -91,7 +92,7 @@ class Why:
                 _remember_lost(self._holdings)
                 self._evaluating = _evaluating(namespace)
                 self._idle_checkpointing = _idle_checkpointing(namespace)
-                self._searches_convolutions = bool(torch.backends.cudnn.benchmark)
+                self._searches_convolutions |= bool(torch.backends.cudnn.benchmark)
                 self._typed = _typed(namespace)
                 self._never_clears = never_clears_gradients(self._source, namespace)
                 self._mentioned = mentioned(self._source, namespace) if error is not None else frozenset()
