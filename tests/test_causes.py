@@ -410,8 +410,6 @@ GUILTY += [
         ),
         "`pred.squeeze(1)`",
     ),
-        "(8192, 8192)",
-    ),
     Case("all_pairs", (POINTS, "near = (x[:, None] - y[None]).pow(2).sum(-1).argmin(1)"), "`torch.cdist(x, y)`"),
     Case(
         "all_pairs",
