@@ -9,10 +9,11 @@ from gpumem_magic.causes.model import Scene, requested
 from gpumem_magic.owners.model import size_of
 from gpumem_magic.recording.model import BACKWARD, FORWARD, OPTIMIZER, RECOMPUTATION
 from gpumem_magic.report.model import Cause
-from gpumem_magic.units import human
+from gpumem_magic.units import MIB, human
 
 # A table with so many times more rows than were looked up.
 _TIMES = 8
+_LARGE = 64 * MIB
 _LOOKUPS = frozenset({"embedding_dense_backward", "_embedding_bag_dense_backward"})
 
 
@@ -59,7 +60,7 @@ def dense_lookup_gradient(scene: Scene) -> Iterator[Cause]:
     births = scene.recording.logs[scene.device].births
     for one in sorted(scene.timeline.live_at(scene.moment), key=requested, reverse=True):
         birth = births.get(one.born)
-        if birth is None or birth.kernel not in _LOOKUPS or birth.shape is None or one.size < scene.part_of_peak(10):
+        if birth is None or birth.kernel not in _LOOKUPS or birth.shape is None or one.size < max(_LARGE, scene.part_of_peak(10)):
             continue
         rows = birth.shape[0]
         read = max((prod(shape) for shape, dtype in birth.inputs if dtype in ("int64", "int32")), default=0)
