@@ -44,6 +44,7 @@ class Scene:
     gradients. mentioned: the names that the cell uses, itself or in the functions that it calls; empty where that is not known.
     program: its text. tensors: what is known of each allocation. idle_checkpointing: the names of modules in which activation
     checkpointing is on, in evaluation mode. searches_convolutions: whether cuDNN tries for the fastest way.
+    reads_last_position: whether the cell, itself or in the functions that it names, takes ``[:, -1]`` of something.
     """
 
     recording: Recording
@@ -63,6 +64,7 @@ class Scene:
     tensors: Tensors | None = None
     idle_checkpointing: frozenset[str] = frozenset()
     searches_convolutions: bool = False
+    reads_last_position: bool = False
 
     @cached_property
     def moment(self) -> int:

@@ -25,7 +25,6 @@ _PRODUCTS = frozenset({"mm", "bmm", "matmul", "baddbmm", "dot", "ger", "outer", 
 _MULTIPLIES = re.compile(r"@|\b(?:matmul|b?mm|einsum|outer|inner|tensordot|ger|cdist)\s*\(")
 _DISTANCES = re.compile(r"cdist|pairwise|euclidean")
 _MEANT = re.compile(r"\bNone\b|unsqueeze|\[\s*:\s*,")
-_LAST_POSITION = re.compile(r"\[\s*:\s*,\s*-1\s*(?::\s*)?[,\]]")
 _HALVES = frozenset({"float16", "bfloat16"})
 # A vocabulary, rather than features.
 _WORDS = 4096
@@ -188,7 +187,7 @@ def _is_head(birth: Birth) -> bool:
 
 def _positions_unread(scene: Scene, shape: tuple[int, ...]) -> int:
     """How many positions (batch, position, word) has, where the program, which runs no backward, reads only the last; else 0."""
-    if shape[-1] < _WORDS or scene.spans(BACKWARD) or not _LAST_POSITION.search(scene.typed):
+    if shape[-1] < _WORDS or scene.spans(BACKWARD) or not scene.reads_last_position:
         return 0
     if len(shape) == 3:
         return shape[1] if shape[1] > 1 else 0

@@ -60,7 +60,12 @@ def dense_lookup_gradient(scene: Scene) -> Iterator[Cause]:
     births = scene.recording.logs[scene.device].births
     for one in sorted(scene.timeline.live_at(scene.moment), key=requested, reverse=True):
         birth = births.get(one.born)
-        if birth is None or birth.kernel not in _LOOKUPS or birth.shape is None or one.size < max(_LARGE, scene.part_of_peak(10)):
+        if (
+            birth is None
+            or birth.kernel not in _LOOKUPS
+            or birth.shape is None
+            or one.size < max(_LARGE, scene.part_of_peak(10))
+        ):
             continue
         rows = birth.shape[0]
         read = max((prod(shape) for shape, dtype in birth.inputs if dtype in ("int64", "int32")), default=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 import re
 import sys
 from collections.abc import Iterator, Mapping
@@ -16,6 +17,7 @@ _BACKWARD = re.compile(r"\bbackward\s*\(")
 _STEP = re.compile(r"\.step\s*\(")
 # Any look at `.grad` counts: whoever handles gradients by hand knows that they are there.
 _CLEARS = re.compile(r"zero_grad|set_to_none|\.grad\b")
+_LAST_POSITION = re.compile(r"\[\s*:\s*,\s*-1\s*(?::\s*)?[,\]]")
 _WORD = re.compile(r"[A-Za-z_]\w*")
 _CLEARING_NAMES = frozenset({"zero_grad", "grad"})
 # Functions that call functions, so far down.
@@ -32,6 +34,20 @@ def never_clears_gradients(source: str, namespace: Mapping[str, Any]) -> bool:
     seen: set[int] = set()
     named = (one for word in set(_WORD.findall(text)) for one in _functions_of(entry(namespace, word)))
     return not any(_clears(function, _DEPTH, seen) for function in named)
+
+
+def reads_last_position(source: str, namespace: Mapping[str, Any]) -> bool:
+    """Whether a cell, or a function of the user's that it names, takes the last of the positions of something: ``[:, -1]``."""
+    text = _COMMENT.sub("", source)
+    if _LAST_POSITION.search(text):
+        return True
+    functions = [one for word in set(_WORD.findall(text)) for one in _functions_of(entry(namespace, word))]
+    return any(_LAST_POSITION.search(_text_of(one.__code__)) for one in functions[:_MOST])
+
+
+def _text_of(code: CodeType) -> str:
+    numbers = [line for *_, line in code.co_lines() if line is not None] or [code.co_firstlineno]
+    return "".join(linecache.getline(code.co_filename, number) for number in range(min(numbers), max(numbers) + 1))
 
 
 def mentioned(source: str, namespace: Mapping[str, Any]) -> frozenset[str]:

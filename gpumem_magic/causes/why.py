@@ -19,7 +19,7 @@ from gpumem_magic.causes.catalog import find_causes
 from gpumem_magic.causes.inside import inside_of
 from gpumem_magic.causes.model import LEAST, Scene
 from gpumem_magic.causes.program import ProgramText, placed, read_program
-from gpumem_magic.causes.source import mentioned, never_clears_gradients
+from gpumem_magic.causes.source import mentioned, never_clears_gradients, reads_last_position
 from gpumem_magic.devices.base import DeviceLog, Machine
 from gpumem_magic.failures import swallows
 from gpumem_magic.looks import tensors
@@ -68,6 +68,7 @@ class Why:
         self._program = ProgramText()
         self._idle_checkpointing: frozenset[str] = frozenset()
         self._searches_convolutions = False
+        self._reads_last_position = False
 
     def read(self, source: str) -> None:
         """The cell's own text."""
@@ -91,6 +92,7 @@ class Why:
                 )
                 _remember_lost(self._holdings)
                 self._evaluating = _evaluating(namespace)
+                self._reads_last_position = reads_last_position(self._source, namespace)
                 self._idle_checkpointing = _idle_checkpointing(namespace)
                 self._searches_convolutions |= bool(torch.backends.cudnn.benchmark)
                 self._typed = _typed(namespace)
@@ -153,6 +155,7 @@ class Why:
                 tensors=view.tensors,
                 idle_checkpointing=self._idle_checkpointing,
                 searches_convolutions=self._searches_convolutions,
+                reads_last_position=self._reads_last_position,
             )
             causes, failures = find_causes(scene)
             self._failures += failures
