@@ -6,6 +6,7 @@ import gc
 import re
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -446,3 +447,36 @@ def test_nothing_of_the_users_is_kept_alive(shell: Any) -> None:
     sys.last_traceback = None
     gc.collect()
     assert [reference() for reference in held] == [None, None]
+
+
+@pytest.mark.parametrize("between", ["optimizer.zero_grad(set_to_none=False)", "pass", "optimizer.zero_grad()"])
+def test_gradients_in_a_file_are_gradients_in_every_iteration(shell: Any, tmp_path: Path, between: str) -> None:
+    run(shell, "%gpumem_device T4")
+    result, _ = run(
+        shell,
+        f"""
+import torch
+torch.cuda.memory._record_memory_history()
+net = torch.nn.Sequential(torch.nn.Linear(512, 2048), torch.nn.ReLU(), torch.nn.Linear(2048, 512)).cuda()
+optimizer = torch.optim.AdamW(net.parameters())
+for _ in range(4):
+    x = torch.randn(64, 512, device="cuda")
+    {between}
+    net(x).square().mean().backward()
+    optimizer.step()
+torch.cuda.memory._dump_snapshot({str(tmp_path / "trace.pickle")!r})
+torch.cuda.memory._record_memory_history(None)
+""",
+    )
+    assert result.success
+    view = gpumem_magic.load(tmp_path / "trace.pickle").source
+    assert view is not None
+    weights = [
+        view.labels[one.index].category
+        for one in view.timeline.allocations
+        if one.requested == 4 * 512 * 2048
+        and view.frames_of(one)
+        and any("backward" in f.name for f in view.frames_of(one))
+    ]
+    # Two weights, each of whose gradients is made anew in every iteration, be it kept or added to the one that is there.
+    assert weights == ["gradients"] * 8

@@ -98,6 +98,7 @@ class _Attributor:
             self._put(one, answer)
         parameters = self._sizes_of_parameters()
         self._gradients(survivors.values(), parameters)
+        self._added()
         sizes = parameters or _sizes_of_a_backward(survivors.values())
         self._made_in_constructors(sizes)
         self._start(sizes)
@@ -180,11 +181,25 @@ class _Attributor:
                 if left[one.requested] > 0:
                     left[one.requested] -= 1
                     answer = Label("gradients", "inferred")
-                elif self._sites[one.index] == BACKWARD:
-                    answer = Label("gradients", "lifetime")
                 elif self._is_workspace(one):
                     answer = Label("workspace", "inferred")
+                elif self._sites[one.index] == BACKWARD:
+                    answer = Label("gradients", "lifetime")
                 self._put(one, answer)
+
+    def _added(self) -> None:
+        """A backward that finds gradients makes them all again and adds them: a whole copy among what it let go of at once."""
+        gradients = self._labelled("gradients")
+        passing: dict[int, list[Allocation]] = defaultdict(list)
+        for one in self._labelled("activation_gradients"):
+            passing[self._runs.number_of(one.born)].append(one)
+        for run in passing.values():
+            begin, end = run[0].born, run[-1].born
+            there = Counter(
+                one.requested for one in gradients if one.born < begin and (one.freed is None or one.freed > end)
+            )
+            if there.total() >= _PROOF and _whole_copies(there, run) == 1:
+                self._hand_out(["gradients"], there, sorted(run, key=lambda one: (one.freed or 0) - one.born))
 
     def _made_in_constructors(self, sizes: Counter[int]) -> None:
         """Whole copies of the parameters that the program's own constructors made, in order: themselves, then states."""

@@ -15,7 +15,7 @@ from gpumem_magic.units import MIB, amount, counted
 
 PEAK = "peak"  # the kind of the line that shows the report's peak; no row of the schema has it
 ELLIPSIS = "…"
-_TOLD = MIB // 16  # bytes that each turn of a loop keeps: a thousand turns make much of less
+_TOLD = 100  # what the turns of a loop keep is said from one part in so many of the peak
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,8 @@ def turns_in_words(entry: Entry) -> str:
     others = entry.inner[-1] if entry.kind == ALIKE and entry.inner and entry.inner[-1].kind == REST else entry
     grown = round((others.change or 0) / others.turns)
     each = "each " if entry.turns > 1 else ""
-    more = f", {each}{'+' if grown > 0 else '-'}{amount(abs(grown))}" if abs(grown) >= _TOLD else ""
+    is_told = abs(entry.change or 0) * _TOLD >= entry.row.peak_allocated > 0
+    more = f", {each}{'+' if grown > 0 else '-'}{amount(abs(grown))}" if is_told else ""
     outer = "".join(f"{number}." for number in entry.outer)
     return f"as {outer}{entry.like:,}{more}" if entry.like is not None else f"alike{more}"
 

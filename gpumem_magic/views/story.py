@@ -96,7 +96,8 @@ def _made(group: TensorGroup) -> str:
     elif group.statement:
         words.append(group.statement)
     if group.inner:
-        words.append(group.inner)
+        # The function's name is in `report.tensors()`.
+        words.append(group.inner.partition(" ")[0] if not group.inner.startswith("In [") else group.inner)
     return ", ".join(words)
 
 

@@ -20,6 +20,7 @@ _HEADS = ("allocated", "change", "peak")
 MARK = "|"
 _MOVES = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 _GAP = 2
+_LEAST_WORDS = 20  # columns that a cell of words keeps, if it can
 
 
 def render(
@@ -158,9 +159,11 @@ def _tensors(report: ReportData, width: int) -> str:
     table = [heads, *rows]
     table = [[cell for place, cell in enumerate(row) if any(one[place] for one in rows)] for row in table]
     widths = [max(columns(row[place]) for row in table) for place in range(len(table[0]))]
-    while sum(widths) + _GAP * (len(widths) - 1) > width:
-        widest = max(range(1, len(widths)), key=lambda place: widths[place])
-        widths[widest] -= 1
+    # What the tensors are is cut last.
+    for least in (_LEAST_WORDS, 1):
+        for place in (*range(len(widths) - 1, 1, -1), 1):
+            over = sum(widths) + _GAP * (len(widths) - 1) - width
+            widths[place] = max(min(widths[place], least), widths[place] - max(over, 0))
     return "\n".join(
         (" " * _GAP)
         .join([row[0].rjust(widths[0]), *(_pad(cell, size) for cell, size in zip(row[1:], widths[1:], strict=True))])
