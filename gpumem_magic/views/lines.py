@@ -118,7 +118,7 @@ def turns_in_words(entry: Entry) -> str:
     others = entry.inner[-1] if entry.kind == ALIKE and entry.inner and entry.inner[-1].kind == REST else entry
     grown = round((others.change or 0) / others.turns)
     each = "each " if entry.turns > 1 else ""
-    is_told = abs(entry.change or 0) * _TOLD >= entry.row.peak_allocated > 0
+    is_told = abs(others.change or 0) * _TOLD >= entry.row.peak_allocated > 0
     more = f", {each}{'+' if grown > 0 else '-'}{amount(abs(grown))}" if is_told else ""
     outer = "".join(f"{number}." for number in entry.outer)
     return f"as {outer}{entry.like:,}{more}" if entry.like is not None else f"alike{more}"
