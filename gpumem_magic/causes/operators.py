@@ -24,6 +24,7 @@ _COPIES = frozenset({"clone", "_to_copy", "copy", "repeat", "contiguous", "copy_
 _PRODUCTS = frozenset({"mm", "bmm", "matmul", "baddbmm", "dot", "ger", "outer", "addr"})
 _MULTIPLIES = re.compile(r"@|\b(?:matmul|b?mm|einsum|outer|inner|tensordot|ger|cdist)\s*\(")
 _DISTANCES = re.compile(r"cdist|pairwise|euclidean")
+_HEADS = re.compile(r"repeat_kv|attention")
 _MEANT = re.compile(r"\bNone\b|unsqueeze|\[\s*:\s*,")
 _HALVES = frozenset({"float16", "bfloat16"})
 # A vocabulary, rather than features.
@@ -58,7 +59,8 @@ def wide_copies(scene: Scene) -> Iterator[Cause]:
         birth = alike.birth
         width = birth.inputs[0][1]
         each = _bytes(alike.shape, birth.dtype)
-        sizes = f"{human(each)} beside {human(each // 2)}"
+        more = f", and {alike.count} of that shape at once are {human(alike.bytes)}" if alike.count > 2 else ""
+        sizes = f"{human(each)} beside {human(each // 2)}{more}"
         text = f"{_called(scene, alike)} copies {_shown(alike.shape)} from {width} to float32: {sizes}"
         if positions := _positions_unread(scene, alike.shape):
             yield Cause(
@@ -304,6 +306,8 @@ def _expanded_copy(scene: Scene, alike: Alike) -> Cause | None:
         remedy = (
             "`torch.einsum`, or `torch.bmm` with the expanded dimension among the rows, multiplies without the copy."
         )
+    elif birth.place is not None and _HEADS.search(f"{birth.place.function} {birth.place.own_function} {words}"):
+        remedy = "`scaled_dot_product_attention(..., enable_gqa=True)` takes fewer key and value heads as they are."
     elif birth.kernel == "repeat":
         remedy = "`.expand(...)` is a view and takes nothing, where the result is only read."
         told = f"{called} repeats {_shown(small)} to {_shown(alike.shape)}: {_sizes(alike)}."
