@@ -71,7 +71,8 @@ def choose(name: str) -> str:
     _chosen_gpu = None
     tensors = "1 tensor" if left == 1 else f"{left} tensors"
     lost = f" {tensors} of {before.spec.text} can't be used any more." if before is not None and left else ""
-    return f"{machine_words(machine)} on: code on cuda runs without a GPU, and without computing.{calibrated(machine)}{lost}"
+    without = "" if machine.spec.computes else ", and without computing"
+    return f"{machine_words(machine)} on: code on cuda runs without a GPU{without}.{calibrated(machine)}{lost}"
 
 
 def chosen_gpu() -> int | None:
@@ -220,9 +221,16 @@ def machine_words(machine: VirtualMachine) -> str:
 
 
 def calibrated(machine: VirtualMachine) -> str:
-    """A sentence where the virtual device's figures were measured on this computer, and "" where not."""
+    """A sentence where the virtual device's figures were measured on this computer, and one where it computes; else ""."""
     source = machine.devices[0].model.calibrated
-    return (
+    measured = (
         f" Its context, workspace and total are those measured on this computer {source} (`gpumem calibrate`)."
         * bool(source)
     )
+    if not machine.spec.computes:
+        return measured
+    from gpumem_magic.virtual.engine.host_memory import available
+
+    left = available()
+    room = "" if left is None else f", of which {human(left)} are available"
+    return f"{measured} Values are computed on the host, and its tensors take the host's memory as well{room}."

@@ -16,6 +16,7 @@ import gpumem_magic.virtual.operators.batch_norm
 import gpumem_magic.virtual.operators.convolutions
 import gpumem_magic.virtual.operators.copies
 import gpumem_magic.virtual.operators.data_dependent
+import gpumem_magic.virtual.operators.equivalents
 import gpumem_magic.virtual.operators.losses
 import gpumem_magic.virtual.operators.reductions
 import gpumem_magic.virtual.operators.shapes
@@ -36,6 +37,7 @@ from gpumem_magic.virtual.engine import kernel_rules
 from gpumem_magic.virtual.engine.device import VirtualDevice
 from gpumem_magic.virtual.engine.engine import Engine
 from gpumem_magic.virtual.engine.memory import Convolution
+from gpumem_magic.virtual.engine.real import RealEngine
 from gpumem_magic.virtual.libraries.table import libraries
 from gpumem_magic.virtual.operators import composites, cudnn, gradients_that_meet, recurrent, workspaces
 from gpumem_magic.virtual.operators.attention import Attention
@@ -46,6 +48,7 @@ from gpumem_magic.virtual.torch_face import (
     graphs,
     legacy,
     parameters,
+    random_numbers,
     saving,
     storages,
     surroundings,
@@ -63,7 +66,7 @@ class VirtualMachine:
         self.spec = spec
         self.process = os.getpid()
         self._devices = [VirtualDevice(index, model, settings) for index, model in enumerate(spec.models)]
-        self.engine = Engine(self, len(self._devices))
+        self.engine = (RealEngine if spec.computes else Engine)(self, len(self._devices))
         self.face = CudaFace(self)
         self.workspaces = workspaces.Workspaces(self._devices, self.malloc, self.face.stream_of, self.free)
         self.convolutions = cudnn.Scratch(self._devices, self.malloc, self.face.stream_of, self.free)
@@ -116,6 +119,15 @@ class VirtualMachine:
     def notes(self) -> list[str]:
         engine = self.engine
         found = []
+        if isinstance(engine, RealEngine):
+            if engine.computed:
+                found.append(
+                    f"Values are real: {counted(engine.computed, 'operator')} computed on the host since it was turned on."
+                )
+            if engine.unknown:
+                found.append(
+                    f"The host has no kernel for {', '.join(sorted(engine.unknown))}: zeros stand for what is returned."
+                )
         if engine.largest_sizes:
             words = ", ".join(f"{name} ({count})" for name, count in sorted(engine.largest_sizes.items()))
             found.append(
@@ -126,7 +138,7 @@ class VirtualMachine:
                 f"Code from torch.compile ran eagerly ({counted(engine.compiled_calls, 'call')}): compiled, it would "
                 "fuse operators and need less memory between them."
             )
-        if engine.captures:
+        if engine.captures and not engine.computes:
             found.append(
                 f"CUDA graphs ran eagerly while they were captured ({engine.captures}), and not again in replays."
             )
@@ -134,6 +146,8 @@ class VirtualMachine:
             found.append(
                 f"Kernels written in Triton were not run ({counted(engine.kernels_not_run, 'launch', 'launches')}): "
                 "they only write into existing tensors."
+                + " What those hold is not what it would be on a device."
+                * engine.computes
             )
         return found
 
@@ -204,14 +218,16 @@ class VirtualMachine:
             attempt(parameters.install)
             attempt(storages.install, self.engine)
             attempt(wrappers.install)
-            attempt(saving.install)
-            surroundings.install(self._patches)
+            attempt(saving.install, self.engine.computes)
+            surroundings.install(self._patches, self.engine.computes)
             attempt(legacy.install)
             attempt(self._libraries.install)
             attempt(kernel_rules.install)
             communication.install(self._patches, self.engine)
             install_engine_hooks(self._patches, self.engine)
             attempt(self.face.install)
+            if isinstance(self.engine, RealEngine):
+                attempt(random_numbers.install, self.engine.random, len(self._devices))
             attempt(graphs.install, self, self.face.stream_of)
             attempt(self._autocast.install)
             attempt(self.attention.install)

@@ -29,10 +29,14 @@ class UnknownDevice(DeviceError, ValueError):
 
 @dataclass(frozen=True)
 class DeviceSpec:
-    """The virtual devices that a text asks for, options applied; device i is ``models[i]``."""
+    """The virtual devices that a text asks for, options applied; device i is ``models[i]``.
+
+    computes: whether tensors have real values, which are computed on the host (``values=real``).
+    """
 
     text: str
     models: tuple[GpuModel, ...]
+    computes: bool = False
 
 
 @dataclass(frozen=True)
@@ -75,7 +79,7 @@ _COUNT = re.compile(r"(\d+)\s*[xX]\s*(.*)", re.DOTALL)
 # Only chooses between the contexts of older and newer releases.
 _A_RECENT_VERSION = "2.9"
 _REAL = re.compile(r"cuda(?::(\d{1,3}))?", re.IGNORECASE)
-_OPTIONS = ("context", "total", "idle", "name", "torch", "loading", "cudnn")
+_OPTIONS = ("context", "total", "idle", "name", "torch", "loading", "cudnn", "values")
 
 
 def parse_size(text: str) -> int:
@@ -110,8 +114,9 @@ def parse(text: str) -> DeviceSpec | RealDevice:
     count, name = (int(counted[1][:9]), counted[2]) if counted else (1, head)
     if not 1 <= count <= MAX_DEVICES:
         raise UnknownDevice(f"{text!r}: 1 to {MAX_DEVICES} devices can be emulated")
-    model = _with_options(_model(name), options)
-    return DeviceSpec(text.strip(), (model,) * count)
+    given = _given(options)
+    computes = _computes(given.pop("values", "stand-in"))
+    return DeviceSpec(text.strip(), (_with_options(_model(name), given),) * count, computes)
 
 
 def _model(name: str) -> GpuModel:
@@ -137,7 +142,8 @@ def _checked_total(size: int) -> int:
     return size
 
 
-def _with_options(model: GpuModel, options: list[str]) -> GpuModel:
+def _given(options: list[str]) -> dict[str, str]:
+    """The options by their names, in the order in which they were written."""
     given: dict[str, str] = {}
     for option in options:
         name, equals, value = (part.strip() for part in option.partition("="))
@@ -145,11 +151,24 @@ def _with_options(model: GpuModel, options: list[str]) -> GpuModel:
         if name not in _OPTIONS or not equals or not value:
             raise UnknownDevice(
                 f"unknown option {option!r}: write context=, total=, idle= (sizes), name=, torch= (a version), loading= "
-                "(eager or lazy) or cudnn= (estimate, none or a size)"
+                "(eager or lazy), cudnn= (estimate, none or a size) or values= (real or stand-in)"
             )
         if name in given:
             raise UnknownDevice(f"option {name}= is given twice")
         given[name] = value
+    return given
+
+
+def _computes(value: str) -> bool:
+    word = value.casefold()
+    if word not in ("real", "stand-in"):
+        raise UnknownDevice(
+            f"values={value}: write values=real (computed on the host) or values=stand-in (none: zero is read)"
+        )
+    return word == "real"
+
+
+def _with_options(model: GpuModel, given: dict[str, str]) -> GpuModel:
     if "torch" in given or "loading" in given:
         model = _of_generation(model, given.get("torch"), given.get("loading"))
     if "torch" not in given:
@@ -244,6 +263,8 @@ def describe() -> str:
         "torch=1.10 takes the context and the library workspaces of another PyTorch version; loading=eager those of kernels that",
         "are loaded all at once (CUDA_MODULE_LOADING=EAGER).",
         "cudnn=none leaves out the estimate of what cuDNN takes while it runs a convolution; cudnn=256MiB sets it.",
+        "values=real computes all values on the host, with memory as before: T4,values=real. Without it none are computed, and a",
+        "program that reads one is given a stand-in.",
         '"about": nobody published the context of that GPU with lazily loaded kernels; measure yours and set context=.',
     ]
     lines += [

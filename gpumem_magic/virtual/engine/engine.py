@@ -11,7 +11,7 @@ import os
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NoReturn
 
@@ -38,7 +38,7 @@ from gpumem_magic.virtual.engine.mismatch import (
 )
 from gpumem_magic.virtual.engine.modes import DEVICE_QUERY, STATE, HostlessFakeMode, OperatorMode, answer_device, pushed
 from gpumem_magic.virtual.engine.storage import StorageTable
-from gpumem_magic.virtual.engine.tensors import VirtualTensor
+from gpumem_magic.virtual.engine.tensors import OTHERWISE, VirtualTensor
 from gpumem_magic.virtual.engine.uninterrupted import Uninterrupted
 
 SPECIAL: dict[Any, Callable[..., Any]] = {}
@@ -65,12 +65,20 @@ def special(
     return register
 
 
+class CannotRun(NotImplementedError):
+    """An operator that cannot be emulated."""
+
+
 class DeviceGone(RuntimeError):
     """A tensor of a virtual device was used after the device had been turned off."""
 
 
 class Engine:
     """Runs operators on virtual tensors. One lock: the allocators and the fake mode's caches have one user at a time."""
+
+    # Whether tensors have real values, on the host (`real.RealEngine`).
+    computes = False
+    seen: Collection[Any] = OTHERWISE
 
     def __init__(self, memory: Memory, device_count: int) -> None:
         self.lock = threading.RLock()
@@ -90,9 +98,11 @@ class Engine:
         self.compiled_calls = 0
         self.captures = 0
         self.kernels_not_run = 0
+        self.unknown: set[str] = set()
         self.holds_sparse = False
         self.attend: Callable[..., Any] = _no_attention
         self._allocates: dict[Any, bool] = {}
+        self._follow = values.follow
 
     # ---- tensors
 
@@ -164,17 +174,18 @@ class Engine:
             self.table.drain()
             STATE.last_device = device
             if STATE.call is not None or not self.memory.is_recorded(device):
-                return self._handle(func, args, kwargs, device)
+                return self.perform(func, args, kwargs, device)
             if not STATE.backward:
                 self.births.forward(func)
             STATE.call = func, args, kwargs
             try:
-                return self._handle(func, args, kwargs, device)
+                return self.perform(func, args, kwargs, device)
             finally:
                 STATE.call = None
 
-    def _handle(self, func: Any, args: Any, kwargs: Any, device: int) -> Any:
-        if self.holds_sparse and _any_sparse(args):
+    def perform(self, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+        """An operator's results and its memory. To be called under the lock."""
+        if self.holds_sparse and any_sparse(args):
             sparse_handler: Callable[..., Any] = SPARSE.get(func, _no_sparse)
             return sparse_handler(self, func, args, kwargs, device)
         special_handler = SPECIAL.get(func)
@@ -206,7 +217,7 @@ class Engine:
                 for size in rule(self, func, args, kwargs, out, device):
                     held.enter_context(self.scratch(device, size))
                 self.memory.after_operator(func, args, device)
-        values.follow(func, args, kwargs, out)
+        self._follow(func, args, kwargs, out)
         return out
 
     def fake_call(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -325,6 +336,10 @@ class Engine:
 
     # ---- values that do not exist
 
+    def host_of(self, tensor: VirtualTensor) -> torch.Tensor | None:
+        """The tensor's values, as a host tensor that is not to be kept; None where there are none."""
+        return None
+
     def count_stand_in(self, by_user: bool = False) -> None:
         """Notes the line of the user's program that reads a value now. by_user: one that the user supplied."""
         line = users_line()
@@ -375,12 +390,12 @@ def _means_virtual(device: torch.device) -> bool:
     return device.type in ("cuda", "meta") and not STATE.depth
 
 
-def _any_sparse(args: Any) -> bool:
+def any_sparse(args: Any) -> bool:
     for arg in args:
         if isinstance(arg, VirtualTensor):
             if arg.layout is torch.sparse_coo:
                 return True
-        elif isinstance(arg, (list, tuple)) and _any_sparse(arg):
+        elif isinstance(arg, (list, tuple)) and any_sparse(arg):
             return True
     return False
 
@@ -416,14 +431,14 @@ def _is_foreign(func: Any) -> bool:
     return getattr(func, "namespace", "aten") not in ("aten", "prims", "prim", "c10d", "_c10d_functional")
 
 
-def cannot_run(func: Any, reason: str) -> NotImplementedError:
+def cannot_run(func: Any, reason: str) -> CannotRun:
     """The error for an operator that cannot be emulated: which, why, and what to do."""
     if _is_foreign(func):
-        return NotImplementedError(
+        return CannotRun(
             f"the virtual GPU cannot run {func}, a library's own kernel ({reason}). Say what it returns with "
             f'gpumem_magic.register_kernel("{func._schema.name}", rule), or run this line on a real GPU.'
         )
-    return NotImplementedError(
+    return CannotRun(
         f"the virtual GPU cannot run {func}: its result depends on values, or it has no shape rule ({reason}). Run this line on "
         "the host, or on a real GPU."
     )

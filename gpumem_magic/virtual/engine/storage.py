@@ -22,10 +22,11 @@ class _StorageReference(weakref.ref[Any]):
 class Placement:
     """Where a storage's memory is: device index, address, bytes asked for (the storage's size then).
 
-    node: a number for the node of the backward pass that made it; 0 outside of one.
+    node: a number for the node of the backward pass that made it; 0 outside of one. twin: the host storage with the same bytes,
+    on a device that computes; None before something is read or written. kept: what an operator left for its gradient.
     """
 
-    __slots__ = ("address", "device", "nbytes", "node", "watch")
+    __slots__ = ("address", "device", "kept", "nbytes", "node", "twin", "watch")
 
     def __init__(self, device: int, address: int, nbytes: int, watch: _StorageReference, node: int) -> None:
         self.device = device
@@ -33,6 +34,8 @@ class Placement:
         self.nbytes = nbytes
         self.watch = watch
         self.node = node
+        self.twin: Any = None
+        self.kept: Any = None
 
 
 class StorageTable:
@@ -69,7 +72,10 @@ class StorageTable:
         key = storage._cdata
         known = self._placements.get(key)
         if known is not None:
-            return False
+            if known.watch() is not None:
+                return False
+            # One that has ended lay there, and its free waits.
+            self.drain()
         nbytes = storage.nbytes()
         address = self._malloc(device, nbytes) if nbytes else 0
         watch = _StorageReference(storage, self._ended.append)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from gpumem_magic.virtual.engine import values
-from gpumem_magic.virtual.engine.tensors import KNOWN, VirtualTensor
+from gpumem_magic.virtual.engine.tensors import KNOWN, VirtualTensor, engine_of
 
 _PLACE = re.compile(r"(?P<file>[^:]+):(?P<line>\d+)")
 
@@ -108,6 +108,8 @@ def stand_in(
         raise TypeError("a tensor's stand-in is a value, without line and count")
     if not isinstance(tensor, VirtualTensor):
         raise TypeError(f"the tensor must be on a virtual GPU, not a {type(tensor).__name__} elsewhere")
+    if engine_of(tensor).computes:
+        raise TypeError("this tensor has values of its own: the virtual GPU computes them (values=real)")
     host = _fitted(value, torch.zeros(tuple(tensor.shape), dtype=tensor.dtype))
     tensor.__dict__[KNOWN] = values.Known(host, True, True)
     return Supplied(value, None, None, tensor)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any, Protocol
@@ -27,8 +27,13 @@ class TensorEngine(Protocol):
     """What tensors, and kernels of libraries, ask of the engine that runs operators on them."""
 
     mode: OperatorMode
+    computes: bool
+    # Functions of Python's that are shown to `otherwise` before they run.
+    seen: Collection[Any]
     largest_sizes: Counter[str]
     kernels_not_run: int
+    # Kernels of libraries that were not computed although the device computes; their results are zeros.
+    unknown: set[str]
 
     def handle(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any: ...
 
@@ -38,6 +43,8 @@ class TensorEngine(Protocol):
 
     def otherwise(self, func: Any, args: Any) -> Any:
         """What one of `OTHERWISE` gives where the device runs it in another way; else None."""
+
+    def host_of(self, tensor: VirtualTensor) -> torch.Tensor | None: ...
 
 
 def engine_of(tensor: VirtualTensor) -> TensorEngine:
@@ -102,13 +109,17 @@ def _host_twin(tensor: VirtualTensor) -> torch.Tensor:
         return tensor.detach().cpu()
     storage = tensor.untyped_storage()
     twin = _saving.twins.get(storage._cdata)
+    known = engine_of(tensor).host_of(tensor)
+    if known is not None:
+        twin = known.untyped_storage()
+        _saving.places[twin._cdata] = str(tensor.device)
     if twin is None:
         twin = torch.zeros(storage.nbytes(), dtype=torch.uint8).untyped_storage()
         _saving.twins[storage._cdata] = twin
         _saving.places[twin._cdata] = str(tensor.device)
     host = torch.empty(0, dtype=tensor.dtype).set_(twin, int(tensor.storage_offset()), tensor.size(), tensor.stride())
     found = tensor.__dict__.get(KNOWN)
-    if found is not None:
+    if found is not None and known is None:
         host.copy_(found.host)
     return host
 
@@ -141,7 +152,7 @@ class VirtualTensor(FakeTensor):
         if engine is None or any(_speaks_for_itself(kind) for kind in types):
             return NotImplemented
         try:
-            if func in OTHERWISE:
+            if func in engine.seen:
                 found = engine.otherwise(func, args)
                 if found is not None:
                     return found
@@ -218,7 +229,11 @@ class VirtualTensor(FakeTensor):
             words.append(f"grad_fn=<{type(self.grad_fn).__name__}>")
         elif self.requires_grad:
             words.append("requires_grad=True")
-        text = f"tensor(..., {', '.join(words)})  # virtual GPU: no values"
+        host = engine_of(self).host_of(self)
+        if host is None:
+            text = f"tensor(..., {', '.join(words)})  # virtual GPU: no values"
+        else:
+            text = _with_device(repr(host), [words[2], *words[3:]])
         return f"Parameter containing:\n{text}" if isinstance(self, torch.nn.Parameter) else text
 
     __str__ = __repr__
@@ -304,6 +319,24 @@ class VirtualTensor(FakeTensor):
 
     def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
         raise BufferError("a tensor on a virtual GPU has no memory to share")
+
+
+def _with_device(text: str, words: list[str]) -> str:
+    """The text of a host tensor as that of one on the device: its device comes after the values, its gradient's words last.
+
+    As PyTorch breaks lines: before the words where they do not fit beside the values.
+    """
+    number = text.find(",") if "," in text else len(text) - 1
+    end = text.rfind("]") + 1 or number
+    contents, rest = text[:end], text[end:-1].strip(", \n")
+    suffixes = [words[0], *([rest] if rest else []), *words[1:]]
+    width = torch._tensor_str.PRINT_OPTS.linewidth
+    lines, last = [contents], len(contents.rpartition("\n")[2])
+    for suffix in suffixes:
+        breaks = last + len(suffix) + 2 > width
+        last = len("tensor(") + len(suffix) if breaks else last + len(suffix) + 2
+        lines.append(f",\n{' ' * len('tensor(')}{suffix}" if breaks else f", {suffix}")
+    return "".join(lines) + ")"
 
 
 _META_NAME = re.compile(r"\bmeta:(\d+)")

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from gpumem_magic.failures import is_own_failure
 from gpumem_magic.private import aten as _aten
 from gpumem_magic.private import overloads
-from gpumem_magic.virtual.engine.tensors import KNOWN, VirtualTensor
+from gpumem_magic.virtual.engine.tensors import KNOWN, VirtualTensor, engine_of
 
 # The largest tensor that is learnt, in elements. Small biases and the like would be followed for nothing.
 MOST_INTEGERS = 1024
@@ -49,6 +49,10 @@ class _Unknown(Exception):
 
 
 def known(tensor: Any) -> Known | None:
+    engine = engine_of(tensor)
+    if engine.computes:
+        host = engine.host_of(tensor)
+        return None if host is None else Known(host, True)
     found: Known | None = tensor.__dict__.get(KNOWN)
     return found
 

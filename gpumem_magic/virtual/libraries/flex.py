@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from gpumem_magic.patching import Patches
-from gpumem_magic.virtual.engine.tensors import VirtualTensor
+from gpumem_magic.virtual.engine.tensors import VirtualTensor, engine_of
 
 
 def prepare(module: ModuleType, patches: Patches) -> None:
@@ -29,6 +29,8 @@ def prepare(module: ModuleType, patches: Patches) -> None:
         if not isinstance(query, VirtualTensor):
             return original(query, key, value, score_mod, block_mask, scale, options, *more)
         if _compiled():
+            if engine_of(query).computes:
+                engine_of(query).unknown.add("flex_attention")
             return _Kernel.apply(query, key, value, options)  # type: ignore[no-untyped-call]
 
         def attend_densely(*tensors: Any) -> Any:

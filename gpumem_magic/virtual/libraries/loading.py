@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from gpumem_magic.failures import swallowed
 from gpumem_magic.patching import Patches
-from gpumem_magic.virtual.engine.tensors import VirtualTensor
+from gpumem_magic.virtual.engine.tensors import VirtualTensor, engine_of
 
 Prepare = Callable[[ModuleType, Patches], None]
 
@@ -29,7 +29,12 @@ def replace_function(patches: Patches, module: ModuleType, name: str, rule: Call
         return
 
     def instead(*args: Any, **kwargs: Any) -> Any:
-        return (rule if has_virtual(args, kwargs) else original)(*args, **kwargs)
+        first = next((leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, VirtualTensor)), None)
+        if first is None:
+            return original(*args, **kwargs)
+        if engine_of(first).computes:
+            engine_of(first).unknown.add(name)
+        return rule(*args, **kwargs)
 
     for other in list(sys.modules.values()):
         names = getattr(other, "__dict__", None)

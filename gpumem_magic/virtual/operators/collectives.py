@@ -1,7 +1,7 @@
 """What processes exchange: `torch.distributed`'s operators on tensors of a virtual GPU, which sends nothing.
 
-Other processes, if there are any, are taken to hold the same values. PyTorch's own shape rules for these operators came after
-2.9, and draw from Python's random numbers, which are the program's.
+Other processes, if there are any, are taken to hold the same values; where the device computes, the host's tensors are sent.
+PyTorch's own shape rules for these operators came after 2.9, and draw from Python's random numbers, which are the program's.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ import torch
 
 from gpumem_magic.virtual.engine import values
 from gpumem_magic.virtual.engine.engine import Engine, special
+from gpumem_magic.virtual.engine.host_calls import equivalent
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
+from gpumem_magic.virtual.engine.twins import mapped
 
 # Those after which the tensors are taken to hold what they held: exactly so where there is one process.
 _IN_PLACE = ("broadcast_", "allreduce_", "allreduce_coalesced_", "reduce_", "send", "barrier", "monitored_barrier_")
@@ -66,6 +68,37 @@ def _forget(written: Any) -> None:
             _forget(part)
 
 
+def _done_on_host(func: Any) -> Any:
+    """Where a device computes, the host's tensors are sent, and waited for."""
+
+    def exchange(*args: Any, **kwargs: Any) -> Any:
+        out = func(*args, **kwargs)
+        work = out[-1] if isinstance(out, tuple) else out
+        if isinstance(work, torch.ScriptObject):
+            torch._C._distributed_c10d.Work.unbox(work).wait()
+        return out
+
+    return exchange
+
+
+def _waited_for(func: Any) -> Any:
+    def exchange(*args: Any) -> Any:
+        return mapped(torch.ops._c10d_functional.wait_tensor.default, func(*args))
+
+    return exchange
+
+
+_FUNCTIONAL = (
+    "all_reduce", "all_reduce_coalesced", "all_gather_into_tensor", "all_gather_into_tensor_coalesced", "reduce_scatter_tensor",
+    "reduce_scatter_tensor_coalesced", "all_to_all_single", "broadcast",
+)  # fmt: skip
+
 if torch.distributed.is_available():
     special(*_operators(_IN_PLACE))(_exchange)
     special(*_operators(_RECEIVING))(_receive)
+    for _operator in _operators(_IN_PLACE + _RECEIVING):
+        equivalent(_operator)(_done_on_host(_operator))
+    for _name in _FUNCTIONAL:
+        if hasattr(torch.ops._c10d_functional, _name):
+            _operator = getattr(torch.ops._c10d_functional, _name).default
+            equivalent(_operator)(_waited_for(_operator))

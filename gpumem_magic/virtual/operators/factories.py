@@ -17,6 +17,7 @@ from gpumem_magic.patching import Patches
 from gpumem_magic.virtual.engine import values
 from gpumem_magic.virtual.engine.engine import Engine, refuse_device, refuse_fork
 from gpumem_magic.virtual.engine.modes import META, STATE, origin, pushed
+from gpumem_magic.virtual.engine.real import RealEngine
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
 
 _LIKE = ("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like")
@@ -184,9 +185,10 @@ class Factories:
         if any(isinstance(arg, VirtualTensor) for arg in (*args, *kwargs.values())):
             with origin("factory"), pushed(self._engine.mode):
                 return original(*args, **{**kwargs, "device": torch.device("meta", index)})
+        kwargs.pop("pin_memory", None)
+        on_host = {**kwargs, "device": torch.device("cpu"), "requires_grad": False}
         kwargs = {**kwargs, "device": META}
         kwargs.pop("generator", None)  # a meta tensor draws nothing, and the device's generator is not the host's
-        kwargs.pop("pin_memory", None)
         STATE.depth += 1
         try:
             meta = original(*args, **kwargs)
@@ -194,9 +196,13 @@ class Factories:
             STATE.depth -= 1
         with self._engine.uninterrupted, self._engine.lock, origin("factory"):
             made = self._engine.wrap(meta, index, getattr(original, "__name__", ""))
-        if getattr(original, "__name__", "") in _CONSTANTS and values.small(meta):
+        name = getattr(original, "__name__", "")
+        if isinstance(self._engine, RealEngine):
+            if not name.startswith("empty"):
+                self._engine.fill(made, lambda: original(*args, **on_host), index)
+        elif name in _CONSTANTS and values.small(meta):
             with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
-                values.learn(made, original(*args, **{**kwargs, "device": torch.device("cpu"), "requires_grad": False}))
+                values.learn(made, original(*args, **on_host))
         return made
 
     def _from_values(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -224,6 +230,9 @@ class Factories:
     def _new(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def new(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             if isinstance(self, VirtualTensor) and not STATE.depth:
+                if self.layout is torch.sparse_coo and len(args) > 1:
+                    # `torch.optim.SparseAdam` makes its updates so: indices, values, size.
+                    return torch.sparse_coo_tensor(*args, check_invariants=False)
                 return made_as_of_old(args, self.dtype, kwargs.get("device") or self.device)
             return original(self, *args, **kwargs)
 

@@ -20,7 +20,7 @@ from gpumem_magic.patching import Patches
 from gpumem_magic.virtual.engine import values
 from gpumem_magic.virtual.engine.engine import Engine
 from gpumem_magic.virtual.engine.modes import pushed
-from gpumem_magic.virtual.engine.tensors import VirtualTensor
+from gpumem_magic.virtual.engine.tensors import VirtualTensor, engine_of
 
 
 def install(patches: Patches, engine: Engine) -> None:
@@ -105,8 +105,20 @@ def _nccl_reduce(original: Any) -> Any:
         if not isinstance(written, torch.Tensor):
             written = (written or inputs)[root]
         values.forget(written)
+        if engine_of(written).computes:
+            sum_up(written, inputs)
 
     return reduce
+
+
+def sum_up(written: Any, inputs: Any) -> None:
+    """The values of a sum over devices, which need no memory there."""
+    hosts: list[Any] = [engine_of(tensor).host_of(tensor) for tensor in inputs]
+    total = hosts[0].clone()
+    for host in hosts[1:]:
+        total += host
+    into: Any = engine_of(written).host_of(written)
+    into.copy_(total)
 
 
 # ---- DistributedDataParallel
@@ -126,7 +138,7 @@ def _distributed(patches: Patches, engine: Engine) -> None:
             return
         with pushed(engine.mode):
             original_init(self, wrapped, *args, **kwargs)
-        distributed._register_comm_hook(self.reducer, None, _as_it_is)
+        distributed._register_comm_hook(self.reducer, None, _averaged if engine.computes else _as_it_is)
         self._gpumem_virtual = True
 
     def register_comm_hook(self: Any, state: object, hook: Any) -> None:
@@ -138,8 +150,10 @@ def _distributed(patches: Patches, engine: Engine) -> None:
     def skip_for_ours(original: Any, place: str) -> Any:
         def instead(*args: Any, **kwargs: Any) -> Any:
             found = kwargs.get(place, args[1] if len(args) > 1 else ())
-            tensors = found.parameters() if isinstance(found, torch.nn.Module) else found
+            tensors = list(found.parameters() if isinstance(found, torch.nn.Module) else found)
             if any(isinstance(tensor, VirtualTensor) for tensor in tensors):
+                if engine.computes and isinstance(found, torch.nn.Module):
+                    _send_from_first(found)
                 return None
             return original(*args, **kwargs)
 
@@ -162,6 +176,13 @@ def _distributed(patches: Patches, engine: Engine) -> None:
     for name, place in (("_verify_param_shape_across_processes", "tensors"), ("_sync_module_states", "module")):
         if hasattr(module, name):
             patches.set(module, name, skip_for_ours(getattr(module, name), place))
+
+
+def _send_from_first(module: torch.nn.Module) -> None:
+    """Every process begins with the first one's parameters and buffers."""
+    if torch.distributed.get_world_size() > 1:
+        for tensor in (*module.parameters(), *module.buffers()):
+            torch.distributed.broadcast(tensor.detach(), 0)
 
 
 def _process_groups(patches: Patches) -> None:
@@ -197,6 +218,15 @@ def _process_groups(patches: Patches) -> None:
                 patches.set(other, name, replacement)
     # Not in the module itself, which would look for NCCL's types.
     patches.set(torch.distributed, "is_nccl_available", lambda: True)
+
+
+def _averaged(state: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+    """Where a device computes: the mean of all processes' gradients, in the bucket itself."""
+    buffer = bucket.buffer()
+    processes = torch.distributed.get_world_size()
+    if processes > 1:
+        torch.distributed.all_reduce(buffer.div_(processes))
+    return _as_it_is(state, bucket)
 
 
 def _as_it_is(state: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:

@@ -1,6 +1,7 @@
 """CUDA graphs and memory pools of the program's own: their memory comes from private pools of the emulated allocator.
 
-A graph's work runs once, eagerly, while it is captured; replaying it allocates nothing, as on a device.
+Without values a graph's work runs once, eagerly, while it is captured; replaying it allocates nothing, as on a device. Where a
+device computes, what is captured is computed when it is replayed, each time.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch.cuda.memory
 
 from gpumem_magic.allocator.blocks import PoolId
 from gpumem_magic.patching import Patches
+from gpumem_magic.virtual.engine.real import RealEngine, Tape
 from gpumem_magic.virtual.torch_face.streams import CURRENT, device_index
 
 if TYPE_CHECKING:
@@ -81,7 +83,7 @@ def graph_pool_handle() -> PoolId:
 
 
 class Graph:
-    """A captured graph: the memory of its private pool, and nothing to run again."""
+    """A captured graph: the memory of its private pool, and on a device that computes what is computed in each replay."""
 
     _machine: MachineForTorch
     _stream_of: Callable[[int], int]
@@ -90,6 +92,7 @@ class Graph:
         self._pool: PoolId | None = None
         self._device = 0
         self._captures = False
+        self._tape: Tape = []
 
     def capture_begin(self, pool: PoolId | None = None, *args: Any, **kwargs: Any) -> None:
         if self._captures or self._pool is not None:
@@ -103,6 +106,8 @@ class Graph:
             # As in CUDA, what other streams ask for meanwhile does not belong to the graph.
             self._machine.devices[self._device].allocator.begin_pool(self._pool, lambda other: other == stream)
         self._captures = True
+        if isinstance(self._machine.engine, RealEngine):
+            self._tape = self._machine.engine.tape = []
         CAPTURING.graphs += 1
         self._machine.engine.captures += 1
 
@@ -110,6 +115,8 @@ class Graph:
         if not self._captures or self._pool is None:
             raise RuntimeError("capture_end() called before capture_begin()")
         self._captures = False
+        if isinstance(self._machine.engine, RealEngine):
+            self._machine.engine.tape = None
         CAPTURING.graphs -= 1
         with self._machine.engine.lock:
             self._machine.devices[self._device].allocator.end_pool(self._pool)
@@ -117,6 +124,8 @@ class Graph:
     def replay(self) -> None:
         if self._pool is None or self._captures:
             raise RuntimeError("Called CUDAGraph::replay without a preceding successful capture.")
+        if isinstance(self._machine.engine, RealEngine):
+            self._machine.engine.replay(self._tape)
 
     def pool(self) -> PoolId:
         if self._pool is None:
@@ -125,6 +134,7 @@ class Graph:
 
     def reset(self) -> None:
         pool, self._pool = self._pool, None
+        self._tape = []
         if pool is not None and not self._machine.engine.closed_because:
             with self._machine.engine.lock:
                 self._machine.devices[self._device].allocator.release_pool(pool)

@@ -31,12 +31,13 @@ class StandInsNotSaved(RuntimeError):
     """A file that exists would have been overwritten by values that were never computed."""
 
 
-def install(patches: Patches) -> None:
+def install(patches: Patches, computes: bool) -> None:
+    """computes: whether tensors on the devices have values; these are saved as from any device."""
     written: set[str] = set()
-    patches.set(torch, "save", _save(torch.save, written))
+    patches.set(torch, "save", _save_values(torch.save) if computes else _save(torch.save, written))
     patches.set(torch, "load", _load(torch.load))
     patches.set(torch.serialization, "location_tag", _location_tag(torch.serialization.location_tag))
-    if importlib.util.find_spec("safetensors") is not None:
+    if importlib.util.find_spec("safetensors") is not None and not computes:
         _safetensors(patches, written)
 
 
@@ -54,6 +55,14 @@ def _save(original: Callable[..., Any], written: set[str]) -> Callable[..., Any]
         if named:
             _warn(f, "contains" if unknown_because is None else "may contain")
         return None
+
+    return save
+
+
+def _save_values(original: Callable[..., Any]) -> Callable[..., Any]:
+    def save(*args: Any, **kwargs: Any) -> Any:
+        with saved_storages():
+            return original(*args, **kwargs)
 
     return save
 

@@ -8,6 +8,7 @@ import torch
 
 from gpumem_magic.patching import Patches
 from gpumem_magic.virtual.engine.engine import Engine
+from gpumem_magic.virtual.engine.real import RealEngine
 
 
 def install(patches: Patches, engine: Engine) -> None:
@@ -36,11 +37,16 @@ def install(patches: Patches, engine: Engine) -> None:
         if self.device.type == "meta":
             raise NotImplementedError("Cannot copy out of meta tensor; no data!")
         target = torch.device("cuda") if device is None else device
-        return torch.empty(self.nbytes(), dtype=torch.uint8, device=target).untyped_storage()
+        made = torch.empty(self.nbytes(), dtype=torch.uint8, device=target)
+        if engine.computes:
+            made.copy_(torch.empty(0, dtype=torch.uint8).set_(self))
+        return made.untyped_storage()
 
     def cpu(self: Any) -> Any:
         if original_device.__get__(self).type != "meta" or placed(self) is None:
             return original_cpu(self)  # type: ignore[no-untyped-call]
+        if isinstance(engine, RealEngine):
+            return engine.twin_of(self).clone()
         engine.count_stand_in()
         return torch.zeros(self.nbytes(), dtype=torch.uint8).untyped_storage()
 

@@ -19,8 +19,11 @@ from gpumem_magic.virtual.operators import checks
 from gpumem_magic.virtual.operators.convolutions import layout_of
 
 
-def install(patches: Patches) -> None:
-    for step in (_distributions, _profiler, _ctc_loss, _device_numbers, checks.install, _convolution_formats):
+def install(patches: Patches, computes: bool) -> None:
+    """computes: whether tensors on the devices have values, which may be looked at."""
+    for step in (_profiler, _ctc_loss, _device_numbers, _convolution_formats):
+        patches.attempt(step)
+    for step in () if computes else (_distributions, checks.install):
         patches.attempt(step)
 
 

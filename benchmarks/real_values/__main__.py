@@ -1,0 +1,154 @@
+"""Programs on the virtual GPU with ``values=real`` beside the same programs on the host: do they print the same?
+
+    python benchmarks/real_values [--device T4] [--only WORD] [--overhead]
+
+The programs are in `basics`, `numerics` and `networks`: small ones in the shape of PyTorch's tutorials and examples, each a
+function of the device. They print losses, predictions,
+choices and counts; what they print must be the same to the last digit that is
+printed. ``--overhead`` times operators on tensors above 1 MiB on the host and on the virtual GPU, in turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import difflib
+import inspect
+import io
+import statistics
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import basics
+import networks
+import numerics
+import torch
+import torch.nn.functional as F
+
+from gpumem_magic.virtual import gpu
+
+Program = Callable[[str], None]
+
+
+def programs() -> dict[str, Program]:
+    """All programs by their names, in the order of the files."""
+    return {
+        name: function
+        for module in (basics, numerics, networks)
+        for name, function in vars(module).items()
+        if inspect.isfunction(function)
+        and function.__module__ == module.__name__
+        and list(inspect.signature(function).parameters) == ["device"]
+    }
+
+
+def printed(program: Program, device: str) -> str:
+    """What a program prints, without the device's name; an error's text where it fails."""
+    torch.manual_seed(0)
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            program(device)
+        except Exception:
+            out.write(traceback.format_exc())
+    return plain(out.getvalue())
+
+
+def plain(text: str) -> str:
+    """Without the device, and without the line breaks that its name brings about."""
+    words = text.replace("device='cuda:0'", "").replace(",", " ").split()
+    return " ".join(words).replace(" )", ")")
+
+
+def overhead() -> None:
+    """How long operators take on the host and on the virtual GPU, in turn; medians."""
+    cases: dict[str, Callable[[str], Callable[[], object]]] = {
+        "add, 1 MiB": lambda device: _binary(torch.add, 512, device),
+        "add, 16 MiB": lambda device: _binary(torch.add, 2048, device),
+        "matrix product, 1 MiB": lambda device: _binary(torch.mm, 512, device),
+        "softmax, 4 MiB": lambda device: _unary(lambda x: x.softmax(-1), 1024, device),
+        "in place, 4 MiB": lambda device: _unary(lambda x: x.mul_(1.0), 1024, device),
+        "convolution, 4 MiB": _convolution,
+        "training step, weights of 4 MiB": _training,
+    }
+    print(f"{'':<36}{'host, ms':>12}{'values=real, ms':>18}{'ratio':>8}")
+    for name, make in cases.items():
+        sides = [make("cpu"), make("cuda")]
+        times: list[list[float]] = [[], []]
+        for _ in range(15):
+            for side, run in enumerate(sides):
+                began = time.perf_counter()
+                run()
+                times[side].append(time.perf_counter() - began)
+        host, ours = (statistics.median(one[2:]) * 1000 for one in times)
+        print(f"{name:<36}{host:>12.2f}{ours:>18.2f}{ours / host:>8.2f}")
+
+
+def _unary(operator: Callable[[torch.Tensor], object], side: int, device: str) -> Callable[[], object]:
+    x = torch.randn(side, side, device=device)
+    return lambda: operator(x)
+
+
+def _binary(operator: Callable[..., object], side: int, device: str) -> Callable[[], object]:
+    x, y = torch.randn(side, side, device=device), torch.randn(side, side, device=device)
+    return lambda: operator(x, y)
+
+
+def _convolution(device: str) -> Callable[[], object]:
+    x, w = torch.randn(4, 16, 128, 128, device=device), torch.randn(16, 16, 3, 3, device=device)
+    return lambda: F.conv2d(x, w, padding=1)
+
+
+def _training(device: str) -> Callable[[], object]:
+    model = torch.nn.Sequential(torch.nn.Linear(1024, 1024), torch.nn.ReLU(), torch.nn.Linear(1024, 1024)).to(device)
+    optimizer = torch.optim.AdamW(model.parameters())
+    x = torch.randn(256, 1024, device=device)
+
+    def step() -> float:
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    return step
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="T4", help="the virtual GPU (default T4)")
+    parser.add_argument("--only", default="", help="programs with this word in their name")
+    parser.add_argument("--overhead", action="store_true", help="time operators instead")
+    options = parser.parse_args()
+    chosen = {name: program for name, program in programs().items() if options.only in name}
+    if options.overhead:
+        gpu.turn_on(f"{options.device},values=real")
+        overhead()
+        return 0
+    wanted = {name: printed(program, "cpu") for name, program in chosen.items()}
+    machine = gpu.turn_on(f"{options.device},values=real")
+    same = 0
+    for name, program in chosen.items():
+        found = printed(program, "cuda")
+        if found == wanted[name] and "Traceback" not in found:
+            same += 1
+            continue
+        print(f"-- {name}")
+        print(
+            "\n".join(
+                difflib.unified_diff(wanted[name].split(" "), found.split(" "), "host", "virtual", lineterm="", n=2)
+            )
+        )
+    print(f"{same} of {len(chosen)} programs print the same; {sum(machine.stand_ins.values())} stand-ins were read")
+    return int(same < len(chosen))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,157 @@
+"""Operators on the host's side of a virtual GPU that computes, below autograd and unseen by anybody's modes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch._decomp import decomposition_table
+
+from gpumem_magic.virtual.engine.engine import CannotRun
+from gpumem_magic.virtual.engine.random import DeviceRandom
+from gpumem_magic.virtual.engine.storage import Placement
+from gpumem_magic.virtual.engine.twins import leaves, mapped
+
+_Function = Callable[..., Any]
+_HALF = (torch.float16, torch.bfloat16)
+
+
+class Equivalent(NamedTuple):
+    """What the host does in place of an operator.
+
+    gives: the number of the result with which something is kept for the gradient; the function returns (results, that). takes:
+    the number of the argument with which it was kept; the function gets it as its first argument.
+    """
+
+    function: _Function
+    gives: int | None
+    takes: int | None
+
+
+EQUIVALENT: dict[Any, Equivalent] = {}
+
+
+def equivalent(*functions: Any, gives: int | None = None, takes: int | None = None) -> Callable[[_Function], _Function]:
+    """Registers what the host does in place of an operator: a function with its arguments and results, on host tensors."""
+
+    def register(function: _Function) -> _Function:
+        for one in functions:
+            EQUIVALENT[one] = Equivalent(function, gives, takes)
+        return function
+
+    return register
+
+
+class HostCall(NamedTuple):
+    """An operator with its arguments on the host, which may be run again. taken: where something was kept for it."""
+
+    func: Any
+    args: list[Any]
+    kwargs: dict[str, Any]
+    device: int
+    taken: Placement | None
+
+    def run(self, random: DeviceRandom) -> tuple[Any, Any]:
+        """The results, and what is kept for a gradient. To be called inside `host_only`."""
+        found = EQUIVALENT.get(self.func)
+        if found is None and torch.Tag.nondeterministic_seeded not in getattr(self.func, "tags", ()):
+            return _computed(self.func, self.args, self.kwargs), None
+        with random.drawing(self.device):
+            if found is None:
+                return _computed(self.func, self.args, self.kwargs), None
+            kept = () if self.taken is None else (self.taken.kept,)
+            result = found.function(*kept, *self.args, **self.kwargs)
+        return (result, None) if found.gives is None else result
+
+    def storages(self) -> set[int]:
+        """The storages (`_cdata`) of the arguments: no result may take one of them over."""
+        return {
+            leaf.untyped_storage()._cdata
+            for leaf in leaves([self.args, list(self.kwargs.values())])
+            if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided
+        }
+
+
+_WITHOUT_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+_AUTOGRAD = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradCPU) | torch._C.DispatchKeySet(
+    torch._C.DispatchKey.ADInplaceOrView
+)
+
+
+@contextmanager
+def host_only() -> Iterator[None]:
+    """Inside, operators run on the host's tensors, and nobody's modes see them."""
+    with (
+        torch._C._DisableTorchDispatch(),
+        torch._C.DisableTorchFunction(),
+        torch._C._AutoDispatchBelowAutograd(),
+        torch._C._ExcludeDispatchKeyGuard(_WITHOUT_AUTOCAST),
+    ):
+        yield
+
+
+@contextmanager
+def with_gradients() -> Iterator[None]:
+    """Inside `host_only`: PyTorch's autograd sees what the host computes."""
+    kept_out = torch._C._dispatch_tls_local_exclude_set() - _AUTOGRAD
+    with (
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), kept_out),
+    ):
+        yield
+
+
+def _computed(func: Any, args: Any, kwargs: Any) -> Any:
+    try:
+        return func(*args, **kwargs)
+    except NotImplementedError as error:
+        decomposed = decomposition_table.get(func)
+        if decomposed is not None:
+            return decomposed(*args, **kwargs)
+        if "not implemented for" in str(error):
+            return _in_float32(func, args, kwargs)
+        refuse_to_compute(func, "the host has no kernel for it")
+    except RuntimeError as error:
+        if "not implemented for" not in str(error):
+            raise
+    return _in_float32(func, args, kwargs)
+
+
+def refuse_to_compute(func: Any, reason: str) -> NoReturn:
+    raise CannotRun(
+        f"values=real cannot compute {func}: {reason}. Run this line on the host (tensor.cpu()), take the virtual GPU without "
+        "values=real if only memory matters, or a real GPU."
+    ) from None
+
+
+def _in_float32(func: Any, args: Any, kwargs: Any) -> Any:
+    """For an operator that the host has no half-precision kernel for: in float32, and rounded."""
+    widened: list[tuple[torch.Tensor, torch.Tensor]] = []
+    kinds: list[torch.dtype] = []
+
+    def widen(arg: Any) -> Any:
+        if isinstance(arg, torch.Tensor) and arg.dtype in _HALF:
+            kinds.append(arg.dtype)
+            wide = arg.float()
+            widened.append((arg, wide))
+            return wide
+        return torch.float32 if arg in _HALF else arg
+
+    def narrow(result: Any) -> Any:
+        if isinstance(result, torch.Tensor) and result.dtype == torch.float32:
+            mine = next((arg for arg, wide in widened if wide is result), None)
+            return result.to(kinds[0]) if mine is None else mine
+        return result
+
+    wide_args = mapped(widen, args)
+    wide_kwargs = {name: mapped(widen, value) for name, value in kwargs.items()}
+    if not kinds:
+        return func(*args, **kwargs)
+    out = func(*wide_args, **wide_kwargs)
+    if func._schema.is_mutable:
+        for arg, wide in widened:
+            arg.copy_(wide)
+    return mapped(narrow, out)

@@ -1,0 +1,54 @@
+"""Random numbers on a virtual GPU that computes: drawn as a run on the host would draw them.
+
+A device shares the host's generator as long as nobody puts the two into different states: `torch.manual_seed` seeds both, and so
+do programs that seed them one after the other. One that is seeded otherwise has a generator of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+class DeviceRandom:
+    """The generators of all devices."""
+
+    def __init__(self, device_count: int) -> None:
+        self._own: list[torch.Generator | None] = [None] * device_count
+
+    def generator(self, device: int) -> torch.Generator:
+        """The generator that the device draws from."""
+        return self._own[device] or torch.default_generator
+
+    def seed(self, device: int, seed: int) -> None:
+        self._own[device] = torch._C.Generator().manual_seed(seed)
+        self.meet()
+
+    def set_state(self, device: int, state: torch.Tensor) -> None:
+        own = torch._C.Generator()
+        own.set_state(state)
+        self._own[device] = own
+        self.meet()
+
+    def meet(self) -> None:
+        """Where a device's generator stands as the host's does, there is one for both from now on."""
+        if any(self._own):
+            shared = torch.default_generator.get_state()
+            self._own = [own if own is None or not own.get_state().equal(shared) else None for own in self._own]
+
+    @contextmanager
+    def drawing(self, device: int) -> Iterator[None]:
+        """Inside, what is drawn on the host without a generator of the program's own comes from the device's."""
+        own = self._own[device]
+        if own is None:
+            yield
+            return
+        hosts = torch.default_generator.get_state()
+        torch.default_generator.set_state(own.get_state())
+        try:
+            yield
+        finally:
+            own.set_state(torch.default_generator.get_state())
+            torch.default_generator.set_state(hosts)

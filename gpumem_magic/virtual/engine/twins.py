@@ -1,0 +1,153 @@
+"""The host's side of a virtual GPU that computes: for each storage on the device one on the host with the same bytes.
+
+A tensor on the device is seen on the host as the same size, stride and offset on its storage's twin; so views, and what is
+written in place, need no care of their own. A twin comes into being when its values are first written or read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from gpumem_magic.private import aten as _aten
+from gpumem_magic.virtual.engine.storage import Placement, StorageTable
+from gpumem_magic.virtual.engine.tensors import VirtualTensor
+
+_set = _aten.set_.source_Storage_storage_offset
+
+
+class Twins:
+    """The twins of all storages of a table. Not safe for threads by itself: the engine's lock is held.
+
+    parts(tensor) -> the tensors that hold the memory of a sparse tensor: its indices and its values.
+    is_coalesced(tensor): whether each place is there once.
+    """
+
+    def __init__(
+        self, table: StorageTable, parts: Callable[[Any], tuple[Any, ...]], is_coalesced: Callable[[Any], bool]
+    ) -> None:
+        self._table = table
+        self._parts = parts
+        self._is_coalesced = is_coalesced
+
+    def placement(self, tensor: Any) -> Placement:
+        storage = tensor.untyped_storage()
+        found = self._table.find(storage)
+        if found is None:
+            self._table.adopt(storage, tensor.fake_device.index)
+            found = self._table.find(storage)
+        assert found is not None
+        return found
+
+    def storage(self, tensor: Any) -> torch.UntypedStorage:
+        """The twin of a dense tensor's storage, as large as that is now."""
+        return self.of(self.placement(tensor), tensor.untyped_storage().nbytes())
+
+    def of(self, placement: Placement, nbytes: int) -> torch.UntypedStorage:
+        twin = placement.twin
+        if twin is None:
+            twin = placement.twin = _aten.zeros.default((nbytes,), dtype=torch.uint8).untyped_storage()
+        elif twin.nbytes() < nbytes:
+            twin.resize_(nbytes)
+        return twin  # type: ignore[no-any-return]
+
+    def view(self, tensor: Any) -> torch.Tensor:
+        """The host's view of a device tensor. To be called with dispatch off."""
+        if tensor.layout is not torch.strided:
+            indices, values = self._parts(tensor)
+            return torch.sparse_coo_tensor(
+                self.view(indices), self.view(values), tensor.size(), check_invariants=False
+            )._coalesced_(self._is_coalesced(tensor))
+        blank = _aten.empty.memory_format((0,), dtype=tensor.dtype, device=torch.device("cpu"))
+        host: torch.Tensor = _set(blank, self.storage(tensor), tensor.storage_offset(), tensor.size(), tensor.stride())
+        if tensor.is_conj():
+            torch._C._set_conj(host, True)
+        if tensor.is_neg():
+            torch._C._set_neg(host, True)
+        return host
+
+    def keep(self, tensor: Any, result: torch.Tensor, given: set[int]) -> bool:
+        """Has the values of a device tensor be those of a host tensor, whose memory may be taken over.
+
+        given: the storages (`_cdata`) of the arguments that the result was made from. False where the shapes differ.
+        """
+        if tensor.layout is not torch.strided:
+            if result.layout is torch.strided:
+                return False
+            ours = self._parts(tensor)
+            count = ours[0].shape[1]
+            if result._nnz() > count:
+                result = result.coalesce()
+            indices, values = result._indices(), result._values()
+            if len(values) < count:
+                # CUDA puts lists one behind the other where the host sums them up.
+                indices, values = _padded(indices, values, count)
+            return self.keep(ours[0], indices, given) and self.keep(ours[1], values, given)
+        if result.layout is not torch.strided:
+            result = result.to_dense()
+        if result.is_meta:
+            return False
+        if result._is_zerotensor():
+            # (It has no memory at all.)
+            result = _aten.zeros.default(result.size(), dtype=result.dtype)
+        placement = self.placement(tensor)
+        theirs = result.untyped_storage()
+        if placement.twin is not None and placement.twin._cdata == theirs._cdata:
+            return True
+        if tensor.size() != result.size():
+            if result.numel() == 0:
+                # A result that nobody asked for; it is not left to chance what is there.
+                self.view(tensor).zero_()
+            return not tensor.numel() or not result.numel()
+        if (
+            placement.twin is None
+            and theirs._cdata not in given
+            and tensor.dtype == result.dtype
+            and tensor.stride() == result.stride()
+            and tensor.storage_offset() == result.storage_offset()
+            and theirs.nbytes() >= tensor.untyped_storage().nbytes()
+            and (tensor.is_conj(), tensor.is_neg()) == (result.is_conj(), result.is_neg())
+        ):
+            placement.twin = theirs
+            return True
+        self.view(tensor).copy_(result)
+        return True
+
+
+def _padded(indices: torch.Tensor, values: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """So many elements, with zeros at the first one's place."""
+    more = count - len(values)
+    first = indices[:, :1] if indices.numel() else indices.new_zeros((indices.shape[0], 1))
+    return (
+        torch.cat([indices, first.expand(-1, more)], 1),
+        torch.cat([values, values.new_zeros((more, *values.shape[1:]))]),
+    )
+
+
+def leaves(items: Any) -> Iterator[Any]:
+    """What lists, tuples and their like hold, in order."""
+    if isinstance(items, (list, tuple)):
+        for item in items:
+            yield from leaves(item)
+    else:
+        yield items
+
+
+def mapped(function: Callable[[Any], Any], items: Any) -> Any:
+    """The same lists and tuples with the function's results in place of the leaves."""
+    if type(items) in (list, tuple):
+        return type(items)([mapped(function, item) for item in items])
+    return function(items)
+
+
+def on_host(twins: Twins, arg: Any) -> Any:
+    """An operator's argument as the host's operator takes it."""
+    if isinstance(arg, VirtualTensor):
+        return twins.view(arg)
+    if isinstance(arg, torch.device):
+        return torch.device("cpu")
+    if isinstance(arg, (list, tuple)):
+        return mapped(lambda item: on_host(twins, item), list(arg) if type(arg) not in (list, tuple) else arg)
+    return arg

@@ -1,0 +1,393 @@
+"""What the host computes in place of operators that only CUDA has, or that hold something else there (``values=real``).
+
+Each function takes an operator's arguments as host tensors and returns its results; what nobody reads (seeds of CUDA's random
+numbers, reserves of cuDNN's) is left empty. Random numbers are drawn as the host's own operators would draw them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from gpumem_magic.private import aten as _aten
+from gpumem_magic.virtual.engine.host_calls import equivalent, with_gradients
+
+# ---- dropout
+
+
+@equivalent(_aten.native_dropout.default)
+def _dropout(input: Any, p: float, train: bool | None) -> Any:
+    if train is False or p == 0:
+        return input.clone(), torch.ones(input.shape, dtype=torch.bool)
+    noise = torch.empty_like(input).bernoulli_(1 - p)
+    mask = noise.bool()
+    return input * (noise.div_(1 - p) if p < 1 else noise), mask
+
+
+@equivalent(_aten.native_dropout_backward.default)
+def _dropout_backward(gradient: Any, mask: Any, scale: float) -> Any:
+    noise = mask.to(gradient.dtype)
+    return gradient * (noise.div_(1 / scale) if scale else 0)
+
+
+@equivalent(_aten.log_sigmoid_backward.default)
+def _log_sigmoid_backward(gradient: Any, input: Any, buffer: Any) -> Any:
+    """CUDA keeps no buffer for it."""
+    return _aten.log_sigmoid_backward.default(gradient, input, _aten.log_sigmoid_forward.default(input)[1])
+
+
+# ---- attention: the kernels of CUDA's, by the host's own kernel or by the matrices one after the other
+
+
+class _AttentionCall:
+    """One call of a kernel. Shapes are [batch, heads, tokens, size]; noise is what dropout multiplies the weights with."""
+
+    def __init__(
+        self, query: Any, key: Any, value: Any, bias: Any, is_causal: bool, scale: float | None, noise: Any
+    ) -> None:
+        self.query, self.key, self.value, self.bias = query, key, value, bias
+        self.is_causal, self.scale, self.noise = is_causal, scale, noise
+        self.groups = query.shape[1] // key.shape[1]
+        if self.groups > 1:
+            self.key, self.value = (tensor.repeat_interleave(self.groups, 1) for tensor in (key, value))
+        self.by_kernel = noise is None and query.shape[-1] == key.shape[-1] == value.shape[-1] and query.numel() > 0
+        self.dtype = query.dtype
+        if not self.by_kernel and query.dtype in (torch.float16, torch.bfloat16):
+            # The host's matrices are multiplied in float32 for half precision.
+            self.query, self.key, self.value = self.query.float(), self.key.float(), self.value.float()
+
+    def forward(self) -> tuple[Any, Any]:
+        """The result, and the logarithm of each row's sum."""
+        if self.by_kernel:
+            kernel = _aten._scaled_dot_product_flash_attention_for_cpu.default
+            return kernel(  # type: ignore[no-any-return]
+                self.query, self.key, self.value, 0.0, self.is_causal, attn_mask=self.bias, scale=self.scale
+            )
+        scores = self._scores()
+        weights = torch.softmax(scores, -1)
+        return (self._dropped(weights) @ self.value).to(self.dtype), torch.logsumexp(scores.float(), -1)
+
+    def backward(self, gradient: Any, out: Any, sums: Any, of_bias: bool) -> list[Any]:
+        """Gradients of query, key, value and bias."""
+        if self.by_kernel and not of_bias:
+            kernel = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+            given = (gradient, self.query, self.key, self.value, out, sums[..., : self.query.shape[-2]].contiguous())
+            found = [*kernel(*given, 0.0, self.is_causal, attn_mask=self.bias, scale=self.scale), None]
+        else:
+            weights = torch.softmax(self._scores(), -1)
+            gradient = gradient.to(weights.dtype)
+            of_weights = self._dropped(gradient @ self.value.mT)
+            of_scores = _aten._softmax_backward_data.default(of_weights, weights, -1, weights.dtype)
+            scale = self._scale()
+            found = [
+                of_scores @ self.key * scale,
+                of_scores.mT @ self.query * scale,
+                self._dropped(weights).mT @ gradient,
+                of_scores if of_bias else None,
+            ]
+        if self.groups > 1:
+            found[1:3] = [tensor.unflatten(1, (-1, self.groups)).sum(2) for tensor in found[1:3]]
+        return [None if tensor is None else tensor.to(self.dtype) for tensor in found]
+
+    def _scale(self) -> float:
+        return float(self.query.shape[-1] ** -0.5 if self.scale is None else self.scale)
+
+    def _scores(self) -> Any:
+        root = self._scale() ** 0.5
+        scores = (self.query * root) @ (self.key * root).mT
+        if self.is_causal:
+            seen = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+            scores = scores.masked_fill(seen.logical_not(), float("-inf"))
+        return scores if self.bias is None else scores + self.bias
+
+    def _dropped(self, weights: Any) -> Any:
+        return weights if self.noise is None else weights * self.noise
+
+
+def _noise(query: Any, key: Any, p: float) -> Any:
+    """As the host's dropout of the attention weights draws it."""
+    if not p:
+        return None
+    noise = torch.empty((*query.shape[:-1], key.shape[-2]), dtype=query.dtype).bernoulli_(1 - p)
+    return noise.div_(1 - p) if p < 1 else noise
+
+
+@equivalent(_aten._scaled_dot_product_flash_attention.default, gives=6)
+def _flash(
+    query: Any, key: Any, value: Any, dropout_p: float = 0.0, is_causal: bool = False, return_debug_mask: bool = False,
+    *, scale: float | None = None,
+) -> Any:  # fmt: skip
+    noise = _noise(query, key, dropout_p)
+    out, sums = _AttentionCall(query, key, value, None, is_causal, scale, noise).forward()
+    return (out, sums, *[None] * 7), noise
+
+
+@equivalent(_aten._scaled_dot_product_flash_attention_backward.default, takes=12)
+def _flash_backward(
+    noise: Any, gradient: Any, query: Any, key: Any, value: Any, out: Any, sums: Any, seq_q: Any, seq_k: Any, max_q: Any,
+    max_k: Any, dropout_p: float, is_causal: bool, *seeds: Any, scale: float | None = None,
+) -> Any:  # fmt: skip
+    return _AttentionCall(query, key, value, None, is_causal, scale, noise).backward(gradient, out, sums, False)[:3]
+
+
+@equivalent(_aten._scaled_dot_product_efficient_attention.default, gives=2)
+def _efficient(
+    query: Any, key: Any, value: Any, bias: Any, wanted: bool, dropout_p: float = 0.0, is_causal: bool = False,
+    *, scale: float | None = None,
+) -> Any:  # fmt: skip
+    noise = _noise(query, key, dropout_p)
+    out, sums = _AttentionCall(query, key, value, bias, is_causal, scale, noise).forward()
+    return (out, F.pad(sums, (0, -sums.shape[-1] % 32)) if wanted else None, None, None), noise
+
+
+@equivalent(_aten._scaled_dot_product_efficient_attention_backward.default, takes=7)
+def _efficient_backward(
+    noise: Any, gradient: Any, query: Any, key: Any, value: Any, bias: Any, out: Any, sums: Any, seed: Any, offset: Any,
+    dropout_p: float, wanted: Any, is_causal: bool = False, *, scale: float | None = None,
+) -> Any:  # fmt: skip
+    return _AttentionCall(query, key, value, bias, is_causal, scale, noise).backward(gradient, out, sums, wanted[3])
+
+
+@equivalent(_aten._scaled_dot_product_cudnn_attention.default, gives=6)
+def _cudnn(
+    query: Any, key: Any, value: Any, bias: Any, wanted: bool, dropout_p: float = 0.0, is_causal: bool = False,
+    return_debug_mask: bool = False, *, scale: float | None = None,
+) -> Any:  # fmt: skip
+    noise = _noise(query, key, dropout_p)
+    out, sums = _AttentionCall(query, key, value, bias, is_causal, scale, noise).forward()
+    return (out, *[None] * 8), (noise, sums)
+
+
+@equivalent(_aten._scaled_dot_product_cudnn_attention_backward.default, takes=6)
+def _cudnn_backward(
+    kept: Any, gradient: Any, query: Any, key: Any, value: Any, out: Any, sums: Any, seed: Any, offset: Any, bias: Any,
+    seq_q: Any, seq_k: Any, max_q: Any, max_k: Any, dropout_p: float, is_causal: bool, *, scale: float | None = None,
+) -> Any:  # fmt: skip
+    return _AttentionCall(query, key, value, bias, is_causal, scale, kept[0]).backward(gradient, out, kept[1], False)[
+        :3
+    ]
+
+
+# ---- layers
+
+
+@equivalent(_aten._fused_rms_norm.default)
+def _rms_norm(input: Any, normalized_shape: Any, weight: Any, eps: float | None) -> Any:
+    wide = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
+    dims = list(range(-len(normalized_shape), 0))
+    rows = torch.rsqrt(wide.pow(2).mean(dims, keepdim=True).add_(torch.finfo(wide.dtype).eps if eps is None else eps))
+    out = wide * rows
+    return (out if weight is None else out * weight).to(input.dtype), rows
+
+
+@equivalent(_aten._fused_rms_norm_backward.default)
+def _rms_norm_backward(gradient: Any, input: Any, normalized_shape: Any, rows: Any, weight: Any, wanted: Any) -> Any:
+    dims = list(range(-len(normalized_shape), 0))
+    wide = gradient.to(rows.dtype)
+    normal = input.to(rows.dtype) * rows
+    inner = wide if weight is None else wide * weight
+    of_input = (inner - normal * (inner * normal).mean(dims, keepdim=True)) * rows
+    of_weight = (wide * normal).sum_to_size(weight.shape).to(weight.dtype) if wanted[1] and weight is not None else None
+    return of_input.to(input.dtype) if wanted[0] else None, of_weight
+
+
+@equivalent(_aten._thnn_fused_lstm_cell.default)
+def _lstm_cell(of_input: Any, of_hidden: Any, cell: Any, input_bias: Any = None, hidden_bias: Any = None) -> Any:
+    gates = of_input + of_hidden
+    for bias in (input_bias, hidden_bias):
+        gates = gates if bias is None else gates + bias
+    i, f, g, o = gates.chunk(4, 1)
+    i, f, g, o = i.sigmoid(), f.sigmoid(), g.tanh(), o.sigmoid()
+    after = f * cell + i * g
+    return o * after.tanh(), after, torch.cat((i, f, g, o), 1)
+
+
+@equivalent(_aten._thnn_fused_lstm_cell_backward_impl.default)
+def _lstm_cell_backward(of_hidden: Any, of_cell: Any, before: Any, after: Any, workspace: Any, has_bias: bool) -> Any:
+    i, f, g, o = workspace.chunk(4, 1)
+    bent = after.tanh()
+    of_hidden = torch.zeros_like(after) if of_hidden is None else of_hidden
+    inner = of_hidden * o * (1 - bent * bent)
+    inner = inner if of_cell is None else inner + of_cell
+    gates = torch.cat(
+        (
+            inner * g * i * (1 - i),
+            inner * before * f * (1 - f),
+            inner * i * (1 - g * g),
+            of_hidden * bent * o * (1 - o),
+        ),
+        1,
+    )
+    return gates, inner * f, gates.sum(0) if has_bias else None
+
+
+@equivalent(_aten._thnn_fused_gru_cell.default)
+def _gru_cell(of_input: Any, of_hidden: Any, hidden: Any, input_bias: Any = None, hidden_bias: Any = None) -> Any:
+    of_input = of_input if input_bias is None else of_input + input_bias
+    of_hidden = of_hidden if hidden_bias is None else of_hidden + hidden_bias
+    ir, iz, inew = of_input.chunk(3, 1)
+    hr, hz, hnew = of_hidden.chunk(3, 1)
+    r, z = (ir + hr).sigmoid(), (iz + hz).sigmoid()
+    new = (inew + r * hnew).tanh()
+    return new + z * (hidden - new), torch.cat((r, z, new, hidden, hnew), 1)
+
+
+@equivalent(_aten._thnn_fused_gru_cell_backward.default)
+def _gru_cell_backward(gradient: Any, workspace: Any, has_bias: bool) -> Any:
+    r, z, new, hidden, hnew = workspace.chunk(5, 1)
+    of_z = gradient * (hidden - new) * (1 - z) * z
+    of_new = gradient * (1 - z) * (1 - new * new)
+    of_r = of_new * hnew * (1 - r) * r
+    of_input, of_hidden = torch.cat((of_r, of_z, of_new), 1), torch.cat((of_r, of_z, of_new * r), 1)
+    biases = (of_input.sum(0), of_hidden.sum(0)) if has_bias else (None, None)
+    return of_input, of_hidden, gradient * z, *biases
+
+
+# ---- recurrent layers: the host's own, with the graph of their gradients kept
+
+
+@equivalent(_aten._cudnn_rnn.default, gives=3)
+def _recurrent(
+    input: Any, weights: Any, stride: int, buffer: Any, hx: Any, cx: Any, mode: int, hidden: int, projected: int, layers: int,
+    batch_first: bool, dropout: float, train: bool, two: bool, batches: Any, dropout_state: Any,
+) -> Any:  # fmt: skip
+    run = (torch.rnn_relu, torch.rnn_tanh, torch.lstm, torch.gru)[mode]
+    given = [input, hx, cx, *weights]
+    has_biases = stride >= 4
+
+    def compute(input: Any, hx: Any, cx: Any, *weights: Any) -> Any:
+        states: Any = hx if cx is None else (hx, cx)
+        rest = (has_biases, layers, dropout, train, two)
+        if batches:
+            return run(input, torch.tensor(batches), states, weights, *rest)
+        return run(input, states, weights, *rest, batch_first)
+
+    if not train:
+        out, *last = compute(*given)
+        return (out, *last, *[None] * (4 - len(last))), None
+    with with_gradients():
+        leaves = [None if one is None else one.detach().requires_grad_() for one in given]
+        out, *last = results = compute(*leaves)
+    return (out.detach(), *(one.detach() for one in last), *[None] * (4 - len(last))), (leaves, results)
+
+
+@equivalent(_aten._cudnn_rnn_backward.default, takes=20)
+def _recurrent_backward(kept: Any, input: Any, weights: Any, *args: Any) -> Any:
+    of_results, wanted = args[5:8], args[-1]
+    leaves, results = kept
+    asked = [(one, of) for one, of in zip(results, of_results, strict=False) if of is not None]
+    inputs = [one for one in leaves if one is not None]
+    with with_gradients():
+        found = iter(
+            torch.autograd.grad(
+                [one for one, _ in asked], inputs, [of for _, of in asked], retain_graph=True, allow_unused=True
+            )
+        )
+    input_, hx, cx, *of_weights = (None if one is None else next(found) for one in leaves)
+    return input_, hx, cx, of_weights if wanted[3] else [None] * len(weights)
+
+
+@equivalent(_aten._embedding_bag.default, _aten._embedding_bag_forward_only.default)
+def _embedding_bag(
+    weight: Any, indices: Any, offsets: Any, by_frequency: bool = False, mode: int = 0, sparse: bool = False,
+    weights: Any = None, include_last: bool = False, padding: int = -1,
+) -> Any:  # fmt: skip
+    """With the lists that CUDA's kernel always makes, and the host's only where its own gradient needs them."""
+    out, bags, sizes, highest = _aten._embedding_bag.default(
+        weight, indices, offsets, by_frequency, mode, sparse, weights, include_last, padding
+    )
+    if not bags.numel() and indices.numel():
+        starts = offsets[:-1] if include_last else offsets
+        bags = torch.searchsorted(starts, torch.arange(indices.numel(), dtype=starts.dtype), right=True) - 1
+    return out, bags.to(indices.dtype), sizes, highest
+
+
+# ---- SyncBatchNorm: statistics of each channel
+
+
+def _by_channel(tensor: Any, like: Any) -> Any:
+    return None if tensor is None else tensor.view(1, -1, *[1] * (like.dim() - 2))
+
+
+def _others(input: Any) -> list[int]:
+    return [dim for dim in range(input.dim()) if dim != 1]
+
+
+@equivalent(_aten.batch_norm_stats.default)
+def _stats(input: Any, eps: float) -> Any:
+    wide = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
+    variance, mean = torch.var_mean(wide, _others(input), correction=0)
+    return mean, torch.rsqrt(variance + eps)
+
+
+@equivalent(_aten.batch_norm_elemt.default)
+def _normalised(input: Any, weight: Any, bias: Any, mean: Any, inverse: Any, eps: float) -> Any:
+    out = (input - _by_channel(mean, input)) * _by_channel(inverse, input)
+    out = out if weight is None else out * _by_channel(weight, input)
+    return (out if bias is None else out + _by_channel(bias, input)).to(input.dtype)
+
+
+@equivalent(_aten.batch_norm_gather_stats_with_counts.default)
+def _gathered(
+    input: Any, means: Any, inverses: Any, running_mean: Any, running_variance: Any, momentum: float, eps: float, counts: Any
+) -> Any:  # fmt: skip
+    counts = counts.to(means.dtype).view(-1, 1)
+    total = counts.sum()
+    mean = (means * counts).sum(0) / total
+    variances = inverses.pow(-2) - eps
+    variance = ((variances + (means - mean).pow(2)) * counts).sum(0) / total
+    for running, now in ((running_mean, mean), (running_variance, variance * total / (total - 1))):
+        if running is not None:
+            running.mul_(1 - momentum).add_(now * momentum)
+    return mean, torch.rsqrt(variance + eps)
+
+
+@equivalent(_aten.batch_norm_gather_stats.default)
+def _gathered_equally(
+    input: Any, means: Any, inverses: Any, running_mean: Any, running_variance: Any, momentum: float, eps: float, count: int
+) -> Any:  # fmt: skip
+    counts = torch.full((means.shape[0],), count, dtype=means.dtype)
+    return _gathered(input, means, inverses, running_mean, running_variance, momentum, eps, counts)
+
+
+@equivalent(_aten.batch_norm_backward_reduce.default)
+def _reduced(
+    gradient: Any, input: Any, mean: Any, inverse: Any, weight: Any, input_g: bool, weight_g: bool, bias_g: bool
+) -> Any:
+    dims = _others(input)
+    sums = gradient.to(mean.dtype).sum(dims)
+    products = (gradient * (input - _by_channel(mean, input))).to(mean.dtype).sum(dims)
+    return (
+        sums if input_g else None,
+        products if input_g else None,
+        products * inverse if weight_g else None,
+        sums if bias_g else None,
+    )
+
+
+@equivalent(_aten.batch_norm_backward_elemt.default)
+def _of_input(
+    gradient: Any, input: Any, mean: Any, inverse: Any, weight: Any, sums: Any, products: Any, count: Any
+) -> Any:
+    total = count.sum()
+    inner = gradient - _by_channel(sums / total, input)
+    inner = inner - (input - _by_channel(mean, input)) * _by_channel(inverse.pow(2) * products / total, input)
+    scale = inverse if weight is None else inverse * weight
+    return (inner * _by_channel(scale, input)).to(input.dtype)
+
+
+# ---- older ways of dropout
+
+
+@equivalent(_aten._fused_dropout.default)
+def _fused_dropout(input: Any, p: float, generator: Any = None) -> Any:
+    """p: how much is kept."""
+    mask = torch.empty_like(input).bernoulli_(p, generator=generator)
+    return input * mask / p, mask
+
+
+@equivalent(_aten._masked_scale.default)
+def _masked_scale(input: Any, mask: Any, scale: float) -> Any:
+    return input * mask * scale

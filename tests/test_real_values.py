@@ -1,0 +1,292 @@
+"""A virtual GPU that computes: programs print what they print on the host, and memory is what it is without values."""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import gpumem_magic
+from gpumem_magic.devices.base import DeviceError
+from gpumem_magic.virtual import gpu
+from gpumem_magic.virtual.card import catalog
+from gpumem_magic.virtual.engine import host_memory
+
+FOLDER = Path(__file__).parents[1] / "benchmarks" / "real_values"
+sys.path.append(str(FOLDER))
+
+import basics  # noqa: E402 - the programs of `benchmarks/real_values`
+import networks  # noqa: E402
+import numerics  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def off() -> Iterator[None]:
+    yield
+    gpu.turn_off()
+
+
+def printed(program: Callable[[str], None], device: str, capsys: pytest.CaptureFixture[str]) -> str:
+    torch.manual_seed(0)
+    capsys.readouterr()
+    program(device)
+    text = capsys.readouterr().out.replace("device='cuda:0'", "").replace(",", " ")
+    return " ".join(text.split()).replace(" )", ")")
+
+
+# One of each kind; `python benchmarks/real_values` runs all.
+PROGRAMS = [
+    basics.tensors, basics.classifier, basics.data_loader, basics.save_and_load, basics.optimizers,
+    basics.fused_optimizers,
+    basics.second_order_by_lbfgs, basics.early_stopping, basics.mixed_precision, basics.overflow_in_the_scaler,
+    basics.checkpointed, basics.hooks, basics.copies, basics.initialised, basics.dropout_of_all_kinds, basics.seeds,
+    basics.nested_modules,
+    numerics.linear_algebra, numerics.fourier, numerics.complex_numbers, numerics.indexing, numerics.gather_and_scatter,
+    numerics.boolean_masks, numerics.sorting, numerics.sizes_from_values, numerics.sparse_matrices,
+    numerics.embeddings_with_sparse_gradients, numerics.distributions, numerics.sampling, numerics.metropolis, numerics.jacobians,
+    numerics.per_sample_gradients, numerics.gradient_penalty, numerics.runge_kutta_with_steps_that_adapt, numerics.neural_ode,
+    numerics.k_means, numerics.integers_and_bits, networks.mnist, networks.resnet, networks.channels_last,
+    networks.depthwise_and_dilated, networks.normalisations, networks.losses, networks.style_transfer,
+    networks.boxes_and_suppression, networks.language_model_by_lstm, networks.sine_waves_by_cells,
+    networks.translation_with_attention, networks.packed_sequences, networks.speech_by_ctc, networks.small_gpt,
+    networks.generation, networks.beam_search, networks.encoder_with_padding, networks.whole_transformer,
+    networks.mixture_of_experts, networks.scripted, networks.variational_autoencoder, networks.adversarial, networks.diffusion,
+    networks.policy_gradient, networks.deep_q_learning, networks.meta_learning, networks.message_passing,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+def test_programs_print_what_they_print_on_the_host(
+    program: Callable[[str], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    wanted = printed(program, "cpu", capsys)
+    machine = gpu.turn_on("T4,values=real")
+    assert printed(program, "cuda", capsys) == wanted
+    assert wanted
+    assert not machine.stand_ins
+    assert not machine.engine.largest_sizes
+
+
+def events(program: Callable[[str], None], device: str) -> list[tuple[str, int, int]]:
+    """(action, address, bytes) of all that the allocator did."""
+    machine = gpu.turn_on(device)
+    log = machine.devices[0].start_log()
+    torch.manual_seed(0)
+    program("cuda")
+    machine.settle()
+    return [(event.action, event.address, event.size) for event in log.stop().events]
+
+
+# Programs whose way does not depend on values.
+STRAIGHT = [
+    basics.autograd_scalars, basics.optimizers, basics.accumulated, basics.checkpointed, basics.dropout_of_all_kinds,
+    networks.resnet, networks.depthwise_and_dilated, networks.u_net, networks.language_model_by_lstm, networks.packed_sequences,
+    networks.small_gpt, networks.encoder_with_padding, networks.losses, numerics.einsum_of_all_kinds, numerics.complex_numbers,
+    numerics.gaussian_process, numerics.gradient_penalty,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("program", STRAIGHT, ids=lambda program: program.__name__)
+def test_memory_is_that_without_values_event_for_event(program: Callable[[str], None]) -> None:
+    computed = events(program, "A100-40GB,values=real")
+    assert len(computed) > 10
+    assert computed == events(program, "A100-40GB")
+
+
+def attention(device: str, dtype: torch.dtype, **options: Any) -> list[torch.Tensor]:
+    torch.manual_seed(1)
+    masked = options.pop("masked", False)
+    inputs = [torch.randn(2, 4, 9, 16, dtype=dtype).to(device).requires_grad_() for _ in range(3)]
+    mask = (torch.rand(2, 1, 9, 9) > 0.3).to(device) if masked else None
+    out = F.scaled_dot_product_attention(*inputs, attn_mask=mask, **options)
+    out.float().square().sum().backward()
+    return [tensor.detach().float().cpu() for tensor in (out, *[one.grad for one in inputs])]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "dtype", "options"),
+    [
+        (SDPBackend.FLASH_ATTENTION, torch.float16, {}),
+        (SDPBackend.FLASH_ATTENTION, torch.float16, {"is_causal": True}),
+        (SDPBackend.FLASH_ATTENTION, torch.float16, {"dropout_p": 0.3}),
+        (SDPBackend.EFFICIENT_ATTENTION, torch.float32, {"masked": True}),
+        (SDPBackend.EFFICIENT_ATTENTION, torch.float32, {"masked": True, "dropout_p": 0.2}),
+        (SDPBackend.CUDNN_ATTENTION, torch.float16, {"masked": True}),
+        (SDPBackend.CUDNN_ATTENTION, torch.float16, {"dropout_p": 0.1}),
+        (SDPBackend.MATH, torch.float32, {"is_causal": True}),
+    ],
+)
+def test_kernels_of_cudas_own_by_the_hosts(kernel: SDPBackend, dtype: torch.dtype, options: dict[str, Any]) -> None:
+    wanted = attention("cpu", dtype, **options)
+    gpu.turn_on("H100,values=real")
+    with sdpa_kernel(kernel):
+        found = attention("cuda", dtype, **options)
+    for one, other in zip(found, wanted, strict=True):
+        assert torch.allclose(one, other, atol=5e-3 if dtype == torch.float16 else 1e-5)
+
+
+def test_a_captured_graph_is_computed_when_it_is_replayed() -> None:
+    gpu.turn_on("T4,values=real")
+    weight = torch.ones(3, device="cuda")
+    x = torch.ones(3, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = weight * x
+        weight += 1
+    assert weight.tolist() == [1, 1, 1]
+    graph.replay()
+    x.copy_(torch.tensor([1.0, 2.0, 3.0]))
+    graph.replay()
+    assert y.tolist() == [2, 4, 6]
+    assert weight.tolist() == [3, 3, 3]
+
+
+def test_random_numbers_are_those_of_the_host_and_of_a_device() -> None:
+    torch.manual_seed(5)
+    wanted = torch.rand(2), torch.rand(2)
+    gpu.turn_on("T4,values=real")
+    torch.manual_seed(5)
+    torch.cuda.manual_seed_all(5)
+    # One stream of numbers for both, as on the host.
+    assert torch.equal(torch.rand(2), wanted[0])
+    assert torch.equal(torch.rand(2, device="cuda").cpu(), wanted[1])
+    torch.cuda.manual_seed(7)
+    first = torch.rand(2, device="cuda")
+    state = torch.get_rng_state()
+    torch.cuda.manual_seed(7)
+    assert torch.equal(torch.rand(2, device="cuda"), first)
+    assert torch.equal(torch.get_rng_state(), state), (
+        "a device with a seed of its own leaves the host's generator alone"
+    )
+    kept = torch.cuda.get_rng_state()
+    again = torch.rand(2, device="cuda")
+    torch.cuda.set_rng_state(kept)
+    assert torch.equal(torch.rand(2, device="cuda"), again)
+    with torch.random.fork_rng():
+        torch.rand(5, device="cuda")
+    one, other = (torch.Generator("cuda").manual_seed(3) for _ in range(2))
+    assert torch.equal(torch.randn(4, device="cuda", generator=one), torch.randn(4, device="cuda", generator=other))
+
+
+def test_tensors_print_as_on_a_device() -> None:
+    gpu.turn_on("T4,values=real")
+    assert repr(torch.ones(2, device="cuda")) == "tensor([1., 1.], device='cuda:0')"
+    assert repr(torch.tensor(3, device="cuda")) == "tensor(3, device='cuda:0')"
+    assert repr(torch.zeros(0, 3, device="cuda")) == "tensor([], device='cuda:0', size=(0, 3))"
+    x = torch.ones(2, device="cuda", dtype=torch.float64, requires_grad=True)
+    assert repr(x) == "tensor([1., 1.], device='cuda:0', dtype=torch.float64, requires_grad=True)"
+    assert repr(x * 2) == "tensor([2., 2.], device='cuda:0', dtype=torch.float64, grad_fn=<MulBackward0>)"
+    assert (
+        repr(torch.tensor(0.5, device="cuda", dtype=torch.float64))
+        == "tensor(0.5000, device='cuda:0', dtype=torch.float64)"
+    )
+
+
+def test_a_checkpoint_holds_the_values_and_may_be_overwritten(tmp_path: Path) -> None:
+    gpu.turn_on("T4,values=real")
+    model = nn.Linear(2, 2).cuda()
+    for _ in range(2):
+        torch.save(model.state_dict(), tmp_path / "model.pt")
+    tied = torch.ones(4, device="cuda")
+    buffer = io.BytesIO()
+    torch.save([tied, tied[1:]], buffer)
+    buffer.seek(0)
+    whole, part = torch.load(buffer)
+    whole[1] = 5
+    assert part.tolist() == [5, 1, 1]
+    assert str(whole.device) == "cuda:0"
+    gpu.turn_off()
+    stored = torch.load(tmp_path / "model.pt", map_location="cpu")
+    assert stored["weight"].abs().sum() > 0
+
+
+def test_storages_resized_set_and_copied() -> None:
+    gpu.turn_on("2xT4,values=real")
+    x = torch.arange(4.0, device="cuda")
+    x.untyped_storage().resize_(32)
+    x.resize_(8)
+    x[4:] = 1
+    assert x.tolist() == [0, 1, 2, 3, 1, 1, 1, 1]
+    y = torch.zeros(2, device="cuda")
+    y.data = x[1:3]
+    assert y.tolist() == [1, 2]
+    y.set_(x.untyped_storage(), 2, (2,), (2,))
+    assert y.to("cuda:1").tolist() == [2, 1]
+    assert x.untyped_storage().cpu()[4:8].tolist() == list(b"\x00\x00\x80?")
+
+
+def test_an_operator_without_a_shape_rule_has_the_shape_of_what_is_computed() -> None:
+    gpu.turn_on("T4,values=real")
+    library = torch.library.Library("gpumem_tests", "DEF")
+    library.define("evens(Tensor x) -> Tensor")
+    library.impl("evens", lambda x: x[x % 2 == 0], "CPU")
+    x = torch.arange(5, device="cuda")
+    assert torch.ops.gpumem_tests.evens(x).tolist() == [0, 2, 4]
+    assert torch.cuda.memory_allocated() == 512, "nothing is left of the result"
+
+
+def test_a_kernel_of_a_library_that_only_cuda_has_gives_zeros_and_is_named() -> None:
+    machine = gpu.turn_on("T4,values=real")
+    library = torch.library.Library("gpumem_tests_cuda", "DEF")
+    library.define("fused(Tensor x) -> Tensor")
+    gpumem_magic.register_kernel("gpumem_tests_cuda::fused", lambda x: x.new_empty(3))
+    assert torch.ops.gpumem_tests_cuda.fused(torch.ones(2, device="cuda")).tolist() == [0, 0, 0]
+    assert any("gpumem_tests_cuda::fused" in note for note in machine.notes())
+
+
+def test_what_does_not_fit_into_the_hosts_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = gpu.turn_on("T4,values=real")
+    monkeypatch.setattr(host_memory, "available", lambda: 512 * 2**20)
+    torch.zeros(2**20, device="cuda")
+    with pytest.raises(host_memory.HostMemoryFull, match="512 MiB are available"):
+        torch.zeros(2**28, device="cuda")
+    machine.settle()
+    assert torch.cuda.memory_allocated() == 0
+    monkeypatch.setattr(host_memory, "available", lambda: None)
+    with pytest.raises(torch.OutOfMemoryError):
+        torch.zeros(2**33, device="cuda")
+
+
+def test_checks_of_values_see_them() -> None:
+    gpu.turn_on("T4,values=real")
+    with pytest.raises(ValueError, match="Expected parameter scale"):
+        torch.distributions.Normal(torch.zeros(2, device="cuda"), -torch.ones(2, device="cuda"))
+    with pytest.raises(IndexError):
+        torch.zeros(3, device="cuda")[torch.tensor([5], device="cuda")]
+    assert torch.isnan(torch.tensor([float("nan")], device="cuda")).any()
+
+
+def test_two_devices_add_up_gradients() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Linear(3, 2), torch.randn(6, 3)
+    model(x).square().sum().backward()
+    wanted, model.weight.grad = model.weight.grad, None
+    gpu.turn_on("2xT4,values=real")
+    nn.DataParallel(model.cuda())(x.cuda()).square().sum().backward()
+    assert model.weight.grad is not None
+    assert wanted is not None
+    assert torch.allclose(model.weight.grad.cpu(), wanted, atol=1e-4)
+
+
+def test_the_spec_and_the_report_say_so() -> None:
+    spec = catalog.parse("2xT4, values=real, context=300MiB")
+    assert isinstance(spec, catalog.DeviceSpec)
+    assert spec.computes
+    with pytest.raises(DeviceError, match=r"values=some: write values=real \(computed on the host\)"):
+        catalog.parse("T4,values=some")
+    assert not catalog.parse("T4,values=stand-in").computes  # type: ignore[union-attr]
+    assert "values=real" in catalog.describe()
+    gpu.turn_on("T4,values=real")
+    with gpumem_magic.measure() as measured:
+        print(torch.ones(3, device="cuda").sum().item())
+    text = str(measured.report.explain())
+    assert "Values are real" in text
+    assert "stand-in" not in text
