@@ -179,3 +179,51 @@ def test_one_path_in_both_runs_stands_for_itself_only() -> None:
 
 def test_a_line_that_only_one_run_has_keeps_its_whole_path() -> None:
     assert together({"/a/run.py:1 f": 1}, {"/b/run.py:2 f": 4}) == {"/a/run.py:1 f": (1, 0), "/b/run.py:2 f": (0, 4)}
+
+
+# ---- allocation by allocation
+
+
+def test_two_recordings_are_compared_allocation_by_allocation(diff: Any) -> None:
+    a = snapshot((10, MODEL), (20, BATCH), (30, BATCH), freed=1)
+    b = snapshot((10, MODEL), (30, BATCH), (5, MODEL), freed=1)
+    lines = diff(a, b, "--events")
+    text = "\n".join(lines)
+    # 10 and 30 have partners: four of six, and 40 of 60 MiB.
+    assert "66.67 % of the allocations match, and 66.67 % of A's bytes." in lines
+    assert "They first part after 1 allocations: A asks for 20,971,520 bytes" in text
+    assert "data.py:20" in text
+    assert "model.py:10" in text.partition("Only in B:")[2]
+    assert any(line.startswith("growth at end") for line in lines)
+
+
+def test_a_recording_agrees_with_itself(diff: Any) -> None:
+    same = snapshot((10, MODEL), (20, BATCH), freed=1)
+    lines = diff(same, same, "--events")
+    assert "100.00 % of the allocations match, and 100.00 % of A's bytes." in lines
+    assert not any(line.startswith(("Only in", "They first part")) for line in lines)
+
+
+class Marked:
+    def __reduce__(self) -> Any:
+        return (pytest.fail, ("a file was executed",))
+
+
+@pytest.mark.parametrize("content", [b"", b"no pickle", pickle.dumps(Marked()), pickle.dumps({"segments": 3})])
+def test_what_is_no_recording_is_one_line(content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    good, bad = tmp_path / "good.pickle", tmp_path / "bad.pickle"
+    good.write_bytes(pickle.dumps(snapshot((10, MODEL))))
+    bad.write_bytes(content)
+    for files in ((good, bad), (bad, good)):
+        assert cli.main(["diff", "--events", *map(str, files)]) == 2
+        captured = capsys.readouterr()
+        assert captured.err.startswith("gpumem: ")
+        assert len(captured.err.strip().splitlines()) == 1
+        assert captured.out == ""
+
+
+def test_a_snapshot_without_events_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "still.pickle"
+    path.write_bytes(pickle.dumps({**snapshot((10, MODEL)), "device_traces": [[]]}))
+    assert cli.main(["diff", "--events", str(path), str(path)]) == 2
+    assert "no events to compare" in capsys.readouterr().err

@@ -169,23 +169,32 @@ def lay_out(source: Path, commit: str, target: Path) -> None:
                 place.write_bytes(found.stdout)
 
 
+def name_of(case: Mapping[str, Any]) -> str:
+    return str(case["recording"]).removesuffix(".gz").removesuffix(".pickle")
+
+
 def table(results: Sequence[Result]) -> str:
     """The documentation's table."""
     lines = [
-        "| program | card, PyTorch | allocations | matched | to the byte | freed alike | peak | reserved |",
-        "|---|---|---|---|---|---|---|---|",
+        "| program | card, PyTorch | allocations | matched | to the byte | freed alike | peak | end | reserved | same place |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for result in results:
         pairing, case, real, virtual = result.pairing, result.case, result.real, result.virtual
         pairs = max(1, len(pairing.pairs))
         shares = (pairing.matched, pairing.exact / pairs, pairing.freed_alike / pairs)
-        sizes = ((real.growth_at_peak, virtual.growth_at_peak), (real.peak_reserved, virtual.peak_reserved))
+        sizes = (
+            (real.growth_at_peak, virtual.growth_at_peak),
+            (real.growth_at_end, virtual.growth_at_end),
+            (real.peak_reserved, virtual.peak_reserved),
+        )
         cells = [
-            f"{case['repository']}: {case['recording'].partition('.')[0]}",
+            f"{case['repository'].partition('/')[0]}: {name_of(case)}",
             case["device"].replace(",torch=", ", "),
             f"{len(pairing.a):,}",
             *(f"{100 * share:.2f} %" for share in shares),
-            *(f"{100 * (predicted / recorded - 1):+.3f} %" for recorded, predicted in sizes),
+            *(f"{100 * (predicted / recorded - 1):+.3f} %" if recorded > 0 else "" for recorded, predicted in sizes),
+            "" if pairing.same_place is None else f"{100 * pairing.same_place / pairs:.1f} %",
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"

@@ -44,6 +44,7 @@ def words(a: Recorded, b: Recorded, pairing: Pairing, most: int) -> Iterator[str
     places = "" if pairing.same_place is None else f"  at the same place {pairing.same_place:,}"
     yield f"of the pairs    same bytes {pairing.exact:,}  freed alike {pairing.freed_alike:,}{places}"
     yield f"peak, growth    A {human(a.growth_at_peak)}  B {human(b.growth_at_peak)}{_error(a.growth_at_peak, b.growth_at_peak)}"
+    yield f"growth at end   A {human(a.growth_at_end)}  B {human(b.growth_at_end)}{_error(a.growth_at_end, b.growth_at_end)}"
     yield f"peak reserved   A {human(a.peak_reserved)}  B {human(b.peak_reserved)}{_error(a.peak_reserved, b.peak_reserved)}"
     yield f"segments        A {a.segments:,}  B {b.segments:,}"
     first = _first(a, b, pairing)
