@@ -228,6 +228,33 @@ GUILTY += [
         "T4",
     ),
 ]
+CACHE = (
+    "from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM\nwith torch.device('cuda'):\n"
+    "    llm = LlamaForCausalLM(LlamaConfig(vocab_size=64, hidden_size=256, intermediate_size=64, num_hidden_layers=2,\n"
+    "        num_attention_heads=4)).eval()\nids = torch.randint(0, 64, (64, 512), device='cuda')\ncache = DynamicCache()"
+)
+GUILTY += [
+    Case(
+        "data_on_device",
+        (
+            "class Frames(torch.utils.data.Dataset):\n    pass\nds = Frames()\nds.all = mib(9000)",
+            "y = mib(3000)\nz = mib(4000)",
+        ),
+        "`ds.all`",
+        "T4",
+    ),
+    Case(
+        "copied_weights",
+        (TRAIN.replace("net()", "net(8192, 40)"), "import copy\nother = copy.deepcopy(model)"),
+        "copy.deepcopy(model)",
+        "T4",
+    ),
+    Case(
+        "key_value_cache",
+        (CACHE, "with torch.no_grad():\n    out = llm(ids, past_key_values=cache, logits_to_keep=1)"),
+        "`cache`",
+    ),
+]
 
 ACCUMULATING = """
 for i in range(4):

@@ -22,7 +22,14 @@ import torch.nn.functional as F
 device = "cuda" if torch.cuda.is_available() else "cpu"
 """
 DESCRIBING = frozenset(
-    {"optimizer_states", "optimizer_temporaries", "dominating_layer", "attention_scores", "only_cached"}
+    {
+        "optimizer_states",
+        "optimizer_temporaries",
+        "dominating_layer",
+        "attention_scores",
+        "only_cached",
+        "key_value_cache",
+    }
 )
 LEAST_CELLS = 200
 

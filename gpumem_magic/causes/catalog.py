@@ -11,6 +11,7 @@ from gpumem_magic.causes import (
     device_memory,
     graphs,
     holding,
+    kept,
     loops,
     operators,
     settings,
@@ -27,6 +28,8 @@ Detector = Callable[[Scene], Iterable[Cause]]
 
 DETECTORS: tuple[Detector, ...] = (
     loops.retry_while_handling,
+    kept.data_on_device,
+    kept.copied_weights,
     device_memory.fragmentation,
     shortage.memory_ran_out,
     device_memory.another_process,
@@ -35,6 +38,7 @@ DETECTORS: tuple[Detector, ...] = (
     loops.summed_losses,
     loops.kept_by_retain_graph,
     graphs.growth,
+    kept.key_value_cache,
     graphs.graph_without_backward,
     untrained.untrained_gradients,
     copies.built_again,
@@ -71,6 +75,7 @@ DESCRIBING = frozenset(
         "wide_inference",
         "convolution_scratch",
         "whole_batch",
+        "key_value_cache",
         shortage.NAME,
     }
 )

@@ -1,0 +1,97 @@
+"""What is kept on the device on purpose, though it need not: data, a copy of the weights, a key-value cache, a bank that grows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from gpumem_magic.causes.model import Scene, partnered
+from gpumem_magic.causes.places import quoted, spots
+from gpumem_magic.owners.model import Held, size_of
+from gpumem_magic.report.failure import failed_request
+from gpumem_magic.report.model import Cause
+from gpumem_magic.units import human
+
+_CACHE = "transformers.cache_utils.Cache"
+
+
+def data_on_device(scene: Scene) -> Iterator[Cause]:
+    """A request failed, and much of what is allocated is data from before the cell in one place."""
+    if failed_request(scene.report) is None:
+        return
+    data = [
+        one
+        for one in scene.held
+        if one.kind == "tensor"
+        and one.address in scene.alive
+        and scene.alive[one.address].born < 0
+        and scene.holdings.roots[one.roots[0]].kind in ("variable", "module")
+        and not any(base == _CACHE for station in one.trail for base in station.bases)
+    ]
+    total = size_of(scene.alive.values())
+    for spot in spots(data)[:1]:
+        if 10 * spot.size < 4 * total:
+            continue
+        is_dataset = any(
+            base.endswith("data.dataset.Dataset") for one in spot.held for at in one.trail for base in at.bases
+        )
+        whole = "The whole dataset lies on the device" if is_dataset else "Data lies on the device as a whole"
+        yield Cause(
+            "data_on_device",
+            f"{whole}: {quoted(spot.place)} takes {human(spot.size)} of the {human(total)} that were allocated when memory "
+            "ran out.",
+            f"Keep {quoted(spot.place)} on the host (`.cpu()`) and move one batch at a time (`.to(device)`, with "
+            "`pin_memory=True` and `non_blocking=True`).",
+            spot.size,
+        )
+
+
+def copied_weights(scene: Scene) -> Iterator[Cause]:
+    """A request failed while, or after, the weights were copied on the device."""
+    if failed_request(scene.report) is None:
+        return
+    roots = scene.holdings.roots
+    weights = [
+        one for one in scene.held if one.kind == "parameter" and (one.device, one.address) in scene.holdings.optimized
+    ]
+    others = [
+        one
+        for one in scene.held
+        if one.kind in ("parameter", "tensor", "buffer")
+        and (one.device, one.address) not in scene.holdings.optimized
+        and (one.kind == "tensor" or roots[one.roots[0]].kind == "traceback")
+    ]
+    copies = partnered(others, _shape, map(_shape, weights))
+    calls = [one for name in ("deepcopy", "clone", "state_dict") for one in scene.program.calls(name)]
+    if not calls or 10 * size_of(copies) < size_of(weights) or size_of(copies) < scene.part_of_peak(20):
+        return
+    yield Cause(
+        "copied_weights",
+        f"A second copy of the weights was on the device when memory ran out: {human(size_of(copies))} of "
+        f"{human(size_of(weights))} (`{calls[0].shown}`, {calls[0].words}).",
+        "Keep the copy on the host (`.cpu()`) or in bfloat16, or make it before training, so that it is seen at once "
+        "whether it fits.",
+        size_of(copies),
+    )
+
+
+def key_value_cache(scene: Scene) -> Iterator[Cause]:
+    """A cache of keys and values is a good part of the peak."""
+    cached: list[Held] = [
+        one for one in scene.held if any(base == _CACHE for station in one.trail for base in station.bases)
+    ]
+    if size_of(cached) < scene.part_of_peak(5):
+        return
+    place = next(station.place for station in cached[0].trail if _CACHE in station.bases)
+    used = scene.program.using(place.partition(".")[0].partition("[")[0])
+    at = f" ({used.words})" if used is not None else ""
+    yield Cause(
+        "key_value_cache",
+        f"The key-value cache {quoted(place)}{at} keeps {human(size_of(cached))} in {len(cached)} tensors, for every position "
+        "and every sequence of the batch; a `DynamicCache` is copied, a layer at a time, at each new token.",
+        "A `StaticCache` is allocated once; a smaller batch, a quantized cache or fewer key-value heads make it smaller.",
+        size_of(cached),
+    )
+
+
+def _shape(one: Held) -> tuple[str, tuple[int, ...]]:
+    return one.dtype, one.shape
