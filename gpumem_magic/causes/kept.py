@@ -1,4 +1,4 @@
-"""What is kept on the device on purpose, though it need not: data, a copy of the weights, a key-value cache, a bank that grows."""
+"""What is kept on the device on purpose, though it need not: data, copies of weights, a key-value cache, a bank that grows."""
 
 from __future__ import annotations
 
