@@ -16,7 +16,8 @@ _CACHE = "transformers.cache_utils.Cache"
 
 def data_on_device(scene: Scene) -> Iterator[Cause]:
     """A request failed, and much of what is allocated is data from before the cell in one place."""
-    if failed_request(scene.report) is None:
+    error = scene.report.error
+    if failed_request(scene.report) is None or error is None:
         return
     data = [
         one
@@ -29,7 +30,8 @@ def data_on_device(scene: Scene) -> Iterator[Cause]:
     ]
     total = size_of(scene.alive.values())
     for spot in spots(data)[:1]:
-        if 10 * spot.size < 4 * total:
+        if 10 * spot.size < 4 * total or spot.size < (error.wanted or 0):
+            # Without it the request would have failed all the same.
             continue
         is_dataset = any(
             base.endswith("data.dataset.Dataset") for one in spot.held for at in one.trail for base in at.bases
