@@ -81,6 +81,12 @@ FITTED = (
         "GPUMemNet's ResNet-50 and MobileNetV2",
     ),
     Choice(
+        "convolutions of 3 x 3 in float32 on one sample, before Ampere: weights transformed to 5 x 5, or laid out anew",
+        "cudnn.py",
+        "one recording of three layers on a Turing card; one of its six sizes is not met",
+        "nothing: no other recording shows such a layer",
+    ),
+    Choice(
         "lazily loaded kernels: 300 MiB counts for compute capability 8.6 and 400 MiB for 7.5, though neither source "
         "names its GPU",
         "contexts.txt",
