@@ -251,12 +251,21 @@ def _unwrapped(where: str, source: str) -> Text:
     return Text(where, source)
 
 
+# Thousands of modules are not the user's; looked at for each cell, they would cost more than all else. Name -> identity.
+_foreign: dict[str, int] = {}
+
+
 def _files(namespace: Mapping[str, Any]) -> Iterator[Text]:
     read = 0
-    for module in list(sys.modules.values()):
+    for name, module in list(sys.modules.items()):
+        if type(name) is str and _foreign.get(name) == id(module):
+            continue
         if read == _FILES:
             return
-        if is_users_module(module) and attributes(module) is not namespace:
+        if not is_users_module(module):
+            if type(name) is str:
+                _foreign[name] = id(module)
+        elif attributes(module) is not namespace:
             file = text(attribute(module, "__file__"))
             lines = linecache.getlines(file) if file.endswith(".py") else []
             if 0 < len(lines) <= _LINES:
