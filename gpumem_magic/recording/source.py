@@ -112,7 +112,9 @@ def align(raw: str, rewritten: str) -> tuple[str, dict[int, int]] | None:
     before, after = split_lines(raw.rstrip("\n")), split_lines(rewritten.rstrip("\n"))
     placed: list[str] = []
     extents: dict[int, int] = {}
-    for tag, a, b, c, d in SequenceMatcher(None, before, after, autojunk=False).get_opcodes():
+    # IPython takes away the indentation that all lines have.
+    texts = [[line.strip() for line in lines] for lines in (before, after)]
+    for tag, a, b, c, d in SequenceMatcher(None, texts[0], texts[1], autojunk=False).get_opcodes():
         if tag == "equal":
             spans = [(line, line + 1) for line in range(a, b)]
         else:

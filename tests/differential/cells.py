@@ -136,6 +136,10 @@ def work(options: argparse.Namespace) -> dict[str, Any]:
             if case is None:
                 del streams[name]
                 continue
+            if kind.device is None and any("cuda" in cell.lower() for cell in case.cells):
+                # Measured, it has a device: another program than without one.
+                comparison.counts["not comparable"] += 1
+                continue
             mode = source.choices(list(MODES), list(MODES.values()))[0]
             kernel = source.random() < 0.25
             try:

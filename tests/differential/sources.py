@@ -28,6 +28,10 @@ _NEVER = re.compile(
 )
 
 
+# Of one text: a process costs more than most cells.
+MOST_CELLS = 4
+
+
 def of_this(name: str, source: random.Random) -> Iterator[Case]:
     """The cases of one source, in a random order; those of `generated` never end."""
     every = {
@@ -52,7 +56,7 @@ def generated(source: random.Random) -> Iterator[Case]:
     while True:
         number = source.getrandbits(48)
         own = random.Random(number)
-        cells = [generate.cell(own) for _ in range(own.choice([1, 1, 1, 1, 2, 3]))]
+        cells = [generate.cell(own) for _ in range(own.choice([1, 1, 2, 3, 4, 6]))]
         interactivity = own.choices(["last_expr", "all", "last", "none", "last_expr_or_assign"], [80, 6, 6, 2, 6])[0]
         yield Case(f"generated {number}", cells, [generate.PRELUDE], interactivity)
 
@@ -141,14 +145,18 @@ def doctests(source: random.Random) -> Iterator[Case]:
             if "-packages" not in str(path)
             else ("import numpy as np, torch, math\nimport torch.nn as nn, torch.nn.functional as F")
         )
-        for number, documentation in enumerate(_documentation(text)):
+        cells = []
+        for documentation in _documentation(text):
             try:
                 examples = parser.get_examples(documentation)
             except ValueError:
                 continue
             cell = "".join(example.source for example in examples)
             if cell.strip() and not _NEVER.search(cell) and not _LEFT_OUT.search(cell):
-                yield Case(f"documentation {path.parent.name}/{path.name} {number}", [cell], [setup])
+                cells.append(cell)
+        for number in range(0, len(cells), MOST_CELLS):
+            name = f"documentation {path.parent.name}/{path.name} {number}"
+            yield Case(name, cells[number : number + MOST_CELLS], [setup])
 
 
 def _documentation(text: str) -> Iterator[str]:
@@ -206,11 +214,18 @@ def _bodies_of(path: Path, module: str, source: random.Random) -> Iterator[Case]
                 for one in node.body
                 if isinstance(one, ast.FunctionDef) and one.name.startswith("test")
             ]
-    source.shuffle(found)
+    bodies: dict[str | None, list[tuple[ast.FunctionDef, str]]] = {}
     for holder, function in found:
         cell = _body(function, lines)
-        if cell is None or _NEVER.search(cell) or "support.requires" in cell:
-            continue
+        if cell is not None and not _NEVER.search(cell) and "support.requires" not in cell:
+            bodies.setdefault(holder, []).append((function, cell))
+    groups = []
+    for holder, ones in bodies.items():
+        source.shuffle(ones)
+        groups += [(holder, ones[number : number + MOST_CELLS]) for number in range(0, len(ones), MOST_CELLS)]
+    source.shuffle(groups)
+    for holder, ones in groups:
+        function = ones[0][0]
         setup = [
             f"import {module} as _module\nglobals().update({{k: v for k, v in vars(_module).items() if not k.startswith('__')}})"
         ]
@@ -220,7 +235,7 @@ def _bodies_of(path: Path, module: str, source: random.Random) -> Iterator[Case]
                 "for _set_up in ('setUpClass', 'setUp', 'setup_method'):\n"
                 "    try:\n        getattr(self, _set_up, lambda: None)()\n    except TypeError:\n        getattr(self, _set_up)(None)\ndel _set_up"
             )
-        yield Case(f"{module}:{function.lineno} {function.name}", [cell], setup)
+        yield Case(f"{module}:{function.lineno} {function.name}", [cell for _, cell in ones], setup)
 
 
 def _body(function: ast.FunctionDef, lines: list[str]) -> str | None:

@@ -7,7 +7,6 @@ A forked child (a DataLoader worker, say) neither writes nor cleans up: the dire
 
 from __future__ import annotations
 
-import atexit
 import os
 import py_compile
 import shlex
@@ -65,7 +64,6 @@ class VirtualSmi:
             raise
         self._directory, self._pid = directory, os.getpid()
         self._patches.search_first(directory)
-        atexit.register(self.remove)
 
     def update(self, index: int, used_bytes: int) -> None:
         """Device `index` uses `used_bytes` now. About a microsecond; nothing after `remove`, or in a forked child."""
@@ -80,7 +78,6 @@ class VirtualSmi:
         """Puts the PATH back as it was (where the user changed it meanwhile, only our entry goes) and cleans up."""
         if self._directory is None or os.getpid() != self._pid:
             return
-        atexit.unregister(self.remove)
         with self._lock:
             file, self._file = self._file, None
             if file is not None:
