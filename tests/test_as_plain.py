@@ -142,6 +142,8 @@ CALLERS = {
     "the end of an iteration beside what awaits": "import asyncio\nawait asyncio.sleep(0)\nraise StopIteration(4)",
     "the end of an iteration in what awaits": "import asyncio\nawait asyncio.sleep(next(iter([])))",
     "an error beside what awaits": "import asyncio\nawait asyncio.sleep(0)\n1 / 0",
+    "an error after another cell": "get_ipython().run_cell('1')\n1 / 0",
+    "an error after another's": "get_ipython().run_cell('nowhere')\n1 / 0",
     "the way out": "import sys\nsys.exit(3)",
     "the way out of a debugger": "import bdb\nraise bdb.BdbQuit",
     "what waits where nothing runs": WAITS,

@@ -18,7 +18,7 @@ from IPython.core.error import UsageError
 from gpumem_magic.devices.base import DeviceError
 from gpumem_magic.failures import swallows
 from gpumem_magic.looks.objects import is_a
-from gpumem_magic.notebook.shell_hooks import show_as_plain_once
+from gpumem_magic.notebook.shell_hooks import result_of_cell, show_as_plain_once
 from gpumem_magic.recording import under_way
 from gpumem_magic.recording.cell import CellRun
 from gpumem_magic.recording.hook import without_hooks
@@ -49,6 +49,7 @@ class MeasuredCell:
         self._options = options
         self._runs = runs
         self._recording: Any = None
+        self._result = result_of_cell(magics.shell)
         self._nested = True
         self._inside: Any = None
         self._progress: Any = None
@@ -140,8 +141,8 @@ class MeasuredCell:
                 self.put_back()
                 self._show(report)
                 exceeded = self._exceeded()
-            if not stopped:
-                show_as_plain_once(self._shell, error, traceback)
+            if error is not None and not stopped and self._result is not None:
+                show_as_plain_once(self._shell, self._result, error, traceback)
         except Exception as own:
             if not swallows(own):
                 raise

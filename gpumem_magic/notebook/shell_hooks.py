@@ -124,15 +124,18 @@ def value_or_coroutine(shell: Any, coroutine: Coroutine[Any, Any, Any]) -> Any:
     return coroutine
 
 
-def show_as_plain_once(shell: Any, error: BaseException | None, traceback: TracebackType | None) -> None:
+def result_of_cell(shell: Any) -> Any:
+    """IPython's result of the cell that it runs now, if that is our magic's alone, and else None. A cell may run others later."""
+    result = getattr(shell.displayhook, "exec_result", None)
+    return result if result is not None and result.info.raw_cell.lstrip().startswith(f"%%{MAGIC}") else None
+
+
+def show_as_plain_once(shell: Any, result: Any, error: BaseException, traceback: TracebackType | None) -> None:
     """Lets IPython show the error that leaves the running cell as without us: its own frame that runs code, then the cell's.
 
-    traceback: the error's, from a frame of ours that it passes through now. Does nothing unless the running cell is our magic's
-    alone, since other code could still catch the error.
+    result: see `result_of_cell`; no other code could catch the error. traceback: the error's, from a frame of ours that it
+    passes through now.
     """
-    result = getattr(shell.displayhook, "exec_result", None)
-    if error is None or result is None or not result.info.raw_cell.lstrip().startswith(f"%%{MAGIC}"):
-        return
     patches = Patches()
     usual, usual_custom = shell.showtraceback, getattr(shell, "CustomTB", None)
 

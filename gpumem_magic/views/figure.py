@@ -91,17 +91,26 @@ def png(
     return few_colours(rendered(draw(report, most=most, title=title, words=words, dark=dark), dpi, inks), inks)
 
 
+class _File(io.BytesIO):
+    """A file for an image. Pillow asks whether it is ``sys.stdout``, which may be an object of the user's: that is not asked."""
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    __hash__ = io.BytesIO.__hash__
+
+
 def few_colours(raw: bytes, inks: Inks = ON_LIGHT) -> tuple[bytes, int, int]:
     """A PNG with the palette's colours only, and its width and height in pixels."""
     image = Image.open(io.BytesIO(raw)).convert("RGB").quantize(palette=palette_image(inks), dither=Image.Dither.NONE)
-    small = io.BytesIO()
+    small = _File()
     image.save(small, format="png", optimize=True)
     return small.getvalue(), image.width, image.height
 
 
 def rendered(figure: Figure, dpi: int, inks: Inks = ON_LIGHT) -> bytes:
     """The figure as a PNG on paper."""
-    raw = io.BytesIO()
+    raw = _File()
     with _missing_letters_allowed(), matplotlib.style.context("default"):
         figure.savefig(raw, format="png", dpi=dpi, facecolor=inks.paper)
     return raw.getvalue()

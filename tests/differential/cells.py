@@ -68,7 +68,7 @@ class Comparison:
             found = [one for one in found if smoothed(one.plain) != smoothed(one.measured)]
         left = []
         for one in found:
-            reason = explained(one, case, plain, measured)
+            reason = explained(one, plain)
             if reason is None:
                 left.append(one)
             else:

@@ -59,6 +59,8 @@ def _described(value: Any, depth: int, seen: frozenset[int], left: list[int]) ->
     def below(other: Any) -> str:
         return _described(other, depth - 1, seen, left)
 
+    if any(_name_of(one) == "IPython.core.interactiveshell.InteractiveShell" for one in type.mro(kind)):
+        return f"<{_name_of(kind)}>"  # see `of_shell`
     if kind in (list, tuple):
         return f"{kind.__name__}({_listed([below(one) for one in value[:LONGEST]], len(value))})"
     if kind in (set, frozenset):

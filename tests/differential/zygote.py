@@ -321,8 +321,11 @@ def with_first_line(cell: str, magic: str | None) -> str:
 
 
 def is_shifted(cell: str) -> bool:
-    """Whether a cell can have no line before it: another magic's, or one with prompts, which IPython looks for at its start."""
+    """Whether a cell can have no line before it: another magic's, one with prompts, which IPython looks for at its start, or a
+    word that IPython may take for a magic where it is the cell's only line."""
     lines = [line.lstrip() for line in cell.lstrip().splitlines()[:2]]
+    if len(cell.strip().splitlines()) == 1 and re.match(r"[a-z]\w*( [^=].*)?$", lines[0]):
+        return True
     return cell.lstrip().startswith("%%") or any(re.match(r">>>|In \[\d+\]:|\.\.\.", line) for line in lines)
 
 
