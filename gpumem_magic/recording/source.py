@@ -112,7 +112,9 @@ def align(raw: str, rewritten: str) -> tuple[str, dict[int, int]] | None:
     before, after = split_lines(raw.rstrip("\n")), split_lines(rewritten.rstrip("\n"))
     placed: list[str] = []
     extents: dict[int, int] = {}
-    # IPython takes away the indentation that all lines have.
+    # IPython takes away the indentation that all lines have, and blank lines above the first.
+    first_line = next((line for line in before if line.strip()), "")
+    indentation = first_line[: len(first_line) - len(first_line.lstrip())]
     texts = [[line.strip() for line in lines] for lines in (before, after)]
     for tag, a, b, c, d in SequenceMatcher(None, texts[0], texts[1], autojunk=False).get_opcodes():
         if tag == "equal":
@@ -124,13 +126,18 @@ def align(raw: str, rewritten: str) -> tuple[str, dict[int, int]] | None:
         for line, (first, last) in zip(after[c:d], spans, strict=True):
             if len(placed) > first:
                 return None
-            placed.extend([""] * (first - len(placed)))
+            placed.extend(_blank(one, indentation) for one in before[len(placed) : first])
             placed.append(line)
             if last > first + 1:
                 extents[len(placed)] = last
     aligned = "\n".join(placed) + "\n"
     unmoved = aligned.rstrip("\n") == rewritten.rstrip("\n")
     return (aligned, extents) if unmoved or _same_program(aligned, rewritten) else None
+
+
+def _blank(line: str, indentation: str) -> str:
+    """A line that IPython took away, where it was blank; an empty one in the place of any other."""
+    return "" if line.strip() else line.removeprefix(indentation)
 
 
 def _groups(lines: list[str], start: int, stop: int) -> list[tuple[int, int]]:

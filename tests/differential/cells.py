@@ -17,6 +17,7 @@ import json
 import os
 import random
 import re
+import resource
 import subprocess
 import sys
 import time
@@ -251,6 +252,8 @@ def main() -> int:
             print(f"a process ended with {first.returncode}", file=sys.stderr)
             return 2
         results.append(json.loads(text))
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    print(f"{used.ru_utime + used.ru_stime:,.0f} s of a processor's time")
     return summary(results, options, time.monotonic() - began)
 
 

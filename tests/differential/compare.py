@@ -16,7 +16,7 @@ MARGIN = re.compile(r"(?m)^ {3,}1(?: #| %%gpumem.*| +)?\n")
 # Two plain runs differ in these.
 BY_CHANCE = [
     (re.compile(r"0x[0-9A-Fa-f]{4,}"), "0x"),
-    (re.compile(r"\d+(\.\d+)?(e-\d+)? ?(s|ms|us|µs|ns|seconds|sec)\b"), "TIME"),
+    (re.compile(r"\d+(\.\d+)?(e[+-]\d+)? ?(s|ms|us|µs|ns|seconds|sec)\b"), "TIME"),
     (re.compile(r"\b\d{4}-\d\d-\d\d[ T]\d\d:\d\d(:\d\d(\.\d+)?)?"), "DATE"),
     (re.compile(r"\b(pid=|process |Thread-)\d+"), "NUMBER"),
     (re.compile(r"\b[0-9a-f]{16}\b"), "DIGEST"),
@@ -114,7 +114,9 @@ def smoothed(value: Any) -> str:
 
 def explained(one: Difference, plain: dict[str, Any]) -> str | None:
     """Why the plain run is not one that always comes out so; None for a difference that has to go."""
-    if not one.place.startswith("/cells/") and any("needs a real async loop" in repr(cell) for cell in plain["cells"]):
+    half_run = [number for number, cell in enumerate(plain["cells"]) if "needs a real async loop" in repr(cell)]
+    place = re.match(r"/cells/(\d+)", one.place)
+    if half_run and (place is None or int(place[1]) > half_run[0]):
         # Its count, hooks and names are put back when Python collects it.
         return "IPython leaves a cell half run that waits where no event loop runs"
     return None
