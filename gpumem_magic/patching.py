@@ -13,7 +13,8 @@ import inspect
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from types import FunctionType, MethodType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -82,7 +83,7 @@ class Patches:
 
         library = Library("aten", "IMPL")
         self._undo.append(library._destroy)
-        with warnings.catch_warnings():
+        with warnings_remembered(), warnings.catch_warnings():
             # PyTorch warns of what is meant here: that a kernel is replaced.
             warnings.simplefilter("ignore")
             for operator, kernel in kernels:
@@ -157,6 +158,19 @@ class Patches:
 
     def __exit__(self, *error: object) -> None:
         self.undo()
+
+
+@contextmanager
+def warnings_remembered() -> Iterator[None]:
+    """For work that changes warnings' filters and puts them back, as `warnings.catch_warnings` does.
+
+    Python forgets at each change which warnings were shown already, and would show the user's again.
+    """
+    with Patches() as patches:
+        for name in ("_filters_mutated", "_filters_mutated_lock_held"):
+            if hasattr(warnings, name):
+                patches.set(warnings, name, lambda: None)
+        yield
 
 
 class _Relay:

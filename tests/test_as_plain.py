@@ -7,6 +7,7 @@ import os
 import re
 import tempfile
 import time
+import types
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -106,6 +107,23 @@ def test_a_warning_of_the_compiler_comes_as_often_as_without_us(shell: Any) -> N
     assert counts[1] == counts[0]
 
 
+def test_hooks_of_the_program_have_the_numbers_that_they_have_without_us(shell: Any) -> None:
+    body = "h = torch.nn.Linear(1, 1).register_forward_hook(print)\nh.id\n"
+    numbers = [run(shell, f"{first}\n{body}")[0].result for first in ("#", "%%gpumem -q", "%%gpumem -q", "#")]
+    assert numbers == list(range(numbers[0], numbers[0] + 4))
+
+
+def test_a_warning_that_was_shown_is_not_shown_again_after_a_report(shell: Any) -> None:
+    shell.user_ns["again"] = types.FunctionType(
+        compile("warnings.warn('once')", "m.py", "exec"), {"warnings": warnings}
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        for first in ("#", "%%gpumem", "%%gpumem --plot", "#"):
+            run(shell, f"{first}\nagain()\n")
+    assert [str(one.message) for one in caught if str(one.message) == "once"] == ["once"]
+
+
 @pytest.mark.parametrize(
     "body",
     ["\n\nx = = 1\n", "\nif a:", "a = 1\n  x = 1\n", "x = (\n", "def f():\nreturn 1\n"],
@@ -142,6 +160,7 @@ CALLERS = {
     "the end of an iteration beside what awaits": "import asyncio\nawait asyncio.sleep(0)\nraise StopIteration(4)",
     "the end of an iteration in what awaits": "import asyncio\nawait asyncio.sleep(next(iter([])))",
     "an error beside what awaits": "import asyncio\nawait asyncio.sleep(0)\n1 / 0",
+    "an error in a backward": "torch.ones(2, requires_grad=True).cpu().mul(2).backward()",
     "an error after another cell": "get_ipython().run_cell('1')\n1 / 0",
     "an error after another's": "get_ipython().run_cell('nowhere')\n1 / 0",
     "the way out": "import sys\nsys.exit(3)",

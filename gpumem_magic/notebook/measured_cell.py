@@ -19,6 +19,7 @@ from gpumem_magic.devices.base import DeviceError
 from gpumem_magic.failures import swallows
 from gpumem_magic.looks.objects import is_a
 from gpumem_magic.notebook.shell_hooks import result_of_cell, show_as_plain_once
+from gpumem_magic.patching import warnings_remembered
 from gpumem_magic.recording import under_way
 from gpumem_magic.recording.cell import CellRun
 from gpumem_magic.recording.hook import without_hooks
@@ -205,7 +206,8 @@ class MeasuredCell:
         from IPython.display import display
 
         view = "plot" if self._options.plot else "table" if self._options.table else None
-        display(report if view is None else report.view(view))
+        with warnings_remembered():  # matplotlib changes them
+            display(report if view is None else report.view(view))
 
 
 def _stack(frame: FrameType | None) -> Iterator[FrameType]:

@@ -18,7 +18,7 @@ from gpumem_magic.failures import swallowed
 from gpumem_magic.patching import Patches
 from gpumem_magic.recording.cell import compiles, place
 from gpumem_magic.recording.source import split_lines
-from gpumem_magic.recording.statement_run import as_without_us
+from gpumem_magic.recording.statement_run import as_without_us, without_recording
 
 MAGIC = "gpumem"
 # What a completer is given has `line` (up to the cursor) and `symbol` (the word under it).
@@ -149,6 +149,7 @@ def show_as_plain_once(shell: Any, result: Any, error: BaseException, traceback:
             return exc_tuple
         caught.tb_next = whole.tb_next  # Python 3.10 still has this one at hand
         result.error_in_exec = BaseException.with_traceback(error, whole)
+        without_recording(error)
         return type(error), error, whole
 
     def show(exc_tuple: Any = None, filename: str | None = None, tb_offset: int | None = None, **options: Any) -> None:

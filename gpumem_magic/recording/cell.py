@@ -303,7 +303,10 @@ def _assigned_name(node: ast.stmt) -> str | None:
 
 
 def _ends_with_semicolon(python: str) -> bool:
-    """IPython's rule for silencing a value. Its own decorator for it came in 8.10 and would swallow a coroutine."""
+    """IPython's rule for silencing values: not at the end of a block.
+
+    Its own decorator for it came in 8.10 and would swallow a coroutine.
+    """
     last = ""
     try:
         for token in tokenize.generate_tokens(io.StringIO(python).readline):
@@ -314,7 +317,7 @@ def _ends_with_semicolon(python: str) -> bool:
     return last == ";"
 
 
-_UNSEEN_TOKENS = (tokenize.ENDMARKER, tokenize.NL, tokenize.NEWLINE, tokenize.COMMENT, tokenize.DEDENT)
+_UNSEEN_TOKENS = (tokenize.ENDMARKER, tokenize.NL, tokenize.NEWLINE, tokenize.COMMENT)
 
 
 def _named(shell: Any, code: CodeType) -> CodeType:

@@ -88,7 +88,7 @@ class Phases:
             ("watching CUDA graphs", lambda: self.hidden.watch_graphs(self._patches)),
             ("watching record_function", lambda: torch_seams.watch_ranges(self._patches, self._range_begins)),
         ):
-            with self._guard(task):
+            with self._guard(task), torch_seams.uncounted_hooks():
                 install()
 
     def stop(self) -> None:

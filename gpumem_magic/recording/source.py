@@ -130,7 +130,7 @@ def align(raw: str, rewritten: str) -> tuple[str, dict[int, int]] | None:
             placed.append(line)
             if last > first + 1:
                 extents[len(placed)] = last
-    aligned = "\n".join(placed) + "\n"
+    aligned = "\n".join(placed) + (rewritten[len(rewritten.rstrip("\n")) :] or "\n")
     unmoved = aligned.rstrip("\n") == rewritten.rstrip("\n")
     return (aligned, extents) if unmoved or _same_program(aligned, rewritten) else None
 

@@ -13,6 +13,8 @@ from collections.abc import Callable
 from types import CodeType, FrameType, TracebackType
 from typing import Any
 
+from gpumem_magic import patching
+
 
 class Value:
     """Where the code of a cell's last expression puts its value: by an assignment, since a tracer would see a call."""
@@ -86,6 +88,30 @@ class StatementRun:
             raise own
         finally:
             own.__context__ = context
+
+
+def without_recording(error: BaseException) -> None:
+    """Takes out of a traceback, and of those of earlier errors, the frames by which a recording sees backward and its like."""
+    one: BaseException | None = error
+    for _ in range(100):
+        if one is None:
+            return
+        entry = one.__traceback__
+        while entry is not None:
+            following = entry.tb_next
+            while following is not None and _is_recording(following):
+                following = following.tb_next
+            entry.tb_next = following
+            entry = following
+        one = one.__cause__ or one.__context__
+
+
+def _is_recording(entry: TracebackType) -> bool:
+    """Whether it is a frame of the recording's, or the one that handed on to it what PyTorch was asked for."""
+    name = entry.tb_frame.f_globals.get("__name__", "")
+    if name == patching.__name__ and entry.tb_next is not None:
+        name = entry.tb_next.tb_frame.f_globals.get("__name__", "")
+    return str(name).startswith(f"{__package__}.") and entry.tb_next is not None
 
 
 def as_without_us(traceback: TracebackType | None, caught: TracebackType) -> TracebackType | None:

@@ -6,7 +6,9 @@ where a PyTorch has no such place.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ import torch.utils.checkpoint
 from torch.autograd.profiler import record_function
 from torch.nn.modules import module as nn_module
 from torch.optim import optimizer as nn_optimizer
+from torch.utils.hooks import RemovableHandle
 
 from gpumem_magic import private
 from gpumem_magic.patching import Patches
@@ -73,6 +76,21 @@ def remove_hooks(owner: object, handles: list[Any]) -> None:
     }:
         for table in tables:
             table.pop(number, None)
+
+
+@contextmanager
+def uncounted_hooks() -> Iterator[None]:
+    """Hooks that are registered here have numbers from far away: the program's own are counted as ever."""
+    count = RemovableHandle.next_id
+    RemovableHandle.next_id = max(count, next(_numbers))
+    try:
+        yield
+    finally:
+        RemovableHandle.next_id = count
+
+
+# Each hook of a process has another one.
+_numbers = itertools.count(1 << 48, 1 << 8)
 
 
 def _tables_of_hooks(*places: Any) -> list[dict[int, Any]]:

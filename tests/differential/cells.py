@@ -38,6 +38,10 @@ WEIGHTS = {"generated": 50, "cpython": 22, "doctests": 12, "ipython": 6, "numpy"
 MODES = {"quiet": 62, "counters": 12, "shown": 6, "auto": 20}
 
 
+# What is another program where a device is on, as one is in a measured cell.
+OF_DEVICES = re.compile(r"(?i)cuda|distributed|process_group")
+
+
 class Comparison:
     """Runs cases plain and measured in processes of one kind, and counts what came of it."""
 
@@ -66,10 +70,10 @@ class Comparison:
             self.counts["places that differ by chance"] += lost
         if any(map(is_shifted, case.cells)):
             # The plain cell's lines have other numbers.
-            found = [one for one in found if smoothed(one.plain) != smoothed(one.measured)]
+            found = [one for one in found if unspaced(one.plain) != unspaced(one.measured)]
         left = []
         for one in found:
-            reason = explained(one, plain)
+            reason = explained(one, case.cells, plain)
             if reason is None:
                 left.append(one)
             else:
@@ -137,7 +141,7 @@ def work(options: argparse.Namespace) -> dict[str, Any]:
             if case is None:
                 del streams[name]
                 continue
-            if kind.device is None and any("cuda" in cell.lower() for cell in case.cells):
+            if kind.device is None and any(map(OF_DEVICES.search, case.cells)):
                 # Measured, it has a device: another program than without one.
                 comparison.counts["not comparable"] += 1
                 continue
@@ -164,6 +168,11 @@ def work(options: argparse.Namespace) -> dict[str, Any]:
         "kind": {**comparison.zygote.versions, "device": options.device}, "counts": comparison.counts, "reasons": comparison.reasons,
         "found": comparison.found, "places": comparison.places, "seconds": time.monotonic() - began, "missing": tools.missing() if "tools" in names else [],
     }  # fmt: skip
+
+
+def unspaced(value: Any) -> str:
+    """Numbers of lines stand in columns as wide as the longest."""
+    return re.sub(r" +", " ", smoothed(value))
 
 
 def story(one: dict[str, Any]) -> str:

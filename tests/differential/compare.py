@@ -112,11 +112,23 @@ def smoothed(value: Any) -> str:
     return text
 
 
-def explained(one: Difference, plain: dict[str, Any]) -> str | None:
+# What gives memory as it lies, and the threads of pools.
+UNWRITTEN = re.compile(r"empty|resize_|ndarray\(|untyped_storage|Storage\(")
+ADDRESS = re.compile(r"\b\d{12,15}\b")
+POOLED = re.compile(r"asyncio_\d+|ThreadPoolExecutor-\d+_\d+")
+
+
+def explained(one: Difference, cells: list[str], plain: dict[str, Any]) -> str | None:
     """Why the plain run is not one that always comes out so; None for a difference that has to go."""
     half_run = [number for number, cell in enumerate(plain["cells"]) if "needs a real async loop" in repr(cell)]
     place = re.match(r"/cells/(\d+)", one.place)
     if half_run and (place is None or int(place[1]) > half_run[0]):
         # Its count, hooks and names are put back when Python collects it.
         return "IPython leaves a cell half run that waits where no event loop runs"
+    if any(map(UNWRITTEN.search, cells)) and smoothed(one.plain) == smoothed(one.measured):
+        return "memory that nothing has written holds what was there before"
+    if ADDRESS.sub("", str(one.plain)) == ADDRESS.sub("", str(one.measured)):
+        return "a number is an address"
+    if one.place == "/interpreter/threads" and all(map(POOLED.fullmatch, set(one.plain) ^ set(one.measured))):
+        return "a pool begins a thread where none happens to be idle"
     return None

@@ -12,6 +12,7 @@ import linecache
 import logging
 import os
 import random
+import re
 import signal
 import sys
 import threading
@@ -383,8 +384,9 @@ def _context() -> list[str]:
 def of_files(folder: Path) -> dict[str, str]:
     """Every file below a folder and what is in it."""
     found = {}
-    for path in sorted(folder.rglob("*")):
-        name = str(path.relative_to(folder))
+    for number, path in enumerate(sorted(folder.rglob("*"))):
+        # `tempfile` takes random names.
+        name = re.sub(r"(?i)\btmp[a-z0-9_]{8}\b", f"temporary {number}", str(path.relative_to(folder)))
         try:
             if path.is_symlink():
                 found[name] = f"-> {os.readlink(path)}"

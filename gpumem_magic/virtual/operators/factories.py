@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import torch
 import torch.utils._device
 
-from gpumem_magic.patching import Patches
+from gpumem_magic.patching import Patches, warnings_remembered
 from gpumem_magic.virtual.engine import values
 from gpumem_magic.virtual.engine.engine import Engine, refuse_device, refuse_fork
 from gpumem_magic.virtual.engine.modes import META, STATE, origin, pushed
@@ -46,7 +46,7 @@ def _means_meta(device: Any) -> bool:
 
 def _unchecked(original: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     """A sparse tensor on the device, whose indices have no values that could be checked; 2.11 warns although it is told."""
-    with warnings.catch_warnings():
+    with warnings_remembered(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Sparse invariant checks are implicitly disabled")
         return original(*args, **{**kwargs, "check_invariants": False})
 
