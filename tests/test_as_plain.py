@@ -165,7 +165,6 @@ CALLERS = {
     "an error after another's": "get_ipython().run_cell('nowhere')\n1 / 0",
     "the way out": "import sys\nsys.exit(3)",
     "the way out of a debugger": "import bdb\nraise bdb.BdbQuit",
-    "what waits where nothing runs": WAITS,
 }
 
 
@@ -192,6 +191,16 @@ def test_what_calls_a_cell_and_its_traceback_are_what_they_are_without_us(shell:
         shell.run_line_magic("xmode", "Context")
     assert lines[1] == lines[0]
     assert lines[0][3] == (lines[0][1] is type(None))
+
+
+def test_a_cell_that_waits_where_nothing_runs_fails_as_without_us(shell: Any) -> None:
+    """IPython leaves its own half run, and may show that whenever Python collects it: the text is left out."""
+    found = []
+    for first in ("#", "%%gpumem -q"):
+        error = run(shell, f"{first}\n{WAITS}")[0].error_in_exec
+        found.append((type(error), str(error), [*_entries(error.__traceback__)]))
+    assert "needs a real async loop" in found[0][1]
+    assert found[1] == found[0]
 
 
 def test_an_error_with_a_display_of_its_own_has_the_traceback_that_it_has_without_us(shell: Any) -> None:
