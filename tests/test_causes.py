@@ -245,8 +245,11 @@ GUILTY += [
     ),
     Case(
         "copied_weights",
-        ("model = nn.Sequential(*[nn.Linear(8192, 8192, device='cuda') for _ in range(40)])\n"
-            "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)", "import copy\nother = copy.deepcopy(model)"),
+        (
+            "model = nn.Sequential(*[nn.Linear(8192, 8192, device='cuda') for _ in range(40)])\n"
+            "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)",
+            "import copy\nother = copy.deepcopy(model)",
+        ),
         "copy.deepcopy(model)",
         "T4",
     ),

@@ -390,7 +390,7 @@ def test_averages_scripts_and_optimizers_that_look_back() -> None:
 
 
 def test_nested_tensors_say_what_to_do_instead() -> None:
-    with pytest.raises(NotImplementedError, match=r"virtual GPU cannot work with a NestedTensor.*Use padded tensors"):
+    with pytest.raises(NotImplementedError, match=r"virtual GPU cannot hold a nested tensor.*Use dense \(padded\)"):
         torch.nested.nested_tensor([torch.rand(2, 3), torch.rand(4, 3)], device="cuda", layout=torch.jagged)
 
 

@@ -261,7 +261,7 @@ def _broadcast(scene: Scene, alike: Alike) -> Cause | None:
     called = _called(scene, alike)
     told = f"{called} broadcasts {_shown(first)} with {_shown(second)} to {_shown(alike.shape)}: {_sizes(alike)}."
     same = _squeezed(first) == _squeezed(second)
-    if same and not _MEANT.search(expression) and (len(first) != len(second) or birth.operator.endswith("_loss")):
+    if same and not _MEANT.search(expression) and (len(first) != len(second) or birth.operator.endswith("loss")):
         return Cause("broadcast", told, _squeeze(first, second, _operands(expression)), alike.bytes)
     remedy = "Work on some of the rows at a time, if every pair is meant; else give both the same shape."
     if len(alike.shape) >= 3 and first[-1] == second[-1]:
