@@ -114,8 +114,18 @@ def smoothed(value: Any) -> str:
 
 # What gives memory as it lies, and the threads of pools.
 UNWRITTEN = re.compile(r"empty|resize_|ndarray\(|untyped_storage|Storage\(")
+FORGOTTEN = re.compile(
+    r"[^\n]*RuntimeWarning: coroutine '[^']*' was never awaited\n( [^\n]*\n)*(RuntimeWarning: Enable tracemalloc[^\n]*\n)?"
+)
 ADDRESS = re.compile(r"\b\d{12,15}\b")
 POOLED = re.compile(r"asyncio_\d+|ThreadPoolExecutor-\d+_\d+")
+
+
+def said(shown: Any) -> list[Any]:
+    """What was shown, without warnings that come whenever Python collects something."""
+    if not isinstance(shown, list):
+        return [shown]
+    return [one for one in ([one[0], FORGOTTEN.sub("", one[1])] for one in shown) if one[1]]
 
 
 def explained(one: Difference, cells: list[str], plain: dict[str, Any]) -> str | None:
@@ -127,6 +137,13 @@ def explained(one: Difference, cells: list[str], plain: dict[str, Any]) -> str |
         return "IPython leaves a cell half run that waits where no event loop runs"
     if any(map(UNWRITTEN.search, cells)) and smoothed(one.plain) == smoothed(one.measured):
         return "memory that nothing has written holds what was there before"
+    if one.place.endswith("/shown") and said(one.plain) == said(one.measured):
+        return "Python says that a coroutine was never awaited when it collects it"
+    if one.place == "/interpreter/modules/new" and set(one.plain) ^ set(one.measured) == {
+        "_tracemalloc",
+        "tracemalloc",
+    }:
+        return "Python says that a coroutine was never awaited when it collects it"
     if ADDRESS.sub("", str(one.plain)) == ADDRESS.sub("", str(one.measured)):
         return "a number is an address"
     if one.place == "/interpreter/threads" and all(map(POOLED.fullmatch, set(one.plain) ^ set(one.measured))):
