@@ -266,7 +266,7 @@ def test_the_operator_is_read_where_the_call_stands() -> None:
         ("native_dropout", ELEMENTWISE),
         ("mul", ELEMENTWISE),
         ("embedding", OTHERS),
-        ("max_pool2_d_with_indices", OTHERS),
+        ("max_pool2d_with_indices", OTHERS),
         ("nll_loss", OTHERS),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterable, Iterator
 from types import FrameType, GetSetDescriptorType
@@ -116,5 +117,6 @@ def operation_of(node: Any) -> str:
     """What a reader calls a node: ``gelu`` of ``GeluBackward0``."""
     name = name_of_class(type(node))
     short = name.rstrip("0123456789").removesuffix("Backward")
-    words = "".join(f"_{letter.lower()}" if letter.isupper() else letter for letter in short).lstrip("_")
+    # (The D of MaxPool2D begins no word.)
+    words = re.sub(r"(?<=[^\d_])(?=[A-Z])", "_", short).lower()
     return words if short and short != name else name

@@ -57,14 +57,14 @@ class Births:
             self._nodes.clear()
         place, function, _ = self._place()
         kernel = _kernel(func)
-        self._nodes[number - 1] = kernel, function or _plain(kernel), place
+        self._nodes[number - 1] = kernel, _plain(function or kernel), place
 
     def of(self, call: tuple[Any, Any, Any] | None, tensor: torch.Tensor | None, maker: str = "") -> Birth:
         """Of an allocation under way. call: the operator and its arguments; maker: a factory's name, where there is no operator;
         tensor: what it holds, None for what a kernel works with."""
         place, function, in_engine = self._place()
         kernel = _kernel(call[0]) if call is not None else maker
-        operator = function or _plain(kernel)
+        operator = _plain(function or kernel)
         node = ""
         if in_engine:
             node, operator, place = self._behind(operator, place)
