@@ -6,13 +6,15 @@ import re
 import threading
 from collections import Counter
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from copy import deepcopy
+from types import BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType
 from typing import Any, Protocol
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from gpumem_magic.looks.objects import is_a
 from gpumem_magic.tracebacks import cut, cut_below_operator
 from gpumem_magic.virtual.engine.modes import (
     DEVICE_QUERY,
@@ -21,12 +23,17 @@ from gpumem_magic.virtual.engine.modes import (
     pushed,
     with_dispatch_of_its_own,
 )
+from gpumem_magic.virtual.engine.uninterrupted import Uninterrupted
+
+# What runs no Python of the program's, so that it is over soon.
+_OF_C = (BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType)
 
 
 class TensorEngine(Protocol):
     """What tensors, and kernels of libraries, ask of the engine that runs operators on them."""
 
     mode: OperatorMode
+    uninterrupted: Uninterrupted
     computes: bool
     # Functions of Python's that are shown to `otherwise` before they run.
     seen: Collection[Any]
@@ -156,7 +163,9 @@ class VirtualTensor(FakeTensor):
                 found = engine.otherwise(func, args)
                 if found is not None:
                     return found
-            with pushed(engine.mode):
+            # C++ asks Python for an operator's rule where it can't pass on an exception: a Ctrl-C there would end the process.
+            waits = engine.uninterrupted if is_a(func, _OF_C) else nullcontext()
+            with waits, pushed(engine.mode):
                 return func(*args, **(kwargs or {}))
         except Exception as error:
             __tracebackhide__, args, kwargs = True, (), {}
