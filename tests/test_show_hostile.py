@@ -12,6 +12,7 @@ import tracemalloc
 from pathlib import Path
 
 import pytest
+import torch
 from hostile_snapshots import hand_made, mutations, recording, walk
 
 import gpumem_magic
@@ -62,15 +63,22 @@ def test_mutated_files(tmp_path: Path) -> None:
 def test_texts_of_a_report_file_move_no_cursor(tmp_path: Path) -> None:
     path = tmp_path / "report.json"
     with gpumem_magic.measure(device="T4") as measured:
-        pass
+        kept = torch.zeros(2**22, device="cuda")
+    del kept
     gpu.turn_off()
     data = measured.report.to_dict()
-    data["peak"]["where"] = "\x1b[2J\x1b[31mred\u202e"
+    hostile = "\x1b[2J\x1b[31mred\u202e"
+    data["answer"] = data["peak"]["where"] = hostile
+    for row in data["checkpoints"]:
+        row["label"] = row["statement"] = hostile
+    for group in data["peak"]["tensors"]:
+        group.update(statement=hostile, expression=hostile, inner=hostile, kept_by=hostile)
     path.write_text(json.dumps(data))
-    text = str(Report.load(path))
-    assert "red" in text
-    assert "\x1b" not in text
-    assert "\u202e" not in text
+    report = Report.load(path)
+    for text in (str(report), report.explain(), report.show("all")):
+        assert "red" in str(text)
+        assert "\x1b" not in str(text)
+        assert "\u202e" not in str(text)
 
 
 def test_settings_that_are_no_numbers_are_said(tmp_path: Path) -> None:
