@@ -229,6 +229,28 @@ def test_an_interrupted_cell_leaves_the_watch_running(shell: Any) -> None:
     assert threads() == 1
 
 
+@pytest.mark.parametrize("place", ["open", "_listen", "start", "started"])
+def test_an_interrupt_while_it_starts_leaves_nothing(shell: Any, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+    front = FakeFront()
+    before = {name: list(callbacks) for name, callbacks in shell.events.callbacks.items()}
+    owner, name = {"open": (front, "open"), "_listen": (Watch, "_listen")}.get(place, (Sampler, "start"))
+    original = getattr(owner, name)
+
+    def interrupted(*args: Any) -> None:
+        if place != "open":
+            original(*args) if place != "start" else None
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(owner, name, interrupted)
+    monkeypatch.setattr(watch, "choose_front", lambda *_: front)
+    with pytest.raises(KeyboardInterrupt):
+        watch.start(shell)
+    assert threads() == 0
+    assert {name: list(callbacks) for name, callbacks in shell.events.callbacks.items()} == before
+    with pytest.raises(watch.WatchError, match="no watch is running"):
+        watch.running()
+
+
 @pytest.mark.parametrize(
     ("line", "words"),
     [

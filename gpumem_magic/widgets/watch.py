@@ -70,10 +70,16 @@ class Watch:
 
     def start(self, shell: Any = None) -> None:
         """Opens the front and begins. shell: IPython's, whose cells are then marked."""
-        self.front.open()
-        if shell is not None:
-            self._listen(shell)
-        self._sampler.start()
+        try:
+            self.front.open()
+            if shell is not None:
+                self._listen(shell)
+            self._sampler.start()
+        except BaseException:
+            # Ctrl-C in between: no thread, and nothing that listens, is left.
+            self.stop()
+            self._finish()
+            raise
 
     def pause(self) -> None:
         self._sampler.pause()
@@ -189,8 +195,9 @@ def start(shell: Any, hz: float = DEFAULT_HZ, *, static: bool = False) -> Watch:
     with _changing:
         stop_if_running()
         watch = Watch(hz, lambda watch: choose_front(watch, shell, static))
-        watch.start(shell)
+        # Known before it runs: an interrupt leaves no watch that `stop` does not find.
         _current = watch
+        watch.start(shell)
         return watch
 
 
