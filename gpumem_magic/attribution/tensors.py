@@ -110,7 +110,9 @@ class Tensors:
             return (KEPT_BY_LIST if "[" in name else KEPT_BY_NAME), name
         label = self._labels[one.index]
         if label.name and label.evidence == "identity":
-            return KEPT_BY_NAME, label.name
+            # A gradient that is gone by the end is called as its parameter is within the model, which has no name of its own.
+            place = self._parameters.get(label.name, "") if label.category == "gradients" else label.name
+            return KEPT_BY_NAME, place
         saved = next((hold for hold in holds if hold.keeper == KEPT_BY_GRAPH), None)
         if saved is None and label.category == "activations":
             birth = self.birth_of(one)
@@ -133,6 +135,17 @@ class Tensors:
         return one.freed is not None and point is not None and self.statement_at(one.freed) is point
 
     # What is looked up
+
+    @cached_property
+    def _parameters(self) -> dict[str, str]:
+        """A parameter's name within its model -> where the program has it."""
+        return {
+            str(label.name): hold.place
+            for index, holds in self._holds.items()
+            if (label := self._labels[index]).category == "parameters" and label.name
+            for hold in holds
+            if hold.keeper in (KEPT_BY_NAME, KEPT_BY_LIST)
+        }
 
     @cached_property
     def _statements(self) -> tuple[list[int], list[Checkpoint]]:

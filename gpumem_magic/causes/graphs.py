@@ -78,7 +78,7 @@ def _detaching(scene: Scene, spot: Spot, place: Written | None, others: list[str
     elif others:
         names = [spot.place, *others]
         now = f"; detaching {', '.join(map(quoted, names[:4]))} frees {human(freed)}"
-    return f"`.detach()` (or `.item()`, for a number) it{into}{now}."
+    return f"Detach it (`.detach()`, or `.item()` for a number){into}{now}."
 
 
 def growth(scene: Scene) -> Iterator[Cause]:

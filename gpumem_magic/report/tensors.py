@@ -19,18 +19,37 @@ MOST_GROUPS = 12
 # What belongs to a model or an optimizer as a whole: by its owner, whatever the shapes.
 _WHOLES = frozenset({"parameters", "buffers", "gradients", "optimizer_state"})
 _NUMBER = re.compile(r"\d+")
+# A group is large if it is one part in so many of what is allocated.
+_LARGE = 20
+
+_Member = tuple[Allocation, TensorFacts, str, str]
+"""An allocation, what is known of it, and what keeps it where."""
 
 
 def groups_at(view: DeviceView, position: int, most: int = MOST_GROUPS) -> tuple[TensorGroup, ...]:
     """The groups of what is live at a position."""
-    alike: dict[tuple[object, ...], list[tuple[Allocation, TensorFacts, str, str]]] = defaultdict(list)
+    alike: dict[tuple[object, ...], list[_Member]] = defaultdict(list)
     for one in view.timeline.live_at(position):
         facts = view.tensors.facts(one)
         keeper, place = view.tensors.keeper(one, position)
         alike[_kind(facts, keeper, place)].append((one, facts, keeper, place))
-    groups = [_group(members) for members in alike.values()]
+    found = alike.values() if len(alike) <= most else _across_lines(alike.values())
+    groups = [_group(members) for members in found]
     groups.sort(key=lambda group: -group.bytes)
     return (*groups[:most], *_rest(groups[most:]))
+
+
+def _across_lines(groups: Iterable[list[_Member]]) -> list[list[_Member]]:
+    """Where there are many: small groups that differ only in the line that made them are one."""
+    found = list(groups)
+    total = sum(one.size for members in found for one, *_ in members)
+    joined: dict[tuple[object, ...], list[_Member]] = defaultdict(list)
+    for number, members in enumerate(found):
+        _, facts, keeper, _ = members[0]
+        large = _LARGE * sum(one.size for one, *_ in members) >= total
+        apart = large or facts.category in _WHOLES or facts.shape is None
+        joined[(number,) if apart else (facts.category, facts.dtype, facts.shape, facts.operator, keeper)] += members
+    return list(joined.values())
 
 
 def _kind(facts: TensorFacts, keeper: str, place: str) -> tuple[object, ...]:
@@ -45,9 +64,11 @@ def _owner(place: str) -> str:
     return re.split(r"[.\[]", place, maxsplit=1)[0]
 
 
-def _group(members: Sequence[tuple[Allocation, TensorFacts, str, str]]) -> TensorGroup:
+def _group(members: Sequence[_Member]) -> TensorGroup:
     size, count = sum(one.size for one, *_ in members), len(members)
     _, facts, keeper, place = members[0]
+    if len({(each.line, each.expression, each.inner) for _, each, _, _ in members}) > 1:
+        facts = replace(facts, statement="", line=0, expression="", inner="")
     if facts.category in _WHOLES and count > 1:
         dtypes = {each.dtype for _, each, _, _ in members}
         shapes = {each.shape for _, each, _, _ in members}

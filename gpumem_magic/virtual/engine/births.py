@@ -146,7 +146,8 @@ def _own(frame: FrameType) -> tuple[str, int, str, str, str]:
 
 def _key(frame: FrameType) -> tuple[Any, ...]:
     code = frame.f_code
-    return code.co_filename, code.co_firstlineno, code.co_name, frame.f_lasti
+    # (The statements of a cell are compiled one by one: their instructions are counted from the same start.)
+    return code.co_filename, frame.f_lineno, code.co_name, frame.f_lasti
 
 
 def _kernel(func: Any) -> str:
