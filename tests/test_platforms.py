@@ -14,11 +14,13 @@ import pytest
 
 from gpumem_magic.devices import driver
 from gpumem_magic.virtual.card import smi
+from gpumem_magic.virtual.engine import host_memory
 
 PACKAGE = Path(__file__).parents[1] / "gpumem_magic"
 # What Windows or macOS lack -> the only files that may speak of it.
 ONLY_IN = {
-    r"/proc\b": {"devices/driver.py"},
+    # (Who runs on a GPU; and the memory that a host has left.)
+    r"/proc\b": {"devices/driver.py", "virtual/engine/host_memory.py"},
     r"\bimport_module\(\"pwd\"\)|^\s*import pwd|from pwd ": {"devices/driver.py"},
     r"\bos\.fork\b|register_at_fork|\bos\.killpg\b|\bos\.getuid\b|\bos\.geteuid\b|import resource": set(),
     r"\bfcntl\b": {"virtual/card/smi.py"},
@@ -97,3 +99,12 @@ def test_on_windows_nvidia_smi_is_a_batch_file_that_starts_the_same_program(
         [sys.executable, "-IS", command["script"], "--version"], capture_output=True, text=True, check=False
     )
     assert "Traceback" not in ran.stderr
+
+
+def test_a_host_that_does_not_say_what_it_has_left_is_not_asked(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in ("_MEMINFO", "_LIMIT", "_CURRENT"):
+        monkeypatch.setattr(host_memory, name, tmp_path / name)
+    assert host_memory.available() is None
+    host_memory.HostMemory().ask(1 << 60)

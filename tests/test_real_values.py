@@ -63,6 +63,16 @@ PROGRAMS = [
 ]  # fmt: skip
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """The order in which threads add numbers up shows in the last digit."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
 def test_programs_print_what_they_print_on_the_host(
     program: Callable[[str], None], capsys: pytest.CaptureFixture[str]

@@ -356,14 +356,12 @@ def test_the_users_environment_and_folder_do_not_reach_the_program(
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
-def test_a_forked_child_neither_writes_nor_cleans_up(colab: VirtualSmi) -> None:
+def test_a_forked_child_neither_writes_nor_cleans_up() -> None:
     program = f"""
 import os, sys
 sys.path.insert(0, {os.fspath(Path(__file__).parents[1])!r})
-sys.path.insert(0, {os.fspath(Path(__file__).parent)!r})
-from test_smi import VirtualSmi, devices
-smi = VirtualSmi(devices("colab-2021"))
-smi.install()
+from gpumem_magic.virtual import gpu
+smi = gpu.turn_on("colab-2021").smi
 child = os.fork()
 if child == 0:
     smi.update(0, 99 << 20)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from gpumem_magic.causes.model import Scene, partnered
@@ -32,6 +33,9 @@ def data_on_device(scene: Scene) -> Iterator[Cause]:
     for spot in spots(data)[:1]:
         if 10 * spot.size < 4 * total or spot.size < (error.wanted or 0):
             # Without it the request would have failed all the same.
+            continue
+        if spot.root in scene.mentioned and not re.search(rf"{re.escape(spot.place)}\s*\[", scene.typed):
+            # The cell computes with all of it, and takes no batches.
             continue
         is_dataset = any(
             base.endswith("data.dataset.Dataset") for one in spot.held for at in one.trail for base in at.bases

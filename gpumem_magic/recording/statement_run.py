@@ -15,6 +15,11 @@ from typing import Any
 
 from gpumem_magic import patching
 
+# As Python reads them, whatever an error's own `__getattribute__` does.
+_cause_of, _context_of, _traceback_of = (
+    vars(BaseException)[name].__get__ for name in ("__cause__", "__context__", "__traceback__")
+)
+
 
 class Value:
     """Where the code of a cell's last expression puts its value: by an assignment, since a tracer would see a call."""
@@ -75,7 +80,7 @@ class StatementRun:
     def _is_on_its_way(self, error: BaseException) -> bool:
         """Whether an error only stands for the code's own, which could not leave ``run_code`` (StopIteration)."""
         own = self.error_in_exec
-        return own is not None and error is not own and error.__cause__ is own
+        return own is not None and error is not own and _cause_of(error) is own
 
     def _raise_what_stayed(self) -> None:
         """Raises what ``run_code`` did not let through: StopIteration, and what leaves a debugger."""
@@ -83,7 +88,7 @@ class StatementRun:
         own = self.error_in_exec
         if own is None:
             return
-        context = own.__context__
+        context = _context_of(own)
         try:
             raise own
         finally:
@@ -96,14 +101,14 @@ def without_recording(error: BaseException) -> None:
     for _ in range(100):
         if one is None:
             return
-        entry = one.__traceback__
+        entry = _traceback_of(one)
         while entry is not None:
             following = entry.tb_next
             while following is not None and _is_recording(following):
                 following = following.tb_next
             entry.tb_next = following
             entry = following
-        one = one.__cause__ or one.__context__
+        one = _cause_of(one) or _context_of(one)
 
 
 def _is_recording(entry: TracebackType) -> bool:

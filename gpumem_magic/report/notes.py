@@ -24,6 +24,9 @@ def notes_of(view: DeviceView, peak_position: int) -> list[str]:
     notes += _repetition(recording, device)
     notes += _estimated(recording.logs[device], timeline, peak_position)
     used = any(log.events or log.start for log in recording.logs.values())
+    # (Where PyTorch keeps no figures, the driver's tell.)
+    seen = [one.moment.counters[device].device_used for one in recording.checkpoints if device in one.moment.counters]
+    used = used or len(set(seen)) > 1
     if recording.was_watched and device == recording.primary and not used:
         notes.append(
             'Nothing was put on a device: the model and the data stayed on the host (`.to("cuda")` moves them).'

@@ -61,7 +61,9 @@ def used_device(report: ReportData) -> bool:
     """Whether anything was on the device, or asked for: else there is nothing to draw."""
     states: list[Row | Peak] = [*report.checkpoints, report.peak]
     failed = report.error is not None and report.error.requested is not None
-    return failed or any(state.peak_reserved or state.peak_allocated for state in states)
+    # Where PyTorch keeps no figures, the driver's alone tell that something was.
+    moved = len({row.device_used for row in report.checkpoints}) > 1
+    return failed or moved or any(state.peak_reserved or state.peak_allocated for state in states)
 
 
 def answer(report: ReportData) -> str:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any, Protocol
 
 from gpumem_magic.devices import machines
 from gpumem_magic.devices.base import Counters
+from gpumem_magic.failures import swallowed
 from gpumem_magic.recording import under_way
 from gpumem_magic.recording.model import Checkpoint
 from gpumem_magic.units import amount
@@ -76,8 +76,10 @@ class Progress:
     def _leave(self) -> None:
         if self._bar is not None:
             # The connection may be gone with the page.
-            with suppress(Exception):
+            try:
                 self._bar.leave()
+            except Exception as error:
+                swallowed(error)
 
 
 def words_of(seconds: float, last: Checkpoint | None, counters: Counters, highest: int) -> str:

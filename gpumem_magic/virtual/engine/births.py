@@ -68,15 +68,16 @@ class Births:
         node = ""
         if in_engine:
             node, operator, place = self._behind(operator, place)
-        birth = Birth(
-            operator,
-            kernel,
-            None if tensor is None else tuple(tensor.shape),
-            "" if tensor is None else str(tensor.dtype).removeprefix("torch."),
-            _inputs(call),
-            place,
-            node,
-        )
+        with tensors.unseen():
+            birth = Birth(
+                operator,
+                kernel,
+                None if tensor is None else tensors.shape(tensor),
+                "" if tensor is None else tensors.dtype_name(tensor),
+                _inputs(call),
+                place,
+                node,
+            )
         if len(self._births) > _MOST:
             self._births.clear()
         return self._births.setdefault(birth, birth)
