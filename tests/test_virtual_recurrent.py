@@ -148,6 +148,14 @@ def test_without_cudnn_it_runs_cell_by_cell() -> None:
     out.sum().backward()
 
 
+def test_a_card_of_amds_runs_it_cell_by_cell_without_a_word(recwarn: pytest.WarningsRecorder) -> None:
+    gpu.turn_on("A100-40GB,torch=2.9+rocm6.4")
+    layer = nn.LSTM(16, 16).cuda()
+    assert len({one.untyped_storage().data_ptr() for one in layer.parameters()}) == len(list(layer.parameters()))
+    layer(torch.randn(3, 2, 16, device="cuda"))[0].sum().backward()
+    assert not [one for one in recwarn if "cuDNN" in str(one.message)]
+
+
 def test_the_report_says_what_is_estimated() -> None:
     layer = nn.LSTM(256, 256).cuda()
     x = torch.randn(64, 32, 256, device="cuda")

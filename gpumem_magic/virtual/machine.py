@@ -232,8 +232,8 @@ class VirtualMachine:
             attempt(self._autocast.install)
             attempt(self.attention.install)
             attempt(composites.install)
-            if not any(generations.is_rocm(workspaces.version_text(device)) for device in self._devices):
-                attempt(recurrent.install)
+            rocm = any(generations.is_rocm(workspaces.version_text(device)) for device in self._devices)
+            attempt(recurrent.install, not rocm)
             # What Triton and libraries ask for the stream to launch on; builds for the host lack it.
             self._patches.set(torch._C, "_cuda_getCurrentRawStream", self.face.stream_of)
             # What DistributedDataParallel's tutorials and older libraries call.

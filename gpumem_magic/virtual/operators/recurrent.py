@@ -26,7 +26,7 @@ from gpumem_magic.virtual.engine.tensors import VirtualTensor
 
 # cuDNN's numbers for the kinds of cells (`cudnnRNNMode_t`).
 _RELU, _TANH, _LSTM, _GRU = range(4)
-_MODES = {"RNN_RELU": _RELU, "RNN_TANH": _TANH, "LSTM": _LSTM, "GRU": _GRU}
+_MODES = {"rnn_relu": _RELU, "rnn_tanh": _TANH, "lstm": _LSTM, "gru": _GRU}
 _GATES = {_RELU: 1, _TANH: 1, _LSTM: 4, _GRU: 3}
 # What is kept for backward, for each step, layer and unit: gates and, for an LSTM, the cell; for a GRU its gates' parts.
 _KEPT = {_RELU: 1, _TANH: 1, _LSTM: 5, _GRU: 6}
@@ -145,9 +145,8 @@ def _packed(operator: Any, mode: int) -> Callable[..., Any]:
     return kernel
 
 
-_KINDS = {"lstm": _LSTM, "gru": _GRU, "rnn_tanh": _TANH, "rnn_relu": _RELU}
 _WAYS: dict[Any, Callable[..., Any]] = {}
-for _name, _mode in _KINDS.items():
+for _name, _mode in _MODES.items():
     _operators = getattr(_aten, _name)
     _WAYS[_operators.input] = _plain(_operators.input, _mode)
     _WAYS[_operators.data] = _packed(_operators.data, _mode)
@@ -163,20 +162,22 @@ def _acceptable(input: torch.Tensor, weights: Sequence[torch.Tensor]) -> bool:
     )
 
 
-def install(patches: Patches) -> None:
-    """Gives the operators cuDNN's way for tensors of the virtual devices."""
-    patches.kernels("AutogradCUDA", _WAYS.items())
+def install(patches: Patches, has_cudnn: bool) -> None:
+    """Gives the operators cuDNN's way for tensors of the virtual devices. Cards without cuDNN run cell by cell."""
     acceptable: Any = torch.backends.cudnn.is_acceptable
 
     def is_acceptable(tensor: Any) -> bool:
         if isinstance(tensor, VirtualTensor):
-            return torch.backends.cudnn.enabled and tensor.dtype in _DTYPES
+            return has_cudnn and torch.backends.cudnn.enabled and tensor.dtype in _DTYPES
         return bool(acceptable(tensor))
 
     patches.set(torch.backends.cudnn, "is_acceptable", is_acceptable)
+    if not has_cudnn:
+        return
+    patches.kernels("AutogradCUDA", _WAYS.items())
     # Builds for the host have neither.
     patches.set(torch, "_use_cudnn_rnn_flatten_weight", lambda: True)
-    patches.set(cudnn_rnn, "get_cudnn_mode", _MODES.__getitem__)
+    patches.set(cudnn_rnn, "get_cudnn_mode", lambda mode: _MODES[mode.lower()])
 
 
 @special(*_WAYS)
@@ -197,7 +198,7 @@ def _flatten(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> 
     return buffer
 
 
-def _sizes(input: Any, hx: Any, weights: Any, mode: int, hidden: int, layers: int, two: bool, batches: Any) -> Sizes:
+def _sizes(input: Any, hx: Any, weights: Any, mode: int, hidden: int, layers: int, two: bool) -> Sizes:
     steps = input.numel() // input.shape[-1]
     matrices = sum(one.numel() for one in weights if one.dim() == 2)
     return Sizes(mode, steps, hx.shape[1], hidden, layers, 1 + two, matrices, input.element_size())
@@ -206,7 +207,7 @@ def _sizes(input: Any, hx: Any, weights: Any, mode: int, hidden: int, layers: in
 @special(_aten._cudnn_rnn.default)
 def _forward(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     (input, weights, _, buffer, hx, cx, mode, hidden, projected, layers, batch_first, _, train, two, batches, _) = args
-    sizes = _sizes(input, hx, weights, mode, hidden, layers, two, batches)
+    sizes = _sizes(input, hx, weights, mode, hidden, layers, two)
     width = (projected or hidden) * (1 + two)
     with pushed(engine.mode):
         steps = input.transpose(0, 1) if batch_first and not batches else input
@@ -235,7 +236,7 @@ def _backward(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) ->
      batches, _, _, wanted) = args  # fmt: skip
     if of_output is None and of_hy is None and of_cy is None:
         return None, None, None, [None] * len(weights)
-    sizes = _sizes(input, hx, weights, mode, hidden, layers, two, batches)
+    sizes = _sizes(input, hx, weights, mode, hidden, layers, two)
     swapped = batch_first and not batches
     with pushed(engine.mode):
         dy = torch.zeros_like(output) if of_output is None else of_output
