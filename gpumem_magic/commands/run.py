@@ -9,7 +9,7 @@ import argparse
 import ast
 import os
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -56,30 +56,27 @@ def run(options: argparse.Namespace) -> int:
     target = None if options.json is None else Path(options.json).absolute()  # the script may change the folder
     found = _open(parser, options, script)
     status = 0
-    report = None
+    early = True
     with as_main(path, options.arguments, spec) as main_module, ExitStack() as around:
         machine = chosen_device.virtual()
         children = around.enter_context(measured_children(None if machine is None else machine.spec.text))
-        for value, line in stand_ins:
+        if stand_ins:
             from gpumem_magic.virtual.engine.supplied import stand_in
 
-            around.enter_context(stand_in(value, line=line))
+            for value, line in stand_ins:
+                around.enter_context(stand_in(value, line=line))
         try:
-            script.run(main_module)
-        except StopRun:
-            report = _close(found, script, None, main_module.__dict__)
-            early = False
+            with suppress(StopRun):
+                script.run(main_module)
         except SystemExit as error:
             report = _close(found, script, error, main_module.__dict__)
             status = _exit_status(error.code)
-            early = True
         except BaseException as error:
             traceback = script.own_frames(error.__traceback__)
             report = _close(found, script, error, main_module.__dict__)
             _flush()
             sys.excepthook(type(error), error.with_traceback(traceback), traceback)
             status = INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
-            early = True
         else:
             report = _close(found, script, None, main_module.__dict__)
             early = False

@@ -342,10 +342,6 @@ def _retries(report: ReportData) -> str:
     return f"{counted(report.retries, 'allocation')} did not fit at first: the allocator released cached memory and tried again."
 
 
-def stand_in_count(report: ReportData) -> int:
-    return sum(stand_in.count for stand_in in report.stand_ins)
-
-
 def _stand_ins(report: ReportData) -> str:
     if not report.stand_ins:
         return ""

@@ -7,6 +7,7 @@ lets them go.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,36 +18,42 @@ from gpumem_magic.virtual.engine.engine import BESIDE, Engine, special
 _NONE, _MEAN = 0, 1
 
 
-@special(_aten.mse_loss.default, _aten.smooth_l1_loss.default)
-def _shrunk(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+def _shrunk(engine: Engine, args: Any, reduction: int, device: int) -> Any:
     """The result's memory, then the shares', then what their sum takes."""
-    reduction = args[2] if len(args) > 2 else kwargs.get("reduction", _MEAN)
-    if reduction == _NONE:
-        return engine.run(func, args, kwargs, device)
     result = _full(args)
     shares = _full(args)
     _add_up(engine, reduction, shares, result, device)
     return result.resize_(())
 
 
-@special(_aten.binary_cross_entropy.default)
-def _kept(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
-    reduction = args[3] if len(args) > 3 else kwargs.get("reduction", _MEAN)
-    if reduction == _NONE:
-        return engine.run(func, args, kwargs, device)
+def _kept(engine: Engine, args: Any, reduction: int, device: int) -> Any:
     shares = _full(args)
     with engine.scratch(device, shares.element_size()):
         _add_up(engine, reduction, shares, shares, device)
     return shares.resize_(())
 
 
-@special(_aten.huber_loss.default)
-def _passing(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
-    reduction = args[2] if len(args) > 2 else kwargs.get("reduction", _MEAN)
-    if reduction == _NONE:
-        return engine.run(func, args, kwargs, device)
+def _passing(engine: Engine, args: Any, reduction: int, device: int) -> Any:
     shares = _full(args)
     return shares.mean() if reduction == _MEAN else shares.sum()
+
+
+# The way of each, and which argument says how the shares become one number.
+_WAYS: dict[Any, tuple[Callable[..., Any], int]] = {
+    _aten.mse_loss.default: (_shrunk, 2),
+    _aten.smooth_l1_loss.default: (_shrunk, 2),
+    _aten.binary_cross_entropy.default: (_kept, 3),
+    _aten.huber_loss.default: (_passing, 2),
+}
+
+
+@special(*_WAYS)
+def _loss(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    way, place = _WAYS[func]
+    reduction = args[place] if len(args) > place else kwargs.get("reduction", _MEAN)
+    if reduction == _NONE:
+        return engine.run(func, args, kwargs, device)
+    return way(engine, args, reduction, device)
 
 
 def _full(args: Any) -> Any:
