@@ -160,7 +160,7 @@ def graph_without_backward(scene: Scene) -> Iterator[Cause]:
 
 def _may_train(scene: Scene, forwards: list[Span]) -> bool:
     """Whether a backward may follow in another cell: a module in evaluation mode is trained, too, where batch norm is frozen."""
-    source = "".join(one.source for one in scene.program.texts[:1])
+    source = "".join(one.source for one in scene.program.cells[:1])
     if not scene.evaluating:
         most = max(Counter(span.label for span in forwards).values())
         return bool(scene.holdings.optimized) or most < _EQUAL_ITERATIONS or "optim" in scene.typed
@@ -171,14 +171,14 @@ def _may_train(scene: Scene, forwards: list[Span]) -> bool:
 
 def gradients_with_graphs(scene: Scene) -> Iterator[Cause]:
     """``backward(create_graph=True)``: gradients that lead to graphs that lead to the gradients' tensors again."""
-    calls = scene.program.calls("backward", "create_graph")
-    if not calls:
-        return
     kept = [one for one in scene.held if one.kind == "graph" and base(one).endswith(".grad")]
     lost = [one for one in scene.holdings.lost if one.device == scene.device and one.address in scene.alive]
     # What a cycle in C++ keeps has no name any more.
     gone = sum(one.size for one in lost if scene.alive[one.address].born >= 0)
     if size_of(kept) + gone < scene.part_of_peak(20):
+        return
+    calls = scene.program.calls("backward", "create_graph")
+    if not calls:
         return
     parameters = {one.place for one in scene.held if one.kind == "parameter"}
     gradients = [one.place for one in scene.held if one.kind == "gradient"]

@@ -5,14 +5,14 @@ from __future__ import annotations
 import ast
 import linecache
 import re
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
+from itertools import chain
 from typing import Any
 
 from gpumem_magic.looks.objects import attribute, attributes, entry, is_a, text
-from gpumem_magic.owners.traversal import is_users_module
+from gpumem_magic.owners.traversal import users_modules
 from gpumem_magic.recording.model import Checkpoint
 
 # So many cells before this one are read, so many files, and of each so many lines.
@@ -89,16 +89,33 @@ def _simple(body: Iterable[ast.AST], counts: bool, found: list[ast.stmt]) -> Non
 
 @dataclass(frozen=True)
 class ProgramText:
-    """texts: this cell's first."""
+    """cells: this one first. files: the paths of the user's modules, which are read when something is looked for in them."""
 
-    texts: tuple[Text, ...] = field(default=())
+    cells: tuple[Text, ...] = field(default=())
+    files: tuple[str, ...] = field(default=())
+
+    def _mentioning(self, *names: str) -> Iterator[Text]:
+        """The texts in which all of these names stand: what reads no other parses few."""
+        for one in chain(self.cells, self._modules):
+            # (Python reads other letters as those of ASCII, too.)
+            if not one.source.isascii() or all(name in one.source for name in names):
+                yield one
+
+    @cached_property
+    def _modules(self) -> list[Text]:
+        found = []
+        for file in self.files:
+            lines = linecache.getlines(file)
+            if 0 < len(lines) <= _LINES:
+                found.append(Text(re.split(r"[/\\]", file)[-1], "".join(lines)))
+        return found[:_FILES]
 
     def adding(self, name: str, attribute: str = "") -> Written | None:
         """Where the program puts something into what a variable, or its attribute, holds: the last place in the cell, else in
         a function. `lit` and ``outs`` find ``self.outs.append(...)``."""
         wanted = attribute or name
         for certain in (True, False):
-            for one in self.texts:
+            for one in self._mentioning(wanted):
                 own = [node for node in one.statements if _adds(node, wanted, certain)]
                 # A variable of the same name in somebody else's function is another one.
                 own = [node for node in own if one.whole or attribute or (not one.is_file and _is_global(one, name))]
@@ -108,7 +125,7 @@ class ProgramText:
 
     def using(self, name: str) -> Written | None:
         """The last statement of the cell that calls a variable's method, or hands it to a function."""
-        for one in self.texts[:1]:
+        for one in self.cells[:1]:
             own = [node for node in one.statements if _uses(node, name)]
             if own:
                 return one.place(own[-1])
@@ -118,7 +135,7 @@ class ProgramText:
         """The statements with a call of a method or function, with this keyword where one is given."""
         return [
             one.place(node)
-            for one in self.texts
+            for one in self._mentioning(called, keyword)
             for node in one.statements
             if any(
                 _last(call.func) == called and (not keyword or any(_is_on(given, keyword) for given in call.keywords))
@@ -129,7 +146,7 @@ class ProgramText:
 
     def at(self, line: int) -> Written | None:
         """The cell's statement at a line, as its rows count them."""
-        for one in self.texts[:1]:
+        for one in self.cells[:1]:
             for node in one.statements:
                 if node.lineno + one.ahead <= line <= (node.end_lineno or node.lineno) + one.ahead:
                     return one.place(node)
@@ -138,7 +155,7 @@ class ProgramText:
     def handlers(self) -> list[tuple[int, int]]:
         """The cell's own ``except`` blocks: their first and last lines."""
         found = []
-        for one in self.texts[:1]:
+        for one in self.cells[:1]:
             try:
                 tree = ast.parse(_MAGIC.sub(r"\1pass", one.source))
             except (SyntaxError, ValueError, RecursionError):
@@ -224,7 +241,7 @@ def _uses(node: ast.stmt, name: str) -> bool:
 
 def read_program(source: str, namespace: Mapping[str, Any]) -> ProgramText:
     """The measured cell, the cells before it, and the files of the user's own modules."""
-    return ProgramText((Text("", source, whole=True), *_cells(namespace), *_files(namespace)))
+    return ProgramText((Text("", source, whole=True), *_cells(namespace)), tuple(_files(namespace)))
 
 
 def _cells(namespace: Mapping[str, Any]) -> Iterator[Text]:
@@ -234,52 +251,39 @@ def _cells(namespace: Mapping[str, Any]) -> Iterator[Text]:
     known = list.__len__(lines)
     # The last is the measured one.
     for number in range(known - 2, max(0, known - 2 - _CELLS), -1):
-        yield _unwrapped(f"In [{number}]", text(list.__getitem__(lines, number)))
+        source, ahead = _unwrapped(text(list.__getitem__(lines, number)))
+        yield Text(f"In [{number}]", source, ahead)
 
 
-def _unwrapped(where: str, source: str) -> Text:
-    """A cell below a magic's line is an argument of a call, as IPython keeps it."""
+@lru_cache(2 * _CELLS)
+def _unwrapped(source: str) -> tuple[str, int]:
+    """A cell's body, and the lines before it: below a magic's line it is an argument of a call, as IPython keeps it."""
     if "run_cell_magic" in source:
         try:
             body = ast.parse(source).body
         except (SyntaxError, ValueError, RecursionError):
-            return Text(where, "")
+            return "", 0
         for node in body:
             call = node.value if isinstance(node, ast.Expr) else None
             if isinstance(call, ast.Call) and call.args and isinstance(call.args[-1], ast.Constant):
-                return Text(where, text(call.args[-1].value), 1)
-    return Text(where, source)
+                return text(call.args[-1].value), 1
+    return source, 0
 
 
-# Thousands of modules are not the user's; looked at for each cell, they would cost more than all else. Name -> identity.
-_foreign: dict[str, int] = {}
-
-
-def _files(namespace: Mapping[str, Any]) -> Iterator[Text]:
-    read = 0
-    for name, module in list(sys.modules.items()):
-        if type(name) is str and _foreign.get(name) == id(module):
-            continue
-        if read == _FILES:
-            return
-        if not is_users_module(module):
-            if type(name) is str:
-                _foreign[name] = id(module)
-        elif attributes(module) is not namespace:
-            file = text(attribute(module, "__file__"))
-            lines = linecache.getlines(file) if file.endswith(".py") else []
-            if 0 < len(lines) <= _LINES:
-                read += 1
-                yield Text(re.split(r"[/\\]", file)[-1], "".join(lines))
+def _files(namespace: Mapping[str, Any]) -> Iterator[str]:
+    for _, module in users_modules():
+        file = text(attribute(module, "__file__"))
+        if attributes(module) is not namespace and file.endswith(".py"):
+            yield file
 
 
 def placed(program: ProgramText, rows: Iterable[Checkpoint]) -> ProgramText:
     """The program with the cell's lines counted as its rows count them: from the magic's own line on."""
     row = next((one for one in rows if one.kind == "statement"), None)
-    if row is None or not program.texts:
+    if row is None or not program.cells:
         return program
-    first, *others = program.texts
+    first, *others = program.cells
     wanted = row.statement.strip().partition("\n")[0]
     lines = first.source.split("\n")
     found = next((number for number, words in enumerate(lines, 1) if words.strip().startswith(wanted)), row.line)
-    return ProgramText((Text(first.where, first.source, max(0, row.line - found), True), *others))
+    return ProgramText((Text(first.where, first.source, max(0, row.line - found), True), *others), program.files)

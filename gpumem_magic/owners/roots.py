@@ -20,7 +20,7 @@ from gpumem_magic.looks.objects import (
     traceback_of,
 )
 from gpumem_magic.owners.model import Root
-from gpumem_magic.owners.traversal import is_users_module
+from gpumem_magic.owners.traversal import is_users_module, users_modules
 
 Rooted = tuple[Root, list[Any]]
 
@@ -149,8 +149,8 @@ def last_errors(shell: Any) -> list[Any]:
 
 
 def _modules(namespace: Mapping[str, Any]) -> Iterator[Rooted]:
-    for name, module in list(sys.modules.items()):
-        if not is_users_module(module) or attributes(module) is namespace:
+    for name, module in users_modules():
+        if attributes(module) is namespace:
             continue
         for key, value in items(attributes(module)):
             variable = text(key)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import sys
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from itertools import compress
 from typing import Any
 
@@ -351,3 +351,18 @@ def is_users_module(module: Any) -> bool:
         return False
     file = text(attribute(module, "__file__"))
     return bool(file) and not any(part in file for part in _PACKAGES)
+
+
+# Thousands of modules are not the user's; looked at for each cell, they would cost more than all else. Name -> identity.
+_foreign: dict[str, int] = {}
+
+
+def users_modules() -> Iterator[tuple[str, types.ModuleType]]:
+    """Those of `is_users_module` that are loaded now, under their names in `sys.modules`."""
+    for name, module in list(sys.modules.items()):
+        if type(name) is str and _foreign.get(name) == id(module):
+            continue
+        if is_users_module(module):
+            yield text(name), module
+        elif type(name) is str:
+            _foreign[name] = id(module)
