@@ -46,11 +46,15 @@ except TooLong:
 
 
 class Interruption:
-    """Raises KeyboardInterrupt in our own code, at the `number`-th place where Python looks for signals; counts them."""
+    """Raises KeyboardInterrupt in our own code, at the `number`-th place where Python looks for signals; counts them.
 
-    def __init__(self, number: int = 0) -> None:
+    only: the names of the functions in which it does so, if not in all.
+    """
+
+    def __init__(self, number: int = 0, only: tuple[str, ...] = ()) -> None:
         self.count = 0
         self._number = number
+        self._only = only
         self._places: dict[CodeType, set[int]] = {}
 
     def __enter__(self) -> Interruption:
@@ -62,6 +66,8 @@ class Interruption:
 
     def _called(self, frame: FrameType, event: str, argument: Any) -> Any:
         if not frame.f_code.co_filename.startswith(PACKAGE):
+            return None
+        if self._only and frame.f_code.co_name not in self._only:
             return None
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
         return self._stepped
@@ -245,6 +251,32 @@ def test_unloading_in_a_measured_cell_ends_the_measuring(shell: Any) -> None:
     assert shell.user_ns["x"] == 5
     assert gpu.current() is None
     assert under_way._run is None
+
+
+@pytest.mark.skipif(sys.gettrace() is not None, reason="something traces already")
+@pytest.mark.parametrize(
+    "then",
+    ["%gpumem_device off", "%%gpumem -q -o found\nx = torch.empty(1000, device='cuda')", "%unload_ext gpumem_magic"],
+)
+def test_a_device_that_an_interrupt_left_half_off(shell: Any, then: str) -> None:
+    functions = ("undo", "remove", "_remove", "_off")
+    with Interruption(only=functions) as counted:
+        run(shell, "%gpumem_device off")
+    assert gpu.current() is None
+    for number in range(1, counted.count, counted.count // 9):
+        machine = gpu.turn_on("T4")
+        with Interruption(number, functions) as interrupted, suppress(KeyboardInterrupt):
+            run(shell, "%gpumem_device off")
+        assert interrupted.count >= number
+        assert run(shell, then).success
+        if then.startswith("%%"):
+            assert shell.user_ns["found"].checkpoints[-1].allocated == 4096
+            assert run(shell, "%gpumem_device off").success
+        elif then.startswith("%unload"):
+            shell.run_line_magic("load_ext", "gpumem_magic")
+        assert gpu.current() is None
+        assert not machine.replaced()
+        assert "_cuda_setDevice" not in vars(torch._C)
 
 
 def test_a_mode_that_was_left_on_the_stack_does_not_keep_the_device_on(shell: Any) -> None:

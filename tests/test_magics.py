@@ -101,6 +101,9 @@ def test_an_empty_cell_says_that_nothing_ran(shell: Any, session: FakeSession, b
     assert captured.stdout.strip() == "gpumem: nothing ran: the cell has no statement"
     assert session.opened == []
     assert "kept" not in shell.user_ns
+    with capture_output() as captured:
+        shell.run_cell_magic("gpumem", "-q", body)
+    assert captured.stdout == ""
 
 
 def test_a_semicolon_silences_the_value_and_not_the_report(shell: Any) -> None:

@@ -356,6 +356,18 @@ def test_the_users_environment_and_folder_do_not_reach_the_program(
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_files_of_the_program_have_the_numbers_that_they_have_without_it(tmp_path: Path) -> None:
+    fcntl = pytest.importorskip("fcntl")
+    first, second = (os.open(tmp_path, os.O_RDONLY) for _ in range(2))
+    os.close(second)
+    with VirtualSmi(devices("T4")) as smi:
+        again = os.open(tmp_path, os.O_RDONLY)
+        assert again == second
+        assert fcntl.fcntl(smi._file, fcntl.F_GETFD) & fcntl.FD_CLOEXEC
+    for file in (first, again):
+        os.close(file)
+
+
 def test_a_forked_child_neither_writes_nor_cleans_up() -> None:
     program = f"""
 import os, sys

@@ -83,7 +83,8 @@ class GpuMemMagics(Magics):
         body, lines_above = (statement, 0) if cell is None else (cell, 1)
         prepared = prepare(self.shell, body, lines_above)
         if prepared.empty:
-            print("gpumem: nothing ran: the cell has no statement")
+            if not options.quiet:
+                print("gpumem: nothing ran: the cell has no statement")
             return None
         run = CellRun(self.shell, prepared)
         measured = MeasuredCell(self, run, options, (GpuMemMagics._run.__code__,))

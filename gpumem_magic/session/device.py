@@ -114,6 +114,9 @@ def for_recording(name: str | None) -> Chosen:
     from gpumem_magic.virtual.card import catalog
 
     machine = virtual()
+    if machine is not None and machine.half_off:
+        off()
+        machine = None
     spec = catalog.parse(name) if name is not None else None
     if isinstance(spec, catalog.RealDevice):
         # While a virtual device is on, `cuda:1` in the program is a virtual one, and so it is here.

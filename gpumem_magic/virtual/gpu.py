@@ -62,8 +62,7 @@ def turn_on(text: str) -> VirtualMachine:
         try:
             machine.install()
         except BaseException:
-            machine.remove("the virtual GPU could not be turned on")
-            machines.put_in_front(None)
+            _remove(machine, "the virtual GPU could not be turned on")
             raise
         if machine.lacking():
             warnings.warn(" ".join(machine.lacking()), stacklevel=2)
@@ -86,12 +85,18 @@ def _off() -> int:
     machine = current()
     assert machine is not None
     left = machine.live_storages()
-    machines.put_in_front(None)
-    machine.remove(
+    _remove(
+        machine,
         f"this tensor was on the virtual GPU ({machine.spec.text}), which has been turned off: create it again, or on "
-        "the host (its values were stand-ins)"
+        "the host (its values were stand-ins)",
     )
     return left
+
+
+def _remove(machine: VirtualMachine, because: str) -> None:
+    """Where an interrupt ends this, the machine is still the one that is on, and known as `half_off`."""
+    machine.remove(because)
+    machines.put_in_front(None)
 
 
 def _refuse_inside_modes(state: str) -> None:

@@ -258,6 +258,11 @@ class VirtualMachine:
         self.engine.closed_because = because
         self._patches.undo()
 
+    @property
+    def half_off(self) -> bool:
+        """Whether an interrupt ended `remove`, which is to be called again."""
+        return bool(self.engine.closed_because)
+
     def lacking(self) -> list[str]:
         """What does not work because this PyTorch lacks private names, in sentences."""
         operators = private.lacking("virtual.operators")

@@ -19,7 +19,7 @@ BY_CHANCE = [
     (re.compile(r"\d+(\.\d+)?(e[+-]\d+)? ?(s|ms|us|µs|ns|seconds|sec)\b"), "TIME"),
     (re.compile(r"\b\d{4}-\d\d-\d\d[ T]\d\d:\d\d(:\d\d(\.\d+)?)?"), "DATE"),
     (re.compile(r"\b(pid=|process |Thread-)\d+"), "NUMBER"),
-    (re.compile(r"\b[0-9a-f]{16}\b"), "DIGEST"),
+    (re.compile(r"(?<!\.)\b[0-9a-f]{16}\b"), "DIGEST"),
     (re.compile(r"-?\d+(\.\d+)?(e[+-]?\d+)?"), "0"),
 ]
 

@@ -384,18 +384,29 @@ def _context() -> list[str]:
 def of_files(folder: Path) -> dict[str, str]:
     """Every file below a folder and what is in it."""
     found = {}
-    for number, path in enumerate(sorted(folder.rglob("*"))):
-        # `tempfile` takes random names.
-        name = re.sub(r"(?i)\btmp[a-z0-9_]{8}\b", f"temporary {number}", str(path.relative_to(folder)))
-        try:
-            if path.is_symlink():
-                found[name] = f"-> {os.readlink(path)}"
-            elif path.is_dir():
-                found[name] = "folder"
-            elif path.is_file():
-                found[name] = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
-            else:
-                found[name] = "special"
-        except OSError as error:
-            found[name] = type(error).__name__
-    return found
+    inside = {path.name: of_file(path) for path in folder.iterdir()}
+    # `tempfile` takes random names: they count in the order of what they hold.
+    for number, (name, one) in enumerate(
+        sorted(inside.items(), key=lambda one: (bool(_RANDOM.search(one[0])), str(one[1]), one[0]))
+    ):
+        known = _RANDOM.sub(f"temporary {number}", name)
+        found[known] = "folder" if type(one) is dict else str(one)
+        if type(one) is dict:
+            found.update({f"{known}/{below}": what for below, what in one.items()})
+    return dict(sorted(found.items()))
+
+
+_RANDOM = re.compile(r"(?i)\btmp[a-z0-9_]{8}\b")
+
+
+def of_file(path: Path) -> str | dict[str, str]:
+    try:
+        if path.is_symlink():
+            return f"-> {_RANDOM.sub('temporary', os.readlink(path))}"
+        if path.is_dir():
+            return of_files(path)
+        if path.is_file():
+            return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+    except OSError as error:
+        return type(error).__name__
+    return "special"

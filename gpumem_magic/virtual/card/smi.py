@@ -27,6 +27,8 @@ from gpumem_magic.virtual.card.catalog import DeviceState, bus_id
 _SHEBANG_BYTES = 127
 _PREFIX = "gpumem-magic-"
 _YOUNG_SECONDS = 60
+# Beyond what programs count to, below what systems allow (256 in some).
+_HIGH = 200
 
 
 class VirtualSmi:
@@ -57,7 +59,7 @@ class VirtualSmi:
                 for device in self._devices:
                     file.write(_record(device))
             _write_program(directory, state)
-            self._file = os.open(state, os.O_WRONLY | getattr(os, "O_BINARY", 0))
+            self._file = _out_of_the_way(os.open(state, os.O_WRONLY | getattr(os, "O_BINARY", 0)))
             _lock(self._file)
         except BaseException:
             shutil.rmtree(directory, ignore_errors=True)
@@ -134,6 +136,18 @@ def _private_directory() -> str:
                 return directory
             shutil.rmtree(directory, ignore_errors=True)
     raise OSError(f"no place for a program among {', '.join(repr(place) for place in places if place)}")
+
+
+def _out_of_the_way(file: int) -> int:
+    """The file under a high number: those that the program opens have the numbers that they have without it."""
+    try:
+        import fcntl
+
+        moved = fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, _HIGH)
+    except (ImportError, AttributeError, OSError):
+        return file
+    os.close(file)
+    return moved
 
 
 def _lock(file: int) -> bool:
