@@ -3,8 +3,9 @@
     python benchmarks/replay.py FILE... [--events 1000000] [--no-page]
 
 For each FILE: replayed events per second, the best of several runs; and, beside PyTorch's own command, how long load, ledger and
-picture take. Then the first FILE that begins with an empty allocator is repeated with new addresses until it is long: processor
-time for each length, and the host memory that reading and replaying the longest takes, in times of its file's size.
+picture take. Then the first FILE that begins with an empty allocator is repeated with new addresses until it is long: for each
+length, the processor time of loading, replaying and of making its page, and the host memory that reading and replaying the
+longest takes, in times of its file's size.
 """
 
 from __future__ import annotations
@@ -30,12 +31,20 @@ from gpumem_magic.snapshot.model import INACTIVE, Snapshot, TraceEvent
 RUNS = 7
 # A repetition's addresses lie above those of the one before.
 APART = 1 << 44
-MOST_MEMORY = 12
+MOST_MEMORY = 6
 
 # Linux: unlike what getrusage says, it does not begin with what the parent had.
 _PEAK = "print(next(line.split()[1] for line in open('/proc/self/status') if line.startswith('VmHWM')))"
 _IDLE = "import gpumem_magic.allocator.replayable, gpumem_magic.snapshot.files"
-_READ = "import sys; from gpumem_magic.snapshot.files import read; loaded = read(sys.argv[1])"
+# As `gpumem_magic.load` and `gpumem show` read.
+_READ = """import sys, time
+from gpumem_magic.recording.quiet import no_automatic_collection
+from gpumem_magic.snapshot.files import read
+no_automatic_collection().__enter__()
+began = time.process_time()
+loaded = read(sys.argv[1])
+print(time.process_time() - began)
+"""
 _REPLAY = f"""{_READ}
 from gpumem_magic.allocator.replay import replay
 from gpumem_magic.allocator.replayable import replayables
@@ -47,6 +56,19 @@ from gpumem_magic.files.loaded import views_of
 from gpumem_magic.timeline_page.view import timeline_of_files
 view = timeline_of_files([views_of(loaded)])
 open(sys.argv[2], "wb").write(view.to_png()[0])
+"""
+
+
+_PAGE = f"""{_READ}
+import time
+from gpumem_magic.files.loaded import report_of, views_of
+from gpumem_magic.timeline_page.view import timeline_of_files
+began = time.process_time()
+views = views_of(loaded)
+report_of(loaded, views=views)
+reported = time.process_time()
+timeline_of_files([views]).save(sys.argv[2])
+print(reported - began, time.process_time() - reported)
 """
 
 
@@ -121,14 +143,18 @@ def beside_torch(path: str, folder: Path) -> None:
 
 
 def growth(one: Replayable, most: int, folder: Path) -> None:
-    lengths = [most // 100, most // 10, most]
-    for length in lengths:
+    path, page = folder / "long.pickle", folder / "long.html"
+    print("  seconds of a processor     file   load  replay  report  page made   page")
+    for length in (most // 100, most // 10, most):
         long = repeated(one, length)
         seconds = best(partial(run, long))
-        print(f"  {len(long.events):>9,} events  {seconds:6.3f} s  {len(long.events) / seconds:>9,.0f} events/s")
-    path = folder / "long.pickle"
-    write(Snapshot((), (long.events,), settings_to_dict(one.settings)), path)
-    size = path.stat().st_size
+        write(Snapshot((), (long.events,), settings_to_dict(one.settings)), path)
+        size = path.stat().st_size
+        read_in, reported, drawn = map(float, child("-c", _PAGE, str(path), str(page))[2].split())
+        print(
+            f"  {len(long.events):>9,} events  {size / 2**20:9.1f} MiB {read_in:6.2f} {seconds:7.2f} {reported:7.2f}"
+            f" {drawn:10.2f} {page.stat().st_size / 2**20:6.1f} MiB"
+        )
     _, idle = memory(_IDLE)
     print(f"  its file has {size / 2**20:.1f} MiB; an interpreter that reads nothing takes {idle / 2**20:.1f} MiB")
     for words, program in (("reading", _READ), ("reading and replaying", _REPLAY)):

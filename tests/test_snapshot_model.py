@@ -7,7 +7,8 @@ from allocator_programs import start_run, steps
 from hypothesis import given, settings
 
 from gpumem_magic.snapshot.model import Block, Frame, Segment, Snapshot, TraceEvent
-from gpumem_magic.snapshot.plain import PlainDataError, events_from_data, snapshot_from_data, snapshot_to_data
+from gpumem_magic.snapshot.plain import events_from_data, snapshot_from_data, snapshot_to_data
+from gpumem_magic.snapshot.values import PlainDataError
 from gpumem_magic.units import MIB
 
 

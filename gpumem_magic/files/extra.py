@@ -14,8 +14,9 @@ from gpumem_magic.attribution.ledger import KINDS_OF_EVIDENCE, TENANT_CATEGORIES
 from gpumem_magic.devices.base import Label
 from gpumem_magic.recording.model import KnownLabels
 from gpumem_magic.snapshot.model import Segment, Snapshot
-from gpumem_magic.snapshot.plain import PlainDataError, snapshot_from_data, snapshot_to_data
+from gpumem_magic.snapshot.plain import snapshot_from_data, snapshot_to_data
 from gpumem_magic.snapshot.timeline import Timeline
+from gpumem_magic.snapshot.values import PlainDataError
 
 
 def labels_to_save(timeline: Timeline, labels: Sequence[Label]) -> dict[str, list[list[Any]]]:

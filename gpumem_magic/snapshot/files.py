@@ -16,16 +16,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from gpumem_magic.snapshot.events import EventReader
 from gpumem_magic.snapshot.model import Snapshot
 from gpumem_magic.snapshot.origin import Beginning, beginning_of, version_of
-from gpumem_magic.snapshot.plain import PlainDataError, snapshot_from_data, snapshot_to_data
+from gpumem_magic.snapshot.plain import snapshot_from_data, snapshot_to_data
 from gpumem_magic.snapshot.unpickle import MAX_BYTES, SnapshotFileError, check_values, loads, one_line
+from gpumem_magic.snapshot.values import PlainDataError
 from gpumem_magic.snapshot.whole_file import replace_file
 from gpumem_magic.units import MIB, human
 
 __all__ = ["LoadedSnapshot", "SnapshotFileError", "read", "write"]
 
 OWN_KEY = "gpumem_magic"
+# The data, the snapshot that they are, and the keys of its events.
+_Read = tuple[Any, Snapshot, set[Any]]
 _NOT_ONE = "Pass a file of torch.cuda.memory._dump_snapshot."
 _AGAIN = "Copy or record it again."
 # Snapshots compress 10 to 50 times; a file that is one long run of the same byte, a thousand times.
@@ -79,16 +83,15 @@ def read(path: str | os.PathLike[str]) -> LoadedSnapshot:
     zipped = content.startswith(b"\x1f\x8b")
     if zipped:
         content = _unzipped(content, name)
-    data, form = _plain_data(content, name)
+    form = _form_of(content, name)
+    if form == "HTML":
+        content = _in_page(content, name)
+    data, snapshot, keys = _from_json(content, name) if form == "JSON" else _from_pickle(content, name)
     del content
-    try:
-        snapshot = snapshot_from_data(data)
-    except PlainDataError as error:
-        _refuse(name, f"it is not a memory snapshot: {one_line(error)}", _NOT_ONE)
     extra = data.get(OWN_KEY) if isinstance(data, dict) else None
     extra = extra if isinstance(extra, dict) else None
     told = extra.get("torch") if extra is not None else None
-    torch = told if isinstance(told, str) else version_of(data)
+    torch = told if isinstance(told, str) else version_of(data, keys)
     return LoadedSnapshot(
         path=name,
         snapshot=snapshot,
@@ -155,22 +158,31 @@ def _unzipped(content: bytes, name: str) -> bytes:
     return b"".join(parts)
 
 
-def _plain_data(content: bytes, name: str) -> tuple[Any, str]:
-    """The data, and the form they were in."""
+def _form_of(content: bytes, name: str) -> str:
     if content.startswith(b"\x80"):
-        return loads(content, name), "pickle"
+        return "pickle"
     for magic, what in _FORMS_OF_OTHERS:
         if content.startswith(magic):
             _refuse(name, what, _NOT_ONE)
     head = content[:4096].removeprefix(b"\xef\xbb\xbf").lstrip()
     if head[:1] in (b"{", b"["):
-        return _from_json(content, name), "JSON"
+        return "JSON"
     if head[:1] != b"<":
         _refuse(name, "it is neither a pickle of protocol 2 to 5, nor JSON, nor a page of memory_viz", _NOT_ONE)
-    return _from_page(content, name), "HTML"
+    return "HTML"
 
 
-def _from_json(content: bytes, name: str) -> Any:
+def _from_pickle(content: bytes, name: str) -> _Read:
+    """Events are made as they are read. Where that does not work out, all is read first, to say what is wrong and where."""
+    reader = EventReader()
+    try:
+        data = loads(content, name, reader.taking_list)
+        return data, snapshot_from_data(data, reader), reader.keys
+    except PlainDataError:
+        return _checked(loads(content, name), name)
+
+
+def _from_json(content: bytes, name: str) -> _Read:
     try:
         data = json.loads(content)
     except RecursionError:
@@ -178,19 +190,26 @@ def _from_json(content: bytes, name: str) -> Any:
     except ValueError as error:
         _refuse(name, f"its JSON is damaged ({one_line(error)})", _AGAIN)
     check_values(data, len(content), name)
-    return data
+    return _checked(data, name)
 
 
-def _from_page(content: bytes, name: str) -> Any:
-    """What is in a page; in one of several snapshots, the first."""
+def _checked(data: Any, name: str) -> _Read:
+    reader = EventReader()
+    try:
+        return data, snapshot_from_data(data, reader), reader.keys
+    except PlainDataError as error:
+        _refuse(name, f"it is not a memory snapshot: {one_line(error)}", _NOT_ONE)
+
+
+def _in_page(content: bytes, name: str) -> bytes:
+    """The pickle in a page; of several, the first."""
     found = _EMBEDDED.findall(content)
     if not found:
         _refuse(name, "it is a web page without a snapshot in it", "Save the page with its data, or pass the pickle.")
     try:
-        inner = base64.b64decode(found[0], validate=True)
+        return base64.b64decode(found[0], validate=True)
     except (binascii.Error, ValueError) as error:
         _refuse(name, f"the snapshot in the page is damaged ({one_line(error)})", _AGAIN)
-    return loads(inner, name)
 
 
 def _devices(snapshot: Snapshot) -> tuple[Beginning, ...]:

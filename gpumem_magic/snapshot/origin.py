@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -123,16 +123,17 @@ def _is_a_limit(events: int) -> bool:
     return events >= 1000 and (events % 1000 == 0 or events & (events - 1) == 0)
 
 
-def version_of(data: Any) -> str:
-    """The PyTorch versions that write these keys: ``2.5-2.7``, or ``unknown`` where too little is there to tell."""
+def version_of(data: Any, keys: Set[Any]) -> str:
+    """The PyTorch versions that write these keys: ``2.5-2.7``, or ``unknown`` where too little is there to tell.
+
+    keys: of the events.
+    """
     segments = data if isinstance(data, list) else data.get("segments", ())
     blocks = [block for segment in islice(segments, _SAMPLE) for block in islice(segment["blocks"], _SAMPLE)]
     if any("history" in block for block in blocks) or (blocks and not any("address" in block for block in blocks)):
         return "2.0"
     if isinstance(data, list):
         return "2.1 or newer" if segments else "unknown"
-    traces = data.get("device_traces", ())
-    keys = {key for trace in traces for event in islice(trace, _SAMPLE) for key in event}
     settings = data.get("allocator_settings") or {}
     if keys & {"pool_id", "forward_frames"}:
         return "2.13 or newer"

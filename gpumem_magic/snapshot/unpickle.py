@@ -13,11 +13,12 @@ from __future__ import annotations
 import io
 import pickle
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from itertools import chain
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
+from gpumem_magic.snapshot.values import PlainDataError
 from gpumem_magic.units import MIB, human
 
 MAX_BYTES = 2048 * MIB
@@ -31,6 +32,14 @@ _BUFFER = 1 << 17
 _CONTAINERS = frozenset({dict, list, tuple})
 # A frame of protocol 4 comes with its length, a string of each kind with one of 1, 4 or 8 bytes.
 _LENGTHS = {0x8C: 1, ord("X"): 4, 0x8D: 8}
+_TRACES = b"device_traces"
+# With its place in the memo, as far as it has one.
+_LIST = re.compile(rb"\](?:\x94|q.|r....)?", re.DOTALL)
+_LIST_OF_LISTS = re.compile(
+    rb"(?:\x94|q.|r....)?" + _LIST.pattern + rb"\(?((?:" + _LIST.pattern + rb"){1,64})", re.DOTALL
+)
+# None, and an operation that makes a persistent id of it.
+_MARK = b"NQ"
 _FRAME, _PROTOCOL, _STOP = 0x95, 0x80, ord(".")
 _NUMBER_TOO_LONG = "an integer of more than 72 bits"
 _REFUSED = {
@@ -54,18 +63,24 @@ class SnapshotFileError(ValueError):
     """A file that can't be read as a snapshot. One line: the file, what is wrong with it, and what to do."""
 
 
-def loads(data: bytes, name: str) -> Any:
+def loads(data: bytes, name: str, taking_list: Callable[[], list[Any]] = list) -> Any:
     """The plain data in a pickle of protocol 2 to 5. `name` is for errors: the file that the bytes came from.
+
+    taking_list: makes the lists of events (those in the first list of the name "device_traces"), which are filled as the pickle
+    is read, by `extend` and `append`; what these raise is raised.
 
     Raises SnapshotFileError for anything but dict, list, tuple (of numbers), str, int, float, bool and None, for data that is
     cut off or damaged, and for what would take far more memory than the file has.
     """
     if len(data) > MAX_BYTES:
         _refuse(name, f"it has {human(len(data))}, but at most {human(MAX_BYTES)} can be read", "Record fewer events.")
-    _scan(data, name)
+    lists = _scan(data, name)
+    file: io.RawIOBase | io.BytesIO = io.BytesIO(data) if taking_list is list else _Pieces(_with_marks(data, lists))
     try:
         # The buffer lets the unpickler look ahead; without it every operation of protocol 2 is a call of read().
-        loaded = _Unpickler(io.BufferedReader(io.BytesIO(data), _BUFFER)).load()
+        loaded = _Unpickler(io.BufferedReader(file, _BUFFER), taking_list).load()
+    except PlainDataError:
+        raise
     except MemoryError:
         _refuse(name, "there is not enough memory to load it", "Load it on a machine with more.")
     except Exception as error:  # the C unpickler raises many kinds for damaged data
@@ -75,13 +90,64 @@ def loads(data: bytes, name: str) -> Any:
 
 
 class _Unpickler(pickle.Unpickler):
-    """The second fence: the scan lets nothing through that would get here."""
+    """The second fence: the scan lets no global through that would get here, and no persistent id but our own marks."""
+
+    def __init__(self, file: io.BufferedReader, taking_list: Callable[[], list[Any]]) -> None:
+        super().__init__(file)
+        self._taking_list = taking_list
 
     def find_class(self, module: str, qualname: str) -> NoReturn:
         raise pickle.UnpicklingError("globals are not allowed")
 
-    def persistent_load(self, pid: Any) -> NoReturn:
-        raise pickle.UnpicklingError("persistent ids are not allowed")
+    def persistent_load(self, pid: Any) -> list[Any]:
+        if pid is not None or self._taking_list is list:
+            raise pickle.UnpicklingError("persistent ids are not allowed")
+        return self._taking_list()
+
+
+class _Lists(NamedTuple):
+    """Where lists of events are made: the places of their one byte, and of the frame that has them (-1: none)."""
+
+    places: tuple[int, ...] = ()
+    frame: int = -1
+
+
+def _with_marks(data: bytes, lists: _Lists) -> Iterator[memoryview]:
+    """The pickle in pieces, with the persistent id None in place of each of these lists.
+
+    The frame around them would be too short, so it goes without one: the unpickler then reads operation by operation.
+    """
+    view, done = memoryview(data), 0
+    if lists.places and lists.frame >= 0:
+        yield view[: lists.frame]
+        done = lists.frame + 9
+    for place in lists.places:
+        yield view[done:place]
+        yield memoryview(_MARK)
+        done = place + 1
+    yield view[done:]
+
+
+class _Pieces(io.RawIOBase):
+    """A file of pieces of memory, which are not copied into one."""
+
+    def __init__(self, pieces: Iterable[memoryview]) -> None:
+        self._pieces = iter(pieces)
+        self._piece = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._piece:
+            found = next(self._pieces, None)
+            if found is None:
+                return 0
+            self._piece = found
+        part = self._piece[: len(buffer)]
+        buffer[: len(part)] = part
+        self._piece = self._piece[len(part) :]
+        return len(part)
 
 
 @lru_cache(maxsize=8)
@@ -108,7 +174,7 @@ def _plain_operations(memo_limit: int) -> re.Pattern[bytes]:
     return re.compile(b"(?:" + b"|".join(operations) + b"){0,4096}", re.DOTALL)
 
 
-def _scan(data: bytes, name: str) -> None:
+def _scan(data: bytes, name: str) -> _Lists:
     """Raises SnapshotFileError for what is not plain data, from the first operation to the last (STOP)."""
     size = len(data)
     if size < 2 or data[0] != _PROTOCOL:
@@ -119,7 +185,7 @@ def _scan(data: bytes, name: str) -> None:
     if data.count(b"]") + data.count(b"}") > size // 3 + 64:
         _refuse(name, "it is made of empty lists and dictionaries", "Record it again.")
     match = _plain_operations(max(size, 256)).match
-    position = 2
+    position, frame, lists = 2, -1, _Lists()
     while True:
         run = match(data, position)
         position = run.end() if run else position
@@ -132,17 +198,26 @@ def _scan(data: bytes, name: str) -> None:
             if start > size or length > size - start:
                 _cut_off(name, f" (a string of {length:,} bytes is announced at byte {position:,})")
             position = start + length
+            if length == len(_TRACES) and not lists.places and data[start:position] == _TRACES:
+                lists = _Lists(_lists_behind(data, position), frame)
         elif operation == _FRAME:
             if int.from_bytes(data[position + 1 : position + 9], "little") > size - position - 9:
                 _cut_off(name)
+            frame = position
             position += 9
         elif operation == _STOP:
-            return
+            return lists
         elif run is None or run.end() == run.start():
             if _is_cut_off(data, position):
                 _cut_off(name)
             what = _REFUSED.get(operation, f"the unknown operation 0x{operation:02x}")
             _refuse(name, f"it holds {what} at byte {position:,}", "A snapshot is plain data: do not trust this file.")
+
+
+def _lists_behind(data: bytes, position: int) -> tuple[int, ...]:
+    """The places of the first lists in a list whose key ends at a position: empty ones, and one that is filled next."""
+    found = _LIST_OF_LISTS.match(data, position)
+    return tuple(one.start() for one in _LIST.finditer(data, *found.span(1))) if found else ()
 
 
 def _is_cut_off(data: bytes, position: int) -> bool:
