@@ -267,8 +267,8 @@ def _idle_checkpointing(namespace: Mapping[str, Any]) -> frozenset[str]:
 
 
 def _modules_in(namespace: Mapping[str, Any]) -> Iterator[tuple[str, torch.nn.Module]]:
-    named = ((text(key), value) for key, value in items(namespace))
-    return ((name, value) for name, value in named if tensors.is_module(value) and not name.startswith("_"))
+    modules = ((text(key), value) for key, value in items(namespace) if tensors.is_module(value))
+    return ((name, value) for name, value in modules if not name.startswith("_"))
 
 
 def _typed(namespace: Mapping[str, Any]) -> str:

@@ -353,16 +353,20 @@ def is_users_module(module: Any) -> bool:
     return bool(file) and not any(part in file for part in _PACKAGES)
 
 
-# Thousands of modules are not the user's; looked at for each cell, they would cost more than all else. Name -> identity.
-_foreign: dict[str, int] = {}
+# Thousands of modules are not the user's; looked at for each cell, they would cost more than all else. Which are, by what was
+# loaded then: the identities of all, in order.
+_loaded: list[int] = []
+_users: list[str] = []
 
 
 def users_modules() -> Iterator[tuple[str, types.ModuleType]]:
     """Those of `is_users_module` that are loaded now, under their names in `sys.modules`."""
-    for name, module in list(sys.modules.items()):
-        if type(name) is str and _foreign.get(name) == id(module):
-            continue
-        if is_users_module(module):
-            yield text(name), module
-        elif type(name) is str:
-            _foreign[name] = id(module)
+    global _loaded, _users
+    loaded = list(map(id, sys.modules.values()))
+    if loaded != _loaded:
+        found = [key for key, module in list(sys.modules.items()) if type(key) is str and is_users_module(module)]
+        _loaded, _users = loaded, found
+    for name in _users:
+        module = sys.modules.get(name)
+        if module is not None:
+            yield name, module
