@@ -33,9 +33,10 @@ from gpumem_magic.units import counted
 from gpumem_magic.virtual.card import catalog, generations
 from gpumem_magic.virtual.card.nvml import VirtualNvml
 from gpumem_magic.virtual.card.smi import VirtualSmi
-from gpumem_magic.virtual.engine import kernel_rules
+from gpumem_magic.virtual.engine import kernel_rules, values
 from gpumem_magic.virtual.engine.device import VirtualDevice
 from gpumem_magic.virtual.engine.engine import Engine
+from gpumem_magic.virtual.engine.known import KnownEngine
 from gpumem_magic.virtual.engine.memory import Convolution
 from gpumem_magic.virtual.engine.real import RealEngine
 from gpumem_magic.virtual.libraries.table import libraries
@@ -66,7 +67,12 @@ class VirtualMachine:
         self.spec = spec
         self.process = os.getpid()
         self._devices = [VirtualDevice(index, model, settings) for index, model in enumerate(spec.models)]
-        self.engine = (RealEngine if spec.computes else Engine)(self, len(self._devices))
+        self.engine: Engine
+        if spec.computes:
+            self.engine = RealEngine(self, len(self._devices))
+        else:
+            bounds = values.AUTO if spec.values == "auto" else values.FEW
+            self.engine = KnownEngine(self, len(self._devices), bounds)
         self.face = CudaFace(self)
         self.workspaces = workspaces.Workspaces(self._devices, self.malloc, self.face.stream_of, self.free)
         self.convolutions = cudnn.Scratch(self._devices, self.malloc, self.face.stream_of, self.free)

@@ -31,12 +31,18 @@ class UnknownDevice(DeviceError, ValueError):
 class DeviceSpec:
     """The virtual devices that a text asks for, options applied; device i is ``models[i]``.
 
-    computes: whether tensors have real values, which are computed on the host (``values=real``).
+    values: which values of tensors there are: "real" ones, computed on the host; "auto", small ones that follow from known ones;
+    "stand-in", next to none.
     """
 
     text: str
     models: tuple[GpuModel, ...]
-    computes: bool = False
+    values: str = "stand-in"
+
+    @property
+    def computes(self) -> bool:
+        """Whether all tensors have real values."""
+        return self.values == "real"
 
 
 @dataclass(frozen=True)
@@ -115,8 +121,8 @@ def parse(text: str) -> DeviceSpec | RealDevice:
     if not 1 <= count <= MAX_DEVICES:
         raise UnknownDevice(f"{text!r}: 1 to {MAX_DEVICES} devices can be emulated")
     given = _given(options)
-    computes = _computes(given.pop("values", "stand-in"))
-    return DeviceSpec(text.strip(), (_with_options(_model(name), given),) * count, computes)
+    values = _values(given.pop("values", "stand-in"))
+    return DeviceSpec(text.strip(), (_with_options(_model(name), given),) * count, values)
 
 
 def _model(name: str) -> GpuModel:
@@ -151,7 +157,7 @@ def _given(options: list[str]) -> dict[str, str]:
         if name not in _OPTIONS or not equals or not value:
             raise UnknownDevice(
                 f"unknown option {option!r}: write context=, total=, idle= (sizes), name=, torch= (a version), loading= "
-                "(eager or lazy), cudnn= (estimate, none or a size) or values= (real or stand-in)"
+                "(eager or lazy), cudnn= (estimate, none or a size) or values= (real, auto or stand-in)"
             )
         if name in given:
             raise UnknownDevice(f"option {name}= is given twice")
@@ -159,13 +165,14 @@ def _given(options: list[str]) -> dict[str, str]:
     return given
 
 
-def _computes(value: str) -> bool:
+def _values(value: str) -> str:
     word = value.casefold()
-    if word not in ("real", "stand-in"):
+    if word not in ("real", "auto", "stand-in"):
         raise UnknownDevice(
-            f"values={value}: write values=real (computed on the host) or values=stand-in (none: zero is read)"
+            f"values={value}: write values=real (computed on the host), values=auto (small ones that follow from known ones) "
+            "or values=stand-in (next to none)"
         )
-    return word == "real"
+    return word
 
 
 def _with_options(model: GpuModel, given: dict[str, str]) -> GpuModel:

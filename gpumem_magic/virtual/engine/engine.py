@@ -27,7 +27,7 @@ from gpumem_magic.failures import is_own_failure
 from gpumem_magic.looks import tensors
 from gpumem_magic.looks.objects import attribute, is_a
 from gpumem_magic.private import aten as _aten
-from gpumem_magic.virtual.engine import contractions, indexing, kernel_rules, supplied, values
+from gpumem_magic.virtual.engine import contractions, indexing, kernel_rules, supplied
 from gpumem_magic.virtual.engine.births import Births
 from gpumem_magic.virtual.engine.memory import Memory
 from gpumem_magic.virtual.engine.mismatch import (
@@ -102,7 +102,6 @@ class Engine:
         self.holds_sparse = False
         self.attend: Callable[..., Any] = _no_attention
         self._allocates: dict[Any, bool] = {}
-        self._follow = values.follow
 
     # ---- tensors
 
@@ -217,7 +216,6 @@ class Engine:
                 for size in rule(self, func, args, kwargs, out, device):
                     held.enter_context(self.scratch(device, size))
                 self.memory.after_operator(func, args, device)
-        self._follow(func, args, kwargs, out)
         return out
 
     def fake_call(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -334,11 +332,38 @@ class Engine:
             if nbytes:
                 self.memory.free(device, address)
 
-    # ---- values that do not exist
+    # ---- values
 
     def host_of(self, tensor: VirtualTensor) -> torch.Tensor | None:
-        """The tensor's values, as a host tensor that is not to be kept; None where there are none."""
+        """The tensor's values, as a host tensor that is not to be kept; None where they are not known for sure."""
         return None
+
+    def known(self, tensor: VirtualTensor) -> Any:
+        """What is known of its values (`values.Known`), or None."""
+        return None
+
+    def learn(self, tensor: VirtualTensor, host: torch.Tensor) -> None:
+        """A new tensor has these values."""
+
+    def guess(self, tensor: VirtualTensor, host: torch.Tensor) -> None:
+        """A new tensor is taken to have these values."""
+
+    def supply(self, tensor: VirtualTensor, host: torch.Tensor) -> None:
+        """The user says what its values are."""
+
+    def fill(self, tensor: VirtualTensor, make: Callable[[], torch.Tensor], device: int, draws: bool) -> None:
+        """A new tensor has the values of one that is made on the host. draws: by random numbers."""
+
+    def blank(self, tensor: VirtualTensor) -> None:
+        """A new tensor has no values yet."""
+
+    def forget(self, tensor: VirtualTensor) -> None:
+        """A tensor's values are not known any more."""
+
+    def mark(self, tensor: VirtualTensor) -> None:
+        """A tensor was put on another storage."""
+
+    # ---- values that do not exist
 
     def count_stand_in(self, by_user: bool = False) -> None:
         """Notes the line of the user's program that reads a value now. by_user: one that the user supplied."""

@@ -21,6 +21,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from gpumem_magic.patching import Patches
+from gpumem_magic.virtual.engine import values
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
 
 _Rule = TypeVar("_Rule", bound=Callable[..., Any])
@@ -133,7 +134,7 @@ def _replace(patches: Patches, place: tuple[str, str]) -> None:
 
     def instead(*args: Any, **kwargs: Any) -> Any:
         if any(isinstance(leaf, VirtualTensor) for leaf in tree_leaves((args, kwargs))):
-            return _functions[place](*args, **kwargs)
+            return values.unknown(_functions[place](*args, **kwargs), args, kwargs)
         return original(*args, **kwargs)
 
     patches.set(module, place[1], instead)

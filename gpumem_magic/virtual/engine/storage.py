@@ -23,10 +23,11 @@ class Placement:
     """Where a storage's memory is: device index, address, bytes asked for (the storage's size then).
 
     node: a number for the node of the backward pass that made it; 0 outside of one. twin: the host storage with the same bytes,
-    on a device that computes; None before something is read or written. kept: what an operator left for its gradient.
+    on a device that computes; None before something is read or written. kept: what an operator left for its gradient. sure,
+    supplied: of a twin's values, whether none was guessed, and whether one came from the user.
     """
 
-    __slots__ = ("address", "device", "kept", "nbytes", "node", "twin", "watch")
+    __slots__ = ("address", "device", "kept", "nbytes", "node", "supplied", "sure", "twin", "watch")
 
     def __init__(self, device: int, address: int, nbytes: int, watch: _StorageReference, node: int) -> None:
         self.device = device
@@ -36,6 +37,8 @@ class Placement:
         self.node = node
         self.twin: Any = None
         self.kept: Any = None
+        self.sure = True
+        self.supplied = False
 
 
 class StorageTable:

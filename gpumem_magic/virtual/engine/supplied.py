@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from gpumem_magic.virtual.engine import values
-from gpumem_magic.virtual.engine.tensors import KNOWN, VirtualTensor, engine_of
+from gpumem_magic.virtual.engine.tensors import VirtualTensor, engine_of
 
 _PLACE = re.compile(r"(?P<file>[^:]+):(?P<line>\d+)")
 
@@ -111,7 +111,7 @@ def stand_in(
     if engine_of(tensor).computes:
         raise TypeError("this tensor has values of its own: the virtual GPU computes them (values=real)")
     host = _fitted(value, torch.zeros(tuple(tensor.shape), dtype=tensor.dtype))
-    tensor.__dict__[KNOWN] = values.Known(host, True, True)
+    engine_of(tensor).supply(tensor, host)
     return Supplied(value, None, None, tensor)
 
 

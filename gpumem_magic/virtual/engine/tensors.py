@@ -51,7 +51,23 @@ class TensorEngine(Protocol):
     def otherwise(self, func: Any, args: Any) -> Any:
         """What one of `OTHERWISE` gives where the device runs it in another way; else None."""
 
-    def host_of(self, tensor: VirtualTensor) -> torch.Tensor | None: ...
+    def host_of(self, tensor: VirtualTensor) -> torch.Tensor | None:
+        """The tensor's values, as a host tensor that is not to be kept; None where they are not known for sure."""
+
+    def known(self, tensor: VirtualTensor) -> Any:
+        """What is known of its values (`values.Known`), or None."""
+
+    def learn(self, tensor: VirtualTensor, host: torch.Tensor) -> None:
+        """A new tensor has these values."""
+
+    def guess(self, tensor: VirtualTensor, host: torch.Tensor) -> None:
+        """A new tensor is taken to have these values."""
+
+    def supply(self, tensor: VirtualTensor, host: torch.Tensor) -> None:
+        """The user says what its values are."""
+
+    def forget(self, tensor: VirtualTensor) -> None:
+        """Its values are not known any more."""
 
 
 def engine_of(tensor: VirtualTensor) -> TensorEngine:
@@ -59,8 +75,8 @@ def engine_of(tensor: VirtualTensor) -> TensorEngine:
     return engine
 
 
-# The names under which a tensor's own dictionary keeps the class that it had on the host, its values if they are known, and
-# that it holds the answers to a check.
+# The names under which a tensor's own dictionary keeps the class that it had on the host, that its values may be known, and that
+# it holds the answers to a check.
 HOST_CLASS = "_gpumem_host_class"
 KNOWN = "_gpumem_known"
 CHECKED = "_gpumem_checked"
@@ -116,8 +132,9 @@ def _host_twin(tensor: VirtualTensor) -> torch.Tensor:
         return tensor.detach().cpu()
     storage = tensor.untyped_storage()
     twin = _saving.twins.get(storage._cdata)
-    known = engine_of(tensor).host_of(tensor)
-    if known is not None:
+    engine = engine_of(tensor)
+    known = engine.host_of(tensor)
+    if known is not None and known.untyped_storage().nbytes() >= storage.nbytes():
         twin = known.untyped_storage()
         _saving.places[twin._cdata] = str(tensor.device)
     if twin is None:
@@ -125,17 +142,10 @@ def _host_twin(tensor: VirtualTensor) -> torch.Tensor:
         _saving.twins[storage._cdata] = twin
         _saving.places[twin._cdata] = str(tensor.device)
     host = torch.empty(0, dtype=tensor.dtype).set_(twin, int(tensor.storage_offset()), tensor.size(), tensor.stride())
-    found = tensor.__dict__.get(KNOWN)
-    if found is not None and known is None:
+    found = engine.known(tensor)
+    if found is not None and found.host.untyped_storage()._cdata != twin._cdata:
         host.copy_(found.host)
     return host
-
-
-def _know_as(tensor: torch.Tensor, copied: torch.Tensor) -> None:
-    """The copy knows the values that the tensor is known to have."""
-    found = tensor.__dict__.get(KNOWN)
-    if found is not None:
-        copied.__dict__[KNOWN] = found._replace(host=found.host.clone())
 
 
 class VirtualTensor(FakeTensor):
@@ -261,7 +271,6 @@ class VirtualTensor(FakeTensor):
                 values = self.detach().clone(memory_format=torch.preserve_format)
             copied = torch.nn.Parameter(values, requires_grad=self.requires_grad)
             memo[id(self)] = copied
-            _know_as(self, copied)
             return copied
         if not self.is_leaf:
             raise RuntimeError(
@@ -280,7 +289,6 @@ class VirtualTensor(FakeTensor):
         copy.requires_grad_(self.requires_grad)
         memo[id(self)] = copy
         copy.__dict__.update(deepcopy(own_attributes(self), memo))
-        _know_as(self, copy)
         if self.grad is not None:
             copy.grad = self.grad.__deepcopy__(memo)
         return copy

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from gpumem_magic.failures import swallowed
 from gpumem_magic.patching import Patches
+from gpumem_magic.virtual.engine import values
 from gpumem_magic.virtual.engine.tensors import VirtualTensor, engine_of
 
 Prepare = Callable[[ModuleType, Patches], None]
@@ -34,7 +35,7 @@ def replace_function(patches: Patches, module: ModuleType, name: str, rule: Call
             return original(*args, **kwargs)
         if engine_of(first).computes:
             engine_of(first).unknown.add(name)
-        return rule(*args, **kwargs)
+        return values.unknown(rule(*args, **kwargs), args, kwargs)
 
     for other in list(sys.modules.values()):
         names = getattr(other, "__dict__", None)

@@ -18,7 +18,7 @@ from gpumem_magic.private import aten as _aten
 from gpumem_magic.private import overloads
 from gpumem_magic.virtual.engine import values
 from gpumem_magic.virtual.engine.engine import Engine, special
-from gpumem_magic.virtual.engine.tensors import CHECKED, KNOWN, VirtualTensor
+from gpumem_magic.virtual.engine.tensors import CHECKED, VirtualTensor, engine_of
 
 
 def _below(left: Any, right: Any) -> bool:
@@ -32,34 +32,34 @@ _OF_ONE: dict[Any, Callable[[Any, Any], bool]] = {
     _aten.gt: lambda left, right: _below(right, left),
     _aten.le: _below,
     _aten.lt: _below,
+    _aten.ne: lambda left, right: True,
+    _aten.eq: lambda left, right: False,
 }
+
+# Nothing follows from these for many elements: some may be equal.
+_EQUAL = (_aten.eq, _aten.ne)
 
 
 def _say(tensor: Any, answer: bool) -> None:
     """The values of a new, small tensor are taken to be this."""
-    if isinstance(tensor, VirtualTensor) and values.small(tensor):
+    if isinstance(tensor, VirtualTensor):
         with torch._C._DisableTorchDispatch():
             host = _aten.full.default(tensor.shape, answer, dtype=torch.bool)
-        tensor.__dict__[KNOWN] = values.Known(host, False)
+        engine_of(tensor).guess(tensor, host)
 
 
 def _mark(tensor: Any) -> None:
     """These are answers to a check, until the tensor is written to."""
     if isinstance(tensor, VirtualTensor) and values.exact(tensor) is None:
-        tensor.__dict__[CHECKED] = _version(tensor)
+        tensor.__dict__[CHECKED] = values.version(tensor)
 
 
 def _is_check(tensor: Any) -> bool:
     return (
         isinstance(tensor, VirtualTensor)
         and CHECKED in tensor.__dict__
-        and tensor.__dict__[CHECKED] == _version(tensor)
+        and tensor.__dict__[CHECKED] == values.version(tensor)
     )
-
-
-def _version(tensor: torch.Tensor) -> int:
-    """How often the tensor has been written to; tensors of inference mode do not know."""
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def _number(value: Any) -> Any:
@@ -74,7 +74,12 @@ def _number(value: Any) -> Any:
 def _compare(of_one: Callable[[Any, Any], bool]) -> Callable[..., Any]:
     def handler(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
         out = engine.run(func, args, kwargs, device)
-        _mark(out)
+        if func.overloadpacket in _EQUAL:
+            if args[0] is args[1]:
+                # A number that is none differs from itself.
+                return out
+        else:
+            _mark(out)
         if out.numel() == 1 and values.known(out) is None:
             left, right = (_number(side) for side in args[:2])
             if left is not None and right is not None:

@@ -102,8 +102,6 @@ def _to_copy(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> 
             made = engine.wrap(meta, place)
         with engine.scratch(place, staged_bytes(made, source, kwargs.get("non_blocking", False))):
             pass
-        if values.small(source):
-            values.learn(made, source.to(made.dtype))
         return made
     if target is None or target.type in ("cuda", "meta"):
         return engine.run(func, args, kwargs, device)
@@ -150,13 +148,14 @@ def host_zeros(like: FakeTensor) -> torch.Tensor:
 )
 def _set(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     """The fake mode remembers calls with their arguments, and would keep this storage alive."""
-    values.forget(args[0])
     remembers = engine.fake.cache_enabled
     engine.fake.cache_enabled = False
     try:
-        return engine.run(func, args, kwargs, device)
+        out = engine.run(func, args, kwargs, device)
     finally:
         engine.fake.cache_enabled = remembers
+    engine.mark(args[0])
+    return out
 
 
 @special(_aten.copy_.default)
@@ -166,8 +165,6 @@ def _copy(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any
         staged = 0 if isinstance(args[1], VirtualTensor) else staged_bytes(target, *args[1:3])
         with engine.scratch(device, staged):
             engine.run(func, args, kwargs, device)
-        if type(args[1]) is torch.Tensor:
-            values.overwritten(target, args[1])
         return target
     with engine.scratch(device, staged_bytes(args[1], target)):
         pass
@@ -195,10 +192,7 @@ def _nonzero(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> 
     host = values.exact(args[0])
     if host is not None:
         _note_supplied(engine, args[0])
-        found = host.nonzero()
-        made = _placed(engine, tuple(found.shape), found.dtype, device)
-        values.learn(made, found)
-        return made
+        return _placed(engine, tuple(host.nonzero().shape), torch.int64, device)
     count = engine.selected("nonzero", args[0].numel())
     return _placed(engine, (count, args[0].dim()), torch.int64, device)
 

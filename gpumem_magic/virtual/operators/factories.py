@@ -14,18 +14,16 @@ import torch
 import torch.utils._device
 
 from gpumem_magic.patching import Patches, warnings_remembered
-from gpumem_magic.virtual.engine import values
 from gpumem_magic.virtual.engine.engine import Engine, refuse_device, refuse_fork
 from gpumem_magic.virtual.engine.modes import META, STATE, origin, pushed
-from gpumem_magic.virtual.engine.real import RealEngine
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
 
 _LIKE = ("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like")
 _NEW = ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros")
 # Factories that must see values: made on the host, then copied, as the real ones are.
 _FROM_VALUES = ("tensor", "as_tensor", "asarray", "scalar_tensor")
-# Factories whose values are known without a device.
-_CONSTANTS = ("zeros", "ones", "full", "arange", "linspace", "eye", "zeros_like", "ones_like", "full_like")
+# How the names of factories begin that draw random numbers.
+_DRAWING = ("rand", "normal")
 # Sparse formats of which there are no virtual tensors.
 _COMPRESSED = tuple(f"sparse_{layout}_tensor" for layout in ("csr", "csc", "bsr", "bsc", "compressed"))
 # Factories with no meta version, or whose result needs no device.
@@ -197,12 +195,10 @@ class Factories:
         with self._engine.uninterrupted, self._engine.lock, origin("factory"):
             made = self._engine.wrap(meta, index, getattr(original, "__name__", ""))
         name = getattr(original, "__name__", "")
-        if isinstance(self._engine, RealEngine):
-            if not name.startswith("empty"):
-                self._engine.fill(made, lambda: original(*args, **on_host), index)
-        elif name in _CONSTANTS and values.small(meta):
-            with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
-                values.learn(made, original(*args, **on_host))
+        if "empty" in name:
+            self._engine.blank(made)
+        else:
+            self._engine.fill(made, lambda: original(*args, **on_host), index, name.startswith(_DRAWING))
         return made
 
     def _from_values(self, original: Callable[..., Any]) -> Callable[..., Any]:

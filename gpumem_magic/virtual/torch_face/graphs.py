@@ -17,7 +17,7 @@ import torch.cuda.memory
 
 from gpumem_magic.allocator.blocks import PoolId
 from gpumem_magic.patching import Patches
-from gpumem_magic.virtual.engine.real import RealEngine, Tape
+from gpumem_magic.virtual.engine.computing import ComputingEngine
 from gpumem_magic.virtual.torch_face.streams import CURRENT, device_index
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ class Graph:
         self._pool: PoolId | None = None
         self._device = 0
         self._captures = False
-        self._tape: Tape = []
+        self._tape: list[Any] = []
 
     def capture_begin(self, pool: PoolId | None = None, *args: Any, **kwargs: Any) -> None:
         if self._captures or self._pool is not None:
@@ -106,7 +106,7 @@ class Graph:
             # As in CUDA, what other streams ask for meanwhile does not belong to the graph.
             self._machine.devices[self._device].allocator.begin_pool(self._pool, lambda other: other == stream)
         self._captures = True
-        if isinstance(self._machine.engine, RealEngine):
+        if isinstance(self._machine.engine, ComputingEngine):
             self._tape = self._machine.engine.tape = []
         CAPTURING.graphs += 1
         self._machine.engine.captures += 1
@@ -115,7 +115,7 @@ class Graph:
         if not self._captures or self._pool is None:
             raise RuntimeError("capture_end() called before capture_begin()")
         self._captures = False
-        if isinstance(self._machine.engine, RealEngine):
+        if isinstance(self._machine.engine, ComputingEngine):
             self._machine.engine.tape = None
         CAPTURING.graphs -= 1
         with self._machine.engine.lock:
@@ -124,7 +124,7 @@ class Graph:
     def replay(self) -> None:
         if self._pool is None or self._captures:
             raise RuntimeError("Called CUDAGraph::replay without a preceding successful capture.")
-        if isinstance(self._machine.engine, RealEngine):
+        if isinstance(self._machine.engine, ComputingEngine):
             self._machine.engine.replay(self._tape)
 
     def pool(self) -> PoolId:

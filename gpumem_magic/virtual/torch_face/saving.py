@@ -21,8 +21,7 @@ from typing import Any
 import torch
 
 from gpumem_magic.patching import Patches
-from gpumem_magic.virtual.engine import values
-from gpumem_magic.virtual.engine.tensors import VirtualTensor, place_of, saved_storages
+from gpumem_magic.virtual.engine.tensors import VirtualTensor, engine_of, place_of, saved_storages
 
 SWITCH = "GPUMEM_SAVE_STAND_INS"
 
@@ -231,7 +230,7 @@ class _Mover:
             typed.set_(whole.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
         if tensor.untyped_storage().nbytes() == tensor.nbytes:
             # An optimizer's count of its steps, which it divides by.
-            values.learn(typed, tensor)  # type: ignore[arg-type]
+            engine_of(typed).learn(typed, tensor)  # type: ignore[arg-type]
         moved: torch.Tensor = typed.requires_grad_(tensor.requires_grad)
         if isinstance(tensor, torch.nn.Parameter):
             moved = torch.nn.Parameter(typed, requires_grad=tensor.requires_grad)

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from gpumem_magic.patching import Patches
+from gpumem_magic.virtual.engine.computing import ComputingEngine
 from gpumem_magic.virtual.engine.engine import Engine
-from gpumem_magic.virtual.engine.real import RealEngine
 
 
 def install(patches: Patches, engine: Engine) -> None:
@@ -38,15 +38,16 @@ def install(patches: Patches, engine: Engine) -> None:
             raise NotImplementedError("Cannot copy out of meta tensor; no data!")
         target = torch.device("cuda") if device is None else device
         made = torch.empty(self.nbytes(), dtype=torch.uint8, device=target)
-        if engine.computes:
+        if isinstance(engine, ComputingEngine):
             made.copy_(torch.empty(0, dtype=torch.uint8).set_(self))
         return made.untyped_storage()
 
     def cpu(self: Any) -> Any:
         if original_device.__get__(self).type != "meta" or placed(self) is None:
             return original_cpu(self)  # type: ignore[no-untyped-call]
-        if isinstance(engine, RealEngine):
-            return engine.twin_of(self).clone()
+        twin = engine.twin_of(self) if isinstance(engine, ComputingEngine) else None
+        if twin is not None:
+            return twin.clone()
         engine.count_stand_in()
         return torch.zeros(self.nbytes(), dtype=torch.uint8).untyped_storage()
 

@@ -1,0 +1,164 @@
+"""What engines that know values share: operators run on the host's twins of tensors, beside the emulated memory."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+
+from gpumem_magic.private import aten as _aten
+from gpumem_magic.private import overloads
+from gpumem_magic.virtual.engine.engine import Engine
+from gpumem_magic.virtual.engine.host_calls import EQUIVALENT, HostCall, host_only, refuse_to_compute
+from gpumem_magic.virtual.engine.memory import Memory
+from gpumem_magic.virtual.engine.random import DeviceRandom
+from gpumem_magic.virtual.engine.storage import Placement, StorageTable
+from gpumem_magic.virtual.engine.tensors import VirtualTensor
+from gpumem_magic.virtual.engine.twins import Twins, leaves, on_host
+
+# Operators whose rule here is made of others, which are computed one by one.
+_COMPOSED = {_aten._cudnn_rnn_flatten_weight.default}
+# Operators that the host has to do first, since the size of the result depends on values.
+FIRST = set(
+    overloads(
+        "_unique2 _unique unique_dim unique_consecutive _to_sparse _to_sparse.sparse_dim repeat_interleave.Tensor"
+    )
+)
+# Checks, which return nothing.
+_CHECKS = set(overloads("_assert_async _assert_async.msg"))
+
+
+class ComputingEngine(Engine):
+    """Runs operators on virtual tensors, and on those of their twins that it keeps."""
+
+    def __init__(self, memory: Memory, device_count: int, table: StorageTable) -> None:
+        super().__init__(memory, device_count)
+        self.table = table
+        self.twins = Twins(
+            self.table, self._strided_parts, lambda tensor: self.fake_call(_aten.is_coalesced.default, (tensor,), {})
+        )
+        self.random = DeviceRandom(device_count)
+        # How many operators the host has run.
+        self.computed = 0
+        # The host's results of the operator that runs now, where they are known before the device's; which dimension of them has
+        # a size that depends on values.
+        self._ahead: tuple[HostCall, Any, Any] | None = None
+        self._along = 0
+        # While a CUDA graph is captured: what its replays do to values.
+        self.tape: list[Any] | None = None
+        self._nested = False
+        self._ways: dict[Any, Any] = {}
+
+    def with_index_of_tensors(self, func: Any, args: Any) -> Any:
+        """``tensor[index]`` and ``tensor[index] = value`` where lists of numbers are in the index: C++ would make tensors of them
+        on the device that it sees, where there are no values. None where there are no lists; False after an assignment."""
+        index = _with_tensors(args[1])
+        if index is args[1]:
+            return None if func is torch.Tensor.__setitem__ else super().otherwise(func, args)
+        if func is not torch.Tensor.__setitem__:
+            return args[0][index]
+        args[0][index] = args[2]
+        return False
+
+    def selected(self, operator: str, largest: int) -> int:
+        if self._ahead is None:
+            return super().selected(operator, largest)
+        first = next(leaf for leaf in leaves(self._ahead[1]) if isinstance(leaf, torch.Tensor))
+        if first.layout is not torch.strided:
+            return int(first._nnz())
+        return int(first.shape[self._along]) if first.dim() else 1
+
+    def twin_of(self, storage: Any) -> Any:
+        """The host's bytes of a storage on a device; None where they are not known."""
+        raise NotImplementedError
+
+    def replay(self, tape: list[Any]) -> None:
+        """Does to values what was captured."""
+        raise NotImplementedError
+
+    def _call(self, func: Any, args: Any, kwargs: Any, device: int) -> HostCall:
+        found = EQUIVALENT.get(func)
+        taken = None if found is None or found.takes is None else self.twins.placement(args[found.takes])
+        host_kwargs = {name: on_host(self.twins, arg) for name, arg in kwargs.items()}
+        return HostCall(func, [on_host(self.twins, arg) for arg in args], host_kwargs, device, taken)
+
+    def _computed(self, func: Any, args: Any, kwargs: Any, device: int) -> tuple[HostCall, Any, Any]:
+        self.computed += 1
+        with host_only():
+            call = self._call(func, args, kwargs, device)
+            return (call, *call.run(self.random))
+
+    def _keep(self, out: Any, call: HostCall, result: Any, kept: Any) -> None:
+        """Has the device's results be those of the host."""
+        if not call.func._schema.returns:
+            return
+        outs, results = list(leaves(out)), list(leaves(result))
+        given = call.storages()
+        with host_only():
+            same = len(outs) == len(results)
+            for mine, its in zip(outs, results, strict=False):
+                if isinstance(mine, VirtualTensor) and its is not None:
+                    same = self.twins.keep(mine, its, given) and same
+            if not same:
+                refuse_to_compute(call.func, "its results have other sizes on the host")
+        keeper = self._keeper(call.func, out)
+        if keeper is not None:
+            keeper.kept = kept
+
+    def _keeper(self, func: Any, out: Any) -> Placement | None:
+        """Where an operator leaves what its gradient needs."""
+        found = EQUIVALENT.get(func)
+        return None if found is None or found.gives is None else self.twins.placement(list(leaves(out))[found.gives])
+
+    def _out_of(self, func: Any, args: Any, result: Any, device: int) -> Any:
+        """The results on the device of an operator without a shape rule, in the shapes of the host's."""
+        if func._schema.is_mutable:
+            arguments = func._schema.arguments
+            written = [arg for arg, argument in zip(args, arguments, strict=False) if argument.is_write]
+            count = len(func._schema.returns)
+            return None if not count else written[0] if count == 1 else tuple(written)
+        if isinstance(result, (list, tuple)):
+            return type(result)([self._out_of(func, args, item, device) for item in result])
+        if not isinstance(result, torch.Tensor) or result.layout is not torch.strided:
+            return result
+        with host_only():
+            meta = torch.empty_strided(result.size(), result.stride(), dtype=result.dtype, device="meta")
+        return self.wrap(meta, device)
+
+
+def touches_values(func: Any) -> bool:
+    """Whether an operator makes or changes values, rather than only ways of looking at them."""
+    schema = getattr(func, "_schema", None)
+    if schema is None or func in _COMPOSED or torch.Tag.inplace_view in func.tags:
+        return False
+    views = bool(schema.returns) and all(
+        value.alias_info is not None and not value.alias_info.is_write for value in schema.returns
+    )
+    return schema.is_mutable or not views
+
+
+def dim_of_size(func: Any, args: Any, kwargs: Any) -> int:
+    place = {_aten.unique_dim.default: 1, _aten.unique_consecutive.default: 3}.get(func)
+    if place is None:
+        return 0
+    dim = args[place] if len(args) > place else kwargs.get("dim")
+    return int(dim or 0)
+
+
+def has_values(func: Any, args: Any, out: Any) -> bool:
+    """Whether there are values to be computed, beside what was read or written on the host."""
+    if func._schema.is_mutable:
+        return not (func is _aten.copy_.default and not isinstance(args[0], VirtualTensor))
+    return func in _CHECKS or any(isinstance(leaf, VirtualTensor) for leaf in leaves(out))
+
+
+def _with_tensors(index: Any) -> Any:
+    """An index with host tensors in place of lists of numbers."""
+    if type(index) is tuple:
+        items = tuple(_with_tensors(item) for item in index)
+        return items if any(map(operator.is_not, items, index)) else index
+    if isinstance(index, (list, range)) or type(index).__name__ == "ndarray":
+        numbers = list(index) if isinstance(index, range) else index
+        return torch.as_tensor(numbers, dtype=None if len(index) else torch.int64)
+    return index

@@ -1,0 +1,421 @@
+"""A virtual GPU that knows what is small (``values=auto``): times, masks, indices, schedules, labels, flags, counters.
+
+A storage has a twin on the host while its values are known: those that were copied from the host or made of constants, and all
+that is computed from them, up to a size. An operator with an unknown argument makes unknown results, and what it writes into is
+known no longer. Where all is tiny, an unknown argument counts as what it is guessed to be, and the result is not *sure*:
+who reads it reads a stand-in. Nothing is drawn from the host's random generator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from gpumem_magic.failures import is_own_failure
+from gpumem_magic.private import aten as _aten
+from gpumem_magic.private import overloads
+from gpumem_magic.virtual.engine import kernel_rules, values
+from gpumem_magic.virtual.engine.computing import FIRST, ComputingEngine, dim_of_size, has_values, touches_values
+from gpumem_magic.virtual.engine.engine import SPECIAL, CannotRun
+from gpumem_magic.virtual.engine.host_calls import HostCall, host_only
+from gpumem_magic.virtual.engine.memory import Memory
+from gpumem_magic.virtual.engine.storage import Placement, StorageTable
+from gpumem_magic.virtual.engine.tensors import KNOWN, OTHERWISE, VirtualTensor
+from gpumem_magic.virtual.engine.twins import leaves, mapped, on_host
+from gpumem_magic.virtual.engine.values import Known
+
+# The largest view of known values that an operator is run on, in elements: more than is kept, for sums over what is expanded.
+_MOST_READ = 1 << 20
+# The largest tensors that are worked out although some values are guessed.
+_MOST_GUESSED = 1024
+_MOST_GUESSED_FLOATS = 128
+# They write all of their first argument.
+_OVERWRITING = set(overloads("zero_ fill_.Scalar fill_.Tensor copy_"))
+# They make known values of a tensor whose own are not asked for.
+_OF_SHAPES = set(overloads("zeros_like ones_like full_like new_zeros new_ones new_full"))
+# Other processes, if there are any, are taken to hold the same values; and nothing is sent to them.
+_SENDING = ("c10d", "_c10d_functional")
+
+
+class _Way(NamedTuple):
+    """What an operator does with values. looks: it only gives other views. makes: values come of no tensor's."""
+
+    looks: bool
+    writes: bool
+    makes: bool
+    computes: bool
+    first: bool
+
+
+class KnownEngine(ComputingEngine):
+    """Runs operators on virtual tensors, and on twins where all arguments have one and the results are small."""
+
+    seen = OTHERWISE | {torch.Tensor.__setitem__}
+
+    def __init__(self, memory: Memory, device_count: int, bounds: values.Bounds) -> None:
+        super().__init__(memory, device_count, StorageTable(memory.malloc, memory.free))
+        self.bounds = bounds
+        # The storages that a captured graph writes to.
+        self.tape: list[Placement] | None = None
+        self._given_now: dict[int, torch.Tensor] = {}
+
+    # ---- what is known
+
+    def known(self, tensor: Any) -> Known | None:
+        if tensor.layout is not torch.strided:
+            return None
+        given = tensor.__dict__.get(KNOWN)
+        if type(given) is values.Given and given.version == values.version(tensor):
+            return Known(given.host, True, True)
+        with self.lock, torch._C.DisableTorchFunctionSubclass():
+            placement = self._placed_and_known(tensor)
+            if placement is None:
+                return None
+            with host_only():
+                return Known(self.twins.view(tensor), placement.sure, placement.supplied)
+
+    def _placed_and_known(self, tensor: Any) -> Placement | None:
+        """The placement of a dense tensor's storage where that has a twin."""
+        storage = tensor.untyped_storage()
+        placement = self.table.find(storage)
+        if placement is None or placement.twin is None or placement.watch() is None:
+            return None
+        if placement.twin is values.BLANK or placement.twin.nbytes() < storage.nbytes():
+            return None
+        return placement
+
+    def host_of(self, tensor: VirtualTensor) -> torch.Tensor | None:
+        found = self.known(tensor)
+        return found.host if found is not None and found.exact else None
+
+    def learn(self, tensor: VirtualTensor, host: torch.Tensor) -> None:
+        if self._may_learn(tensor) and host.layout is torch.strided:
+            self._have(tensor, host)
+
+    def _may_learn(self, tensor: Any) -> bool:
+        free = not self._nested and self.tape is None
+        return free and tensor.layout is torch.strided and self.bounds.hold(tensor)
+
+    def fill(self, tensor: VirtualTensor, make: Callable[[], torch.Tensor], device: int, draws: bool) -> None:
+        if not draws and self._may_learn(tensor):
+            with host_only():
+                host = make()
+            self.learn(tensor, host)
+
+    def supply(self, tensor: VirtualTensor, host: torch.Tensor) -> None:
+        if not _owns_storage(tensor):
+            tensor.__dict__[KNOWN] = values.Given(host, values.version(tensor))
+            return
+        self._have(tensor, host, supplied=True)
+
+    def twin_of(self, storage: Any) -> Any:
+        """The host's bytes of a storage on a device, where all of them are known for sure."""
+        placement = self.table.find(storage)
+        if placement is None or placement.twin in (None, values.BLANK) or not placement.sure:
+            return None
+        return placement.twin if placement.twin.nbytes() >= storage.nbytes() else None
+
+    def guess(self, tensor: VirtualTensor, host: torch.Tensor) -> None:
+        if self.tape is None and tensor.layout is torch.strided and tensor.numel() <= _most_guessed(tensor):
+            self._have(tensor, host, sure=False)
+
+    def _have(self, tensor: VirtualTensor, host: torch.Tensor, sure: bool = True, supplied: bool = False) -> None:
+        with self.lock, torch._C.DisableTorchFunctionSubclass(), host_only():
+            placement = self.twins.placement(tensor)
+            placement.twin = None
+            self.twins.keep(tensor, host.detach(), {host.untyped_storage()._cdata})
+            placement.sure, placement.supplied = sure, supplied
+        tensor.__dict__[KNOWN] = True
+
+    def blank(self, tensor: VirtualTensor) -> None:
+        """Nothing was written into a new tensor yet: what is written part by part may become known."""
+        if self._may_learn(tensor):
+            self.twins.placement(tensor).twin = values.BLANK
+
+    def forget(self, tensor: Any) -> None:
+        tensor.__dict__.pop(KNOWN, None)
+        if tensor.layout is torch.strided:
+            placement = self.table.find(tensor.untyped_storage())
+            if placement is not None:
+                placement.twin = None
+
+    def mark(self, tensor: VirtualTensor) -> None:
+        """After a tensor was put on another storage."""
+        tensor.__dict__.pop(KNOWN, None)
+        if self._placed_and_known(tensor) is not None:
+            tensor.__dict__[KNOWN] = True
+
+    # ---- operators
+
+    def otherwise(self, func: Any, args: Any) -> Any:
+        if func in (torch.Tensor.__getitem__, torch.Tensor.__setitem__):
+            if KNOWN not in args[0].__dict__:
+                return None if func is torch.Tensor.__setitem__ else super().otherwise(func, args)
+            return self.with_index_of_tensors(func, args)
+        return super().otherwise(func, args)
+
+    def perform(self, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+        way = self._ways.get(func)
+        if way is None:
+            way = self._ways[func] = _way_of(func)
+        if self._nested:
+            return super().perform(func, args, kwargs, device)
+        if way.looks:
+            out = super().perform(func, args, kwargs, device)
+            if any_known(args):
+                _mark_views(args, out)
+            return out
+        if torch.is_inference_mode_enabled() and func not in SPECIAL and is_made_of_others(func):
+            # Each of those is followed.
+            return super().perform(func, args, kwargs, device)
+        self._nested = True
+        try:
+            if way.makes or any_known(args) or (kwargs and any_known(kwargs.values())):
+                return self._followed(way, func, args, kwargs, device)
+            out = super().perform(func, args, kwargs, device)
+            if way.writes:
+                self._drop(func, args, kwargs)
+            return out
+        finally:
+            self._nested = False
+            self._ahead = None
+
+    def _followed(self, way: _Way, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+        """Runs an operator, and runs it on the host as well where that is possible and cheap."""
+        found = self._all_known(func, args, kwargs) if way.computes and self.tape is None else None
+        ahead = None
+        if found is not None and way.first:
+            ahead = self._ahead = self._attempt(found, func, args, kwargs, device)
+            self._along = dim_of_size(func, args, kwargs)
+        try:
+            if ahead is not None and func is _aten.repeat_interleave.Tensor:
+                raise CannotRun
+            out = super().perform(func, args, kwargs, device)
+        except CannotRun:
+            if ahead is None:
+                raise
+            out = self._out_of(func, args, ahead[1], device)
+        if found is not None and has_values(func, args, out) and self._are_small(out, found):
+            if ahead is None:
+                ahead = self._attempt(found, func, args, kwargs, device)
+            if ahead is not None and self._kept(out, ahead, found):
+                return out
+        if way.writes:
+            self._drop(func, args, kwargs)
+        return out
+
+    def _attempt(
+        self, found: _Arguments, func: Any, args: Any, kwargs: Any, device: int
+    ) -> tuple[HostCall, Any, Any] | None:
+        for leaf in found.blank:
+            placement = self.twins.placement(leaf)
+            placement.twin, placement.sure, placement.supplied = None, True, False
+        self._given_now = found.given
+        try:
+            return self._computed(func, args, kwargs, device)
+        except Exception as error:  # no value is worth an error of the program's
+            if not is_own_failure(error):
+                raise
+            return None
+
+    def _kept(self, out: Any, ahead: tuple[HostCall, Any, Any], found: _Arguments) -> bool:
+        try:
+            self._keep(out, *ahead)
+        except Exception as error:
+            if not is_own_failure(error):
+                raise
+            for leaf in leaves(out):
+                if isinstance(leaf, VirtualTensor):
+                    self.forget(leaf)
+            return False
+        for leaf in (*leaves(out), *found.written):
+            if isinstance(leaf, VirtualTensor):
+                placement = self.twins.placement(leaf)
+                placement.sure, placement.supplied = found.sure, found.supplied
+                leaf.__dict__[KNOWN] = True
+        return True
+
+    def _all_known(self, func: Any, args: Any, kwargs: Any) -> _Arguments | None:
+        """How sure the values of all arguments are; None where one is not known, and not to be guessed."""
+        found = _Arguments(_written(func, args, kwargs))
+        unknown: list[Any] = []
+        if func in _OF_SHAPES:
+            return found
+        for leaf in leaves([*args, *kwargs.values()]):
+            if not isinstance(leaf, torch.Tensor):
+                continue
+            if not isinstance(leaf, VirtualTensor):
+                if leaf.numel() > _MOST_READ or leaf.is_meta:
+                    return None
+                continue
+            if leaf.layout is not torch.strided or leaf.numel() > _MOST_READ:
+                return None
+            if type(leaf.__dict__.get(KNOWN)) is values.Given:
+                known = self.known(leaf)
+                if known is not None:
+                    found.supplied = found.any = True
+                    found.given[id(leaf)] = known.host
+                    continue
+            placement = self._placed_and_known(leaf)
+            if placement is not None:
+                found.sure = found.sure and placement.sure
+                found.supplied = found.supplied or placement.supplied
+                found.any = True
+            elif leaf is args[0] and self._is_overwritten(func, args):
+                found.blank.append(leaf)
+            else:
+                unknown.append(leaf)
+        return found if self._guessed(func, unknown, found) else None
+
+    def _is_overwritten(self, func: Any, args: Any) -> bool:
+        """Whether what was in the first argument's storage is of no matter."""
+        target = args[0]
+        if func in _OVERWRITING and _owns_storage(target) and self.bounds.hold(target):
+            return True
+        placement = self.table.find(target.untyped_storage())
+        return placement is not None and placement.twin is values.BLANK and func._schema.arguments[0].is_write
+
+    def _guessed(self, func: Any, unknown: list[Any], found: _Arguments) -> bool:
+        """Has unknown arguments count as what they are guessed to be, where all is tiny. False where one stays unknown."""
+        if not unknown:
+            return True
+        if not found.any or any(leaf.numel() > _most_guessed(leaf) for leaf in unknown):
+            return False
+        found.sure = False
+        for leaf in unknown:
+            if not _owns_storage(leaf):
+                with host_only():
+                    found.given[id(leaf)] = _aten.zeros.default(leaf.size(), dtype=leaf.dtype)
+            else:
+                self._give(leaf)
+        return True
+
+    def _give(self, tensor: Any) -> None:
+        """From now on an unknown tensor has the values that it is guessed to have."""
+        with host_only():
+            placement = self.twins.placement(tensor)
+            placement.twin = None
+            self.twins.view(tensor)
+            placement.sure, placement.supplied = False, False
+        tensor.__dict__[KNOWN] = True
+
+    def _are_small(self, out: Any, found: _Arguments) -> bool:
+        """Whether results may be kept: small ones, and into what is known already any."""
+        for leaf in leaves(out):
+            if isinstance(leaf, VirtualTensor):
+                if leaf.layout is not torch.strided:
+                    return False
+                if any(leaf is written for written in found.written):
+                    continue
+                if leaf.numel() > (self.bounds.of(leaf) if found.sure else _most_guessed(leaf)):
+                    return False
+        return True
+
+    def _call(self, func: Any, args: Any, kwargs: Any, device: int) -> HostCall:
+        given, self._given_now = self._given_now, {}
+        if not given:
+            return super()._call(func, args, kwargs, device)
+
+        def host(arg: Any) -> Any:
+            mine = given.get(id(arg))
+            return on_host(self.twins, arg) if mine is None else mine
+
+        host_kwargs = {name: mapped(host, arg) for name, arg in kwargs.items()}
+        return HostCall(func, [mapped(host, arg) for arg in args], host_kwargs, device, None)
+
+    def _drop(self, func: Any, args: Any, kwargs: Any) -> None:
+        """What an operator has written is not known any more."""
+        if func.namespace in _SENDING:
+            return
+        for leaf in _written(func, args, kwargs):
+            if isinstance(leaf, VirtualTensor) and leaf.layout is torch.strided:
+                leaf.__dict__.pop(KNOWN, None)
+                placement = self.table.find(leaf.untyped_storage())
+                if placement is not None:
+                    placement.twin = None
+                    if self.tape is not None:
+                        self.tape.append(placement)
+
+    def replay(self, tape: list[Placement]) -> None:
+        """A captured graph runs again: what it writes is not known."""
+        with self.lock:
+            for placement in tape:
+                placement.twin = None
+
+
+class _Arguments:
+    """What is known of an operator's arguments. given: values (by `id`) that no storage's twin holds."""
+
+    def __init__(self, written: list[Any]) -> None:
+        self.written = written
+        self.any = False
+        self.sure = True
+        self.supplied = False
+        self.blank: list[Any] = []
+        self.given: dict[int, torch.Tensor] = {}
+
+
+def any_known(args: Any) -> bool:
+    for arg in args:
+        if isinstance(arg, VirtualTensor):
+            if KNOWN in arg.__dict__:
+                return True
+        elif isinstance(arg, (list, tuple)):
+            if any_known(arg):
+                return True
+        elif isinstance(arg, torch.Tensor):
+            # A host tensor's values are known.
+            return True
+    return False
+
+
+def is_made_of_others(func: Any) -> bool:
+    return isinstance(func, torch._ops.OpOverload) and kernel_rules.for_operator(func) is None and func._can_decompose()
+
+
+def _mark_views(args: Any, out: Any) -> None:
+    for leaf in leaves(out):
+        if isinstance(leaf, VirtualTensor):
+            leaf.__dict__[KNOWN] = True
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
+    """The arguments that the operator writes to."""
+    schema = func._schema
+    if not schema.is_mutable:
+        return []
+    return list(leaves(list(_written_arguments(schema, args, kwargs))))
+
+
+def _written_arguments(schema: Any, args: Any, kwargs: Any) -> Iterator[Any]:
+    for number, argument in enumerate(schema.arguments):
+        if argument.is_write:
+            yield args[number] if number < len(args) else kwargs.get(argument.name)
+
+
+def _most_guessed(tensor: Any) -> int:
+    return _MOST_GUESSED_FLOATS if tensor.is_floating_point() else _MOST_GUESSED
+
+
+def _owns_storage(tensor: Any) -> bool:
+    return bool(tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size())
+
+
+def _way_of(func: Any) -> _Way:
+    schema = getattr(func, "_schema", None)
+    if schema is None:
+        return _Way(True, False, False, False, False)
+    draws = torch.Tag.nondeterministic_seeded in func.tags
+    gives = schema.is_mutable or any("Tensor" in str(value.type) for value in schema.returns)
+    computes = gives and not draws and func.namespace not in _SENDING and kernel_rules.for_operator(func) is None
+    of_none = not any("Tensor" in str(argument.type) for argument in schema.arguments)
+    constant = of_none and "empty" not in schema.name
+    return _Way(
+        looks=not touches_values(func) or not gives,
+        writes=schema.is_mutable,
+        makes=computes and (constant or func in _OF_SHAPES or func in _OVERWRITING),
+        computes=computes,
+        first=func in FIRST or torch.Tag.dynamic_output_shape in func.tags,
+    )
