@@ -9,7 +9,8 @@ import torch
 
 from gpumem_magic.private import aten as _aten
 from gpumem_magic.private import overloads
-from gpumem_magic.virtual.engine.engine import Engine
+from gpumem_magic.virtual.engine import kernel_rules
+from gpumem_magic.virtual.engine.engine import SPECIAL, Engine
 from gpumem_magic.virtual.engine.host_calls import EQUIVALENT, HostCall, host_only, refuse_to_compute
 from gpumem_magic.virtual.engine.memory import Memory
 from gpumem_magic.virtual.engine.random import DeviceRandom
@@ -136,6 +137,12 @@ def touches_values(func: Any) -> bool:
         value.alias_info is not None and not value.alias_info.is_write for value in schema.returns
     )
     return schema.is_mutable or not views
+
+
+def is_made_of_others(func: Any) -> bool:
+    """Whether an operator, which inference mode hands over whole, is run as those that it is made of."""
+    rule = func in SPECIAL or kernel_rules.for_operator(func) is not None
+    return not rule and isinstance(func, torch._ops.OpOverload) and func._can_decompose()
 
 
 def dim_of_size(func: Any, args: Any, kwargs: Any) -> int:

@@ -17,8 +17,15 @@ from gpumem_magic.failures import is_own_failure
 from gpumem_magic.private import aten as _aten
 from gpumem_magic.private import overloads
 from gpumem_magic.virtual.engine import kernel_rules, values
-from gpumem_magic.virtual.engine.computing import FIRST, ComputingEngine, dim_of_size, has_values, touches_values
-from gpumem_magic.virtual.engine.engine import SPECIAL, CannotRun
+from gpumem_magic.virtual.engine.computing import (
+    FIRST,
+    ComputingEngine,
+    dim_of_size,
+    has_values,
+    is_made_of_others,
+    touches_values,
+)
+from gpumem_magic.virtual.engine.engine import CannotRun
 from gpumem_magic.virtual.engine.host_calls import HostCall, host_only
 from gpumem_magic.virtual.engine.memory import Memory
 from gpumem_magic.virtual.engine.storage import Placement, StorageTable
@@ -167,7 +174,7 @@ class KnownEngine(ComputingEngine):
             if any_known(args):
                 _mark_views(args, out)
             return out
-        if torch.is_inference_mode_enabled() and func not in SPECIAL and is_made_of_others(func):
+        if torch.is_inference_mode_enabled() and is_made_of_others(func):
             # Each of those is followed.
             return super().perform(func, args, kwargs, device)
         self._nested = True
@@ -369,10 +376,6 @@ def any_known(args: Any) -> bool:
             # A host tensor's values are known.
             return True
     return False
-
-
-def is_made_of_others(func: Any) -> bool:
-    return isinstance(func, torch._ops.OpOverload) and kernel_rules.for_operator(func) is None and func._can_decompose()
 
 
 def _mark_views(args: Any, out: Any) -> None:

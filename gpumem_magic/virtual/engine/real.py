@@ -14,7 +14,14 @@ import torch
 from gpumem_magic.failures import is_own_failure
 from gpumem_magic.private import aten as _aten
 from gpumem_magic.virtual.engine import kernel_rules
-from gpumem_magic.virtual.engine.computing import FIRST, ComputingEngine, dim_of_size, has_values, touches_values
+from gpumem_magic.virtual.engine.computing import (
+    FIRST,
+    ComputingEngine,
+    dim_of_size,
+    has_values,
+    is_made_of_others,
+    touches_values,
+)
 from gpumem_magic.virtual.engine.engine import CannotRun, any_sparse
 from gpumem_magic.virtual.engine.host_calls import HostCall, host_only
 from gpumem_magic.virtual.engine.host_memory import HostMemory
@@ -69,7 +76,8 @@ class RealEngine(ComputingEngine):
             computed = self._ways[func] = touches_values(func)
         # (What only looks at a dense tensor is made anew of a sparse one.)
         sparse = self.holds_sparse and any_sparse(args)
-        if self._nested or not (computed or sparse):
+        in_parts = computed and torch.is_inference_mode_enabled() and is_made_of_others(func)
+        if self._nested or in_parts or not (computed or sparse):
             return super().perform(func, args, kwargs, device)
         self._nested = True
         try:
