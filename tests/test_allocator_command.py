@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import replace
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +13,15 @@ import pytest
 from allocator_training import WEIGHT, Training, train
 
 from gpumem_magic import cli
-from gpumem_magic.snapshot.files import write
+from gpumem_magic.snapshot.files import read, write
 from gpumem_magic.snapshot.model import ACTIVE, INACTIVE, LARGE_POOL, Block, Segment, Snapshot, TraceEvent
-from gpumem_magic.units import MIB, mib
+from gpumem_magic.snapshot.rules import DEFAULT_SETTINGS
+from gpumem_magic.units import GIB, MIB, mib
 from gpumem_magic.user_report import Report, load
 from gpumem_magic.views import explain
 
+RECORDINGS = Path(__file__).resolve().parents[2] / "shared" / "data" / "snapshots"
+_STEPS = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
 Printed = pytest.CaptureFixture[str]
 
 
@@ -101,8 +107,7 @@ def test_would_this_setting_have_helped(failed: str, capsys: Printed) -> None:
     assert (status, data["agrees"]) == (0, None)
     assert one["was"]["recorded_failures"] == one["would_be"]["recorded_failures"] == 1
     assert (one["was"]["passed"], one["would_be"]["passed"]) == (0, 1)
-    assert one["was"]["peak_reserved"] == one["recorded_peak_reserved"]
-    assert one["was"]["retries"] == 2
+    assert one["was"]["given_back"] == 2
     assert one["would_be"]["peak_reserved"] <= one["available"]
     assert cli.main(["replay", failed, "--conf", "expandable_segments:True"]) == 0
     printed = capsys.readouterr().out
@@ -111,13 +116,106 @@ def test_would_this_setting_have_helped(failed: str, capsys: Printed) -> None:
     assert cli.main(["replay", failed, "--conf", "garbage_collection_threshold:0.8"]) == 0
     assert "would still have happened" in capsys.readouterr().out
     assert cli.main(["replay", failed, "--conf", "roundup_power2_divisions:4"]) == 0
-    assert "that the recording served would have failed" in capsys.readouterr().out
+    answer = capsys.readouterr().out.splitlines()[0].removeprefix(f"{failed}, device 0: ")
+    assert re.match(
+        r"It fails at event [\d,]+: a request of .*B, which the recording served, finds no memory\.", answer
+    )
 
 
 def test_without_a_failure_nobody_knows_how_much_there_was(tmp_path: Path, capsys: Printed) -> None:
     path = save(tmp_path / "fine.pickle", train(2, available=1 << 40))
     assert cli.main(["replay", path, "--conf", "max_split_size_mb:128"]) == 0
-    assert "No request failed in the recording" in capsys.readouterr().out
+    assert "Memory never ran short in the recording, so how much there was is unknown." in capsys.readouterr().out
+
+
+def test_as_recorded_is_what_was_recorded(tmp_path: Path, capsys: Printed) -> None:
+    """Memory was given back to go on and no request failed: the recording bounds what there was, and is not run without limit."""
+    available = 15 * GIB
+    run = train(1, available=available)
+    path = save(tmp_path / "tight.pickle", run)
+    _, data = replayed(capsys, path, "--conf", "expandable_segments:True")
+    (one,) = data["devices"]
+    given_back = run.allocator.num_alloc_retries
+    assert given_back > 0
+    assert one["was"]["given_back"] == given_back
+    assert one["was"]["peak_reserved"] == run.allocator.peak_reserved
+    assert one["was"]["peak_allocated"] == run.allocator.peak_allocated
+    assert available <= one["available"] < available + 2 * GIB
+    assert one["available_at_most"]
+    assert one["would_be"]["failed"] == []
+    assert one["would_be"]["peak_reserved"] <= one["available"]
+
+
+def test_what_is_not_named_stays_as_recorded(tmp_path: Path, capsys: Printed) -> None:
+    recorded = replace(DEFAULT_SETTINGS, expandable_segments=True)
+    path = save(tmp_path / "expandable.pickle", train(2, recorded, available=1 << 40))
+    _, data = replayed(capsys, path, "--conf", "roundup_power2_divisions:4")
+    _, both = replayed(capsys, path, "--conf", "expandable_segments:True,roundup_power2_divisions:4")
+    _, other = replayed(capsys, path, "--conf", "expandable_segments:False,roundup_power2_divisions:4")
+    figures = [one["devices"][0]["would_be"] for one in (data, both, other)]
+    assert figures[0] == figures[1] != figures[2]
+    assert cli.main(["replay", path, "--conf", "expandable_segments:True"]) == 0
+    assert capsys.readouterr().out == f"{path}, device 0: The recording had these settings already.\n"
+
+
+@pytest.mark.parametrize("option", ["backend:cudaMallocAsync", "throw_on_cudamalloc_oom:True"])
+def test_no_figures_for_what_is_not_emulated(failed: str, option: str, capsys: Printed) -> None:
+    assert cli.main(["replay", failed, "--conf", f"expandable_segments:True,{option}"]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert f"{option} is not emulated" in printed.err
+
+
+def test_a_recording_of_another_backend_is_not_replayed(tmp_path: Path, capsys: Printed) -> None:
+    run = train(1, available=1 << 40)
+    for text in ("backend:cudaMallocAsync", "garbage_collection_threshold:0.8,backend:cudaMallocAsync"):
+        path = tmp_path / "async.pickle"
+        settings = {"PYTORCH_CUDA_ALLOC_CONF": text}
+        write(Snapshot(run.allocator.segments(), (tuple(run.events),), settings), path)
+        for more in ((), ("--conf", "expandable_segments:True")):
+            status, data = replayed(capsys, str(path), *more)
+            assert status == 2
+            assert data["devices"][0]["why_not"].endswith("backend:cudaMallocAsync, which is not emulated")
+
+
+def test_a_trace_of_a_steady_state_says_that_it_cannot_tell(tmp_path: Path, capsys: Printed) -> None:
+    run = train(4, available=1 << 40)
+    middle = len(run.events) // 2
+    path = tmp_path / "steady.pickle"
+    write(Snapshot(run.allocator.segments(), (tuple(run.events[middle:]),), run.allocator.settings_dict()), path)
+    assert cli.main(["replay", str(path), "--conf", "expandable_segments:True"]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    assert "can't tell" in line
+    assert "Record the program from its start." in line
+    assert "MiB" not in line
+    assert "GiB" not in line
+    _, data = replayed(capsys, str(path), "--conf", "expandable_segments:True")
+    assert "would_be" not in data["devices"][0]
+
+
+@pytest.mark.skipif(not RECORDINGS.is_dir(), reason="the recordings are not here")
+@pytest.mark.parametrize("conf", ["expandable_segments:True", "max_split_size_mb:128"])
+@pytest.mark.parametrize("path", sorted(RECORDINGS.glob("*.pickle.gz")), ids=lambda path: path.name)
+def test_real_recordings_show_their_own_figures(path: Path, conf: str, capsys: Printed) -> None:
+    """Counted anew from the events alone; other figures stand beside them only where a replay gives these."""
+    traces = read(path).snapshot.device_traces
+    _, data = replayed(capsys, str(path), "--conf", conf)
+    for one in data["devices"]:
+        if "why_not" in one:
+            assert "was" not in one
+            continue
+        events = traces[one["device"]]
+        assert one["was"]["recorded_failures"] == sum(event.action == "oom" for event in events)
+        given_back = sum(
+            before.action in ("segment_free", "segment_unmap")
+            and event.action in ("segment_alloc", "segment_map", "oom")
+            for before, event in pairwise(events)
+        )
+        assert one["was"]["given_back"] == given_back
+        if any("begins in the middle" in note for note in one["notes"]):
+            continue
+        reserved = list(accumulate(_STEPS.get(event.action, 0) * event.size for event in events))
+        assert one["was"]["peak_reserved"] == max(reserved)
 
 
 def test_settings_that_are_none(failed: str, capsys: Printed) -> None:

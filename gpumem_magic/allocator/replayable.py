@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gpumem_magic.allocator.seed import Seed, seed_of
-from gpumem_magic.allocator.settings import settings_from_dict
+from gpumem_magic.allocator.settings import settings_from_dict, settings_of_another_backend
 from gpumem_magic.allocator.settling import settled
 from gpumem_magic.snapshot.files import LoadedSnapshot
 from gpumem_magic.snapshot.model import Segment, TraceEvent
@@ -32,7 +32,11 @@ def replayables(loaded: LoadedSnapshot) -> list[Replayable]:
         settings = settings_from_dict(loaded.snapshot.allocator_settings)
     except (ValueError, TypeError, AttributeError, OverflowError) as error:
         notes.append(f"The allocator's settings in the file are not understood ({error}); defaults are used.")
-    return [_of_device(loaded, found.device, settings, notes) for found in loaded.devices]
+    found = [_of_device(loaded, found.device, settings, notes) for found in loaded.devices]
+    if settings_of_another_backend(loaded.snapshot.allocator_settings):
+        reason = "it was recorded under backend:cudaMallocAsync, which is not emulated"
+        found = [replace(one, seed=Seed(reason=reason)) for one in found]
+    return found
 
 
 def _of_device(loaded: LoadedSnapshot, device: int, settings: AllocatorSettings, notes: list[str]) -> Replayable:

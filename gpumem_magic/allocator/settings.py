@@ -33,9 +33,12 @@ def parse(text: str) -> AllocatorSettings:
     return parse_with_notes(text)[0]
 
 
-def parse_with_notes(text: str) -> tuple[AllocatorSettings, list[str]]:
-    """The settings, and one sentence for each option that was understood but is not emulated. Raises as `parse` does."""
-    settings = DEFAULT_SETTINGS
+def parse_with_notes(text: str, base: AllocatorSettings = DEFAULT_SETTINGS) -> tuple[AllocatorSettings, list[str]]:
+    """The settings, and one sentence for each option that was understood but is not emulated. Raises as `parse` does.
+
+    base: what holds where the text names nothing.
+    """
+    settings = base
     notes: list[str] = []
     for name, value in _options(text):
         if name in _READERS:
@@ -226,3 +229,9 @@ def settings_from_dict(recorded: Mapping[str, Any]) -> AllocatorSettings:
     }
     given = {name: read(recorded[name]) for name, read in readers.items() if name in recorded}
     return replace(settings, **given)
+
+
+def settings_of_another_backend(recorded: Mapping[str, Any]) -> bool:
+    """Whether a snapshot's `allocator_settings` say that it was recorded under an allocator which is not emulated."""
+    text = re.sub(r"\s+", "", str(recorded.get("PYTORCH_CUDA_ALLOC_CONF", "")))
+    return "backend:cudaMallocAsync" in text.split(",")

@@ -26,8 +26,9 @@ class Failed:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Sizes are bytes. cached: reserved but not allocated when reserved was highest first. retries: how often memory had to be
-    given back first. rounds: how many repetitions went through, of those asked.
+    """Sizes are bytes. cached: reserved but not allocated when reserved was highest first. retries: how often all that was cached
+    was given back to ask the driver again; given_back: for how many requests something was given back. rounds: how many
+    repetitions went through, of those asked.
     recorded_failures: requests that failed in the recording; passed: those of them that would not have failed, and passed_last:
     whether the last is one. failed: requests that would have failed, of those that the recording served and of the repetitions'.
     """
@@ -41,6 +42,7 @@ class Outcome:
     passed: int
     failed: tuple[Failed, ...]
     passed_last: bool
+    given_back: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """Numbers, for JSON."""
@@ -96,7 +98,7 @@ class _Player:
         self._allocator = CachingAllocator(device, DeviceMemory(total, total - available), settings)
         self._allocator.adopt(program.start)
         self._places = {number: address for address, number in program.before.items()}
-        self._peak_reserved = self._cached = 0
+        self._peak_reserved = self._cached = self._given_back = 0
         self._look()
         self._recorded_failures = 0
         self._passed = 0
@@ -105,10 +107,10 @@ class _Player:
 
     def play(self, steps: Iterable[ReplayStep], until_failure: bool) -> None:
         allocator, places = self._allocator, self._places
-        malloc = allocator.malloc
+        malloc, reserved_bytes = allocator.malloc, allocator.statistics.all.reserved_bytes
         for action, event, block, round_number, size, stream, pool_id in steps:
             if action == ALLOC:
-                before = allocator.reserved
+                before, released = allocator.reserved, reserved_bytes.freed
                 try:
                     places[block] = malloc(size, stream, pool_id)
                 except DeviceOutOfMemory:
@@ -117,6 +119,7 @@ class _Player:
                         return
                 if allocator.reserved != before:
                     self._look()
+                self._given_back += reserved_bytes.freed != released
             elif action == FREE:
                 place = places.pop(block, None)
                 if place is not None:
@@ -125,8 +128,10 @@ class _Player:
                 allocator.empty_cache()
             else:
                 self._recorded_failures += 1
+                released = reserved_bytes.freed
                 self._passed_last = self._would_pass(size, stream, pool_id)
                 self._passed += self._passed_last
+                self._given_back += reserved_bytes.freed != released
 
     def outcome(self, rounds: int) -> Outcome:
         failed = self._failed
@@ -141,6 +146,7 @@ class _Player:
             self._passed,
             tuple(failed),
             self._passed_last,
+            self._given_back,
         )
 
     def _would_pass(self, size: int, stream: int, pool_id: tuple[int, int] | None) -> bool:

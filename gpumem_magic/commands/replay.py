@@ -20,12 +20,15 @@ def run(options: argparse.Namespace) -> int:
     """Prints what came out, a line for each device of each file."""
     conf = options.conf
     if conf is not None:
-        from gpumem_magic.allocator.settings import parse
+        from gpumem_magic.allocator.settings import parse_with_notes
 
         try:
-            parse(conf)
+            _, not_emulated = parse_with_notes(conf)
         except ValueError as error:
             raise ValueError(f"--conf: {error}") from None
+        if not_emulated:
+            option = not_emulated[0].partition(" ")[0]
+            raise ValueError(f"--conf: {option} is not emulated, so nothing can be said about it")
     results = [result for path in options.files for result in _of_file(path, conf)]
     print(
         json.dumps({"agrees": _agree(results, conf), "devices": results}, indent=2) if options.json else _text(results)
@@ -84,29 +87,21 @@ def _compared(one: Replayable) -> dict[str, Any]:
 
 
 def _with_settings(one: Replayable, conf: str) -> dict[str, Any]:
-    from gpumem_magic.allocator.program import Program
-    from gpumem_magic.allocator.settings import parse_with_notes
-    from gpumem_magic.allocator.verdict import capacity_of
-    from gpumem_magic.allocator.what_if import what_if
-    from gpumem_magic.snapshot.timeline import Timeline
+    from gpumem_magic.allocator.other_settings import with_other_settings
 
-    settings, notes = parse_with_notes(conf)
-    timeline = Timeline(one.seed.start, one.events, one.settings)
-    capacity = capacity_of(one.events, timeline, one.settings)
-    program = Program(one.seed.start, one.events, one.final)
-    was = what_if(program, one.settings, capacity, device=one.device)
-    would = what_if(program, settings, capacity, device=one.device)
-    if one.seed.start and settings.expandable_segments != one.settings.expandable_segments:
-        notes.append(
-            "Memory from before the recording keeps its layout: these settings apply only to what was allocated since."
+    found = with_other_settings(one, conf)
+    result: dict[str, Any] = {"conf": conf, "was": found.was.to_dict(), "notes": list(one.notes)}
+    if found.would_be is None:
+        return {**result, "cannot_tell": found.cannot_tell}
+    if found.kept:
+        result["notes"].append(
+            f"The {human(found.kept)} from before the recording keep their layout: the settings apply to what came since."
         )
     return {
-        "conf": conf,
-        "available": capacity.available,
-        "recorded_peak_reserved": timeline.peak_reserved(0, len(timeline))[0],
-        "was": was.to_dict(),
-        "would_be": would.to_dict(),
-        "notes": [*one.notes, *notes],
+        **result,
+        "available": found.available,
+        "available_at_most": found.at_most,
+        "would_be": found.would_be.to_dict(),
     }
 
 
@@ -123,9 +118,11 @@ def _text(results: list[dict[str, Any]]) -> str:
                 f"{name}{device}: {result['placed']:,} of {result['allocations']:,} allocations placed, "
                 f"{result['decided']:,} of {result['decisions']:,} segment decisions: {verdict}"
             )
+        elif "cannot_tell" in result:
+            lines.append(f"{name}{device}: {result['cannot_tell']}")
         else:
             lines.append(_comparison(f"{name}{device}", result))
-        lines += [f"  {note}" for note in result.get("notes", ())]
+        lines += [f"  {note}" for note in result.get("notes", ()) if "cannot_tell" not in result]
     return "\n".join(lines)
 
 
@@ -139,21 +136,26 @@ def _comparison(name: str, result: dict[str, Any]) -> str:
     ):
         rows.append([words, human(was[key]), human(would[key])])
     rows.append(["fragmentation then", *(f"{one['fragmentation']:.1%}" for one in (was, would))])
-    rows.append(["cache flushes to make room", *(f"{one['retries']:,}" for one in (was, would))])
-    return f"{name}\n{table(rows)}\n{_answer(was, would, result['available'])}"
+    rows.append(["requests that had cached memory given back", *(f"{one['given_back']:,}" for one in (was, would))])
+    return f"{name}: {_answer(was, would, result)}\n{table(rows)}"
 
 
-def _answer(was: dict[str, Any], would: dict[str, Any], available: int | None) -> str:
+def _answer(was: dict[str, Any], would: dict[str, Any], result: dict[str, Any]) -> str:
+    if would["failed"]:
+        first = would["failed"][0]
+        return (
+            f"It fails at event {first['event']:,}: a request of {human(first['size'])}, which the recording served, finds no "
+            "memory. The figures are of what goes on without it."
+        )
     saved = was["peak_reserved"] - would["peak_reserved"]
     answer = "It reserves as much."
     if saved:
         answer = f"It reserves {human(abs(saved))} {'less' if saved > 0 else 'more'}."
+    if result["available"] is None:
+        return f"{answer} Memory never ran short in the recording, so how much there was is unknown."
+    if result["available_at_most"]:
+        return f"{answer} No request fails in the {human(result['available'])} that there were at most."
     failures = was["recorded_failures"]
-    if available is None:
-        return f"{answer} No request failed in the recording, so the capacity is unknown."
-    if would["failed"]:
-        first = would["failed"][0]["event"]
-        return f"{answer} An allocation that the recording served would have failed, first at event {first:,}."
     errors = "out-of-memory error" if failures == 1 else f"{failures:,} out-of-memory errors"
     if would["passed"] == failures:
         return f"{answer} The recorded {errors} would not have happened."
