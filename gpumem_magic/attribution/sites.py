@@ -1,8 +1,10 @@
-"""What a stack says about its allocation: which part of PyTorch, or of the program, requested the memory."""
+"""What a stack says about its allocation: which part of PyTorch, or of the program, requested the memory, or let go of it."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from functools import lru_cache
 
 from gpumem_magic.looks.code import is_library_file
 from gpumem_magic.recording.model import BACKWARD, FORWARD, OPTIMIZER
@@ -19,24 +21,72 @@ SCRIPT = "script"
 CONSTRUCTOR = "constructor"
 # C++ frames only, although Python frames are recorded: the thread that backward runs on has none.
 NATIVE = "native"
+# What autocast casts: weights, which it keeps, and what goes into an operator.
+CAST = "cast"
+# Keys and values of earlier tokens.
+CACHE = "cache"
+# Activation checkpointing computes a forward again, within backward.
+RECOMPUTED = "recomputed"
+# Where memory is let go: by what a backward had saved, and by zero_grad.
+SAVED = "saved"
+ZEROED = "zeroed"
 
-_OPTIMIZER_FILE = re.compile(r"[/\\]?torch[/\\]optim[/\\]|[/\\](?:bitsandbytes|apex)[/\\]optim")
-_MODULES_FILE = re.compile(r"[/\\]?torch[/\\]nn[/\\]modules[/\\]\w+\.py$")
-_MODULE_FILE = re.compile(r"[/\\]?torch[/\\]nn[/\\]modules[/\\]module\.py$")
-_FUNCTION_FILE = re.compile(r"[/\\]?torch[/\\]nn[/\\]functional\.py$")
-_BACKWARD_FILE = re.compile(r"[/\\]?torch[/\\](?:_tensor|autograd[/\\](?:__init__|graph))\.py$")
 # The way from an operator to the recorder: every C++ stack begins with it.
 _PLUMBING = re.compile(
     r"^(?:torch::unwind|torch::CapturedTraceback|torch::cuda::|c10::|at::detail::|at::TensorBase|\?\?)"
 )
+# A package that a program uses by name; PyTorch's own frames say little that the operator does not.
+_PACKAGE = re.compile(r"[/\\](?:site|dist)-packages[/\\](?!torch[/\\])")
 # The operator in a backward, by the forward operator that it belongs to: BmmBackward0.
 _BACKWARD_NODE = re.compile(r"Backward\d*::apply|AccumulateGrad::apply")
 # "at::(anonymous namespace)::f(long, c10::ArrayRef<long>)": the list of arguments says little and is long.
 _ARGUMENTS = re.compile(r"(?<!operator)\((?!anonymous namespace\)).*$", re.DOTALL)
-_WORKSPACE = re.compile(r"[Ww]orkspace|CUDABlasHandle|cublasHandle")
-_BACKWARD_NAMES = ("torch::autograd::Engine::", "torch::autograd::Node::", "Backward0::apply", "AccumulateGrad")
-_MOVING = frozenset({"_apply", "convert", "to_empty"})
-_LOADING = frozenset({"_load_from_state_dict", "_load_parameter_into_model", "_load_state_dict_into_meta_model"})
+
+# What one frame shows. A C++ frame by its name; a Python frame by its file and name, the first line that fits.
+_NATIVE_SIGNS = tuple(
+    (kind, re.compile(pattern))
+    for kind, pattern in (
+        (WORKSPACE, r"[Ww]orkspace|CUDABlasHandle|cublasHandle"),
+        (SAVED, r"SavedVariable::(?:reset_data|~SavedVariable)|::release_variables"),
+        (CAST, r"at::autocast::cached_cast"),
+        (BACKWARD, r"torch::autograd::(?:Engine|Node|PyNode)::|Backward\d*::apply|AccumulateGrad"),
+    )
+)
+_CALL, _APPLY, _MODULE_INIT, _OTHER_INIT, _LEAVE = "call", "apply", "module init", "other init", "leave autocast"
+_TORCH = r"[/\\]?torch[/\\]"
+_PYTHON_SIGNS = tuple(
+    (kind, re.compile(file), re.compile(name))
+    for kind, file, name in (
+        (ZEROED, r"", r"^zero_grad$"),
+        (OPTIMIZER, _TORCH + r"optim[/\\]|[/\\](?:bitsandbytes|apex)[/\\]optim", r""),
+        # Optimizers of other libraries and of the program's own: a step in a file that is named after what it holds.
+        (OPTIMIZER, r"optim\w*(?:[/\\]|\.py$)", r"^(?:step|_init_group|_?init_states?|update_\w+)$"),
+        (PARAMETERS, _TORCH + r"nn[/\\]modules[/\\]module\.py$", r"^(?:_apply|convert|to_empty|cuda|<lambda>)$"),
+        (_CALL, _TORCH + r"nn[/\\]modules[/\\]module\.py$", r"^(?:_call_impl|_wrapped_call_impl|__call__)$"),
+        (CACHE, r"", r"(?i)kv_?cache|key_?value_?cache|^init_cache"),
+        (CACHE, r"(?i)cache\w*\.py$", r"(?i)^(?:update|append|lazy_init|allocate)"),
+        (
+            PARAMETERS,
+            r"",
+            r"^(?:_load_from_state_dict|_load_parameter_into_model|_load_state_dict_into_meta_model|from_pretrained|load_state_dict"
+            r"|load_(?:model|weights?|checkpoint\w*)|create_weights?|_?init(?:_all)?_weights?(?:_list)?)$",
+        ),
+        (_MODULE_INIT, _TORCH + r"nn[/\\]modules[/\\]\w+\.py$", r"^(?:__init__|reset_parameters)$"),
+        (_OTHER_INIT, _TORCH, r"^__init__$"),
+        (CONSTRUCTOR, r"", r"^(?:__init__|reset_parameters)$"),
+        (FUNCTION, _TORCH + r"nn[/\\]functional\.py$", r""),
+        (
+            BACKWARD,
+            _TORCH + r"(?:_tensor|autograd[/\\](?:__init__|graph))\.py$",
+            r"^(?:backward|grad|_engine_run_backward)$",
+        ),
+        (_APPLY, _TORCH + r"autograd[/\\]function\.py$", r"^apply$"),
+        (_APPLY, _TORCH + r"utils[/\\]checkpoint\.py$", r"^unpack_hook$"),
+        (_LEAVE, _TORCH + r"(?:amp|cuda[/\\]amp)[/\\]autocast_mode\.py$", r"^__exit__$"),
+        # A module that is called by its method.
+        (FORWARD, r"", r"^forward$"),
+    )
+)
 
 
 def is_python(frame: Frame) -> bool:
@@ -49,37 +99,78 @@ def is_library(frame: Frame) -> bool:
     return is_library_file(frame.filename)
 
 
-def site_of(frames: tuple[Frame, ...]) -> str:
-    """One of the kinds above. Looks from the innermost frame outwards; the first telling one decides."""
+@lru_cache(1 << 16)
+def _sign(filename: str, name: str) -> tuple[bool, str]:
+    """Whether it is a frame of Python's, and what it shows ("": nothing)."""
+    if is_python(Frame(filename, name, 0)):
+        return True, next(
+            (kind for kind, file, word in _PYTHON_SIGNS if file.search(filename) and word.search(name)), ""
+        )
+    return False, next((kind for kind, pattern in _NATIVE_SIGNS if pattern.search(name)), "")
+
+
+def _signs(frames: Sequence[Frame]) -> tuple[list[str], list[str]]:
+    """What the Python frames show, and the C++ frames, each innermost first."""
+    python: list[str] = []
+    native: list[str] = []
+    for frame in frames:
+        is_pythons, kind = _sign(frame.filename, frame.name)
+        (python if is_pythons else native).append(kind)
+    return python, native
+
+
+def site_of(frames: Sequence[Frame]) -> str:
+    """Which of the kinds above asked for memory. Looks from the innermost frame outwards; the first telling one decides."""
     if not frames:
         return NO_STACK
-    if any(_WORKSPACE.search(frame.name) for frame in frames if not is_python(frame)):
+    python, native = _signs(frames)
+    if WORKSPACE in native:
         return WORKSPACE
-    python = [frame for frame in frames if is_python(frame)]
+    in_backward = BACKWARD in native
     if not python:
-        backward = any(name in frame.name for frame in frames for name in _BACKWARD_NAMES)
-        return BACKWARD if backward else NATIVE
+        return BACKWARD if in_backward else NATIVE
     found = SCRIPT
-    for frame in python:
-        if _OPTIMIZER_FILE.search(frame.filename):
-            return OPTIMIZER
-        if _MODULE_FILE.search(frame.filename):
-            if frame.name in _MOVING:
+    for kind in python:
+        if kind in (OPTIMIZER, PARAMETERS, CACHE):
+            return kind
+        if kind in (_CALL, FORWARD) and found in (SCRIPT, FUNCTION):
+            found = FORWARD
+        elif found in (SCRIPT, CONSTRUCTOR) and kind in (_MODULE_INIT, CONSTRUCTOR, _OTHER_INIT):
+            if kind == _MODULE_INIT:
                 return PARAMETERS
-            if found in (SCRIPT, FUNCTION) and frame.name in ("_call_impl", "_wrapped_call_impl", "__call__"):
-                found = FORWARD
-        elif frame.name in _LOADING:
-            return PARAMETERS
-        elif frame.name in ("__init__", "reset_parameters") and found in (SCRIPT, CONSTRUCTOR):
-            if _MODULES_FILE.search(frame.filename):
-                return PARAMETERS
-            found = SCRIPT if is_library(frame) else CONSTRUCTOR
-        elif _FUNCTION_FILE.search(frame.filename) and found == SCRIPT:
+            found = SCRIPT if kind == _OTHER_INIT else CONSTRUCTOR
+        elif kind == FUNCTION and found == SCRIPT:
             found = FUNCTION
-        elif _BACKWARD_FILE.search(frame.filename) and frame.name in ("backward", "grad", "_engine_run_backward"):
-            # A forward within: activation checkpointing computes it again.
-            return FORWARD if found == FORWARD else BACKWARD
-    return found
+        elif kind == BACKWARD:
+            in_backward = True
+    # The thread of backward begins with a function's own backward, with a compiled one, or with a checkpoint's.
+    in_backward = in_backward or python[-1] == _APPLY
+    if found == FORWARD:
+        return RECOMPUTED if in_backward else CAST if CAST in native else FORWARD
+    return BACKWARD if in_backward else found
+
+
+def letting_go(frames: Sequence[Frame]) -> str:
+    """Which of the kinds above gave memory back, by the stack of a free: SAVED, ZEROED, CAST (at the end of autocast), BACKWARD,
+    OPTIMIZER, PARAMETERS, FORWARD (some module was at work), or SCRIPT."""
+    python, native = _signs(frames)
+    if SAVED in native:
+        return SAVED
+    for kind in python:
+        if kind in (OPTIMIZER, PARAMETERS, ZEROED):
+            return kind
+        if kind == _LEAVE:
+            return CAST
+        if kind in (_CALL, FORWARD):
+            return FORWARD
+    if BACKWARD in native or BACKWARD in python or not python or python[-1] == _APPLY:
+        return BACKWARD
+    return SCRIPT
+
+
+def constructors(frames: Sequence[Frame]) -> list[Frame]:
+    """The constructors in a stack that are not PyTorch's own, innermost first."""
+    return [frame for frame in frames if _sign(frame.filename, frame.name) == (True, CONSTRUCTOR)]
 
 
 def words_of(frame: Frame) -> str:
@@ -90,14 +181,16 @@ def words_of(frame: Frame) -> str:
 
 
 def folded(frames: tuple[Frame, ...], most: int = 6) -> list[str]:
-    """A stack for a reader, innermost first: the user's own Python frames, and between them how many others there are."""
+    """A stack for a reader, innermost first: the user's own Python frames and the one of a library that tells the most, and
+    between them how many others there are."""
     lines: list[str] = []
     hidden = 0
     python = [frame for frame in frames if is_python(frame)]
     own = [frame for frame in python if not is_library(frame)]
     nodes = [frame for frame in frames if _BACKWARD_NODE.search(frame.name)]
     telling = [frame for frame in frames if not _PLUMBING.match(frame.name)]
-    shown = own or python[:1] or nodes[:1] or telling[:1] or list(frames[:1])
+    library = _telling(python)
+    shown = [*library, *own] or python[:1] or nodes[:1] or telling[:1] or list(frames[:1])
     for frame in python or frames:
         if frame in shown and len(lines) < most:
             if hidden:
@@ -109,3 +202,14 @@ def folded(frames: tuple[Frame, ...], most: int = 6) -> list[str]:
     if hidden:
         lines.append(f"({counted(hidden, 'more frame')})")
     return lines
+
+
+def _telling(python: Sequence[Frame]) -> list[Frame]:
+    """The library's frame, within the program's own, that says what went on: of an installed package, or an optimizer's."""
+    for frame in python:
+        if not is_library(frame):
+            return []
+        kind = _sign(frame.filename, frame.name)[1]
+        if kind in (OPTIMIZER, PARAMETERS, ZEROED) or _PACKAGE.search(frame.filename):
+            return [frame]
+    return []

@@ -22,8 +22,8 @@ from gpumem_magic.snapshot.unpickle import SnapshotFileError, one_line
 @dataclass(frozen=True)
 class LargeAllocation:
     """An allocation that is live at a position. Sizes are bytes; born and freed are indices of events (-1: before the
-    recording; None: never). stack: lines for a reader, innermost first, library frames folded. why: where it is unknown.
-    name: of what held it, where objects were seen."""
+    recording; None: never). stack: lines for a reader, innermost first, library frames folded. why: how the category is known, or
+    why it is not, where no live object told it. name: of what held it, where objects were seen."""
 
     requested: int
     size: int
@@ -138,7 +138,7 @@ class DeviceView:
                     one.size,
                     label.category,
                     label.evidence,
-                    self.attribution.reasons.get(one.index, ""),
+                    self.why(one),
                     one.born,
                     one.freed,
                     tuple(folded(frames)) if frames else (),
@@ -146,6 +146,11 @@ class DeviceView:
                 )
             )
         return found
+
+    def why(self, one: Allocation) -> str:
+        """How its category is known, or why it is not, as what is said of it; "" where live objects told it."""
+        known = self.attribution
+        return known.reasons.get(one.index) or known.grounds.get(one.index, "")
 
     def frames_of(self, one: Allocation) -> tuple[Frame, ...]:
         """The stack that asked for it, innermost first; () where none was recorded."""
