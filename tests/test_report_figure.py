@@ -103,6 +103,19 @@ def test_the_words_of_the_picture():
     assert not any("Fragmentation" in word for word in bare)
 
 
+def test_a_letter_that_no_font_has_is_drawn_without_a_warning():
+    report = samples.colab()
+    row = replace(report.checkpoints[1], label="a\u0378b", statement="a\u0378b\x07")
+    figure = draw(replace(report, checkpoints=(report.checkpoints[0], row, *report.checkpoints[2:])))
+    assert "a\u0378b" in texts(figure)
+    figure.text(0, 0, "\x07")
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        figure.savefig(io.BytesIO(), format="png")
+        figure.savefig(io.BytesIO(), format="svg", bbox_inches="tight")
+    assert said == []
+
+
 def test_the_tensors_at_the_peak_stand_below_the_picture():
     group = TensorGroup(6000 * MIB, 4, "activations", "float32", (2, 3), "sub", line=3, keeper="backward")
     report = replace(samples.trainer(), peak=replace(samples.trainer().peak, tensors=(group,)))

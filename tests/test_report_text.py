@@ -313,6 +313,16 @@ def test_size():
     assert verdict.endswith("Too big for the device: it has 16,159 MiB in all.")
 
 
+def test_a_file_without_the_row_of_its_error():
+    report = failing(requested=4000 * MIB, rounded=4000 * MIB, segment=4000 * MIB)
+    found = failed_request(report)
+    assert report.error is not None
+    for cause in ("capacity", "other_process"):
+        error = replace(report.error, verdict=replace(found, cause=cause))
+        rows = tuple(row for row in report.checkpoints if row.kind != "error")
+        assert explain.verdict(replace(report, error=error, checkpoints=rows)).endswith("1,278 MiB would be missing.")
+
+
 def test_rounding_and_segment_are_said_where_they_differ():
     verdict = explain.verdict(failing(requested=1025 * MIB, rounded=1026 * MIB, segment=1028 * MIB))
     assert "1,025 MiB wanted (rounded to 1,026 MiB, a segment of 1,028 MiB)." in verdict

@@ -12,7 +12,6 @@ import matplotlib.style
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
@@ -22,7 +21,7 @@ from gpumem_magic.snapshot.model import INACTIVE, Segment
 from gpumem_magic.timeline_page.data import plain
 from gpumem_magic.timeline_page.source import TimelineSource
 from gpumem_magic.units import GIB, MIB, counted, human
-from gpumem_magic.views.figure import rendered
+from gpumem_magic.views.figure import QuietFigure, rendered
 from gpumem_magic.views.palette import ALARM, COLOURS, PAPER, QUIET, TEXT
 
 MOST_DEVICES = 4
@@ -40,7 +39,7 @@ def png(title: str, sources: Sequence[TimelineSource], *, dpi: int = 110) -> tup
     shown = sources[:MOST_DEVICES]
     with matplotlib.style.context("default"):
         heights = [*(_PANEL for _ in shown), _SEGMENTS]
-        figure = Figure(figsize=(_WIDTH, sum(heights) + 0.9), layout="constrained", facecolor=PAPER)
+        figure = QuietFigure(figsize=(_WIDTH, sum(heights) + 0.9), layout="constrained", facecolor=PAPER)
         FigureCanvasAgg(figure)
         panels = figure.subplots(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
         figure.suptitle(_words(title), fontsize=12, fontweight="bold", x=0.01, ha="left", color=TEXT)

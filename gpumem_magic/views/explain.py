@@ -160,14 +160,16 @@ def obstacle(report: ReportData) -> list[str]:
     elif found.cause == CAPACITY:
         sentences.append(_too_big(found, report, error.wanted or 0))
     elif found.cause == OTHER_PROCESS:
-        sentences.append(_others(found, _failed_row(report)))
+        sentences.append(_others(found, report))
     elif found.cause == LIMIT:
         sentences.append(_limit(found))
     return [sentence for sentence in sentences if sentence]
 
 
-def _failed_row(report: ReportData) -> Row:
-    return next(row for row in reversed(report.checkpoints) if row.kind == "error")
+def _held_then(report: ReportData, category: str) -> int:
+    """What a category had when the request failed; 0 also where a file has no such row."""
+    row = next((row for row in reversed(report.checkpoints) if row.kind == "error"), None)
+    return 0 if row is None else row.categories.get(category) or 0
 
 
 def _wanted(error: ReportError, at: str) -> str:
@@ -201,11 +203,11 @@ def _limit(found: FailedRequest) -> str:
     return "The device had free memory, so something else set a limit (for example set_per_process_memory_fraction)."
 
 
-def _others(found: FailedRequest, row: Row) -> str:
-    held = row.categories.get("other_processes") or 0
+def _others(found: FailedRequest, report: ReportData) -> str:
+    held = _held_then(report, "other_processes")
     return (
-        f"Other processes are in the way: even with perfect packing, {amount(-(found.spare or 0))} would be missing, "
-        f"and they hold {amount(held)} of the device."
+        f"Other processes are in the way: even with perfect packing, {amount(-(found.spare or 0))} would be missing"
+        f"{f', and they hold {amount(held)} of the device' if held else ''}."
     )
 
 
@@ -227,9 +229,8 @@ def _too_big(found: FailedRequest, report: ReportData, wanted: int) -> str:
     if total is not None and wanted > total:
         return f"Too big for the device: it has {amount(total)} in all."
     text = f"Too big for the device: even with perfect packing, {amount(-(found.spare or 0))} would be missing."
-    row = _failed_row(report)
-    largest = max(_TENSOR_CATEGORIES, key=lambda name: row.categories.get(name) or 0)
-    size = row.categories.get(largest) or 0
+    largest = max(_TENSOR_CATEGORIES, key=lambda name: _held_then(report, name))
+    size = _held_then(report, largest)
     return f"{text} The largest share: {LABELS[largest]}, {amount(size)}." if size else text
 
 

@@ -25,6 +25,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
 from PIL import Image
 
+from gpumem_magic.patching import warnings_remembered
 from gpumem_magic.report.model import ALLOCATED_CATEGORIES, CATEGORIES, LABELS, Peak, ReportData, Row
 from gpumem_magic.report.rows import MOST
 from gpumem_magic.views import explain
@@ -59,7 +60,19 @@ _EAST_ASIAN = (
 )
 
 
-class ReportFigure(Figure):
+class QuietFigure(Figure):
+    """A figure that warns of no letter, whoever draws it: one that no installed font has is a box; the text beside it has it."""
+
+    def draw(self, renderer: Any) -> None:
+        with _missing_letters_allowed():
+            super().draw(renderer)
+
+    def get_tightbbox(self, *args: Any, **options: Any) -> Any:
+        with _missing_letters_allowed():
+            return super().get_tightbbox(*args, **options)
+
+
+class ReportFigure(QuietFigure):
     """A figure that a notebook shows as a picture even where nobody has loaded pyplot."""
 
     def _repr_png_(self) -> bytes:
@@ -111,15 +124,14 @@ def few_colours(raw: bytes, inks: Inks = ON_LIGHT) -> tuple[bytes, int, int]:
 def rendered(figure: Figure, dpi: int, inks: Inks = ON_LIGHT) -> bytes:
     """The figure as a PNG on paper."""
     raw = _File()
-    with _missing_letters_allowed(), matplotlib.style.context("default"):
+    with matplotlib.style.context("default"):
         figure.savefig(raw, format="png", dpi=dpi, facecolor=inks.paper)
     return raw.getvalue()
 
 
 @contextmanager
 def _missing_letters_allowed() -> Iterator[None]:
-    """A letter that no installed font has is drawn as a box; the text beside the picture has it."""
-    with warnings.catch_warnings():
+    with warnings_remembered(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*[Gg]lyph .* missing.*")
         yield
 

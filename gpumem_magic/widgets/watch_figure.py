@@ -19,6 +19,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FixedLocator, FuncFormatter
 
 from gpumem_magic.units import human
+from gpumem_magic.views.figure import QuietFigure
 from gpumem_magic.views.layout import ticks
 from gpumem_magic.views.palette import ALARM, PAPER, QUIET, TEXT
 from gpumem_magic.widgets.columns import (
@@ -44,7 +45,7 @@ _TITLE = 0.44
 _HATCH: Any = {"hatch.color": HATCH_COLOUR, "hatch.linewidth": 1.6}
 
 
-class WatchFigure(Figure):
+class WatchFigure(QuietFigure):
     """A figure that a notebook shows as a picture even where nobody has loaded pyplot."""
 
     def _repr_png_(self) -> bytes:

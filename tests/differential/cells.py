@@ -38,8 +38,8 @@ WEIGHTS = {"generated": 50, "cpython": 22, "doctests": 12, "ipython": 6, "numpy"
 MODES = {"quiet": 62, "counters": 12, "shown": 6, "auto": 20}
 
 
-# What is another program where a device is on, as one is in a measured cell.
-OF_DEVICES = re.compile(r"(?i)cuda|distributed|process_group")
+# What is another program where a device is on, as one is in a measured cell. (Compiled code runs eagerly on a virtual one.)
+OF_DEVICES = re.compile(r"(?i)cuda|distributed|process_group|dynamo|torch\.(compile|export)")
 
 
 class Comparison:
@@ -171,8 +171,8 @@ def work(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def unspaced(value: Any) -> str:
-    """Numbers of lines stand in columns as wide as the longest."""
-    return re.sub(r" +", " ", smoothed(value))
+    """Numbers of lines stand in columns as wide as the longest, with an arrow beside them."""
+    return re.sub(r"-+> ", "> ", re.sub(r" +", " ", smoothed(value)))
 
 
 def story(one: dict[str, Any]) -> str:

@@ -8,6 +8,7 @@ plain run is no measure: each reason there is narrow, and its uses are counted.
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -121,6 +122,36 @@ ADDRESS = re.compile(r"\b\d{12,15}\b")
 POOLED = re.compile(r"asyncio_\d+|ThreadPoolExecutor-\d+_\d+")
 
 
+NOTHING_RAN = "gpumem: nothing ran: the cell has no statement\n"
+SYNTAX_WARNING = re.compile(r"<ipython-input-\d+[^>\n]*>:\d+: SyntaxWarning: [^\n]*\n(?: [^\n]*\n)?")
+
+
+def once(shown: Any) -> Any:
+    """What was shown, with every warning about the cell's text in the place of its first time only."""
+    if not isinstance(shown, list):
+        return shown
+    seen: set[str] = set()
+
+    def first(found: re.Match[str]) -> str:
+        known, _ = found[0] in seen, seen.add(found[0])
+        return "" if known else found[0]
+
+    return [one for one in ([one[0], SYNTAX_WARNING.sub(first, one[1])] for one in shown) if one[1]]
+
+
+def is_profile(one: Difference, plain: dict[str, Any]) -> bool:
+    """Whether it is a variable that a profile's figures are in: `pstats` says what they are."""
+    found = plain["shell"]["namespace"]
+    names = [name for name, value in found.items() if "pstats.StatsProfile" in value or "pstats.Stats " in value]
+    return (
+        bool(names)
+        and one.place.startswith("/shell/namespace/")
+        and (
+            one.place.rpartition("/")[2] in names or (one.plain.startswith("set(") and "_lsprof.Profiler" in one.plain)
+        )
+    )
+
+
 def said(shown: Any) -> list[Any]:
     """What was shown, without warnings that come whenever Python collects something."""
     if not isinstance(shown, list):
@@ -146,6 +177,14 @@ def explained(one: Difference, cells: list[str], plain: dict[str, Any]) -> str |
         return "Python says that a coroutine was never awaited when it collects it"
     if ADDRESS.sub("", str(one.plain)) == ADDRESS.sub("", str(one.measured)):
         return "a number is an address"
+    if sys.version_info < (3, 11) and one.place.endswith("/shown") and once(one.plain) == once(one.measured):
+        return "Python 3.10's search for a failing expression compiles the cell again, and warns again"
+    if any("type_get_version" in cell for cell in cells) and smoothed(one.plain) == smoothed(one.measured):
+        return "versions of types count what was changed in any class"
+    if any("Profile()" in cell for cell in cells) and is_profile(one, plain):
+        return "a profiler that the cell starts sees the package, too"
+    if one.place.endswith("/shown") and (one.plain, one.measured) == ([], [["stdout", NOTHING_RAN]]):
+        return "in place of a report, a line says that a cell has no statement"
     if one.place == "/interpreter/threads" and all(map(POOLED.fullmatch, set(one.plain) ^ set(one.measured))):
         return "a pool begins a thread where none happens to be idle"
     return None
