@@ -12,6 +12,7 @@ import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
 from gpumem_magic.devices.base import DeviceError
+from gpumem_magic.report.model import ReportData
 
 
 @dataclass
@@ -119,7 +120,15 @@ class FakeSession:
         """put: as `setattr`."""
         from gpumem_magic.notebook import devices
         from gpumem_magic.session import device, recording
+        from gpumem_magic.views import text
 
+        # A report of these fakes is a word.
+        render = text.render
+        put(
+            text,
+            "render",
+            lambda report, **how: render(report, **how) if isinstance(report, ReportData) else str(report),
+        )
         put(recording, "open_recording", self.open_recording)
         put(recording, "last_report", lambda: None)
         put(device, "choose", self.choose)

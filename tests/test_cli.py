@@ -360,3 +360,83 @@ def test_where_the_device_is_real_processes_start_as_ever() -> None:
     assert "main('T4', tracker_fd=1, pipe_handle=2)" in str(changed)
     assert started == ["T4"]
     assert spawn.get_command_line(tracker_fd=1, pipe_handle=2) == plain
+
+
+def test_an_interrupt_while_the_report_is_made_keeps_the_scripts_last_word(
+    session: FakeSession, script: Write, capsys: pytest.CaptureFixture[str]
+) -> None:
+    session.close_error = KeyboardInterrupt()
+    assert cli.main(["run", str(script("import sys\nprint('ran')\nsys.exit(4)\n"))]) == 4
+    captured = capsys.readouterr()
+    assert captured.out == "ran\n"
+    assert captured.err == "gpumem: interrupted while the report was made: there is none\n"
+    assert cli.main(["run", str(script("1 / 0\n"))]) == 1
+    assert capsys.readouterr().err.splitlines()[-1] == "ZeroDivisionError: division by zero"
+
+
+def test_an_interrupt_while_the_report_is_written_keeps_the_scripts_status(
+    session: FakeSession, script: Write, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from gpumem_magic.views import text
+
+    def interrupted(*args: Any, **kwargs: Any) -> str:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(text, "render", interrupted)
+    assert cli.main(["run", str(script("import sys\nsys.exit(5)\n"))]) == 5
+    assert capsys.readouterr().err == "gpumem: interrupted before the report was complete\n"
+
+
+def test_a_launcher_of_processes_is_told_how_to_start_the_command(
+    session: FakeSession, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["run", "--device", "2xT4", "-m", "torch.distributed.run", "--", "--nproc-per-node", "2", "train.py"])
+    assert caught.value.code == 2
+    said = capsys.readouterr().err
+    assert "`torchrun ARGUMENTS -m gpumem_magic.cli run --device 2xT4 SCRIPT -- ARGUMENTS`" in said
+    assert not session.opened
+
+
+def test_processes_of_one_job_report_by_their_ranks(
+    script: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    path = script("import torch\nx = torch.zeros(2**20, device='cuda')\n")
+    ended = run_on_t4(path, "--json", str(tmp_path / "r.json"))
+    assert ended.returncode == 0
+    assert ended.stderr.startswith("gpumem: rank 1\nPeak 4.0 MiB")
+    assert (tmp_path / "r.rank1.json").exists()
+    assert not (tmp_path / "r.json").exists()
+
+
+def test_a_report_of_a_script_names_nothing_that_is_only_in_a_notebook(script: Write) -> None:
+    path = script("import torch\nx = torch.zeros(2**20, device='cuda')\n")
+    said = run_on_t4(path).stderr
+    assert "report.explain()" not in said
+    assert "More with `--json PATH`: print(gpumem_magic.Report.load(PATH).explain()) has" in said.replace("\n  ", " ")
+
+
+@pytest.mark.parametrize("device", ["T4", "T4,values=real"])
+def test_tensors_that_go_to_another_process_stay_the_senders_memory(script: Write, device: str) -> None:
+    program = (
+        "import torch\nimport torch.multiprocessing as mp\n"
+        "def work(model, part, whole):\n"
+        "    took = torch.cuda.memory_allocated()\n"
+        "    shared = part.untyped_storage()._cdata == whole.untyped_storage()._cdata\n"
+        "    print(took, shared, part.tolist(), type(model).__name__, next(model.parameters()).is_leaf, flush=True)\n"
+        "    whole.add_(1)\n"
+        "if __name__ == '__main__':\n"
+        "    whole = torch.arange(2**18, device='cuda')\n    model = torch.nn.Linear(9, 9).cuda().share_memory()\n"
+        "    process = mp.get_context('spawn').Process(target=work, args=(model, whole[3:5], whole))\n"
+        "    process.start(); process.join()\n    print(process.exitcode, whole[3:5].tolist())\n"
+    )
+    command = [sys.executable, "-m", "gpumem_magic.cli", "run", "--device", device, str(script(program))]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    if "real" in device:
+        assert ended.stdout.splitlines() == ["0 True [3, 4] Linear True", "0 [4, 5]"]
+    else:
+        assert ended.stdout.splitlines()[0].startswith("0 True [")
+        assert ended.stdout.splitlines()[1].startswith("0 [")

@@ -28,6 +28,15 @@ from gpumem_magic.snapshot.whole_file import check_target
 if TYPE_CHECKING:
     from gpumem_magic.user_report import Report
 
+# What starts a program's processes, each as a command of its own: by their modules, and by the names of their commands.
+_LAUNCHERS = {
+    "torch.distributed.run": "torchrun",
+    "torch.distributed.launch": "python -m torch.distributed.launch",
+    "accelerate.commands.launch": "accelerate launch",
+    "torchrun": "torchrun",
+    "accelerate": "accelerate launch",
+}
+
 
 def run(options: argparse.Namespace) -> int:
     """Runs the script and prints its report. The script's exit status; `options.arguments`: the script's."""
@@ -38,6 +47,13 @@ def run(options: argparse.Namespace) -> int:
     except ValueError as error:
         parser.error(str(error))
     spec = None
+    launcher = _LAUNCHERS.get(options.script if options.is_module else os.path.basename(options.script))
+    if launcher is not None:
+        flag = f" --device {options.device}" if options.device else ""
+        parser.error(
+            f"{launcher} starts processes that would not be measured. Let it start the command in each of them: "
+            f"`{launcher} ARGUMENTS -m gpumem_magic.cli run{flag} SCRIPT -- ARGUMENTS`"
+        )
     if options.is_module:
         try:
             spec = find_module(options.script)
@@ -53,7 +69,9 @@ def run(options: argparse.Namespace) -> int:
         return 1
     except OSError as error:
         parser.error(str(error))
-    target = None if options.json is None else Path(options.json).absolute()  # the script may change the folder
+    rank = _rank()
+    # The script may change the folder; processes of one job write a file each.
+    target = None if options.json is None else _of_rank(Path(options.json).absolute(), rank)
     found = _open(parser, options, script)
     status = 0
     early = True
@@ -80,14 +98,29 @@ def run(options: argparse.Namespace) -> int:
         else:
             report = _close(found, script, None, main_module.__dict__)
             early = False
-    _flush()
-    if script.hook_failure is not None:
-        _say(f"measuring stopped partway ({script.hook_failure}); the script itself ran on")
-    if report is not None:
-        # A script that left before it touched a device has said why itself; its processes speak for themselves.
-        silent = (early or bool(children)) and not _touched_a_device(report)
-        _hand_over(report, target, shown=not silent)
+    try:
+        _flush()
+        if script.hook_failure is not None:
+            _say(f"measuring stopped partway ({script.hook_failure}); the script itself ran on")
+        if report is not None:
+            # A script that left before it touched a device has said why itself; its processes speak for themselves.
+            silent = (early or bool(children)) and not _touched_a_device(report)
+            _hand_over(report, target, rank, shown=not silent)
+    except KeyboardInterrupt:
+        _say("interrupted before the report was complete")
     return status
+
+
+def _rank() -> int | None:
+    """Which of a job's processes this is, as launchers (torchrun) say it; None where it is the only one."""
+    try:
+        return int(os.environ["RANK"]) if int(os.environ["WORLD_SIZE"]) > 1 else None
+    except (KeyError, ValueError):
+        return None
+
+
+def _of_rank(path: Path, rank: int | None) -> Path:
+    return path if rank is None else path.with_name(f"{path.stem}.rank{rank}{path.suffix}")
 
 
 def _stand_in(text: str) -> tuple[Any, str | None]:
@@ -126,12 +159,17 @@ def _close(found: Any, run: ScriptRun, error: BaseException | None, namespace: d
     failure = None if isinstance(error, SystemExit) else error
     try:
         return found.close(failure, None if failure is None else run.failed(traceback), namespace)
+    except KeyboardInterrupt:
+        _say("interrupted while the report was made: there is none")
+        return None
     except Exception as own:
         _say(f"the report could not be made ({swallowed(own).splitlines()[0]}); the script itself ran normally")
         return None
 
 
-def _hand_over(report: Any, target: Path | None, *, shown: bool) -> None:
+def _hand_over(report: Any, target: Path | None, rank: int | None, *, shown: bool) -> None:
+    from gpumem_magic.views.text import render
+
     try:
         if target is not None:
             report.save(target)
@@ -139,7 +177,13 @@ def _hand_over(report: Any, target: Path | None, *, shown: bool) -> None:
         _say(f"the report could not be written to {str(target)!r} ({swallowed(error).splitlines()[0]})")
     try:
         if shown:
-            print(report, file=sys.stderr)
+            # The script's Python ends with it: the rest is in the file, where one is asked for.
+            text = render(
+                report, name="gpumem_magic.Report.load(PATH)", needs=" with `--json PATH`" if target is None else ""
+            )
+            # In one piece, among those of other processes.
+            sys.stderr.write(f"{'' if rank is None else f'gpumem: rank {rank}'}\n{text}\n".lstrip("\n"))
+            sys.stderr.flush()
     except Exception as error:
         _say(f"the report could not be shown ({swallowed(error).splitlines()[0]})")
 

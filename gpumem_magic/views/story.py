@@ -105,9 +105,11 @@ def _kept(group: TensorGroup) -> str:
     return group.kept_by or _KEPT[group.keeper]
 
 
-def more(report: ReportData, folded: Sequence[str], rows: int, all_rows: int) -> str:
-    """The line that says where the rest is."""
+def more(
+    report: ReportData, folded: Sequence[str], rows: int, all_rows: int, name: str = "report", needs: str = ""
+) -> str:
+    """The line that says where the rest is. name: how the reader gets at the report, in Python; needs: with what."""
     inside = [counted(len(folded), "remark")] if folded else []
     inside += ["categories", "how the bytes are known"]
-    text = f"More: print(report.explain()) has {', '.join(inside[:-1])} and {inside[-1]}"
-    return f'{text}; report.show("all") has all {all_rows} rows.' if all_rows > rows else f"{text}."
+    text = f"More{needs}: print({name}.explain()) has {', '.join(inside[:-1])} and {inside[-1]}"
+    return f'{text}; {name}.show("all") has all {all_rows} rows.' if all_rows > rows else f"{text}."

@@ -31,11 +31,14 @@ def render(
     bars: bool = True,
     table: bool = True,
     most: int | None = MOST,
+    name: str = "report",
+    needs: str = "",
 ) -> str:
     """The report as text, without an end of line at its end: the answer, the rows, the tensors at the peak, what else to know.
 
     width: columns; by default the terminal's, or 100 where there is none. ascii_only: for terminals that show nothing else.
-    bars: a stacked bar in each line. table: the tensors. most: about how many rows are shown, None for all.
+    bars: a stacked bar in each line. table: the tensors. most: about how many rows are shown, None for all. name,
+    needs: how the reader gets at the report in Python, and with what.
     """
     width = _columns_of(width)
     told = story_of(report)
@@ -50,9 +53,10 @@ def render(
     blocks.append("\n".join(_wrap(sentence, width) for sentence in told.others))
     if explain.used_device(report):
         rows = sum(line.row.kind != PEAK for line in shown)
-        blocks.append(_wrap(more(report, told.folded, rows, len(lines(report, peak=False))), width))
+        blocks.append(_wrap(more(report, told.folded, rows, len(lines(report, peak=False)), name, needs), width))
     blocks += [
-        render(other, width=width, ascii_only=ascii_only, bars=bars, table=table, most=most) for other in report.devices
+        render(other, width=width, ascii_only=ascii_only, bars=bars, table=table, most=most, name=name, needs=needs)
+        for other in report.devices
     ]
     return _cleaned(blocks, ascii_only)
 

@@ -51,6 +51,7 @@ from gpumem_magic.virtual.torch_face import (
     parameters,
     random_numbers,
     saving,
+    sharing,
     storages,
     surroundings,
     wrappers,
@@ -225,6 +226,7 @@ class VirtualMachine:
             attempt(storages.install, self.engine)
             attempt(wrappers.install)
             attempt(saving.install, self.engine.computes)
+            sharing.install()
             surroundings.install(self._patches, self.engine.computes)
             attempt(legacy.install)
             attempt(self._libraries.install)

@@ -115,6 +115,15 @@ class Engine:
             self._adopt(tensor.untyped_storage(), device, tensor, maker)
         return tensor
 
+    def borrowed(self, nbytes: int, device: int, twin: Any) -> Any:
+        """A storage on the device whose memory another process has. twin: its bytes on the host, if both compute."""
+        meta = _aten.empty.memory_format((nbytes,), dtype=torch.uint8, device=torch.device("meta"))
+        tensor: VirtualTensor = FakeTensor.__new__(VirtualTensor, self.fake, meta, torch.device("cuda", device))
+        with self.lock, torch._C.DisableTorchFunctionSubclass():
+            storage = tensor.untyped_storage()
+            self.table.borrow(storage, device, twin)
+            return storage
+
     def address_of(self, tensor: VirtualTensor) -> int:
         with self.lock, torch._C.DisableTorchFunctionSubclass():
             placement = self.table.find(tensor.untyped_storage())

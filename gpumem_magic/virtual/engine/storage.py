@@ -86,6 +86,14 @@ class StorageTable:
         self._placements[key] = Placement(device, address, nbytes, watch, node)
         return True
 
+    def borrow(self, storage: Any, device: int, twin: Any) -> None:
+        """The storage's memory on the device is another process's: none is taken, and none is given back."""
+        self.drain()
+        watch = _StorageReference(storage, self._ended.append)
+        watch.key = storage._cdata
+        placement = self._placements[watch.key] = Placement(device, 0, 0, watch, 0)
+        placement.twin = twin
+
     def resized(self, storage: Any) -> None:
         """After the storage's size changed: new memory, then the old is given back, as the device does it."""
         placement = self._placements.get(storage._cdata)
