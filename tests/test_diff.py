@@ -104,6 +104,26 @@ def test_the_changes_of_categories_add_up(diff: Any) -> None:
     assert int(rows["allocated"][2]) + int(rows["cached"][2]) == int(rows["reserved"][2]) == 0
 
 
+def test_the_device_is_named(diff: Any) -> None:
+    data = snapshot((10, MODEL))
+    other = {**data["segments"][0], "device": 2, "blocks": [dict(data["segments"][0]["blocks"][-1], size=200 * MIB)]}
+    lines = diff(data, {**data, "segments": [*data["segments"], other]})
+    assert lines[0].endswith("a.pickle, GPU 0")
+    assert lines[1].endswith("b.pickle, GPU 0 (it has GPU 2 too)")
+
+
+def test_a_script_that_was_renamed_is_the_same_code() -> None:
+    a = {f"/x/train_v1.py:{line} step": 10 + line for line in range(5)} | {"/x/util.py:3 helper": 5}
+    b = {f"/x/train_v2.py:{line} step": 20 + line for line in (*range(4), 9)} | {"/x/other.py:4 other": 6}
+    found = together(a, b)
+    for line in range(4):
+        assert found[f"train_v1.py -> train_v2.py:{line} step"] == (10 + line, 20 + line)
+    assert found["/x/train_v1.py:4 step"] == (14, 0)
+    assert found["/x/train_v2.py:9 step"] == (0, 29)
+    assert found["/x/util.py:3 helper"] == (5, 0)
+    assert found["/x/other.py:4 other"] == (0, 6)
+
+
 def test_equal_files(diff: Any) -> None:
     lines = diff(snapshot((10, MODEL)), snapshot((10, MODEL)))
     assert all(row[2] == "+0" for row in table_of(lines).values())

@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from allocator_training import train
 from hostile_snapshots import MARKUP, event, recording, with_markup
 
 from gpumem_magic import cli
+from gpumem_magic.commands.side_by_side import short_names
 from gpumem_magic.files.loaded import report_of, views_of
-from gpumem_magic.snapshot.files import SnapshotFileError, read
-from gpumem_magic.snapshot.model import ACTIVE, INACTIVE, Block, Segment
+from gpumem_magic.snapshot.files import SnapshotFileError, read, write
+from gpumem_magic.snapshot.model import ACTIVE, INACTIVE, Block, Segment, Snapshot
 from gpumem_magic.user_report import Report, load
 from gpumem_magic.views.segments import fragmentation
 
@@ -253,7 +255,65 @@ def test_several_ranks_side_by_side(show: Any, tmp_path: Path) -> None:
     for folder in folders:
         folder.mkdir()
     same = [saved(folder, one_device(), "rank.pickle") for folder in folders]
-    assert all(path in show(*same)[1] for path in same), "files of one name are told apart by their folders"
+    head = show(*same)[1].splitlines()[0]
+    assert head.split()[-2:] == ["a/rank.pickle", "b/rank.pickle"], "files of one name are told apart by their folders"
+
+
+def test_what_several_files_begin_with_is_folded() -> None:
+    assert short_names(["x/snapshot_of_job_rank0.pickle", "x/snapshot_of_job_rank10.pickle"]) == [
+        "…rank0.pickle",
+        "…rank10.pickle",
+    ]
+    assert short_names(["x/a_1.pickle", "x/a_2.pickle"]) == ["a_1.pickle", "a_2.pickle"]
+    assert short_names(["jobs/7/rank0/out.pickle", "jobs/7/rank1/out.pickle"]) == [
+        "rank0/out.pickle",
+        "rank1/out.pickle",
+    ]
+    assert short_names(["one.pickle"]) == ["one.pickle"]
+
+
+def test_files_that_cannot_be_read_do_not_hide_the_others(show: Any, tmp_path: Path) -> None:
+    good = [saved(tmp_path, one_device(seed), f"rank{seed}.pickle") for seed in (3, 5)]
+    empty, missing = tmp_path / "rank4.pickle", tmp_path / "rank6.pickle"
+    empty.write_bytes(b"")
+    page = tmp_path / "page.html"
+    status, text, errors = show(good[0], str(empty), good[1], str(missing), "--html", str(page))
+    assert status == 2
+    assert text == show(*good)[1]
+    assert errors == (
+        f"gpumem: {empty}: it is empty. Copy or record it again.\n"
+        f"gpumem: cannot read {missing}: No such file or directory\n"
+    )
+    assert "rank5.pickle" in page.read_text("utf-8")
+    status, text, errors = show(str(empty), str(missing))
+    assert (status, text, errors.count("\n")) == (2, "", 2)
+
+
+def test_the_device_that_failed_stands_out(show: Any, tmp_path: Path) -> None:
+    fine = saved(tmp_path, one_device(), "rank0.pickle")
+    run = train(2, stacks=True)
+    write(
+        Snapshot(run.allocator.segments(), (tuple(run.events),), run.allocator.settings_dict()),
+        tmp_path / "rank1.pickle",
+    )
+    status, text, _ = show(fine, str(tmp_path / "rank1.pickle"))
+    assert status == 0
+    table, verdict = text.strip().split("\n\n")
+    assert table.splitlines()[-1].split(None, 2) == ["failed", "-", "out of memory"]
+    assert verdict.startswith("rank1.pickle: ")
+    assert "Fragmentation is the cause" in verdict
+    assert "failed" not in show(fine, fine)[1]
+
+
+def test_a_state_without_events_is_one_moment(show: Any, tmp_path: Path) -> None:
+    data = one_device()
+    path = saved(tmp_path, {"segments": data["segments"]}, "state.pickle")
+    status, text, _ = show(path)
+    assert status == 0
+    assert sum(line.startswith("the end (the file has no events)") for line in text.splitlines()) == 1
+    assert "the start" not in text
+    assert "unknown (unknown" not in text
+    assert show(path, "--at", "0")[2].endswith("no event '0'. It has none: give peak or end.\n")
 
 
 @pytest.mark.parametrize(
@@ -324,9 +384,8 @@ def test_fragmentation_in_text() -> None:
         "   2.0 MiB [..........] 2.0 MiB free, largest piece 2.0 MiB",
         "3 segments; 12.0 MiB cached but free in 2 pieces, 10.0 MiB of it in segments that are partly in use.",
     ]
-    assert fragmentation(()) == [
-        "0 segments; 0 B cached but free in 0 pieces, 0 B of it in segments that are partly in use."
-    ]
+    assert fragmentation(()) == ["No segments."]
+    assert fragmentation((full,)) == ["1 segment, all in use."]
 
 
 def test_sizes_beyond_64_bits_are_refused(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from gpumem_magic.allocator.settling import settled
 from gpumem_magic.snapshot.files import LoadedSnapshot
 from gpumem_magic.snapshot.model import Segment, TraceEvent
 from gpumem_magic.snapshot.rules import DEFAULT_SETTINGS, AllocatorSettings
+from gpumem_magic.units import counted
 
 
 @dataclass(frozen=True)
@@ -46,15 +47,16 @@ def _of_device(loaded: LoadedSnapshot, device: int, settings: AllocatorSettings,
     seed = settled(seed_of(final, events, settings), events, settings, device, final)
     own = list(notes)
     if seed.start:
-        own.append(
-            f"It begins in the middle: the {len(seed.start):,} segments at its start were worked out from its end."
-        )
+        what = counted(len(seed.start), "segment at its start was", "segments at its start were")
+        own.append(f"It begins in the middle: the {what} worked out from its end.")
     if seed.uncertain:
-        follows = f"; {seed.raised:,} of them follow from where blocks were not put" if seed.raised else ""
-        own.append(
-            f"The sizes of blocks from before the recording are lower bounds in {seed.uncertain:,} cases (by up to 1 MiB each"
-            f"{follows}): a difference may be theirs."
+        whose = "size of a block" if seed.uncertain == 1 else f"sizes of {seed.uncertain:,} blocks"
+        bounds = (
+            "is a lower bound (by up to 1 MiB)" if seed.uncertain == 1 else "are lower bounds (by up to 1 MiB each)"
         )
+        follows = counted(seed.raised, "follows", "follow") if seed.uncertain > 1 else "it follows"
+        known = f"; {follows} from where blocks were not put" if seed.raised else ""
+        own.append(f"The {whose} from before the recording {bounds}{known}: a difference may come from that.")
     has_private = any(segment.segment_pool_id != (0, 0) for segment in (*seed.start, *final))
     if has_private and not any(event.pool_id is not None for event in events):
         own.append(

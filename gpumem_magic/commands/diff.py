@@ -25,7 +25,8 @@ def run(options: argparse.Namespace) -> int:
         return print_comparison(options.a, options.b, options.device, options.top)
     from gpumem_magic.files.loaded import position_of
 
-    before, after = (_view(path, options.device) for path in (options.a, options.b))
+    before, a = _view(options.a, options.device)
+    after, b = _view(options.b, options.device)
     first, second = position_of(before, options.at), position_of(after, options.at)
     one, other = before.sizes(first), after.sizes(second)
     rows = [[f"MiB at the {options.at}", "A", "B", "change"]]
@@ -34,7 +35,7 @@ def run(options: argparse.Namespace) -> int:
         for name in one
         if one[name] or other[name]
     ]
-    print(f"A: {printable(options.a)}\nB: {printable(options.b)}\n\n{table(rows)}")
+    print(f"A: {a}\nB: {b}\n\n{table(rows)}")
     places = together(_places(before, first), _places(after, second))
     changes = {place: later - earlier for place, (earlier, later) in places.items() if later != earlier}
     ranked = sorted(changes, key=lambda place: (-abs(changes[place]), place))
@@ -47,11 +48,16 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _view(path: str, device: int | None) -> DeviceView:
+def _view(path: str, device: int | None) -> tuple[DeviceView, str]:
+    """The device that is compared, and its file and number in words."""
     from gpumem_magic.files.loaded import views_of
     from gpumem_magic.snapshot.files import read
 
-    return views_of(read(path), device)[0]
+    loaded = read(path)
+    view = views_of(loaded, device)[0]
+    others = [str(one.device) for one in loaded.devices if one.device != view.device]
+    there = f" (it has GPU {', '.join(others)} too)" if others else ""
+    return view, f"{printable(path)}, GPU {view.device}{there}"
 
 
 def _places(view: DeviceView, position: int) -> Counter[str]:

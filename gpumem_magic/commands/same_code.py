@@ -14,9 +14,11 @@ def together(a: Mapping[str, int], b: Mapping[str, int]) -> dict[str, tuple[int,
     """Place -> its bytes in A and in B. Places are ``file:line function``, or other words, which match as they are.
 
     A file that only one of the two has stands for the one of the other that shares the longest end of its path with it and with
-    no other. Such a place is called ``.../tail:line function``, where both runs have the line and the function.
+    no other. Such a place is called ``.../tail:line function``, where both runs have the line and the function. A file that was
+    renamed is known by its lines and functions, most of which are in one file of the other; it is called ``old.py -> new.py``.
     """
     names = _tails({_path(place) for place in a}, {_path(place) for place in b})
+    names |= _renamed(*({path: lines for path, lines in _lines(side).items() if path not in names} for side in (a, b)))
     renamed = [Counter[str](), Counter[str]()]
     called: dict[str, str] = {}
     for number, side in enumerate((a, b)):
@@ -30,6 +32,33 @@ def together(a: Mapping[str, int], b: Mapping[str, int]) -> dict[str, tuple[int,
         is_both = all(name in side for side in renamed)
         found[name if is_both else called[name]] = renamed[0][name], renamed[1][name]
     return found
+
+
+def _lines(side: Iterable[str]) -> dict[str, set[str]]:
+    """Path -> its places, without the path."""
+    found: dict[str, set[str]] = {}
+    for place in side:
+        if path := _path(place):
+            found.setdefault(path, set()).add(place[len(path) :])
+    return found
+
+
+def _renamed(a: Mapping[str, set[str]], b: Mapping[str, set[str]]) -> dict[str, str]:
+    """Path -> what both are called, for files of only one side that share more than half of their places, and with no other as
+    many. One place alone says nothing: many a script has something in its first line."""
+    shared: Counter[tuple[str, str]] = Counter()
+    for path in a.keys() - b.keys():
+        for other in b.keys() - a.keys():
+            count = len(a[path] & b[other])
+            if count > 1 and 2 * count > min(len(a[path]), len(b[other])):
+                shared[path, other] = count
+    names: dict[str, str] = {}
+    for (path, other), count in shared.items():
+        rivals = [one for one, found in shared.items() if found >= count and (one[0] == path or one[1] == other)]
+        if rivals == [(path, other)]:
+            old, new = _SEPARATOR.split(path)[-1], _SEPARATOR.split(other)[-1]
+            names[path] = names[other] = f"{old} -> {new}" if old != new else new
+    return names
 
 
 def _path(place: str) -> str:

@@ -94,7 +94,8 @@ def position_of(view: DeviceView, at: str) -> int:
     if not 0 <= number < view.end:
         assert view.recording.file is not None
         name = one_line(view.recording.file.path)
-        raise SnapshotFileError(f"{name}: no event {at!r}. Give peak, end, or a number from 0 to {view.end - 1}.")
+        there = f"Give peak, end, or a number from 0 to {view.end - 1}" if view.end else "It has none: give peak or end"
+        raise SnapshotFileError(f"{name}: no event {at!r}. {there}.")
     return number + 1
 
 
@@ -113,7 +114,8 @@ def recording_of(loaded: LoadedSnapshot, device: int) -> Recording:
     name = f"GPU {device} of {one_line(os.path.basename(loaded.path))}"
     failed = last_failure(events)
     total = len(events)
-    points = [_point(device, 0, "before", "the start")]
+    # A state without a trace is one moment.
+    points = [_point(device, 0, "before", "the start")] if total else []
     if failed is not None:
         points.append(_point(device, failed + 1, "error", f"out of memory at event {failed:,}"))
     points.append(_point(device, total, "after", f"the end, after {total:,} events" if total else event_in_words(0, 0)))

@@ -62,7 +62,7 @@ def _why_unknown(view: DeviceView, position: int) -> list[str]:
 def event_in_words(position: int, total: int) -> str:
     """A position in a recording whose statements are not known: ``event 12 of 300``."""
     if not total:
-        return "the state in the file"
+        return "the end (the file has no events)"
     return "the start" if position == 0 else f"event {position - 1:,} of {total:,}"
 
 

@@ -26,6 +26,8 @@ def fragmentation(segments: tuple[Segment, ...], count: int = 12, width: int = 6
         )
     total = sum(free_of.values())
     pieces = sum(1 for segment in segments for block in segment.blocks if block.state == INACTIVE)
+    if not pieces:
+        return [f"{counted(len(segments), 'segment')}, all in use."] if segments else ["No segments."]
     split = sum(size for number, size in free_of.items() if size < segments[number].total_size)
     lines.append(
         f"{counted(len(segments), 'segment')}; {human(total)} cached but free in {counted(pieces, 'piece')}, "
