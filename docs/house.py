@@ -35,6 +35,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("files", "timeline_page", "investigation", "widgets"),
     ("user_report",),
     ("session",),
+    ("trials",),
     ("notebook", "commands"),
 )
 TOP = len(FLOORS)

@@ -30,6 +30,7 @@ _HOMES = {
     "register_kernel": "gpumem_magic.virtual.engine.kernel_rules",
     "stand_in": "gpumem_magic.virtual.engine.supplied",
     "unload_ipython_extension": "gpumem_magic.notebook.magics",
+    "what_fits": "gpumem_magic.trials.what_fits",
 }
 
 __all__ = [
@@ -45,6 +46,7 @@ __all__ = [
     "register_kernel",
     "stand_in",
     "unload_ipython_extension",
+    "what_fits",
 ]
 
 if TYPE_CHECKING:
@@ -52,6 +54,7 @@ if TYPE_CHECKING:
     from gpumem_magic.notebook.magics import load_ipython_extension, unload_ipython_extension
     from gpumem_magic.session.measure import measure
     from gpumem_magic.session.recording import last_report, mark
+    from gpumem_magic.trials.what_fits import what_fits
     from gpumem_magic.user_report import Report, load
     from gpumem_magic.virtual.engine.kernel_rules import register_kernel
     from gpumem_magic.virtual.engine.supplied import stand_in

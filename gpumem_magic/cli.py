@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gpumem_magic import __version__
-from gpumem_magic.commands import calibrate, devices, diff, replay, run, show
+from gpumem_magic.commands import calibrate, devices, diff, fit, replay, run, show
 
-_RUN = {one.__name__.rpartition(".")[2]: one.run for one in (run, show, diff, replay, calibrate, devices)}
+_RUN = {one.__name__.rpartition(".")[2]: one.run for one in (run, fit, show, diff, replay, calibrate, devices)}
 
 
 def _count(text: str) -> int:
@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 owner.add_argument(*options.pop("names"), **options)
     chosen = parser.parse_args(given[:split])
     chosen.arguments = given[split + 1 :]
-    if chosen.command != "run" and given[split:]:
+    if chosen.command not in ("run", "fit") and given[split:]:
         parser.error(f"{chosen.command} takes no arguments after --")
     status: int = chosen.run(chosen)
     return status

@@ -157,6 +157,16 @@ def size(text: str) -> int:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
+def varied(text: str) -> Any:
+    """A name and its values, from batch_size=1..1024."""
+    from gpumem_magic.trials import values
+
+    try:
+        return values.varied(text)
+    except values.VaryError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def device_names(_symbol: str) -> list[str]:
     """What the Tab key offers for a device."""
     from gpumem_magic.virtual.card.models import CATALOG
@@ -165,7 +175,7 @@ def device_names(_symbol: str) -> list[str]:
 
 
 _TYPES: Mapping[str, Callable[[str], Any]] = {
-    one.__name__: one for one in (int, float, identifier, count, size, freeable)
+    one.__name__: one for one in (int, float, identifier, count, size, varied, freeable)
 }
 _OFFERS: Mapping[str, Offers] = {
     "device": device_names,

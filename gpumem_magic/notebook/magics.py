@@ -17,6 +17,7 @@ from IPython.core.magic import Magics, line_cell_magic, line_magic, magics_class
 
 from gpumem_magic.devices.base import DeviceError
 from gpumem_magic.notebook import auto, devices
+from gpumem_magic.notebook.fitting import fit
 from gpumem_magic.notebook.flags import words
 from gpumem_magic.notebook.holding import free, who
 from gpumem_magic.notebook.load import load
@@ -70,6 +71,9 @@ class GpuMemMagics(Magics):
 
         Where ``--max-iterations`` or ``--until-repeat`` ends a loop of the cell itself, the cell goes on behind the loop; where
         the loop is inside a call, the cell ends there.
+
+        ``%%gpumem --fit batch_size=1..1024 --on T4,A100-40GB`` runs nothing here: copies of the cell run on virtual cards, in
+        processes of their own.
         """
         __tracebackhide__ = True
         options, statement = self.gpumem.parser.read_front(line)
@@ -86,6 +90,10 @@ class GpuMemMagics(Magics):
             if not options.quiet:
                 print("gpumem: nothing ran: the cell has no statement")
             return None
+        if options.fit:
+            return fit(self.shell, prepared, options)
+        if options.on is not None:
+            raise UsageError("%%gpumem: --on names the cards for --fit")
         run = CellRun(self.shell, prepared)
         measured = MeasuredCell(self, run, options, (GpuMemMagics._run.__code__,))
         if not prepared.needs_await:

@@ -104,6 +104,16 @@ class Recorder:
         """How many equal turns the last iterations made (see `repetition`), 1 if none repeats; 0 on a real device."""
         return alike_at_end(self._signatures)
 
+    @property
+    def iterations(self) -> Sequence[bytes]:
+        """What each iteration did on virtual devices, as a digest (see `repetition`)."""
+        return self._signatures
+
+    def iteration_ended(self) -> None:
+        """Says that an iteration ends here, of a program that steps no optimizer."""
+        with self._guard("an iteration's end"):
+            self._step_ended()
+
     def start(self, namespace: Mapping[str, Any] | None = None) -> None:
         """Begins to record and takes the first checkpoint. namespace: where the values of `names` are found.
 

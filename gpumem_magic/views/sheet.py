@@ -41,11 +41,12 @@ class Sheet:
         blocks = [self.head, table(self.rows, self.figures) if self.rows else "", self.after]
         return self.text or "\n\n".join(block for block in blocks if block)
 
-    def html(self) -> str:
-        """One element, which reads without its style sheet too."""
+    def html(self, between: str = "") -> str:
+        """One element, which reads without its style sheet too. between: HTML that stands behind the head."""
         body = [
             paragraph(line, "" if number else "gpumem-answer") for number, line in enumerate(self.head.splitlines())
         ]
+        body.append(between)
         if self.rows:
             body.append(self._table())
         body += [paragraph(line, "gpumem-quiet") for line in self.after.splitlines()]

@@ -26,7 +26,7 @@ import gpumem_magic.virtual.operators.temporaries  # noqa: F401 - all register t
 from gpumem_magic import private
 from gpumem_magic.allocator.failure import DeviceOutOfMemory, oom_text
 from gpumem_magic.allocator.settings import EnvironmentSettings
-from gpumem_magic.devices.base import Birth, Device, Label
+from gpumem_magic.devices.base import Birth, Device, DeviceError, Label
 from gpumem_magic.patching import Patches
 from gpumem_magic.snapshot.model import Segment
 from gpumem_magic.units import counted
@@ -270,6 +270,25 @@ class VirtualMachine:
     def half_off(self) -> bool:
         """Whether an interrupt ended `remove`, which is to be called again."""
         return bool(self.engine.closed_because)
+
+    def forked(self) -> None:
+        """In a forked process, which is to go on with the devices for itself: an `nvidia-smi` of its own, and its own number."""
+        self.process = self.engine.process = os.getpid()
+        self.smi = VirtualSmi(self._devices)
+        self._patches.also_undo(self.smi.remove)
+        self.smi.install()
+
+    def become(self, spec: catalog.DeviceSpec) -> None:
+        """Puts other cards under the tensors that are there. Raises DeviceError where there are fewer of them."""
+        if len(spec.models) < len(self._devices) or spec.computes != self.spec.computes:
+            raise DeviceError(
+                f"the tensors that are on {self.spec.text} cannot go on with {spec.text}: name as many cards, of the same kind"
+            )
+        self.spec = spec
+        for gpu, model in zip(self._devices, spec.models, strict=False):
+            gpu.become(model)
+        for gpu in self._devices:
+            self.smi.update(gpu.index, gpu.used_bytes())
 
     def lacking(self) -> list[str]:
         """What does not work because this PyTorch lacks private names, in sentences."""

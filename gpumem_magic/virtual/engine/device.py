@@ -105,6 +105,14 @@ class VirtualDevice:
             self.in_use = True
             self.memory.outside = self.model.idle_bytes + self.model.context_bytes
 
+    def become(self, model: catalog.GpuModel) -> None:
+        """Another card, with the memory as it lies."""
+        self.model = model
+        self.uuid = catalog.device_uuid(model.name, self.index)
+        self.memory.total = model.total_bytes
+        self.memory.address_space = model.total_bytes + model.total_bytes // 8
+        self.memory.outside = model.idle_bytes + (model.context_bytes if self.in_use else 0)
+
     def counters(self) -> Counters:
         allocator = self.allocator
         return Counters(

@@ -1,0 +1,71 @@
+"""``%%gpumem --fit``: the largest value with which a cell fits. The cell itself does not run in the notebook."""
+
+# IPython's display and errors carry no types.
+# mypy: disallow-untyped-calls=False
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import TYPE_CHECKING, Any
+
+from IPython.core.error import UsageError
+
+from gpumem_magic.devices.base import DeviceError
+from gpumem_magic.patching import warnings_remembered
+from gpumem_magic.recording.cell import PreparedCell
+from gpumem_magic.views.display import in_terminal
+
+if TYPE_CHECKING:
+    from gpumem_magic.trials.tried import Tried
+
+
+def fit(shell: Any, cell: PreparedCell, options: argparse.Namespace) -> None:
+    """Shows the answer, and binds it where ``-o`` says so. Raises UsageError, in one line."""
+    from IPython.display import display
+
+    from gpumem_magic.trials import cards
+    from gpumem_magic.trials.programs import CellProgram
+    from gpumem_magic.trials.what_fits import largest
+
+    progress = _TrialLine(quiet=options.quiet)
+    try:
+        devices = options.on or options.device
+        chosen = None if devices is None else cards.names_of(devices)
+        found = largest(CellProgram(shell, cell), options.fit, chosen, subject="cell", told=progress.told)
+    except DeviceError as error:
+        raise UsageError(f"%%gpumem --fit: {error}") from None
+    finally:
+        progress.end()
+    if options.output is not None:
+        shell.user_ns[options.output] = found
+    if not options.quiet:
+        with warnings_remembered():  # matplotlib changes them
+            display(found)
+
+
+class _TrialLine:
+    """One line that says what was run last; it goes when the answer comes."""
+
+    def __init__(self, *, quiet: bool) -> None:
+        self._shown: Any = None
+        self._quiet = quiet or in_terminal() or not sys.stdout
+        self._count = 0
+
+    def told(self, device: str, one: Tried) -> None:
+        self._count += 1
+        if self._quiet:
+            return
+        from IPython.display import display
+
+        values = ", ".join(f"{name}={value}" for name, value in one.values.items())
+        text = f"Trial {self._count}, on {device}: {values} {'fits' if one.fits else 'fails'}"
+        bundle = {"text/plain": text}
+        if self._shown is None:
+            self._shown = display(bundle, raw=True, display_id=True)
+        else:
+            self._shown.update(bundle, raw=True)
+
+    def end(self) -> None:
+        if self._shown is not None:
+            self._shown.update({"text/plain": ""}, raw=True)

@@ -1,0 +1,216 @@
+"""What fits, as somebody reads it: the answer first, then how memory grows, and what was run."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from gpumem_magic.report.model import LABELS
+from gpumem_magic.trials.growth import FitCase
+from gpumem_magic.trials.tried import ERROR, Tried
+from gpumem_magic.units import GIB, amount, counted, human
+from gpumem_magic.views.display import HTML, PLAIN, PNG, in_terminal
+from gpumem_magic.views.sheet import Sheet
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+class Fits:
+    """What fits: shown in a notebook as words, a picture and a table, and by `print` as text.
+
+    ``fits.largest`` is the largest value, or a dictionary of them by card, by the second name's value, or by both.
+    """
+
+    def __init__(self, name: str, across: str | None, cases: Sequence[FitCase], subject: str = "cell") -> None:
+        self.name = name
+        self.across = across
+        self.cases = tuple(cases)
+        self._subject = subject
+
+    @property
+    def largest(self) -> Any:
+        """The largest value that fits, None where none does; a dictionary where there are several cases."""
+        found = {(case.device, case.across): self._best(case) for case in self.cases}
+        if len(found) == 1:
+            return next(iter(found.values()))
+        if self.across is None:
+            return {device: best for (device, _), best in found.items()}
+        if len({device for device, _ in found}) == 1:
+            return {across: best for (_, across), best in found.items()}
+        return found
+
+    @property
+    def trials(self) -> tuple[Tried, ...]:
+        """Every run, in order."""
+        return tuple(one for case in self.cases for one in case.found.tried)
+
+    def plot(self, *, dark: bool = False) -> Figure:
+        """Memory over the value as a matplotlib Figure, made without pyplot. Of several cases, the first where something fits."""
+        from gpumem_magic.trials.picture import draw
+
+        return draw(self.name, self._pictured(), dark=dark)
+
+    def __repr__(self) -> str:
+        return str(self._sheet())
+
+    def _repr_mimebundle_(
+        self, include: Container[str] | None = None, exclude: Container[str] | None = None
+    ) -> dict[str, Any]:
+        wanted = {
+            kind
+            for kind in (PLAIN, HTML, PNG)
+            if (include is None or kind in include) and (exclude is None or kind not in exclude)
+        }
+        data: dict[str, Any] = {PLAIN: repr(self)}
+        if HTML in wanted and not in_terminal():
+            from gpumem_magic.trials.picture import element
+
+            data[HTML] = self._sheet().html(between=element(self.name, self._pictured()))
+        return data
+
+    def _pictured(self) -> FitCase:
+        return next((case for case in self.cases if case.found.best is not None), self.cases[0])
+
+    def _best(self, case: FitCase) -> int | None:
+        best = case.found.best
+        return None if best is None else best.values[self.name]
+
+    # ---- words
+
+    def _sheet(self) -> Sheet:
+        if len(self.cases) == 1:
+            (case,) = self.cases
+            return Sheet("\n".join([self._answer(case), *self._growth(case), *self._run(case)]))
+        rows = [self._heads(), *(self._row(case) for case in self.cases)]
+        words = 2 if self.across is not None else 1
+        figures = range(words - (self._cards == 1), words + 2)
+        head = [self._summary(), *(line for case in self.cases[:1] for line in self._growth(case))]
+        return Sheet("\n".join(head), rows, figures=figures, after="\n".join(self._run_of_all()))
+
+    @property
+    def _cards(self) -> int:
+        return len({case.device for case in self.cases})
+
+    def _answer(self, case: FitCase) -> str:
+        found, best, above = case.found, case.found.best, case.found.above
+        card = _card(case.device)
+        if best is None:
+            lowest = min(found.tried, key=lambda one: one.values[self.name])
+            if lowest.ending == ERROR:
+                return f"Nothing can be said of {self.name}: {self._told(lowest)} {_failure(lowest)}."
+            return f"Not even {self._told(lowest)} fits on {card}: it {_failure(lowest)}."
+        words = f"{self._told(best)} fits on {card} ({_of(best)})"
+        if found.is_constant and above is None:
+            return f"{words}, the last value that was asked for: the memory does not depend on {self.name}."
+        if above is None:
+            at_end = best.values[self.name] == found.values[-1]
+            return f"{words}, {'the last value that was asked for' if at_end else 'and no larger one was run'}."
+        words = f"{words}; {above.values[self.name]:,} {_failure(above)}."
+        if not found.is_proven:
+            words += f" Between {best.values[self.name]:,} and {above.values[self.name]:,} nothing else was run."
+        return words
+
+    def _told(self, one: Tried) -> str:
+        return ", ".join(f"{name}={value}" for name, value in one.values.items())
+
+    def _growth(self, case: FitCase) -> Iterator[str]:
+        growth, best = case.growth, case.found.best
+        if case.found.is_constant:
+            yield (
+                f"No request of the {self._subject} grows with {self.name}. What was made before it with another value, as a "
+                "DataLoader, does not follow: make it in the same cell."
+                if self._subject == "cell"
+                else f"No request of the {self._subject} grows with {self.name}."
+            )
+        elif growth is not None and best is not None and growth.per_unit > 0:
+            yield (
+                f"At the peak one more {self.name} takes {human(round(growth.per_unit))}, "
+                f"and {human(max(0, growth.constant))} are there whatever it is."
+            )
+            for bent in growth.bent:
+                share = bent.share
+                of = f" of `{share.text}`" if share.text else ""
+                line = f" (line {share.line})" if share.line else ""
+                yield (
+                    f"Faster than linearly grow the {LABELS[share.category]}{of}{line}: {amount(share.bytes)}, and "
+                    f"{amount(bent.at_half)} with half of it."
+                )
+
+    def _run(self, case: FitCase) -> Iterator[str]:
+        tried = case.found.tried
+        fitting = [f"{one.values[self.name]:,}" for one in tried if one.fits]
+        failing = [f"{one.values[self.name]:,}" for one in tried if not one.fits]
+        words = [f"{_listed(fitting)} fit{'s' * (len(fitting) == 1)}"] if fitting else []
+        words += [f"{_listed(failing)} fail{'s' * (len(failing) == 1)}"] if failing else []
+        count = counted(len(tried), "trial")
+        yield f"Run on a virtual {case.device}, in {count}: {', '.join(words)}. {self._ends(tried)}".rstrip()
+
+    def _ends(self, tried: Sequence[Tried]) -> str:
+        fitting = [one for one in tried if one.fits]
+        if fitting and all(one.repeats for one in fitting):
+            return "Each that fits went on until its iterations repeated exactly."
+        if any(one.repeats for one in fitting):
+            return "Those that fit went on until their iterations repeated exactly, or to the end."
+        return "Those that fit went on to the end; no iterations repeated exactly." if fitting else ""
+
+    def _summary(self) -> str:
+        parts = []
+        for case in self.cases:
+            best = self._best(case)
+            card = f"{_card(case.device)}" if self._cards > 1 else ""
+            across = f"{self.across}={case.across}" if self.across is not None else ""
+            where = " with ".join(part for part in (f"on {card}" if card else "", across) if part)
+            parts.append(f"{'nothing' if best is None else f'{best:,}'} {where}")
+        return f"The largest {self.name} that fits: {'; '.join(parts)}."
+
+    def _heads(self) -> list[str]:
+        heads = ["card"] * (self._cards > 1) + ([self.across] if self.across is not None else [])
+        return [*heads, f"largest {self.name}", "nvidia-smi at its highest", "the next"]
+
+    def _row(self, case: FitCase) -> list[str]:
+        found = case.found
+        first = [case.device] * (self._cards > 1) + ([f"{case.across:,}"] if case.across is not None else [])
+        if found.best is None:
+            one = min(found.tried, key=lambda one: one.values[self.name])
+            return [*first, "none", "", f"{one.values[self.name]:,} {_failure(one)}"]
+        above = found.above
+        following = "the last that was asked for" if above is None else f"{above.values[self.name]:,} {_failure(above)}"
+        if above is not None and not found.is_proven:
+            following += "; nothing between was run"
+        return [*first, f"{found.best.values[self.name]:,}", _of(found.best), following]
+
+    def _run_of_all(self) -> Iterator[str]:
+        tried = self.trials
+        yield f"Run on virtual cards, in {counted(len(tried), 'trial')}. {self._ends(tried)}".rstrip()
+
+
+def _failure(one: Tried) -> str:
+    """``fails at line 12, `loss.backward()`, in iteration 2``."""
+    place = f" at line {one.line}" if one.line else ""
+    place += f", `{one.statement}`" if one.statement else ""
+    place += f", in iteration {one.iteration[-1]}" if one.iteration and one.iteration[-1] > 1 else ""
+    if one.ending == ERROR:
+        return f"raises {one.error}{f' ({place.strip()})' if place else ''}"
+    return f"fails{place}"
+
+
+def _of(one: Tried) -> str:
+    """``14.6 of 14.7 GiB``."""
+    if one.capacity >= GIB:
+        return f"{one.used / GIB:.1f} of {one.capacity / GIB:.1f} GiB"
+    return f"{human(one.used)} of {human(one.capacity)}"
+
+
+def _card(name: str) -> str:
+    head = name.split(",")[0]
+    if head[:1].isdigit():
+        return head
+    if head.startswith("virtual:"):
+        return f"a card of {head.removeprefix('virtual:')}"
+    vowel = (head[:1] in "AFHLMNRSX" and (head[1:2].isdigit() or head[1:2].isupper())) or head[:1].lower() in "aeiou"
+    return f"{'an' if vowel else 'a'} {head}"
+
+
+def _listed(words: Sequence[str]) -> str:
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"

@@ -1,0 +1,72 @@
+"""The card of a trial: the one that is on, another one under the same tensors, or one like this computer's GPU."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from gpumem_magic.devices import machines
+from gpumem_magic.devices.base import DeviceError
+from gpumem_magic.session import device as choosing
+from gpumem_magic.virtual.card import catalog
+
+if TYPE_CHECKING:
+    from gpumem_magic.virtual.machine import VirtualMachine
+
+
+def names_of(text: str) -> list[str]:
+    """The cards of ``T4,A100-40GB`` or ``T4,context=400MiB,H100``: an option is the card's before it. Raises DeviceError."""
+    found: list[str] = []
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        if "=" in part and found:
+            found[-1] += f",{part}"
+        else:
+            found.append(part)
+    if not found:
+        raise DeviceError("name the cards, as T4,A100-40GB,H100")
+    return [_checked(name) for name in found]
+
+
+def _checked(name: str) -> str:
+    if isinstance(catalog.parse(name), catalog.RealDevice):
+        raise DeviceError(
+            f"{name} is a real device, and trials run on virtual ones: without a name, one like it is taken"
+        )
+    return name
+
+
+def usual() -> str:
+    """The card where nobody named one: the virtual one that is on, one like this computer's GPU with what is free there now, or
+    the default."""
+    import torch
+
+    machine = choosing.virtual()
+    if machine is not None:
+        return machine.spec.text
+    gpus = machines.gpus(torch)
+    if gpus is None or not gpus.devices:
+        return choosing.DEFAULT_DEVICE
+    chosen = choosing.chosen_gpu()
+    gpu = gpus.devices[gpus.current_device() if chosen is None else chosen]
+    facts, counters = gpu.facts, gpu.counters()
+    if not facts.total_bytes:
+        return choosing.DEFAULT_DEVICE
+    like = next((key for key, model in catalog.CATALOG.items() if model.name == facts.name), None)
+    others = counters.other_processes if counters.other_processes is not None else counters.context_or_others
+    name = f"virtual:{facts.total_bytes}B" if like is None else f"{like},total={facts.total_bytes}B"
+    return name if others is None else f"{name},idle={others}B"
+
+
+def put_on(name: str | None) -> VirtualMachine:
+    """In a trial's process: the card of that name under the tensors that are there. Raises DeviceError."""
+    machine = choosing.virtual()
+    if machine is None:
+        choosing.choose(name or choosing.DEFAULT_DEVICE)
+    elif name is not None and name != machine.spec.text:
+        spec = catalog.parse(name)
+        if not machine.live_storages():
+            choosing.choose(name)
+        elif isinstance(spec, catalog.DeviceSpec):
+            machine.become(spec)
+    found = choosing.virtual()
+    assert found is not None
+    return found

@@ -1,0 +1,144 @@
+"""One run of a program on a virtual card, in the process that it has for itself, and what it came to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+
+from gpumem_magic.allocator.program import ALLOC, FAILED, FREE, Program
+from gpumem_magic.attribution.view import DeviceView
+from gpumem_magic.recording import under_way
+from gpumem_magic.recording.failure import is_out_of_memory
+from gpumem_magic.recording.limit import IterationLimit
+from gpumem_magic.recording.progress import CellProgress, StopRun
+from gpumem_magic.recording.quiet import no_automatic_collection
+from gpumem_magic.recording.recorder import Recorder
+from gpumem_magic.recording.repetition import ENOUGH
+from gpumem_magic.report.build import report_of
+from gpumem_magic.report.model import ReportData
+from gpumem_magic.trials.cards import put_on
+from gpumem_magic.trials.process import in_a_fork, last_words
+from gpumem_magic.trials.programs import Place, Running, Subject
+from gpumem_magic.trials.tried import ERROR, FITS, MEMORY, Course, Share, Tried
+from gpumem_magic.virtual.engine.device import VirtualDevice
+
+
+def tried(program: Subject, device: str | None, values: Mapping[str, int]) -> Tried:
+    """Runs the program with these values on a card (None: the one that is on) in a process of its own."""
+    found: Tried = in_a_fork(lambda: _run(program, device, values))
+    return found
+
+
+def _run(program: Subject, device: str | None, values: Mapping[str, int]) -> Tried:
+    under_way.abandon()
+    machine = put_on(device)
+    running = program.prepared(values)
+    index = machine.current_device()
+    recorder = Recorder(machine, primary=index, names=running.names, own_file=running.filename)
+    limit = IterationLimit(None, lambda: recorder.alike >= ENOUGH)
+    recorder.start(running.namespace())
+    limit.install()
+    running.observe(CellProgress(recorder, limit, running.source), recorder)
+    error: BaseException | None = None
+    place: Place | None = None
+    try:
+        _to_its_end(running)
+    except BaseException as raised:
+        error, place = raised, running.failed(raised.__traceback__)
+    iterations = len(recorder.iterations)
+    repeats = recorder.alike >= ENOUGH
+    with no_automatic_collection():
+        recording = recorder.finish(error, place, running.namespace())
+        used = [number for number, log in sorted(recording.logs.items()) if log.events or log.start]
+        primary = index if index in used or not used else used[0]
+        if recording.error is not None and recording.error.device is not None:
+            primary = recording.error.device
+        view = DeviceView(recording, primary)
+        report = report_of(view, most_steps=0)
+    ending = FITS if error is None else MEMORY if is_out_of_memory(error) else ERROR
+    return _told(machine.spec.text, values, ending, report, view, machine.devices[primary], iterations, repeats)
+
+
+def _to_its_end(running: Running) -> None:
+    """Raises what the program raises; leaving by ``sys.exit()`` is no error, and a status is one."""
+    with suppress(StopRun):
+        try:
+            running.run()
+        except SystemExit as left:
+            if left.code not in (None, 0):
+                words = left.code if isinstance(left.code, str) else last_words()
+                raise RuntimeError(words or f"it exits with {left.code!r}") from left
+
+
+def _told(
+    name: str,
+    values: Mapping[str, int],
+    ending: str,
+    report: ReportData,
+    view: DeviceView,
+    device: VirtualDevice,
+    iterations: int,
+    repeats: bool,
+) -> Tried:
+    failing = next((row for row in reversed(report.checkpoints) if row.kind == "error"), None)
+    at = report.peak if failing is None or ending != MEMORY else failing
+    error = report.error
+    shares, owners = _shares(view, report.peak.position)
+    model = device.model
+    outside = model.idle_bytes + model.context_bytes
+    return Tried(
+        device=name,
+        values=dict(values),
+        ending=ending,
+        capacity=model.total_bytes,
+        used=report.peak.peak_reserved + outside,
+        allocated=at.allocated,
+        reserved=at.reserved,
+        categories={category: size for category, size in at.categories.items() if size},
+        shares=shares,
+        where=report.peak.where,
+        iterations=iterations,
+        repeats=repeats,
+        retries=report.retries,
+        line=0 if error is None or error.line is None else error.line,
+        statement="" if failing is None else failing.statement.strip().partition("\n")[0],
+        iteration=() if failing is None else failing.iteration,
+        wanted=0 if error is None else error.requested or 0,
+        error="" if error is None else f"{error.type}: {error.message}".splitlines()[0],
+        course=_course(view, device, owners, ending == FITS),
+    )
+
+
+def _shares(view: DeviceView, position: int) -> tuple[tuple[Share, ...], dict[int, int]]:
+    """Who holds what at a position, and by the event of each allocation that lives then, the place of its share."""
+    places: dict[tuple[str, int, str], int] = {}
+    sizes: list[int] = []
+    owners: dict[int, int] = {}
+    for one in view.timeline.live_at(position):
+        facts = view.tensors.facts(one)
+        text = facts.statement.strip().partition("\n")[0] or facts.inner
+        place = places.setdefault((facts.category, facts.line, text), len(places))
+        if place == len(sizes):
+            sizes.append(0)
+        sizes[place] += one.size
+        owners[one.born] = place
+    return tuple(Share(*key, sizes[place]) for key, place in places.items()), owners
+
+
+def _course(view: DeviceView, device: VirtualDevice, owners: Mapping[int, int], whole: bool) -> Course:
+    log = view.log
+    numbers: dict[int, int] = {}
+    steps = []
+    sizes: list[int] = []
+    for step in Program(log.start, log.events, log.final or ()).steps:
+        pool = step.pool_id
+        if step.action in (ALLOC, FAILED):
+            numbers[step.block] = len(sizes)
+            steps.append((True, len(sizes), step.stream, pool))
+            sizes.append(step.size)
+        elif step.action == FREE:
+            steps.append((False, numbers.get(step.block, step.block), step.stream, None))
+    model = device.model
+    available = model.total_bytes - model.idle_bytes - model.context_bytes
+    live = tuple((numbers[event], place) for event, place in owners.items() if event in numbers)
+    return Course(tuple(steps), tuple(sizes), live, tuple(log.start), whole, available, model.total_bytes, log.settings)

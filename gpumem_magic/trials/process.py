@@ -1,0 +1,205 @@
+"""One function's run in a process of its own: a fork, which has everything that this process has and can change none of it.
+
+What the function prints goes nowhere, what it puts into the folder for temporary files goes with it, and no process stays
+behind: neither after an error nor after Ctrl-C. Files that it writes elsewhere are written.
+"""
+
+from __future__ import annotations
+
+import builtins
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, NoReturn
+
+from gpumem_magic.devices import machines
+from gpumem_magic.devices.base import DeviceError
+
+_LENGTH = 8
+_PIECE = 1 << 20
+# In the folder of a trial: what went to its standard error.
+_WORDS = "gpumem-words"
+# What the child keeps of the process that it came from: an object that Python throws away there may write or close.
+_KEPT: list[object] = []
+
+
+class NoTrial(DeviceError):
+    """A process of its own is not to be had, or came to nothing. The text is one line."""
+
+
+def in_a_fork(work: Callable[[], Any]) -> Any:
+    """What ``work()`` returns in a forked process, which has to be something that can be pickled.
+
+    Raises NoTrial where there is no fork, or where the process ended without an answer; what `work` raises is its own to catch.
+    """
+    _refuse_where_impossible()
+    with tempfile.TemporaryDirectory(prefix="gpumem-trial-") as folder:
+        receiving, sending = os.pipe()
+        child = status = 0
+        try:
+            with _no_interrupt():
+                with _nobody_in_the_middle():
+                    child = _fork()
+                if not child:
+                    _be_the_child(work, sending, folder)
+            os.close(sending)
+            answer = _received(receiving)
+        finally:
+            if child:
+                status = _ended(child)
+            for end in (receiving, sending):
+                with suppress(OSError):
+                    os.close(end)
+        if answer is None:
+            raise NoTrial(f"the trial's process {_how_it_ended(status)}")
+        return pickle.loads(answer)
+
+
+def _refuse_where_impossible() -> None:
+    import torch
+
+    if not hasattr(os, "fork"):
+        raise NoTrial("a trial needs os.fork, which this system lacks: `gpumem fit` on Linux, or WSL, has it")
+    if torch.cuda.is_initialized() and machines.virtual() is None:
+        raise NoTrial(
+            "CUDA is in use in this process, and no copy of it could go on without the GPU: "
+            "restart the kernel, choose a virtual device (`%gpumem_device`), and run the cells above again"
+        )
+
+
+def _fork() -> int:
+    with warnings.catch_warnings():
+        # Python warns of other threads. What they may hold was taken before (`_nobody_in_the_middle`).
+        warnings.simplefilter("ignore")
+        return os.fork()
+
+
+@contextmanager
+def _no_interrupt() -> Iterator[None]:
+    """Ctrl-C waits until the child is known."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def _nobody_in_the_middle() -> Iterator[None]:
+    """No other thread (the watch's) is at work on the virtual device: in the child it would never end."""
+    machine: Any = machines.virtual()
+    if machine is None:
+        yield
+        return
+    with machine.engine.lock:
+        yield
+
+
+def _received(pipe: int) -> bytes | None:
+    """The answer; None where the process ended without one. Not to the end of the file: a grandchild may hold the other end."""
+    head = _read(pipe, _LENGTH)
+    return None if head is None else _read(pipe, int.from_bytes(head, "little"))
+
+
+def _read(pipe: int, count: int) -> bytes | None:
+    pieces = []
+    while count:
+        piece = os.read(pipe, min(count, _PIECE))
+        if not piece:
+            return None
+        pieces.append(piece)
+        count -= len(piece)
+    return b"".join(pieces)
+
+
+def _ended(child: int) -> int:
+    """Ends the process and everything that it started; how it ended."""
+    while True:
+        try:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(child, signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
+            with suppress(ChildProcessError):
+                return os.waitpid(child, 0)[1]
+            return 0
+        except KeyboardInterrupt:
+            # Once more: nothing stays behind. The first one is on its way already.
+            continue
+
+
+def _how_it_ended(status: int) -> str:
+    if os.WIFSIGNALED(status) and os.WTERMSIG(status) != signal.SIGKILL:
+        return f"was ended by {signal.Signals(os.WTERMSIG(status)).name}"
+    return "ended without an answer (was the host's memory used up?)"
+
+
+# ---- in the child
+
+
+def _be_the_child(work: Callable[[], Any], pipe: int, folder: str) -> NoReturn:
+    status = 1
+    try:
+        os.setsid()
+        _end_with_the_parent()
+        _be_alone(folder)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        data = pickle.dumps(work(), pickle.HIGHEST_PROTOCOL)
+        with open(pipe, "wb", closefd=False) as file:
+            file.write(len(data).to_bytes(_LENGTH, "little") + data)
+        status = 0
+    finally:
+        # Whatever happened: what called us is the parent's, and never goes on here.
+        os._exit(status)
+
+
+def _end_with_the_parent() -> None:
+    """Where the parent is killed, Linux kills the child."""
+    if not sys.platform.startswith("linux"):
+        return
+    import ctypes
+
+    set_death_signal = 1
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(set_death_signal, int(signal.SIGKILL))
+
+
+def _be_alone(folder: str) -> None:
+    """Nothing is read from the user and nothing shown; PyTorch computes in this thread alone."""
+    import torch
+
+    nothing = os.open(os.devnull, os.O_RDWR)
+    words = os.open(os.path.join(folder, _WORDS), os.O_RDWR | os.O_CREAT | os.O_APPEND)
+    for number, kept in ((0, nothing), (1, nothing), (2, words)):
+        os.dup2(kept, number)
+    _KEPT.extend((sys.stdin, sys.stdout, sys.stderr, builtins.input, *threading.enumerate()))
+    sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115 - they end with the process
+    sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+    sys.stderr = open(2, "a", encoding="utf-8", errors="replace", buffering=1, closefd=False)  # noqa: SIM115
+    builtins.input = _nobody_answers
+    tempfile.tempdir = os.environ["TMPDIR"] = folder
+    # The threads of OpenMP and MKL did not come along.
+    torch.set_num_threads(1)
+    machine: Any = machines.virtual()
+    if machine is not None:
+        machine.forked()
+
+
+def last_words() -> str:
+    """In a trial: the last line that the program wrote to its standard error, or ""."""
+    with (
+        suppress(OSError),
+        open(os.path.join(tempfile.gettempdir(), _WORDS), encoding="utf-8", errors="replace") as file,
+    ):
+        return next((line.strip() for line in reversed(file.readlines()) if line.strip()), "")
+    return ""
+
+
+def _nobody_answers(prompt: object = "") -> str:
+    raise EOFError("nobody answers in a trial")

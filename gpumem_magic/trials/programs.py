@@ -1,0 +1,210 @@
+"""The programs that trials run: a notebook's cell, a function that makes one step, a script."""
+
+from __future__ import annotations
+
+import linecache
+from collections.abc import Mapping
+from dataclasses import replace
+from types import ModuleType, TracebackType
+from typing import TYPE_CHECKING, Any, Protocol
+
+from gpumem_magic.recording.cell import CellRun, PreparedCell
+from gpumem_magic.recording.script import ScriptRun, as_main
+from gpumem_magic.trials.values import VaryError, mentions, with_values
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from importlib.machinery import ModuleSpec
+
+    from gpumem_magic.recording.hook import CellObserver
+    from gpumem_magic.recording.instrument import Statement
+    from gpumem_magic.recording.recorder import Recorder
+
+Place = tuple[str, int, tuple[int, ...], tuple[int, ...]]
+"""A statement's text, line and iteration, and the lines of the loops around it."""
+
+
+class Running(Protocol):
+    """A program with its values, ready to run once."""
+
+    names: frozenset[str]
+    filename: str
+    source: str
+
+    def observe(self, observer: CellObserver, recorder: Recorder) -> None: ...
+
+    def namespace(self) -> Mapping[str, Any]: ...
+
+    def run(self) -> None:
+        """Raises what the program raises."""
+
+    def failed(self, traceback: TracebackType | None) -> Place | None: ...
+
+
+class Subject(Protocol):
+    """What is tried."""
+
+    def prepared(self, values: Mapping[str, int]) -> Running:
+        """With these values. Called in the trial's own process: it may change what it likes there."""
+
+    def check(self, names: Sequence[str]) -> None:
+        """Raises VaryError where one of the names cannot be varied."""
+
+
+class CellProgram:
+    """A notebook's cell."""
+
+    def __init__(self, shell: Any, cell: PreparedCell) -> None:
+        if cell.needs_await:
+            raise VaryError(
+                "a cell that awaits at its top level cannot be tried: only the notebook's event loop runs it"
+            )
+        self._shell = shell
+        self._cell = cell
+
+    def check(self, names: Sequence[str]) -> None:
+        """A name has to be assigned or read, by the cell or by a function that it calls."""
+        assigned = with_values(self._cell.tree, dict.fromkeys(names, 0))[1]
+        for name in names:
+            if name not in assigned and not mentions(self._cell.tree, name) and name not in self._shell.user_ns:
+                raise VaryError(f"the cell neither assigns nor reads `{name}`")
+
+    def prepared(self, values: Mapping[str, int]) -> _RunningCell:
+        tree, assigned = with_values(self._cell.tree, values)
+        self._shell.user_ns.update({name: value for name, value in values.items() if name not in assigned})
+        return _RunningCell(self._shell, replace(self._cell, tree=tree))
+
+
+class _RunningCell:
+    def __init__(self, shell: Any, cell: PreparedCell) -> None:
+        self._shell = shell
+        self._run = CellRun(shell, cell)
+        self.names, self.filename, self.source = self._run.names, self._run.filename, self._run.source
+
+    def observe(self, observer: CellObserver, recorder: Recorder) -> None:
+        self._run.observe(observer)
+
+    def namespace(self) -> Mapping[str, Any]:
+        found: Mapping[str, Any] = self._shell.user_ns
+        return found
+
+    def run(self) -> None:
+        self._run.run()
+
+    def failed(self, traceback: TracebackType | None) -> Place | None:
+        return _place(self._run.failed(traceback))
+
+
+class ScriptProgram:
+    """A script; what is varied are its arguments."""
+
+    def __init__(self, path: str, arguments: Sequence[str], spec: ModuleSpec | None = None) -> None:
+        self._path = path
+        self._arguments = list(arguments)
+        self._spec = spec
+
+    def check(self, names: Sequence[str]) -> None:
+        """A script is asked nothing: it says itself what it makes of its arguments."""
+
+    def arguments(self, values: Mapping[str, int]) -> list[str]:
+        """``--batch-size=8``, in the place of the same argument where the script has it already."""
+        given = list(self._arguments)
+        for name, value in values.items():
+            text = f"{name}={value}"
+            places = [place for place, one in enumerate(given) if one.startswith(f"{name}=")]
+            if places:
+                given[places[-1]] = text
+            elif name in given[:-1]:
+                given[given.index(name) + 1] = str(value)
+            else:
+                given.append(text)
+        return given
+
+    def prepared(self, values: Mapping[str, int]) -> _RunningScript:
+        return _RunningScript(self._path, self.arguments(values), self._spec)
+
+
+class _RunningScript:
+    def __init__(self, path: str, arguments: list[str], spec: ModuleSpec | None) -> None:
+        self._script = ScriptRun(path)
+        # Never left: the process ends with it.
+        self._around = as_main(path, arguments, spec)
+        self._main: ModuleType = self._around.__enter__()
+        self.names, self.filename, self.source = self._script.names, path, self._script.source
+
+    def observe(self, observer: CellObserver, recorder: Recorder) -> None:
+        self._script.observe(observer)
+
+    def namespace(self) -> Mapping[str, Any]:
+        return vars(self._main)
+
+    def run(self) -> None:
+        self._script.run(self._main)
+
+    def failed(self, traceback: TracebackType | None) -> Place | None:
+        return _place(self._script.failed(traceback))
+
+
+class StepProgram:
+    """A function that makes one training step (or all of it), called until its calls repeat exactly."""
+
+    # So many calls are made where they never do.
+    MOST = 20
+
+    def __init__(self, step: Callable[..., Any]) -> None:
+        self._step = step
+
+    def check(self, names: Sequence[str]) -> None:
+        """Python says it, at the first call."""
+
+    def prepared(self, values: Mapping[str, int]) -> _RunningStep:
+        return _RunningStep(self._step, values)
+
+
+class _RunningStep:
+    def __init__(self, step: Callable[..., Any], values: Mapping[str, int]) -> None:
+        self._step, self._values = step, values
+        code = getattr(step, "__code__", None)
+        self.filename: str = "" if code is None else code.co_filename
+        self.source = ""
+        self.names = frozenset(() if code is None else code.co_names)
+        self._recorder: Recorder | None = None
+        self._calls = 0
+
+    def observe(self, observer: CellObserver, recorder: Recorder) -> None:
+        self._recorder = recorder
+
+    def namespace(self) -> Mapping[str, Any]:
+        found: Mapping[str, Any] = getattr(self._step, "__globals__", {})
+        return found
+
+    def run(self) -> None:
+        from gpumem_magic.recording.repetition import ENOUGH
+
+        recorder = self._recorder
+        assert recorder is not None
+        told = ", ".join(f"{name}={value}" for name, value in self._values.items())
+        label = f"{getattr(self._step, '__name__', 'step')}({told})"
+        while self._calls < StepProgram.MOST and recorder.alike < ENOUGH:
+            self._calls += 1
+            before = len(recorder.iterations)
+            self._step(**self._values)
+            recorder.checkpoint("statement", label, label, 0, (self._calls,), (0,))
+            if len(recorder.iterations) == before:
+                # It steps no optimizer: its calls are the iterations.
+                recorder.iteration_ended()
+
+    def failed(self, traceback: TracebackType | None) -> Place | None:
+        line = 0
+        while traceback is not None:
+            if traceback.tb_frame.f_code.co_filename == self.filename:
+                line = traceback.tb_lineno
+            traceback = traceback.tb_next
+        return linecache.getline(self.filename, line).strip(), line, (self._calls,), (0,)
+
+
+def _place(failed: tuple[Statement, tuple[int, ...], tuple[int, ...]] | None) -> Place | None:
+    if failed is None:
+        return None
+    statement, iteration, loops = failed
+    return statement.text, statement.line, iteration, loops

@@ -1,0 +1,181 @@
+"""The largest value that fits, in few trials: two small ones, then those that the emulated allocator foretells.
+
+The answer is a value that was run to where its iterations repeat, and the next one above was run as well and failed.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from gpumem_magic.trials.foresight import Foresight, through
+from gpumem_magic.trials.tried import ERROR, Course, Tried
+
+MOST_TRIALS = 8
+# The first trial's place among the values, where there are more than a few: 1 is often a special case.
+_FIRST, _FEW = 1, 8
+# Where memory is short of pieces rather than bytes, larger values may fit again: so many are looked at above the wall.
+_ABOVE = 24
+# So many times the largest value that fits is far away.
+_FAR = 4
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """What a search came to. tried: in the order in which they were run. best: the largest that fits, None where none does.
+
+    above: the smallest that was run above it and failed. is_proven: no value lies between the two, or the best is the last.
+    foreseen: whether the course of requests foretold them. is_constant: no request grows with the value.
+    """
+
+    name: str
+    values: Sequence[int]
+    tried: tuple[Tried, ...]
+    best: Tried | None
+    above: Tried | None
+    is_proven: bool
+    foreseen: bool
+    is_constant: bool
+
+
+def search(name: str, values: Sequence[int], run: Callable[[int], Tried]) -> SearchResult:
+    """values: in ascending order. run: one trial."""
+    return _Hunt(name, values, run).found()
+
+
+class _Hunt:
+    def __init__(self, name: str, values: Sequence[int], run: Callable[[int], Tried]) -> None:
+        self.name, self.values, self.run = name, values, run
+        # By place among the values.
+        self.tried: dict[int, Tried] = {}
+        self.foresight = Foresight({})
+        self.foreseen = False
+        # How often in a row a value went otherwise than foretold.
+        self.surprises = 0
+
+    def found(self) -> SearchResult:
+        self._begin()
+        while len(self.tried) < MOST_TRIALS and (place := self._next()) is not None:
+            expected = place <= self._foretold_place if self._foretold_place is not None else None
+            fits = self._try(place).fits
+            self.surprises = self.surprises + 1 if expected is not None and fits != expected else 0
+        low, high = self._bracket()
+        best = None if low is None else self.tried[low]
+        is_proven = low is not None and (low == len(self.values) - 1 or high == low + 1)
+        return SearchResult(
+            self.name,
+            self.values,
+            tuple(self.tried.values()),
+            best,
+            None if high is None else self.tried[high],
+            is_proven or (low is None and 0 in self.tried),
+            self.foreseen,
+            self.foresight.sees and self.foresight.is_constant,
+        )
+
+    _foretold_place: int | None = None
+
+    def _begin(self) -> None:
+        """Two trials, of which even a program whose memory grows with the square of the value passes the second."""
+        last = len(self.values) - 1
+        place = min(_FIRST, last) if last >= _FEW else 0
+        first = self._try(place)
+        if not first.fits:
+            if place or (last and first.ending == ERROR):
+                self._try(0 if place else 1)
+            return
+        if place < last:
+            self._try(max(2 * place + 1, self._by_the_square(place)))
+
+    def _try(self, place: int) -> Tried:
+        found = self.tried[place] = self.run(self.values[place])
+        courses: dict[int, Course] = {
+            self.values[at]: one.course for at, one in self.tried.items() if one.course is not None
+        }
+        sight = Foresight(courses)
+        if sight.sees or not self.foresight.sees:
+            # Near the wall a size may take other kernels: then what was seen before still tells most.
+            self.foresight = sight
+        return found
+
+    def _bracket(self) -> tuple[int | None, int | None]:
+        """The places of the largest that fits, and of the smallest above it that does not."""
+        low = max((at for at, one in self.tried.items() if one.fits), default=None)
+        above = [at for at, one in self.tried.items() if not one.fits and (low is None or at > low)]
+        return low, min(above, default=None)
+
+    def _next(self) -> int | None:
+        """The place to try now; None where the answer is known."""
+        self._foretold_place = None
+        low, high = self._bracket()
+        last = len(self.values) - 1
+        if low is None:
+            # Below the smallest that failed there is nothing, or the first value.
+            return 0 if 0 not in self.tried else None
+        end = last + 1 if high is None else high
+        if low + 1 >= end:
+            return None
+        if self.foresight.sees and self.foresight.is_constant:
+            return last if high is None else (low + end) // 2
+        place = self._foretold(low, end)
+        if place is None and high is None and len(self.tried) == 2:
+            # What is small may take other kernels; then the two are not alike, and a third is wanted.
+            place = max(low + 1, self._by_the_square(low))
+        elif place is None:
+            place = self._by_the_peaks(low, end)
+        self._foretold_place = place
+        if self.surprises and self.values[place] > _FAR * self.values[low]:
+            # Too far to be foretold from what is known: something on the way tells how everything grows.
+            between = (max(1, self.values[low]) * self.values[place]) ** 0.5
+            place = bisect_right(self.values, between) - 1
+        elif self.surprises:
+            # It was wrong: wider steps, away from where it was wrong, but never beyond the middle.
+            step = 1 << (self.surprises - 1)
+            middle = (low + end) // 2
+            place = max(min(place, end - step), middle) if place > low else min(low + step, middle)
+        return max(low + 1, min(place, end - 1))
+
+    def _foretold(self, low: int, end: int) -> int | None:
+        """The largest place below `end` that the allocator serves, by the courses; `low` where nothing above it fits."""
+        sight = self.foresight
+        if not sight.sees:
+            return None
+        self.foreseen = True
+        course = next(one.course for one in self.tried.values() if one.course is not None)
+
+        def fits(place: int) -> bool:
+            return sight.fits(self.values[place], course.available, course.total)
+
+        below, above = low, end
+        while above - below > 1:
+            middle = (below + above) // 2
+            if fits(middle):
+                below = middle
+            else:
+                above = middle
+        beyond = [place for place in range(above + 1, min(end, above + 1 + _ABOVE)) if fits(place)]
+        return max(beyond, default=below)
+
+    def _by_the_square(self, place: int) -> int:
+        """Which place a program passes whose memory grows with the square of the value, as it passes this one."""
+        one = self.tried[place]
+        room = 1.0 if one.course is None else one.course.available / max(1, one.allocated)
+        return bisect_right(self.values, self.values[place] * max(1.0, room) ** 0.5) - 1
+
+    def _by_the_peaks(self, low: int, end: int) -> int:
+        """Where a curve through the peaks of the largest that fit meets what the card has; else the middle."""
+        fitting = sorted(at for at, one in self.tried.items() if one.fits)[-3:]
+        middle = (low + end) // 2
+        course = self.tried[low].course
+        if len(fitting) < 2 or course is None or len(self.tried) > MOST_TRIALS - 3:
+            return middle
+        points = [(self.values[at], self.tried[at].allocated) for at in fitting]
+        below, above = low, end
+        while above - below > 1:
+            place = (below + above) // 2
+            if through(points, self.values[place]) <= course.available:
+                below = place
+            else:
+                above = place
+        return below

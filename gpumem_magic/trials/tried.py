@@ -1,0 +1,76 @@
+"""What one trial came to: numbers and strings, and the course of its requests."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from gpumem_magic.snapshot.model import Segment
+from gpumem_magic.snapshot.rules import DEFAULT_SETTINGS, AllocatorSettings
+
+FITS, MEMORY, ERROR = "fits", "memory", "error"
+
+
+@dataclass(frozen=True)
+class Course:
+    """A run's requests and frees on one device, by identity.
+
+    steps: (whether it is a request, the block's number, its stream, its private pool), in order; blocks from before have negative
+    numbers. sizes: of the requests, in order, in bytes. live: the blocks at the peak, each with its share's place in
+    `Tried.shares`. start: the segments before. whole: whether the program went to its end. available: what the device has for
+    them in bytes, of `total`.
+    """
+
+    steps: tuple[tuple[bool, int, int, tuple[int, int] | None], ...]
+    sizes: tuple[int, ...]
+    live: tuple[tuple[int, int], ...]
+    start: tuple[Segment, ...]
+    whole: bool
+    available: int
+    total: int
+    settings: AllocatorSettings = DEFAULT_SETTINGS
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one line holds at the peak, in bytes. line: 0 where none is known; text: its statement, or what made it."""
+
+    category: str
+    line: int
+    text: str
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Tried:
+    """One run of a program with these values. ending: one of the words above. Sizes are bytes; `used` is what nvidia-smi
+    would have said at its highest, of `capacity`.
+
+    iterations: of training; repeats: whether it ended since they repeated exactly. line, statement, iteration: where it failed;
+    wanted: the request that failed; error: the first line of another error.
+    """
+
+    device: str
+    values: Mapping[str, int]
+    ending: str
+    capacity: int
+    used: int
+    allocated: int
+    reserved: int
+    categories: Mapping[str, int]
+    shares: tuple[Share, ...] = ()
+    where: str = ""
+    iterations: int = 0
+    repeats: bool = False
+    retries: int = 0
+    line: int = 0
+    statement: str = ""
+    iteration: tuple[int, ...] = ()
+    wanted: int = 0
+    error: str = ""
+    course: Course | None = field(default=None, repr=False, compare=False)
+    flops: int = 0
+
+    @property
+    def fits(self) -> bool:
+        return self.ending == FITS

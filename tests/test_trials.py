@@ -1,0 +1,407 @@
+"""What fits: trials in processes of their own, the largest value in few of them, and nothing changed around them."""
+
+from __future__ import annotations
+
+import ast
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from causes_cells import Notebook, notebook
+
+import gpumem_magic
+from gpumem_magic.devices.base import DeviceError
+from gpumem_magic.trials import cards, process
+from gpumem_magic.trials.foresight import through
+from gpumem_magic.trials.process import NoTrial, in_a_fork
+from gpumem_magic.trials.programs import ScriptProgram
+from gpumem_magic.trials.search import MOST_TRIALS, search
+from gpumem_magic.trials.tried import FITS, MEMORY, Tried
+from gpumem_magic.trials.values import VaryError, varied, with_values
+from gpumem_magic.virtual import gpu
+
+SMALL = "virtual:256MiB,context=0MiB,idle=0MiB"
+# 32 MiB of weights, gradients and one moment each; then 3 MiB a row, about.
+CELL = """
+batch_size = 4
+model = nn.Linear(1024, 1024, bias=False).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+for step in range(12):
+    optimizer.zero_grad()
+    loss = model(torch.randn(batch_size, 256, 1024, device="cuda")).relu().sum()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Notebook]:
+    with notebook(SMALL) as found:
+        yield found
+
+
+@pytest.fixture
+def book(shared: Notebook) -> Notebook:
+    """With an empty card."""
+    shared.cell(f"%gpumem_device {SMALL}")
+    return shared
+
+
+def fits_alone(book: Notebook, cell: str, device: str = SMALL) -> bool:
+    """Whether the cell runs to its end, on a card of its own, as a user would run it."""
+    with notebook(device) as other:
+        other.cell("%%gpumem -q --until-repeat\n" + cell)
+        report = gpumem_magic.last_report()
+        assert report is not None
+    book.cell(f"%gpumem_device {SMALL}")
+    return report.error is None
+
+
+def fake(values: dict[int, bool], tried: list[int]) -> Any:
+    def run(value: int) -> Tried:
+        tried.append(value)
+        return Tried("T4", {"n": value}, FITS if values[value] else MEMORY, 1, 1, value, 1, {})
+
+    return run
+
+
+# ---- what is typed
+
+
+def test_values_are_read() -> None:
+    assert varied("batch_size=1..1024").values == range(1, 1025)
+    assert varied("--batch-size=8..64..8").values == range(8, 65, 8)
+    assert varied("seq_len=2048,512, 1024").values == [512, 1024, 2048]
+    for wrong in ("batch_size", "=1..2", "n=1..x", "n=5..1", "n=", "n=1..2..3..4", "n=1.5", "n=1..9..0"):
+        with pytest.raises(VaryError) as caught:
+            varied(wrong)
+        assert "\n" not in str(caught.value)
+
+
+def test_cards_keep_their_options() -> None:
+    assert cards.names_of("T4,context=400MiB, A100-40GB") == ["T4,context=400MiB", "A100-40GB"]
+    with pytest.raises(DeviceError, match="real device"):
+        cards.names_of("cuda:0")
+    with pytest.raises(DeviceError, match="unknown device"):
+        cards.names_of("T5000")
+
+
+@pytest.mark.parametrize(
+    ("cell", "changed"),
+    [
+        ("n = 32", "n = 7"),
+        ("n: int = 32", "n: int = 7"),
+        ("a = n = 32", "a = n = 32\nn = 7"),
+        ("n, m = 32, 64", "n, m = (32, 64)\nn = 7"),
+        ("if True:\n    n = 1\nelse:\n    n = 2", "if True:\n    n = 7\nelse:\n    n = 7"),
+        ("n = 32\nn = n // 2\nn += 1", "n = 7\nn = n // 2\nn += 1"),
+        ("def f(n=3):\n    n = 4", "def f(n=3):\n    n = 4"),
+        ("print((n := 5))", "print((n := 7))"),
+        ("x[n] = 3\nx.n = 4", "x[n] = 3\nx.n = 4"),
+    ],
+)
+def test_what_a_cell_assigns_is_replaced(cell: str, changed: str) -> None:
+    tree = ast.parse(cell)
+    before = ast.dump(tree)
+    assert ast.unparse(with_values(tree, {"n": 7})[0]) == changed
+    assert ast.dump(tree) == before
+
+
+@pytest.mark.parametrize("cell", ["for n in (1, 2): pass", "import n", "def n(): pass", "with open(x) as n: pass"])
+def test_a_name_that_gets_its_values_elsewhere_is_refused(cell: str) -> None:
+    with pytest.raises(VaryError, match="line 1"):
+        with_values(ast.parse(cell), {"n": 7})
+
+
+# ---- the search
+
+
+def test_powers_and_curves_are_known_from_few_points() -> None:
+    assert through([(2, 40), (8, 160)], 100) == 2000
+    assert through([(2, 4), (8, 64)], 100) == 10000
+    assert through([(2, 30), (8, 30)], 100) == 30
+    assert through([(2, 14), (8, 26)], 100) == 210
+    assert through([(2, 2 * 2 + 5), (4, 4 * 4 + 5), (8, 8 * 8 + 5)], 100) == 10005
+
+
+@pytest.mark.parametrize("wall", [0, 1, 2, 3, 17, 100, 511, 512])
+def test_without_any_foresight_the_answer_is_never_above_the_truth(wall: int) -> None:
+    tried: list[int] = []
+    found = search("n", range(1, 513), fake({n: n <= wall for n in range(1, 513)}, tried))
+    assert len(tried) == len(set(tried)) <= MOST_TRIALS
+    best = 0 if found.best is None else found.best.values["n"]
+    assert best <= wall
+    if found.is_proven:
+        assert best == wall
+    if found.above is not None:
+        assert found.above.values["n"] > wall
+
+
+def test_values_that_fit_beyond_one_that_does_not_are_not_claimed_as_proven() -> None:
+    tried: list[int] = []
+    found = search("n", [1, 2, 3, 4, 5], fake({1: True, 2: True, 3: False, 4: True, 5: False}, tried))
+    assert found.best is not None
+    assert found.best.values["n"] in (2, 4)
+    assert found.above is not None
+    assert found.above.values["n"] == found.best.values["n"] + 1
+
+
+# ---- cells
+
+
+def test_the_largest_value_is_that_of_an_exhaustive_search(book: Notebook) -> None:
+    book.cell("%%gpumem --fit batch_size=1..200 -q -o found\n" + CELL)
+    found = book.shell.user_ns["found"]
+    best = found.largest
+    assert fits_alone(book, CELL.replace("batch_size = 4", f"batch_size = {best}"))
+    assert not fits_alone(book, CELL.replace("batch_size = 4", f"batch_size = {best + 1}"))
+    assert len(found.trials) <= 5
+    assert all(one.repeats for one in found.trials if one.fits)
+    answer = str(found).splitlines()
+    assert answer[0].startswith(f"batch_size={best} fits on a card of 256MiB (")
+    assert f"; {best + 1} fails at line " in answer[0]
+    # 1 MiB of inputs, of the product, of what relu keeps, and its gradient.
+    assert answer[1].startswith("At the peak one more batch_size takes ")
+    assert "MiB are there whatever it is" in answer[1]
+
+
+def test_what_fits_in_one_iteration_and_not_in_the_next_does_not_fit(book: Notebook) -> None:
+    cell = "kept = []\nfor step in range(10):\n    kept.append(torch.zeros(n, 1024, 1024, device='cuda'))"
+    book.cell("%%gpumem --fit n=1..40 -q -o found\n" + cell)
+    found = book.shell.user_ns["found"]
+    assert found.largest == 6  # 10 x 6 x 4 MiB of 256
+    failing = next(one for one in found.trials if one.values["n"] == 7)
+    assert failing.iteration == (10,)
+    assert "7 fails at line 4, `kept.append(torch.zeros(n, 1024, 1024, device='cuda'))`, in iteration 10." in str(found)
+
+
+def test_the_notebook_is_as_before(book: Notebook, tmp_path: Path) -> None:
+    from gpumem_magic.virtual.gpu import current
+
+    book.cell("kept = torch.ones(1024, 1024, device='cuda')\nbatch_size = 'mine'")
+    book.shell.user_ns.pop("found", None)
+    namespace = dict(book.shell.user_ns)
+    machine = current()
+    assert machine is not None
+    device = machine.devices[0]
+    events, counters = device.segments(), device.counters()
+    smi = subprocess.run(["nvidia-smi"], capture_output=True, text=True, check=True).stdout
+    state = torch.get_rng_state(), os.getcwd(), list(sys.path), dict(os.environ), tempfile.gettempdir()
+    shown = book.cell(
+        "%%gpumem --fit batch_size=1..64 -q -o found\n"
+        + CELL
+        + "import os\nos.chdir('/')\nkept = None\nprint('heard')\n"
+    )
+    assert "heard" not in shown
+    found = book.shell.user_ns.pop("found")
+    assert found.largest
+    book.shell.user_ns.pop("_i", None)
+    changed = {name for name, value in namespace.items() if book.shell.user_ns.get(name) is not value}
+    assert not {name for name in changed if not name.startswith("_")} - {"In", "Out"}
+    assert "model" not in book.shell.user_ns
+    assert (device.segments(), device.counters()) == (events, counters)
+    assert subprocess.run(["nvidia-smi"], capture_output=True, text=True, check=True).stdout[30:] == smi[30:]
+    assert torch.equal(state[0], torch.get_rng_state())
+    assert state[1:] == (os.getcwd(), list(sys.path), dict(os.environ), tempfile.gettempdir())
+    assert not left_behind()
+
+
+def test_names_that_a_cell_only_reads_and_live_tensors_are_there(book: Notebook) -> None:
+    book.cell("rows = 3\nweights = torch.ones(1024, 1024, device='cuda')")
+    book.cell("%%gpumem --fit rows=1..100 -q -o found\nout = torch.ones(rows, 1024, 1024, device='cuda') @ weights")
+    with_weights = book.shell.user_ns["found"].largest
+    # 20 MiB for the segment of the weights and the workspace, and 8 for each row and its product.
+    assert with_weights == (256 - 20) // 8
+    assert book.shell.user_ns["rows"] == 3
+    book.cell("%%gpumem --fit rows=1..100 -q -o found --on virtual:512MiB,context=0MiB\n"
+              "out = torch.ones(rows, 1024, 1024, device='cuda') @ weights")  # fmt: skip
+    assert book.shell.user_ns["found"].largest > with_weights
+    book.cell("del weights")
+
+
+def test_a_table_of_two_names_and_of_cards(book: Notebook) -> None:
+    cell = "x = torch.zeros(rows, columns, 1 << 18, device='cuda')"
+    wide, narrow = (f"virtual:{size}MiB,idle=0MiB,context=0MiB" for size in (256, 128))
+    book.cell(f"%%gpumem --fit rows=1..400 --fit columns=1,2 -q -o found --on {wide},{narrow}\n{cell}")
+    found = book.shell.user_ns["found"]
+    assert found.largest == {(wide, 1): 256, (wide, 2): 128, (narrow, 1): 128, (narrow, 2): 64}
+    text = str(found)
+    assert text.startswith("The largest rows that fits: ")
+    assert "largest rows" in text
+    data = found._repr_mimebundle_(include={"text/html", "text/plain"})
+    assert data["text/plain"] == text
+
+
+def test_where_nothing_grows_it_says_so(book: Notebook) -> None:
+    book.cell("batch_size = 8")
+    book.cell("%%gpumem --fit batch_size=1..64 -q -o found\nx = torch.ones(1024, 1024, device='cuda')\nbatch_size")
+    found = book.shell.user_ns["found"]
+    assert found.largest == 64
+    assert "the memory does not depend on batch_size" in str(found)
+
+
+def test_an_error_that_is_not_about_memory_is_said_and_no_limit_is_claimed(book: Notebook) -> None:
+    book.cell("%%gpumem --fit n=1..64 -q -o found\nn = 3\nx = torch.ones(n, device='cuda')\nraise KeyError('no $n$')")
+    found = book.shell.user_ns["found"]
+    assert found.largest is None
+    assert str(found).startswith("Nothing can be said of n: n=1 raises KeyError")
+    assert len(found.trials) == 2
+    # An error from some value on is a wall, too, of another kind.
+    book.cell("%%gpumem --fit n=1..64 -q -o found\nn = 3\nx = torch.ones(n, device='cuda')\nassert n < 20, 'too many'")
+    assert book.shell.user_ns["found"].largest == 19
+    assert "20 raises AssertionError: too many (at line 4" in str(book.shell.user_ns["found"])
+
+
+def test_hostile_lines_get_one_clear_line(book: Notebook) -> None:
+    for line, answer in {
+        "--fit n": "write a name and its values",
+        "--fit nowhere=1..3": "neither assigns nor reads `nowhere`",
+        "--fit i=1..3": "gets its values from line 2",
+        "--fit n=1..3 --fit m=1..3": "list its values",
+        "--fit n=1..3 --on cuda": "real device",
+        "--fit n=1..3 --on T5000": "unknown device",
+        "--on T4": "names the cards for --fit",
+    }.items():
+        said = book.cell(f"%%gpumem {line}\nfor i in range(2): n = m = 3")
+        assert answer in said, (line, said)
+    assert "for i in range(2): pass" not in book.shell.user_ns
+
+
+def test_what_cannot_be_shown_or_read_is_not(book: Notebook) -> None:
+    cell = "n = 1\ntry:\n    input('who?')\nexcept EOFError:\n    x = torch.zeros(n, 1 << 20, device='cuda')"
+    book.cell("%%gpumem --fit n=1..16 -q -o found\n" + cell)
+    assert book.shell.user_ns["found"].largest == 16
+
+
+def test_the_picture_says_the_value_and_the_wall(book: Notebook) -> None:
+    book.cell("%%gpumem --fit batch_size=1..200 -q -o found\n" + CELL)
+    found = book.shell.user_ns["found"]
+    words = [text.get_text() for text in found.plot().axes[0].texts]
+    assert any(f"{found.largest + 1} fails at line" in word for word in words)
+    assert any("256" in word for word in words)
+    assert "activations" in words
+    html = found._repr_mimebundle_(include={"text/html"})
+    assert "text/html" in html or book.shell is not None
+
+
+# ---- functions and scripts
+
+
+def test_a_function_is_called_until_its_calls_repeat() -> None:
+    gpu.turn_off()
+    calls: list[int] = []
+
+    def step(batch_size: int) -> None:
+        calls.append(batch_size)
+        torch.zeros(batch_size, 1024, 1024, device="cuda").relu()
+
+    found = gpumem_magic.what_fits(step, batch_size=range(1, 200), device=SMALL)
+    assert found.largest == 32
+    assert calls == []
+    assert gpu.current() is None
+    assert all(one.repeats and one.iterations < 20 for one in found.trials if one.fits)
+    with pytest.raises(DeviceError, match="no values"):
+        gpumem_magic.what_fits(step, batch_size=[])
+
+
+def test_a_scripts_arguments_are_varied(tmp_path: Path) -> None:
+    assert ScriptProgram("x.py", ["--n", "3", "--m=4"]).arguments({"--n": 8, "--m": 9, "k": 1}) == [
+        "--n", "8", "--m=9", "k=1",
+    ]  # fmt: skip
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import sys, torch\nn = int(sys.argv[-1].rpartition('=')[2])\nprint('loud')\n"
+        "for i in range(9):\n    x = torch.zeros(n, 1 << 20, device='cuda')\nsys.exit(0)\n"
+    )
+    command = [sys.executable, "-m", "gpumem_magic.cli", "fit", str(script), "--vary=--rows=1..100"]
+    done = subprocess.run([*command, "--on", "virtual:256MiB"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("--rows="), done.stdout
+    assert "fails at line 5" in done.stdout
+    assert "loud" not in done.stdout + done.stderr
+    done = subprocess.run([*command, "--on", "T5000"], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+
+
+# ---- the processes
+
+
+def left_behind() -> list[str]:
+    """Processes and folders of trials that are still there."""
+    children = Path(f"/proc/self/task/{threading.get_native_id()}/children")
+    found = children.read_text().split() if children.exists() else []
+    own = {str(one.pid) for one in multiprocessing.active_children()}
+    tracker = getattr(sys.modules.get("multiprocessing.resource_tracker"), "_resource_tracker", None)
+    own.add(str(getattr(tracker, "_pid", None)))
+    return [one for one in found if one not in own] + [
+        str(one) for one in Path(tempfile.gettempdir()).glob("gpumem-trial-*") if one.stat().st_uid == os.getuid()
+        and one.stat().st_mtime > STARTED
+    ]  # fmt: skip
+
+
+STARTED = time.time()
+
+
+def test_a_process_that_dies_is_one_line_and_leaves_nothing() -> None:
+    with pytest.raises(NoTrial, match="was ended by SIGSEGV"):
+        in_a_fork(lambda: os.kill(os.getpid(), signal.SIGSEGV))
+    with pytest.raises(NoTrial, match="without an answer"):
+        in_a_fork(lambda: os._exit(3))
+    assert in_a_fork(lambda: tempfile.gettempdir()) != tempfile.gettempdir()
+    assert not left_behind()
+
+
+def test_an_interrupt_ends_the_trial_and_what_it_started(tmp_path: Path) -> None:
+    note = tmp_path / "pid"
+
+    def work() -> None:
+        started = subprocess.Popen(["sleep", "1000"])
+        note.write_text(str(started.pid))
+        started.wait()
+
+    def interrupt() -> None:
+        while not (note.exists() and note.read_text()):
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        in_a_fork(work)
+    thread.join()
+    deadline = time.monotonic() + 30
+    while _is_running(int(note.read_text())):
+        assert time.monotonic() < deadline, "the grandchild still runs"
+        time.sleep(0.01)
+    assert not left_behind()
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        return "Z" not in Path(f"/proc/{pid}/stat").read_text().split(")")[1].split()[:1]
+    except OSError:
+        return False
+
+
+def test_where_there_is_no_fork_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "fork")
+    with pytest.raises(NoTrial, match=r"needs os\.fork"):
+        in_a_fork(lambda: None)
+
+
+def test_a_gpu_in_use_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(process.machines, "virtual", lambda: None)
+    with pytest.raises(NoTrial, match="CUDA is in use"):
+        in_a_fork(lambda: None)
