@@ -116,6 +116,9 @@ class _Hunt:
         end = last + 1 if high is None else high
         if low + 1 >= end:
             return None
+        if high is not None and self.tried[high].ending == ERROR:
+            # What is no matter of memory is not foretold.
+            return (low + end) // 2
         if self.foresight.sees and self.foresight.is_constant:
             return last if high is None else (low + end) // 2
         place = self._foretold(low, end)
