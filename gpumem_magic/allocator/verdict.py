@@ -118,7 +118,7 @@ def _capacity_at(failed: TraceEvent, reserved: int, settings: AllocatorSettings,
     limit = _limit(settings, facts)
     if limit is not None:
         available = min(available, max(limit, reserved))
-    elif failed.address >= _needed(failed.size, settings):
+    elif failed.address >= needed_from_driver(failed.size, settings):
         # The driver had room, so something else set the limit: this much at least was allowed.
         available = reserved
     return Capacity(available, facts.total)
@@ -130,7 +130,7 @@ def _limit(settings: AllocatorSettings, facts: Facts) -> int | None:
     return int(settings.memory_fraction * facts.total)
 
 
-def _needed(rounded: int, settings: AllocatorSettings) -> int:
+def needed_from_driver(rounded: int, settings: AllocatorSettings) -> int:
     """What the driver has to have: a segment, or whole pages."""
     if not settings.expandable_segments:
         return segment_size(rounded, settings)
@@ -168,7 +168,7 @@ def verdict_of(
     cached = reserved - allocated
     spare = failed.address + cached - failed.size
     limit = _limit(settings, facts)
-    needed = _needed(failed.size, settings)
+    needed = needed_from_driver(failed.size, settings)
     cause = cause_of(
         failed.address,
         needed,

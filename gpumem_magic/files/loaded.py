@@ -13,10 +13,11 @@ from dataclasses import replace
 from typing import Any
 
 from gpumem_magic.allocator.settings import settings_from_dict
-from gpumem_magic.allocator.verdict import last_failure
+from gpumem_magic.allocator.verdict import last_failure, needed_from_driver
 from gpumem_magic.attribution.view import DeviceView
 from gpumem_magic.devices.base import DeviceFacts, DeviceLog
 from gpumem_magic.files.extra import saved_labels, saved_start
+from gpumem_magic.files.failing import elsewhere, place_of
 from gpumem_magic.recording.model import Checkpoint, Failure, Moment, Recording, Span
 from gpumem_magic.recording.quiet import no_automatic_collection
 from gpumem_magic.report import build
@@ -25,7 +26,7 @@ from gpumem_magic.report.notes import event_in_words
 from gpumem_magic.report.schema import report_from_dict
 from gpumem_magic.snapshot.files import LoadedSnapshot, SnapshotFileError, read
 from gpumem_magic.snapshot.model import Segment, TraceEvent
-from gpumem_magic.snapshot.rules import DEFAULT_SETTINGS, AllocatorSettings, segment_size
+from gpumem_magic.snapshot.rules import DEFAULT_SETTINGS, AllocatorSettings
 from gpumem_magic.snapshot.start import start_of
 from gpumem_magic.snapshot.unpickle import one_line
 from gpumem_magic.units import human
@@ -130,7 +131,7 @@ def recording_of(loaded: LoadedSnapshot, device: int) -> Recording:
         },
         checkpoints=tuple(points),
         spans=tuple(_ranges(loaded, device, events)),
-        error=None if failed is None else _error(events, failed, device, settings),
+        error=None if failed is None else _error(loaded, events, failed, device, settings),
         notes=tuple(notes),
         file=loaded,
         labels={} if labels is None else {device: labels},
@@ -188,7 +189,9 @@ def _start(
     return state.segments
 
 
-def _error(events: Sequence[TraceEvent], index: int, device: int, settings: AllocatorSettings) -> Failure:
+def _error(
+    loaded: LoadedSnapshot, events: Sequence[TraceEvent], index: int, device: int, settings: AllocatorSettings
+) -> Failure:
     """The last request that failed, at an event. A trace knows the rounded request only: it stands for both."""
     rounded = events[index].size
     count = sum(event.action == "oom" for event in events)
@@ -200,8 +203,10 @@ def _error(events: Sequence[TraceEvent], index: int, device: int, settings: Allo
         None,
         requested=rounded,
         rounded=rounded,
-        segment=segment_size(rounded, settings),
+        segment=needed_from_driver(rounded, settings),
         device=device,
+        place=place_of(events[index].frames),
+        elsewhere=elsewhere(loaded, device, index),
     )
 
 

@@ -117,7 +117,8 @@ class Failure:
 
     requested: what the program asked for; rounded: that to 512; segment: what the allocator asked the driver for;
     largest_free: the largest cached-but-free block that was there. module: inside a forward, the module's name in the outermost
-    one, or its class; operator: what was called there; "" where unknown.
+    one, or its class; operator: what was called there; place: of a file's failed request, in words; elsewhere: a sentence
+    about the other devices; "" where unknown.
     """
 
     type: str
@@ -130,6 +131,8 @@ class Failure:
     device: int | None = None
     module: str = ""
     operator: str = ""
+    place: str = ""
+    elsewhere: str = ""
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,7 @@ def _failure(report: ReportData) -> str:
     error = report.error
     if error is None:
         return ""
-    at = "" if error.line is None else f" at line {error.line}"
+    at = error.at
     if error.requested is None:
         peak = f"; until then at most {amount(report.peak.allocated)} were allocated" if report.peak.allocated else ""
         return f"{error.type}{at}{peak}"

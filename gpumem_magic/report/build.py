@@ -425,5 +425,12 @@ def _error(failure: Failure | None, device: int) -> ReportError | None:
     if failure.device is not None and failure.device != device:
         sizes = None, None, None, None
     return ReportError(
-        failure.type, failure.message, failure.line, *sizes, module=failure.module, operator=failure.operator
+        failure.type,
+        failure.message,
+        failure.line,
+        *sizes,
+        module=failure.module,
+        operator=failure.operator,
+        place=failure.place,
+        elsewhere=failure.elsewhere,
     )

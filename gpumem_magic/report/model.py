@@ -141,8 +141,9 @@ class Peak:
 class ReportError:
     """The user's error. What follows the line is for an out-of-memory error only, and None where it is not known: four sizes in
     bytes, and the verdict: what stood in the way and which settings would have helped. module: inside a forward, the
-    module's name in the outermost one, or its class; operator: what was called there; "" where unknown. tensors: what was
-    allocated when a request failed, as of the peak's."""
+    module's name in the outermost one, or its class; operator: what was called there; place: where a file's request failed, in
+    words; elsewhere: what the other devices held then; "" where unknown. tensors: what was allocated when a request failed, as of
+    the peak's."""
 
     type: str
     message: str
@@ -154,7 +155,14 @@ class ReportError:
     verdict: FailedRequest | None = field(default=None, metadata={"only_with": "verdict"})
     module: str = field(default="", metadata={"only_with": "module"})
     operator: str = field(default="", metadata={"only_with": "module"})
+    place: str = field(default="", metadata={"only_with": "place"})
+    elsewhere: str = field(default="", metadata={"only_with": "elsewhere"})
     tensors: tuple[TensorGroup, ...] = field(default=(), metadata={"only_with": "tensors"})
+
+    @property
+    def at(self) -> str:
+        """`` at line 12`` of the cell, `` at train.py:12 step`` of a file, or ""."""
+        return f" at line {self.line}" if self.line is not None else f" at {self.place}" if self.place else ""
 
     @property
     def wanted(self) -> int | None:

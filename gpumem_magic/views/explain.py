@@ -131,7 +131,7 @@ def verdict(report: ReportData) -> str | None:
     error = report.error
     if error is None:
         return None
-    at = "" if error.line is None else f" at line {error.line}"
+    at = error.at
     found = failed_request(report)
     if found is None:
         message = error.message.strip().partition("\n")[0]
@@ -145,7 +145,7 @@ def failure(report: ReportData) -> str:
     error = report.error
     if error is None:
         return ""
-    at = "" if error.line is None else f" at line {error.line}"
+    at = error.at
     return _wanted(error, at) if failed_request(report) is not None else verdict(report) or ""
 
 
@@ -163,6 +163,7 @@ def obstacle(report: ReportData) -> list[str]:
         sentences.append(_others(found, report))
     elif found.cause == LIMIT:
         sentences.append(_limit(found))
+    sentences.append(error.elsewhere)
     return [sentence for sentence in sentences if sentence]
 
 
