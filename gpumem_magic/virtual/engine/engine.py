@@ -360,11 +360,15 @@ class Engine:
     def supply(self, tensor: VirtualTensor, host: torch.Tensor) -> None:
         """The user says what its values are."""
 
-    def fill(self, tensor: VirtualTensor, make: Callable[[], torch.Tensor], device: int, draws: bool) -> None:
-        """A new tensor has the values of one that is made on the host. draws: by random numbers."""
+    def fill(self, tensor: VirtualTensor, make: Callable[[], torch.Tensor], device: int, name: str) -> None:
+        """A new tensor has the values of one that is made on the host. name: the factory's."""
 
     def blank(self, tensor: VirtualTensor) -> None:
         """A new tensor has no values yet."""
+
+    def guessed(self, tensor: VirtualTensor, host: torch.Tensor) -> torch.Tensor:
+        """Writes what a tensor's unknown values are taken to be into a host tensor."""
+        return host.zero_()
 
     def forget(self, tensor: VirtualTensor) -> None:
         """A tensor's values are not known any more."""

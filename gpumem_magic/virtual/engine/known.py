@@ -16,7 +16,7 @@ import torch
 from gpumem_magic.failures import is_own_failure
 from gpumem_magic.private import aten as _aten
 from gpumem_magic.private import overloads
-from gpumem_magic.virtual.engine import kernel_rules, values
+from gpumem_magic.virtual.engine import guesses, kernel_rules, values
 from gpumem_magic.virtual.engine.computing import (
     FIRST,
     ComputingEngine,
@@ -29,7 +29,7 @@ from gpumem_magic.virtual.engine.engine import CannotRun
 from gpumem_magic.virtual.engine.host_calls import HostCall, host_only
 from gpumem_magic.virtual.engine.memory import Memory
 from gpumem_magic.virtual.engine.storage import Placement, StorageTable
-from gpumem_magic.virtual.engine.tensors import KNOWN, OTHERWISE, VirtualTensor
+from gpumem_magic.virtual.engine.tensors import GUESS, KNOWN, OTHERWISE, VirtualTensor
 from gpumem_magic.virtual.engine.twins import leaves, mapped, on_host
 from gpumem_magic.virtual.engine.values import Known
 
@@ -46,6 +46,10 @@ _OF_SHAPES = set(overloads("zeros_like ones_like full_like new_zeros new_ones ne
 _SENDING = ("c10d", "_c10d_functional")
 
 
+# How the names of factories begin that draw random numbers.
+_DRAWING = ("rand", "normal")
+
+
 class _Way(NamedTuple):
     """What an operator does with values. looks: it only gives other views. makes: values come of no tensor's."""
 
@@ -54,6 +58,7 @@ class _Way(NamedTuple):
     makes: bool
     computes: bool
     first: bool
+    guess: Callable[..., Any] | None
 
 
 class KnownEngine(ComputingEngine):
@@ -67,6 +72,7 @@ class KnownEngine(ComputingEngine):
         # The storages that a captured graph writes to.
         self.tape: list[Placement] | None = None
         self._given_now: dict[int, torch.Tensor] = {}
+        self._freshly = 0
 
     # ---- what is known
 
@@ -105,11 +111,16 @@ class KnownEngine(ComputingEngine):
         free = not self._nested and self.tape is None
         return free and tensor.layout is torch.strided and self.bounds.hold(tensor)
 
-    def fill(self, tensor: VirtualTensor, make: Callable[[], torch.Tensor], device: int, draws: bool) -> None:
+    def fill(self, tensor: VirtualTensor, make: Callable[[], torch.Tensor], device: int, name: str) -> None:
+        draws = name.startswith(_DRAWING)
         if not draws and self._may_learn(tensor):
             with host_only():
                 host = make()
             self.learn(tensor, host)
+        elif draws and self.bounds.guess:
+            guess = guesses.of_factory(name)
+            if guess is not None:
+                tensor.__dict__[GUESS] = guess
 
     def supply(self, tensor: VirtualTensor, host: torch.Tensor) -> None:
         if not _owns_storage(tensor):
@@ -173,6 +184,10 @@ class KnownEngine(ComputingEngine):
             out = super().perform(func, args, kwargs, device)
             if any_known(args):
                 _mark_views(args, out)
+            if args and isinstance(args[0], VirtualTensor):
+                guess = args[0].__dict__.get(GUESS)
+                if guess is not None:
+                    _guess_views(out, guess)
             return out
         if torch.is_inference_mode_enabled() and is_made_of_others(func):
             # Each of those is followed.
@@ -184,6 +199,8 @@ class KnownEngine(ComputingEngine):
             out = super().perform(func, args, kwargs, device)
             if way.writes:
                 self._drop(func, args, kwargs)
+            if way.guess is not None and self.bounds.guess:
+                guesses.note(way.guess, self.fresh, out, args, kwargs)
             return out
         finally:
             self._nested = False
@@ -211,7 +228,17 @@ class KnownEngine(ComputingEngine):
                 return out
         if way.writes:
             self._drop(func, args, kwargs)
+        if way.guess is not None and self.bounds.guess:
+            guesses.note(way.guess, self.fresh, out, args, kwargs)
         return out
+
+    def fresh(self) -> float:
+        """A number like a loss: small, positive, and smaller each time."""
+        self._freshly += 1
+        return 1 / (1 + 0.01 * self._freshly)
+
+    def guessed(self, tensor: VirtualTensor, host: torch.Tensor) -> torch.Tensor:
+        return guesses.fill(host, tensor.__dict__.get(GUESS))
 
     def _attempt(
         self, found: _Arguments, func: Any, args: Any, kwargs: Any, device: int
@@ -249,7 +276,7 @@ class KnownEngine(ComputingEngine):
         found = _Arguments(_written(func, args, kwargs))
         unknown: list[Any] = []
         if func in _OF_SHAPES:
-            return found
+            return self._of_shape(args[0], found)
         for leaf in leaves([*args, *kwargs.values()]):
             if not isinstance(leaf, torch.Tensor):
                 continue
@@ -276,6 +303,16 @@ class KnownEngine(ComputingEngine):
                 unknown.append(leaf)
         return found if self._guessed(func, unknown, found) else None
 
+    def _of_shape(self, like: Any, found: _Arguments) -> _Arguments | None:
+        """For an operator that asks a tensor for its shape and type alone: one without values stands for it."""
+        if like.layout is not torch.strided or like.numel() > _MOST_READ:
+            return None
+        with host_only():
+            found.given[id(like)] = _aten.empty_strided.default(
+                like.size(), like.stride(), dtype=like.dtype, device=torch.device("cpu")
+            )
+        return found
+
     def _is_overwritten(self, func: Any, args: Any) -> bool:
         """Whether what was in the first argument's storage is of no matter."""
         target = args[0]
@@ -294,7 +331,8 @@ class KnownEngine(ComputingEngine):
         for leaf in unknown:
             if not _owns_storage(leaf):
                 with host_only():
-                    found.given[id(leaf)] = _aten.zeros.default(leaf.size(), dtype=leaf.dtype)
+                    host = _aten.zeros.default(leaf.size(), dtype=leaf.dtype)
+                    found.given[id(leaf)] = self.guessed(leaf, host)
             else:
                 self._give(leaf)
         return True
@@ -304,7 +342,7 @@ class KnownEngine(ComputingEngine):
         with host_only():
             placement = self.twins.placement(tensor)
             placement.twin = None
-            self.twins.view(tensor)
+            self.guessed(tensor, self.twins.view(tensor))
             placement.sure, placement.supplied = False, False
         tensor.__dict__[KNOWN] = True
 
@@ -339,6 +377,7 @@ class KnownEngine(ComputingEngine):
         for leaf in _written(func, args, kwargs):
             if isinstance(leaf, VirtualTensor) and leaf.layout is torch.strided:
                 leaf.__dict__.pop(KNOWN, None)
+                leaf.__dict__.pop(GUESS, None)
                 placement = self.table.find(leaf.untyped_storage())
                 if placement is not None:
                     placement.twin = None
@@ -384,6 +423,12 @@ def _mark_views(args: Any, out: Any) -> None:
             leaf.__dict__[KNOWN] = True
 
 
+def _guess_views(out: Any, guess: Any) -> None:
+    for leaf in leaves(out):
+        if isinstance(leaf, VirtualTensor):
+            leaf.__dict__[GUESS] = guess
+
+
 def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
     """The arguments that the operator writes to."""
     schema = func._schema
@@ -409,7 +454,7 @@ def _owns_storage(tensor: Any) -> bool:
 def _way_of(func: Any) -> _Way:
     schema = getattr(func, "_schema", None)
     if schema is None:
-        return _Way(True, False, False, False, False)
+        return _Way(True, False, False, False, False, None)
     draws = torch.Tag.nondeterministic_seeded in func.tags
     gives = schema.is_mutable or any("Tensor" in str(value.type) for value in schema.returns)
     computes = gives and not draws and func.namespace not in _SENDING and kernel_rules.for_operator(func) is None
@@ -421,4 +466,5 @@ def _way_of(func: Any) -> _Way:
         makes=computes and (constant or func in _OF_SHAPES or func in _OVERWRITING),
         computes=computes,
         first=func in FIRST or torch.Tag.dynamic_output_shape in func.tags,
+        guess=guesses.RULES.get(func),
     )

@@ -118,7 +118,7 @@ class RealEngine(ComputingEngine):
                 raise RuntimeError("the storage is on no device")
             return self.twins.of(placement, storage.nbytes())
 
-    def fill(self, tensor: VirtualTensor, make: Callable[[], torch.Tensor], device: int, draws: bool) -> None:
+    def fill(self, tensor: VirtualTensor, make: Callable[[], torch.Tensor], device: int, name: str) -> None:
         """Gives a new tensor the values of one that is made on the host."""
         with self.lock, host_only():
             call = HostCall(_Making(make), [], {}, device, None)

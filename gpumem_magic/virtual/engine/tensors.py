@@ -75,11 +75,12 @@ def engine_of(tensor: VirtualTensor) -> TensorEngine:
     return engine
 
 
-# The names under which a tensor's own dictionary keeps the class that it had on the host, that its values may be known, and that
-# it holds the answers to a check.
+# The names under which a tensor's own dictionary keeps the class that it had on the host, that its values may be known, that
+# it holds the answers to a check, and what unknown values are taken to be.
 HOST_CLASS = "_gpumem_host_class"
 KNOWN = "_gpumem_known"
 CHECKED = "_gpumem_checked"
+GUESS = "_gpumem_guess"
 
 # Functions that run in another way than here: in older versions, or for tensors that are no subclass.
 OTHERWISE = {torch.Tensor.__getitem__, torch.functional.einsum, torch.nn.functional.linear}
@@ -87,8 +88,8 @@ OTHERWISE = {torch.Tensor.__getitem__, torch.functional.einsum, torch.nn.functio
 # What PyTorch's fake tensors keep in a tensor's own dictionary, apart from what users put there.
 _FAKE_ATTRIBUTES = {
     "_fake_device", "fake_device", "fake_mode", "constant", "real_tensor", "pytype", "dispatch_keys", "_is_param", "_debug_trace",
-    HOST_CLASS, "_nonzero_memo", "_item_memo", "_unique_memo", "_unique_consecutive_memo", "_nested_int_memo", KNOWN, CHECKED,
-    "_nonzero_memo_vc", "_item_memo_vc", "_unique_memo_vc", "_unique_consecutive_memo_vc", "_nested_int_memo_vc",
+    HOST_CLASS, "_nonzero_memo", "_item_memo", "_unique_memo", "_unique_consecutive_memo", "_nested_int_memo", KNOWN,
+    CHECKED, GUESS, "_nonzero_memo_vc", "_item_memo_vc", "_unique_memo_vc", "_unique_consecutive_memo_vc", "_nested_int_memo_vc",
     "_nonzero_memo_epoch", "_item_memo_epoch", "_unique_memo_epoch", "_unique_consecutive_memo_epoch", "_nested_int_memo_epoch",
 }  # fmt: skip
 

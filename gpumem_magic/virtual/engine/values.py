@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._pytree import tree_leaves
 
-from gpumem_magic.virtual.engine.tensors import VirtualTensor, engine_of
+from gpumem_magic.virtual.engine.tensors import GUESS, VirtualTensor, engine_of
 
 
 class Known(NamedTuple):
@@ -50,6 +50,8 @@ class Bounds(NamedTuple):
 
     floats: int
     integers: int
+    # Whether unknown values are guessed by what made them.
+    guess: bool = True
 
     def of(self, tensor: torch.Tensor) -> int:
         if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.uint8:
@@ -62,7 +64,7 @@ class Bounds(NamedTuple):
 
 # What ``values=auto`` follows, and ``values=stand-in``: the flags and counters without which libraries go astray.
 AUTO = Bounds(floats=1 << 16, integers=1 << 18)
-FEW = Bounds(floats=1, integers=1024)
+FEW = Bounds(floats=1, integers=1024, guess=False)
 
 
 def known(tensor: Any) -> Known | None:
@@ -94,6 +96,12 @@ def version(tensor: torch.Tensor) -> int:
 
 def forget(tensor: Any) -> None:
     engine_of(tensor).forget(tensor)
+
+
+def selects_all(mask: Any, count: int) -> None:
+    """Where a mask of unknown values was taken to select all, it says so from now on to whoever reads it."""
+    if count == mask.numel() and mask.dtype == torch.bool:
+        mask.__dict__[GUESS] = 1.0
 
 
 def unknown(result: Any, *arguments: Any) -> Any:

@@ -8,6 +8,7 @@ tolerance. Who reads the answer reads a stand-in, and its line is listed.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 from gpumem_magic.patching import Patches
 from gpumem_magic.private import aten as _aten
 from gpumem_magic.private import overloads
-from gpumem_magic.virtual.engine import values
+from gpumem_magic.virtual.engine import guesses, values
 from gpumem_magic.virtual.engine.engine import Engine, special
 from gpumem_magic.virtual.engine.tensors import CHECKED, VirtualTensor, engine_of
 
@@ -36,6 +37,9 @@ _OF_ONE: dict[Any, Callable[[Any, Any], bool]] = {
     _aten.eq: lambda left, right: False,
 }
 
+_PLAIN: dict[Any, Callable[[Any, Any], Any]] = {
+    getattr(_aten, name): getattr(operator, name) for name in ("ge", "gt", "le", "lt", "ne", "eq")
+}
 # Nothing follows from these for many elements: some may be equal.
 _EQUAL = (_aten.eq, _aten.ne)
 
@@ -65,7 +69,7 @@ def _is_check(tensor: Any) -> bool:
 def _number(value: Any) -> Any:
     """The number that a side of a comparison counts as; None where it has values of its own."""
     if isinstance(value, VirtualTensor):
-        return None if values.known(value) is not None or value.dtype == torch.bool else 0
+        return None if values.known(value) is not None or value.dtype == torch.bool else guesses.of(value) or 0
     if isinstance(value, torch.Tensor):
         return value.item() if value.dim() == 0 else None
     return value
@@ -82,8 +86,9 @@ def _compare(of_one: Callable[[Any, Any], bool]) -> Callable[..., Any]:
             _mark(out)
         if out.numel() == 1 and values.known(out) is None:
             left, right = (_number(side) for side in args[:2])
-            if left is not None and right is not None:
-                _say(out, of_one(left, right))
+            if left is not None and right is not None and not isinstance(left, str) and not isinstance(right, str):
+                follows = any(guesses.of(side) is not None for side in args[:2] if isinstance(side, VirtualTensor))
+                _say(out, bool(_PLAIN[func.overloadpacket](left, right)) if follows else of_one(left, right))
         return out
 
     return handler

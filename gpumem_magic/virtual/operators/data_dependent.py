@@ -21,15 +21,6 @@ from gpumem_magic.virtual.operators.copies import staged_bytes
 # ---- values
 
 
-def stand_in(dtype: torch.dtype) -> complex | bool:
-    """The value that a virtual device gives where a program reads one: zero, in the type that the program expects."""
-    if dtype.is_complex:
-        return 0j
-    if dtype.is_floating_point:
-        return 0.0
-    return False if dtype == torch.bool else 0
-
-
 @special(_aten._local_scalar_dense.default, _aten.item.default)
 def _read_scalar(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     found = values.known(args[0])
@@ -47,7 +38,7 @@ def _read_scalar(engine: Engine, func: Any, args: Any, kwargs: Any, device: int)
             engine.count_stand_in()
             return value
     engine.count_stand_in()
-    return stand_in(args[0].dtype)
+    return engine.guessed(args[0], _aten.zeros.default((), dtype=args[0].dtype)).item()
 
 
 @special(_aten.equal.default, _aten.allclose.default)
@@ -120,7 +111,7 @@ def _read_into(engine: Engine, source: Any, host: torch.Tensor) -> torch.Tensor:
     if given is not None:
         return supplied.fill(given, host)
     if found is None:
-        return host.zero_()
+        return engine.guessed(source, host)
     host.copy_(found.host)
     # What unknown values have made no number of is a stand-in, too.
     return host if found.exact or not host.is_floating_point() else host.nan_to_num_(0.0, 0.0, 0.0)
@@ -194,6 +185,7 @@ def _nonzero(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> 
         _note_supplied(engine, args[0])
         return _placed(engine, tuple(host.nonzero().shape), torch.int64, device)
     count = engine.selected("nonzero", args[0].numel())
+    values.selects_all(args[0], count)
     return _placed(engine, (count, args[0].dim()), torch.int64, device)
 
 
@@ -385,6 +377,7 @@ def _index(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> An
         elif isinstance(index, VirtualTensor):
             # CUDA finds the positions first, in memory that it gives back after.
             count = engine.selected("boolean mask", index.numel())
+            values.selects_all(index, count)
             scratch += count * index.dim() * 8
             expanded += [_blank(engine, (count,), torch.int64, device) for _ in range(index.dim())]
         else:

@@ -22,8 +22,6 @@ _LIKE = ("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "ran
 _NEW = ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros")
 # Factories that must see values: made on the host, then copied, as the real ones are.
 _FROM_VALUES = ("tensor", "as_tensor", "asarray", "scalar_tensor")
-# How the names of factories begin that draw random numbers.
-_DRAWING = ("rand", "normal")
 # Sparse formats of which there are no virtual tensors.
 _COMPRESSED = tuple(f"sparse_{layout}_tensor" for layout in ("csr", "csc", "bsr", "bsc", "compressed"))
 # Factories with no meta version, or whose result needs no device.
@@ -198,7 +196,7 @@ class Factories:
         if "empty" in name:
             self._engine.blank(made)
         else:
-            self._engine.fill(made, lambda: original(*args, **on_host), index, name.startswith(_DRAWING))
+            self._engine.fill(made, lambda: original(*args, **on_host), index, name)
         return made
 
     def _from_values(self, original: Callable[..., Any]) -> Callable[..., Any]:
