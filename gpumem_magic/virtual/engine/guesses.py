@@ -18,6 +18,9 @@ from gpumem_magic.virtual.engine.tensors import GUESS, VirtualTensor
 # Each element is its place along the last dimension.
 IOTA = "iota"
 
+# Numbers that would grow without end stay within every floating type.
+_LARGEST = 1e4
+
 Guess = float | str | None
 _Rule = Callable[..., Any]
 
@@ -209,7 +212,7 @@ def note(rule: _Rule, fresh: Callable[[], float], out: Any, args: Any, kwargs: A
             if guess is None:
                 leaf.__dict__.pop(GUESS, None)
             else:
-                leaf.__dict__[GUESS] = guess
+                leaf.__dict__[GUESS] = guess if guess == IOTA else max(-_LARGEST, min(_LARGEST, guess))
 
 
 def fill(host: torch.Tensor, guess: Guess) -> torch.Tensor:

@@ -91,13 +91,10 @@ class KnownEngine(ComputingEngine):
 
     def _placed_and_known(self, tensor: Any) -> Placement | None:
         """The placement of a dense tensor's storage where that has a twin."""
-        storage = tensor.untyped_storage()
-        placement = self.table.find(storage)
-        if placement is None or placement.twin is None or placement.watch() is None:
+        placement = self.table.find(tensor.untyped_storage())
+        if placement is None or placement.twin is None or placement.twin is values.BLANK:
             return None
-        if placement.twin is values.BLANK or placement.twin.nbytes() < storage.nbytes():
-            return None
-        return placement
+        return None if placement.watch() is None else placement
 
     def host_of(self, tensor: VirtualTensor) -> torch.Tensor | None:
         found = self.known(tensor)
@@ -151,6 +148,7 @@ class KnownEngine(ComputingEngine):
         """Nothing was written into a new tensor yet: what is written part by part may become known."""
         if self._may_learn(tensor):
             self.twins.placement(tensor).twin = values.BLANK
+            tensor.__dict__[KNOWN] = True
 
     def forget(self, tensor: Any) -> None:
         tensor.__dict__.pop(KNOWN, None)
@@ -293,12 +291,13 @@ class KnownEngine(ComputingEngine):
                     found.given[id(leaf)] = known.host
                     continue
             placement = self._placed_and_known(leaf)
-            if placement is not None:
+            if leaf is args[0] and self._is_overwritten(func, args):
+                if placement is None:
+                    found.blank.append(leaf)
+            elif placement is not None:
                 found.sure = found.sure and placement.sure
                 found.supplied = found.supplied or placement.supplied
                 found.any = True
-            elif leaf is args[0] and self._is_overwritten(func, args):
-                found.blank.append(leaf)
             else:
                 unknown.append(leaf)
         return found if self._guessed(func, unknown, found) else None
@@ -377,7 +376,8 @@ class KnownEngine(ComputingEngine):
         for leaf in _written(func, args, kwargs):
             if isinstance(leaf, VirtualTensor) and leaf.layout is torch.strided:
                 leaf.__dict__.pop(KNOWN, None)
-                leaf.__dict__.pop(GUESS, None)
+                if func not in guesses.RULES:
+                    leaf.__dict__.pop(GUESS, None)
                 placement = self.table.find(leaf.untyped_storage())
                 if placement is not None:
                     placement.twin = None
