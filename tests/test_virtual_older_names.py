@@ -189,6 +189,19 @@ def test_compiled_modules_move_with_their_parameters(make: Any) -> None:
     assert module.cpu()(torch.rand(2, 3)).device.type == "cpu"
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_compiled_functions_make_tensors_where_their_arguments_are() -> None:
+    def made(x: torch.Tensor, n: int):  # type: ignore[no-untyped-def]
+        beside = torch.full([n, 3], 1.0, device=x.device) + torch.zeros([n, 3], device=torch.device("cuda", 0))
+        return x + beside
+
+    script, x = torch.jit.script(made), torch.rand(2, 3, device="cuda")
+    assert script(x, 2).is_cuda
+    assert script(x, n=2).is_cuda
+    traced = torch.jit.trace(lambda x: x + torch.ones(3, device=x.device), x)
+    assert traced(x).is_cuda
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit")
 def test_compiled_modules_are_loaded_to_the_device() -> None:
     file = io.BytesIO()

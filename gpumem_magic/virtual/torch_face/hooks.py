@@ -107,6 +107,16 @@ def _scripts(patches: Patches, engine: Engine) -> None:
             return original_load(f, map_location, *args, **kwargs)
         return original_load(f, "cpu", *args, **kwargs).to(map_location)
 
+    call: Any = torch.jit.ScriptFunction.__call__
+
+    def called(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """A function that C++ runs makes tensors on the device of its arguments, as a scripted module does."""
+        if not any(isinstance(arg, VirtualTensor) for arg in (*args, *kwargs.values())):
+            return call(self, *args, **kwargs)
+        with pushed(engine.mode):
+            return call(self, *args, **kwargs)
+
+    patches.set(torch.jit.ScriptFunction, "__call__", called)
     patches.set(torch.jit, "load", load)
     for module in ("torch.jit._builtins", "torch.jit._recursive"):
         patches.set(importlib.import_module(module), "_find_builtin", find_builtin)

@@ -228,6 +228,9 @@ class _DeviceKind(type):
 class DeviceByNumber(metaclass=_DeviceKind):
     """`torch.device` while the virtual GPU is on: makes ordinary `torch.device` objects; ``torch.device(0)`` is ``cuda:0``."""
 
+    # TorchScript knows the type by its identity (`inspect.unwrap`).
+    __wrapped__ = _DEVICE
+
 
 # Pickles find the type by its name.
 DeviceByNumber.__module__, DeviceByNumber.__name__, DeviceByNumber.__qualname__ = "torch", "device", "device"
