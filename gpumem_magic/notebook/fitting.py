@@ -6,7 +6,10 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
+from collections.abc import Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from IPython.core.error import UsageError
@@ -18,6 +21,11 @@ from gpumem_magic.views.display import in_terminal
 
 if TYPE_CHECKING:
     from gpumem_magic.trials.tried import Tried
+
+
+# What is worth varying, by its name and value.
+_LIKELY = re.compile(r"batch|^bs$|^b$|^n$|len|rows|size|tokens", re.IGNORECASE)
+_LEAST = 2
 
 
 def fit(shell: Any, cell: PreparedCell, options: argparse.Namespace) -> None:
@@ -42,6 +50,32 @@ def fit(shell: Any, cell: PreparedCell, options: argparse.Namespace) -> None:
     if not options.quiet:
         with warnings_remembered():  # matplotlib changes them
             display(found)
+
+
+def offer(cell: PreparedCell, namespace: Mapping[str, Any]) -> str:
+    """After a cell ran out of memory: what to type to learn how large its batch may be; "" where it has no number to vary.
+
+    Nothing of the user's is asked: only names whose values are plain whole numbers count.
+    """
+    from gpumem_magic.recording.cell import names_in
+    from gpumem_magic.trials.values import VaryError, with_values
+
+    found = []
+    for name in names_in(cell.python):
+        value = namespace.get(name)
+        if type(value) is not int or value < _LEAST or name.startswith("_"):
+            continue
+        with suppress(VaryError):
+            with_values(cell.tree, {name: value})
+            found.append(name)
+    likely = [name for name in found if _LIKELY.search(name)]
+    if not likely:
+        return ""
+    name = min(likely, key=lambda one: ("batch" not in one.lower(), one))
+    return (
+        f"gpumem: `%%gpumem --fit {name}=1..{namespace[name]}` above this cell says how large {name} may be, by trials in "
+        "processes of their own."
+    )
 
 
 class _TrialLine:

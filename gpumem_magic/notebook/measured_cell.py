@@ -210,6 +210,16 @@ class MeasuredCell:
         view = "plot" if self._options.plot else "table" if self._options.table else None
         with warnings_remembered():  # matplotlib changes them
             display(report if view is None else report.view(view))
+        self._offer(report)
+
+    def _offer(self, report: Any) -> None:
+        """Where memory ran out, one line says what would tell how much is possible. Nothing is run."""
+        if getattr(getattr(report, "error", None), "requested", None) is None:
+            return
+        from gpumem_magic.notebook.fitting import offer
+
+        if line := offer(self._run.cell, self._shell.user_ns):
+            print(line)
 
 
 def _stack(frame: FrameType | None) -> Iterator[FrameType]:

@@ -163,6 +163,11 @@ class CellRun:
         self._units = self._plain
 
     @property
+    def cell(self) -> PreparedCell:
+        """What is run."""
+        return self._cell
+
+    @property
     def names(self) -> frozenset[str]:
         """See `names_in`."""
         return names_in(self._cell.python)
