@@ -73,7 +73,7 @@ class Comparison:
             found = [one for one in found if unspaced(one.plain) != unspaced(one.measured)]
         left = []
         for one in found:
-            reason = explained(one, case.cells, plain)
+            reason = explained(one, case.cells, plain, turns_on=self.kind.device is None)
             if reason is None:
                 left.append(one)
             else:

@@ -122,6 +122,7 @@ ADDRESS = re.compile(r"\b\d{12,15}\b")
 POOLED = re.compile(r"asyncio_\d+|ThreadPoolExecutor-\d+_\d+")
 
 
+HIDDEN = re.compile(r"(\\n)* *\[\.\.\. skipping hidden \d+ frames?\]")
 NOTHING_RAN = "gpumem: nothing ran: the cell has no statement\n"
 SYNTAX_WARNING = re.compile(r"<ipython-input-\d+[^>\n]*>:\d+: SyntaxWarning: [^\n]*\n(?: [^\n]*\n)?")
 
@@ -159,8 +160,11 @@ def said(shown: Any) -> list[Any]:
     return [one for one in ([one[0], FORGOTTEN.sub("", one[1])] for one in shown) if one[1]]
 
 
-def explained(one: Difference, cells: list[str], plain: dict[str, Any]) -> str | None:
-    """Why the plain run is not one that always comes out so; None for a difference that has to go."""
+def explained(one: Difference, cells: list[str], plain: dict[str, Any], turns_on: bool = False) -> str | None:
+    """Why the plain run is not one that always comes out so; None for a difference that has to go.
+
+    turns_on: whether the measured cell has turned a device on, and the plain one has none.
+    """
     half_run = [number for number, cell in enumerate(plain["cells"]) if "needs a real async loop" in repr(cell)]
     place = re.match(r"/cells/(\d+)", one.place)
     if half_run and (place is None or int(place[1]) > half_run[0]):
@@ -179,6 +183,12 @@ def explained(one: Difference, cells: list[str], plain: dict[str, Any]) -> str |
         return "a number is an address"
     if sys.version_info < (3, 11) and one.place.endswith("/shown") and once(one.plain) == once(one.measured):
         return "Python 3.10's search for a failing expression compiles the cell again, and warns again"
+    if (
+        turns_on
+        and one.place.endswith("/shown")
+        and HIDDEN.sub("", str(one.plain)) == HIDDEN.sub("", str(one.measured))
+    ):
+        return "where a device is on, PyTorch's functions are called through one of the package, a hidden frame"
     if any("type_get_version" in cell for cell in cells) and smoothed(one.plain) == smoothed(one.measured):
         return "versions of types count what was changed in any class"
     if any("Profile()" in cell for cell in cells) and is_profile(one, plain):

@@ -29,7 +29,8 @@ _MAY_CHANGE = (
 )  # fmt: skip
 # An event loop's.
 _OF_LOOPS = ("anon_inode", "socket")
-# Where Ctrl-C ends its run of a cell that awaits in a terminal, IPython leaves its own in the place of Python's (in 51 of 200 plain cells).
+# Where Ctrl-C ends its run of a cell that awaits in a terminal (in 51 of 200 plain cells), or a second one comes as it puts them back,
+# IPython leaves its own in the place of Python's. This package replaces neither.
 _OF_IPYTHON = {
     "excepthook": "IPython.core.interactiveshell.InteractiveShell.excepthook",
     "displayhook": "DisplayHook True",
@@ -85,8 +86,14 @@ def left_over(shell: Any, before: dict[str, Any]) -> dict[str, Any]:
 
 
 def ours(found: dict[str, Any], request: dict[str, Any]) -> dict[str, Any]:
-    """What is left over without what IPython leaves there by itself."""
-    if "await " not in request["cell"] or request.get("kernel", False):
+    """What is left over without what IPython and PyTorch leave there by themselves."""
+    is_second = len(request.get("interrupt", ())) == 2
+    if is_second and "torch" in found:
+        # `no_grad` ends in Python: where a second Ctrl-C comes just then, gradients stay off.
+        was, now = found["torch"]
+        if now == {**was, "grad": False}:
+            del found["torch"]
+    if not is_second and ("await " not in request["cell"] or request.get("kernel", False)):
         return found
     return {name: pair for name, pair in found.items() if pair[1] != _OF_IPYTHON.get(name)}
 
