@@ -8,6 +8,7 @@ afterwards. So nothing of theirs is lost, in whatever order the two of us come a
 
 from __future__ import annotations
 
+import builtins
 import functools
 import inspect
 import os
@@ -16,13 +17,14 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import FunctionType, MethodType
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from gpumem_magic import private
 from gpumem_magic.failures import is_own_failure
 from gpumem_magic.tracebacks import cut
 
+_Answer = TypeVar("_Answer")
 _MISSING: Any = object()
 
 
@@ -171,6 +173,28 @@ def warnings_remembered() -> Iterator[None]:
             if hasattr(warnings, name):
                 patches.set(warnings, name, lambda: None)
         yield
+
+
+_BUILTINS = vars(builtins)
+
+
+class OwnBuiltins:
+    """Python's builtins as they are when this is made: what a program puts in their place later sees no call from here."""
+
+    def __init__(self) -> None:
+        self._own = dict(_BUILTINS)
+
+    def run(self, work: Callable[..., _Answer], *given: Any) -> _Answer:
+        __tracebackhide__ = True
+        # No builtin is called up to here, and none of the program's objects is asked anything.
+        theirs = {name: _BUILTINS[name] for name, own in self._own.items() if _BUILTINS.get(name, own) is not own}
+        if not theirs:
+            return work(*given)
+        try:
+            _BUILTINS.update({name: self._own[name] for name in theirs})
+            return work(*given)
+        finally:
+            _BUILTINS.update(theirs)
 
 
 class _Relay:

@@ -79,6 +79,36 @@ def test_a_cell_that_replaces_a_builtin_has_its_report(shell: Any) -> None:
         builtins.len = shell.user_ns["kept"]
 
 
+COUNTS = """import builtins
+seen, kept = [], {}
+def replaced(name):
+    own = kept[name] = getattr(builtins, name)
+    def counted(*given, **options):
+        seen.append(name)
+        return own(*given, **options)
+    setattr(builtins, name, counted)
+for name in ("len", "min", "max", "sum", "isinstance", "hasattr", "sorted", "iter", "next", "any", "all", "callable"):
+    replaced(name)
+x = len([1])
+for number in range(3):
+    y = number + len([2])
+if x:
+    z = [len("abc")]
+for name in kept:
+    setattr(builtins, name, kept[name])
+"""
+
+
+def test_what_a_program_puts_in_the_place_of_builtins_sees_the_calls_of_a_plain_cell(shell: Any) -> None:
+    before = dict(vars(builtins))
+    run(shell, f"# plain\n{COUNTS}")
+    plain = shell.user_ns["seen"]
+    run(shell, f"%%gpumem -q -o report\n{COUNTS}")
+    assert shell.user_ns["seen"] == plain
+    assert all(vars(builtins)[name] is own for name, own in before.items() if name != "_")
+    assert not any("failed" in note for note in shell.user_ns["report"].notes)
+
+
 @pytest.mark.parametrize(
     "body",
     [

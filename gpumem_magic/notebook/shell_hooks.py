@@ -57,6 +57,7 @@ class ShellHooks:
         A body that awaits: the call of our magic is awaited too, so that the body runs in the notebook's own event loop. A body
         that does not compile is left to IPython, which then shows the error as it would without us.
         """
+        __tracebackhide__ = True  # as IPython hides its own
         text = "".join(lines)
         if f"'{MAGIC}'" not in text:
             return lines

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from types import CodeType, TracebackType
 from typing import Any
 
+from gpumem_magic.patching import OwnBuiltins
 from gpumem_magic.recording.hook import CellObserver, StatementHook, may_end, new_hook_name
 from gpumem_magic.recording.instrument import COMPOUND, Instrumenter, Statement, with_constants
 from gpumem_magic.recording.quiet import no_warnings_of
@@ -126,12 +127,13 @@ def names_in(python: str) -> frozenset[str]:
 class _CompiledUnit:
     """What is compiled at once. mode: "exec", "single" (shows its expressions) or "value" (its value is the cell's).
 
-    index: the statement's, where the run and not the rewritten code tells the hook of it.
+    index: the statement's, where the run and not the rewritten code tells the hook of it. jumps: nothing runs behind it.
     """
 
     nodes: list[ast.stmt]
     mode: str
     index: int | None = None
+    jumps: bool = False
 
     def compiled(self, compiler: Any, filename: str, holder: str) -> CodeType:
         """holder: what stands in the code for the object whose ``value`` is to be set."""
@@ -156,6 +158,7 @@ class CellRun:
         self._cell = cell
         self._codes: set[CodeType] = set()
         self._hook: StatementHook | None = None
+        self._builtins = OwnBuiltins()
         self._holder, self._value = new_hook_name(), Value()
         # A StopIteration of the cell's own, which leaves `run_awaited` as a RuntimeError.
         self.stopped: BaseException | None = None
@@ -242,23 +245,26 @@ class CellRun:
         filename = self._cell.filename
         for unit, plain in zip(self._units, self._plain, strict=True):
             with compiler.extra_flags(ast.PyCF_ALLOW_TOP_LEVEL_AWAIT if self._shell.autoawait else 0):
-                with no_warnings_of(filename) as held:
-                    code = _named(self._shell, unit.compiled(compiler, filename, self._holder))
-                if held:
-                    # Rewritten code may say them twice.
-                    plain.compiled(compiler, filename, self._holder)
-            code = with_constants(
-                code, {**({} if self._hook is None else self._hook.constants), self._holder: self._value}
-            )
-            self._codes.add(code)
+                code = self._builtins.run(self._code_of, unit, plain, compiler, filename)
             if self._hook is None or unit.index is None:
                 yield code
                 continue
             self._hook.before(unit.index)
-            if isinstance(unit.nodes[0], ast.Raise):  # a jump: its row is taken before it
+            if unit.jumps:  # its row is taken before it
                 self._hook.after(unit.index)
             yield code
             self._hook.after(unit.index)
+
+    def _code_of(self, unit: _CompiledUnit, plain: _CompiledUnit, compiler: Any, filename: str) -> CodeType:
+        __tracebackhide__ = True
+        with no_warnings_of(filename) as held:
+            code = _named(self._shell, unit.compiled(compiler, filename, self._holder))
+        if held:
+            # Rewritten code may say them twice.
+            plain.compiled(compiler, filename, self._holder)
+        code = with_constants(code, {**({} if self._hook is None else self._hook.constants), self._holder: self._value})
+        self._codes.add(code)
+        return code
 
 
 def _unit(instrumenter: Instrumenter, node: ast.stmt, mode: str) -> _CompiledUnit:
@@ -266,7 +272,7 @@ def _unit(instrumenter: Instrumenter, node: ast.stmt, mode: str) -> _CompiledUni
         return _CompiledUnit(instrumenter.rewrite(node), mode)
     if isinstance(node, _ReadVariable):
         return _CompiledUnit([node], mode)
-    return _CompiledUnit([node], mode, instrumenter.add(node))
+    return _CompiledUnit([node], mode, instrumenter.add(node), isinstance(node, ast.Raise))
 
 
 class _ReadVariable(ast.Expr):

@@ -13,6 +13,7 @@ from types import CodeType, TracebackType
 from typing import Protocol
 
 from gpumem_magic.failures import from_handler, swallows
+from gpumem_magic.patching import OwnBuiltins
 from gpumem_magic.recording.instrument import Site, Statement, rest_name, turn_name
 from gpumem_magic.recording.rest import MOST_TURNS, ForRest, Rest, WhileRest
 from gpumem_magic.recording.source import Position
@@ -99,6 +100,7 @@ class StatementHook:
         self.failure: str | None = None
         self._sites = sites
         self._observer: CellObserver | None = observer
+        self._builtins = OwnBuiltins()
         self._codes = codes
         self._headers = [replace(site.statement, header=True) for site in sites]
         self._lines = [tuple(sites[loop].statement.line for loop in site.loops) for site in sites]
@@ -140,7 +142,8 @@ class StatementHook:
         self._seen[index] = iteration = self._iteration(index)
         if self._observer is not None:
             try:
-                self._observer.before_statement(self._sites[index].statement, iteration, self._lines[index])
+                tell = self._observer.before_statement
+                self._builtins.run(tell, self._sites[index].statement, iteration, self._lines[index])
             except BaseException as error:
                 self._failed(error)
 
@@ -347,7 +350,7 @@ class StatementHook:
         __tracebackhide__ = True
         if self._observer is not None:
             try:
-                self._observer.after_statement(statement, iteration, loops)
+                self._builtins.run(self._observer.after_statement, statement, iteration, loops)
                 self._quiet += 1
                 if self._devices is not None and self._devices.moves != self._moves:
                     self._moves = self._devices.moves

@@ -59,7 +59,8 @@ class ForRest:
         self.begin(0)
 
     def is_told(self) -> None:
-        if len(self._answers) < _SPARE:
+        # (No builtin is called here, where the program's own may stand in its place.)
+        if self._answers.__len__() < _SPARE:
             self._answers.append(False)
 
     def count(self) -> int:

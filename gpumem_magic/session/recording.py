@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import builtins
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from gpumem_magic.devices.base import DeviceError
+from gpumem_magic.patching import OwnBuiltins
 from gpumem_magic.recording import under_way
 from gpumem_magic.recording.progress import CellProgress
 from gpumem_magic.recording.quiet import no_automatic_collection
@@ -44,7 +44,7 @@ class ActiveRecording:
         self._why = why
         self._lines = True
         self._limit: Any = None
-        self._builtins = dict(vars(builtins))
+        self._builtins = OwnBuiltins()
 
     def observer(
         self, max_iterations: int | None = None, lines: bool = True, *, until_repeat: bool = False, source: str = ""
@@ -78,14 +78,8 @@ class ActiveRecording:
         user_ns: Mapping[str, Any] | None = None,
     ) -> Report:
         """Ends the recording and makes the report, which becomes `last_report()`. The error is read and not kept."""
-        there = vars(builtins)
-        theirs = {name: there[name] for name, own in self._builtins.items() if name in there and there[name] is not own}
-        try:
-            # A program may put what it likes in the place of `len`; our own work, and PyTorch's, is done with Python's.
-            there.update({name: self._builtins[name] for name in theirs})
-            return self._closed(error, failed, user_ns)
-        finally:
-            there.update(theirs)
+        # A program may put what it likes in the place of `len`; our own work, and PyTorch's, is done with Python's.
+        return self._builtins.run(self._closed, error, failed, user_ns)
 
     def _closed(
         self,

@@ -189,6 +189,8 @@ def explained(one: Difference, cells: list[str], plain: dict[str, Any], turns_on
         and HIDDEN.sub("", str(one.plain)) == HIDDEN.sub("", str(one.measured))
     ):
         return "where a device is on, PyTorch's functions are called through one of the package, a hidden frame"
+    if any("\x00" in cell for cell in cells) and HIDDEN.sub("", str(one.plain)) == HIDDEN.sub("", str(one.measured)):
+        return "where IPython fails to read a cell below the magic, a hidden frame is the one that asked it to"
     if any("type_get_version" in cell for cell in cells) and smoothed(one.plain) == smoothed(one.measured):
         return "versions of types count what was changed in any class"
     if any("Profile()" in cell for cell in cells) and is_profile(one, plain):
