@@ -15,6 +15,7 @@ _WORDS = tuple(
         (r"`%%gpumem (--[^`]+)`", r"`gpumem run \1`"),
         (r", which stays on\. `%gpumem_device NAME` chooses another, `%gpumem_device off` turns it off\.",
          ". `--device NAME` chooses another, `gpumem devices` lists them."),
+        (r"`%gpumem_device (NAME,values=\w+)`", r"`--device \1`"),
         (r"`%gpumem_free cycles`", "`gc.collect()`"),
         (r"`%gpumem_who` shows (what holds it|more)", "`gpumem_magic.last_report().owners` tells who holds what"),
         (r"`%gpumem_free( out| traceback)?( cache)?`", "letting go of it"),

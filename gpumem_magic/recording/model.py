@@ -139,12 +139,13 @@ class Failure:
 class StandIn:
     """How often a line read a value from a virtual device, which has none, and was given a stand-in.
 
-    supplied: how many of these were values that the user supplied.
+    supplied: how many of these were values that the user supplied. decides: whether a loop ends by what the line reads.
     """
 
     line: str
     count: int
     supplied: int = field(default=0, metadata={"only_with": "supplied"})
+    decides: bool = field(default=False, metadata={"only_with": "decides"})
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ import torch
 
 from gpumem_magic.devices.base import Device, DeviceLog, Log, Machine
 from gpumem_magic.looks.code import cell_of
+from gpumem_magic.looks.decisions import ends_a_loop
 from gpumem_magic.recording.failing_place import failing_place
 from gpumem_magic.recording.failure import (
     failing_request,
@@ -390,13 +391,15 @@ class Recorder:
             read.subtract(self._stand_ins_before)
             places: Counter[str] = Counter()
             by_user: Counter[str] = Counter()
+            decides: dict[str, bool] = {}
             supplied = self._machine.supplied
             for (file, line), count in sorted(read.items()):
                 if count > 0:
                     place = self._place(file, line)
                     places[place] += count
                     by_user[place] += supplied[file, line] - self._supplied_before[file, line]
-            return tuple(StandIn(place, count, by_user[place]) for place, count in places.items())
+                    decides[place] = ends_a_loop(file, line)
+            return tuple(StandIn(place, count, by_user[place], decides[place]) for place, count in places.items())
         return ()
 
     def _place(self, file: str, line: int) -> str:

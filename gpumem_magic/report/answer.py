@@ -16,12 +16,45 @@ from gpumem_magic.units import amount
 _ENOUGH, _MOST = 70, 3
 # Its text says what the groups say.
 _LISTS_HOLDERS = "memory_ran_out"
+# Errors that a wrong value brings about, as a wrong name does not.
+_OF_VALUES = (
+    "AssertionError", "ValueError", "ZeroDivisionError", "OverflowError", "FloatingPointError", "IndexError", "KeyError",
+    "RuntimeError", "StopIteration", "LinAlgError",
+)  # fmt: skip
+_REAL = "`%gpumem_device NAME,values=real` computes values"
 _WHOLES = ("parameters", "buffers", "gradients", "optimizer_state")
 _NUMBERS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
 
 
 def answer_of(report: ReportData) -> str:
-    """From the report's own figures and causes."""
+    """From the report's own figures and causes, after a word about what unknown values may have done to it."""
+    doubt = _doubt(report)
+    return f"{doubt} {_plain(report)}" if doubt else _plain(report)
+
+
+def _doubt(report: ReportData) -> str:
+    """Where the program failed, or ended a loop, after it had read values that a virtual GPU does not know."""
+    read = [one for one in report.stand_ins if one.supplied < one.count]
+    error = report.error
+    if error is not None and error.requested is None and error.type in _OF_VALUES and read:
+        guilty = next((one for one in read if error.line is not None and one.line == str(error.line)), read[-1])
+        place = _read_at(guilty.line)
+        return f"This may have failed because of a value that the virtual GPU does not know, read at {place}: {_REAL}."
+    deciding = [one for one in read if one.decides]
+    if not deciding:
+        return ""
+    more = f" and {len(deciding) - 1} more" if len(deciding) > 1 else ""
+    return (
+        f"A loop may have ended earlier or later than on a GPU: it goes by a value that the virtual GPU does not know, read at "
+        f"{_read_at(deciding[0].line)}{more}; {_REAL}."
+    )
+
+
+def _read_at(place: str) -> str:
+    return f"line {place}" if place.isdecimal() else f"`{place}`"
+
+
+def _plain(report: ReportData) -> str:
     if not report.peak.allocated and report.error is None:
         return "Nothing was put on the device."
     failure = _failure(report)

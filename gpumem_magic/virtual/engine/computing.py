@@ -26,6 +26,8 @@ FIRST = set(
         "_unique2 _unique unique_dim unique_consecutive _to_sparse _to_sparse.sparse_dim repeat_interleave.Tensor"
     )
 )
+# The same of libraries.
+_FIRST_OF_LIBRARIES = {"torchvision::nms"}
 # Checks, which return nothing.
 _CHECKS = set(overloads("_assert_async _assert_async.msg"))
 
@@ -143,6 +145,11 @@ def is_made_of_others(func: Any) -> bool:
     """Whether an operator, which inference mode hands over whole, is run as those that it is made of."""
     rule = func in SPECIAL or kernel_rules.for_operator(func) is not None
     return not rule and isinstance(func, torch._ops.OpOverload) and func._can_decompose()
+
+
+def comes_first(func: Any) -> bool:
+    """Whether the host runs an operator before the device does, for the size of its result."""
+    return func in FIRST or func._schema.name in _FIRST_OF_LIBRARIES
 
 
 def dim_of_size(func: Any, args: Any, kwargs: Any) -> int:

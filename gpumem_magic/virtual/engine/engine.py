@@ -10,6 +10,7 @@ import logging
 import os
 import sys
 import threading
+import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -25,6 +26,7 @@ from torch._subclasses.fake_tensor import (
 
 from gpumem_magic.failures import is_own_failure
 from gpumem_magic.looks import tensors
+from gpumem_magic.looks.decisions import waits
 from gpumem_magic.looks.objects import attribute, is_a
 from gpumem_magic.private import aten as _aten
 from gpumem_magic.virtual.engine import contractions, indexing, kernel_rules, supplied
@@ -40,6 +42,9 @@ from gpumem_magic.virtual.engine.modes import DEVICE_QUERY, STATE, HostlessFakeM
 from gpumem_magic.virtual.engine.storage import StorageTable
 from gpumem_magic.virtual.engine.tensors import OTHERWISE, VirtualTensor
 from gpumem_magic.virtual.engine.uninterrupted import Uninterrupted
+
+# A `while` that has read so often what nobody computes is worth a word.
+_MANY_READS = 1000
 
 SPECIAL: dict[Any, Callable[..., Any]] = {}
 # The same for operators with a sparse tensor among their arguments; those that are not here are refused.
@@ -382,6 +387,14 @@ class Engine:
         """Notes the line of the user's program that reads a value now. by_user: one that the user supplied."""
         line = users_line()
         self.stand_ins[line] += 1
+        if self.stand_ins[line] == _MANY_READS and not by_user and waits(*line):
+            place = f"line {line[1]} of {os.path.basename(line[0])}"
+            warnings.warn(
+                f"{place} has read values {_MANY_READS:,} times that the virtual GPU does not "
+                "know: its loop may never end. values=real behind the card's name computes them; --until-repeat and "
+                "--max-iterations end a run",
+                stacklevel=2,
+            )
         if by_user:
             self.supplied[line] += 1
 

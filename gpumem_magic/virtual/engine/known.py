@@ -18,8 +18,8 @@ from gpumem_magic.private import aten as _aten
 from gpumem_magic.private import overloads
 from gpumem_magic.virtual.engine import guesses, kernel_rules, values
 from gpumem_magic.virtual.engine.computing import (
-    FIRST,
     ComputingEngine,
+    comes_first,
     dim_of_size,
     has_values,
     is_made_of_others,
@@ -457,7 +457,8 @@ def _way_of(func: Any) -> _Way:
         return _Way(True, False, False, False, False, None)
     draws = torch.Tag.nondeterministic_seeded in func.tags
     gives = schema.is_mutable or any("Tensor" in str(value.type) for value in schema.returns)
-    computes = gives and not draws and func.namespace not in _SENDING and kernel_rules.for_operator(func) is None
+    ours = kernel_rules.for_operator(func) is None or comes_first(func)
+    computes = gives and not draws and func.namespace not in _SENDING and ours
     of_none = not any("Tensor" in str(argument.type) for argument in schema.arguments)
     constant = of_none and "empty" not in schema.name
     return _Way(
@@ -465,6 +466,6 @@ def _way_of(func: Any) -> _Way:
         writes=schema.is_mutable,
         makes=computes and (constant or func in _OF_SHAPES or func in _OVERWRITING),
         computes=computes,
-        first=func in FIRST or torch.Tag.dynamic_output_shape in func.tags,
+        first=comes_first(func) or torch.Tag.dynamic_output_shape in func.tags,
         guess=guesses.RULES.get(func),
     )

@@ -15,8 +15,8 @@ from gpumem_magic.failures import is_own_failure
 from gpumem_magic.private import aten as _aten
 from gpumem_magic.virtual.engine import kernel_rules
 from gpumem_magic.virtual.engine.computing import (
-    FIRST,
     ComputingEngine,
+    comes_first,
     dim_of_size,
     has_values,
     is_made_of_others,
@@ -81,7 +81,7 @@ class RealEngine(ComputingEngine):
             return super().perform(func, args, kwargs, device)
         self._nested = True
         try:
-            if func in FIRST or sparse:
+            if sparse or comes_first(func):
                 self._ahead = self._computed(func, args, kwargs, device)
                 self._along = dim_of_size(func, args, kwargs)
             try:

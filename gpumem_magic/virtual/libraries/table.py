@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from gpumem_magic.virtual.libraries import bits, dtensor, efficient, exporting, flash, flex, triton_kernels
+from gpumem_magic.virtual.libraries import vision as vision  # (whose rule is registered with its import)
 from gpumem_magic.virtual.libraries.loading import Libraries, Prepare
 
 _PREPARE: dict[str, Prepare] = {
