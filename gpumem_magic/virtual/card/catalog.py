@@ -270,8 +270,8 @@ def describe() -> str:
         "torch=1.10 takes the context and the library workspaces of another PyTorch version; loading=eager those of kernels that",
         "are loaded all at once (CUDA_MODULE_LOADING=EAGER).",
         "cudnn=none leaves out the estimate of what cuDNN takes while it runs a convolution; cudnn=256MiB sets it.",
-        "values=real computes all values on the host, with memory as before: T4,values=real. values=auto computes small ones that",
-        "follow from known ones. Without either, a program that reads a value is given a stand-in.",
+        "values=real computes all values on the host, with memory as before: T4,values=real. values=auto computes small ones",
+        "that follow from known ones. Without either, a program that reads a value is given a stand-in.",
         '"about": nobody published the context of that GPU with lazily loaded kernels; measure yours and set context=.',
     ]
     lines += [
