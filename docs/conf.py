@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import gpumem_magic
+from gpumem_magic.report.json_schema import json_schema
 
 HERE = Path(__file__).resolve().parent
 
@@ -108,4 +109,7 @@ def pictures_of(cell: dict[str, Any]) -> Iterator[str]:
 
 
 write_magics(HERE / "magics.md")
+(HERE / "report.schema.json").write_text(
+    json.dumps(json_schema(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
+)
 write_gallery(HERE / "gallery.md", HERE.parent / "build" / "gallery")

@@ -250,7 +250,7 @@ def test_several_ranks_side_by_side(show: Any, tmp_path: Path) -> None:
     found = {row.rsplit(None, 3)[0].strip(): row.rsplit(None, 3)[1:] for row in rows}
     assert found["allocated"] == [f"{round(views_of(read(path))[0].peak[0] / MIB):,}" for path in paths]
     assert "rank8.pickle" in (tmp_path / "ranks.html").read_text("utf-8")
-    assert show(*paths, "--json", "x.json")[0] == 2
+    assert show(*paths, "--redact", "x.pickle")[0] == 2
     folders = [tmp_path / "a", tmp_path / "b"]
     for folder in folders:
         folder.mkdir()

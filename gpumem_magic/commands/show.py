@@ -18,19 +18,25 @@ if TYPE_CHECKING:
 @guarded
 def run(options: argparse.Namespace) -> int:
     """Prints the report. 0; 2 where a file can't be read or the options do not fit: of several, the others are shown."""
-    from gpumem_magic.files.loaded import position_of, views_of
+    from gpumem_magic.files.loaded import position_of, report_of, views_of
+    from gpumem_magic.files.report_file import save_all
     from gpumem_magic.snapshot.files import read
 
-    if len(options.files) > 1 and (options.json or options.redact):
-        raise ValueError("--json and --redact are for one file: name only one")
+    if len(options.files) > 1 and options.redact:
+        raise ValueError("--redact is for one file: name only one")
     for option, target in (("--json", options.json), ("--html", options.html), ("--redact", options.redact)):
         check_target(option, target, options.files)
-    refused: list[str] = []
+    refused: dict[str, str] = {}
     if len(options.files) > 1:
         files, refused = readable_files(options.files, options.device, options.at)
         views = [views for _, views in files.values()]
         if files:
             print_side_by_side(files, options.at, _moment(options.at))
+        if options.json:
+            reports = {
+                path: report_of(loaded, options.device, options.at, views) for path, (loaded, views) in files.items()
+            }
+            save_all(options.files, reports, refused, options.json)
     else:
         loaded = read(options.files[0])
         views = [views_of(loaded, options.device)]
@@ -39,7 +45,7 @@ def run(options: argparse.Namespace) -> int:
         from gpumem_magic.timeline_page.view import timeline_of_files
 
         timeline_of_files(views, position_of(views[0][0], options.at)).save(options.html)
-    print_refused(refused)
+    print_refused(refused.values())
     return UNREADABLE if refused else 0
 
 

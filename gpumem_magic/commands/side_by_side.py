@@ -22,13 +22,13 @@ _WORTH_FOLDING = 8
 ReadFile = tuple["LoadedSnapshot", list["DeviceView"]]
 
 
-def readable_files(paths: Sequence[str], device: int | None, at: str) -> tuple[dict[str, ReadFile], list[str]]:
+def readable_files(paths: Sequence[str], device: int | None, at: str) -> tuple[dict[str, ReadFile], dict[str, str]]:
     """What could be read of the files, by path, and a line for each of the others."""
     from gpumem_magic.files.loaded import position_of, views_of
     from gpumem_magic.snapshot.files import read
 
     found: dict[str, ReadFile] = {}
-    refused = []
+    refused = {}
     for path in paths:
         try:
             loaded = read(path)
@@ -37,7 +37,7 @@ def readable_files(paths: Sequence[str], device: int | None, at: str) -> tuple[d
                 position_of(view, at)
             found[path] = loaded, views
         except (OSError, ValueError) as error:
-            refused.append(" ".join(str(error).split()))
+            refused[path] = " ".join(str(error).split())
     return found, refused
 
 

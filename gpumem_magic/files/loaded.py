@@ -21,6 +21,7 @@ from gpumem_magic.files.failing import elsewhere, place_of
 from gpumem_magic.recording.model import Checkpoint, Failure, Moment, Recording, Span
 from gpumem_magic.recording.quiet import no_automatic_collection
 from gpumem_magic.report import build
+from gpumem_magic.report.contents import contents_of
 from gpumem_magic.report.model import ReportData
 from gpumem_magic.report.notes import event_in_words
 from gpumem_magic.report.schema import report_from_dict
@@ -69,10 +70,22 @@ def report_of(
             else one
             for one in (report, *report.devices)
         ]
+        found = [_with_contents(one, at) for one in found]
         return replace(found[0], devices=tuple(found[1:]))
     first, *others = views or views_of(loaded, device)
     report = build.report_of(first, _points(first, position_of(first, at)), most_steps=_MOST_STEPS)
-    return replace(report, devices=tuple(build.report_of(view, most_steps=_MOST_STEPS) for view in others))
+    more = [build.report_of(view, most_steps=_MOST_STEPS) for view in others]
+    # An event's number is one of the first device's.
+    rest = tuple(_with_contents(one, at if at in ("peak", "end") else "peak") for one in more)
+    return replace(_with_contents(report, at), devices=rest)
+
+
+def _with_contents(report: ReportData, at: str) -> ReportData:
+    view = report.source
+    if view is None:
+        return report
+    position = position_of(view, at)
+    return replace(report, contents=contents_of(view, position, event_in_words(position, view.end)))
 
 
 def views_of(loaded: LoadedSnapshot, device: int | None = None) -> list[DeviceView]:

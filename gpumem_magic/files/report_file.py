@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from gpumem_magic.report.model import ReportData
+from gpumem_magic.report.model import SCHEMA, ReportData
 from gpumem_magic.report.schema import report_from_dict, report_to_dict
 from gpumem_magic.snapshot.whole_file import replace_file
 from gpumem_magic.units import MIB, human
@@ -17,7 +18,24 @@ MAX_FILE_BYTES = 256 * MIB
 
 
 def to_json(report: ReportData, indent: int | None = None) -> str:
-    data = report_to_dict(report)
+    return _text(report_to_dict(report), indent)
+
+
+def save_all(
+    paths: Sequence[str], reports: Mapping[str, ReportData], refused: Mapping[str, str], path: str | os.PathLike[str]
+) -> None:
+    """The reports of several files in one, and of those that could not be read, why."""
+    files = [
+        {"file": name, "report": report_to_dict(reports[name])}
+        if name in reports
+        else {"file": name, "error": refused[name]}
+        for name in paths
+    ]
+    content = _text({"schema": SCHEMA, "files": files}).encode()
+    replace_file(path, lambda file: file.write(content))
+
+
+def _text(data: Any, indent: int | None = None) -> str:
     text = json.dumps(data, indent=indent, ensure_ascii=False, allow_nan=False)
     try:
         text.encode()

@@ -18,6 +18,7 @@ from gpumem_magic.recording.model import (
     Recording,
     StandIn,
 )
+from gpumem_magic.report.contents import Contents
 from gpumem_magic.report.inside import ActivationBreakdown
 
 # In the order in which a bar stacks them, bottom (left) to top (right).
@@ -219,7 +220,8 @@ class Cause:
 class ReportData:
     """Where one device's memory went. `devices` holds the same for every other device that was used.
 
-    answer: the report in a sentence or two: the peak or the failure, where, of what, and what to do.
+    answer: the report in a sentence or two: the peak or the failure, where, of what, and what to do. contents: what was held at
+    the moment that was asked for, where a snapshot file was read.
     checkpoints: the rows in the order in which they ran. evidence: kind -> bytes at the peak. retries: how often the allocator
     gave cached memory back and tried again. inside: what `layers` and `operators` tell, None where no module ran.
     remarks: what has to be said besides, in order: `notes` are all of it in words, `causes` why memory was what it was.
@@ -241,6 +243,7 @@ class ReportData:
     owners: tuple[Owner, ...] = ()
     inside: ActivationBreakdown | None = field(default=None, metadata={"only_with": "inside"})
     answer: str = field(default="", metadata={"only_with": "answer"})
+    contents: Contents | None = field(default=None, compare=False, metadata={"only_with": "contents"})
     source: DeviceView | None = field(default=None, compare=False, metadata={"unwritten": True})
 
     @property

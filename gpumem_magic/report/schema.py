@@ -26,7 +26,7 @@ _MOST_LEVELS = DEEPEST + 3
 def report_to_dict(report: ReportData) -> dict[str, Any]:
     """Dictionaries, lists, strings and numbers, as JSON has them."""
     data: dict[str, Any] = {"schema": SCHEMA}
-    for one, _ in _members(ReportData):
+    for one, _ in members(ReportData):
         if one.name == "inside":
             data["causes"] = _plain(report.causes)
         data.update({"notes": list(report.notes)} if one.name == "remarks" else _entry(report, one))
@@ -38,7 +38,7 @@ def _plain(value: Any) -> Any:
         return report_to_dict(value)
     if is_dataclass(value):
         data: dict[str, Any] = {}
-        for one, _ in _members(cast(type, type(value))):
+        for one, _ in members(cast(type, type(value))):
             data.update(_entry(value, one))
         return data
     if isinstance(value, (list, tuple)):
@@ -58,8 +58,8 @@ def _entry(owner: Any, one: Field[Any]) -> dict[str, Any]:
 
 
 @cache
-def _members(kind: type) -> list[tuple[Field[Any], Any]]:
-    """The fields that are written, each with its type."""
+def members(kind: type) -> list[tuple[Field[Any], Any]]:
+    """A dataclass's fields that are written, each with its type."""
     types = get_type_hints(kind)
     return [(one, types[one.name]) for one in fields(kind) if "unwritten" not in one.metadata]
 
@@ -94,7 +94,7 @@ def _values(kind: type, data: Mapping[Any, Any], where: str, level: int) -> dict
     if level > _MOST_LEVELS:
         raise ValueError(f"not a report: '{where[:80]}…' is nested too deeply")
     values = {}
-    for one, expected in _members(kind):
+    for one, expected in members(kind):
         if one.name == "remarks" or ("only_with" in one.metadata and data.get(one.name) is None):
             continue
         value, path = _get(data, one.name, where)

@@ -27,7 +27,8 @@ class OpenedRows:
         self.report = report
         self.figures = SizeFormat(report)
         self.tree = entries(report)
-        self.scale = max((entry.row.peak_allocated for entry in self.tree), default=0)
+        # A report from a file may have figures in an inner row alone.
+        self.scale = max(max((entry.row.peak_allocated for entry in self.tree), default=0), 1)
         self.open = _way(self.tree, self.scale)
         self.lines = self.tables = 0
         self.left_out = 0
