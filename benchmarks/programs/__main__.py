@@ -1,0 +1,245 @@
+"""Public programs on the virtual GPU, each run and judged.
+
+    python benchmarks/programs --repositories DIR [--packages FOLDER ...] [--only TEXT] [--values] [--results PATH] [--page PATH]
+
+DIR holds the programs' repositories as git keeps them (``DIR/owner+name/repo``, ``DIR/owner/name`` or ``DIR/owner/name.git``);
+``programs.toml`` says which, and what is run. Each program is laid out in a scratch folder and run by ``gpumem run``, with values
+that are stand-ins, and judged:
+
+works          it ended as it should (or its time was up while it ran), with stand-ins or, if it fails so, with values=auto
+its own fault  it fails the same way on the host, where nothing is virtual
+refused        the virtual GPU said in one line what it cannot do, and what to do instead
+wrong          anything else
+
+``--values`` runs it on the host and with ``values=real`` as well, and compares what all print and the memory that both ways take.
+``--results`` keeps the outcomes in a file and runs only what is not in it yet; ``--again VERDICT`` runs those with that verdict
+again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib
+import importlib.util
+import json
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE))
+
+from data import RECIPES  # noqa: E402
+from judging import Run, is_refusal, run, same_text  # noqa: E402
+from layout import Missing, lay_out, repository  # noqa: E402
+
+# What nearly every program imports sooner or later, and what the command does: imported once with --fork.
+_COMMON = (
+    "torch", "torch._dynamo", "torch.utils.data", "torchvision.datasets", "gpumem_magic.cli", "gpumem_magic.virtual.machine",
+    "gpumem_magic.recording.recorder", "gpumem_magic.causes.why", "gpumem_magic.report.build", "gpumem_magic.user_report",
+    "gpumem_magic.views.text",
+)  # fmt: skip
+VERDICTS = ("works", "its own fault", "refused", "wrong")
+LIMIT = 60
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a program. Sizes are in bytes; None: not tried. way: whether stand-ins left its memory as it is."""
+
+    repository: str
+    program: str
+    domain: str
+    verdict: str
+    error: str = ""
+    seconds: float = 0
+    host_bytes: int = 0
+    peak: int | None = None
+    real_peak: int | None = None
+    same_output: bool | None = None
+    real: str = ""
+    answer: str = ""
+    values: str = "stand-in"
+    day: str = ""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python benchmarks/programs", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--repositories", metavar="DIR", type=Path, required=True)
+    parser.add_argument("--packages", metavar="FOLDER", action="append", default=[], help="folders of further packages")
+    parser.add_argument("--only", metavar="TEXT", default="", help="programs with TEXT in repository or name")
+    parser.add_argument("--values", action="store_true", help="compare with the host and with values=real")
+    parser.add_argument("--results", metavar="PATH", type=Path, help="keep outcomes here, and go on from them")
+    parser.add_argument("--again", metavar="VERDICT", default="", help="run programs of this verdict again")
+    parser.add_argument("--page", metavar="PATH", type=Path, help="also write the documentation's table to PATH")
+    parser.add_argument("--fork", action="store_true", help="import once what nearly all programs import: much faster")
+    parser.add_argument("--logs", metavar="FOLDER", type=Path, help="keep what the programs print in FOLDER")
+    options = parser.parse_args()
+    sys.path[1:1] = options.packages
+    known = _read(options.results)
+    if options.fork:
+        for name in _COMMON:
+            if importlib.util.find_spec(name.partition(".")[0]) is not None:
+                importlib.import_module(name)
+    for one in table():
+        key = f"{one['repository']}: {one['name']}"
+        if options.only not in key:
+            continue
+        old = known.get(key)
+        if old is not None and old.verdict != options.again and not (options.values and not old.real):
+            continue
+        try:
+            outcome = judged(one, options)
+        except Missing as why:
+            print(f"{key}: left out: {why}", flush=True)
+            continue
+        known[key] = outcome
+        print(f"{outcome.verdict:<14}{outcome.seconds:5.0f} s  {key}  {outcome.error[:200]}", flush=True)
+        if options.results is not None:
+            options.results.write_text(
+                json.dumps({name: dataclasses.asdict(one) for name, one in known.items()}, indent=1)
+            )
+    outcomes = [known[key] for one in table() if (key := f"{one['repository']}: {one['name']}") in known]
+    if options.page is not None:
+        options.page.write_text(page(outcomes), encoding="utf-8")
+    print(counts(outcomes))
+    return int(any(one.verdict == "wrong" for one in outcomes))
+
+
+def table() -> Iterator[dict[str, Any]]:
+    """Every program, with what holds for its repository."""
+    for every in tomllib.loads((HERE / "programs.toml").read_text(encoding="utf-8"))["repository"]:
+        shared = {key: value for key, value in every.items() if key not in ("name", "program")}
+        for one in every["program"]:
+            yield {"repository": every["name"], "name": one.get("name") or one["script"], **shared, **one}
+
+
+def judged(one: Mapping[str, Any], options: argparse.Namespace) -> Outcome:
+    """Lays a program out for each way of running it, runs it, and compares."""
+    for package in one.get("packages", ()):
+        if importlib.util.find_spec(package) is None:
+            raise Missing(f"it needs the package {package}")
+    source = None if one.get("installed") else repository(options.repositories, one["repository"])
+    device = one.get("device", "T4")
+    found = _once(one, source, device, options, "stand-ins")
+    verdict, error, values = "works", "", "stand-in"
+    on_host = None
+    if found.status:
+        error = found.last_error
+        on_host = _once(one, source, None, options, "host")
+        if on_host.status and on_host.last_error.split(":")[0] == error.split(":")[0]:
+            verdict = "its own fault"
+        else:
+            with_values = _once(one, source, f"{device},values=auto", options, "auto")
+            if not with_values.status:
+                found, values = with_values, "auto"
+            elif "own_fault" in one:
+                verdict = "its own fault"
+            else:
+                verdict = "refused" if is_refusal(found) else "wrong"
+    outcome = Outcome(
+        one["repository"], one["name"], one["domain"], verdict, error, found.seconds, found.host_bytes,
+        _peak(found), values=values, answer=found.report.get("answer", ""), day=date.today().isoformat(),
+    )  # fmt: skip
+    if options.values and verdict != "its own fault":
+        on_host = on_host or _once(one, source, None, options, "host")
+        real = _once(one, source, f"{device},values=real", options, "real")
+        outcome = dataclasses.replace(
+            outcome,
+            real_peak=_peak(real),
+            real="works" if not real.status else real.last_error,
+            same_output=same_text(real.out, on_host.out) if not on_host.status else None,
+        )
+    return outcome
+
+
+def _once(
+    one: Mapping[str, Any], source: Path | None, device: str | None, options: argparse.Namespace, way: str
+) -> Run:
+    with tempfile.TemporaryDirectory() as scratch:
+        folder, home = Path(scratch, "program"), Path(scratch, "home")
+        folder.mkdir()
+        home.mkdir()
+        if source is not None:
+            lay_out(source, one["commit"], folder)
+        for file, before, after in one.get("change", ()):
+            text = (folder / file).read_text(encoding="utf-8")
+            (folder / file).write_text(text.replace(before, after), encoding="utf-8")
+        script = one.get("script", "entry.py")
+        if "entry" in one:
+            (folder / script).write_text(one["entry"], encoding="utf-8")
+        place = folder / one.get("folder", Path(script).parent)
+        for recipe, where, *numbers in one.get("data", ()):
+            RECIPES[recipe](home / where[2:] if where.startswith("~/") else place / where, *numbers)
+        path = [str(folder / part) for part in one.get("path", ())] + [str(Path(p).resolve()) for p in options.packages]
+        for code in [one["prepare"]] if "prepare" in one else []:
+            subprocess.run([sys.executable, "-c", code], cwd=place, check=True)
+        for other in one.get("before", ()):
+            subprocess.run([sys.executable, other], cwd=place, check=True, capture_output=True)
+        found = run(
+            place, str((folder / script).relative_to(place)), one.get("arguments", ()), device=device, packages=path,
+            limit=one.get("seconds", LIMIT), iterations=one.get("iterations"), home=home, fork=options.fork,
+        )  # fmt: skip
+    if options.logs is not None:
+        options.logs.mkdir(parents=True, exist_ok=True)
+        name = f"{one['repository']} {one['name']}".replace("/", "+")
+        (options.logs / f"{name}.{way}").write_text(f"{found.status}\n{found.out}\n==== stderr\n{found.err}")
+    return found
+
+
+def _peak(found: Run) -> int | None:
+    """The most that was allocated, over all devices."""
+    reports = [found.report, *found.report.get("devices", ())]
+    peaks = [one["peak"]["allocated"] for one in reports if one.get("peak")]
+    return max(peaks, default=None)
+
+
+def _read(path: Path | None) -> dict[str, Outcome]:
+    if path is None or not path.exists():
+        return {}
+    return {name: Outcome(**one) for name, one in json.loads(path.read_text()).items()}
+
+
+def counts(outcomes: list[Outcome]) -> str:
+    """The last line."""
+    number = Counter(one.verdict for one in outcomes)
+    compared = [one for one in outcomes if one.same_output is not None]
+    words = [f"{number[verdict]} {verdict}" for verdict in VERDICTS]
+    same = sum(bool(one.same_output) for one in compared)
+    return f"{len(outcomes)} programs: {', '.join(words)}; with values=real {same} of {len(compared)} print what the CPU prints"
+
+
+def page(outcomes: list[Outcome]) -> str:
+    """The documentation's table."""
+    lines = [
+        "| repository | program | domain | | values | s | host | peak | with real values | prints |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for one in outcomes:
+        same = {None: "", True: "the same", False: "**differs**"}[one.same_output]
+        memory = "" if one.real_peak is None or one.peak is None else f"{(one.peak / max(1, one.real_peak) - 1):+.1%}"
+        cells = [
+            one.repository, one.program, one.domain, one.verdict, one.values if one.verdict == "works" else "",
+            f"{one.seconds:.0f}", f"{one.host_bytes / 2**20:,.0f}",
+            "" if one.peak is None else f"{one.peak / 2**20:,.1f}", "same" if memory in ("+0.0%", "-0.0%") else memory, same,
+        ]  # fmt: skip
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + f"\n\n{counts(outcomes)}\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,165 @@
+"""Runs a program that was laid out, on a virtual GPU or on the host, and judges what became of it."""
+
+from __future__ import annotations
+
+import atexit
+import io
+import json
+import multiprocessing.process
+import os
+import re
+import runpy
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+HERE = Path(__file__).resolve().parent
+# The lines that differ between any two runs: times, rates, and the device's own name and memory.
+_OF_THE_MOMENT = re.compile(
+    r"time|\bsec|seconds|\bms\b|/s\b|it/s|s/it|elapsed|cuda|device|memory|GPU|accelerator|MB|MiB", re.I
+)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A program's run: its status, what it printed, and what it cost. status: None where the time was up."""
+
+    status: int | None
+    out: str
+    err: str
+    seconds: float
+    host_bytes: int
+    report: Mapping[str, Any]
+
+    @property
+    def last_error(self) -> str:
+        """The error's last line, without our own remarks."""
+        lines = self.err.splitlines()
+        found = [
+            line
+            for line in lines
+            if re.match(r"^[\w.]*(Error|Exception|Exit|Interrupt|CannotRun|Empty|Missing|Saved|Full)(: |$)", line)
+        ]
+        return (found or [line for line in lines if line.strip()] or [""])[-1].strip()
+
+
+def run(
+    folder: Path, script: str, arguments: Sequence[str], *, device: str | None, packages: Sequence[str],
+    limit: float, iterations: int | None, home: Path, fork: bool = False,
+) -> Run:  # fmt: skip
+    """device: None is the host. limit: seconds. iterations: after how many training ends, on a device.
+
+    fork: this process has imported torch, and a copy of it runs the program: the seconds are without those of the import.
+    """
+    written = home / "report.json"
+    if device is None:
+        module, words = "host", [script, *arguments]
+    else:
+        module, words = "gpumem_magic.cli", ["run", "--device", device, "--json", str(written)]
+        if iterations is not None:
+            words += ["--max-iterations", str(iterations)]
+        words += [script, "--", *arguments]
+    environment = {
+        "HOME": str(home),
+        "MPLBACKEND": "Agg",
+        "WANDB_MODE": "disabled",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONHASHSEED": "0",
+        "PYTHONPATH": os.pathsep.join([*packages, str(HERE), os.environ.get("PYTHONPATH", "")]),
+    }
+    began = time.perf_counter()
+    with open(home / "out", "w+b") as out, open(home / "err", "w+b") as err:
+        if fork:
+            pid = os.fork()
+            if pid == 0:
+                _become(module, words, folder, environment, packages, out.fileno(), err.fileno())
+        else:
+            pid = subprocess.Popen(
+                [sys.executable, "-m", module, *words], cwd=folder, env={**os.environ, **environment},
+                stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True,
+            ).pid  # fmt: skip
+        status, used = _wait(pid, began + limit)
+        seconds = time.perf_counter() - began
+        texts = []
+        for file in (out, err):
+            file.seek(0)
+            texts.append(file.read().decode(errors="replace"))
+    report = json.loads(written.read_text(encoding="utf-8")) if written.exists() else {}
+    return Run(status, texts[0], texts[1], seconds, used, report)
+
+
+def _become(
+    module: str,
+    words: Sequence[str],
+    folder: Path,
+    environment: Mapping[str, str],
+    packages: Sequence[str],
+    out: int,
+    err: int,
+) -> NoReturn:
+    """What the copy does: it becomes ``python -m module words``, with the program's folder, streams, and import path."""
+    os.setsid()
+    os.chdir(folder)
+    multiprocessing.process.ORIGINAL_DIR = str(folder)
+    os.environ.update(environment)
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
+    os.dup2(out, 1)
+    os.dup2(err, 2)
+    own = [name for name, one in sys.modules.items() if str(getattr(one, "__file__", "")).startswith(str(HERE))]
+    for name in own:
+        if name != "__main__":
+            del sys.modules[name]
+    sys.path[:] = ["", *packages, str(HERE), *(one for one in sys.path[1:] if one not in packages and one != str(HERE))]
+    sys.argv = [module, *words]
+    # The streams write through, as Python's do without a buffer.
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(write_through=True)
+    status = 0
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except SystemExit as error:
+        status = error.code if isinstance(error.code, int) else int(error.code is not None)
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        status = 1
+    finally:
+        atexit._run_exitfuncs()
+        os._exit(status & 255)
+
+
+def _wait(child: int, until: float) -> tuple[int | None, int]:
+    """The exit status (None where the time was up), and the most memory that it had."""
+    while True:
+        pid, code, usage = os.wait4(child, os.WNOHANG)
+        if pid:
+            return os.waitstatus_to_exitcode(code), usage.ru_maxrss << 10
+        if time.perf_counter() > until:
+            os.killpg(child, signal.SIGKILL)
+            _, _, usage = os.wait4(child, 0)
+            return None, usage.ru_maxrss << 10
+        time.sleep(0.05)
+
+
+def is_refusal(found: Run) -> bool:
+    """Whether the virtual GPU said that it cannot do something, and what to do instead."""
+    return re.search(r"a virtual GPU|the virtual GPU|values=real|gpumem_magic", found.last_error) is not None
+
+
+def same_text(ours: str, theirs: str) -> bool | None:
+    """Whether both print the same as far as the shorter goes; None where neither prints anything that can be compared."""
+    a, b = _comparable(ours), _comparable(theirs)
+    shorter = min(len(a), len(b))
+    return None if shorter == 0 else a[:shorter] == b[:shorter]
+
+
+def _comparable(text: str) -> list[str]:
+    lines = [line.rstrip() for part in text.splitlines() for line in part.split("\r")]
+    return [line for line in lines if line.strip() and not _OF_THE_MOMENT.search(line)]

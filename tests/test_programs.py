@@ -1,0 +1,91 @@
+"""The table of public programs (`benchmarks/programs`), how they are laid out, and how they are judged. None is run here."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).resolve().parents[1] / "benchmarks" / "programs"
+
+
+@pytest.fixture
+def modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    pytest.importorskip("PIL")
+    monkeypatch.syspath_prepend(str(HERE))
+    names = ("data", "layout", "judging")
+    found = {name: importlib.import_module(name) for name in names}
+    spec = importlib.util.spec_from_file_location("programs_main", HERE / "__main__.py")
+    assert spec is not None
+    assert spec.loader is not None
+    found["main"] = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "programs_main", found["main"])
+    spec.loader.exec_module(found["main"])
+    yield found
+    for name in names:
+        del sys.modules[name]
+
+
+def test_the_table(modules: dict[str, Any]) -> None:
+    programs = list(modules["main"].table())
+    keys = [(one["repository"], one["name"]) for one in programs]
+    assert len(keys) == len(set(keys)) >= 120
+    for one in programs:
+        assert one.get("installed") or re.fullmatch("[0-9a-f]{10,40}", one["commit"]), one["name"]
+        assert ("entry" in one) != ("script" in one)
+        compile(one.get("entry", ""), one["name"], "exec")
+        compile(one.get("prepare", ""), one["name"], "exec")
+        assert all(recipe in modules["data"].RECIPES for recipe, *_ in one.get("data", ()))
+        assert one["domain"]
+
+
+def test_a_repository_is_laid_out_without_what_a_copy_lacks(modules: dict[str, Any], tmp_path: Path) -> None:
+    source = tmp_path / "mirror" / "somebody+project" / "repo"
+    source.mkdir(parents=True)
+
+    def git(*words: str) -> str:
+        who = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        return subprocess.run(["git", *who, *words], cwd=source, check=True, capture_output=True, text=True).stdout
+
+    git("init", "-q")
+    (source / "a folder").mkdir()
+    (source / "a folder" / "main.py").write_text("print(1)\n")
+    (source / "lost.bin").write_text("lost")
+    git("add", "-A")
+    git("commit", "-q", "-m", "all")
+    commit = git("rev-parse", "HEAD").strip()
+    lost = git("rev-parse", "HEAD:lost.bin").strip()
+    (source / ".git" / "objects" / lost[:2] / lost[2:]).unlink()
+    layout = modules["layout"]
+    layout.lay_out(layout.repository(tmp_path / "mirror", "somebody/project"), commit, tmp_path / "out")
+    assert (tmp_path / "out" / "a folder" / "main.py").read_text() == "print(1)\n"
+    assert not (tmp_path / "out" / "lost.bin").exists()
+    with pytest.raises(layout.Missing, match="nobody/project is not in"):
+        layout.repository(tmp_path / "mirror", "nobody/project")
+
+
+def test_outputs_are_compared_as_far_as_both_go(modules: dict[str, Any]) -> None:
+    same = modules["judging"].same_text
+    assert same("loss 1.0\nloss 0.5\n", "loss 1.0\nloss 0.5\nloss 0.25\n")
+    assert not same("loss 1.0\n", "loss 1.1\n")
+    assert same("loss 1.0\ntook 3 seconds\n", "loss 1.0\ntook 9 seconds\n")
+    assert same("", "loss 1.0\n") is None
+
+
+def test_errors_are_told_from_refusals(modules: dict[str, Any]) -> None:
+    judging = modules["judging"]
+
+    def ended(error: str) -> Any:
+        said = f"Traceback (most recent call last):\n  a line\n{error}\nRuntimeError at line 3; until then 5 MiB\nMiB\n"
+        return judging.Run(1, "", said, 1.0, 0, {})
+
+    own = ended("torch.AcceleratorError: CUDA error: invalid device ordinal")
+    assert own.last_error == "torch.AcceleratorError: CUDA error: invalid device ordinal"
+    assert not judging.is_refusal(own)
+    assert judging.is_refusal(ended("NotImplementedError: the virtual GPU cannot hold a nested tensor."))
