@@ -294,7 +294,9 @@ def test_the_picture_says_the_value_and_the_wall(book: Notebook) -> None:
     assert "text/html" in html or book.shell is not None
 
 
-def test_after_memory_ran_out_one_line_offers_it_and_nothing_runs(book: Notebook) -> None:
+def test_after_memory_ran_out_one_line_offers_it_and_nothing_runs(
+    book: Notebook, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cell = "batch_size = 400\nfor i in range(3):\n    x = torch.zeros(batch_size, 1 << 20, device='cuda')"
     said = book.cell("%%gpumem\n" + cell)
     assert "`%%gpumem --fit batch_size=1..400` above this cell" in said
@@ -303,6 +305,9 @@ def test_after_memory_ran_out_one_line_offers_it_and_nothing_runs(book: Notebook
     assert "--fit" not in book.cell("%%gpumem -q\n" + cell)
     assert "--fit" not in book.cell("%%gpumem\n" + cell.replace("400", "4"))
     assert "--fit" not in book.cell("%%gpumem\nx = torch.zeros(400, 1 << 20, device='cuda')")
+    # What it could not do is not offered.
+    monkeypatch.delattr(os, "fork")
+    assert "--fit" not in book.cell("%%gpumem\n" + cell)
 
 
 # ---- functions and scripts

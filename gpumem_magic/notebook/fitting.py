@@ -58,8 +58,15 @@ def offer(cell: PreparedCell, namespace: Mapping[str, Any]) -> str:
     Nothing of the user's is asked: only names whose values are plain whole numbers count.
     """
     from gpumem_magic.recording.cell import names_in
+    from gpumem_magic.trials.process import refuse_where_impossible
     from gpumem_magic.trials.values import VaryError, with_values
 
+    try:
+        refuse_where_impossible()
+    except DeviceError:
+        return ""
+    if cell.needs_await:
+        return ""
     found = []
     for name in names_in(cell.python):
         value = namespace.get(name)

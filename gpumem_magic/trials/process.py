@@ -38,7 +38,7 @@ def in_a_fork(work: Callable[[], Any]) -> Any:
 
     Raises NoTrial where there is no fork, or where the process ended without an answer; what `work` raises is its own to catch.
     """
-    _refuse_where_impossible()
+    refuse_where_impossible()
     with tempfile.TemporaryDirectory(prefix="gpumem-trial-") as folder:
         receiving, sending = os.pipe()
         child = status = 0
@@ -61,7 +61,8 @@ def in_a_fork(work: Callable[[], Any]) -> Any:
         return pickle.loads(answer)
 
 
-def _refuse_where_impossible() -> None:
+def refuse_where_impossible() -> None:
+    """Raises NoTrial, in one line, where this process could not be copied."""
     import torch
 
     if not hasattr(os, "fork"):
