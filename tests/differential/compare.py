@@ -122,7 +122,7 @@ ADDRESS = re.compile(r"\b\d{12,15}\b")
 POOLED = re.compile(r"asyncio_\d+|ThreadPoolExecutor-\d+_\d+")
 
 
-HIDDEN = re.compile(r"(\\n)* *\[\.\.\. skipping hidden \d+ frames?\]")
+HIDDEN = re.compile(r" *\[\.\.\. skipping hidden \d+ frames?\](\\n)*")
 NOTHING_RAN = "gpumem: nothing ran: the cell has no statement\n"
 SYNTAX_WARNING = re.compile(r"<ipython-input-\d+[^>\n]*>:\d+: SyntaxWarning: [^\n]*\n(?: [^\n]*\n)?")
 
