@@ -17,10 +17,12 @@ from allocator_training import train
 from hostile_snapshots import MARKUP, event, recording, with_markup
 
 from gpumem_magic import cli
+from gpumem_magic.attribution.groups import groups_of
 from gpumem_magic.commands.side_by_side import short_names
 from gpumem_magic.files.loaded import report_of, views_of
 from gpumem_magic.snapshot.files import SnapshotFileError, read, write
 from gpumem_magic.snapshot.model import ACTIVE, INACTIVE, Block, Segment, Snapshot
+from gpumem_magic.units import human
 from gpumem_magic.user_report import Report, load
 from gpumem_magic.views.segments import fragmentation
 
@@ -59,15 +61,19 @@ def test_a_report_the_largest_allocations_and_the_segments(show: Any, tmp_path: 
     report = Report.of(report_of(read(path)))
     assert str(report) in text
     assert text.startswith(f"{path}: pickle, written by torch ")
-    largest = view.largest(view.peak[1], 3)
-    assert [one.requested for one in largest] == sorted(
-        (one.requested for one in view.timeline.live_at(view.peak[1])), reverse=True
-    )[:3]
-    section = text[text.index("The largest allocations (at the peak):") : text.index("\nSegments (at the peak")]
-    assert section.count("MiB  ") == 3
-    for one in largest:
+    groups = groups_of(view, view.peak[1])
+    live = view.timeline.live_at(view.peak[1])
+    assert sum(one.requested for one in groups) == sum(one.requested for one in live)
+    assert sum(one.count for one in groups) == len(live)
+    assert [one.requested for one in groups] == sorted((one.requested for one in groups), reverse=True)
+    heading = "The largest allocations (at the peak), those of one stack together:"
+    section = text[text.index(heading) : text.index("\nSegments (at the peak")]
+    heads = [line for line in section.splitlines() if line[2:12].strip()]
+    assert len(heads) - 1 == len(groups[:3]) + (len(groups) > 3)
+    for one in groups[:3]:
         assert all(line in section for line in one.stack)
-    assert text.rstrip().endswith("that are partly in use.")
+        assert one.why in section
+    assert "that are partly in use." in text.splitlines()[-1] + text.splitlines()[-2]
 
 
 def test_python_frames_come_first_and_the_library_is_folded(tmp_path: Path) -> None:
@@ -120,7 +126,7 @@ def test_another_moment(show: Any, tmp_path: Path) -> None:
     status, text, _ = show(path, "--at", "7")
     assert status == 0
     assert "event 7 of" in text
-    assert "The largest allocations (after event 7):" in text
+    assert "The largest allocations (after event 7), those of one stack together:" in text
     assert "Segments (after event 7;" in text
     at_end = show(path, "--at", "end", "--top", "0")[1]
     assert "The largest" not in at_end
@@ -128,6 +134,63 @@ def test_another_moment(show: Any, tmp_path: Path) -> None:
     row = next(row for row in report.checkpoints if row.kind == "statement")
     assert row.allocated == view.timeline.allocated_at(8)
     assert sum(size for size in row.categories.values() if size) == row.reserved
+
+
+def test_between_two_events(show: Any, tmp_path: Path) -> None:
+    path = saved(tmp_path, one_device())
+    view = views_of(read(path))[0]
+    status, text, _ = show(path, "--between", "5", "20", "--top", "1")
+    assert status == 0
+    assert "(at the highest between events 5 and 20" in text
+    best = max(range(6, 22), key=view.timeline.allocated_at)
+    assert f"event {best - 1} of" in text or best == view.peak[1]
+    for wrong in (("9", "3"), ("0", "99999"), ("-1", "3")):
+        status, text, errors = show(path, "--between", *wrong)
+        assert (status, text) == (2, "")
+        assert "give two events from 0 to" in errors
+
+
+def test_what_is_sought(show: Any, tmp_path: Path) -> None:
+    data = one_device()
+    births = [one for one in data["device_traces"][0] if one["action"] == "alloc"]
+    for number, one in enumerate(births):
+        one["frames"] = [
+            {"filename": "/home/me/cache.py" if number % 2 else "/home/me/x.py", "name": "Make_It", "line": 7}
+        ]
+    path = saved(tmp_path, data)
+    view = views_of(read(path))[0]
+    inside = [one for one in view.timeline.live_at(view.peak[1]) if "cache" in str(view.frames_of(one))]
+    total = sum(one.requested for one in inside)
+    text = show(path, "--search", "CACHE.PY:7 make")[1]
+    assert f"'CACHE.PY:7 make' is in {len(inside)} allocations (at the peak): {human(total)}." in text
+    assert "/home/me/x.py" not in text[text.index("'CACHE") :]
+    own = show(path, "--category", r"kv=cache\.py", "--category", "none=nothing_like_it")[1]
+    section = own[own.index("By your own categories (at the peak):") :]
+    assert f"{human(total):>10}  kv, {len(inside)} allocations" in section
+    assert f"{human(0):>10}  none, 0 allocations" in section
+    assert "all else" in section
+    for wrong in ("kv", "=x", "kv=", "kv=("):
+        status, text, errors = show(path, "--category", wrong)
+        assert (status, text) == (2, "")
+        assert errors.startswith(f"gpumem: --category {wrong}: ")
+    assert show(path, path, "--search", "x")[0] == 2
+
+
+def test_ranges_and_settings(show: Any, tmp_path: Path) -> None:
+    data = one_device()
+    for number, one in enumerate(data["device_traces"][0]):
+        one["time_us"] = 1000 + number
+    data["external_annotations"] = [
+        {"name": "## step ##", "device": 0, "stage": stage, "time_us": when}
+        for stage, when in (("START", 1005), ("END", 1020), ("START", 1030), ("END", 1040), ("END", 1041))
+    ]
+    data["allocator_settings"] = {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:128"}
+    path = saved(tmp_path, data)
+    view = views_of(read(path))[0]
+    highest = max(view.timeline.peak(5, 20)[0], view.timeline.peak(30, 40)[0])
+    text = show(path)[1]
+    assert f"{human(highest):>10}  ## step ##, 2 ×; highest at event " in text
+    assert "Allocator settings: max_split_size_mb:128." in text
 
 
 @pytest.mark.parametrize("at", ["-1", "99999", "now", "1.5", "9" * 30, "\u0663"])

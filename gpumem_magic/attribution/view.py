@@ -158,6 +158,11 @@ class DeviceView:
             return self.log.events[one.born].frames
         return self._frames_at_end.get(one.address, ()) if one.freed is None else ()
 
+    def frames_of_free(self, one: Allocation) -> tuple[Frame, ...]:
+        """The stack that gave it back; () where it lives on, or the trace has the request's stack there, too."""
+        frames = () if one.freed is None else self.log.events[one.freed].frames
+        return () if frames is self.frames_of(one) else frames
+
     @cached_property
     def _frames_at_end(self) -> dict[int, tuple[Frame, ...]]:
         return {block.address: block.frames for one in self.log.final or () for block in one.blocks if block.frames}

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from gpumem_magic.commands.common import UNREADABLE, guarded
 from gpumem_magic.commands.side_by_side import print_refused, print_side_by_side, readable_files
 from gpumem_magic.snapshot.whole_file import check_target, printable
-from gpumem_magic.units import human
 
 if TYPE_CHECKING:
     from gpumem_magic.attribution.view import DeviceView
@@ -22,6 +22,8 @@ def run(options: argparse.Namespace) -> int:
     from gpumem_magic.files.report_file import save_all
     from gpumem_magic.snapshot.files import read
 
+    if len(options.files) > 1 and (options.search or options.between or options.category):
+        raise ValueError("--search, --between and --category are for one file: name only one")
     if len(options.files) > 1 and options.redact:
         raise ValueError("--redact is for one file: name only one")
     for option, target in (("--json", options.json), ("--html", options.html), ("--redact", options.redact)):
@@ -51,6 +53,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _text(loaded: LoadedSnapshot, views: list[DeviceView], options: argparse.Namespace) -> str:
     """The report of one file; writes what else is asked for of it."""
+    from gpumem_magic.commands import show_parts
     from gpumem_magic.files.loaded import position_of, report_of
     from gpumem_magic.files.report_file import save
     from gpumem_magic.snapshot.files import write
@@ -58,25 +61,35 @@ def _text(loaded: LoadedSnapshot, views: list[DeviceView], options: argparse.Nam
     from gpumem_magic.views.segments import fragmentation
     from gpumem_magic.views.text import render
 
+    moment = _moment(options.at)
+    if options.between:
+        options.at, moment = _highest_between(views[0], options.between)
     report = report_of(loaded, options.device, options.at, views)
     view = next((one for one in views if one.device == report.device.index), views[0])
     position = position_of(view, options.at)
     lines = [f"{printable(loaded.path)}: {loaded.form}, written by torch {printable(loaded.torch)}", "", render(report)]
-    largest = view.largest(position, max(options.top, 0))
-    if largest:
-        lines += ["", f"The largest allocations ({_moment(options.at)}):"]
-    for one in largest:
-        known = f"it {one.why}" if one.why else one.evidence
-        name = f" {printable(one.name)}" if one.name else ""
-        lines.append(f"  {human(one.requested):>10}  {one.category.replace('_', ' ')}{name} ({known})")
-        lines += [f"              {printable(line)}" for line in one.stack]
-    lines += ["", f"Segments ({_moment(options.at)}; # in use, : partly, . free):"]
+    lines += show_parts.by_own_categories(view, position, moment, show_parts.own_categories(options.category or ()))
+    lines += show_parts.largest(view, position, moment, options.top, options.search)
+    lines += show_parts.ranges(loaded, view)
+    lines += ["", f"Segments ({moment}; # in use, : partly, . free):"]
     lines += [f"  {line}" for line in fragmentation(view.timeline.segments_at(position))]
+    said = show_parts.settings(loaded)
+    if said:
+        lines.append(said)
     if options.json:
         save(report, options.json)
     if options.redact:
         write(redacted(loaded.snapshot), options.redact, {"torch": loaded.torch})
     return "\n".join(lines)
+
+
+def _highest_between(view: DeviceView, events: Sequence[int]) -> tuple[str, str]:
+    """The event within two, both included, after which most was allocated; and that moment in words. Raises ValueError."""
+    begin, end = events
+    if not 0 <= begin <= end < view.end:
+        raise ValueError(f"--between {begin} {end}: give two events from 0 to {view.end - 1}, the earlier first")
+    position = view.timeline.peak(begin + 1, end + 1)[1]
+    return str(position - 1), f"at the highest between events {begin:,} and {end:,}"
 
 
 def _moment(at: str) -> str:

@@ -54,7 +54,8 @@ def _device(source: TimelineSource) -> dict[str, Any]:
     texts = _Texts()
     allocations = source.view.timeline.allocations
     stacks, stack_of = _numbered([source.view.frames_of(one) for one in allocations])
-    reasons = sorted(set(source.view.attribution.reasons.values()))
+    whys = [source.view.why(one) for one in allocations]
+    reasons = sorted(set(whys) - {""})
     number_of = {reason: number for number, reason in enumerate(reasons)}
     before = 0
     births = []
@@ -83,7 +84,7 @@ def _device(source: TimelineSource) -> dict[str, Any]:
         "category": [TENANT_CATEGORIES.index(label.category) for label in source.view.labels],
         "evidence": [KINDS_OF_EVIDENCE.index(label.evidence) for label in source.view.labels],
         "holder": [-1 if label.name is None else texts.number(label.name) for label in source.view.labels],
-        "reason": [number_of.get(source.view.attribution.reasons.get(one.index, ""), -1) for one in allocations],
+        "reason": [number_of.get(why, -1) for why in whys],
         "stack": stack_of,
         "stacks": [_stack(frames, texts) for frames in stacks],
         # The one frame that tells the most, of each stack.

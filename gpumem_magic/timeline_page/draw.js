@@ -161,7 +161,7 @@ export function fragmentation(segments) {
 // ---- over the stack
 
 /** Axes, marks, the moment and the outline of what is selected. `box` is where the stack lies: {x, y, width, height}. */
-export function drawOver(context, box, machine, { ink, quiet, grid, alarm, focus, runs, ratio, font }) {
+export function drawOver(context, box, machine, { ink, quiet, grid, alarm, focus, paper, runs, thin, ratio, font }) {
   const { view, device, position } = machine;
   const xOf = (at) => box.x + ((at - view.x0) / (view.x1 - view.x0)) * box.width;
   const yOf = (size) => box.y + box.height - ((size - view.y0) / (view.y1 - view.y0)) * box.height;
@@ -188,13 +188,17 @@ export function drawOver(context, box, machine, { ink, quiet, grid, alarm, focus
     context.fillText(count(event), Math.min(x, box.x + box.width - half), box.y + box.height + 6);
   }
   for (const [x, y, width, height] of runs) {
+    const [left, top, wide, tall] = [box.x + x / ratio, box.y + y / ratio, width / ratio, height / ratio];
     context.fillStyle = focus;
     context.globalAlpha = 0.4;
-    context.fillRect(box.x + x / ratio, box.y + y / ratio, width / ratio, height / ratio);
+    context.fillRect(left, top, wide, tall);
     context.globalAlpha = 1;
-    context.fillRect(box.x + x / ratio, box.y + y / ratio, width / ratio, 1.5);
-    context.fillRect(box.x + x / ratio, box.y + (y + height) / ratio - 1.5, width / ratio, 1.5);
+    for (const edge of [top, top + tall - 2]) context.fillRect(left, edge, wide, 2);
+    // A hairline of the paper's colour, so that the edge is seen on any category.
+    context.fillStyle = paper;
+    for (const edge of [top - 1, top + tall]) context.fillRect(left, edge, wide, 1);
   }
+  if (thin) drawThin(context, box, { xOf, yOf }, thin, { focus, paper });
   drawMarks(context, box, machine, xOf, { quiet, alarm });
   if (position >= view.x0 - 1 && position < view.x1) {
     const x = xOf(position + 0.5);
@@ -214,6 +218,23 @@ export function drawOver(context, box, machine, { ink, quiet, grid, alarm, focus
     context.textBaseline = "top";
     context.fillText(words, left + 5, box.y + 3);
   }
+}
+
+/** What is selected and too thin to have a pixel of its own: a bar as long as it lives, {from, to, bytes}, and a wedge that points at it. */
+function drawThin(context, box, { xOf, yOf }, { from, to, bytes }, { focus, paper }) {
+  const [left, right] = [Math.max(xOf(from), box.x), Math.min(xOf(to), box.x + box.width)];
+  const y = Math.min(Math.max(yOf(bytes), box.y + 2), box.y + box.height - 2);
+  if (right < left) return;
+  const wide = Math.max(right - left, 3);
+  context.fillStyle = paper;
+  context.fillRect(left - 1, y - 3, wide + 2, 6);
+  context.fillStyle = focus;
+  context.fillRect(left, y - 2, wide, 4);
+  context.beginPath();
+  context.moveTo(left, y);
+  context.lineTo(left - 8, y - 6);
+  context.lineTo(left - 8, y + 6);
+  context.fill();
 }
 
 /** Ticks above the axis, with words where they have room; memory that ran out is a line through the picture. */

@@ -2,7 +2,8 @@
    as pixels. Pure: numbers in, numbers out, so that it is tested without a browser.
 
    "Position p" is the moment after the first p events. An allocation is live at the positions after its alloc event up to the
-   event that frees it. Allocations are stacked by category, then by age; their place in that order is their rank. */
+   event that frees it. Allocations are stacked by category, then by age, what predates the recording below all; their place in that
+   order is their rank. */
 
 export const NEVER = 2 ** 31 - 1;
 export const NOTHING = -1; // what lies at a pixel, where it is no allocation
@@ -77,7 +78,8 @@ export class Device {
     this.extents = data.extents;
     this.present = new Set(this.category);
     const order = Array.from({ length: count }, (_, i) => i);
-    order.sort((a, b) => this.category[a] - this.category[b] || a - b);
+    const predates = (one) => (this.born[one] < 0 ? 0 : 1);
+    order.sort((a, b) => predates(a) - predates(b) || this.category[a] - this.category[b] || a - b);
     this.byRank = Int32Array.from(order);
     this.rank = new Int32Array(count);
     order.forEach((one, rank) => (this.rank[one] = rank));
@@ -181,6 +183,41 @@ export class Device {
     return this.stackAt(position)
       .sort((a, b) => this.requested[b] - this.requested[a] || a - b)
       .slice(0, most);
+  }
+
+  /** Where an allocation lies in the stack at a position at which it is live: [bytes beneath it, its own]. */
+  placeOf(one, position) {
+    let beneath = 0;
+    for (const other of this.stackAt(position)) {
+      if (other === one) break;
+      beneath += this.size[other];
+    }
+    return [beneath, this.size[one]];
+  }
+
+  /** The allocations at a position whose words have a text in them, in any case. words: an allocation -> a text. */
+  matching(position, text, words) {
+    const sought = text.toLowerCase();
+    const live = this.stackAt(position);
+    return sought ? live.filter((one) => words(one).toLowerCase().includes(sought)) : live;
+  }
+
+  /** The call paths of some allocations, outermost frame first: {size, count, parts: word -> the same}. pathOf: an allocation ->
+     its words. */
+  static paths(device, some, pathOf) {
+    const root = { size: 0, count: 0, parts: new Map() };
+    for (const one of some) {
+      let node = root;
+      for (const word of [null, ...pathOf(one)]) {
+        if (word !== null) {
+          if (!node.parts.has(word)) node.parts.set(word, { size: 0, count: 0, parts: new Map() });
+          node = node.parts.get(word);
+        }
+        node.size += device.requested[one];
+        node.count += 1;
+      }
+    }
+    return root;
   }
 
   /** The segments at a position, by address, each with its blocks: {one, offset, size, waiting}; what is between is free. */

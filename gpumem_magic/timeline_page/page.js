@@ -11,6 +11,9 @@ const TOP = 20;
 const BOTTOM = 24;
 const LARGEST = 12;
 const MOST_SEGMENTS = 4000;
+const MOST_PARTS = 40; // of a call path, and so deep it opens by itself
+const DEEPEST = 60;
+const SEEN = 6; // pixels of an outline that is found without a pointer at it
 const QUIET_AFTER = 140; // ms without a move, after which the picture is drawn with all pixels
 const KINDS = ["", "other", "other"]; // a stack's own frames, the libraries', the native ones
 
@@ -100,7 +103,22 @@ export function start(document, data) {
     const context = over.getContext("2d");
     context.setTransform(scale, 0, 0, scale, 0, 0);
     const runs = machine.selected < 0 ? [] : runsOf(pick, stack.width, stack.height, machine.selected);
-    drawOver(context, box, machine, { ...variables(), runs, ratio, font: "12px system-ui, sans-serif" });
+    drawOver(context, box, machine, { ...variables(), runs, thin: isSeen(runs) ? null : thinPlace(), ratio, font: "12px system-ui, sans-serif" });
+  }
+
+  /** Whether an outline is large enough to be found. */
+  const isSeen = (runs) => runs.reduce((sum, [, , width]) => sum + width, 0) >= SEEN * ratio && runs.some(([, , , height]) => height > ratio);
+
+  /** Where the selected allocation is, if it has no pixel of its own; null where it is hidden or out of sight. */
+  function thinPlace() {
+    const { device, selected, view, position } = machine;
+    if (selected < 0 || device.hidden.has(device.category[selected])) return null;
+    const [from, to] = [device.born[selected] + 1, Math.min(device.freed[selected], device.events) + 1];
+    if (to <= view.x0 || from >= view.x1) return null;
+    const at = device.isLive(selected, position) ? position : Math.min(Math.max(from, Math.ceil(view.x0)), to - 1);
+    const [beneath, size] = device.placeOf(selected, at);
+    const bytes = beneath + size / 2;
+    return bytes < view.y0 || bytes > view.y1 ? null : { from, to, bytes };
   }
 
   /** The whole recording in little, with what is in sight. */
@@ -166,6 +184,7 @@ export function start(document, data) {
     find("cached").lastChild.textContent = `cached, free ${human(now.reserved - now.allocated)}`;
     drawSelected();
     drawLargest();
+    drawPaths();
     drawSegmentsNow();
   }
 
@@ -206,12 +225,62 @@ export function start(document, data) {
     }
   }
 
+  /** All words about an allocation: what it is, what held it, and its stack. */
+  function wordsOf(one) {
+    const { device } = machine;
+    return [label(device.category[one]), holder(one), ...device.stacks[device.stack[one]].map((code) => frameWord(code, device))].join("\n");
+  }
+
+  /** Its call path for a reader, outermost first: the program's own frames and the one that tells the most. */
+  function pathOf(one) {
+    const { device } = machine;
+    const own = device.stacks[device.stack[one]].filter((code) => code % 3 === 0).map((code) => frameWord(code, device)).reverse();
+    const head = origin(one);
+    return head === own[own.length - 1] ? own : [...own, head];
+  }
+
+  /** The allocations at this moment by call path, each part as wide as it is big: an element opens what lies within. */
+  function drawPaths() {
+    const panel = find("paths");
+    if (!panel.parentElement.open) return;
+    const { device } = machine;
+    const root = Device.paths(device, device.matching(machine.position, find("search").value.trim(), wordsOf), pathOf);
+    panel.replaceChildren(...parts(root, root.size, 0));
+    if (!root.count) panel.append(make("p", "Nothing is live here.", { className: "quiet" }));
+  }
+
+  function parts(node, total, depth) {
+    const children = [...node.parts].sort((a, b) => b[1].size - a[1].size);
+    return children.slice(0, MOST_PARTS).map(([word, part]) => {
+      const element = make(part.parts.size ? "details" : "div", "", { className: "path" });
+      const line = make(part.parts.size ? "summary" : "div", "", { title: word });
+      const bar = make("span", "", { className: "bar-of" });
+      bar.style.width = `${Math.max((100 * part.size) / Math.max(total, 1), 0.2)}%`;
+      const times = part.count > 1 ? `, ${count(part.count)} ×` : "";
+      line.append(bar, make("span", `${human(part.size)}${times} · ${word.replace(/^.*[\\/](?=[^\\/]*:\d+ )/, "")}`, { className: "what" }));
+      element.append(line);
+      if (!part.parts.size) return element;
+      const fill = () => element.children.length === 1 && element.append(...parts(part, total, depth + 1));
+      // One way on is opened at once, so that a long stack takes one step.
+      if (node.parts.size === 1 && depth < DEEPEST) {
+        element.open = true;
+        fill();
+      }
+      element.addEventListener("toggle", fill);
+      return element;
+    });
+  }
+
   function drawLargest() {
     const list = find("largest");
     const focused = list.contains(document.activeElement) ? [...list.querySelectorAll("button")].indexOf(document.activeElement) : -1;
     list.replaceChildren();
     const { device } = machine;
-    for (const one of device.largest(machine.position, LARGEST)) {
+    const sought = find("search").value.trim();
+    const matches = device.matching(machine.position, sought, wordsOf).sort((a, b) => device.requested[b] - device.requested[a] || a - b);
+    find("found").textContent = sought
+      ? `${count(matches.length)} live here, ${human(matches.reduce((sum, one) => sum + device.requested[one], 0))}` : "";
+    for (const one of matches.slice(0, LARGEST)) {
       const button = make("button");
       const swatch = make("span", "", { className: "swatch" });
       swatch.style.background = data.categories[device.category[one]][theme];
@@ -224,7 +293,7 @@ export function start(document, data) {
       item.append(button);
       list.append(item);
     }
-    if (!list.children.length) list.append(make("li", "Nothing is live here.", { className: "quiet" }));
+    if (!list.children.length) list.append(make("li", sought ? "Nothing that is live here has these words." : "Nothing is live here.", { className: "quiet" }));
     list.querySelectorAll("button")[focused]?.focus();
   }
 
@@ -357,10 +426,15 @@ export function start(document, data) {
     act(machine.select(found?.block ? found.block.one : -1), true);
   });
 
-  for (const [id, key] of Object.entries({ "zoom-in": "+", "zoom-out": "-", whole: "0", peak: "p" })) {
+  for (const [id, key] of Object.entries({ "zoom-in": "+", "zoom-out": "-", taller: "}", flatter: "{", whole: "0", peak: "p" })) {
     find(id).addEventListener("click", () => act(machine.key(key), true));
   }
   find("order").addEventListener("change", drawSegmentsNow);
+  find("paths").parentElement.addEventListener("toggle", drawPaths);
+  find("search").addEventListener("input", () => {
+    drawLargest();
+    drawPaths();
+  });
   const chooser = find("device");
   chooser.addEventListener("change", () => {
     act(machine.choose(Number(chooser.value)), true);

@@ -68,9 +68,37 @@ test("heights, the live ones and the sums agree at every position, forwards, bac
     const sums = d.sums(position, 4);
     assert.equal(sums.allocated, d.height[position]);
     assert.equal(sums.sizes.reduce((a, b) => a + b, 0) + sums.rounding, sums.allocated);
-    const categories = stack.map((one) => d.category[one]);
-    assert.deepEqual(categories, [...categories].sort((a, b) => a - b), "the stack is in the order of categories");
+    const order = stack.map((one) => [d.born[one] < 0 ? 0 : 1, d.category[one]]);
+    assert.deepEqual(order, [...order].sort((a, b) => a[0] - b[0] || a[1] - b[1]), "what predates the recording, then by categories");
   }
+});
+
+test("where an allocation lies in the stack, and which have some words", () => {
+  const d = small();
+  for (const position of [0, 1, 2, 3, 5, 6]) {
+    let beneath = 0;
+    for (const one of d.stackAt(position)) {
+      assert.deepEqual(d.placeOf(one, position), [beneath, d.size[one]]);
+      beneath += d.size[one];
+    }
+    assert.equal(beneath, d.height[position]);
+  }
+  const words = (one) => (one === 1 ? "Cache.py:3 Update" : "train.py:9 step");
+  assert.deepEqual(d.matching(2, "cache.PY:3", words), [1]);
+  assert.deepEqual(d.matching(2, "", words), d.stackAt(2));
+  assert.deepEqual(d.matching(2, "nothing", words), []);
+});
+
+test("call paths add up, from the outermost frame", () => {
+  const d = small();
+  const paths = [["main", "load"], ["main", "step", "linear"], ["main", "step"], []];
+  const root = Device.paths(d, [0, 1, 2, 3], (one) => paths[one]);
+  const asked = [0, 1, 2, 3].map((one) => d.requested[one]);
+  assert.equal(root.size, asked.reduce((a, b) => a + b, 0));
+  const main = root.parts.get("main");
+  assert.deepEqual([main.count, main.size], [3, asked[0] + asked[1] + asked[2]]);
+  assert.deepEqual([...main.parts.keys()], ["load", "step"]);
+  assert.equal(main.parts.get("step").parts.get("linear").size, asked[1]);
 });
 
 test("the highest position of a stretch is found, and the first of equals", () => {
@@ -273,12 +301,14 @@ test("marks, the moment and the outline are drawn over the stack; errors in the 
   const m = new Machine([d], 2);
   m.goTo(3);
   drawOver(context, { x: 70, y: 20, width: 700, height: 300 }, m, { ink: "ink", quiet: "quiet", grid: "grid", alarm: "alarm", focus: "focus",
-    runs: [[10, 10, 5, 5]], ratio: 1, font: "12px sans-serif" });
+    paper: "paper", runs: [[10, 10, 5, 5]], thin: { from: 1, to: 2, bytes: 3 * MIB }, ratio: 1, font: "12px sans-serif" });
   const texts = calls.filter(([name]) => name === "fillText");
   assert.ok(texts.some(([, [words]]) => words === "event 2"));
   assert.ok(texts.some(([, [words]]) => words === "loss.backward()"));
   assert.ok(texts.some(([, [words], fill]) => words === "out of memory" && fill === "alarm"));
   assert.ok(calls.some(([name, [x], fill]) => name === "fillRect" && fill === "focus" && x === 80));
+  assert.ok(calls.some(([name, [, , , height], fill]) => name === "fillRect" && fill === "focus" && height === 4), "what is too thin is pointed at");
+  assert.ok(calls.some(([name]) => name === "fill"));
 });
 
 test("an empty recording is a page too", () => {

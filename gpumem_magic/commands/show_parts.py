@@ -1,0 +1,130 @@
+"""The parts of ``gpumem show`` below the report: groups by stack, a user's own categories, ranges, settings."""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+from gpumem_magic.attribution.groups import StackGroup, groups_of, matching
+from gpumem_magic.attribution.view import DeviceView
+from gpumem_magic.snapshot.files import LoadedSnapshot
+from gpumem_magic.snapshot.model import Frame
+from gpumem_magic.snapshot.whole_file import printable
+from gpumem_magic.units import counted, human
+
+_INDENT = " " * 14
+# So many different sizes of a group are written out, and so many ranges.
+_MOST_SIZES = 3
+_MOST_RANGES = 12
+
+
+def largest(view: DeviceView, position: int, moment: str, most: int, search: str | None) -> Iterator[str]:
+    """The largest groups of allocations that one stack asked for."""
+    groups = groups_of(view, position, matching(view, search) if search else None)
+    if search:
+        size, count = sum(one.requested for one in groups), sum(one.count for one in groups)
+        yield ""
+        yield f"{printable(search)!r} is in {counted(count, 'allocation')} ({moment}): {human(size)}."
+    if groups and most > 0:
+        yield ""
+        yield f"The largest allocations ({moment}), those of one stack together:"
+    for group in groups[: max(most, 0)]:
+        yield from _group(group)
+    if len(groups) > most > 0:
+        rest = groups[most:]
+        size, count = sum(one.requested for one in rest), sum(one.count for one in rest)
+        yield f"  {human(size):>10}  in {counted(count, 'more allocation')}, of {counted(len(rest), 'stack')}"
+
+
+def _group(group: StackGroup) -> Iterator[str]:
+    sizes = sorted(group.sizes.items(), key=lambda one: -one[0] * one[1])
+    times = ", ".join(f"{count:,} × {human(size)}" for size, count in sizes[:_MOST_SIZES])
+    more = f" and {counted(len(sizes) - _MOST_SIZES, 'other size')}" if len(sizes) > _MOST_SIZES else ""
+    how_many = f", {times}{more}" if group.count > 1 else ""
+    name = f" {printable(group.name)}" if group.name else ""
+    known = f"{'it' if group.count == 1 else 'each'} {group.why}" if group.why else group.evidence
+    yield f"  {human(group.requested):>10}  {group.category.replace('_', ' ')}{name}{how_many} ({known})"
+    yield from (f"{_INDENT}{printable(line)}" for line in group.stack)
+    if group.freed and group.freed != group.stack:
+        telling = next((line for line in group.freed if not line.startswith("(")), group.freed[0])
+        yield f"{_INDENT}let go at {printable(telling)}"
+
+
+def own_categories(patterns: Sequence[str]) -> list[tuple[str, re.Pattern[str]]]:
+    """What ``--category NAME=PATTERN`` means. Raises ValueError for what is no such pair."""
+    found = []
+    for given in patterns:
+        name, divided, pattern = given.partition("=")
+        if not (name.strip() and divided and pattern):
+            raise ValueError(f"--category {given}: write NAME=PATTERN, such as kv=_allocate_kv_cache")
+        try:
+            found.append((name.strip(), re.compile(pattern)))
+        except re.error as error:
+            raise ValueError(f"--category {given}: {pattern!r} is no pattern ({error})") from None
+    return found
+
+
+def by_own_categories(
+    view: DeviceView, position: int, moment: str, categories: Sequence[tuple[str, re.Pattern[str]]]
+) -> Iterator[str]:
+    """How much is live whose stack has a frame that fits; the first pattern that does counts. What is left is said."""
+    if not categories:
+        return
+    names: dict[int, str] = {}
+
+    def name_of(frames: tuple[Frame, ...]) -> str:
+        if id(frames) not in names:
+            texts = [f"{frame.filename}:{frame.line} {frame.name}" for frame in frames]
+            fits = (name for name, pattern in categories if any(pattern.search(text) for text in texts))
+            names[id(frames)] = next(fits, "")
+        return names[id(frames)]
+
+    sizes: dict[str, list[int]] = defaultdict(list)
+    for one in view.timeline.live_at(position):
+        sizes[name_of(view.frames_of(one))].append(one.requested)
+    yield ""
+    yield f"By your own categories ({moment}):"
+    for name in dict.fromkeys([*(name for name, _ in categories), ""]):
+        of_it = sizes.get(name, [])
+        words = printable(name) if name else "all else"
+        yield f"  {human(sum(of_it)):>10}  {words}, {counted(len(of_it), 'allocation')}"
+
+
+def settings(loaded: LoadedSnapshot) -> str:
+    """The allocator's settings that were in force."""
+    given = loaded.snapshot.allocator_settings
+    text = given.get("PYTORCH_CUDA_ALLOC_CONF") or given.get("PYTORCH_ALLOC_CONF")
+    if isinstance(text, str) and text:
+        return f"Allocator settings: {printable(text)}."
+    if given.get("expandable_segments") is True:
+        return "Allocator settings: expandable_segments:True."
+    return "Allocator settings: the defaults." if given else ""
+
+
+def ranges(loaded: LoadedSnapshot, view: DeviceView) -> Iterator[str]:
+    """The program's own ranges (``torch.profiler.record_function``): how often, and the highest that was allocated in them."""
+    times = [event.time_us for event in view.log.events]
+    opened: dict[str, list[int]] = defaultdict(list)
+    found: dict[str, list[tuple[int, int]]] = defaultdict(list)
+    for note in loaded.snapshot.external_annotations:
+        name, when, stage = note.get("name"), note.get("time_us"), note.get("stage")
+        if note.get("device") != view.device or not isinstance(name, str) or not isinstance(when, int):
+            continue
+        if stage == "START":
+            opened[name].append(when)
+        elif stage == "END" and opened[name]:
+            begin, end = bisect_left(times, opened[name].pop()), bisect_left(times, when)
+            if begin < end:
+                found[name].append((begin, end))
+    if not found:
+        return
+    yield ""
+    yield "Ranges of the program:"
+    highest = {name: max(view.timeline.peak(*one) for one in parts) for name, parts in found.items()}
+    for name in sorted(found, key=lambda one: -highest[one][0])[:_MOST_RANGES]:
+        size, position = highest[name]
+        yield f"  {human(size):>10}  {printable(name[:80])}, {len(found[name]):,} ×; highest at event {max(position - 1, 0):,}"
+    if len(found) > _MOST_RANGES:
+        yield f"  {counted(len(found) - _MOST_RANGES, 'more range')}"
