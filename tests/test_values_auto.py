@@ -352,6 +352,8 @@ def test_guesses_keep_programs_on_their_way(machine: gpu.VirtualMachine) -> None
     assert torch.multinomial(even, 3)[5].tolist() == [0, 1, 2]
     assert logits.topk(4).indices[0].tolist() == [0, 1, 2, 3]
     assert torch.randperm(100_000, device="cuda")[:3].tolist() == [0, 1, 2]
+    assert logits[0].softmax(-1).multinomial(1).squeeze().item() == 0
+    assert torch.distributions.Categorical(logits=logits).sample()[7].item() >= 0
     assert logits.std().item() > 0
     assert logits.norm().item() > 0
     assert logits.sigmoid()[0, 0].item() == 0.5

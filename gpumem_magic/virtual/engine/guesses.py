@@ -218,8 +218,7 @@ def note(rule: _Rule, fresh: Callable[[], float], out: Any, args: Any, kwargs: A
 def fill(host: torch.Tensor, guess: Guess) -> torch.Tensor:
     """Writes a guess into a host tensor; zeros where there is none."""
     if guess == IOTA:
-        size = host.shape[-1] if host.dim() else 1
-        return host.copy_(_aten.arange.default(size))
+        return host.copy_(_aten.arange.default(host.shape[-1])) if host.dim() else host.zero_()
     if guess is None:
         return host.zero_()
     if not host.is_floating_point() and not host.is_complex() and host.dtype != torch.bool:

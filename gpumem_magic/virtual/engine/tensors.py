@@ -331,6 +331,10 @@ class VirtualTensor(FakeTensor):
     def share_memory_(self) -> Any:
         return self
 
+    def is_shared(self) -> bool:
+        """As of any device's memory."""
+        return True
+
     @property
     def __cuda_array_interface__(self) -> Any:
         raise AttributeError("a tensor on a virtual GPU has no memory to share")
