@@ -388,3 +388,17 @@ def test_an_unknown_problem_keeps_the_history_of_lbfgs(machine: gpu.VirtualMachi
         optimizer.step(closure)
     assert calls > 40
     assert len(optimizer.state[next(model.parameters())]["old_dirs"]) > 40
+
+
+@pytest.mark.parametrize("values", ["auto", "real", "stand-in"])
+def test_layers_whose_size_is_known_later_are_on_the_device_they_were_moved_to(values: str) -> None:
+    gpu.turn_on(f"T4,values={values}")
+    model = nn.Sequential(nn.LazyLinear(8), nn.LazyBatchNorm1d(), nn.LazyLinear(3)).to("cuda")
+    before = torch.cuda.memory_allocated()
+    out = model(torch.rand(4, 5, device="cuda"))
+    assert out.device == torch.device("cuda", 0)
+    assert all(tensor.is_cuda for tensor in (*model.parameters(), *model.buffers()))
+    assert [tuple(one.shape) for one in model.parameters()][:2] == [(8, 5), (8,)]
+    assert all(isinstance(one, nn.Parameter) for one in model.parameters())
+    out.sum().backward()
+    assert torch.cuda.memory_allocated() > before

@@ -4,11 +4,17 @@ them."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from gpumem_magic.patching import Patches
 from gpumem_magic.virtual.engine.tensors import HOST_CLASS, VirtualTensor, own_attributes
+
+_LAZY: Any = (UninitializedParameter, UninitializedBuffer)
+# Under this name a parameter without a size keeps the device and the type that it is to have.
+_LATER = "_gpumem_later"
 
 _Convert = Callable[[torch.Tensor], torch.Tensor]
 _Apply = Callable[..., torch.nn.Module]
@@ -74,12 +80,46 @@ def install(patches: Patches) -> None:
             _exchange(self, value)
 
     patches.set(torch.nn.Module, "_apply", apply)
+    for kind in _LAZY:
+        patches.set(kind, "materialize", _materialized(kind.materialize))
     patches.set(torch.Tensor, "data", property(original_data.__get__, set_data))  # type: ignore[attr-defined]
+
+
+def _but_lazily(fn: _Convert) -> _Convert:
+    """The conversion for parameters whose size is not known yet: they stay, and remember where they are to be."""
+
+    def convert(tensor: torch.Tensor) -> torch.Tensor:
+        sizeless = isinstance(tensor, _LAZY)
+        applied = fn(tensor)
+        if not sizeless:
+            return applied
+        if not isinstance(applied, VirtualTensor):
+            tensor.__dict__.pop(_LATER, None)
+            return applied
+        tensor.__dict__[_LATER] = applied.device, applied.dtype
+        return tensor
+
+    return convert
+
+
+def _materialized(original: Callable[..., None]) -> Callable[..., None]:
+    def materialize(self: Any, shape: Any, device: Any = None, dtype: Any = None) -> None:
+        later = self.__dict__.pop(_LATER, None)
+        if later is None and device is None:
+            original(self, shape, device, dtype)
+            return
+        place, kind = later or (device, self.dtype)
+        # First, since a tensor's class changes with its device.
+        self.__class__ = self.cls_to_become
+        self.data = torch.empty(shape, device=place if device is None else device, dtype=dtype or kind)
+
+    return materialize
 
 
 def _apply_to_own(module: torch.nn.Module, fn: _Convert, original_apply: _Apply) -> torch.nn.Module:
     """`Module._apply` for one module: each parameter and its gradient in turn, so that one is converted while all others are
     held, as PyTorch does it."""
+    fn = _but_lazily(fn)
     made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     ours = False
     scripted = isinstance(module, torch.jit.ScriptModule)
