@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gpumem_magic import __version__
-from gpumem_magic.commands import calibrate, devices, diff, fit, replay, run, show
+from gpumem_magic.commands import calibrate, devices, diff, fit, ranks, replay, run, show
 
-_RUN = {one.__name__.rpartition(".")[2]: one.run for one in (run, fit, show, diff, replay, calibrate, devices)}
+_RUN = {one.__name__.rpartition(".")[2]: one.run for one in (run, fit, ranks, show, diff, replay, calibrate, devices)}
 
 
 def _count(text: str) -> int:
@@ -21,7 +21,14 @@ def _count(text: str) -> int:
     return number
 
 
-_TYPES = {"int": int, "count": _count}
+def _seconds(text: str) -> float:
+    number = float(text)
+    if not 0 < number < 1e9:
+        raise argparse.ArgumentTypeError(f"{text} is no number of seconds above 0")
+    return number
+
+
+_TYPES = {"int": int, "count": _count, "seconds": _seconds}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

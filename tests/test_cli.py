@@ -406,7 +406,7 @@ def test_processes_of_one_job_report_by_their_ranks(
     path = script("import torch\nx = torch.zeros(2**20, device='cuda')\n")
     ended = run_on_t4(path, "--json", str(tmp_path / "r.json"))
     assert ended.returncode == 0
-    assert ended.stderr.startswith("gpumem: rank 1\nPeak 4.0 MiB")
+    assert ended.stderr.startswith("gpumem: rank 1: Peak 4.0 MiB")
     assert (tmp_path / "r.rank1.json").exists()
     assert not (tmp_path / "r.json").exists()
 

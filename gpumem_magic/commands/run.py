@@ -9,13 +9,19 @@ import argparse
 import ast
 import os
 import sys
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from gpumem_magic.commands import virtual_ranks
 from gpumem_magic.commands.children import measured_children
 from gpumem_magic.commands.common import INTERRUPTED
+from gpumem_magic.commands.launch import device_of_a_rank, run_processes
+from gpumem_magic.commands.rank_process import ALONE, RankProcess, from_environment
+from gpumem_magic.commands.shown_ranks import show
 from gpumem_magic.commands.words import told_of_a_script
 from gpumem_magic.devices.base import DeviceError
 from gpumem_magic.failures import swallowed
@@ -44,6 +50,7 @@ def run(options: argparse.Namespace) -> int:
     try:
         check_target("--json", options.json, ())
         stand_ins = [_stand_in(text) for text in options.stand_in]
+        start = _launcher_of(options)
     except ValueError as error:
         parser.error(str(error))
     spec = None
@@ -62,6 +69,8 @@ def run(options: argparse.Namespace) -> int:
     path = options.script if spec is None else str(spec.origin)
     if not os.path.isfile(path):
         parser.error(f"there is no file {path!r}")
+    if start is not None:
+        return start(options)
     try:
         script = ScriptRun(path)
     except SyntaxError as error:
@@ -69,15 +78,25 @@ def run(options: argparse.Namespace) -> int:
         return 1
     except OSError as error:
         parser.error(str(error))
-    rank = _rank()
+    alone = os.environ.pop(ALONE, None)
+    rank = from_environment()
     # The script may change the folder; processes of one job write a file each.
     target = None if options.json is None else _of_rank(Path(options.json).absolute(), rank)
+    whole = None if options.json is None else Path(options.json).absolute()
+    options.device = device_of_a_rank(options.device, rank)
     found = _open(parser, options, script)
+    if rank is not None:
+        rank.begin(lambda: None if found is None else found.close())
     status = 0
     early = True
+    one: Any = None
     with as_main(path, options.arguments, spec) as main_module, ExitStack() as around:
         machine = chosen_device.virtual()
         children = around.enter_context(measured_children(None if machine is None else machine.spec.text))
+        if alone and rank is not None:
+            from gpumem_magic.virtual.torch_face.alone import one_of_many
+
+            one = around.enter_context(one_of_many(rank.file.rank, rank.file.world, rank.folder))
         if stand_ins:
             from gpumem_magic.virtual.engine.supplied import stand_in
 
@@ -102,25 +121,35 @@ def run(options: argparse.Namespace) -> int:
         _flush()
         if script.hook_failure is not None:
             _say(f"measuring stopped partway ({script.hook_failure}); the script itself ran on")
+        if report is not None and one is not None:
+            report = _with_notes(report, one.notes())
+        # A script that left before it touched a device has said why itself; its processes speak for themselves.
+        silent = (early or bool(children)) and (report is None or not _touched_a_device(report))
         if report is not None:
-            # A script that left before it touched a device has said why itself; its processes speak for themselves.
-            silent = (early or bool(children)) and not _touched_a_device(report)
             _hand_over(report, target, rank, shown=not silent)
+        if rank is not None:
+            _answer(rank, report, one, whole)
     except KeyboardInterrupt:
         _say("interrupted before the report was complete")
     return status
 
 
-def _rank() -> int | None:
-    """Which of a job's processes this is, as launchers (torchrun) say it; None where it is the only one."""
-    try:
-        return int(os.environ["RANK"]) if int(os.environ["WORLD_SIZE"]) > 1 else None
-    except (KeyError, ValueError):
-        return None
+def _of_rank(path: Path, rank: RankProcess | None) -> Path:
+    return path if rank is None else path.with_name(f"{path.stem}.rank{rank.file.rank}{path.suffix}")
 
 
-def _of_rank(path: Path, rank: int | None) -> Path:
-    return path if rank is None else path.with_name(f"{path.stem}.rank{rank}{path.suffix}")
+def _launcher_of(options: argparse.Namespace) -> Callable[[argparse.Namespace], int] | None:
+    """What starts the ranks; None where none were asked for. Raises ValueError, in one line."""
+    if options.nproc and options.ranks:
+        raise ValueError("--nproc starts processes, --ranks emulates them: give one of the two")
+    if options.as_ranks is not None and not options.ranks:
+        raise ValueError("--as names ranks of --ranks N")
+    if options.ranks:
+        virtual_ranks.asked(options)
+        return virtual_ranks.run
+    if options.time_limit is not None and not options.nproc:
+        raise ValueError("--time-limit is for --nproc and --ranks")
+    return run_processes if options.nproc else None
 
 
 def _stand_in(text: str) -> tuple[Any, str | None]:
@@ -132,6 +161,20 @@ def _stand_in(text: str) -> tuple[Any, str | None]:
         raise ValueError(
             f"--stand-in takes a number, True, False or a list, and a place behind @, not {text!r}"
         ) from None
+
+
+def _answer(rank: RankProcess, report: Any, one: Any, target: Path | None) -> None:
+    """Writes a rank's report, and shows all ranks' where it is the last to end."""
+    try:
+        rank.end(report, () if one is None else one.groups)
+        if rank.is_last():
+            show(rank.folder, target)
+    except Exception as error:
+        _say(f"rank {rank.file.rank}'s report could not be written ({swallowed(error).splitlines()[0]})")
+
+
+def _with_notes(report: Any, notes: Sequence[str]) -> Any:
+    return type(report).of(replace(report, remarks=(*notes, *report.remarks)))
 
 
 def _touched_a_device(report: Report) -> bool:
@@ -167,7 +210,7 @@ def _close(found: Any, run: ScriptRun, error: BaseException | None, namespace: d
         return None
 
 
-def _hand_over(report: Any, target: Path | None, rank: int | None, *, shown: bool) -> None:
+def _hand_over(report: Any, target: Path | None, rank: RankProcess | None, *, shown: bool) -> None:
     from gpumem_magic.views.text import render
 
     try:
@@ -176,14 +219,15 @@ def _hand_over(report: Any, target: Path | None, rank: int | None, *, shown: boo
     except Exception as error:
         _say(f"the report could not be written to {str(target)!r} ({swallowed(error).splitlines()[0]})")
     try:
-        if shown:
+        if shown and rank is None:
             # The script's Python ends with it: the rest is in the file, where one is asked for.
-            text = render(
-                report, name="gpumem_magic.Report.load(PATH)", needs=" with `--json PATH`" if target is None else ""
-            )
+            needs = " with `--json PATH`" if target is None else ""
+            text = render(report, name="gpumem_magic.Report.load(PATH)", needs=needs)
             # In one piece, among those of other processes.
-            sys.stderr.write(f"{'' if rank is None else f'gpumem: rank {rank}'}\n{text}\n".lstrip("\n"))
+            sys.stderr.write(f"{text}\n")
             sys.stderr.flush()
+        elif shown and rank is not None and rank.shows:
+            _say(f"rank {rank.file.rank}: {report.answer}")
     except Exception as error:
         _say(f"the report could not be shown ({swallowed(error).splitlines()[0]})")
 

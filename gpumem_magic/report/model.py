@@ -20,6 +20,7 @@ from gpumem_magic.recording.model import (
 )
 from gpumem_magic.report.contents import Contents
 from gpumem_magic.report.inside import ActivationBreakdown
+from gpumem_magic.report.ranks import Ranks
 
 # In the order in which a bar stacks them, bottom (left) to top (right).
 CATEGORIES = (
@@ -225,6 +226,7 @@ class ReportData:
     checkpoints: the rows in the order in which they ran. evidence: kind -> bytes at the peak. retries: how often the allocator
     gave cached memory back and tried again. inside: what `layers` and `operators` tell, None where no module ran.
     remarks: what has to be said besides, in order: `notes` are all of it in words, `causes` why memory was what it was.
+    ranks: of a program's ranks together, where this is the report of the worst of them.
     source: what it was made from, numbers and strings too, which `timeline` and `save_snapshot` need; not a part of the JSON.
     """
 
@@ -244,6 +246,7 @@ class ReportData:
     inside: ActivationBreakdown | None = field(default=None, metadata={"only_with": "inside"})
     answer: str = field(default="", metadata={"only_with": "answer"})
     contents: Contents | None = field(default=None, compare=False, metadata={"only_with": "contents"})
+    ranks: Ranks | None = field(default=None, metadata={"only_with": "ranks"})
     source: DeviceView | None = field(default=None, compare=False, metadata={"unwritten": True})
 
     @property

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 
 from gpumem_magic.report.inside import ActivationBreakdown
 from gpumem_magic.report.model import ReportData
+from gpumem_magic.report.ranks import Ranks
 from gpumem_magic.units import mib
-from gpumem_magic.views import explain
+from gpumem_magic.views import explain, ranks
 from gpumem_magic.views.elements import details, grid, paragraph, quoted, style, words
 from gpumem_magic.views.inside import MAX_TREE_ROWS, is_informative, sentence_of, tree
 from gpumem_magic.views.opened import opened
@@ -39,7 +40,8 @@ def card(
     table: the report that opens, in the picture's place where style sheets work. others: the other devices' pictures.
     """
     label = quoted(f"GPU memory report. {explain.answer(report)}")
-    body = [_device(report, picture, table)]
+    body = [] if report.ranks is None else [_ranks(report.ranks)]
+    body.append(_device(report, picture, table))
     for place, other in enumerate(report.devices):
         body.append(f"<hr>{_device(other, others[place] if place < len(others) else None, table)}")
     # The notebook's own shortcuts stay out: Enter opens a row, and does not begin to edit the cell.
@@ -47,6 +49,21 @@ def card(
         f'<div class="gpumem-report" role="group" aria-label="{label}" data-lm-suppress-shortcuts="true">'
         f"{style()}{''.join(body)}</div>"
     )
+
+
+def page(body: str) -> str:
+    """A report on a page of its own."""
+    return f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>GPU memory</title>\n<body>{body}</body></html>\n'
+
+
+def _ranks(found: Ranks) -> str:
+    """All ranks' answer, a table with alike ranks in one line, and what differs; the report of the first of them follows."""
+    heads, *rows = ranks.table(found)
+    right = tuple(place for place, head in enumerate(heads) if head and place not in (0, len(heads) - 1))
+    lines = [tuple(map(quoted, row)) for row in rows]
+    body = [f'<p class="gpumem-answer"><strong>{words(found.answer)}</strong></p>', grid(tuple(heads), lines, right)]
+    body += map(paragraph, ranks.sentences(found))
+    return f"{''.join(body)}<hr>{paragraph(ranks.heading(found), 'gpumem-head')}"
 
 
 def _device(report: ReportData, picture: Picture | None, table: bool) -> str:

@@ -7,8 +7,9 @@ import shutil
 from collections.abc import Mapping, Sequence
 
 from gpumem_magic.report.model import ALLOCATED_CATEGORIES, CATEGORIES, LABELS, ReportData
+from gpumem_magic.report.ranks import Ranks
 from gpumem_magic.report.rows import MOST
-from gpumem_magic.views import explain
+from gpumem_magic.views import explain, ranks
 from gpumem_magic.views.inside import inside_lines
 from gpumem_magic.views.lines import PEAK, Line, SizeFormat, columns, fit, lines, shown_lines, wrap
 from gpumem_magic.views.palette import ASCII_LETTERS, LETTERS
@@ -42,9 +43,10 @@ def render(
     """
     width = _columns_of(width)
     told = story_of(report)
-    blocks = [_wrap(told.answer, width)]
+    blocks = [] if report.ranks is None else _ranks(report.ranks, width)
+    blocks.append(_wrap(told.answer, width))
     if explain.used_device(report):
-        blocks[0] += f"\n{_wrap(told.obstacle, width)}" if told.obstacle else ""
+        blocks[-1] += f"\n{_wrap(told.obstacle, width)}" if told.obstacle else ""
         shown = shown_lines(report, most)
         blocks.append(_rows(report, shown, width, ascii_only, bars))
         blocks.append(_wrap(explain.gauge(report), width))
@@ -59,6 +61,25 @@ def render(
         for other in report.devices
     ]
     return _cleaned(blocks, ascii_only)
+
+
+def _ranks(found: Ranks, width: int) -> list[str]:
+    """All ranks' answer, their table, what differs, and whose report follows."""
+    rows = ranks.table(found)
+    widths = [max(columns(row[place]) for row in rows) for place in range(len(rows[0]))]
+    words = len(rows[0]) - 1
+    widths[words] = max(_LEAST_WORDS, min(widths[words], width - sum(widths[:words]) - _GAP * words))
+    lines = [
+        (" " * _GAP)
+        .join(
+            _pad(cell, size) if place in (0, words) or not (cell[:1].isdigit() or row is rows[0]) else cell.rjust(size)
+            for place, (cell, size) in enumerate(zip(row, widths, strict=True))
+        )
+        .rstrip()
+        for row in rows
+    ]
+    said = [_wrap(sentence, width) for sentence in ranks.sentences(found)]
+    return [_wrap(found.answer, width), "\n".join(lines), "\n".join(said), ranks.heading(found)]
 
 
 def in_full(report: ReportData, *, width: int | None = None, ascii_only: bool = False) -> str:

@@ -125,6 +125,11 @@ def parse(text: str) -> DeviceSpec | RealDevice:
     return DeviceSpec(text.strip(), (_with_options(_model(name), given),) * count, values)
 
 
+def says_how_many(text: str) -> bool:
+    """Whether a name of virtual devices has their number: ``2xT4``, and not ``T4``."""
+    return _COUNT.fullmatch(text.strip().partition(",")[0].strip()) is not None
+
+
 def _model(name: str) -> GpuModel:
     kind, colon, size = name.partition(":")
     if colon and _bare(kind) == "virtual":

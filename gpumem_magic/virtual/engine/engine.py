@@ -107,6 +107,7 @@ class Engine:
         self.holds_sparse = False
         self.attend: Callable[..., Any] = _no_attention
         self._allocates: dict[Any, bool] = {}
+        self._composite: dict[Any, bool] = {}
 
     # ---- tensors
 
@@ -208,11 +209,17 @@ class Engine:
         if rule is not None:
             with pushed(self.mode):
                 return rule(*args, **kwargs)
-        if torch.is_inference_mode_enabled() and isinstance(func, torch._ops.OpOverload) and func._can_decompose():
-            # Here operators come whole that are made of others; each of those may allocate.
+        if self._is_made_of_others(func):
+            # Below autograd (in inference mode, in distributed tensors' code) they come whole; each part may allocate.
             with pushed(self.mode):
                 return func.decompose(*args, **kwargs)
         return self.run(func, args, kwargs, device)
+
+    def _is_made_of_others(self, func: Any) -> bool:
+        found = self._composite.get(func)
+        if found is None:
+            found = self._composite[func] = isinstance(func, torch._ops.OpOverload) and func._can_decompose()
+        return found
 
     def run(self, func: Any, args: Any, kwargs: Any, device: int) -> Any:
         """The ordinary way: shape by the fake mode, memory for every storage that is new in the result, and then what the

@@ -24,6 +24,7 @@ from gpumem_magic.tracebacks import cut_below_operator
 
 META = torch.device("meta")
 DEVICE_QUERY = torch.ops.prim.device.default
+_FAKE = torch._C._TorchDispatchModeKey.FAKE
 
 
 class ThreadState(threading.local):
@@ -119,7 +120,8 @@ class OperatorMode(TorchDispatchMode):
             # It unwraps its tensors, and brings them here.
             return NotImplemented
         try:
-            if _len_torch_dispatch_stack() and types:
+            # A fake mode of PyTorch's own lies below all others: what is made under it has no memory.
+            if _len_torch_dispatch_stack() and (types or torch._C._get_dispatch_mode(_FAKE) is not None):
                 return func(*args, **(kwargs or {}))
             return self._handle(func, types, args, kwargs or {})
         except Exception as error:

@@ -15,7 +15,7 @@ import torch.utils._device
 
 from gpumem_magic.patching import Patches, warnings_remembered
 from gpumem_magic.virtual.engine.engine import Engine, refuse_device, refuse_fork
-from gpumem_magic.virtual.engine.modes import META, STATE, origin, pushed
+from gpumem_magic.virtual.engine.modes import META, STATE, origin, pushed, with_dispatch_of_its_own
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
 
 _LIKE = ("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like")
@@ -38,6 +38,11 @@ _DEVICE = torch.device
 def _means_meta(device: Any) -> bool:
     """Whether the program asks for the meta device itself (virtual devices are meta:i to C++, and must not be meant)."""
     return device == "meta" or (type(device) is _DEVICE and device.type == "meta" and device.index is None)
+
+
+def _wraps_others(arg: Any) -> bool:
+    """Whether it is a tensor of a class that unwraps itself (distributed ones), and makes such tensors."""
+    return isinstance(arg, torch.Tensor) and with_dispatch_of_its_own((type(arg),))
 
 
 def _unchecked(original: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
@@ -178,7 +183,8 @@ class Factories:
 
     def make(self, original: Callable[..., Any], index: int, args: Any, kwargs: dict[str, Any]) -> Any:
         """The factory's result on virtual device `index`."""
-        if any(isinstance(arg, VirtualTensor) for arg in (*args, *kwargs.values())):
+        given = (*args, *kwargs.values())
+        if any(isinstance(arg, VirtualTensor) or _wraps_others(arg) for arg in given):
             with origin("factory"), pushed(self._engine.mode):
                 return original(*args, **{**kwargs, "device": torch.device("meta", index)})
         kwargs.pop("pin_memory", None)

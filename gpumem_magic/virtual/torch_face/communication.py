@@ -6,11 +6,12 @@ The names are those of `torch._C` in CUDA builds; CPU builds do not have them.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -192,6 +193,7 @@ def _process_groups(patches: Patches) -> None:
     def with_gloo(original: Any) -> Any:
         signature = inspect.signature(original)
 
+        @functools.wraps(original)
         def instead(*args: Any, **kwargs: Any) -> Any:
             given = signature.bind(*args, **kwargs)
             backend = given.arguments.get("backend")
@@ -209,15 +211,33 @@ def _process_groups(patches: Patches) -> None:
 
         return instead
 
-    for name in ("init_process_group", "new_group"):
-        original = getattr(module, name)
-        replacement = with_gloo(original)
-        for place, other in list(sys.modules.items()):
-            # PyTorch's device meshes have names of their own for them.
-            if place.startswith("torch.distributed") and getattr(other, "__dict__", {}).get(name) is original:
-                patches.set(other, name, replacement)
+    def on_host(original: Any) -> Any:
+        """Objects are sent as the host's bytes: those of a virtual device hold nothing."""
+        signature = inspect.signature(original)
+
+        @functools.wraps(original)
+        def instead(*args: Any, **kwargs: Any) -> Any:
+            given = signature.bind(*args, **kwargs)
+            given.arguments.pop("device", None)
+            return original(*given.args, **given.kwargs)
+
+        return instead
+
+    everywhere(patches, module, dict.fromkeys(("init_process_group", "new_group"), with_gloo))
+    names = ("broadcast_object_list", "send_object_list", "recv_object_list")
+    everywhere(patches, module, dict.fromkeys(names, on_host))
     # Not in the module itself, which would look for NCCL's types.
     patches.set(torch.distributed, "is_nccl_available", lambda: True)
+
+
+def everywhere(patches: Patches, module: Any, makers: Mapping[str, Callable[[Any], Any]]) -> None:
+    """Replaces functions of PyTorch's `module`, for which its other modules have names of their own (device meshes do)."""
+    for name, make in makers.items():
+        original = getattr(module, name)
+        replacement = make(original)
+        for place, other in list(sys.modules.items()):
+            if place.startswith("torch.distributed") and getattr(other, "__dict__", {}).get(name) is original:
+                patches.set(other, name, replacement)
 
 
 def _averaged(state: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:

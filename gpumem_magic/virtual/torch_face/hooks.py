@@ -184,10 +184,7 @@ def _foreach(patches: Patches, engine: Engine) -> None:
 
 
 def _as_python_sees(device: torch.device, lists: Any) -> torch.device:
-    for tensors in lists:
-        for tensor in tensors:
-            if isinstance(tensor, VirtualTensor):
-                return tensor.device
-            if tensor is not None:
-                return device
-    return device
+    """C++ calls a virtual device meta, and that of what wraps its tensors."""
+    if device.type != "meta":
+        return device
+    return next((tensor.device for tensors in lists for tensor in tensors if tensor is not None), device)

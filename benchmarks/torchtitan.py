@@ -1,0 +1,116 @@
+"""Torchtitan, unmodified, on virtual ranks: the peak that one rank reserves, against the project's published tables.
+
+    git clone https://github.com/pytorch/torchtitan && git -C torchtitan checkout 9dec370
+    python benchmarks/torchtitan.py torchtitan [--only 8]
+
+That is the commit of the published runs. It needs torchdata, datasets, tensorboard, tiktoken and triton, and a moment for each
+row. The text that it trains on and the tokenizer, of Llama's size, are made here: sizes do not depend on what they hold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import itertools
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+# Ranks, what ran, published GiB of each GPU (the highest that the allocator had reserved), whether it runs here.
+ROWS = (
+    (8, "FSDP", 82.4, True),
+    (8, "FSDP + torch.compile", 77.0, False),
+    (8, "FSDP + torch.compile + Float8", 76.8, False),
+    (128, "FSDP", 67.0, True),
+    (128, "FSDP + torch.compile", 62.0, False),
+    (128, "FSDP + torch.compile + Float8", 61.8, False),
+)
+# The published runs had H100 with 96 GB.
+DEVICE = "H100,total=95GiB"
+STEPS = 2
+VOCABULARY = 128_000
+
+
+def prepare(folder: Path, checkout: Path) -> list[str]:
+    """Writes a text and a tokenizer, and returns the command's arguments for the 8B model of the tables."""
+    data = folder / "tests" / "assets" / "c4_test"
+    data.mkdir(parents=True)
+    lines = (
+        json.dumps({"text": f"The {number} quick brown foxes jump over lazy dogs. " * 40}) for number in range(500)
+    )
+    (data / "data.json").write_text("\n".join(lines), "utf-8")
+    pieces = itertools.chain(
+        (bytes([number]) for number in range(256)),
+        map(bytes, itertools.product(range(97, 123), repeat=4)),
+    )
+    words = (
+        f"{base64.b64encode(piece).decode()} {rank}" for rank, piece in enumerate(itertools.islice(pieces, VOCABULARY))
+    )
+    tokenizer = folder / "tokenizer.model"
+    tokenizer.write_text("\n".join(words) + "\n", "utf-8")
+    settings = (checkout / "train_configs" / "llama3_8b.toml").read_text("utf-8")
+    for name in ("enable_profiling", "enable_tensorboard"):
+        settings = settings.replace(f"{name} = true", f"{name} = false")
+    (folder / "8b.toml").write_text(settings, "utf-8")
+    return [
+        "--job.config_file", "8b.toml", "--training.batch_size", "2", "--training.dataset", "c4_test", "--training.steps",
+        str(STEPS), "--training.warmup_steps", "1", "--metrics.log_freq", "1", "--model.tokenizer_path", str(tokenizer),
+    ]  # fmt: skip
+
+
+def measure(ranks: int, checkout: Path, folder: Path, arguments: list[str]) -> tuple[float, float, float, float]:
+    """Rank 0's peak of reserved memory in GiB; seconds and CPU seconds that it took; the host's memory in GiB."""
+    target = folder / f"{ranks}.json"
+    command = [sys.executable, "-m", "gpumem_magic.cli", "run", "--ranks", str(ranks), "--as", "0", "--device", DEVICE]
+    around = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "HF_DATASETS_OFFLINE": "1"}
+    around["PYTHONPATH"] = os.pathsep.join([str(checkout), *filter(None, [os.environ.get("PYTHONPATH")])])
+    before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
+    with (folder / f"{ranks}.log").open("wb") as log:
+        subprocess.run(
+            [*command, "--json", str(target), str(checkout / "train.py"), "--", *arguments],
+            cwd=folder, env=around, stdout=log, stderr=log, check=False,
+        )  # fmt: skip
+    if not target.exists():
+        sys.exit((folder / f"{ranks}.log").read_text("utf-8", "replace")[-3000:])
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    busy = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    (row,) = (one for one in json.loads(target.read_text("utf-8"))["ranks"]["rows"] if one["rank"] == 0)
+    return row["peak_reserved"] / (1 << 30), time.monotonic() - began, busy, after.ru_maxrss / (1 << 20)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("checkout", type=Path, help="torchtitan's folder, at commit 9dec370")
+    parser.add_argument("--only", type=int, metavar="RANKS", help="only the rows with so many ranks")
+    options = parser.parse_args()
+    checkout = options.checkout.resolve()
+    print(
+        "Llama 3.1 8B, local batch 2, 8,192 tokens, selective activation checkpointing; GiB reserved at the peak on rank 0"
+    )
+    print(
+        f"{'ranks':>5}  {'run':<30}{'published':>10}{'here':>8}{'off by':>9}{'seconds':>9}{'CPU s':>7}{'host GiB':>10}"
+    )
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        arguments = prepare(folder, checkout)
+        for ranks, words, published, runs in ROWS:
+            if options.only not in (None, ranks):
+                continue
+            start = f"{ranks:>5}  {words:<30}{published:>10.1f}"
+            if not runs:
+                print(f"{start}  not run: compiled code fuses operators, and runs eagerly on a virtual GPU")
+                continue
+            here, seconds, busy, host = measure(ranks, checkout, folder, arguments)
+            print(
+                f"{start}{here:>8.1f}{100 * (here / published - 1):>8.1f}%{seconds:>9.0f}{busy:>7.0f}{host:>10.1f}",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+"""Starting the ranks of a script: real processes with PyTorch's own launcher, or ranks that each run alone."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from gpumem_magic.commands.common import INTERRUPTED
+from gpumem_magic.commands.rank_process import FOLDER, RankProcess
+from gpumem_magic.commands.shown_ranks import show
+from gpumem_magic.files import rank_files
+from gpumem_magic.report.ranks import RUNNING
+from gpumem_magic.session.device import DEFAULT_DEVICE
+
+# How long processes have to end after they were told to, in seconds: a rank makes its report meanwhile.
+_PATIENCE = 30.0
+TIMED_OUT = 124
+
+
+def device_of_a_rank(name: str | None, rank: RankProcess | None) -> str | None:
+    """As many virtual devices as the computer has ranks, where one is named."""
+    if rank is None:
+        return name
+    return for_ranks(name, int(os.environ.get("LOCAL_WORLD_SIZE", rank.file.world)))
+
+
+def for_ranks(name: str | None, count: int) -> str | None:
+    """``H100`` as ``8xH100``; a real device, or several that are named, as they are."""
+    import torch
+
+    from gpumem_magic.devices.base import DeviceError
+    from gpumem_magic.virtual.card import catalog
+
+    if name is None:
+        return None if torch.cuda.is_available() else f"{count}x{DEFAULT_DEVICE}"
+    try:
+        spec = catalog.parse(name)
+    except DeviceError:
+        return name  # said where the device is turned on
+    if isinstance(spec, catalog.RealDevice) or catalog.says_how_many(name):
+        return name
+    return f"{count}x{name}"
+
+
+def arguments_of(options: argparse.Namespace, device: str | None) -> list[str]:
+    """The command of one rank: this one, without what is about several."""
+    words = [sys.executable, "-m", "gpumem_magic.cli", "run"]
+    words += ["-m"] * options.is_module
+    words += [] if device is None else ["--device", device]
+    words += [] if options.max_iterations is None else ["--max-iterations", str(options.max_iterations)]
+    words += ["--until-repeat"] * options.until_repeat
+    for one in options.stand_in:
+        words += ["--stand-in", one]
+    return [*words, options.script, "--", *options.arguments]
+
+
+@contextmanager
+def folder_of_ranks() -> Iterator[Path]:
+    """A folder of this command's own, which goes with it."""
+    folder = Path(tempfile.mkdtemp(prefix="gpumem-ranks-"))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def run_processes(options: argparse.Namespace) -> int:
+    """`torchrun --standalone` with this command in each process. The exit status is its own; 124 where time ran out."""
+    count: int = options.nproc
+    target = None if options.json is None else Path(options.json).absolute()
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(count),
+        "--no-python",
+    ]
+    with folder_of_ranks() as folder:
+        process = subprocess.Popen(
+            [*command, *arguments_of(options, for_ranks(options.device, count))],
+            env={**os.environ, FOLDER: str(folder)},
+            start_new_session=True,
+        )
+        status = wait([process], options.time_limit, lambda: _kill_ranks(folder))
+        _kill_ranks(folder)
+        if any(folder.glob("rank-*.json")):
+            show(folder, target)
+        else:
+            print("gpumem: no rank began to run", file=sys.stderr)
+    return status
+
+
+def wait(processes: Sequence[subprocess.Popen[bytes]], limit: float | None, at_last: Callable[[], None]) -> int:
+    """Until all have ended. Their first status that is not 0; 124 where the limit, in seconds, was over, 130 after Ctrl-C.
+
+    Each is told to end, and killed after a while with all that it started. at_last: what else has to be killed then.
+    """
+    over = None if limit is None else time.monotonic() + limit
+    status = 0
+    try:
+        for process in processes:
+            process.wait(None if over is None else max(0.0, over - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        print(f"gpumem: the time limit of {limit:g} s is over: the ranks are ended", file=sys.stderr)
+        status = TIMED_OUT
+    except KeyboardInterrupt:
+        status = INTERRUPTED
+    if status:
+        for process in processes:
+            with suppress(ProcessLookupError):
+                process.terminate()
+        last = time.monotonic() + _PATIENCE
+        with suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
+            for process in processes:
+                process.wait(max(0.0, last - time.monotonic()))
+        at_last()
+    for process in processes:
+        if process.poll() is None:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    return status or next((abs(one.returncode) for one in processes if one.returncode), 0)
+
+
+def _kill_ranks(folder: Path) -> None:
+    """No rank stays behind: those that still run are known by their files."""
+    with suppress(OSError, ValueError):
+        for one in rank_files.read(folder):
+            if one.state == RUNNING and rank_files.is_alive(one.process):
+                with suppress(OSError):
+                    os.kill(one.process, signal.SIGKILL)

@@ -1,0 +1,187 @@
+"""This process as one rank of several: it writes its report into their folder when it ends or fails, also where a signal ends it.
+
+Whoever ends last shows all of them, unless a launcher of ours does: so nobody waits for anybody.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from gpumem_magic.failures import swallowed
+from gpumem_magic.files import rank_files
+from gpumem_magic.files.rank_files import RankFile
+from gpumem_magic.report.ranks import ENDED, RUNNING
+from gpumem_magic.report.side_by_side import state_of
+
+if TYPE_CHECKING:
+    from gpumem_magic.user_report import Report
+
+# What our launchers tell the processes that they start.
+FOLDER, ALONE = "GPUMEM_RANKS_FOLDER", "GPUMEM_RANK_ALONE"
+# How long the program has to end after SIGTERM, in seconds, before its report is made beside it: a collective hears no signal.
+GRACE = 3.0
+_STATUS = 128 + signal.SIGTERM
+
+
+class RankProcess:
+    """number: of its file, the rank as far as it is known when the process begins."""
+
+    def __init__(self, folder: Path, number: int, rank: int, world: int, *, shows: bool) -> None:
+        self.folder = folder
+        self.shows = shows
+        self._number = number
+        self.file = RankFile(rank, world, RUNNING, socket.gethostname(), os.getpid())
+        self._making = threading.Lock()
+        self._written = False
+        self._watch: _SignalWatch | None = None
+
+    def begin(self, close: Callable[[], Report | None]) -> None:
+        """close: makes the report where a signal ends the process."""
+        rank_files.write(self.folder, self._number, self.file)
+        self._watch = _SignalWatch(lambda: self._ended_by_signal(close))
+        self._watch.begin()
+
+    def end(self, report: Report | None, groups: Sequence[tuple[str, tuple[int, ...]]] = ()) -> None:
+        """Writes the report; a rank that a signal ended says so."""
+        with self._making:
+            if self._written:
+                return
+            self._written = True
+            ended = self._watch is not None and self._watch.rang
+            state = ENDED if ended or report is None else state_of(report)
+            where = self._watch.where if ended and self._watch is not None else ""
+            self.file = replace(self.file, state=state, report=report, where=where, groups=tuple(groups))
+            rank_files.write(self.folder, self._number, self.file)
+        if self._watch is not None:
+            self._watch.end()
+
+    def is_last(self) -> bool:
+        """Whether every other rank has answered or is gone, and nobody has shown their reports yet."""
+        found = rank_files.read(self.folder)
+        others = [one.known for one in found if one.process != os.getpid()]
+        if not self.shows or len(found) < self.file.world or any(one.state == RUNNING for one in others):
+            return False
+        try:
+            os.close(os.open(self.folder / "shown", os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+        except FileExistsError:
+            return False
+        return True
+
+    def _ended_by_signal(self, close: Callable[[], Report | None]) -> None:
+        report = None
+        try:
+            report = close()
+        except Exception as error:
+            print(f"gpumem: rank {self.file.rank}'s report is not whole ({swallowed(error)})", file=sys.stderr)
+        with suppress(Exception):
+            self.end(report)
+
+
+def from_environment() -> RankProcess | None:
+    """The rank that a launcher made of this process; None for a process on its own."""
+    try:
+        rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    except (KeyError, ValueError):
+        return None
+    if not 0 <= rank < world or world < 2:
+        return None
+    given = os.environ.pop(FOLDER, None)
+    folder = Path(given) if given else _common_folder()
+    return None if folder is None else RankProcess(folder, rank, rank, world, shows=given is None)
+
+
+def _common_folder() -> Path | None:
+    """One for all ranks that a launcher started together on this computer, and nobody else's; None where there is none."""
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    name = f"gpumem-{os.getuid()}-{os.getppid()}-{os.environ.get('MASTER_PORT', '0')}-{restart}"
+    folder = Path(tempfile.gettempdir()) / name
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    about = folder.lstat()
+    return folder if about.st_uid == os.getuid() and not about.st_mode & 0o077 and not folder.is_symlink() else None
+
+
+class _SignalWatch:
+    """SIGTERM, as launchers end ranks with it: the program has a moment to leave, then its report is made beside it.
+
+    rang: whether it came. where: what the program did then. A program's own handler stays what it is.
+    """
+
+    def __init__(self, give_up: Callable[[], None]) -> None:
+        self.rang = False
+        self.where = ""
+        self._give_up = give_up
+        self._main = threading.main_thread().ident
+        self._over = threading.Event()
+        self._ends: tuple[int, int] | None = None
+        self._before: Any = None
+
+    def begin(self) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return
+        if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+            return
+        reading, writing = os.pipe()
+        os.set_blocking(writing, False)
+        before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+        if before != -1:
+            signal.set_wakeup_fd(before)
+            os.close(reading)
+            os.close(writing)
+            return
+        self._ends = reading, writing
+        self._before = signal.signal(signal.SIGTERM, self._leave)
+        threading.Thread(target=self._listen, args=(reading,), name="gpumem-sigterm", daemon=True).start()
+
+    def end(self) -> None:
+        self._over.set()
+        if self._ends is None or threading.current_thread() is not threading.main_thread():
+            return
+        _, writing = self._ends
+        self._ends = None
+        signal.set_wakeup_fd(-1)
+        if signal.getsignal(signal.SIGTERM) == self._leave:
+            signal.signal(signal.SIGTERM, self._before)
+        os.close(writing)
+
+    def _leave(self, number: int, frame: FrameType | None) -> None:
+        raise SystemExit(_STATUS)
+
+    def _listen(self, reading: int) -> None:
+        """Beside the program: Python's own handler runs only between two of its lines."""
+        try:
+            while rung := os.read(reading, 64):
+                if signal.SIGTERM in rung and signal.getsignal(signal.SIGTERM) == self._leave:
+                    self.rang, self.where = True, self._line_now()
+                    if not self._over.wait(GRACE):
+                        self._give_up()
+                        os._exit(_STATUS)
+                    return
+        finally:
+            with suppress(OSError):
+                os.close(reading)
+
+    def _line_now(self) -> str:
+        """``all_reduce (train.py:12)``: what of PyTorch's the program called, and where."""
+        frame = sys._current_frames().get(self._main or 0)
+        called = ""
+        while frame is not None:
+            module = str(frame.f_globals.get("__name__", ""))
+            if not module.startswith(("torch.", "gpumem_magic.", "contextlib")):
+                place = f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+                return f"{called} ({place})" if called else place
+            if module.startswith("torch.") and frame.f_code.co_name != "wrapper":
+                called = frame.f_code.co_name
+            frame = frame.f_back
+        return ""

@@ -1,0 +1,36 @@
+"""``gpumem ranks DIR``: the reports of several ranks from their files, as one."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from gpumem_magic.commands.common import guarded
+from gpumem_magic.snapshot.whole_file import check_target, printable, replace_file
+
+
+@guarded
+def run(options: argparse.Namespace) -> int:
+    """Prints the report. 0; 2 where the folder can't be read or has no ranks."""
+    from gpumem_magic.commands.shown_ranks import report_of
+    from gpumem_magic.files.rank_files import read, read_snapshots
+
+    for option, target in (("--json", options.json), ("--html", options.html)):
+        check_target(option, target, ())
+    folder = Path(options.folder)
+    if not folder.is_dir():
+        raise ValueError(f"{printable(folder)} is not a folder: name the one that the ranks wrote into")
+    files = read(folder) or read_snapshots(folder)
+    if not files:
+        raise ValueError(f"{printable(folder)} has no rank's report (rank-0.json) and no snapshots (*.pickle)")
+    report = report_of(files)
+    print(report)
+    if options.json:
+        report.save(options.json)
+    if options.html:
+        from gpumem_magic.views.display import HTML, mimebundle
+        from gpumem_magic.views.html import page
+
+        content = page(mimebundle(report, include=(HTML,))[0][HTML]).encode()
+        replace_file(options.html, lambda file: file.write(content))
+    return 0

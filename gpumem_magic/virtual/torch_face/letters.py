@@ -1,0 +1,64 @@
+"""Objects that ranks send each other while each runs alone: files in a folder of their own. A rank that is asked for one starts.
+
+What a letter holds, the program's own processes wrote a moment ago; the folder is nobody else's.
+"""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+# How long a rank waits for another's letter, in seconds, if that one still runs or has not begun.
+PATIENCE = 300.0
+_STEP = 0.02
+
+
+class Letters:
+    """One rank's letters, to and from others. folder: None where nobody would bring them."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = folder
+        self._sent: Counter[tuple[int, str]] = Counter()
+        self._received: Counter[tuple[int, str]] = Counter()
+
+    def send(self, source: int, to: str, what: Any) -> None:
+        """to: whom, as both sides name it."""
+        if self._folder is None:
+            return
+        number = self._sent[source, to]
+        self._sent[source, to] += 1
+        whole = self._folder / f"letter-{source}-{to}-{number}"
+        beside = whole.with_suffix(".part")
+        beside.write_bytes(pickle.dumps(what))
+        beside.replace(whole)
+
+    def receive(self, source: int, to: str) -> Any:
+        """The next one. Raises LookupError where none comes."""
+        if self._folder is None:
+            raise LookupError
+        number = self._received[source, to]
+        self._received[source, to] += 1
+        path = self._folder / f"letter-{source}-{to}-{number}"
+        if not path.exists():
+            (self._folder / f"wanted-{source}").touch()
+        limit = time.monotonic() + PATIENCE
+        while not path.exists():
+            if (self._folder / f"ended-{source}").exists() and not path.exists():
+                raise LookupError
+            if time.monotonic() > limit:
+                raise LookupError
+            time.sleep(_STEP)
+        return pickle.loads(path.read_bytes())
+
+
+def wanted(folder: Path) -> list[int]:
+    """The ranks that somebody waits for."""
+    return sorted(int(path.name.partition("-")[2]) for path in folder.glob("wanted-*"))
+
+
+def ended(folder: Path, rank: int) -> None:
+    """Tells those who wait for a rank's letters that no more will come."""
+    (folder / f"ended-{rank}").touch()

@@ -1,0 +1,117 @@
+"""A training script for several ranks, as people write it for torchrun. First argument: the kinds of parallelism, with commas."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+KINDS = sys.argv[1].split(",")
+SIZE = 128
+rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+dist.init_process_group("nccl")
+device = torch.device("cuda", torch.cuda.current_device())
+
+
+def layers(count: int = 4) -> nn.Sequential:
+    return nn.Sequential(*[part for _ in range(count) for part in (nn.Linear(SIZE, SIZE), nn.ReLU())])
+
+
+def train(model: nn.Module, optimizer: Any) -> None:
+    for _ in range(2):
+        model(torch.randn(64, SIZE, device=device)).pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def events() -> dict[int, list[tuple[object, ...]]]:
+    """What each device's allocator did so far, in this process."""
+    from gpumem_magic.recording import under_way
+
+    logs = under_way.current()._logs.items()
+    return {
+        index: [(event.action, event.size, event.address, event.stream) for event in log.growing.events]
+        for index, log in logs
+    }
+
+
+def run(kind: str) -> None:
+    if kind == "ddp":
+        wrapped = nn.parallel.DistributedDataParallel(layers().append(nn.BatchNorm1d(SIZE)).to(device))
+        train(wrapped, torch.optim.AdamW(wrapped.parameters()))
+    elif kind == "zero":
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        wrapped = nn.parallel.DistributedDataParallel(layers().to(device), gradient_as_bucket_view=True)
+        train(wrapped, ZeroRedundancyOptimizer(wrapped.parameters(), torch.optim.AdamW))
+    elif kind == "fully_shard":
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+        with torch.device("meta"):
+            model = layers()
+        mesh = init_device_mesh("cuda", (world,))
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        for part in [*model[::2], model]:
+            fully_shard(part, mesh=mesh, mp_policy=policy)
+        model.to_empty(device="cuda")
+        for parameter in model.parameters():
+            nn.init.normal_(parameter)
+        train(model, torch.optim.AdamW(model.parameters()))
+    elif kind == "tensor_parallel":
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+        plan = {"0": ColwiseParallel(), "2": RowwiseParallel(), "4": ColwiseParallel(), "6": RowwiseParallel()}
+        model = parallelize_module(layers().to(device), init_device_mesh("cuda", (world,)), plan)
+        train(model, torch.optim.AdamW(model.parameters()))
+    elif kind == "pipeline":
+        from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+        model = layers().to(device)
+        if rank == world - 1:
+            model.append(nn.Linear(SIZE, 5000, device=device))
+        stage = PipelineStage(model, rank, world, device)
+        schedule = Schedule1F1B(stage, 2, loss_fn=lambda output, target: output.pow(2).mean())
+        for _ in range(2):
+            inputs = (torch.randn(64, SIZE, device=device),) if rank == 0 else ()
+            schedule.step(*inputs, **({"target": torch.zeros(64, device=device)} if rank == world - 1 else {}))
+    elif kind == "one_fails":
+        if rank == 1:
+            torch.empty(1 << 40, device=device)
+        torch.empty(1 << 20, device=device)
+    elif kind == "one_is_killed":
+        torch.empty(1 << 20, device=device)
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.barrier()
+    elif kind == "one_hangs":
+        torch.empty(1 << 20, device=device)
+        if rank == 0:
+            time.sleep(600)
+        dist.barrier()
+    elif kind == "objects":
+        found = ["from rank 0"] if rank == 0 else [None]
+        dist.broadcast_object_list(found, src=0)
+        everybody: list[Any] = [None] * world
+        dist.all_gather_object(everybody, {"rank": rank})
+        print(found, everybody)
+
+
+done = {}
+for kind in KINDS:
+    run(kind)
+    if len(sys.argv) > 2:
+        done[kind] = events()
+if done:
+    Path(f"{sys.argv[2]}-{rank}").write_bytes(pickle.dumps(done))
+dist.destroy_process_group()

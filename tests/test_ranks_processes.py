@@ -1,0 +1,125 @@
+"""Real processes as ranks: each writes its report however it ends, one report has all of them, and nothing stays behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gpumem_magic import cli
+from gpumem_magic.files import rank_files
+from gpumem_magic.files.rank_files import RankFile
+from gpumem_magic.report.ranks import DONE, GONE, RUNNING
+
+if not torch.distributed.is_available():
+    pytest.skip("this PyTorch has no torch.distributed", allow_module_level=True)
+
+PROGRAM = Path(__file__).with_name("rank_program.py")
+
+
+def run(kind: str, target: Path, *options: str) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
+    """What the launcher said, and what is told of the ranks."""
+    command = [sys.executable, "-m", "gpumem_magic.cli", "run", "--nproc", "2", "--device", "A100-40GB", *options]
+    around = {**os.environ, "GPUMEM_TEST_MARK": str(target)}
+    ended = subprocess.run(
+        [*command, "--json", str(target), str(PROGRAM), "--", kind],
+        capture_output=True, text=True, check=False, timeout=500, env=around,
+    )  # fmt: skip
+    return ended, json.loads(target.read_text("utf-8"))["ranks"]
+
+
+def left_behind(mark: Path) -> list[str]:
+    """Processes that still run with this mark in their environment."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if f"GPUMEM_TEST_MARK={mark}".encode() in (folder / "environ").read_bytes():
+                found.append((folder / "cmdline").read_text("utf-8", "replace"))
+        except OSError:
+            continue
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "state", "said"),
+    [
+        ("one_fails", "out_of_memory", "Rank 1 ran out of memory"),
+        ("one_is_killed", "gone", "Rank 1 ended without a word"),
+    ],
+)
+def test_a_rank_that_ends_early_is_named_and_the_other_reports(
+    kind: str, state: str, said: str, tmp_path: Path
+) -> None:
+    target = tmp_path / "report.json"
+    ended, ranks = run(kind, target)
+    assert ended.returncode != 0
+    rows = {row["rank"]: row for row in ranks["rows"]}
+    assert rows[1]["state"] == state
+    assert rows[0]["peak_allocated"] >= 4 << 20
+    assert said in ranks["answer"]
+    assert said in ended.stderr.replace("\n  ", " ")
+    assert left_behind(target) == []
+
+
+def test_a_rank_that_hangs_in_a_collective_ends_with_the_time_limit(tmp_path: Path) -> None:
+    target = tmp_path / "report.json"
+    ended, ranks = run("one_hangs", target, "--time-limit", "90")
+    assert ended.returncode == 124
+    rows = {row["rank"]: row for row in ranks["rows"]}
+    assert {row["state"] for row in rows.values()} == {"ended"}
+    assert "barrier (rank_program.py" in rows[1]["where"], "what it waited in, and the line"
+    assert rows[0]["where"].startswith("rank_program.py")
+    assert [row["peak_allocated"] >= 4 << 20 for row in rows.values()] == [True, True]
+    assert left_behind(target) == []
+
+
+def test_a_rank_that_is_no_more_is_gone_and_one_that_runs_has_no_answer_yet(tmp_path: Path) -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    while rank_files.is_alive(ended.pid):
+        time.sleep(0.01)
+    host = os.uname().nodename
+    rank_files.write(tmp_path, 0, RankFile(0, 3, RUNNING, host, os.getpid()))
+    rank_files.write(tmp_path, 1, RankFile(1, 3, RUNNING, host, ended.pid))
+    rank_files.write(tmp_path, 2, RankFile(2, 3, DONE, host, ended.pid, groups=(("dp", (0, 2)),)))
+    ended.wait()
+    found = rank_files.read(tmp_path)
+    assert [one.known.state for one in found] == [RUNNING, GONE, DONE]
+    assert found[2].groups == (("dp", (0, 2)),)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"[]", b"\xff", b'{"gpumem_rank": 1}', b'{"gpumem_rank": 1, "state": 5}', b"[" * 9999]
+)
+def test_a_file_that_is_no_ranks_is_one_line(
+    content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "rank-0.json").write_bytes(content)
+    assert cli.main(["ranks", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("gpumem: ")
+    assert said.count("\n") == 1
+
+
+def test_a_folder_of_snapshots_is_a_report_of_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import gpumem_magic
+    from gpumem_magic.session import device
+
+    for rank, size in enumerate((1 << 20, 3 << 20)):
+        with gpumem_magic.measure("T4") as measured:
+            kept = torch.empty(size, device="cuda")
+        measured.report.save_snapshot(tmp_path / f"snapshot_rank{rank}.pickle")
+        del kept
+    device.off()
+    page = tmp_path / "page.html"
+    assert cli.main(["ranks", str(tmp_path), "--json", str(tmp_path / "all.json"), "--html", str(page)]) == 0
+    ranks = json.loads((tmp_path / "all.json").read_text("utf-8"))["ranks"]
+    assert [(row["rank"], row["peak_allocated"]) for row in ranks["rows"]] == [(1, 12 << 20), (0, 4 << 20)]
+    assert "Rank 1 peaks highest, at 12.0 MiB" in capsys.readouterr().out
+    assert "Rank 1 peaks highest" in page.read_text("utf-8")

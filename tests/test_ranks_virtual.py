@@ -1,0 +1,143 @@
+"""Ranks that each run alone, against real processes of the same program; which of them run, and what is said of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gpumem_magic.commands.roles import Roles
+
+if not torch.distributed.is_available():
+    pytest.skip("this PyTorch has no torch.distributed", allow_module_level=True)
+
+PROGRAM = Path(__file__).with_name("rank_program.py")
+Run = Callable[..., subprocess.CompletedProcess[str]]
+COMMAND = [sys.executable, "-m", "gpumem_magic.cli", "run", "--device", "A100-40GB"]
+
+
+def free_port() -> int:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        return int(listening.getsockname()[1])
+
+
+def run_alone(kind: str, *options: str, arguments: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    command = [*COMMAND, *options, str(PROGRAM), "--", kind, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+
+
+def run_processes(kind: str, *arguments: str) -> list[str]:
+    """The same program as two processes that a launcher started, which talk to each other. Their errors' text."""
+    port = str(free_port())
+    started = []
+    for rank in ("0", "1"):
+        around = {**os.environ, "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+        around |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        command = [*COMMAND, str(PROGRAM), "--", kind, *arguments]
+        started.append(
+            subprocess.Popen(command, env=around, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        )
+    said = [process.communicate(timeout=300)[1] for process in started]
+    assert [process.returncode for process in started] == [0, 0], said
+    return said
+
+
+def test_a_rank_alone_allocates_what_it_does_among_others(tmp_path: Path) -> None:
+    kinds = ["ddp", "zero", "fully_shard", "tensor_parallel", "pipeline"]
+    run_processes(",".join(kinds), str(tmp_path / "real"))
+    ended = run_alone(",".join(kinds), "--ranks", "2", arguments=(str(tmp_path / "alone"),))
+    assert ended.returncode == 0, ended.stderr
+    for rank in (0, 1):
+        real, alone = (pickle.loads((tmp_path / f"{name}-{rank}").read_bytes()) for name in ("real", "alone"))
+        lengths = [len(real[kind][rank]) for kind in kinds]
+        assert lengths == sorted(set(lengths)), "each rank has a device of its own, on which each kind does something"
+        for kind in kinds:
+            assert alone[kind] == real[kind], kind
+
+
+def test_a_pipelines_last_stage_is_told_apart(tmp_path: Path) -> None:
+    target = tmp_path / "report.json"
+    ended = run_alone("pipeline", "--ranks", "4", "--json", str(target))
+    assert ended.returncode == 0, ended.stderr
+    found: dict[str, Any] = json.loads(target.read_text("utf-8"))["ranks"]
+    assert found["world"] == 4
+    assert found["virtual"]
+    assert found["rows"][0]["rank"] == 3
+    assert found["highest"] > found["lowest"]
+    assert {row["rank"] for row in found["rows"]} == {0, 1, 2, 3}
+    # What it has more is the layer for the logits, and the sentence names it.
+    assert any("(5000, 128)" in row["differs"] for row in found["rows"])
+    assert "Rank 3 peaks highest" in ended.stderr.replace("\n  ", " ")
+
+
+def test_ranks_that_are_alike_run_once(tmp_path: Path) -> None:
+    target = tmp_path / "report.json"
+    ended = run_alone("ddp", "--ranks", "8", "--json", str(target))
+    assert ended.returncode == 0, ended.stderr
+    rows = json.loads(target.read_text("utf-8"))["ranks"]["rows"]
+    assert [row["rank"] for row in rows if row["measured"]] == [0, 7]
+    assert [(row["rank"], row["like"]) for row in rows if not row["measured"]] == [(rank, 0) for rank in range(1, 7)]
+    assert "Ranks 0, 7 of 8 ran, each alone; ranks 1-6 taken to be like them." in ended.stderr
+    assert "All 8 ranks peak at" in ended.stderr
+
+
+def test_objects_of_another_rank_are_that_ranks() -> None:
+    ended = run_alone("objects", "--ranks", "4", "--as", "3")
+    assert ended.returncode == 0, ended.stderr
+    assert "Ranks 0, 3 of 4 ran" in ended.stderr, "rank 3 waits for an object of rank 0, which runs too"
+    assert ended.stdout.splitlines() == ["['from rank 0'] [{'rank': 3}, {'rank': 3}, {'rank': 3}, {'rank': 3}]"]
+
+
+def test_a_rank_alone_that_runs_out_of_memory_is_named() -> None:
+    ended = run_alone("one_fails", "--ranks", "2")
+    assert ended.returncode == 1
+    assert "Rank 1 ran out of memory." in ended.stderr
+
+
+@pytest.mark.parametrize(
+    "options",
+    [("--ranks", "2", "--as", "2"), ("--as", "0"), ("--ranks", "2", "--nproc", "2"), ("--ranks", "2", "--as", "x")],
+)
+def test_wrong_flags_are_one_line(options: tuple[str, ...]) -> None:
+    ended = run_alone("ddp", *options)
+    assert ended.returncode == 2
+    assert ended.stderr.splitlines()[-1].startswith("gpumem run: error: --")
+
+
+def ran(roles: Roles, kind_of: Callable[[int], int], most: int = 16) -> list[int]:
+    """Which ranks run, where `kind_of` says what each would turn out to be."""
+    alike: dict[int, int] = {}
+    while True:
+        rank = roles.next(alike, most) if alike else 0
+        if rank is None:
+            return sorted(alike)
+        alike[rank] = min([rank, *(other for other in alike if kind_of(other) == kind_of(rank))])
+
+
+def test_ranks_along_a_dimension_that_does_not_matter_run_once() -> None:
+    # A mesh of 4 stages x 8 data-parallel ranks: the stages differ.
+    groups = [("pp", tuple(range(start, 32, 8))) for start in range(8)]
+    groups += [("dp", tuple(range(start, start + 8))) for start in range(0, 32, 8)]
+    roles = Roles(32, groups)
+    assert ran(roles, lambda rank: rank // 8) == [0, 7, 8, 16, 24, 31]
+    taken = roles.taken({0: 0, 7: 0, 8: 8, 16: 16, 24: 24, 31: 24})
+    assert {rank: taken[rank] for rank in (1, 9, 30)} == {1: 0, 9: 8, 30: 24}
+    # First and last stage differ from those between, which are alike.
+    assert ran(roles, lambda rank: {0: 0, 3: 2}.get(rank // 8, 1)) == [0, 7, 8, 16, 24, 31]
+
+
+def test_without_groups_the_ranks_between_two_that_differ_run() -> None:
+    roles = Roles(16, [("", tuple(range(16)))])
+    assert ran(roles, lambda rank: 0) == [0, 15]
+    assert ran(roles, lambda rank: int(rank == 15)) == [0, 7, 11, 13, 14, 15]
+    assert len(ran(roles, lambda rank: rank, most=6)) == 6
