@@ -32,6 +32,7 @@ FOLDER, ALONE = "GPUMEM_RANKS_FOLDER", "GPUMEM_RANK_ALONE"
 # How long the program has to end after SIGTERM, in seconds, before its report is made beside it: a collective hears no signal.
 GRACE = 3.0
 _STATUS = 128 + signal.SIGTERM
+_OWN = str(Path(__file__).parents[1]) + os.sep
 
 
 class RankProcess:
@@ -51,6 +52,11 @@ class RankProcess:
         rank_files.write(self.folder, self._number, self.file)
         self._watch = _SignalWatch(lambda: self._ended_by_signal(close))
         self._watch.begin()
+
+    def leaves(self) -> None:
+        """The program has ended, and its report is being made: nobody else has to make one."""
+        if self._watch is not None:
+            self._watch.over.set()
 
     def end(self, report: Report | None, groups: Sequence[tuple[str, tuple[int, ...]]] = ()) -> None:
         """Writes the report; a rank that a signal ended says so."""
@@ -123,7 +129,7 @@ class _SignalWatch:
         self.where = ""
         self._give_up = give_up
         self._main = threading.main_thread().ident
-        self._over = threading.Event()
+        self.over = threading.Event()
         self._ends: tuple[int, int] | None = None
         self._before: Any = None
 
@@ -145,7 +151,7 @@ class _SignalWatch:
         threading.Thread(target=self._listen, args=(reading,), name="gpumem-sigterm", daemon=True).start()
 
     def end(self) -> None:
-        self._over.set()
+        self.over.set()
         if self._ends is None or threading.current_thread() is not threading.main_thread():
             return
         _, writing = self._ends
@@ -156,6 +162,8 @@ class _SignalWatch:
         os.close(writing)
 
     def _leave(self, number: int, frame: FrameType | None) -> None:
+        if not self.rang:
+            self.rang, self.where = True, _line(frame)
         raise SystemExit(_STATUS)
 
     def _listen(self, reading: int) -> None:
@@ -163,8 +171,11 @@ class _SignalWatch:
         try:
             while rung := os.read(reading, 64):
                 if signal.SIGTERM in rung and signal.getsignal(signal.SIGTERM) == self._leave:
-                    self.rang, self.where = True, self._line_now()
-                    if not self._over.wait(GRACE):
+                    now = _line(sys._current_frames().get(self._main or 0))
+                    if not self.rang:
+                        self.rang, self.where = True, now
+                    del now
+                    if not self.over.wait(GRACE):
                         self._give_up()
                         os._exit(_STATUS)
                     return
@@ -172,16 +183,19 @@ class _SignalWatch:
             with suppress(OSError):
                 os.close(reading)
 
-    def _line_now(self) -> str:
-        """``all_reduce (train.py:12)``: what of PyTorch's the program called, and where."""
-        frame = sys._current_frames().get(self._main or 0)
-        called = ""
-        while frame is not None:
-            module = str(frame.f_globals.get("__name__", ""))
-            if not module.startswith(("torch.", "gpumem_magic.", "contextlib")):
-                place = f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
-                return f"{called} ({place})" if called else place
-            if module.startswith("torch.") and frame.f_code.co_name != "wrapper":
-                called = frame.f_code.co_name
-            frame = frame.f_back
-        return ""
+
+def _line(frame: FrameType | None) -> str:
+    """``all_reduce (train.py:12)``: what of PyTorch's the program called, and where; "" outside of the program."""
+    called = ""
+    while frame is not None:
+        module, file = str(frame.f_globals.get("__name__", "")), frame.f_code.co_filename
+        is_ours = module.startswith("gpumem_magic.") or file.startswith(_OWN)
+        if not is_ours and not module.startswith(("torch.", "contextlib", "threading")):
+            place = f"{os.path.basename(file)}:{frame.f_lineno}"
+            return f"{called} ({place})" if called else place
+        if module.startswith("torch.") and frame.f_code.co_name != "wrapper":
+            called = frame.f_code.co_name
+        frame = frame.f_back
+        if frame is None or frame.f_code.co_filename.startswith("<frozen runpy"):
+            return ""
+    return ""
