@@ -162,6 +162,8 @@ class _SignalWatch:
         os.close(writing)
 
     def _leave(self, number: int, frame: FrameType | None) -> None:
+        if self.over.is_set():
+            return  # the report is being made, and the process ends then
         if not self.rang:
             self.rang, self.where = True, _line(frame)
         raise SystemExit(_STATUS)

@@ -104,17 +104,15 @@ def run(options: argparse.Namespace) -> int:
                 around.enter_context(stand_in(value, line=line))
         try:
             with suppress(StopRun):
-                script.run(main_module)
-            if rank is not None:
-                rank.leaves()
+                try:
+                    script.run(main_module)
+                finally:
+                    if rank is not None:
+                        rank.leaves()
         except SystemExit as error:
-            if rank is not None:
-                rank.leaves()
             report = _close(found, script, error, main_module.__dict__)
             status = _exit_status(error.code)
         except BaseException as error:
-            if rank is not None:
-                rank.leaves()
             traceback = script.own_frames(error.__traceback__)
             report = _close(found, script, error, main_module.__dict__)
             _flush()
