@@ -94,7 +94,7 @@ def contents_of(view: DeviceView, position: int, where: str) -> Contents:
 def _groups(view: DeviceView, position: int, stacks: dict[tuple[Frame, ...], int]) -> tuple[AllocationGroup, ...]:
     alike: defaultdict[tuple[str, str, str, str, tuple[Frame, ...]], list[Allocation]] = defaultdict(list)
     for one in view.timeline.live_at(position):
-        label, why = view.labels[one.index], view.attribution.reasons.get(one.index, "")
+        label, why = view.labels[one.index], view.why(one)
         alike[label.category, label.evidence, why, label.name or "", view.frames_of(one)].append(one)
     groups = [
         AllocationGroup(
