@@ -36,6 +36,10 @@ class Notebook:
             self.shell.run_cell(code, store_history=True)
         return captured.stdout + captured.stderr
 
+    def allocated(self) -> int:
+        """What the device has allocated now, in bytes."""
+        return int(self.shell.user_ns["torch"].cuda.memory_allocated())
+
     def measured(self, code: str) -> Report:
         self.cell("%%gpumem -q\n" + code)
         report = gpumem_magic.last_report()

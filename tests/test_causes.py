@@ -14,6 +14,7 @@ from causes_cells import SETUP, names, notebook
 
 from gpumem_magic import causes
 from gpumem_magic.causes import catalog, shortage
+from gpumem_magic.units import human
 
 
 @dataclass(frozen=True)
@@ -498,6 +499,110 @@ GUILTY += [
         "virtual:12GiB",
     ),
 ]
+GAN = """
+G, D = net(512, 4), nn.Sequential(nn.Linear(512, 64), nn.ReLU(), nn.Linear(64, 1)).cuda()
+opt_d, opt_g = (torch.optim.SGD(one.parameters(), lr=0.1) for one in (D, G))
+z, real = torch.randn(2, 1024, 512, device="cuda")
+"""
+GAN_STEP = """
+for _ in range(3):
+    opt_d.zero_grad()
+    fake = G(z)
+    (D(fake{detached}).mean() - D(real).mean()).backward()
+    opt_d.step()
+    opt_g.zero_grad()
+    (-D({again}).mean()).backward()
+    opt_g.step()
+"""
+SCORES = (
+    "q = torch.randn(2, 4, 512, 64, device='cuda')\nwith torch.no_grad():\n    p = (q @ q.transpose(2, 3)).softmax(-1)\n"
+    "    y = p @ q"
+)
+GRAPHS = """
+graphs, outs = [], []
+with torch.no_grad():
+    for rows in (4096, 4096, 4096):
+        z = torch.randn(rows, 512, device="cuda")
+        g = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(g{pool}):
+            y = model(z)
+        graphs.append(g); outs.append(y)
+"""
+HOOKED = (
+    TRAIN + "acts = {{}}\ndef hook(module, given, out): acts[id(module)] = out{host}\n"
+    "handle = model[0].register_forward_hook(hook)"
+)
+RAISING = "def bad():\n    big = mib(30)\n    1 / 0\nerrors = []"
+HALVES = "large = net(2048, 4)\nx = torch.randn(8, 2048, device='cuda')"
+TRAINER = """
+import tempfile
+from transformers import Trainer, TrainingArguments
+class Head(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(64, 8192)
+    def forward(self, x, labels=None):
+        return {"loss": self.head(x).mean(), "logits": self.head(x)}
+data = [{"x": torch.randn(64), "labels": torch.tensor(0)} for _ in range(2048)]
+def trainer(**settings):
+    given = TrainingArguments(output_dir=tempfile.mkdtemp(), per_device_eval_batch_size=256, report_to=[], **settings)
+    return Trainer(Head(), given, eval_dataset=data, compute_metrics=lambda all: {})
+"""
+GUILTY += [
+    Case("gathered_predictions", (TRAINER, "trainer().evaluate()"), "`eval_accumulation_steps=`"),
+    Case(
+        "wasted_gradients", (GAN, GAN_STEP.format(detached="", again="G(z)")), "before `opt_d.step()` goes on into `G`"
+    ),
+    Case("held_over", (TRAIN, "for _ in range(3):\n    with torch.no_grad():\n        y = x.repeat(64, 1)"), "`del y`"),
+    Case("pinned_by_view", ("", "big = mib(64)\nrow = big[:1024]\ndel big\ny = row + 1"), "`.clone()`"),
+    Case("attention_scores", ("", SCORES), "`(q @ q.transpose(2, 3)).softmax(-1)`, line 4"),
+    Case("private_pools", (TRAIN, GRAPHS.format(pool="")), "3 CUDA graphs"),
+    Case(
+        "kept_by_hook",
+        (HOOKED.format(host=""), "with torch.no_grad():\n    y = model(x.repeat(16, 1))"),
+        "`handle.remove()`",
+    ),
+    Case(
+        "kept_errors",
+        (RAISING, "try:\n    bad()\nexcept ZeroDivisionError as error:\n    errors.append(error)"),
+        "`errors`",
+    ),
+    Case(
+        "autocast_copies",
+        (HALVES, "with torch.no_grad(), torch.autocast('cuda', dtype=torch.float16):\n    y = large(x)"),
+        "`large.to(torch.float16)`",
+    ),
+    Case(
+        "varying_sizes",
+        (
+            TRAIN,
+            "with torch.no_grad():\n    for n in range(20000, 400000, 20000):\n"
+            "        y = model(torch.randn(n, 512, device='cuda'))",
+        ),
+        "`expandable_segments:True`",
+        "virtual:8GiB",
+    ),
+    Case(
+        "gathered",
+        (
+            "model = nn.DataParallel(nn.Linear(64, 8192).cuda())\nx = torch.randn(4096, 64, device='cuda')",
+            "y = model(x)\nnn.functional.cross_entropy(y, torch.zeros(4096, dtype=torch.long, device='cuda')).backward()",
+        ),
+        "on cuda:0 (line 2, `y = model(x)`)",
+        "2xT4",
+    ),
+]
+INNOCENT += [
+    Case("", (GAN, GAN_STEP.format(detached=".detach()", again="fake"))),
+    # a critic's gradients are in the way of the generator's, in every program
+    Case("", (GAN, GAN_STEP.format(detached=".detach()", again="G(z)"))),
+    Case("", (TRAINER, "trainer(eval_accumulation_steps=1).evaluate()")),
+    Case("", ("", "big = mib(64)\nrow = big[:1024].clone()\ndel big\ny = row + 1")),
+    Case("", ("", "whole = mib(64)\nparts = whole.chunk(8)\ndel whole\ny = parts[0] + 1")),
+    Case("", (TRAIN, GRAPHS.format(pool=", pool=graphs[0].pool() if graphs else None"))),
+    Case("", (HOOKED.format(host=".cpu()"), "with torch.no_grad():\n    y = model(x.repeat(16, 1))")),
+    Case("", (RAISING, "try:\n    bad()\nexcept ZeroDivisionError as error:\n    errors.append(str(error))")),
+]
 INNOCENT += [
     Case("", (COLUMN, "loss = ((pred.squeeze(1) - y) ** 2).mean()\nloss.backward()")),
     Case("", (POINTS, "c = x + y[:1]\nd = x @ x.new_ones(64, 64)")),
@@ -528,6 +633,16 @@ def test_a_cause_is_found(case: Case, request: pytest.FixtureRequest) -> None:
         (cause,) = [one for one in report.causes if one.name == case.tells]
         assert case.says in f"{cause.text} {cause.remedy}"
         assert f"{cause.text} {cause.remedy}".strip() in report.notes
+        for one in report.causes:
+            marked = re.findall(r"`([^`]+)`", one.remedy)
+            assert not [words for words in marked if "..." in words or " -> " in words], one.remedy
+        # What is said to free so much does.
+        freeing = re.search(r"`([^`]+)` frees (?:it|([\d,.]+ (?:KiB|MiB|GiB)))", cause.remedy)
+        if freeing is not None and freeing[2]:
+            before = book.allocated()
+            book.cell(freeing[1])
+            gone = before - book.allocated()
+            assert human(gone) == freeing[2], (cause.remedy, human(gone))
 
 
 @pytest.mark.parametrize("case", INNOCENT, ids=[str(number) for number in range(len(INNOCENT))])
@@ -563,6 +678,20 @@ def test_what_the_cell_uses_is_not_offered_for_deletion() -> None:
         assert "`del other` would have saved 1,000 MiB" in cause.remedy
         assert "weights" not in cause.remedy
         assert report.causes[0].name == "memory_ran_out"
+
+
+def test_weights_that_an_embedding_and_the_head_share_are_not_checkpointed() -> None:
+    with notebook("T4") as book:
+        book.cell(
+            "class Words(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+            "        self.wte, self.mix = nn.Embedding(30000, 128), nn.Linear(128, 128)\n"
+            "        self.norm, self.head = nn.LayerNorm(128), nn.Linear(128, 30000, bias=False)\n"
+            "        self.head.weight = self.wte.weight\n"
+            "    def forward(self, words):\n        return self.head(self.norm(self.mix(self.wte(words)).relu()))\n"
+            "model = Words().cuda()\nwords = torch.randint(0, 30000, (8, 256), device='cuda')"
+        )
+        report = book.measured("nn.functional.cross_entropy(model(words).flatten(0, 1), words.flatten()).backward()")
+        assert not [one for one in report.causes if "wte" in one.sentence], report.causes
 
 
 def test_a_loop_whose_first_statement_fails_has_no_iterations() -> None:

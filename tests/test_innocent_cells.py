@@ -29,6 +29,8 @@ DESCRIBING = frozenset(
         "attention_scores",
         "only_cached",
         "key_value_cache",
+        "autocast_copies",
+        "held_over",
     }
 )
 LEAST_CELLS = 200

@@ -9,12 +9,14 @@ from gpumem_magic.causes import (
     batches,
     copies,
     device_memory,
+    errors,
     graphs,
     holding,
     kept,
     loops,
     operators,
     settings,
+    several_devices,
     shapes,
     shortage,
     training,
@@ -31,16 +33,24 @@ DETECTORS: tuple[Detector, ...] = (
     kept.data_on_device,
     kept.copied_weights,
     device_memory.fragmentation,
+    device_memory.varying_sizes,
+    device_memory.private_pools,
     shortage.memory_ran_out,
     device_memory.another_process,
     graphs.graphs_alive,
     graphs.gradients_with_graphs,
     loops.summed_losses,
     loops.kept_by_retain_graph,
+    loops.held_over,
     graphs.growth,
     kept.key_value_cache,
+    kept.pinned_by_view,
+    kept.kept_by_hook,
+    errors.kept_errors,
+    several_devices.gathered,
     graphs.graph_without_backward,
     untrained.untrained_gradients,
+    untrained.wasted_gradients,
     copies.built_again,
     copies.held_checkpoint,
     copies.loaded_to_device,
@@ -53,6 +63,7 @@ DETECTORS: tuple[Detector, ...] = (
     training.optimizer_temporaries,
     settings.idle_checkpointing,
     settings.wide_inference,
+    settings.autocast_copies,
     settings.dense_lookup_gradient,
     settings.convolution_scratch,
     batches.whole_batch,
@@ -76,6 +87,8 @@ DESCRIBING = frozenset(
         "convolution_scratch",
         "whole_batch",
         "key_value_cache",
+        "held_over",
+        "autocast_copies",
         shortage.NAME,
     }
 )
@@ -84,10 +97,16 @@ _ALLOCATORS = "fragmentation"
 _FIRST = "retry_in_except"
 # A cause that another one explains better is not told twice.
 _COVERED = {
-    "growth": ("kept_graphs", "gradients_with_graphs"),
+    "growth": ("kept_errors", "kept_graphs", "gradients_with_graphs"),
     "retained_graph": ("kept_graphs", "gradients_with_graphs"),
     "dominating_layer": ("attention_scores",),
     "map_location_missing": ("held_checkpoint",),
+    "all_pairs": ("attention_scores",),
+    "pinned_by_view": ("growth",),
+    "varying_sizes": ("joined_in_a_loop", "growth", "kept_graphs"),
+    "kept_by_hook": ("growth", "kept_graphs"),
+    "kept_errors": ("retry_in_except",),
+    "held_over": ("missing_no_grad", "kept_graphs", "growth", "joined_in_a_loop"),
     "pinned_by_traceback": ("retry_in_except",),
     "pinned_by_out": (shortage.NAME,),
     "reference_cycle": (shortage.NAME,),
@@ -108,7 +127,7 @@ def find_causes(scene: Scene) -> tuple[list[Cause], list[str]]:
     names = {one.name for one in found}
     found = [one for one in found if not names.intersection(_COVERED.get(one.name, ()))]
     failed = scene.report.error is not None
-    found = [replace(one, describes=_describes(one.name, failed)) for one in found]
+    found = [replace(one, describes=one.describes or _describes(one.name, failed)) for one in found]
     return sorted(found, key=lambda one: _rank(one, _explained(found), scene.report.error)), failures
 
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterator
+from math import prod
 
 from gpumem_magic.allocator.verdict import FRAGMENTATION, FailedRequest
 from gpumem_magic.causes.model import Scene
+from gpumem_magic.devices.base import Birth
 from gpumem_magic.report.failure import failed_request
 from gpumem_magic.report.model import Cause
 from gpumem_magic.snapshot.model import INACTIVE
@@ -13,6 +17,10 @@ from gpumem_magic.units import MIB, human
 
 _WORTH = 256 * MIB
 _PIECES = 5
+# The pool that everybody shares.
+_COMMON = (0, 0)
+# A place whose tensors had so many different sizes.
+_SIZES = 4
 
 
 def fragmentation(scene: Scene) -> Iterator[Cause]:
@@ -33,6 +41,9 @@ def fragmentation(scene: Scene) -> Iterator[Cause]:
         return
     stuck = pieces = 0
     for segment in scene.timeline.segments_at(scene.end):
+        if segment.segment_pool_id != _COMMON:
+            # A graph's own, which no other request may have.
+            continue
         free = sum(block.size for block in segment.blocks if block.state == INACTIVE)
         if 0 < free < segment.total_size:
             stuck += free
@@ -58,6 +69,70 @@ def _settings(found: FailedRequest) -> str:
     confs = " or ".join(f"`PYTORCH_CUDA_ALLOC_CONF={one.conf}`" for one in trials)
     return (
         f" {confs} passes when the recording is replayed; `%gpumem_try {trials[0].conf}` runs the cell again with it."
+    )
+
+
+def varying_sizes(scene: Scene) -> Iterator[Cause]:
+    """Each iteration's tensors are of another size, so that what is cached for one does not fit the next."""
+    reserved = max((row.peak_reserved for row in scene.report.checkpoints), default=0)
+    wasted = reserved - scene.report.peak.allocated
+    pressed = (
+        scene.report.retries or scene.report.error is not None or 2 * reserved >= (scene.report.device.capacity or 0)
+    )
+    if not pressed or wasted < max(_WORTH, scene.report.peak.allocated // 2):
+        return
+    ends = [one.end for one in scene.iterations]
+    largest: dict[object, dict[int, tuple[int, Birth]]] = {}
+    for event, birth in scene.recording.logs[scene.device].births.items():
+        if birth.place is None or birth.node or not birth.shape:
+            continue
+        its, size = largest.setdefault((birth.place, birth.kernel), {}), prod(birth.shape)
+        number = bisect_right(ends, event)
+        if number not in its or its[number][0] < size:
+            its[number] = size, birth
+    made = [list(its.values()) for its in largest.values() if len({size for size, _ in its.values()}) >= _SIZES]
+    if not made:
+        return
+    most = max(made, key=lambda its: max(size for size, _ in its))
+    sizes = [size for size, _ in most]
+    births = [min(most, key=lambda pair: pair[0])[1], max(most, key=lambda pair: pair[0])[1]]
+    place = births[0].place
+    own = place is not None and place.own_file == scene.recording.own_file
+    at = f" (line {place.own_line})" if own and place is not None else ""
+    what = f"`{place.expression or place.text}`" if place is not None else "One line"
+    shapes = " to ".join(f"({', '.join(map(str, one.shape or ()))})" for one in births)
+    grows = "longer" if sizes == sorted(sizes) else "different"
+    yield Cause(
+        "varying_sizes",
+        f"{what}{at} makes tensors of {grows} lengths in each iteration ({shapes}), and the blocks cached for one don't fit the "
+        f"next: {human(reserved)} were reserved for at most {human(scene.report.peak.allocated)} allocated (fragmentation).",
+        "The longest batch first, lengths padded to a few sizes, or `expandable_segments:True` in PYTORCH_CUDA_ALLOC_CONF.",
+        wasted,
+    )
+
+
+def private_pools(scene: Scene) -> Iterator[Cause]:
+    """Several CUDA graphs, each with a memory pool of its own, from which nobody else gets anything."""
+    pools: Counter[tuple[int, int]] = Counter()
+    free = 0
+    for segment in scene.timeline.segments_at(scene.end):
+        if segment.segment_pool_id != _COMMON:
+            pools[segment.segment_pool_id] += segment.total_size
+            free += sum(block.size for block in segment.blocks if block.state == INACTIVE)
+    saved = sum(pools.values()) - max(pools.values(), default=0)
+    if len(pools) < 2 or saved < scene.part_of_peak(5):
+        return
+    calls = [one for name in ("graph", "make_graphed_callables", "capture_begin") for one in scene.program.calls(name)]
+    if not calls:
+        # Pools of another kind.
+        return
+    yield Cause(
+        "private_pools",
+        f"{len(pools)} CUDA graphs ({calls[0].words}) have a private memory pool each, {human(sum(pools.values()))} in all, of "
+        f"which {human(free)} are free pieces that no other tensor may use.",
+        "`torch.cuda.graph(graph, pool=first.pool())` shares the first one's pool, largest capture first, where the graphs are "
+        "replayed in the order of their capture.",
+        saved,
     )
 
 

@@ -7,8 +7,22 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator
 
+from gpumem_magic.causes.libraries import clearing_hook
 from gpumem_magic.causes.model import LEAST, Scene
-from gpumem_magic.causes.places import Spot, added, advice_known, base, detach, quoted, release, spots, told
+from gpumem_magic.causes.places import (
+    Spot,
+    added,
+    advice_known,
+    base,
+    detach,
+    is_part,
+    quoted,
+    release,
+    spots,
+    taking_off,
+    together,
+    told,
+)
 from gpumem_magic.causes.program import Written
 from gpumem_magic.owners.holders import detach_words
 from gpumem_magic.owners.model import Held, by_root, size_of
@@ -44,6 +58,23 @@ def graphs_alive(scene: Scene) -> Iterator[Cause]:
     if freed < LEAST:
         return
     place = added(scene, main)
+    # An object that carries a state on, in an attribute of its own.
+    roots = [one for one in scene.holdings.roots if one.name in others and one.type not in ("", "Tensor")]
+    state = scene.program.carried() if roots else None
+    if state is not None:
+        attribute, place = state
+        carrier = f"{roots[0].name}.{attribute}"
+        names = [one for one in [main.place, *others] if one != roots[0].name]
+        rest = f"{', '.join(map(quoted, names[:3]))} {'reaches' if len(names) == 1 else 'reach'}"
+        yield Cause(
+            "kept_graphs",
+            f"{quoted(carrier)} ({place.words}, `{place.shown}`) carries the graph on from each iteration to the next, so "
+            f"those of {count} iterations are alive ({rest} them, too): {human(freed)} of activations that were saved "
+            "for backward.",
+            f"Carry on `{carrier}.detach()`: the graph then ends with its iteration, and `retain_graph=True` is not needed.",
+            freed,
+        )
+        return
     at = f" ({place.words})" if place is not None else ""
     reach = "reaches" if len(others) == 1 else "reach"
     also = f" ({', '.join(map(quoted, others[:3]))} {reach} them, too)" if others else ""
@@ -107,14 +138,14 @@ def growth(scene: Scene) -> Iterator[Cause]:
     if not found:
         yield Cause("growth", f"{text}.", "`%gpumem_who` shows what holds it.", left)
         return
-    main = [one for one in found if 10 * one.size >= found[0].size]
+    main = together([one for one in found if 10 * one.size >= found[0].size])
     total = sum(one.size for one in main)
-    place = added(scene, found[0])
+    place = added(scene, main[0])
     at = f", put there at {place.words} (`{place.shown}`)" if place is not None else ""
     yield Cause(
         "growth",
         f"{text}: it is held by {told(main)}{at}.",
-        _less(scene, found[0]),
+        _less(scene, main[0]),
         total,
     )
 
@@ -126,7 +157,16 @@ def _less(scene: Scene, spot: Spot) -> str:
         return f"{now}." if now else ""
     if advice_known(spot):
         return f"{now}."
+    if all(map(is_part, spot.held)):
+        seen = human(sum(one.seen for one in spot.held))
+        added_up = f"Each is a view ({seen} in all) that keeps the whole tensor it was taken from: add `.clone()`"
+        return f"{added_up}; {now}." if now else f"{added_up}."
     host = "keep only what is used later, on the host (`.detach().cpu()`)"
+    hook = scene.program.hook_of(place) if (place := added(scene, spot)) is not None else None
+    if hook is not None:
+        host = f"{host}, and take the hook off when it has done its work ({taking_off(hook)})"
+    elif epoch := clearing_hook(spot.place, [kind for station in spot.held[0].trail for kind in station.bases]):
+        host = f"{epoch}, and keep only what is used there, on the host (`.detach().cpu()`)"
     return f"{now}; better, {host}." if now else f"Better {host}."
 
 

@@ -6,11 +6,12 @@ import re
 from collections.abc import Iterator
 
 from gpumem_magic.causes.model import Scene, partnered
-from gpumem_magic.causes.places import quoted, spots
+from gpumem_magic.causes.places import Spot, added, is_part, quoted, spots, taking_off
 from gpumem_magic.owners.model import Held, size_of
+from gpumem_magic.recording.model import FORWARD
 from gpumem_magic.report.failure import failed_request
 from gpumem_magic.report.model import Cause
-from gpumem_magic.units import human
+from gpumem_magic.units import counted, human
 
 _CACHE = "transformers.cache_utils.Cache"
 
@@ -78,6 +79,62 @@ def copied_weights(scene: Scene) -> Iterator[Cause]:
         "whether it fits.",
         size_of(copies),
     )
+
+
+def pinned_by_view(scene: Scene) -> Iterator[Cause]:
+    """A view of a small part keeps all of the tensor that it was taken from."""
+    views = [
+        one for one in scene.held if is_part(one) and scene.holdings.roots[one.roots[0]].kind in ("variable", "module")
+    ]
+    for spot in spots(views)[:1]:
+        freed = size_of(one for one in scene.holdings.freed_by_emptying(spot.tensors) if one.device == scene.device)
+        seen = sum(one.seen for one in spot.held)
+        if freed - seen < scene.part_of_peak(10):
+            return
+        place = added(scene, spot)
+        at = f" ({place.words}, `{place.shown}`)" if place is not None else ""
+        several = f", with {counted(len(spot.held) - 1, 'other')} like it," if len(spot.held) > 1 else ""
+        verb = "are views" if several else "is a view"
+        whole = "the tensors that they were taken from" if several else "the tensor that it was taken from"
+        yield Cause(
+            "pinned_by_view",
+            f"{quoted(spot.place)}{several}{at} {verb} of {human(seen)} and keep{'' if several else 's'} all of {whole}: "
+            f"{human(size_of(spot.held))}.",
+            f"With `.clone()` it keeps its own numbers only, which frees {human(freed - seen)}.",
+            freed - seen,
+        )
+
+
+def kept_by_hook(scene: Scene) -> Iterator[Cause]:
+    """A forward hook that puts what it sees where it stays."""
+    kept = [
+        one
+        for one in scene.held
+        if one.kind in ("tensor", "graph")
+        and one.address in scene.alive
+        and scene.holdings.roots[one.roots[0]].kind in ("variable", "module")
+    ]
+    groups: dict[str, list[Spot]] = {}
+    for spot in spots(kept):
+        groups.setdefault(spot.root, []).append(spot)
+    for root, its in groups.items():
+        size = sum(one.size for one in its)
+        place = added(scene, its[0]) if size >= scene.part_of_peak(10) else None
+        registered = scene.program.hook_of(place) if place is not None else None
+        if place is None or registered is None:
+            continue
+        where = its[0].container.place if its[0].container is not None else root
+        yield Cause(
+            "kept_by_hook",
+            f"A hook ({place.words}, `{place.shown}`) keeps what modules put out in {quoted(where)}, also while the next forward "
+            f"runs: {human(size)}.",
+            f"Take it off when it has done its work ({taking_off(registered)}), or keep less there, on the host "
+            "(`.detach().cpu()`).",
+            size,
+            # After one forward it is what the hook is for.
+            describes=len(scene.spans(FORWARD)) < 2,
+        )
+        return
 
 
 def key_value_cache(scene: Scene) -> Iterator[Cause]:

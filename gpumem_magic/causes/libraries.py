@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
+from gpumem_magic.devices.base import CodePlace
 from gpumem_magic.owners.model import Station
 
 # A class, or one that is made of it -> what to do; {} is the place of the object.
@@ -15,6 +17,30 @@ _ADVICE = {
     ),
     f"functools.{type(lru_cache(len)).__name__}": "`{0}.cache_clear()` lets go of it",
 }
+
+
+_LIGHTNING = re.compile(r"^(?:pytorch_lightning|lightning\.pytorch)\..*\bLightningModule$")
+_STAGES = {"val": "validation", "test": "test", "pred": "predict", "train": "train"}
+
+
+def clearing_hook(place: str, bases: Iterable[str]) -> str:
+    """Where a library's own code would empty what grows there: ``clear it in `on_validation_epoch_end` ``; "" for no library."""
+    if not any(_LIGHTNING.match(kind) for kind in bases):
+        return ""
+    stage = next((name for word, name in _STAGES.items() if word in place.rpartition(".")[2]), "validation")
+    return f"clear it in `on_{stage}_epoch_end`, where Lightning keeps no outputs for you"
+
+
+def gathering(place: CodePlace) -> tuple[str, str] | None:
+    """What a library's loop joins on the device, and what to do about it, by where it does so; None where that is not known."""
+    file = place.file.replace("\\", "/")
+    if "/transformers/" in file and file.endswith(("trainer_pt_utils.py", "trainer.py")):
+        return (
+            "keeps the predictions of all evaluation batches (logits, and whatever else the model returns) on the device",
+            "`eval_accumulation_steps=` in `TrainingArguments` moves them to the host every so many batches; "
+            "`preprocess_logits_for_metrics=` of the `Trainer` (an argmax, say) keeps less of them.",
+        )
+    return None
 
 
 def advice(trail: Sequence[Station]) -> str | None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
+from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterator
 
 from gpumem_magic.causes.model import LEAST, Scene
 from gpumem_magic.causes.places import quoted
 from gpumem_magic.owners.model import size_of
-from gpumem_magic.recording.model import BACKWARD, OPTIMIZER
+from gpumem_magic.recording.model import BACKWARD, KEPT_BY_LIST, KEPT_BY_NAME, OPTIMIZER
 from gpumem_magic.report.model import Cause
+from gpumem_magic.snapshot.timeline import Allocation
 from gpumem_magic.units import human
 
 # Two are often meant: a real and a generated batch.
@@ -24,6 +28,9 @@ def summed_losses(scene: Scene) -> Iterator[Cause]:
         if one.part >= 0 and allocation is not None and allocation.born >= 0:
             parts[one.part] = parts.get(one.part, 0) + allocation.size
     total = sum(parts.values())
+    if "log_prob" in scene.typed:
+        # What the return of an episode weighs is known at its end only.
+        return
     if len(parts) < _PARTS or total - max(parts.values()) < scene.part_of_peak(20):
         return
     row = next((point for point, begin, end in scene.statements if begin <= scene.saved_at <= end), None)
@@ -40,6 +47,45 @@ def summed_losses(scene: Scene) -> Iterator[Cause]:
         f"Call `.backward()` on each batch's loss (divided as now): gradients add up by themselves, and about "
         f"{human(total - max(parts.values()))} less is kept.",
         total - max(parts.values()),
+    )
+
+
+def held_over(scene: Scene) -> Iterator[Cause]:
+    """At the peak, what a name keeps of the iteration before, beside what this one has made in its place."""
+    ends = [one.end for one in scene.iterations]
+    now = bisect_right(ends, scene.moment - 1)
+    if scene.tensors is None or not 0 < now < len(ends):
+        return
+    births = scene.recording.logs[scene.device].births
+    born: dict[int, list[Allocation]] = {now - 1: [], now: []}
+    for one in scene.timeline.live_at(scene.moment):
+        label = scene.labels[one.index]
+        birth = births.get(one.born)
+        # What is computed; a batch that is made or moved is another matter.
+        if birth is not None and birth.inputs and label.category in ("activations", "temporaries"):
+            born.setdefault(bisect_right(ends, one.born), []).append(one)
+    fresh = Counter((one.requested, scene.tensors.facts(one).line) for one in born[now])
+    old = [
+        one
+        for one in born[now - 1]
+        if fresh[one.requested, scene.tensors.facts(one).line]
+        and (one.freed is None or one.freed <= ends[now])
+        and scene.tensors.keeper(one, scene.moment)[0] in (KEPT_BY_NAME, KEPT_BY_LIST)
+    ]
+    sizes: Counter[str] = Counter()
+    for one in old:
+        sizes[re.split(r"[.\[]", scene.tensors.keeper(one, scene.moment)[1])[0]] += one.size
+    if not sizes or sum(sizes.values()) < scene.part_of_peak(10):
+        return
+    names = [name for name, _ in sizes.most_common(3)]
+    line = scene.tensors.facts(max(old, key=lambda one: one.size)).line
+    hold = "holds" if len(names) == 1 else "hold"
+    yield Cause(
+        "held_over",
+        f"While an iteration computes, {' and '.join(map(quoted, names))} (line {line}) still {hold} "
+        f"the previous one's result: {human(sum(sizes.values()))} twice at the peak.",
+        f"`del {', '.join(names)}` at the end of each iteration frees it before the next one begins.",
+        sum(sizes.values()),
     )
 
 
@@ -86,6 +132,7 @@ def kept_by_retain_graph(scene: Scene) -> Iterator[Cause]:
     if not calls or not backwards:
         return
     lines = {one.line for one in calls}
+    ranges = [(scene.start_of(one), scene.end_of(one)) for one in backwards]
     ends = (
         [scene.end_of(step) for step in scene.spans(OPTIMIZER)] or [one.end for one in scene.iterations] or [scene.end]
     )
@@ -104,7 +151,12 @@ def kept_by_retain_graph(scene: Scene) -> Iterator[Cause]:
         left = [
             one
             for one in scene.living_in(done, "activations")
-            if one.born < start and one.born >= 0 and (one.freed is None or one.freed > done)
+            if one.born < start
+            and one.born >= 0
+            and (one.freed is None or one.freed > done)
+            # What goes inside a later backward was used by that one, and a name keeps what it names in any case.
+            and not (scene.tensors is not None and scene.tensors.keeper(one, done)[0] in (KEPT_BY_NAME, KEPT_BY_LIST))
+            and not any(one.freed is not None and begin <= one.freed <= stop for begin, stop in ranges)
         ]
         if size_of(left) > worst:
             worst, call = size_of(left), row

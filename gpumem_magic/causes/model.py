@@ -13,7 +13,7 @@ from gpumem_magic.causes.program import ProgramText
 from gpumem_magic.devices.base import Label
 from gpumem_magic.owners.model import Held, Holdings
 from gpumem_magic.owners.saved import Saved
-from gpumem_magic.recording.model import OPTIMIZER, Checkpoint, Recording, Span
+from gpumem_magic.recording.model import FORWARD, OPTIMIZER, Checkpoint, Recording, Span
 from gpumem_magic.report.model import ReportData
 from gpumem_magic.snapshot.timeline import Allocation, Timeline
 from gpumem_magic.units import MIB
@@ -142,6 +142,20 @@ class Scene:
         return [Iteration(start, end) for start, end in zip([0, *ends], ends, strict=False)]
 
     def _loop_ends(self) -> list[int]:
+        """The ends of a loop's iterations; where none was seen, of the forwards that one statement ran, in a library's loop."""
+        return self._written_loop() or self._forwards()
+
+    def _forwards(self) -> list[int]:
+        ends: dict[tuple[int, str], list[int]] = {}
+        for span in self.spans(FORWARD):
+            begin, end = self.start_of(span), self.end_of(span)
+            row = next((stop for _, start, stop in self.statements if start <= begin and end <= stop), None)
+            if row is not None and not span.failed:
+                ends.setdefault((row, span.label), []).append(end)
+        most = max(map(len, ends.values()), default=0)
+        return next((sorted(its) for its in ends.values() if len(its) == most), [])
+
+    def _written_loop(self) -> list[int]:
         iterations: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
         for point, _, position in self.statements:
             if point.loops:

@@ -12,6 +12,7 @@ from math import prod
 
 import torch
 
+from gpumem_magic.causes.libraries import gathering
 from gpumem_magic.causes.model import Scene
 from gpumem_magic.devices.base import Birth
 from gpumem_magic.recording.model import BACKWARD
@@ -76,7 +77,9 @@ def wide_copies(scene: Scene) -> Iterator[Cause]:
             if logits
             else f"Keep it in {width}, or convert it in pieces where float32 is needed."
         )
-        yield Cause("float32_copy", f"{text}.", remedy, alike.bytes)
+        # What a library does inside is not the program's to change.
+        theirs = birth.place is not None and birth.place.file != birth.place.own_file
+        yield Cause("float32_copy", f"{text}.", remedy, alike.bytes, describes=theirs and not logits)
         return
     for alike in _alive(scene, lambda birth: _is_head(birth) and not birth.node):
         if positions := _positions_unread(scene, alike.shape):
@@ -113,6 +116,14 @@ def joined_in_a_loop(scene: Scene) -> Iterator[Cause]:
         if old.size + new.size < scene.part_of_peak(5):
             continue
         where = _called(scene, Alike(birth.shape or (), 2, old.size + new.size, birth, made[-1][0]))
+        if birth.place is not None and (known := gathering(birth.place)) is not None:
+            yield Cause(
+                "gathered_predictions",
+                f"{where} {known[0]}, and copies them all for each batch: {human(old.size)} and {human(new.size)} at the peak.",
+                known[1],
+                old.size + new.size,
+            )
+            return
         yield Cause(
             "joined_in_a_loop",
             f"{where} needs the old tensor and the new one at once, and copies all of it every time: {human(old.size)} and "

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gpumem_magic.causes.libraries import advice
 from gpumem_magic.causes.model import LEAST, Scene
@@ -17,8 +17,15 @@ from gpumem_magic.units import counted, human
 
 _INDEX = re.compile(r"\[[^\[\]]*\d[^\[\]]*\]")
 _KEY = re.compile(r"\[[^\[\]]*\]")
+_KEYS = re.compile(r"\[('[^']*'|\"[^\"]*\")\]")
 _NUMBERS = re.compile(r"(?:\[\d+\])+$")
 _WRITTEN = re.compile(r"[A-Za-z_]\w*(?:\.\w+|\[(?:'[^']*'|\"[^\"]*\"|-?[\d.]+)\])*$")
+# Of one module: what is made for several is a list.
+_REGISTERED = re.compile(r"(?P<handle>\w+)\s*=\s*\w[^=]*\.register_\w*hook\(")
+# A view of one part in so many of what it keeps, or of less.
+_PART = 4
+# More places than a sentence tells.
+_MANY = 3
 _CONTAINERS = ("builtins.list", "builtins.dict", "collections.deque", "builtins.set")
 
 
@@ -79,6 +86,16 @@ def _spot(group: Sequence[Held]) -> Spot:
     return Spot(first, tuple(group), container)
 
 
+def together(found: Sequence[Spot]) -> list[Spot]:
+    """Many places in one list or dictionary, such as the weights of the models in it, as that list."""
+    if len(found) < _MANY:
+        return list(found)
+    whole = _spot([one for spot in found for one in spot.held])
+    if whole.container is None or not _WRITTEN.match(whole.container.place):
+        return list(found)
+    return [replace(whole, place=whole.container.place)]
+
+
 def told(found: Sequence[Spot], most: int = 2) -> str:
     """```avg_p.target` (256 MiB) and `avg_p.preds` (128 MiB)``; one alone without its size."""
     if len(found) == 1:
@@ -101,10 +118,11 @@ def added(scene: Scene, spot: Spot) -> Written | None:
     names = [name for name in re.split(r"[.\[\]'\" ]+", _KEY.sub("", spot.place)) if name.isidentifier()]
     if not names:
         return None
+    keys = _KEYS.findall(spot.place)
     for attribute in reversed(names[1:]):
-        if (found := scene.program.adding(names[0], attribute)) is not None:
+        if (found := scene.program.adding(names[0], attribute, keys[-1] if keys else "")) is not None:
             return found
-    if len(names) == 1 and (found := scene.program.adding(names[0])) is not None:
+    if len(names) == 1 and (found := scene.program.adding(names[0], key=keys[-1] if keys else "")) is not None:
         return found
     return scene.program.using(names[0]) if spot.place.startswith(names[0]) else None
 
@@ -127,6 +145,19 @@ def release(scene: Scene, spot: Spot) -> str:
         freed = size_of(scene.freed([number]))
         return f"`{statement}` frees {human(freed)}"
     return ""
+
+
+def taking_off(registered: Written) -> str:
+    """What to type to take a hook off, by the statement that registered it."""
+    found = _REGISTERED.match(registered.statement.strip())
+    if found is not None:
+        return f"`{found['handle']}.remove()`"
+    return "`.remove()` of the handle that registering it returned"
+
+
+def is_part(one: Held) -> bool:
+    """Whether the tensors on it are views of a small part: what they were taken from has no name any more."""
+    return one.kind == "tensor" and 0 < _PART * one.seen <= one.requested
 
 
 def advice_known(spot: Spot) -> bool:

@@ -23,6 +23,7 @@ _ADDING = frozenset(
     {"append", "appendleft", "add", "extend", "insert", "put", "put_nowait", "push", "setdefault", "store", "record"}
 )
 _MAGIC = re.compile(r"^(\s*)[!%].*$", re.M)
+_HOOKS = re.compile(r"register_\w*hook$")
 _SHORT = 60
 
 
@@ -59,13 +60,26 @@ class Text:
     @cached_property
     def statements(self) -> list[ast.stmt]:
         """All simple statements, those in functions too (or only those)."""
-        try:
-            tree = ast.parse(_MAGIC.sub(r"\1pass", self.source))
-        except (SyntaxError, ValueError, RecursionError):
-            return []
         found: list[ast.stmt] = []
-        _simple(tree.body, self.whole, found)
+        _simple(_parsed(self.source), self.whole, found)
         return found
+
+    @cached_property
+    def everywhere(self) -> list[ast.stmt]:
+        """All simple statements, those outside of functions too."""
+        found: list[ast.stmt] = []
+        _simple(_parsed(self.source), True, found)
+        return found
+
+    def around(self, line: int) -> list[str]:
+        """The names of the functions around a line."""
+        functions = (
+            node
+            for top in _parsed(self.source)
+            for node in ast.walk(top)
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+        )
+        return [one.name for one in functions if one.lineno <= line <= (one.end_lineno or one.lineno)]
 
     @property
     def is_file(self) -> bool:
@@ -74,6 +88,13 @@ class Text:
     def place(self, node: ast.stmt) -> Written:
         words = ast.get_source_segment(_MAGIC.sub(r"\1pass", self.source), node) or ""
         return Written(self.where, node.lineno + self.ahead, words)
+
+
+def _parsed(source: str) -> list[ast.stmt]:
+    try:
+        return ast.parse(_MAGIC.sub(r"\1pass", source)).body
+    except (SyntaxError, ValueError, RecursionError):
+        return []
 
 
 def _simple(body: Iterable[ast.AST], counts: bool, found: list[ast.stmt]) -> None:
@@ -110,17 +131,18 @@ class ProgramText:
                 found.append(Text(re.split(r"[/\\]", file)[-1], "".join(lines)))
         return found[:_FILES]
 
-    def adding(self, name: str, attribute: str = "") -> Written | None:
+    def adding(self, name: str, attribute: str = "", key: str = "") -> Written | None:
         """Where the program puts something into what a variable, or its attribute, holds: the last place in the cell, else in
-        a function. `lit` and ``outs`` find ``self.outs.append(...)``."""
+        a function. `lit` and ``outs`` find ``self.outs.append(...)``; with a key, first what puts it under that one."""
         wanted = attribute or name
         for certain in (True, False):
             for one in self._mentioning(wanted):
                 own = [node for node in one.statements if _adds(node, wanted, certain)]
                 # A variable of the same name in somebody else's function is another one.
                 own = [node for node in own if one.whole or attribute or (not one.is_file and _is_global(one, name))]
+                keyed = [node for node in own if key and _mentions_key(node, wanted, key)]
                 if own:
-                    return one.place(own[-1])
+                    return one.place((keyed or own)[-1])
         return None
 
     def using(self, name: str) -> Written | None:
@@ -144,6 +166,31 @@ class ProgramText:
             )
         ]
 
+    def carried(self) -> tuple[str, Written] | None:
+        """An object's attribute that is made from itself (``self.h = self.cell(x, self.h)``), and where."""
+        for one in self._mentioning("self"):
+            for node in one.everywhere:
+                target = node.targets[0] if isinstance(node, ast.Assign) else None
+                if not isinstance(node, ast.Assign) or not isinstance(target, ast.Attribute):
+                    continue
+                again = [part for part in ast.walk(node.value) if isinstance(part, ast.Attribute)]
+                if any(part.attr == target.attr and ast.dump(part.value) == ast.dump(target.value) for part in again):
+                    return target.attr, one.place(node)
+        return None
+
+    def hook_of(self, place: Written) -> Written | None:
+        """The statement that registers, as a hook, the function in which a statement stands."""
+        theirs = (one for one in self._mentioning("register", "hook") if one.where == place.where)
+        names = {name for one in theirs for name in one.around(place.line - one.ahead)}
+        for one in self._mentioning("register", "hook") if names else ():
+            for node in one.everywhere:
+                for call in ast.walk(node):
+                    if isinstance(call, ast.Call) and _HOOKS.match(_last(call.func)):
+                        given = {_last(part) for part in ast.walk(call) if isinstance(part, (ast.Name, ast.Attribute))}
+                        if given & names:
+                            return one.place(node)
+        return None
+
     def at(self, line: int) -> Written | None:
         """The cell's statement at a line, as its rows count them."""
         for one in self.cells[:1]:
@@ -156,11 +203,7 @@ class ProgramText:
         """The cell's own ``except`` blocks: their first and last lines."""
         found = []
         for one in self.cells[:1]:
-            try:
-                tree = ast.parse(_MAGIC.sub(r"\1pass", one.source))
-            except (SyntaxError, ValueError, RecursionError):
-                continue
-            for node in ast.walk(tree):
+            for node in (inner for top in _parsed(one.source) for inner in ast.walk(top)):
                 if not isinstance(node, ast.Try):
                     continue
                 for handler in node.handlers:
@@ -185,6 +228,17 @@ def _last(node: ast.expr) -> str:
     while isinstance(node, (ast.Subscript, ast.Starred)):
         node = node.value
     return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+
+
+def _mentions_key(node: ast.stmt, wanted: str, key: str) -> bool:
+    """Whether a statement has ``wanted["key"]``."""
+    return any(
+        isinstance(part, ast.Subscript)
+        and isinstance(part.slice, ast.Constant)
+        and repr(part.slice.value) == key
+        and _last(part.value) == wanted
+        for part in ast.walk(node)
+    )
 
 
 def _adds(node: ast.stmt, wanted: str, certain: bool) -> bool:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from math import prod
 
 from gpumem_magic.causes.model import Scene
+from gpumem_magic.devices.base import Birth
 from gpumem_magic.owners.model import size_of
 from gpumem_magic.report.model import Cause
 from gpumem_magic.snapshot.timeline import Allocation
@@ -18,6 +19,7 @@ _ON_PURPOSE = re.compile(r"float64|\.double\(|complex128|torch\.double|DoubleTen
 _PRODUCTS = frozenset({"bmm", "baddbmm", "matmul", "mm", "unsafe_view", "einsum"})
 # What a loss saves is no layer's.
 _LOSS = re.compile(r"loss|log_softmax|cross_entropy|kl_div")
+_WITHOUT_SCORES = '`torch.nn.functional.scaled_dot_product_attention` (`attn_implementation="sdpa"`) never stores them.'
 # Square scores below this are small change.
 _LEAST_LENGTH = 128
 
@@ -73,17 +75,72 @@ def attention_scores(scene: Scene) -> Iterator[Cause]:
         for one, _, shape in _saved(scene)
         if len(shape) in (3, 4) and shape[-1] == shape[-2] >= _LEAST_LENGTH and shape in shapes
     ]
-    total = size_of(one for one, _ in scores)
-    if total < scene.part_of_peak(10):
+    sizes = [one.size for one, _ in scores]
+    length = scores[0][1] if scores else 0
+    where, remedy = "", _WITHOUT_SCORES
+    if not scene.saved and (made := _scores_at(scene)) is not None:
+        birth, sizes, length = made
+        where, remedy = _written(scene, birth)
+    if not sizes or sum(sizes) < scene.part_of_peak(10):
         return
-    length = scores[0][1]
     yield Cause(
         "attention_scores",
-        f"Attention scores are stored in full: {human(total)} in {counted(len(scores), 'tensor')} of {length} x "
+        f"Attention scores are stored in full{where}: {human(sum(sizes))} in {counted(len(sizes), 'tensor')} of {length} x "
         f"{length} for each head.",
-        '`torch.nn.functional.scaled_dot_product_attention` (`attn_implementation="sdpa"`) never stores them.',
-        total,
+        remedy,
+        sum(sizes),
     )
+
+
+def _scores_at(scene: Scene) -> tuple[Birth, list[int], int] | None:
+    """Where no backward looked at a graph: the softmax over square tensors that a product takes up, the sizes of all tensors of
+    that shape at the moment, and the length."""
+    births = scene.recording.logs[scene.device].births
+    weighed = {
+        (prod(shape), shape[-1])
+        for birth in births.values()
+        if birth.kernel in _PRODUCTS
+        for shape, _ in birth.inputs
+        if len(shape) >= 2 and shape[-1] == shape[-2] >= _LEAST_LENGTH
+    }
+    found: dict[tuple[int, int], Birth] = {}
+    for birth in births.values():
+        key = (prod(birth.shape or ()), (birth.shape or (0,))[-1])
+        if "softmax" in birth.kernel and key in weighed and len(birth.shape or ()) in (3, 4) and not birth.node:
+            found[key] = birth
+    best: tuple[Birth, list[int], int] | None = None
+    for (count, length), birth in found.items():
+        sizes = [
+            one.size
+            for one in scene.timeline.live_at(scene.moment)
+            if (made := births.get(one.born)) is not None
+            and made.shape is not None
+            and prod(made.shape) == count
+            and made.shape[-2:] == (length, length)
+        ]
+        if sizes and (best is None or sum(sizes) > sum(best[1])):
+            best = birth, sizes, length
+    return best
+
+
+def _written(scene: Scene, birth: Birth) -> tuple[str, str]:
+    """Where the scores are made, and what stores none there."""
+    place = birth.place
+    if place is None:
+        return "", _WITHOUT_SCORES
+    line = f"line {place.own_line}" if place.own_file == scene.recording.own_file else ""
+    at = f" (`{place.expression}`{f', {line}' if line else ''})" if place.expression else f" ({line})" if line else ""
+    if birth.operator == "multi_head_attention_forward":
+        return at, "`need_weights=False` in the call of `nn.MultiheadAttention` never stores them."
+    if "scaled_dot_product_attention" in f"{birth.operator} {place.expression}":
+        return (
+            at,
+            "PyTorch took its plain kernel here: the fused ones, which store none, want inputs of four dimensions "
+            "(batch, heads, length, features), and most of them 16-bit numbers.",
+        )
+    if "eager" in place.function:
+        return at, '`attn_implementation="sdpa"`, where the model is loaded or made, never stores them.'
+    return at, _WITHOUT_SCORES
 
 
 def _saved(scene: Scene) -> list[tuple[Allocation, str, tuple[int, ...]]]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from gpumem_magic.causes.model import LEAST, Scene
+from gpumem_magic.causes.model import LEAST, Scene, partnered, requested
 from gpumem_magic.causes.places import quoted
 from gpumem_magic.owners.model import Held, size_of
-from gpumem_magic.recording.model import OPTIMIZER
+from gpumem_magic.recording.model import BACKWARD, OPTIMIZER, Span
 from gpumem_magic.report.model import Cause
 from gpumem_magic.units import human
 
@@ -56,6 +56,90 @@ def untrained_gradients(scene: Scene) -> Iterator[Cause]:
             size_of(gradients) + kept,
         )
         return
+
+
+def wasted_gradients(scene: Scene) -> Iterator[Cause]:
+    """A backward that goes on into a module whose gradients are thrown away before its own optimizer steps: a generator that is
+    not detached in its discriminator's step.
+
+    Only what lies before the trained module counts: a loss has to go through what lies behind it.
+    """
+    steps = sorted((span for span in scene.spans(OPTIMIZER) if not span.failed), key=scene.start_of)
+    known = {
+        name: [scene.alive[address] for device, address in places if device == scene.device and address in scene.alive]
+        for name, places in scene.holdings.optimizers.items()
+    }
+    if len({step.label for step in steps}) < 2 or not all(step.label in known for step in steps):
+        return
+    worst: dict[str, int] = {}
+    for backward in scene.spans(BACKWARD):
+        begin, end = scene.start_of(backward), scene.end_of(backward)
+        step = next((one for one in steps if scene.start_of(one) >= end), None)
+        if step is None:
+            continue
+        made = sorted(
+            (one for one in scene.living_in(end, "gradients") if one.born >= begin),
+            key=lambda one: one.born,
+            reverse=True,
+        )
+        for name, weights in known.items():
+            own = next((one for one in steps if one.label == name and scene.start_of(one) >= end), None)
+            if name == step.label or own is None:
+                continue
+            lost = partnered(
+                (one for one in made if one.freed is not None and one.freed < scene.start_of(own)),
+                requested,
+                map(requested, weights),
+            )
+            ours = partnered(lost, requested, map(requested, known[step.label]))
+            others = [one for one in made if one not in lost]
+            first = min((one.born for one in lost), default=-1)
+            if 10 * size_of(lost) < 9 * size_of(weights) or 2 * size_of(ours) >= size_of(lost):
+                continue
+            # A backward runs from the end: what it reaches last lay in front.
+            if others and max(one.born for one in others) > first:
+                continue
+            if others or _made_since(scene, step, begin):
+                worst[name] = max(worst.get(name, 0), size_of(lost) + _saved_for(scene, name, begin))
+    for name, size in sorted(worst.items(), key=lambda pair: -pair[1])[:1]:
+        if size < scene.part_of_peak(20):
+            return
+        module = _module_of(scene, name)
+        what = quoted(module) if module else f"the parameters of {quoted(name)}"
+        calls = (
+            sorted(scene.program.calls(module.rpartition(".")[2]), key=lambda one: one.where != "") if module else []
+        )
+        at = f" ({calls[0].words}, `{calls[0].shown}`)" if calls else ""
+        other = next(step.label for step in steps if step.label != name)
+        yield Cause(
+            "wasted_gradients",
+            f"The backward before `{other}.step()` goes on into {what}{at}, whose gradients are thrown away before `{name}` "
+            f"steps: {human(size)} of gradients and activations for nothing.",
+            f"`.detach()` its output there, or make it under `torch.no_grad()`: only what `{other}` trains needs a graph.",
+            size,
+        )
+
+
+def _made_since(scene: Scene, step: Span, begin: int) -> bool:
+    """Whether an earlier backward since the step before made gradients for this one."""
+    before = max((scene.end_of(one) for one in scene.spans(OPTIMIZER) if scene.end_of(one) <= begin), default=0)
+    return any(before <= one.born < begin for one in scene.living_in(scene.start_of(step), "gradients"))
+
+
+def _saved_for(scene: Scene, name: str, begin: int) -> int:
+    """Bytes of activations that the first backward's graph kept for the parameters of an optimizer."""
+    known = scene.holdings.optimizers[name]
+    live = {one.address: one for one in scene.timeline.live_at(scene.saved_at)} if scene.saved else {}
+    saved = {one.address for one in scene.saved if one.parameter in known and one.address in live}
+    weights = {address for _, address in known}
+    return size_of(live[address] for address in saved - weights) if scene.saved_at <= begin else 0
+
+
+def _module_of(scene: Scene, optimizer: str) -> str:
+    """The module whose parameters an optimizer steps, where it is one."""
+    known = scene.holdings.optimizers[optimizer]
+    names = {_module(one) for one in scene.held if one.kind == "parameter" and (one.device, one.address) in known}
+    return names.pop() if len(names) == 1 else ""
 
 
 def _module(one: Held) -> str:

@@ -132,6 +132,15 @@ def numel(tensor: torch.Tensor) -> int:
     return int(_BASE.numel(tensor))
 
 
+def nbytes(tensor: torch.Tensor) -> int:
+    return numel(tensor) * int(_BASE.dtype.__get__(tensor).itemsize)
+
+
+def offset(tensor: torch.Tensor) -> int:
+    """Where in its storage it begins, in elements."""
+    return int(_BASE.storage_offset(tensor))
+
+
 # Modules
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from gpumem_magic.owners.graph import HoldGraph
 from gpumem_magic.snapshot.timeline import Allocation
@@ -47,6 +48,7 @@ class Held:
     cyclic: whether a reference cycle is among its holders, so that letting go is not enough without a garbage collection.
     node: its number in the graph, -1 for memory that no object holds. dtype and shape: of the largest tensor that was seen on it.
     layer: of a graph's, the layer that saved it, or whose output the saving operation works on; "" where that is not known.
+    seen: bytes of it that the tensors on it cover, counted once where two are the same view; 0 where no tensor was seen.
     trail: the objects on the way to it, from the root's own on; of a graph's, up to the tensor that keeps the graph.
     """
 
@@ -62,6 +64,7 @@ class Held:
     dtype: str = ""
     shape: tuple[int, ...] = ()
     layer: str = ""
+    seen: int = 0
     trail: tuple[Station, ...] = ()
 
 
@@ -77,16 +80,21 @@ class Lost:
 
 @dataclass(frozen=True)
 class Holdings:
-    """The answer of one search. held: largest first. optimized: the addresses, by device, of the parameters that optimizers
-    know. seconds: what the search took."""
+    """The answer of one search. held: largest first. optimizers: an optimizer's name -> the addresses, by device, of the
+    parameters that it knows. seconds: what the search took."""
 
     roots: tuple[Root, ...] = ()
     held: tuple[Held, ...] = ()
     lost: tuple[Lost, ...] = ()
     graph: HoldGraph = field(default_factory=lambda: HoldGraph([], {}, {}))
-    optimized: frozenset[tuple[int, int]] = frozenset()
+    optimizers: Mapping[str, frozenset[tuple[int, int]]] = field(default_factory=dict)
     seconds: float = 0.0
     objects: int = 0
+
+    @cached_property
+    def optimized(self) -> frozenset[tuple[int, int]]:
+        """The addresses, by device, of all parameters that optimizers know."""
+        return frozenset().union(*self.optimizers.values())
 
     @property
     def allocated(self) -> int:

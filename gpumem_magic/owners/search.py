@@ -12,7 +12,7 @@ from typing import Any
 from gpumem_magic.attribution.categories import WORKSPACE_SIZES
 from gpumem_magic.devices.base import Machine
 from gpumem_magic.looks import tensors
-from gpumem_magic.looks.objects import attribute, entry, is_sequence, members
+from gpumem_magic.looks.objects import attribute
 from gpumem_magic.owners.cycles import garbage_holding
 from gpumem_magic.owners.graph import HoldGraph
 from gpumem_magic.owners.layers import Layers
@@ -59,7 +59,7 @@ def find_owners(
                 walk.add_root(root, values)
             walk.walk()
         with tensors.unseen():
-            roots, held, graph, optimized = _read(walk, blocks)
+            roots, held, graph, optimizers = _read(walk, blocks)
         objects = len(walk.objects)
     known = {(one.device, one.address) for one in held}
     workspace = Root("cuBLAS", "library", CLEAR_WORKSPACES)
@@ -78,7 +78,7 @@ def find_owners(
     held.sort(key=lambda one: (-one.size, _in_order(one.place)))
     lost.sort(key=lambda one: -one.size)
     seconds = time.perf_counter() - began
-    return Holdings(tuple(roots), tuple(held), tuple(lost), graph, optimized, seconds, objects)
+    return Holdings(tuple(roots), tuple(held), tuple(lost), graph, optimizers, seconds, objects)
 
 
 def _looks_for_cycles(
@@ -117,7 +117,7 @@ def _blocks(machine: Machine) -> dict[Place, tuple[int, int]]:
 
 def _read(
     walk: Traversal, blocks: Mapping[Place, tuple[int, int]]
-) -> tuple[list[Root], list[Held], HoldGraph, frozenset[Place]]:
+) -> tuple[list[Root], list[Held], HoldGraph, dict[str, frozenset[Place]]]:
     """The walk as numbers and strings."""
     live = {place: number for place, number in walk.storages.items() if place in blocks}
     children, is_root = _leading_to(walk, list(live.values()))
@@ -156,10 +156,11 @@ def _read(
                 tensors.dtype_name(tensor),
                 tensors.shape(tensor),
                 layers.of(namer.path(node)) if kind == "graph" else "",
+                _seen(walk.objects[number] for number in walk.tensors[node]),
                 stations.to(namer.path(node)),
             )
         )
-    return [walk.objects[number] for number in numbers], held, graph, _optimized(walk, children)
+    return [walk.objects[number] for number in numbers], held, graph, _optimizers(walk, namer, children)
 
 
 def _leading_to(walk: Traversal, storages: list[int]) -> tuple[dict[int, list[int]], list[int]]:
@@ -180,18 +181,21 @@ def _leading_to(walk: Traversal, storages: list[int]) -> tuple[dict[int, list[in
     return children, sorted(roots)
 
 
-def _optimized(walk: Traversal, numbers: Iterable[int]) -> frozenset[Place]:
-    """Where the parameters lie that optimizers among these know."""
-    found = set()
-    for thing in map(walk.objects.__getitem__, numbers):
+def _optimizers(walk: Traversal, namer: Namer, numbers: Iterable[int]) -> dict[str, frozenset[Place]]:
+    """The name of each optimizer among these -> where the parameters lie that it knows."""
+    found = {}
+    for number in numbers:
+        thing = walk.objects[number]
         if tensors.is_optimizer(thing):
-            groups = attribute(thing, "param_groups")
-            known = [entry(group, "params") for group in members(groups)] if is_sequence(groups) else []
-            for parameter in (one for its in known if is_sequence(its) for one in members(its)):
-                place = located(walk.locate, parameter) if tensors.is_tensor(parameter) else None
-                if place is not None:
-                    found.add(place)
-    return frozenset(found)
+            places = (located(walk.locate, one) for one in tensors.parameters_of(thing))
+            found[namer.place(number)] = frozenset(place for place in places if place is not None)
+    return found
+
+
+def _seen(views: Iterable[Any]) -> int:
+    """Bytes that these tensors on one storage cover; those with the same beginning and shape are one."""
+    distinct = {(tensors.offset(one), tensors.shape(one)): tensors.nbytes(one) for one in views}
+    return sum(distinct.values())
 
 
 def _in_order(place: str) -> list[tuple[str, int]]:

@@ -156,4 +156,6 @@ def _kept(members: Sequence[TensorGroup]) -> str:
     keeper, place = keepers.pop()
     if keeper == "backward":
         return ", kept for backward"
-    return f", kept by `{place}`" if keeper in ("name", "list") and place else ""
+    if keeper not in ("name", "list") or not place:
+        return ""
+    return f", kept by {place}" if "`" in place else f", kept by `{place}`"
