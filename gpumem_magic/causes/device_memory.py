@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from gpumem_magic.units import MIB, human
 
 _WORTH = 256 * MIB
 _PIECES = 5
+_CAPTURES = re.compile(r"cuda\.graph\s*\(|CUDAGraph|make_graphed_callables")
 # The pool that everybody shares.
 _COMMON = (0, 0)
 # A place whose tensors had so many different sizes.
@@ -122,13 +124,12 @@ def private_pools(scene: Scene) -> Iterator[Cause]:
     saved = sum(pools.values()) - max(pools.values(), default=0)
     if len(pools) < 2 or saved < scene.part_of_peak(5):
         return
-    calls = [one for name in ("graph", "make_graphed_callables", "capture_begin") for one in scene.program.calls(name)]
-    if not calls:
+    if not _CAPTURES.search(scene.typed):
         # Pools of another kind.
         return
     yield Cause(
         "private_pools",
-        f"{len(pools)} CUDA graphs ({calls[0].words}) have a private memory pool each, {human(sum(pools.values()))} in all, of "
+        f"{len(pools)} CUDA graphs have a private memory pool each, {human(sum(pools.values()))} in all, of "
         f"which {human(free)} are free pieces that no other tensor may use.",
         "`torch.cuda.graph(graph, pool=first.pool())` shares the first one's pool, largest capture first, where the graphs are "
         "replayed in the order of their capture.",

@@ -69,7 +69,8 @@ def held_over(scene: Scene) -> Iterator[Cause]:
         one
         for one in born[now - 1]
         if fresh[one.requested, scene.tensors.facts(one).line]
-        and (one.freed is None or one.freed <= ends[now])
+        # What stays is kept for another reason.
+        and (one.freed is not None and one.freed <= ends[now])
         and scene.tensors.keeper(one, scene.moment)[0] in (KEPT_BY_NAME, KEPT_BY_LIST)
     ]
     sizes: Counter[str] = Counter()

@@ -318,9 +318,9 @@ def _expanded_copy(scene: Scene, alike: Alike) -> Cause | None:
             "`torch.einsum`, or `torch.bmm` with the expanded dimension among the rows, multiplies without the copy."
         )
     elif birth.place is not None and _HEADS.search(f"{birth.place.function} {birth.place.own_function} {words}"):
-        remedy = "`scaled_dot_product_attention(..., enable_gqa=True)` takes fewer key and value heads as they are."
+        remedy = "`scaled_dot_product_attention` with `enable_gqa=True` takes fewer key and value heads as they are."
     elif birth.kernel == "repeat":
-        remedy = "`.expand(...)` is a view and takes nothing, where the result is only read."
+        remedy = "`.expand` is a view and takes nothing, where the result is only read."
         told = f"{called} repeats {_shown(small)} to {_shown(alike.shape)}: {_sizes(alike)}."
     else:
         remedy = (

@@ -180,7 +180,7 @@ class ProgramText:
 
     def hook_of(self, place: Written) -> Written | None:
         """The statement that registers, as a hook, the function in which a statement stands."""
-        theirs = (one for one in self._mentioning("register", "hook") if one.where == place.where)
+        theirs = (one for one in self._mentioning("def ") if one.where == place.where)
         names = {name for one in theirs for name in one.around(place.line - one.ahead)}
         for one in self._mentioning("register", "hook") if names else ():
             for node in one.everywhere:

@@ -117,7 +117,7 @@ def dense_lookup_gradient(scene: Scene) -> Iterator[Cause]:
             "dense_lookup_gradient",
             f"The gradient of {what}{line} has all {rows:,} rows, {human(one.size)}, for {read:,} that were looked up; an "
             "optimizer's states are as large.",
-            "`nn.Embedding(..., sparse=True)` with `torch.optim.SparseAdam` or SGD has gradients of the rows looked up only.",
+            "`sparse=True` of `nn.Embedding` with `torch.optim.SparseAdam` or SGD has gradients of the rows looked up only.",
             one.size,
         )
         return
