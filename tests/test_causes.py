@@ -597,10 +597,10 @@ INNOCENT += [
     # a critic's gradients are in the way of the generator's, in every program
     Case("", (GAN, GAN_STEP.format(detached=".detach()", again="G(z)"))),
     Case("", (TRAINER, "trainer(eval_accumulation_steps=1).evaluate()")),
-    Case("", ("", "big = mib(64)\nrow = big[:1024].clone()\ndel big\ny = row + 1")),
-    Case("", ("", "whole = mib(64)\nparts = whole.chunk(8)\ndel whole\ny = parts[0] + 1")),
+    Case("", ("", "row = mib(32)[:1024].clone()\ny = row + 1")),
+    Case("", ("", "parts = mib(64).chunk(8)\ny = parts[0] + 1")),
     Case("", (TRAIN, GRAPHS.format(pool=", pool=graphs[0].pool() if graphs else None"))),
-    Case("", (HOOKED.format(host=".cpu()"), "with torch.no_grad():\n    y = model(x.repeat(16, 1))")),
+    Case("", (HOOKED.format(host=".cpu()"), "with torch.no_grad():\n    y = model(x)")),
     Case("", (RAISING, "try:\n    bad()\nexcept ZeroDivisionError as error:\n    errors.append(str(error))")),
 ]
 INNOCENT += [
