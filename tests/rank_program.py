@@ -81,7 +81,7 @@ def run(kind: str) -> None:
         if rank == world - 1:
             model.append(nn.Linear(SIZE, 5000, device=device))
         stage = PipelineStage(model, rank, world, device)
-        schedule = Schedule1F1B(stage, 2, loss_fn=lambda output, target: output.pow(2).mean())
+        schedule = Schedule1F1B(stage, world, loss_fn=lambda output, target: output.pow(2).mean())
         for _ in range(2):
             inputs = (torch.randn(64, SIZE, device=device),) if rank == 0 else ()
             schedule.step(*inputs, **({"target": torch.zeros(64, device=device)} if rank == world - 1 else {}))
