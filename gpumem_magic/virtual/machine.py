@@ -33,6 +33,7 @@ from gpumem_magic.units import counted
 from gpumem_magic.virtual.card import catalog, generations
 from gpumem_magic.virtual.card.nvml import VirtualNvml
 from gpumem_magic.virtual.card.smi import VirtualSmi
+from gpumem_magic.virtual.compiler.stages import Compiler
 from gpumem_magic.virtual.engine import kernel_rules, values
 from gpumem_magic.virtual.engine.device import VirtualDevice
 from gpumem_magic.virtual.engine.engine import Engine
@@ -85,6 +86,7 @@ class VirtualMachine:
         self._autocast = AutocastKernels(self.torch_version)
         self._factories = Factories(self.engine, self.face.current_device)
         self._captured = Captured(self._factories)
+        self.compiler = Compiler(self.engine, self._factories, self.face.current_device)
         self._libraries = libraries()
 
     # ---- what a machine can be asked
@@ -140,11 +142,7 @@ class VirtualMachine:
             found.append(
                 f"Sizes that depend on values are unknown on a virtual GPU; the largest possible was assumed: {words}."
             )
-        if engine.compiled_calls:
-            found.append(
-                f"Code from torch.compile ran eagerly ({counted(engine.compiled_calls, 'call')}): compiled, it would "
-                "fuse operators and need less memory between them."
-            )
+        found += self.compiler.notes()
         if engine.captures and not engine.computes:
             found.append(
                 f"CUDA graphs ran eagerly while they were captured ({engine.captures}), and not again in replays."
@@ -234,6 +232,7 @@ class VirtualMachine:
             communication.install(self._patches, self.engine)
             install_engine_hooks(self._patches, self.engine)
             attempt(self.face.install)
+            attempt(self.compiler.install)
             if isinstance(self.engine, RealEngine):
                 attempt(random_numbers.install, self.engine.random, len(self._devices))
             attempt(graphs.install, self, self.face.stream_of)

@@ -100,7 +100,6 @@ class Engine:
         self.stand_ins: Counter[tuple[str, int]] = Counter()
         self.supplied: Counter[tuple[str, int]] = Counter()
         self.largest_sizes: Counter[str] = Counter()
-        self.compiled_calls = 0
         self.captures = 0
         self.kernels_not_run = 0
         self.unknown: set[str] = set()

@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from gpumem_magic.patching import Patches
 from gpumem_magic.private import aten as _aten
 from gpumem_magic.virtual.engine.engine import Engine, special
-from gpumem_magic.virtual.engine.tensors import VirtualTensor
 
 _HALF = (torch.float16, torch.bfloat16)
 FLASH, EFFICIENT, MATH, CUDNN = "flash", "efficient", "math", "cudnn"
@@ -105,7 +104,8 @@ class Attention:
         enable_gqa: bool = False,
     ) -> torch.Tensor:
         """The operator itself, in terms of the kernels' own operators (which have derivatives)."""
-        device = next(t.fake_device.index for t in (query, key, value) if isinstance(t, VirtualTensor))
+        # (Of a tensor in a compiler's trace, Python's name for the device is C++'s; the index is the same.)
+        device = next(t.device.index for t in (query, key, value) if t.device.index is not None)
         kernel = choose(self._capability_of(device), query, key, value, attn_mask, is_causal, enable_gqa)
         if kernel == MATH:
             return _aten._scaled_dot_product_attention_math.default(  # type: ignore[no-any-return]

@@ -119,7 +119,7 @@ class AutocastKernels:
             and not arg._is_view()
             and torch.is_autocast_cache_enabled()
             # Since 2.11 (pull request 165068).
-            and not (torch.is_inference_mode_enabled() and self._torch_version(arg.fake_device.index) >= (2, 11))
+            and not (torch.is_inference_mode_enabled() and self._torch_version(arg.device.index) >= (2, 11))
         )
         if not keep:
             return arg.to(dtype)
@@ -144,7 +144,16 @@ def _overloads(names: str) -> Iterator[Any]:
 
 
 def _castable(arg: Any) -> bool:
-    return isinstance(arg, VirtualTensor) and arg.dtype.is_floating_point and arg.dtype != torch.float64
+    return _on_device(arg) and arg.dtype.is_floating_point and arg.dtype != torch.float64
+
+
+def _on_device(arg: Any) -> bool:
+    """A virtual tensor, or one on a virtual device in a compiler's trace, where C++ calls that device ``meta:i``."""
+    if isinstance(arg, VirtualTensor):
+        return True
+    if not isinstance(arg, torch.Tensor) or type(arg) in (torch.Tensor, torch.nn.Parameter):
+        return False
+    return arg.device.type == "cuda" or (arg.device.type == "meta" and arg.device.index is not None)
 
 
 def _castables(args: Any) -> Iterator[torch.Tensor]:

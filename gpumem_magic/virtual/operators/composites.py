@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from gpumem_magic.patching import Patches
 from gpumem_magic.private import aten as _aten
 from gpumem_magic.virtual.engine.engine import Engine, special
+from gpumem_magic.virtual.engine.tensors import VirtualTensor
 from gpumem_magic.virtual.operators.batch_norm import by_cudnn
 
 
@@ -105,8 +106,8 @@ def _by_smaller_operators(input: Any, normalized_shape: Any, weight: Any, eps: A
 
 def rms_norm(input: torch.Tensor, normalized_shape: Any, weight: torch.Tensor | None, eps: float | None) -> Any:
     """One kernel, which keeps a number for each row."""
-    # How `vmap` and forward derivatives go through a kernel is known for the smaller operators.
-    if torch._C._are_functorch_transforms_active():
+    # How `vmap` and forward derivatives go through a kernel is known for the smaller operators; compilers take those, too.
+    if torch._C._are_functorch_transforms_active() or not isinstance(input, VirtualTensor):
         return _by_smaller_operators(input, normalized_shape, weight, eps)
     return _RmsNorm.apply(input, normalized_shape, weight, eps)  # type: ignore[no-untyped-call]
 

@@ -102,6 +102,8 @@ class Factories:
     def __init__(self, engine: Engine, current_device: Callable[[], int]) -> None:
         self._engine = engine
         self._current_device = current_device
+        # Whether fake tensors of somebody else's may be on our devices: a compiler traces a program.
+        self.traces = False
 
     def install(self, patches: Patches) -> None:
         makers = [function for function in torch.utils._device._device_constructors() if hasattr(function, "__name__")]
@@ -139,8 +141,18 @@ class Factories:
 
     def index_of(self, device: Any) -> int | None:
         """Index of the virtual device that a device argument means; None for any other device, or none."""
-        if device is None or torch._C._get_dispatch_mode(_FAKE) is not None:
-            # Fake tensors of somebody else's (DTensor asks them for shapes) are none of ours.
+        # Fake tensors of somebody else's (DTensor asks them for shapes) are none of ours.
+        return None if torch._C._get_dispatch_mode(_FAKE) is not None else self._index(device)
+
+    def _traced(self, device: Any) -> torch.device | None:
+        """What C++ is told where a compiler traces a device argument that means one of ours; else None."""
+        if not self.traces or torch._C._get_dispatch_mode(_FAKE) is None:
+            return None
+        index = self._index(device)
+        return None if index is None else torch.device("meta", index)
+
+    def _index(self, device: Any) -> int | None:
+        if device is None:
             return None
         if isinstance(device, str):
             if not device.startswith("cuda"):
@@ -174,7 +186,10 @@ class Factories:
             if index is not None and getattr(original, "__name__", "") in _COMPRESSED:
                 refuse_to_hold("a compressed sparse tensor")
             if index is None:
-                if _means_meta(device):
+                traced = self._traced(device)
+                if traced is not None:
+                    kwargs["device"] = traced
+                elif _means_meta(device):
                     args = tuple(plain_meta(arg) if isinstance(arg, VirtualTensor) else arg for arg in args)
                 return original(*args, **kwargs)
             return self.make(original, index, args, kwargs)
@@ -212,7 +227,12 @@ class Factories:
             index = self.index_of(kwargs.get("device"))
             source = next((arg for arg in args[-1:] if isinstance(arg, VirtualTensor)), None)
             if index is None and source is None:
-                return original(*args, **kwargs)
+                traced = self._traced(kwargs.get("device"))
+                if traced is None:
+                    return original(*args, **kwargs)
+                requires_grad = kwargs.pop("requires_grad", False)
+                made = original(*args, **{**kwargs, "device": torch.device("cpu")}).to(traced)
+                return made.requires_grad_() if requires_grad else made
             return self.from_values(original, index, args, kwargs)
 
         return make_from_values
@@ -309,7 +329,10 @@ class Factories:
                 kwargs["device"] = first = torch.device("cuda", first)
             index = factories.index_of(first)
             if index is None:
-                if isinstance(self, VirtualTensor) and _means_meta(first):
+                traced = factories._traced(first)
+                if traced is not None:
+                    args, kwargs = ((traced, *args[1:]), kwargs) if args else (args, {**kwargs, "device": traced})
+                elif isinstance(self, VirtualTensor) and _means_meta(first):
                     self = plain_meta(self)
                 return original(self, *args, **kwargs)
             _check_kind(self)

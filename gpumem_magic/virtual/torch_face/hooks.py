@@ -3,10 +3,8 @@ contexts."""
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import inspect
-import sys
 from typing import Any
 
 import torch
@@ -14,6 +12,8 @@ import torch._subclasses.fake_tensor
 import torch.autograd.graph
 import torch.optim
 import torch.utils._foreach_utils
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 
 from gpumem_magic.patching import Patches
 from gpumem_magic.virtual.engine.engine import Engine, quiet
@@ -22,7 +22,7 @@ from gpumem_magic.virtual.engine.tensors import VirtualTensor
 
 
 def install_engine_hooks(patches: Patches, engine: Engine) -> None:
-    for step in (_backward, _fake_tensors, _foreach, _compile, _vmap, _scripts):
+    for step in (_backward, _fake_tensors, _foreach, _vmap, _scripts):
         patches.attempt(step, engine)
 
 
@@ -34,7 +34,7 @@ def _backward(patches: Patches, engine: Engine) -> None:
     original = torch.autograd.graph._engine_run_backward
 
     def run(t_outputs: Any, *args: Any, **kwargs: Any) -> Any:
-        if _stays_on_host(t_outputs):
+        if _is_traced(t_outputs) or _stays_on_host(t_outputs):
             return original(t_outputs, *args, **kwargs)
         first = next((output for output in t_outputs if isinstance(output, VirtualTensor)), None)
         if first is not None:
@@ -48,6 +48,13 @@ def _backward(patches: Patches, engine: Engine) -> None:
 
     patches.set(torch.autograd.graph, "_engine_run_backward", run)
     patches.set(torch.autograd, "_engine_run_backward", run)
+
+
+def _is_traced(outputs: Any) -> bool:
+    """Whether a compiler traces this backward pass: nothing is computed."""
+    return isinstance(outputs[0], FunctionalTensor) or (
+        isinstance(outputs[0], FakeTensor) and not isinstance(outputs[0], VirtualTensor)
+    )
 
 
 # The nodes at which a graph may come to the host from a device; a function of the program's own may, too.
@@ -79,19 +86,6 @@ def _fake_tensors(patches: Patches, engine: Engine) -> None:
     patches.insert(torch._subclasses.fake_tensor.log, "filters", quiet)
 
 
-def _compile(patches: Patches, engine: Engine) -> None:
-    """`torch.compile` keeps its objects and runs what they hold eagerly: there is no device to compile for."""
-    original = torch.compile
-
-    def compile_(*args: Any, **kwargs: Any) -> Any:
-        patches.attempt(_run_eagerly, engine)
-        return original(*args, **kwargs)
-
-    patches.set(torch, "compile", compile_)
-    if "torch._dynamo.eval_frame" in sys.modules:
-        patches.attempt(_run_eagerly, engine)
-
-
 def _scripts(patches: Patches, engine: Engine) -> None:
     """TorchScript knows `torch.zeros` and its like by identity: under a replaced name it finds the original."""
     original: Any = torch.jit._builtins._find_builtin
@@ -120,25 +114,6 @@ def _scripts(patches: Patches, engine: Engine) -> None:
     patches.set(torch.jit, "load", load)
     for module in ("torch.jit._builtins", "torch.jit._recursive"):
         patches.set(importlib.import_module(module), "_find_builtin", find_builtin)
-
-
-def _run_eagerly(patches: Patches, engine: Engine) -> None:
-    """The state that `torch.compiler.set_stance("force_eager")` sets, until the patches are undone; and a
-    count of the calls that it concerns, where `_callback_from_stance` is asked before each."""
-    frames = importlib.import_module("torch._dynamo.eval_frame")
-    if (frames, "_stance") in patches.names():
-        return
-    patches.set(frames, "_stance", dataclasses.replace(frames._stance, stance="force_eager"))
-    original = getattr(frames, "_callback_from_stance", None)
-    if original is None:
-        return
-
-    def callback_from_stance(callback: Any) -> Any:
-        if callback not in (None, False):
-            engine.compiled_calls += 1
-        return original(callback)
-
-    patches.set(frames, "_callback_from_stance", callback_from_stance)
 
 
 def _vmap(patches: Patches, engine: Engine) -> None:

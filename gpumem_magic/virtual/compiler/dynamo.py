@@ -1,0 +1,44 @@
+"""Dynamo and virtual tensors: they are tensors of the program's like all others, and the device's own functions are PyTorch's."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from typing import Any
+
+from gpumem_magic.patching import Patches
+from gpumem_magic.virtual.engine.tensors import VirtualTensor
+from gpumem_magic.virtual.operators.factories import Factories
+
+_OURS = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
+
+
+def install(patches: Patches, factories: Factories) -> None:
+    """Until the patches are undone, Dynamo takes graphs of programs on the device."""
+    builder = importlib.import_module("torch._dynamo.variables.builder")
+    wrap_tensor = builder.VariableBuilder.wrap_tensor
+    plain_dispatch = builder.VariableBuilder._type_dispatch.__func__
+    plain_subclass = builder.infer_subclass_type
+
+    def type_dispatch(cls: Any) -> dict[object, Any]:
+        return {**plain_dispatch(cls), VirtualTensor: wrap_tensor}
+
+    def infer_subclass_type(value: Any) -> Any:
+        return None if type(value) is VirtualTensor else plain_subclass(value)
+
+    patches.set(builder.VariableBuilder, "_type_dispatch", classmethod(type_dispatch))
+    patches.set(builder, "infer_subclass_type", infer_subclass_type)
+    rules = importlib.import_module("torch._dynamo.trace_rules")
+    # (What is looked at when it is on: the name's owner is another, or the frames of this package.)
+    patches.also_undo(_forget)
+    patches.insert(rules, "SKIP_DIRS", _OURS.replace(os.sep, "/"))
+    patches.set(factories, "traces", True)
+    _forget()
+
+
+def _forget() -> None:
+    """Dynamo looks anew at which functions are PyTorch's, which files it passes over, and at what it compiled for a device."""
+    rules = importlib.import_module("torch._dynamo.trace_rules")
+    rules.get_torch_obj_rule_map.cache_clear()
+    rules._recompile_re()
+    importlib.import_module("torch._dynamo").reset()

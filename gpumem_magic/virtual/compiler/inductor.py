@@ -1,0 +1,224 @@
+"""Inductor for a card that is not there: what it asks of the device, and what it does with the kernels that it generates.
+
+The generated Python function runs: it asks for each buffer, gives it back or uses it again, and calls products, convolutions and
+attention as eager code does. Triton's kernels in between write into buffers that exist, so they take no memory: they are
+neither compiled nor launched.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from gpumem_magic.patching import Patches
+from gpumem_magic.virtual.compiler.tracing import for_the_card
+from gpumem_magic.virtual.engine.engine import Engine
+from gpumem_magic.virtual.engine.modes import META, STATE
+from gpumem_magic.virtual.engine.tensors import VirtualTensor
+
+# What the interface of a device to Inductor took from `torch.cuda` when it was imported: the name there, and here.
+_FACE = (
+    "current_device", "set_device", "device_count", "stream", "current_stream", "set_stream", "synchronize",
+    "get_device_properties", "_exchange_device", "_maybe_exchange_device", "memory_allocated", "is_bf16_supported",
+)  # fmt: skip
+# Where results about the device are kept from call to call.
+_KEPT_IN = ("torch._inductor.utils", "torch._inductor.kernel.mm")
+# Nothing is kept on disk that was made for a card that is not there, no process waits to compile kernels, and nothing is timed.
+_SETTINGS = {
+    "fx_graph_cache": False,
+    "compile_threads": 1,
+    "max_autotune": False,
+    "max_autotune_gemm": False,
+    "max_autotune_pointwise": False,
+    "coordinate_descent_tuning": False,
+    "cpp_wrapper": False,
+    "triton.cudagraphs": False,
+}
+_TRIALS = ("max_autotune", "max_autotune_gemm", "max_autotune_pointwise")
+
+
+class Compilations:
+    """What was compiled since the device was turned on."""
+
+    def __init__(self) -> None:
+        self.graphs = 0
+        # A line about each kind of thing that went another way than on a card, and how often.
+        self.otherwise: Counter[str] = Counter()
+
+
+class _Kernel:
+    """A kernel of Triton's that is not launched."""
+
+    def run(self, *args: Any, **kwargs: Any) -> None:
+        """It would write into buffers that are there."""
+
+    __call__ = run
+
+
+def install(patches: Patches, engine: Engine, current_device: Callable[[], int], done: Compilations) -> None:
+    """Until the patches are undone, Inductor compiles for the virtual card."""
+    _device(patches)
+    _kernels(patches)
+    _buffers(patches, engine, current_device)
+    _lowering(patches, done)
+
+
+def _device(patches: Patches) -> None:
+    interface = importlib.import_module("torch._dynamo.device_interface")
+    for name in _FACE:
+        if hasattr(torch.cuda, name):
+            patches.set(interface.CudaInterface, name.lstrip("_"), staticmethod(getattr(torch.cuda, name)))
+    patches.set(interface.CudaInterface, "get_raw_stream", staticmethod(torch._C._cuda_getCurrentRawStream))
+
+    def forget() -> None:
+        interface.caching_worker_device_properties.clear()
+        interface.caching_worker_current_devices.clear()
+        importlib.import_module("torch._inductor.runtime.hints").DeviceProperties.create.cache_clear()
+        for module in _KEPT_IN:
+            for function in vars(importlib.import_module(module)).values():
+                if isinstance(function, functools._lru_cache_wrapper) and function.__module__ == module:
+                    function.cache_clear()
+
+    patches.also_undo(forget)
+    forget()
+    config = importlib.import_module("torch._inductor.config")
+    autograd = importlib.import_module("torch._functorch.config")
+    for name, value in _SETTINGS.items():
+        _configure(patches, config, name, value)
+    _configure(patches, autograd, "enable_autograd_cache", False)
+    # A check that runs the first call of each graph under a mode of its own.
+    if hasattr(autograd, "check_custom_op_aliasing"):
+        _configure(patches, autograd, "check_custom_op_aliasing", False)
+
+
+def _configure(patches: Patches, config: Any, name: str, value: Any) -> None:
+    """A setting, until the patches are undone or somebody else sets it."""
+    section, _, last = name.rpartition(".")
+    config, name = (getattr(config, section), last) if section else (config, name)
+    before = getattr(config, name)
+
+    def put_back() -> None:
+        if getattr(config, name) == value:
+            setattr(config, name, before)
+
+    patches.also_undo(put_back)
+    setattr(config, name, value)
+
+
+def _kernels(patches: Patches) -> None:
+    triton = importlib.import_module("torch.utils._triton")
+    scheduler = importlib.import_module("torch._inductor.scheduler")
+    patches.set(scheduler, "has_triton", lambda *args: True)
+    patches.set(triton, "triton_hash_with_backend", lambda *args: "")
+    compiling = importlib.import_module("torch._inductor.async_compile").AsyncCompile
+    patches.set(compiling, "triton", lambda self, kernel_name, source_code, device_str="cuda": _Kernel())
+    wrapper = importlib.import_module("torch._inductor.codegen.wrapper").PythonWrapperCodegen
+    graph = importlib.import_module("torch._inductor.virtualized").V
+
+    def write_header(self: Any) -> None:
+        """Without Triton itself, which the generated function does not need."""
+        line = graph.graph.device_ops.import_get_raw_stream_as("get_raw_stream")
+        if not self.imports.contains(line):
+            self.imports.writeline(line)
+
+    patches.set(wrapper, "write_triton_header_once", write_header)
+
+
+def _buffers(patches: Patches, engine: Engine, current_device: Callable[[], int]) -> None:
+    guards = torch._C._dynamo.guards
+    view = guards._reinterpret_tensor  # type: ignore[attr-defined]
+    align = getattr(guards, "copy_if_misaligned", None)
+
+    def empty_strided_cuda(size: Any, stride: Any, dtype: Any) -> torch.Tensor:
+        STATE.depth += 1
+        try:
+            meta = torch.empty_strided(size, stride, dtype=dtype, device=META)
+        finally:
+            STATE.depth -= 1
+        with engine.uninterrupted, engine.lock:
+            return engine.wrap(meta, current_device(), "empty_strided")
+
+    def reinterpret_tensor(tensor: Any, size: Any, stride: Any, offset_increment: int = 0) -> torch.Tensor:
+        if not isinstance(tensor, VirtualTensor):
+            return view(tensor, size, stride, offset_increment)  # type: ignore[no-any-return]
+        with torch.no_grad():
+            return torch.as_strided(tensor, size, stride, tensor.storage_offset() + offset_increment)
+
+    patches.set(guards, "_empty_strided_cuda", empty_strided_cuda)
+    patches.set(guards, "_reinterpret_tensor", reinterpret_tensor)
+    if align is not None:
+        # Of 2.10 and newer. Blocks of the device begin at multiples of 512 bytes.
+        patches.set(guards, "copy_if_misaligned", lambda one: one if isinstance(one, VirtualTensor) else align(one))
+    if hasattr(guards, "assert_alignment"):
+        check = guards.assert_alignment
+
+        def assert_alignment(tensor: Any, *args: Any) -> None:
+            if not isinstance(tensor, VirtualTensor):
+                check(tensor, *args)
+
+        patches.set(guards, "assert_alignment", assert_alignment)
+
+
+def _lowering(patches: Patches, done: Compilations) -> None:
+    compiler = importlib.import_module("torch._inductor.compile_fx")
+    output = importlib.import_module("torch._inductor.output_code")
+    for name in ("_recursive_joint_graph_passes", "_recursive_post_grad_passes"):
+        patches.set(compiler, name, _first_for_the_card(getattr(compiler, name)))
+    compile_ = compiler.fx_codegen_and_compile
+
+    def fx_codegen_and_compile(graph: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            compiled = compile_(graph, *args, **kwargs)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            done.otherwise[
+                f"operator by operator, since Inductor could not compile them here ({_first_line(error)})"
+            ] += 1
+            return output.MockFXGraphCacheOutput(gm=lambda inputs: graph.forward(*inputs))
+        done.graphs += 1
+        return compiled
+
+    patches.set(compiler, "fx_codegen_and_compile", fx_codegen_and_compile)
+
+
+def compile_with(
+    call: Callable[..., Any], done: Compilations, wrapper: Any, model: Any, inputs: Any, **kwargs: Any
+) -> Any:
+    """What `torch.compile` does with one of Dynamo's graphs: in the mode that it was asked for as far as that is known here, and
+    eagerly where PyTorch's compiler fails."""
+    if any(wrapper.config.get(name) for name in _TRIALS):
+        done.otherwise[
+            "without the trials of max-autotune: the kernels of the default mode, and no memory for trials"
+        ] += 1
+    if wrapper.config.get("triton.cudagraphs"):
+        done.otherwise["without CUDA graphs, whose private pool would hold its memory for good"] += 1
+    settings = wrapper.config
+    wrapper.config = {name: _SETTINGS.get(name, value) for name, value in settings.items()}
+    try:
+        return call(wrapper, model, inputs, **kwargs)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        done.otherwise[f"eagerly, since PyTorch's compiler could not trace them here ({_first_line(error)})"] += 1
+        return model.forward
+    finally:
+        wrapper.config = settings
+
+
+def _first_for_the_card(original: Callable[..., Any]) -> Callable[..., Any]:
+    def passes(graph: Any, *args: Any, **kwargs: Any) -> Any:
+        for_the_card(graph)
+        return original(graph, *args, **kwargs)
+
+    return passes
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

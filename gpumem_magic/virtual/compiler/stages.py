@@ -1,0 +1,93 @@
+"""When the compiler is made ready for the device: at the first `torch.compile`, and what runs where it can't be."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from gpumem_magic import private
+from gpumem_magic.patching import Patches
+from gpumem_magic.units import counted
+from gpumem_magic.virtual.compiler import dynamo, inductor, tracing
+from gpumem_magic.virtual.engine.engine import Engine
+from gpumem_magic.virtual.operators.factories import Factories
+
+
+class Compiler:
+    """`torch.compile` while the device is on."""
+
+    def __init__(self, engine: Engine, factories: Factories, current_device: Callable[[], int]) -> None:
+        self._engine = engine
+        self._factories = factories
+        self._current_device = current_device
+        self._ready: set[str] = set()
+        self._eager_calls = 0
+        self.done = inductor.Compilations()
+
+    def install(self, patches: Patches) -> None:
+        """The parts of PyTorch's compiler are imported when the program first asks for them: they are large."""
+        original = torch.compile
+
+        def compile_(*args: Any, **kwargs: Any) -> Any:
+            self._prepare(patches)
+            return original(*args, **kwargs)
+
+        patches.set(torch, "compile", compile_)
+        call = torch._TorchCompileInductorWrapper.__call__
+
+        def compile_with_inductor(wrapper: Any, *args: Any, **kwargs: Any) -> Any:
+            if "inductor" not in self._ready:
+                self._ready.add("inductor")
+                patches.attempt(inductor.install, self._engine, self._current_device, self.done)
+            return inductor.compile_with(call, self.done, wrapper, *args, **kwargs)
+
+        patches.set(torch._TorchCompileInductorWrapper, "__call__", compile_with_inductor)
+        if "torch._dynamo.eval_frame" in sys.modules:
+            self._prepare(patches)
+
+    def _prepare(self, patches: Patches) -> None:
+        if "dynamo" in self._ready:
+            return
+        self._ready.add("dynamo")
+        if self._engine.computes or any(private.lacking(private.place_of(step.install)) for step in (tracing, dynamo)):
+            patches.attempt(run_eagerly, self._count)
+            return
+        tracing.install(patches)
+        dynamo.install(patches, self._factories)
+
+    def _count(self) -> None:
+        self._eager_calls += 1
+
+    def notes(self) -> list[str]:
+        """What a report says of it."""
+        found = []
+        if self._eager_calls:
+            found.append(
+                f"Code from torch.compile ran eagerly ({counted(self._eager_calls, 'call')}): compiled, it would "
+                "fuse operators and need less memory between them."
+            )
+        for what, count in self.done.otherwise.items():
+            found.append(f"Of what torch.compile makes, {counted(count, 'graph')} ran {what}.")
+        return found
+
+
+def run_eagerly(patches: Patches, count: Callable[[], None]) -> None:
+    """The state that `torch.compiler.set_stance("force_eager")` sets, until the patches are undone; and `count` is called
+    before each call that it concerns, where `_callback_from_stance` is asked."""
+    frames = importlib.import_module("torch._dynamo.eval_frame")
+    patches.set(frames, "_stance", dataclasses.replace(frames._stance, stance="force_eager"))
+    original = getattr(frames, "_callback_from_stance", None)
+    if original is None:
+        return
+
+    def callback_from_stance(callback: Any) -> Any:
+        if callback not in (None, False):
+            count()
+        return original(callback)
+
+    patches.set(frames, "_callback_from_stance", callback_from_stance)

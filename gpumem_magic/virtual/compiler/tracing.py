@@ -1,0 +1,94 @@
+"""Traces of the compiler's: its own fake and functional tensors on ``cuda:i``, in builds that have no device guard for CUDA.
+
+As our own fake mode does (`engine.modes`): C++ is told ``meta:i``, Python ``cuda:i``. What C++ itself puts into a graph then says
+``meta:i``, and is put right before the graph is lowered (`for_the_card`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.utils._pytree import tree_map_only
+
+from gpumem_magic.patching import Patches
+from gpumem_magic.virtual.engine.modes import DEVICE_QUERY, META, cuda_for_meta
+from gpumem_magic.virtual.engine.tensors import VirtualTensor
+
+# Where `_make_wrapper_subclass` takes the device, and whether C++ asks for it each time.
+_DEVICE, _ASKED = 6, 10
+
+
+def install(patches: Patches) -> None:
+    """Until the patches are undone, traces of tensors on ``cuda`` work in every build."""
+    plain = FakeTensorMode.dispatch
+    operators = FakeTensor.__torch_dispatch__.__func__  # type: ignore[attr-defined]
+
+    def dispatch(
+        self: FakeTensorMode, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is DEVICE_QUERY:
+            answer = _device(args[0])
+            return plain(self, func, types, args, kwargs or {}) if answer is None else answer
+        if kwargs and not self.in_kernel_invocation and _is_ours(kwargs.get("device")):
+            kwargs = cuda_for_meta(kwargs)
+        return plain(self, func, types, args, kwargs or {})
+
+    def torch_dispatch(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        answer = _device(args[0]) if func is DEVICE_QUERY else None
+        return operators(cls, func, types, args, kwargs or {}) if answer is None else answer
+
+    patches.set(FakeTensorMode, "dispatch", dispatch)
+    patches.set(FakeTensor, "__torch_dispatch__", classmethod(torch_dispatch))
+    for kind in ("cuda", "cpu", "meta"):
+        patches.set(FakeTensor, f"is_{kind}", property(lambda self, kind=kind: self.fake_device.type == kind))
+    make: Any = torch._C.TensorBase._make_wrapper_subclass  # type: ignore[attr-defined]
+
+    def make_wrapper_subclass(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        """Functional tensors have CUDA's keys, so that CUDA's rules hold, and C++ is answered as for what is inside."""
+        if cls is FunctionalTensor and len(args) > _ASKED and _is_ours(args[_DEVICE]):
+            listed = list(args)
+            listed[_DEVICE], listed[_ASKED] = torch.device("cuda", args[_DEVICE].index), True
+            return make(cls, *listed, **kwargs)
+        return make(cls, *args, **kwargs)
+
+    patches.set(torch.Tensor, "_make_wrapper_subclass", staticmethod(make_wrapper_subclass))
+
+
+def for_the_card(graph: torch.fx.GraphModule) -> None:
+    """Names the card in a graph where C++ said ``meta:i``."""
+    for module in graph.modules():
+        if isinstance(module, torch.fx.GraphModule):
+            for node in module.graph.nodes:
+                node.args = tree_map_only(torch.device, _card, node.args)
+                node.kwargs = tree_map_only(torch.device, _card, node.kwargs)
+            module.recompile()
+
+
+def is_traced(tensor: object) -> bool:
+    """Whether it is a tensor of a trace on a card, not one of a program's."""
+    if isinstance(tensor, FunctionalTensor):
+        return _is_ours(tensor.device)
+    return (
+        isinstance(tensor, FakeTensor) and not isinstance(tensor, VirtualTensor) and tensor.fake_device.type == "cuda"
+    )
+
+
+def _is_ours(device: Any) -> bool:
+    return device is not None and device.type == "meta" and device.index is not None
+
+
+def _card(device: torch.device) -> torch.device:
+    return torch.device("cuda", device.index) if _is_ours(device) else device
+
+
+def _device(tensor: Any) -> torch.device | None:
+    """What C++ is told of a traced tensor on a card; None for all others."""
+    if isinstance(tensor, FunctionalTensor):
+        return _device(torch._from_functional_tensor(tensor.elem))
+    if not isinstance(tensor, FakeTensor) or tensor.fake_device.type != "cuda":
+        return None
+    return META if tensor.fake_mode.in_kernel_invocation else torch.device("meta", tensor.fake_device.index)
