@@ -251,22 +251,6 @@ def test_inference_mode_and_no_grad_keep_nothing() -> None:
 # ---- what surrounds a program
 
 
-def test_compiled_code_runs_eagerly_and_the_report_says_so(machine: gpu.VirtualMachine) -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU()).cuda()
-    assert machine.notes() == []
-    torch.compile(model)(rand(2, 4)).sum().backward()
-
-    @torch.compile(mode="reduce-overhead")
-    def wave(x: torch.Tensor) -> torch.Tensor:
-        return x.sin() + x.cos()
-
-    assert wave(rand(3)).is_cuda
-    model.compile()
-    assert model(rand(2, 4)).is_cuda
-    (note,) = machine.notes()
-    assert "Code from torch.compile ran eagerly (3 calls)" in note
-
-
 def test_graphs_take_memory_of_their_own_once(machine: gpu.VirtualMachine) -> None:
     x = rand(256 * KIB)
     graph = torch.cuda.CUDAGraph()

@@ -17,6 +17,8 @@ _INSTALLED = re.compile(r"[/\\](?:site|dist)-packages[/\\]")
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 # Code without a file that is a program's: a notebook's cell under old IPythons, a script from standard input.
 _TYPED = ("<ipython-input", "<stdin>", "<string>", "<gpumem")
+# What PyTorch's compiler generated: the folder that it names for a user, or that it was given.
+_GENERATED = re.compile(r"[/\\]torchinductor_[^/\\]+[/\\]")
 _LONGEST = 100
 _CELL = re.compile(r"^<ipython-input-(\d+)-|[/\\]?ipykernel_\d+[/\\]")
 
@@ -53,10 +55,16 @@ def whose(filename: str) -> str:
         return TORCH
     if filename.startswith((_OURS, "<frozen ")) or (filename.startswith("<") and not filename.startswith(_TYPED)):
         return PASSED_OVER
+    if _GENERATED.search(filename) or _is_below(filename, os.environ.get("TORCHINDUCTOR_CACHE_DIR")):
+        return PASSED_OVER
     if is_library_file(filename):
         # Python's own (`copy`, `contextlib`) only carries a call on.
         return LIBRARY if _INSTALLED.search(filename) else PASSED_OVER
     return OWN
+
+
+def _is_below(filename: str, folder: str | None) -> bool:
+    return bool(folder) and filename.startswith(os.path.join(os.path.abspath(str(folder)), ""))
 
 
 def line_at(filename: str, line: int) -> str:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import importlib
-import os
+from pathlib import Path
 from typing import Any
 
 from gpumem_magic.patching import Patches
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
 from gpumem_magic.virtual.operators.factories import Factories
 
-_OURS = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
+_PACKAGE = Path(__file__).resolve().parents[2]
+# What Dynamo must not look into: the device itself, and what relays calls to it. Hooks of a recording stay, which say nothing
+# while it compiles, so that a measured program breaks into no other graphs.
+_PASSED_OVER = (_PACKAGE / "virtual", _PACKAGE / "patching.py")
 
 
 def install(patches: Patches, factories: Factories) -> None:
@@ -31,7 +34,8 @@ def install(patches: Patches, factories: Factories) -> None:
     rules = importlib.import_module("torch._dynamo.trace_rules")
     # (What is looked at when it is on: the name's owner is another, or the frames of this package.)
     patches.also_undo(_forget)
-    patches.insert(rules, "SKIP_DIRS", _OURS.replace(os.sep, "/"))
+    for path in _PASSED_OVER:
+        patches.insert(rules, "SKIP_DIRS", path.as_posix())
     patches.set(factories, "traces", True)
     _forget()
 

@@ -28,6 +28,7 @@ _FACE = (
 )  # fmt: skip
 # Where results about the device are kept from call to call.
 _KEPT_IN = ("torch._inductor.utils", "torch._inductor.kernel.mm")
+_CACHED = type(functools.lru_cache(len))
 # Nothing is kept on disk that was made for a card that is not there, no process waits to compile kernels, and nothing is timed.
 _SETTINGS = {
     "fx_graph_cache": False,
@@ -51,11 +52,16 @@ class Compilations:
         self.otherwise: Counter[str] = Counter()
 
 
-class _Kernel:
-    """A kernel of Triton's that is not launched."""
+class _Launch:
+    """A kernel of Triton's that is not launched. It would write into buffers that are there, whose values are known no longer."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
 
     def run(self, *args: Any, **kwargs: Any) -> None:
-        """It would write into buffers that are there."""
+        for arg in args:
+            if isinstance(arg, VirtualTensor):
+                self._engine.forget(arg)
 
     __call__ = run
 
@@ -63,7 +69,7 @@ class _Kernel:
 def install(patches: Patches, engine: Engine, current_device: Callable[[], int], done: Compilations) -> None:
     """Until the patches are undone, Inductor compiles for the virtual card."""
     _device(patches)
-    _kernels(patches)
+    _kernels(patches, engine)
     _buffers(patches, engine, current_device)
     _lowering(patches, done)
 
@@ -81,7 +87,7 @@ def _device(patches: Patches) -> None:
         importlib.import_module("torch._inductor.runtime.hints").DeviceProperties.create.cache_clear()
         for module in _KEPT_IN:
             for function in vars(importlib.import_module(module)).values():
-                if isinstance(function, functools._lru_cache_wrapper) and function.__module__ == module:
+                if type(function) is _CACHED and function.__module__ == module:
                     function.cache_clear()
 
     patches.also_undo(forget)
@@ -110,13 +116,13 @@ def _configure(patches: Patches, config: Any, name: str, value: Any) -> None:
     setattr(config, name, value)
 
 
-def _kernels(patches: Patches) -> None:
+def _kernels(patches: Patches, engine: Engine) -> None:
     triton = importlib.import_module("torch.utils._triton")
     scheduler = importlib.import_module("torch._inductor.scheduler")
     patches.set(scheduler, "has_triton", lambda *args: True)
     patches.set(triton, "triton_hash_with_backend", lambda *args: "")
     compiling = importlib.import_module("torch._inductor.async_compile").AsyncCompile
-    patches.set(compiling, "triton", lambda self, kernel_name, source_code, device_str="cuda": _Kernel())
+    patches.set(compiling, "triton", lambda self, kernel_name, source_code, device_str="cuda": _Launch(engine))
     wrapper = importlib.import_module("torch._inductor.codegen.wrapper").PythonWrapperCodegen
     graph = importlib.import_module("torch._inductor.virtualized").V
 
@@ -141,7 +147,7 @@ def _buffers(patches: Patches, engine: Engine, current_device: Callable[[], int]
         finally:
             STATE.depth -= 1
         with engine.uninterrupted, engine.lock:
-            return engine.wrap(meta, current_device(), "empty_strided")
+            return engine.wrap(meta, current_device(), "torch.compile")
 
     def reinterpret_tensor(tensor: Any, size: Any, stride: Any, offset_increment: int = 0) -> torch.Tensor:
         if not isinstance(tensor, VirtualTensor):

@@ -17,6 +17,9 @@ from gpumem_magic.virtual.compiler import dynamo, inductor, tracing
 from gpumem_magic.virtual.engine.engine import Engine
 from gpumem_magic.virtual.operators.factories import Factories
 
+# What PyTorch itself compiles as a whole in a `flex_attention` that nobody compiled: `libraries.flex` has a rule for it.
+_OWN_STEP = "_flex_attention_hop_wrapper"
+
 
 class Compiler:
     """`torch.compile` while the device is on."""
@@ -34,6 +37,8 @@ class Compiler:
         original = torch.compile
 
         def compile_(*args: Any, **kwargs: Any) -> Any:
+            if args and getattr(args[0], "__qualname__", "").endswith(_OWN_STEP):
+                return args[0]
             self._prepare(patches)
             return original(*args, **kwargs)
 

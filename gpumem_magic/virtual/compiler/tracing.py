@@ -35,7 +35,11 @@ def install(patches: Patches) -> None:
             return plain(self, func, types, args, kwargs or {}) if answer is None else answer
         if kwargs and not self.in_kernel_invocation and _is_ours(kwargs.get("device")):
             kwargs = cuda_for_meta(kwargs)
-        return plain(self, func, types, args, kwargs or {})
+        out = plain(self, func, types, args, kwargs or {})
+        if type(out) is FakeTensor and isinstance(out.constant, VirtualTensor):
+            # What is known of a constant on the host is not known of its copy on a device without values.
+            out.constant = None
+        return out
 
     def torch_dispatch(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         answer = _device(args[0]) if func is DEVICE_QUERY else None
@@ -44,8 +48,8 @@ def install(patches: Patches) -> None:
     patches.set(FakeTensorMode, "dispatch", dispatch)
     patches.set(FakeTensor, "__torch_dispatch__", classmethod(torch_dispatch))
     for kind in ("cuda", "cpu", "meta"):
-        patches.set(FakeTensor, f"is_{kind}", property(lambda self, kind=kind: self.fake_device.type == kind))
-    make: Any = torch._C.TensorBase._make_wrapper_subclass  # type: ignore[attr-defined]
+        patches.set(FakeTensor, f"is_{kind}", _is_on(kind))
+    make: Any = torch._C.TensorBase._make_wrapper_subclass
 
     def make_wrapper_subclass(cls: Any, *args: Any, **kwargs: Any) -> Any:
         """Functional tensors have CUDA's keys, so that CUDA's rules hold, and C++ is answered as for what is inside."""
@@ -56,6 +60,10 @@ def install(patches: Patches) -> None:
         return make(cls, *args, **kwargs)
 
     patches.set(torch.Tensor, "_make_wrapper_subclass", staticmethod(make_wrapper_subclass))
+
+
+def _is_on(kind: str) -> property:
+    return property(lambda tensor: tensor.fake_device.type == kind)
 
 
 def for_the_card(graph: torch.fx.GraphModule) -> None:

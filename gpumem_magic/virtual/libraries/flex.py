@@ -38,17 +38,19 @@ def prepare(module: ModuleType, patches: Patches) -> None:
 
         return _Dense.apply(query, key, value, attend_densely)  # type: ignore[no-untyped-call]
 
-    patches.set(module, "flex_attention_hop", attend)
+    # The compiler leaves the call as it is, and compiles what is around it.
+    patches.set(module, "flex_attention_hop", torch.compiler.disable(attend))
 
 
 def _compiled() -> bool:
-    """Whether the program's own code around this call was compiled; PyTorch itself compiles the last step always."""
-    frame, wrappers = sys._getframe(1), 0
-    while frame is not None and wrappers < 2:
+    """Whether the program's own code around this call was compiled. (What PyTorch itself compiles is not: `Compiler.install`.)"""
+    frame = sys._getframe(1)
+    while frame is not None:
         code = frame.f_code
-        wrappers += code.co_name == "compile_wrapper" and code.co_filename.endswith("eval_frame.py")
+        if code.co_name == "compile_wrapper" and code.co_filename.endswith("eval_frame.py"):
+            return True
         frame = frame.f_back  # type: ignore[assignment]
-    return wrappers > 1
+    return False
 
 
 def _like(query: torch.Tensor, size: int) -> torch.Tensor:

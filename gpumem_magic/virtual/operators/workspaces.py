@@ -20,10 +20,10 @@ from gpumem_magic.virtual.card.generations import BlasPolicy, Version, blas_poli
 from gpumem_magic.virtual.engine.modes import STATE, origin
 
 # Products that go to cuBLASLt: always, and with a bias that the library adds.
-_LT = {*overloads("_scaled_mm _int_mm")}
-_WITH_BIAS = {*overloads("addmm _addmm_activation")}
+_LT = {*overloads("_scaled_mm _int_mm _scaled_mm.out _int_mm.out")}
+_WITH_BIAS = {*overloads("addmm _addmm_activation addmm.out _addmm_activation.out")}
 _LT_TYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-_BLAS = _LT | _WITH_BIAS | {*overloads("mm bmm baddbmm addmv mv dot vdot")}
+_BLAS = _LT | _WITH_BIAS | {*overloads("mm bmm baddbmm addmv mv dot vdot mm.out bmm.out baddbmm.out addmv.out mv.out")}
 
 
 class Workspaces:

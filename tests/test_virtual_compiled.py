@@ -1,0 +1,185 @@
+"""`torch.compile` on a virtual GPU: PyTorch's own compiler decides, and the code that it generates asks for the memory."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from gpumem_magic.virtual import gpu
+
+MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def machine() -> Iterator[gpu.VirtualMachine]:
+    with warnings.catch_warnings():
+        # PyTorch's own advice about TF32.
+        warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")
+        yield gpu.turn_on("A100-40GB")
+    gpu.turn_off()
+
+
+def peak(run: Callable[[], object]) -> int:
+    """Bytes above what was there, at the most."""
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    run()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def wave(x: torch.Tensor) -> torch.Tensor:
+    return x.sin().exp().cos().tanh()
+
+
+def test_what_is_fused_is_one_buffer() -> None:
+    x = torch.rand(4 * MIB, device="cuda")
+    fast = torch.compile(wave)
+    fast(x)
+    assert peak(lambda: fast(x)) == 16 * MIB
+    assert peak(lambda: wave(x)) == 32 * MIB
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_what_is_kept_for_backward_is_what_the_partitioner_chose(exact: bool) -> None:
+    """Beside the compiler's own word on the host, where the same partitioner cuts the same graph."""
+
+    def block(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+        inner = F.gelu(x @ up, approximate="none" if exact else "tanh")
+        return F.layer_norm(x + inner @ down, x.shape[-1:])
+
+    shapes = ((512, 256), (256, 1024), (1024, 256))
+
+    def kept(device: str) -> list[int]:
+        tensors = [torch.rand(*shape, device=device, requires_grad=True) for shape in shapes]
+        out = torch.compile(block, backend="aot_eager_decomp_partition")(*tensors)
+        saved = out.grad_fn.saved_tensors  # type: ignore[union-attr]
+        own = {tensor.untyped_storage()._cdata for tensor in tensors}
+        return sorted(one.numel() * 4 for one in saved if one.untyped_storage()._cdata not in own)
+
+    on_device = kept("cuda")
+    gpu.turn_off()
+    assert on_device == kept("cpu")
+    gpu.turn_on("A100-40GB")
+
+
+def test_a_training_step_keeps_its_gradients_and_states(machine: gpu.VirtualMachine) -> None:
+    model = nn.Sequential(
+        nn.Linear(256, 1024), nn.GELU(), nn.Dropout(0.1), nn.Linear(1024, 256), nn.LayerNorm(256)
+    ).cuda()
+    optimizer = torch.optim.AdamW(model.parameters())
+    fast = torch.compile(model)
+    x = torch.rand(512, 256, device="cuda")
+    for _ in range(2):
+        fast(x).square().mean().backward()
+        optimizer.step()
+    parameters = sum(parameter.numel() * 4 for parameter in model.parameters())
+    gradients = [parameter.grad for parameter in model.parameters()]
+    assert all(gradient is not None and gradient.is_cuda for gradient in gradients)
+    states = sum(value.numel() * 4 for state in optimizer.state.values() for value in state.values() if value.is_cuda)
+    assert states == 2 * parameters
+    assert machine.notes() == []
+
+
+def test_attention_and_autocast_are_the_cards() -> None:
+    def attend(query: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(query, query, query, is_causal=True)
+
+    query = torch.rand(2, 8, 1024, 64, device="cuda", dtype=torch.float16)
+    scores = 2 * 8 * 1024 * 1024 * 2
+    fast = torch.compile(attend)
+    fast(query)
+    assert peak(lambda: fast(query)) < scores // 4
+
+    weight = torch.rand(1024, 1024, device="cuda", requires_grad=True)
+    x = torch.rand(1024, 1024, device="cuda")
+
+    @torch.compile
+    def narrow() -> torch.Tensor:
+        with torch.autocast("cuda", torch.bfloat16):
+            return x @ weight
+
+    assert narrow().dtype == torch.bfloat16
+
+
+def test_shapes_breaks_and_loops_are_as_ever(machine: gpu.VirtualMachine) -> None:
+    counters = importlib.import_module("torch._dynamo.utils").counters
+    counters.clear()
+    layer = torch.compile(nn.Linear(64, 32).cuda())
+    for batch in (32, 64, 100, 17):
+        assert layer(torch.rand(batch, 64, device="cuda")).shape == (batch, 32)
+    assert counters["stats"]["unique_graphs"] == 2
+
+    said = []
+
+    @torch.compile
+    def broken(x: torch.Tensor) -> torch.Tensor:
+        y = x.sin()
+        said.append(len(y))
+        torch._dynamo.graph_break()
+        return torch.cat([y.cos(), torch.zeros(3, device="cuda"), torch.tensor([1.0], device=x.device)])
+
+    assert broken(torch.rand(4, device="cuda")).shape == (8,)
+    assert said == [4]
+    assert machine.notes() == []
+
+
+def test_the_optimizer_compiled() -> None:
+    model = nn.Linear(512, 512).cuda()
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.rand(8, 512, device="cuda")).sum().backward()
+    step = torch.compile(optimizer.step)
+    step()
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    assert peak(step) < parameters * 4
+
+
+def test_what_goes_another_way_is_named(machine: gpu.VirtualMachine, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.rand(64, device="cuda")
+    assert torch.compile(wave, mode="reduce-overhead")(x).is_cuda
+    assert [note for note in machine.notes() if "1 graph ran without CUDA graphs" in note]
+    compiler = importlib.import_module("torch._inductor.graph")
+
+    def fail(*args: object, **kwargs: object) -> Any:
+        raise RuntimeError("no such lowering\nand more")
+
+    monkeypatch.setattr(compiler.GraphLowering, "run", fail)
+    y = torch.rand(64, device="cuda", requires_grad=True)
+    torch.compile(lambda value: wave(value) * 2)(y).sum().backward()
+    assert y.grad is not None
+    (note,) = (note for note in machine.notes() if "operator by operator" in note)
+    assert "2 graphs" in note
+    assert "no such lowering" in note
+    assert "and more" not in note
+
+
+def test_nothing_is_left_when_the_device_is_off() -> None:
+    fake = importlib.import_module("torch._subclasses.fake_tensor")
+    rules = importlib.import_module("torch._dynamo.trace_rules")
+    config = importlib.import_module("torch._inductor.config")
+    gpu.turn_off()
+    before = (list(rules.SKIP_DIRS), dict(vars(fake.FakeTensor)), config.fx_graph_cache, config.compile_threads)
+    gpu.turn_on("T4")
+    torch.compile(wave)(torch.rand(8, device="cuda"))
+    assert config.fx_graph_cache is False
+    gpu.turn_off()
+    after = (list(rules.SKIP_DIRS), dict(vars(fake.FakeTensor)), config.fx_graph_cache, config.compile_threads)
+    assert after == before
+    x = torch.rand(8)
+    assert torch.equal(torch.compile(wave, backend="aot_eager")(x), wave(x))
+    gpu.turn_on("T4")
+
+
+def test_real_values_run_eagerly() -> None:
+    machine = gpu.turn_on("T4,values=real")
+    x = torch.rand(8)
+    assert torch.allclose(torch.compile(wave)(x.cuda()).cpu(), wave(x))
+    assert [note for note in machine.notes() if "ran eagerly (1 call)" in note]
