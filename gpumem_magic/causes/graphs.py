@@ -114,7 +114,7 @@ def _detaching(scene: Scene, spot: Spot, place: Written | None, others: list[str
 
 def growth(scene: Scene) -> Iterator[Cause]:
     """What each iteration leaves behind, where the last ones all left the same and it is still there."""
-    iterations = scene.iterations
+    iterations = scene.iterations or scene.forwards_of_a_statement
     if len(iterations) < _EQUAL_ITERATIONS + 1:
         return
     steps = [scene.timeline.allocated_at(one.end) - scene.timeline.allocated_at(one.start) for one in iterations]
@@ -135,6 +135,9 @@ def growth(scene: Scene) -> Iterator[Cause]:
     found = spots(one for one in scene.held if one.address in made and _general(one) in kept)
     each = sum(last) // len(last)
     text = f"Each iteration leaves {human(each)} more allocated than the previous one ({len(steps)} iterations)"
+    if found and all(scene.holdings.roots[one.roots[0]].kind == "cycle" for one in found[0].held):
+        # `reference_cycle` says more of it.
+        return
     if not found:
         yield Cause("growth", f"{text}.", "`%gpumem_who` shows what holds it.", left)
         return
@@ -184,6 +187,9 @@ def graph_without_backward(scene: Scene) -> Iterator[Cause]:
     ours = [one for one in scene.held if one.kind == "graph" and _born(scene, one) >= first]
     freed = size_of(ours)
     if freed < LEAST or _may_train(scene, forwards):
+        return
+    if not scene.evaluating and any(_graphs_of(scene, spot) >= 2 for spot in spots(ours)[:1]):
+        # Losses that are kept or added up: `graphs_alive` says which.
         return
     root = scene.holdings.roots[by_root(ours).most_common(1)[0][0]]
     row = next((point for point, begin, end in scene.statements if begin <= _born(scene, ours[0]) < end), None)

@@ -52,8 +52,14 @@ def reference_cycle(scene: Scene) -> Iterator[Cause]:
     names = sorted(held, key=lambda name: -size_of(held[name]))
     ways = [found["way"] for name in names if (found := _CYCLE.match(name))]
     told = f": {', '.join(ways[:2])}{', ...' if len(ways) > 2 else ''}" if ways else ""
-    back = next((way.rpartition(" -> ")[0].rpartition(" -> ")[2] for way in ways if "." in way), "")
-    breaks = f" (make `{back}` a `weakref.ref`, or set it to None when done)" if back else ""
+    backs = (way.rpartition(" -> ")[0].rpartition(" -> ")[2] for way in ways if "." in way)
+    # A long way is cut in its middle.
+    back = next((one for one in backs if one != "..."), "")
+    breaks = (
+        f" (make `{back}` a `weakref.ref`, or set it to None when done)"
+        if back
+        else " (a `weakref.ref` in place of one link)"
+    )
     yield Cause(
         "reference_cycle",
         f"{human(size_of(everything))} is held only by reference cycles{told}. No name refers to it, and Python's "

@@ -141,11 +141,9 @@ class Scene:
             ends = self._loop_ends()
         return [Iteration(start, end) for start, end in zip([0, *ends], ends, strict=False)]
 
-    def _loop_ends(self) -> list[int]:
-        """The ends of a loop's iterations; where none was seen, of the forwards that one statement ran, in a library's loop."""
-        return self._written_loop() or self._forwards()
-
-    def _forwards(self) -> list[int]:
+    @cached_property
+    def forwards_of_a_statement(self) -> list[Iteration]:
+        """The forwards of the statement that ran most of them, such as a call with a loop inside, as iterations."""
         ends: dict[tuple[int, str], list[int]] = {}
         for span in self.spans(FORWARD):
             begin, end = self.start_of(span), self.end_of(span)
@@ -153,9 +151,10 @@ class Scene:
             if row is not None and not span.failed:
                 ends.setdefault((row, span.label), []).append(end)
         most = max(map(len, ends.values()), default=0)
-        return next((sorted(its) for its in ends.values() if len(its) == most), [])
+        found = next((sorted(its) for its in ends.values() if len(its) == most), [])
+        return [Iteration(start, end) for start, end in zip([0, *found], found, strict=False)]
 
-    def _written_loop(self) -> list[int]:
+    def _loop_ends(self) -> list[int]:
         iterations: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
         for point, _, position in self.statements:
             if point.loops:
