@@ -1,0 +1,166 @@
+"""Ten models, eager and compiled, on a virtual card: `python benchmarks/compiled.py [--only NAME ...] [--device A100-80GB]`.
+
+Each trains three steps with AdamW, first as it is and then by `torch.compile`. The table has the highest allocated memory of the
+third step, the graphs and breaks that Dynamo made, how long the first and the third compiled step took, and what went
+another way than on a card (the last column; empty is good). Small configurations: widths and depths are given to transformers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+
+from gpumem_magic.units import MIB
+from gpumem_magic.virtual import gpu
+
+STEPS = 3
+_TEXT = {"vocab_size": 8000}
+
+
+def _language(name: str, **settings: Any) -> Callable[[], tuple[Any, dict[str, Any]]]:
+    def make() -> tuple[Any, dict[str, Any]]:
+        import transformers
+
+        config = getattr(transformers, f"{name}Config")(**_TEXT, **settings)
+        config.use_cache = False
+        model = transformers.AutoModelForCausalLM.from_config(config)
+        ids = torch.randint(0, 8000, (4, 256))
+        return model, {"input_ids": ids, "labels": ids}
+
+    return make
+
+
+def _masked() -> tuple[Any, dict[str, Any]]:
+    import transformers
+
+    config = transformers.BertConfig(**_TEXT, num_hidden_layers=2)
+    ids = torch.randint(0, 8000, (4, 256))
+    return transformers.BertForMaskedLM(config), {"input_ids": ids, "labels": ids}
+
+
+def _encoder_decoder() -> tuple[Any, dict[str, Any]]:
+    import transformers
+
+    config = transformers.T5Config(**_TEXT, num_layers=2, decoder_start_token_id=0)
+    config.use_cache = False
+    ids = torch.randint(0, 8000, (4, 128))
+    return transformers.T5ForConditionalGeneration(config), {"input_ids": ids, "labels": ids}
+
+
+def _images(name: str, **settings: Any) -> Callable[[], tuple[Any, dict[str, Any]]]:
+    def make() -> tuple[Any, dict[str, Any]]:
+        import transformers
+
+        config = getattr(transformers, f"{name}Config")(num_labels=10, **settings)
+        model = getattr(transformers, f"{name}ForImageClassification")(config)
+        return model, {"pixel_values": torch.rand(4, 3, 224, 224), "labels": torch.randint(0, 10, (4,))}
+
+    return make
+
+
+def _speech() -> tuple[Any, dict[str, Any]]:
+    import transformers
+
+    config = transformers.WhisperConfig(
+        encoder_layers=2,
+        decoder_layers=2,
+        d_model=384,
+        encoder_attention_heads=6,
+        decoder_attention_heads=6,
+        use_cache=False,
+    )
+    model = transformers.WhisperForConditionalGeneration(config)
+    return model, {"input_features": torch.rand(2, 80, 3000), "labels": torch.randint(0, 8000, (2, 64))}
+
+
+class _Denoiser(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        import diffusers
+
+        self.unet = diffusers.UNet2DModel(
+            sample_size=64, block_out_channels=(64, 128), down_block_types=("DownBlock2D", "AttnDownBlock2D"),
+            up_block_types=("AttnUpBlock2D", "UpBlock2D"), norm_num_groups=32,
+        )  # fmt: skip
+
+    def forward(self, noisy: torch.Tensor, times: torch.Tensor, noise: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": torch.nn.functional.mse_loss(self.unet(noisy, times).sample, noise)}
+
+
+def _diffusion() -> tuple[Any, dict[str, Any]]:
+    image = torch.rand(4, 3, 64, 64)
+    return _Denoiser(), {"noisy": image, "times": torch.randint(0, 1000, (4,)), "noise": image}
+
+
+_SMALL = {"hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 2, "num_attention_heads": 8}
+MODELS: dict[str, Callable[[], tuple[Any, dict[str, Any]]]] = {
+    "GPT-2": _language("GPT2", n_layer=2),
+    "Llama": _language("Llama", **_SMALL),
+    "BERT": _masked,
+    "T5": _encoder_decoder,
+    "Mixtral": _language("Mixtral", num_local_experts=4, num_key_value_heads=4, **_SMALL),
+    "ViT": _images("ViT", num_hidden_layers=2),
+    "ResNet-50": _images("ResNet"),
+    "ConvNeXt": _images("ConvNext"),
+    "Whisper": _speech,
+    "UNet": _diffusion,
+}
+
+
+def _steps(run: Any, model: Any, inputs: dict[str, torch.Tensor]) -> tuple[int, list[float]]:
+    """The highest allocated bytes of the last step, and the seconds of each."""
+    optimizer = torch.optim.AdamW(model.parameters())
+    seconds = []
+    for _ in range(STEPS):
+        torch.cuda.reset_peak_memory_stats()
+        begun = time.perf_counter()
+        run(**inputs)["loss"].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seconds.append(time.perf_counter() - begun)
+    return torch.cuda.max_memory_allocated(), seconds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="*", default=list(MODELS))
+    parser.add_argument("--device", default="A100-80GB")
+    chosen = parser.parse_args()
+    warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")
+    print(
+        f"{'model':<10} {'eager':>9} {'compiled':>9} MiB  {'graphs':>6} {'breaks':>6}  {'first':>6} {'third':>6} s  otherwise"
+    )
+    for name in chosen.only:
+        peaks, notes, counted, seconds = [], [], "", [0.0]
+        try:
+            for compiled in (False, True):
+                machine = gpu.turn_on(chosen.device)
+                model, inputs = MODELS[name]()
+                model, inputs = model.cuda(), {key: value.cuda() for key, value in inputs.items()}
+                run = torch.compile(model) if compiled else model
+                peak, seconds = _steps(run, model, inputs)
+                peaks.append(f"{peak / MIB:9,.1f}")
+                notes = machine.notes()
+            counters = sys.modules["torch._dynamo.utils"].counters  # type: ignore[attr-defined]
+            counted = f"{counters['stats']['unique_graphs']:6} {sum(counters['graph_break'].values()):6}"
+            counters.clear()
+        except Exception as error:
+            notes = [f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"]
+        print(
+            f"{name:<10} {' '.join(peaks)}      {counted}  {seconds[0]:6.1f} {seconds[-1]:6.2f}    {' '.join(notes)}",
+            flush=True,
+        )
+    gpu.turn_off()
+
+
+if __name__ == "__main__":
+    main()
