@@ -49,7 +49,7 @@ def install(patches: Patches) -> None:
     patches.set(FakeTensor, "__torch_dispatch__", classmethod(torch_dispatch))
     for kind in ("cuda", "cpu", "meta"):
         patches.set(FakeTensor, f"is_{kind}", _is_on(kind))
-    make: Any = torch._C.TensorBase._make_wrapper_subclass
+    make: Any = torch.Tensor._make_wrapper_subclass  # not always PyTorch's own: `torch_face.wrappers`
 
     def make_wrapper_subclass(cls: Any, *args: Any, **kwargs: Any) -> Any:
         """Functional tensors have CUDA's keys, so that CUDA's rules hold, and C++ is answered as for what is inside."""
