@@ -92,14 +92,16 @@ class BySizes(Answers):
         passing: dict[int, list[Allocation]] = defaultdict(list)
         for one in self.labelled("activation_gradients"):
             passing[self.runs.number_of(one.born)].append(one)
-        for run in passing.values():
-            begin, end = run[0].born, run[-1].born
+        for number, run in passing.items():
+            # The last of them may be let go of a moment after the backward has ended.
+            made = [*run, *(one for one in gradients if self.runs.number_of(one.born) == number)]
+            begin, end = min(one.born for one in made), max(one.born for one in made)
             there = Counter(
                 one.requested for one in gradients if one.born < begin and (one.freed is None or one.freed > end)
             )
-            if there.total() >= _PROOF and whole_copies(there, run) == 1:
+            if there.total() >= _PROOF and whole_copies(there, made) == 1:
                 why = "was added to a gradient that was there, as a whole set of the gradients' sizes"
-                self.hand_out(["gradients"], there, sorted(run, key=lambda one: (one.freed or 0) - one.born), why)
+                self.hand_out(["gradients"], there, sorted(made, key=lambda one: (one.freed or 0) - one.born), why)
 
     def made_in_constructors(self, sizes: Counter[int]) -> None:
         """Whole copies of the parameters that the program's own constructors made, in order: themselves, then states."""

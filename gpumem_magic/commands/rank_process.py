@@ -90,8 +90,10 @@ class RankProcess:
             report = close()
         except Exception as error:
             print(f"gpumem: rank {self.file.rank}'s report is not whole ({swallowed(error)})", file=sys.stderr)
-        with suppress(Exception):
+        try:
             self.end(report)
+        except Exception as error:
+            swallowed(error)
 
 
 def from_environment() -> RankProcess | None:
@@ -109,6 +111,8 @@ def from_environment() -> RankProcess | None:
 
 def _common_folder() -> Path | None:
     """One for all ranks that a launcher started together on this computer, and nobody else's; None where there is none."""
+    if not hasattr(os, "getuid"):
+        return None
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     name = f"gpumem-{os.getuid()}-{os.getppid()}-{os.environ.get('MASTER_PORT', '0')}-{restart}"
     folder = Path(tempfile.gettempdir()) / name

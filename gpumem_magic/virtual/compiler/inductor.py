@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from gpumem_magic.failures import swallowed
 from gpumem_magic.patching import Patches
 from gpumem_magic.virtual.compiler.tracing import for_the_card
 from gpumem_magic.virtual.engine.engine import Engine
@@ -183,8 +184,9 @@ def _lowering(patches: Patches, done: Compilations) -> None:
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
+            why = swallowed(error)
             done.otherwise[
-                f"operator by operator, since Inductor could not compile them here ({_first_line(error)})"
+                f"operator by operator, since Inductor could not compile them here ({_first_line(why)})"
             ] += 1
             return output.MockFXGraphCacheOutput(gm=lambda inputs: graph.forward(*inputs))
         done.graphs += 1
@@ -211,7 +213,8 @@ def compile_with(
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
-        done.otherwise[f"eagerly, since PyTorch's compiler could not trace them here ({_first_line(error)})"] += 1
+        why = swallowed(error)
+        done.otherwise[f"eagerly, since PyTorch's compiler could not trace them here ({_first_line(why)})"] += 1
         return model.forward
     finally:
         wrapper.config = settings
@@ -225,6 +228,5 @@ def _first_for_the_card(original: Callable[..., Any]) -> Callable[..., Any]:
     return passes
 
 
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+def _first_line(text: str) -> str:
+    return (text.splitlines() or [""])[0]

@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import sys
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from gpumem_magic import private
-from gpumem_magic.patching import Patches
+from gpumem_magic.patching import Patches, warnings_remembered
 from gpumem_magic.units import counted
 from gpumem_magic.virtual.compiler import dynamo, inductor, tracing
 from gpumem_magic.virtual.engine.engine import Engine
@@ -62,8 +63,11 @@ class Compiler:
         if self._engine.computes or any(private.lacking(private.place_of(step.install)) for step in (tracing, dynamo)):
             patches.attempt(run_eagerly, self._count)
             return
-        tracing.install(patches)
-        dynamo.install(patches, self._factories)
+        with warnings_remembered(), warnings.catch_warnings():
+            # What PyTorch says of its own parts while they are imported.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            tracing.install(patches)
+            dynamo.install(patches, self._factories)
 
     def _count(self) -> None:
         self._eager_calls += 1
