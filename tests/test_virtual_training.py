@@ -71,6 +71,11 @@ def test_back_on_the_host_a_parameter_is_an_ordinary_one_again() -> None:
     assert model(torch.zeros(1, 4)).shape == (1, 4)
 
 
+def test_backward_from_nothing_is_as_without_a_device() -> None:
+    torch.autograd.backward([])
+    torch.autograd.backward(iter(()))
+
+
 def test_hooks_gradients_and_attributes_go_with_a_parameter() -> None:
     model = torch.nn.Linear(4, 4)
     seen: list[str] = []

@@ -15,7 +15,7 @@ from gpumem_magic.virtual.engine.host_calls import EQUIVALENT, HostCall, host_on
 from gpumem_magic.virtual.engine.memory import Memory
 from gpumem_magic.virtual.engine.random import DeviceRandom
 from gpumem_magic.virtual.engine.storage import Placement, StorageTable
-from gpumem_magic.virtual.engine.tensors import VirtualTensor
+from gpumem_magic.virtual.engine.tensors import OTHERWISE, VirtualTensor
 from gpumem_magic.virtual.engine.twins import Twins, leaves, on_host
 
 # Operators whose rule here is made of others, which are computed one by one.
@@ -35,6 +35,8 @@ _CHECKS = set(overloads("_assert_async _assert_async.msg"))
 class ComputingEngine(Engine):
     """Runs operators on virtual tensors, and on those of their twins that it keeps."""
 
+    seen = OTHERWISE | {torch.Tensor.__setitem__}
+
     def __init__(self, memory: Memory, device_count: int, table: StorageTable) -> None:
         super().__init__(memory, device_count)
         self.table = table
@@ -53,16 +55,23 @@ class ComputingEngine(Engine):
         self._nested = False
         self._ways: dict[Any, Any] = {}
 
-    def with_index_of_tensors(self, func: Any, args: Any) -> Any:
+    def otherwise(self, func: Any, args: Any) -> Any:
         """``tensor[index]`` and ``tensor[index] = value`` where lists of numbers are in the index: C++ would make tensors of them
-        on the device that it sees, where there are no values. None where there are no lists; False after an assignment."""
-        index = _with_tensors(args[1])
+        on the device that it sees, where there are no values. None where PyTorch goes on; False after an assignment."""
+        assigns = func is torch.Tensor.__setitem__
+        if not assigns and func is not torch.Tensor.__getitem__:
+            return super().otherwise(func, args)
+        index = _with_tensors(args[1]) if self.follows(args[0]) else args[1]
         if index is args[1]:
-            return None if func is torch.Tensor.__setitem__ else super().otherwise(func, args)
-        if func is not torch.Tensor.__setitem__:
+            return None if assigns else super().otherwise(func, args)
+        if not assigns:
             return args[0][index]
         args[0][index] = args[2]
         return False
+
+    def follows(self, tensor: Any) -> bool:
+        """Whether the host may know a tensor's values."""
+        return True
 
     def selected(self, operator: str, largest: int) -> int:
         if self._ahead is None:

@@ -29,7 +29,7 @@ from gpumem_magic.virtual.engine.engine import CannotRun
 from gpumem_magic.virtual.engine.host_calls import HostCall, host_only
 from gpumem_magic.virtual.engine.memory import Memory
 from gpumem_magic.virtual.engine.storage import Placement, StorageTable
-from gpumem_magic.virtual.engine.tensors import GUESS, KNOWN, OTHERWISE, VirtualTensor
+from gpumem_magic.virtual.engine.tensors import GUESS, KNOWN, VirtualTensor
 from gpumem_magic.virtual.engine.twins import leaves, mapped, on_host
 from gpumem_magic.virtual.engine.values import Known
 
@@ -63,8 +63,6 @@ class _Way(NamedTuple):
 
 class KnownEngine(ComputingEngine):
     """Runs operators on virtual tensors, and on twins where all arguments have one and the results are small."""
-
-    seen = OTHERWISE | {torch.Tensor.__setitem__}
 
     def __init__(self, memory: Memory, device_count: int, bounds: values.Bounds) -> None:
         super().__init__(memory, device_count, StorageTable(memory.malloc, memory.free))
@@ -165,12 +163,8 @@ class KnownEngine(ComputingEngine):
 
     # ---- operators
 
-    def otherwise(self, func: Any, args: Any) -> Any:
-        if func in (torch.Tensor.__getitem__, torch.Tensor.__setitem__):
-            if KNOWN not in args[0].__dict__:
-                return None if func is torch.Tensor.__setitem__ else super().otherwise(func, args)
-            return self.with_index_of_tensors(func, args)
-        return super().otherwise(func, args)
+    def follows(self, tensor: Any) -> bool:
+        return KNOWN in tensor.__dict__
 
     def perform(self, func: Any, args: Any, kwargs: Any, device: int) -> Any:
         way = self._ways.get(func)

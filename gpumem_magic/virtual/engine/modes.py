@@ -25,6 +25,8 @@ from gpumem_magic.tracebacks import cut_below_operator
 META = torch.device("meta")
 DEVICE_QUERY = torch.ops.prim.device.default
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
+# As it is without what the compiler's traces add to it (`compiler.tracing`), which each operator would pass.
+_plain_dispatch = FakeTensorMode.dispatch
 
 
 class ThreadState(threading.local):
@@ -95,7 +97,7 @@ class HostlessFakeMode(FakeTensorMode):
             return answer_device(args[0]) if device.type == "cuda" else device
         if not STATE.in_kernel:
             kwargs = cuda_for_meta(kwargs)
-        return super().dispatch(func, types, args, kwargs or {})
+        return _plain_dispatch(self, func, types, args, kwargs or {})
 
 
 class OperatorMode(TorchDispatchMode):

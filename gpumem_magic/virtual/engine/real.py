@@ -27,7 +27,7 @@ from gpumem_magic.virtual.engine.host_calls import HostCall, host_only
 from gpumem_magic.virtual.engine.host_memory import HostMemory
 from gpumem_magic.virtual.engine.memory import Memory
 from gpumem_magic.virtual.engine.storage import Placement, StorageTable
-from gpumem_magic.virtual.engine.tensors import OTHERWISE, VirtualTensor
+from gpumem_magic.virtual.engine.tensors import VirtualTensor
 from gpumem_magic.virtual.engine.twins import leaves, on_host
 from gpumem_magic.virtual.engine.values import Known
 
@@ -56,7 +56,6 @@ class RealEngine(ComputingEngine):
     """Runs operators on virtual tensors and on their twins."""
 
     computes = True
-    seen = OTHERWISE | {torch.Tensor.__setitem__}
 
     def __init__(self, memory: Memory, device_count: int) -> None:
         super().__init__(memory, device_count, RealTable(memory))
@@ -64,11 +63,6 @@ class RealEngine(ComputingEngine):
         self.tape: Tape | None = None
 
     # ---- operators
-
-    def otherwise(self, func: Any, args: Any) -> Any:
-        if func in (torch.Tensor.__getitem__, torch.Tensor.__setitem__):
-            return self.with_index_of_tensors(func, args)
-        return super().otherwise(func, args)
 
     def perform(self, func: Any, args: Any, kwargs: Any, device: int) -> Any:
         computed = self._ways.get(func)

@@ -52,8 +52,9 @@ def _backward(patches: Patches, engine: Engine) -> None:
 
 def _is_traced(outputs: Any) -> bool:
     """Whether a compiler traces this backward pass: nothing is computed."""
-    return isinstance(outputs[0], FunctionalTensor) or (
-        isinstance(outputs[0], FakeTensor) and not isinstance(outputs[0], VirtualTensor)
+    first = next(iter(outputs), None)
+    return isinstance(first, FunctionalTensor) or (
+        isinstance(first, FakeTensor) and not isinstance(first, VirtualTensor)
     )
 
 
