@@ -20,7 +20,7 @@ import generate
 import hostile_snapshots
 import sources
 from cells import Comparison, story
-from compare import differences
+from compare import Difference, differences
 from interrupts import SCENARIOS, Interrupts
 from run import Case, Kind, Zygote
 
@@ -81,9 +81,23 @@ def test_generated_cells_are_the_same_measured(zygote: Zygote) -> None:
         comparison.run(case, ("quiet", "counters", "auto")[number % 3], kernel=number % 4 == 0)
     for case in islice(sources.tools.cases(source), 10):
         comparison.run(case, "quiet", kernel=False)
-    stories = [story(one) for one in comparison.found]
+    stories = [story(one) for one in comparison.found if one["comes again"]]
     assert not stories, "\n".join(stories)
     assert comparison.counts["cells"] > 40
+
+
+def test_what_measuring_changes_comes_again_and_chance_does_not(
+    zygote: Zygote, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    comparison = Comparison(zygote.kind, zygote)
+    ask = "from gpumem_magic.recording import under_way\nasked = under_way.is_any()"
+    comparison.run(Case("asks", [ask]), "quiet", kernel=False)
+    assert [one["comes again"] for one in comparison.found] == [True]
+    differing = iter([[Difference("/interpreter/threads", [], ["late"])], []])
+    monkeypatch.setattr(comparison, "compare", lambda *_, **__: next(differing))
+    comparison.run(Case("is late", ["x = 1"]), "quiet", kernel=False)
+    assert "not when run again" in story(comparison.found[1])
+    assert comparison.counts["with differences"] == comparison.counts["that differed once"] == 1
 
 
 def test_interrupts_leave_nothing() -> None:
