@@ -1,11 +1,11 @@
 """Damaged and hostile files, each read as everything that reads files would: nothing runs, nothing hangs, nothing grows.
 
-    python tests/differential/files.py [--count 20000] [--seed 1] [--jobs 2] [--seconds 3600]
+    python tests/differential/files.py [--count 20000] [--seed 1] [--jobs 2] [--seconds 3600] [--of FILE...]
 
 The mutants come from real recordings (measured here, PyTorch's own dumps, and those of `shared`, where it lies beside the
 project), from reports and from pages, and from `hostile_snapshots`. Changed are values, texts (to markup and control codes),
 opcodes (calls that would leave a canary) and bytes. Each is read by `gpumem_magic.load`, `Report.load` and the commands, and
-shown as text, HTML and as an interactive page. A mutant fails the run where anything of it was executed (a canary, an audit
+shown as text, HTML and as an interactive page. `--of` takes only mutants of those files, however large. A mutant fails the run where anything of it was executed (a canary, an audit
 event, an element of a page), raised what is no clear refusal, took more than two seconds or more than 1 GiB.
 """
 
@@ -109,10 +109,13 @@ def bases(folder: Path) -> dict[str, bytes]:
 
 
 class Mutants:
-    """Files made from `bases`, each with one to four things wrong."""
+    """Files made from `bases`, each with one to four things wrong. synthetic: the share of those that are made from nothing."""
 
-    def __init__(self, bases: dict[str, bytes], source: random.Random, canary: Path) -> None:
+    def __init__(
+        self, bases: dict[str, bytes], source: random.Random, canary: Path, synthetic: float = 0.15
+    ) -> None:
         self.bases = bases
+        self.synthetic = synthetic
         self.source = source
         self.canary = canary
         self._plain: dict[str, Any] = {}
@@ -121,10 +124,10 @@ class Mutants:
     def one(self) -> tuple[str, bytes]:
         """The name of what was done to what, and the file."""
         source = self.source
-        if source.random() < 0.15:
+        if source.random() < self.synthetic:
             return "synthetic", next(self._synthetic)
         # Pages are many bytes of one kind: fewer of them.
-        pages = source.random() < 0.1
+        pages = source.random() < 0.1 and any(one.endswith(".html") for one in self.bases)
         name = source.choice([one for one in self.bases if one.endswith(".html") == pages])
         content = self.bases[name]
         kind = source.choice(["values", "values", "texts", "bytes", "opcodes"])
@@ -351,8 +354,12 @@ def work(options: argparse.Namespace) -> dict[str, Any]:
         real = bases(made)
         canary, path = folder / "canary", folder / "case.pickle"
         reader = Reader(folder, elements(real["training.html"].decode()) | elements(real["failing.html"].decode()))
-        mutants = Mutants(real, source, canary)
-        hand_made = list(hostile_snapshots.hand_made(canary).items()) if options.part == 0 else []
+        if options.of:
+            mutants = Mutants({one.name: one.read_bytes() for one in options.of}, source, canary, synthetic=0.0)
+        else:
+            mutants = Mutants(real, source, canary)
+        first = options.part == 0 and not options.of
+        hand_made = list(hostile_snapshots.hand_made(canary).items()) if first else []
         last = time.monotonic() + options.seconds
         for number in range(options.count):
             if time.monotonic() > last:
@@ -401,6 +408,7 @@ def parts(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             str(options.seconds),
         ]
         command += ["--keep", str(options.keep)] if options.keep is not None else []
+        command += ["--of", *map(str, options.of)] if options.of else []
         running.append(
             subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "MPLBACKEND": "agg"})
         )
@@ -419,6 +427,7 @@ def main() -> int:
     parser.add_argument("--seed", default="1")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=1e9, help="read nothing more after so long")
+    parser.add_argument("--of", type=Path, nargs="+", metavar="FILE", help="take only mutants of these recordings")
     parser.add_argument("--keep", type=Path, help="a folder for the files that are read wrongly")
     parser.add_argument("--part", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
