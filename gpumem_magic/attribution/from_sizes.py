@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable
+from heapq import heappop, heappush
 
 from gpumem_magic.attribution import sites
 from gpumem_magic.attribution.answers import Answers
@@ -89,16 +90,26 @@ class BySizes(Answers):
     def added(self) -> None:
         """A backward that finds gradients makes them all again and adds them: a whole copy among what it let go of at once."""
         gradients = self.labelled("gradients")
+        made_in: dict[int, list[Allocation]] = defaultdict(list)
+        for one in gradients:
+            made_in[self.runs.number_of(one.born)].append(one)
         passing: dict[int, list[Allocation]] = defaultdict(list)
         for one in self.labelled("activation_gradients"):
             passing[self.runs.number_of(one.born)].append(one)
-        for number, run in passing.items():
+        # Runs follow each other and allocations are in the order of their births: each gradient comes and goes once.
+        coming, there, ends = deque(gradients), Counter[int](), list[tuple[int, int]]()
+        for number, run in sorted(passing.items()):
             # The last of them may be let go of a moment after the backward has ended.
-            made = [*run, *(one for one in gradients if self.runs.number_of(one.born) == number)]
+            made = [*run, *made_in[number]]
             begin, end = min(one.born for one in made), max(one.born for one in made)
-            there = Counter(
-                one.requested for one in gradients if one.born < begin and (one.freed is None or one.freed > end)
-            )
+            while coming and coming[0].born < begin:
+                there[coming[0].requested] += 1
+                if (freed := coming[0].freed) is not None:
+                    heappush(ends, (freed, coming[0].requested))
+                coming.popleft()
+            while ends and ends[0][0] <= end:
+                there[heappop(ends)[1]] -= 1
+            there += Counter()  # without those that are gone
             if there.total() >= _PROOF and whole_copies(there, made) == 1:
                 why = "was added to a gradient that was there, as a whole set of the gradients' sizes"
                 self.hand_out(["gradients"], there, sorted(made, key=lambda one: (one.freed or 0) - one.born), why)

@@ -7,10 +7,9 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
-from gpumem_magic.attribution.groups import StackGroup, groups_of, matching
+from gpumem_magic.attribution.groups import StackGroup, groups_of, matching, stacks_with
 from gpumem_magic.attribution.view import DeviceView
 from gpumem_magic.snapshot.files import LoadedSnapshot
-from gpumem_magic.snapshot.model import Frame
 from gpumem_magic.snapshot.whole_file import printable
 from gpumem_magic.units import counted, human
 
@@ -72,18 +71,11 @@ def by_own_categories(
     """How much is live whose stack has a frame that fits; the first pattern that does counts. What is left is said."""
     if not categories:
         return
-    names: dict[int, str] = {}
-
-    def name_of(frames: tuple[Frame, ...]) -> str:
-        if id(frames) not in names:
-            texts = [f"{frame.filename}:{frame.line} {frame.name}" for frame in frames]
-            fits = (name for name, pattern in categories if any(pattern.search(text) for text in texts))
-            names[id(frames)] = next(fits, "")
-        return names[id(frames)]
-
+    searches = [(name, stacks_with(pattern.search)) for name, pattern in categories]
     sizes: dict[str, list[int]] = defaultdict(list)
     for one in view.timeline.live_at(position):
-        sizes[name_of(view.frames_of(one))].append(one.requested)
+        frames = view.frames_of(one)
+        sizes[next((name for name, fits in searches if fits(frames)), "")].append(one.requested)
     yield ""
     yield f"By your own categories ({moment}):"
     for name in dict.fromkeys([*(name for name, _ in categories), ""]):

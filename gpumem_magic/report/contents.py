@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import dataclass, field
 from itertools import chain
 
+from gpumem_magic.attribution.groups import alike
 from gpumem_magic.attribution.ledger import KINDS_OF_EVIDENCE, TENANT_CATEGORIES
 from gpumem_magic.attribution.view import DeviceView
 from gpumem_magic.snapshot.model import INACTIVE, Frame
-from gpumem_magic.snapshot.timeline import Allocation
 
 # Of a group, so many different sizes are told.
 _MOST_SIZES = 20
@@ -92,24 +91,20 @@ def contents_of(view: DeviceView, position: int, where: str) -> Contents:
 
 
 def _groups(view: DeviceView, position: int, stacks: dict[tuple[Frame, ...], int]) -> tuple[AllocationGroup, ...]:
-    alike: defaultdict[tuple[str, str, str, str, tuple[Frame, ...]], list[Allocation]] = defaultdict(list)
-    for one in view.timeline.live_at(position):
-        label, why = view.labels[one.index], view.why(one)
-        alike[label.category, label.evidence, why, label.name or "", view.frames_of(one)].append(one)
     groups = [
         AllocationGroup(
             bytes=sum(one.size for one in found),
             requested=sum(one.requested for one in found),
             count=len(found),
-            category=category,
-            evidence=evidence,
-            why=why,
-            name=name,
+            category=common.category,
+            evidence=common.evidence,
+            why=common.why,
+            name=common.name or "",
             first_event=min(one.born for one in found),
             sizes=tuple(sorted({one.requested for one in found}, reverse=True)[:_MOST_SIZES]),
-            stack=stacks.setdefault(frames, len(stacks)),
+            stack=stacks.setdefault(view.frames_of(found[0]), len(stacks)),
         )
-        for (category, evidence, why, name, frames), found in alike.items()
+        for common, found in alike(view, position, lambda frames: frames).items()
     ]
     return tuple(sorted(groups, key=lambda group: (-group.bytes, group.first_event)))
 

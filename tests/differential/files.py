@@ -111,9 +111,7 @@ def bases(folder: Path) -> dict[str, bytes]:
 class Mutants:
     """Files made from `bases`, each with one to four things wrong. synthetic: the share of those that are made from nothing."""
 
-    def __init__(
-        self, bases: dict[str, bytes], source: random.Random, canary: Path, synthetic: float = 0.15
-    ) -> None:
+    def __init__(self, bases: dict[str, bytes], source: random.Random, canary: Path, synthetic: float = 0.15) -> None:
         self.bases = bases
         self.synthetic = synthetic
         self.source = source
