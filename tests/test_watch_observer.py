@@ -9,10 +9,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from IPython.core.interactiveshell import InteractiveShell
 from watch_fakes import MIB, FakeDevice, observer_of
 
 from gpumem_magic.devices import machines
-from gpumem_magic.devices.base import Label
+from gpumem_magic.devices.base import DeviceFacts, DeviceLog, Label
+from gpumem_magic.recording import under_way
 from gpumem_magic.recording.model import Sighting
 from gpumem_magic.snapshot.model import ACTIVE, INACTIVE, Block, Segment, TraceEvent
 from gpumem_magic.widgets import live
@@ -99,7 +101,7 @@ def segment(*blocks: Block) -> Segment:
 
 def test_labels_follow_the_log() -> None:
     start = [segment(block(1, 100), block(2, 50), block(3, 7, INACTIVE))]
-    labels = live.LiveLabels(0, start, {2: Label("optimizer_state", "identity")}, {1: "workspace"})
+    labels = live.LiveLabels(0, start, {2: Label("optimizer_state", "identity")})
     assert {name: size for name, size in labels.requested().items() if size} == {
         "optimizer_state": 50,
         "not_yet_known": 100,
@@ -112,25 +114,30 @@ def test_labels_follow_the_log() -> None:
         TraceEvent("free_completed", 10, 1000),
         TraceEvent("alloc", 10, 30),
     ]
+    log = DeviceLog(DeviceFacts("F4", "virtual", 0, None, None, None), (), events, {1: "workspace"})
+
+    def advance(looks: list[Sighting], end: int) -> None:
+        labels.advance(log, looks, end, lambda device, position: ())
+
     looks = [
         Sighting(0, 0, 1, "parameter"),
         Sighting(1, 1, 10, "parameter"),  # another device's
         Sighting(0, 1, 10, "input"),  # of the tenant that goes
         Sighting(0, 6, 10, "named"),  # a role that decides nothing alone
     ]
-    labels.advance(events, looks, 2)
+    advance(looks, 2)
     found = {name: size for name, size in labels.requested().items() if size}
     assert found == {"parameters": 100, "optimizer_state": 50, "inputs": 1000, "workspace": 4096}
-    labels.advance(events, looks, len(events))
+    advance(looks, len(events))
     found = {name: size for name, size in labels.requested().items() if size}
     assert found == {"parameters": 100, "optimizer_state": 50, "workspace": 4096, "not_yet_known": 30}
     # Seen as a gradient, then known as a parameter; a weaker look afterwards changes nothing.
     more = [*looks, *(Sighting(0, 6, 10, role) for role in ("gradient", "parameter", "gradient", "input"))]
-    labels.advance(events, more, len(events))
+    advance(more, len(events))
     assert labels.requested()["parameters"] == 130
     assert labels.requested()["not_yet_known"] == 0
     # A look at an earlier tenant of the address that is taken in late.
-    labels.advance(events, [*more, Sighting(0, 1, 10, "buffer")], len(events))
+    advance([*more, Sighting(0, 1, 10, "buffer")], len(events))
     assert labels.requested()["parameters"] == 130
 
 
@@ -209,6 +216,102 @@ def test_categories_become_known_and_end_as_the_reports(machine: Any) -> None:
     ((_, row),) = observer.observe().rows
     assert named(row).get("parameters", 0) == 0
     assert row[RESERVED] == last[RESERVED]
+
+
+# Trains in a function, where no variable of the notebook holds anything.
+PLAIN = """
+def plain():
+    optimizer = torch.optim.Adam(model.parameters())
+    for _ in range(2):
+        batch = torch.randn(64, 256, device="cuda")
+        loss = model(batch).square().mean()
+        look("forward")
+        loss.backward()
+        look("backward")
+        optimizer.step()
+        look("step")
+plain()
+"""
+
+
+def test_plain_cells_of_a_virtual_device_are_known_while_they_run(machine: Any) -> None:
+    from torch.nn.modules import module as nn_module
+
+    shell = InteractiveShell()
+    observer = Observer(machines.in_use, time.time, 256)
+    seen: dict[str, dict[str, int]] = {}
+
+    def look(where: str) -> None:
+        ((_, row),) = observer.observe().rows
+        seen[where] = named(row)
+        tenants = LAYERS[: LAYERS.index("cached")]
+        assert sum(size for layer, size in seen[where].items() if layer in tenants) == row[ALLOCATED]
+
+    def run(cell: str) -> dict[str, int]:
+        assert shell.run_cell(cell, store_history=True).success
+        look("end")
+        return seen["end"]
+
+    shell.user_ns["look"] = look
+    run("%load_ext gpumem_magic\nimport torch")
+    # Made before anybody watched.
+    run("model = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.ReLU(), torch.nn.Linear(256, 8)).cuda()")
+    weights = seen["end"].pop("not_yet_known")
+    end = observer.follow(shell)
+    look("end")
+    assert seen["end"]["parameters"] == weights
+    run(PLAIN)
+    assert "not_yet_known" not in seen["backward"]
+    # The loss is made outside of all modules, and known when backward begins.
+    assert seen["forward"]["activations"] > 64 * 256 * 4
+    assert seen["forward"]["inputs"] == 64 * 256 * 4
+    assert seen["backward"]["gradients"] == seen["backward"]["parameters"] == weights
+    assert seen["step"]["optimizer_state"] >= 2 * weights
+    assert "optimizer_state" not in seen["end"]
+    # A measured cell finds no hook of ours, and what it knew stays known in the next plain one.
+    measured = run("%%gpumem -q -o report\n" + PLAIN + "kept = torch.zeros(1 << 20, device='cuda')")
+    report = shell.user_ns["report"].checkpoints[-1].categories
+    assert measured == {name: size for name, size in report.items() if size}
+    assert run("after = 1") == measured
+    # One that ends while a cell runs leaves nothing either.
+    shell.user_ns["end"] = end
+    run("end()\nloss = model(batch := torch.ones(8, 256, device='cuda'))")
+    assert not nn_module._global_forward_hooks
+    assert not nn_module._global_forward_pre_hooks
+    assert not under_way.is_any()
+    assert machine.devices[0].allocator.sinks == []
+    assert shell.events.callbacks["pre_run_cell"] == []
+
+
+def test_a_real_device_is_asked_for_what_modules_and_optimizers_hold() -> None:
+    import torch
+
+    device = FakeDevice()
+    device.now = (100 * MIB, 120 * MIB, 100 * MIB)
+    observer, _ = observer_of(device)
+    layer = torch.nn.Linear(1024, 1024, bias=False)
+    optimizer = torch.optim.Adam(layer.parameters())
+    layer(torch.ones(1, 1024)).sum().backward()
+    optimizer.step()
+    # Its storages stand for memory of the device, steps for the host's.
+    observer._machine().locate = (  # type: ignore[union-attr, method-assign]
+        lambda tensor: (0, tensor.untyped_storage().data_ptr()) if tensor.numel() > 1 else None
+    )
+    shell = SimpleNamespace(
+        events=SimpleNamespace(register=lambda *_: None, callbacks={"pre_run_cell": [], "post_run_cell": []})
+    )
+    shell.user_ns = {"layer": layer, "same": layer, "optimizer": optimizer}
+    end = observer.follow(shell)
+    ((_, row),) = observer.observe().rows
+    assert named(row) == {
+        "parameters": 4 * MIB, "optimizer_state": 8 * MIB, "not_yet_known": 88 * MIB, "cached": 20 * MIB,
+        "context": 300 * MIB,
+    }  # fmt: skip
+    # More than there is: they have been given to somebody else meanwhile.
+    device.now = (10 * MIB, 120 * MIB, 100 * MIB)
+    ((_, row),) = observer.observe().rows
+    assert named(row)["not_yet_known"] == 10 * MIB
+    end()
 
 
 def test_a_log_that_is_too_long_keeps_the_samples_as_they_were(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from gpumem_magic.recording import torch_seams
 from gpumem_magic.recording.guard import Guard
 from gpumem_magic.recording.hidden import Hidden
 from gpumem_magic.recording.identity import Witness
-from gpumem_magic.recording.model import BACKWARD, FORWARD, OPTIMIZER, RECOMPUTATION, Moment, Span
+from gpumem_magic.recording.model import BACKWARD, FORWARD, OPTIMIZER, PHASES, RECOMPUTATION, Moment, Span
 from gpumem_magic.recording.modules import ModuleWatch
 
 # PyTorch wraps these names around its own work; they are the phases themselves, or nothing that a user asked to see.
@@ -109,6 +109,26 @@ class Phases:
     def begun(self) -> list[Moment]:
         """When the spans that have not ended yet began."""
         return [one.start for one in self._open]
+
+    @property
+    def innermost(self) -> str | None:
+        """The kind of the phase that is under way, in whichever thread; None outside of all."""
+        return next((one.kind for one in reversed(self._open) if one.kind in PHASES), None)
+
+    def after(self, device: int, position: int) -> list[Span]:
+        """The spans that end after a device's position, for who reads along in another thread. One under way has no end yet."""
+        found = [
+            Span(
+                one.kind, one.label, one.start, Moment(dict.fromkeys(one.start.positions, sys.maxsize), {}, sys.maxsize)
+            )
+            for one in list(self._open)
+        ]
+        # They stand in the order of their ends.
+        for span in reversed(list(self.spans)):
+            if span.end.positions.get(device, sys.maxsize) <= position:
+                break
+            found.append(span)
+        return found
 
     def statement_ended(self) -> None:
         """A statement of the cell has ended in this thread: a phase still open here was left by an exception unseen."""

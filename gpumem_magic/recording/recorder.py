@@ -95,6 +95,10 @@ class Recorder:
     def sightings(self) -> Sequence[Sighting]:
         return self._witness.sightings if self._witness is not None else ()
 
+    def spans_after(self, device: int, position: int) -> Sequence[Span]:
+        """Those that end after a device's position, and those under way."""
+        return self._phases.after(device, position) if self._phases is not None else ()
+
     @property
     def logs(self) -> Mapping[int, Log]:
         """Device -> its log, until the recording ends."""

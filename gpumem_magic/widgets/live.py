@@ -1,17 +1,19 @@
-"""Categories while the cell runs: what the recording under way has seen so far, without guessing.
+"""Categories while the cell runs: what has been seen so far.
 
-Parameters, gradients, optimizer states and inputs are known once the recording has seen who holds them, workspaces from
-birth, and labels of earlier recordings stay. Everything else is `not_yet_known` until the cell is over: most categories
-depend on when an allocation *ends*. Then `relabel` gives the samples of the cell the categories that the report has.
+Parameters, gradients, optimizer states and inputs are known once somebody has been seen to hold them, workspaces from birth, and
+labels of earlier recordings stay. What a forward makes counts as activations, what a backward makes as their gradients, until an
+object is seen to hold it. Everything else is `not_yet_known`: most categories depend on when an allocation *ends*. When a
+measured cell is over, `relabel` gives its samples the categories that the report has.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from gpumem_magic.devices.base import Counters, Label
-from gpumem_magic.recording.model import Recording, Sighting
+from gpumem_magic.attribution.phase_map import Phase, PhaseMap, phases_on
+from gpumem_magic.devices.base import Counters, DeviceLog, Label
+from gpumem_magic.recording.model import BACKWARD, FORWARD, RECOMPUTATION, Recording, Sighting, Span
 from gpumem_magic.snapshot.model import ACTIVE, Segment, TraceEvent
 from gpumem_magic.widgets.columns import LAYERS, NOT_YET_KNOWN
 
@@ -31,65 +33,108 @@ _ROLES = {
 }
 
 
-class LiveLabels:
-    """What is live on one device and what is known about it, kept up to date with a log's events and the sightings.
+_RANKS = {category: rank for rank, category in _ROLES.values()}
+_SCRATCH = ("workspace", "estimate", "recurrent_scratch")
+_MADE = ("host_copy", "factory")
+# What a phase makes, until the end of the cell tells which of it was only passing.
+_OF_PHASE = {FORWARD: "activations", RECOMPUTATION: "activations", BACKWARD: "activation_gradients"}
 
-    An allocation's category is decided by the best sighting in its life, like the report's.
+
+class LiveLabels:
+    """What is live on one device and what is known about it, told by what its allocator does, in which phase, and by sightings.
+
+    An allocation's category is decided by the best sighting in its life, like the report's; before there is one, by its birth.
     """
 
-    def __init__(
-        self, device: int, start: Iterable[Segment], carried: Mapping[int, Label], origins: Mapping[int, str]
-    ) -> None:
+    def __init__(self, device: int, start: Iterable[Segment], carried: Mapping[int, Label]) -> None:
         self._device = device
-        self._origins = origins
         # address -> [requested bytes, rank of what is known, category, position of birth]
         self._live: dict[int, list[Any]] = {}
         self._sums = dict.fromkeys(LAYERS, 0)
+        # Results from outside of all phases: what is still there when backward begins was made for it.
+        self._between: set[int] = set()
+        self._phase: str | None = None
         # How many events have been taken in.
         self.position = 0
         self._looked = 0
         for segment in start:
             for block in segment.blocks:
                 if block.state == ACTIVE:
-                    label = carried.get(block.address)
-                    category = label.category if label is not None else NOT_YET_KNOWN
-                    self._live[block.address] = [block.requested_size, 0, category, -1]
-                    self._sums[category] += block.requested_size
+                    self._live[block.address] = [block.requested_size, 0, NOT_YET_KNOWN, -1]
+                    self._sums[NOT_YET_KNOWN] += block.requested_size
+        self.carry(carried)
 
     def requested(self) -> dict[str, int]:
         """Layer -> requested bytes of what is live."""
         return dict(self._sums)
 
-    def advance(self, events: Sequence[TraceEvent], sightings: Sequence[Sighting], end: int) -> None:
-        """Takes in what has been added to both since the last call, the events up to `end`."""
+    def learn(self, at_end: Mapping[int, tuple[int, str]]) -> None:
+        """Takes over what a report says of blocks. at_end: address -> (requested bytes, category)."""
+        for address, (size, category) in at_end.items():
+            block = self._live.get(address)
+            # A block of another size has another tenant.
+            if block is not None and block[0] == size:
+                self._becomes(block, category)
+                block[1] = _RANKS.get(category, 0)
+
+    def carry(self, labels: Mapping[int, Label]) -> None:
+        """Takes what a recording has found out, for blocks of which nothing was known."""
+        for address, label in list(labels.items()):
+            block = self._live.get(address)
+            if block is not None and block[2] == NOT_YET_KNOWN:
+                self._becomes(block, label.category)
+
+    def advance(
+        self, log: DeviceLog, sightings: Sequence[Sighting], end: int, spans: Callable[[int, int], Sequence[Span]]
+    ) -> None:
+        """Takes in what has been added since the last call, the events up to `end`. spans: by device, those after a position."""
         looks = len(sightings)
+        of_event = PhaseMap(phases_on(self._device, spans(self._device, self.position))).at_event
         while self._looked < looks:
             look = sightings[self._looked]
             self._looked += 1
             if look.device == self._device:
-                self._replay(events, min(look.position, end))
-                self._see(look)
-        self._replay(events, end)
+                self._replay(log, min(look.position, end), of_event)
+                self.see(look)
+        self._replay(log, end, of_event)
 
-    def _replay(self, events: Sequence[TraceEvent], end: int) -> None:
-        for position in range(self.position, end):
-            event = events[position]
-            action = event.action
-            if action == "alloc":
-                category = (
-                    "workspace"
-                    if self._origins.get(position) in ("workspace", "estimate", "recurrent_scratch")
-                    else NOT_YET_KNOWN
-                )
-                self._live[event.address] = [event.size, 0, category, position]
-                self._sums[category] += event.size
-            elif action in ("free_requested", "free_completed"):
-                gone = self._live.pop(event.address, None)
-                if gone is not None:
-                    self._sums[gone[2]] -= gone[0]
-        self.position = max(self.position, end)
+    def _replay(self, log: DeviceLog, end: int, of_event: Callable[[int], Phase | None]) -> None:
+        while self.position < end:
+            phase = of_event(self.position)
+            self.take(
+                log.events[self.position],
+                log.origins.get(self.position, "compute"),
+                None if phase is None else phase.kind,
+            )
 
-    def _see(self, look: Sighting) -> None:
+    def take(self, event: TraceEvent, origin: str, phase: str | None) -> None:
+        """The next event. phase: its kind, None outside of all."""
+        if phase != self._phase:
+            self._phase = phase
+            if phase == BACKWARD:
+                self._backward_begins()
+        if event.action == "alloc":
+            category = "workspace" if origin in _SCRATCH else _OF_PHASE.get(phase or "", NOT_YET_KNOWN)
+            self._live[event.address] = [event.size, 0, category, self.position]
+            self._sums[category] += event.size
+            if phase is None and category == NOT_YET_KNOWN and origin not in _MADE:
+                self._between.add(event.address)
+        elif event.action in ("free_requested", "free_completed"):
+            gone = self._live.pop(event.address, None)
+            self._between.discard(event.address)
+            if gone is not None:
+                self._sums[gone[2]] -= gone[0]
+        self.position += 1
+
+    def _backward_begins(self) -> None:
+        for address in self._between:
+            block = self._live[address]
+            if block[2] == NOT_YET_KNOWN:
+                self._becomes(block, "activations")
+        self._between.clear()
+
+    def see(self, look: Sighting) -> None:
+        """A look at a live object."""
         rank, category = _ROLES.get(look.role, (0, ""))
         block = self._live.get(look.address)
         # A look from before the block's birth was at an earlier tenant of its address.
@@ -98,9 +143,13 @@ class LiveLabels:
         # The weakest evidence does not overrule what an earlier recording said.
         if rank == 1 and block[2] != NOT_YET_KNOWN:
             return
+        self._becomes(block, category)
+        block[1] = rank
+
+    def _becomes(self, block: list[Any], category: str) -> None:
         self._sums[block[2]] -= block[0]
         self._sums[category] += block[0]
-        block[1], block[2] = rank, category
+        block[2] = category
 
 
 def requested_now(

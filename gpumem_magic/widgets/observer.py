@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gpumem_magic.devices import machines
 from gpumem_magic.devices.base import Counters, Device, DeviceFacts, Log, Machine
@@ -25,6 +25,7 @@ from gpumem_magic.widgets.columns import (
     SENT,
 )
 from gpumem_magic.widgets.marks import CELL, CHECKPOINT, USER, Mark, Marks, short
+from gpumem_magic.widgets.plain_cells import PlainCells, held_by_namespace
 from gpumem_magic.widgets.ring import Ring
 
 if TYPE_CHECKING:
@@ -117,6 +118,20 @@ class Observer:
         self._followed: Followed | None = None
         self._checkpoints = 0
         self._ended_at: float | None = None
+        self._plain: PlainCells | None = None
+        self._namespace: Mapping[str, Any] = {}
+
+    def follow(self, shell: Any) -> Callable[[], None]:
+        """Also looks at cells that nobody measures, from now until the answer is called."""
+        plain = self._plain = PlainCells(shell, self._machine)
+        self._namespace = shell.user_ns
+
+        def end() -> None:
+            self._namespace = {}
+            plain.stop()
+
+        plain.start()
+        return end
 
     def mark(self, text: str, kind: str = USER, at: float | None = None) -> Mark:
         """Names this moment, or the one at a time by this observer's clock."""
@@ -171,9 +186,7 @@ class Observer:
                 index = device.facts.index
                 log = self._followed.logs.get(index)
                 if log is not None and (growing := log.growing) is not None:
-                    self._series_of(device).tracker = live.LiveLabels(
-                        index, growing.start, growing.carried, growing.origins
-                    )
+                    self._series_of(device).tracker = live.LiveLabels(index, growing.start, growing.carried)
             self._take_checkpoints(now)
         return changed
 
@@ -224,6 +237,8 @@ class Observer:
             swallowed(error)
             self.note(f"The samples of a cell keep their first categories: {error}")
             return []
+        if self._plain is not None:
+            self._plain.learn(device, series.at_end)
         series.end_position = first + len(recording.logs[device.facts.index].events)
         changed: Rows = []
         for place, row in places:
@@ -257,7 +272,7 @@ class Observer:
         counters, position = device.glance(log)
         requested: dict[str, int] | None
         if series.tracker is not None and followed is not None and growing is not None and not followed.has_ended:
-            series.tracker.advance(growing.events, followed.sightings, position)
+            series.tracker.advance(growing, followed.sightings, position, followed.recorder.spans_after)
             requested = series.tracker.requested()
         else:
             requested = self._idle(machine, device, series, counters, position)
@@ -281,10 +296,15 @@ class Observer:
     def _idle(
         self, machine: Machine, device: Device, series: Series, counters: Counters, position: int
     ) -> dict[str, int] | None:
-        """Categories without a recording: those of blocks that an earlier one knew. As often as it is cheap."""
+        """Categories without a recording. As often as it is cheap."""
         if device.facts.kind != "virtual":
-            # Where nothing has moved since the end of a recording, all is still what it was. Else nobody knows.
-            return live.sums_of(series.at_end) if series.at_end and position == series.end_position else None
+            # Where nothing has moved since the end of a recording, all is still what it was.
+            if series.at_end and position == series.end_position:
+                return live.sums_of(series.at_end)
+            return self._held(machine, device, series, counters, position)
+        told = self._plain.requested(device) if self._plain is not None else None
+        if told is not None:
+            return told
         key = (counters.allocated, counters.reserved, len(device.labels))
         if key == series.idle_key:
             return series.idle
@@ -300,6 +320,22 @@ class Observer:
         now = time.perf_counter()
         series.idle_not_before = now + _REST * (now - began)
         return series.idle
+
+    def _held(
+        self, machine: Machine, device: Device, series: Series, counters: Counters, position: int
+    ) -> dict[str, int] | None:
+        """On a real device: what the notebook's modules and optimizers hold; the rest is not yet known."""
+        began = time.perf_counter()
+        key = (position, 0, 0)
+        if series.idle is None or (key != series.idle_key and began >= series.idle_not_before):
+            index = device.facts.index
+            series.idle, series.idle_key = held_by_namespace(machine, index, self._namespace), key
+            now = time.perf_counter()
+            series.idle_not_before = now + _REST * (now - began)
+        rest = counters.allocated - sum(series.idle.values())
+        if not series.idle or rest < 0:
+            return None
+        return {**dict.fromkeys(LAYERS, 0), **series.idle, NOT_YET_KNOWN: rest}
 
     def _add(self, mark: Mark) -> None:
         self.marks.add(mark)

@@ -174,6 +174,7 @@ class Watch:
             except Exception as error:
                 self._note(f"The picture could not be shown: {swallowed(error)}")
 
+        self._undo.append(self.observer.follow(shell))
         for name, callback in (("pre_run_cell", begins), ("post_run_cell", ended)):
             shell.events.register(name, callback)
             self._undo.append(lambda name=name, callback=callback: _unregister(shell, name, callback))  # type: ignore[misc]

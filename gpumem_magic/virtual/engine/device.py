@@ -68,6 +68,16 @@ class _Bell:
         self._moved(event.action.startswith("free"))
 
 
+class _Follower:
+    """A sink that tells somebody of each event, and how the memory came to be wanted."""
+
+    def __init__(self, told: Callable[[TraceEvent, str], None]) -> None:
+        self._told = told
+
+    def append(self, event: TraceEvent, /) -> None:
+        self._told(event, STATE.origin)
+
+
 class VirtualDevice:
     """One emulated GPU: the caching allocator over a memory of the model's size."""
 
@@ -181,6 +191,16 @@ class VirtualDevice:
         self._logs.append(log)
         self.allocator.sinks.append(log.events)
         return log
+
+    def follow(self, told: Callable[[TraceEvent, str], None]) -> Callable[[], None]:
+        """Tells of every event, and its origin, until the answer is called."""
+        sinks, follower = self.allocator.sinks, _Follower(told)
+        sinks.append(follower)
+
+        def end() -> None:
+            sinks[:] = [sink for sink in sinks if sink is not follower]
+
+        return end
 
     def ended(self, log: VirtualLog) -> DeviceLog:
         """What a log has become, which ends with this."""
