@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """All set-up in one file: makes `.venv`, installs the project and what its tests need, and runs one of two things.
 
-    python3 dev.py demo    measures a training cell on a virtual GPU, prints the report and writes the notebook's page
+    python3 dev.py demo    `gpumem demo`: a short program measured on a virtual GPU; then runs the first notebook as a page
     python3 dev.py test    runs the tests in two processes, and names the ten slowest (more arguments go to pytest: those given
                            there count, so `-n 0` runs them in one)
 
@@ -50,13 +50,42 @@ def set_up(torch: str | None = None) -> Path:
     if not python.exists():
         venv.create(environment, with_pip=True)
     packages = [f"{HERE}[dev]"] if torch is None else [str(HERE), *development_packages(project, torch)]
-    subprocess.run([python, "-m", "pip", "install", "--quiet", "--upgrade", "pip"], check=True)
-    subprocess.run([python, "-m", "pip", "install", "--quiet", "--editable", *packages], check=True)
+    install(python, "--upgrade", "pip")
+    install(python, "--editable", *packages)
     oldest = environment / "oldest-ipython"
     shutil.rmtree(oldest, ignore_errors=True)
-    subprocess.run([python, "-m", "pip", "install", "--quiet", "--target", oldest, OLDEST], check=True)
+    install(python, "--target", str(oldest), OLDEST)
     stamp.write_text(wanted)
     return python
+
+
+def install(python: Path, *arguments: str) -> None:
+    """pip, with a line for each package that it fetches or installs; all that it said where it fails.
+
+    Raises CalledProcessError.
+    """
+    command = [str(python), "-m", "pip", "install", "--progress-bar", "off", "--disable-pip-version-check", *arguments]
+    said = []
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as pip:
+        assert pip.stdout is not None
+        for line in pip.stdout:
+            said.append(line)
+            step = progress(line)
+            if step:
+                print(f"  {step}", flush=True)
+    if pip.returncode:
+        print("".join(said[-20:]), file=sys.stderr)
+        raise subprocess.CalledProcessError(pip.returncode, command)
+
+
+def progress(line: str) -> str:
+    """What a line of pip's means for somebody who waits; empty where it means nothing new."""
+    words = line.split()
+    if words[:1] == ["Collecting"]:
+        return f"fetching {words[1]}"
+    if words[:3] == ["Installing", "collected", "packages:"]:
+        return f"installing {len(words) - 3} packages"
+    return ""
 
 
 def development_packages(project: str, torch: str) -> list[str]:
@@ -86,15 +115,17 @@ def without_torch(arguments: list[str]) -> tuple[str | None, list[str]]:
 
 def demo() -> int:
     python = set_up()
-    page = HERE / "build" / "01_first_cell.html"
-    page.parent.mkdir(exist_ok=True)
-    notebook = HERE / "notebooks" / "01_first_cell.ipynb"
-    shown = subprocess.run([python, HERE / "notebooks" / "demo.py"], check=False).returncode
-    subprocess.run(
-        [python, "-m", "nbconvert", "--log-level=ERROR", "--execute", "--to", "html", notebook, "--output", page],
-        check=True,
-    )
-    print(f"\nThe same in a notebook, with its pictures: {page}")
+    build = HERE / "build"
+    build.mkdir(exist_ok=True)
+    # It begins anew, also where the program was changed: `gpumem demo` itself would not replace that.
+    shutil.rmtree(build / "demo", ignore_errors=True)
+    shown = subprocess.run([python, "-m", "gpumem_magic.cli", "demo", "build/demo"], cwd=HERE, check=False).returncode
+    notebook, page = HERE / "notebooks" / "01_first_cell.ipynb", build / "01_first_cell.html"
+    print("\nNow the first notebook, as a page (about half a minute) ...", flush=True)
+    command = [python, "-m", "nbconvert", "--log-level=ERROR", "--execute", "--to", "html", notebook, "--output", page]
+    # What the kernel's debugger says of Python's own modules is of no use to anybody here.
+    subprocess.run(command, env={**os.environ, "PYDEVD_DISABLE_FILE_VALIDATION": "1"}, check=True)
+    print(f"The first notebook, with its pictures: {page}")
     print(f"To try it yourself: {python} -m jupyter lab {notebook}")
     return shown
 

@@ -9,9 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gpumem_magic import __version__
-from gpumem_magic.commands import calibrate, devices, diff, fit, ranks, replay, run, show
+from gpumem_magic.commands import calibrate, demo, devices, diff, fit, ranks, replay, run, show
 
-_RUN = {one.__name__.rpartition(".")[2]: one.run for one in (run, fit, ranks, show, diff, replay, calibrate, devices)}
+_RUN = {
+    one.__name__.rpartition(".")[2]: one.run for one in (demo, run, fit, ranks, show, diff, replay, calibrate, devices)
+}
 
 
 def _count(text: str) -> int:
@@ -45,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, words in declared.items():
         arguments = words.pop("arguments")
         command = commands.add_parser(name, **words)
-        command.set_defaults(run=_RUN[name], parser=command)
+        command.set_defaults(run=_RUN[name], parser=command, main=main)
         for one in arguments:
             # Several in a list exclude each other.
             owner = command.add_mutually_exclusive_group() if isinstance(one, list) else command

@@ -1,6 +1,6 @@
 """Writes the project's public address where a reader needs it: `python notebooks/address.py https://github.com/OWNER/REPOSITORY`.
 
-One place says the address: `Repository` under `[project.urls]` in `pyproject.toml`. From it are made the badges of `README.md`,
+The address is `Repository` under `[project.urls]` in `pyproject.toml`. From it are made the badges in `docs/online.md`,
 which open the notebooks on Binder and on Colab, and the first code cell of each notebook, which installs the tool on Colab.
 Whoever forks the project runs this once with the fork's address; without an argument it writes everything anew from the one
 place, and with `none` it takes the address out.
@@ -16,7 +16,8 @@ from typing import Any
 from urllib.parse import quote
 
 ROOT = Path(__file__).resolve().parents[1]
-START, END = "<!-- notebooks: written by notebooks/address.py -->", "<!-- end of notebooks -->"
+LIST = ("<!-- notebooks: written by notebooks/address.py -->", "<!-- end of notebooks -->")
+BADGES = ("<!-- badges: written by notebooks/address.py -->", "<!-- end of badges -->")
 _GITHUB = re.compile(
     r"https://github\.com/([A-Za-z0-9][A-Za-z0-9-]*)/([A-Za-z0-9._-]+?)(?:\.git)?/?"
 )
@@ -57,34 +58,45 @@ def links(address: str, name: str) -> tuple[str, str]:
     )
 
 
-def section(address: str, titles: dict[str, str]) -> str:
+def listed(titles: dict[str, str]) -> str:
     """README's list of notebooks, between its two marks. titles: of each file."""
-    lines = [START]
+    rows = [
+        f"| [{name.removesuffix('.ipynb')}](notebooks/{name}) | {title} |"
+        for name, title in titles.items()
+    ]
+    return "\n".join([LIST[0], "| notebook | |", "|---|---|", *rows, LIST[1]])
+
+
+def badges(address: str, titles: dict[str, str]) -> str:
+    """What the documentation says of running them elsewhere, between its two marks."""
     if address:
-        lines += ["| notebook | | run it |", "|---|---|---|"]
-    else:
-        lines += ["| notebook | |", "|---|---|"]
-    for name, title in titles.items():
-        line = f"| [{name.removesuffix('.ipynb')}](notebooks/{name}) | {title} |"
-        if address:
+        lines = ["| notebook | run it |", "|---|---|"]
+        for name, title in titles.items():
             binder, colab = links(address, name)
-            line += (
-                f" [![Open {name} on Binder](docs/open_binder.svg)]({binder})"
-                f" [![Open {name} on Colab](docs/open_colab.svg)]({colab}) |"
+            lines.append(
+                f"| {title} | [![Open {name} on Binder](open_binder.svg)]({binder})"
+                f" [![Open {name} on Colab](open_colab.svg)]({colab}) |"
             )
-        lines.append(line)
-    if not address:
+    else:
         own = "https://github.com/OWNER/REPOSITORY"
         binder, colab = links(own, next(iter(titles)))
-        lines += [
-            "",
-            "To run them without installing anything, fork the project. Binder opens your fork at",
+        lines = [
+            "Fork the project. Binder opens your fork at",
             f"`{binder}`, Colab at",
             f"`{colab}`;",
             f"`python3 notebooks/address.py {own}` puts badges with these links here, and the address",
             "into the notebooks, where Colab installs from it.",
         ]
-    return "\n".join([*lines, END])
+    return "\n".join([BADGES[0], *lines, BADGES[1]])
+
+
+def _between(path: Path, marks: tuple[str, str], text: str) -> str:
+    """The file with another text in place of what is between its two marks, and of these."""
+    before, start, rest = path.read_text(encoding="utf-8").partition(marks[0])
+    _, end, after = rest.partition(marks[1])
+    if not (start and end):
+        raise ValueError(f"{path.name}: the two marks around what is written here are not there")
+    return before + text + after
 
 
 def written(root: Path) -> dict[Path, str]:
@@ -104,12 +116,9 @@ def written(root: Path) -> dict[Path, str]:
         first["source"] = source.splitlines(keepends=True)
         # As nbformat writes it.
         texts[path] = json.dumps(notebook, ensure_ascii=False, indent=1, sort_keys=True) + "\n"
-    readme = (root / "README.md").read_text(encoding="utf-8")
-    before, start, rest = readme.partition(START)
-    _, end, after = rest.partition(END)
-    if not (start and end):
-        raise ValueError("README.md: the two marks around the list of notebooks are not there")
-    texts[root / "README.md"] = before + section(address, titles) + after
+    readme, online = root / "README.md", root / "docs" / "online.md"
+    texts[readme] = _between(readme, LIST, listed(titles))
+    texts[online] = _between(online, BADGES, badges(address, titles))
     return texts
 
 

@@ -19,7 +19,7 @@ from nbclient import NotebookClient
 
 FOLDER = Path(__file__).parent
 SECONDS = 300
-# README and the documentation open with it.
+# The documentation opens with it.
 FIRST_PICTURE = FOLDER.parent / "docs" / "first_cell.png"
 _WIDGETS = "application/vnd.jupyter.widget-view+json"
 _PICTURE = re.compile(r"(base64,[A-Za-z0-9+/=\s]+)")

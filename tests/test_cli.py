@@ -440,3 +440,9 @@ def test_tensors_that_go_to_another_process_stay_the_senders_memory(script: Writ
     else:
         assert ended.stdout.splitlines()[0].startswith("0 True [")
         assert ended.stdout.splitlines()[1].startswith("0 [")
+
+
+def test_a_page_of_several_processes_is_another_commands(script: Write, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["run", "--nproc", "2", "--html", "page.html", str(script("pass\n"))])
+    assert "`gpumem ranks FOLDER --html PATH`" in capsys.readouterr().err

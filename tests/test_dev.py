@@ -57,3 +57,17 @@ def test_what_is_no_version_is_one_line(dev: Any, arguments: list[str], capsys: 
     assert said.out == ""
     assert said.err.count("\n") == 1
     assert said.err.startswith("--torch needs a version, as in --torch 2.9.1; this is")
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("Collecting torch==2.13.0 (from gpumem-magic==0.1.0)\n", "fetching torch==2.13.0"),
+        ("Installing collected packages: mpmath, sympy, torch\n", "installing 3 packages"),
+        ("  Downloading torch-2.13.0.whl (190.1 MB)\n", ""),
+        ("WARNING: Running pip as the 'root' user\n", ""),
+        ("\n", ""),
+    ],
+)
+def test_who_waits_for_pip_is_told_where_it_is(dev: Any, line: str, said: str) -> None:
+    assert dev.progress(line) == said

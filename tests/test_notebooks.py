@@ -85,11 +85,11 @@ def test_what_is_stored_names_no_computer_and_loads_nothing(path: Path) -> None:
         assert counts == list(range(1, len(counts) + 1))
 
 
-def test_the_readme_opens_with_the_first_notebooks_picture() -> None:
+def test_the_documentation_opens_with_the_first_notebooks_picture() -> None:
     made = refresh()
     stored = nbformat.read(FOLDER / "01_first_cell.ipynb", as_version=4)
     assert made.FIRST_PICTURE.read_bytes() == made.first_picture(stored)
-    assert f"(docs/{made.FIRST_PICTURE.name})" in (ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"{{image}} {made.FIRST_PICTURE.name}\n" in (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
 
 
 def test_binders_environment_has_what_the_package_and_the_notebooks_need() -> None:

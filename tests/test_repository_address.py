@@ -25,7 +25,7 @@ address = load(ROOT / "notebooks" / "address.py")
 
 
 def contents(root: Path) -> dict[str, bytes]:
-    names = ["pyproject.toml", "README.md", *(f"notebooks/{name}" for name in NAMES)]
+    names = ["pyproject.toml", "README.md", "docs/online.md", *(f"notebooks/{name}" for name in NAMES)]
     return {name: (root / name).read_bytes() for name in names}
 
 
@@ -38,6 +38,7 @@ def first_code(path: Path) -> str:
 def fork(tmp_path: Path) -> Path:
     """A copy of what the script reads and writes."""
     (tmp_path / "notebooks").mkdir()
+    (tmp_path / "docs").mkdir()
     for name in contents(ROOT):
         shutil.copy(ROOT / name, tmp_path / name)
     return tmp_path
@@ -51,6 +52,7 @@ def test_the_readme_and_the_notebooks_agree_with_the_one_place() -> None:
 def test_there_is_a_row_for_every_notebook() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert [name for name in NAMES if f"](notebooks/{name})" in readme] == NAMES
+    assert not BADGE.search(readme)
     assert len({first_code(ROOT / "notebooks" / name) for name in NAMES}) == 1
 
 
@@ -63,7 +65,7 @@ def test_one_command_makes_badges_that_lead_to_the_fork(fork: Path, capsys: pyte
         import tomllib
 
         assert tomllib.loads(project)["project"]["urls"] == {"Repository": FORK}
-    badges = BADGE.findall((fork / "README.md").read_text(encoding="utf-8"))
+    badges = BADGE.findall((fork / "docs" / "online.md").read_text(encoding="utf-8"))
     assert [target for _, _, target in badges] == [
         link
         for name in NAMES
@@ -75,9 +77,9 @@ def test_one_command_makes_badges_that_lead_to_the_fork(fork: Path, capsys: pyte
     for words, image, _ in badges:
         assert re.fullmatch(r"Open \d\d_\w+\.ipynb on (Binder|Colab)", words)
         # A file of the checkout, not an image of somebody's server.
-        drawn = ElementTree.fromstring((ROOT / image).read_text(encoding="utf-8"))
+        drawn = ElementTree.fromstring((ROOT / "docs" / image).read_text(encoding="utf-8"))
         assert drawn.tag == "{http://www.w3.org/2000/svg}svg"
-        assert not re.search(r"href|url\(|<script", (ROOT / image).read_text(encoding="utf-8"))
+        assert not re.search(r"href|url\(|<script", (ROOT / "docs" / image).read_text(encoding="utf-8"))
     for name in NAMES:
         assert f'REPOSITORY = "{FORK}"' in first_code(fork / "notebooks" / name)
 

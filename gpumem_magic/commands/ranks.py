@@ -6,7 +6,8 @@ import argparse
 from pathlib import Path
 
 from gpumem_magic.commands.common import guarded
-from gpumem_magic.snapshot.whole_file import check_target, printable, replace_file
+from gpumem_magic.commands.written import write_page
+from gpumem_magic.snapshot.whole_file import check_target, printable
 
 
 @guarded
@@ -28,9 +29,5 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         report.save(options.json)
     if options.html:
-        from gpumem_magic.views.display import HTML, mimebundle
-        from gpumem_magic.views.html import page
-
-        content = page(mimebundle(report, include=(HTML,))[0][HTML]).encode()
-        replace_file(options.html, lambda file: file.write(content))
+        write_page(report, options.html)
     return 0

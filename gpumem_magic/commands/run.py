@@ -9,7 +9,7 @@ import argparse
 import ast
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -23,13 +23,13 @@ from gpumem_magic.commands.launch import device_of_a_rank, run_processes
 from gpumem_magic.commands.rank_process import ALONE, RankProcess, from_environment
 from gpumem_magic.commands.shown_ranks import show
 from gpumem_magic.commands.words import told_of_a_script
+from gpumem_magic.commands.written import targets, write
 from gpumem_magic.devices.base import DeviceError
 from gpumem_magic.failures import swallowed
 from gpumem_magic.recording.progress import StopRun
 from gpumem_magic.recording.script import ScriptRun, as_main, find_module
 from gpumem_magic.session import device as chosen_device
 from gpumem_magic.session import recording
-from gpumem_magic.snapshot.whole_file import check_target
 
 if TYPE_CHECKING:
     from gpumem_magic.user_report import Report
@@ -48,7 +48,7 @@ def run(options: argparse.Namespace) -> int:
     """Runs the script and prints its report. The script's exit status; `options.arguments`: the script's."""
     parser: argparse.ArgumentParser = options.parser
     try:
-        check_target("--json", options.json, ())
+        written_to = targets(options)
         stand_ins = [_stand_in(text) for text in options.stand_in]
         start = _launcher_of(options)
     except ValueError as error:
@@ -81,8 +81,8 @@ def run(options: argparse.Namespace) -> int:
     alone = os.environ.pop(ALONE, None)
     rank = from_environment()
     # The script may change the folder; processes of one job write a file each.
-    target = None if options.json is None else _of_rank(Path(options.json).absolute(), rank)
-    whole = None if options.json is None else Path(options.json).absolute()
+    whole = written_to.get("json")
+    written_to = {flag: _of_rank(path, rank) for flag, path in written_to.items()}
     options.device = device_of_a_rank(options.device, rank)
     found = _open(parser, options, script)
     if rank is not None:
@@ -130,7 +130,7 @@ def run(options: argparse.Namespace) -> int:
         # A script that left before it touched a device has said why itself; its processes speak for themselves.
         silent = (early or bool(children)) and (report is None or not _touched_a_device(report))
         if report is not None:
-            _hand_over(report, target, rank, shown=not silent)
+            _hand_over(report, written_to, rank, shown=not silent)
         if rank is not None:
             _answer(rank, report, one, whole)
     except KeyboardInterrupt:
@@ -151,6 +151,10 @@ def _launcher_of(options: argparse.Namespace) -> Callable[[argparse.Namespace], 
     if options.ranks:
         virtual_ranks.asked(options)
         return virtual_ranks.run
+    if (options.nproc or options.ranks) and (options.html or options.png):
+        raise ValueError(
+            "--html and --png are for one process; of several, `gpumem ranks FOLDER --html PATH` makes a page"
+        )
     if options.time_limit is not None and not options.nproc:
         raise ValueError("--time-limit is for --nproc and --ranks")
     return run_processes if options.nproc else None
@@ -214,18 +218,13 @@ def _close(found: Any, run: ScriptRun, error: BaseException | None, namespace: d
         return None
 
 
-def _hand_over(report: Any, target: Path | None, rank: RankProcess | None, *, shown: bool) -> None:
+def _hand_over(report: Any, written_to: Mapping[str, Path], rank: RankProcess | None, *, shown: bool) -> None:
     from gpumem_magic.views.text import render
 
     try:
-        if target is not None:
-            report.save(target)
-    except Exception as error:
-        _say(f"the report could not be written to {str(target)!r} ({swallowed(error).splitlines()[0]})")
-    try:
         if shown and rank is None:
             # The script's Python ends with it: the rest is in the file, where one is asked for.
-            needs = " with `--json PATH`" if target is None else ""
+            needs = "" if "json" in written_to else " with `--json PATH`"
             text = render(report, name="gpumem_magic.Report.load(PATH)", needs=needs)
             # In one piece, among those of other processes.
             sys.stderr.write(f"{text}\n")
@@ -234,6 +233,11 @@ def _hand_over(report: Any, target: Path | None, rank: RankProcess | None, *, sh
             _say(f"rank {rank.file.rank}: {report.answer}")
     except Exception as error:
         _say(f"the report could not be shown ({swallowed(error).splitlines()[0]})")
+    for flag, path in written_to.items():
+        try:
+            write(report, flag, path)
+        except Exception as error:
+            _say(f"the report could not be written to {str(path)!r} ({swallowed(error).splitlines()[0]})")
 
 
 def _exit_status(code: Any) -> int:

@@ -45,4 +45,6 @@ def _forget() -> None:
     rules = importlib.import_module("torch._dynamo.trace_rules")
     rules.get_torch_obj_rule_map.cache_clear()
     rules._recompile_re()
-    importlib.import_module("torch._dynamo").reset()
+    # Without a frame that it has looked at there is nothing to reset; and `reset` imports the rest of the compiler.
+    if importlib.import_module("torch._dynamo.convert_frame").input_codes.seen:
+        importlib.import_module("torch._dynamo").reset()

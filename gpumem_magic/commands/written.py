@@ -1,0 +1,53 @@
+"""The files that a command also writes a report to, as its flags name them: ``--json``, ``--html``, ``--png``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gpumem_magic.snapshot.whole_file import check_target, replace_file
+
+if TYPE_CHECKING:
+    from gpumem_magic.user_report import Report
+
+
+def write_page(report: Report, path: str | os.PathLike[str]) -> None:
+    """The report as one page, which needs nothing else. It opens row by row, without a picture and without a script."""
+    from gpumem_magic.views.html import card, page
+
+    content = page(card(report, None)).encode()
+    replace_file(path, lambda file: file.write(content))
+
+
+def _write_picture(report: Report, path: str | os.PathLike[str]) -> None:
+    from gpumem_magic.views.figure import png
+
+    content = png(report)[0]
+    replace_file(path, lambda file: file.write(content))
+
+
+def _write_json(report: Report, path: str | os.PathLike[str]) -> None:
+    report.save(path)
+
+
+_WRITERS: Mapping[str, Callable[[Report, str | os.PathLike[str]], None]] = {
+    "json": _write_json,
+    "html": write_page,
+    "png": _write_picture,
+}
+
+
+def targets(options: argparse.Namespace) -> dict[str, Path]:
+    """The files that were asked for, by their flags, wherever the program goes. Raises ValueError where one can't be written."""
+    asked = {name: getattr(options, name, None) for name in _WRITERS}
+    for name, path in asked.items():
+        check_target(f"--{name}", path, ())
+    return {name: Path(path).expanduser().absolute() for name, path in asked.items() if path is not None}
+
+
+def write(report: Report, flag: str, path: Path) -> None:
+    """Writes the report to one of `targets`. Raises OSError, in one line."""
+    _WRITERS[flag](report, path)
