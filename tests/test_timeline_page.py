@@ -87,8 +87,13 @@ def test_the_columns_are_the_allocations(tmp_path: Path) -> None:
         texts = [device["strings"][code // 3] for code in device["stacks"][device["stack"][number]]]
         frames = view.log.events[one.born].frames
         assert len(texts) == len(frames)
+        end = device["freedBy"][number]
+        assert len(device["stacks"][end] if end >= 0 else ()) == len(view.frames_of_free(one))
         if frames:
             assert texts[0].endswith(".py:12 step") or "adam.py:180" in texts[0], "Python's frames come first"
+    for told, extent in zip(device["extents"], view.timeline.extents, strict=True):
+        assert len(device["stacks"][told[-1]]) == len(view.frames_of_extent(extent))
+    assert any(device["stacks"][told[-1]] for told in device["extents"])
     assert device["events"] == len(view.log.events)
     assert device["notes"] == list(view.recording.notes)
 

@@ -15,12 +15,13 @@ pytest.importorskip("playwright", reason="the browser tests need playwright")
 
 from notebook_browser import browsing, chromium
 
+from gpumem_magic.attribution.groups import groups_of, matching
 from gpumem_magic.attribution.ledger import TENANT_CATEGORIES
 from gpumem_magic.attribution.view import DeviceView
 from gpumem_magic.files.loaded import views_of
 from gpumem_magic.snapshot.files import read
 from gpumem_magic.timeline_page.view import timeline_of_files
-from gpumem_magic.units import human
+from gpumem_magic.units import counted, human
 from gpumem_magic.views.palette import COLOURS
 
 BROWSER = chromium()
@@ -146,7 +147,7 @@ def test_everything_by_keyboard(context: Any, tmp_path: Path) -> None:
     page.press("Escape")
     page.page.wait_for_function("() => document.getElementById('selected').textContent.includes('Nothing is selected')")
     # The list is another way to the same allocations.
-    page.page.locator("#largest button").first.press("Enter")
+    page.page.locator("#groups button").first.press("Enter")
     page.page.wait_for_function("() => document.getElementById('selected').textContent.includes('asked for')")
     assert page.errors == []
 
@@ -211,6 +212,57 @@ def test_zooming_with_the_pointer_and_the_whole_again(context: Any, tmp_path: Pa
     assert page.errors == []
 
 
+def test_what_is_beneath_the_picture_answers(context: Any, tmp_path: Path) -> None:
+    """Groups by stack, a search, call paths, events and a segment's stack: each leads to the others."""
+    path, views = page_of(tmp_path, recording(random.Random(3), 90))
+    view, page = views[0], Page(context[0], path)
+    groups = groups_of(view, view.peak[1])
+    rows = page.page.locator("#groups tbody tr")
+    assert rows.count() == min(len(groups), 10)
+    assert page.page.locator("#groups tbody button").first.inner_text() == human(groups[0].requested)
+    rows.first.locator("button").click()
+    page.page.wait_for_function("() => document.querySelector('#groups tbody tr').ariaCurrent === 'true'")
+    assert "Asked for by" in page.text("#segment")
+    search = page.page.locator("#search")
+    search.fill("_init_group")
+    found = groups_of(view, view.peak[1], matching(view, "_init_group"))
+    count, size = sum(one.count for one in found), sum(one.requested for one in found)
+    assert page.text("#found") == f"{counted(count, 'allocation')}, {human(size)}"
+    flame = page.page.locator("#flame button")
+    assert flame.first.get_attribute("aria-label") == f"all: {human(size)}, {counted(count, 'allocation')}"
+    last = flame.last.get_attribute("aria-label")
+    flame.last.click()
+    assert page.page.evaluate("document.activeElement.ariaLabel") == last
+    page.page.keyboard.press("ArrowUp")
+    assert page.page.evaluate("document.activeElement.ariaLabel") != last
+    page.page.locator("#flame button[aria-current]").focus()
+    for _ in range(9):
+        page.page.keyboard.press("Escape")
+    assert page.page.locator("#flame button[aria-current]").get_attribute("aria-label").startswith("all: ")
+    search.fill("")
+    events = page.page.locator("#events button")
+    before = events.locator("nth=0").inner_text().split()[0]
+    events.first.click()
+    page.wait_for_moment(f"after event {before} of")
+    assert page.page.locator("#events button[aria-current='step']").inner_text().split()[0] == before
+    assert page.errors == []
+
+
+@pytest.mark.parametrize("width", [1280, 900, 420])
+def test_nothing_is_wider_than_the_page(context: Any, tmp_path: Path, width: int) -> None:
+    path, _ = page_of(tmp_path, recording(random.Random(3), 90))
+    page = Page(context[0], path)
+    page.page.set_viewport_size({"width": width, "height": 800})
+    page.page.locator("#groups button").first.click()
+    page.page.wait_for_timeout(400)
+    assert page.page.evaluate("document.documentElement.scrollWidth") <= width
+    clipped = (
+        "() => [...document.querySelectorAll('td, dd, li, h1, h2, p, #moment')].filter(one => one.offsetParent"
+        " && one.scrollWidth > one.clientWidth + 1).map(one => one.textContent)"
+    )
+    assert page.page.evaluate(clipped) == []
+
+
 def test_a_hostile_file_runs_nothing_and_loads_nothing(context: Any, tmp_path: Path) -> None:
     data = with_markup(recording(random.Random(4), 80))
     for one in data["device_traces"][0][::2]:
@@ -221,7 +273,7 @@ def test_a_hostile_file_runs_nothing_and_loads_nothing(context: Any, tmp_path: P
     page.press("Home", *["ArrowRight", "ArrowUp"] * 8, "p")
     page.wait_for_moment("Peak")
     page.page.wait_for_timeout(400)  # the list follows once the keys are at rest
-    page.page.locator("#largest button").filter(has_text="onerror").first.click()
+    page.page.locator("#groups tbody tr").filter(has_text="onerror").first.click()
     page.page.wait_for_function("() => document.getElementById('selected').textContent.includes('onerror')")
     assert MARKUP in page.text("#selected"), "it is there to be read, as text"
     assert page.page.evaluate("window.broken") is None

@@ -33,7 +33,7 @@ ZEROED = "zeroed"
 
 # The way from an operator to the recorder: every C++ stack begins with it.
 _PLUMBING = re.compile(
-    r"^(?:torch::unwind|torch::CapturedTraceback|torch::cuda::|c10::|at::detail::|at::TensorBase|\?\?)"
+    r"^(?:torch::unwind|torch::CapturedTraceback|torch::cuda::|c10::|std::|at::detail::|at::TensorBase|\?\?)"
 )
 # A package that a program uses by name; PyTorch's own frames say little that the operator does not.
 _PACKAGE = re.compile(r"[/\\](?:site|dist)-packages[/\\](?!torch[/\\])")

@@ -15,6 +15,7 @@ from gpumem_magic.attribution.tensors import Tensors
 from gpumem_magic.devices.base import Label
 from gpumem_magic.recording.model import Moment, Recording
 from gpumem_magic.snapshot.model import Frame
+from gpumem_magic.snapshot.recount import Extent
 from gpumem_magic.snapshot.timeline import Allocation, Timeline
 from gpumem_magic.snapshot.unpickle import SnapshotFileError, one_line
 
@@ -162,6 +163,16 @@ class DeviceView:
         """The stack that gave it back; () where it lives on, or the trace has the request's stack there, too."""
         frames = () if one.freed is None else self.log.events[one.freed].frames
         return () if frames is self.frames_of(one) else frames
+
+    def frames_of_extent(self, one: Extent) -> tuple[Frame, ...]:
+        """The stack that asked the driver for it; () where none was recorded."""
+        if one.born >= 0:
+            return self.log.events[one.born].frames
+        return self._segments_at_end.get(one.address, ()) if one.gone is None else ()
+
+    @cached_property
+    def _segments_at_end(self) -> dict[int, tuple[Frame, ...]]:
+        return {segment.address: segment.frames for segment in self.log.final or ()}
 
     @cached_property
     def _frames_at_end(self) -> dict[int, tuple[Frame, ...]]:

@@ -110,12 +110,11 @@ def _groups(view: DeviceView, position: int, stacks: dict[tuple[Frame, ...], int
 
 
 def _segments(view: DeviceView, position: int, stacks: dict[tuple[Frame, ...], int]) -> tuple[SegmentContents, ...]:
-    at_end = {segment.address: segment.frames for segment in view.log.final or ()}
-    born = {one.address: one.born for one in view.timeline.extents if one.holds(position)}
+    extents = {one.address: one for one in view.timeline.extents if one.holds(position)}
     found = []
     for segment in view.timeline.segments_at(position):
-        event = born.get(segment.address, -1)
-        frames = view.log.events[event].frames if event >= 0 else at_end.get(segment.address, ())
+        extent = extents.get(segment.address)
+        frames = () if extent is None else view.frames_of_extent(extent)
         free = [block.size for block in segment.blocks if block.state == INACTIVE]
         found.append(
             SegmentContents(

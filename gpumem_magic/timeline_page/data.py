@@ -53,7 +53,13 @@ def plain(text: str) -> str:
 def _device(source: TimelineSource) -> dict[str, Any]:
     texts = _Texts()
     allocations = source.view.timeline.allocations
-    stacks, stack_of = _numbered([source.view.frames_of(one) for one in allocations])
+    extents = source.view.timeline.extents
+    stacks, numbers = _numbered(
+        [source.view.frames_of(one) for one in allocations]
+        + [source.view.frames_of_free(one) for one in allocations]
+        + [source.view.frames_of_extent(one) for one in extents]
+    )
+    stack_of, stack_of_free = numbers[: len(allocations)], numbers[len(allocations) : 2 * len(allocations)]
     whys = [source.view.why(one) for one in allocations]
     reasons = sorted(set(whys) - {""})
     number_of = {reason: number for number, reason in enumerate(reasons)}
@@ -86,6 +92,7 @@ def _device(source: TimelineSource) -> dict[str, Any]:
         "holder": [-1 if label.name is None else texts.number(label.name) for label in source.view.labels],
         "reason": [number_of.get(why, -1) for why in whys],
         "stack": stack_of,
+        "freedBy": [number if stacks[number] else -1 for number in stack_of_free],
         "stacks": [_stack(frames, texts) for frames in stacks],
         # The one frame that tells the most, of each stack.
         "heads": [_head(frames, texts) for frames in stacks],
@@ -99,8 +106,9 @@ def _device(source: TimelineSource) -> dict[str, Any]:
                 extent.stream,
                 plain(extent.pool),
                 int(extent.expandable),
+                number,
             ]
-            for extent in source.view.timeline.extents
+            for extent, number in zip(extents, numbers[2 * len(allocations) :], strict=True)
         ],
     }
 

@@ -72,6 +72,7 @@ export class Device {
     this.category = Uint8Array.from(data.category);
     this.evidence = Uint8Array.from(data.evidence);
     this.stack = data.stack;
+    this.freedBy = data.freedBy;
     this.reason = data.reason;
     this.stream = data.stream;
     this.holder = data.holder;
@@ -85,9 +86,11 @@ export class Device {
     order.forEach((one, rank) => (this.rank[one] = rank));
     this.births = new Int32Array(this.events).fill(-1);
     this.deaths = new Int32Array(this.events).fill(-1);
+    this.ends = new Int32Array(this.events).fill(-1); // where a free is complete
     for (let i = 0; i < count; i++) {
       if (this.born[i] >= 0) this.births[this.born[i]] = i;
       if (this.freed[i] >= 0 && this.freed[i] < this.events) this.deaths[this.freed[i]] = i;
+      if (this.done[i] >= 0 && this.done[i] < this.events) this.ends[this.done[i]] = i;
     }
     this.hidden = new Set();
     this.shown = new Float64Array(count);
@@ -179,12 +182,6 @@ export class Device {
     return { sizes, rounding: allocated - asked, allocated, reserved: this.reserved[position] };
   }
 
-  largest(position, most) {
-    return this.stackAt(position)
-      .sort((a, b) => this.requested[b] - this.requested[a] || a - b)
-      .slice(0, most);
-  }
-
   /** Where an allocation lies in the stack at a position at which it is live: [bytes beneath it, its own]. */
   placeOf(one, position) {
     let beneath = 0;
@@ -202,34 +199,16 @@ export class Device {
     return sought ? live.filter((one) => words(one).toLowerCase().includes(sought)) : live;
   }
 
-  /** The call paths of some allocations, outermost frame first: {size, count, parts: word -> the same}. pathOf: an allocation ->
-     its words. */
-  static paths(device, some, pathOf) {
-    const root = { size: 0, count: 0, parts: new Map() };
-    for (const one of some) {
-      let node = root;
-      for (const word of [null, ...pathOf(one)]) {
-        if (word !== null) {
-          if (!node.parts.has(word)) node.parts.set(word, { size: 0, count: 0, parts: new Map() });
-          node = node.parts.get(word);
-        }
-        node.size += device.requested[one];
-        node.count += 1;
-      }
-    }
-    return root;
-  }
-
   /** The segments at a position, by address, each with its blocks: {one, offset, size, waiting}; what is between is free. */
   segmentsAt(position) {
     const there = this.extents.filter(([, , born, gone]) => born < position && position <= (gone < 0 ? NEVER : gone));
     there.sort((a, b) => a[0] - b[0]);
     const segments = [];
-    for (const [address, size, , , stream, pool, expandable] of there) {
+    for (const [address, size, , , stream, pool, expandable, stack] of there) {
       const last = segments[segments.length - 1];
       const touches = last && last.address + last.size === address && last.stream === stream && last.pool === pool;
       if (touches && expandable && last.expandable) last.size += size;
-      else segments.push({ address, size, stream, pool, expandable, blocks: [], used: 0 });
+      else segments.push({ address, size, stream, pool, expandable, stack, blocks: [], used: 0 });
     }
     const used = [];
     for (let i = 0; i < this.count; i++) if (this.born[i] < position && position <= this.done[i]) used.push(i);

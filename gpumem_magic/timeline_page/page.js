@@ -4,18 +4,15 @@
 import { human } from "../units.js";
 import { count, drawOver, drawSegments, fragmentation, layout, pixelColours, runsOf, segmentAt, since } from "./draw.js";
 import { Machine } from "./machine.js";
-import { CACHED, Device, NEVER, paint } from "./model.js";
+import { CACHED, Device, paint } from "./model.js";
+import { moment, Panels, Words } from "./panels.js";
 
 const LEFT = 74;
 const TOP = 20;
 const BOTTOM = 24;
-const LARGEST = 12;
 const MOST_SEGMENTS = 4000;
-const MOST_PARTS = 40; // of a call path, and so deep it opens by itself
-const DEEPEST = 60;
 const SEEN = 6; // pixels of an outline that is found without a pointer at it
 const QUIET_AFTER = 140; // ms without a move, after which the picture is drawn with all pixels
-const KINDS = ["", "other", "other"]; // a stack's own frames, the libraries', the native ones
 
 export function start(document, data) {
   const window = document.defaultView;
@@ -23,12 +20,11 @@ export function start(document, data) {
   const make = (tag, text = "", options = {}) => Object.assign(document.createElement(tag), { textContent: text }, options);
   const devices = data.devices.map((one) => new Device(one));
   const machine = new Machine(devices, data.categories.length);
-  const label = (category) => data.categories[category].label;
+  const words = new Words(data, machine);
   const [stack, over, tip] = [find("stack"), find("over"), find("tip")];
   let [theme, colours, placed, pick, pixels, image] = ["light", null, null, null, null, null];
   let box = { x: LEFT, y: TOP, width: 10, height: 10 };
   let [ratio, coarse, scheduled, settled] = [1, false, "", 0];
-  let allFrames = false;
   let said = ""; // what the words on the page are about
 
   // ---- what is drawn, when
@@ -45,7 +41,7 @@ export function start(document, data) {
     scheduled = "";
     if (what === "all") drawStack();
     drawTop();
-    const about = [machine.number, machine.position, machine.selected, [...machine.device.hidden], theme, over.parentElement.clientWidth].join("|");
+    const about = [machine.number, machine.position, machine.selected, [...machine.device.hidden], theme, panels.segment, over.parentElement.clientWidth].join("|");
     if (about !== said) drawWords();
     said = about;
   }
@@ -147,27 +143,6 @@ export function start(document, data) {
 
   // ---- words
 
-  const moment = (position) => (position ? `after event ${count(position - 1)}` : "at the start");
-  const frameWord = (code, device) => device.strings[Math.floor(code / 3)];
-
-  /** The name of what held it, where a measured cell knew it. */
-  const holder = (one) => (machine.device.holder[one] < 0 ? "" : machine.device.strings[machine.device.holder[one]]);
-
-  function named(one) {
-    const { device } = machine;
-    return `${label(device.category[one])}, ${human(device.requested[one])}${holder(one) && `, ${holder(one)}`}`;
-  }
-
-  /** The line of the program that asked for it, or what else tells the most. */
-  function origin(one) {
-    const { device } = machine;
-    const head = device.heads[device.stack[one]];
-    return head < 0 ? "no stack" : device.strings[head];
-  }
-
-  /** The same without the folders of its file. */
-  const briefly = (one) => origin(one).replace("torch::autograd::generated::", "").replace(/^.*[\\/](?=[^\\/]*:\d+ )/, "");
-
   function drawWords() {
     const { device, position } = machine;
     const now = device.sums(position, data.categories.length);
@@ -177,133 +152,23 @@ export function start(document, data) {
     data.categories.forEach((_, category) => {
       const button = find(`category-${category}`);
       button.parentElement.hidden = !device.present.has(category);
-      button.lastChild.textContent = `${label(category)} ${human(now.sizes[category])}`;
+      button.lastChild.textContent = `${words.label(category)} ${human(now.sizes[category])}`;
       button.setAttribute("aria-pressed", String(!device.hidden.has(category)));
     });
     find("rounding").textContent = `rounding ${human(now.rounding)}`;
     find("cached").lastChild.textContent = `cached, free ${human(now.reserved - now.allocated)}`;
-    drawSelected();
-    drawLargest();
-    drawPaths();
+    panels.draw(theme);
     drawSegmentsNow();
-  }
-
-  function drawSelected() {
-    const { device, selected } = machine;
-    const panel = find("selected");
-    panel.replaceChildren();
-    if (selected < 0) {
-      panel.append(make("p", "Nothing is selected: click an allocation, or choose one from the list.", { className: "quiet" }));
-      return;
-    }
-    const facts = make("dl");
-    const fact = (name, text) => facts.append(make("dt", name), make("dd", text));
-    const [born, freed] = [device.born[selected], device.freed[selected]];
-    const why = device.reason[selected];
-    fact("category", label(device.category[selected]));
-    fact("known by", data.evidence[device.evidence[selected]] + (why < 0 ? "" : `: it ${device.reasons[why]}`));
-    if (holder(selected)) fact("held by", holder(selected));
-    fact("size", `${human(device.requested[selected])} asked for, ${human(device.size[selected])} with rounding`);
-    fact("lives", `${born < 0 ? "from before the recording" : `from event ${count(born)}`} `
-      + (freed === NEVER ? "to its end" : `to event ${count(freed)}`));
-    fact("place", `0x${device.address[selected].toString(16)}, stream ${device.stream[selected]}`);
-    const list = make("ol", "", { className: "stack" });
-    const codes = device.stacks[device.stack[selected]];
-    const own = codes.filter((code) => code % 3 === 0);
-    const shown = allFrames ? codes : own.length ? own : codes.slice(0, 6);
-    for (const code of shown) list.append(make("li", frameWord(code, device), { className: KINDS[code % 3] }));
-    if (!codes.length) list.append(make("li", "No stack was recorded.", { className: "other" }));
-    panel.append(facts, list);
-    if (codes.length > shown.length || allFrames) {
-      const toggle = make("button", allFrames ? "Only the program's own frames" : `Show all ${codes.length} frames`);
-      toggle.addEventListener("click", () => {
-        allFrames = !allFrames;
-        drawSelected();
-        panel.querySelector("button")?.focus();
-      });
-      panel.append(toggle);
-    }
-  }
-
-  /** All words about an allocation: what it is, what held it, and its stack. */
-  function wordsOf(one) {
-    const { device } = machine;
-    return [label(device.category[one]), holder(one), ...device.stacks[device.stack[one]].map((code) => frameWord(code, device))].join("\n");
-  }
-
-  /** Its call path for a reader, outermost first: the program's own frames and the one that tells the most. */
-  function pathOf(one) {
-    const { device } = machine;
-    const own = device.stacks[device.stack[one]].filter((code) => code % 3 === 0).map((code) => frameWord(code, device)).reverse();
-    const head = origin(one);
-    return head === own[own.length - 1] ? own : [...own, head];
-  }
-
-  /** The allocations at this moment by call path, each part as wide as it is big: an element opens what lies within. */
-  function drawPaths() {
-    const panel = find("paths");
-    if (!panel.parentElement.open) return;
-    const { device } = machine;
-    const root = Device.paths(device, device.matching(machine.position, find("search").value.trim(), wordsOf), pathOf);
-    panel.replaceChildren(...parts(root, root.size, 0));
-    if (!root.count) panel.append(make("p", "Nothing is live here.", { className: "quiet" }));
-  }
-
-  function parts(node, total, depth) {
-    const children = [...node.parts].sort((a, b) => b[1].size - a[1].size);
-    return children.slice(0, MOST_PARTS).map(([word, part]) => {
-      const element = make(part.parts.size ? "details" : "div", "", { className: "path" });
-      const line = make(part.parts.size ? "summary" : "div", "", { title: word });
-      const bar = make("span", "", { className: "bar-of" });
-      bar.style.width = `${Math.max((100 * part.size) / Math.max(total, 1), 0.2)}%`;
-      const times = part.count > 1 ? `, ${count(part.count)} ×` : "";
-      line.append(bar, make("span", `${human(part.size)}${times} · ${word.replace(/^.*[\\/](?=[^\\/]*:\d+ )/, "")}`, { className: "what" }));
-      element.append(line);
-      if (!part.parts.size) return element;
-      const fill = () => element.children.length === 1 && element.append(...parts(part, total, depth + 1));
-      // One way on is opened at once, so that a long stack takes one step.
-      if (node.parts.size === 1 && depth < DEEPEST) {
-        element.open = true;
-        fill();
-      }
-      element.addEventListener("toggle", fill);
-      return element;
-    });
-  }
-
-  function drawLargest() {
-    const list = find("largest");
-    const focused = list.contains(document.activeElement) ? [...list.querySelectorAll("button")].indexOf(document.activeElement) : -1;
-    list.replaceChildren();
-    const { device } = machine;
-    const sought = find("search").value.trim();
-    const matches = device.matching(machine.position, sought, wordsOf).sort((a, b) => device.requested[b] - device.requested[a] || a - b);
-    find("found").textContent = sought
-      ? `${count(matches.length)} live here, ${human(matches.reduce((sum, one) => sum + device.requested[one], 0))}` : "";
-    for (const one of matches.slice(0, LARGEST)) {
-      const button = make("button");
-      const swatch = make("span", "", { className: "swatch" });
-      swatch.style.background = data.categories[device.category[one]][theme];
-      const known = [label(device.category[one]), holder(one), holder(one) && origin(one) === "no stack" ? "" : briefly(one)];
-      const what = make("span", known.filter(Boolean).join(" · "), { className: "what", title: origin(one) });
-      button.append(swatch, make("span", human(device.requested[one]), { className: "size" }), what);
-      button.setAttribute("aria-current", String(one === machine.selected));
-      button.addEventListener("click", () => act(machine.select(one), true));
-      const item = make("li");
-      item.append(button);
-      list.append(item);
-    }
-    if (!list.children.length) list.append(make("li", sought ? "Nothing that is live here has these words." : "Nothing is live here.", { className: "quiet" }));
-    list.querySelectorAll("button")[focused]?.focus();
   }
 
   function drawSegmentsNow() {
     const canvas = find("segments");
     const segments = machine.device.segmentsAt(machine.position);
-    const words = fragmentation(segments);
+    const told = fragmentation(segments);
+    panels.drawSegment(segments);
     if (find("order").value === "free") segments.sort((a, b) => b.size - b.used - (a.size - a.used) || a.address - b.address);
     const left = segments.length - MOST_SEGMENTS;
-    find("fragmentation").textContent = left > 0 ? `${words} The first ${count(MOST_SEGMENTS)} are drawn.` : words;
+    find("fragmentation").textContent = left > 0 ? `${told} The first ${count(MOST_SEGMENTS)} are drawn.` : told;
     const width = canvas.parentElement.clientWidth;
     placed = layout(segments.slice(0, MOST_SEGMENTS), width);
     canvas.parentElement.style.height = `${placed.height}px`;
@@ -314,14 +179,16 @@ export function start(document, data) {
     drawSegments(context, placed, machine.device, {
       fills: data.categories.map((one) => one[theme]), free: data.cached[theme], outline: variables().focus, selected: machine.selected,
     });
-    canvas.setAttribute("aria-label", `Segments ${moment(machine.position)}: ${words}`);
+    canvas.setAttribute("aria-label", `Segments ${moment(machine.position)}: ${told}`);
   }
 
   function say() {
     const { device, position, selected } = machine;
-    const what = selected < 0 ? "" : ` Selected: ${named(selected)}, ${origin(selected)}.`;
+    const what = selected < 0 ? "" : ` Selected: ${words.named(selected)}, ${words.origin(selected)}.`;
     find("live").textContent = `${moment(position)}, ${human(device.height[position])} allocated.${what}`;
   }
+
+  const panels = new Panels(document, data, machine, words, (what) => act(what, true));
 
   /** Draws what an action asks for, and tells those who listen. */
   function act(what, aloud = false) {
@@ -342,11 +209,11 @@ export function start(document, data) {
     return { x, y, inside, at, share: x / box.width, position: Math.floor(view.x0 + (x / box.width) * (view.x1 - view.x0)) };
   }
 
-  function showTip(parent, x, y, words) {
-    tip.style.display = words ? "block" : "none";
-    if (!words) return;
+  function showTip(parent, x, y, text) {
+    tip.style.display = text ? "block" : "none";
+    if (!text) return;
     if (tip.parentElement !== parent) parent.append(tip);
-    tip.textContent = words;
+    tip.textContent = text;
     tip.style.left = `${Math.max(Math.min(x + 14, parent.clientWidth - tip.offsetWidth - 4), 0)}px`;
     tip.style.top = `${y + 16 + tip.offsetHeight > parent.clientHeight && y > tip.offsetHeight ? y - tip.offsetHeight - 8 : y + 16}px`;
   }
@@ -364,8 +231,8 @@ export function start(document, data) {
       return;
     }
     const found = place(event);
-    const words = !found.inside ? "" : found.at >= 0 ? `${named(found.at)} · ${briefly(found.at)}` : found.at === CACHED ? "cached, free" : "";
-    showTip(over.parentElement, found.x + box.x, found.y + box.y, words);
+    const text = !found.inside ? "" : found.at >= 0 ? words.inShort(found.at) : found.at === CACHED ? "cached, free" : "";
+    showTip(over.parentElement, found.x + box.x, found.y + box.y, text);
   });
   over.addEventListener("pointerup", (event) => {
     const clicked = drag && !drag.far;
@@ -415,14 +282,15 @@ export function start(document, data) {
     const found = segmentAt(placed, x, y);
     if (!found) return showTip(cells, 0, 0, "");
     const { segment, block } = found;
-    const what = block ? `${named(block.one)}${block.waiting ? ", waits for a stream" : ""} · ${briefly(block.one)} · ` : "free · ";
-    return showTip(cells, x, y, `${what}segment of ${human(segment.size)}, ${human(segment.size - segment.used)} free, ${segment.pool} pool, `
-      + `stream ${segment.stream}${segment.expandable ? ", expandable" : ""}`);
+    const what = block ? `${words.inShort(block.one)}${block.waiting ? ", waits for a stream" : ""} · ` : "free · ";
+    const rest = segment.size > segment.used ? human(segment.size - segment.used) : "none";
+    return showTip(cells, x, y, `${what}segment of ${human(segment.size)}, ${rest} of it free`);
   });
   cells.addEventListener("pointerleave", () => showTip(cells, 0, 0, ""));
   cells.addEventListener("click", (event) => {
     const { x, y } = cellAt(event);
     const found = segmentAt(placed, x, y);
+    panels.choose(found?.segment.address ?? null);
     act(machine.select(found?.block ? found.block.one : -1), true);
   });
 
@@ -430,13 +298,9 @@ export function start(document, data) {
     find(id).addEventListener("click", () => act(machine.key(key), true));
   }
   find("order").addEventListener("change", drawSegmentsNow);
-  find("paths").parentElement.addEventListener("toggle", drawPaths);
-  find("search").addEventListener("input", () => {
-    drawLargest();
-    drawPaths();
-  });
   const chooser = find("device");
   chooser.addEventListener("change", () => {
+    panels.choose(null);
     act(machine.choose(Number(chooser.value)), true);
     drawNotes();
   });
@@ -475,7 +339,7 @@ export function start(document, data) {
     heads.append(make("td"), ...devices.map((device) => make("th", device.name, { scope: "col" })));
     table.append(heads, row("allocated", peaks.map((peak) => human(peak.allocated))), row("reserved", peaks.map((peak) => human(peak.reserved))));
     data.categories.forEach((_, category) => {
-      if (peaks.some((peak) => peak.sizes[category])) table.append(row(label(category), peaks.map((peak) => human(peak.sizes[category]))));
+      if (peaks.some((peak) => peak.sizes[category])) table.append(row(words.label(category), peaks.map((peak) => human(peak.sizes[category]))));
     });
   }
 

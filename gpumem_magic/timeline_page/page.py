@@ -18,7 +18,7 @@ from gpumem_magic.timeline_page.source import TimelineSource
 from gpumem_magic.views.pages import one_script
 
 _FOLDER = Path(__file__).parent
-_MODULES = ("../units.js", "model.js", "machine.js", "draw.js", "page.js")
+_MODULES = ("../units.js", "model.js", "machine.js", "draw.js", "lists.js", "panels.js", "page.js")
 _START = '\nstart(document, JSON.parse(document.getElementById("data").textContent));\n'
 
 

@@ -2,7 +2,8 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
 
-import { byteTicks, byteWord, drawOver, eventTicks, fragmentation, layout, mixed, runsOf, segmentAt, since, ticks } from "../../gpumem_magic/timeline_page/draw.js";
+import { byteTicks, byteWord, drawOver, eventTicks, fragmentation, isPale, layout, mixed, runsOf, segmentAt, since, ticks } from "../../gpumem_magic/timeline_page/draw.js";
+import { categoryOf, eventsAround, extentEvents, flameOf, groupsOf, pathsOf, sameIn } from "../../gpumem_magic/timeline_page/lists.js";
 import { Machine } from "../../gpumem_magic/timeline_page/machine.js";
 import { CACHED, Device, LiveSet, NOTHING, columnsOf, moved, paint, showing, wholeView, zoomed } from "../../gpumem_magic/timeline_page/model.js";
 
@@ -23,7 +24,7 @@ function device(lives, events, more = {}) {
     lived: column(([at, freed]) => (freed < 0 ? -1 : freed - at)), waited: column(([, freed]) => (freed < 0 ? -1 : 0)),
     requested: column(([, , size]) => size * MIB - 100), size: column(([, , size]) => size * MIB),
     address: column(([, , size]) => (top += size * MIB) - size * MIB), stream: column(() => 0), category: column(([, , , category]) => category),
-    evidence: column(() => 0), holder: column(() => -1), reason: column(() => -1), stack: column(() => 0), stacks: [[]], heads: [-1], strings: [],
+    evidence: column(() => 0), holder: column(() => -1), reason: column(() => -1), stack: column(() => 0), freedBy: column(() => -1), stacks: [[]], heads: [-1], strings: [],
     extents: [[0, top + 10 * MIB, -1, -1, 0, "large", 0]], ...more,
   });
 }
@@ -92,13 +93,64 @@ test("where an allocation lies in the stack, and which have some words", () => {
 test("call paths add up, from the outermost frame", () => {
   const d = small();
   const paths = [["main", "load"], ["main", "step", "linear"], ["main", "step"], []];
-  const root = Device.paths(d, [0, 1, 2, 3], (one) => paths[one]);
+  const root = pathsOf(d, [0, 1, 2, 3], (one) => paths[one]);
   const asked = [0, 1, 2, 3].map((one) => d.requested[one]);
   assert.equal(root.size, asked.reduce((a, b) => a + b, 0));
   const main = root.parts.get("main");
   assert.deepEqual([main.count, main.size], [3, asked[0] + asked[1] + asked[2]]);
   assert.deepEqual([...main.parts.keys()], ["load", "step"]);
-  assert.equal(main.parts.get("step").parts.get("linear").size, asked[1]);
+  const step = main.parts.get("step");
+  assert.equal(step.parts.get("linear").size, asked[1]);
+  assert.deepEqual([categoryOf(main.parts.get("load")), categoryOf(step), categoryOf(main)], [0, 1, null], "main has two categories");
+  const again = pathsOf(d, [1, 2], (one) => paths[one]);
+  assert.equal(sameIn(again, step), again.parts.get("main").parts.get("step"));
+  assert.equal(sameIn(again, main.parts.get("load")), again, "what is gone is not looked at");
+});
+
+test("a flame graph has every part where its bytes are, and what is around the one that is looked at", () => {
+  const d = many(300);
+  const path = (one) => [`a${one % 3}`, `b${one % 5}`, `c${one % 2}`];
+  const root = pathsOf(d, d.stackAt(150), path);
+  const all = flameOf(root, 0);
+  for (const { node, row, from, share } of all) {
+    assert.ok(Math.abs(share - node.size / root.size) < 1e-9 && from + share < 1 + 1e-9);
+    const inside = all.filter((one) => one.node.above === node);
+    if (inside.length) assert.ok(Math.abs(inside.reduce((sum, one) => sum + one.share, 0) - share) < 1e-9);
+    for (const one of inside) assert.ok(one.row === row + 1 && one.from >= from - 1e-9 && one.from + one.share <= from + share + 1e-9);
+  }
+  const focus = root.parts.get("a1").parts.get("b2");
+  const part = flameOf(focus, 0);
+  assert.deepEqual(part.slice(0, 3).map(({ node, row, share }) => [node.word, row, share]), [["", 0, 1], ["a1", 1, 1], ["b2", 2, 1]]);
+  assert.equal(part.length, 3 + focus.parts.size);
+  assert.ok(flameOf(root, 0.2).every(({ share }) => share >= 0.2));
+});
+
+test("allocations of one stack are one group, whose sizes add up", () => {
+  const d = many(500);
+  const stacks = [...Array(d.count).keys()].map((one) => one % 4);
+  d.stack = stacks;
+  const live = d.stackAt(250);
+  const groups = groupsOf(d, live, (one) => (one % 2 ? "model" : ""));
+  assert.equal(groups.reduce((sum, group) => sum + group.size, 0), live.reduce((sum, one) => sum + d.requested[one], 0));
+  assert.deepEqual(groups.flatMap((group) => group.members).sort((a, b) => a - b), [...live].sort((a, b) => a - b));
+  for (const { members, size, sizes, count } of groups) {
+    assert.equal(new Set(members.map((one) => `${stacks[one]} ${d.category[one]} ${one % 2}`)).size, 1);
+    assert.equal(sizes.reduce((sum, [asked, times]) => sum + asked * times, 0), size);
+    assert.equal(sizes.reduce((sum, [, times]) => sum + times, 0), count);
+  }
+  assert.deepEqual(groups.map((group) => group.size), groups.map((group) => group.size).sort((a, b) => b - a));
+});
+
+test("the events around a moment, each as what it was", () => {
+  const d = device([[-1, 6, 4, 0], [1, 3, 8, 1]], 9, {
+    waited: [-1, 1], marks: [[5, "out of memory", "error"]], extents: [[0, 20 * MIB, -1, 8, 0, "large", 0, 0], [64 * MIB, 2 * MIB, 0, 7, 0, "small", 1, 0]],
+  });
+  const around = (position, most) => eventsAround(d, extentEvents(d), position, most).map(({ event, action, one }) => [event, action, one]);
+  assert.deepEqual(around(4, 99), [[0, "segment_map", -1], [1, "alloc", 1], [2, "other", -1], [3, "free_requested", 1], [4, "free_completed", 1],
+    [5, "out of memory", -1], [6, "free_requested", 0], [7, "segment_unmap", -1], [8, "segment_free", -1]]);
+  assert.deepEqual(around(5, 3).map(([event]) => event), [3, 4, 5], "the one before the moment is in the middle");
+  assert.deepEqual([around(0, 3).map(([event]) => event), around(9, 3).map(([event]) => event)], [[0, 1, 2], [6, 7, 8]]);
+  assert.equal(eventsAround(d, extentEvents(d), 1, 1)[0].size, 2 * MIB);
 });
 
 test("the highest position of a stretch is found, and the first of equals", () => {
@@ -284,6 +336,10 @@ test("axes have few, round words, and end even for absurd sizes", () => {
   }
   assert.deepEqual(ticks(0, 10, 5, [1, 2, 5]), [0, 2, 4, 6, 8, 10]);
   assert.deepEqual(eventTicks(3, 20000), [5000, 10000, 15000, 20000]);
+});
+
+test("words on a colour are dark where it is pale", () => {
+  assert.deepEqual(["#FFFFFF", "#CCBB44", "#FFAABB", "#000000", "#AA3377"].map(isPale), [true, true, true, false, false]);
 });
 
 test("colours are pixels in the browser's order of bytes", () => {
