@@ -97,6 +97,9 @@ class FakeMachine:
     def settle(self) -> None:
         pass
 
+    def marks_of_reads(self) -> Counter[tuple[str, int, str]]:
+        return Counter()
+
     def notes(self) -> list[str]:
         return []
 

@@ -367,7 +367,8 @@ def test_guesses_keep_programs_on_their_way(machine: gpu.VirtualMachine) -> None
 def test_a_mask_selects_as_many_on_the_host_as_on_the_device(machine: gpu.VirtualMachine) -> None:
     x = torch.rand(400, 300, device="cuda")
     for mask in (x > 0.7, x == 0.5, torch.isfinite(x)):
-        assert len(x[mask]) == int(mask.cpu().sum())
+        assert len(x[mask]) == int(mask.cpu().sum()) == mask.sum().item()
+        assert mask.any()
 
 
 def test_an_unknown_problem_keeps_the_history_of_lbfgs(machine: gpu.VirtualMachine) -> None:

@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from IPython.utils.capture import capture_output
+from shell_fakes import clean_shell
 
 import gpumem_magic
 from gpumem_magic.commands.words import for_a_script
-from gpumem_magic.looks.decisions import ends_a_loop
+from gpumem_magic.looks.decisions import ends_a_loop, leads_to, makes_a_size
 from gpumem_magic.virtual import gpu
 
 
@@ -81,12 +83,108 @@ def test_a_number_that_is_only_printed_decides_nothing() -> None:
         ("y = x.item()\ndef run(y):\n    while y: pass", 1, False),
         ("if x.item():\n    y = 1", 1, False),
         ("while (", 1, False),
+        ("for _ in range(int(x.max())):\n    step()", 1, True),
+        ("n = x.item() + 1\ny = [step(i) for i in range(n)]", 1, True),
+        ("for y in x.tolist():\n    print(y)", 1, False),
+        ("self.best = x.item()\nwhile self.step < 3: pass", 1, False),
     ],
 )
 def test_which_lines_end_a_loop(tmp_path: Path, code: str, line: int, decides: bool) -> None:
     place = tmp_path / "program.py"
     place.write_text(code, "utf-8")
     assert ends_a_loop(str(place), line) is decides
+
+
+@pytest.mark.parametrize(
+    ("code", "makes"),
+    [
+        ("n = int(x.max()) + 1\nhead = nn.Linear(4, n)", True),
+        ("self.n = x.max().item()\nself.head = Model(classes=self.n)", True),
+        ("y = torch.zeros(3, x.max())", True),
+        ("y = F.one_hot(x)", True),
+        ("parts = rows.split(lengths.tolist())", True),
+        ("right += out.view(out.size(0), -1).argmax(1).eq(y).sum().item()", False),
+        ("right = x.sum().item()\nprint(100 * right / total)\nraise ValueError(right)", False),
+        ("self.n = x.max().item()\nself.head = Model(self.other)", False),
+    ],
+)
+def test_which_lines_make_a_size(tmp_path: Path, code: str, makes: bool) -> None:
+    place = tmp_path / "program.py"
+    place.write_text(code, "utf-8")
+    assert makes_a_size(str(place), 1) is makes
+
+
+def test_which_errors_come_of_a_read(tmp_path: Path) -> None:
+    place = tmp_path / "program.py"
+    place.write_text("y = x.item()\nz = y * 2\nassert z < 3\nif y:\n    raise ValueError\nother()\n", "utf-8")
+    assert [raised for raised in range(1, 7) if leads_to(str(place), 1, raised)] == [1, 2, 3, 4, 5]
+
+
+def run(tmp_path: Path, code: str, **names: Any) -> str:
+    """The report's first line, of a program with a file of its own."""
+    place = tmp_path / "program.py"
+    place.write_text(textwrap.dedent(code), "utf-8")
+    names |= {"torch": torch, "__name__": "program"}
+    with gpumem_magic.measure(device="T4,values=auto") as measured:
+        exec(compile(place.read_text("utf-8"), str(place), "exec"), names | {"x": unknown()})
+    return str(measured.report.answer)
+
+
+def test_an_error_that_was_caught_is_said_first(tmp_path: Path) -> None:
+    code = """
+        def step(limit):
+            try:
+                if x.max().item() < limit:
+                    raise ValueError("too small")
+            except ValueError:
+                return x + 1
+        y = step({limit})
+    """
+    first = run(tmp_path, code.format(limit=9))
+    assert first.startswith("An error that the program caught may not come on a GPU: it goes back to a value that")
+    assert "read at `program.py:4`" in first
+    assert "error" not in run(tmp_path, code.format(limit=-9))
+
+
+def test_in_a_cell_no_operator_is_needed_for_that() -> None:
+    cell = """%%gpumem
+        try:
+            1 / int(x.max() - 100)
+            assert y.max() > 9
+        except AssertionError:
+            y = None
+    """
+    with clean_shell() as shell, capture_output():
+        shell.run_line_magic("load_ext", "gpumem_magic")
+        shell.run_line_magic("gpumem_device", "T4,values=auto")
+        shell.user_ns.update(x=unknown(), y=unknown())
+        shell.run_cell(textwrap.dedent(cell.replace("%%", " " * 8 + "%%")))
+        first = gpumem_magic.last_report().answer
+        shell.run_line_magic("unload_ext", "gpumem_magic")
+        assert shell.user_ns["y"] is None
+    assert first.startswith("An error that the program caught may not come on a GPU")
+    assert "read at line 4" in first
+
+
+def test_a_size_of_a_stand_in_is_said_first(tmp_path: Path) -> None:
+    code = """
+        classes = int((x * 7).long().max()) + 1
+        head = torch.zeros(9, classes, device="cuda")
+        while x.mean().item() > 0.9:
+            pass
+    """
+    first = run(tmp_path, code)
+    assert first.startswith("A loop may have ended earlier or later than on a GPU, and sizes may be others: it goes by")
+    assert "read at `program.py:4` and 1 more;" in first
+    first = run(tmp_path, code.partition("while")[0])
+    assert first.startswith("A size may be another on a GPU: it is made of a value that the virtual GPU does not know")
+
+
+def test_sizes_without_a_largest_one_are_not_called_the_largest() -> None:
+    machine = gpu.turn_on("T4,values=stand-in")
+    torch.bincount(torch.randint(9, (400, 300), device="cuda").flatten(), minlength=4)
+    assert [note for note in machine.notes() if "largest possible" in note] == []
+    assert any("of `bincount` minlength, or 1 (1 time)" in note for note in machine.notes())
 
 
 def test_a_wait_that_never_ends_is_said_once(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ import dataclasses
 import importlib
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -86,6 +87,9 @@ def main() -> int:
     parser.add_argument("--results", metavar="PATH", type=Path, help="keep outcomes here, and go on from them")
     parser.add_argument("--again", metavar="VERDICT", default="", help="run programs of this verdict again")
     parser.add_argument("--page", metavar="PATH", type=Path, help="also write the documentation's table to PATH")
+    parser.add_argument(
+        "--seconds", metavar="N", type=float, default=1e9, help="of the processor's time, for each at most"
+    )
     parser.add_argument("--fork", action="store_true", help="import once what nearly all programs import: much faster")
     parser.add_argument("--logs", metavar="FOLDER", type=Path, help="keep what the programs print in FOLDER")
     options = parser.parse_args()
@@ -186,13 +190,15 @@ def _once(
         for recipe, where, *numbers in one.get("data", ()):
             RECIPES[recipe](home / where[2:] if where.startswith("~/") else place / where, *numbers)
         path = [str(folder / part) for part in one.get("path", ())] + [str(Path(p).resolve()) for p in options.packages]
-        for code in [one["prepare"]] if "prepare" in one else []:
-            subprocess.run([sys.executable, "-c", code], cwd=place, check=True)
-        for other in one.get("before", ()):
-            subprocess.run([sys.executable, other], cwd=place, check=True, capture_output=True)
+        before = [["-c", one["prepare"]]] if "prepare" in one else []
+        for words in (*before, *([other] for other in one.get("before", ()))):
+            environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
+            made = subprocess.run([sys.executable, *words], cwd=place, env=environment, capture_output=True, text=True)
+            if made.returncode:
+                raise Missing(f"what it needs could not be made: {made.stderr.strip().rpartition(chr(10))[2]}")
         found = run(
             place, str((folder / script).relative_to(place)), one.get("arguments", ()), device=device, packages=path,
-            limit=one.get("seconds", LIMIT), iterations=one.get("iterations"), home=home, fork=options.fork,
+            limit=min(one.get("seconds", LIMIT), options.seconds), iterations=one.get("iterations"), home=home, fork=options.fork,
         )  # fmt: skip
     if options.logs is not None:
         options.logs.mkdir(parents=True, exist_ok=True)

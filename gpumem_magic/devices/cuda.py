@@ -320,6 +320,9 @@ class CudaMachine:
 
     supplied = stand_ins
 
+    def marks_of_reads(self) -> Counter[tuple[str, int, str]]:
+        return Counter()
+
     def current_device(self) -> int:
         """The number of the current device; 0 while CUDA is not in use, as asking would change that."""
         return int(self._torch.cuda.current_device()) if torch_memory.in_use(self._torch) else 0

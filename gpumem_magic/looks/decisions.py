@@ -1,7 +1,8 @@
-"""Whether a loop ends by what a line reads: asked of the source text alone.
+"""What a program makes of a value that a line reads: asked of the source text alone.
 
-A value counts where it stands in the test of a ``while``, or of an ``if`` that leaves a loop, and so does every name that is
-assigned from it in the same function. Checks for numbers that are none (``isnan``) are no such tests: their answer is known.
+A loop ends by it, where it stands in the test of a ``while``, in a ``range``, or in the test of an ``if`` that leaves a loop; a
+size is made of it, where it stands among the arguments of what makes tensors and modules. So does every name that is assigned
+from it in the same function. Checks for numbers that are none (``isnan``) are no such tests: their answer is known.
 """
 
 from __future__ import annotations
@@ -13,17 +14,62 @@ from collections.abc import Iterator
 _Scope = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef
 _LEAVES = (ast.Break, ast.Return, ast.Raise)
 _CHECKS = ("isnan", "isinf", "isfinite")
+# Errors that a wrong value brings about, as a wrong name does not.
+OF_VALUES = (
+    "AssertionError", "ValueError", "ZeroDivisionError", "OverflowError", "FloatingPointError", "IndexError", "KeyError",
+    "RuntimeError", "StopIteration", "LinAlgError",
+)  # fmt: skip
+# What takes sizes, beside modules and their like, whose names begin with a capital.
+_OF_SIZES = (
+    "zeros", "ones", "empty", "full", "rand", "randn", "randint", "randperm", "arange", "linspace", "eye", "one_hot", "view",
+    "reshape", "expand", "repeat", "new_zeros", "new_ones", "new_empty", "new_full", "resize_", "unflatten", "narrow", "split",
+    "tile", "broadcast_to",
+)  # fmt: skip
+# What makes a number of a tensor, or a tensor of one number.
+_READS = ("item", "int", "tolist", "max", "min", "sum", "amax", "amin", "argmax", "prod", "count_nonzero")
 
 
 def ends_a_loop(file: str, line: int) -> bool:
     """Whether a loop in that file may go on or end by what this line reads. False where the source is not to be had."""
-    try:
-        tree = ast.parse("".join(linecache.getlines(file)))
-    except (SyntaxError, ValueError, RecursionError):
+    scope = _scope_of(file, line)
+    if scope is None:
         return False
-    scope = _innermost(tree, line)
     names = _assigned_from(scope, line)
-    return any(_covers(test, line) or bool(names & _names(test)) for test in _tests(scope, False) if not _checks(test))
+    if any(_uses(test, line, names) for test in _tests(scope, False) if not _checks(test)):
+        return True
+    return any(_uses(call, line, names) for call in _ranges(scope))
+
+
+def makes_a_size(file: str, line: int) -> bool:
+    """Whether a size may be made of the whole number that this line reads."""
+    scope = _scope_of(file, line)
+    if scope is None:
+        return False
+    names = _assigned_from(scope, line)
+    for call in ast.walk(scope):
+        if isinstance(call, ast.Call) and _takes_sizes(call):
+            if _called(call) == "one_hot" and _covers(call, line):
+                return True
+            for argument in (*call.args, *(one.value for one in call.keywords)):
+                if names & _names(argument) or (_covers(argument, line) and _reads(argument)):
+                    return True
+    return False
+
+
+def leads_to(file: str, read: int, raised: int) -> bool:
+    """Whether the statement at the line `raised`, or an ``if`` around it, goes by what the line `read` reads."""
+    if read == raised:
+        return True
+    scope = _scope_of(file, read)
+    if scope is None or not (isinstance(scope, ast.Module) or _covers(scope, raised)):
+        return False
+    names = _assigned_from(scope, read)
+    for node in ast.walk(scope):
+        if isinstance(node, (ast.If, ast.While)) and _covers(node, raised) and _uses(node.test, read, names):
+            return True
+        if isinstance(node, ast.stmt) and not hasattr(node, "body") and _covers(node, raised) and names & _names(node):
+            return True
+    return False
 
 
 def waits(file: str, line: int) -> bool:
@@ -31,9 +77,13 @@ def waits(file: str, line: int) -> bool:
     return linecache.getline(file, line).lstrip().startswith("while ")
 
 
-def _innermost(tree: ast.Module, line: int) -> _Scope:
-    found: _Scope = tree
-    for node in ast.walk(tree):
+def _scope_of(file: str, line: int) -> _Scope | None:
+    """The innermost function, or the whole file; None where the source is not to be had."""
+    try:
+        found: _Scope = ast.parse("".join(linecache.getlines(file)))
+    except (SyntaxError, ValueError, RecursionError):
+        return None
+    for node in ast.walk(found):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and _covers(node, line):
             # (Walked from the outside in.)
             found = node
@@ -44,13 +94,50 @@ def _covers(node: ast.stmt | ast.expr, line: int) -> bool:
     return node.lineno <= line <= (node.end_lineno or node.lineno)
 
 
+def _uses(node: ast.expr, line: int, names: set[str]) -> bool:
+    return _covers(node, line) or bool(names & _names(node))
+
+
 def _names(node: ast.AST) -> set[str]:
-    return {one.id for one in ast.walk(node) if isinstance(one, ast.Name)}
+    """The names that are used: of ``self.best.value`` that, and ``self.best`` and ``self``."""
+    return {found for one in ast.walk(node) if (found := _dotted(one))}
+
+
+def _dotted(node: ast.AST) -> str:
+    if isinstance(node, ast.Attribute):
+        before = _dotted(node.value)
+        return f"{before}.{node.attr}" if before else ""
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def _targets(node: ast.expr) -> Iterator[str]:
+    """The names that an assignment gives a value: of ``self.best`` not ``self``."""
+    if isinstance(node, (ast.Tuple, ast.List)):
+        for one in node.elts:
+            yield from _targets(one)
+    elif isinstance(node, (ast.Starred, ast.Subscript)):
+        yield from _targets(node.value)
+    elif found := _dotted(node):
+        yield found
 
 
 def _checks(test: ast.expr) -> bool:
     asked = {one.attr for one in ast.walk(test) if isinstance(one, ast.Attribute)} | _names(test)
     return any(name in asked for name in _CHECKS)
+
+
+def _called(call: ast.Call) -> str:
+    function = call.func
+    return function.attr if isinstance(function, ast.Attribute) else _dotted(function)
+
+
+def _takes_sizes(call: ast.Call) -> bool:
+    name = _called(call)
+    return name in _OF_SIZES or (name[:1].isupper() and not name.endswith(("Error", "Exception", "Warning")))
+
+
+def _reads(node: ast.expr) -> bool:
+    return any(isinstance(one, ast.Call) and _called(one) in _READS for one in ast.walk(node))
 
 
 def _assigned_from(scope: _Scope, line: int) -> set[str]:
@@ -62,11 +149,20 @@ def _assigned_from(scope: _Scope, line: int) -> set[str]:
     while True:
         before = len(found)
         for node in statements:
-            if node.value is not None and (_covers(node.value, line) or found & _names(node.value)):
+            if node.value is not None and _uses(node.value, line, found):
                 for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
-                    found |= _names(target)
+                    found.update(_targets(target))
         if len(found) == before:
             return found
+
+
+def _ranges(scope: _Scope) -> Iterator[ast.expr]:
+    """What ``range`` counts to where a loop, or a comprehension, goes through it."""
+    for node in ast.walk(scope):
+        if isinstance(node, (ast.For, ast.AsyncFor, ast.comprehension)):
+            for call in ast.walk(node.iter):
+                if isinstance(call, ast.Call) and _called(call) == "range":
+                    yield from call.args
 
 
 def _tests(node: ast.AST, in_loop: bool) -> Iterator[ast.expr]:

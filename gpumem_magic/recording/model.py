@@ -139,13 +139,14 @@ class Failure:
 class StandIn:
     """How often a line read a value from a virtual device, which has none, and was given a stand-in.
 
-    supplied: how many of these were values that the user supplied. decides: whether a loop ends by what the line reads.
+    supplied: how many of these were values that the user supplied. decides: what may be made
+    of what the line reads: that a "loop" ends, a "size", or an error that is caught ("except").
     """
 
     line: str
     count: int
     supplied: int = field(default=0, metadata={"only_with": "supplied"})
-    decides: bool = field(default=False, metadata={"only_with": "decides"})
+    decides: str = field(default="", metadata={"only_with": "decides", "one_of": ("except", "loop", "size")})
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import torch
 
 from gpumem_magic.devices.base import Device, DeviceLog, Log, Machine
 from gpumem_magic.looks.code import cell_of
-from gpumem_magic.looks.decisions import ends_a_loop
+from gpumem_magic.looks.decisions import ends_a_loop, makes_a_size
 from gpumem_magic.recording.failing_place import failing_place
 from gpumem_magic.recording.failure import (
     failing_request,
@@ -71,6 +71,7 @@ class Recorder:
         self._checkpoints: list[Checkpoint] = []
         self._ticks = 0
         self._stand_ins_before: Counter[tuple[str, int]] = Counter()
+        self._marks_before: Counter[tuple[str, int, str]] = Counter()
         self._supplied_before: Counter[tuple[str, int]] = Counter()
         self._machine_notes_before: list[str] = []
         self._witness: Witness | None = None
@@ -128,6 +129,7 @@ class Recorder:
             with self._guard("starting"):
                 self._stand_ins_before = Counter(self._machine.stand_ins)
                 self._supplied_before = Counter(self._machine.supplied)
+                self._marks_before = self._machine.marks_of_reads().copy()
                 self._machine_notes_before = self._machine.notes()
             self._machine.settle()
             for device in self._machine.devices:
@@ -167,6 +169,9 @@ class Recorder:
         with self._guard("a checkpoint"):
             if self._phases is not None:
                 self._phases.statement_ended()
+            if header:
+                # (It may be an `except`.)
+                self._machine.marks_of_reads()
             moment = self._moment()
             if self._checkpoints and moment.positions != self._checkpoints[-1].moment.positions:
                 self.moves += 1
@@ -395,16 +400,24 @@ class Recorder:
             read.subtract(self._stand_ins_before)
             places: Counter[str] = Counter()
             by_user: Counter[str] = Counter()
-            decides: dict[str, bool] = {}
+            decides: dict[str, str] = {}
             supplied = self._machine.supplied
             for (file, line), count in sorted(read.items()):
                 if count > 0:
                     place = self._place(file, line)
                     places[place] += count
                     by_user[place] += supplied[file, line] - self._supplied_before[file, line]
-                    decides[place] = ends_a_loop(file, line)
+                    decides[place] = decides.get(place) or self._made_of(file, line)
             return tuple(StandIn(place, count, by_user[place], decides[place]) for place, count in places.items())
         return ()
+
+    def _made_of(self, file: str, line: int) -> str:
+        marks = self._machine.marks_of_reads() - self._marks_before
+        if marks[file, line, "caught"]:
+            return "except"
+        if ends_a_loop(file, line):
+            return "loop"
+        return "size" if marks[file, line, "whole"] and makes_a_size(file, line) else ""
 
     def _place(self, file: str, line: int) -> str:
         """``14`` in the cell itself, ``trainer.py:210`` elsewhere. Only a file's name: paths are nobody's business."""

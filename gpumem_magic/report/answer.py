@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
+from gpumem_magic.looks.decisions import OF_VALUES
 from gpumem_magic.report.model import LABELS, ReportData, TensorGroup
 from gpumem_magic.units import amount
 
@@ -16,12 +17,14 @@ from gpumem_magic.units import amount
 _ENOUGH, _MOST = 70, 3
 # Its text says what the groups say.
 _LISTS_HOLDERS = "memory_ran_out"
-# Errors that a wrong value brings about, as a wrong name does not.
-_OF_VALUES = (
-    "AssertionError", "ValueError", "ZeroDivisionError", "OverflowError", "FloatingPointError", "IndexError", "KeyError",
-    "RuntimeError", "StopIteration", "LinAlgError",
-)  # fmt: skip
 _REAL = "`%gpumem_device NAME,values=real` computes values"
+# What a value that nobody knows may have done, the graver first; and the same behind another.
+_DOUBTS = {
+    "except": ("An error that the program caught may not come on a GPU", "it goes back to"),
+    "loop": ("A loop may have ended earlier or later than on a GPU", "it goes by"),
+    "size": ("A size may be another on a GPU", "it is made of"),
+}
+_ALSO = {"loop": "and a loop end earlier or later", "size": "and sizes may be others"}
 _WHOLES = ("parameters", "buffers", "gradients", "optimizer_state")
 _NUMBERS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
 
@@ -36,18 +39,20 @@ def _doubt(report: ReportData) -> str:
     """Where the program failed, or ended a loop, after it had read values that a virtual GPU does not know."""
     read = [one for one in report.stand_ins if one.supplied < one.count]
     error = report.error
-    if error is not None and error.requested is None and error.type in _OF_VALUES and read:
+    if error is not None and error.requested is None and error.type in OF_VALUES and read:
         guilty = next((one for one in read if error.line is not None and one.line == str(error.line)), read[-1])
         place = _read_at(guilty.line)
         return f"This may have failed because of a value that the virtual GPU does not know, read at {place}: {_REAL}."
     deciding = [one for one in read if one.decides]
-    if not deciding:
+    kinds = [kind for kind in _DOUBTS if any(one.decides == kind for one in deciding)]
+    if not kinds:
         return ""
+    first, *others = kinds
+    said, how = _DOUBTS[first]
+    said += "".join(f", {_ALSO[kind]}" for kind in others)
     more = f" and {len(deciding) - 1} more" if len(deciding) > 1 else ""
-    return (
-        f"A loop may have ended earlier or later than on a GPU: it goes by a value that the virtual GPU does not know, read at "
-        f"{_read_at(deciding[0].line)}{more}; {_REAL}."
-    )
+    place = _read_at(next(one.line for one in deciding if one.decides == first))
+    return f"{said}: {how} a value that the virtual GPU does not know, read at {place}{more}; {_REAL}."
 
 
 def _read_at(place: str) -> str:

@@ -115,11 +115,15 @@ class VirtualMachine:
 
     @property
     def stand_ins(self) -> Counter[tuple[str, int]]:
-        return self.engine.stand_ins
+        return self.engine.reads.counts
 
     @property
     def supplied(self) -> Counter[tuple[str, int]]:
-        return self.engine.supplied
+        return self.engine.reads.supplied
+
+    def marks_of_reads(self) -> Counter[tuple[str, int, str]]:
+        self.engine.reads.handling()
+        return self.engine.reads.marks
 
     def settle(self) -> None:
         with self.engine.uninterrupted, self.engine.lock:
@@ -137,10 +141,16 @@ class VirtualMachine:
                 found.append(
                     f"The host has no kernel for {', '.join(sorted(engine.unknown))}: zeros stand for what is returned."
                 )
-        if engine.largest_sizes:
-            words = ", ".join(f"{name} ({count})" for name, count in sorted(engine.largest_sizes.items()))
+        sizes = [f"{name} ({count})" for name, count in sorted(engine.largest_sizes.items())]
+        if sizes:
             found.append(
-                f"Sizes that depend on values are unknown on a virtual GPU; the largest possible was assumed: {words}."
+                f"Sizes that depend on values are unknown on a virtual GPU; the largest possible was assumed: {', '.join(sizes)}."
+            )
+        sizes = [f"{name} ({counted(count, 'time')})" for name, count in sorted(engine.other_sizes.items())]
+        if sizes:
+            found.append(
+                "Sizes that depend on values are unknown on a virtual GPU, and these have no largest one and may be larger "
+                f"on a GPU: {'; '.join(sizes)}."
             )
         found += self.compiler.notes()
         if engine.captures and not engine.computes:

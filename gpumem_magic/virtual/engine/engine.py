@@ -10,7 +10,6 @@ import logging
 import os
 import sys
 import threading
-import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -26,7 +25,6 @@ from torch._subclasses.fake_tensor import (
 
 from gpumem_magic.failures import is_own_failure
 from gpumem_magic.looks import tensors
-from gpumem_magic.looks.decisions import waits
 from gpumem_magic.looks.objects import attribute, is_a
 from gpumem_magic.private import aten as _aten
 from gpumem_magic.virtual.engine import contractions, indexing, kernel_rules, supplied
@@ -39,12 +37,10 @@ from gpumem_magic.virtual.engine.mismatch import (
     refuse_mixed_types,
 )
 from gpumem_magic.virtual.engine.modes import DEVICE_QUERY, STATE, HostlessFakeMode, OperatorMode, answer_device, pushed
+from gpumem_magic.virtual.engine.reads import Reads
 from gpumem_magic.virtual.engine.storage import StorageTable
 from gpumem_magic.virtual.engine.tensors import OTHERWISE, VirtualTensor
 from gpumem_magic.virtual.engine.uninterrupted import Uninterrupted
-
-# A `while` that has read so often what nobody computes is worth a word.
-_MANY_READS = 1000
 
 SPECIAL: dict[Any, Callable[..., Any]] = {}
 # The same for operators with a sparse tensor among their arguments; those that are not here are refused.
@@ -97,9 +93,10 @@ class Engine:
         self.mode = OperatorMode(self.handle)
         self.table = StorageTable(memory.malloc, memory.free)
         self.births = Births()
-        self.stand_ins: Counter[tuple[str, int]] = Counter()
-        self.supplied: Counter[tuple[str, int]] = Counter()
+        self.reads = Reads()
         self.largest_sizes: Counter[str] = Counter()
+        # Sizes that have no upper bound: what was assumed.
+        self.other_sizes: Counter[str] = Counter()
         self.captures = 0
         self.kernels_not_run = 0
         self.unknown: set[str] = set()
@@ -183,6 +180,8 @@ class Engine:
             raise DeviceGone(self.closed_because)
         if device >= self.device_count:
             refuse_device(device)
+        if self.reads.counts:
+            self.reads.handling()
         with self.uninterrupted, self.lock:
             self.table.drain()
             STATE.last_device = device
@@ -389,20 +388,9 @@ class Engine:
 
     # ---- values that do not exist
 
-    def count_stand_in(self, by_user: bool = False) -> None:
+    def count_stand_in(self, by_user: bool = False, dtype: torch.dtype | None = None) -> None:
         """Notes the line of the user's program that reads a value now. by_user: one that the user supplied."""
-        line = users_line()
-        self.stand_ins[line] += 1
-        if self.stand_ins[line] == _MANY_READS and not by_user and waits(*line):
-            place = f"line {line[1]} of {os.path.basename(line[0])}"
-            warnings.warn(
-                f"{place} has read values {_MANY_READS:,} times that the virtual GPU does not "
-                "know: its loop may never end. values=real behind the card's name computes them; --until-repeat and "
-                "--max-iterations end a run",
-                stacklevel=2,
-            )
-        if by_user:
-            self.supplied[line] += 1
+        self.reads.note(users_line(), by_user, dtype)
 
     def selected(self, operator: str, largest: int) -> int:
         """How many elements an operator selects whose result depends on values: as many as the user said, or the most."""

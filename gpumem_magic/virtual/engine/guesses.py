@@ -18,9 +18,6 @@ from gpumem_magic.virtual.engine.tensors import GUESS, VirtualTensor
 # Each element is its place along the last dimension.
 IOTA = "iota"
 
-# Numbers that would grow without end stay within every floating type.
-_LARGEST = 1e4
-
 Guess = float | str | None
 _Rule = Callable[..., Any]
 
@@ -126,7 +123,13 @@ def _sum(fresh: Any, out: Any, args: Any, kwargs: Any) -> Any:
 
 @_for("count_nonzero")
 def _count(fresh: Any, out: Any, args: Any, kwargs: Any) -> Any:
-    return args[0].numel() / max(1, out.numel())
+    return 0.0 if of(args[0]) == 0 else args[0].numel() / max(1, out.numel())
+
+
+@_for("any all")
+def _as_its_elements(fresh: Any, out: Any, args: Any, kwargs: Any) -> Guess:
+    found = of(args[0])
+    return None if found is None or isinstance(found, str) else float(bool(found))
 
 
 @_for("dot vdot")
@@ -212,7 +215,16 @@ def note(rule: _Rule, fresh: Callable[[], float], out: Any, args: Any, kwargs: A
             if guess is None:
                 leaf.__dict__.pop(GUESS, None)
             else:
-                leaf.__dict__[GUESS] = guess if guess == IOTA else max(-_LARGEST, min(_LARGEST, guess))
+                leaf.__dict__[GUESS] = guess if guess == IOTA else _within(leaf.dtype, guess)
+
+
+def _within(dtype: torch.dtype, guess: float) -> float:
+    """Numbers that would grow without end stay within their type, and so do their sums; a number of elements is exact."""
+    if dtype.is_floating_point or dtype.is_complex:
+        most: float = float(torch.finfo(dtype).max) ** 0.75
+    else:
+        most = 1.0 if dtype == torch.bool else float(min(torch.iinfo(dtype).max, 1 << 53))
+    return float(max(-most, min(most, guess)))
 
 
 def fill(host: torch.Tensor, guess: Guess) -> torch.Tensor:

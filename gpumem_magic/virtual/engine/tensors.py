@@ -38,6 +38,7 @@ class TensorEngine(Protocol):
     # Functions of Python's that are shown to `otherwise` before they run.
     seen: Collection[Any]
     largest_sizes: Counter[str]
+    other_sizes: Counter[str]
     kernels_not_run: int
     # Kernels of libraries that were not computed although the device computes; their results are zeros.
     unknown: set[str]

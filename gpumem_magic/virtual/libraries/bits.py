@@ -67,7 +67,7 @@ def _vectorwise(A: Any, threshold: float = 0.0) -> Any:
         outliers = A.abs() >= threshold
         del outliers
         if isinstance(A, VirtualTensor):
-            engine_of(A).largest_sizes["int8 outlier columns (none)"] += 1
+            engine_of(A).other_sizes["of int8 products no outlier columns"] += 1
         columns = A.new_empty(0, dtype=torch.int64)
     return rows, statistics, columns
 

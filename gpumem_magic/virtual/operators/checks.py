@@ -87,7 +87,10 @@ def _compare(of_one: Callable[[Any, Any], bool]) -> Callable[..., Any]:
         if out.numel() == 1 and values.known(out) is None:
             left, right = (_number(side) for side in args[:2])
             if left is not None and right is not None and not isinstance(left, str) and not isinstance(right, str):
-                follows = any(guesses.of(side) is not None for side in args[:2] if isinstance(side, VirtualTensor))
+                unknown = [side for side in args[:2] if isinstance(side, VirtualTensor)]
+                # (Of two unknown numbers none is known to be the other.)
+                equal = func.overloadpacket in _EQUAL and len(unknown) > 1
+                follows = not equal and any(guesses.of(side) is not None for side in unknown)
                 _say(out, bool(_PLAIN[func.overloadpacket](left, right)) if follows else of_one(left, right))
         return out
 
@@ -117,6 +120,8 @@ def _of_many(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> 
         _mark(out)
         if args[0].numel() > 1 and values.known(out) is None:
             _say(out, func in _ALL)
+    elif guesses.of(args[0]) in (0, 1) and values.known(out) is None:
+        _say(out, bool(guesses.of(args[0])))
     return out
 
 

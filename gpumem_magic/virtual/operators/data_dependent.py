@@ -35,9 +35,9 @@ def _read_scalar(engine: Engine, func: Any, args: Any, kwargs: Any, device: int)
     if found is not None:
         value = found.host.item()
         if isinstance(value, int) or cmath.isfinite(value):
-            engine.count_stand_in()
+            engine.count_stand_in(dtype=args[0].dtype)
             return value
-    engine.count_stand_in()
+    engine.count_stand_in(dtype=args[0].dtype)
     return engine.guessed(args[0], _aten.zeros.default((), dtype=args[0].dtype)).item()
 
 
@@ -107,7 +107,7 @@ def _read_into(engine: Engine, source: Any, host: torch.Tensor) -> torch.Tensor:
     found = values.known(source)
     given = None if found is not None and found.exact else supplied.value_for(source.dtype, users_line)
     if found is None or not found.exact or found.supplied:
-        engine.count_stand_in(by_user=given is not None or (found is not None and found.exact))
+        engine.count_stand_in(given is not None or (found is not None and found.exact), source.dtype)
     if given is not None:
         return supplied.fill(given, host)
     if found is None:
@@ -229,7 +229,7 @@ def _bincount(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) ->
         size = max(least, int(host.max()) + 1 if host.numel() else 0)
     else:
         # There is no largest size here: classes are as many as the program says.
-        engine.largest_sizes["bincount (minlength, or 1)"] += 1
+        engine.other_sizes["of `bincount` minlength, or 1"] += 1
         size = max(least, 1)
     dtype = torch.int64 if weights is None else torch.float32 if weights.dtype == torch.float32 else torch.float64
     return _placed(engine, (size,), dtype, device)
@@ -353,7 +353,7 @@ def _repeat_interleave(engine: Engine, func: Any, args: Any, kwargs: Any, device
     size = kwargs.get("output_size")
     if size is None:
         # There is no largest size here; every element once is what a program with stand-in counts can go on with.
-        engine.largest_sizes["repeat_interleave (each element once)"] += 1
+        engine.other_sizes["of `repeat_interleave` each element once"] += 1
         size = args[0].numel()
     return _placed(engine, (size,), torch.int64, device)
 

@@ -1,0 +1,64 @@
+"""Lines of the program that read values which nobody knows: how often, and what is known of them besides."""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections import Counter
+
+import torch
+
+from gpumem_magic.looks.decisions import OF_VALUES, leads_to, waits
+
+# Reads of one line behind which a loop is taken to wait for a value.
+_MANY = 1000
+_Line = tuple[str, int]
+
+
+class Reads:
+    """counts: how often each line read. supplied: how often it was given a value of the user's.
+
+    marks: how often it was a whole number ("whole"), or an error came of it that was caught ("caught").
+    """
+
+    def __init__(self) -> None:
+        self.counts: Counter[_Line] = Counter()
+        self.supplied: Counter[_Line] = Counter()
+        self.marks: Counter[tuple[str, int, str]] = Counter()
+        # The error (`id`) that the program handles, and that was looked at.
+        self._seen = 0
+
+    def note(self, line: _Line, by_user: bool, dtype: torch.dtype | None) -> None:
+        self.counts[line] += 1
+        if by_user:
+            self.supplied[line] += 1
+            return
+        if dtype is not None and not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool):
+            self.marks[line[0], line[1], "whole"] += 1
+        if self.counts[line] == _MANY and waits(*line):
+            warnings.warn(
+                f"line {line[1]} of {os.path.basename(line[0])} has read values {_MANY:,} times that the virtual GPU does not "
+                "know: its loop may never end. values=real behind the card's name computes them; --until-repeat and "
+                "--max-iterations end a run",
+                stacklevel=3,
+            )
+
+    def handling(self) -> None:
+        """To be called where the program may be in an ``except``: whether the error came of such a value."""
+        error = sys.exc_info()[1]
+        if error is None:
+            self._seen = 0
+        elif id(error) != self._seen:
+            self._seen = id(error)
+            if type(error).__name__ in OF_VALUES:
+                self._caught(error)
+
+    def _caught(self, error: BaseException) -> None:
+        frame = error.__traceback__
+        while frame is not None:
+            file, raised = frame.tb_frame.f_code.co_filename, frame.tb_lineno
+            for name, line in self.counts:
+                if name == file and line <= raised and leads_to(file, line, raised):
+                    self.marks[name, line, "caught"] += 1
+            frame = frame.tb_next
