@@ -7,9 +7,11 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from gpumem_magic import __version__
 from gpumem_magic.commands import calibrate, demo, devices, diff, fit, ranks, replay, run, show
+from gpumem_magic.spelling import meant
 
 _RUN = {
     one.__name__.rpartition(".")[2]: one.run for one in (demo, run, fit, ranks, show, diff, replay, calibrate, devices)
@@ -33,17 +35,25 @@ def _seconds(text: str) -> float:
 _TYPES = {"int": int, "count": _count, "seconds": _seconds}
 
 
+class Parser(argparse.ArgumentParser):
+    """argparse's, which names the command or flag that a mistyped one is near to. known: these."""
+
+    known: Sequence[str] = ()
+
+    def error(self, message: str) -> NoReturn:
+        super().error(f"{message}{meant(message, self.known)}")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; `argv` without the program's name, by default the process's. Returns the exit status."""
     given = list(sys.argv[1:] if argv is None else argv)
     # What follows the first "--" is the script's, whatever it looks like.
     split = given.index("--") if "--" in given else len(given)
-    parser = argparse.ArgumentParser(
-        prog="gpumem", description="Shows where PyTorch GPU memory goes, with or without a GPU."
-    )
+    parser = Parser(prog="gpumem", description="Shows where PyTorch GPU memory goes, with or without a GPU.")
     parser.add_argument("--version", action="version", version=f"gpumem {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     declared = json.loads((Path(__file__).parent / "commands" / "commands.json").read_text("utf-8"))
+    parser.known = [] if given[:1] and given[0] in declared else [*declared]
     for name, words in declared.items():
         arguments = words.pop("arguments")
         command = commands.add_parser(name, **words)
@@ -52,6 +62,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             # Several in a list exclude each other.
             owner = command.add_mutually_exclusive_group() if isinstance(one, list) else command
             for options in one if isinstance(one, list) else [one]:
+                # What a command does not know is refused by the parser above it.
+                if given[:1] == [name]:
+                    parser.known = [*parser.known, *options["names"]]
                 if "type" in options:
                     options["type"] = _TYPES[options["type"]]
                 owner.add_argument(*options.pop("names"), **options)

@@ -24,7 +24,29 @@ from gpumem_magic.virtual.card.catalog import (
     parse_size,
 )
 
-NAMES = "T4 V100-16GB P100 L4 A100-40GB A100-80GB H100 H200 RTX3090 RTX4090 A10G TITAN-RTX colab-2021".split()  # noqa: SIM905
+NAMES = [
+    "T4",
+    "V100-16GB",
+    "V100-32GB",
+    "P100",
+    "L4",
+    "L40S",
+    "A100-40GB",
+    "A100-80GB",
+    "H100",
+    "H200",
+    "B200",
+    "RTX3090",
+    "RTX4060",
+    "RTX4070",
+    "RTX4080",
+    "RTX4090",
+    "RTX5090",
+    "A6000",
+    "A10G",
+    "TITAN-RTX",
+    "colab-2021",
+]
 
 
 def one(text: str) -> GpuModel:
@@ -51,7 +73,7 @@ def test_figures_are_consistent(name: str) -> None:
     )
     assert model.max_threads_per_multiprocessor % model.warp_size == 0
     assert ("estimate" in model.note) == model.context_is_estimate
-    if model.capability[0] == 9:
+    if model.capability[0] >= 9:
         assert model.cublas_workspace_bytes == 32 * MIB
     elif name != "colab-2021":
         assert model.cublas_workspace_bytes == 8_519_680
@@ -75,6 +97,23 @@ def test_spelling_is_free(text: str) -> None:
     spec = parse(text)
     assert isinstance(spec, DeviceSpec)
     assert len(spec.models) == (2 if text[0] == "2" else 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "note"),
+    [
+        ("V100", "V100-16GB", "V100 is taken as V100-16GB; there is V100-32GB, too."),
+        ("2xa100,context=1MiB", "A100-40GB", "a100 is taken as A100-40GB; there is A100-80GB, too."),
+        ("H100", "H100", ""),
+        ("RTX 4090", "RTX4090", ""),
+        ("virtual:24GiB", "virtual:24GiB", ""),
+    ],
+)
+def test_a_name_without_its_memory_takes_the_usual_card_and_says_so(text: str, key: str, note: str) -> None:
+    spec = parse(text)
+    assert isinstance(spec, DeviceSpec)
+    assert {model.key for model in spec.models} == {key}
+    assert spec.note == note
 
 
 def test_options_apply_to_every_device() -> None:
@@ -115,8 +154,9 @@ def test_real_devices_are_recognised(text: str, index: int | None) -> None:
     [
         ("", "Known: T4"),
         ("K80", "Known: T4"),
-        ("A100", "A100-40GB or A100-80GB"),
-        ("V100", "did you mean V100-16GB"),
+        ("A1", "A100-40GB or A100-80GB"),
+        ("V10", "did you mean V100-16GB or V100-32GB"),
+        ("colab", "did you mean colab-2021"),
         ("cola-2021", "did you mean colab-2021"),
         ("cuda:1,context=1MiB", "virtual devices only"),
         ("cuda:x", "Known"),

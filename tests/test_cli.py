@@ -446,3 +446,19 @@ def test_a_page_of_several_processes_is_another_commands(script: Write, capsys: 
     with pytest.raises(SystemExit):
         cli.main(["run", "--nproc", "2", "--html", "page.html", str(script("pass\n"))])
     assert "`gpumem ranks FOLDER --html PATH`" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "meant"),
+    [
+        (["shwo", "f"], "show"),
+        (["show", "--serach", "x", "f"], "--search"),
+        (["run", "--devise", "T4", "s"], "--device"),
+    ],
+)
+def test_a_mistyped_word_is_told_from_one_that_is_there(
+    arguments: list[str], meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(arguments)
+    assert capsys.readouterr().err.endswith(f"; did you mean {meant}?\n")

@@ -16,6 +16,7 @@ import pytest
 from IPython.utils.capture import capture_output
 from shell_fakes import FakeReport, FakeSession, clean_shell, install_session
 
+from gpumem_magic.notebook.help import CARD
 from gpumem_magic.notebook.magics import GpuMemMagics
 from gpumem_magic.recording.progress import StopRun
 
@@ -188,6 +189,8 @@ def test_bare_it_prints_the_state(shell: Any, session: FakeSession) -> None:
         ("%gpumem -q", "the flags need a statement"),
         ("%gpumem_device nonsense", "known are T4, L4"),
         ("%gpumem_smi all", "%gpumem_smi: unrecognized arguments: all"),
+        ("%%gpumem --plto\nx = 1\n", "unrecognized arguments: --plto; did you mean --plot?"),
+        ("%gpumem_auto onn", "; did you mean on?"),
     ],
 )
 def test_bad_input_is_one_line_and_runs_nothing(shell: Any, session: FakeSession, cell: str, words: str) -> None:
@@ -505,16 +508,38 @@ def test_completion(shell: Any, line: str, there: str, missing: str) -> None:
     assert missing not in found
 
 
+def test_a_magic_that_is_not_there_is_told_from_one_that_is(shell: Any) -> None:
+    assert Ran(shell, "%gpumem_devcie T4").err.strip().endswith("not found; did you mean %gpumem_device?")
+    assert Ran(shell, "%%gpumm\n1\n").err.strip().endswith("not found; did you mean %%gpumem?")
+    assert "did you mean" not in Ran(shell, "%quite_another 3").err
+
+
+def test_the_card_of_help_names_lines_that_their_magics_take(shell: Any) -> None:
+    printed = Ran(shell, "%gpumem_help").out
+    for question, line, _ in CARD:
+        assert re.search(rf"^{re.escape(question)} +{re.escape(line)} ", printed, re.MULTILINE)
+        name, _, rest = line.lstrip("%").partition(" ")
+        shell.find_line_magic(name).parser.read(rest)
+    for _, _, words in CARD:
+        for name in re.findall(r"%(gpumem_\w+)", words):
+            assert shell.find_line_magic(name) is not None
+
+
 def test_help_completion_and_errors_of_every_magic_come_from_its_parser(shell: Any) -> None:
     lines = sorted(name for name in shell.magics_manager.magics["line"] if name.startswith("gpumem"))
-    assert len(lines) == 10
+    assert len(lines) == 11
     for name in lines:
         offered = GpuMemMagics.__dict__[name].parser.complete(SimpleNamespace(line=f"%{name} -", symbol="-"))
         text = shell.find_line_magic(name).__doc__
         assert all(f"{flag} " in text or f"{flag}\n" in text for flag in offered), name
         assert set(re.findall(r"(?<![\w`-])--[a-z][a-z-]+", text.partition("options:")[2])) >= set(offered)
         ran = Ran(shell, f"%{name} --not-a-flag")
-        assert str(ran.error) == f"%{name}: unrecognized arguments: --not-a-flag" or "required" in str(ran.error), name
+        said, _, listed = str(ran.error).partition("; there are ")
+        assert said == f"%{name}: unrecognized arguments: --not-a-flag" or "required" in said, name
+        assert "required" in said or listed == ", ".join(offered), name
+        helped = Ran(shell, f"%{name} --help")
+        assert helped.error is None
+        assert helped.out == f"{text}\n"
         _, found = shell.complete(None, f"%{name} -", len(f"%{name} -"))
         assert set(offered) <= set(found)
 

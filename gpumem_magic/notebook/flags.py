@@ -10,6 +10,7 @@ by a name from `_TYPES`), and under "offers" what the word that is being typed m
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import keyword
 import re
@@ -24,6 +25,7 @@ from IPython.core.magic_arguments import MagicArgumentParser
 from gpumem_magic.notebook.holding import freeable
 from gpumem_magic.notebook.load import files_here
 from gpumem_magic.owners.model import FREEABLE
+from gpumem_magic.spelling import meant
 
 Offers = Callable[[str], list[str]]
 """What a word may become, by its beginning."""
@@ -56,7 +58,14 @@ class Words(MagicArgumentParser):
                 self._taken.append(_added(self, **one))
 
     def error(self, message: str) -> NoReturn:
-        raise UsageError(f"%{self.prog}: {message}")
+        flags = [name for action, _ in self._taken for name in action.option_strings]
+        hint = meant(message, [*flags, *(word for action, _ in self._taken for word in action.choices or ())])
+        if not hint and flags and "unrecognized arguments: -" in message:
+            hint = f"; there are {', '.join(self._flags())}"
+        raise UsageError(f"%{self.prog}: {message}{hint}")
+
+    def _flags(self) -> list[str]:
+        return sorted(max(action.option_strings, key=len) for action, _ in self._taken if action.option_strings)
 
     def read(self, line: str) -> argparse.Namespace:
         """The words of a line. Raises UsageError, in one line."""
@@ -94,7 +103,7 @@ class Words(MagicArgumentParser):
         for action, offers in self._taken:
             if before and before[-1] in action.option_strings and action.nargs != 0:
                 return _offered(action, offers, symbol)
-        flags = sorted(max(action.option_strings, key=len) for action, _ in self._taken if action.option_strings)
+        flags = self._flags()
         places = [(action, offers) for action, offers in self._taken if not action.option_strings]
         if symbol.startswith("-") or not (symbol or places):
             return flags
@@ -118,14 +127,23 @@ def _offered(action: argparse.Action, offers: Offers | None, symbol: str) -> lis
 
 
 def words(split: Callable[[str], list[str]] = shlex.split) -> Callable[[Any], Any]:
-    """Gives a magic its parser, as `parser`, and the whole help as its documentation."""
+    """Gives a magic its parser, as `parser`, and the whole help as its documentation, which ``--help`` alone prints."""
 
     def give(magic: Any) -> Any:
         parser = Words(magic.__name__, split=split, description=magic.__doc__)
         parser.take(_MAGICS[magic.__name__])
-        magic.parser = parser
-        magic.__doc__ = parser.format_help()
-        return magic
+
+        @functools.wraps(magic)
+        def or_help(self: Any, line: str, *cell: str) -> Any:
+            __tracebackhide__ = True
+            if line.strip() == "--help":
+                print(or_help.__doc__)
+                return None
+            return magic(self, line, *cell)
+
+        or_help.parser = parser  # type: ignore[attr-defined]
+        or_help.__doc__ = parser.format_help()
+        return or_help
 
     return give
 

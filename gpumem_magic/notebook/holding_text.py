@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from gpumem_magic.owners.holders import Holder, detach_words, freed_by_detaching, holders, matching
 from gpumem_magic.owners.model import Held, Holdings, size_of
 from gpumem_magic.owners.tree import COLUMNS, Branch
+from gpumem_magic.spelling import did_you_mean
 from gpumem_magic.units import KIB, MIB, counted, human
 from gpumem_magic.views.sheet import THERE, Sheet
 
@@ -104,11 +105,7 @@ def freed_text(freed: Freed, *, dry: bool) -> str:
 
 def unknown_name(holdings: Holdings, name: str) -> str:
     """One line for a name that holds nothing, with those that do and read like it."""
-    import difflib
-
-    names = [root.name for root in holdings.roots]
-    near = difflib.get_close_matches(name, names, 3)
-    hint = f"; did you mean {' or '.join(near)}?" if near else "; %gpumem_who alone lists who does"
+    hint = did_you_mean(name, [root.name for root in holdings.roots], 3) or "; %gpumem_who alone lists who does"
     return f"{name} holds no memory on the device{hint}"
 
 

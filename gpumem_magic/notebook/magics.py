@@ -19,6 +19,7 @@ from gpumem_magic.devices.base import DeviceError
 from gpumem_magic.notebook import auto, devices
 from gpumem_magic.notebook.fitting import fit
 from gpumem_magic.notebook.flags import words
+from gpumem_magic.notebook.help import card
 from gpumem_magic.notebook.holding import free, who
 from gpumem_magic.notebook.load import load
 from gpumem_magic.notebook.measured_cell import MeasuredCell
@@ -45,6 +46,7 @@ class GpuMemMagics(Magics):
         for kind, names in self.magics.items():
             for name in names:
                 self._hooks.complete(f"{'%' if kind == 'line' else '%%'}{name}", getattr(self, name).parser.complete)
+        self._hooks.suggest(self.magics)
 
     @words()
     @no_var_expand
@@ -124,6 +126,13 @@ class GpuMemMagics(Magics):
                 print(choosing.choose(name))
         except DeviceError as error:
             raise UsageError(str(error)) from None
+
+    @words()
+    @line_magic
+    def gpumem_help(self, line: str) -> None:
+        """Says what to type for what you want to know."""
+        self.gpumem_help.parser.read(line)
+        show(card())
 
     @words()
     @line_magic

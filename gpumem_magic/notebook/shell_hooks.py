@@ -7,20 +7,24 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import re
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from types import TracebackType
 from typing import Any
 
 from IPython.core.async_helpers import _asyncio_runner
+from IPython.core.error import UsageError
 
 from gpumem_magic.failures import swallowed
 from gpumem_magic.patching import Patches
 from gpumem_magic.recording.cell import compiles, place
 from gpumem_magic.recording.source import split_lines
 from gpumem_magic.recording.statement_run import as_without_us, without_recording
+from gpumem_magic.spelling import did_you_mean
 
 MAGIC = "gpumem"
+_NO_MAGIC = re.compile(r"Line magic function `%(\w+)` not found\.|Cell magic `%%(\w+)` not found\.")
 # What a completer is given has `line` (up to the cursor) and `symbol` (the word under it).
 Completer = Callable[[Any], list[str]]
 
@@ -42,6 +46,15 @@ class ShellHooks:
         """Completes words on lines that begin with `key`, such as ``%gpumem``."""
         self._shell.set_hook("complete_command", lambda _shell, event: completer(event), str_key=key)
         self._completed.append(key)
+
+    def suggest(self, magics: Mapping[str, Iterable[str]]) -> None:
+        """Where IPython says that there is no magic of a name, it also says which of these (by kind) that name is near to."""
+        usual = self._shell.show_usage_error
+
+        def show(error: Any) -> None:
+            usual(_with_suggestion(error, magics))
+
+        self._patches.set(self._shell, "show_usage_error", show)
 
     def remove(self) -> None:
         """Takes out what was put in. May be called twice."""
@@ -95,6 +108,18 @@ class ShellHooks:
                     swallowed(error)
                     return None
         return None
+
+
+def _with_suggestion(error: Any, magics: Mapping[str, Iterable[str]]) -> Any:
+    if type(error) is not UsageError:
+        return error
+    said = str(error)
+    missing = _NO_MAGIC.fullmatch(said)
+    if missing is None:
+        return error
+    kind, percent, typed = ("line", "%", missing[1]) if missing[1] else ("cell", "%%", missing[2])
+    hint = did_you_mean(f"{percent}{typed}", [f"{percent}{name}" for name in magics[kind]])
+    return UsageError(f"{said.rstrip('.')}{hint}") if hint else error
 
 
 def _behind_a_remark(code: str) -> str:

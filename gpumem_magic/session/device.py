@@ -72,7 +72,8 @@ def choose(name: str) -> str:
     tensors = "1 tensor" if left == 1 else f"{left} tensors"
     lost = f" {tensors} of {before.spec.text} can't be used any more." if before is not None and left else ""
     without = "" if machine.spec.computes else ", and without computing"
-    return f"{machine_words(machine)} on: code on cuda runs without a GPU{without}.{calibrated(machine)}{lost}"
+    note = f" {spec.note}" if spec.note else ""
+    return f"{machine_words(machine)} on: code on cuda runs without a GPU{without}.{note}{calibrated(machine)}{lost}"
 
 
 def chosen_gpu() -> int | None:
@@ -127,7 +128,8 @@ def for_recording(name: str | None) -> Chosen:
         choose(name)
         machine = virtual()
     if machine is not None:
-        return Chosen(machine, machine.current_device())
+        notes = (spec.note,) if spec is not None and spec.note else ()
+        return Chosen(machine, machine.current_device(), notes=notes)
     real_gpus = machines.gpus(torch)
     if real_gpus is not None and real_gpus.devices:
         if _chosen_gpu is not None and _chosen_gpu < len(real_gpus.devices):

@@ -31,6 +31,7 @@ class UnknownDevice(DeviceError, ValueError):
 class DeviceSpec:
     """The virtual devices that a text asks for, options applied; device i is ``models[i]``.
 
+    note: what was taken for a name that may be several cards', in a sentence; else empty.
     values: which values of tensors there are: "real" ones, computed on the host; "auto", small ones that follow from known ones;
     "stand-in", next to none.
     """
@@ -38,6 +39,7 @@ class DeviceSpec:
     text: str
     models: tuple[GpuModel, ...]
     values: str = "stand-in"
+    note: str = ""
 
     @property
     def computes(self) -> bool:
@@ -81,6 +83,7 @@ def _bare(name: str) -> str:
 _BY_BARE_NAME = {_bare(key): model for key, model in CATALOG.items()}
 _UNITS = {"": 1, "b": 1, "kib": KIB, "mib": MIB, "gib": GIB, "tib": 1024 * GIB}
 _SIZE = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]*)")
+_SIZED = re.compile(r"(.+)-\d+GB")
 _COUNT = re.compile(r"(\d+)\s*[xX]\s*(.*)", re.DOTALL)
 # Only chooses between the contexts of older and newer releases.
 _A_RECENT_VERSION = "2.9"
@@ -122,7 +125,8 @@ def parse(text: str) -> DeviceSpec | RealDevice:
         raise UnknownDevice(f"{text!r}: 1 to {MAX_DEVICES} devices can be emulated")
     given = _given(options)
     values = _values(given.pop("values", "stand-in"))
-    return DeviceSpec(text.strip(), (_with_options(_model(name), given),) * count, values)
+    model, note = _model(name)
+    return DeviceSpec(text.strip(), (_with_options(model, given),) * count, values, note)
 
 
 def says_how_many(text: str) -> bool:
@@ -130,17 +134,23 @@ def says_how_many(text: str) -> bool:
     return _COUNT.fullmatch(text.strip().partition(",")[0].strip()) is not None
 
 
-def _model(name: str) -> GpuModel:
+def _model(name: str) -> tuple[GpuModel, str]:
+    """The model, and a sentence where the name is that of several."""
     kind, colon, size = name.partition(":")
     if colon and _bare(kind) == "virtual":
-        return generic(_checked_total(parse_size(size)))
-    model = _BY_BARE_NAME.get(_bare(name))
-    if model is not None:
-        return model
+        return generic(_checked_total(parse_size(size))), ""
     wanted = _bare(name)
+    model = _BY_BARE_NAME.get(wanted)
+    if model is not None:
+        return model, ""
+    # What differs only in its memory; the usual one stands first in the catalogue.
+    usual, *others = [key for key in CATALOG if (sized := _SIZED.fullmatch(key)) and _bare(sized[1]) == wanted] or [""]
+    if usual:
+        besides = f"; there is {' and '.join(others)}, too" if others else ""
+        return CATALOG[usual], f"{name} is taken as {usual}{besides}."
     near = [key for key in CATALOG if wanted and _bare(key).startswith(wanted)]
     near = near or [_BY_BARE_NAME[bare].key for bare in get_close_matches(wanted, _BY_BARE_NAME, n=2, cutoff=0.7)]
-    hint = f"; did you mean {' or '.join(near)}?" if near else "."
+    hint = f"; did you mean {' or '.join(near[:3])}?" if near else "."
     raise UnknownDevice(
         f"unknown device {name!r}{hint} Known: {', '.join(CATALOG)}, virtual:24GiB, several as 2xT4, options as "
         "T4,context=400MiB; cuda or cuda:1 for a real GPU"

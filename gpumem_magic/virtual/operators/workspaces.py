@@ -16,7 +16,14 @@ import torch
 
 from gpumem_magic.private import overloads
 from gpumem_magic.virtual.card.catalog import DeviceState
-from gpumem_magic.virtual.card.generations import BlasPolicy, Version, blas_policy, parse_version
+from gpumem_magic.virtual.card.generations import (
+    BlasPolicy,
+    Version,
+    blas_policy,
+    cublas_workspace_bytes,
+    is_rocm,
+    parse_version,
+)
 from gpumem_magic.virtual.engine.modes import STATE, origin
 
 # Products that go to cuBLASLt: always, and with a bias that the library adds.
@@ -100,5 +107,10 @@ def version_text(device: DeviceState) -> str:
 
 def _policy(device: DeviceState) -> BlasPolicy:
     model = device.model
-    version = parse_version(version_text(device))
-    return blas_policy(version, model.cublas_workspace_bytes, os.environ)
+    text = version_text(device)
+    version = parse_version(text)
+    kept = model.cublas_workspace_bytes
+    if not model.calibrated:
+        # The catalogue has that of the newest versions.
+        kept = min(kept, cublas_workspace_bytes(version, model.capability, is_rocm(text)))
+    return blas_policy(version, kept, os.environ)
