@@ -97,6 +97,22 @@ def test_bytes_and_places(diff: Any) -> None:
     assert len(places) == 2, "what did not change is left out"
 
 
+def test_a_line_that_is_called_in_several_ways(diff: Any) -> None:
+    def called_by(file: str, line: int, root: str = "/home/me") -> Any:
+        return [*MODEL, {"filename": f"{root}/{file}.py", "name": "run", "line": line}]
+
+    before = snapshot((10, called_by("train", 5)), (4, called_by("check", 9)), (6, called_by("same", 2)))
+    after = snapshot(
+        *[(10, called_by("train", 5, "/elsewhere"))] * 3, (1, called_by("check", 9)), (6, called_by("same", 2))
+    )
+    lines = diff(before, after)
+    assert [" ".join(line.split()) for line in lines[lines.index("Where the most changed:") + 1 :]] == [
+        "+17.0 MiB /home/me/model.py:10 build (20.0 MiB -> 37.0 MiB)",
+        "+20.0 MiB 1 -> 3 allocations, called from train.py:5 run",
+        "-3.0 MiB 1 -> 1 allocation, called from check.py:9 run",
+    ]
+
+
 def test_the_changes_of_categories_add_up(diff: Any) -> None:
     rows = table_of(diff(snapshot((40, MODEL), (7, BATCH)), snapshot((2, MODEL), (9, []), (50, BATCH))))
     change = sum(int(row[2]) for name, row in rows.items() if name not in ("allocated", "reserved", "cached"))

@@ -22,7 +22,7 @@ from gpumem_magic.commands.side_by_side import short_names
 from gpumem_magic.files.loaded import report_of, views_of
 from gpumem_magic.snapshot.files import SnapshotFileError, read, write
 from gpumem_magic.snapshot.model import ACTIVE, INACTIVE, Block, Segment, Snapshot
-from gpumem_magic.units import human
+from gpumem_magic.units import counted, human
 from gpumem_magic.user_report import Report, load
 from gpumem_magic.views.segments import fragmentation
 
@@ -73,7 +73,8 @@ def test_a_report_the_largest_allocations_and_the_segments(show: Any, tmp_path: 
     for one in groups[:3]:
         assert all(line in section for line in one.stack)
         assert one.why in section
-    assert "that are partly in use." in text.splitlines()[-1] + text.splitlines()[-2]
+    segments = text[text.index("\nSegments (at the peak") : text.index("\nWhat asked for the segments (at the peak)")]
+    assert segments.rstrip().endswith("that are partly in use.")
 
 
 def test_python_frames_come_first_and_the_library_is_folded(tmp_path: Path) -> None:
@@ -184,13 +185,44 @@ def test_ranges_and_settings(show: Any, tmp_path: Path) -> None:
         {"name": "## step ##", "device": 0, "stage": stage, "time_us": when}
         for stage, when in (("START", 1005), ("END", 1020), ("START", 1030), ("END", 1040), ("END", 1041))
     ]
+    for one in data["device_traces"][0][8:12]:
+        one["user_metadata"] = "warm up"
+    data["device_traces"][0][20]["user_metadata"] = ["no text"]
     data["allocator_settings"] = {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:128"}
     path = saved(tmp_path, data)
     view = views_of(read(path))[0]
     highest = max(view.timeline.peak(5, 20)[0], view.timeline.peak(30, 40)[0])
     text = show(path)[1]
     assert f"{human(highest):>10}  ## step ##, 2 ×; highest at event " in text
+    assert f"{human(view.timeline.peak(8, 12)[0]):>10}  warm up, 1 ×; highest at event " in text
     assert "Allocator settings: max_split_size_mb:128." in text
+
+
+def test_events_and_what_asked_for_segments(show: Any, tmp_path: Path) -> None:
+    path = saved(tmp_path, one_device())
+    view = views_of(read(path))[0]
+    text = show(path, "--events")[1]
+    position = view.peak[1]
+    listed = [
+        line for line in text[text.index("\nEvents ") :].splitlines() if line[2:11].strip().replace(",", "").isdigit()
+    ]
+    numbers = [int(line[2:11].replace(",", "")) for line in listed]
+    assert numbers == [one for one in range(position - 11, position + 10) if 0 <= one < view.end]
+    assert [number for number, line in zip(numbers, listed, strict=True) if line[0] == ">"] == [position - 1]
+    for number, line in zip(numbers, listed, strict=True):
+        event = view.log.events[number]
+        assert f" {event.action} " in line
+        assert human(event.size) in line
+    between = show(path, "--events", "--between", "0", str(view.end - 1))[1]
+    assert between.count("alloc  ") == sum("alloc" in event.action for event in view.log.events)
+    asked = text[text.index("What asked for the segments (at the peak):") :].split("\n\n")[0]
+    assert (
+        f"{human(view.timeline.reserved_at(position)):>10}  in {counted(len(view.timeline.segments_at(position)), 'segment')}\n"
+        in asked
+    )
+    assert "/home/me/train.py:12 step" in asked
+    assert "Events " not in show(path)[1]
+    assert show(path, path, "--events")[0] == 2
 
 
 @pytest.mark.parametrize("at", ["-1", "99999", "now", "1.5", "9" * 30, "\u0663"])

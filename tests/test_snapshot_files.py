@@ -70,7 +70,7 @@ def snapshot_data() -> dict[str, Any]:
         event("oom", 77, 1 << 40),
     ]
     for one in trace:
-        one.update(compile_context="N/A", user_metadata="")
+        one.update(compile_context="N/A", user_metadata="step of Anna")
     return {
         "segments": [segment()],
         "device_traces": [trace],
@@ -422,6 +422,8 @@ def test_a_redacted_copy_names_nobody(tmp_path: Path) -> None:
         assert word not in content
     copy = read(path).snapshot
     assert copy.external_annotations == ()
+    assert {event.metadata for event in snapshot.device_traces[0]} == {"step of Anna"}
+    assert not any(event.metadata for event in copy.device_traces[0])
     assert copy.allocator_settings["PYTORCH_CUDA_ALLOC_CONF"] == "max_split_size_mb:128"
     native, adam, user = copy.device_traces[0][1].frames
     assert native == Frame(**NATIVE)
@@ -431,7 +433,7 @@ def test_a_redacted_copy_names_nobody(tmp_path: Path) -> None:
     assert copy.device_traces[0][0].time_us == 0
 
     def bare(one: TraceEvent) -> TraceEvent:
-        return one._replace(frames=(), time_us=0)
+        return one._replace(frames=(), time_us=0, metadata="")
 
     assert [bare(one) for one in copy.device_traces[0]] == [bare(one) for one in snapshot.device_traces[0]]
     assert [replace(one, frames=(), blocks=()) for one in copy.segments] == [

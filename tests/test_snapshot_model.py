@@ -21,7 +21,7 @@ def sample() -> Snapshot:
     )
     return Snapshot(
         (Segment(1, 0, 2 * MIB, 5, "small", blocks, frames=stack),),
-        ((), (TraceEvent("alloc", 0, 1000, 5, 99, stack), TraceEvent("oom", 4096, 512, 5, 100))),
+        ((), (TraceEvent("alloc", 0, 1000, 5, 99, stack, metadata="step 3"), TraceEvent("oom", 4096, 512, 5, 100))),
         {"max_split_size": -1},
         ({"name": "step", "stage": "START"},),
     )

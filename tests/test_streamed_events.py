@@ -35,7 +35,7 @@ def trace(events: int, base: int = 0x7F0000000000) -> list[dict[str, Any]]:
             "stream": 0,
             "time_us": 1_700_000_000_000_000 + number,
             "compile_context": "N/A",
-            "user_metadata": "",
+            "user_metadata": f"part {number // 400}" if number % 800 > 400 else "",
             "frames": stacks[number % 7],
         }
         if number % 1000 == 999:

@@ -163,7 +163,7 @@ class _Replay:
         index = -1
         for event in events:
             index += 1
-            action, address, size, stream, _, _, _ = event
+            action, address, size, stream, _, _, _, _ = event
             if action == "free_completed" and address == requested:
                 requested = -1
                 try:

@@ -170,6 +170,10 @@ class DeviceView:
             return self.log.events[one.born].frames
         return self._segments_at_end.get(one.address, ()) if one.gone is None else ()
 
+    def stacks_of_segments(self, position: int) -> dict[int, tuple[Frame, ...]]:
+        """What asked for the memory that begins at an address, for all that is reserved at a position."""
+        return {one.address: self.frames_of_extent(one) for one in self.timeline.extents if one.holds(position)}
+
     @cached_property
     def _segments_at_end(self) -> dict[int, tuple[Frame, ...]]:
         return {segment.address: segment.frames for segment in self.log.final or ()}

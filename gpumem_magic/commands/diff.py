@@ -3,17 +3,35 @@
 from __future__ import annotations
 
 import argparse
-from collections import Counter
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING
 
+from gpumem_magic.attribution.groups import groups_of
 from gpumem_magic.commands.common import guarded
-from gpumem_magic.commands.same_code import together
+from gpumem_magic.commands.same_code import called, same_files, together
 from gpumem_magic.snapshot.whole_file import printable
-from gpumem_magic.units import human, mib
+from gpumem_magic.units import counted, human, mib
 from gpumem_magic.views.lines import table
 
 if TYPE_CHECKING:
     from gpumem_magic.attribution.view import DeviceView
+
+_Lines = tuple[str, ...]
+# Of a line whose bytes changed, so many ways in which it was called, with so many of their lines.
+_MOST_WAYS = 3
+_MOST_CALLERS = 3
+# What stands before a file's name in a line of code.
+_FOLDERS = re.compile(r"^.*[/\\](?=[^/\\]*:\d+ )")
+
+
+@dataclass
+class _OfStack:
+    bytes: int = 0
+    count: int = 0
 
 
 @guarded
@@ -36,15 +54,8 @@ def run(options: argparse.Namespace) -> int:
         if one[name] or other[name]
     ]
     print(f"A: {a}\nB: {b}\n\n{table(rows)}")
-    places = together(_places(before, first), _places(after, second))
-    changes = {place: later - earlier for place, (earlier, later) in places.items() if later != earlier}
-    ranked = sorted(changes, key=lambda place: (-abs(changes[place]), place))
-    if ranked and options.top > 0:
-        print("\nWhere the most changed:")
-    for place in ranked[: max(options.top, 0)]:
-        change = f"{'+' if changes[place] > 0 else '-'}{human(abs(changes[place]))}"
-        sizes = " -> ".join(map(human, places[place]))
-        print(f"  {change:>10}  {printable(place)}  ({sizes})")
+    for line in _where(_stacks(before, first), _stacks(after, second), options.top):
+        print(line)
     return 0
 
 
@@ -60,10 +71,48 @@ def _view(path: str, device: int | None) -> tuple[DeviceView, str]:
     return view, f"{printable(path)}, GPU {view.device}{there}"
 
 
-def _places(view: DeviceView, position: int) -> Counter[str]:
-    """Requested bytes by the user's innermost line, or by category where no stack tells."""
-    sizes: Counter[str] = Counter()
-    for one in view.largest(position, len(view.timeline.allocations)):
-        own = [line for line in one.stack if not line.startswith("(")]
-        sizes[own[0] if own else f"{one.category.replace('_', ' ')} without a stack"] += one.requested
-    return sizes
+def _stacks(view: DeviceView, position: int) -> dict[_Lines, _OfStack]:
+    """What is live by the program's own lines, innermost first, or by category where no stack tells."""
+    found: dict[_Lines, _OfStack] = defaultdict(_OfStack)
+    for group in groups_of(view, position):
+        own = tuple(line for line in group.stack if not line.startswith("("))
+        held = found[own or (f"{group.category.replace('_', ' ')} without a stack",)]
+        held.bytes += group.requested
+        held.count += group.count
+    return found
+
+
+def _where(a: dict[_Lines, _OfStack], b: dict[_Lines, _OfStack], most: int) -> Iterator[str]:
+    """The lines whose bytes changed the most, and under each the ways in which it was called that did."""
+    names = same_files(chain.from_iterable(a), chain.from_iterable(b))
+    sizes = [Counter[str](), Counter[str]()]
+    ways: dict[str, dict[_Lines, tuple[_OfStack, _OfStack]]] = defaultdict(
+        lambda: defaultdict(lambda: (_OfStack(), _OfStack()))
+    )
+    for side, stacks in enumerate((a, b)):
+        for lines, held in stacks.items():
+            place, callers = lines[0], lines[1:]
+            sizes[side][place] += held.bytes
+            one = ways[called(place, names)][tuple(called(line, names) for line in callers)][side]
+            one.bytes += held.bytes
+            one.count += held.count
+    places = together(sizes[0], sizes[1], names)
+    changes = {place: later - earlier for place, (earlier, later) in places.items() if later != earlier}
+    ranked = sorted(changes, key=lambda place: (-abs(changes[place]), place))[: max(most, 0)]
+    if ranked:
+        yield ""
+        yield "Where the most changed:"
+    for place in ranked:
+        yield f"  {_signed(changes[place]):>10}  {printable(place)}  ({' -> '.join(map(human, places[place]))})"
+        by_change = sorted(ways[called(place, names)].items(), key=lambda one: -abs(one[1][1].bytes - one[1][0].bytes))
+        for way, (earlier, later) in by_change[:_MOST_WAYS]:
+            if way and later.bytes != earlier.bytes:
+                yield (
+                    f"{'':12}{_signed(later.bytes - earlier.bytes):>10}  "
+                    f"{earlier.count:,} -> {counted(later.count, 'allocation')}, called from "
+                    + ", ".join(printable(_FOLDERS.sub("", line)) for line in way[:_MOST_CALLERS])
+                )
+
+
+def _signed(change: int) -> str:
+    return f"{'+' if change > 0 else '-'}{human(abs(change))}"

@@ -10,28 +10,43 @@ _LINE_OF_CODE = re.compile(r"(.+):(\d+) (.+)", re.DOTALL)
 _SEPARATOR = re.compile(r"[/\\]")
 
 
-def together(a: Mapping[str, int], b: Mapping[str, int]) -> dict[str, tuple[int, int]]:
+def together(
+    a: Mapping[str, int], b: Mapping[str, int], names: Mapping[str, str] | None = None
+) -> dict[str, tuple[int, int]]:
     """Place -> its bytes in A and in B. Places are ``file:line function``, or other words, which match as they are.
+    names: the answer of `same_files`, where it was asked about more places than these.
 
     A file that only one of the two has stands for the one of the other that shares the longest end of its path with it and with
     no other. Such a place is called ``.../tail:line function``, where both runs have the line and the function. A file that was
     renamed is known by its lines and functions, most of which are in one file of the other; it is called ``old.py -> new.py``.
     """
-    names = _tails({_path(place) for place in a}, {_path(place) for place in b})
-    names |= _renamed(*({path: lines for path, lines in _lines(side).items() if path not in names} for side in (a, b)))
+    if names is None:
+        names = same_files(a, b)
     renamed = [Counter[str](), Counter[str]()]
-    called: dict[str, str] = {}
+    given: dict[str, str] = {}
     for number, side in enumerate((a, b)):
         for place, size in side.items():
-            path = _path(place)
-            name = f"{names[path]}{place[len(path) :]}" if path in names else place
+            name = called(place, names)
             renamed[number][name] += size
-            called.setdefault(name, place)
+            given.setdefault(name, place)
     found = {}
-    for name in called:
+    for name, place in given.items():
         is_both = all(name in side for side in renamed)
-        found[name if is_both else called[name]] = renamed[0][name], renamed[1][name]
+        found[name if is_both else place] = renamed[0][name], renamed[1][name]
     return found
+
+
+def same_files(a: Iterable[str], b: Iterable[str]) -> dict[str, str]:
+    """Path -> what both are called, for files that are the same code in two runs. a, b: their places."""
+    sides = _lines(a), _lines(b)
+    names = _tails(*sides)
+    return names | _renamed(*({path: lines for path, lines in side.items() if path not in names} for side in sides))
+
+
+def called(line: str, names: Mapping[str, str]) -> str:
+    """A line of code, with the name of its file that both runs have."""
+    path = _path(line)
+    return f"{names[path]}{line[len(path) :]}" if path in names else line
 
 
 def _lines(side: Iterable[str]) -> dict[str, set[str]]:

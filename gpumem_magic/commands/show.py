@@ -22,8 +22,8 @@ def run(options: argparse.Namespace) -> int:
     from gpumem_magic.files.report_file import save_all
     from gpumem_magic.snapshot.files import read
 
-    if len(options.files) > 1 and (options.search or options.between or options.category):
-        raise ValueError("--search, --between and --category are for one file: name only one")
+    if len(options.files) > 1 and (options.search or options.between or options.category or options.events):
+        raise ValueError("--search, --between, --category and --events are for one file: name only one")
     if len(options.files) > 1 and options.redact:
         raise ValueError("--redact is for one file: name only one")
     for option, target in (("--json", options.json), ("--html", options.html), ("--redact", options.redact)):
@@ -53,12 +53,11 @@ def run(options: argparse.Namespace) -> int:
 
 def _text(loaded: LoadedSnapshot, views: list[DeviceView], options: argparse.Namespace) -> str:
     """The report of one file; writes what else is asked for of it."""
-    from gpumem_magic.commands import show_parts
+    from gpumem_magic.commands import show_events, show_parts
     from gpumem_magic.files.loaded import position_of, report_of
     from gpumem_magic.files.report_file import save
     from gpumem_magic.snapshot.files import write
     from gpumem_magic.snapshot.redact import redacted
-    from gpumem_magic.views.segments import fragmentation
     from gpumem_magic.views.text import render
 
     moment = _moment(options.at)
@@ -71,8 +70,9 @@ def _text(loaded: LoadedSnapshot, views: list[DeviceView], options: argparse.Nam
     lines += show_parts.by_own_categories(view, position, moment, show_parts.own_categories(options.category or ()))
     lines += show_parts.largest(view, position, moment, options.top, options.search)
     lines += show_parts.ranges(loaded, view)
-    lines += ["", f"Segments ({moment}; # in use, : partly, . free):"]
-    lines += [f"  {line}" for line in fragmentation(view.timeline.segments_at(position))]
+    lines += show_parts.segments(view, position, moment, options.top)
+    if options.events:
+        lines += show_events.events(view, position, options.between)
     said = show_parts.settings(loaded)
     if said:
         lines.append(said)

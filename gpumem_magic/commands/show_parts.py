@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import re
-from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from gpumem_magic.attribution.groups import StackGroup, groups_of, matching, stacks_with
+from gpumem_magic.attribution.sites import folded
 from gpumem_magic.attribution.view import DeviceView
+from gpumem_magic.files.ranges import named_ranges
 from gpumem_magic.snapshot.files import LoadedSnapshot
 from gpumem_magic.snapshot.whole_file import printable
 from gpumem_magic.units import counted, human
+from gpumem_magic.views.segments import fragmentation
 
 _INDENT = " " * 14
 # So many different sizes of a group are written out, and so many ranges.
 _MOST_SIZES = 3
 _MOST_RANGES = 12
+# So many stacks that asked for segments: they are seldom the question.
+_MOST_SEGMENTS = 3
 
 
 def largest(view: DeviceView, position: int, moment: str, most: int, search: str | None) -> Iterator[str]:
@@ -84,6 +88,33 @@ def by_own_categories(
         yield f"  {human(sum(of_it)):>10}  {words}, {counted(len(of_it), 'allocation')}"
 
 
+def segments(view: DeviceView, position: int, moment: str, top: int) -> Iterator[str]:
+    """The segments that have the most free memory, and which stacks asked for the most."""
+    there = view.timeline.segments_at(position)
+    yield ""
+    yield f"Segments ({moment}; # in use, : partly, . free):"
+    yield from (f"  {line}" for line in fragmentation(there))
+    stack_of = view.stacks_of_segments(position)
+    sizes: dict[tuple[str, ...], list[int]] = defaultdict(list)
+    for one in there:
+        frames = stack_of.get(one.address, ())
+        sizes[tuple(folded(frames)) if frames else ()].append(one.total_size)
+    ranked = sorted((stack for stack in sizes if stack), key=lambda stack: -sum(sizes[stack]))
+    most = min(top, _MOST_SEGMENTS)
+    if not ranked or most <= 0:
+        return
+    yield ""
+    yield f"What asked for the segments ({moment}):"
+    for stack in ranked[:most]:
+        yield f"  {human(sum(sizes[stack])):>10}  in {counted(len(sizes[stack]), 'segment')}"
+        yield from (f"{_INDENT}{printable(line)}" for line in stack)
+    if rest := [size for stack in ranked[most:] for size in sizes[stack]]:
+        stacks = counted(len(ranked) - most, "stack")
+        yield f"  {human(sum(rest)):>10}  in {counted(len(rest), 'more segment')}, of {stacks}"
+    if unknown := sizes.get(()):
+        yield f"  {human(sum(unknown)):>10}  in {counted(len(unknown), 'segment')} without a stack"
+
+
 def settings(loaded: LoadedSnapshot) -> str:
     """The allocator's settings that were in force."""
     given = loaded.snapshot.allocator_settings
@@ -96,20 +127,10 @@ def settings(loaded: LoadedSnapshot) -> str:
 
 
 def ranges(loaded: LoadedSnapshot, view: DeviceView) -> Iterator[str]:
-    """The program's own ranges (``torch.profiler.record_function``): how often, and the highest that was allocated in them."""
-    times = [event.time_us for event in view.log.events]
-    opened: dict[str, list[int]] = defaultdict(list)
+    """The program's own ranges: how often, and the highest that was allocated in them."""
     found: dict[str, list[tuple[int, int]]] = defaultdict(list)
-    for note in loaded.snapshot.external_annotations:
-        name, when, stage = note.get("name"), note.get("time_us"), note.get("stage")
-        if note.get("device") != view.device or not isinstance(name, str) or not isinstance(when, int):
-            continue
-        if stage == "START":
-            opened[name].append(when)
-        elif stage == "END" and opened[name]:
-            begin, end = bisect_left(times, opened[name].pop()), bisect_left(times, when)
-            if begin < end:
-                found[name].append((begin, end))
+    for name, begin, end in named_ranges(loaded, view.device, view.log.events):
+        found[name].append((begin, end))
     if not found:
         return
     yield ""

@@ -7,10 +7,8 @@ recording; what the file lacks is said in the notes. Rows are at events: the sta
 from __future__ import annotations
 
 import os
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from gpumem_magic.allocator.settings import settings_from_dict
 from gpumem_magic.allocator.verdict import last_failure, needed_from_driver
@@ -18,6 +16,7 @@ from gpumem_magic.attribution.view import DeviceView
 from gpumem_magic.devices.base import DeviceFacts, DeviceLog
 from gpumem_magic.files.extra import saved_labels, saved_start
 from gpumem_magic.files.failing import elsewhere, place_of
+from gpumem_magic.files.ranges import named_ranges
 from gpumem_magic.recording.model import Checkpoint, Failure, Moment, Recording, Span
 from gpumem_magic.recording.quiet import no_automatic_collection
 from gpumem_magic.report import build
@@ -224,17 +223,9 @@ def _error(
 
 
 def _ranges(loaded: LoadedSnapshot, device: int, events: Sequence[TraceEvent]) -> list[Span]:
-    """The user's own ranges (`torch.profiler.record_function`), which PyTorch keeps beside the trace with their times."""
-    times = [event.time_us for event in events]
-    found: list[Span] = []
-    for note in loaded.snapshot.external_annotations:
-        when, words = _number(note.get("time_us")), note.get("name")
-        if note.get("stage") == "START" and note.get("device") == device and when and isinstance(words, str):
-            moment = Moment({device: bisect_left(times, when)}, {})
-            if times and times[0] <= when <= times[-1]:
-                found.append(Span("annotation", words[:_MOST_WORDS], moment, moment))
-    return found[:_MOST_RANGES]
-
-
-def _number(value: Any) -> int:
-    return value if isinstance(value, int) else 0
+    """Where the program's own ranges begin."""
+    found = []
+    for one in named_ranges(loaded, device, events)[:_MOST_RANGES]:
+        moment = Moment({device: one.begin}, {})
+        found.append(Span("annotation", one.name[:_MOST_WORDS], moment, moment))
+    return found

@@ -110,11 +110,10 @@ def _groups(view: DeviceView, position: int, stacks: dict[tuple[Frame, ...], int
 
 
 def _segments(view: DeviceView, position: int, stacks: dict[tuple[Frame, ...], int]) -> tuple[SegmentContents, ...]:
-    extents = {one.address: one for one in view.timeline.extents if one.holds(position)}
+    stack_of = view.stacks_of_segments(position)
     found = []
     for segment in view.timeline.segments_at(position):
-        extent = extents.get(segment.address)
-        frames = () if extent is None else view.frames_of_extent(extent)
+        frames = stack_of.get(segment.address, ())
         free = [block.size for block in segment.blocks if block.state == INACTIVE]
         found.append(
             SegmentContents(

@@ -22,6 +22,9 @@ _SAMPLE = 64
 # Addresses come again and again: equal ones are one object, of so many at a time.
 _MOST_NUMBERS = 1 << 14
 
+# So much of an event's metadata is kept.
+_MOST_METADATA = 200
+
 _columns = itemgetter("action", "addr", "size", "stream", "time_us")
 _event = partial(cast(Any, tuple.__new__), TraceEvent)
 
@@ -39,6 +42,7 @@ class EventReader:
         self._equal: dict[tuple[Frame, ...], tuple[Frame, ...]] = {}
         self._numbers: dict[int, int] = {}
         self._pools: dict[tuple[int, int], tuple[int, int]] = {}
+        self._metadata: dict[str, str] = {}
 
     def taking_list(self) -> TakingList:
         """A list in an unpickler's hands, whose items become events and are let go."""
@@ -82,7 +86,19 @@ class EventReader:
         addresses, sizes, streams, times = figures
         same = self._numbers.setdefault
         stacks = [self.stack(data.get("frames"), f"{where}[..].frames") for data in batch]
-        rows = actions, map(same, addresses, addresses), map(same, sizes, sizes), streams, times, stacks, pools
+        metadata = [data.get("user_metadata", "") for data in batch]
+        if set(map(type, metadata)) != {str} or any(metadata):
+            metadata = list(map(self._words, metadata))
+        rows = (
+            actions,
+            map(same, addresses, addresses),
+            map(same, sizes, sizes),
+            streams,
+            times,
+            stacks,
+            pools,
+            metadata,
+        )
         return list(map(_event, zip(*rows, strict=True)))
 
     def _one_by_one(self, batch: Sequence[Any], where: str, first: int) -> Iterator[TraceEvent]:
@@ -96,9 +112,18 @@ class EventReader:
             size, stream = int_of(data, "size", place), int_of(data, "stream", place, 0)
             time = int_of(data, "time_us", place, 0)
             pool_id = self._pool(data.get("pool_id"), place)
-            yield TraceEvent(
-                action, address, size, stream, time, self.stack(data.get("frames"), f"{place}.frames"), pool_id
-            )
+            frames = self.stack(data.get("frames"), f"{place}.frames")
+            metadata = self._words(data.get("user_metadata"))
+            yield TraceEvent(action, address, size, stream, time, frames, pool_id, metadata)
+
+    def _words(self, value: Any) -> str:
+        """Metadata, equal ones as one object; "" for what is no text, since a trace is whole without it."""
+        if type(value) is not str:
+            return ""
+        text = readable(value[:_MOST_METADATA])
+        if len(self._metadata) > _MOST_NUMBERS:
+            self._metadata.clear()
+        return self._metadata.setdefault(text, text)
 
     def _pool(self, value: Any, where: str) -> tuple[int, int] | None:
         if value is None:

@@ -33,6 +33,7 @@ class TraceEvent(NamedTuple):
     address: of the block or segment; for oom the device's free bytes at that moment (PyTorch's `device_free`).
     size: alloc and free_* carry the *requested* bytes, segment_* real bytes, oom the rounded request.
     pool_id: of the private pool that it is about, (0, 0) for the default one; None where the trace does not say (up to 2.12).
+    metadata: what the program called the time at which it happened (PyTorch's `user_metadata`); "" where it said nothing.
     """
 
     action: str
@@ -42,6 +43,7 @@ class TraceEvent(NamedTuple):
     time_us: int = 0
     frames: tuple[Frame, ...] = ()
     pool_id: tuple[int, int] | None = None
+    metadata: str = ""
 
 
 @dataclass(frozen=True)

@@ -115,7 +115,7 @@ def snapshot_to_data(snapshot: Snapshot) -> dict[str, Any]:
             "stream": event.stream,
             "time_us": event.time_us,
             "compile_context": "N/A",
-            "user_metadata": "",
+            "user_metadata": event.metadata,
         }
         if event.frames:  # only where a stack was recorded, as in PyTorch
             data["frames"] = stack(event.frames)

@@ -1,7 +1,7 @@
 """A copy of a snapshot that can be shown to others: what was allocated when, without the code it came from.
 
 Kept: sizes, addresses, order, the frames of PyTorch itself (public code, by which categories are found). Replaced: every other
-file and function, by a number that stays the same throughout. Dropped: annotations, and all text in the settings.
+file and function, by a number that stays the same throughout. Dropped: annotations, metadata, and all text in the settings.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _segment(segment: Segment, names: _Names) -> Segment:
 
 
 def _event(event: TraceEvent, names: _Names, start: int) -> TraceEvent:
-    return event._replace(frames=names.of(event.frames), time_us=max(event.time_us - start, 0))
+    return event._replace(frames=names.of(event.frames), time_us=max(event.time_us - start, 0), metadata="")
 
 
 def _settings(settings: Mapping[str, Any]) -> dict[str, Any]:
