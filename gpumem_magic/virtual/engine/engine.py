@@ -103,6 +103,7 @@ class Engine:
         self.holds_sparse = False
         self.attend: Callable[..., Any] = _no_attention
         self._allocates: dict[Any, bool] = {}
+        self._resizes: set[Any] = set()
         self._composite: dict[Any, bool] = {}
 
     # ---- tensors
@@ -226,7 +227,11 @@ class Engine:
         allocates = self._allocates.get(func)
         if allocates is None:
             allocates = self._allocates[func] = _may_allocate(func)
+            if not allocates and _may_resize(func):
+                self._resizes.add(func)
         self.settle(out, allocates)
+        if not allocates and func in self._resizes:
+            self._follow_resized(out)
         rule = BESIDE.get(func)
         if rule is None:
             self.memory.after_operator(func, args, device)
@@ -278,6 +283,12 @@ class Engine:
                     self._settle_one(leaf, allocates)
                 elif isinstance(leaf, (tuple, list)):
                     self.settle(leaf, allocates)
+
+    def _follow_resized(self, out: Any) -> None:
+        """Gives memory to tensors that were given to be written to, and have become larger."""
+        for leaf in (out,) if isinstance(out, torch.Tensor) else out or ():
+            if isinstance(leaf, VirtualTensor) and leaf.layout is torch.strided:
+                self.table.resized(leaf.untyped_storage())
 
     def _settle_one(self, tensor: FakeTensor, allocates: bool) -> None:
         device = tensor.fake_device
@@ -518,3 +529,11 @@ def _may_allocate(func: Any) -> bool:
     """False where every tensor in the result is an argument of the call, or a view of one, by the operator's schema."""
     schema = getattr(func, "_schema", None)
     return schema is None or any(value.alias_info is None for value in schema.returns)
+
+
+def _may_resize(func: Any) -> bool:
+    """Whether the operator gives tensors that it writes to another size: ``out=`` and `resize_`."""
+    schema = getattr(func, "_schema", None)
+    if schema is None:
+        return False
+    return "resize" in schema.name or any(argument.is_out for argument in schema.arguments)

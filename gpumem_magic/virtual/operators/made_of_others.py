@@ -1,0 +1,56 @@
+"""Operators that are no kernel on CUDA but are made of others, some of which take memory of their own for a moment.
+
+`native_functions.yaml` has ``CompositeExplicitAutograd`` for them and nothing for CUDA: one function in C++ runs on every
+device. So it is run here as well, and its parts come to the virtual device one by one. A shape rule alone would count the result
+and nothing else: of a binary cross-entropy with logits one number, where a card holds two tensors of the input's size. Only those
+are here that hold more than their results.
+
+The median of a whole tensor sorts it (``Sorting.cpp`` in ATen/native/cuda).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from gpumem_magic.private import aten as _aten
+from gpumem_magic.private import overloads
+from gpumem_magic.virtual.engine.engine import Engine, special
+from gpumem_magic.virtual.engine.modes import pushed
+
+_OPERATORS = overloads(
+    "binary_cross_entropy_with_logits soft_margin_loss soft_margin_loss.out soft_margin_loss_backward "
+    "soft_margin_loss_backward.grad_input logsumexp logsumexp.out _euclidean_dist dist _trilinear _safe_softmax isinf mvlgamma "
+    "ldexp.Tensor affine_grid_generator linalg_pinv.atol_rtol_tensor"
+)
+
+
+def _function_for_all(func: Any) -> Any:
+    """The key under which an operator has one function for all devices; None where this version has none.
+
+    C++ would run whatever lies at the place of a key without a function.
+    """
+    for key in ("CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional"):
+        if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key):
+            return getattr(torch._C.DispatchKey, key)
+    return None
+
+
+_KEYS = {func: key for func in _OPERATORS if (key := _function_for_all(func)) is not None}
+
+
+@special(*_KEYS)
+def _by_parts(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    with pushed(engine.mode), torch._C._AutoDispatchBelowAutograd():
+        return func._op_dk(_KEYS[func], *args, **kwargs)
+
+
+@special(_aten.median.default)
+def _median(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    if not args[0].numel():
+        return engine.run(func, args, kwargs, device)
+    with pushed(engine.mode):
+        ordered = args[0].flatten().sort()[0]
+        middle = ordered[(ordered.numel() - 1) // 2]
+        return torch.where(ordered[-1].isnan(), ordered[-1], middle)

@@ -1,0 +1,122 @@
+"""Operators that are made of others take on a card what their parts take; sizes that `out=` changes are counted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from gpumem_magic.virtual import gpu
+from gpumem_magic.virtual.engine.engine import SPECIAL
+from gpumem_magic.virtual.operators import made_of_others
+
+ROWS, COLUMNS = 512, 1024
+WHOLE = ROWS * COLUMNS * 4
+
+
+@pytest.fixture(autouse=True)
+def machine() -> Iterator[gpu.VirtualMachine]:
+    yield gpu.turn_on("A100-40GB,context=0")
+    gpu.turn_off()
+
+
+def sizes(run: Callable[[], object]) -> list[int]:
+    """Bytes of each allocation while it runs, those of 4 KiB or less left out."""
+    torch.cuda.memory._record_memory_history()
+    kept = run()
+    trace = torch.cuda.memory._snapshot()["device_traces"][0]
+    torch.cuda.memory._record_memory_history(enabled=None)
+    del kept
+    return [event["size"] for event in trace if event["action"] == "alloc" and event["size"] > 4096]
+
+
+@pytest.mark.parametrize(
+    ("run", "wholes"),
+    [
+        # log(sigmoid(x)); 1 - y, which the rest is done to in place.
+        (lambda x, y: F.binary_cross_entropy_with_logits(x, y), [1, 1]),
+        # x - maximum, whose exponential is taken in place.
+        (lambda x, y: x.logsumexp(1), [1]),
+        # x - y.
+        (lambda x, y: torch.dist(x, y), [1]),
+        # |x|, and a byte for each.
+        (lambda x, y: x.isinf(), [1, 1 / 4]),
+        # Squares, ones beside x and its norms in one, likewise for y; the product.
+        (lambda x, y: torch.cdist(x, y), [1, 1, 1, 1, 1, 1 / 2]),
+        # -y, whose rest is done in place.
+        (lambda x, y: F.soft_margin_loss(x, y), [1]),
+    ],
+)  # fmt: skip
+def test_parts_are_allocated_as_on_a_card(run: Callable[..., object], wholes: list[float]) -> None:
+    x, y = (torch.zeros(ROWS, COLUMNS, device="cuda") for _ in range(2))
+    run(x, y)  # cuBLAS's workspace stays
+    assert [round(size / WHOLE, 1) for size in sizes(lambda: run(x, y))] == [round(part, 1) for part in wholes]
+
+
+def test_the_median_of_all_sorts_all() -> None:
+    x = torch.zeros(ROWS, COLUMNS, device="cuda")
+    values, indices, *_ = sizes(x.median)
+    assert (values, indices) == (WHOLE, 2 * WHOLE)
+    assert x[:0].median().shape == ()
+
+
+@pytest.mark.parametrize("values", ["none", "auto", "real"])
+def test_results_and_gradients_are_those_of_the_host(values: str) -> None:
+    gpu.turn_off()
+    gpu.turn_on(f"A100-40GB,context=0,values={values}" if values != "none" else "A100-40GB,context=0")
+    programs: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
+        lambda x: F.binary_cross_entropy_with_logits(x, x.detach().sigmoid()),
+        lambda x: x.logsumexp((0, 1), keepdim=True),
+        lambda x: torch.cdist(x, x.detach() + 1),
+        lambda x: F.scaled_dot_product_attention(x[None], x[None], x[None], attn_mask=torch.ones(30, 30, device=x.device) > 0),
+        lambda x: F.affine_grid(x[:6, :1].reshape(1, 2, 3), [1, 1, 4, 4], align_corners=False),
+        lambda x: F.bilinear(x, x, torch.ones(2, 30, 30, device=x.device)),
+        lambda x: x.median(),
+    )  # fmt: skip
+    for number, program in enumerate(programs):
+        host = torch.linspace(-1, 1, 900).view(30, 30).requires_grad_()
+        card = host.detach().to("cuda").requires_grad_()
+        on_host, on_card = program(host), program(card)
+        assert (on_host.shape, on_host.dtype) == (on_card.shape, on_card.dtype), number
+        on_host.sum().backward()
+        on_card.sum().backward()
+        assert card.grad is not None
+        if values == "real":
+            torch.testing.assert_close(on_card.detach().cpu(), on_host.detach(), rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(card.grad.cpu(), host.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_each_has_a_function_of_all_devices() -> None:
+    """Asked for one that is not there, C++ would run what lies at its place."""
+    assert len(made_of_others._KEYS) == len(made_of_others._OPERATORS)
+    assert set(made_of_others._KEYS) <= set(SPECIAL)
+
+
+@pytest.mark.parametrize("precision", [torch.float32, torch.float16])
+def test_group_norm_takes_numbers_for_channels_and_groups(precision: torch.dtype) -> None:
+    x = torch.zeros(32, 64, 8, 8, device="cuda", dtype=precision, requires_grad=True)
+    layer = torch.nn.GroupNorm(32, 64, device="cuda", dtype=precision)
+    channels, groups = 32 * 64 * 4, 32 * 32 * 4
+    whole = x.numel() * x.element_size()
+    statistics = 32 * 32 * x.element_size()
+    forward = sizes(lambda: layer(x))
+    assert forward == [size for size in (whole, statistics, statistics, channels, channels) if size > 4096]
+    out = layer(x)
+    gradient = torch.zeros_like(out)
+    backward = sizes(lambda: torch.autograd.grad(out, [x, layer.weight, layer.bias], gradient, retain_graph=True))
+    assert backward == [size for size in (whole, channels, channels, groups, groups, channels) if size > 4096]
+
+
+def test_a_result_that_is_given_grows() -> None:
+    x = torch.zeros(ROWS, COLUMNS, device="cuda")
+    out = torch.empty(0, device="cuda")
+    before = torch.cuda.memory_allocated()
+    torch.add(x, 1, out=out)
+    assert torch.cuda.memory_allocated() - before == WHOLE
+    with pytest.warns(UserWarning, match="was resized"):
+        torch.sum(x, 1, out=out)
+    assert torch.cuda.memory_allocated() - before == WHOLE
+    del out
+    assert torch.cuda.memory_allocated() == before
