@@ -12,6 +12,7 @@ from typing import Any
 from gpumem_magic.devices.base import Counters, DeviceFacts, DeviceLog
 from gpumem_magic.recording.model import Checkpoint, Moment, Recording, Sighting, Span
 from gpumem_magic.report.build import build
+from gpumem_magic.report.model import LATER_CATEGORIES
 from gpumem_magic.snapshot.model import Block, Segment, TraceEvent
 from gpumem_magic.snapshot.rules import AllocatorSettings
 
@@ -88,7 +89,8 @@ def load(path: Path) -> Fixture:
         ),
         tuple(Sighting(index, *look) for look in data["sightings"]),
     )
-    return Fixture(recording, [(one[0], one[1], one[2]) for one in data["told"]], data["categories"])
+    categories = [{**LATER_CATEGORIES, **row} for row in data["categories"]]
+    return Fixture(recording, [(one[0], one[1], one[2]) for one in data["told"]], categories)
 
 
 def _tuples(value: Any) -> Any:

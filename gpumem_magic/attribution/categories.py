@@ -9,9 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from gpumem_magic.attribution import sites
+from gpumem_magic.attribution.autocast import copies_of_weights
+from gpumem_magic.attribution.grown import grown_keys_and_values
 from gpumem_magic.attribution.owners import Roles, lives_at, owners
 from gpumem_magic.attribution.phase_map import Phase, PhaseMap, phases_on
-from gpumem_magic.devices.base import DeviceLog, Label
+from gpumem_magic.devices.base import Birth, DeviceLog, Label
 from gpumem_magic.recording.model import (
     BACKWARD,
     FORWARD,
@@ -31,6 +34,7 @@ WORKSPACE_SIZES = frozenset({WORKSPACE, LARGE_WORKSPACE})
 
 _IDENTITY = (
     ("parameter", "parameters"),
+    ("kv_cache", "kv_cache"),
     ("buffer", "buffers"),
     ("optimizer_state", "optimizer_state"),
     ("gradient", "gradients"),
@@ -49,8 +53,13 @@ def attribute(
     """One label per allocation of `timeline`, in its order. Spans and sightings may be of several devices."""
     device = log.facts.index
     held = owners(timeline.allocations, (look for look in sightings if look.device == device))
+    spans = list(spans)
     map_ = PhaseMap(phases_on(device, spans, checkpoints))
-    return [_label(_Case.of(allocation, log, held, map_)) for allocation in timeline.allocations]
+    told = {
+        **copies_of_weights(log, timeline.allocations, held, map_, spans),
+        **grown_keys_and_values(log.births, timeline.allocations, map_),
+    }
+    return [_label(_Case.of(allocation, log, held, map_, told)) for allocation in timeline.allocations]
 
 
 def labels_to_carry(timeline: Timeline, labels: Sequence[Label]) -> dict[int, Label]:
@@ -64,7 +73,8 @@ def labels_to_carry(timeline: Timeline, labels: Sequence[Label]) -> dict[int, La
 
 @dataclass(frozen=True)
 class _Case:
-    """All that the rules look at for one allocation. origin: None on a real device, which can't tell."""
+    """All that the rules look at for one allocation. origin: None on a real device, which can't tell. told: what it is by what it
+    has in common with others."""
 
     allocation: Allocation
     roles: Roles
@@ -74,9 +84,18 @@ class _Case:
     carried: Label | None
     real: bool
     stack: tuple[str, ...]
+    birth: Birth | None
+    told: Label | None
 
     @classmethod
-    def of(cls, allocation: Allocation, log: DeviceLog, held: Mapping[int, Roles], phases: PhaseMap) -> _Case:
+    def of(
+        cls,
+        allocation: Allocation,
+        log: DeviceLog,
+        held: Mapping[int, Roles],
+        phases: PhaseMap,
+        told: Mapping[int, Label],
+    ) -> _Case:
         at_start = allocation.born < 0
         return cls(
             allocation,
@@ -87,6 +106,8 @@ class _Case:
             log.carried.get(allocation.address) if at_start else None,
             log.facts.kind == "cuda",
             () if at_start else tuple(frame.name for frame in log.events[allocation.born].frames),
+            log.births.get(allocation.born),
+            told.get(allocation.index),
         )
 
     @property
@@ -150,6 +171,20 @@ def _workspace(case: _Case) -> Label | None:
     return None
 
 
+def _told(case: _Case) -> Label | None:
+    return case.told
+
+
+def _cache(case: _Case) -> Label | None:
+    """Asked for by a cache's own code, and kept for the next token."""
+    place = None if case.birth is None else case.birth.place
+    if place is None or not sites.is_of_a_cache(place.file, place.function):
+        return None
+    if case.phase is not None and (case.phase.kind == BACKWARD or not case.outlives(case.phase)):
+        return None
+    return Label("kv_cache", "stack", case.name)
+
+
 def _carried(case: _Case) -> Label | None:
     return case.carried if case.carried is not None and case.carried.category != "unknown" else None
 
@@ -211,4 +246,15 @@ def _temporaries(case: _Case) -> Label | None:
     return None
 
 
-_RULES = (_identity, _summed, _workspace, _carried, _inputs, _activations, _activation_gradients, _temporaries)
+_RULES = (
+    _identity,
+    _summed,
+    _workspace,
+    _told,
+    _cache,
+    _carried,
+    _inputs,
+    _activations,
+    _activation_gradients,
+    _temporaries,
+)

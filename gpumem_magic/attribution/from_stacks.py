@@ -44,7 +44,7 @@ class _Kept(NamedTuple):
 _KEPT = {
     FORWARD: _Kept("activations", "was asked for in a forward, and outlived it"),
     sites.CAST: _Kept("activations", "was cast by autocast in a forward, and outlived it", "autocast's copy"),
-    sites.CACHE: _Kept("activations", "was asked for by a key-value cache", "key-value cache"),
+    sites.CACHE: _Kept("kv_cache", "was asked for by a cache of keys and values"),
     OPTIMIZER: _Kept("optimizer_state", "was asked for by an optimizer, and outlived its step"),
     sites.PARAMETERS: _Kept("parameters", "was asked for where a module is made, loaded or moved"),
     sites.WORKSPACE: _Kept("workspace", "was asked for by cuBLAS"),
@@ -117,6 +117,7 @@ class _Attributor(BySizes):
         sizes = parameters or self.sizes_of_a_backward(survivors.values())
         self.like_other_gradients(survivors.values(), sizes)
         self.made_in_constructors(sizes)
+        self._cast_of_weights(sizes)
         self.start(sizes)
         self._took_the_place_of()
         self._like_a_later_one()
@@ -124,6 +125,22 @@ class _Attributor(BySizes):
         self._the_programs_own()
         labels = tuple(self.labels.get(one.index, UNKNOWN) for one in self.allocations)
         return Attribution(labels, self.reasons, self.grounds)
+
+    def _cast_of_weights(self, sizes: Counter[int]) -> None:
+        """What backward kept of a forward under autocast: a weight's copy where it is half as large as one, each once."""
+        was_on = self.has("autocast_copies")
+        left: dict[int, Counter[int]] = defaultdict(
+            lambda: Counter({size // 2: count for size, count in sizes.items()})
+        )
+        for one, site in zip(self.allocations, self.sites, strict=True):
+            label = self.labels.get(one.index, UNKNOWN)
+            if site not in ((sites.CAST, FORWARD) if was_on else (sites.CAST,)) or label.category != "activations":
+                continue
+            run = left[self.runs.number_of(one.born)]
+            if run[one.requested] > 0:
+                run[one.requested] -= 1
+                why = "was kept by a forward under autocast, and is half as large as a parameter"
+                self.is_known(one, "autocast_copies", "inferred", why)
 
     def _outlives(self, one: Allocation) -> bool:
         """Whether it is still live when the part of the step in which it was born is over."""
@@ -171,7 +188,7 @@ class _Attributor(BySizes):
             self.is_known(one, "temporaries", "stack", _PASSING[site])
         elif site in (FORWARD, sites.CAST) and ended_by == sites.CAST:
             why = "was let go of at the end of autocast, which keeps what it casts of the weights"
-            self.is_known(one, "activations", "stack", why, "autocast's copy of a weight")
+            self.is_known(one, "autocast_copies", "stack", why)
         else:
             self.is_known(one, kept.category, "stack", kept.why, kept.name)
 

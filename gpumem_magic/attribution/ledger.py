@@ -21,6 +21,8 @@ TENANT_CATEGORIES = (
     "optimizer_state",
     "inputs",
     "activations",
+    "kv_cache",
+    "autocast_copies",
     "activation_gradients",
     "temporaries",
     "workspace",

@@ -64,7 +64,7 @@ _PYTHON_SIGNS = tuple(
         (PARAMETERS, _TORCH + r"nn[/\\]modules[/\\]module\.py$", r"^(?:_apply|convert|to_empty|cuda|<lambda>)$"),
         (_CALL, _TORCH + r"nn[/\\]modules[/\\]module\.py$", r"^(?:_call_impl|_wrapped_call_impl|__call__)$"),
         (CACHE, r"", r"(?i)kv_?cache|key_?value_?cache|^init_cache"),
-        (CACHE, r"(?i)cache\w*\.py$", r"(?i)^(?:update|append|lazy_init|allocate)"),
+        (CACHE, r"(?i)cache\w*\.py$", r"(?i)^(?:update|append|lazy_init|allocate|reorder_cache|crop|batch_)"),
         (
             PARAMETERS,
             r"",
@@ -148,6 +148,11 @@ def site_of(frames: Sequence[Frame]) -> str:
     if found == FORWARD:
         return RECOMPUTED if in_backward else CAST if CAST in native else FORWARD
     return BACKWARD if in_backward else found
+
+
+def is_of_a_cache(filename: str, function: str) -> bool:
+    """Whether this is where a cache of keys and values asks for its memory."""
+    return _sign(filename, function) == (True, CACHE)
 
 
 def letting_go(frames: Sequence[Frame]) -> str:

@@ -139,21 +139,31 @@ def kept_by_hook(scene: Scene) -> Iterator[Cause]:
 
 def key_value_cache(scene: Scene) -> Iterator[Cause]:
     """A cache of keys and values is a good part of the peak."""
-    cached: list[Held] = [
-        one for one in scene.held if any(base == _CACHE for station in one.trail for base in station.bases)
-    ]
+    cached = scene.living_in(scene.moment, "kv_cache")
     if size_of(cached) < scene.part_of_peak(5):
         return
-    place = next(station.place for station in cached[0].trail if _CACHE in station.bases)
-    used = scene.program.using(place.partition(".")[0].partition("[")[0])
+    births = scene.recording.logs[scene.device].births
+    caches = {one.address for one in scene.living_in(scene.end, "kv_cache")}
+    known = [one for one in scene.held if scene.holdings.roots[one.roots[0]].kind in ("variable", "module")]
+    held = next((one for one in known if one.address in caches), None)
+    place = None if held is None else _cache_of(held)
+    used = None if place is None else scene.program.using(place.partition(".")[0].partition("[")[0])
     at = f" ({used.words})" if used is not None else ""
+    grows = any((birth := births.get(one.born)) is not None and birth.kernel == "cat" for one in cached)
     yield Cause(
         "key_value_cache",
-        f"The key-value cache {quoted(place)}{at} keeps {human(size_of(cached))} in {len(cached)} tensors, for every position "
-        "and every sequence of the batch; a `DynamicCache` is copied, a layer at a time, at each new token.",
-        "A `StaticCache` is allocated once; a smaller batch, a quantized cache or fewer key-value heads make it smaller.",
+        f"The key-value cache{'' if place is None else f' {quoted(place)}'}{at} keeps {human(size_of(cached))} in "
+        f"{counted(len(cached), 'tensor')}, for every position and every sequence of the batch"
+        f"{'; it grows by `torch.cat`, which copies it, a layer at a time, at each new token' if grows else ''}.",
+        f"{'One that is allocated once for the longest sequence (a `StaticCache`) is not copied; a' if grows else 'A'} "
+        "smaller batch, a quantized cache or fewer key-value heads make it smaller.",
         size_of(cached),
     )
+
+
+def _cache_of(held: Held) -> str:
+    """The cache that holds a tensor, or what else does, as the program calls it."""
+    return next((station.place for station in held.trail if _CACHE in station.bases), held.place)
 
 
 def _shape(one: Held) -> tuple[str, tuple[int, ...]]:

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from math import prod
 
 from gpumem_magic.causes.model import Scene, requested
 from gpumem_magic.owners.model import size_of
-from gpumem_magic.recording.model import BACKWARD, FORWARD, KEPT_BY_LIST, KEPT_BY_NAME, OPTIMIZER, RECOMPUTATION
+from gpumem_magic.recording.model import BACKWARD, FORWARD, OPTIMIZER, RECOMPUTATION
 from gpumem_magic.report.model import Cause
 from gpumem_magic.units import MIB, counted, human
 
 # A table with so many times more rows than were looked up.
 _TIMES = 8
 _LARGE = 64 * MIB
-# How programs turn autocast on, by themselves or through a library.
-_AUTOCAST = re.compile(r"\bautocast\b|\b(?:fp16|bf16)\s*=\s*True|mixed_precision|\bprecision\s*=")
 _LOOKUPS = frozenset({"embedding_dense_backward", "_embedding_bag_dense_backward"})
 
 
@@ -60,33 +57,20 @@ def wide_inference(scene: Scene) -> Iterator[Cause]:
 
 def autocast_copies(scene: Scene) -> Iterator[Cause]:
     """The 16-bit copies of weights that autocast makes, and keeps until its block ends or backward has used them."""
-    if not _AUTOCAST.search(scene.typed):
-        return
-    weights = {one.shape for one in scene.held if one.kind == "parameter" and one.dtype == "float32"}
-    births = scene.recording.logs[scene.device].births
-    copies = [
-        one
-        for one in scene.timeline.live_at(scene.moment)
-        if (birth := births.get(one.born)) is not None
-        and birth.kernel == "_to_copy"
-        and birth.dtype in ("float16", "bfloat16")
-        and scene.labels[one.index].category == "activations"
-        and scene.tensors is not None
-        and scene.tensors.keeper(one, scene.moment)[0] not in (KEPT_BY_NAME, KEPT_BY_LIST)
-        and birth.inputs[:1] == (((birth.shape or ()), "float32"),)
-        and birth.shape in weights
-        and len(birth.shape or ()) > 1
-    ]
+    copies = scene.living_in(scene.moment, "autocast_copies")
     if size_of(copies) < scene.part_of_peak(10):
         return
-    dtype = births[copies[0].born].dtype
-    name = next(one.place for one in scene.held if one.kind == "parameter").partition(".")[0]
+    births = scene.recording.logs[scene.device].births
+    dtype = next((birth.dtype for one in copies if (birth := births.get(one.born)) is not None), "")
+    place = next((one.place for one in scene.held if one.kind == "parameter"), "the model")
+    name = place.partition(".")[0]
     trains = bool(scene.spans(BACKWARD))
+    convert = f"to(torch.{dtype})" if dtype else "half()"
     yield Cause(
         "autocast_copies",
-        f"autocast keeps a {dtype} copy of each weight of `{name}` beside the float32 one, until its block ends"
+        f"autocast keeps a {dtype or '16-bit'} copy of each weight of `{name}` beside the float32 one, until its block ends"
         f"{' and backward has run' if trains else ''}: {human(size_of(copies))} in {counted(len(copies), 'tensor')}.",
-        f"Where nothing is trained, `{name}.to(torch.{dtype})` without autocast has the 16-bit weights only."
+        f"Where nothing is trained, `{name}.{convert}` without autocast has the 16-bit weights only."
         if not trains
         else "It is what mixed precision costs; `cache_enabled=False` makes a copy for each use instead.",
         size_of(copies),

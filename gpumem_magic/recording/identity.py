@@ -19,6 +19,7 @@ import torch
 from gpumem_magic.devices.base import Machine
 from gpumem_magic.looks import objects, tensors
 from gpumem_magic.looks.tensors import Named, unseen
+from gpumem_magic.recording import caches
 from gpumem_magic.recording.model import Sighting
 
 ROW_LIMIT = 64
@@ -48,6 +49,8 @@ class Witness:
         self._known_names = frozenset(self._names)
         self._in_statement: dict[str, frozenset[str]] = {}
         self._namespace = namespace if namespace is not None else {}
+        # Whether a module was seen whose weights autocast copies.
+        self.has_wide_weights = False
         self._modules: dict[int, weakref.ref[torch.nn.Module]] = {}
         self._optimizers: dict[int, weakref.ref[torch.optim.Optimizer]] = {}
         self._where: dict[int, tuple[int, int] | None] = {}
@@ -82,13 +85,18 @@ class Witness:
             self.see_module(module)
             for _, tensor in tensors_in(args, "", ROW_LIMIT):
                 self._see_argument(tensor, None)
+            self._see_caches(_arguments(module, args))
 
-    def forward_ended(self, kwargs: Mapping[str, Any]) -> None:
-        """Keyword arguments: PyTorch shows them to a global hook only at the end of the forward."""
+    def forward_ended(
+        self, kwargs: Mapping[str, Any], module: torch.nn.Module, args: tuple[Any, ...], out: Any
+    ) -> None:
+        """Keyword arguments: PyTorch shows them to a global hook only at the end of the forward. Then a cache is filled, too."""
         self._now.clear()
         with unseen():
             for name, tensor in tensors_in(kwargs, "", ROW_LIMIT):
                 self._see_argument(tensor, name)
+            self._see_caches({**_arguments(module, args), **kwargs})
+            self._see_caches(out)
 
     def backward_ended(self) -> None:
         """The gradients of every parameter known so far."""
@@ -178,9 +186,12 @@ class Witness:
         self._where[id(module)] = where
         for name, parameter in tensors.tensors_of(module, tensors.PARAMETERS):
             self._parameter_names[id(parameter)] = name
+            self.has_wide_weights = self.has_wide_weights or tensors.dtype_name(parameter) == "float32"
             self._see(parameter, "parameter", name)
         for name, buffer in tensors.tensors_of(module, tensors.BUFFERS):
-            self._see(buffer, "buffer", name)
+            self._see(buffer, "kv_cache" if caches.is_named(name) else "buffer", name)
+        for name, tensor in caches.in_module(module, END_LIMIT):
+            self._see(tensor, "kv_cache", name)
 
     def _see_groups(self, optimizer: torch.optim.Optimizer) -> None:
         is_new = self._remember(optimizer)
@@ -254,6 +265,11 @@ class Witness:
             if self._last_look.get(place) != look:
                 self._last_look[place] = look
                 self._add(look, "named" if tensors.grad_fn(tensor) is None else "output", place)
+        self._see_caches(value, name)
+
+    def _see_caches(self, value: Any, name: str = "") -> None:
+        for place, tensor in caches.keys_and_values(value, name, END_LIMIT):
+            self._see(tensor, "kv_cache", place)
 
     def _see_argument(self, tensor: torch.Tensor, name: str | None) -> None:
         if tensors.grad_fn(tensor) is None:
@@ -280,6 +296,13 @@ class Witness:
 
 
 _NEVER = (-1, -1)
+
+
+def _arguments(module: torch.nn.Module, args: tuple[Any, ...]) -> dict[str, Any]:
+    """A forward's arguments by position, under their names as far as its class tells them."""
+    forward = objects.from_class(type(module), "forward")
+    names = forward.__code__.co_varnames[1:] if type(forward) is FunctionType else ()
+    return {names[number] if number < len(names) else str(number): one for number, one in enumerate(args)}
 
 
 def tensors_in(value: Any, name: str, limit: int) -> list[Named]:

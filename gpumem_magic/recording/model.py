@@ -20,6 +20,8 @@ OPTIMIZER = "optimizer"
 RECOMPUTATION = "recomputation"
 PHASES = frozenset({FORWARD, BACKWARD, OPTIMIZER, RECOMPUTATION})
 """The kinds of spans that are phases of training."""
+AUTOCAST_ENDS = "autocast ends"
+"""The kind of a span in which autocast lets go of what it keeps, where there are weights that it casts."""
 
 NOBODY = -1
 """Stands for no module where a module's number could."""
@@ -59,7 +61,7 @@ class Checkpoint:
 @dataclass(frozen=True)
 class Span:
     """An interval with a name: kind is forward | backward | optimizer | recomputation | range | mark (a mark's end is its start)
-    | annotation (a range of the program's own, found beside a file's events; its end is its start).
+    | `AUTOCAST_ENDS` | annotation (a range of the program's own, found beside a file's events; its end is its start).
 
     recomputation: forward work that activation checkpointing does again inside a backward. failed: an exception left it.
     Iterations are not recorded: they follow from the optimizer's steps. skipped: how many iterations of a long run were left
@@ -80,9 +82,9 @@ class Span:
 class Sighting:
     """A live object seen to hold the storage at `address` when the device's log stood at `position`.
 
-    role: what it was there as: "parameter", "buffer", "gradient", "optimizer_state", "input" (an argument of the outermost
-    forward that autograd did not compute), "named" (a variable of the cell held it), "output" (a variable of the cell held
-    it, and autograd computed it).
+    role: what it was there as: "parameter", "buffer", "gradient", "optimizer_state", "kv_cache", "input" (an argument of
+    the outermost forward that autograd did not compute), "named" (a variable of the cell held it), "output" (a variable of
+    the cell held it, and autograd computed it).
     name: its name for a reader (``decoder.weight``, ``output``) or None.
     """
 

@@ -23,7 +23,16 @@ from gpumem_magic.recording import torch_seams
 from gpumem_magic.recording.guard import Guard
 from gpumem_magic.recording.hidden import Hidden
 from gpumem_magic.recording.identity import Witness
-from gpumem_magic.recording.model import BACKWARD, FORWARD, OPTIMIZER, PHASES, RECOMPUTATION, Moment, Span
+from gpumem_magic.recording.model import (
+    AUTOCAST_ENDS,
+    BACKWARD,
+    FORWARD,
+    OPTIMIZER,
+    PHASES,
+    RECOMPUTATION,
+    Moment,
+    Span,
+)
 from gpumem_magic.recording.modules import ModuleWatch
 
 # PyTorch wraps these names around its own work; they are the phases themselves, or nothing that a user asked to see.
@@ -86,6 +95,7 @@ class Phases:
                 lambda: torch_seams.watch_recomputation(self._patches, self._recomputation_begins),
             ),
             ("watching CUDA graphs", lambda: self.hidden.watch_graphs(self._patches)),
+            ("watching autocast", lambda: torch_seams.watch_autocast(self._patches, self._autocast_ends)),
             ("watching record_function", lambda: torch_seams.watch_ranges(self._patches, self._range_begins)),
         ):
             with self._guard(task), torch_seams.uncounted_hooks():
@@ -234,7 +244,7 @@ class Phases:
             failed = rest[-1] is None and sys.exc_info()[1] is not None
             self._close(one, failed=failed)
             if one.kind == FORWARD and len(rest) > 1:
-                self._witness.forward_ended(rest[0])
+                self._witness.forward_ended(rest[0], module, args, rest[-1])
 
     # Backward
 
@@ -270,6 +280,15 @@ class Phases:
                         self._witness.backward_ended()
 
         return ended
+
+    # Autocast
+
+    def _autocast_ends(self) -> Callable[[bool], None]:
+        one: _Open | None = None
+        with self._guard("the end of autocast"):
+            if self._witness.has_wide_weights:
+                one = self._begin(AUTOCAST_ENDS, "")
+        return self._end_of(one, "the end of autocast")
 
     # Optimizers
 

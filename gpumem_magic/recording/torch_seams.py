@@ -45,6 +45,11 @@ def watch_recomputation(patches: Patches, begins: Around) -> None:
     patches.set(function, "backward", staticmethod(_around(original, begins)))
 
 
+def watch_autocast(patches: Patches, begins: Around) -> None:
+    """`begins` around each time that autocast lets go of its copies of weights: the outermost of its blocks ends."""
+    patches.set(torch, "clear_autocast_cache", _around(torch.clear_autocast_cache, begins))
+
+
 def watch_ranges(patches: Patches, begins: Callable[[str], Callable[[bool], None]]) -> None:
     """`begins` with the name of every ``record_function`` range. A C++ range is not seen; nor are torch.compile's own, which are
     Python's in 2.9."""

@@ -15,7 +15,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "weights": ("parameters", "buffers", "optimizer_state"),
         "weight_gradients": ("gradients",),
-        "in_out": ("inputs", "activations", "activation_gradients"),
+        "in_out": ("inputs", "activations", "kv_cache", "autocast_copies", "activation_gradients"),
         "ephemeral": ("temporaries", "workspace"),
         "context": ("context",),
         "fragmentation": ("rounding",),

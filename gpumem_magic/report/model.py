@@ -42,8 +42,12 @@ KEEPERS = (KEPT_BY_NAME, KEPT_BY_LIST, KEPT_BY_GRAPH, NOT_KEPT, NOT_KNOWN)
 # So many causes are shown at once.
 MOST_CAUSES = 3
 
+# Reports of before these were told apart have them among the activations.
+LATER_CATEGORIES = {"kv_cache": 0, "autocast_copies": 0}
+
 # What a reader is told.
 LABELS = {name: name.replace("_", " ") for name in CATEGORIES} | {
+    "kv_cache": "KV cache",
     "cached": "cached, free",
     "context": "CUDA context",
     "context_or_others": "context or other processes",
@@ -117,7 +121,7 @@ class Row:
     device_used: int | None
     peak_allocated: int
     peak_reserved: int
-    categories: Mapping[str, int | None] = field(metadata={"keys": CATEGORIES})
+    categories: Mapping[str, int | None] = field(metadata={"keys": CATEGORIES, "later": LATER_CATEGORIES})
     position: int = field(default=-1, compare=False, metadata={"unwritten": True})
     loops: tuple[int, ...] = field(default=(), metadata={"only_with": "loops"})
     skipped: Skipped | None = field(default=None, metadata={"only_with": "skipped"})
@@ -134,7 +138,7 @@ class Peak:
     device_used: int | None
     peak_allocated: int
     peak_reserved: int
-    categories: Mapping[str, int | None] = field(metadata={"keys": CATEGORIES})
+    categories: Mapping[str, int | None] = field(metadata={"keys": CATEGORIES, "later": LATER_CATEGORIES})
     tensors: tuple[TensorGroup, ...] = field(default=(), metadata={"only_with": "tensors"})
     position: int = field(default=-1, compare=False, metadata={"unwritten": True})
 

@@ -1,9 +1,9 @@
 """A report as plain data (the ledger's schema 1) and back. Reading checks every key; a report is read completely or not at all.
 
-Keys, their order and their types are those of the dataclasses. Four entries of a field's metadata say more. `unwritten`: the
-field is not a part of the data. `keys`: the names
-that a mapping has, no more and no fewer. `one_of`: the words that are allowed. `only_with`: the field is written where that field
-of the same object holds something; where it is missing or null, it is read as its default.
+Keys, their order and their types are those of the dataclasses. Five entries of a field's metadata say more. `unwritten`: the
+field is not a part of the data. `keys`: the names that a mapping has, no more and no fewer; `later`: what stands for those of
+them that older data lacks. `one_of`: the words that are allowed. `only_with`: the field is written where that field of the same
+object holds something; where it is missing or null, it is read as its default.
 """
 
 from __future__ import annotations
@@ -101,7 +101,8 @@ def _values(kind: type, data: Mapping[Any, Any], where: str, level: int) -> dict
         if (keys := one.metadata.get("keys")) is not None:
             if not isinstance(value, Mapping):
                 raise _wrong(path, "a dictionary", value)
-            value = {key: _get(value, key, path)[0] for key in keys}
+            later = one.metadata.get("later", {})
+            value = {key: _get({**later, **value}, key, path)[0] for key in keys}
         found = values[one.name] = _read(expected, value, path, level + 1)
         allowed = one.metadata.get("one_of")
         if allowed is not None and found not in allowed:

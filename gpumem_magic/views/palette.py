@@ -14,7 +14,13 @@ _CATEGORIES: dict[str, dict[str, str]] = json.loads(Path(__file__).with_suffix("
 
 COLOURS = {name: look["colour"] for name, look in _CATEGORIES.items()}
 # Colours that would drown on a dark page, or glare.
-DARK = {"unknown": "#C4CAD0", "cached": "#3F444B", "optimizer_state": "#35A04A", "parameters": "#5B8FC7"}
+DARK = {
+    "unknown": "#C4CAD0",
+    "cached": "#3F444B",
+    "optimizer_state": "#35A04A",
+    "parameters": "#5B8FC7",
+    "autocast_copies": "#4A66D9",
+}
 # What stands for a category in a bar of text: letters for what tensors hold, shades for what they do not.
 LETTERS = {name: look["letter"] for name, look in _CATEGORIES.items()}
 ASCII_LETTERS = {name: look.get("ascii", look["letter"]) for name, look in _CATEGORIES.items()}

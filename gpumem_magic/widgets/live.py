@@ -1,7 +1,7 @@
 """Categories while the cell runs: what has been seen so far.
 
-Parameters, gradients, optimizer states and inputs are known once somebody has been seen to hold them, workspaces from birth, and
-labels of earlier recordings stay. What a forward makes counts as activations, what a backward makes as their gradients, until an
+Parameters, gradients, optimizer states, KV caches and inputs are known once somebody has been seen to hold them, workspaces and
+autocast's copies from birth, and labels of earlier recordings stay. What a forward makes counts as activations, what a backward makes as their gradients, until an
 object is seen to hold it. Everything else is `not_yet_known`: most categories depend on when an allocation *ends*. When a
 measured cell is over, `relabel` gives its samples the categories that the report has.
 """
@@ -25,16 +25,21 @@ RELABEL_LIMIT = 100_000
 
 # The roles that decide by themselves, in the order of the rules that the report has (`attribution.categories`).
 _ROLES = {
-    "parameter": (5, "parameters"),
+    "parameter": (6, "parameters"),
+    "kv_cache": (5, "kv_cache"),
     "buffer": (4, "buffers"),
     "optimizer_state": (3, "optimizer_state"),
     "gradient": (2, "gradients"),
     "input": (1, "inputs"),
 }
-
-
+# What the device tells at birth.
+_ORIGINS = {
+    "workspace": "workspace",
+    "estimate": "workspace",
+    "recurrent_scratch": "workspace",
+    "autocast": "autocast_copies",
+}
 _RANKS = {category: rank for rank, category in _ROLES.values()}
-_SCRATCH = ("workspace", "estimate", "recurrent_scratch")
 _MADE = ("host_copy", "factory")
 # What a phase makes, until the end of the cell tells which of it was only passing.
 _OF_PHASE = {FORWARD: "activations", RECOMPUTATION: "activations", BACKWARD: "activation_gradients"}
@@ -114,7 +119,7 @@ class LiveLabels:
             if phase == BACKWARD:
                 self._backward_begins()
         if event.action == "alloc":
-            category = "workspace" if origin in _SCRATCH else _OF_PHASE.get(phase or "", NOT_YET_KNOWN)
+            category = _ORIGINS.get(origin) or _OF_PHASE.get(phase or "", NOT_YET_KNOWN)
             self._live[event.address] = [event.size, 0, category, self.position]
             self._sums[category] += event.size
             if phase is None and category == NOT_YET_KNOWN and origin not in _MADE:
@@ -138,7 +143,7 @@ class LiveLabels:
         rank, category = _ROLES.get(look.role, (0, ""))
         block = self._live.get(look.address)
         # A look from before the block's birth was at an earlier tenant of its address.
-        if block is None or rank <= block[1] or block[3] >= look.position or block[2] == "workspace":
+        if block is None or rank <= block[1] or block[3] >= look.position or block[2] in _ORIGINS.values():
             return
         # The weakest evidence does not overrule what an earlier recording said.
         if rank == 1 and block[2] != NOT_YET_KNOWN:

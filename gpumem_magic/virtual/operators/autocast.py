@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from gpumem_magic.patching import Patches
+from gpumem_magic.virtual.engine.modes import origin
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
 
 _KEY = "AutocastCUDA"
@@ -125,7 +126,8 @@ class AutocastKernels:
             return arg.to(dtype)
         known = self._cast_weights.get(id(arg))
         if known is None or known[0] is not arg or known[1].dtype != dtype:
-            known = self._cast_weights[id(arg)] = (arg, arg.to(dtype))
+            with origin("autocast"):
+                known = self._cast_weights[id(arg)] = (arg, arg.to(dtype))
         return known[1]
 
 
