@@ -193,7 +193,7 @@ def test_real_recordings_are_known(path: Path) -> None:
         ended = () if allocation.freed is None else view.log.events[allocation.freed].frames
         if allocation.born >= 0 and any("SavedVariable::reset_data" in frame.name for frame in ended):
             kinds = ("activations", "activation_gradients", "inputs", "parameters", "buffers", "gradients", "workspace")
-            assert label.category in kinds
+            assert label.category in (*kinds, "kv_cache", "autocast_copies")
 
 
 @pytest.mark.skipif(not RECORDINGS, reason="the real recordings (shared/data/snapshots) are not here")
@@ -230,7 +230,10 @@ def test_activations_are_those_that_mosaic_counts(name: str) -> None:
         in_forward = named is not None and "forward" in named.name and sites.site_of(frames) != OPTIMIZER
         if in_forward and label != "workspace":
             theirs += one.requested
-        if label in ("activations", "temporaries") and sites.site_of(frames) in (FORWARD, sites.CAST):
+        if label in ("activations", "autocast_copies", "temporaries") and sites.site_of(frames) in (
+            FORWARD,
+            sites.CAST,
+        ):
             ours += one.requested
     assert theirs > 0
     assert ours == pytest.approx(theirs, rel=0.01)

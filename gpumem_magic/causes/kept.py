@@ -138,12 +138,13 @@ def kept_by_hook(scene: Scene) -> Iterator[Cause]:
 
 
 def key_value_cache(scene: Scene) -> Iterator[Cause]:
-    """A cache of keys and values is a good part of the peak."""
-    cached = scene.living_in(scene.moment, "kv_cache")
+    """A cache of keys and values is as large as a good part of the peak, then or at the end."""
+    at_end = scene.living_in(scene.end, "kv_cache")
+    cached = max(scene.living_in(scene.moment, "kv_cache"), at_end, key=size_of)
     if size_of(cached) < scene.part_of_peak(5):
         return
     births = scene.recording.logs[scene.device].births
-    caches = {one.address for one in scene.living_in(scene.end, "kv_cache")}
+    caches = {one.address for one in at_end}
     known = [one for one in scene.held if scene.holdings.roots[one.roots[0]].kind in ("variable", "module")]
     held = next((one for one in known if one.address in caches), None)
     place = None if held is None else _cache_of(held)

@@ -1,9 +1,9 @@
 """Categories while the cell runs: what has been seen so far.
 
 Parameters, gradients, optimizer states, KV caches and inputs are known once somebody has been seen to hold them, workspaces and
-autocast's copies from birth, and labels of earlier recordings stay. What a forward makes counts as activations, what a backward makes as their gradients, until an
-object is seen to hold it. Everything else is `not_yet_known`: most categories depend on when an allocation *ends*. When a
-measured cell is over, `relabel` gives its samples the categories that the report has.
+autocast's copies from birth, and labels of earlier recordings stay. What a forward makes counts as activations, what a backward
+makes as their gradients, until an object is seen to hold it. Everything else is `not_yet_known`: most categories depend on when
+an allocation *ends*. When a measured cell is over, `relabel` gives its samples the categories that the report has.
 """
 
 from __future__ import annotations
