@@ -1,4 +1,4 @@
-"""What is built from this folder is complete: the wheel works with its dependencies alone, the source distribution has its tests."""
+"""What is built from this folder is complete: the wheel works with its dependencies alone, the sdist has its tests."""
 
 from __future__ import annotations
 
