@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ import pytest
 import torch
 
 from gpumem_magic import cli
+from gpumem_magic.commands import launch
 from gpumem_magic.files import rank_files
 from gpumem_magic.files.rank_files import RankFile
 from gpumem_magic.report.ranks import DONE, GONE, RUNNING
@@ -24,15 +27,13 @@ if not torch.distributed.is_available():
 PROGRAM = Path(__file__).with_name("rank_program.py")
 
 
-def run(kind: str, target: Path, *options: str) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
-    """What the launcher said, and what is told of the ranks."""
-    command = [sys.executable, "-m", "gpumem_magic.cli", "run", "--nproc", "2", "--device", "A100-40GB", *options]
-    around = {**os.environ, "GPUMEM_TEST_MARK": str(target)}
-    ended = subprocess.run(
-        [*command, "--json", str(target), str(PROGRAM), "--", kind],
-        capture_output=True, text=True, check=False, timeout=500, env=around,
-    )  # fmt: skip
-    return ended, json.loads(target.read_text("utf-8"))["ranks"]
+def run(kind: str, target: Path, *arguments: str, count: int = 2) -> tuple[int, dict[str, Any]]:
+    """The launcher's exit status, and what is told of the ranks."""
+    options = ["--nproc", str(count), "--device", "A100-40GB", "--json", str(target)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GPUMEM_TEST_MARK", str(target))
+        status = cli.main(["run", *options, str(PROGRAM), "--", kind, *arguments])
+    return status, json.loads(target.read_text("utf-8"))["ranks"]
 
 
 def left_behind(mark: Path) -> list[str]:
@@ -47,37 +48,62 @@ def left_behind(mark: Path) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("kind", "state", "said"),
-    [
-        ("one_fails", "out_of_memory", "Rank 1 ran out of memory"),
-        ("one_is_killed", "gone", "Rank 1 ended without a word"),
-    ],
-)
-def test_a_rank_that_ends_early_is_named_and_the_other_reports(
-    kind: str, state: str, said: str, tmp_path: Path
+def test_ranks_that_end_early_are_named_and_the_other_reports(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     target = tmp_path / "report.json"
-    ended, ranks = run(kind, target)
-    assert ended.returncode != 0
+    status, ranks = run("one_fails_and_one_is_killed", target, count=3)
+    assert status != 0
     rows = {row["rank"]: row for row in ranks["rows"]}
-    assert rows[1]["state"] == state
+    assert [rows[1]["state"], rows[2]["state"]] == ["out_of_memory", "gone"]
     assert rows[0]["peak_allocated"] >= 4 << 20
-    assert said in ranks["answer"]
-    assert said in ended.stderr.replace("\n  ", " ")
+    shown = capfd.readouterr().err.replace("\n  ", " ")
+    for said in ("Rank 1 ran out of memory", "Rank 2 ended without a word"):
+        assert said in ranks["answer"]
+        assert said in shown
     assert left_behind(target) == []
 
 
-def test_a_rank_that_hangs_in_a_collective_ends_with_the_time_limit(tmp_path: Path) -> None:
-    target = tmp_path / "report.json"
-    ended, ranks = run("one_hangs", target, "--time-limit", "90")
-    assert ended.returncode == 124
+def test_a_rank_that_hangs_in_a_collective_is_ended_and_says_where(tmp_path: Path) -> None:
+    target, marks = tmp_path / "report.json", [tmp_path / "waits-0", tmp_path / "waits-1"]
+    over = threading.Event()
+
+    def interrupt_when_both_wait() -> None:
+        while not over.wait(0.02):
+            if all(mark.exists() for mark in marks):
+                os.kill(os.getpid(), signal.SIGINT)
+                return
+
+    watching = threading.Thread(target=interrupt_when_both_wait)
+    watching.start()
+    try:
+        status, ranks = run("one_hangs", target, str(tmp_path / "waits"))
+    finally:
+        over.set()
+        watching.join()
+    assert status == 130
     rows = {row["rank"]: row for row in ranks["rows"]}
     assert {row["state"] for row in rows.values()} == {"ended"}
     assert "barrier (rank_program.py" in rows[1]["where"], "what it waited in, and the line"
     assert rows[0]["where"].startswith("rank_program.py")
     assert [row["peak_allocated"] >= 4 << 20 for row in rows.values()] == [True, True]
     assert left_behind(target) == []
+
+
+def test_the_time_limit_ends_also_who_does_not_listen(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(launch, "_PATIENCE", 0.0)
+    deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(600)"
+    process = subprocess.Popen([sys.executable, "-c", deaf], stdout=subprocess.PIPE, start_new_session=True)
+    with process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        others: list[int] = []
+        assert launch.wait([process], 0.0, lambda: others.append(1)) == launch.TIMED_OUT == 124
+    assert process.returncode == -signal.SIGKILL
+    assert others == [1]
+    assert "time limit of 0 s is over" in capsys.readouterr().err
 
 
 def test_a_rank_that_is_no_more_is_gone_and_one_that_runs_has_no_answer_yet(tmp_path: Path) -> None:

@@ -15,14 +15,13 @@ from typing import Any
 import pytest
 import torch
 
+from gpumem_magic import cli
 from gpumem_magic.commands.roles import Roles
 
 if not torch.distributed.is_available():
     pytest.skip("this PyTorch has no torch.distributed", allow_module_level=True)
 
 PROGRAM = Path(__file__).with_name("rank_program.py")
-Run = Callable[..., subprocess.CompletedProcess[str]]
-COMMAND = [sys.executable, "-m", "gpumem_magic.cli", "run", "--device", "A100-40GB"]
 
 
 def free_port() -> int:
@@ -31,9 +30,9 @@ def free_port() -> int:
         return int(listening.getsockname()[1])
 
 
-def run_alone(kind: str, *options: str, arguments: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
-    command = [*COMMAND, *options, str(PROGRAM), "--", kind, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+def run_alone(kind: str, *options: str, arguments: tuple[str, ...] = ()) -> int:
+    """The command in this process; each rank is one of its own. The exit status."""
+    return cli.main(["run", "--device", "A100-40GB", *options, str(PROGRAM), "--", kind, *arguments])
 
 
 def run_processes(kind: str, *arguments: str) -> list[str]:
@@ -43,75 +42,68 @@ def run_processes(kind: str, *arguments: str) -> list[str]:
     for rank in ("0", "1"):
         around = {**os.environ, "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
         around |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        command = [*COMMAND, str(PROGRAM), "--", kind, *arguments]
+        command = [sys.executable, "-m", "gpumem_magic.cli", "run", "--device", "A100-40GB", str(PROGRAM), "--", kind]
         started.append(
-            subprocess.Popen(command, env=around, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+            subprocess.Popen(
+                [*command, *arguments], env=around, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+            )
         )
     said = [process.communicate(timeout=300)[1] for process in started]
     assert [process.returncode for process in started] == [0, 0], said
     return said
 
 
-def test_a_rank_alone_allocates_what_it_does_among_others(tmp_path: Path) -> None:
+def test_a_rank_alone_allocates_what_it_does_among_others(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     kinds = ["ddp", "zero", "fully_shard", "tensor_parallel", "pipeline"]
     run_processes(",".join(kinds), str(tmp_path / "real"))
-    ended = run_alone(",".join(kinds), "--ranks", "2", arguments=(str(tmp_path / "alone"),))
-    assert ended.returncode == 0, ended.stderr
+    target = tmp_path / "report.json"
+    options = ("--ranks", "2", "--json", str(target))
+    assert run_alone(",".join(kinds), *options, arguments=(str(tmp_path / "alone"),)) == 0
     for rank in (0, 1):
         real, alone = (pickle.loads((tmp_path / f"{name}-{rank}").read_bytes()) for name in ("real", "alone"))
         lengths = [len(real[kind][rank]) for kind in kinds]
         assert lengths == sorted(set(lengths)), "each rank has a device of its own, on which each kind does something"
         for kind in kinds:
             assert alone[kind] == real[kind], kind
-
-
-def test_a_pipelines_last_stage_is_told_apart(tmp_path: Path) -> None:
-    target = tmp_path / "report.json"
-    ended = run_alone("pipeline", "--ranks", "4", "--json", str(target))
-    assert ended.returncode == 0, ended.stderr
+    # The pipeline's last stage has more, and the sentence names the layer for the logits.
     found: dict[str, Any] = json.loads(target.read_text("utf-8"))["ranks"]
-    assert found["world"] == 4
-    assert found["virtual"]
-    assert found["rows"][0]["rank"] == 3
+    assert (found["world"], found["virtual"]) == (2, True)
+    assert [row["rank"] for row in found["rows"]] == [1, 0]
     assert found["highest"] > found["lowest"]
-    assert {row["rank"] for row in found["rows"]} == {0, 1, 2, 3}
-    # What it has more is the layer for the logits, and the sentence names it.
     assert any("(5000, 128)" in row["differs"] for row in found["rows"])
-    assert "Rank 3 peaks highest" in ended.stderr.replace("\n  ", " ")
+    assert "Rank 1 peaks highest" in capfd.readouterr().err.replace("\n  ", " ")
 
 
-def test_ranks_that_are_alike_run_once(tmp_path: Path) -> None:
+def test_ranks_that_are_alike_run_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     target = tmp_path / "report.json"
-    ended = run_alone("ddp", "--ranks", "8", "--json", str(target))
-    assert ended.returncode == 0, ended.stderr
+    assert run_alone("ddp", "--ranks", "8", "--json", str(target)) == 0
     rows = json.loads(target.read_text("utf-8"))["ranks"]["rows"]
     assert [row["rank"] for row in rows if row["measured"]] == [0, 7]
     assert [(row["rank"], row["like"]) for row in rows if not row["measured"]] == [(rank, 0) for rank in range(1, 7)]
-    assert "Ranks 0, 7 of 8 ran, each alone; ranks 1-6 taken to be like them." in ended.stderr
-    assert "All 8 ranks peak at" in ended.stderr
+    said = capfd.readouterr().err
+    assert "Ranks 0, 7 of 8 ran, each alone; ranks 1-6 taken to be like them." in said
+    assert "All 8 ranks peak at" in said
 
 
-def test_objects_of_another_rank_are_that_ranks() -> None:
-    ended = run_alone("objects", "--ranks", "4", "--as", "3")
-    assert ended.returncode == 0, ended.stderr
-    assert "Ranks 0, 3 of 4 ran" in ended.stderr, "rank 3 waits for an object of rank 0, which runs too"
-    assert ended.stdout.splitlines() == ["['from rank 0'] [{'rank': 3}, {'rank': 3}, {'rank': 3}, {'rank': 3}]"]
-
-
-def test_a_rank_alone_that_runs_out_of_memory_is_named() -> None:
-    ended = run_alone("one_fails", "--ranks", "2")
-    assert ended.returncode == 1
-    assert "Rank 1 ran out of memory." in ended.stderr
+def test_objects_of_another_rank_are_that_ranks_and_one_without_memory_is_named(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    assert run_alone("objects,one_fails", "--ranks", "4", "--as", "1") == 1
+    shown = capfd.readouterr()
+    assert "Ranks 0-1 of 4 ran" in shown.err, "rank 1 waits for an object of rank 0, which runs too"
+    assert shown.out.splitlines() == ["['from rank 0'] [{'rank': 1}, {'rank': 1}, {'rank': 1}, {'rank': 1}]"]
+    assert "Rank 1 ran out of memory." in shown.err
+    assert "not answered" not in shown.err, "nobody asked the others"
 
 
 @pytest.mark.parametrize(
     "options",
     [("--ranks", "2", "--as", "2"), ("--as", "0"), ("--ranks", "2", "--nproc", "2"), ("--ranks", "2", "--as", "x")],
 )
-def test_wrong_flags_are_one_line(options: tuple[str, ...]) -> None:
-    ended = run_alone("ddp", *options)
-    assert ended.returncode == 2
-    assert ended.stderr.splitlines()[-1].startswith("gpumem run: error: --")
+def test_wrong_flags_are_one_line(options: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        run_alone("ddp", *options)
+    assert capsys.readouterr().err.splitlines()[-1].startswith("gpumem run: error: --")
 
 
 def ran(roles: Roles, kind_of: Callable[[int], int], most: int = 16) -> list[int]:

@@ -17,6 +17,7 @@ from pathlib import Path
 from gpumem_magic.commands.common import INTERRUPTED
 from gpumem_magic.commands.rank_process import FOLDER, RankProcess
 from gpumem_magic.commands.shown_ranks import show
+from gpumem_magic.commands.written import targets
 from gpumem_magic.files import rank_files
 from gpumem_magic.report.ranks import RUNNING
 from gpumem_magic.session.device import DEFAULT_DEVICE
@@ -76,7 +77,7 @@ def folder_of_ranks() -> Iterator[Path]:
 def run_processes(options: argparse.Namespace) -> int:
     """`torchrun --standalone` with this command in each process. The exit status is its own; 124 where time ran out."""
     count: int = options.nproc
-    target = None if options.json is None else Path(options.json).absolute()
+    written_to = targets(options)
     command = [
         sys.executable,
         "-m",
@@ -95,17 +96,15 @@ def run_processes(options: argparse.Namespace) -> int:
         status = wait([process], options.time_limit, lambda: _kill_ranks(folder))
         _kill_ranks(folder)
         if any(folder.glob("rank-*.json")):
-            show(folder, target)
+            show(folder, written_to)
         else:
             print("gpumem: no rank began to run", file=sys.stderr)
     return status
 
 
 def wait(processes: Sequence[subprocess.Popen[bytes]], limit: float | None, at_last: Callable[[], None]) -> int:
-    """Until all have ended. Their first status that is not 0; 124 where the limit, in seconds, was over, 130 after Ctrl-C.
-
-    Each is told to end, and killed after a while with all that it started. at_last: what else has to be killed then.
-    """
+    """Until all have ended, or are ended. Their first status that is not 0; 124 where the limit, in seconds, was over, 130 after
+    Ctrl-C."""
     over = None if limit is None else time.monotonic() + limit
     status = 0
     try:
@@ -117,20 +116,26 @@ def wait(processes: Sequence[subprocess.Popen[bytes]], limit: float | None, at_l
     except KeyboardInterrupt:
         status = INTERRUPTED
     if status:
+        end(processes, at_last)
+    return status or next((abs(one.returncode) for one in processes if one.returncode), 0)
+
+
+def end(processes: Sequence[subprocess.Popen[bytes]], at_last: Callable[[], None] = lambda: None) -> None:
+    """Each that still runs is told to end, and killed after a while with all that it started. at_last: what else to kill then."""
+    for process in processes:
+        if process.poll() is None:
+            process.terminate()
+    last = time.monotonic() + _PATIENCE
+    with suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
         for process in processes:
-            with suppress(ProcessLookupError):
-                process.terminate()
-        last = time.monotonic() + _PATIENCE
-        with suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
-            for process in processes:
-                process.wait(max(0.0, last - time.monotonic()))
-        at_last()
+            process.wait(max(0.0, last - time.monotonic()))
+    at_last()
     for process in processes:
         if process.poll() is None:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
+            process.kill()
             process.wait()
-    return status or next((abs(one.returncode) for one in processes if one.returncode), 0)
 
 
 def _kill_ranks(folder: Path) -> None:

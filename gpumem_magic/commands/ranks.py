@@ -6,8 +6,8 @@ import argparse
 from pathlib import Path
 
 from gpumem_magic.commands.common import guarded
-from gpumem_magic.commands.written import write_page
-from gpumem_magic.snapshot.whole_file import check_target, printable
+from gpumem_magic.commands.written import targets, write
+from gpumem_magic.snapshot.whole_file import printable
 
 
 @guarded
@@ -16,8 +16,7 @@ def run(options: argparse.Namespace) -> int:
     from gpumem_magic.commands.shown_ranks import report_of
     from gpumem_magic.files.rank_files import read, read_snapshots
 
-    for option, target in (("--json", options.json), ("--html", options.html)):
-        check_target(option, target, ())
+    written_to = targets(options)
     folder = Path(options.folder)
     if not folder.is_dir():
         raise ValueError(f"{printable(folder)} is not a folder: name the one that the ranks wrote into")
@@ -26,8 +25,5 @@ def run(options: argparse.Namespace) -> int:
         raise ValueError(f"{printable(folder)} has no rank's report (rank-0.json) and no snapshots (*.pickle)")
     report = report_of(files)
     print(report)
-    if options.json:
-        report.save(options.json)
-    if options.html:
-        write_page(report, options.html)
+    write(report, written_to)
     return 0

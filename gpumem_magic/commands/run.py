@@ -23,7 +23,7 @@ from gpumem_magic.commands.launch import device_of_a_rank, run_processes
 from gpumem_magic.commands.rank_process import ALONE, RankProcess, from_environment
 from gpumem_magic.commands.shown_ranks import show
 from gpumem_magic.commands.words import told_of_a_script
-from gpumem_magic.commands.written import targets, write
+from gpumem_magic.commands.written import hand_over, say, targets
 from gpumem_magic.devices.base import DeviceError
 from gpumem_magic.failures import swallowed
 from gpumem_magic.recording.progress import StopRun
@@ -81,7 +81,7 @@ def run(options: argparse.Namespace) -> int:
     alone = os.environ.pop(ALONE, None)
     rank = from_environment()
     # The script may change the folder; processes of one job write a file each.
-    whole = written_to.get("json")
+    whole = written_to
     written_to = {flag: _of_rank(path, rank) for flag, path in written_to.items()}
     options.device = device_of_a_rank(options.device, rank)
     found = _open(parser, options, script)
@@ -124,17 +124,17 @@ def run(options: argparse.Namespace) -> int:
     try:
         _flush()
         if script.hook_failure is not None:
-            _say(f"measuring stopped partway ({script.hook_failure}); the script itself ran on")
+            say(f"measuring stopped partway ({script.hook_failure}); the script itself ran on")
         if report is not None and one is not None:
             report = _with_notes(report, one.notes())
         # A script that left before it touched a device has said why itself; its processes speak for themselves.
         silent = (early or bool(children)) and (report is None or not _touched_a_device(report))
         if report is not None:
-            _hand_over(report, written_to, rank, shown=not silent)
+            hand_over(report, written_to, line="" if silent else _of_one_rank(rank, report))
         if rank is not None:
             _answer(rank, report, one, whole)
     except KeyboardInterrupt:
-        _say("interrupted before the report was complete")
+        say("interrupted before the report was complete")
     return status
 
 
@@ -171,14 +171,14 @@ def _stand_in(text: str) -> tuple[Any, str | None]:
         ) from None
 
 
-def _answer(rank: RankProcess, report: Any, one: Any, target: Path | None) -> None:
+def _answer(rank: RankProcess, report: Any, one: Any, written_to: Mapping[str, Path]) -> None:
     """Writes a rank's report, and shows all ranks' where it is the last to end."""
     try:
         rank.end(report, () if one is None else one.groups)
         if rank.is_last():
-            show(rank.folder, target)
+            show(rank.folder, written_to)
     except Exception as error:
-        _say(f"rank {rank.file.rank}'s report could not be written ({swallowed(error).splitlines()[0]})")
+        say(f"rank {rank.file.rank}'s report could not be written ({swallowed(error).splitlines()[0]})")
 
 
 def _with_notes(report: Any, notes: Sequence[str]) -> Any:
@@ -198,7 +198,7 @@ def _open(parser: argparse.ArgumentParser, options: argparse.Namespace, run: Scr
     except DeviceError as error:
         parser.error(str(error))
     except Exception as error:
-        _say(f"measuring is not possible here ({swallowed(error).splitlines()[0]}); the script runs unmeasured")
+        say(f"measuring is not possible here ({swallowed(error).splitlines()[0]}); the script runs unmeasured")
     return found
 
 
@@ -211,33 +211,18 @@ def _close(found: Any, run: ScriptRun, error: BaseException | None, namespace: d
     try:
         return found.close(failure, None if failure is None else run.failed(traceback), namespace)
     except KeyboardInterrupt:
-        _say("interrupted while the report was made: there is none")
+        say("interrupted while the report was made: there is none")
         return None
     except Exception as own:
-        _say(f"the report could not be made ({swallowed(own).splitlines()[0]}); the script itself ran normally")
+        say(f"the report could not be made ({swallowed(own).splitlines()[0]}); the script itself ran normally")
         return None
 
 
-def _hand_over(report: Any, written_to: Mapping[str, Path], rank: RankProcess | None, *, shown: bool) -> None:
-    from gpumem_magic.views.text import render
-
-    try:
-        if shown and rank is None:
-            # The script's Python ends with it: the rest is in the file, where one is asked for.
-            needs = "" if "json" in written_to else " with `--json PATH`"
-            text = render(report, name="gpumem_magic.Report.load(PATH)", needs=needs)
-            # In one piece, among those of other processes.
-            sys.stderr.write(f"{text}\n")
-            sys.stderr.flush()
-        elif shown and rank is not None and rank.shows:
-            _say(f"rank {rank.file.rank}: {report.answer}")
-    except Exception as error:
-        _say(f"the report could not be shown ({swallowed(error).splitlines()[0]})")
-    for flag, path in written_to.items():
-        try:
-            write(report, flag, path)
-        except Exception as error:
-            _say(f"the report could not be written to {str(path)!r} ({swallowed(error).splitlines()[0]})")
+def _of_one_rank(rank: RankProcess | None, report: Report) -> str | None:
+    """What a rank says itself: all ranks' report follows. None, for the whole report, where the script is no rank."""
+    if rank is None:
+        return None
+    return f"gpumem: rank {rank.file.rank}: {report.answer}\n" if rank.shows else ""
 
 
 def _exit_status(code: Any) -> int:
@@ -254,7 +239,3 @@ def _exit_status(code: Any) -> int:
 def _flush() -> None:
     if sys.stdout is not None:
         sys.stdout.flush()
-
-
-def _say(text: str) -> None:
-    print(f"gpumem: {text}", file=sys.stderr)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from gpumem_magic.commands.written import hand_over, say
 from gpumem_magic.failures import swallowed
 from gpumem_magic.files import rank_files
 from gpumem_magic.files.rank_files import RankFile
@@ -24,20 +24,13 @@ def report_of(files: Sequence[RankFile], *, virtual: bool = False, taken: Mappin
     return Report.of(together([one.known for one in files], world, virtual=virtual, taken=taken))
 
 
-def show(folder: Path, target: Path | None, *, virtual: bool = False, taken: Mapping[int, int] | None = None) -> bool:
-    """Prints the ranks' one report to standard error, and writes it to `target`. False, with a line that says why, where there
-    is nothing to show."""
-    from gpumem_magic.views.text import render
-
+def show(
+    folder: Path, written_to: Mapping[str, Path], *, virtual: bool = False, taken: Mapping[int, int] | None = None
+) -> None:
+    """Prints the ranks' one report to standard error, and writes it to its files; a line says why there is none."""
     try:
-        files = rank_files.read(folder)
-        report = report_of(files, virtual=virtual, taken=taken)
-        if target is not None:
-            report.save(target)
-        needs = " with `--json PATH`" if target is None else ""
-        sys.stderr.write(f"{render(report, name='gpumem_magic.Report.load(PATH)', needs=needs)}\n")
-        sys.stderr.flush()
+        report = report_of(rank_files.read(folder), virtual=virtual, taken=taken)
     except Exception as error:
-        print(f"gpumem: the ranks' reports could not be shown ({swallowed(error).splitlines()[0]})", file=sys.stderr)
-        return False
-    return True
+        say(f"the ranks' reports could not be shown ({swallowed(error).splitlines()[0]})")
+    else:
+        hand_over(report, written_to)

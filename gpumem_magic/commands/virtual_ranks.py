@@ -16,10 +16,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from gpumem_magic.commands.common import INTERRUPTED
-from gpumem_magic.commands.launch import TIMED_OUT, arguments_of, folder_of_ranks, for_ranks
+from gpumem_magic.commands.launch import TIMED_OUT, arguments_of, end, folder_of_ranks, for_ranks
 from gpumem_magic.commands.rank_process import ALONE, FOLDER
 from gpumem_magic.commands.roles import Roles
 from gpumem_magic.commands.shown_ranks import show
+from gpumem_magic.commands.written import targets
 from gpumem_magic.files import rank_files
 from gpumem_magic.report.side_by_side import alike, ranks_in_words
 from gpumem_magic.session.device import DEFAULT_DEVICE
@@ -57,7 +58,7 @@ def asked(options: argparse.Namespace) -> list[int] | None:
 
 def run(options: argparse.Namespace) -> int:
     """The first status of a rank that is not 0; 124 where time ran out."""
-    target = None if options.json is None else Path(options.json).absolute()
+    written_to = targets(options)
     named = asked(options)
     with folder_of_ranks() as folder:
         crew = _Crew(options, folder)
@@ -73,15 +74,15 @@ def run(options: argparse.Namespace) -> int:
         except KeyboardInterrupt:
             crew.status = INTERRUPTED
         finally:
-            crew.end()
+            end(list(crew.started.values()))
         if crew.started:
             print(f"gpumem: {_what_ran(sorted(crew.started), taken, options.ranks)}", file=sys.stderr)
-            show(folder, target, virtual=True, taken=taken)
+            show(folder, written_to, virtual=True, taken=taken)
     return crew.status
 
 
 def _what_ran(ran: Sequence[int], taken: Mapping[int, int], world: int) -> str:
-    words = f"{ranks_in_words(ran)} of {world} ran, each alone"
+    words = f"{ranks_in_words(ran)} of {world} ran{', each alone' if len(ran) > 1 else ''}"
     return f"{words}; {ranks_in_words(list(taken)).lower()} taken to be like them." if taken else f"{words}."
 
 
@@ -135,17 +136,6 @@ class _Crew:
 
     def known(self) -> dict[int, rank_files.RankFile]:
         return {one.rank: one for one in rank_files.read(self._folder)}
-
-    def end(self) -> None:
-        for process in self.started.values():
-            if process.poll() is None:
-                process.terminate()
-        for process in self.started.values():
-            try:
-                process.wait(10)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
 
     def _start(self, rank: int) -> None:
         from gpumem_magic.virtual.torch_face.alone import environment

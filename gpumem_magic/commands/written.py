@@ -1,13 +1,16 @@
-"""The files that a command also writes a report to, as its flags name them: ``--json``, ``--html``, ``--png``."""
+"""A report on standard error, and the files that a command also writes it to, as its flags name them: ``--json``, ``--html``,
+``--png``."""
 
 from __future__ import annotations
 
 import argparse
 import os
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from gpumem_magic.failures import swallowed
 from gpumem_magic.snapshot.whole_file import check_target, replace_file
 
 if TYPE_CHECKING:
@@ -48,6 +51,33 @@ def targets(options: argparse.Namespace) -> dict[str, Path]:
     return {name: Path(path).expanduser().absolute() for name, path in asked.items() if path is not None}
 
 
-def write(report: Report, flag: str, path: Path) -> None:
-    """Writes the report to one of `targets`. Raises OSError, in one line."""
-    _WRITERS[flag](report, path)
+def write(report: Report, written_to: Mapping[str, Path]) -> None:
+    """Writes the report to its `targets`. Raises OSError, in one line."""
+    for flag, path in written_to.items():
+        _WRITERS[flag](report, path)
+
+
+def say(text: str) -> None:
+    print(f"gpumem: {text}", file=sys.stderr)
+
+
+def hand_over(report: Report, written_to: Mapping[str, Path], *, line: str | None = None) -> None:
+    """Prints the report to standard error, or only `line`, and writes it to its `targets`. What fails is a line there."""
+    from gpumem_magic.views.text import render
+
+    try:
+        if line is None:
+            # The script's Python ends with it: the rest is in the file, where one is asked for.
+            needs = "" if "json" in written_to else " with `--json PATH`"
+            line = render(report, name="gpumem_magic.Report.load(PATH)", needs=needs) + "\n"
+        if line:
+            # In one piece, among those of other processes.
+            sys.stderr.write(line)
+            sys.stderr.flush()
+    except Exception as error:
+        say(f"the report could not be shown ({swallowed(error).splitlines()[0]})")
+    for flag, path in written_to.items():
+        try:
+            write(report, {flag: path})
+        except Exception as error:
+            say(f"the report could not be written to {str(path)!r} ({swallowed(error).splitlines()[0]})")

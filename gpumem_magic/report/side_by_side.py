@@ -71,7 +71,8 @@ def together(
     for rank, other in sorted(taken.items()):
         row = next(row for row in rows if row.rank == other)
         rows.append(replace(row, rank=rank, like=other if row.like is None else row.like, measured=False, differs=""))
-    silent = sorted(set(range(world)) - set(by_rank) - set(taken))
+    # Nobody waits for those that were not to run.
+    silent = [] if virtual else sorted(set(range(world)) - set(by_rank) - set(taken))
     rows += [_row(OfRank(rank, RUNNING, None), None, first) for rank in silent]
     rows.sort(key=lambda row: (STATES.index(row.state), -_peak(row), row.rank))
     peaks = [row.peak_allocated for row in rows if row.peak_allocated is not None]

@@ -85,8 +85,9 @@ def sentences(ranks: Ranks) -> list[str]:
 
 
 def heading(ranks: Ranks) -> str:
-    """Over the report of the first of them."""
-    return f"Rank {ranks.rows[0].rank} of {ranks.world}:"
+    """Over the report of the first that made one."""
+    shown = next(row for row in ranks.rows if row.peak_allocated is not None)
+    return f"Rank {shown.rank} of {ranks.world}:"
 
 
 def _size(size: int | None) -> str:
