@@ -58,7 +58,7 @@ def test_ranks_that_end_early_are_named_and_the_other_reports(
     assert [rows[1]["state"], rows[2]["state"]] == ["out_of_memory", "gone"]
     assert rows[0]["peak_allocated"] >= 4 << 20
     shown = capfd.readouterr().err.replace("\n  ", " ")
-    for said in ("Rank 1 ran out of memory", "Rank 2 ended without a word"):
+    for said in ("Rank 1 ran out of memory", "rank 2 ended without a word"):
         assert said in ranks["answer"]
         assert said in shown
     assert left_behind(target) == []

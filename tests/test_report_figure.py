@@ -21,9 +21,10 @@ from PIL import Image
 
 from gpumem_magic.report.model import ALLOCATED_CATEGORIES, CATEGORIES, LABELS, TensorGroup
 from gpumem_magic.views import explain, layout
-from gpumem_magic.views.figure import MAX_ROWS, WIDTH, draw, png
+from gpumem_magic.views.figure import MAX_ROWS, draw, png
 from gpumem_magic.views.lines import shown_lines
 from gpumem_magic.views.palette import ALARM, ASCII_LETTERS, COLOURS, DARK, LETTERS, ON_DARK
+from gpumem_magic.views.pen import WIDTH
 
 MIB = samples.MIB
 

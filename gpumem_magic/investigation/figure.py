@@ -19,8 +19,8 @@ from gpumem_magic.units import mib
 from gpumem_magic.views import figure as bars
 from gpumem_magic.views.lines import SizeFormat, fit
 from gpumem_magic.views.palette import ALARM, COLOURS, PAPER, QUIET, TEXT
+from gpumem_magic.views.pen import WIDTH
 
-WIDTH = bars.WIDTH
 MAX_ROWS = 60
 _ROW = 0.34
 _HEAD, _FOOT = 0.36, 0.62

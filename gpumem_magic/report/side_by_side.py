@@ -165,13 +165,14 @@ def _only(groups: Sequence[TensorGroup], others: Sequence[TensorGroup]) -> list[
 
 def _answer(ranks: Ranks, first: OfRank) -> str:
     rows = ranks.rows
-    troubles = []
+    troubles: list[str] = []
     for state in STATES:
         members = [row.rank for row in rows if row.state == state]
         if not members or state == DONE:
             continue
         words = "ran out of memory" if state == OUT_OF_MEMORY else _STATE_WORDS[state]
-        troubles.append(f"{ranks_in_words(members)} {words}")
+        named = ranks_in_words(members)
+        troubles.append(f"{named.lower() if troubles else named} {words}")
     lead = f"{'; '.join(troubles)}. " if troubles else ""
     answered = [row for row in rows if row.peak_allocated is not None]
     highest = max(answered, key=_peak)

@@ -22,6 +22,7 @@ from gpumem_magic.views.layout import ticks
 from gpumem_magic.views.lines import fit
 from gpumem_magic.views.pages import CSS_WIDTH, image
 from gpumem_magic.views.palette import ON_DARK, ON_LIGHT, Inks
+from gpumem_magic.views.pen import WIDTH
 
 _HEIGHT = 4.2
 _LONGEST = 60
@@ -51,7 +52,7 @@ class _Plot:
         self.name, self.inks = name, inks
         self.fitting = sorted((one for one in case.found.tried if one.fits), key=self._value)
         self.above = case.found.above
-        self.figure = bars.ReportFigure(figsize=(bars.WIDTH, _HEIGHT), dpi=100, facecolor=inks.paper)
+        self.figure = bars.ReportFigure(figsize=(WIDTH, _HEIGHT), dpi=100, facecolor=inks.paper)
         self.axes: Any = self.figure.add_axes((0.075, 0.13, 0.70, 0.78))
         self.axes.set_facecolor(inks.paper)
         if not self.fitting:

@@ -7,7 +7,7 @@ paragraphs, tables and `details` are left, in the colours of the page around the
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from html import escape
 from pathlib import Path
@@ -73,6 +73,16 @@ def stack(sizes: Sequence[tuple[str, int]], whole: int, tip: str = "title") -> s
             said = quoted(f"{LABELS[name]} {mib(size)} MiB")
             spans.append(f'<i class="{colour(name)}" style="width:{share:.4g}%" {tip}="{said}"></i>')
     return "".join(spans)
+
+
+def legend(sizes: Mapping[str, str] | Iterable[str]) -> str:
+    """The colours of categories, in this order; their figures behind them where they are given."""
+    figures = sizes if isinstance(sizes, Mapping) else {}
+    items = (
+        f"<li>{swatch(name)}{LABELS[name]}{f' <b>{figures[name]}</b>' if name in figures else ''}</li>"
+        for name in sizes
+    )
+    return f'<ul class="gpumem-legend">{"".join(items)}</ul>'
 
 
 @cache

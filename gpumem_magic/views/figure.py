@@ -3,45 +3,38 @@
 The scale is what is allocated. How full the device was stands below, as one thin bar.
 
 The figure is made without pyplot, so no window opens and no current figure changes, and under matplotlib's default style, so that
-the user's settings neither shape it nor are changed by it. Only this module imports matplotlib. All lengths are inches: the axes
+the user's settings neither shape it nor are changed by it. All lengths are inches: the axes
 fill the figure, so that text and bars share one coordinate system whatever the number of rows.
 """
 
 from __future__ import annotations
 
 import io
-import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import matplotlib.style
 from matplotlib import font_manager
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.font_manager import FontProperties
-from matplotlib.lines import Line2D
-from matplotlib.patches import Rectangle
 from PIL import Image
 
-from gpumem_magic.patching import warnings_remembered
 from gpumem_magic.report.model import ALLOCATED_CATEGORIES, CATEGORIES, LABELS, Peak, ReportData, Row
+from gpumem_magic.report.ranks import RankRow, Ranks
 from gpumem_magic.report.rows import MOST
 from gpumem_magic.views import explain
-from gpumem_magic.views.layout import flow, palette_image, ticks
-from gpumem_magic.views.lines import PEAK, Line, SizeFormat, columns, fit, shown_lines, wrap
+from gpumem_magic.views.layout import flow, palette_image
+from gpumem_magic.views.lines import PEAK, Line, SizeFormat, columns, shown_lines
 from gpumem_magic.views.palette import ON_DARK, ON_LIGHT, Inks
+from gpumem_magic.views.pen import MARGIN, SIZE, WIDTH, Pen, Scale, missing_letters_allowed
+from gpumem_magic.views.rank_bars import RankBars
+from gpumem_magic.views.ranks import heading as whose_report
 from gpumem_magic.views.story import TENSOR_HEADS, story_of, tensor_heading, tensor_table
 
-WIDTH = 11.0
 MAX_ROWS = 300  # that one picture can hold
 _SLIM_SIZE = 8.0
-_MARGIN = 0.22
 _FIGURES = 1.62  # the two columns on the right
 _LABELS = 3.5  # at most, for the code on the left
-_SIZE = 9.5  # points
-_CHARACTER = 0.602 * _SIZE / 72  # the width of a character of DejaVu Sans Mono, which matplotlib brings along
+_CHARACTER = 0.602 * SIZE / 72  # the width of a character of DejaVu Sans Mono, which matplotlib brings along
 _LINE = 0.215
 _MONO = ("DejaVu Sans Mono",)
 _SANS = ("DejaVu Sans",)
@@ -64,11 +57,11 @@ class QuietFigure(Figure):
     """A figure that warns of no letter, whoever draws it: one that no installed font has is a box; the text beside it has it."""
 
     def draw(self, renderer: Any) -> None:
-        with _missing_letters_allowed():
+        with missing_letters_allowed():
             super().draw(renderer)
 
     def get_tightbbox(self, *args: Any, **options: Any) -> Any:
-        with _missing_letters_allowed():
+        with missing_letters_allowed():
             return super().get_tightbbox(*args, **options)
 
 
@@ -129,50 +122,28 @@ def rendered(figure: Figure, dpi: int, inks: Inks = ON_LIGHT) -> bytes:
     return raw.getvalue()
 
 
-@contextmanager
-def _missing_letters_allowed() -> Iterator[None]:
-    with warnings_remembered(), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*[Gg]lyph .* missing.*")
-        yield
-
-
-@dataclass
-class _Scale:
-    """Bytes to inches: `left` is nothing, `right` is `top_bytes`."""
-
-    left: float
-    right: float
-    top_bytes: int
-
-    def x(self, size: float) -> float:
-        return self.left + (self.right - self.left) * size / self.top_bytes
-
-
-class _Drawing:
+class _Drawing(Pen):
     def __init__(self, report: ReportData, most: int | None, title: bool, words: bool, inks: Inks) -> None:
         self.report = report
-        self.inks = inks
         self.figures = SizeFormat(report)
         self.lines = shown_lines(report, most)
         self.left_out = max(0, len(self.lines) - MAX_ROWS)
         if self.left_out:
             self.lines = [*self.lines[: MAX_ROWS - 50], *self.lines[-50:]]
-        self.mono, self.sans = _fonts(report, self.lines)
-        self.figure, self.axes = canvas(inks)
-        agg: Any = FigureCanvasAgg(self.figure)
-        self._renderer = agg.get_renderer()
+        super().__init__(*canvas(inks), inks, *_fonts(report, self.lines))
         self.highest = explain.highest_in_use(report)
         self.wanted = (report.error.wanted or 0) if report.error is not None else 0
         self.scale = self._make_scale()
         self.pitch = 0.31 if len(self.lines) <= 40 else 0.24
         told = story_of(report)
-        heading = self._wrapped(told.answer, 11.5, weight="bold") if title else []
-        # From the top: the answer, head of the columns, rows, axis, the device's gauge, legend, words.
-        tops = self._row_tops(start=0.12 + 0.24 * len(heading) + (0.12 if heading else 0) + 0.28)
+        # From the top: several ranks, the answer, head of the columns, rows, axis, the device's gauge, legend, words.
+        start = 0.0 if report.ranks is None else self._ranks(report.ranks, title)
+        heading = self.wrapped(told.answer, 11.5, weight="bold") if title else []
+        tops = self._row_tops(start=start + 0.12 + 0.24 * len(heading) + (0.12 if heading else 0) + 0.28)
         rows_end = tops[-1] + self._pitch(self.lines[-1]) if self.lines else tops[0]
         gauge_top = rows_end + 0.42
         legend = self._legend_items()
-        legend_lines = flow([self._legend_width(name) for name, _ in legend], WIDTH - 2 * _MARGIN)
+        legend_lines = flow([self._legend_width(name) for name, _ in legend], WIDTH - 2 * MARGIN)
         legend_top = gauge_top + (0.36 if self.highest else 0.04)
         table = self._table() if words else []
         sentences = self._sentences(told.obstacle, told.others) if words else []
@@ -181,10 +152,9 @@ class _Drawing:
         height = words_top + _LINE * len(sentences) + (0.1 if sentences else 0.02)
         self.figure.set_size_inches(WIDTH, height)
         self.axes.set_ylim(height, 0)
-        for number, part in enumerate(heading):
-            self._text(_MARGIN, 0.12 + 0.24 * (number + 0.5), part, size=11.5, weight="bold")
+        self._headline(heading, start)
         self._column_heads(tops[0])
-        self._grid(tops[0], rows_end)
+        self.grid(self.scale, tops[0], rows_end)
         for line, top in zip(self.lines, tops, strict=False):
             self._row(line, top)
         if self.left_out:
@@ -195,29 +165,43 @@ class _Drawing:
         for number, cells in enumerate(table):
             self._table_row(cells, table_top + _LINE * (number + 0.5), number == 0)
         for number, (sentence, colour) in enumerate(sentences):
-            self._text(_MARGIN, words_top + _LINE * (number + 0.5), sentence, color=colour)
+            self.text(MARGIN, words_top + _LINE * (number + 0.5), sentence, color=colour)
+
+    def _ranks(self, ranks: Ranks, title: bool) -> float:
+        """All ranks above the report of one: their answer, their bars, and whose report follows. Where it begins, in inches."""
+        answer = self.wrapped(ranks.answer, 11.5, weight="bold") if title else []
+        self._headline(answer, 0.0)
+        top = 0.12 + 0.24 * len(answer)
+        bars = RankBars(ranks, self)
+        bars.draw(top)
+        self._headline([whose_report(ranks)], top + bars.height)
+        return top + bars.height + 0.24
+
+    def _headline(self, lines: Sequence[str], top: float) -> None:
+        for number, line in enumerate(lines):
+            self.text(MARGIN, top + 0.12 + 0.24 * (number + 0.5), line, size=11.5, weight="bold")
 
     # Layout
 
-    def _make_scale(self) -> _Scale:
+    def _make_scale(self) -> Scale:
         longest = max((self._label_width(line) for line in self.lines), default=0.0)
-        left = _MARGIN + min(_LABELS, max(1.2, longest)) + 0.14
+        left = MARGIN + min(_LABELS, max(1.2, longest)) + 0.14
         largest = max((line.row.peak_allocated for line in self.lines), default=0)
         failed = next((line.row.allocated for line in self.lines if line.row.kind == "error"), 0)
         # A request that is far larger than what there is would leave slivers of it: then its box is broken off.
         wanted = failed + self.wanted
         top_bytes = max(largest, wanted) if wanted <= 1.6 * largest else 1.25 * largest
-        return _Scale(left, WIDTH - _FIGURES - _MARGIN, max(1, round(top_bytes * 1.02)))
+        return Scale(left, WIDTH - _FIGURES - MARGIN, max(1, round(top_bytes * 1.02)))
 
     def _label_width(self, line: Line) -> float:
-        return self._prefix_width(line) + self._width(line.text + self._suffix(line), **self._label_font(line))
+        return self._prefix_width(line) + self.width(line.text + self._suffix(line), **self._label_font(line))
 
     def _prefix_width(self, line: Line) -> float:
         indent = 2 * line.depth + (columns(line.iteration) + 1 if line.iteration else 0)
-        return indent * _CHARACTER * (_SLIM_SIZE / _SIZE if line.is_still else 1)
+        return indent * _CHARACTER * (_SLIM_SIZE / SIZE if line.is_still else 1)
 
     def _label_font(self, line: Line) -> dict[str, Any]:
-        size = _SLIM_SIZE if line.is_still else _SIZE
+        size = _SLIM_SIZE if line.is_still else SIZE
         if line.row.kind == PEAK:
             return {"size": size, "weight": "bold"}
         return {"size": size, "mono": True} if line.is_statement else {"size": size, "style": "italic"}
@@ -237,60 +221,23 @@ class _Drawing:
     def _pitch(self, line: Line) -> float:
         return self.pitch * (0.6 if line.is_still else 0.8 if line.depth and line.row.kind != PEAK else 1)
 
-    def _width(self, text: str, size: float = _SIZE, *, mono: bool = False, **font: Any) -> float:
-        """How wide the text will be, in inches."""
-        properties = FontProperties(family=self.mono if mono else self.sans, size=size, **font)
-        with _missing_letters_allowed():
-            width, _, _ = self._renderer.get_text_width_height_descent(text.replace("$", "S"), properties, ismath=False)
-        return float(width) / float(self.figure.dpi)
-
-    def _fitting(self, text: str, room: float, **font: Any) -> str:
-        """The text, cut with an ellipsis where it is wider than so many inches."""
-        count = columns(text)
-        while count > 1 and self._width(fit(text, count), **font) > room:
-            count = min(count - 1, int(count * room / self._width(fit(text, count), **font)) + 1)
-        return fit(text, count)
-
     # Drawing
-
-    def _text(self, x: float, y: float, text: str, *, mono: bool = False, size: float = _SIZE, **options: Any) -> None:
-        options = {"color": self.inks.text, "ha": "left", "va": "center_baseline", **options}
-        # A dollar sign in somebody's code is a dollar sign, and no formula.
-        text = text.replace("$", r"\$")
-        self.axes.text(x, y, text, family=self.mono if mono else self.sans, size=size, **options)
-
-    def _line(self, xs: Sequence[float], ys: Sequence[float], **options: Any) -> None:
-        self.axes.add_line(Line2D(xs, ys, **{"solid_capstyle": "butt", "antialiased": True, **options}))
-
-    def _box(self, x: float, y: float, width: float, height: float, colour: str) -> None:
-        self.axes.add_patch(Rectangle((x, y), width, height, facecolor=colour, edgecolor="none", linewidth=0))
 
     def _column_heads(self, first_top: float) -> None:
         y = first_top - 0.15
-        for x, word in ((self._first_x, "MiB allocated"), (WIDTH - _MARGIN, "peak inside")):
-            self._text(x, y, word, color=self.inks.quiet, size=8.5, ha="right")
+        for x, word in ((self._first_x, "MiB allocated"), (WIDTH - MARGIN, "peak inside")):
+            self.text(x, y, word, color=self.inks.quiet, size=8.5, ha="right")
 
     @property
     def _first_x(self) -> float:
-        return WIDTH - _MARGIN - 0.82
-
-    def _grid(self, top: float, bottom: float) -> None:
-        axis_y = bottom + 0.03
-        ink = self.inks.text
-        self._line([self.scale.left, self.scale.right], [axis_y, axis_y], color=ink, linewidth=0.9)
-        for size, word in ticks(self.scale.top_bytes):
-            x = self.scale.x(size)
-            if size:
-                self._line([x, x], [top - 0.02, axis_y], color=self.inks.grid, linewidth=0.7, zorder=0)
-            self._line([x, x], [axis_y, axis_y + 0.05], color=ink, linewidth=0.9)
-            self._text(x, axis_y + 0.16, word, ha="center", size=9)
+        return WIDTH - MARGIN - 0.82
 
     def _row(self, line: Line, top: float) -> None:
         middle = top + self._pitch(line) / 2
         failed = line.row.kind == "error"
         self._label(line, middle)
         thick = self.pitch * (0.2 if line.is_still else 0.74 if line.depth == 0 or line.row.kind == PEAK else 0.46)
-        self._bar(
+        self.bar(
             [(name, line.row.categories.get(name) or 0) for name in ALLOCATED_CATEGORIES], middle, thick, self.scale
         )
         if line.is_still:
@@ -302,23 +249,13 @@ class _Drawing:
         if inside is not None and inside - line.row.allocated > self.scale.top_bytes * 0.006:
             self._whisker(line.row.allocated, inside, middle, thick)
         colour = self.inks.alarm if failed else self.inks.text if line.depth == 0 else self.inks.quiet
-        points = _SIZE if line.depth == 0 or line.row.kind == PEAK else _SIZE - 1
+        points = SIZE if line.depth == 0 or line.row.kind == PEAK else SIZE - 1
         weight = {"color": self.inks.text, "weight": "bold"} if line.row.kind == PEAK else {"color": colour}
         allocated = self.figures.size(line.row.allocated)
-        self._text(self._first_x, middle, allocated, mono=True, ha="right", size=points, **weight)
+        self.text(self._first_x, middle, allocated, mono=True, ha="right", size=points, **weight)
         text = "" if inside is None else self.figures.size(inside)
         if text and text != allocated:
-            self._text(WIDTH - _MARGIN, middle, text, mono=True, ha="right", color=self.inks.quiet, size=points)
-
-    def _bar(self, sizes: Sequence[tuple[str, int]], middle: float, thick: float, scale: _Scale) -> None:
-        total, end = 0, scale.left
-        for category, size in sizes:
-            if size <= 0:
-                continue
-            total += size
-            start, end = end, scale.x(total)
-            hairline = 0.008 if end - start > 0.03 else 0  # paper, between neighbours that have room for one
-            self._box(start, middle - thick / 2, end - start - hairline, thick, self.inks.colour(category))
+            self.text(WIDTH - MARGIN, middle, text, mono=True, ha="right", color=self.inks.quiet, size=points)
 
     def _request(self, row: Row, middle: float, thick: float) -> None:
         """What was asked for and not given, as an empty box behind what is allocated; broken off where it has no room."""
@@ -328,35 +265,35 @@ class _Drawing:
         edges = [([start, right], [low, low]), ([start, right], [high, high])]
         edges += [([right, right], [low, high])] if end <= self.scale.right else []
         for xs, ys in edges:
-            self._line(xs, ys, color=self.inks.alarm, linewidth=1.1, zorder=4)
-        word = self._fitting(f"{self.figures.size(self.wanted)} wanted", right - start - 0.03, size=8)
+            self.line(xs, ys, color=self.inks.alarm, linewidth=1.1, zorder=4)
+        word = self.fitting(f"{self.figures.size(self.wanted)} wanted", right - start - 0.03, size=8)
         if word.endswith("wanted"):
-            self._text((start + right) / 2, middle, word, ha="center", size=8, color=self.inks.alarm)
+            self.text((start + right) / 2, middle, word, ha="center", size=8, color=self.inks.alarm)
 
     def _whisker(self, start: int, end: int, middle: float, thick: float) -> None:
         """From what is allocated to the highest inside."""
         x = self.scale.x(end)
-        self._line([self.scale.x(start), x], [middle, middle], color=self.inks.text, linewidth=0.9, zorder=4)
+        self.line([self.scale.x(start), x], [middle, middle], color=self.inks.text, linewidth=0.9, zorder=4)
         edge = [middle - thick * 0.36, middle + thick * 0.36]
-        self._line([x, x], edge, color=self.inks.text, linewidth=1.6, zorder=4)
+        self.line([x, x], edge, color=self.inks.text, linewidth=1.6, zorder=4)
 
     def _label(self, line: Line, middle: float) -> None:
-        room = self.scale.left - 0.14 - _MARGIN - self._prefix_width(line)
-        x = _MARGIN + self._prefix_width(line)
+        room = self.scale.left - 0.14 - MARGIN - self._prefix_width(line)
+        x = MARGIN + self._prefix_width(line)
         font = self._label_font(line)
         quiet = self.inks.quiet
         if line.iteration:
-            size = _SLIM_SIZE if line.is_still else _SIZE
-            self._text(_MARGIN, middle, line.iteration, mono=True, color=quiet, size=size)
+            size = _SLIM_SIZE if line.is_still else SIZE
+            self.text(MARGIN, middle, line.iteration, mono=True, color=quiet, size=size)
         suffix = self._suffix(line)
-        text = self._fitting(line.text, room - (self._width(suffix, **font) if suffix else 0), **font) + suffix
+        text = self.fitting(line.text, room - (self.width(suffix, **font) if suffix else 0), **font) + suffix
         failed, plain = line.row.kind == "error", line.row.kind == PEAK or (line.is_statement and line.depth == 0)
-        self._text(x, middle, text, color=self.inks.alarm if failed else self.inks.text if plain else quiet, **font)
+        self.text(x, middle, text, color=self.inks.alarm if failed else self.inks.text if plain else quiet, **font)
 
     def _gap_note(self, tops: list[float]) -> None:
         y = tops[-50] - self.pitch / 2
         text = f"… {self.left_out:,} more rows in the table"
-        self._text(_MARGIN, y, text, color=self.inks.quiet, style="italic")
+        self.text(MARGIN, y, text, color=self.inks.quiet, style="italic")
 
     # The device, legend and words
 
@@ -367,28 +304,27 @@ class _Drawing:
         every: list[Row | Peak] = [*self.report.checkpoints, self.report.peak]
         states = [state for state in every if state.device_used is not None]
         fullest = max(states, key=lambda state: state.device_used or 0)
-        scale = _Scale(self.scale.left, self.scale.right, max(1, capacity))
+        scale = Scale(self.scale.left, self.scale.right, max(1, capacity))
         middle = top + 0.12
-        self._text(_MARGIN, middle, "nvidia-smi at its highest", color=self.inks.quiet, style="italic", size=9)
+        self.text(MARGIN, middle, "nvidia-smi at its highest", color=self.inks.quiet, style="italic", size=9)
         low, high = middle - 0.05, middle + 0.05
         xs = [scale.left, scale.right, scale.right, scale.left, scale.left]
-        self._line(xs, [low, low, high, high, low], color=self.inks.quiet, linewidth=0.6)
-        self._bar([(name, fullest.categories.get(name) or 0) for name in CATEGORIES], middle, 0.1, scale)
-        self._line(
-            [scale.x(highest)] * 2, [middle - 0.09, middle + 0.09], color=self.inks.text, linewidth=1.2, zorder=4
-        )
+        self.line(xs, [low, low, high, high, low], color=self.inks.quiet, linewidth=0.6)
+        self.bar([(name, fullest.categories.get(name) or 0) for name in CATEGORIES], middle, 0.1, scale)
+        self.line([scale.x(highest)] * 2, [middle - 0.09, middle + 0.09], color=self.inks.text, linewidth=1.2, zorder=4)
         of = f" of {self.figures.size(capacity)}" if self.report.device.capacity else ""
         text = f"{self.figures.size(highest)}{of}"
-        self._text(WIDTH - _MARGIN, middle, text, mono=True, ha="right", color=self.inks.quiet, size=_SIZE - 1)
+        self.text(WIDTH - MARGIN, middle, text, mono=True, ha="right", color=self.inks.quiet, size=SIZE - 1)
 
     def _legend_items(self) -> list[tuple[str, str]]:
         """(what it says, category, or "" for the mark); only what can be seen."""
         visible = self.scale.top_bytes / 2000
         rows = [line.row for line in self.lines]
+        bars: list[Row | RankRow] = [*rows, *(self.report.ranks.rows if self.report.ranks is not None else ())]
         items = [
             (LABELS[name], name)
             for name in ALLOCATED_CATEGORIES
-            if any((row.categories.get(name) or 0) > visible for row in rows)
+            if any((row.categories.get(name) or 0) > visible for row in bars)
         ]
         if self.highest:
             seen = max(self.report.device.capacity, self.highest) / 500
@@ -402,21 +338,21 @@ class _Drawing:
         return items
 
     def _legend_width(self, text: str) -> float:
-        return 0.22 + self._width(text, 9) + 0.22
+        return 0.22 + self.width(text, 9) + 0.22
 
     def _legend(self, items: list[tuple[str, str]], members_by_line: list[list[int]], top: float) -> None:
         for number, members in enumerate(members_by_line):
             widths = [self._legend_width(items[member][0]) for member in members]
-            x = max(_MARGIN, (WIDTH - sum(widths)) / 2)
+            x = max(MARGIN, (WIDTH - sum(widths)) / 2)
             y = top + _LINE * (number + 0.5)
             for member, width in zip(members, widths, strict=True):
                 text, key = items[member]
                 if key:
-                    self._box(x, y - 0.055, 0.15, 0.11, self.inks.colour(key))
+                    self.box(x, y - 0.055, 0.15, 0.11, self.inks.colour(key))
                 else:
-                    self._line([x, x + 0.14], [y, y], color=self.inks.text, linewidth=0.9)
-                    self._line([x + 0.14] * 2, [y - 0.055, y + 0.055], color=self.inks.text, linewidth=1.6)
-                self._text(x + 0.22, y, text, size=9)
+                    self.line([x, x + 0.14], [y, y], color=self.inks.text, linewidth=0.9)
+                    self.line([x + 0.14] * 2, [y - 0.055, y + 0.055], color=self.inks.text, linewidth=1.6)
+                self.text(x + 0.22, y, text, size=9)
                 x += width
 
     def _table(self) -> list[list[str]]:
@@ -427,26 +363,16 @@ class _Drawing:
     def _table_row(self, cells: Sequence[str], y: float, is_head: bool) -> None:
         """The size, and three columns of words, which take what room there is."""
         colour = self.inks.quiet if is_head else self.inks.text
-        self._text(_MARGIN + 0.7, y, cells[0], mono=True, ha="right", size=8.5, color=colour)
-        starts = [_MARGIN + 0.9, _MARGIN + 4.4, _MARGIN + 8.0, WIDTH - _MARGIN]
+        self.text(MARGIN + 0.7, y, cells[0], mono=True, ha="right", size=8.5, color=colour)
+        starts = [MARGIN + 0.9, MARGIN + 4.4, MARGIN + 8.0, WIDTH - MARGIN]
         for cell, x, end in zip(cells[1:], starts, starts[1:], strict=False):
-            self._text(x, y, self._fitting(cell, end - x - 0.1, size=8.5), size=8.5, color=colour)
+            self.text(x, y, self.fitting(cell, end - x - 0.1, size=8.5), size=8.5, color=colour)
 
     def _sentences(self, obstacle: str, others: Sequence[str]) -> list[tuple[str, str]]:
         """The words below the picture, broken into lines, with their colours: what stood in the way first, in red."""
         quiet = [*others, *explain.other_devices(self.report)]
-        result = [(line, self.inks.alarm) for line in self._wrapped(obstacle)]
-        return result + [(line, self.inks.quiet) for sentence in quiet for line in self._wrapped(sentence)]
-
-    def _wrapped(self, sentence: str, size: float = _SIZE, **font: Any) -> list[str]:
-        """In lines that fit: first by the width of usual words, then by measuring what came out."""
-        available = WIDTH - 2 * _MARGIN
-        characters = int(available / (0.545 * size / 72))
-        while (
-            any(self._width(line, size, **font) > available for line in wrap(sentence, characters)) and characters > 20
-        ):
-            characters = int(characters * 0.94)
-        return wrap(sentence, characters)
+        result = [(line, self.inks.alarm) for line in self.wrapped(obstacle)]
+        return result + [(line, self.inks.quiet) for sentence in quiet for line in self.wrapped(sentence)]
 
 
 def canvas(inks: Inks = ON_LIGHT) -> tuple[Figure, Any]:

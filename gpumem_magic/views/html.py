@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gpumem_magic.report.inside import ActivationBreakdown
-from gpumem_magic.report.model import ReportData
-from gpumem_magic.report.ranks import Ranks
+from gpumem_magic.report.model import ALLOCATED_CATEGORIES, ReportData
+from gpumem_magic.report.ranks import DONE, RankRow, Ranks
 from gpumem_magic.units import mib
 from gpumem_magic.views import explain, ranks
-from gpumem_magic.views.elements import details, grid, paragraph, quoted, style, words
+from gpumem_magic.views.elements import details, grid, legend, paragraph, quoted, stack, style, words
 from gpumem_magic.views.inside import MAX_TREE_ROWS, is_informative, sentence_of, tree
 from gpumem_magic.views.opened import opened
 from gpumem_magic.views.palette import PAPER
@@ -59,11 +59,32 @@ def page(body: str) -> str:
 def _ranks(found: Ranks) -> str:
     """All ranks' answer, a table with alike ranks in one line, and what differs; the report of the first of them follows."""
     heads, *rows = ranks.table(found)
-    right = tuple(place for place, head in enumerate(heads) if head and place not in (0, len(heads) - 1))
-    lines = [tuple(map(quoted, row)) for row in rows]
-    body = [f'<p class="gpumem-answer"><strong>{words(found.answer)}</strong></p>', grid(tuple(heads), lines, right)]
+    right = tuple(place + 1 for place, head in enumerate(heads) if head and place not in (0, len(heads) - 1))
+    lines, whole = [], found.highest or 0
+    for row, (first, _) in zip(rows, ranks.families(found), strict=False):
+        kind = "gpumem-named" if first.state == DONE else "gpumem-named gpumem-alarm"
+        name, state, *cells = (
+            f'<span class="{kind}">{quoted(cell)}</span>' if place < 2 and cell else quoted(cell)
+            for place, cell in enumerate(row)
+        )
+        lines.append((name, _rank_bar(first, whole), state, *cells))
+    body = [
+        f'<p class="gpumem-answer"><strong>{words(found.answer)}</strong></p>',
+        grid((heads[0], "", *heads[1:]), lines, right),
+        legend(
+            name
+            for name in ALLOCATED_CATEGORIES
+            if any(500 * row.categories.get(name, 0) > whole for row in found.rows)
+        ),
+    ]
     body += map(paragraph, ranks.sentences(found))
     return f"{''.join(body)}<hr>{paragraph(ranks.heading(found), 'gpumem-head')}"
+
+
+def _rank_bar(row: RankRow, whole: int) -> str:
+    """What a rank has at its peak: `whole` bytes fill the bar."""
+    sizes = [(name, row.categories.get(name, 0)) for name in ALLOCATED_CATEGORIES]
+    return f'<div class="gpumem-share gpumem-rank">{stack(sizes, whole)}</div>'
 
 
 def _device(report: ReportData, picture: Picture | None, table: bool) -> str:

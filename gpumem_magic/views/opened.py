@@ -12,7 +12,7 @@ from gpumem_magic.report.course import ITERATION, STEP, Stretch, course_of, shor
 from gpumem_magic.report.model import ALLOCATED_CATEGORIES, CATEGORIES, LABELS, ReportData
 from gpumem_magic.units import amount, counted, mib
 from gpumem_magic.views import explain
-from gpumem_magic.views.elements import details, paragraph, quoted, stack, swatch
+from gpumem_magic.views.elements import details, legend, paragraph, quoted, stack
 from gpumem_magic.views.lines import SizeFormat
 from gpumem_magic.views.opened_row import OpenedRows, tensors
 
@@ -37,16 +37,13 @@ def _peak(report: ReportData) -> str:
         return ""
     figures = SizeFormat(report)
     said = ", ".join(f"{LABELS[name]} {amount(size)}" for name, size in sizes)
-    legend = "".join(
-        f"<li>{swatch(name)}{LABELS[name]} <b>{figures.size(size)}</b></li>"
-        for name, size in sorted(sizes, key=lambda one: -one[1])
-    )
+    colours = legend({name: figures.size(size) for name, size in sorted(sizes, key=lambda one: -one[1])})
     where = f"The {amount(peak.allocated)} at the peak, by category (MiB)"
     return (
         f"<section>{paragraph(where, 'gpumem-head')}"
         f'<div class="gpumem-bar gpumem-tips" role="img" aria-label="{quoted(said)}">'
         f"{stack(sizes, peak.allocated, 'data-tip')}</div>"
-        f'<ul class="gpumem-legend">{legend}</ul>{_gauge(report)}{_tensors(report)}</section>'
+        f"{colours}{_gauge(report)}{_tensors(report)}</section>"
     )
 
 

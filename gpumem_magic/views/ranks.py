@@ -72,8 +72,11 @@ def table(ranks: Ranks) -> list[list[str]]:
 def sentences(ranks: Ranks) -> list[str]:
     """What differs and why, and what the ranks that had no happy end say themselves."""
     lines = families(ranks)
+    # One without a report has said so in the answer.
     told = [
-        f"{ranks_in_words([first.rank])}: {first.said}" for first, _ in lines[1:] if first.state != DONE and first.said
+        first.said if first.said.startswith("Rank ") else f"{ranks_in_words([first.rank])}: {first.said}"
+        for first, _ in lines[1:]
+        if first.state != DONE and first.said and (first.where or first.peak_allocated is not None)
     ]
     told += [f"{ranks_in_words([first.rank])}: {first.differs}" for first, _ in lines if first.differs]
     if len(lines) > MOST:

@@ -1,0 +1,112 @@
+"""What pictures of bars are drawn with: letters, lines and boxes in inches, on axes that fill the figure."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.font_manager import FontProperties
+from matplotlib.lines import Line2D
+from matplotlib.patches import Rectangle
+
+from gpumem_magic.patching import warnings_remembered
+from gpumem_magic.views.layout import ticks
+from gpumem_magic.views.lines import columns, fit, wrap
+from gpumem_magic.views.palette import Inks
+
+WIDTH = 11.0
+MARGIN = 0.22
+SIZE = 9.5  # points
+
+
+@dataclass
+class Scale:
+    """Bytes to inches: `left` is nothing, `right` is `top_bytes`."""
+
+    left: float
+    right: float
+    top_bytes: int
+
+    def x(self, size: float) -> float:
+        return self.left + (self.right - self.left) * size / self.top_bytes
+
+
+class Pen:
+    """mono, sans: families of letters, each with those that stand in for letters that it lacks."""
+
+    def __init__(self, figure: Figure, axes: Any, inks: Inks, mono: list[str], sans: list[str]) -> None:
+        self.figure, self.axes, self.inks = figure, axes, inks
+        self.mono, self.sans = mono, sans
+        agg: Any = FigureCanvasAgg(figure)
+        self._renderer = agg.get_renderer()
+
+    def width(self, text: str, size: float = SIZE, *, mono: bool = False, **font: Any) -> float:
+        """How wide the text will be, in inches."""
+        properties = FontProperties(family=self.mono if mono else self.sans, size=size, **font)
+        with missing_letters_allowed():
+            width, _, _ = self._renderer.get_text_width_height_descent(text.replace("$", "S"), properties, ismath=False)
+        return float(width) / float(self.figure.dpi)
+
+    def fitting(self, text: str, room: float, **font: Any) -> str:
+        """The text, cut with an ellipsis where it is wider than so many inches."""
+        count = columns(text)
+        while count > 1 and self.width(fit(text, count), **font) > room:
+            count = min(count - 1, int(count * room / self.width(fit(text, count), **font)) + 1)
+        return fit(text, count)
+
+    def wrapped(self, sentence: str, size: float = SIZE, **font: Any) -> list[str]:
+        """In lines that fit: first by the width of usual words, then by measuring what came out."""
+        available = WIDTH - 2 * MARGIN
+        characters = int(available / (0.545 * size / 72))
+        while (
+            any(self.width(line, size, **font) > available for line in wrap(sentence, characters)) and characters > 20
+        ):
+            characters = int(characters * 0.94)
+        return wrap(sentence, characters)
+
+    def text(self, x: float, y: float, text: str, *, mono: bool = False, size: float = SIZE, **options: Any) -> None:
+        options = {"color": self.inks.text, "ha": "left", "va": "center_baseline", **options}
+        # A dollar sign in somebody's code is a dollar sign, and no formula.
+        text = text.replace("$", r"\$")
+        self.axes.text(x, y, text, family=self.mono if mono else self.sans, size=size, **options)
+
+    def line(self, xs: Sequence[float], ys: Sequence[float], **options: Any) -> None:
+        self.axes.add_line(Line2D(xs, ys, **{"solid_capstyle": "butt", "antialiased": True, **options}))
+
+    def box(self, x: float, y: float, width: float, height: float, colour: str) -> None:
+        self.axes.add_patch(Rectangle((x, y), width, height, facecolor=colour, edgecolor="none", linewidth=0))
+
+    def bar(self, sizes: Sequence[tuple[str, int]], middle: float, thick: float, scale: Scale) -> None:
+        """Categories' bytes, stacked."""
+        total, end = 0, scale.left
+        for category, size in sizes:
+            if size <= 0:
+                continue
+            total += size
+            start, end = end, scale.x(total)
+            hairline = 0.008 if end - start > 0.03 else 0  # paper, between neighbours that have room for one
+            self.box(start, middle - thick / 2, end - start - hairline, thick, self.inks.colour(category))
+
+    def grid(self, scale: Scale, top: float, bottom: float) -> None:
+        """The axis below the bars, and its marks' lines behind them."""
+        axis_y = bottom + 0.03
+        ink = self.inks.text
+        self.line([scale.left, scale.right], [axis_y, axis_y], color=ink, linewidth=0.9)
+        for size, word in ticks(scale.top_bytes):
+            x = scale.x(size)
+            if size:
+                self.line([x, x], [top - 0.02, axis_y], color=self.inks.grid, linewidth=0.7, zorder=0)
+            self.line([x, x], [axis_y, axis_y + 0.05], color=ink, linewidth=0.9)
+            self.text(x, axis_y + 0.16, word, ha="center", size=9)
+
+
+@contextmanager
+def missing_letters_allowed() -> Iterator[None]:
+    with warnings_remembered(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*[Gg]lyph .* missing.*")
+        yield

@@ -1,0 +1,81 @@
+"""Several ranks in a report's faces: bars on one scale, the worst first, alike ranks as one, those that failed marked."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from matplotlib.patches import Rectangle
+from report_samples import colab, trainer
+
+from gpumem_magic.report.ranks import GONE, RUNNING
+from gpumem_magic.report.side_by_side import OfRank, state_of, together
+from gpumem_magic.user_report import Report
+from gpumem_magic.views.html import card
+from gpumem_magic.views.text import render
+
+
+@pytest.fixture(scope="module")
+def report() -> Report:
+    """Rank 0 out of memory, ranks 1 and 2 alike, rank 3 killed, 4 silent, 5-7 taken to be as 1."""
+    ran = [OfRank(rank, state_of(one), one) for rank, one in enumerate((colab(), trainer(), trainer()))]
+    silent = [OfRank(3, GONE, None), OfRank(4, RUNNING, None)]
+    return Report.of(together([*ran, *silent], 8, taken={5: 1, 6: 1, 7: 1}))
+
+
+def test_the_page_has_a_bar_for_each_kind_of_rank_on_one_scale(report: Report) -> None:
+    page = card(report, None)
+    head = page[: page.index("<hr>")]
+    rows = re.findall(r"<tr>(.*?)</tr>", head)[1:]
+    widths = [sum(map(float, re.findall(r"width:([\d.e-]+)%", row))) for row in rows]
+    alarmed = ["gpumem-alarm" in row for row in rows]
+    assert ["rank 0" in rows[0], "rank 3" in rows[1], "rank 4" in rows[2], "ranks 1-2, 5-7" in rows[3]] == [True] * 4
+    assert alarmed == [True, True, True, False]
+    assert report.ranks is not None
+    assert report.ranks.lowest is not None
+    assert report.ranks.highest is not None
+    share = 100 * report.ranks.lowest / report.ranks.highest
+    # Slivers of less than 0.05 % are left out.
+    assert widths == [pytest.approx(100, abs=0.3), 0, 0, pytest.approx(share, abs=0.3)]
+
+
+@pytest.mark.parametrize("bare", [False, True])
+def test_the_picture_has_the_same_bars_above_the_report_of_one(report: Report, bare: bool) -> None:
+    from gpumem_magic.views.figure import draw
+
+    axes = draw(report, title=not bare, words=not bare).axes[0]
+    places = {text.get_text(): text.get_position()[1] for text in axes.texts}
+    labels = ["rank 0  out of memory", "rank 3  gone", "rank 4  no answer", "ranks 1-2, 5-7 (shown: 1)"]
+    assert [places[label] for label in labels] == sorted(places[label] for label in labels)
+    assert places[labels[-1]] < places["Rank 0 of 8:"] < places["before"]
+    ends = {
+        round(middle, 3): [
+            (box.get_x(), box.get_x() + box.get_width())
+            for box in axes.patches
+            if isinstance(box, Rectangle) and box.get_y() < middle < box.get_y() + box.get_height()
+        ]
+        for middle in (places[labels[0]], places[labels[3]])
+    }
+    first, last = ([min(one[0] for one in bars), max(one[1] for one in bars)] for bars in ends.values())
+    assert first[0] == pytest.approx(last[0])
+    assert report.ranks is not None
+    assert report.ranks.highest
+    assert (last[1] - last[0]) / (first[1] - first[0]) == pytest.approx(
+        (report.ranks.lowest or 0) / report.ranks.highest, abs=0.01
+    )
+
+
+def test_nothing_is_said_twice(report: Report) -> None:
+    text = render(report, width=120)
+    assert text.startswith("Rank 0 ran out of memory; rank 3 ended without a word")
+    assert "Rank 3:" not in text
+    assert "Ranks 5-7 did not run" in text
+    assert "Rank 0 of 8:" in text
+
+
+def test_of_virtual_ranks_only_those_that_ran_are_told() -> None:
+    ran = OfRank(3, state_of(trainer()), trainer())
+    found = Report.of(together([ran], 8, virtual=True))
+    assert found.ranks is not None
+    assert [row.rank for row in found.ranks.rows] == [3]
+    assert "Rank 3 of 8:" in render(found)
