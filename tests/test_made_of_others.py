@@ -109,6 +109,21 @@ def test_group_norm_takes_numbers_for_channels_and_groups(precision: torch.dtype
     assert backward == [size for size in (whole, channels, channels, groups, groups, channels) if size > 4096]
 
 
+@pytest.mark.parametrize(
+    ("rows", "version", "parts"), [(70_000, "2.13", 2188), (70_000, "2.6", 0), (60_000, "2.13", 0)]
+)
+def test_a_layer_norm_of_many_rows_adds_them_up_in_parts(rows: int, version: str, parts: int) -> None:
+    gpu.turn_off()
+    gpu.turn_on(f"A100-40GB,context=0,torch={version}")
+    x = torch.zeros(rows, 96, device="cuda", requires_grad=True)
+    layer = torch.nn.LayerNorm(96, device="cuda")
+    out = layer(x)
+    gradient = torch.zeros_like(out)
+    found = sizes(lambda: torch.autograd.grad(out, [x, layer.weight, layer.bias], gradient))
+    assert found[0] == rows * 96 * 4
+    assert found[1:3] == [parts * 96 * 4] * (2 * bool(parts))
+
+
 def test_a_result_that_is_given_grows() -> None:
     x = torch.zeros(ROWS, COLUMNS, device="cuda")
     out = torch.empty(0, device="cuda")

@@ -50,7 +50,8 @@ _PIECE = 65536
 
 
 @special(*_LAID_OUT)
-def _laid_out(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+def laid_out(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    """Runs an operator beside copies of those arguments that do not lie as its kernel wants them."""
     sizes = [_bytes(args[place]) for place in _LAID_OUT[func] if not args[place].is_contiguous()]
     if not sizes:
         return engine.run(func, args, kwargs, device)
