@@ -20,6 +20,8 @@ from gpumem_magic import cli
 from gpumem_magic.attribution.groups import groups_of
 from gpumem_magic.commands.side_by_side import short_names
 from gpumem_magic.files.loaded import report_of, views_of
+from gpumem_magic.report.answer import in_words
+from gpumem_magic.report.model import TensorGroup
 from gpumem_magic.snapshot.files import SnapshotFileError, read, write
 from gpumem_magic.snapshot.model import ACTIVE, INACTIVE, Block, Segment, Snapshot
 from gpumem_magic.units import counted, human
@@ -509,3 +511,13 @@ def test_every_real_recording_is_shown(path: Path) -> None:
         largest = view.largest(position, 5)
         assert all(one.stack or one.born < 0 or not loaded.has_frames or one.evidence != "stack" for one in largest)
         assert len(fragmentation(view.timeline.segments_at(position))) >= 1
+
+
+def test_the_answer_names_a_place_where_all_is_from_it_and_else_all_of_the_category() -> None:
+    def told(*places: str) -> str:
+        groups = [TensorGroup(100 * MIB, 1, "temporaries", inner=place) for place in places]
+        return in_words([*groups, TensorGroup(60 * MIB, 9, "")], {"temporaries": 260 * MIB})
+
+    assert told("a.py:1 f", "b.py:2 g") == "260 MiB are temporaries"
+    assert told("a.py:1 f", "a.py:1 f") == "200 MiB are temporaries of a.py:1 f"
+    assert told("", "") == "260 MiB are temporaries"

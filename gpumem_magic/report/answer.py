@@ -6,11 +6,11 @@ are, which line made them and what keeps them.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 
 from gpumem_magic.looks.decisions import OF_VALUES
-from gpumem_magic.report.model import LABELS, ReportData, TensorGroup
+from gpumem_magic.report.model import LABELS, Peak, ReportData, Row, TensorGroup
 from gpumem_magic.units import amount
 
 # Groups are told until they are so much of what is allocated, in per cent, and at most so many.
@@ -68,7 +68,10 @@ def _plain(report: ReportData) -> str:
     blaming = next((cause for cause in shown if not cause.describes), None)
     if blaming is not None:
         return f"{lead}. {blaming.sentence}"
-    words = in_words(_failed_tensors(report) if failure else report.peak.tensors)
+    if failure and report.error is not None and report.error.tensors:
+        words = in_words(report.error.tensors, _failed(report).categories)
+    else:
+        words = in_words(report.peak.tensors, report.peak.categories)
     lead = f"{lead}: {words}." if words else f"{lead}."
     # What only describes is worth a word here where it says what to do about a good part of the memory.
     useful = next((cause for cause in shown if cause.remedy and 4 * cause.bytes >= report.peak.allocated), None)
@@ -90,23 +93,30 @@ def _failure(report: ReportData) -> str:
     if error.requested is None:
         peak = f"; until then at most {amount(report.peak.allocated)} were allocated" if report.peak.allocated else ""
         return f"{error.type}{at}{peak}"
-    row = next((row for row in reversed(report.checkpoints) if row.kind == "error"), report.peak)
+    row = _failed(report)
     total = f" of {amount(report.device.capacity)}" if report.device.capacity else ""
     return f"Out of memory{at}: {amount(error.requested)} wanted, {amount(row.allocated)}{total} allocated"
 
 
-def _failed_tensors(report: ReportData) -> tuple[TensorGroup, ...]:
-    return report.error.tensors if report.error is not None and report.error.tensors else report.peak.tensors
+def _failed(report: ReportData) -> Row | Peak:
+    return next((row for row in reversed(report.checkpoints) if row.kind == "error"), report.peak)
 
 
-def in_words(groups: Sequence[TensorGroup]) -> str:
-    """What is allocated, the largest first: ``6,104 MiB are four (20000, 20000) float32 tensors of `pred - y` (line 4)``."""
+def in_words(groups: Sequence[TensorGroup], categories: Mapping[str, int | None]) -> str:
+    """What is allocated, the largest first: ``6,104 MiB are four (20000, 20000) float32 tensors of `pred - y` (line 4)``.
+
+    categories: all that is allocated, since small groups are left out of a long list."""
     total = sum(one.bytes for one in groups)
     told: list[str] = []
     left = total
-    alike = sorted(_alike(groups), key=lambda members: -sum(one.bytes for one in members))
-    for members in alike[:_MOST]:
-        size = sum(one.bytes for one in members)
+    alike = _alike(groups)
+    lists = Counter(members[0].category for members in alike)
+    sizes = [sum(one.bytes for one in members) for members in alike]
+    for number, members in enumerate(alike):
+        # What is called by its category alone is all of it.
+        if lists[members[0].category] == 1 and _is_nameless(members):
+            sizes[number] = max(sizes[number], categories.get(members[0].category) or 0)
+    for size, members in sorted(zip(sizes, alike, strict=True), key=lambda one: -one[0])[:_MOST]:
         if told and (100 * (total - left) >= _ENOUGH * total or 20 * size < total):
             break
         told.append(_words(members, size))
@@ -125,6 +135,12 @@ def _alike(groups: Sequence[TensorGroup]) -> list[list[TensorGroup]]:
         else:
             found[one.shape, one.dtype, one.line, one.inner].append(one)
     return list(found.values())
+
+
+def _is_nameless(members: Sequence[TensorGroup]) -> bool:
+    """Whether nothing but a category is said of them."""
+    first = members[0]
+    return not first.kept_by if first.category in _WHOLES else first.shape is None and not _place(members)
 
 
 def _words(members: Sequence[TensorGroup], size: int) -> str:
@@ -148,7 +164,9 @@ def _place(members: Sequence[TensorGroup]) -> str:
     expressions = {one.expression for one in members if one.expression}
     words = max(expressions, key=len) if expressions else first.statement
     if not words:
-        return f" of {first.inner}" if first.inner else ""
+        # Without lines of a cell (in a file), members may be from anywhere.
+        inner = {one.inner for one in members}
+        return f" of {first.inner}" if first.inner and len(inner) == 1 else ""
     line = f" (line {first.line}{f': {first.inner}' if first.inner else ''})" if first.line else ""
     return f" of `{words}`{line}"
 

@@ -148,7 +148,7 @@ def _differs(one: OfRank, first: OfRank) -> str:
     sentence = f"At its peak it has {', '.join(words)} than rank {first.rank}"
     whose, groups = (one, _only(mine.tensors, theirs.tensors)), (first, _only(theirs.tensors, mine.tensors))
     owner, own = max((whose, groups), key=lambda pair: sum(group.bytes for group in pair[1]))
-    named = in_words(own)
+    named = in_words(own, {})
     return f"{sentence}. What only rank {owner.rank} holds: {named}." if named else f"{sentence}."
 
 
