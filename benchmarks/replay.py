@@ -4,8 +4,8 @@
 
 For each FILE: replayed events per second, the best of several runs; and, beside PyTorch's own command, how long load, ledger and
 picture take. Then the first FILE that begins with an empty allocator is repeated with new addresses until it is long: for each
-length, the processor time of loading, replaying and of making its page, and the host memory that reading and replaying the
-longest takes, in times of its file's size.
+length, the processor time of loading, replaying, of making its page and (with node) of what the page does before it shows, and
+the host memory that reading and replaying the longest takes, in times of its file's size.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import argparse
 import os
 import platform
 import resource
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -70,6 +71,41 @@ reported = time.process_time()
 timeline_of_files([views]).save(sys.argv[2])
 print(reported - began, time.process_time() - reported)
 """
+
+
+# What a browser does with the page until it can be read, without the drawing of its elements.
+_OPENING = """
+import {{ readFileSync }} from "node:fs";
+import {{ eventsAround, extentEvents, flameOf, groupsOf, pathsOf }} from "{folder}/lists.js";
+import {{ Device, paint, wholeView }} from "{folder}/model.js";
+const page = readFileSync(process.argv[1], "utf8");
+const begin = process.cpuUsage();
+const mark = page.indexOf('id="data">') + 10;
+const data = JSON.parse(page.slice(mark, page.indexOf("</script>", mark)));
+const device = new Device(data.devices[0]);
+const [width, height] = [1200, 356];
+const colours = {{ shades: data.categories.map(() => [1, 2, 3]), edge: data.categories.map(() => 4), cached: 5, paper: 6 }};
+paint(device, wholeView(device), width, height, colours, new Uint32Array(width * height), new Int32Array(width * height));
+device.sums(device.peak, data.categories.length);
+device.segmentsAt(device.peak);
+const live = device.stackAt(device.peak);
+groupsOf(device, live, () => "");
+flameOf(pathsOf(device, live, (one) => device.stacks[device.stack[one]].map(String)), 0.001);
+eventsAround(device, extentEvents(device), device.peak, 13);
+const used = process.cpuUsage(begin);
+console.log((used.user + used.system) / 1e6);
+"""
+_MODULES = Path(__file__).parents[1] / "gpumem_magic" / "timeline_page"
+
+
+def opening(page: Path) -> str:
+    """Processor seconds until a page can be read; "n/a" without node."""
+    node = shutil.which("node")
+    if node is None:
+        return "n/a"
+    program = _OPENING.format(folder=_MODULES.as_uri())
+    command = [node, "--input-type=module", "-e", program, str(page)]
+    return f"{float(subprocess.run(command, capture_output=True, text=True, check=True).stdout):.2f}"
 
 
 def best(work: Callable[[], object]) -> float:
@@ -144,7 +180,7 @@ def beside_torch(path: str, folder: Path) -> None:
 
 def growth(one: Replayable, most: int, folder: Path) -> None:
     path, page = folder / "long.pickle", folder / "long.html"
-    print("  seconds of a processor     file   load  replay  report  page made   page")
+    print("  seconds of a processor     file   load  replay  report  page made   page      opens")
     for length in (most // 100, most // 10, most):
         long = repeated(one, length)
         seconds = best(partial(run, long))
@@ -153,7 +189,7 @@ def growth(one: Replayable, most: int, folder: Path) -> None:
         read_in, reported, drawn = map(float, child("-c", _PAGE, str(path), str(page))[2].split())
         print(
             f"  {len(long.events):>9,} events  {size / 2**20:9.1f} MiB {read_in:6.2f} {seconds:7.2f} {reported:7.2f}"
-            f" {drawn:10.2f} {page.stat().st_size / 2**20:6.1f} MiB"
+            f" {drawn:10.2f} {page.stat().st_size / 2**20:6.1f} MiB {opening(page):>6}"
         )
     _, idle = memory(_IDLE)
     print(f"  its file has {size / 2**20:.1f} MiB; an interpreter that reads nothing takes {idle / 2**20:.1f} MiB")

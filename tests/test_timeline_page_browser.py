@@ -248,6 +248,17 @@ def test_what_is_beneath_the_picture_answers(context: Any, tmp_path: Path) -> No
     assert page.errors == []
 
 
+def test_a_file_without_events_is_its_state(context: Any, tmp_path: Path) -> None:
+    data = recording(random.Random(3), 30)
+    path, views = page_of(tmp_path, {**data, "device_traces": []})
+    page = Page(context[0], path)
+    assert page.text("#moment").startswith(
+        f"The state in the file: {human(views[0].sizes(0)['allocated'])} allocated, "
+    )
+    assert page.text("#events") == "The recording has no events."
+    assert page.errors == []
+
+
 @pytest.mark.parametrize("width", [1280, 900, 420])
 def test_nothing_is_wider_than_the_page(context: Any, tmp_path: Path, width: int) -> None:
     path, _ = page_of(tmp_path, recording(random.Random(3), 90))

@@ -146,7 +146,8 @@ export function start(document, data) {
   function drawWords() {
     const { device, position } = machine;
     const now = device.sums(position, data.categories.length);
-    find("moment").textContent = `${position === device.peak ? "Peak, " : ""}${moment(position)} of ${count(device.events)}: `
+    const when = `${position === device.peak ? "Peak, " : ""}${moment(position)}${position ? ` of ${count(device.events)}` : ""}`;
+    find("moment").textContent = `${device.events ? when : "The state in the file"}: `
       + `${human(now.allocated)} allocated, ${human(now.reserved)} reserved`
       + (device.times && position ? `, ${since(device.times[position - 1])} after the first event.` : ".");
     data.categories.forEach((_, category) => {
