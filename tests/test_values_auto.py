@@ -364,6 +364,18 @@ def test_guesses_keep_programs_on_their_way(machine: gpu.VirtualMachine) -> None
     assert len(set(losses)) == 9
 
 
+def test_a_solver_takes_its_steps_where_the_slopes_are_unknown(machine: gpu.VirtualMachine) -> None:
+    layer = nn.Linear(4, 4).cuda()
+    state, time, step, taken = torch.randn(6, 4, device="cuda"), torch.zeros((), device="cuda"), 0.01, 0
+    while time < 1:
+        slopes = [-layer(state) * factor for factor in (0.9, 1.1)]
+        after = state + step * slopes[1]
+        error = (step * (slopes[1] - slopes[0])).abs() / (1e-9 + 1e-7 * torch.max(state.abs(), after.abs()))
+        assert error.pow(2).mean().sqrt() <= 1
+        state, time, step, taken = after, time + step, step * 2, taken + 1
+    assert taken == 7
+
+
 def test_a_mask_selects_as_many_on_the_host_as_on_the_device(machine: gpu.VirtualMachine) -> None:
     x = torch.rand(400, 300, device="cuda")
     for mask in (x > 0.7, x == 0.5, torch.isfinite(x)):

@@ -18,6 +18,9 @@ from gpumem_magic.virtual.engine.tensors import GUESS, VirtualTensor
 # Each element is its place along the last dimension.
 IOTA = "iota"
 
+# Numbers below that are tolerances, or guards against zero.
+_TOLERANCE = 1e-4
+
 Guess = float | str | None
 _Rule = Callable[..., Any]
 
@@ -173,17 +176,22 @@ def _alpha(value: Any) -> float:
     return 1.0 if found is None or isinstance(found, str) else float(found)
 
 
+def _ratio(left: float, right: float) -> float | None:
+    """None where an error is measured by a tolerance: that they are about as large is a better guess than any quotient."""
+    return left / right if abs(right) >= _TOLERANCE or not left else None
+
+
 for _names, _function in {
     "add add_": lambda left, right, alpha=1: left + right * _alpha(alpha),
     "sub sub_": lambda left, right, alpha=1: left - right * _alpha(alpha),
     "rsub": lambda left, right, alpha=1: right - left * _alpha(alpha),
     "mul mul_": lambda left, right: left * right,
-    "div div_": lambda left, right, rounding_mode=None: left / right,
+    "div div_": lambda left, right, rounding_mode=None: _ratio(left, right),
     "neg neg_": lambda value: -value,
     "abs abs_": abs,
     "sqrt sqrt_": math.sqrt,
     "rsqrt": lambda value: 1 / math.sqrt(value),
-    "reciprocal": lambda value: 1 / value,
+    "reciprocal": lambda value: _ratio(1, value),
     "square": lambda value: value * value,
     "pow": lambda value, power: value**power,
     "log": math.log,

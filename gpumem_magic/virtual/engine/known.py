@@ -37,7 +37,7 @@ from gpumem_magic.virtual.engine.values import Known
 _MOST_READ = 1 << 20
 # The largest tensors that are worked out although some values are guessed.
 _MOST_GUESSED = 1024
-_MOST_GUESSED_FLOATS = 128
+_MOST_GUESSED_FLOATS = 1
 # They write all of their first argument.
 _OVERWRITING = set(overloads("zero_ fill_.Scalar fill_.Tensor copy_"))
 # They make known values of a tensor whose own are not asked for.
