@@ -258,6 +258,7 @@ SHAPES: list[Callable[[str], Any]] = [
     lambda d: torch.zeros(3, 4, device=d) @ torch.zeros(3, 4, device=d),
     lambda d: torch.bmm(torch.zeros(3, 4, 5, device=d), torch.zeros(3, 4, 5, device=d)),
     lambda d: torch.zeros(3, 4, device=d).view(5),
+    lambda d: torch.zeros(3, 4, device=d).t().view(-1),
     lambda d: F.conv2d(torch.zeros(3, 4, 5, 5, device=d), torch.zeros(3, 5, 3, 3, device=d)),
     lambda d: F.layer_norm(torch.zeros(3, 4, device=d), (5,)),
     lambda d: F.embedding(torch.zeros(3, 4, dtype=torch.long, device=d), torch.zeros(7, device=d)),

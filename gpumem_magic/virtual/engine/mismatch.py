@@ -104,7 +104,7 @@ def in_cudas_words(error: Exception, func: Any, args: Any, kwargs: Any) -> Excep
     """The error that a device raises where a shape rule refused an operator: the rules' own words are often others.
 
     Most checks are in code that CUDA shares with the host, so the host is asked, with arguments of the same shapes (of one
-    element each in memory, where nothing is written to them).
+    element each in memory, where nothing is written to them; of none and with the same strides, for a view).
     """
     if func.namespace != "aten" or torch.Tag.nondeterministic_seeded in func.tags:
         return error
@@ -112,6 +112,8 @@ def in_cudas_words(error: Exception, func: Any, args: Any, kwargs: Any) -> Excep
         most: float = _MOST_WRITTEN if func._schema.is_mutable else _MOST_ELEMENTS
         if _cannot_multiply(func, args):
             most = math.inf
+        if func.is_view:
+            args = [_without_memory(arg) for arg in args]
         host_args = [_on_host(arg, most, func._schema.is_mutable) for arg in args]
         host_kwargs = {name: _on_host(arg, most, func._schema.is_mutable) for name, arg in kwargs.items()}
         with torch._C._DisableTorchDispatch(), torch.no_grad():
@@ -133,7 +135,16 @@ def _cannot_multiply(func: Any, args: Any) -> bool:
     return bool(left.dim() == 2 and right.dim() == 2 and left.shape[1] != right.shape[0])
 
 
+def _without_memory(arg: Any) -> Any:
+    if not isinstance(arg, torch.Tensor) or arg.layout is not torch.strided:
+        return arg
+    with torch._C._DisableTorchDispatch():
+        return _aten.empty_strided.default(arg.size(), arg.stride(), dtype=arg.dtype, device=torch.device("meta"))
+
+
 def _on_host(arg: Any, most: float, written: bool) -> Any:
+    if type(arg) is torch.Tensor and arg.is_meta:
+        return arg
     if isinstance(arg, torch.Tensor):
         if arg.numel() > most:
             raise NotImplementedError
