@@ -212,9 +212,9 @@ def test_every_thread_can_use_the_device() -> None:
 
     def train() -> None:
         try:
-            layer = torch.nn.Linear(32, 32).to("cuda")
+            layer = torch.nn.Linear(64, 32).to("cuda")
             for _ in range(5):
-                loss = layer(torch.randn(4, 32).cuda()).sum()
+                loss = layer(torch.randn(4, 64).cuda()).sum()
                 loss.backward()
             results.append(loss.item())
         except BaseException as error:

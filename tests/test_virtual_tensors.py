@@ -221,6 +221,10 @@ def test_small_values_from_the_host_are_known(machine: gpu.VirtualMachine) -> No
     assert x.max().item() == 3
     assert (x + 1)[0].item() == 4
     assert torch.arange(4, device="cuda").sum().item() == 6
+    boxes = torch.tensor([[1.0, 2.0, 5.0, 9.0], [0.0, 0.0, 3.0, 3.0]]).to("cuda")
+    assert (boxes[:, 2:] - boxes[:, :2]).prod(1).tolist() == [28.0, 9.0]
+    times = torch.linspace(0, 25, 1000).cuda().type_as(boxes)
+    assert (times[1:] > times[:-1]).all()
     assert x[torch.tensor([True, False, True], device="cuda")].shape == (2,)
     assert not machine.stand_ins
     assert torch.rand(3, device="cuda").sum().item() == 0.0

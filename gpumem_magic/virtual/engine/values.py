@@ -62,9 +62,9 @@ class Bounds(NamedTuple):
         return tensor.numel() <= self.of(tensor)
 
 
-# What ``values=auto`` follows, and ``values=stand-in``: the flags and counters without which libraries go astray.
+# What ``values=auto`` follows, and ``values=stand-in``: the flags, counters, times and boxes without which libraries go astray.
 AUTO = Bounds(floats=1 << 16, integers=1 << 18)
-FEW = Bounds(floats=1, integers=1024, guess=False)
+FEW = Bounds(floats=1024, integers=1024, guess=False)
 
 
 def known(tensor: Any) -> Known | None:
