@@ -58,7 +58,7 @@ LIMIT = 60
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a program. Sizes are in bytes; None: not tried. way: whether stand-ins left its memory as it is."""
+    """What became of a program. Sizes are in bytes; None: not tried. ended: not by the time's being up."""
 
     repository: str
     program: str
@@ -74,6 +74,7 @@ class Outcome:
     answer: str = ""
     values: str = "stand-in"
     day: str = ""
+    ended: bool = True
 
 
 def main() -> int:
@@ -158,6 +159,7 @@ def judged(one: Mapping[str, Any], options: argparse.Namespace) -> Outcome:
     outcome = Outcome(
         one["repository"], one["name"], one["domain"], verdict, error, found.seconds, found.host_bytes,
         _peak(found), values=values, answer=found.report.get("answer", ""), day=date.today().isoformat(),
+        ended=found.status is not None,
     )  # fmt: skip
     if options.values and verdict != "its own fault":
         on_host = on_host or _once(one, source, None, options, "host")
@@ -225,24 +227,36 @@ def counts(outcomes: list[Outcome]) -> str:
     number = Counter(one.verdict for one in outcomes)
     compared = [one for one in outcomes if one.same_output is not None]
     words = [f"{number[verdict]} {verdict}" for verdict in VERDICTS]
+    late = sum(one.verdict == "works" and not one.ended for one in outcomes)
+    words[0] += f" ({late} until their time was up, {sum(_by_auto(one) for one in outcomes)} with values=auto)"
     same = sum(bool(one.same_output) for one in compared)
-    return f"{len(outcomes)} programs: {', '.join(words)}; with values=real {same} of {len(compared)} print what the CPU prints"
+    real = f"; with values=real {same} of {len(compared)} print what the CPU prints" if compared else ""
+    return f"{len(outcomes)} programs: {', '.join(words)}{real}"
+
+
+def _by_auto(one: Outcome) -> bool:
+    return one.verdict == "works" and one.values == "auto"
 
 
 def page(outcomes: list[Outcome]) -> str:
     """The documentation's table."""
-    lines = [
-        "| repository | program | domain | | values | s | host | peak | with real values | prints |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-    ]
+    heads = ["repository", "program", "domain", "", "values", "s", "host"]
+    if compared := any(one.real for one in outcomes):
+        heads += ["peak", "with real values", "prints"]
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for one in outcomes:
-        same = {None: "", True: "the same", False: "**differs**"}[one.same_output]
-        memory = "" if one.real_peak is None or one.peak is None else f"{(one.peak / max(1, one.real_peak) - 1):+.1%}"
+        works = one.verdict == "works"
         cells = [
-            one.repository, one.program, one.domain, one.verdict, one.values if one.verdict == "works" else "",
-            f"{one.seconds:.0f}", f"{one.host_bytes / 2**20:,.0f}",
-            "" if one.peak is None else f"{one.peak / 2**20:,.1f}", "same" if memory in ("+0.0%", "-0.0%") else memory, same,
+            one.repository, one.program, one.domain, one.verdict if one.ended or not works else "time was up",
+            one.values if works else "", f"{one.seconds:.0f}", f"{one.host_bytes / 2**20:,.0f}",
         ]  # fmt: skip
+        if compared:
+            same = {None: "", True: "the same", False: "**differs**"}[one.same_output]
+            memory = (
+                "" if one.real_peak is None or one.peak is None else f"{(one.peak / max(1, one.real_peak) - 1):+.1%}"
+            )
+            peak = "" if one.peak is None else f"{one.peak / 2**20:,.1f}"
+            cells += [peak, "same" if memory in ("+0.0%", "-0.0%") else memory, same]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + f"\n\n{counts(outcomes)}\n"
 
