@@ -198,6 +198,7 @@ def with_markup(data: dict[str, Any]) -> dict[str, Any]:
                 {"filename": f"{text}.py", "name": text, "line": number},
                 {"filename": "??", "name": text, "line": 0},
             ]
+            one["user_metadata"] = text
     for segment in changed["segments"]:
         for block in segment["blocks"]:
             block["frames"] = [{"filename": MARKUP, "name": MARKUP, "line": 1}]

@@ -454,7 +454,7 @@ def test_a_terminal_without_unicode_gets_question_marks(tmp_path: Path) -> None:
 def test_a_hostile_file_cannot_write_to_the_terminal(show: Any, tmp_path: Path) -> None:
     data = with_markup(one_device())
     path = saved(tmp_path, data, "run\x1b[2J.pickle")
-    text = show(path)[1]
+    text = show(path, "--events")[1]
     assert MARKUP[:8] in text or "red" in text
     side_by_side = show(path, saved(tmp_path, data, "b.pickle"))[1]
     difference = show(path, saved(tmp_path, one_device(), "c.pickle"), command="diff")[1]
