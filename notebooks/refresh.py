@@ -124,7 +124,7 @@ def _told(output: Any) -> str:
         return "widget"
     words = [str(output.data[kind]) for kind in ("text/plain", "text/html") if kind in kinds]
     text = _PICTURE.sub("base64,…", "\n".join(words))
-    return f"{', '.join(kinds)}: {re.sub(r'width:[0-9.]+px|height:[0-9.]+px', '', text)}"
+    return f"{', '.join(kinds)}: {re.sub(r'width:[0-9.]+px|height:[0-9.]+px|data-place=.[0-9a-f]+.', '', text)}"
 
 
 def first_picture(notebook: Any) -> bytes:

@@ -14,6 +14,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -229,3 +230,24 @@ def browsing(executable: str, profile: Path, **options: Any) -> Iterator[tuple[A
             yield context, strays
         finally:
             context.close()
+
+
+# Guidelines A and AA, which have contrast of at least 4.5:1 in them, and what is good practice besides.
+_RULES = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "best-practice"]
+
+
+def check_accessible(page: Any, selector: str) -> None:
+    """Raises AssertionError with what axe-core finds in an element of a page, or of a frame. Loads nothing from elsewhere."""
+    package = find_spec("axe_playwright_python")
+    if package is None or package.origin is None:
+        return
+    page.evaluate(Path(package.origin).with_name("axe.min.js").read_text("utf-8"))
+    found = page.evaluate(
+        "async ([selector, rules]) => { const found = await axe.run(selector, { runOnly: rules, iframes: false });"
+        " return [found.passes.length, found.violations.map((one) => [one.id, one.help, ...one.nodes.slice(0, 3).map("
+        "(node) => `${node.html.slice(0, 200)}: ${node.failureSummary}`)])]; }",
+        [selector, _RULES],
+    )
+    passed, violations = found
+    assert passed > 0
+    assert violations == []

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from notebook_browser import Notebook, browsing, chromium, serving, write_notebook
+from notebook_browser import Notebook, browsing, check_accessible, chromium, serving, write_notebook
 
 if any(find_spec(name) is None for name in ("playwright", "nbformat", "jupyterlab", "anywidget", "ipykernel")):
     pytest.skip("playwright, jupyterlab, anywidget and ipykernel are needed", allow_module_level=True)
@@ -192,6 +192,7 @@ def test_the_stepper_answers_to_keys_slider_and_play_and_leaves_a_picture(tmp_pa
         # Readable on light and on dark.
         light = look(page)
         assert contrast(light["paper"], light["ink"]) > 7
+        check_accessible(page, STEPPER)
         page.evaluate("() => window.jupyterapp.commands.execute('apputils:change-theme', {theme: 'JupyterLab Dark'})")
         page.wait_for_function("() => document.body.dataset.jpThemeLight === 'false'")
         page.wait_for_function(
@@ -200,6 +201,7 @@ def test_the_stepper_answers_to_keys_slider_and_play_and_leaves_a_picture(tmp_pa
         press(page, "ArrowLeft", last - 1)
         dark = look(page)
         assert contrast(dark["paper"], dark["ink"]) > 7
+        check_accessible(page, STEPPER)
         shoot(page, "dark")
         # Narrow: nothing runs out of its frame.
         page.set_viewport_size({"width": 560, "height": 900})

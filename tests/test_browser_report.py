@@ -16,7 +16,7 @@ import pytest
 pytest.importorskip("playwright", reason="the browser tests need playwright")
 pytest.importorskip("jupyterlab", reason="the browser tests need jupyterlab")
 
-from notebook_browser import Notebook, browsing, chromium, serving
+from notebook_browser import Notebook, browsing, check_accessible, chromium, serving
 
 BROWSER = chromium()
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed: the browser tests did not run")
@@ -109,6 +109,7 @@ def test_the_first_notebook_runs_and_shows_its_pictures(tmp_path: Path) -> None:
         shoot(page, "light")
         for colour in (look["ink"], look["quiet"]):
             assert contrast(colour, look["paper"]) >= 4.5
+        check_accessible(page, REPORT)
 
         # The keyboard opens a row and closes it, and the notebook does not begin to edit the cell.
         row = page.locator(f"{REPORT} .gpumem-row:not([open]) > summary:visible").first
@@ -132,6 +133,7 @@ def test_the_first_notebook_runs_and_shows_its_pictures(tmp_path: Path) -> None:
         dark = page.evaluate(LOOK)
         for colour in (dark["ink"], dark["quiet"]):
             assert contrast(colour, dark["paper"]) >= 4.5
+        check_accessible(page, REPORT)
         shoot(page, "dark")
         page.set_viewport_size({"width": 560, "height": 900})
         page.wait_for_function(f"() => document.querySelector('{REPORT}').clientWidth < 520")

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from notebook_browser import Notebook, browsing, chromium, serving, write_notebook
+from notebook_browser import Notebook, browsing, check_accessible, chromium, serving, write_notebook
 
 from gpumem_magic.widgets.columns import LAYER_COLOURS, LAYERS
 
@@ -173,6 +173,8 @@ def test_the_watch_lives_while_the_cell_runs_and_leaves_its_picture(
     assert not page.locator("[data-layer=not_yet_known]:not(.gpumem-none)").count()
     assert area(page, "activations") > 0
 
+    check_accessible(page, WATCH)
+
     # The keyboard goes through the samples, and says where it is.
     canvas = page.locator(".gpumem-canvas")
     canvas.focus()
@@ -183,6 +185,17 @@ def test_the_watch_lives_while_the_cell_runs_and_leaves_its_picture(
     assert page.inner_text(".gpumem-table caption").startswith("at 0.")
     page.keyboard.press("Escape")
     page.wait_for_function("() => document.querySelector('.gpumem-table caption').innerText === 'now'")
+
+    # The page is loaded anew, and was not saved since: the chart comes back with what it had, in the page's own output.
+    notebook.save()
+    taken = int(state(page, "samples"))
+    notebook.open("watch.ipynb")
+    page.wait_for_function(f"(taken) => +(document.querySelector('{WATCH}')?.dataset.samples ?? 0) >= taken", arg=taken)
+    assert page.locator(".gpumem-still").is_hidden()
+    # The picture that a page without this kernel shows is of the last cell's end.
+    stored = json.loads((notebook.folder / "watch.ipynb").read_text("utf-8"))["cells"][START]["outputs"][-1]["data"]
+    assert set(stored) == {"text/html", "text/plain"}
+    assert "data:image/svg+xml;base64," in "".join(stored["text/html"])
 
     # Another watch ends the first, which leaves its picture.
     notebook.run(AGAIN)
@@ -199,15 +212,16 @@ def test_the_watch_lives_while_the_cell_runs_and_leaves_its_picture(
     pictures = (
         "() => [...document.querySelectorAll('.jp-OutputArea img')].filter((image) => image.naturalWidth > 500).length"
     )
-    page.wait_for_function(f"() => ({pictures})() === 2")
-    for cell in (START, AGAIN):
-        (shown,) = (output for output in notebook.outputs(cell) if output["output_type"] == "display_data")
-        assert set(shown["data"]) == {"text/html", "text/plain"}
+    # The new page could not place the first one's, so that the cell that ended it has it too.
+    page.wait_for_function(f"() => ({pictures})() === 3")
+    for cell, count in ((START, 1), (AGAIN, 2)):
+        shown = [output["data"] for output in notebook.outputs(cell) if output["output_type"] == "display_data"]
+        assert [set(one) for one in shown] == [{"text/html", "text/plain"}] * count
 
     # Reopened: the pictures, without a kernel that knows of them. Exported: the same.
     notebook.save()
     notebook.open("watch.ipynb")
-    page.wait_for_function(f"() => ({pictures})() === 2")
+    page.wait_for_function(f"() => ({pictures})() === 3")
     assert "Error displaying widget" not in page.inner_text("body")
     assert notebook.strays == []
     assert notebook.errors == []
@@ -219,6 +233,7 @@ def check_export(path: Path, folder: Path) -> None:
     page, _ = nbconvert.HTMLExporter(template_name="basic").from_filename(str(path))
     (folder / "watch.html").write_text(page)
     assert page.count("data:image/png;base64,") == 2
+    assert page.count("data:image/svg+xml;base64,") == 1
     assert "GPU memory, watched" in page
     assert "application/vnd.jupyter.widget-view+json" not in page
 
@@ -294,13 +309,18 @@ def test_two_views_an_interrupt_a_static_picture_and_a_restart(
     (shown,) = (output for output in notebook.outputs(STATIC) if output["output_type"] == "display_data")
     assert set(shown["data"]) == {"text/html", "text/plain"}
 
-    # The page of a kernel that has gone says so, and another run of the cell begins anew.
+    # The page of a kernel that has gone says so; loaded anew it has the picture, and another run of the cell begins anew.
     notebook.run(START)
     page.locator(WATCH).wait_for()
     wait_samples(page, 2)
+    notebook.save()
     page.evaluate(RESTART)
     wait_state(page, "stale")
     assert page.locator(".gpumem-status").inner_text().startswith("stale")
+    notebook.open("watch.ipynb")
+    page.locator(".gpumem-still img").first.wait_for()
+    assert page.locator(WATCH).count() == 0
+    assert "Error displaying widget" not in page.inner_text("body")
     notebook.run(START)
     page.wait_for_function(f"() => document.querySelector('{WATCH}')?.dataset.state === 'running'")
     wait_samples(page, 2)

@@ -381,14 +381,9 @@ def test_the_widget_shows_itself_and_a_picture_that_stays(reports: dict[str, Rep
         with capture_output() as captured:
             shell.user_ns["report"] = reports["train"]
             shell.run_cell("import gpumem_magic\ngpumem_magic.investigate(report)")
-    live, kept = [output.data for output in captured.outputs]
-    assert "application/vnd.jupyter.widget-view+json" in live
-    assert "text/html" not in live
-    # Where no kernel runs, these words stand in the stepper's place.
-    assert (
-        live["text/plain"]
-        == f"Run this cell to step through its {len(reports['train'].checkpoints)} checkpoints. As a picture:"
-    )
+    (kept,) = [output.data for output in captured.outputs]
+    # The page puts the stepper in the picture's place where it can.
+    assert '<div class="gpumem-place" data-place="' in kept["text/html"]
     assert set(kept) == {"text/html", "text/plain"}
     (image,) = re.findall(r'src="data:image/png;base64,([^"]+)"', kept["text/html"])
     assert Image.open(io.BytesIO(base64.b64decode(image))).width > 1000

@@ -13,7 +13,7 @@ from hostile_snapshots import MARKUP, recording, with_markup
 
 pytest.importorskip("playwright", reason="the browser tests need playwright")
 
-from notebook_browser import browsing, chromium
+from notebook_browser import browsing, check_accessible, chromium
 
 from gpumem_magic.attribution.groups import groups_of, matching
 from gpumem_magic.attribution.ledger import TENANT_CATEGORIES
@@ -127,6 +127,7 @@ def test_everything_by_keyboard(context: Any, tmp_path: Path) -> None:
     else:
         page.page.locator("#over").focus()
         assert page.page.evaluate("document.activeElement.id") == "over"
+    check_accessible(page.page, "body")
     end = len(view.timeline)
     page.press("End")
     page.wait_for_moment(f"after event {end - 1} of {end}: {human(view.sizes(end)['allocated'])} allocated")
@@ -186,6 +187,7 @@ def test_hiding_a_category_takes_it_out_of_the_picture(context: Any, tmp_path: P
 def test_dark_and_light(context: Any, tmp_path: Path) -> None:
     path, _ = page_of(tmp_path, recording(random.Random(3), 60))
     page = Page(context[0], path, "dark")
+    check_accessible(page.page, "body")
     paper = "() => getComputedStyle(document.body).backgroundColor"
     ink = "() => getComputedStyle(document.body).color"
 

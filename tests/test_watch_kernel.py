@@ -148,6 +148,10 @@ def test_rows_and_marks_come_while_the_cell_runs_and_after_an_interrupt(kernel: 
 def test_a_kernel_that_is_shut_down_leaves_the_picture(kernel: Kernel) -> None:
     kernel.run("%gpumem_watch --hz 20")
     kernel.run(TRAIN)
+    # The picture so far, for a kernel that is killed.
+    soon = kernel.shown("update_display_data")[-1]["data"]["text/html"]
+    assert "data:image/svg+xml;base64," in soon
+    assert "gpumem-place" in soon
     kernel.wait_for(is_rows)
     kernel.client.shutdown()
     try:

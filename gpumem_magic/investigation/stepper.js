@@ -4,6 +4,7 @@
    dictionary that `gpumem_magic.investigation.steps.facts` makes. Sizes are bytes. */
 
 import { counted, mib } from "../units.js";
+import { inPlaces } from "../place.js";
 
 const SVG = "http" + "://www.w3.org/2000/svg"; // the name of the drawing elements; nothing is loaded from there
 export const PACE = 1400; // ms for each step while it plays
@@ -377,9 +378,12 @@ export class View {
   }
 }
 
+const shown = (model, el) => {
+  const view = new View(model, el);
+  return () => view.remove();
+};
+
 export default {
-  render({ model, el }) {
-    const view = new View(model, el);
-    return () => view.remove();
-  },
+  initialize: ({ model }) => inPlaces(model.get("place"), (el) => shown(model, el)),
+  render: ({ model, el }) => shown(model, el),
 };

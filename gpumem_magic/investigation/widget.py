@@ -9,7 +9,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import anywidget
 import traitlets
 
 from gpumem_magic.investigation.page import still
@@ -18,18 +17,20 @@ from gpumem_magic.investigation.steps import Investigation, facts, investigation
 from gpumem_magic.report.model import ReportData
 from gpumem_magic.views.display import in_terminal
 from gpumem_magic.views.pages import one_script
+from gpumem_magic.views.placed import PlacedWidget
 
 _FOLDER = Path(__file__).parent
 
 
-class InvestigationWidget(anywidget.AnyWidget):
+class InvestigationWidget(PlacedWidget):
     """Steps through the checkpoints of a report. step: from 0; may be set, and follows what the reader does. None is the failure,
     or the peak.
 
-    Displayed alone it brings a picture of all checkpoints along, which is what a saved notebook keeps.
+    Displayed alone it is a picture of all checkpoints, which is what a saved notebook keeps, and the stepper in its place where the
+    kernel runs.
     """
 
-    _esm = one_script(_FOLDER, ("../units.js", "stepper.js"))
+    _esm = one_script(_FOLDER, ("../units.js", "../place.js", "stepper.js"))
     _css = "".join((_FOLDER / name).read_text("utf-8") for name in ("../views/notebook.css", "stepper.css"))
 
     facts = traitlets.Dict().tag(sync=True)
@@ -52,15 +53,14 @@ class InvestigationWidget(anywidget.AnyWidget):
         if in_terminal():
             print(self.investigation.text())
             return
-        live = anywidget.AnyWidget._repr_mimebundle_(self)
-        if live is not None:
-            bundle = dict(live[0] if isinstance(live, tuple) else live)
-            # What is shown in the stepper's place where no kernel runs.
-            bundle["text/plain"] = (
-                f"Run this cell to step through its {len(self.investigation.steps)} checkpoints. As a picture:"
-            )
-            display(bundle, raw=True)
-        display(still(self.investigation), raw=True)
+        live = self._repr_mimebundle_()
+        bundle = live[0] if isinstance(live, tuple) else live
+        display(bundle, raw=True)
+        if "text/html" not in bundle:
+            display(self.still(), raw=True)
+
+    def still(self) -> dict[str, Any]:
+        return still(self.investigation)
 
 
 def investigate(

@@ -24,6 +24,7 @@ def watch(shell: Any, options: argparse.Namespace) -> None:
             watches.running().mark(options.text or "mark")
         else:
             getattr(watches.running(), options.command)()
+            watches.show_what_was_lost()
     except watches.WatchError as error:
         raise UsageError(str(error)) from None
 

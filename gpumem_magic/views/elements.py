@@ -59,9 +59,10 @@ def grid(heads: Sequence[str], rows: Iterable[Sequence[str]], figures: Iterable[
         sides = (' align="right"' if place in right else "" for place in range(len(texts)))
         return "".join(f"<{tag}{side}>{text}</{tag}>" for side, text in zip(sides, texts, strict=True))
 
-    head = f"<thead><tr>{cells('th', list(map(escape, heads)))}</tr></thead>"
+    # A column without a name has no heading cell: a reader that speaks would stop at nothing.
+    head = f"<thead><tr>{cells('th', list(map(escape, heads)))}</tr></thead>".replace("<th></th>", "<td></td>")
     body = "".join(f"<tr>{cells('td', row)}</tr>" for row in rows)
-    return f'<div class="gpumem-wide"><table>{head}<tbody>{body}</tbody></table></div>'
+    return f'<div class="gpumem-wide" tabindex="0"><table>{head}<tbody>{body}</tbody></table></div>'
 
 
 def stack(sizes: Sequence[tuple[str, int]], whole: int, tip: str = "title") -> str:

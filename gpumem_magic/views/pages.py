@@ -30,6 +30,15 @@ def image(png: bytes, alt: str, width: int) -> str:
     return f'<img alt="{escape(alt, quote=True)}" src="data:image/png;base64,{data}" width="{width}" style="{style}"/>'
 
 
+def vector_image(svg: str, alt: str, width: int) -> str:
+    """The same for a drawing in SVG."""
+    data = base64.b64encode(svg.encode("utf-8")).decode("ascii")
+    style = f"width:{width}px;max-width:100%;height:auto"
+    return (
+        f'<img alt="{escape(alt, quote=True)}" src="data:image/svg+xml;base64,{data}" width="{width}" style="{style}"/>'
+    )
+
+
 def card(head: str, body: Sequence[str]) -> str:
     """A heading, and elements below it, on a ground of their own, so that it reads on a dark page too."""
     first = f'<p style="font-weight:600;margin:0 0 6px 0;color:{TEXT}">{escape(head)}</p>'

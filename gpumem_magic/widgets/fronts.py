@@ -38,6 +38,10 @@ class Front:
     def cell_ended(self) -> None:
         """The notebook is idle again."""
 
+    def lost(self) -> dict[str, Any] | None:
+        """What `close` left that may not have come where it belongs, to be shown elsewhere: once."""
+        return None
+
     def close(self, samples: Samples) -> None:
         if not self._closed:
             self._closed = True
@@ -75,7 +79,13 @@ class _InNotebook(Front):
 class WidgetFront(_InNotebook):
     """The live chart. on_request: see `WatchWidget`."""
 
-    def __init__(self, observer: Observer, period: float, on_request: Callable[[str, str, float | None], None]) -> None:
+    def __init__(
+        self,
+        observer: Observer,
+        period: float,
+        on_request: Callable[[str, str, float | None], None],
+        samples: Callable[[], Samples],
+    ) -> None:
         from gpumem_magic.widgets.widget import WatchWidget
 
         super().__init__()
@@ -84,7 +94,9 @@ class WidgetFront(_InNotebook):
         self._number = 0
         self._known_series = 0
         self._beat = 0.0
-        self.widget = WatchWidget(self._requested, period=period, started=time.time())
+        self._pages = 0
+        self._lost: dict[str, Any] | None = None
+        self.widget = WatchWidget(self._requested, samples, period=period, started=time.time())
 
     def _first(self) -> Any:
         return self.widget
@@ -110,15 +122,31 @@ class WidgetFront(_InNotebook):
             self.widget.send_rows(ALIVE, [], (), self._number)
             self._beat = time.monotonic()
 
+    def cell_ended(self) -> None:
+        """The picture beneath the chart is today's, for a page that will have no chart."""
+        from gpumem_magic.views.placed import loads_widgets_on_sight
+
+        if not self._closed and not loads_widgets_on_sight():
+            self._replace(self.widget.bundle())
+
     def _end(self, samples: Samples) -> None:
         self.widget.state = "stopped"
+        left = left_behind(samples)
         try:
-            super()._end(samples)
+            self._replace(left)
+            self.widget.show_what_is_left(left["text/html"])
+            # A page that was loaded anew does not know any more which output is meant.
+            self._lost = left if self._pages > 1 else None
         finally:
             self.widget.leave()
 
+    def lost(self) -> dict[str, Any] | None:
+        lost, self._lost = self._lost, None
+        return lost
+
     def _requested(self, kind: str, text: str, at: float | None) -> None:
         if kind == "hello":
+            self._pages += 1
             from gpumem_magic.widgets.widget import HISTORY
 
             with self._observer.lock:

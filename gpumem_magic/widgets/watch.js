@@ -3,6 +3,7 @@
    The store (`watch_store.js`) and the drawing (`watch_chart.js`) are plain modules; the kernel sends them as one. */
 
 import { human } from "../units.js";
+import { inPlaces } from "../place.js";
 import { Store, duration, nearest } from "./watch_store.js";
 import { drawPanel, geometry } from "./watch_chart.js";
 
@@ -312,6 +313,11 @@ export function markAt(marks, time, period) {
   return found && time - found.time < Math.max(2 * period, 0.5) ? found : null;
 }
 
+const shown = (model, store, el) => {
+  const view = new View(model, store, el);
+  return () => view.remove();
+};
+
 /* anywidget gives initialize() and render() different model objects: what views share hangs on this closure, one for each model. */
 export default function make() {
   let store = null;
@@ -321,16 +327,23 @@ export default function make() {
   };
   return {
     initialize({ model }) {
-      const received = (message, buffers) => storeOf(model).receive(message, buffers?.[0], Date.now());
+      const store = storeOf(model);
+      const leave = inPlaces(model.get("place"), (el) => shown(model, store, el));
+      const received = (message, buffers) => {
+        store.receive(message, buffers?.[0], Date.now());
+        // The picture that stays, also for a page in which nobody else would put it.
+        if (message.k === "left") leave(message.html);
+      };
       model.on("msg:custom", received);
-      storeOf(model);
       // A page that was loaded anew asks for what it has missed.
       model.send({ k: "hello" });
-      return () => model.off("msg:custom", received);
+      return () => {
+        model.off("msg:custom", received);
+        leave();
+      };
     },
     render({ model, el }) {
-      const view = new View(model, storeOf(model), el);
-      return () => view.remove();
+      return shown(model, storeOf(model), el);
     },
   };
 }

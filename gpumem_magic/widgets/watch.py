@@ -195,6 +195,7 @@ def start(shell: Any, hz: float = DEFAULT_HZ, *, static: bool = False) -> Watch:
         raise WatchError(f"--hz must be between {MIN_HZ:g} and {MAX_HZ:g}, not {hz:g}")
     with _changing:
         stop_if_running()
+        show_what_was_lost()
         watch = Watch(hz, lambda watch: choose_front(watch, shell, static))
         # Known before it runs: an interrupt leaves no watch that `stop` does not find.
         _current = watch
@@ -216,6 +217,15 @@ def stop_if_running() -> None:
             _current.stop()
 
 
+def show_what_was_lost() -> None:
+    """Shows the picture of a watch that has just ended here, where a page that was loaded anew did not take it."""
+    lost = _current.front.lost() if _current is not None and _current.state == STOPPED else None
+    if lost is not None:
+        from IPython.display import display
+
+        display(lost, raw=True)
+
+
 def last_watch() -> WatchSamples | None:
     """What the last ``%gpumem_watch`` saw, or sees so far; None before the first."""
     return None if _current is None else _current.samples()
@@ -229,7 +239,7 @@ def choose_front(watch: Watch, shell: Any, static: bool) -> Front:
         return SummaryFront(watch.look, watch.samples)
     if not static:
         try:
-            return WidgetFront(watch.observer, 1.0 / watch.hz, watch.request)
+            return WidgetFront(watch.observer, 1.0 / watch.hz, watch.request, watch.samples)
         except ImportError as error:
             watch.observer.note(f"The live chart needs anywidget ({error}); this is the plain picture.")
     return StaticFront(watch.samples)
@@ -251,4 +261,4 @@ def somebody_looks(shell: Any) -> bool:
 @atexit.register
 def _at_exit() -> None:
     if _current is not None and _current.process == os.getpid() and _current.state != STOPPED:
-        _current.stop(2.0)
+        _current.stop()

@@ -13,26 +13,28 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import anywidget
 import traitlets
 
-from gpumem_magic.views.pages import one_script
+from gpumem_magic.views.pages import card, one_script, vector_image
+from gpumem_magic.views.placed import PlacedWidget
 from gpumem_magic.widgets.columns import HATCH_COLOUR, LAYER_COLOURS, LAYER_LABELS, LAYERS, SENT
 from gpumem_magic.widgets.marks import Mark
 from gpumem_magic.widgets.observer import Rows
+from gpumem_magic.widgets.picture import WIDTH, svg
+from gpumem_magic.widgets.samples import Samples, summary
 
 _FOLDER = Path(__file__).parent
 
-_MODULES = ("../units.js", "watch_store.js", "watch_chart.js", "watch.js")
+_MODULES = ("../units.js", "../place.js", "watch_store.js", "watch_chart.js", "watch.js")
 _STYLES = ("../views/notebook.css", "watch.css")
 
 
-ROWS, HISTORY, RELABELLED, ALIVE = "rows", "history", "relabelled", "alive"
+ROWS, HISTORY, RELABELLED, ALIVE, LEFT = "rows", "history", "relabelled", "alive", "left"
 
 
-class WatchWidget(anywidget.AnyWidget):
+class WatchWidget(PlacedWidget):
     """The model in the kernel. on_request: called with what the page asks for ("pause", "resume",
-    "mark", "stop", "hello"), a text, and the time of what was on the screen."""
+    "mark", "stop", "hello"), a text, and the time of what was on the screen. samples: what there is so far."""
 
     _esm = one_script(_FOLDER, _MODULES)
     _css = "".join((_FOLDER / name).read_text("utf-8") for name in _STYLES)
@@ -45,7 +47,9 @@ class WatchWidget(anywidget.AnyWidget):
     layers = traitlets.List(traitlets.Dict()).tag(sync=True)
     series = traitlets.List(traitlets.Dict()).tag(sync=True)
 
-    def __init__(self, on_request: Callable[[str, str, float | None], None], **facts: Any) -> None:
+    def __init__(
+        self, on_request: Callable[[str, str, float | None], None], samples: Callable[[], Samples], **facts: Any
+    ) -> None:
         super().__init__(
             columns=list(SENT),
             layers=[
@@ -56,6 +60,7 @@ class WatchWidget(anywidget.AnyWidget):
             **facts,
         )
         self._on_request = on_request
+        self._samples = samples
         self.on_msg(self._received)
         answer_while_busy(self.comm)
 
@@ -70,6 +75,20 @@ class WatchWidget(anywidget.AnyWidget):
         for _, row in rows:
             buffer.extend(row)
         self.send(content, buffers=[buffer.tobytes()] if rows else None)
+
+    def still(self) -> dict[str, Any]:
+        """The chart so far, for a page without this kernel."""
+        samples = self._samples()
+        words = summary(samples)
+        if not any(device.rows for device in samples.devices):
+            head = "The live chart of GPU memory stands here while the kernel that draws it runs."
+            return {"text/html": card(head, []), "text/plain": words}
+        head, _, _ = words.partition("\n")
+        return {"text/html": card(head, [vector_image(svg(samples), words, WIDTH)]), "text/plain": words}
+
+    def show_what_is_left(self, page: str) -> None:
+        """Puts HTML where views of this widget are."""
+        self.send({"k": LEFT, "html": page})
 
     def leave(self) -> None:
         """Closes every comm that this widget opened: its own and its layout's, which `close` alone leaves open."""

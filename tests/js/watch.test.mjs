@@ -2,6 +2,7 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
 
+import { inPlaces } from "../../gpumem_magic/place.js";
 import make, { describe, markAt, statusWords } from "../../gpumem_magic/widgets/watch.js";
 import { drawPanel, geometry } from "../../gpumem_magic/widgets/watch_chart.js";
 import { Ring, Store, duration, nearest, scaleTop, withoutGaps, thin, ticks, timeTicks } from "../../gpumem_magic/widgets/watch_store.js";
@@ -239,6 +240,50 @@ test("a moment belongs to the checkpoint before it, if that is near", () => {
   assert.equal(markAt([], 1, 0.1), null);
 });
 
+/** A page with elements that may come and go. */
+function page(names) {
+  const made = () => ({ children: [], hidden: false, append(one) { this.children.push(one); }, remove() { this.gone = true; }, contains: () => false });
+  const place = (name) => {
+    const still = { hidden: false, innerHTML: "picture" };
+    return { ...made(), isConnected: true, dataset: { place: name }, querySelector: () => still, still };
+  };
+  const places = names.map(place);
+  const frames = [];
+  let changed;
+  Object.assign(globalThis, {
+    document: { body: {}, createElement: made, querySelectorAll: () => places.filter((one) => one.isConnected), activeElement: null },
+    MutationObserver: class { constructor(act) { changed = act; } observe() {} disconnect() {} },
+    requestAnimationFrame: (act) => frames.push(act),
+  });
+  return { places, place, change: () => changed(), draw: () => { while (frames.length) frames.shift()(); } };
+}
+
+test("a view stands in every place of its name, moves with its output, and leaves a picture", () => {
+  const { places, place, change, draw } = page(["a", "b"]);
+  let built = 0, ended = 0;
+  const leave = inPlaces("a", () => { built += 1; return () => { ended += 1; }; });
+  const [first, other] = places;
+  assert.deepEqual([first.still.hidden, other.still.hidden, built], [true, false, 1]);
+  // The output is drawn anew: the same view.
+  first.isConnected = false;
+  places.push(place("a"), place("a"));
+  change();
+  draw();
+  assert.deepEqual([built, ended], [2, 0]);
+  assert.equal(places[2].children[0], first.children[0]);
+  // One goes for good.
+  places[3].isConnected = false;
+  change();
+  draw();
+  assert.deepEqual([built, ended], [2, 1]);
+  // The end, with a change of the page under way.
+  change();
+  leave("<p>left</p>");
+  draw();
+  assert.deepEqual([places[2].still.innerHTML, places[2].still.hidden, ended, built], ["<p>left</p>", false, 2, 2]);
+  assert.equal(other.still.innerHTML, "picture");
+});
+
 test("two views of a model share what it knows, and two models do not", () => {
   const model = () => {
     const facts = { columns: COLUMNS, capacity: 8, period: 0.1, started: 100 };
@@ -248,6 +293,7 @@ test("two views of a model share what it knows, and two models do not", () => {
       on: (name, act) => listeners.push([name, act]), off: (name, act) => listeners.splice(listeners.findIndex((l) => l[1] === act), 1),
     };
   };
+  page([]);
   const [first, second] = [model(), model()];
   const leave = make().initialize({ model: first });
   make().initialize({ model: second });
