@@ -54,7 +54,7 @@ export function inPlaces(name, build) {
     over = true;
     for (const [place, one] of [...mounted]) {
       leave(place, one);
-      if (html !== null && one.still) one.still.innerHTML = html;
+      if (html !== null && one.still) one.still.replaceChildren(...new DOMParser().parseFromString(html, "text/html").body.childNodes);
     }
   };
 }

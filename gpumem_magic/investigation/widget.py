@@ -26,8 +26,8 @@ class InvestigationWidget(PlacedWidget):
     """Steps through the checkpoints of a report. step: from 0; may be set, and follows what the reader does. None is the failure,
     or the peak.
 
-    Displayed alone it is a picture of all checkpoints, which is what a saved notebook keeps, and the stepper in its place where the
-    kernel runs.
+    Displayed alone it is a picture of all checkpoints, which is what a saved notebook keeps; where the kernel runs the stepper
+    stands in its place.
     """
 
     _esm = one_script(_FOLDER, ("../units.js", "../place.js", "stepper.js"))

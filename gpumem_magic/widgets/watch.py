@@ -4,6 +4,9 @@ One daemon thread while it runs, none afterwards. Its end is always the same, wh
 watch, the end of the process): the thread takes no more samples and leaves the picture and the summary where the live view was.
 """
 
+# IPython's functions carry no types.
+# mypy: disallow-untyped-calls=False
+
 from __future__ import annotations
 
 import atexit
