@@ -48,7 +48,7 @@ export function mixed(hex, other, share) {
 /** Whether dark words read better on a colour ("#RRGGBB") than pale ones. */
 export function isPale(hex) {
   const [red, green, blue] = channels(hex).map((value) => (value <= 10 ? value / 3294 : ((value / 255 + 0.055) / 1.055) ** 2.4));
-  return 0.2126 * red + 0.7152 * green + 0.0722 * blue > 0.18;
+  return 0.2126 * red + 0.7152 * green + 0.0722 * blue > 0.198;
 }
 
 /** The pixels' colours for a theme ("light" or "dark"); neighbours of one category differ a little. */
