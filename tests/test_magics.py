@@ -508,6 +508,17 @@ def test_completion(shell: Any, line: str, there: str, missing: str) -> None:
     assert missing not in found
 
 
+def test_what_is_behind_a_sign_of_comment_is_for_the_reader(shell: Any, session: FakeSession) -> None:
+    assert Ran(shell, "%gpumem_auto  # is it on?").error is None
+    assert Ran(shell, "%gpumem_smi# now").error is not None
+    assert GpuMemMagics.__dict__["gpumem_device"].parser.read("2xT4,context=1MiB  # two, of them").name == [
+        "2xT4,context=1MiB"
+    ]
+    assert GpuMemMagics.__dict__["gpumem_load"].parser.read("run#1.pickle --at end # the last").files == [
+        "run#1.pickle"
+    ]
+
+
 def test_a_magic_that_is_not_there_is_told_from_one_that_is(shell: Any) -> None:
     assert Ran(shell, "%gpumem_devcie T4").err.strip().endswith("not found; did you mean %gpumem_device?")
     assert Ran(shell, "%%gpumm\n1\n").err.strip().endswith("not found; did you mean %%gpumem?")

@@ -73,7 +73,10 @@ class Words(MagicArgumentParser):
             words = self._split(line)
         except ValueError as error:  # an open quotation mark
             self.error(str(error))
-        options: argparse.Namespace = self.parse_args(words)
+        # As in Python, what is behind a # is for the reader; behind a -- there are no flags and no comments.
+        signs = (place for place, word in enumerate(words) if word.startswith("#") and "--" not in words[:place])
+        comment = next(signs, None)
+        options: argparse.Namespace = self.parse_args(words[:comment])
         return options
 
     def read_front(self, line: str) -> tuple[argparse.Namespace, str]:
