@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from gpumem_magic import cli
-from gpumem_magic.commands.roles import Roles
+from gpumem_magic.trials.roles import Roles
 
 if not torch.distributed.is_available():
     pytest.skip("this PyTorch has no torch.distributed", allow_module_level=True)

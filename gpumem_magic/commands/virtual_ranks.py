@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import subprocess
 import sys
 import time
@@ -18,18 +17,13 @@ from pathlib import Path
 from gpumem_magic.commands.common import INTERRUPTED
 from gpumem_magic.commands.launch import TIMED_OUT, arguments_of, end, folder_of_ranks, for_ranks
 from gpumem_magic.commands.rank_process import ALONE, FOLDER
-from gpumem_magic.commands.roles import Roles
 from gpumem_magic.commands.shown_ranks import show
 from gpumem_magic.commands.written import targets
 from gpumem_magic.files import rank_files
-from gpumem_magic.report.side_by_side import alike, ranks_in_words
+from gpumem_magic.report.side_by_side import ranks_in_words
 from gpumem_magic.session.device import DEFAULT_DEVICE
+from gpumem_magic.trials.roles import MOST_RANKS, PER_HOST, named_ranks, run_those_that_differ
 
-MOST_RANKS = 1 << 20
-# So many ranks run at most that nobody named.
-_MOST_RUN = 16
-# GPUs in one computer, where the device does not say.
-_PER_HOST = 8
 _STEP = 0.02
 
 
@@ -42,18 +36,7 @@ def asked(options: argparse.Namespace) -> list[int] | None:
 
     if options.device is not None and isinstance(catalog.parse(options.device), catalog.RealDevice):
         raise ValueError("--ranks runs on virtual devices: name one with --device, such as H100")
-    if options.as_ranks is None:
-        return None
-    found: set[int] = set()
-    for part in options.as_ranks.split(","):
-        span = re.fullmatch(r"\s*(\d{1,7})(?:-(\d{1,7}))?\s*", part)
-        if span is None:
-            raise ValueError(f"--as takes ranks, such as 0,7 or 0-3, not {options.as_ranks!r}")
-        first, last = int(span[1]), int(span[2] or span[1])
-        if not first <= last < world:
-            raise ValueError(f"--as {part.strip()}: the ranks of --ranks {world} are 0-{world - 1}")
-        found.update(range(first, last + 1))
-    return sorted(found)
+    return None if options.as_ranks is None else named_ranks(options.as_ranks, world)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -61,13 +44,13 @@ def run(options: argparse.Namespace) -> int:
     written_to = targets(options)
     named = asked(options)
     with folder_of_ranks() as folder:
-        crew = _Crew(options, folder)
+        crew = _RankProcesses(options, folder)
         taken: Mapping[int, int] = {}
         try:
             if named is not None:
                 crew.run(named)
             else:
-                taken = _those_that_differ(crew)
+                taken = run_those_that_differ(crew)
         except TimeoutError:
             print(f"gpumem: the time limit of {options.time_limit:g} s is over: the ranks are ended", file=sys.stderr)
             crew.status = TIMED_OUT
@@ -86,30 +69,7 @@ def _what_ran(ran: Sequence[int], taken: Mapping[int, int], world: int) -> str:
     return f"{words}; {ranks_in_words(list(taken)).lower()} taken to be like them." if taken else f"{words}."
 
 
-def _those_that_differ(crew: _Crew) -> Mapping[int, int]:
-    """Runs rank 0, the last, and those between that may differ. Ranks that did not run -> the one that each is like."""
-    crew.run([0])
-    known = crew.known()
-    if 0 not in known or crew.status:
-        return {}
-    roles = Roles(crew.world, known[0].groups)
-    while (rank := roles.next(_alike(crew), _MOST_RUN)) is not None:
-        crew.run([rank])
-        if rank not in crew.known() or crew.status:
-            return {}
-    return roles.taken(_alike(crew))
-
-
-def _alike(crew: _Crew) -> dict[int, int]:
-    """Rank that ran -> the lowest that ran and is alike."""
-    known = {rank: one.known for rank, one in crew.known().items()}
-    return {
-        rank: next(lower for lower in sorted(known) if lower == rank or alike(known[lower], one))
-        for rank, one in known.items()
-    }
-
-
-class _Crew:
+class _RankProcesses:
     """The ranks' processes. One whose objects another waits for is started, too."""
 
     def __init__(self, options: argparse.Namespace, folder: Path) -> None:
@@ -121,7 +81,7 @@ class _Crew:
         self._folder = folder
         device = options.device or DEFAULT_DEVICE
         named = catalog.parse(device) if catalog.says_how_many(device) else None
-        self._per_host = len(named.models) if isinstance(named, catalog.DeviceSpec) else min(_PER_HOST, self.world)
+        self._per_host = len(named.models) if isinstance(named, catalog.DeviceSpec) else min(PER_HOST, self.world)
         self._command = arguments_of(options, for_ranks(device, self._per_host))
         self._over = None if options.time_limit is None else time.monotonic() + options.time_limit
 

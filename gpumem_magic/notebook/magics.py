@@ -23,6 +23,7 @@ from gpumem_magic.notebook.help import card
 from gpumem_magic.notebook.holding import free, who
 from gpumem_magic.notebook.load import load
 from gpumem_magic.notebook.measured_cell import MeasuredCell
+from gpumem_magic.notebook.ranks import ranks
 from gpumem_magic.notebook.shell_hooks import ShellHooks, value_or_coroutine
 from gpumem_magic.notebook.trial import try_remedy
 from gpumem_magic.notebook.watching import watch, watch_words
@@ -75,7 +76,8 @@ class GpuMemMagics(Magics):
         the loop is inside a call, the cell ends there.
 
         ``%%gpumem --fit batch_size=1..1024 --on T4,A100-40GB`` runs nothing here: copies of the cell run on virtual cards, in
-        processes of their own.
+        processes of their own. So does ``%%gpumem --ranks 8 --device H100``, where the cell runs as ranks of eight, with ``RANK``
+        and ``WORLD_SIZE`` in its environment and process groups of this size; one report has all ranks.
         """
         __tracebackhide__ = True
         options, statement = self.gpumem.parser.read_front(line)
@@ -92,10 +94,14 @@ class GpuMemMagics(Magics):
             if not options.quiet:
                 print("gpumem: nothing ran: the cell has no statement")
             return None
+        if options.ranks is not None:
+            return ranks(self.shell, prepared, options)
         if options.fit:
             return fit(self.shell, prepared, options)
         if options.on is not None:
             raise UsageError("%%gpumem: --on names the cards for --fit")
+        if options.as_ranks is not None:
+            raise UsageError("%%gpumem: --as names ranks of --ranks N")
         run = CellRun(self.shell, prepared)
         measured = MeasuredCell(self, run, options, (GpuMemMagics._run.__code__,))
         if not prepared.needs_await:

@@ -22,7 +22,7 @@ import torch
 from gpumem_magic.patching import Patches
 from gpumem_magic.virtual.engine.engine import users_line
 from gpumem_magic.virtual.torch_face.communication import everywhere
-from gpumem_magic.virtual.torch_face.letters import Letters
+from gpumem_magic.virtual.torch_face.letters import PATIENCE, Letters
 
 # What PyTorch's launcher says to a process, beside its rank.
 _LAUNCHER = {
@@ -80,9 +80,9 @@ def environment(rank: int, world: int, local_world: int) -> dict[str, str]:
 
 
 @contextmanager
-def one_of_many(rank: int, world: int, folder: Path | None = None) -> Iterator[Alone]:
-    """Inside, process groups need no other process. To be entered while a virtual GPU is on. folder: for letters."""
-    alone = Alone(rank, world, letters=Letters(folder))
+def one_of_many(rank: int, world: int, folder: Path | None = None, patience: float = PATIENCE) -> Iterator[Alone]:
+    """Inside, process groups need no other process. To be entered while a virtual GPU is on. folder, patience: for letters."""
+    alone = Alone(rank, world, letters=Letters(folder, patience))
     patches = Patches()
     try:
         _install(patches, alone)

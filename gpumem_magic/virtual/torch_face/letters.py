@@ -17,10 +17,12 @@ _STEP = 0.02
 
 
 class Letters:
-    """One rank's letters, to and from others. folder: None where nobody would bring them."""
+    """One rank's letters, to and from others. folder: None where nobody would bring them. patience: how long to wait, in seconds;
+    0 where the others run before or after, and not beside this one."""
 
-    def __init__(self, folder: Path | None) -> None:
+    def __init__(self, folder: Path | None, patience: float = PATIENCE) -> None:
         self._folder = folder
+        self._patience = patience
         self._sent: Counter[tuple[int, str]] = Counter()
         self._received: Counter[tuple[int, str]] = Counter()
 
@@ -44,7 +46,7 @@ class Letters:
         path = self._folder / f"letter-{source}-{to}-{number}"
         if not path.exists():
             (self._folder / f"wanted-{source}").touch()
-        limit = time.monotonic() + PATIENCE
+        limit = time.monotonic() + self._patience
         while not path.exists():
             if (self._folder / f"ended-{source}").exists() and not path.exists():
                 raise LookupError

@@ -1,12 +1,72 @@
-"""Which ranks may differ, by the groups that a program makes of them, and which are taken to be alike."""
+"""Which ranks of many run, each alone: those that somebody names, or those that may differ, by the groups that a program makes
+of them. The others are taken to be alike."""
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from typing import Protocol
+
+from gpumem_magic.files.rank_files import RankFile
+from gpumem_magic.report.side_by_side import alike
 
 Group = tuple[int, ...]
+MOST_RANKS = 1 << 20
+# GPUs in one computer, where the device does not say.
+PER_HOST = 8
+# So many ranks run at most that nobody named.
+_MOST_RUN = 16
+
+
+class Crew(Protocol):
+    """What runs ranks of a program. status: not 0 once one has failed."""
+
+    world: int
+    status: int
+
+    def run(self, ranks: Sequence[int]) -> None: ...
+
+    def known(self) -> Mapping[int, RankFile]:
+        """Those that have run."""
+
+
+def named_ranks(text: str, world: int) -> list[int]:
+    """The ranks of ``0,7`` or ``0-3``. Raises ValueError, in one line."""
+    found: set[int] = set()
+    for part in text.split(","):
+        span = re.fullmatch(r"\s*(\d{1,7})(?:-(\d{1,7}))?\s*", part)
+        if span is None:
+            raise ValueError(f"--as takes ranks, such as 0,7 or 0-3, not {text!r}")
+        first, last = int(span[1]), int(span[2] or span[1])
+        if not first <= last < world:
+            raise ValueError(f"--as {part.strip()}: the ranks of --ranks {world} are 0-{world - 1}")
+        found.update(range(first, last + 1))
+    return sorted(found)
+
+
+def run_those_that_differ(crew: Crew) -> Mapping[int, int]:
+    """Runs rank 0, the last, and those between that may differ. Ranks that did not run -> the one that each is like."""
+    crew.run([0])
+    known = crew.known()
+    if 0 not in known or crew.status:
+        return {}
+    roles = Roles(crew.world, known[0].groups)
+    while (rank := roles.next(_alike(crew), _MOST_RUN)) is not None:
+        crew.run([rank])
+        if rank not in crew.known() or crew.status:
+            return {}
+    return roles.taken(_alike(crew))
+
+
+def _alike(crew: Crew) -> dict[int, int]:
+    """Rank that ran -> the lowest that ran and is alike."""
+    known = {rank: one.known for rank, one in crew.known().items()}
+    return {
+        rank: next(lower for lower in sorted(known) if lower == rank or alike(known[lower], one))
+        for rank, one in known.items()
+    }
 
 
 class Roles:

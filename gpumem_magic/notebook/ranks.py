@@ -1,0 +1,45 @@
+"""``%%gpumem --ranks N``: the cell as ranks of a program of N processes. Nothing of it runs in the notebook's own process."""
+
+# IPython's display and errors carry no types.
+# mypy: disallow-untyped-calls=False
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from IPython.core.error import UsageError
+
+from gpumem_magic.devices.base import DeviceError
+from gpumem_magic.patching import warnings_remembered
+from gpumem_magic.recording.cell import PreparedCell
+from gpumem_magic.session.recording import remember
+
+# What is about the cell's run in the notebook itself.
+_NOT_WITH = ("fit", "on", "into", "budget", "max_delta")
+
+
+def ranks(shell: Any, cell: PreparedCell, options: argparse.Namespace) -> None:
+    """Shows the one report, and binds it where ``-o`` says so. Raises UsageError, in one line."""
+    from gpumem_magic.trials.cell_ranks import CellFlags, report_of_ranks
+
+    for name in _NOT_WITH:
+        if getattr(options, name):
+            raise UsageError(f"%%gpumem: --ranks and --{name.replace('_', '-')} do not go together")
+    how = CellFlags(not options.no_lines, options.max_iterations, options.until_repeat)
+    try:
+        report, printed = report_of_ranks(shell, cell, options.ranks, options.as_ranks, options.device, how)
+    except (DeviceError, ValueError) as error:
+        raise UsageError(f"%%gpumem --ranks: {error}") from None
+    remember(report)
+    if printed:
+        print(printed, end="")
+    if options.output is not None:
+        shell.user_ns[options.output] = report
+    if options.quiet:
+        return
+    from IPython.display import display
+
+    view = "plot" if options.plot else "table" if options.table else None
+    with warnings_remembered():  # matplotlib changes them
+        display(report if view is None else report.view(view))

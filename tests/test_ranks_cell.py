@@ -1,0 +1,82 @@
+"""`%%gpumem --ranks`: a cell as ranks of many, each in a process of its own; the notebook's own process runs nothing of it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+from causes_cells import Notebook, notebook
+
+import gpumem_magic
+from gpumem_magic.report.ranks import DONE, OUT_OF_MEMORY
+from gpumem_magic.session import device as choosing
+
+if not torch.distributed.is_available():
+    pytest.skip("this PyTorch has no torch.distributed", allow_module_level=True)
+if not hasattr(os, "fork"):
+    pytest.skip("this system has no fork", allow_module_level=True)
+
+CELL = """
+import os
+import torch.distributed as dist
+dist.init_process_group("nccl")
+rank = dist.get_rank()
+torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+sent = ["from rank 0"] if rank == 0 else [None]
+dist.broadcast_object_list(sent, src=0)
+print(sent, dist.get_world_size(), os.environ["LOCAL_WORLD_SIZE"])
+size = 3 if rank == dist.get_world_size() - 1 else 1
+kept = torch.empty(size << 20, device="cuda")
+"""
+
+
+@pytest.fixture(scope="module")
+def book() -> Iterator[Notebook]:
+    with notebook("T4") as found:
+        yield found
+
+
+def test_ranks_that_may_differ_run_and_one_report_has_all(book: Notebook) -> None:
+    before = dict(os.environ)
+    said = book.cell("%%gpumem -q -o report --ranks 4" + CELL)
+    report = book.shell.user_ns["report"]
+    assert gpumem_magic.last_report() is report
+    assert report.ranks is not None
+    assert report.ranks.virtual
+    found = [(row.rank, row.state, row.peak_allocated, row.measured) for row in report.ranks.rows]
+    assert found == [(3, DONE, 12 << 20, True), *((rank, DONE, 4 << 20, rank < 3) for rank in range(3))]
+    assert said == "['from rank 0'] 4 4\n", "one rank's words stand for all"
+    # Nothing of it happened here.
+    assert not {"kept", "rank", "dist"} & set(book.shell.user_ns)
+    assert dict(os.environ) == before
+    assert not torch.distributed.is_initialized()
+    machine = choosing.virtual()
+    assert machine is not None
+    assert machine.spec.text == "T4"
+
+
+def test_a_named_rank_runs_with_the_one_that_it_hears(book: Notebook) -> None:
+    """The tensors that are there stay on the one device that they are on."""
+    book.cell("there = torch.empty(5 << 20, device='cuda')")
+    said = book.cell(
+        "%%gpumem -q -o report --ranks 64 --as 63" + CELL + "if rank: torch.empty(1 << 40, device='cuda')\n"
+    )
+    del book.shell.user_ns["there"]
+    report = book.shell.user_ns["report"]
+    assert report.ranks is not None
+    assert report.ranks.world == 64
+    rows = [(row.rank, row.state, row.peak_allocated) for row in report.ranks.rows]
+    assert rows == [(63, OUT_OF_MEMORY, (20 + 12) << 20), (0, DONE, (20 + 4) << 20)]
+    assert report.error.requested == 4 << 40
+    assert said == "['from rank 0'] 64 1\n"
+
+
+@pytest.mark.parametrize(
+    "flags",
+    ["--ranks 4 --as 4", "--as 0", "--ranks 2 --fit n=1..2", "--ranks 2 --budget 1GiB", "--ranks 2 --device cuda:0"],
+)
+def test_what_does_not_go_together_is_one_line(flags: str, book: Notebook) -> None:
+    assert "UsageError: %%gpumem" in book.cell(f"%%gpumem {flags}\nn = 1")
+    assert "n" not in book.shell.user_ns
