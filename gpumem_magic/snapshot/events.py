@@ -85,6 +85,8 @@ class EventReader:
             self._numbers.clear()
         addresses, sizes, streams, times = figures
         same = self._numbers.setdefault
+        # The two events of a free come at one time.
+        same_time = dict[int, int]().setdefault
         stacks = [self.stack(data.get("frames"), f"{where}[..].frames") for data in batch]
         metadata = [data.get("user_metadata", "") for data in batch]
         if set(map(type, metadata)) != {str} or any(metadata):
@@ -94,7 +96,7 @@ class EventReader:
             map(same, addresses, addresses),
             map(same, sizes, sizes),
             streams,
-            times,
+            map(same_time, times, times),
             stacks,
             pools,
             metadata,
