@@ -20,6 +20,7 @@ from gpumem_magic.looks.objects import attribute
 from gpumem_magic.recording import torch_seams
 from gpumem_magic.recording.instrument import Statement
 from gpumem_magic.recording.progress import StopRun
+from gpumem_magic.units import counted
 
 
 class IterationLimit:
@@ -28,6 +29,8 @@ class IterationLimit:
     def __init__(self, most: int | None, repeating: Callable[[], bool] = lambda: False) -> None:
         self.stopped = False
         self.steps = 0
+        # Iterations of a loop without steps, after which it ended.
+        self._turns = 0
         self._most = most
         self._repeating = repeating
         self._first: weakref.ref[Any] | None = None
@@ -44,6 +47,12 @@ class IterationLimit:
     def remove(self) -> None:
         torch_seams.remove_hooks(self, self._handles)
 
+    def ran(self) -> str:
+        """How far a run that was stopped had come, in words."""
+        if self.steps or not self._turns:
+            return counted(self.steps, "training iteration")
+        return f"{counted(self._turns, 'iteration')} of a loop"
+
     # ---- what the cell tells
 
     def statement_began(self, statement: Statement) -> None:
@@ -57,9 +66,10 @@ class IterationLimit:
         if self._enough() and stepped_in_loop:
             self.stopped = True
             return True
-        if self._most is not None and not stepped_in_loop and not steps_expected and len(iteration) == 1:
-            self.stopped = self.stopped or iteration[0] > self._most
-            return iteration[0] > self._most
+        counts_turns = not stepped_in_loop and not steps_expected and len(iteration) == 1
+        if self._most is not None and counts_turns and iteration[0] > self._most:
+            self.stopped, self._turns = True, self._most
+            return True
         return False
 
     def _enough(self) -> bool:

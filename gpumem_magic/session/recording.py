@@ -12,7 +12,6 @@ from gpumem_magic.recording import under_way
 from gpumem_magic.recording.progress import CellProgress
 from gpumem_magic.recording.quiet import no_automatic_collection
 from gpumem_magic.session.device import Chosen, for_recording
-from gpumem_magic.units import counted
 
 if TYPE_CHECKING:
     from gpumem_magic.causes.why import Why
@@ -123,8 +122,7 @@ class ActiveRecording:
 
         notes = []
         if self._limit is not None and self._limit.stopped:
-            count = self._limit.steps
-            notes.append(f"Stopped as asked, after {counted(count, 'training iteration')}.")
+            notes.append(f"Stopped as asked, after {self._limit.ran()}.")
         elif self._recorder.alike >= ENOUGH and any(log.events for log in recording.logs.values()):
             notes.append(
                 "The last iterations repeat exactly: `%%gpumem --until-repeat` ends a run there and shows the same."

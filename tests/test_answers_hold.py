@@ -1,0 +1,130 @@
+"""What reports once said wrongly, or the virtual GPU did: one cell for each."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import pytest
+from causes_cells import Notebook, notebook
+
+from gpumem_magic.views.text import render
+
+NET = """
+import copy, io
+net_ = nn.Sequential(nn.Linear(512, 512), nn.BatchNorm1d(512), nn.Linear(512, 512)).cuda()
+x = torch.zeros(64, 512, device="cuda")
+net_(x).mean().backward()
+"""
+RESUMED = """
+opt = torch.optim.Adam(net_.parameters())
+opt.step()
+file = io.BytesIO()
+torch.save(opt.state_dict(), file)
+file.seek(0)
+opt.load_state_dict(torch.load(file, map_location="cuda"))
+opt.step()
+"""
+TWICE = """
+losses, again = [], []
+for _ in range(5):
+    loss = body(torch.zeros(4096, 1024, device="cuda")).mean()
+    losses.append(loss)
+    again.append(loss)
+"""
+BODY = """
+body = nn.Sequential(*[nn.Sequential(nn.Linear(1024, 1024), nn.ReLU()) for _ in range(8)]).cuda().requires_grad_(False)
+head = nn.Linear(1024, 4).cuda()
+"""
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Notebook]:
+    with notebook("T4") as found:
+        yield found
+
+
+@pytest.fixture
+def book(shared: Notebook) -> Iterator[Notebook]:
+    before = set(shared.shell.user_ns)
+    yield shared
+    for name in set(shared.shell.user_ns) - before:
+        del shared.shell.user_ns[name]
+
+
+def test_a_copied_model_has_no_gradients(book: Notebook) -> None:
+    book.cell(NET)
+    before = book.allocated()
+    weights = sum(one.nbytes for one in book.shell.user_ns["net_"].state_dict().values())
+    book.cell("other = copy.deepcopy(net_)")
+    assert weights <= book.allocated() - before < 1.2 * weights
+
+
+def test_adam_goes_on_with_states_that_were_read_onto_the_device(book: Notebook) -> None:
+    book.cell(NET)
+    assert book.measured(RESUMED).error is None
+
+
+@pytest.mark.parametrize(
+    ("before", "cell", "blamed"),
+    [
+        # A softmax over classes or channels is no attention.
+        ("", "maps = torch.randn(8, 64, 256, 256, device='cuda').softmax(1)", "attention_scores"),
+        # What is frozen saves nothing, and a loss is no layer.
+        (BODY, "head(body(torch.zeros(8, 1024, device='cuda'))).mean().backward()", "dominating_layer"),
+        # A frozen batch norm in evaluation mode, within a model that trains.
+        (NET + "net_[1].eval().requires_grad_(False)", "for _ in range(3):\n    net_(x).mean().backward()", "missing_no_grad"),
+    ],
+)  # fmt: skip
+def test_nothing_is_blamed_for_what_it_is_not(book: Notebook, before: str, cell: str, blamed: str) -> None:
+    book.cell(before)
+    report = book.measured(cell)
+    assert report.error is None
+    assert blamed not in [one.name for one in report.causes]
+
+
+def test_a_graph_that_several_names_reach_is_told_once_with_all_of_it(book: Notebook) -> None:
+    book.cell(BODY + "body.requires_grad_(True)")
+    report = book.measured(TWICE)
+    (cause,) = [one for one in report.causes if one.name == "kept_graphs"]
+    assert cause.bytes >= 0.9 * 4 * 8 * 4096 * 1024 * 4
+    assert "losses" in cause.text or "again" in cause.text
+
+
+def test_a_failed_request_is_the_headline_also_where_the_start_was_highest(book: Notebook) -> None:
+    book.cell("held = mib(9000)")
+    report = book.measured("del held\ny = mib(20000)")
+    assert report.error is not None
+    first = render(report, width=160).splitlines()[0]
+    assert "20,000 MiB" in first or "19.5 GiB" in first
+    assert "the start" not in first
+
+
+def test_a_zero_is_no_dot(book: Notebook) -> None:
+    last = next(one for one in render(book.measured("y = mib(64)"), width=160).splitlines() if one.startswith("after"))
+    assert re.match(r"after +\d+ +0 ", last), last
+
+
+@pytest.mark.parametrize(
+    ("cell", "words", "left"),
+    [
+        ("for i in range(100):\n    y = mib(1)", "after 3 iterations of a loop.", 2),
+        (
+            "for i in range(100):\n    net_(x).mean().backward()\n    opt.step()",
+            "after 3 training iterations.",
+            2,
+        ),
+    ],
+)
+def test_a_loop_that_is_ended_early_is_left_as_break_leaves_it(
+    book: Notebook, cell: str, words: str, left: int
+) -> None:
+    book.cell(NET + "opt = torch.optim.SGD(net_.parameters(), lr=0.1)")
+    assert words in book.cell("%%gpumem --max-iterations 3\n" + cell)
+    assert book.shell.user_ns["i"] == left
+
+
+def test_parts_are_in_the_order_of_their_numbers(book: Notebook) -> None:
+    book.cell("parts = [mib(8) for _ in range(12)]")
+    numbers = [int(one) for one in re.findall(r"parts\[(\d+)\]", book.cell("%gpumem_who parts"))]
+    assert numbers == list(range(12))
