@@ -1,4 +1,4 @@
-"""``%%gpumem --fit``: the largest value with which a cell fits. The cell itself does not run in the notebook."""
+"""``%%gpumem --fit`` and ``--compare``: trials of a cell. The cell itself does not run in the notebook."""
 
 # IPython's display and errors carry no types.
 # mypy: disallow-untyped-calls=False
@@ -30,8 +30,6 @@ _LEAST = 2
 
 def fit(shell: Any, cell: PreparedCell, options: argparse.Namespace) -> None:
     """Shows the answer, and binds it where ``-o`` says so. Raises UsageError, in one line."""
-    from IPython.display import display
-
     from gpumem_magic.trials import cards
     from gpumem_magic.trials.programs import CellProgram
     from gpumem_magic.trials.what_fits import largest
@@ -45,6 +43,24 @@ def fit(shell: Any, cell: PreparedCell, options: argparse.Namespace) -> None:
         raise UsageError(f"%%gpumem --fit: {error}") from None
     finally:
         progress.end()
+    _give(shell, found, options)
+
+
+def compare_compiled(shell: Any, cell: PreparedCell, options: argparse.Namespace) -> None:
+    """``%%gpumem --compare compile``, as `fit`."""
+    from gpumem_magic.trials.compiling import compare
+    from gpumem_magic.trials.programs import CellProgram
+
+    try:
+        found = compare(CellProgram(shell, cell), options.device)
+    except DeviceError as error:
+        raise UsageError(f"%%gpumem --compare: {error}") from None
+    _give(shell, found, options)
+
+
+def _give(shell: Any, found: object, options: argparse.Namespace) -> None:
+    from IPython.display import display
+
     if options.output is not None:
         shell.user_ns[options.output] = found
     if not options.quiet:

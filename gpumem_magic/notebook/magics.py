@@ -17,7 +17,7 @@ from IPython.core.magic import Magics, line_cell_magic, line_magic, magics_class
 
 from gpumem_magic.devices.base import DeviceError
 from gpumem_magic.notebook import auto, devices
-from gpumem_magic.notebook.fitting import fit
+from gpumem_magic.notebook.fitting import compare_compiled, fit
 from gpumem_magic.notebook.flags import words
 from gpumem_magic.notebook.help import card
 from gpumem_magic.notebook.holding import free, who
@@ -78,6 +78,7 @@ class GpuMemMagics(Magics):
         ``%%gpumem --fit batch_size=1..1024 --on T4,A100-40GB`` runs nothing here: copies of the cell run on virtual cards, in
         processes of their own. So does ``%%gpumem --ranks 8 --device H100``, where the cell runs as ranks of eight, with ``RANK``
         and ``WORLD_SIZE`` in its environment and process groups of this size; one report has all ranks.
+        ``%%gpumem --compare compile`` runs copies without torch.compile and with it.
         """
         __tracebackhide__ = True
         options, statement = self.gpumem.parser.read_front(line)
@@ -98,6 +99,8 @@ class GpuMemMagics(Magics):
             return ranks(self.shell, prepared, options)
         if options.fit:
             return fit(self.shell, prepared, options)
+        if options.compare:
+            return compare_compiled(self.shell, prepared, options)
         if options.on is not None:
             raise UsageError("%%gpumem: --on names the cards for --fit")
         if options.as_ranks is not None:

@@ -194,6 +194,31 @@ class KnownLabels:
 
 
 @dataclass(frozen=True)
+class CompilerPlace:
+    """Where the compiler did something. place: ``14`` in the cell itself, ``trainer.py:210`` elsewhere, "" in PyTorch itself.
+
+    text: what stands there, or the function's name. reason: in the compiler's own words. count: how often.
+    """
+
+    place: str
+    text: str
+    reason: str
+    count: int
+
+
+@dataclass(frozen=True)
+class CompiledCode:
+    """What torch.compile did during the recording. graphs: how many it took. breaks: where one ended before its function did.
+
+    again: functions that it compiled once more, for other inputs than before; `reason` is the last one.
+    """
+
+    graphs: int = 0
+    breaks: tuple[CompilerPlace, ...] = ()
+    again: tuple[CompilerPlace, ...] = ()
+
+
+@dataclass(frozen=True)
 class Recording:
     """Everything that was seen. `logs` is by device index; `primary` is the device that the report is about.
 
@@ -220,6 +245,7 @@ class Recording:
     labels: Mapping[int, KnownLabels] = field(default_factory=dict)
     holds: tuple[Hold, ...] = ()
     own_file: str = ""
+    compiled: CompiledCode = field(default_factory=CompiledCode)
 
     @property
     def was_watched(self) -> bool:

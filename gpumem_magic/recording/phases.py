@@ -35,6 +35,8 @@ from gpumem_magic.recording.model import (
 )
 from gpumem_magic.recording.modules import ModuleWatch
 
+# What Inductor compiled, where it runs outside all other phases.
+COMPILED = "compiled code"
 # PyTorch wraps these names around its own work; they are the phases themselves, or nothing that a user asked to see.
 _STEP_RANGE = "Optimizer.step#"
 _OWN_RANGES = (_STEP_RANGE, "Optimizer.zero_grad#", "enumerate(DataLoader)#")
@@ -93,6 +95,10 @@ class Phases:
             (
                 "watching recomputation",
                 lambda: torch_seams.watch_recomputation(self._patches, self._recomputation_begins),
+            ),
+            (
+                "watching compiled code",
+                lambda: torch_seams.watch_compiled(self._patches, self._compiled_begins),
             ),
             ("watching CUDA graphs", lambda: self.hidden.watch_graphs(self._patches)),
             ("watching autocast", lambda: torch_seams.watch_autocast(self._patches, self._autocast_ends)),
@@ -325,6 +331,13 @@ class Phases:
         if name.startswith(_OWN_RANGES):
             return torch_seams.not_watched
         return self.begin_range(name)
+
+    def _compiled_begins(self) -> Callable[[bool], None]:
+        """A phase of its own where none is under way: a compiled loss, or an optimizer's compiled step."""
+        return torch_seams.not_watched if self._open_phases() else self.begin_range(COMPILED)
+
+    def _open_phases(self) -> bool:
+        return any(one.kind != "range" for one in self._open)
 
     def begin_range(self, name: str) -> Callable[[bool], None]:
         """Begins a range; the answer ends it, and is told whether an exception left it."""

@@ -17,6 +17,7 @@ import torch
 from gpumem_magic.devices.base import Device, DeviceLog, Log, Machine
 from gpumem_magic.looks.code import cell_of
 from gpumem_magic.looks.decisions import ends_a_loop, makes_a_size
+from gpumem_magic.recording.compiled import CompilerTables
 from gpumem_magic.recording.failing_place import failing_place
 from gpumem_magic.recording.failure import (
     failing_request,
@@ -28,7 +29,17 @@ from gpumem_magic.recording.failure import (
 from gpumem_magic.recording.guard import Guard
 from gpumem_magic.recording.identity import Witness
 from gpumem_magic.recording.log_positions import PositionTranslator
-from gpumem_magic.recording.model import Checkpoint, Failure, ModuleTrace, Moment, Recording, Sighting, Span, StandIn
+from gpumem_magic.recording.model import (
+    Checkpoint,
+    CompiledCode,
+    Failure,
+    ModuleTrace,
+    Moment,
+    Recording,
+    Sighting,
+    Span,
+    StandIn,
+)
 from gpumem_magic.recording.modules import ModuleWatch
 from gpumem_magic.recording.phases import Phases
 from gpumem_magic.recording.repetition import alike_at_end, signature
@@ -74,6 +85,7 @@ class Recorder:
         self._marks_before: Counter[tuple[str, int, str]] = Counter()
         self._supplied_before: Counter[tuple[str, int]] = Counter()
         self._machine_notes_before: list[str] = []
+        self._compiler = CompilerTables()
         self._witness: Witness | None = None
         self._phases: Phases | None = None
         self._modules: ModuleWatch | None = None
@@ -268,6 +280,9 @@ class Recorder:
                 with self._guard("placing the error"):
                     failure = self._place_error(failure, is_out_of_memory(error), reached, failed, logs)
             stand_ins = self._stand_ins()
+            compiled = CompiledCode()
+            with self._guard("reading what was compiled"):
+                compiled = self._compiler.read(self._place)
             with self._guard("the device's notes"):
                 for note in self._machine.notes():
                     if note not in self._machine_notes_before:
@@ -297,6 +312,7 @@ class Recorder:
             left_out=dict(self._left_out + self._untold),
             modules=self._modules.trace() if self._modules is not None else ModuleTrace(),
             own_file=self._own_file or "",
+            compiled=compiled,
         )
         return self.recorded
 

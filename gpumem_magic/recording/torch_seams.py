@@ -6,7 +6,9 @@ where a PyTorch has no such place.
 
 from __future__ import annotations
 
+import importlib
 import itertools
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -26,11 +28,16 @@ Around = Callable[[], Callable[[bool], None]]
 
 
 def watch_backward(patches: Patches, begins: Around) -> None:
-    """`begins` around every run of the autograd engine (``backward`` and ``grad``), nested ones too."""
+    """`begins` around every run of the autograd engine (``backward`` and ``grad``), nested ones too; not around those of a
+    compiler that traces a program, which compute nothing."""
     private.require("recording.torch_seams:watch_backward")
     for place in (torch.autograd.graph, torch.autograd):
         original = vars(place)["_engine_run_backward"]
-        patches.set(place, "_engine_run_backward", _around(original, begins))
+        patches.set(place, "_engine_run_backward", _around(original, lambda: not_watched if _traces() else begins()))
+
+
+def _traces() -> bool:
+    return torch._guards.TracingContext.try_get() is not None
 
 
 def watch_recomputation(patches: Patches, begins: Around) -> None:
@@ -61,6 +68,32 @@ def watch_ranges(patches: Patches, begins: Callable[[str], Callable[[bool], None
         return not_watched if name.endswith("(dynamo_timed)") else begins(name)
 
     _watch_context(patches, record_function, begins_one, key="_gpumem_magic_range")
+
+
+def watch_compiled(patches: Patches, begins: Around) -> None:
+    """`begins` around every call of what Inductor compiled, also of graphs from before.
+
+    Inductor is large: where nobody has imported it, its place is taken when the program first asks for it."""
+    name = "torch._inductor.output_code"
+
+    def install() -> None:
+        graph = importlib.import_module(name).CompiledFxGraph
+        patches.set(graph, "__call__", _around(graph.__call__, begins))
+
+    if name in sys.modules:
+        install()
+        return
+    first: Any = torch._TorchCompileInductorWrapper
+    original = first.__call__
+    asked: list[bool] = []
+
+    def compile_first(*args: Any, **kwargs: Any) -> Any:
+        if not asked:
+            asked.append(True)
+            install()
+        return original(*args, **kwargs)
+
+    patches.set(first, "__call__", compile_first)
 
 
 def not_watched(failed: bool) -> None:

@@ -18,7 +18,7 @@ from gpumem_magic.attribution.ledger import Balance, Outside
 from gpumem_magic.attribution.sites import folded
 from gpumem_magic.attribution.view import DeviceView
 from gpumem_magic.devices.base import Label
-from gpumem_magic.recording.model import Checkpoint, Failure, Recording
+from gpumem_magic.recording.model import Checkpoint, CompiledCode, Failure, Recording
 from gpumem_magic.report.answer import answer_of
 from gpumem_magic.report.folding import (
     Gap,
@@ -138,6 +138,7 @@ class _Builder:
             stand_ins=self.recording.stand_ins if self.device == self.recording.primary else (),
             folded=tuple(self._with_left_out(shown, folds)),
             remarks=tuple(notes_of(self.view, peak_position)),
+            compiled=self.recording.compiled if self.recording.compiled != CompiledCode() else None,
         )
 
     # Rows

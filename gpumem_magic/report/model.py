@@ -15,6 +15,7 @@ from gpumem_magic.recording.model import (
     KEPT_BY_NAME,
     NOT_KEPT,
     NOT_KNOWN,
+    CompiledCode,
     Recording,
     StandIn,
 )
@@ -230,6 +231,7 @@ class ReportData:
     checkpoints: the rows in the order in which they ran. evidence: kind -> bytes at the peak. retries: how often the allocator
     gave cached memory back and tried again. inside: what `layers` and `operators` tell, None where no module ran.
     remarks: what has to be said besides, in order: `notes` are all of it in words, `causes` why memory was what it was.
+    compiled: what torch.compile did, None where it did nothing.
     ranks: of a program's ranks together, where this is the report of the worst of them.
     source: what it was made from, numbers and strings too, which `timeline` and `save_snapshot` need; not a part of the JSON.
     """
@@ -250,6 +252,7 @@ class ReportData:
     inside: ActivationBreakdown | None = field(default=None, metadata={"only_with": "inside"})
     answer: str = field(default="", metadata={"only_with": "answer"})
     contents: Contents | None = field(default=None, compare=False, metadata={"only_with": "contents"})
+    compiled: CompiledCode | None = field(default=None, metadata={"only_with": "compiled"})
     ranks: Ranks | None = field(default=None, metadata={"only_with": "ranks"})
     source: DeviceView | None = field(default=None, compare=False, metadata={"unwritten": True})
 

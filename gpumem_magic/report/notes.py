@@ -9,7 +9,7 @@ from itertools import accumulate, pairwise
 from gpumem_magic.attribution.ledger import Outside, gaps
 from gpumem_magic.attribution.view import DeviceView
 from gpumem_magic.devices.base import Counters, DeviceLog
-from gpumem_magic.recording.model import OPTIMIZER, Checkpoint, Recording, Span
+from gpumem_magic.recording.model import OPTIMIZER, Checkpoint, CompiledCode, CompilerPlace, Recording, Span
 from gpumem_magic.recording.repetition import longest_repetition, signature
 from gpumem_magic.snapshot.timeline import Timeline
 from gpumem_magic.units import counted, human
@@ -19,6 +19,7 @@ def notes_of(view: DeviceView, peak_position: int) -> list[str]:
     """The notes of one device's report; the recorder's own stand first, in the primary device's."""
     recording, device, timeline = view.recording, view.device, view.timeline
     notes = list(recording.notes) if device == recording.primary else []
+    notes += _compiled(recording.compiled) if device == recording.primary else []
     notes += _retries(recording, device)
     notes += _context_growth(recording, device)
     notes += _repetition(recording, device)
@@ -80,6 +81,31 @@ def place_of(point: Checkpoint, *, with_line: bool = True) -> str:
     if point.iteration:
         words += f" in iteration {'.'.join(str(number) for number in point.iteration)}"
     return f"{words}, line {point.line}" if point.line and with_line else words
+
+
+def _compiled(done: CompiledCode) -> list[str]:
+    """Where torch.compile's graphs break, which costs memory, and what was compiled again."""
+    found = []
+    if done.breaks:
+        places = [f"{_named(one)} ({one.reason.rstrip('.')})" for one in done.breaks]
+        found.append(
+            f"torch.compile's graphs break at {_few(places)}: nothing is fused across a break, and what passes it is written out "
+            "whole."
+        )
+    if done.again:
+        places = [f"{_named(one)} {counted(one.count, 'time')} ({one.reason})" for one in done.again]
+        found.append(f"For inputs unlike those before, torch.compile compiled again: {_few(places)}.")
+    return found
+
+
+def _named(one: CompilerPlace) -> str:
+    line = f"line {one.place}" if one.place.isdecimal() else one.place
+    return f"{line}, `{one.text}`" if one.text else line or "a module of PyTorch's"
+
+
+def _few(places: Sequence[str]) -> str:
+    more = f"; and {counted(len(places) - 3, 'more place')}" if len(places) > 3 else ""
+    return f"{'; '.join(places[:3])}{more}"
 
 
 def _retries(recording: Recording, device: int) -> list[str]:

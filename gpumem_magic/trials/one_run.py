@@ -106,6 +106,7 @@ def _told(
         wanted=0 if error is None else error.requested or 0,
         error="" if error is None else f"{error.type}: {error.message}".splitlines()[0],
         course=_course(view, device, owners, ending == FITS),
+        notes=report.notes,
     )
 
 

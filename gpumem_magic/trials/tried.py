@@ -47,7 +47,7 @@ class Tried:
     would have said at its highest, of `capacity`.
 
     iterations: of training; repeats: whether it ended since they repeated exactly. line, statement, iteration: where it failed;
-    wanted: the request that failed; error: the first line of another error.
+    wanted: the request that failed; error: the first line of another error. notes: what its report says besides.
     """
 
     device: str
@@ -70,6 +70,7 @@ class Tried:
     error: str = ""
     course: Course | None = field(default=None, repr=False, compare=False)
     flops: int = 0
+    notes: tuple[str, ...] = ()
 
     @property
     def fits(self) -> bool:

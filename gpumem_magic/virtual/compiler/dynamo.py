@@ -13,7 +13,7 @@ from gpumem_magic.virtual.operators.factories import Factories
 _PACKAGE = Path(__file__).resolve().parents[2]
 # What Dynamo must not look into: the device itself, and what relays calls to it. Hooks of a recording stay, which say nothing
 # while it compiles, so that a measured program breaks into no other graphs.
-_PASSED_OVER = (_PACKAGE / "virtual", _PACKAGE / "patching.py")
+_PASSED_OVER = (_PACKAGE / "virtual", _PACKAGE / "looks", _PACKAGE / "patching.py")
 
 
 def install(patches: Patches, factories: Factories) -> None:

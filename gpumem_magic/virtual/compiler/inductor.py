@@ -44,15 +44,6 @@ _SETTINGS = {
 _TRIALS = ("max_autotune", "max_autotune_gemm", "max_autotune_pointwise")
 
 
-class Compilations:
-    """What was compiled since the device was turned on."""
-
-    def __init__(self) -> None:
-        self.graphs = 0
-        # A line about each kind of thing that went another way than on a card, and how often.
-        self.otherwise: Counter[str] = Counter()
-
-
 class _Launch:
     """A kernel of Triton's that is not launched. It would write into buffers that are there, whose values are known no longer."""
 
@@ -67,12 +58,12 @@ class _Launch:
     __call__ = run
 
 
-def install(patches: Patches, engine: Engine, current_device: Callable[[], int], done: Compilations) -> None:
+def install(patches: Patches, engine: Engine, current_device: Callable[[], int], otherwise: Counter[str]) -> None:
     """Until the patches are undone, Inductor compiles for the virtual card."""
     _device(patches)
     _kernels(patches, engine)
     _buffers(patches, engine, current_device)
-    _lowering(patches, done)
+    _lowering(patches, otherwise)
 
 
 def _device(patches: Patches) -> None:
@@ -171,7 +162,7 @@ def _buffers(patches: Patches, engine: Engine, current_device: Callable[[], int]
         patches.set(guards, "assert_alignment", assert_alignment)
 
 
-def _lowering(patches: Patches, done: Compilations) -> None:
+def _lowering(patches: Patches, otherwise: Counter[str]) -> None:
     compiler = importlib.import_module("torch._inductor.compile_fx")
     output = importlib.import_module("torch._inductor.output_code")
     for name in ("_recursive_joint_graph_passes", "_recursive_post_grad_passes"):
@@ -185,27 +176,22 @@ def _lowering(patches: Patches, done: Compilations) -> None:
             raise
         except Exception as error:
             why = swallowed(error)
-            done.otherwise[
-                f"operator by operator, since Inductor could not compile them here ({_first_line(why)})"
-            ] += 1
+            otherwise[f"operator by operator, since Inductor could not compile them here ({_first_line(why)})"] += 1
             return output.MockFXGraphCacheOutput(gm=lambda inputs: graph.forward(*inputs))
-        done.graphs += 1
         return compiled
 
     patches.set(compiler, "fx_codegen_and_compile", fx_codegen_and_compile)
 
 
 def compile_with(
-    call: Callable[..., Any], done: Compilations, wrapper: Any, model: Any, inputs: Any, **kwargs: Any
+    call: Callable[..., Any], otherwise: Counter[str], wrapper: Any, model: Any, inputs: Any, **kwargs: Any
 ) -> Any:
     """What `torch.compile` does with one of Dynamo's graphs: in the mode that it was asked for as far as that is known here, and
     eagerly where PyTorch's compiler fails."""
     if any(wrapper.config.get(name) for name in _TRIALS):
-        done.otherwise[
-            "without the trials of max-autotune: the kernels of the default mode, and no memory for trials"
-        ] += 1
+        otherwise["without the trials of max-autotune: the kernels of the default mode, and no memory for trials"] += 1
     if wrapper.config.get("triton.cudagraphs"):
-        done.otherwise["without CUDA graphs, whose private pool would hold its memory for good"] += 1
+        otherwise["without CUDA graphs, whose private pool would hold its memory for good"] += 1
     settings = wrapper.config
     wrapper.config = {name: _SETTINGS.get(name, value) for name, value in settings.items()}
     try:
@@ -214,7 +200,7 @@ def compile_with(
         raise
     except Exception as error:
         why = swallowed(error)
-        done.otherwise[f"eagerly, since PyTorch's compiler could not trace them here ({_first_line(why)})"] += 1
+        otherwise[f"eagerly, since PyTorch's compiler could not trace them here ({_first_line(why)})"] += 1
         return model.forward
     finally:
         wrapper.config = settings

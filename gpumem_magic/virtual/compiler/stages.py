@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -31,7 +32,8 @@ class Compiler:
         self._current_device = current_device
         self._ready: set[str] = set()
         self._eager_calls = 0
-        self.done = inductor.Compilations()
+        # A line about each kind of thing that went another way than on a card, and how often.
+        self._otherwise: Counter[str] = Counter()
 
     def install(self, patches: Patches) -> None:
         """The parts of PyTorch's compiler are imported when the program first asks for them: they are large."""
@@ -49,8 +51,8 @@ class Compiler:
         def compile_with_inductor(wrapper: Any, *args: Any, **kwargs: Any) -> Any:
             if "inductor" not in self._ready:
                 self._ready.add("inductor")
-                patches.attempt(inductor.install, self._engine, self._current_device, self.done)
-            return inductor.compile_with(call, self.done, wrapper, *args, **kwargs)
+                patches.attempt(inductor.install, self._engine, self._current_device, self._otherwise)
+            return inductor.compile_with(call, self._otherwise, wrapper, *args, **kwargs)
 
         patches.set(torch._TorchCompileInductorWrapper, "__call__", compile_with_inductor)
         if "torch._dynamo.eval_frame" in sys.modules:
@@ -80,7 +82,7 @@ class Compiler:
                 f"Code from torch.compile ran eagerly ({counted(self._eager_calls, 'call')}): compiled, it would "
                 "fuse operators and need less memory between them."
             )
-        for what, count in self.done.otherwise.items():
+        for what, count in self._otherwise.items():
             found.append(f"Of what torch.compile makes, {counted(count, 'graph')} ran {what}.")
         return found
 

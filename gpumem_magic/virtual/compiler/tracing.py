@@ -15,7 +15,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._pytree import tree_map_only
 
 from gpumem_magic.patching import Patches
-from gpumem_magic.virtual.engine.modes import DEVICE_QUERY, META, cuda_for_meta
+from gpumem_magic.virtual.engine.modes import DEVICE_QUERY, META, cuda_for_meta, is_ours
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
 
 # Where `_make_wrapper_subclass` takes the device, and whether C++ asks for it each time.
@@ -33,7 +33,7 @@ def install(patches: Patches) -> None:
         if func is DEVICE_QUERY:
             answer = _device(args[0])
             return plain(self, func, types, args, kwargs or {}) if answer is None else answer
-        if kwargs and not self.in_kernel_invocation and _is_ours(kwargs.get("device")):
+        if kwargs and not self.in_kernel_invocation and is_ours(kwargs.get("device")):
             kwargs = cuda_for_meta(kwargs)
         out = plain(self, func, types, args, kwargs or {})
         if type(out) is FakeTensor and isinstance(out.constant, VirtualTensor):
@@ -53,7 +53,7 @@ def install(patches: Patches) -> None:
 
     def make_wrapper_subclass(cls: Any, *args: Any, **kwargs: Any) -> Any:
         """Functional tensors have CUDA's keys, so that CUDA's rules hold, and C++ is answered as for what is inside."""
-        if cls is FunctionalTensor and len(args) > _ASKED and _is_ours(args[_DEVICE]):
+        if cls is FunctionalTensor and len(args) > _ASKED and is_ours(args[_DEVICE]):
             listed = list(args)
             listed[_DEVICE], listed[_ASKED] = torch.device("cuda", args[_DEVICE].index), True
             return make(cls, *listed, **kwargs)
@@ -76,21 +76,8 @@ def for_the_card(graph: torch.fx.GraphModule) -> None:
             module.recompile()
 
 
-def is_traced(tensor: object) -> bool:
-    """Whether it is a tensor of a trace on a card, not one of a program's."""
-    if isinstance(tensor, FunctionalTensor):
-        return _is_ours(tensor.device)
-    return (
-        isinstance(tensor, FakeTensor) and not isinstance(tensor, VirtualTensor) and tensor.fake_device.type == "cuda"
-    )
-
-
-def _is_ours(device: Any) -> bool:
-    return device is not None and device.type == "meta" and device.index is not None
-
-
 def _card(device: torch.device) -> torch.device:
-    return torch.device("cuda", device.index) if _is_ours(device) else device
+    return torch.device("cuda", device.index) if is_ours(device) else device
 
 
 def _device(tensor: Any) -> torch.device | None:

@@ -16,6 +16,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, NoReturn
 
 import torch
+from torch._C._dynamo.eval_frame import get_eval_frame_callback, set_eval_frame
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -181,6 +182,19 @@ class Engine:
             raise DeviceGone(self.closed_because)
         if device >= self.device_count:
             refuse_device(device)
+        if get_eval_frame_callback() is not None:
+            return self._unseen(func, args, kwargs, device)
+        return self._handle(func, args, kwargs, device)
+
+    def _unseen(self, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+        """Within code that Dynamo runs, and which compiles what it meets: a device is none of the program's code."""
+        before = set_eval_frame(None)
+        try:
+            return self._handle(func, args, kwargs, device)
+        finally:
+            set_eval_frame(before)
+
+    def _handle(self, func: Any, args: Any, kwargs: Any, device: int) -> Any:
         if self.reads.counts:
             self.reads.handling()
         with self.uninterrupted, self.lock:

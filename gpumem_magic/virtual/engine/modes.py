@@ -46,6 +46,11 @@ class ThreadState(threading.local):
 STATE = ThreadState()
 
 
+def is_ours(device: Any) -> bool:
+    """Whether a device as C++ names it (a meta device with a number) is one of the virtual ones."""
+    return device is not None and device.type == "meta" and device.index is not None
+
+
 def cuda_for_meta(kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
     """The keyword arguments with ``device=meta:i`` turned into ``cuda:i`` (an unnumbered one: the thread's last device)."""
     kwargs = dict(kwargs or {})

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from gpumem_magic.patching import Patches
-from gpumem_magic.virtual.engine.modes import origin
+from gpumem_magic.virtual.engine.modes import is_ours, origin
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
 
 _KEY = "AutocastCUDA"
@@ -155,7 +155,7 @@ def _on_device(arg: Any) -> bool:
         return True
     if not isinstance(arg, torch.Tensor) or type(arg) in (torch.Tensor, torch.nn.Parameter):
         return False
-    return arg.device.type == "cuda" or (arg.device.type == "meta" and arg.device.index is not None)
+    return arg.device.type == "cuda" or is_ours(arg.device)
 
 
 def _castables(args: Any) -> Iterator[torch.Tensor]:

@@ -15,7 +15,7 @@ import torch.utils._device
 
 from gpumem_magic.patching import Patches, warnings_remembered
 from gpumem_magic.virtual.engine.engine import Engine, refuse_device, refuse_fork
-from gpumem_magic.virtual.engine.modes import META, STATE, origin, pushed, with_dispatch_of_its_own
+from gpumem_magic.virtual.engine.modes import META, STATE, is_ours, origin, pushed, with_dispatch_of_its_own
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
 
 _LIKE = ("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like")
@@ -37,7 +37,7 @@ _DEVICE = torch.device
 
 def _means_meta(device: Any) -> bool:
     """Whether the program asks for the meta device itself (virtual devices are meta:i to C++, and must not be meant)."""
-    return device == "meta" or (type(device) is _DEVICE and device.type == "meta" and device.index is None)
+    return device == "meta" or (type(device) is _DEVICE and device.type == "meta" and not is_ours(device))
 
 
 def _wraps_others(arg: Any) -> bool:

@@ -1,0 +1,55 @@
+"""`%%gpumem --compare compile`: a cell without torch.compile and with it, in processes of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from causes_cells import Notebook, notebook
+
+from gpumem_magic.trials.tried import FITS
+
+MIB = 1 << 20
+MADE = """
+model = nn.Sequential(nn.Linear(512, 512), nn.GELU(), nn.Dropout(0.1), nn.LayerNorm(512), nn.GELU()).cuda()
+x = torch.rand(4096, 512, device="cuda")
+"""
+STEPS = """
+for _ in range(3):
+    model(x).square().mean().backward()
+"""
+
+
+@pytest.fixture(scope="module")
+def book() -> Iterator[Notebook]:
+    with notebook("A100-40GB") as found:
+        yield found
+
+
+def test_models_are_compiled_in_one_and_nothing_is_changed_here(book: Notebook) -> None:
+    book.cell("%%gpumem -o both --compare compile\n" + MADE + STEPS)
+    both = book.shell.user_ns["both"]
+    assert both.eager.ending == both.compiled.ending == FITS
+    # Of (4096, 512): eagerly the product, GELU's result, dropout's and LayerNorm's, and the mask; compiled, fewer.
+    assert both.eager.categories["activations"] >= 40 * MIB
+    assert both.compiled.categories["activations"] <= both.eager.categories["activations"] - 8 * MIB
+    assert f"activations {both.eager.categories['activations'] / MIB:.1f} MiB" in str(both)
+    assert "model" not in book.shell.user_ns
+    assert torch.cuda.memory_allocated() == 0
+
+
+def test_what_the_cell_compiles_runs_eagerly_in_one(book: Notebook) -> None:
+    cell = MADE + "fast = torch.compile(lambda value: torch._dynamo.graph_break() or model(value))\n"
+    book.cell("%%gpumem -o both --compare compile\n" + cell + STEPS.replace("model(", "fast("))
+    both = book.shell.user_ns["both"]
+    assert both.compiled.categories["activations"] < both.eager.categories["activations"]
+    assert "graphs break at line 5" in str(both)
+    assert not [note for note in both.eager.notes if "break" in note]
+
+
+def test_an_error_is_said(book: Notebook) -> None:
+    book.cell("%%gpumem -o both --compare compile\n" + MADE + "model(x[:, :7])")
+    told = str(book.shell.user_ns["both"])
+    assert "Eagerly it raises RuntimeError" in told
+    assert "at line 5" in told
