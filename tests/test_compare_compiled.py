@@ -10,6 +10,8 @@ from causes_cells import Notebook, notebook
 
 from gpumem_magic.trials.tried import FITS
 
+# PyTorch's own advice.
+pytestmark = pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")
 MIB = 1 << 20
 MADE = """
 model = nn.Sequential(nn.Linear(512, 512), nn.GELU(), nn.Dropout(0.1), nn.LayerNorm(512), nn.GELU()).cuda()

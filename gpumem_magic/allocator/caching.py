@@ -2,7 +2,7 @@
 
 Covered: both kinds of segments, private pools, streams, best fit, splitting and merging, release and retry, garbage
 collection, memory fraction, record_stream, statistics, trace events. A graph capture is, for memory, a private pool under
-way; restoring a graph's checkpoint is not emulated.
+way.
 
 Nothing here locks: whoever shares an allocator between threads holds a lock around each call.
 """

@@ -8,11 +8,11 @@ from dataclasses import replace
 from gpumem_magic.allocator.blocks import ADDRESS_MASK, DEFAULT_POOL, FREE, KEY_SHIFT, CachedBlock, Pool, PoolId
 from gpumem_magic.allocator.heap import Stacks
 from gpumem_magic.allocator.memory import DeviceMemory
-from gpumem_magic.allocator.private_pools import PooledHeap
+from gpumem_magic.allocator.pool_checkpoints import CheckpointedHeap
 from gpumem_magic.snapshot.rules import UNLIMITED, AllocatorSettings
 
 
-class ReleasingHeap(PooledHeap):
+class ReleasingHeap(CheckpointedHeap):
     """A heap that gives back what it does not need."""
 
     def __init__(self, device: int, memory: DeviceMemory, settings: AllocatorSettings, stacks: Stacks | None) -> None:

@@ -18,7 +18,6 @@ from gpumem_magic.units import amount, human
 from gpumem_magic.views.display import HTML, PLAIN, in_terminal
 from gpumem_magic.views.sheet import Sheet
 
-
 _COMPILE = re.compile(r"\bcompile\b")
 
 
@@ -147,8 +146,8 @@ class Compared:
 
     def _after(self) -> Iterator[str]:
         yield (
-            f"Run on a virtual {self.eager.device}, each in a process of its own. Compiled is what the cell compiles itself, or, where "
-            "it compiles nothing, each model that it calls."
+            f"Run on a virtual {self.eager.device}, each in a process of its own. Compiled is what the cell compiles itself, or, "
+            "where it compiles nothing, each model that it calls."
         )
         yield from (note for note in self.compiled.notes if "torch.compile" in note)
 

@@ -89,7 +89,7 @@ class VirtualMachine:
         self._autocast = AutocastKernels(self.torch_version)
         self._factories = Factories(self.engine, self.face.current_device)
         self._captured = Captured(self._factories)
-        self.compiler = Compiler(self.engine, self._factories, self.face.current_device)
+        self.compiler = Compiler(self, self._factories, self.face.current_device)
         self._libraries = libraries()
 
     # ---- what a machine can be asked

@@ -39,7 +39,6 @@ _SETTINGS = {
     "max_autotune_pointwise": False,
     "coordinate_descent_tuning": False,
     "cpp_wrapper": False,
-    "triton.cudagraphs": False,
 }
 _TRIALS = ("max_autotune", "max_autotune_gemm", "max_autotune_pointwise")
 
@@ -177,7 +176,7 @@ def _lowering(patches: Patches, otherwise: Counter[str]) -> None:
         except Exception as error:
             why = swallowed(error)
             otherwise[f"operator by operator, since Inductor could not compile them here ({_first_line(why)})"] += 1
-            return output.MockFXGraphCacheOutput(gm=lambda inputs: graph.forward(*inputs))
+            return output.MockFXGraphCacheOutput(gm=lambda inputs: torch.fx.Interpreter(graph).run(*inputs))
         return compiled
 
     patches.set(compiler, "fx_codegen_and_compile", fx_codegen_and_compile)
@@ -190,8 +189,6 @@ def compile_with(
     eagerly where PyTorch's compiler fails."""
     if any(wrapper.config.get(name) for name in _TRIALS):
         otherwise["without the trials of max-autotune: the kernels of the default mode, and no memory for trials"] += 1
-    if wrapper.config.get("triton.cudagraphs"):
-        otherwise["without CUDA graphs, whose private pool would hold its memory for good"] += 1
     settings = wrapper.config
     wrapper.config = {name: _SETTINGS.get(name, value) for name, value in settings.items()}
     try:

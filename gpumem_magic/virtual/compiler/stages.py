@@ -15,8 +15,8 @@ import torch
 from gpumem_magic import private
 from gpumem_magic.patching import Patches, warnings_remembered
 from gpumem_magic.units import counted
-from gpumem_magic.virtual.compiler import dynamo, inductor, tracing
-from gpumem_magic.virtual.engine.engine import Engine
+from gpumem_magic.virtual.compiler import dynamo, graph_trees, inductor, tracing
+from gpumem_magic.virtual.engine.device import MachineForTorch
 from gpumem_magic.virtual.operators.factories import Factories
 
 # What PyTorch itself compiles as a whole in a `flex_attention` that nobody compiled: `libraries.flex` has a rule for it.
@@ -26,8 +26,9 @@ _OWN_STEP = "_flex_attention_hop_wrapper"
 class Compiler:
     """`torch.compile` while the device is on."""
 
-    def __init__(self, engine: Engine, factories: Factories, current_device: Callable[[], int]) -> None:
-        self._engine = engine
+    def __init__(self, machine: MachineForTorch, factories: Factories, current_device: Callable[[], int]) -> None:
+        self._machine = machine
+        self._engine = machine.engine
         self._factories = factories
         self._current_device = current_device
         self._ready: set[str] = set()
@@ -52,6 +53,7 @@ class Compiler:
             if "inductor" not in self._ready:
                 self._ready.add("inductor")
                 patches.attempt(inductor.install, self._engine, self._current_device, self._otherwise)
+                patches.attempt(graph_trees.install, self._machine, self._otherwise)
             return inductor.compile_with(call, self._otherwise, wrapper, *args, **kwargs)
 
         patches.set(torch._TorchCompileInductorWrapper, "__call__", compile_with_inductor)

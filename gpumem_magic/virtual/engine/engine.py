@@ -119,19 +119,24 @@ class Engine:
             self._adopt(tensor.untyped_storage(), device, tensor, maker)
         return tensor
 
-    def borrowed(self, nbytes: int, device: int, twin: Any) -> Any:
-        """A storage on the device whose memory another process has. twin: its bytes on the host, if both compute."""
-        meta = _aten.empty.memory_format((nbytes,), dtype=torch.uint8, device=torch.device("meta"))
+    def borrowed(self, nbytes: int, device: int, twin: Any, address: int = 0) -> Any:
+        """A storage on the device whose memory another has: a process, or (at an address) a graph. twin: its bytes on the host,
+        if both compute."""
+        STATE.depth += 1
+        try:
+            meta = torch.empty((nbytes,), dtype=torch.uint8, device=torch.device("meta"))
+        finally:
+            STATE.depth -= 1
         tensor: VirtualTensor = FakeTensor.__new__(VirtualTensor, self.fake, meta, torch.device("cuda", device))
         with self.lock, torch._C.DisableTorchFunctionSubclass():
             storage = tensor.untyped_storage()
-            self.table.borrow(storage, device, twin)
+            self.table.borrow(storage, device, twin, address)
             return storage
 
     def address_of(self, tensor: VirtualTensor) -> int:
         with self.lock, torch._C.DisableTorchFunctionSubclass():
             placement = self.table.find(tensor.untyped_storage())
-            if placement is None or not placement.nbytes:
+            if placement is None or not placement.address:
                 return 0
             return placement.address + int(tensor.storage_offset()) * tensor.element_size()
 

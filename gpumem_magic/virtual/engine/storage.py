@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 
@@ -86,13 +86,32 @@ class StorageTable:
         self._placements[key] = Placement(device, address, nbytes, watch, node)
         return True
 
-    def borrow(self, storage: Any, device: int, twin: Any) -> None:
-        """The storage's memory on the device is another process's: none is taken, and none is given back."""
+    def borrow(self, storage: Any, device: int, twin: Any, address: int = 0) -> None:
+        """The storage's memory on the device is another's (a process's, or a replayed graph's): none is taken or given back."""
         self.drain()
         watch = _StorageReference(storage, self._ended.append)
         watch.key = storage._cdata
-        placement = self._placements[watch.key] = Placement(device, 0, 0, watch, 0)
+        placement = self._placements[watch.key] = Placement(device, address, 0, watch, 0)
         placement.twin = twin
+
+    def give_back(self, key: int) -> None:
+        """Frees the memory of a storage that lives on without it."""
+        placement = self._placements[key]
+        if placement.nbytes:
+            self._free(placement.device, placement.address)
+            placement.nbytes = 0
+
+    def owns(self, key: int) -> bool:
+        """Whether the storage's end will free its memory."""
+        return key in self._placements and self._placements[key].nbytes > 0
+
+    def restored(self, owners: Collection[int], live: Collection[int], gone: Collection[int]) -> None:
+        """After blocks were put back as they were: these storages own theirs, where it lives, and what is gone has no owner."""
+        for key, placement in self._placements.items():
+            if placement.address in gone:
+                placement.nbytes = 0
+            elif key in owners and placement.address in live and (storage := placement.watch()) is not None:
+                placement.nbytes = storage.nbytes()
 
     def resized(self, storage: Any) -> None:
         """After the storage's size changed: new memory, then the old is given back, as the device does it."""

@@ -63,9 +63,10 @@ def install(patches: Patches, machine: MachineForTorch, stream_of: Callable[[int
     for owner in (torch.cuda, torch.cuda.memory):
         if hasattr(owner, "MemPool"):
             patches.set(owner, "MemPool", MemPool)
-    patches.set(torch.cuda.memory, "_cuda_beginAllocateCurrentThreadToPool", begin)
-    patches.set(torch.cuda.memory, "_cuda_endAllocateToPool", end)
-    patches.set(torch.cuda.memory, "_cuda_releasePool", release)
+    for place in (torch.cuda.memory, torch._C):
+        patches.set(place, "_cuda_beginAllocateCurrentThreadToPool", begin)
+        patches.set(place, "_cuda_endAllocateToPool", end)
+        patches.set(place, "_cuda_releasePool", release)
 
 
 class _Capturing(threading.local):

@@ -1,0 +1,105 @@
+"""Inductor's CUDA graphs (`mode="reduce-overhead"`): PyTorch's own trees of recordings, over the emulated allocator's pools.
+
+A function runs once to warm up, once while it is recorded, and is replayed from then on: inputs that move are copied into the
+pool, results lie where the recording put them. What is here are the places where PyTorch asks C++ for the pool's state, for
+storages without a block of their own, and to give a storage's block back.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections import Counter
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+from gpumem_magic.allocator.blocks import PoolId
+from gpumem_magic.allocator.pool_checkpoints import PoolCheckpoint
+from gpumem_magic.patching import Patches
+from gpumem_magic.virtual.engine.device import MachineForTorch
+from gpumem_magic.virtual.engine.modes import META, STATE
+
+
+def install(patches: Patches, machine: MachineForTorch, otherwise: Counter[str]) -> None:
+    """Until the patches are undone, Inductor records and replays on the devices of this machine."""
+    engine = machine.engine
+    trees = importlib.import_module("torch._inductor.cudagraph_trees")
+
+    def allocator(device: int) -> Any:
+        return machine.devices[device].allocator
+
+    def check_state(device: int, pool_id: PoolId) -> PoolCheckpoint:
+        with engine.lock:
+            engine.table.drain()
+            found: PoolCheckpoint = allocator(device).checkpoint(pool_id)
+            return found
+
+    def set_state(device: int, state: PoolCheckpoint, stale: list[int], owners: list[int]) -> None:
+        with engine.lock:
+            engine.table.drain()
+            freed = allocator(device).live_in(state.pool_id)
+            allocator(device).restore(state)
+            live = allocator(device).live_in(state.pool_id)
+            engine.table.restored(set(owners), live, freed - live)
+
+    def live_as_told(device: int, pool_id: PoolId, told: set[int]) -> bool:
+        with engine.lock:
+            engine.table.drain()
+            return bool(allocator(device).live_in(pool_id) == set(told))
+
+    def delete(address: int) -> None:
+        with engine.lock:
+            for device in machine.devices:
+                with suppress(ValueError):
+                    device.free(address)
+
+    def free_storage(storage: int) -> None:
+        with engine.lock:
+            engine.table.give_back(storage)
+
+    def storage_at(address: int, device: torch.device, nbytes: int) -> Any:
+        return engine.borrowed(nbytes, device.index or 0, None, address)
+
+    def tensor_on(metadata: dict[str, Any], storage: Any) -> torch.Tensor:
+        STATE.depth += 1
+        try:
+            meta = torch.empty(0, dtype=metadata["dtype"], device=META)
+            meta.set_(storage, metadata["storage_offset"], metadata["size"], metadata["stride"])
+        finally:
+            STATE.depth -= 1
+        with engine.uninterrupted, engine.lock:
+            return engine.wrap(meta, metadata["device"].index or 0, "torch.compile")
+
+    def same_addresses(tensors: Any, addresses: Any, places: Any) -> bool:
+        return all(addresses[place] is None or tensors[place].data_ptr() == addresses[place] for place in places)
+
+    def nothing(*args: Any) -> None:
+        """Of cuDNN's trials, which are not run, and of words about memory that a later replay has taken."""
+
+    for name, function in {
+        "_cuda_cudaCachingAllocator_is_enabled": lambda: True,
+        "_cuda_getCheckpointState": check_state,
+        "_cuda_setCheckpointPoolState": set_state,
+        "_cuda_checkPoolLiveAllocations": live_as_told,
+        "_cuda_cudaCachingAllocator_raw_delete": delete,
+        "_free_And_Remove_DeleterFn": free_storage,
+        "_has_Standard_Deleter": engine.table.owns,
+        "_construct_storage_from_data_pointer": storage_at,
+        "_construct_CUDA_Tensor_From_Storage_And_Metadata": tensor_on,
+        "_tensors_data_ptrs_at_indices_equal": same_addresses,
+        "_set_storage_access_error_msg": nothing,
+        "_set_storage_data_ptr_access_error_msg": nothing,
+        "_cuda_get_conv_benchmark_empty_cache": lambda: True,
+        "_cudnn_set_conv_benchmark_empty_cache": nothing,
+    }.items():
+        patches.set(torch._C, name, function)
+    output = importlib.import_module("torch._inductor.output_code")
+    skip = output.log_cudagraph_skip_and_bump_counter
+
+    def skipped(why: str) -> None:
+        otherwise[f"without CUDA graphs, as on a card ({(why.splitlines() or [''])[0]})"] += 1
+        skip(why)
+
+    patches.set(output, "log_cudagraph_skip_and_bump_counter", skipped)
+    patches.also_undo(trees.reset_cudagraph_trees)
