@@ -32,7 +32,7 @@ def book() -> Iterator[Notebook]:
 def test_models_are_compiled_in_one_and_nothing_is_changed_here(book: Notebook) -> None:
     book.cell("%%gpumem -o both --compare compile\n" + MADE + STEPS)
     both = book.shell.user_ns["both"]
-    assert both.eager.ending == both.compiled.ending == FITS
+    assert both.eager.ending == both.compiled.ending == FITS, both
     # Of (4096, 512): eagerly the product, GELU's result, dropout's and LayerNorm's, and the mask; compiled, fewer.
     assert both.eager.categories["activations"] >= 40 * MIB
     assert both.compiled.categories["activations"] <= both.eager.categories["activations"] - 8 * MIB

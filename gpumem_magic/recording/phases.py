@@ -206,7 +206,7 @@ class Phases:
         self._handles.append(
             nn_module.register_module_forward_hook(self._forward_ended, with_kwargs=True, always_call=True)
         )
-        torch_seams.be_quiet_about_hooks(self._patches, lambda: [handle.id for handle in self._handles])
+        torch_seams.be_quiet_about_hooks(self._patches)
 
     def _forward_begins(self, module: torch.nn.Module, args: tuple[Any, ...]) -> None:
         # The compiler, which reads this as a part of the user's program, finds nothing to do.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import itertools
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -141,20 +141,25 @@ def _tables_of_hooks(*places: Any) -> list[dict[int, Any]]:
     ]
 
 
-def be_quiet_about_hooks(patches: Patches, own: Callable[[], Iterable[int]]) -> None:
+def be_quiet_about_hooks(patches: Patches) -> None:
     """PyTorch warns the user of a compiled module about global hooks; of ours, which do nothing to it, it need not.
 
-    own: the numbers of our hooks' handles. Where a PyTorch has no such question, nothing is done.
+    Where a PyTorch has no such question, nothing is done.
     """
     if not callable(getattr(nn_module, "_has_any_global_hook", None)):
         return
     tables = _tables_of_hooks(nn_module)
 
     def has_others() -> bool:
-        ours = set(own())
+        ours = {number for table in tables for number, hook in table.items() if _is_ours(hook)}
         return any(number not in ours for table in tables for number in table)
 
     patches.set(nn_module, "_has_any_global_hook", has_others)
+
+
+def _is_ours(hook: object) -> bool:
+    owner = type(getattr(hook, "__self__", None))
+    return owner.__module__.partition(".")[0] == __name__.partition(".")[0]
 
 
 def _around(original: Callable[..., Any], begins: Around) -> Callable[..., Any]:
