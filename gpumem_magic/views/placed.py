@@ -44,5 +44,5 @@ def loads_widgets_on_sight() -> bool:
     VS Code's extension puts the notebook's name into the kernel's namespace.
     """
     core = sys.modules.get("IPython.core.interactiveshell")
-    shell = core.InteractiveShell._instance if core is not None else None
+    shell = core.InteractiveShell.instance() if core is not None and core.InteractiveShell.initialized() else None
     return "google.colab" in sys.modules or "__vsc_ipynb_file__" in getattr(shell, "user_ns", ())
