@@ -36,6 +36,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("user_report",),
     ("session",),
     ("trials",),
+    ("advice",),
     ("notebook", "commands"),
 )
 TOP = len(FLOORS)

@@ -538,7 +538,7 @@ def test_the_card_of_help_names_lines_that_their_magics_take(shell: Any) -> None
 
 def test_help_completion_and_errors_of_every_magic_come_from_its_parser(shell: Any) -> None:
     lines = sorted(name for name in shell.magics_manager.magics["line"] if name.startswith("gpumem"))
-    assert len(lines) == 11
+    assert len(lines) == 12
     for name in lines:
         offered = GpuMemMagics.__dict__[name].parser.complete(SimpleNamespace(line=f"%{name} -", symbol="-"))
         text = shell.find_line_magic(name).__doc__

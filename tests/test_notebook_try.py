@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import gpumem_magic
-from gpumem_magic.notebook.remedy import RemedyError, edited, made_anew, remedy_of
+from gpumem_magic.advice.fresh import made_anew
+from gpumem_magic.notebook.remedy import RemedyError, edited, remedy_of
 
 # what is made in the large blocks' places splits each of them
 SPLIT = "large = [mib(1000) for _ in range(14)]\ndel large\na = [mib(600) for _ in range(14)]\nbig = mib(1500)"

@@ -300,14 +300,20 @@ def test_after_memory_ran_out_one_line_offers_it_and_nothing_runs(
     cell = "batch_size = 400\nfor i in range(3):\n    x = torch.zeros(batch_size, 1 << 20, device='cuda')"
     said = book.cell("%%gpumem\n" + cell)
     assert "`%%gpumem --fit batch_size=1..400` above this cell" in said
+    assert "`%%gpumem --advise` what would make it fit" in said
     book.cell("%%gpumem --fit batch_size=1..400 -q -o found\n" + cell)
     assert 0 < book.shell.user_ns["found"].largest < 400
     assert "--fit" not in book.cell("%%gpumem -q\n" + cell)
     assert "--fit" not in book.cell("%%gpumem\n" + cell.replace("400", "4"))
-    assert "--fit" not in book.cell("%%gpumem\nx = torch.zeros(400, 1 << 20, device='cuda')")
+    said = book.cell("%%gpumem\nx = torch.zeros(400, 1 << 20, device='cuda')")
+    assert "--fit" not in said
+    assert "`%%gpumem --advise` above this cell" in said
+    assert "--advise" not in book.cell("%%gpumem\nx = torch.zeros(4, 1 << 20, device='cuda')")
     # What it could not do is not offered.
     monkeypatch.delattr(os, "fork")
-    assert "--fit" not in book.cell("%%gpumem\n" + cell)
+    said = book.cell("%%gpumem\n" + cell)
+    assert "--fit" not in said
+    assert "--advise" not in said
 
 
 # ---- functions and scripts

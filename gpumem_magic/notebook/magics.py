@@ -17,6 +17,7 @@ from IPython.core.magic import Magics, line_cell_magic, line_magic, magics_class
 
 from gpumem_magic.devices.base import DeviceError
 from gpumem_magic.notebook import auto, devices
+from gpumem_magic.notebook.advising import advise, advise_last
 from gpumem_magic.notebook.fitting import compare_compiled, fit
 from gpumem_magic.notebook.flags import words
 from gpumem_magic.notebook.help import card
@@ -79,6 +80,8 @@ class GpuMemMagics(Magics):
         processes of their own. So does ``%%gpumem --ranks 8 --device H100``, where the cell runs as ranks of eight, with ``RANK``
         and ``WORLD_SIZE`` in its environment and process groups of this size; one report has all ranks.
         ``%%gpumem --compare compile`` runs copies without torch.compile and with it.
+
+        ``%%gpumem --advise`` runs copies of the cell in the same way, each with a change that may save memory.
         """
         __tracebackhide__ = True
         options, statement = self.gpumem.parser.read_front(line)
@@ -97,6 +100,8 @@ class GpuMemMagics(Magics):
             return None
         if options.ranks is not None:
             return ranks(self.shell, prepared, options)
+        if options.advise:
+            return advise(self.shell, prepared, options, lines_above)
         if options.fit:
             return fit(self.shell, prepared, options)
         if options.compare:
@@ -221,6 +226,23 @@ class GpuMemMagics(Magics):
             raise UsageError("%gpumem_try runs a cell of its own: type it in a cell that is not measured")
         options = self.gpumem_try.parser.read(line)
         try_remedy(self.shell, " ".join(options.remedy), sure=options.yes)
+
+    @words()
+    @line_magic
+    def gpumem_advise(self, line: str) -> None:
+        """Says what would make the last cell fit, or leave room: each change is made to a copy of it, and run.
+
+        ::
+
+          %gpumem_advise
+          %gpumem_advise --device A100-40GB -o advice
+
+        The copies run on a virtual card, in processes of their own; the notebook is as before. ``%%gpumem --advise`` above a
+        cell does the same without running the cell itself.
+        """
+        if self.running is not None and self.running.is_running():
+            raise UsageError("%gpumem_advise is for the cell before: type it in a cell that is not measured")
+        advise_last(self.shell, self.gpumem_advise.parser.read(line))
 
     @words()
     @line_magic

@@ -84,26 +84,6 @@ def edited(code: str, remedy: Remedy) -> tuple[str, list[int]]:
     return changed, sorted({line for line, _, _, _ in changes})
 
 
-def made_anew(code: str) -> set[str]:
-    """The names that a cell's top-level statements give a value before anything in it reads them."""
-    made: set[str] = set()
-    read: set[str] = set()
-    for statement in ast.parse(code).body:
-        if isinstance(statement, (ast.Assign, ast.AnnAssign, ast.For, ast.AsyncFor)):
-            value = statement.iter if isinstance(statement, (ast.For, ast.AsyncFor)) else statement.value
-            read |= _names(value) - made if value is not None else set()
-            targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
-            for target in targets:
-                made |= {name for name in _names(target, ast.Store) if name not in read}
-                read |= _names(target, ast.Load) - made
-        read |= _names(statement, ast.Load) - made
-    return made
-
-
-def _names(node: ast.AST, kind: type[ast.expr_context] = ast.Load) -> set[str]:
-    return {one.id for one in ast.walk(node) if isinstance(one, ast.Name) and isinstance(one.ctx, kind)}
-
-
 def _bracket(call: ast.Call) -> tuple[int, int]:
     """The line and column of a call's closing bracket."""
     return call.end_lineno or call.lineno, (call.end_col_offset or 1) - 1

@@ -14,8 +14,9 @@ from typing import Any
 
 from IPython.core.error import UsageError
 
+from gpumem_magic.advice.fresh import made_anew
 from gpumem_magic.notebook.devices import machine_in_use
-from gpumem_magic.notebook.remedy import Remedy, RemedyError, edited, made_anew, remedy_of
+from gpumem_magic.notebook.remedy import Remedy, RemedyError, edited, remedy_of
 from gpumem_magic.session import recording
 from gpumem_magic.units import counted, human
 

@@ -94,19 +94,19 @@ class Fits:
 
     def _answer(self, case: FitCase) -> str:
         found, best, above = case.found, case.found.best, case.found.above
-        card = _card(case.device)
+        card = card_in_words(case.device)
         if best is None:
             lowest = min(found.tried, key=lambda one: one.values[self.name])
             if lowest.ending == ERROR:
-                return f"Nothing can be said of {self.name}: {self._told(lowest)} {_failure(lowest)}."
-            return f"Not even {self._told(lowest)} fits on {card}: it {_failure(lowest)}."
-        words = f"{self._told(best)} fits on {card} ({_of(best)})"
+                return f"Nothing can be said of {self.name}: {self._told(lowest)} {failure_in_words(lowest)}."
+            return f"Not even {self._told(lowest)} fits on {card}: it {failure_in_words(lowest)}."
+        words = f"{self._told(best)} fits on {card} ({of_the_card(best)})"
         if found.is_constant and above is None:
             return f"{words}, the last value that was asked for: the memory does not depend on {self.name}."
         if above is None:
             at_end = best.values[self.name] == found.values[-1]
             return f"{words}, {'the last value that was asked for' if at_end else 'and no larger one was run'}."
-        words = f"{words}; {above.values[self.name]:,} {_failure(above)}."
+        words = f"{words}; {above.values[self.name]:,} {failure_in_words(above)}."
         if not found.is_proven:
             words += f" Between {best.values[self.name]:,} and {above.values[self.name]:,} nothing else was run."
         return words
@@ -158,7 +158,7 @@ class Fits:
         parts = []
         for case in self.cases:
             best = self._best(case)
-            card = f"{_card(case.device)}" if self._cards > 1 else ""
+            card = f"{card_in_words(case.device)}" if self._cards > 1 else ""
             across = f"{self.across}={case.across}" if self.across is not None else ""
             where = " with ".join(part for part in (f"on {card}" if card else "", across) if part)
             parts.append(f"{'nothing' if best is None else f'{best:,}'} {where}")
@@ -173,19 +173,21 @@ class Fits:
         first = [case.device] * (self._cards > 1) + ([f"{case.across:,}"] if case.across is not None else [])
         if found.best is None:
             one = min(found.tried, key=lambda one: one.values[self.name])
-            return [*first, "none", "", f"{one.values[self.name]:,} {_failure(one)}"]
+            return [*first, "none", "", f"{one.values[self.name]:,} {failure_in_words(one)}"]
         above = found.above
-        following = "the last that was asked for" if above is None else f"{above.values[self.name]:,} {_failure(above)}"
+        following = (
+            "the last that was asked for" if above is None else f"{above.values[self.name]:,} {failure_in_words(above)}"
+        )
         if above is not None and not found.is_proven:
             following += "; nothing between was run"
-        return [*first, f"{found.best.values[self.name]:,}", _of(found.best), following]
+        return [*first, f"{found.best.values[self.name]:,}", of_the_card(found.best), following]
 
     def _run_of_all(self) -> Iterator[str]:
         tried = self.trials
         yield f"Run on virtual cards, in {counted(len(tried), 'trial')}. {self._ends(tried)}".rstrip()
 
 
-def _failure(one: Tried) -> str:
+def failure_in_words(one: Tried) -> str:
     """``fails at line 12, `loss.backward()`, in iteration 2``."""
     place = f" at line {one.line}" if one.line else ""
     place += f", `{one.statement}`" if one.statement else ""
@@ -195,14 +197,14 @@ def _failure(one: Tried) -> str:
     return f"fails{place}"
 
 
-def _of(one: Tried) -> str:
+def of_the_card(one: Tried) -> str:
     """``14.6 of 14.7 GiB``."""
     if one.capacity >= GIB:
         return f"{one.used / GIB:.1f} of {one.capacity / GIB:.1f} GiB"
     return f"{human(one.used)} of {human(one.capacity)}"
 
 
-def _card(name: str) -> str:
+def card_in_words(name: str) -> str:
     head = name.split(",")[0]
     if head[:1].isdigit():
         return head

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 
 from gpumem_magic.allocator.program import ALLOC, FAILED, FREE, Program
+from gpumem_magic.allocator.settings import parse
 from gpumem_magic.attribution.view import DeviceView
 from gpumem_magic.recording import under_way
 from gpumem_magic.recording.failure import is_out_of_memory
@@ -17,6 +19,7 @@ from gpumem_magic.recording.repetition import ENOUGH
 from gpumem_magic.report.build import report_of
 from gpumem_magic.report.model import ReportData
 from gpumem_magic.trials.cards import put_on
+from gpumem_magic.trials.costs import Costs
 from gpumem_magic.trials.process import in_a_fork, last_words
 from gpumem_magic.trials.programs import Place, Running, Subject
 from gpumem_magic.trials.tried import ERROR, FITS, MEMORY, Course, Share, Tried
@@ -25,20 +28,34 @@ from gpumem_magic.virtual.engine.device import VirtualDevice
 
 def tried(program: Subject, device: str | None, values: Mapping[str, int]) -> Tried:
     """Runs the program with these values on a card (None: the one that is on) in a process of its own."""
-    found: Tried = in_a_fork(lambda: _run(program, device, values))
+    found: Tried = in_a_fork(lambda: run_here(program, device, values)[0])
     return found
 
 
-def _run(program: Subject, device: str | None, values: Mapping[str, int]) -> Tried:
+def run_here(
+    program: Subject,
+    device: str | None,
+    values: Mapping[str, int],
+    *,
+    conf: str = "",
+    with_costs: bool = False,
+    most: int | None = None,
+) -> tuple[Tried, DeviceView, Running]:
+    """The same in this process, which has to be the trial's own. conf: settings of the allocator, besides those that it has.
+    most: it ends after so many iterations; None for no limit."""
     under_way.abandon()
     machine = put_on(device)
+    for one in machine.devices if conf else ():
+        text = ",".join(part for part in (one.allocator.settings_text, conf) if part)
+        one.allocator.settings, one.allocator.settings_text = parse(text), text
     running = program.prepared(values)
     index = machine.current_device()
     recorder = Recorder(machine, primary=index, names=running.names, own_file=running.filename)
-    limit = IterationLimit(None, lambda: recorder.alike >= ENOUGH)
+    limit = IterationLimit(most, lambda: recorder.alike >= ENOUGH)
     recorder.start(running.namespace())
     limit.install()
     running.observe(CellProgress(recorder, limit, running.source), recorder)
+    costs = Costs(machine.engine, lambda: len(recorder.iterations)) if with_costs else None
     error: BaseException | None = None
     place: Place | None = None
     try:
@@ -56,7 +73,9 @@ def _run(program: Subject, device: str | None, values: Mapping[str, int]) -> Tri
         view = DeviceView(recording, primary)
         report = report_of(view, most_steps=0)
     ending = FITS if error is None else MEMORY if is_out_of_memory(error) else ERROR
-    return _told(machine.spec.text, values, ending, report, view, machine.devices[primary], iterations, repeats)
+    told = _told(machine.spec.text, values, ending, report, view, machine.devices[primary], iterations, repeats)
+    flops, moved = (0, 0) if costs is None else costs.of_one()
+    return replace(told, flops=flops, moved=moved), view, running
 
 
 def _to_its_end(running: Running) -> None:

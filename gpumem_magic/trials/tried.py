@@ -48,6 +48,7 @@ class Tried:
 
     iterations: of training; repeats: whether it ended since they repeated exactly. line, statement, iteration: where it failed;
     wanted: the request that failed; error: the first line of another error. notes: what its report says besides.
+    flops, moved: of one iteration, where they were counted: FLOPs by PyTorch's formulas, bytes between host and device.
     """
 
     device: str
@@ -71,6 +72,7 @@ class Tried:
     course: Course | None = field(default=None, repr=False, compare=False)
     flops: int = 0
     notes: tuple[str, ...] = ()
+    moved: int = 0
 
     @property
     def fits(self) -> bool:

@@ -1,0 +1,192 @@
+"""Each change that a cell's run gives reason for is run by itself; then the cheapest set that fits, or leaves most room."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from gpumem_magic.advice.changes.catalog import proposals
+from gpumem_magic.advice.draft import Unchangeable
+from gpumem_magic.advice.evidence import Evidence
+from gpumem_magic.advice.proposal import DIFFERENT, RESULTS, Proposal
+from gpumem_magic.advice.trial import CellTrials
+from gpumem_magic.trials.tried import ERROR, MEMORY, Tried
+
+Told = Callable[[str, Tried], None]
+"""Is told of each trial: what was changed, and what it came to."""
+# A set that fits is looked for in so many runs.
+_MOST_SETS = 6
+# Of the peak, in bytes: less is nothing saved.
+_LEAST = 1 / 200
+
+
+@dataclass(frozen=True)
+class ChangeOutcome:
+    """What a set of changes came to. run: on the card; need: what it would hold at its peak if nothing failed (the same run where
+    it fits). code: the changed cell."""
+
+    proposals: tuple[Proposal, ...]
+    code: str
+    run: Tried
+    need: Tried
+
+    @property
+    def results(self) -> str:
+        """What becomes of the results: the worst of the changes' words."""
+        return max((one.results for one in self.proposals), key=RESULTS.index, default=RESULTS[0])
+
+    @property
+    def conf(self) -> str:
+        return ",".join(one.conf for one in self.proposals if one.conf)
+
+    @property
+    def name(self) -> str:
+        return ", ".join(one.name for one in self.proposals)
+
+
+@dataclass(frozen=True)
+class Advised:
+    """base: the cell as it is. outcomes: each change by itself, in the order in which they ran. best: the set that is advised,
+    None where nothing helps."""
+
+    device: str
+    base: ChangeOutcome
+    outcomes: tuple[ChangeOutcome, ...]
+    best: ChangeOutcome | None
+    tried: tuple[Tried, ...]
+
+
+class CellFails(ValueError):
+    """The cell raises something other than out of memory. The text is one line."""
+
+
+def advised(trials: CellTrials, code: str, told: Told) -> Advised:
+    """code: the cell as Python. Raises DeviceError, and CellFails."""
+    return _AdviceSearch(trials, code, told).found()
+
+
+class _AdviceSearch:
+    def __init__(self, trials: CellTrials, code: str, told: Told) -> None:
+        self.trials, self.code, self.told = trials, code, told
+        self.tried: list[Tried] = []
+
+    def found(self) -> Advised:
+        base, seen = self._base()
+        self.base = base
+        outcomes = []
+        for one in proposals(seen, self.code):
+            outcome = self._outcome([one])
+            if outcome is not None:
+                outcomes.append(outcome)
+        best = self._best(outcomes)
+        return Advised(self.trials.device, base, tuple(outcomes), best, tuple(self.tried))
+
+    def _run(self, name: str, code: str, conf: str = "", *, wide: bool = False) -> tuple[Tried, Evidence]:
+        found, seen = self.trials.run(code, conf, wide=wide)
+        self.tried.append(found)
+        self.told(name, found)
+        return found, seen
+
+    def _base(self) -> tuple[ChangeOutcome, Evidence]:
+        name = "the cell as it is"
+        run, seen = self._run(name, self.code)
+        need = run
+        if run.ending == MEMORY:
+            need, seen = self._run(name, self.code, wide=True)
+        if ERROR in (run.ending, need.ending):
+            failed = run if run.ending == ERROR else need
+            at = f" (line {failed.line})" if failed.line else ""
+            raise CellFails(f"the cell raises {failed.error}{at}")
+        return ChangeOutcome((), self.code, run, need), seen
+
+    def _outcome(self, chosen: Sequence[Proposal]) -> ChangeOutcome | None:
+        """What the changes come to, together; None where they cannot be made together."""
+        code = self.code
+        try:
+            for one in chosen:
+                code = one.made(code)
+        except Unchangeable:
+            return None
+        conf = ",".join(one.conf for one in chosen if one.conf)
+        name = ", ".join(one.name for one in chosen)
+        run, _ = self._run(name, code, conf)
+        need = run
+        if run.ending == MEMORY:
+            # Settings of the allocator change no tensor.
+            need = self.base.need if code == self.code else self._run(name, code, conf, wide=True)[0]
+        return ChangeOutcome(tuple(chosen), code, run, need)
+
+    # ---- sets
+
+    def _best(self, outcomes: Sequence[ChangeOutcome]) -> ChangeOutcome | None:
+        if self.base.run.fits:
+            return self._most_room(outcomes)
+        fitting = [one for one in outcomes if one.run.fits]
+        if fitting:
+            return min(fitting, key=self._price)
+        return self._set_that_fits(outcomes)
+
+    def _price(self, one: ChangeOutcome) -> tuple[int, int, int, int, int]:
+        """What a set costs: first what becomes of the results, then what is computed and moved besides, then lines."""
+        base = self.base.need
+        flops = max(0, one.need.flops - base.flops)
+        percent = round(100 * flops / base.flops) if base.flops else 0
+        return (
+            RESULTS.index(one.results), percent, max(0, one.need.moved - base.moved), len(one.proposals), one.run.used,
+        )  # fmt: skip
+
+    def saves(self, one: ChangeOutcome) -> bool:
+        """Whether it makes anything better: the memory needed, or what the allocator takes from the card for it."""
+        least = _LEAST * self.base.need.allocated
+        return one.need.ending != ERROR and (
+            one.need.allocated <= self.base.need.allocated - least
+            or (one.run.fits and self.base.run.fits and one.run.used <= self.base.run.used - least)
+        )
+
+    def _most_room(self, outcomes: Sequence[ChangeOutcome]) -> ChangeOutcome | None:
+        """All that keep the results and save something, one after the other, while each saves more."""
+        useful = [one for one in outcomes if one.run.fits and self.saves(one) and one.results != DIFFERENT]
+        useful.sort(key=lambda one: (one.run.used, self._price(one)))
+        if not useful:
+            return None
+        best = useful[0]
+        for one in useful[1:_MOST_SETS]:
+            if one.conf and best.conf:
+                continue
+            both = self._outcome([*best.proposals, *one.proposals])
+            if both is not None and both.run.fits and both.run.used < best.run.used:
+                best = both
+        return best
+
+    def _set_that_fits(self, outcomes: Sequence[ChangeOutcome]) -> ChangeOutcome | None:
+        """The cheap ones that save something first, together, until they fit; then without each that is not needed. Where none
+        fits: the set that comes nearest."""
+        useful = sorted((one for one in outcomes if one.need.ending != ERROR), key=lambda one: self._price(one)[:4])
+        useful = [one for one in useful if self.saves(one)] + [one for one in useful if not self.saves(one)]
+        if not useful:
+            return None
+        found = min(useful, key=lambda one: one.need.allocated)
+        chosen = list(useful[0].proposals)
+        left = _MOST_SETS
+        for one in useful[1:]:
+            (more,) = one.proposals
+            if not left or found.run.fits:
+                break
+            if any(_exclude(more, other) for other in chosen):
+                continue
+            left -= 1
+            outcome = self._outcome([*chosen, more])
+            if outcome is not None and outcome.need.ending != ERROR:
+                chosen.append(more)
+                found = min(found, outcome, key=lambda one: (not one.run.fits, one.need.allocated))
+        if found.run.fits:
+            for more in found.proposals[:-1]:
+                fewer = self._outcome([other for other in found.proposals if other is not more])
+                if fewer is not None and fewer.run.fits:
+                    found = fewer
+        return found if found.run.fits or self.saves(found) else None
+
+
+def _exclude(one: Proposal, other: Proposal) -> bool:
+    """Two of a kind: settings of the allocator, ways of an optimizer."""
+    return one.name.partition("=")[0] in ("fused", "foreach") and other.name.partition("=")[0] in ("fused", "foreach")

@@ -1,0 +1,233 @@
+"""What was advised, as somebody reads it: the cheapest changes that fit first, as a diff, then what each change came to."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Callable, Container, Iterator
+from html import escape
+from typing import TYPE_CHECKING, Any
+
+from gpumem_magic.advice.advise import Advised, ChangeOutcome
+from gpumem_magic.advice.trial import MOST_ITERATIONS
+from gpumem_magic.trials.answer import card_in_words, failure_in_words, of_the_card
+from gpumem_magic.trials.tried import ERROR, MEMORY, Tried
+from gpumem_magic.units import counted, human
+from gpumem_magic.views.display import HTML, PLAIN, PNG, in_terminal
+from gpumem_magic.views.lines import table
+from gpumem_magic.views.sheet import Sheet
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_HEADS = ["change", "peak", "saves", "on the card", "results", "costs"]
+_LEAST_PERCENT = 1
+
+
+class Advice:
+    """What would save memory: shown in a notebook as words, a diff, a picture and a table, and by `print` as text.
+
+    ``advice.code`` is the changed cell and ``advice.diff`` what changes in it; ``advice.conf`` are settings for
+    PYTORCH_CUDA_ALLOC_CONF, "" where none are needed. `to_dict` has every run, in bytes.
+    """
+
+    def __init__(self, found: Advised, shown: Callable[[str], str]) -> None:
+        self.found = found
+        self._shown = shown
+
+    @property
+    def code(self) -> str:
+        """The cell with the changes that are advised; as it is where nothing helps."""
+        return self._shown((self.found.best or self.found.base).code)
+
+    @property
+    def conf(self) -> str:
+        """The allocator's settings that are advised."""
+        return "" if self.found.best is None else self.found.best.conf
+
+    @property
+    def diff(self) -> str:
+        """From the cell to `code`."""
+        return "" if self.found.best is None else self._diff(self.found.best)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the cell fits, with what is advised or as it is."""
+        return (self.found.best or self.found.base).run.fits
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every run, in bytes and FLOPs."""
+        found = self.found
+        return {
+            "device": found.device,
+            "capacity": found.base.run.capacity,
+            "as_it_is": self._numbers(found.base),
+            "changes": [self._numbers(one) for one in found.outcomes],
+            "advised": None if found.best is None else self._numbers(found.best),
+            "trials": len(found.tried),
+        }
+
+    def to_json(self) -> str:
+        """The same as text."""
+        return json.dumps(self.to_dict(), indent=1)
+
+    def plot(self, *, dark: bool = False) -> Figure:
+        """What each change leaves at the peak, by category, as a matplotlib Figure, made without pyplot."""
+        from gpumem_magic.advice.picture import draw
+
+        return draw(self._pictured(), self.found.device, self.found.base.run.capacity, dark=dark)
+
+    def __repr__(self) -> str:
+        body = table(self._rows(), range(1, 3)) if self.found.outcomes else ""
+        blocks = ["\n".join(self._head()), self._how(), body, "\n".join(self._after())]
+        return "\n\n".join(block for block in blocks if block)
+
+    def _repr_mimebundle_(
+        self, include: Container[str] | None = None, exclude: Container[str] | None = None
+    ) -> dict[str, Any]:
+        wanted = {
+            kind
+            for kind in (PLAIN, HTML, PNG)
+            if (include is None or kind in include) and (exclude is None or kind not in exclude)
+        }
+        data: dict[str, Any] = {PLAIN: repr(self)}
+        if HTML in wanted and not in_terminal():
+            from gpumem_magic.advice.picture import element
+
+            how = self._how()
+            rows = self._rows() if self.found.outcomes else ()
+            sheet = Sheet("\n".join(self._head()), rows, figures=range(1, 3), after="\n".join(self._after()))
+            code = f"<pre>{escape(how)}</pre>" if how else ""
+            data[HTML] = sheet.html(
+                between=code + element(self._pictured(), self.found.device, self.found.base.run.capacity)
+            )
+        return data
+
+    # ---- words
+
+    def _head(self) -> Iterator[str]:
+        base, best = self.found.base, self.found.best
+        card = card_in_words(self.found.device)
+        if best is None:
+            yield f"No change that was run makes the cell {'smaller' if base.run.fits else f'fit on {card}'}."
+        elif best.run.fits and not base.run.fits:
+            yield f"With {best.name} the cell fits on {card} ({of_the_card(best.run)}){self._consequences(best)}."
+        elif best.run.fits:
+            yield (
+                f"With {best.name} nvidia-smi's highest is {human(best.run.used)} instead of "
+                f"{human(base.run.used)}{self._consequences(best)}."
+            )
+        else:
+            yield (
+                f"Nothing that was run makes the cell fit on {card}. Nearest comes {best.name}: "
+                f"{human(best.need.allocated)} at the peak instead of {human(base.need.allocated)}{self._consequences(best)}."
+            )
+        if base.run.fits:
+            taken = human(base.run.allocated)
+            yield f"As it is, it fits on {card} ({of_the_card(base.run)}); its tensors take {taken} at the peak."
+        else:
+            yield (
+                f"As it is, it {failure_in_words(base.run)}; its tensors would take {human(base.need.allocated)} at the peak."
+            )
+
+    def _consequences(self, one: ChangeOutcome) -> str:
+        words = [f"the results are {one.results}"]
+        words += [but.but for but in one.proposals if but.but]
+        costs = self._costs(one)
+        return "; " + ", ".join(words) + (f"; it costs {costs}" if costs else "")
+
+    def _how(self) -> str:
+        best = self.found.best
+        if best is None:
+            return ""
+        parts = [self._diff(best)] if best.code != self.found.base.code else []
+        if best.conf:
+            parts.append(f"PYTORCH_CUDA_ALLOC_CONF={best.conf}   (set it before CUDA is first used)")
+        return "\n".join(parts)
+
+    def _diff(self, one: ChangeOutcome) -> str:
+        before, after = (self._shown(code).splitlines() for code in (self.found.base.code, one.code))
+        lines = list(difflib.unified_diff(before, after, lineterm="", n=1))
+        return "\n".join(lines[2:])
+
+    def _rows(self) -> list[list[str]]:
+        useful = [one for one in self.found.outcomes if self._helps(one)]
+        useful.sort(key=lambda one: (not one.run.fits, one.need.allocated))
+        best = self.found.best
+        rows = [["as it is", human(self.found.base.need.allocated), "", _on_the_card(self.found.base.run), "", ""]]
+        shown = [*useful, *([best] if best is not None and len(best.proposals) > 1 else [])]
+        return [_HEADS, *rows, *(self._row(one) for one in shown)]
+
+    def _row(self, one: ChangeOutcome) -> list[str]:
+        saved = self.found.base.need.allocated - one.need.allocated
+        results = one.results + ("*" if any(each.but for each in one.proposals) else "")
+        name = one.name if len(one.proposals) == 1 else "all that is advised"
+        return [name, human(one.need.allocated), human(saved), _on_the_card(one.run), results, self._costs(one)]
+
+    def _helps(self, one: ChangeOutcome) -> bool:
+        base = self.found.base
+        if one.need.ending == ERROR:
+            return False
+        return one.need.allocated < base.need.allocated or (
+            one.run.fits and (not base.run.fits or one.run.used < base.run.used)
+        )
+
+    def _costs(self, one: ChangeOutcome) -> str:
+        base = self.found.base.need
+        words = []
+        if base.flops and (percent := round(100 * (one.need.flops - base.flops) / base.flops)) >= _LEAST_PERCENT:
+            words.append(f"{percent} % more FLOPs")
+        if (moved := one.need.moved - base.moved) > 0:
+            words.append(f"{human(moved)} between host and device in each iteration")
+        return ", ".join(words)
+
+    def _after(self) -> Iterator[str]:
+        for one in self.found.outcomes:
+            for each in one.proposals:
+                if each.but and self._helps(one):
+                    yield f"* {each.name}: {each.but}."
+        without = [one.name for one in self.found.outcomes if one.need.ending != ERROR and not self._helps(one)]
+        if without:
+            yield f"Run, and of no help: {', '.join(without)}."
+        for one in self.found.outcomes:
+            if one.need.ending == ERROR:
+                yield f"Not possible here: {one.name} {failure_in_words(one.need)}."
+        count = counted(len(self.found.tried), "trial")
+        yield (
+            f"Each change was made to a copy of the cell and run on a virtual {self.found.device}, in {count}, until its "
+            f"iterations repeated exactly, at most {MOST_ITERATIONS} of them."
+        )
+
+    # ---- numbers
+
+    def _numbers(self, one: ChangeOutcome) -> dict[str, Any]:
+        need = one.need
+        return {
+            "change": one.name,
+            "fits": one.run.fits,
+            "ending": need.ending if need.ending == ERROR else one.run.ending,
+            "peak_allocated": need.allocated,
+            "saves": self.found.base.need.allocated - need.allocated,
+            "used": one.run.used if one.run.fits else None,
+            "categories": dict(need.categories),
+            "results": one.results,
+            "but": [each.but for each in one.proposals if each.but],
+            "flops": need.flops,
+            "moved": need.moved,
+            "conf": one.conf,
+            "diff": self._diff(one),
+        }
+
+    def _pictured(self) -> list[tuple[str, Tried]]:
+        return [("as it is", self.found.base.need), *((row.name, row.need) for row in self._drawn())]
+
+    def _drawn(self) -> list[ChangeOutcome]:
+        useful = sorted((one for one in self.found.outcomes if self._helps(one)), key=lambda one: one.need.allocated)
+        best = self.found.best
+        return [*([best] if best is not None and len(best.proposals) > 1 else []), *useful]
+
+
+def _on_the_card(one: Tried) -> str:
+    if one.ending == MEMORY:
+        return f"fails at line {one.line}" if one.line else "fails"
+    return f"fits ({of_the_card(one)})"

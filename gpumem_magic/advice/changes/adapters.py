@@ -1,0 +1,46 @@
+"""LoRA: small matrices are trained beside weights that stay as they are."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+
+from gpumem_magic.advice.draft import CellDraft
+from gpumem_magic.advice.evidence import Evidence
+from gpumem_magic.advice.proposal import DIFFERENT, Proposal
+
+_LEAST = 0.1
+_RANK, _MOST = 8, 8
+
+
+def lora(seen: Evidence, draft: CellDraft) -> Iterator[Proposal]:
+    trained = seen.share("gradients") + seen.share("optimizer_state")
+    if not seen.ran_backward or trained < _LEAST or importlib.util.find_spec("peft") is None:
+        return
+    for module in seen.modules:
+        layers = _targets(module.linears)
+        if layers:
+            yield Proposal(
+                f"LoRA for {module.name} (peft)", DIFFERENT, _Adapted(module.name, layers),
+                but="only the adapters are trained",
+            )  # fmt: skip
+
+
+class _Adapted:
+    def __init__(self, name: str, layers: list[str]) -> None:
+        self.name, self.layers = name, layers
+
+    def __call__(self, draft: CellDraft) -> None:
+        layers = ", ".join(f'"{name}"' for name in self.layers)
+        draft.behind(
+            self.name, f"{self.name} = get_peft_model({self.name}, LoraConfig(r={_RANK}, target_modules=[{layers}]))"
+        )
+        draft.at_top("from peft import LoraConfig, get_peft_model")
+
+
+def _targets(linears: tuple[str, ...]) -> list[str]:
+    """Their last names, which are alike in all blocks; of those that have numbers, few enough paths."""
+    last = sorted({path.rpartition(".")[2] for path in linears})
+    if any(name.isdigit() for name in last):
+        return list(linears) if len(linears) <= _MOST else []
+    return last

@@ -1,0 +1,26 @@
+"""torch.compile: fewer and smaller intermediate results, where PyTorch's compiler finds them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from gpumem_magic.advice.draft import CellDraft
+from gpumem_magic.advice.evidence import Evidence
+from gpumem_magic.advice.proposal import ROUNDING, Proposal
+
+_LEAST = 0.1
+
+
+def compilation(seen: Evidence, draft: CellDraft) -> Iterator[Proposal]:
+    if max(seen.share("activations"), seen.share("temporaries")) < _LEAST:
+        return
+    for module in seen.modules:
+        yield Proposal(f"{module.name}.compile()", ROUNDING, _CompiledInPlace(module.name))
+
+
+class _CompiledInPlace:
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __call__(self, draft: CellDraft) -> None:
+        draft.behind(self.name, f"{self.name}.compile()")

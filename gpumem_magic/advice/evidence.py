@@ -1,0 +1,191 @@
+"""What one run of a program shows that changes depend on: its modules and optimizers, its batch, and where its memory is."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from gpumem_magic.attribution.view import DeviceView
+from gpumem_magic.looks.objects import attribute, inherits, is_a, name_of_class
+from gpumem_magic.looks.tensors import (
+    MODULES,
+    is_module,
+    is_optimizer,
+    is_parameter,
+    is_tensor,
+    modules_in,
+    shape,
+    states_of,
+    table,
+    unseen,
+)
+from gpumem_magic.recording.model import BACKWARD
+from gpumem_magic.virtual.engine.tensors import VirtualTensor
+
+
+@dataclass(frozen=True)
+class ModuleClass:
+    """The modules of a class inside a named one. activations: what they and their parts hold at the peak, in bytes."""
+
+    root: str
+    name: str
+    count: int
+    activations: int
+    normalizes_batches: bool
+
+
+@dataclass(frozen=True)
+class NamedModule:
+    """A module that has a name in the program. recomputes: whether it can recompute its activations by itself, when asked."""
+
+    name: str
+    linears: tuple[str, ...]
+    recomputes: bool
+    normalizes_batches: bool
+    kind: str
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """allocated, reserved: at the peak, in bytes. batches: names of tensors on the device whose first sizes are alike, and that
+    size. bfloat16: whether the card computes in it by itself. host: free memory there, in bytes."""
+
+    categories: Mapping[str, int]
+    allocated: int
+    cached: int
+    ran_backward: bool
+    names: frozenset[str]
+    modules: tuple[NamedModule, ...] = ()
+    classes: tuple[ModuleClass, ...] = ()
+    optimizers: tuple[str, ...] = ()
+    batches: tuple[str, ...] = ()
+    batch_size: int = 0
+    bfloat16: bool = False
+    host: int = 0
+    state: int = field(default=0)
+
+    def share(self, category: str) -> float:
+        """Of what is allocated at the peak."""
+        return self.categories.get(category, 0) / max(1, self.allocated)
+
+    @property
+    def normalizes_batches(self) -> bool:
+        return any(one.normalizes_batches for one in self.modules)
+
+
+def evidence_of(view: DeviceView, names: frozenset[str], namespace: Mapping[str, Any]) -> Evidence:
+    """To be asked in the process in which the program ran."""
+    _, position = view.timeline.peak(0, len(view.timeline))
+    live = view.timeline.live_at(position)
+    categories: Counter[str] = Counter()
+    by_module: Counter[str] = Counter()
+    for one in live:
+        facts = view.tensors.facts(one)
+        categories[facts.category] += one.size
+        if facts.category == "activations":
+            by_module[facts.module] += one.size
+    with unseen():
+        found = {name: namespace[name] for name in sorted(names) if name in namespace}
+        modules = _distinct({name: thing for name, thing in found.items() if is_module(thing)})
+        optimizers = _distinct({name: thing for name, thing in found.items() if is_optimizer(thing)})
+        batches, size = _batches(found)
+        state = sum(
+            tensor.untyped_storage().nbytes()
+            for optimizer in optimizers.values()
+            for _, states in states_of(optimizer)
+            for tensor in (dict.values(states) if is_a(states, dict) else ())
+            if is_tensor(tensor) and is_a(tensor, VirtualTensor) and shape(tensor)
+        )
+        return Evidence(
+            categories=dict(categories),
+            allocated=sum(one.size for one in live),
+            cached=view.timeline.reserved_at(position) - sum(one.size for one in live),
+            ran_backward=any(span.kind == BACKWARD for span in view.recording.spans),
+            names=frozenset(found),
+            modules=tuple(_named(name, module) for name, module in modules.items()),
+            classes=tuple(one for name, module in modules.items() for one in _classes(name, module, by_module)),
+            optimizers=tuple(optimizers),
+            batches=batches,
+            batch_size=size,
+            bfloat16=torch.cuda.is_bf16_supported(including_emulation=False),
+            host=_free_on_the_host(),
+            state=state,
+        )
+
+
+def _distinct(found: dict[str, Any]) -> dict[str, Any]:
+    """One name for each object, the first."""
+    seen: set[int] = set()
+    return {name: thing for name, thing in found.items() if not (id(thing) in seen or seen.add(id(thing)))}  # type: ignore[func-returns-value]
+
+
+def _named(name: str, module: torch.nn.Module) -> NamedModule:
+    inner = list(modules_in(module))
+    linears = [path for path, one in inner if path and type(one) is torch.nn.Linear]
+    recomputes = any("gradient_checkpointing_enable" in vars(kind) for kind in type(module).__mro__) and bool(
+        getattr(type(module), "supports_gradient_checkpointing", False)
+    )
+    return NamedModule(
+        name, tuple(linears), recomputes, any(_normalizes(one) for _, one in inner), name_of_class(type(module))
+    )
+
+
+def _classes(name: str, root: torch.nn.Module, by_module: Counter[str]) -> list[ModuleClass]:
+    """The classes of its parts that have parts themselves, none inside another of its class; the heaviest first."""
+    places: dict[str, list[str]] = {}
+    norms: set[str] = set()
+    for path, module in modules_in(root):
+        kind = name_of_class(type(module))
+        if not path or not table(module, MODULES) or is_a(module, (torch.nn.ModuleList, torch.nn.ModuleDict)):
+            continue
+        places.setdefault(kind, []).append(f"{name}.{path}")
+        if any(_normalizes(one) for _, one in modules_in(module)):
+            norms.add(kind)
+    found = []
+    for kind, paths in places.items():
+        if any(one != other and one.startswith(f"{other}.") for one in paths for other in paths):
+            continue
+        held = sum(size for place, size in by_module.items() if any(_is_in(place, path) for path in paths))
+        found.append(ModuleClass(name, kind, len(paths), held, kind in norms))
+    return sorted(found, key=lambda one: -one.activations)
+
+
+def _is_in(place: str, path: str) -> bool:
+    """Whether a place such as ``model.layers.*.mlp`` is that of a module, or inside it."""
+    parts, wanted = place.split("."), path.split(".")
+    return len(parts) >= len(wanted) and all(part in ("*", name) for part, name in zip(parts, wanted, strict=False))
+
+
+def _normalizes(module: torch.nn.Module) -> bool:
+    kinds = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d, torch.nn.SyncBatchNorm)
+    return any(inherits(type(module), kind) for kind in kinds) and attribute(module, "training") is True
+
+
+def _batches(found: Mapping[str, Any]) -> tuple[tuple[str, ...], int]:
+    """The names of tensors on the device that look like parts of one batch: as many rows, and nobody's parameters."""
+    sizes = {
+        name: shape(thing)[0]
+        for name, thing in found.items()
+        if is_tensor(thing)
+        and is_a(thing, VirtualTensor)
+        and not is_parameter(thing)
+        and not thing.requires_grad
+        and shape(thing)
+        and shape(thing)[0] > 1
+    }
+    if not sizes:
+        return (), 0
+    size, _ = Counter(sizes.values()).most_common(1)[0]
+    return tuple(name for name, rows in sizes.items() if rows == size), size
+
+
+def _free_on_the_host() -> int:
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError, AttributeError):
+        return 0

@@ -1,0 +1,56 @@
+"""One run of a changed cell, in a process of its own, from what a fresh run would find."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from gpumem_magic.advice.evidence import Evidence, evidence_of
+from gpumem_magic.advice.fresh import made_anew
+from gpumem_magic.owners.free import DEFAULT, free
+from gpumem_magic.recording.cell import prepare
+from gpumem_magic.session import device as choosing
+from gpumem_magic.trials.one_run import run_here
+from gpumem_magic.trials.process import in_a_fork
+from gpumem_magic.trials.programs import CellProgram
+from gpumem_magic.trials.tried import Tried
+
+# More than any program here asks for, so that its need is seen.
+_WIDE = "4096GiB"
+# Of training: pieces may lie otherwise in every iteration, so that none repeats the one before.
+MOST_ITERATIONS = 20
+
+
+@dataclass(frozen=True)
+class CellTrials:
+    """A cell and where it runs. device: a card's name. lines_above: what stands above it in the notebook's cell."""
+
+    shell: Any
+    device: str
+    lines_above: int
+
+    def run(self, code: str, conf: str = "", *, wide: bool = False) -> tuple[Tried, Evidence]:
+        """wide: on a card like it with so much memory that nothing fails."""
+        device = widened(self.device) if wide else self.device
+        found: tuple[Tried, Evidence] = in_a_fork(lambda: self._in_the_child(code, conf, device))
+        return found
+
+    def _in_the_child(self, code: str, conf: str, device: str) -> tuple[Tried, Evidence]:
+        self._let_go(code)
+        program = CellProgram(self.shell, prepare(self.shell, code, self.lines_above))
+        told, view, running = run_here(program, device, {}, conf=conf, with_costs=True, most=MOST_ITERATIONS)
+        return told, evidence_of(view, running.names, running.namespace())
+
+    def _let_go(self, code: str) -> None:
+        """What an earlier run of the cell left and this one makes again, and what Python keeps of an error."""
+        machine = choosing.virtual()
+        if machine is None:
+            return
+        for name in made_anew(code):
+            self.shell.user_ns.pop(name, None)
+        free(machine, self.shell, self.shell.user_ns, DEFAULT)
+
+
+def widened(device: str) -> str:
+    parts = [part for part in device.split(",") if not part.startswith("total=")]
+    return ",".join([*parts, f"total={_WIDE}"])

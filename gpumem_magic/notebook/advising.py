@@ -1,0 +1,89 @@
+"""``%%gpumem --advise`` and ``%gpumem_advise``: what would make a cell fit, or leave room. It does not run in the notebook."""
+
+# IPython's display and errors carry no types.
+# mypy: disallow-untyped-calls=False
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+from IPython.core.error import UsageError
+
+from gpumem_magic.devices.base import DeviceError
+from gpumem_magic.notebook.trial_line import TrialLine
+from gpumem_magic.patching import warnings_remembered
+from gpumem_magic.recording.cell import PreparedCell, prepare
+
+if TYPE_CHECKING:
+    from gpumem_magic.trials.tried import Tried
+
+
+def advise_last(shell: Any, options: argparse.Namespace) -> None:
+    """The last cell that ran. Raises UsageError, in one line."""
+    text = _last_cell(shell)
+    if text is None:
+        raise UsageError("%gpumem_advise: no cell has run yet: run one, or write %%gpumem --advise above it")
+    first, _, rest = text.lstrip().partition("\n")
+    body, above = (rest, 1) if first.startswith("%%gpumem") else (text, 0)
+    try:
+        prepared = prepare(shell, body, above)
+    except SyntaxError as error:
+        raise UsageError(f"the last cell can't be read ({error.msg}, line {error.lineno})") from None
+    advise(shell, prepared, options, above, "%gpumem_advise")
+
+
+def _last_cell(shell: Any) -> str | None:
+    """The text of the last cell that is more than lines of this package's magics, this one among them."""
+    for text in reversed(shell.history_manager.input_hist_raw):
+        lines = [line.strip() for line in text.splitlines() if line.strip()]
+        if not all(line.startswith(("%gpumem", "%load_ext", "%reload_ext")) for line in lines):
+            return str(text)
+    return None
+
+
+def advise(
+    shell: Any, cell: PreparedCell, options: argparse.Namespace, lines_above: int = 1, magic: str = "%%gpumem --advise"
+) -> None:
+    """Shows the advice, and binds it where ``-o`` says so. Raises UsageError, in one line."""
+    from IPython.display import display
+
+    from gpumem_magic.advice.advise import CellFails, advised
+    from gpumem_magic.advice.answer import Advice
+    from gpumem_magic.advice.trial import CellTrials
+    from gpumem_magic.trials import cards
+
+    progress = TrialLine(quiet=options.quiet)
+
+    def told(change: str, one: Tried) -> None:
+        progress.told(f"{change}: {'fits' if one.fits else 'fails'}")
+
+    python = cell.python.removeprefix("\n" * lines_above)
+    try:
+        devices = [cards.usual()] if options.device is None else cards.names_of(options.device)
+        if len(devices) > 1:
+            raise DeviceError("advice is for one card")
+        found = Advice(advised(CellTrials(shell, devices[0], lines_above), python, told), _as_typed(cell))
+    except (DeviceError, CellFails) as error:
+        raise UsageError(f"{magic}: {error}") from None
+    finally:
+        progress.end()
+    if options.output is not None:
+        shell.user_ns[options.output] = found
+    if not options.quiet:
+        with warnings_remembered():  # matplotlib changes them
+            display(found)
+
+
+class _as_typed:
+    """A changed cell with IPython's own lines (``!``, ``%``) as somebody typed them."""
+
+    def __init__(self, cell: PreparedCell) -> None:
+        lines = zip(cell.python.splitlines(), cell.raw.splitlines(), strict=False)
+        self._typed = {python.strip(): raw.strip() for python, raw in lines if python != raw}
+
+    def __call__(self, code: str) -> str:
+        return "\n".join(
+            line.replace(line.strip(), self._typed[line.strip()]) if line.strip() in self._typed else line
+            for line in code.splitlines()
+        )

@@ -1,0 +1,287 @@
+"""Advice: each change is made to a copy of a cell and run; what it says is what the changed cell takes, byte for byte."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from causes_cells import Notebook, notebook
+
+import gpumem_magic
+from gpumem_magic.advice.advise import ChangeOutcome
+from gpumem_magic.advice.answer import Advice
+from gpumem_magic.advice.changes.attention import fused_attention
+from gpumem_magic.advice.changes.batches import accumulation
+from gpumem_magic.advice.changes.gradients import dropped, earlier
+from gpumem_magic.advice.changes.graph import no_graph
+from gpumem_magic.advice.changes.losses import chunked_cross_entropy
+from gpumem_magic.advice.changes.optimizers import eight_bit, ways
+from gpumem_magic.advice.changes.precision import autocast
+from gpumem_magic.advice.draft import CellDraft, Unchangeable
+from gpumem_magic.advice.evidence import Evidence, NamedModule
+from gpumem_magic.advice.proposal import ROUNDING, SAME
+
+SMALL = "virtual:256MiB,context=0MiB,idle=0MiB"
+LOOP = """
+for step in range(4):
+    optimizer.zero_grad()
+    loss = model(x).square().mean()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+def seen(**more: Any) -> Evidence:
+    found: dict[str, Any] = {
+        "categories": {"activations": 50, "optimizer_state": 30, "gradients": 20},
+        "allocated": 100, "cached": 10, "ran_backward": True, "names": frozenset({"model"}),
+        "modules": (NamedModule("model", (), False, False, "Sequential"),), "bfloat16": True,
+        "batches": ("x",), "batch_size": 8,
+    }  # fmt: skip
+    return Evidence(**{**found, **more})
+
+
+def changed(idea: Any, code: str, **more: Any) -> list[str]:
+    """The texts that an idea's proposals make of a program, and as Python says they are programs."""
+    found = [one.made(code) for one in idea(seen(**more), CellDraft(code))]
+    for text in found:
+        ast.parse(text)
+    return found
+
+
+# ---- text
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("f()", "f(a=1)"),
+        ("f(1)", "f(1, a=1)"),
+        ("f(1,)", "f(1, a=1)"),
+        ("f((1))", "f((1), a=1)"),
+        ("f(a=0)", "f(a=1)"),
+        ("f(b=0)", "f(a=1)"),
+        ("f(\n    1,\n    c='ü',  # why )\n)", "f(\n    1,\n    c='ü', a=1  # why )\n)"),
+        ("f('ä', b=2, c=3)", "f('ä', a=1, c=3)"),
+        ("x = g(f(\n    1\n))", "x = g(f(\n    1, a=1\n))"),
+    ],
+)
+def test_an_argument_is_put_into_a_call(before: str, after: str) -> None:
+    draft = CellDraft(before)
+    for call in draft.calls(["f"]):
+        draft.argument(call, "a", "1", ("b",))
+    assert draft.finished() == after
+
+
+def test_what_is_not_changed_stays_as_it_was_typed() -> None:
+    code = "if x:\n\t# first\n\ty = f( 1 )   # ü\n\tz = '''a\n b'''\nw = 2"
+    draft = CellDraft(code)
+    [suite] = [one for one in draft.suites() if ast.unparse(one[0]).startswith("y")]
+    draft.after(suite[0], "new()")
+    draft.before(suite[0], "old()")
+    assert draft.finished() == code.replace("\ty = f", "\told()\n\ty = f").replace("ü\n", "ü\n\tnew()\n")
+    draft = CellDraft(code)
+    with pytest.raises(Unchangeable, match="several lines"):
+        draft.wrap([draft.tree.body[0]], "with a:")
+    draft = CellDraft("a = 1; b = 2")
+    with pytest.raises(Unchangeable, match="same line"):
+        draft.after(draft.tree.body[0], "c = 3")
+    with pytest.raises(Unchangeable, match="nothing"):
+        CellDraft(code).finished()
+
+
+# ---- ideas
+
+
+def test_gradients_are_dropped_and_earlier() -> None:
+    code = "for i in y:\n    opt.zero_grad(set_to_none=False)\n    loss.backward()\n    opt.step()\n    log(loss)\n"
+    [text] = changed(dropped, code)
+    assert text == code.replace("False", "True")
+    [text] = changed(earlier, code)
+    assert text == code.replace("opt.step()\n", "opt.step()\n    opt.zero_grad()\n")
+    # Somebody reads them, another's, or nobody lets go of them.
+    assert changed(earlier, code.replace("log(loss)", "log(w.grad)")) == []
+    assert changed(earlier, code.replace("opt.step", "other.step")) == []
+    assert changed(earlier, "for i in y:\n    loss.backward()\n    opt.step()") == []
+
+
+def test_optimizers_other_ways() -> None:
+    made = "torch.optim.Adam(p, foreach=False)"
+    assert set(changed(ways, made)) == {made.replace("foreach=False", way) for way in ("fused=True", "foreach=True")}
+    assert changed(ways, "torch.optim.Adam(p, fused=True)") == []
+    assert changed(ways, "torch.optim.RMSprop(p)") == ["torch.optim.RMSprop(p, foreach=False)"]
+    [text] = changed(eight_bit, "import torch\no = torch.optim.AdamW(p, lr=1, fused=True)")
+    assert text == "import bitsandbytes\nimport torch\no = bitsandbytes.optim.AdamW8bit(p, lr=1)"
+
+
+def test_forwards_are_wrapped() -> None:
+    [text] = changed(autocast, LOOP)
+    assert (
+        '    with torch.autocast("cuda", torch.bfloat16):\n        loss = model(x).square().mean()\n    loss.back'
+        in text
+    )
+    with pytest.raises(Unchangeable):
+        changed(autocast, text)
+    [text] = changed(accumulation, LOOP)
+    assert text == LOOP.replace(
+        "    loss = model(x).square().mean()\n    loss.backward()",
+        "    for half_of_x in x.chunk(2):\n        loss = model(half_of_x).square().mean()\n        (loss / 2).backward()",
+    )
+    with pytest.raises(Unchangeable, match="stands between"):
+        changed(accumulation, LOOP.replace("    loss.back", "    print(x)\n    optimizer.zero_grad()\n    loss.back"))
+    [text] = changed(no_graph, "import torch\nfor i in y:\n    out = model(i)\n", ran_backward=False)
+    assert text == "import torch\nwith torch.no_grad():\n    for i in y:\n        out = model(i)\n"
+    assert changed(no_graph, LOOP) == []
+
+
+@pytest.mark.parametrize(
+    ("code", "arguments"),
+    [
+        ("y = (q @ k.transpose(-2, -1) / 8).softmax(-1) @ v", "q, k, v, scale=1 / (8)"),
+        ("s = q @ k.mT * c\np = F.softmax(s, dim=-1)\ny = p @ v", "q, k, v, scale=c"),
+        ("y = torch.softmax(q @ k.transpose(-1, -2), -1) @ v", "q, k, v, scale=1.0"),
+        ("y = (q @ k.transpose(-2, -1)).softmax(1) @ v", None),
+        ("y = (q @ k.transpose(0, 1)).softmax(-1) @ v", None),
+        ("y = (q @ k + m).softmax(-1) @ v", None),
+        ("y = p @ v", None),
+    ],
+)
+def test_attention_that_is_written_out_is_found(code: str, arguments: str | None) -> None:
+    found = changed(fused_attention, code)
+    if arguments is None:
+        assert found == []
+    else:
+        assert found[0].endswith(f"y = torch.nn.functional.scaled_dot_product_attention({arguments})")
+
+
+def test_other_forms_of_attention() -> None:
+    code = "a = nn.MultiheadAttention(8, 2)\nout, _ = a(x, x, x)\ny = a(x, x, x)[0]\nz, w = a(x, x, x)"
+    [text] = changed(fused_attention, code)
+    assert text == code.replace("_ = a(x, x, x)", "_ = a(x, x, x, need_weights=False)").replace(
+        "y = a(x, x, x)", "y = a(x, x, x, need_weights=False)"
+    )
+    assert changed(fused_attention, "m = M(attn_implementation='eager')") == ['m = M(attn_implementation="sdpa")']
+
+
+def test_changes_keep_the_results_that_they_say() -> None:
+    """Run on the host, with numbers."""
+    head = (
+        "import torch\nfrom torch import nn\nimport torch.nn.functional as F\ntorch.manual_seed(0)\n"
+        "model = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 5))\nx = torch.randn(8, 6)\ny = torch.arange(8) % 5\n"
+        "optimizer = torch.optim.Adam(model.parameters(), foreach=False)\nq = torch.randn(2, 2, 8, 6)\n"
+    )
+    code = head + LOOP.replace("model(x).square().mean()", "F.cross_entropy(model(x), y)").replace(
+        "_grad()", "_grad(set_to_none=False)"
+    )
+    code += "out = (q @ q.transpose(-2, -1) / 3).softmax(-1) @ q\n"
+    before = _results(code)
+    count = 0
+    for idea in (dropped, earlier, ways, accumulation, chunked_cross_entropy, fused_attention):
+        for one in idea(seen(batches=("x", "y")), CellDraft(code)):
+            after = _results(one.made(code))
+            assert all(a.allclose(b, atol=1e-5) for a, b in zip(before, after, strict=True)), one.name
+            if one.results == SAME:
+                assert all(a.equal(b) for a, b in zip(before, after, strict=True)), one.name
+            else:
+                assert one.results == ROUNDING
+            count += 1
+    assert count == 7
+
+
+def _results(code: str) -> list[Any]:
+    names: dict[str, Any] = {}
+    exec(compile(code, "<cell>", "exec"), names)
+    return [*(one.detach() for one in names["model"].parameters()), names["out"], names["loss"].new_tensor(0)]
+
+
+# ---- in a notebook
+
+
+CELL = """
+model = nn.Sequential(*[nn.Sequential(nn.Linear(512, 2048), nn.ReLU(), nn.Linear(2048, 512)) for _ in range(3)]).cuda()
+optimizer = torch.optim.Adam(model.parameters())
+x = torch.randn(3072, 512, device="cuda")
+""" + LOOP.replace("range(4)", "range(3)")
+
+
+@pytest.fixture(scope="module")
+def advised() -> Iterator[tuple[Notebook, Advice, str]]:
+    """A notebook, the advice for a cell that does not fit, and what was shown."""
+    with notebook(SMALL) as book:
+        book.cell("kept = torch.ones(1024, 1024, device='cuda')")
+        names = dict(book.shell.user_ns)
+        before = book.allocated()
+        said = book.cell("%%gpumem --advise -o advice\n" + CELL)
+        assert "advice" in book.shell.user_ns, said
+        advice = book.shell.user_ns.pop("advice")
+        new = {name for name, one in book.shell.user_ns.items() if names.get(name) is not one}
+        assert not {name for name in new if not name.startswith("_")} - {"In", "Out"}
+        assert book.allocated() == before
+        yield book, advice, said
+
+
+def peak_of(book: Notebook, one: ChangeOutcome) -> int:
+    """What the changed cell takes, run as a user would run it beside the 4 MiB that are kept."""
+    if one.conf:
+        book.cell(f"import os\nos.environ['PYTORCH_CUDA_ALLOC_CONF'] = '{one.conf}'")
+    with notebook("virtual:64GiB,context=0MiB,idle=0MiB") as other:
+        other.cell("kept = torch.ones(1024, 1024, device='cuda')")
+        return other.measured(one.code).peak.allocated
+
+
+def test_what_was_said_is_what_it_saves(advised: tuple[Notebook, Advice, str]) -> None:
+    book, advice, _ = advised
+    found = advice.found
+    assert not found.base.run.fits
+    assert found.best is not None
+    assert found.best.run.fits
+    peaks = {one.name: peak_of(book, one) for one in (found.base, found.best, *found.outcomes[-2:])}
+    book.cell(f"%gpumem_device {SMALL}")
+    for one in (found.base, found.best, *found.outcomes[-2:]):
+        assert one.need.allocated == peaks[one.name], one.name
+
+
+def test_the_answer_comes_first_and_can_be_copied(advised: tuple[Notebook, Advice, str]) -> None:
+    _, advice, said = advised
+    first, second = str(advice).splitlines()[:2]
+    assert str(advice).strip() in said.replace("\n\n\n", "\n\n")
+    assert first.startswith("With ")
+    assert "the cell fits on a card of 256MiB (" in first
+    assert second.startswith("As it is, it fails at line ")
+    assert all(line.startswith(("@", "+", "-", " ")) for line in advice.diff.splitlines())
+    ast.parse(advice.code)
+    data = advice.to_dict()
+    assert data["advised"]["fits"]
+    assert data["trials"] == len(advice.found.tried)
+    for one in data["changes"]:
+        assert one["saves"] == data["as_it_is"]["peak_allocated"] - one["peak_allocated"]
+        assert one["ending"] == "error" or sum(one["categories"].values()) >= one["peak_allocated"]
+    by_name = {one["change"]: one for one in data["changes"]}
+    recomputed = next(one for name, one in by_name.items() if name.startswith("recomputing"))
+    assert recomputed["flops"] > data["as_it_is"]["flops"]
+    moved = next(one for name, one in by_name.items() if "on the host" in name)
+    # Both moments of all parameters, to the host and back.
+    parameters = 4 * 3 * (2 * 512 * 2048 + 2048 + 512)
+    assert moved["moved"] - data["as_it_is"]["moved"] == 4 * parameters
+    words = [text.get_text() for text in advice.plot().axes[0].texts]
+    assert any("256 MiB" in word for word in words)
+
+
+def test_one_line_for_what_cannot_be_advised() -> None:
+    with notebook(SMALL) as book:
+        assert "no cell has run yet" not in book.cell("%gpumem_advise")  # its setup ran
+        said = book.cell("%%gpumem --advise\nraise KeyError('x')")
+        assert "%%gpumem --advise: the cell raises KeyError: 'x' (line 2)" in said
+        assert "advice is for one card" in book.cell("%%gpumem --advise --device T4,V100-16GB\nx = 1")
+        book.cell("out = torch.ones(300, 1 << 18, device='cuda')")
+        said = book.cell("%gpumem_advise -o advice")
+        assert "No change that was run makes the cell fit" in said
+        advice = book.shell.user_ns["advice"]
+        assert advice.diff == ""
+        assert not advice.fits
+        # The failed run's traceback is no part of the trials.
+        assert advice.found.base.run.categories.get("unknown", 0) == 0
+        report = gpumem_magic.last_report()
+        assert report is None or report.error is None
