@@ -13,7 +13,7 @@ from gpumem_magic.advice.trial import MOST_ITERATIONS
 from gpumem_magic.trials.answer import card_in_words, failure_in_words, of_the_card
 from gpumem_magic.trials.tried import ERROR, MEMORY, Tried
 from gpumem_magic.units import counted, human
-from gpumem_magic.views.display import HTML, PLAIN, PNG, in_terminal
+from gpumem_magic.views.display import HTML, PLAIN, asked_for, in_terminal
 from gpumem_magic.views.lines import table
 from gpumem_magic.views.sheet import Sheet
 
@@ -85,11 +85,7 @@ class Advice:
     def _repr_mimebundle_(
         self, include: Container[str] | None = None, exclude: Container[str] | None = None
     ) -> dict[str, Any]:
-        wanted = {
-            kind
-            for kind in (PLAIN, HTML, PNG)
-            if (include is None or kind in include) and (exclude is None or kind not in exclude)
-        }
+        wanted = asked_for(include, exclude)
         data: dict[str, Any] = {PLAIN: repr(self)}
         if HTML in wanted and not in_terminal():
             from gpumem_magic.advice.picture import element

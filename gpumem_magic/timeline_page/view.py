@@ -17,9 +17,8 @@ from gpumem_magic.snapshot.whole_file import replace_file
 from gpumem_magic.timeline_page.page import document
 from gpumem_magic.timeline_page.source import TimelineSource, source_of
 from gpumem_magic.units import human
-from gpumem_magic.views.display import in_terminal
+from gpumem_magic.views.display import HTML, PLAIN, PNG, asked_for, in_terminal
 
-PLAIN, HTML, PNG = "text/plain", "text/html", "image/png"
 HEIGHT = 980
 
 
@@ -59,17 +58,15 @@ class TimelineView:
     def _repr_mimebundle_(
         self, include: Container[str] | None = None, exclude: Container[str] | None = None
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        def wanted(kind: str) -> bool:
-            return (include is None or kind in include) and (exclude is None or kind not in exclude)
-
-        data: dict[str, Any] = {PLAIN: repr(self)} if wanted(PLAIN) else {}
+        wanted = asked_for(include, exclude)
+        data: dict[str, Any] = {PLAIN: repr(self)} if PLAIN in wanted else {}
         metadata: dict[str, Any] = {}
-        if in_terminal() or not (wanted(HTML) or wanted(PNG)):
+        if in_terminal() or not wanted & {HTML, PNG}:
             return data, metadata
         still = self._still()
-        if wanted(HTML):
+        if HTML in wanted:
             data[HTML] = self._element(still)
-        if wanted(PNG) and still:
+        if PNG in wanted and still:
             data[PNG] = base64.b64encode(still[0]).decode("ascii")
             metadata[PNG] = {"width": still[1], "height": still[2], "alt": repr(self)}
         return data, metadata

@@ -9,7 +9,7 @@ from gpumem_magic.report.model import LABELS
 from gpumem_magic.trials.growth import FitCase
 from gpumem_magic.trials.tried import ERROR, Tried
 from gpumem_magic.units import GIB, amount, counted, human
-from gpumem_magic.views.display import HTML, PLAIN, PNG, in_terminal
+from gpumem_magic.views.display import HTML, PLAIN, asked_for, in_terminal
 from gpumem_magic.views.sheet import Sheet
 
 if TYPE_CHECKING:
@@ -57,11 +57,7 @@ class Fits:
     def _repr_mimebundle_(
         self, include: Container[str] | None = None, exclude: Container[str] | None = None
     ) -> dict[str, Any]:
-        wanted = {
-            kind
-            for kind in (PLAIN, HTML, PNG)
-            if (include is None or kind in include) and (exclude is None or kind not in exclude)
-        }
+        wanted = asked_for(include, exclude)
         data: dict[str, Any] = {PLAIN: repr(self)}
         if HTML in wanted and not in_terminal():
             from gpumem_magic.trials.picture import element

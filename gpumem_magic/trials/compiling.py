@@ -15,7 +15,7 @@ from gpumem_magic.trials.one_run import tried
 from gpumem_magic.trials.programs import Running, Subject
 from gpumem_magic.trials.tried import FITS, Tried
 from gpumem_magic.units import amount, human
-from gpumem_magic.views.display import HTML, PLAIN, in_terminal
+from gpumem_magic.views.display import HTML, PLAIN, asked_for, in_terminal
 from gpumem_magic.views.sheet import Sheet
 
 _COMPILE = re.compile(r"\bcompile\b")
@@ -104,11 +104,8 @@ class Compared:
         data: dict[str, Any] = {PLAIN: repr(self)}
         if not in_terminal():
             data[HTML] = self._sheet().html()
-        return {
-            kind: text
-            for kind, text in data.items()
-            if (include is None or kind in include) and (exclude is None or kind not in exclude)
-        }
+        wanted = asked_for(include, exclude)
+        return {kind: text for kind, text in data.items() if kind in wanted}
 
     def _sheet(self) -> Sheet:
         return Sheet(self._answer(), list(self._rows()), after="\n".join(self._after()))

@@ -22,6 +22,15 @@ from gpumem_magic.views.text import render
 PLAIN, HTML, PNG = "text/plain", "text/html", "image/png"
 
 
+def asked_for(include: Container[str] | None, exclude: Container[str] | None) -> set[str]:
+    """Those of the text, the page and the picture that a front end asks for, by what IPython hands on to `_repr_mimebundle_`."""
+    return {
+        kind
+        for kind in (PLAIN, HTML, PNG)
+        if (include is None or kind in include) and (exclude is None or kind not in exclude)
+    }
+
+
 def mimebundle(
     report: ReportData,
     *,
@@ -31,11 +40,7 @@ def mimebundle(
     exclude: Container[str] | None = None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """(data, metadata) for IPython. kind: "table", "plot", or None for all of it. Draws nothing that nobody asked for."""
-    wanted = {
-        mime
-        for mime in (PLAIN, HTML, PNG)
-        if (include is None or mime in include) and (exclude is None or mime not in exclude)
-    }
+    wanted = asked_for(include, exclude)
     if include is None and in_terminal():
         wanted &= {PLAIN}
     data: dict[str, Any] = {}
