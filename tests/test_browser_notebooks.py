@@ -27,7 +27,7 @@ STEPPER = ".gpumem-stepper"
 PICTURES = """() => [...document.querySelectorAll('.jp-OutputArea img')]
     .map((image) => ({
       width: image.naturalWidth, shown: image.getBoundingClientRect().width, words: image.alt,
-      gives_way: image.matches('.gpumem-still'),
+      gives_way: image.closest('.gpumem-still') !== null,
     }))"""
 FACTS = """() => {
   const root = document.querySelector('.gpumem-stepper'), current = root.querySelector('[aria-current]');
@@ -162,7 +162,8 @@ def test_the_investigation_runs_and_its_stepper_answers(tmp_path: Path) -> None:
         assert again.page.locator(".gpumem-report .gpumem-rows").first.is_visible()
         assert "Stacked bars of GPU memory" in pictures[0]["words"]
         assert "2,372 MiB wanted" in pictures[-1]["words"]
-        shoot(again.page, "reopened", ".jp-OutputArea img >> nth=-1")
+        assert again.page.locator(STEPPER).is_visible()
+        shoot(again.page, "reopened")
         assert not again.errors
         assert not strays
 

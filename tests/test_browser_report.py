@@ -92,12 +92,13 @@ def test_the_first_notebook_runs_and_shows_its_pictures(tmp_path: Path) -> None:
         for number in (number for number in code if number < last):
             notebook.run(number)
             notebook.wait_for(number)
-        # The last measured cell runs out of memory, which is its purpose: the report first, then PyTorch's error, once.
+        # The last measured cell runs out of memory, which is its purpose: the report first, an offer, then PyTorch's error, once.
         notebook.run(last)
         with pytest.raises(AssertionError, match="CUDA out of memory"):
             notebook.wait_for(last)
         kinds = [output["output_type"] for output in notebook.outputs(last)]
-        assert kinds == ["display_data", "error"]
+        assert kinds == ["display_data", "stream", "error"]
+        assert "%%gpumem --advise" in notebook.outputs(last)[1]["text"]
         page = notebook.page
         page.wait_for_function(f"() => document.querySelectorAll('{REPORT}').length === {len(measured)}")
         # Style sheets work here: the report that opens stands in the still picture's place.

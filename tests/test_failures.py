@@ -24,6 +24,7 @@ HANDED_ON = {
     ("virtual/engine/mismatch.py", "hosts"),
     # What a trial ends with is its result.
     ("trials/one_run.py", "place"),
+    ("trials/cell_ranks.py", "place"),
 }
 
 

@@ -51,7 +51,7 @@ def test_every_magic_and_flag_of_the_table_is_there() -> None:
         for cell in table("in a notebook"):
             for kind, name in re.findall(r"(%%?)(gpumem\w*)", cell):
                 assert name in magics["cell" if kind == "%%" else "line"], cell
-            first = re.search(r"%(gpumem\w*)", cell)
+            first = re.match(r"`%%?(gpumem\w*)", cell)
             parser = magics["line"][first[1] if first else "gpumem"].parser
             for flag in re.findall(r"(?<![\w-])--?[a-z][a-z-]*", cell):
                 assert flag in parser._option_string_actions, cell

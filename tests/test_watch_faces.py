@@ -156,11 +156,15 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[tuple[dict[str, Any], Any]]:
     return messages
 
 
+def no_picture() -> Any:
+    raise AssertionError("nobody asks for what a picture is made of")
+
+
 def test_a_sample_is_one_small_message_of_exact_numbers(sent: list[Any]) -> None:
     from gpumem_magic.widgets.fronts import WidgetFront
 
     observer, _ = observer_of(FakeDevice(0), FakeDevice(1))
-    front = WidgetFront(observer, 0.1, lambda *request: None)
+    front = WidgetFront(observer, 0.1, lambda *request: None, no_picture)
     observer.series.clear()
     sample = observer.observe()
     front.show(sample, "running")
@@ -180,7 +184,7 @@ def test_the_page_asks_and_is_answered(sent: list[Any]) -> None:
 
     asked: list[Any] = []
     observer, clock = observer_of(FakeDevice())
-    front = WidgetFront(observer, 0.1, lambda *request: asked.append(request))
+    front = WidgetFront(observer, 0.1, lambda *request: asked.append(request), no_picture)
     observer.mark("a")
     for _ in range(3):
         observer.observe()
@@ -208,7 +212,7 @@ def test_a_pause_still_says_that_the_kernel_lives(sent: list[Any]) -> None:
     from gpumem_magic.widgets.fronts import WidgetFront
 
     observer, _ = observer_of(FakeDevice())
-    front = WidgetFront(observer, 0.1, lambda *request: None)
+    front = WidgetFront(observer, 0.1, lambda *request: None, no_picture)
     front.show(observer.observe(resting=True), "paused")
     front.show(observer.observe(resting=True), "paused")
     assert [content["k"] for content, _ in sent] == ["alive"]
@@ -220,7 +224,7 @@ def test_leaving_closes_every_comm() -> None:
     pytest.importorskip("anywidget", reason="the live chart needs anywidget")
     from gpumem_magic.widgets.widget import WatchWidget
 
-    widget = WatchWidget(lambda *request: None)
+    widget = WatchWidget(lambda *request: None, no_picture)
     layout = widget.layout
     widget.leave()
     assert widget.comm is None

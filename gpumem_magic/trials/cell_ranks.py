@@ -129,13 +129,12 @@ class _CellRanks:
             found = recording.open_recording(names=run.names, user_ns=namespace, own_file=run.filename)
             how = self._how
             run.observe(found.observer(how.max_iterations, how.lines, until_repeat=how.until_repeat, source=run.source))
-            error: BaseException | None = None
+            error, place = None, None
             try:
                 with suppress(StopRun):
                     run.run()
             except BaseException as raised:
-                error = raised
-            place = None if error is None else run.failed(error.__traceback__)
+                error, place = raised, run.failed(raised.__traceback__)
             report = found.close(error, place, namespace)
         report = replace(report, remarks=(*alone.notes(), *report.remarks))
         return report_to_dict(report), tuple(alone.groups), printed.getvalue()

@@ -35,9 +35,10 @@ from gpumem_magic.virtual.engine.values import Known
 
 # The largest view of known values that an operator is run on, in elements: more than is kept, for sums over what is expanded.
 _MOST_READ = 1 << 20
-# The largest tensors that are worked out although some values are guessed.
+# The largest tensors that are worked out although some values are not known: of flags and counters; of numbers, where what is not
+# known reads as zero, so that scores beside known ones still compare; and where it is guessed, which is worth more than a sum with it.
 _MOST_GUESSED = 1024
-_MOST_GUESSED_FLOATS = 1
+_MOST_GUESSED_FLOATS = {False: 128, True: 1}
 # They write all of their first argument.
 _OVERWRITING = set(overloads("zero_ fill_.Scalar fill_.Tensor copy_"))
 # They make known values of a tensor whose own are not asked for.
@@ -131,7 +132,7 @@ class KnownEngine(ComputingEngine):
         return placement.twin if placement.twin.nbytes() >= storage.nbytes() else None
 
     def guess(self, tensor: VirtualTensor, host: torch.Tensor) -> None:
-        if self.tape is None and tensor.layout is torch.strided and tensor.numel() <= _most_guessed(tensor):
+        if self.tape is None and tensor.layout is torch.strided and tensor.numel() <= self._most_guessed(tensor):
             self._have(tensor, host, sure=False)
 
     def _have(self, tensor: VirtualTensor, host: torch.Tensor, sure: bool = True, supplied: bool = False) -> None:
@@ -160,6 +161,9 @@ class KnownEngine(ComputingEngine):
         tensor.__dict__.pop(KNOWN, None)
         if self._placed_and_known(tensor) is not None:
             tensor.__dict__[KNOWN] = True
+
+    def _most_guessed(self, tensor: Any) -> int:
+        return _MOST_GUESSED_FLOATS[self.bounds.guess] if tensor.is_floating_point() else _MOST_GUESSED
 
     # ---- operators
 
@@ -318,7 +322,7 @@ class KnownEngine(ComputingEngine):
         """Has unknown arguments count as what they are guessed to be, where all is tiny. False where one stays unknown."""
         if not unknown:
             return True
-        if not found.any or any(leaf.numel() > _most_guessed(leaf) for leaf in unknown):
+        if not found.any or any(leaf.numel() > self._most_guessed(leaf) for leaf in unknown):
             return False
         found.sure = False
         for leaf in unknown:
@@ -347,7 +351,7 @@ class KnownEngine(ComputingEngine):
                     return False
                 if any(leaf is written for written in found.written):
                     continue
-                if leaf.numel() > (self.bounds.of(leaf) if found.sure else _most_guessed(leaf)):
+                if leaf.numel() > (self.bounds.of(leaf) if found.sure else self._most_guessed(leaf)):
                     return False
         return True
 
@@ -435,10 +439,6 @@ def _written_arguments(schema: Any, args: Any, kwargs: Any) -> Iterator[Any]:
     for number, argument in enumerate(schema.arguments):
         if argument.is_write:
             yield args[number] if number < len(args) else kwargs.get(argument.name)
-
-
-def _most_guessed(tensor: Any) -> int:
-    return _MOST_GUESSED_FLOATS if tensor.is_floating_point() else _MOST_GUESSED
 
 
 def _owns_storage(tensor: Any) -> bool:
