@@ -35,8 +35,8 @@ from gpumem_magic.virtual.engine.values import Known
 
 # The largest view of known values that an operator is run on, in elements: more than is kept, for sums over what is expanded.
 _MOST_READ = 1 << 20
-# The largest tensors that are worked out although some values are not known: of flags and counters; of numbers, where what is not
-# known reads as zero, so that scores beside known ones still compare; and where it is guessed, which is worth more than a sum with it.
+# The largest tensors that are worked out although some values are not known: of flags and counters; of numbers, where what is
+# not known reads as zero, so that scores beside known ones still compare; and where it is guessed, which a sum with it spoils.
 _MOST_GUESSED = 1024
 _MOST_GUESSED_FLOATS = {False: 128, True: 1}
 # They write all of their first argument.
