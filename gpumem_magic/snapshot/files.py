@@ -20,7 +20,7 @@ from gpumem_magic.snapshot.events import EventReader
 from gpumem_magic.snapshot.model import Snapshot
 from gpumem_magic.snapshot.origin import Beginning, beginning_of, version_of
 from gpumem_magic.snapshot.plain import snapshot_from_data, snapshot_to_data
-from gpumem_magic.snapshot.unpickle import MAX_BYTES, SnapshotFileError, check_values, loads, one_line
+from gpumem_magic.snapshot.unpickle import MAX_BYTES, SnapshotFileError, check_depth, loads, one_line
 from gpumem_magic.snapshot.values import PlainDataError
 from gpumem_magic.snapshot.whole_file import replace_file
 from gpumem_magic.units import MIB, human
@@ -184,13 +184,28 @@ def _from_pickle(content: bytes, name: str) -> _Read:
 
 def _from_json(content: bytes, name: str) -> _Read:
     try:
-        data = json.loads(content)
+        data = json.loads(content, object_hook=_Frames().shared)
     except RecursionError:
         _refuse(name, "its JSON is nested too deep", "A snapshot is not: do not trust this file.")
     except ValueError as error:
         _refuse(name, f"its JSON is damaged ({one_line(error)})", _AGAIN)
-    check_values(data, len(content), name)
+    check_depth(data, name)
     return _checked(data, name)
+
+
+class _Frames:
+    """Equal frames of a JSON text as one object, as they are in a pickle: a trace names few, very often."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[str, str, int], dict[str, Any]] = {}
+
+    def shared(self, data: dict[str, Any]) -> dict[str, Any]:
+        if len(data) == 3 and "filename" in data:
+            file, function, line = data["filename"], data.get("name"), data.get("line")
+            # By type: 1, 1.0 and True are equal.
+            if type(file) is str and type(function) is str and type(line) is int:
+                return self._known.setdefault((file, function, line), data)
+        return data
 
 
 def _checked(data: Any, name: str) -> _Read:

@@ -231,18 +231,8 @@ def _is_cut_off(data: bytes, position: int) -> bool:
 
 
 def check_values(loaded: Any, size: int, name: str) -> None:
-    """Depth, cycles, and the number of values when shared parts are counted as often as they are referred to.
-
-    Level by level, each container once a level; one that contains itself is on every level and never ends.
-    """
-    level = [loaded] if type(loaded) in _CONTAINERS else []
-    levels = []
-    while level:
-        levels.append(level)
-        if len(levels) > MAX_DEPTH:
-            _refuse(name, f"it is nested more than {MAX_DEPTH} deep, or contains itself", "Do not trust this file.")
-        below = chain.from_iterable(map(_children, level))
-        level = list({id(value): value for value in below if type(value) in _CONTAINERS}.values())
+    """Depth, cycles, and the number of values when shared parts are counted as often as they are referred to."""
+    levels = check_depth(loaded, name)
     most = MAX_VALUES_OF_SMALL_FILE + MAX_VALUES_PER_BYTE * size
     values_in: dict[int, int] = {}
     for level in reversed(levels):
@@ -252,6 +242,22 @@ def check_values(loaded: Any, size: int, name: str) -> None:
                 if values > most:
                     _refuse(name, f"its {human(size)} stand for more than {most:,} values", "Do not trust this file.")
                 values_in[id(value)] = values
+
+
+def check_depth(loaded: Any, name: str) -> list[list[Any]]:
+    """The containers level by level, each once a level; one that contains itself is on every level and never ends.
+
+    Raises SnapshotFileError where there are more levels than a snapshot has.
+    """
+    level = [loaded] if type(loaded) in _CONTAINERS else []
+    levels = []
+    while level:
+        levels.append(level)
+        if len(levels) > MAX_DEPTH:
+            _refuse(name, f"it is nested more than {MAX_DEPTH} deep, or contains itself", "Do not trust this file.")
+        below = chain.from_iterable(map(_children, level))
+        level = list({id(value): value for value in below if type(value) in _CONTAINERS}.values())
+    return levels
 
 
 def _children(value: Any) -> Iterable[Any]:
