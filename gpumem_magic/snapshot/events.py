@@ -37,7 +37,8 @@ class EventReader:
 
     def __init__(self) -> None:
         self.keys: set[Any] = set()
-        self._stacks: dict[int, tuple[Any, tuple[Frame, ...]]] = {}
+        self._stacks: dict[int, tuple[Frame, ...]] = {id(None): ()}
+        self._kept: list[Any] = []
         self._frames: dict[int, tuple[Any, Frame]] = {}
         self._equal: dict[tuple[Frame, ...], tuple[Frame, ...]] = {}
         self._numbers: dict[int, int] = {}
@@ -87,7 +88,10 @@ class EventReader:
         same = self._numbers.setdefault
         # The two events of a free come at one time.
         same_time = dict[int, int]().setdefault
-        stacks = [self.stack(data.get("frames"), f"{where}[..].frames") for data in batch]
+        lists = [data.get("frames") for data in batch]
+        stacks = list(map(self._stacks.get, map(id, lists)))
+        if None in stacks:
+            stacks = [self.stack(frames, f"{where}[..].frames") for frames in lists]
         metadata = [data.get("user_metadata", "") for data in batch]
         if set(map(type, metadata)) != {str} or any(metadata):
             metadata = list(map(self._words, metadata))
@@ -141,8 +145,9 @@ class EventReader:
         if known is None:
             # JSON has no shared lists: equal ones become one here.
             converted = tuple(self._frame(frame, where) for frame in list_of(frames, where))
-            known = self._stacks[id(frames)] = frames, self._equal.setdefault(converted, converted)
-        return known[1]
+            known = self._stacks[id(frames)] = self._equal.setdefault(converted, converted)
+            self._kept.append(frames)
+        return known
 
     def _frame(self, data: Any, where: str) -> Frame:
         known = self._frames.get(id(data))
