@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -211,6 +212,22 @@ def test_compiled_modules_are_loaded_to_the_device() -> None:
     assert loaded(torch.rand(2, 3, device="cuda")).is_cuda
     file.seek(0)
     assert torch.jit.load(file)(torch.rand(2, 3)).device.type == "cpu"
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+def test_compiled_modules_are_saved_from_the_device(tmp_path: Path) -> None:
+    script = torch.jit.script(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).cuda())
+    path = tmp_path / "script.pt"
+    with pytest.warns(UserWarning, match="no values for tensors on a virtual GPU"):
+        script.save(path)
+    for place, expected in ((None, "cuda"), ("cpu", "cpu"), ("cuda", "cuda")):
+        loaded = torch.jit.load(path, map_location=place)
+        assert {tensor.device.type for tensor in (*loaded.parameters(), *loaded.buffers())} == {expected}
+        assert loaded(torch.rand(2, 3, device=expected)).device.type == expected
+    (tmp_path / "trained.pt").write_bytes(b"a model that was trained for a week")
+    with pytest.raises(RuntimeError, match="left as it is"):
+        torch.jit.save(script, str(tmp_path / "trained.pt"))
+    assert (tmp_path / "trained.pt").read_bytes() == b"a model that was trained for a week"
 
 
 @pytest.mark.filterwarnings("ignore")

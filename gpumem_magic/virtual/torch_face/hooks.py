@@ -94,14 +94,6 @@ def _scripts(patches: Patches, engine: Engine) -> None:
     def find_builtin(function: Any) -> Any:
         return original(inspect.unwrap(function) if callable(function) else function)
 
-    original_load: Any = torch.jit.load
-
-    def load(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """C++ reads a module straight to its device: ours are reached by way of the host."""
-        if map_location is None or torch.device(map_location).type != "cuda":
-            return original_load(f, map_location, *args, **kwargs)
-        return original_load(f, "cpu", *args, **kwargs).to(map_location)
-
     call: Any = torch.jit.ScriptFunction.__call__
 
     def called(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -112,7 +104,6 @@ def _scripts(patches: Patches, engine: Engine) -> None:
             return call(self, *args, **kwargs)
 
     patches.set(torch.jit.ScriptFunction, "__call__", called)
-    patches.set(torch.jit, "load", load)
     for module in ("torch.jit._builtins", "torch.jit._recursive"):
         patches.set(importlib.import_module(module), "_find_builtin", find_builtin)
 

@@ -1,4 +1,4 @@
-"""`torch.save` and `torch.load` with tensors of a virtual device.
+"""`torch.save` and `torch.load` (and those of `torch.jit`) with tensors of a virtual device.
 
 There are no values to save: what would be written is zeros. A new file is written, with a warning; a file that exists is not
 overwritten, because it may hold a training run's only good copy, unless this process wrote it itself or the environment variable
@@ -11,6 +11,7 @@ import functools
 import importlib
 import importlib.util
 import io
+import itertools
 import os
 import pickle
 import threading
@@ -36,6 +37,8 @@ def install(patches: Patches, computes: bool) -> None:
     patches.set(torch, "save", _save_values(torch.save) if computes else _save(torch.save, written))
     patches.set(torch, "load", _load(torch.load))
     patches.set(torch.serialization, "location_tag", _location_tag(torch.serialization.location_tag))
+    patches.set(torch.jit, "load", _load_script(torch.jit.load))
+    patches.set(torch.jit.RecursiveScriptModule, "save", _save_script(torch.jit.RecursiveScriptModule.save, written))
     if importlib.util.find_spec("safetensors") is not None and not computes:
         _safetensors(patches, written)
 
@@ -120,6 +123,45 @@ def _safetensors(patches: Patches, written: set[str]) -> None:
 
     patches.set(module, flatten, flatten_)
     patches.set(module, "serialize_file", serialize_file)
+
+
+def _save_script(original: Callable[..., Any], written: set[str]) -> Callable[..., Any]:
+    """C++ writes the module, and of its virtual tensors the shapes alone."""
+
+    def save(self: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
+        virtual = any(
+            isinstance(tensor, VirtualTensor) for tensor in itertools.chain(self.parameters(), self.buffers())
+        )
+        if virtual:
+            _check(f, written)
+        result = original(self, f, *args, **kwargs)
+        if virtual:
+            warnings.warn(
+                f"{f} has no values for tensors on a virtual GPU: PyTorch loads them as meta tensors", stacklevel=3
+            )
+        return result
+
+    return save
+
+
+def _load_script(original: Callable[..., Any]) -> Callable[..., Any]:
+    """C++ reads a module straight to its device: ours are reached by way of the host.
+
+    A tensor that was saved from a virtual device comes back as a meta tensor, and belongs to that device if no other is named.
+    """
+
+    def load(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
+        to_device = map_location is not None and torch.device(map_location).type == "cuda"
+        module = original(f, "cpu" if to_device else map_location, *args, **kwargs)
+        place = "cuda" if map_location is None else map_location
+        for part in module.modules():
+            for tensors in (part._parameters, part._buffers):
+                for key, tensor in list(tensors.items()):
+                    if tensor.is_meta:
+                        tensors[key] = torch.zeros_like(tensor, device=place).requires_grad_(tensor.requires_grad)
+        return module.to(map_location) if to_device else module
+
+    return load
 
 
 def _holds_stand_ins(obj: Any, pickle_module: Any) -> tuple[bool, Exception | None]:
