@@ -86,6 +86,21 @@ def test_a_nested_tensor_is_refused_in_one_line() -> None:
     assert torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]).is_nested
 
 
+@pytest.mark.filterwarnings("ignore:.*quant")
+def test_quantised_tensors_are_refused_and_what_to_do_is_said() -> None:
+    x, scale, zero = torch.rand(4, 4, device="cuda"), torch.ones(4, device="cuda"), torch.zeros(4, device="cuda")
+    for build in (
+        lambda: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8),
+        lambda: torch.quantize_per_channel(x, scale, zero, 0, torch.qint8),
+        lambda: torch.quantize_per_tensor(torch.rand(4, 4), 0.1, 0, torch.qint8).cuda(),
+    ):
+        with pytest.raises(
+            NotImplementedError, match=r"cannot hold a quantised tensor\. Use integer tensors with a scale"
+        ):
+            build()
+    assert torch.fake_quantize_per_tensor_affine(x, 0.1, 0, 0, 255).is_cuda
+
+
 def test_the_device_is_set_below_torch_cuda() -> None:
     torch._C._cuda_setDevice(0)
     assert torch._C._cuda_getDevice() == 0

@@ -14,7 +14,8 @@ import torch
 import torch.utils._device
 
 from gpumem_magic.patching import Patches, warnings_remembered
-from gpumem_magic.virtual.engine.engine import Engine, refuse_device, refuse_fork
+from gpumem_magic.private import overloads
+from gpumem_magic.virtual.engine.engine import Engine, refuse_device, refuse_fork, special
 from gpumem_magic.virtual.engine.modes import META, STATE, is_ours, origin, pushed, with_dispatch_of_its_own
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
 
@@ -61,10 +62,21 @@ def plain_meta(tensor: VirtualTensor) -> torch.Tensor:
         STATE.depth -= 1
 
 
-def refuse_to_hold(kind: str) -> NoReturn:
+def refuse_to_hold(kind: str, instead: str = "dense (padded) or sparse_coo tensors") -> NoReturn:
     raise NotImplementedError(
-        f"the virtual GPU cannot hold {kind}. Use dense (padded) or sparse_coo tensors there, or run this line on a real GPU."
+        f"the virtual GPU cannot hold {kind}. Use {instead} there, or run this line on a real GPU."
     )
+
+
+@special(
+    *overloads(
+        "quantize_per_tensor quantize_per_tensor.tensor_qparams quantize_per_tensor.tensors quantize_per_tensor_dynamic"
+        " quantize_per_channel _empty_affine_quantized _empty_per_channel_affine_quantized"
+    )
+)
+def _quantised(*_: Any) -> NoReturn:
+    """The rules of fake tensors would make them of four bytes an element, without a word."""
+    refuse_to_hold("a quantised tensor", instead="integer tensors with a scale beside them")
 
 
 def made_as_of_old(args: tuple[Any, ...], dtype: torch.dtype, device: Any) -> torch.Tensor:
@@ -79,7 +91,7 @@ def _check_kind(tensor: torch.Tensor) -> None:
     if tensor.is_nested:
         refuse_to_hold("a nested tensor")
     if tensor.is_quantized:
-        refuse_to_hold("a quantised tensor")
+        _quantised()
     if tensor.layout not in (torch.strided, torch.sparse_coo):
         refuse_to_hold(f"a tensor with layout {tensor.layout}")
 

@@ -38,7 +38,8 @@ def install(patches: Patches, computes: bool) -> None:
     patches.set(torch, "load", _load(torch.load))
     patches.set(torch.serialization, "location_tag", _location_tag(torch.serialization.location_tag))
     patches.set(torch.jit, "load", _load_script(torch.jit.load))
-    patches.set(torch.jit.RecursiveScriptModule, "save", _save_script(torch.jit.RecursiveScriptModule.save, written))
+    scripted: Any = torch.jit.RecursiveScriptModule  # type: ignore[attr-defined]
+    patches.set(scripted, "save", _save_script(scripted.save, written))
     if importlib.util.find_spec("safetensors") is not None and not computes:
         _safetensors(patches, written)
 
