@@ -256,19 +256,30 @@ def main() -> int:
     began = time.monotonic()
     waiting = shares(options)
     running: list[subprocess.Popen[str]] = []
-    results = []
+    results, failed = [], 0
     while waiting or running:
         while waiting and len(running) < options.jobs:
             running.append(subprocess.Popen(waiting.pop(0), stdout=subprocess.PIPE, text=True))
         first = running.pop(0)
         text, _ = first.communicate()
         if first.returncode:
-            print(f"a process ended with {first.returncode}", file=sys.stderr)
-            return 2
-        results.append(json.loads(text))
+            failed += 1
+            print(f"a process ended with {first.returncode}: its cells are not counted", file=sys.stderr, flush=True)
+        else:
+            results.append(json.loads(text))
+            print(told(results[-1]), file=sys.stderr, flush=True)
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     print(f"{used.ru_utime + used.ru_stime:,.0f} s of a processor's time")
-    return summary(results, options, time.monotonic() - began)
+    return summary(results, options, time.monotonic() - began) or 2 * bool(failed)
+
+
+def told(one: dict[str, Any]) -> str:
+    """A process's share in one line."""
+    kind, counts = one["kind"], one["counts"]
+    return (
+        f"Python {kind['python']}, IPython {kind['IPython']}, torch {kind['torch']}, {kind['device']}: "
+        f"{counts.get('cells', 0):,} cells, {counts.get('with differences', 0)} cases differ"
+    )
 
 
 def summary(results: list[dict[str, Any]], options: argparse.Namespace, seconds: float) -> int:
@@ -281,8 +292,7 @@ def summary(results: list[dict[str, Any]], options: argparse.Namespace, seconds:
         reasons.update(one["reasons"])
         places.update(one["places"])
         found += one["found"]
-        print(f"Python {one['kind']['python']}, IPython {one['kind']['IPython']}, torch {one['kind']['torch']}, {one['kind']['device']}: "
-              f"{one['counts'].get('cells', 0):,} cells, {one['counts'].get('with differences', 0)} cases differ")  # fmt: skip
+        print(told(one))
     absent = sorted({name for one in results for name in one["missing"]})
     if absent:
         print(f"  not everywhere there, and so left out there: {', '.join(absent)}")

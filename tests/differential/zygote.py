@@ -352,7 +352,9 @@ def in_child(shell: Any, request: dict[str, Any], bearings: dict[str, Any]) -> N
             found[name] = raw.read_bytes()[:100_000].decode("utf-8", "replace") if raw.exists() else ""
         content = pickle.dumps(without_process(found, str(os.getpid())))
         resource.setrlimit(resource.RLIMIT_FSIZE, (MOST_WRITTEN, MOST_WRITTEN))
-        path.write_bytes(content)
+        # Whole or not at all: a cell may have set limits of its own, or the time may be up.
+        Path(f"{path}.part").write_bytes(content)
+        os.replace(f"{path}.part", path)
     finally:
         os._exit(0)
 
