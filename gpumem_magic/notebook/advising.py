@@ -1,18 +1,20 @@
 """``%%gpumem --advise`` and ``%gpumem_advise``: what would make a cell fit, or leave room. It does not run in the notebook."""
 
-# IPython's display and errors carry no types.
+# IPython's errors carry no types.
 # mypy: disallow-untyped-calls=False
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from IPython.core.error import UsageError
 
 from gpumem_magic.devices.base import DeviceError
+from gpumem_magic.notebook.giving import give
 from gpumem_magic.notebook.trial_line import TrialLine
-from gpumem_magic.patching import warnings_remembered
 from gpumem_magic.recording.cell import PreparedCell, prepare
 
 if TYPE_CHECKING:
@@ -46,8 +48,6 @@ def advise(
     shell: Any, cell: PreparedCell, options: argparse.Namespace, lines_above: int = 1, magic: str = "%%gpumem --advise"
 ) -> None:
     """Shows the advice, and binds it where ``-o`` says so. Raises UsageError, in one line."""
-    from IPython.display import display
-
     from gpumem_magic.advice.advise import CellFails, advised
     from gpumem_magic.advice.answer import Advice
     from gpumem_magic.advice.trial import CellTrials
@@ -63,27 +63,24 @@ def advise(
         devices = [cards.usual()] if options.device is None else cards.names_of(options.device)
         if len(devices) > 1:
             raise DeviceError("advice is for one card")
-        found = Advice(advised(CellTrials(shell, devices[0], lines_above), python, told), _as_typed(cell))
+        found = Advice(
+            advised(CellTrials(shell, devices[0], lines_above), python, told), partial(_as_typed, _lines_typed(cell))
+        )
     except (DeviceError, CellFails) as error:
         raise UsageError(f"{magic}: {error}") from None
     finally:
         progress.end()
-    if options.output is not None:
-        shell.user_ns[options.output] = found
-    if not options.quiet:
-        with warnings_remembered():  # matplotlib changes them
-            display(found)
+    give(shell, found, options)
 
 
-class _as_typed:
-    """A changed cell with IPython's own lines (``!``, ``%``) as somebody typed them."""
+def _lines_typed(cell: PreparedCell) -> dict[str, str]:
+    """IPython's own lines (``!``, ``%``): each as Python -> as somebody typed it."""
+    lines = zip(cell.python.splitlines(), cell.raw.splitlines(), strict=False)
+    return {python.strip(): raw.strip() for python, raw in lines if python != raw}
 
-    def __init__(self, cell: PreparedCell) -> None:
-        lines = zip(cell.python.splitlines(), cell.raw.splitlines(), strict=False)
-        self._typed = {python.strip(): raw.strip() for python, raw in lines if python != raw}
 
-    def __call__(self, code: str) -> str:
-        return "\n".join(
-            line.replace(line.strip(), self._typed[line.strip()]) if line.strip() in self._typed else line
-            for line in code.splitlines()
-        )
+def _as_typed(lines: Mapping[str, str], code: str) -> str:
+    """A changed cell with these lines as somebody typed them."""
+    return "\n".join(
+        line.replace(line.strip(), lines[line.strip()]) if line.strip() in lines else line for line in code.splitlines()
+    )

@@ -1,6 +1,6 @@
 """``%%gpumem --fit`` and ``--compare``: trials of a cell. The cell itself does not run in the notebook."""
 
-# IPython's display and errors carry no types.
+# IPython's errors carry no types.
 # mypy: disallow-untyped-calls=False
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from IPython.core.error import UsageError
 
 from gpumem_magic.devices.base import DeviceError
+from gpumem_magic.notebook.giving import give
 from gpumem_magic.notebook.trial_line import TrialLine
-from gpumem_magic.patching import warnings_remembered
 from gpumem_magic.recording.cell import PreparedCell
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def fit(shell: Any, cell: PreparedCell, options: argparse.Namespace) -> None:
         raise UsageError(f"%%gpumem --fit: {error}") from None
     finally:
         progress.end()
-    _give(shell, found, options)
+    give(shell, found, options)
 
 
 def compare_compiled(shell: Any, cell: PreparedCell, options: argparse.Namespace) -> None:
@@ -54,17 +54,7 @@ def compare_compiled(shell: Any, cell: PreparedCell, options: argparse.Namespace
         found = compare(CellProgram(shell, cell), options.device)
     except DeviceError as error:
         raise UsageError(f"%%gpumem --compare: {error}") from None
-    _give(shell, found, options)
-
-
-def _give(shell: Any, found: object, options: argparse.Namespace) -> None:
-    from IPython.display import display
-
-    if options.output is not None:
-        shell.user_ns[options.output] = found
-    if not options.quiet:
-        with warnings_remembered():  # matplotlib changes them
-            display(found)
+    give(shell, found, options)
 
 
 def _told(progress: TrialLine) -> Callable[[str, Tried], None]:

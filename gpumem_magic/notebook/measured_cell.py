@@ -1,6 +1,6 @@
 """Measuring one run of a cell: started before it, ended and shown after it, also where the cell fails."""
 
-# IPython's display carries no types.
+# IPython's errors carry no types.
 # mypy: disallow-untyped-calls=False
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from IPython.core.error import UsageError
 from gpumem_magic.devices.base import DeviceError
 from gpumem_magic.failures import swallows
 from gpumem_magic.looks.objects import is_a
+from gpumem_magic.notebook.giving import give_report
 from gpumem_magic.notebook.shell_hooks import result_of_cell, show_as_plain_once
-from gpumem_magic.patching import warnings_remembered
 from gpumem_magic.recording import under_way
 from gpumem_magic.recording.cell import CellRun
 from gpumem_magic.recording.hook import without_hooks
@@ -201,16 +201,9 @@ class MeasuredCell:
         return None if report is None else Budget(self._options.budget, self._options.max_delta).exceeded(report)
 
     def _show(self, report: Any) -> None:
-        if self._options.output is not None:
-            self._shell.user_ns[self._options.output] = report
-        if self._options.quiet:
-            return
-        from IPython.display import display
-
-        view = "plot" if self._options.plot else "table" if self._options.table else None
-        with warnings_remembered():  # matplotlib changes them
-            display(report if view is None else report.view(view))
-        self._offer(report)
+        give_report(self._shell, report, self._options)
+        if not self._options.quiet:
+            self._offer(report)
 
     def _offer(self, report: Any) -> None:
         """Where memory ran out, one line says what would tell how much is possible. Nothing is run."""

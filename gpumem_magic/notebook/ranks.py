@@ -1,6 +1,6 @@
 """``%%gpumem --ranks N``: the cell as ranks of a program of N processes. Nothing of it runs in the notebook's own process."""
 
-# IPython's display and errors carry no types.
+# IPython's errors carry no types.
 # mypy: disallow-untyped-calls=False
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 from IPython.core.error import UsageError
 
 from gpumem_magic.devices.base import DeviceError
-from gpumem_magic.patching import warnings_remembered
+from gpumem_magic.notebook.giving import give_report
 from gpumem_magic.recording.cell import PreparedCell
 from gpumem_magic.session.recording import remember
 
@@ -34,12 +34,4 @@ def ranks(shell: Any, cell: PreparedCell, options: argparse.Namespace) -> None:
     remember(report)
     if printed:
         print(printed, end="")
-    if options.output is not None:
-        shell.user_ns[options.output] = report
-    if options.quiet:
-        return
-    from IPython.display import display
-
-    view = "plot" if options.plot else "table" if options.table else None
-    with warnings_remembered():  # matplotlib changes them
-        display(report if view is None else report.view(view))
+    give_report(shell, report, options)

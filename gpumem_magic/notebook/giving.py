@@ -1,0 +1,30 @@
+"""What a magic found: bound where ``-o`` says so, and shown unless ``-q`` is among the flags."""
+
+# IPython's display carries no types.
+# mypy: disallow-untyped-calls=False
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from gpumem_magic.patching import warnings_remembered
+
+
+def give(shell: Any, found: object, options: argparse.Namespace) -> None:
+    _give(shell, found, options, None)
+
+
+def give_report(shell: Any, report: Any, options: argparse.Namespace) -> None:
+    """A report, as the part of it that ``--plot`` or ``--table`` asks for."""
+    _give(shell, report, options, "plot" if options.plot else "table" if options.table else None)
+
+
+def _give(shell: Any, found: Any, options: argparse.Namespace, view: str | None) -> None:
+    from IPython.display import display
+
+    if options.output is not None:
+        shell.user_ns[options.output] = found
+    if not options.quiet:
+        with warnings_remembered():  # matplotlib changes them
+            display(found if view is None else found.view(view))
