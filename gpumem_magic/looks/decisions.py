@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import linecache
 from collections.abc import Iterator
+from functools import lru_cache
 
 _Scope = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef
 _LEAVES = (ast.Break, ast.Return, ast.Raise)
@@ -79,15 +80,24 @@ def waits(file: str, line: int) -> bool:
 
 def _scope_of(file: str, line: int) -> _Scope | None:
     """The innermost function, or the whole file; None where the source is not to be had."""
-    try:
-        found: _Scope = ast.parse("".join(linecache.getlines(file)))
-    except (SyntaxError, ValueError, RecursionError):
+    tree = _tree("".join(linecache.getlines(file)))
+    if tree is None:
         return None
-    for node in ast.walk(found):
+    found: _Scope = tree
+    for node in ast.walk(tree):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and _covers(node, line):
             # (Walked from the outside in.)
             found = node
     return found
+
+
+# A line is asked about again and again, and so are its neighbours.
+@lru_cache(maxsize=4)
+def _tree(source: str) -> ast.Module | None:
+    try:
+        return ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError):
+        return None
 
 
 def _covers(node: ast.stmt | ast.expr, line: int) -> bool:
