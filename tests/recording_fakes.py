@@ -93,12 +93,13 @@ class FakeMachine:
         self.places: dict[int, tuple[int, int]] = {}
         self.stand_ins: Counter[tuple[str, int]] = Counter()
         self.supplied: Counter[tuple[str, int]] = Counter()
+        self.marks_of_reads: Counter[tuple[str, int, str]] = Counter()
 
     def settle(self) -> None:
         pass
 
-    def marks_of_reads(self) -> Counter[tuple[str, int, str]]:
-        return Counter()
+    def note_caught(self) -> None:
+        pass
 
     def notes(self) -> list[str]:
         return []

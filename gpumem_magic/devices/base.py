@@ -224,9 +224,13 @@ class Machine(Protocol):
     def supplied(self) -> Counter[tuple[str, int]]:
         """The same for reads of values that the user supplied; they are among the `stand_ins`."""
 
+    @property
     def marks_of_reads(self) -> Counter[tuple[str, int, str]]:
         """How often a line that is in `stand_ins` read a whole number (``(file, line, "whole")``), and how often an error came of
-        what it read that the program caught (``"caught"``), which is looked for when this is asked, too. Only grows."""
+        what it read that the program caught (``"caught"``). Only grows."""
+
+    def note_caught(self) -> None:
+        """To be called where the program may handle an error: marks the lines that it came of."""
 
     def notes(self) -> list[str]:
         """What a reader of the figures must know about how they came to be."""

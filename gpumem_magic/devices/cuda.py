@@ -320,8 +320,12 @@ class CudaMachine:
 
     supplied = stand_ins
 
+    @property
     def marks_of_reads(self) -> Counter[tuple[str, int, str]]:
         return Counter()
+
+    def note_caught(self) -> None:
+        """Nothing is read that does not exist."""
 
     def current_device(self) -> int:
         """The number of the current device; 0 while CUDA is not in use, as asking would change that."""

@@ -141,7 +141,8 @@ class Recorder:
             with self._guard("starting"):
                 self._stand_ins_before = Counter(self._machine.stand_ins)
                 self._supplied_before = Counter(self._machine.supplied)
-                self._marks_before = self._machine.marks_of_reads().copy()
+                self._machine.note_caught()
+                self._marks_before = self._machine.marks_of_reads.copy()
                 self._machine_notes_before = self._machine.notes()
             self._machine.settle()
             for device in self._machine.devices:
@@ -183,7 +184,7 @@ class Recorder:
                 self._phases.statement_ended()
             if header:
                 # (It may be an `except`.)
-                self._machine.marks_of_reads()
+                self._machine.note_caught()
             moment = self._moment()
             if self._checkpoints and moment.positions != self._checkpoints[-1].moment.positions:
                 self.moves += 1
@@ -414,6 +415,8 @@ class Recorder:
         with self._guard("counting stand-ins"):
             read = Counter(self._machine.stand_ins)
             read.subtract(self._stand_ins_before)
+            self._machine.note_caught()
+            marks = self._machine.marks_of_reads - self._marks_before
             places: Counter[str] = Counter()
             by_user: Counter[str] = Counter()
             decides: dict[str, str] = {}
@@ -423,17 +426,9 @@ class Recorder:
                     place = self._place(file, line)
                     places[place] += count
                     by_user[place] += supplied[file, line] - self._supplied_before[file, line]
-                    decides[place] = decides.get(place) or self._made_of(file, line)
+                    decides[place] = decides.get(place) or _made_of(file, line, marks)
             return tuple(StandIn(place, count, by_user[place], decides[place]) for place, count in places.items())
         return ()
-
-    def _made_of(self, file: str, line: int) -> str:
-        marks = self._machine.marks_of_reads() - self._marks_before
-        if marks[file, line, "caught"]:
-            return "except"
-        if ends_a_loop(file, line):
-            return "loop"
-        return "size" if marks[file, line, "whole"] and makes_a_size(file, line) else ""
 
     def _place(self, file: str, line: int) -> str:
         """``14`` in the cell itself, ``trainer.py:210`` elsewhere. Only a file's name: paths are nobody's business."""
@@ -443,6 +438,15 @@ class Recorder:
             return f"{cell}, line {line}"
         name = os.path.basename(file.replace("\\", "/"))
         return f"{name}:{line}"
+
+
+def _made_of(file: str, line: int, marks: Counter[tuple[str, int, str]]) -> str:
+    """What a line's reads decide (see `StandIn`), as far as the source and the reads' `marks` tell."""
+    if marks[file, line, "caught"]:
+        return "except"
+    if ends_a_loop(file, line):
+        return "loop"
+    return "size" if marks[file, line, "whole"] and makes_a_size(file, line) else ""
 
 
 def _stopped(logs: dict[int, Log]) -> dict[int, DeviceLog]:

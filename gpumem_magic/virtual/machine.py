@@ -124,9 +124,12 @@ class VirtualMachine:
     def supplied(self) -> Counter[tuple[str, int]]:
         return self.engine.reads.supplied
 
+    @property
     def marks_of_reads(self) -> Counter[tuple[str, int, str]]:
-        self.engine.reads.handling()
         return self.engine.reads.marks
+
+    def note_caught(self) -> None:
+        self.engine.reads.note_caught()
 
     def settle(self) -> None:
         with self.engine.uninterrupted, self.engine.lock:

@@ -201,7 +201,7 @@ class Engine:
 
     def _handle(self, func: Any, args: Any, kwargs: Any, device: int) -> Any:
         if self.reads.counts:
-            self.reads.handling()
+            self.reads.note_caught()
         with self.uninterrupted, self.lock:
             self.table.drain()
             STATE.last_device = device

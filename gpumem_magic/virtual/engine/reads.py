@@ -44,8 +44,8 @@ class Reads:
                 stacklevel=3,
             )
 
-    def handling(self) -> None:
-        """To be called where the program may be in an ``except``: whether the error came of such a value."""
+    def note_caught(self) -> None:
+        """To be called where the program may be in an ``except``: marks the lines that its error came of."""
         error = sys.exc_info()[1]
         if error is None:
             self._seen = 0
