@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator
+from functools import partial
 
 from gpumem_magic.advice.draft import CellDraft
 from gpumem_magic.advice.evidence import Evidence
@@ -21,21 +22,15 @@ def lora(seen: Evidence, draft: CellDraft) -> Iterator[Proposal]:
         layers = _targets(module.linears)
         if layers:
             yield Proposal(
-                f"LoRA for {module.name} (peft)", DIFFERENT, _Adapted(module.name, layers),
+                f"LoRA for {module.name} (peft)", DIFFERENT, partial(_adapt, module.name, layers),
                 but="only the adapters are trained",
             )  # fmt: skip
 
 
-class _Adapted:
-    def __init__(self, name: str, layers: list[str]) -> None:
-        self.name, self.layers = name, layers
-
-    def __call__(self, draft: CellDraft) -> None:
-        layers = ", ".join(f'"{name}"' for name in self.layers)
-        draft.behind(
-            self.name, f"{self.name} = get_peft_model({self.name}, LoraConfig(r={_RANK}, target_modules=[{layers}]))"
-        )
-        draft.at_top("from peft import LoraConfig, get_peft_model")
+def _adapt(name: str, layers: list[str], draft: CellDraft) -> None:
+    targets = ", ".join(f'"{layer}"' for layer in layers)
+    draft.behind(name, f"{name} = get_peft_model({name}, LoraConfig(r={_RANK}, target_modules=[{targets}]))")
+    draft.at_top("from peft import LoraConfig, get_peft_model")
 
 
 def _targets(linears: tuple[str, ...]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 from gpumem_magic.advice.draft import CellDraft
 from gpumem_magic.advice.evidence import Evidence
@@ -15,12 +16,8 @@ def compilation(seen: Evidence, draft: CellDraft) -> Iterator[Proposal]:
     if max(seen.share("activations"), seen.share("temporaries")) < _LEAST:
         return
     for module in seen.modules:
-        yield Proposal(f"{module.name}.compile()", ROUNDING, _CompiledInPlace(module.name))
+        yield Proposal(f"{module.name}.compile()", ROUNDING, partial(_compile_in_place, module.name))
 
 
-class _CompiledInPlace:
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __call__(self, draft: CellDraft) -> None:
-        draft.behind(self.name, f"{self.name}.compile()")
+def _compile_in_place(name: str, draft: CellDraft) -> None:
+    draft.behind(name, f"{name}.compile()")

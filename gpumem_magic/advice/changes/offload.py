@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 from gpumem_magic.advice.draft import CellDraft
 from gpumem_magic.advice.evidence import Evidence
@@ -24,19 +25,15 @@ def states_on_the_host(seen: Evidence, draft: CellDraft) -> Iterator[Proposal]:
     if seen.share("optimizer_state") < _LEAST or not 0 < seen.state < seen.host // 2:
         return
     for name in seen.optimizers:
-        yield Proposal(f"states of {name} on the host between its steps", SAME, _Moved(name))
+        yield Proposal(f"states of {name} on the host between its steps", SAME, partial(_move, name))
 
 
-class _Moved:
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __call__(self, draft: CellDraft) -> None:
-        draft.behind(
-            self.name,
-            *_MOVE.splitlines(),
-            "",
-            f'{self.name}.register_step_pre_hook(state_to("cuda"))',
-            f'{self.name}.register_step_post_hook(state_to("cpu"))',
-        )
-        draft.with_torch()
+def _move(name: str, draft: CellDraft) -> None:
+    draft.behind(
+        name,
+        *_MOVE.splitlines(),
+        "",
+        f'{name}.register_step_pre_hook(state_to("cuda"))',
+        f'{name}.register_step_post_hook(state_to("cpu"))',
+    )
+    draft.with_torch()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 from collections.abc import Iterator
+from functools import partial
 
 from gpumem_magic.advice.draft import CellDraft, Unchangeable, called
 from gpumem_magic.advice.evidence import Evidence
@@ -36,19 +37,15 @@ def ways(seen: Evidence, draft: CellDraft) -> Iterator[Proposal]:
     ):
         calls = [call for call in draft.calls(names) if _would_change(call, way, value)]
         if calls:
-            yield Proposal(f"{way}={value}", ROUNDING, _OptimizerWay(way, value, names))
+            yield Proposal(f"{way}={value}", ROUNDING, partial(_run_in_way, way, value, names))
 
 
-class _OptimizerWay:
-    def __init__(self, way: str, value: str, names: frozenset[str]) -> None:
-        self.way, self.value, self.names = way, value, names
-
-    def __call__(self, draft: CellDraft) -> None:
-        calls = [call for call in draft.calls(self.names) if _would_change(call, self.way, self.value)]
-        for call in calls:
-            draft.argument(call, self.way, self.value, _WAYS)
-        if not calls:
-            raise Unchangeable("no optimizer is made here")
+def _run_in_way(way: str, value: str, names: frozenset[str], draft: CellDraft) -> None:
+    calls = [call for call in draft.calls(names) if _would_change(call, way, value)]
+    for call in calls:
+        draft.argument(call, way, value, _WAYS)
+    if not calls:
+        raise Unchangeable("no optimizer is made here")
 
 
 def _would_change(call: ast.Call, way: str, value: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 from gpumem_magic.advice.draft import CellDraft
 from gpumem_magic.advice.evidence import Evidence
@@ -19,7 +20,7 @@ def recomputation(seen: Evidence, draft: CellDraft) -> Iterator[Proposal]:
     for module in seen.modules:
         if module.recomputes:
             yield Proposal(
-                f"{module.name}.gradient_checkpointing_enable()", SAME, _Enabled(module.name),
+                f"{module.name}.gradient_checkpointing_enable()", SAME, partial(_enable, module.name),
             )  # fmt: skip
             return
     heavy = [one for one in seen.classes if one.activations > _LEAST * seen.allocated]
@@ -27,24 +28,17 @@ def recomputation(seen: Evidence, draft: CellDraft) -> Iterator[Proposal]:
         yield Proposal(
             f"recomputing the activations of {one.name} ({one.count} in {one.root})",
             DIFFERENT if one.normalizes_batches else SAME,
-            _Wrapped(one.root, one.name),
+            partial(_wrap, one.root, one.name),
             but="BatchNorm takes each batch's statistics twice" if one.normalizes_batches else "",
         )
 
 
-class _Enabled:
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __call__(self, draft: CellDraft) -> None:
-        draft.behind(self.name, f"{self.name}.gradient_checkpointing_enable()", f"{self.name}.train()")
+def _enable(name: str, draft: CellDraft) -> None:
+    draft.behind(name, f"{name}.gradient_checkpointing_enable()", f"{name}.train()")
 
 
-class _Wrapped:
-    def __init__(self, root: str, kind: str) -> None:
-        self.root, self.kind = root, kind
-
-    def __call__(self, draft: CellDraft) -> None:
-        test = f'lambda module: type(module).__name__ == "{self.kind}"'
-        draft.behind(self.root, f"apply_activation_checkpointing({self.root}, check_fn={test})")
-        draft.at_top(_IMPORT)
+def _wrap(root: str, kind: str, draft: CellDraft) -> None:
+    """All modules of this class inside `root`."""
+    test = f'lambda module: type(module).__name__ == "{kind}"'
+    draft.behind(root, f"apply_activation_checkpointing({root}, check_fn={test})")
+    draft.at_top(_IMPORT)
