@@ -10,12 +10,12 @@ import torch
 from torch._decomp import decomposition_table
 
 from gpumem_magic.virtual.engine.engine import CannotRun
+from gpumem_magic.virtual.engine.half_precision import HALF
 from gpumem_magic.virtual.engine.random import DeviceRandom
 from gpumem_magic.virtual.engine.storage import Placement
 from gpumem_magic.virtual.engine.twins import leaves, mapped
 
 _Function = Callable[..., Any]
-_HALF = (torch.float16, torch.bfloat16)
 
 
 class Equivalent(NamedTuple):
@@ -133,12 +133,12 @@ def _in_float32(func: Any, args: Any, kwargs: Any) -> Any:
     kinds: list[torch.dtype] = []
 
     def widen(arg: Any) -> Any:
-        if isinstance(arg, torch.Tensor) and arg.dtype in _HALF:
+        if isinstance(arg, torch.Tensor) and arg.dtype in HALF:
             kinds.append(arg.dtype)
             wide = arg.float()
             widened.append((arg, wide))
             return wide
-        return torch.float32 if arg in _HALF else arg
+        return torch.float32 if arg in HALF else arg
 
     def narrow(result: Any) -> Any:
         if isinstance(result, torch.Tensor) and result.dtype == torch.float32:

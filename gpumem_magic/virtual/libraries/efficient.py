@@ -14,10 +14,9 @@ import torch
 
 from gpumem_magic.patching import Patches
 from gpumem_magic.private import aten as _aten
+from gpumem_magic.virtual.engine.half_precision import HALF
 from gpumem_magic.virtual.libraries.flash import Lengths, attend
 from gpumem_magic.virtual.libraries.loading import replace_function
-
-_HALF = (torch.float16, torch.bfloat16)
 
 
 def _attention(query: Any, key: Any, value: Any, bias: Any, p: float, scale: float | None, wanted: bool) -> Any:
@@ -26,7 +25,7 @@ def _attention(query: Any, key: Any, value: Any, bias: Any, p: float, scale: flo
     query, key, value = (_four(tensor) for tensor in (query, key, value))
     plain = not isinstance(bias, torch.Tensor)
     sizes = query.shape[-1] == value.shape[-1] <= 256
-    if torch.cuda.get_device_capability(query.device) >= (8, 0) and query.dtype in _HALF and plain and sizes:
+    if torch.cuda.get_device_capability(query.device) >= (8, 0) and query.dtype in HALF and plain and sizes:
         packed = getattr(getattr(bias, "q_seqinfo", None), "seqstart_py", None)
         if packed is None:
             out, sums = attend(Lengths(), query, key, value)

@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 
 from gpumem_magic.patching import Patches
+from gpumem_magic.virtual.engine.half_precision import HALF
 from gpumem_magic.virtual.libraries.loading import replace_function
 
-_HALF = (torch.float16, torch.bfloat16)
 # The backward kernel works in rows of 128.
 _ROWS = 128
 
@@ -94,7 +94,7 @@ def attend(lengths: Lengths, *inputs: torch.Tensor) -> tuple[torch.Tensor, torch
     first = inputs[0]
     if torch.cuda.get_device_capability(first.device) < (8, 0):
         raise RuntimeError("FlashAttention only supports Ampere GPUs or newer.")
-    if first.dtype not in _HALF or any(tensor.dtype != first.dtype for tensor in inputs):
+    if first.dtype not in HALF or any(tensor.dtype != first.dtype for tensor in inputs):
         raise RuntimeError("FlashAttention only support fp16 and bf16 data type")
     size = first.shape[-1]
     if size > 256:

@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from gpumem_magic.patching import Patches
 from gpumem_magic.private import aten as _aten
 from gpumem_magic.virtual.engine.engine import Engine, special
+from gpumem_magic.virtual.engine.half_precision import HALF
 
-_HALF = (torch.float16, torch.bfloat16)
 FLASH, EFFICIENT, MATH, CUDNN = "flash", "efficient", "math", "cudnn"
 # The numbers of `torch.nn.attention.SDPBackend`.
 _KERNELS = {0: MATH, 1: FLASH, 2: EFFICIENT, 3: CUDNN}
@@ -44,10 +44,10 @@ def choose(
         same_size = query.shape[-1] == key.shape[-1] == value.shape[-1] <= 256
         if torch.backends.cuda.flash_sdp_enabled() and batches and (heads or enable_gqa):
             square = not is_causal or query.shape[-2] == key.shape[-2]
-            if capability >= (8, 0) and query.dtype in _HALF and mask is None and same_size and square:
+            if capability >= (8, 0) and query.dtype in HALF and mask is None and same_size and square:
                 fits.add(FLASH)
         if torch.backends.cuda.mem_efficient_sdp_enabled() and batches and heads:
-            kinds = (*_HALF, torch.float32) if capability >= (8, 0) else (torch.float16, torch.float32)
+            kinds = (*HALF, torch.float32) if capability >= (8, 0) else (torch.float16, torch.float32)
             step = _alignment(capability, query.dtype)
             aligned = query.shape[-1] % step == 0 and value.shape[-1] % step == 0
             learned_mask = mask is not None and mask.requires_grad
@@ -59,7 +59,7 @@ def choose(
                 query.shape[-1] % 8 == 0 and value.shape[-1] % 8 == 0 and max(query.shape[-1], value.shape[-1]) <= most
             )
             learned_mask = mask is not None and mask.requires_grad
-            if capability >= (8, 0) and query.dtype in _HALF and sized and not learned_mask:
+            if capability >= (8, 0) and query.dtype in HALF and sized and not learned_mask:
                 fits.add(CUDNN)
     for kernel in _order():
         if kernel in fits:
@@ -75,7 +75,7 @@ def _order() -> list[str]:
 
 def _alignment(capability: tuple[int, int], dtype: torch.dtype) -> int:
     """The head size must be a multiple of this, in elements, for the memory-efficient kernel."""
-    half = dtype in _HALF
+    half = dtype in HALF
     step = 4 if capability >= (8, 0) else 1
     if capability >= (8, 0) or (capability >= (7, 0) and half):
         step = max(step, 128 // (16 if half else 32))

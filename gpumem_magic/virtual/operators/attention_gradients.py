@@ -15,9 +15,9 @@ import torch
 
 from gpumem_magic.private import aten as _aten
 from gpumem_magic.virtual.engine.engine import BESIDE, Engine, special
+from gpumem_magic.virtual.engine.half_precision import HALF
 from gpumem_magic.virtual.operators.sorting import holding
 
-_HALF = (torch.float16, torch.bfloat16)
 _FLOAT = 4
 # Of a block of the query's gradient: a lock, a counter, and room up to 16 bytes.
 _HEAD_OF_BLOCK = 4
@@ -88,7 +88,7 @@ def _plain(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: 
 
 
 def _efficient(engine: Engine, device: int, shape: Heads, dtype: Any, dropout: bool) -> tuple[int, ...]:
-    half, capability = dtype in _HALF, engine.memory.capability(device)
+    half, capability = dtype in HALF, engine.memory.capability(device)
     kernel = kernel_for(capability, half, shape.size, dropout)
     sums = shape.batch * shape.heads * shape.queries * _FLOAT
     with ExitStack() as held:

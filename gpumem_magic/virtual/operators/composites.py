@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from gpumem_magic.patching import Patches
 from gpumem_magic.private import aten as _aten
 from gpumem_magic.virtual.engine.engine import Engine, special
+from gpumem_magic.virtual.engine.half_precision import HALF
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
 from gpumem_magic.virtual.operators.batch_norm import by_cudnn
 
@@ -98,7 +99,7 @@ class _RmsNorm(torch.autograd.Function):
 
 def _by_smaller_operators(input: Any, normalized_shape: Any, weight: Any, eps: Any) -> tuple[Any, Any]:
     dims = list(range(-len(normalized_shape), 0))
-    wide = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
+    wide = input.float() if input.dtype in HALF else input
     rstd = torch.rsqrt(wide.square().mean(dims, keepdim=True) + (torch.finfo(wide.dtype).eps if eps is None else eps))
     out = wide * rstd
     return (out if weight is None else out * weight).to(input.dtype), rstd

@@ -19,11 +19,11 @@ import torch
 
 from gpumem_magic.private import aten as _aten
 from gpumem_magic.virtual.engine.engine import Engine, special
+from gpumem_magic.virtual.engine.half_precision import HALF
 from gpumem_magic.virtual.engine.memory import Convolution
 
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 _MOST_INDEXED = 2**31 - 1
-_HALF = (torch.float16, torch.bfloat16)
 
 
 def layout_of(input: torch.Tensor, weight: torch.Tensor) -> torch.memory_format:
@@ -75,7 +75,7 @@ class _Call:
             one = max(prod(self.fine), prod(self.coarse)) // max(1, self.fine[0])
             if one > _MOST_INDEXED:
                 return False
-        return not (version == (2, 9) and len(self.fine) == 5 and self.weight.dtype in _HALF and self.points > 1)
+        return not (version == (2, 9) and len(self.fine) == 5 and self.weight.dtype in HALF and self.points > 1)
 
     def run(self, way: str) -> None:
         """The memory that a kernel holds and gives back. Raises out of memory only for what PyTorch itself asks for."""

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from gpumem_magic.private import aten as _aten
+from gpumem_magic.virtual.engine.half_precision import HALF
 from gpumem_magic.virtual.engine.host_calls import equivalent, with_gradients
 
 # ---- dropout
@@ -54,7 +55,7 @@ class _AttentionCall:
             self.key, self.value = (tensor.repeat_interleave(self.groups, 1) for tensor in (key, value))
         self.by_kernel = noise is None and query.shape[-1] == key.shape[-1] == value.shape[-1] and query.numel() > 0
         self.dtype = query.dtype
-        if not self.by_kernel and query.dtype in (torch.float16, torch.bfloat16):
+        if not self.by_kernel and query.dtype in HALF:
             # The host's matrices are multiplied in float32 for half precision.
             self.query, self.key, self.value = self.query.float(), self.key.float(), self.value.float()
 
@@ -175,7 +176,7 @@ def _cudnn_backward(
 
 @equivalent(_aten._fused_rms_norm.default)
 def _rms_norm(input: Any, normalized_shape: Any, weight: Any, eps: float | None) -> Any:
-    wide = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
+    wide = input.float() if input.dtype in HALF else input
     dims = list(range(-len(normalized_shape), 0))
     rows = torch.rsqrt(wide.pow(2).mean(dims, keepdim=True).add_(torch.finfo(wide.dtype).eps if eps is None else eps))
     out = wide * rows
@@ -317,7 +318,7 @@ def _others(input: Any) -> list[int]:
 
 @equivalent(_aten.batch_norm_stats.default)
 def _stats(input: Any, eps: float) -> Any:
-    wide = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
+    wide = input.float() if input.dtype in HALF else input
     variance, mean = torch.var_mean(wide, _others(input), correction=0)
     return mean, torch.rsqrt(variance + eps)
 

@@ -9,14 +9,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from gpumem_magic.private import aten as _aten
 from gpumem_magic.virtual.engine.engine import BESIDE, Engine, special
-
-
-def _item(tensor: Any) -> int:
-    return 4 if tensor.dtype in (torch.float16, torch.bfloat16) else int(tensor.element_size())
+from gpumem_magic.virtual.engine.half_precision import accumulator
 
 
 @special(_aten.native_group_norm.default, table=BESIDE)
@@ -24,13 +19,14 @@ def _forward(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device
     input, weight, bias, samples, channels, inner = args[:6]
     if not samples or inner == 1 or (weight is None and bias is None):
         return []
-    return [samples * channels * _item(input)] * 2
+    return [samples * channels * accumulator(input.dtype).itemsize] * 2
 
 
 @special(_aten.native_group_norm_backward.default, table=BESIDE)
 def _backward(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> list[int]:
     input, (weight, samples, channels, inner, groups, wanted) = args[1], args[4:10]
-    by_channel, by_group = samples * channels * _item(input), samples * groups * _item(input)
+    item = accumulator(input.dtype).itemsize
+    by_channel, by_group = samples * channels * item, samples * groups * item
     sums = [] if inner == 1 else [by_channel] * 2
     if not wanted[0]:
         return sums

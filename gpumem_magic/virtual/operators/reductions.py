@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from gpumem_magic.virtual.engine.engine import BESIDE, Engine, special
+from gpumem_magic.virtual.engine.half_precision import HALF
 from gpumem_magic.virtual.operators.sorting import holding
 
 _aten = torch.ops.aten
@@ -23,7 +24,6 @@ _WARP = 32
 _FEWEST_VALUES, _MOST_VALUES = 16, 256
 _VECTOR = 4
 _MOST_INDEXED = 2**31 - 1
-_HALF = (torch.float16, torch.bfloat16)
 
 
 class _Plan(NamedTuple):
@@ -203,7 +203,7 @@ def _reduce(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device:
         return ()
     kernel = KERNELS[func]
     item, copied = source.element_size(), 0
-    half = source.dtype in _HALF
+    half = source.dtype in HALF
     if kernel.in_results_type and first.dtype != source.dtype and not (half and first.dtype == torch.float32):
         item = first.element_size()
         copied = source.numel() * item

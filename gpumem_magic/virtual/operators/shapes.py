@@ -17,6 +17,7 @@ from gpumem_magic.private import aten as _aten
 from gpumem_magic.private import overloads
 from gpumem_magic.virtual.engine import values
 from gpumem_magic.virtual.engine.engine import Engine, cannot_run, special
+from gpumem_magic.virtual.engine.half_precision import accumulator
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
 from gpumem_magic.virtual.operators.data_dependent import _placed
 
@@ -69,23 +70,19 @@ def _fake_quantize_backward(engine: Engine, func: Any, args: Any, kwargs: Any, d
 # ---- SyncBatchNorm: statistics of each channel, in float32 for half precision
 
 
-def _channel_type(source: Any) -> torch.dtype:
-    return torch.float32 if source.dtype in (torch.float16, torch.bfloat16) else source.dtype
-
-
 @special(
     *overloads("batch_norm_stats batch_norm_update_stats batch_norm_gather_stats batch_norm_gather_stats_with_counts")
 )
 def _batch_norm_stats(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     shape = (args[0].shape[1],)
-    return tuple(_placed(engine, shape, _channel_type(args[0]), device) for _ in range(2))
+    return tuple(_placed(engine, shape, accumulator(args[0].dtype), device) for _ in range(2))
 
 
 @special(_aten.batch_norm_backward_reduce.default)
 def _batch_norm_reduce(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     """Two sums for the input's gradient, and the gradients of weight and bias; those that nobody wants are empty."""
     source, weight, wanted = args[1], args[4], args[5:8]
-    dtype = _channel_type(source)
+    dtype = accumulator(source.dtype)
     kinds = (dtype, dtype, *[dtype if weight is None else weight.dtype] * 2)
     return tuple(
         _placed(engine, (source.shape[1],) if want else (0,), kind, device)

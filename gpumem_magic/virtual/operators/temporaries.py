@@ -19,6 +19,7 @@ import torch
 
 from gpumem_magic.private import aten as _aten
 from gpumem_magic.virtual.engine.engine import BESIDE, Engine, special
+from gpumem_magic.virtual.engine.half_precision import accumulator
 
 # The most indices that the kernel without a sort is used for.
 MOST_UNSORTED = 3072
@@ -34,9 +35,8 @@ def embedding_scratch(indices: int, index_bytes: int, width: int, dtype: torch.d
     if indices <= MOST_UNSORTED and not by_frequency:
         return []
     listed = indices * index_bytes
-    accumulated = 4 if dtype in (torch.float16, torch.bfloat16) else dtype.itemsize
     runs = [listed, _COUNTER_BYTES, listed, listed, _COUNTER_BYTES, listed]
-    return [listed] * (3 if by_frequency else 2) + runs + [indices * width * accumulated]
+    return [listed] * (3 if by_frequency else 2) + runs + [indices * width * accumulator(dtype).itemsize]
 
 
 @special(_aten.embedding_dense_backward.default)
