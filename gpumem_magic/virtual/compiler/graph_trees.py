@@ -18,7 +18,7 @@ from gpumem_magic.allocator.blocks import PoolId
 from gpumem_magic.allocator.pool_checkpoints import PoolCheckpoint
 from gpumem_magic.patching import Patches
 from gpumem_magic.virtual.engine.device import MachineForTorch
-from gpumem_magic.virtual.engine.modes import META, STATE
+from gpumem_magic.virtual.engine.modes import META, made_plainly
 
 
 def install(patches: Patches, machine: MachineForTorch, otherwise: Counter[str]) -> None:
@@ -62,12 +62,8 @@ def install(patches: Patches, machine: MachineForTorch, otherwise: Counter[str])
         return engine.borrowed(nbytes, device.index or 0, None, address)
 
     def tensor_on(metadata: dict[str, Any], storage: Any) -> torch.Tensor:
-        STATE.depth += 1
-        try:
-            meta = torch.empty(0, dtype=metadata["dtype"], device=META)
-            meta.set_(storage, metadata["storage_offset"], metadata["size"], metadata["stride"])
-        finally:
-            STATE.depth -= 1
+        meta = made_plainly(torch.empty, 0, dtype=metadata["dtype"], device=META)
+        made_plainly(meta.set_, storage, metadata["storage_offset"], metadata["size"], metadata["stride"])
         with engine.uninterrupted, engine.lock:
             return engine.wrap(meta, metadata["device"].index or 0, "torch.compile")
 

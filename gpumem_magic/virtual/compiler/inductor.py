@@ -19,7 +19,7 @@ from gpumem_magic.failures import swallowed
 from gpumem_magic.patching import Patches
 from gpumem_magic.virtual.compiler.tracing import for_the_card
 from gpumem_magic.virtual.engine.engine import Engine
-from gpumem_magic.virtual.engine.modes import META, STATE
+from gpumem_magic.virtual.engine.modes import META, made_plainly
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
 
 # What the interface of a device to Inductor took from `torch.cuda` when it was imported: the name there, and here.
@@ -132,11 +132,7 @@ def _buffers(patches: Patches, engine: Engine, current_device: Callable[[], int]
     align = getattr(guards, "copy_if_misaligned", None)
 
     def empty_strided_cuda(size: Any, stride: Any, dtype: Any) -> torch.Tensor:
-        STATE.depth += 1
-        try:
-            meta = torch.empty_strided(size, stride, dtype=dtype, device=META)
-        finally:
-            STATE.depth -= 1
+        meta = made_plainly(torch.empty_strided, size, stride, dtype=dtype, device=META)
         with engine.uninterrupted, engine.lock:
             return engine.wrap(meta, current_device(), "torch.compile")
 

@@ -37,7 +37,16 @@ from gpumem_magic.virtual.engine.mismatch import (
     refuse_mixed_devices,
     refuse_mixed_types,
 )
-from gpumem_magic.virtual.engine.modes import DEVICE_QUERY, STATE, HostlessFakeMode, OperatorMode, answer_device, pushed
+from gpumem_magic.virtual.engine.modes import (
+    DEVICE_QUERY,
+    META,
+    STATE,
+    HostlessFakeMode,
+    OperatorMode,
+    answer_device,
+    made_plainly,
+    pushed,
+)
 from gpumem_magic.virtual.engine.reads import Reads
 from gpumem_magic.virtual.engine.storage import StorageTable
 from gpumem_magic.virtual.engine.tensors import OTHERWISE, VirtualTensor
@@ -122,11 +131,7 @@ class Engine:
     def borrowed(self, nbytes: int, device: int, twin: Any, address: int = 0) -> Any:
         """A storage on the device whose memory another has: a process, or (at an address) a graph. twin: its bytes on the host,
         if both compute."""
-        STATE.depth += 1
-        try:
-            meta = torch.empty((nbytes,), dtype=torch.uint8, device=torch.device("meta"))
-        finally:
-            STATE.depth -= 1
+        meta = made_plainly(torch.empty, (nbytes,), dtype=torch.uint8, device=META)
         tensor: VirtualTensor = FakeTensor.__new__(VirtualTensor, self.fake, meta, torch.device("cuda", device))
         with self.lock, torch._C.DisableTorchFunctionSubclass():
             storage = tensor.untyped_storage()
@@ -272,6 +277,7 @@ class Engine:
         if hosts:
             refuse_mixed_devices(func, args, kwargs)
         refuse_mixed_types(func, args)
+        # (`made_plainly` written out: each operator passes here.)
         STATE.depth += 1
         try:
             return self.fake.dispatch(func, (), args, kwargs)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch._C import _get_dispatch_stack_at, _len_torch_dispatch_stack  # the active dispatch modes
@@ -21,6 +21,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpumem_magic.tracebacks import cut_below_operator
+
+_Made = TypeVar("_Made")
 
 META = torch.device("meta")
 DEVICE_QUERY = torch.ops.prim.device.default
@@ -134,6 +136,18 @@ class OperatorMode(TorchDispatchMode):
         except Exception as error:
             __tracebackhide__, args, kwargs = True, (), {}
             raise cut_below_operator(error)  # noqa: B904
+
+
+def made_plainly(make: Callable[..., _Made], /, *args: Any, **kwargs: Any) -> _Made:
+    """What `make` returns where this thread makes no virtual tensors: plain ones, on the meta device.
+
+    A function, not a context manager: no Ctrl-C comes between the number and the block that counts it back.
+    """
+    STATE.depth += 1
+    try:
+        return make(*args, **kwargs)
+    finally:
+        STATE.depth -= 1
 
 
 @contextmanager

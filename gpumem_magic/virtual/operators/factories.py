@@ -16,7 +16,15 @@ import torch.utils._device
 from gpumem_magic.patching import Patches, warnings_remembered
 from gpumem_magic.private import overloads
 from gpumem_magic.virtual.engine.engine import Engine, refuse_device, refuse_fork, special
-from gpumem_magic.virtual.engine.modes import META, STATE, is_ours, origin, pushed, with_dispatch_of_its_own
+from gpumem_magic.virtual.engine.modes import (
+    META,
+    STATE,
+    is_ours,
+    made_plainly,
+    origin,
+    pushed,
+    with_dispatch_of_its_own,
+)
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
 
 _LIKE = ("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like")
@@ -55,11 +63,7 @@ def _unchecked(original: Callable[..., Any], args: Any, kwargs: dict[str, Any]) 
 
 def plain_meta(tensor: VirtualTensor) -> torch.Tensor:
     """An ordinary meta tensor with the virtual tensor's shape, strides and dtype."""
-    STATE.depth += 1
-    try:
-        return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=META)
-    finally:
-        STATE.depth -= 1
+    return made_plainly(torch.empty_strided, tensor.size(), tensor.stride(), dtype=tensor.dtype, device=META)
 
 
 def refuse_to_hold(kind: str, instead: str = "dense (padded) or sparse_coo tensors") -> NoReturn:
@@ -218,11 +222,7 @@ class Factories:
         on_host = {**kwargs, "device": torch.device("cpu"), "requires_grad": False}
         kwargs = {**kwargs, "device": META}
         kwargs.pop("generator", None)  # a meta tensor draws nothing, and the device's generator is not the host's
-        STATE.depth += 1
-        try:
-            meta = original(*args, **kwargs)
-        finally:
-            STATE.depth -= 1
+        meta = made_plainly(original, *args, **kwargs)
         with self._engine.uninterrupted, self._engine.lock, origin("factory"):
             made = self._engine.wrap(meta, index, getattr(original, "__name__", ""))
         name = getattr(original, "__name__", "")
