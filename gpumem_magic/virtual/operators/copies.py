@@ -27,7 +27,6 @@ _LAID_OUT: dict[Any, tuple[int, ...]] = {
     _aten._softmax_backward_data.default: (0, 1),
     _aten._log_softmax_backward_data.default: (0, 1),
     _aten.native_layer_norm.default: (0,),
-    _aten.native_layer_norm_backward.default: (0, 1),
     _aten.native_group_norm.default: (0,),
     _aten.native_group_norm_backward.default: (0, 1),
 }
@@ -50,9 +49,13 @@ _PIECE = 65536
 
 
 @special(*_LAID_OUT)
-def laid_out(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
-    """Runs an operator beside copies of those arguments that do not lie as its kernel wants them."""
-    sizes = [_bytes(args[place]) for place in _LAID_OUT[func] if not args[place].is_contiguous()]
+def _laid_out(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    return laid_out(engine, func, args, kwargs, device, _LAID_OUT[func])
+
+
+def laid_out(engine: Engine, func: Any, args: Any, kwargs: Any, device: int, places: Sequence[int]) -> Any:
+    """Runs an operator beside copies of those arguments (their `places`) that are not contiguous."""
+    sizes = [_bytes(args[place]) for place in places if not args[place].is_contiguous()]
     if not sizes:
         return engine.run(func, args, kwargs, device)
     with holding(engine, device, sizes):

@@ -23,7 +23,7 @@ _COLUMNS_OF_A_BLOCK, _ROWS_OF_A_BLOCK, _MOST_BLOCKS = 32, 32, 32 * 1024
 
 @special(_aten.native_layer_norm_backward.default)
 def _backward(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
-    out = laid_out(engine, func, args, kwargs, device)
+    out = laid_out(engine, func, args, kwargs, device, (0, 1))
     input, columns = args[1], prod(args[2])
     rows = input.numel() // max(1, columns)
     processors = engine.memory.processors(device)[0]
