@@ -40,6 +40,16 @@ class Notebook:
         """What the device has allocated now, in bytes."""
         return int(self.shell.user_ns["torch"].cuda.memory_allocated())
 
+    @contextmanager
+    def forgetting(self) -> Iterator[Notebook]:
+        """Names that cells give inside are gone behind it."""
+        before = set(self.shell.user_ns)
+        try:
+            yield self
+        finally:
+            for name in set(self.shell.user_ns) - before:
+                del self.shell.user_ns[name]
+
     def measured(self, code: str) -> Report:
         self.cell("%%gpumem -q\n" + code)
         report = gpumem_magic.last_report()

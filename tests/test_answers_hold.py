@@ -46,10 +46,8 @@ def shared() -> Iterator[Notebook]:
 
 @pytest.fixture
 def book(shared: Notebook) -> Iterator[Notebook]:
-    before = set(shared.shell.user_ns)
-    yield shared
-    for name in set(shared.shell.user_ns) - before:
-        del shared.shell.user_ns[name]
+    with shared.forgetting() as found:
+        yield found
 
 
 def test_a_copied_model_has_no_gradients(book: Notebook) -> None:

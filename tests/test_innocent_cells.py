@@ -57,17 +57,15 @@ CASES = [(text.stem, title, cells) for text in TEXTS for title, cells in noteboo
 )
 def test_no_fault_is_found(book: Notebook, title: str, cells: list[str]) -> None:
     book.cell(START)
-    before = set(book.shell.user_ns)
     try:
-        for number, cell in enumerate(cells):
-            report = book.measured(cell)
-            assert report.error is None, (number, report.error)
-            assert report.peak.allocated, number
-            blamed = set(names(report)) - DESCRIBING
-            assert not blamed, (number, [one for one in report.causes if one.name in blamed])
+        with book.forgetting():
+            for number, cell in enumerate(cells):
+                report = book.measured(cell)
+                assert report.error is None, (number, report.error)
+                assert report.peak.allocated, number
+                blamed = set(names(report)) - DESCRIBING
+                assert not blamed, (number, [one for one in report.causes if one.name in blamed])
     finally:
-        for name in set(book.shell.user_ns) - before:
-            del book.shell.user_ns[name]
         book.cell("%gpumem_free out traceback cycles cache")
         gc.collect()
 

@@ -84,10 +84,8 @@ def shared() -> Iterator[Notebook]:
 
 @pytest.fixture
 def book(shared: Notebook) -> Iterator[Notebook]:
-    before = set(shared.shell.user_ns)
-    yield shared
-    for name in set(shared.shell.user_ns) - before:
-        del shared.shell.user_ns[name]
+    with shared.forgetting() as found:
+        yield found
 
 
 def own(extra: str = "", join: str = "pass") -> str:
