@@ -1,4 +1,4 @@
-"""What the subcommands share: errors as one line on standard error, and tables."""
+"""What the subcommands share: errors as one line on standard error, and which program is to run."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable
 from functools import wraps
+from importlib.machinery import ModuleSpec
 
 from gpumem_magic.recording.quiet import no_automatic_collection
 
@@ -44,6 +45,22 @@ def guarded(work: Callable[[Namespace], int]) -> Callable[[Namespace], int]:
             return UNREADABLE
 
     return run
+
+
+def program_of(options: Namespace) -> tuple[str, ModuleSpec | None]:
+    """The file that a command is to run, and its module where ``-m`` names one. Raises ValueError where there is none."""
+    from gpumem_magic.recording.script import find_module
+
+    spec = None
+    if options.is_module:
+        try:
+            spec = find_module(options.script)
+        except ImportError as error:
+            raise ValueError(str(error)) from None
+    path = options.script if spec is None else str(spec.origin)
+    if not os.path.isfile(path):
+        raise ValueError(f"there is no file {path!r}")
+    return path, spec
 
 
 def _print_anything() -> None:

@@ -6,13 +6,11 @@ The answer goes to standard output; what the script prints in its trials goes no
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gpumem_magic.commands.common import FAILED, guarded
-from gpumem_magic.recording.script import find_module
+from gpumem_magic.commands.common import FAILED, guarded, program_of
 from gpumem_magic.snapshot.whole_file import check_target
 
 if TYPE_CHECKING:
@@ -28,15 +26,7 @@ def run(options: argparse.Namespace) -> int:
     from gpumem_magic.trials.what_fits import largest
 
     check_target("--png", options.png, ())
-    spec = None
-    if options.is_module:
-        try:
-            spec = find_module(options.script)
-        except ImportError as error:
-            raise ValueError(str(error)) from None
-    path = options.script if spec is None else str(spec.origin)
-    if not os.path.isfile(path):
-        raise ValueError(f"there is no file {path!r}")
+    path, spec = program_of(options)
     names = [varied(text) for text in options.vary]
     devices = None if options.on is None else cards.names_of(options.on)
     found = largest(ScriptProgram(path, options.arguments, spec), names, devices, subject="script", told=_told)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from gpumem_magic.commands import virtual_ranks
 from gpumem_magic.commands.children import measured_children
-from gpumem_magic.commands.common import INTERRUPTED
+from gpumem_magic.commands.common import INTERRUPTED, program_of
 from gpumem_magic.commands.launch import device_of_a_rank, run_processes
 from gpumem_magic.commands.rank_process import ALONE, RankProcess, from_environment
 from gpumem_magic.commands.shown_ranks import show
@@ -27,7 +27,7 @@ from gpumem_magic.commands.written import hand_over, say, targets
 from gpumem_magic.devices.base import DeviceError
 from gpumem_magic.failures import swallowed
 from gpumem_magic.recording.progress import StopRun
-from gpumem_magic.recording.script import ScriptRun, as_main, find_module
+from gpumem_magic.recording.script import ScriptRun, as_main
 from gpumem_magic.session import device as chosen_device
 from gpumem_magic.session import recording
 
@@ -53,7 +53,6 @@ def run(options: argparse.Namespace) -> int:
         start = _launcher_of(options)
     except ValueError as error:
         parser.error(str(error))
-    spec = None
     launcher = _LAUNCHERS.get(options.script if options.is_module else os.path.basename(options.script))
     if launcher is not None:
         flag = f" --device {options.device}" if options.device else ""
@@ -61,14 +60,10 @@ def run(options: argparse.Namespace) -> int:
             f"{launcher} starts processes that would not be measured. Let it start the command in each of them: "
             f"`{launcher} ARGUMENTS -m gpumem_magic.cli run{flag} SCRIPT -- ARGUMENTS`"
         )
-    if options.is_module:
-        try:
-            spec = find_module(options.script)
-        except ImportError as error:
-            parser.error(str(error))
-    path = options.script if spec is None else str(spec.origin)
-    if not os.path.isfile(path):
-        parser.error(f"there is no file {path!r}")
+    try:
+        path, spec = program_of(options)
+    except ValueError as error:
+        parser.error(str(error))
     if start is not None:
         return start(options)
     try:
