@@ -21,6 +21,7 @@ from causes_cells import Notebook, notebook
 
 import gpumem_magic
 from gpumem_magic.devices.base import DeviceError
+from gpumem_magic.own_folders import own_folder
 from gpumem_magic.trials import cards, process
 from gpumem_magic.trials.foresight import through
 from gpumem_magic.trials.process import NoTrial, in_a_fork
@@ -382,6 +383,27 @@ def test_a_process_that_dies_is_one_line_and_leaves_nothing() -> None:
         in_a_fork(lambda: os._exit(3))
     assert in_a_fork(lambda: tempfile.gettempdir()) != tempfile.gettempdir()
     assert not left_behind()
+
+
+def test_a_folder_goes_with_its_process_however_that_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    def killed() -> None:
+        with own_folder("gpumem-test-") as folder:
+            folder.joinpath("note").write_text("left")
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    process = multiprocessing.get_context("fork").Process(target=killed)
+    process.start()
+    process.join()
+    (left,) = tmp_path.iterdir()
+    with own_folder("gpumem-test-") as living:
+        assert left.exists(), "too young: it may be just being made"
+        for folder in (left, living):
+            os.utime(folder, (0, 0))
+        with own_folder("gpumem-test-") as other:
+            assert set(tmp_path.iterdir()) == {living, other}
+    assert not list(tmp_path.iterdir())
 
 
 def test_an_interrupt_ends_the_trial_and_what_it_started(tmp_path: Path) -> None:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
 from gpumem_magic.commands.common import INTERRUPTED
@@ -19,6 +17,7 @@ from gpumem_magic.commands.rank_process import FOLDER, RankProcess
 from gpumem_magic.commands.shown_ranks import show
 from gpumem_magic.commands.written import targets
 from gpumem_magic.files import rank_files
+from gpumem_magic.own_folders import own_folder
 from gpumem_magic.report.ranks import RUNNING
 from gpumem_magic.session.device import DEFAULT_DEVICE
 
@@ -64,14 +63,9 @@ def arguments_of(options: argparse.Namespace, device: str | None) -> list[str]:
     return [*words, options.script, "--", *options.arguments]
 
 
-@contextmanager
-def folder_of_ranks() -> Iterator[Path]:
+def folder_of_ranks() -> AbstractContextManager[Path]:
     """A folder of this command's own, which goes with it."""
-    folder = Path(tempfile.mkdtemp(prefix="gpumem-ranks-"))
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    return own_folder("gpumem-ranks-")
 
 
 def run_processes(options: argparse.Namespace) -> int:

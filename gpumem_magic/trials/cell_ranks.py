@@ -8,7 +8,6 @@ from __future__ import annotations
 import io
 import os
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from gpumem_magic.files.rank_files import RankFile
+from gpumem_magic.own_folders import own_folder
 from gpumem_magic.recording import under_way
 from gpumem_magic.recording.cell import CellRun, PreparedCell
 from gpumem_magic.recording.progress import StopRun
@@ -53,8 +53,8 @@ def report_of_ranks(
     if world > MOST_RANKS:
         raise ValueError(f"at most {MOST_RANKS:,} ranks can be emulated")
     wanted = None if named is None else named_ranks(named, world)
-    with tempfile.TemporaryDirectory(prefix="gpumem-letters-") as folder:
-        crew = _CellRanks(shell, cell, world, _device(world, device), Path(folder), how)
+    with own_folder("gpumem-letters-") as folder:
+        crew = _CellRanks(shell, cell, world, _device(world, device), folder, how)
         taken: Mapping[int, int] = {}
         if wanted is None:
             taken = run_those_that_differ(crew)

@@ -16,10 +16,12 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any, NoReturn
 
 from gpumem_magic.devices import machines
 from gpumem_magic.devices.base import DeviceError
+from gpumem_magic.own_folders import own_folder
 
 _LENGTH = 8
 _PIECE = 1 << 20
@@ -39,7 +41,7 @@ def in_a_fork(work: Callable[[], Any]) -> Any:
     Raises NoTrial where there is no fork, or where the process ended without an answer; what `work` raises is its own to catch.
     """
     refuse_where_impossible()
-    with tempfile.TemporaryDirectory(prefix="gpumem-trial-") as folder:
+    with own_folder("gpumem-trial-") as folder:
         receiving, sending = os.pipe()
         child = status = 0
         try:
@@ -144,7 +146,7 @@ def _how_it_ended(status: int) -> str:
 # ---- in the child
 
 
-def _be_the_child(work: Callable[[], Any], pipe: int, folder: str) -> NoReturn:
+def _be_the_child(work: Callable[[], Any], pipe: int, folder: Path) -> NoReturn:
     status = 1
     try:
         os.setsid()
@@ -171,12 +173,12 @@ def _end_with_the_parent() -> None:
         ctypes.CDLL(None).prctl(set_death_signal, int(signal.SIGKILL))
 
 
-def _be_alone(folder: str) -> None:
+def _be_alone(folder: Path) -> None:
     """Nothing is read from the user and nothing shown; PyTorch computes in this thread alone."""
     import torch
 
     nothing = os.open(os.devnull, os.O_RDWR)
-    words = os.open(os.path.join(folder, _WORDS), os.O_RDWR | os.O_CREAT | os.O_APPEND)
+    words = os.open(folder / _WORDS, os.O_RDWR | os.O_CREAT | os.O_APPEND)
     for number, kept in ((0, nothing), (1, nothing), (2, words)):
         os.dup2(kept, number)
     _KEPT.extend((sys.stdin, sys.stdout, sys.stderr, builtins.input, *threading.enumerate()))
@@ -184,7 +186,7 @@ def _be_alone(folder: str) -> None:
     sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     sys.stderr = open(2, "a", encoding="utf-8", errors="replace", buffering=1, closefd=False)  # noqa: SIM115
     builtins.input = _nobody_answers
-    tempfile.tempdir = os.environ["TMPDIR"] = folder
+    tempfile.tempdir = os.environ["TMPDIR"] = str(folder)
     # The threads of OpenMP and MKL did not come along.
     torch.set_num_threads(1)
     machine: Any = machines.virtual()

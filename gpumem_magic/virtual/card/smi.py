@@ -14,11 +14,11 @@ import shutil
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from gpumem_magic.own_folders import clear_away, lock
 from gpumem_magic.patching import Patches
 from gpumem_magic.virtual.card import smi_script
 from gpumem_magic.virtual.card.catalog import DeviceState, bus_id
@@ -26,7 +26,7 @@ from gpumem_magic.virtual.card.catalog import DeviceState, bus_id
 # Kernels before 5.1 cut a `#!` line off here, its end included.
 _SHEBANG_BYTES = 127
 _PREFIX = "gpumem-magic-"
-_YOUNG_SECONDS = 60
+_STATE = "state"
 # Beyond what programs count to, below what systems allow (256 in some).
 _HIGH = 200
 
@@ -54,13 +54,13 @@ class VirtualSmi:
             return
         directory = _private_directory()
         try:
-            state = os.path.join(directory, "state")
+            state = os.path.join(directory, _STATE)
             with open(state, "wb") as file:
                 for device in self._devices:
                     file.write(_record(device))
             _write_program(directory, state)
             self._file = _out_of_the_way(os.open(state, os.O_WRONLY | getattr(os, "O_BINARY", 0)))
-            _lock(self._file)
+            lock(self._file)
         except BaseException:
             shutil.rmtree(directory, ignore_errors=True)
             raise
@@ -124,7 +124,7 @@ def _private_directory() -> str:
         if not place or os.pathsep in place:
             continue
         with suppress(OSError):
-            _clear_away(place)
+            clear_away(place, _PREFIX, _STATE)
             directory = tempfile.mkdtemp(prefix=_PREFIX, dir=place)
             probe = Path(directory, "probe")
             probe.write_bytes(b"")
@@ -148,33 +148,6 @@ def _out_of_the_way(file: int) -> int:
         return file
     os.close(file)
     return moved
-
-
-def _lock(file: int) -> bool:
-    """Takes the lock of a state file, which ends with its process. False where another has it, or there are no such locks."""
-    try:
-        import fcntl
-    except ImportError:
-        return False
-    with suppress(OSError):
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return True
-    return False
-
-
-def _clear_away(place: str) -> None:
-    """Removes the directories of processes that died without doing so. One that is just being made is left."""
-    for found in Path(place).glob(f"{_PREFIX}*"):
-        with suppress(OSError):
-            if time.time() - found.stat().st_mtime < _YOUNG_SECONDS:
-                continue
-            file = os.open(found / "state", os.O_RDONLY)
-            try:
-                is_left = _lock(file)
-            finally:
-                os.close(file)
-            if is_left:
-                shutil.rmtree(found, ignore_errors=True)
 
 
 def _write_program(directory: str, state: str) -> None:
