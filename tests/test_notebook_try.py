@@ -82,9 +82,10 @@ def test_another_error_of_the_cell_goes_through() -> None:
     ("code", "typed", "after"),
     [
         ("o = torch.optim.SGD(p, lr=1)", "foreach=False", "o = torch.optim.SGD(p, lr=1, foreach=False)"),
+        ("o = Adam(p, foreach=False)", "foreach=False", "o = Adam(p, foreach=False)"),
         ("o = Adam(p, foreach=True)", "foreach=False", "o = Adam(p, foreach=False)"),
-        ("o = Adam(\n    p,\n    lr=1,\n)", "fused=True", "o = Adam(\n    p,\n    lr=1,\nfused=True)"),
-        ("o = Adam(\n    p,\n    lr=1\n)", "fused=True", "o = Adam(\n    p,\n    lr=1\n, fused=True)"),
+        ("o = Adam(\n    p,\n    lr=1,\n)", "fused=True", "o = Adam(\n    p,\n    lr=1, fused=True\n)"),
+        ("o = Adam(\n    p,\n    lr=1\n)", "fused=True", "o = Adam(\n    p,\n    lr=1, fused=True\n)"),
         ("ä = 'ü'; o.zero_grad()", "set_to_none=True", "ä = 'ü'; o.zero_grad(set_to_none=True)"),
         (
             "a.zero_grad(); b.zero_grad()",
