@@ -30,7 +30,7 @@ ONLY_IN = {
         "commands/rank_process.py",
         "commands/launch.py",
     },
-    r"\bfcntl\b": {"virtual/card/smi.py"},
+    r"\bfcntl\b": {"virtual/card/smi.py", "own_folders.py"},
     r"signal\.(?!SIGINT\b|getsignal\b|Signals\b|strsignal\b)[A-Z]\w*|\bos\.kill\b": {
         "trials/process.py",
         "commands/rank_process.py",
