@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib
 import warnings
@@ -12,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from gpumem_magic.virtual import gpu
 
@@ -48,19 +50,32 @@ def test_what_is_fused_is_one_buffer() -> None:
     assert peak(lambda: wave(x)) == 32 * MIB
 
 
-@pytest.mark.parametrize("exact", [True, False])
-def test_what_is_kept_for_backward_is_what_the_partitioner_chose(exact: bool) -> None:
+def products_are_kept(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    product = operator is torch.ops.aten.mm.default
+    return CheckpointPolicy.MUST_SAVE if product else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:torch._logging")
+@pytest.mark.parametrize(
+    ("exact", "budget", "policy"), [(True, 1.0, False), (False, 1.0, False), (True, 0.4, False), (True, 1.0, True)]
+)
+def test_what_is_kept_for_backward_is_what_the_partitioner_chose(exact: bool, budget: float, policy: bool) -> None:
     """Beside the compiler's own word on the host, where the same partitioner cuts the same graph."""
 
     def block(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
         inner = F.gelu(x @ up, approximate="none" if exact else "tanh")
         return F.layer_norm(x + inner @ down, x.shape[-1:])
 
+    def checked(*tensors: torch.Tensor) -> Any:
+        contexts = functools.partial(create_selective_checkpoint_contexts, products_are_kept)
+        return checkpoint(block, *tensors, use_reentrant=False, context_fn=contexts)
+
     shapes = ((512, 256), (256, 1024), (1024, 256))
 
     def kept(device: str) -> list[int]:
         tensors = [torch.rand(*shape, device=device, requires_grad=True) for shape in shapes]
-        out = torch.compile(block, backend="aot_eager_decomp_partition")(*tensors)
+        with importlib.import_module("torch._functorch.config").patch(activation_memory_budget=budget):
+            out = torch.compile(checked if policy else block, backend="aot_eager_decomp_partition")(*tensors)
         saved = out.grad_fn.saved_tensors  # type: ignore[union-attr]
         own = {tensor.untyped_storage()._cdata for tensor in tensors}
         return sorted(one.numel() * 4 for one in saved if one.untyped_storage()._cdata not in own)
@@ -143,9 +158,6 @@ def test_the_optimizer_compiled() -> None:
 
 
 def test_what_goes_another_way_is_named(machine: gpu.VirtualMachine, monkeypatch: pytest.MonkeyPatch) -> None:
-    x = torch.rand(64, device="cuda")
-    assert torch.compile(wave, mode="max-autotune-no-cudagraphs")(x).is_cuda
-    assert [note for note in machine.notes() if "1 graph ran without the trials" in note]
     compiler = importlib.import_module("torch._inductor.graph")
 
     def fail(*args: object, **kwargs: object) -> Any:
@@ -159,6 +171,38 @@ def test_what_goes_another_way_is_named(machine: gpu.VirtualMachine, monkeypatch
     assert "2 graphs" in note
     assert "no such lowering" in note
     assert "and more" not in note
+
+
+def test_trials_of_max_autotune_take_what_they_compare(machine: gpu.VirtualMachine) -> None:
+    x, weight = torch.rand(1024, 1024, device="cuda"), torch.rand(1024, 2048, device="cuda")
+    # What would run the result's product in C++ is left alone.
+    options: dict[str, Any] = {"max_autotune": True, "cpp_wrapper": True, "coordinate_descent_tuning": True}
+    fast = torch.compile(lambda: (x @ weight).relu(), options=options)
+    trial = (4 + 8 + 8) * MIB + torch.cuda.get_device_properties().L2_cache_size
+    assert peak(fast) == trial
+    assert peak(fast) == 8 * MIB
+    kernels, took = machine.notes()
+    assert "1 graph ran with the kernels of the default mode" in kernels
+    assert f"trials took {trial / MIB:.1f} MiB at most" in took
+
+
+def test_a_graph_that_the_compiler_makes_anew_is_no_failure(machine: gpu.VirtualMachine) -> None:
+    x = torch.rand(100, 8, device="cuda")
+    torch._dynamo.mark_dynamic(x, 0)
+    fast = torch.compile(lambda tensor: tensor.sin() * tensor.shape[0], backend="inductor")
+    assert fast(x).shape == (100, 8)
+    assert machine.notes() == []
+
+
+def test_compiled_autograd() -> None:
+    model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.LayerNorm(256)).cuda()
+    x = torch.rand(512, 64, device="cuda")
+
+    with importlib.import_module("torch._dynamo.config").patch(compiled_autograd=True):
+        torch.compile(lambda: model(x).square().mean().backward(), backend="aot_eager")()
+    gradients = [parameter.grad for parameter in model.parameters()]
+    assert all(gradient is not None and gradient.is_cuda for gradient in gradients)
+    assert importlib.import_module("torch._dynamo.utils").counters["compiled_autograd"]["captures"] == 1
 
 
 def in_graphs() -> dict[tuple[int, int], int]:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import functools
 import importlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -30,17 +31,12 @@ _FACE = (
 # Where results about the device are kept from call to call.
 _KEPT_IN = ("torch._inductor.utils", "torch._inductor.kernel.mm")
 _CACHED = type(functools.lru_cache(len))
-# Nothing is kept on disk that was made for a card that is not there, no process waits to compile kernels, and nothing is timed.
-_SETTINGS = {
-    "fx_graph_cache": False,
-    "compile_threads": 1,
-    "max_autotune": False,
-    "max_autotune_gemm": False,
-    "max_autotune_pointwise": False,
-    "coordinate_descent_tuning": False,
-    "cpp_wrapper": False,
-}
+# Nothing is kept on disk that was made for a card that is not there, and no process waits to compile kernels.
+_SETTINGS = {"fx_graph_cache": False, "compile_threads": 1}
+# Whatever the program set: nothing is timed, and the generated function is Python's.
 _TRIALS = ("max_autotune", "max_autotune_gemm", "max_autotune_pointwise")
+_UNTIMED = {**dict.fromkeys(_TRIALS, False), "coordinate_descent_tuning": False}
+_PYTHON = {"cpp_wrapper": False}
 
 
 class _Launch:
@@ -57,12 +53,49 @@ class _Launch:
     __call__ = run
 
 
-def install(patches: Patches, engine: Engine, current_device: Callable[[], int], otherwise: Counter[str]) -> None:
+class Trials:
+    """What the trials of max-autotune take: `most` bytes at once. They are not run; their tensors are made and let go."""
+
+    def __init__(self) -> None:
+        self.most = 0
+        self._wanted = False
+
+    def install(self, patches: Patches) -> None:
+        selection = importlib.import_module("torch._inductor.select_algorithm").AlgorithmSelectorCache
+        select = selection.__call__
+
+        def call(cache: Any, name: str, choices: Any, input_nodes: Any, layout: Any, *args: Any, **kwargs: Any) -> Any:
+            if self._wanted:
+                self._take([*{node.get_name(): node for node in input_nodes}.values(), layout], selection)
+            return select(cache, name, choices, input_nodes, layout, *args, **kwargs)
+
+        patches.set(selection, "__call__", call)
+
+    def _take(self, nodes: list[Any], selection: Any) -> None:
+        """The inputs and the result of one product or convolution, and what empties the card's cache before each run."""
+        cache = torch.cuda.get_device_properties().L2_cache_size
+        taken = [selection.benchmark_example_value(node) for node in nodes]
+        taken.append(torch.empty(cache, dtype=torch.uint8, device="cuda"))
+        self.most = max(self.most, sum(tensor.untyped_storage().nbytes() for tensor in taken))
+
+    @contextmanager
+    def during(self, wanted: bool) -> Iterator[None]:
+        before, self._wanted = self._wanted, wanted
+        try:
+            yield
+        finally:
+            self._wanted = before
+
+
+def install(
+    patches: Patches, engine: Engine, current_device: Callable[[], int], otherwise: Counter[str], trials: Trials
+) -> None:
     """Until the patches are undone, Inductor compiles for the virtual card."""
     _device(patches)
     _kernels(patches, engine)
     _buffers(patches, engine, current_device)
-    _lowering(patches, otherwise)
+    _lowering(patches, otherwise, trials)
+    trials.install(patches)
 
 
 def _device(patches: Patches) -> None:
@@ -157,7 +190,8 @@ def _buffers(patches: Patches, engine: Engine, current_device: Callable[[], int]
         patches.set(guards, "assert_alignment", assert_alignment)
 
 
-def _lowering(patches: Patches, otherwise: Counter[str]) -> None:
+def _lowering(patches: Patches, otherwise: Counter[str], trials: Trials) -> None:
+    config = importlib.import_module("torch._inductor.config")
     compiler = importlib.import_module("torch._inductor.compile_fx")
     output = importlib.import_module("torch._inductor.output_code")
     for name in ("_recursive_joint_graph_passes", "_recursive_post_grad_passes"):
@@ -165,8 +199,12 @@ def _lowering(patches: Patches, otherwise: Counter[str]) -> None:
     compile_ = compiler.fx_codegen_and_compile
 
     def fx_codegen_and_compile(graph: Any, *args: Any, **kwargs: Any) -> Any:
+        wanted = any(getattr(config, name) for name in _TRIALS)
+        if wanted:
+            otherwise["with the kernels of the default mode: a faster one that max-autotune finds may fuse more"] += 1
         try:
-            compiled = compile_(graph, *args, **kwargs)
+            with config.patch(_UNTIMED), trials.during(wanted):
+                compiled = compile_(graph, *args, **kwargs)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
@@ -181,15 +219,15 @@ def _lowering(patches: Patches, otherwise: Counter[str]) -> None:
 def compile_with(
     call: Callable[..., Any], otherwise: Counter[str], wrapper: Any, model: Any, inputs: Any, **kwargs: Any
 ) -> Any:
-    """What `torch.compile` does with one of Dynamo's graphs: in the mode that it was asked for as far as that is known here, and
-    eagerly where PyTorch's compiler fails."""
-    if any(wrapper.config.get(name) for name in _TRIALS):
-        otherwise["without the trials of max-autotune: the kernels of the default mode, and no memory for trials"] += 1
+    """What `torch.compile` does with one of Dynamo's graphs, and eagerly where PyTorch's compiler fails."""
+    from torch._dynamo.exc import RestartAnalysis
+
     settings = wrapper.config
-    wrapper.config = {name: _SETTINGS.get(name, value) for name, value in settings.items()}
+    wrapper.config = {**settings, **_PYTHON}
     try:
         return call(wrapper, model, inputs, **kwargs)
-    except torch.OutOfMemoryError:
+    except (torch.OutOfMemoryError, RestartAnalysis):
+        # (The second is no failure: Dynamo makes the graph anew, with what it has learnt.)
         raise
     except Exception as error:
         why = swallowed(error)

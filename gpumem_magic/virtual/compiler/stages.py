@@ -14,7 +14,7 @@ import torch
 
 from gpumem_magic import private
 from gpumem_magic.patching import Patches, warnings_remembered
-from gpumem_magic.units import counted
+from gpumem_magic.units import counted, human
 from gpumem_magic.virtual.compiler import dynamo, graph_trees, inductor, tracing
 from gpumem_magic.virtual.engine.device import MachineForTorch
 from gpumem_magic.virtual.operators.factories import Factories
@@ -35,6 +35,7 @@ class Compiler:
         self._eager_calls = 0
         # A line about each kind of thing that went another way than on a card, and how often.
         self._otherwise: Counter[str] = Counter()
+        self._trials = inductor.Trials()
 
     def install(self, patches: Patches) -> None:
         """The parts of PyTorch's compiler are imported when the program first asks for them: they are large."""
@@ -52,7 +53,7 @@ class Compiler:
         def compile_with_inductor(wrapper: Any, *args: Any, **kwargs: Any) -> Any:
             if "inductor" not in self._ready:
                 self._ready.add("inductor")
-                patches.attempt(inductor.install, self._engine, self._current_device, self._otherwise)
+                patches.attempt(inductor.install, self._engine, self._current_device, self._otherwise, self._trials)
                 patches.attempt(graph_trees.install, self._machine, self._otherwise)
             return inductor.compile_with(call, self._otherwise, wrapper, *args, **kwargs)
 
@@ -86,6 +87,11 @@ class Compiler:
             )
         for what, count in self._otherwise.items():
             found.append(f"Of what torch.compile makes, {counted(count, 'graph')} ran {what}.")
+        if self._trials.most:
+            found.append(
+                f"While it compiled, max-autotune's trials took {human(self._trials.most)} at most: copies of one product's "
+                "tensors, and as much as the card's cache."
+            )
         return found
 
 

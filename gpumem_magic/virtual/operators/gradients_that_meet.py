@@ -74,9 +74,11 @@ def _is_engines_sum(engine: Engine, args: Any) -> bool:
     if first.shape != second.shape or first.dtype != second.dtype or torch.strided is not first.layout:
         return False
     placement = engine.table.find(first.untyped_storage())
-    if placement is None:
+    node = torch._C._current_autograd_node()
+    # (Compiled autograd runs no nodes: its sums are its own.)
+    if placement is None or node is None:
         return False
-    return placement.node != node_now() or _meets_itself(torch._C._current_autograd_node())
+    return placement.node != node_now() or _meets_itself(node)
 
 
 def _meets_itself(node: Any) -> bool:

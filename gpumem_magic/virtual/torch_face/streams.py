@@ -224,6 +224,13 @@ class _DeviceKind(type):
     def __subclasscheck__(cls, subclass: type) -> bool:
         return issubclass(subclass, _DEVICE)
 
+    # `type(device) == torch.device` holds. (PyTorch's graphs find the name that their code says so.)
+    def __eq__(cls, other: object) -> bool:
+        return other is cls or other is _DEVICE
+
+    def __hash__(cls) -> int:
+        return hash(_DEVICE)
+
 
 class DeviceByNumber(metaclass=_DeviceKind):
     """`torch.device` while the virtual GPU is on: makes ordinary `torch.device` objects; ``torch.device(0)`` is ``cuda:0``."""
