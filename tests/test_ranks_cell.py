@@ -73,6 +73,29 @@ def test_a_named_rank_runs_with_the_one_that_it_hears(book: Notebook) -> None:
     assert said == "['from rank 0'] 64 1\n"
 
 
+def test_the_pieces_of_distributed_tensors_have_their_categories(book: Notebook) -> None:
+    book.cell(
+        """%%gpumem -q -o report --ranks 4 --as 0
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+dist.init_process_group("nccl")
+def train(model):
+    optimizer = torch.optim.AdamW(model.parameters())
+    for step in range(2):
+        model(torch.randn(8, 1024, device="cuda")).sum().backward()
+        optimizer.step()
+model = nn.Linear(1024, 1024, bias=False)
+fully_shard(model)
+train(model)
+"""
+    )
+    [rank] = book.shell.user_ns["report"].ranks.rows
+    # A quarter of 4 MiB, as much for its gradient, and AdamW's two moments.
+    kinds = ("parameters", "gradients", "optimizer_state")
+    assert [rank.categories[kind] >> 20 for kind in kinds] == [1, 1, 2]
+
+
 @pytest.mark.parametrize(
     "flags",
     ["--ranks 4 --as 4", "--as 0", "--ranks 2 --fit n=1..2", "--ranks 2 --budget 1GiB", "--ranks 2 --device cuda:0"],

@@ -281,7 +281,11 @@ def _parameters_of(namespace: Mapping[str, Any], machine: Machine) -> dict[str, 
     found = {}
     for name, module in _modules_in(namespace):
         with tensors.unseen():
-            places = [machine.locate(one) for _, one in tensors.tensors_of(module, tensors.PARAMETERS)]
+            places = [
+                machine.locate(piece)
+                for _, one in tensors.tensors_of(module, tensors.PARAMETERS)
+                for piece in tensors.pieces(one)
+            ]
         addresses = frozenset(place[1] for place in places if place is not None)
         if addresses:
             found[name] = addresses

@@ -10,12 +10,14 @@ import sys
 import sysconfig
 from collections import deque
 from collections.abc import Iterator
+from contextlib import suppress
 from inspect import CO_OPTIMIZED
 from types import (
     FrameType,
     FunctionType,
     GetSetDescriptorType,
     MappingProxyType,
+    MemberDescriptorType,
     ModuleType,
     TracebackType,
     WrapperDescriptorType,
@@ -107,6 +109,16 @@ def attributes(thing: object) -> dict[str, Any]:
                 continue
             return found if is_a(found, dict) else {}
     return {}
+
+
+def slots(thing: object) -> list[Any]:
+    """What an object has in its classes' slots, as far as they are filled."""
+    found = []
+    for slot in (one for kind in mro(type(thing)) for one in entries_of_class(kind).values()):
+        if type(slot) is MemberDescriptorType:
+            with suppress(AttributeError):
+                found.append(slot.__get__(thing))
+    return found
 
 
 def attribute(thing: object, name: str) -> Any:

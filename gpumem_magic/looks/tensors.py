@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from gpumem_magic.looks.objects import (
     items,
     members,
     module_of_class,
+    slots,
     text,
 )
 
@@ -100,6 +102,19 @@ def has_python_key(tensor: torch.Tensor) -> bool:
     return bool(torch._C._dispatch_keys(tensor).has(torch._C.DispatchKey.Python))
 
 
+def is_fake(tensor: torch.Tensor) -> bool:
+    fakes = sys.modules.get("torch._subclasses.fake_tensor")
+    return fakes is not None and is_a(tensor, fakes.FakeTensor)
+
+
+def pieces(tensor: torch.Tensor, depth: int = 3) -> list[torch.Tensor]:
+    """The tensor, or those that it wraps: of a distributed one this process's piece, of a quantised one numbers and scales."""
+    if depth == 0 or is_fake(tensor) or not has_python_key(tensor):
+        return [tensor]
+    held = chain(dict.values(attributes(tensor)), slots(tensor))
+    return [piece for one in held if is_tensor(one) for piece in pieces(one, depth - 1)] or [tensor]
+
+
 def storage(tensor: torch.Tensor) -> Any:
     """Its storage, shared by all views; RuntimeError where it has none."""
     return _BASE.untyped_storage(tensor)
@@ -108,8 +123,7 @@ def storage(tensor: torch.Tensor) -> Any:
 def sparse_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """The indices and the values of a sparse tensor, as plain ones; nothing where a class only looks like one."""
     keys = torch._C._dispatch_keys(tensor)
-    fakes = sys.modules.get("torch._subclasses.fake_tensor")
-    if fakes is not None and is_a(tensor, fakes.FakeTensor):
+    if is_fake(tensor):
         key = torch._C.DispatchKey.SparseMeta
     elif has_python_key(tensor):
         return ()

@@ -178,7 +178,7 @@ class Witness:
     def see_module(self, module: torch.nn.Module) -> None:
         """Parameters and buffers by name. Again only where the first of them has moved (``.to``, ``.half``). Inside `unseen`."""
         first = next(_tensors_of(module), None)
-        where = None if first is None else self._machine.locate(first[1])
+        where = None if first is None else next(self._places(first[1]), None)
         known = self._modules.get(id(module))
         if known is not None and known() is module and self._where.get(id(module), _NEVER) == where:
             return
@@ -256,15 +256,12 @@ class Witness:
                 self._see(tensor, "parameter", place)
             if tensors.requires_grad(tensor) and tensors.is_leaf(tensor):
                 self._see_gradient(place, tensor)
-            where = self._machine.locate(tensor)
-            if where is None:
-                continue
-            device, address = where
-            look = device, address, self._at(device)
-            # No event since the last look under this name: the same tenant.
-            if self._last_look.get(place) != look:
-                self._last_look[place] = look
-                self._add(look, "named" if tensors.grad_fn(tensor) is None else "output", place)
+            for device, address in self._places(tensor):
+                look = device, address, self._at(device)
+                # No event since the last look under this name: the same tenant.
+                if self._last_look.get(place) != look:
+                    self._last_look[place] = look
+                    self._add(look, "named" if tensors.grad_fn(tensor) is None else "output", place)
         self._see_caches(value, name)
 
     def _see_caches(self, value: Any, name: str = "") -> None:
@@ -280,9 +277,15 @@ class Witness:
             # Two tensors hold its memory; the second is the tensor's place.
             for indices in tensors.sparse_parts(tensor)[:1]:
                 self._see(indices, role, name)
-        where = self._machine.locate(tensor)
-        if where is not None:
-            self._add((*where, self._at(where[0])), role, name)
+        for device, address in self._places(tensor):
+            self._add((device, address, self._at(device)), role, name)
+
+    def _places(self, tensor: torch.Tensor) -> Iterator[tuple[int, int]]:
+        """Where its memory is, by device and address."""
+        for piece in tensors.pieces(tensor):
+            where = self._machine.locate(piece)
+            if where is not None:
+                yield where
 
     def _at(self, device: int) -> int:
         position = self._now.get(device)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from gpumem_magic.looks.objects import name_of_class
-from gpumem_magic.looks.tensors import BUFFERS, PARAMETERS, is_tensor, modules_in, table, unseen
+from gpumem_magic.looks.tensors import BUFFERS, PARAMETERS, is_tensor, modules_in, pieces, table, unseen
 from gpumem_magic.recording.model import NOBODY, ModuleName, ModuleTrace
 
 Place = tuple[int, int]
@@ -100,9 +100,10 @@ class ModuleWatch:
                 self._paths[id(module)] = path
                 number = self._number(path, module)
                 for _, tensor in (*table(module, PARAMETERS), *table(module, BUFFERS)):
-                    place = self._locate(tensor) if is_tensor(tensor) else None
-                    if place is not None:
-                        self._parameters.setdefault(place, number)
+                    for piece in pieces(tensor) if is_tensor(tensor) else ():
+                        place = self._locate(piece)
+                        if place is not None:
+                            self._parameters.setdefault(place, number)
 
     def _number(self, path: str, module: torch.nn.Module) -> int:
         name = ModuleName(path, name_of_class(type(module)))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from gpumem_magic.devices import machines
@@ -206,14 +207,13 @@ def held_by_namespace(machine: Machine, device: int, namespace: Mapping[str, Any
     found: dict[int, tuple[int, str]] = {}
 
     def note(tensor: Any, category: str) -> None:
-        where = machine.locate(tensor)
-        if where is None or where[0] != device or where[1] in found:
-            return
-        try:
-            found[where[1]] = int(tensors.storage(tensor).nbytes()), category
-        except RuntimeError:
-            # A tensor that wraps others has no storage of its own.
-            return
+        for piece in tensors.pieces(tensor):
+            where = machine.locate(piece)
+            if where is None or where[0] != device or where[1] in found:
+                continue
+            # (A sparse tensor has no storage of its own.)
+            with suppress(RuntimeError):
+                found[where[1]] = int(tensors.storage(piece).nbytes()), category
 
     with tensors.unseen():
         for _, value in objects.items(namespace):
