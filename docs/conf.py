@@ -74,8 +74,8 @@ def write_gallery(path: Path, pictures: Path) -> None:
     pictures.mkdir(parents=True, exist_ok=True)
     parts = [
         "# Notebooks",
-        "They run from top to bottom without a GPU, and on one. Each states what it claims as assertions that you can read, "
-        "and asks you questions; the answers are folded.",
+        "They run from top to bottom without a GPU, and on one. What each claims is checked by assertions in folded cells, "
+        "and it asks you questions; the answers are folded, too.",
     ]
     files = sorted((HERE.parent / "notebooks").glob("*.ipynb"))
     for file in files:

@@ -45,7 +45,8 @@ def execute(path: Path, *, afterwards: str = "") -> Any:
     afterwards: code that is run in the same kernel behind the last cell; what it prints is left in the notebook's metadata
     under "afterwards".
 
-    Text is as wide as where nobody has said how wide: not as this terminal.
+    Text is as wide as where nobody has said how wide: not as this terminal. What other software writes to stderr is left out,
+    but in cells tagged ``log``.
     Raises nbclient's CellExecutionError where a cell fails that is not tagged ``raises-exception``.
     """
     notebook = nbformat.read(path, as_version=4)
@@ -72,7 +73,8 @@ def execute(path: Path, *, afterwards: str = "") -> Any:
         for output in cell.get("outputs", []):
             _clean(output)
         if "outputs" in cell:
-            cell.outputs = [output for output in cell.outputs if output.get("text") != ""]
+            logs = "log" in cell.metadata.get("tags", ())
+            cell.outputs = [output for output in cell.outputs if logs or not _is_of_others(output)]
     language = notebook.metadata.get("language_info", {})
     notebook.metadata["language_info"] = {
         "name": language.get("name", "python"),
@@ -92,6 +94,11 @@ def _clean(output: Any) -> None:
         for kind, value in output.data.items():
             if isinstance(value, str) and kind.startswith("text/"):
                 output.data[kind] = _without_places(value)
+
+
+def _is_of_others(output: Any) -> bool:
+    """Whether it is an empty text, or a warning of other software; this package's name itself."""
+    return output.get("text") == "" or (output.get("name") == "stderr" and "gpumem" not in output.text)
 
 
 def _without_places(text: str) -> str:

@@ -80,20 +80,21 @@ class TimelineView:
 
     def _element(self, still: tuple[bytes, int, int] | None) -> str:
         """The page in a frame of its own, over the picture: where frames are taken out (GitHub, a notebook that is not
-        trusted), the picture is what is left."""
+        trusted), the picture is what is left. The height is the frame's own, so that it goes with it."""
+        over = "grid-area:1/1;"
         picture = ""
         if still:
             image = base64.b64encode(still[0]).decode("ascii")
             picture = (
-                f'<img alt="{escape(repr(self), quote=True)}" width="{still[1]}" style="max-width:100%;height:auto" '
+                f'<img alt="{escape(repr(self), quote=True)}" width="{still[1]}" style="{over}max-width:100%;height:auto" '
                 f'src="data:image/png;base64,{image}">'
             )
         frame = (
             f'<iframe title="{escape(f"GPU memory timeline: {self.title}", quote=True)}" sandbox="allow-scripts" '
-            'style="position:absolute;inset:0;width:100%;height:100%;border:1px solid #D5D9DE;border-radius:8px;'
-            f'background:#FFFFFF" srcdoc="{escape(self.to_html(), quote=True)}"></iframe>'
+            f'style="{over}width:100%;height:100%;min-height:{HEIGHT}px;box-sizing:border-box;border:1px solid #D5D9DE;'
+            f'border-radius:8px;background:#FFFFFF" srcdoc="{escape(self.to_html(), quote=True)}"></iframe>'
         )
-        return f'<div style="position:relative;min-height:{HEIGHT}px;overflow:hidden;background:#FFFFFF">{picture}{frame}</div>'
+        return f'<div style="display:grid;background:#FFFFFF">{picture}{frame}</div>'
 
 
 def timeline_of_files(files: Sequence[Sequence[DeviceView]], opens_at: int | None = None) -> TimelineView:
