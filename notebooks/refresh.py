@@ -98,7 +98,9 @@ def _clean(output: Any) -> None:
 
 def _is_of_others(output: Any) -> bool:
     """Whether it is an empty text, or a warning of other software; this package's name itself."""
-    return output.get("text") == "" or (output.get("name") == "stderr" and "gpumem" not in output.text)
+    return output.get("text") == "" or (
+        output.get("name") == "stderr" and "gpumem" not in output.text
+    )
 
 
 def _without_places(text: str) -> str:
