@@ -15,7 +15,7 @@ from shell_fakes import clean_shell
 
 import gpumem_magic
 from gpumem_magic.commands.words import for_a_script
-from gpumem_magic.looks.decisions import ends_a_loop, leads_to, makes_a_size
+from gpumem_magic.looks.decisions import chooses_a_way, ends_a_loop, leads_to, makes_a_size
 from gpumem_magic.virtual import gpu
 
 
@@ -87,12 +87,43 @@ def test_a_number_that_is_only_printed_decides_nothing() -> None:
         ("n = x.item() + 1\ny = [step(i) for i in range(n)]", 1, True),
         ("for y in x.tolist():\n    print(y)", 1, False),
         ("self.best = x.item()\nwhile self.step < 3: pass", 1, False),
+        ("while t < 1:\n    if x.item() < 3:\n        t += h", 2, True),
+        ("for _ in range(9):\n    if x.item() < 3:\n        bad += 1\n    if bad > 2:\n        break", 2, True),
+        ("for _ in range(9):\n    y = x.item()\n    stop(y)\n    if stop.early:\n        break", 2, True),
+        ("for _ in range(9):\n    seen.append(x.item())\n    if seen:\n        break", 2, False),
+        ("for _ in range(9):\n    if x.isnan():\n        bad += 1\n    if bad > 2:\n        break", 2, False),
     ],
 )
 def test_which_lines_end_a_loop(tmp_path: Path, code: str, line: int, decides: bool) -> None:
     place = tmp_path / "program.py"
     place.write_text(code, "utf-8")
     assert ends_a_loop(str(place), line) is decides
+
+
+@pytest.mark.parametrize(
+    ("code", "chooses"),
+    [
+        ("if x.item() > 2:\n    y = net(z)", True),
+        ("y = x.item()\nif y > best:\n    best = y\n    kept.append(deepcopy(net.state_dict()))", True),
+        ("y = net(z) if x.item() > 2 else z", True),
+        ("if x.item() > 2:\n    print('large')\nelse:\n    train(z)", True),
+        ("y = x.item()\nif y > best:\n    best = y\n    torch.save(net.state_dict(), 'best.pt')", False),
+        ("if x.item() > 2:\n    raise ValueError(text(x))", False),
+        ("if x.isfinite().all():\n    train(z)", False),
+        ("y = x.item()\nif step % 10 == 0:\n    evaluate(net)", False),
+    ],
+)
+def test_which_lines_choose_a_way(tmp_path: Path, code: str, chooses: bool) -> None:
+    place = tmp_path / "program.py"
+    place.write_text(code, "utf-8")
+    assert chooses_a_way(str(place), 1) is chooses
+
+
+def test_a_way_that_goes_by_a_stand_in_is_said_first() -> None:
+    with gpumem_magic.measure(device="T4") as measured:
+        if unknown().sum() > 2.0:
+            unknown(1 << 20)
+    assert measured.report.answer.startswith("An `if` may go the other way on a GPU: it goes by a value that the virtual GPU")
 
 
 @pytest.mark.parametrize(

@@ -1,18 +1,21 @@
 """What a program makes of a value that a line reads: asked of the source text alone.
 
 A loop ends by it, where it stands in the test of a ``while``, in a ``range``, or in the test of an ``if`` that leaves a loop; a
-size is made of it, where it stands among the arguments of what makes tensors and modules. So does every name that is assigned
-from it in the same function. Checks for numbers that are none (``isnan``) are no such tests: their answer is known.
+size is made of it, where it stands among the arguments of what makes tensors and modules; a way is chosen by it, where it stands
+in the test of any other ``if`` with work in it. So does every name that is assigned from it in the same function, and for loops
+what such an ``if`` sets. Checks for numbers that are none (``isnan``) are no such tests: their answer is known.
 """
 
 from __future__ import annotations
 
 import ast
 import linecache
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
 _Scope = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef
+_Assignment = ast.Assign | ast.AugAssign | ast.AnnAssign | ast.NamedExpr
+_ASSIGNMENTS = (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.NamedExpr)
 _LEAVES = (ast.Break, ast.Return, ast.Raise)
 _CHECKS = ("isnan", "isinf", "isfinite")
 # Errors that a wrong value brings about, as a wrong name does not.
@@ -28,6 +31,13 @@ _OF_SIZES = (
 )  # fmt: skip
 # What makes a number of a tensor, or a tensor of one number.
 _READS = ("item", "int", "tolist", "max", "min", "sum", "amax", "amin", "argmax", "prod", "count_nonzero")
+# What only tells or keeps: an ``if`` with no more in it takes the same memory either way.
+_QUIET = frozenset((
+    "print", "log", "debug", "info", "warning", "warn", "error", "exception", "write", "format", "flush", "append", "extend",
+    "add_scalar", "add_scalars", "set_description", "set_postfix", "save", "save_model", "save_pretrained", "state_dict", "dump",
+    "item", "float", "int", "str", "bool", "len", "abs", "min", "max", "round", "sum", "range", "isinstance", "time",
+    "perf_counter", "join", "exit",
+))  # fmt: skip
 
 
 def ends_a_loop(file: str, line: int) -> bool:
@@ -35,7 +45,7 @@ def ends_a_loop(file: str, line: int) -> bool:
     scope = _scope_of(file, line)
     if scope is None:
         return False
-    names = _assigned_from(scope, line)
+    names = _assigned_from(scope, line, by_way_of_branches=True)
     if any(_uses(test, line, names) for test in _tests(scope, False) if not _checks(test)):
         return True
     return any(_uses(call, line, names) for call in _ranges(scope))
@@ -55,6 +65,19 @@ def makes_a_size(file: str, line: int) -> bool:
                 if names & _names(argument) or (_covers(argument, line) and _reads(argument)):
                     return True
     return False
+
+
+def chooses_a_way(file: str, line: int) -> bool:
+    """Whether an ``if`` that does some work, or leaves it, may go by what this line reads."""
+    scope = _scope_of(file, line)
+    if scope is None:
+        return False
+    names = _assigned_from(scope, line)
+    return any(
+        _uses(node.test, line, names) and not _checks(node.test) and any(map(_works, _branches(node)))
+        for node in ast.walk(scope)
+        if isinstance(node, (ast.If, ast.IfExp))
+    )
 
 
 def leads_to(file: str, read: int, raised: int) -> bool:
@@ -150,20 +173,51 @@ def _reads(node: ast.expr) -> bool:
     return any(isinstance(one, ast.Call) and _called(one) in _READS for one in ast.walk(node))
 
 
-def _assigned_from(scope: _Scope, line: int) -> set[str]:
-    """The names that hold what the line reads, or what is made of that."""
+def _assigned_from(scope: _Scope, line: int, by_way_of_branches: bool = False) -> set[str]:
+    """The names that hold what the line reads, or what is made of that.
+
+    by_way_of_branches: also what an ``if`` that goes by it sets, and objects that are told of it (``stopper(loss)``).
+    """
     found: set[str] = set()
-    statements = [
-        node for node in ast.walk(scope) if isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.NamedExpr))
-    ]
+    nodes = list(ast.walk(scope))
     while True:
         before = len(found)
-        for node in statements:
-            if node.value is not None and _uses(node.value, line, found):
-                for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
-                    found.update(_targets(target))
+        for node in nodes:
+            if isinstance(node, _ASSIGNMENTS):
+                if node.value is not None and _uses(node.value, line, found):
+                    found.update(_set_by(node))
+            elif by_way_of_branches and isinstance(node, ast.If):
+                if _uses(node.test, line, found) and not _checks(node.test):
+                    inner = (one for branch in _branches(node) for part in branch for one in ast.walk(part))
+                    found.update(name for one in inner if isinstance(one, _ASSIGNMENTS) for name in _set_by(one))
+            elif by_way_of_branches and isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+                call = node.value
+                arguments = (*call.args, *(one.value for one in call.keywords))
+                told = _dotted(call.func.value if isinstance(call.func, ast.Attribute) else call.func)
+                if told not in ("", "self") and _called(call) not in _QUIET:
+                    found.update([told] if any(_uses(one, line, found) for one in arguments) else ())
         if len(found) == before:
             return found
+
+
+def _set_by(node: _Assignment) -> Iterator[str]:
+    for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+        yield from _targets(target)
+
+
+def _branches(node: ast.If | ast.IfExp) -> tuple[Sequence[ast.AST], Sequence[ast.AST]]:
+    return (node.body, node.orelse) if isinstance(node, ast.If) else ([node.body], [node.orelse])
+
+
+def _works(branch: Sequence[ast.AST]) -> bool:
+    """Whether something is called that may take memory. What is raised takes none."""
+    for part in branch:
+        if not isinstance(part, ast.Raise):
+            if isinstance(part, ast.Call) and _called(part) not in _QUIET:
+                return True
+            if _works(list(ast.iter_child_nodes(part))):
+                return True
+    return False
 
 
 def _ranges(scope: _Scope) -> Iterator[ast.expr]:

@@ -142,13 +142,13 @@ class StandIn:
     """How often a line read a value from a virtual device, which has none, and was given a stand-in.
 
     supplied: how many of these were values that the user supplied. decides: what may be made
-    of what the line reads: that a "loop" ends, a "size", or an error that is caught ("except").
+    of what the line reads: that a "loop" ends, a "size", an error that is caught ("except"), or the way of an ``if`` ("branch").
     """
 
     line: str
     count: int
     supplied: int = field(default=0, metadata={"only_with": "supplied"})
-    decides: str = field(default="", metadata={"only_with": "decides", "one_of": ("except", "loop", "size")})
+    decides: str = field(default="", metadata={"only_with": "decides", "one_of": ("except", "loop", "size", "branch")})
 
 
 @dataclass(frozen=True)

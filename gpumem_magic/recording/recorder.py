@@ -16,7 +16,7 @@ import torch
 
 from gpumem_magic.devices.base import Device, DeviceLog, Log, Machine
 from gpumem_magic.looks.code import cell_of
-from gpumem_magic.looks.decisions import ends_a_loop, makes_a_size
+from gpumem_magic.looks.decisions import chooses_a_way, ends_a_loop, makes_a_size
 from gpumem_magic.recording.compiled import CompilerTables
 from gpumem_magic.recording.failing_place import failing_place
 from gpumem_magic.recording.failure import (
@@ -446,7 +446,9 @@ def _made_of(file: str, line: int, marks: Counter[tuple[str, int, str]]) -> str:
         return "except"
     if ends_a_loop(file, line):
         return "loop"
-    return "size" if marks[file, line, "whole"] and makes_a_size(file, line) else ""
+    if marks[file, line, "whole"] and makes_a_size(file, line):
+        return "size"
+    return "branch" if chooses_a_way(file, line) else ""
 
 
 def _stopped(logs: dict[int, Log]) -> dict[int, DeviceLog]:

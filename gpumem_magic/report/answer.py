@@ -23,8 +23,13 @@ _DOUBTS = {
     "except": ("An error that the program caught may not come on a GPU", "it goes back to"),
     "loop": ("A loop may have ended earlier or later than on a GPU", "it goes by"),
     "size": ("A size may be another on a GPU", "it is made of"),
+    "branch": ("An `if` may go the other way on a GPU", "it goes by"),
 }
-_ALSO = {"loop": "and a loop end earlier or later", "size": "and sizes may be others"}
+_ALSO = {
+    "loop": "and a loop end earlier or later",
+    "size": "and sizes may be others",
+    "branch": "and an `if` may go the other way",
+}
 _WHOLES = ("parameters", "buffers", "gradients", "optimizer_state")
 _NUMBERS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
 
