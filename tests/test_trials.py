@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import io
+import logging
 import multiprocessing
 import os
 import signal
@@ -374,6 +376,21 @@ def left_behind() -> list[str]:
     tracker = getattr(sys.modules.get("multiprocessing.resource_tracker"), "_resource_tracker", None)
     own.add(str(getattr(tracker, "_pid", None)))
     return [one for one in found if one not in own] + [*map(str, Path(tempfile.gettempdir()).glob("gpumem-trial-*"))]
+
+
+def test_what_a_logger_says_in_a_trial_is_not_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Page(io.StringIO):
+        def write(self, text: str) -> int:
+            with open(tmp_path / "page", "a") as file:
+                return file.write(text)
+
+    page = Page()
+    monkeypatch.setattr(sys, "stderr", page)
+    logger = logging.Logger("a library's")
+    logger.addHandler(logging.StreamHandler(page))
+    in_a_fork(lambda: logger.warning("in the trial"))
+    logger.warning("in the notebook")
+    assert (tmp_path / "page").read_text() == "in the notebook\n"
 
 
 def test_a_process_that_dies_is_one_line_and_leaves_nothing() -> None:

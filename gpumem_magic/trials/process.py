@@ -182,9 +182,14 @@ def _be_alone(folder: Path) -> None:
     for number, kept in ((0, nothing), (1, nothing), (2, words)):
         os.dup2(kept, number)
     _KEPT.extend((sys.stdin, sys.stdout, sys.stderr, builtins.input, *threading.enumerate()))
+    before = sys.stdout, sys.stderr
     sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115 - they end with the process
     sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     sys.stderr = open(2, "a", encoding="utf-8", errors="replace", buffering=1, closefd=False)  # noqa: SIM115
+    for stream, now in zip(before, (sys.stdout, sys.stderr), strict=True):
+        # A logger keeps the stream that it found; a notebook's sends to the page from a fork, too.
+        with suppress(AttributeError, TypeError):
+            object.__setattr__(stream, "write", now.write)
     builtins.input = _nobody_answers
     tempfile.tempdir = os.environ["TMPDIR"] = str(folder)
     # The threads of OpenMP and MKL did not come along.
