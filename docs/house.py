@@ -7,6 +7,7 @@ are the arrows to the ground floor, which everybody uses.
 from __future__ import annotations
 
 import ast
+from functools import cache
 from html import escape
 from pathlib import Path
 from textwrap import shorten
@@ -44,6 +45,7 @@ WIDTH, HEIGHT, BOX = 1100, 62, 40
 NAMES = {"top": "cli, gpumem_magic"}
 
 
+@cache
 def modules() -> dict[str, Path]:
     """Every module of the package by its name without the package's, "" for the package itself."""
     found = {}
@@ -53,6 +55,7 @@ def modules() -> dict[str, Path]:
     return found
 
 
+@cache
 def imports() -> dict[str, set[str]]:
     """Which modules of the package each of them imports, anywhere in its text."""
     known = modules()
