@@ -11,7 +11,6 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[1] / "gpumem_magic"
 # A name, or a dotted path, with a part that begins with one underscore.
 _PRIVATE = re.compile(r"(?:[A-Za-z]\w*\.)*_(?!_)\w*[A-Za-z]\w*(?:\.\w+)*")
-# Calls whose strings are names of other people's things, whatever this package calls its own.
 # Documented in spite of their underscore.
 _DOCUMENTED = frozenset(
     {
@@ -29,6 +28,7 @@ _DOCUMENTED = frozenset(
         "_dh",
     }
 )
+# Calls whose strings are names of other people's things, whatever this package calls its own.
 _ASKING = frozenset({"getattr", "hasattr", "setattr", "delattr", "set", "insert", "import_module"})
 
 
@@ -65,7 +65,8 @@ def _defined(tree: ast.AST) -> Iterator[str]:
 
 def _uses(tree: ast.AST, own: set[str]) -> Iterator[str]:
     roots = {"torch": "torch", "aten": "torch.ops.aten", "_aten": "torch.ops.aten"}
-    for node in ast.walk(tree):
+    nodes = list(ast.walk(tree))
+    for node in nodes:
         if isinstance(node, ast.ImportFrom) and not _is_ours(node.module or ""):
             roots.update({alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names})
         elif isinstance(node, ast.Import):
@@ -73,10 +74,10 @@ def _uses(tree: ast.AST, own: set[str]) -> Iterator[str]:
             roots.update(
                 {name: name for alias in node.names if not alias.asname for name in [alias.name.partition(".")[0]]}
             )
-    inner = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-    asked = {id(argument) for node in ast.walk(tree) for argument in _asked(node, _ASKING)}
-    operators = {id(argument) for node in ast.walk(tree) for argument in _asked(node, {"overloads"})}
-    for node in ast.walk(tree):
+    inner = {id(node.value) for node in nodes if isinstance(node, ast.Attribute)}
+    asked = {id(argument) for node in nodes for argument in _asked(node, _ASKING)}
+    operators = {id(argument) for node in nodes for argument in _asked(node, {"overloads"})}
+    for node in nodes:
         if isinstance(node, ast.ImportFrom) and not _is_ours(node.module or ""):
             yield from (
                 f"{node.module}.{alias.name}" for alias in node.names if is_private(f"{node.module}.{alias.name}")
