@@ -169,6 +169,11 @@ def clean_shell() -> Any:
         InteractiveShell.clear_instance()
 
 
+def show_text_alone(shell: InteractiveShell) -> None:
+    """As a terminal does: a report's pictures take a second."""
+    shell.display_formatter.active_types = ["text/plain"]
+
+
 @contextmanager
 def shell_with_device(device: str = "T4") -> Any:
     """The same with the extension loaded, torch imported, and a virtual device on."""

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from IPython.utils.capture import capture_output
-from shell_fakes import clean_shell
+from shell_fakes import clean_shell, show_text_alone
 from torch import nn
 from torch_versions import BIAS_WORKSPACE, WORKSPACES_ARE_KEPT
 
@@ -88,6 +88,7 @@ PARAMETER_BYTES = 4 * ((1632 + 1) * 1500 + (1500 + 1) * 3000)
 def shell() -> Iterator[Any]:
     with clean_shell() as shell:
         shell.run_line_magic("load_ext", "gpumem_magic")
+        show_text_alone(shell)
         yield shell
         shell.user_ns.clear()
         gc.collect()
@@ -134,6 +135,8 @@ def check_conservation(of: Report) -> None:
 
 
 def test_the_colab_cell_runs_unmodified_and_its_numbers_are_exact(shell: Any) -> None:
+    # With its pictures, as in a notebook.
+    shell.display_formatter.active_types = shell.display_formatter.format_types
     run(shell, SETUP)
     run(shell, "%gpumem_device colab-2021")
     result, printed = run(shell, COLAB)

@@ -70,14 +70,17 @@ class Interruption:
         if self._only and frame.f_code.co_name not in self._only:
             return None
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        return self._stepped
+        # Looked up once for all steps of a call: a code object's hash reads all of its constants.
+        places = self._places_of(frame.f_code)
 
-    def _stepped(self, frame: FrameType, event: str, argument: Any) -> Any:
-        if event == "opcode" and frame.f_lasti in self._places_of(frame.f_code):
-            self.count += 1
-            if self.count == self._number:
-                raise KeyboardInterrupt
-        return self._stepped
+        def stepped(frame: FrameType, event: str, argument: Any) -> Any:
+            if event == "opcode" and frame.f_lasti in places:
+                self.count += 1
+                if self.count == self._number:
+                    raise KeyboardInterrupt
+            return stepped
+
+        return stepped
 
     def _places_of(self, code: CodeType) -> set[int]:
         """Python looks for signals as a function begins, as a loop turns, and behind a call."""

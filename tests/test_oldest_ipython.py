@@ -28,5 +28,6 @@ def test_it_is_that_version() -> None:
 
 @pytest.mark.parametrize("name", ["test_magics.py", "test_cell.py", "test_first_road.py"])
 def test_the_magics_work_on_it(name: str) -> None:
-    done = run("-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / name))
+    # What runs in no shell is the same on every IPython.
+    done = run("-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "not bert_large", str(HERE / name))
     assert done.returncode == 0, done.stdout[-4000:]
