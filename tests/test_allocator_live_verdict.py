@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from IPython.utils.capture import capture_output
-from shell_fakes import clean_shell
+from shell_fakes import clean_shell, show_text_alone
 
 import gpumem_magic
 from gpumem_magic.report.failure import failed_request
@@ -40,6 +40,7 @@ for step in range(4):
 def shell() -> Iterator[Any]:
     with clean_shell() as shell:
         shell.run_line_magic("load_ext", "gpumem_magic")
+        show_text_alone(shell)
         shell.run_line_magic("gpumem_device", "virtual:1000MiB,context=0MiB,idle=0MiB")
         yield shell
         shell.user_ns.clear()

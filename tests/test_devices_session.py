@@ -16,7 +16,7 @@ import pytest
 import torch
 from cuda_fakes import CONTEXT, FakeNvml, FakeTorch
 from IPython.utils.capture import capture_output
-from shell_fakes import clean_shell
+from shell_fakes import clean_shell, show_text_alone
 from test_phases import state_of_torch
 
 import gpumem_magic
@@ -51,6 +51,7 @@ def computer(monkeypatch: pytest.MonkeyPatch) -> Computer:
 def shell(computer: Computer) -> Iterator[Any]:
     with clean_shell() as shell:
         shell.run_line_magic("load_ext", "gpumem_magic")
+        show_text_alone(shell)
         shell.user_ns.update(gpu=computer.torch, torch=torch, MIB=MIB)
         yield shell
         shell.run_line_magic("unload_ext", "gpumem_magic")

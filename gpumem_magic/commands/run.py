@@ -146,7 +146,7 @@ def _launcher_of(options: argparse.Namespace) -> Callable[[argparse.Namespace], 
     if options.ranks:
         virtual_ranks.asked(options)
         return virtual_ranks.run
-    if (options.nproc or options.ranks) and (options.html or options.png):
+    if options.nproc and (options.html or options.png):
         raise ValueError(
             "--html and --png are for one process; of several, `gpumem ranks FOLDER --html PATH` makes a page"
         )

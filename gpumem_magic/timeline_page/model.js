@@ -114,6 +114,7 @@ export class Device {
     for (let p = 0; p <= this.events; p += BLOCK) this.tops.push(this.scan(p, Math.min(p + BLOCK - 1, this.events)));
   }
 
+  /** The sum of sizes at every position. lives: [born, freed, size]. */
   steps(lives) {
     const sums = new Float64Array(this.events + 1);
     for (const [born, freed, size] of lives) {
