@@ -123,7 +123,9 @@ def test_a_way_that_goes_by_a_stand_in_is_said_first() -> None:
     with gpumem_magic.measure(device="T4") as measured:
         if unknown().sum() > 2.0:
             unknown(1 << 20)
-    assert measured.report.answer.startswith("An `if` may go the other way on a GPU: it goes by a value that the virtual GPU")
+    assert measured.report.answer.startswith(
+        "An `if` may go the other way on a GPU: it goes by a value that the virtual GPU"
+    )
 
 
 @pytest.mark.parametrize(
