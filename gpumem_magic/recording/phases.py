@@ -39,7 +39,14 @@ from gpumem_magic.recording.modules import ModuleWatch
 COMPILED = "compiled code"
 # PyTorch wraps these names around its own work; they are the phases themselves, or nothing that a user asked to see.
 _STEP_RANGE = "Optimizer.step#"
-_OWN_RANGES = (_STEP_RANGE, "Optimizer.zero_grad#", "enumerate(DataLoader)#")
+_OWN_RANGES = (
+    _STEP_RANGE,
+    "Optimizer.zero_grad#",
+    "enumerate(DataLoader)#",
+    "DistributedDataParallel.",
+    "FullyShardedDataParallel.",
+    "FSDP::",
+)
 
 
 @dataclass
