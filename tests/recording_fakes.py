@@ -107,6 +107,9 @@ class FakeMachine:
     def locate(self, tensor: Any) -> tuple[int, int] | None:
         return self.places.get(id(tensor))
 
+    def compiled_results(self) -> dict[tuple[int, int], int]:
+        return {}
+
     def put(self, tensor: Any, device: int = 0, origin: str | None = None) -> int:
         """Gives a tensor of the host an allocation of its size."""
         address = self.devices[device].alloc(tensor.numel() * tensor.element_size(), origin)

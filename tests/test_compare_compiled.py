@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 import pytest
@@ -37,6 +38,9 @@ def test_models_are_compiled_in_one_and_nothing_is_changed_here(book: Notebook) 
     assert 34 * MIB <= both.eager.categories["activations"] < 35 * MIB
     assert both.compiled.categories["activations"] <= both.eager.categories["activations"] - 8 * MIB
     assert f"activations {both.eager.categories['activations'] / MIB:.1f} MiB" in str(both)
+    # By module: of dropout only the mask is kept, its result is fused into the LayerNorm.
+    assert (both.eager.kept["model.2"], both.compiled.kept["model.2"]) == (10 * MIB, 2 * MIB)
+    assert re.search(r"\n +2 +10\.0 MiB +2\.0 MiB +-8\.0 MiB\n", str(both)), both
     assert "model" not in book.shell.user_ns
     assert torch.cuda.memory_allocated() == 0
 

@@ -68,3 +68,21 @@ def test_code_outside_modules_has_phases(report: Any) -> None:
     labels = [part.label for row in report.checkpoints for part in row.parts]
     # Two graphs of the function; the layer's are its forward.
     assert labels == ["compiled code", "compiled code", "backward", "forward", "forward"]
+
+
+def test_what_compiled_code_keeps_is_its_modules() -> None:
+    """As Dynamo noted it."""
+
+    def block() -> torch.nn.Module:
+        return torch.nn.Sequential(torch.nn.Linear(512, 512, bias=False), torch.nn.GELU())
+
+    gpu.turn_on("A100-40GB")
+    try:
+        fast = torch.compile(torch.nn.Sequential(block(), block()).cuda())
+        with gpumem_magic.measure() as measured:
+            fast(torch.rand(4096, 512, device="cuda")).sum().backward()
+        (top,) = (one for one in measured.report.layers().children if one.name != "outside modules")
+        assert top.name == "fast"
+        assert [[inner.activations for inner in one.children] for one in top.children] == [[8 * MIB] * 2, [8 * MIB]]
+    finally:
+        gpu.turn_off()

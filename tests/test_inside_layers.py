@@ -276,7 +276,7 @@ def test_classes_of_operators(operation: str, expected: str) -> None:
 
 def test_a_program_without_backward_is_followed_for_a_while_only() -> None:
     position = iter(range(10 * MOST_SWITCHES))
-    watch = ModuleWatch(lambda: {0: next(position)}, lambda tensor: None)
+    watch = ModuleWatch(lambda: {0: next(position)}, lambda tensor: None, dict)
     module = torch.nn.Linear(1, 1)
     for _ in range(MOST_SWITCHES):
         watch.begins(module, 1, lambda: "model")

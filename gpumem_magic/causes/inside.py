@@ -86,7 +86,7 @@ def _end_of_backward(scene: Scene, otherwise: int) -> int:
 
 
 def _module_of(scene: Scene, trace: ModuleTrace, one: Allocation, saved: Saved | None) -> int | None:
-    number = None if one.born < 0 else trace.at(scene.device, one.born)
+    number = trace.of(scene.device, one)
     if number is not None or saved is None or saved.parameter is None or trace.switches:
         return number
     return trace.parameters.get(saved.parameter)

@@ -207,6 +207,10 @@ class Machine(Protocol):
     def locate(self, tensor: Any) -> tuple[int, int] | None:
         """(device index, address of the allocation that holds the tensor's storage), or None for a tensor elsewhere."""
 
+    def compiled_results(self) -> Mapping[tuple[int, int], int]:
+        """(device index, address) of what compiled code made, as far as it lives -> the `id` of the module whose result it is;
+        empty on a real device, whose compiled code does not say."""
+
     def settle(self) -> None:
         """Does the frees that wait (a virtual machine frees late), so that counters and logs are those of now."""
 

@@ -331,6 +331,9 @@ class CudaMachine:
         """The number of the current device; 0 while CUDA is not in use, as asking would change that."""
         return int(self._torch.cuda.current_device()) if torch_memory.in_use(self._torch) else 0
 
+    def compiled_results(self) -> Mapping[tuple[int, int], int]:
+        return {}
+
     def locate(self, tensor: Any) -> tuple[int, int] | None:
         """By the storage's pointer, which waits for nothing. None for tensors without memory of their own (fake, wrapped)."""
         from gpumem_magic.looks import tensors

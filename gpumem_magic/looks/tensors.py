@@ -32,6 +32,8 @@ _BASE: Any = torch._C.TensorBase
 _INDICES, _VALUES = torch.ops.aten._indices.default, torch.ops.aten._values.default
 _SPARSE_CUDA = torch._C.DispatchKey.SparseCUDA
 PARAMETERS, BUFFERS, MODULES = "_parameters", "_buffers", "_modules"
+# Where a compiled module has the one that it was made of.
+COMPILED = "_orig_mod"
 
 
 class unseen:
@@ -164,6 +166,12 @@ def table(module: torch.nn.Module, name: str) -> list[tuple[str, Any]]:
     if own is not None and not is_a(own, dict) and module_of_class(type(own)).startswith("torch.jit."):
         own = dict(own.items())
     return [(text(key), value) for key, value in items(own) if value is not None]
+
+
+def as_written(thing: Any) -> Any:
+    """The program's own module, where this one is what `torch.compile` made of it; anything else as it is."""
+    inner = table(thing, MODULES) if is_module(thing) else ()
+    return next((module for name, module in inner if name == COMPILED), thing)
 
 
 def modules_in(root: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:

@@ -162,11 +162,20 @@ class ModuleName:
 @dataclass(frozen=True)
 class ModuleTrace:
     """switches: by device, (position in its log, number of the module at work from there on, -1 for none), in order; empty where
-    positions cost too much to be read for each module. parameters: (device, address) -> number of the module that owns it."""
+    positions cost too much to be read for each module. parameters: (device, address) -> number of the module that owns it.
+    compiled: the same of what compiled code made for a module in it, alive at the first backward."""
 
     names: tuple[ModuleName, ...] = ()
     switches: Mapping[int, Sequence[tuple[int, int]]] = field(default_factory=dict)
     parameters: Mapping[tuple[int, int], int] = field(default_factory=dict)
+    compiled: Mapping[tuple[int, int], int] = field(default_factory=dict)
+
+    def of(self, device: int, one: Allocation) -> int | None:
+        """The number of the module that made an allocation which lives at the first backward; None where none is known."""
+        if one.born < 0:
+            return None
+        inner = self.compiled.get((device, one.address))
+        return self.at(device, one.born) if inner is None else inner
 
     def at(self, device: int, event: int) -> int | None:
         """The number of the innermost module that was at work at an event of a device's log; None for none."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from gpumem_magic.looks.objects import name_of_class
-from gpumem_magic.looks.tensors import BUFFERS, PARAMETERS, is_tensor, modules_in, pieces, table, unseen
+from gpumem_magic.looks.tensors import BUFFERS, COMPILED, PARAMETERS, is_tensor, modules_in, pieces, table, unseen
 from gpumem_magic.recording.model import NOBODY, ModuleName, ModuleTrace
 
 Place = tuple[int, int]
@@ -25,16 +25,21 @@ class ModuleWatch:
     """Told of every module's forward, in the thread of the first one; others are left out.
 
     positions: where each device's log stands now, asked for each module; None where that costs too much.
-    locate: where a tensor's memory lies, None for one on the host.
+    locate: where a tensor's memory lies, None for one on the host. compiled: where results of compiled code lie, and the `id` of
+    the module whose they are.
     """
 
     def __init__(
         self,
         positions: Callable[[], Mapping[int, int]] | None,
         locate: Callable[[torch.Tensor], Place | None],
+        compiled: Callable[[], Mapping[Place, int]],
     ) -> None:
         self._positions = positions
         self._locate = locate
+        self._compiled = compiled
+        self._results: dict[Place, int] = {}
+        self._modules: dict[int, int] = {}
         self._names: list[ModuleName] = []
         self._numbers: dict[ModuleName, int] = {}
         self._switches: dict[int, list[tuple[int, int]]] = {}
@@ -72,7 +77,11 @@ class ModuleWatch:
             self.running = False
             self._stack.clear()
             self._write()
+            self._results = {
+                place: self._modules[one] for place, one in self._compiled().items() if one in self._modules
+            }
             self._paths.clear()
+            self._modules.clear()
             self._root = None
 
     def trace(self) -> ModuleTrace:
@@ -80,6 +89,7 @@ class ModuleWatch:
             tuple(self._names),
             {device: tuple(switches) for device, switches in self._switches.items()},
             dict(self._parameters),
+            self._results,
         )
 
     def _is_ours(self) -> bool:
@@ -96,9 +106,10 @@ class ModuleWatch:
         self._paths.clear()
         with unseen():
             for name, module in modules_in(root):
-                path = f"{label}.{name}" if name else label
+                # (A compiled module holds the program's own, whose names are known to its reader.)
+                path = ".".join([label, *(part for part in name.split(".") if part not in ("", COMPILED))])
                 self._paths[id(module)] = path
-                number = self._number(path, module)
+                number = self._modules[id(module)] = self._number(path, module)
                 for _, tensor in (*table(module, PARAMETERS), *table(module, BUFFERS)):
                     for piece in pieces(tensor) if is_tensor(tensor) else ():
                         place = self._locate(piece)

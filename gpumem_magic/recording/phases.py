@@ -18,6 +18,7 @@ from torch.nn.modules import module as nn_module
 from torch.optim import optimizer as nn_optimizer
 
 from gpumem_magic.looks.objects import name_of_class
+from gpumem_magic.looks.tensors import as_written
 from gpumem_magic.patching import Patches
 from gpumem_magic.recording import torch_seams
 from gpumem_magic.recording.guard import Guard
@@ -194,7 +195,9 @@ class Phases:
         """A variable's name, or the class's; the second nameless thing of a class is ``Adam (2)``."""
         key = kind, id(thing)
         if key not in self._labels:
-            name = self._witness.variable_of(thing) or name_of_class(type(thing))
+            written = as_written(thing)
+            found = (self._witness.variable_of(one) for one in (thing, written))
+            name = next(filter(None, found), "") or name_of_class(type(written))
             self._label_counts[name] += 1
             count = self._label_counts[name]
             self._labels[key] = name if count == 1 else f"{name} ({count})"

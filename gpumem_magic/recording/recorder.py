@@ -151,7 +151,7 @@ class Recorder:
                 self._logs[index] = device.start_log()
             self._start_iteration()
             self._witness = Witness(self._machine, lambda device: self._logs[device].position(), self._names, namespace)
-            self._modules = ModuleWatch(self._cheap_positions(), self._machine.locate)
+            self._modules = ModuleWatch(self._cheap_positions(), self._machine.locate, self._machine.compiled_results)
             self._phases = Phases(
                 self._moment,
                 self._witness,

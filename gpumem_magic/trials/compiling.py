@@ -9,6 +9,8 @@ from typing import Any
 import torch
 
 from gpumem_magic.looks.objects import attribute, name_of_class
+from gpumem_magic.owners.tree import Layer
+from gpumem_magic.report.inside import OUTSIDE, LayerRow
 from gpumem_magic.report.model import ALLOCATED_CATEGORIES, CATEGORIES, LABELS
 from gpumem_magic.trials import cards
 from gpumem_magic.trials.one_run import tried
@@ -16,8 +18,11 @@ from gpumem_magic.trials.programs import Running, Subject
 from gpumem_magic.trials.tried import FITS, Tried
 from gpumem_magic.units import amount, human
 from gpumem_magic.views.display import HTML, PLAIN, asked_for, in_terminal
+from gpumem_magic.views.inside import tree
 from gpumem_magic.views.sheet import Sheet
 
+# Lines for modules.
+_MOST_MODULES = 12
 _COMPILE = re.compile(r"\bcompile\b")
 
 
@@ -140,6 +145,21 @@ class Compared:
             yield _row(LABELS[name], size, other)
         yield _row("allocated", self.eager.allocated, self.compiled.allocated)
         yield _row("nvidia-smi at its highest", self.eager.used, self.compiled.used)
+        yield from self._by_module()
+
+    def _by_module(self) -> Iterator[Sequence[str]]:
+        """What is kept for backward by module, as deep as compiled code says; alike modules in one line."""
+        top = Layer("")
+        for column, one in (("activations", self.eager), ("gradients", self.compiled)):
+            for path, size in one.kept.items():
+                top.add(path.split(".") if path else [OUTSIDE], column, size)
+        before, now = (sum(one.kept.values()) for one in (self.eager, self.compiled))
+        if not (before and now):
+            return
+        yield _row("kept at the first backward", before, now)
+        for line in tree(_as_row(top), _MOST_MODULES):
+            size, _, other = line.bytes
+            yield _row(f"{'  ' * (line.depth + 1)}{line.name}{', each' if line.times > 1 else ''}", size, other)
 
     def _after(self) -> Iterator[str]:
         yield (
@@ -147,6 +167,18 @@ class Compared:
             "where it compiles nothing, each model that it calls."
         )
         yield from (note for note in self.compiled.notes if "torch.compile" in note)
+
+
+def _as_row(layer: Layer) -> LayerRow:
+    """For `tree`: activations are the eager run's, gradients the compiled one's."""
+    return LayerRow(
+        layer.name,
+        "",
+        layer.bytes["activations"],
+        0,
+        layer.bytes["gradients"],
+        tuple(map(_as_row, layer.inner.values())),
+    )
 
 
 def _row(name: str, before: int, now: int) -> Sequence[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -12,6 +13,7 @@ from gpumem_magic.attribution.view import DeviceView
 from gpumem_magic.recording import under_way
 from gpumem_magic.recording.failure import is_out_of_memory
 from gpumem_magic.recording.limit import IterationLimit
+from gpumem_magic.recording.model import BACKWARD
 from gpumem_magic.recording.progress import CellProgress, StopRun
 from gpumem_magic.recording.quiet import no_automatic_collection
 from gpumem_magic.recording.recorder import Recorder
@@ -126,7 +128,21 @@ def _told(
         error="" if error is None else f"{error.type}: {error.message}".splitlines()[0],
         course=_course(view, device, owners, ending == FITS),
         notes=report.notes,
+        kept=_kept(view),
     )
+
+
+def _kept(view: DeviceView) -> dict[str, int]:
+    """Activations at the start of the first backward, by module."""
+    starts = [span.start.positions for span in view.recording.spans if span.kind == BACKWARD]
+    position = min((one[view.device] for one in starts if view.device in one), default=None)
+    trace = view.recording.modules
+    sizes: Counter[str] = Counter()
+    for one in () if position is None else view.timeline.live_at(position):
+        if view.labels[one.index].category == "activations":
+            number = trace.of(view.device, one)
+            sizes["" if number is None else trace.names[number].path] += one.requested
+    return dict(sizes)
 
 
 def _shares(view: DeviceView, position: int) -> tuple[tuple[Share, ...], dict[int, int]]:

@@ -48,6 +48,7 @@ class Tried:
 
     iterations: of training; repeats: whether it ended since they repeated exactly. line, statement, iteration: where it failed;
     wanted: the request that failed; error: the first line of another error. notes: what its report says besides.
+    kept: activations at the start of the first backward by the path of the module that made them, "" for none.
     flops, moved: of one iteration, where they were counted: FLOPs by PyTorch's formulas, bytes between host and device.
     """
 
@@ -73,6 +74,7 @@ class Tried:
     flops: int = 0
     notes: tuple[str, ...] = ()
     moved: int = 0
+    kept: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def fits(self) -> bool:

@@ -116,6 +116,11 @@ class VirtualMachine:
     def locate(self, tensor: Any) -> tuple[int, int] | None:
         return self.engine.locate(tensor)
 
+    def compiled_results(self) -> Mapping[tuple[int, int], int]:
+        self.settle()
+        with self.engine.lock:
+            return self.engine.table.by_module()
+
     @property
     def stand_ins(self) -> Counter[tuple[str, int]]:
         return self.engine.reads.counts

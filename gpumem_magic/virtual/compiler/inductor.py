@@ -94,7 +94,7 @@ def install(
     _device(patches)
     _kernels(patches, engine)
     _buffers(patches, engine, current_device)
-    _lowering(patches, otherwise, trials)
+    _lowering(patches, engine, otherwise, trials)
     trials.install(patches)
 
 
@@ -190,7 +190,7 @@ def _buffers(patches: Patches, engine: Engine, current_device: Callable[[], int]
         patches.set(guards, "assert_alignment", assert_alignment)
 
 
-def _lowering(patches: Patches, otherwise: Counter[str], trials: Trials) -> None:
+def _lowering(patches: Patches, engine: Engine, otherwise: Counter[str], trials: Trials) -> None:
     config = importlib.import_module("torch._inductor.config")
     compiler = importlib.import_module("torch._inductor.compile_fx")
     output = importlib.import_module("torch._inductor.output_code")
@@ -211,9 +211,35 @@ def _lowering(patches: Patches, otherwise: Counter[str], trials: Trials) -> None
             why = swallowed(error)
             otherwise[f"operator by operator, since Inductor could not compile them here ({_first_line(why)})"] += 1
             return output.MockFXGraphCacheOutput(gm=lambda inputs: torch.fx.Interpreter(graph).run(*inputs))
+        if isinstance(compiled, output.CompiledFxGraph):
+            compiled.current_callable = _saying_whose(compiled.current_callable, _modules_of(graph), engine)
         return compiled
 
     patches.set(compiler, "fx_codegen_and_compile", fx_codegen_and_compile)
+
+
+def _modules_of(graph: torch.fx.GraphModule) -> list[int]:
+    """The `id` of the module whose result each output is, as Dynamo noted it; 0 where it is none's."""
+    outputs = graph.graph.output_node().args[0]
+    stacks = [
+        {} if not isinstance(one, torch.fx.Node) or one.op == "placeholder" else one.meta.get("nn_module_stack") or {}
+        for one in (outputs if isinstance(outputs, (list, tuple)) else ())
+    ]
+    innermost = [str(next(reversed(stack), "")).partition("@")[0] for stack in stacks]
+    return [int(name) if name.isdecimal() else 0 for name in innermost]
+
+
+def _saying_whose(call: Callable[..., Any], modules: list[int], engine: Engine) -> Callable[..., Any]:
+    """The compiled graph, whose results are noted as their modules'. What passes through keeps the note that it has."""
+
+    def called(inputs: Any) -> Any:
+        results = call(inputs)
+        for result, module in zip(results, modules, strict=False):
+            if module and isinstance(result, VirtualTensor):
+                engine.made_by(result, module)
+        return results
+
+    return called if any(modules) else call
 
 
 def compile_with(

@@ -145,6 +145,13 @@ class Engine:
                 return 0
             return placement.address + int(tensor.storage_offset()) * tensor.element_size()
 
+    def made_by(self, tensor: VirtualTensor, module: int) -> None:
+        """Compiled code made it for a module (see `Placement`), unless it did so before."""
+        with self.lock, tensors.unseen():
+            placement = self.table.find(tensors.storage(tensor))
+        if placement is not None and not placement.module:
+            placement.module = module
+
     def locate(self, tensor: Any) -> tuple[int, int] | None:
         """(device index, address) of the tensor's storage (of a sparse tensor's values), None for host tensors and empty ones."""
         if is_a(tensor, VirtualTensor):

@@ -24,10 +24,11 @@ class Placement:
 
     node: a number for the node of the backward pass that made it; 0 outside of one. twin: the host storage with the same bytes,
     on a device that computes; None before something is read or written. kept: what an operator left for its gradient. sure,
-    supplied: of a twin's values, whether none was guessed, and whether one came from the user.
+    supplied: of a twin's values, whether none was guessed, and whether one came from the user. module: the `id` of the module
+    whose result it is, where compiled code made it; else 0.
     """
 
-    __slots__ = ("address", "device", "kept", "nbytes", "node", "supplied", "sure", "twin", "watch")
+    __slots__ = ("address", "device", "kept", "module", "nbytes", "node", "supplied", "sure", "twin", "watch")
 
     def __init__(self, device: int, address: int, nbytes: int, watch: _StorageReference, node: int) -> None:
         self.device = device
@@ -39,6 +40,7 @@ class Placement:
         self.kept: Any = None
         self.sure = True
         self.supplied = False
+        self.module = 0
 
 
 class StorageTable:
@@ -56,6 +58,10 @@ class StorageTable:
 
     def __len__(self) -> int:
         return len(self._placements)
+
+    def by_module(self) -> dict[tuple[int, int], int]:
+        """By device and address, what compiled code made for which module (see `Placement`)."""
+        return {(one.device, one.address): one.module for one in self._placements.values() if one.module}
 
     def drain(self) -> None:
         """Frees what ended since the last time."""
