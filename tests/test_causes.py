@@ -261,6 +261,60 @@ GUILTY += [
     ),
 ]
 
+GUILTY += [
+    Case(
+        "joined",
+        ("x = 1", "parts = [mib(16) for _ in range(4)]\nwhole = torch.cat(parts)"),
+        "`torch.cat(parts)` (line 3)",
+    ),
+    Case(
+        "grown_result",
+        ("x = torch.randn(4, 16, 64, 64, device='cuda')", "y = nn.functional.unfold(x, 7, padding=3)"),
+        "49 times as much",
+    ),
+    # The gradient of what is gathered from an expanded view has all of the view's shape.
+    Case(
+        "expanded_gradient",
+        (
+            "f = torch.randn(2, 1024, 16, device='cuda', requires_grad=True)\n"
+            "i = torch.zeros(2, 512, 8, 1, dtype=torch.long, device='cuda')",
+            "wide = f[:, None].expand(-1, 512, -1, -1)\nnear = torch.gather(wide, 2, i.expand(-1, -1, -1, 16))\n"
+            "near.sum().backward()",
+        ),
+        "(2, 512, 1024, 16)",
+    ),
+    # In the loop around the training: one copy of the weights for each epoch.
+    Case(
+        "growth",
+        (
+            TRAIN,
+            "seen = []\nfor _ in range(5):\n    for _ in range(2):\n        optimizer.zero_grad()\n"
+            "        model(x).mean().backward()\n        optimizer.step()\n"
+            "    seen.append({k: v.clone() for k, v in model.state_dict().items()})",
+        ),
+        "held by `seen`",
+    ),
+    # Validation after an epoch, between the optimizer's steps.
+    Case(
+        "kept_graphs",
+        (TRAIN, f"{LOOP}\ntotal = 0\nfor _ in range(4):\n    total += model(x).mean()"),
+        "`total` (line 9) keeps the graphs of 4 iterations",
+    ),
+    # A batch at the peak of a training that is as it should be.
+    Case(
+        "whole_batch",
+        (TRAIN, "model(torch.randn(65536, 512, device='cuda')).mean().backward()"),
+        "65,536 items",
+    ),
+    # All batches are on the device, and a loop takes one after the other.
+    Case(
+        "data_on_device",
+        ("batches = [mib(900) for _ in range(10)]", "for x in batches:\n    y = x.repeat(7)"),
+        "`batches`",
+        "T4",
+    ),
+]
+
 ACCUMULATING = """
 for i in range(4):
     model(x).mean().backward()

@@ -31,6 +31,9 @@ DESCRIBING = frozenset(
         "key_value_cache",
         "autocast_copies",
         "held_over",
+        "whole_batch",
+        "joined",
+        "grown_result",
     }
 )
 LEAST_CELLS = 200

@@ -1,39 +1,48 @@
-"""A batch that is too large for the device: what is made of it, for each item, and how many would fit at most."""
+"""A large batch: what is made of it, for each item, and how many would fit at most."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from gpumem_magic.causes.model import Scene
 from gpumem_magic.devices.base import Birth
+from gpumem_magic.owners.model import size_of
+from gpumem_magic.recording.model import BACKWARD
 from gpumem_magic.report.model import Cause
-from gpumem_magic.units import human
+from gpumem_magic.units import MIB, human
 
 _LEAST = 4
+# A batch at the peak is worth a word from here on.
+_WORTH = 256 * MIB
+# What belongs to a model, whatever the batch; and what is made of a batch.
+_OF_THE_MODEL = frozenset({"parameters", "buffers", "gradients", "optimizer_state"})
+_OF_THE_BATCH = frozenset({"activations", "activation_gradients"})
 
 
 def whole_batch(scene: Scene) -> Iterator[Cause]:
-    """A request failed, and most of what was there, with it, was made of one batch: its items are the first dimension."""
+    """Much of what was there when a request failed, with it, or most at a training's peak, was made of one batch: its items are
+    the first dimension."""
     error = scene.report.error
-    if error is None or error.wanted is None or scene.moment == scene.peak == 0:
+    if error is not None and error.wanted is not None:
+        yield from _too_many(scene, error.wanted)
+    elif error is None and scene.spans(BACKWARD):
+        yield from _at_the_peak(scene)
+
+
+def _too_many(scene: Scene, wanted: int) -> Iterator[Cause]:
+    if scene.moment == scene.peak == 0:
         return
     births = scene.recording.logs[scene.device].births
-    made = [(one.size, births.get(one.born)) for one in scene.timeline.live_at(scene.moment)]
+    living = scene.timeline.live_at(scene.moment)
+    made = [(one.size, births.get(one.born)) for one in living if scene.labels[one.index].category not in _OF_THE_MODEL]
     failed = births.get(scene.moment - 1)
-    if failed is not None:
-        made.append((error.wanted, failed))
-    sizes: Counter[int] = Counter()
-    for size, birth in made:
-        if birth is not None and birth.shape and birth.shape[0] >= _LEAST and birth.operator not in _NOT_OF_A_BATCH:
-            sizes[birth.shape[0]] += size
-    if not sizes:
-        return
-    items, size = sizes.most_common(1)[0]
-    total = sum(size for size, _ in made)
+    made.append((wanted, failed))
+    items, size = _most_rows(made)
+    total = size_of(living) + wanted
     row = next((row for row in reversed(scene.report.checkpoints) if row.kind == "error"), None)
     capacity = scene.report.device.total_bytes
-    if 2 * size < total or row is None or not capacity:
+    if 4 * size < total or row is None or not capacity:
         return
     outside = sum(row.categories.get(name) or 0 for name in ("context", "other_processes", "context_or_others"))
     fits = int((capacity - outside - (total - size)) * items // size)
@@ -46,6 +55,30 @@ def whole_batch(scene: Scene) -> Iterator[Cause]:
         f"A smaller batch: by this, at most {fits:,} fit, and fewer if more is made later.",
         size,
     )
+
+
+def _at_the_peak(scene: Scene) -> Iterator[Cause]:
+    births = scene.recording.logs[scene.device].births
+    living = scene.timeline.live_at(scene.moment)
+    made = [(one.size, births.get(one.born)) for one in living if scene.labels[one.index].category in _OF_THE_BATCH]
+    items, size = _most_rows(made)
+    if 2 * size < size_of(living) or size < _WORTH:
+        return
+    yield Cause(
+        "whole_batch",
+        f"{human(size)} were made of {items:,} items that go through at once, {human(size // items)} each.",
+        f"A smaller batch takes less in proportion: half of them, about {human(size // 2)} less.",
+        size,
+    )
+
+
+def _most_rows(made: Iterable[tuple[int, Birth | None]]) -> tuple[int, int]:
+    """The first dimension of most of it, and bytes."""
+    sizes: Counter[int] = Counter()
+    for size, birth in made:
+        if birth is not None and birth.shape and birth.shape[0] >= _LEAST and birth.operator not in _NOT_OF_A_BATCH:
+            sizes[birth.shape[0]] += size
+    return sizes.most_common(1)[0] if sizes else (0, 0)
 
 
 _NOT_OF_A_BATCH = frozenset({"empty", "zeros", "ones", "full", "clone", "zeros_like", "empty_like"})

@@ -95,6 +95,8 @@ DESCRIBING = frozenset(
 _ALLOCATORS = "fragmentation"
 # It says why a second try failed, too.
 _FIRST = "retry_in_except"
+# A smaller batch is always another way: told where nothing is to be mended, and after all else.
+_LAST = "whole_batch"
 # A cause that another one explains better is not told twice.
 _COVERED = {
     "growth": ("kept_errors", "kept_graphs", "gradients_with_graphs"),
@@ -111,6 +113,9 @@ _COVERED = {
     "pinned_by_out": (shortage.NAME,),
     "reference_cycle": (shortage.NAME,),
 }
+# The same where that one explains so much of it, in per cent.
+_NEARLY = 80
+_COVERED_IF_AS_LARGE = {"growth": ("missing_no_grad",), "kept_graphs": ("missing_no_grad",)}
 
 
 def find_causes(scene: Scene) -> tuple[list[Cause], list[str]]:
@@ -126,9 +131,17 @@ def find_causes(scene: Scene) -> tuple[list[Cause], list[str]]:
             failures.append(f"Looking for a cause failed in {detector.__name__} ({type(error).__name__}: {error}).")
     names = {one.name for one in found}
     found = [one for one in found if not names.intersection(_COVERED.get(one.name, ()))]
+    found = [one for one in found if not _is_the_same(one, found)]
     failed = scene.report.error is not None
     found = [replace(one, describes=one.describes or _describes(one.name, failed)) for one in found]
+    if scene.report.error is None and any(not one.describes for one in found):
+        found = [one for one in found if one.name != _LAST]
     return sorted(found, key=lambda one: _rank(one, _explained(found), scene.report.error)), failures
+
+
+def _is_the_same(cause: Cause, found: Iterable[Cause]) -> bool:
+    better = _COVERED_IF_AS_LARGE.get(cause.name, ())
+    return any(one.name in better and 100 * one.bytes >= _NEARLY * cause.bytes for one in found)
 
 
 def _describes(name: str, failed: bool) -> bool:
@@ -148,4 +161,5 @@ def _rank(cause: Cause, explained: int, error: ReportError | None) -> tuple[int,
         return -2, 0
     if cause.name == _ALLOCATORS and error is not None and explained < (error.wanted or 0):
         return -1, 0
-    return 2 * int(cause.describes) - int(cause.name == shortage.NAME), -cause.bytes
+    last = cause.name == _LAST and error is None
+    return 2 * int(cause.describes) - int(cause.name == shortage.NAME) + int(last), -cause.bytes

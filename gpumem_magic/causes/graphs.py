@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from gpumem_magic.causes.libraries import clearing_hook
-from gpumem_magic.causes.model import LEAST, Scene
+from gpumem_magic.causes.model import LEAST, Iteration, Scene
 from gpumem_magic.causes.places import (
     Spot,
     added,
@@ -23,7 +23,7 @@ from gpumem_magic.causes.places import (
     together,
     told,
 )
-from gpumem_magic.causes.program import Written
+from gpumem_magic.causes.program import Written, put_into
 from gpumem_magic.owners.holders import detach_words
 from gpumem_magic.owners.model import Held, by_root, size_of
 from gpumem_magic.recording.model import BACKWARD, FORWARD, Span
@@ -88,19 +88,22 @@ def graphs_alive(scene: Scene) -> Iterator[Cause]:
 
 
 def _graphs_of(scene: Scene, spot: Spot) -> int:
-    """How many iterations' graphs a place keeps."""
-    iterations = {found for one in spot.held if (found := _iteration_of(scene, one)) is not None}
-    return max(len({base(one) for one in spot.held}), len(iterations))
+    """How many iterations' graphs a place keeps: of training's, or of the loop in which they were made."""
+    born = [birth for one in spot.held if (birth := _born(scene, one)) >= 0]
+    ends = [one.end for one in scene.iterations]
+    iterations = {bisect_left(ends, birth + 1) for birth in born} if ends else set()
+    turns = {turn for birth in born if (turn := scene.turn_of(birth))}
+    return max(len({base(one) for one in spot.held}), len(iterations), len(turns))
 
 
 def _detaching(scene: Scene, spot: Spot, place: Written | None, others: list[str], freed: int) -> str:
     number = scene.holdings.number(spot.root)
     root = scene.holdings.roots[number] if number is not None else None
-    into = f" before it goes into {quoted(spot.place)}" if spot.container is not None else ""
     if spot.container is None and root is not None and root.type != "Tensor":
         # An attribute: a module's statistics, say.
         return f"Compute it under `torch.no_grad()`, or `.detach()` what is assigned to {quoted(spot.place)}."
-    if spot.container is None and place is not None and place.statement.count(spot.root) > 1 and not others:
+    adds = place is not None and (place.statement.count(spot.root) > 1 or "+=" in place.statement)
+    if spot.container is None and adds and not others:
         now = f"`{spot.place} = {spot.place}.detach()` frees {human(freed)}"
         return f"Add numbers (`.item()`), or `.detach()` what is added; for now {now}."
     now = ""
@@ -109,26 +112,37 @@ def _detaching(scene: Scene, spot: Spot, place: Written | None, others: list[str
     elif others:
         names = [spot.place, *others]
         now = f"; detaching {', '.join(map(quoted, names[:4]))} frees {human(freed)}"
-    return f"Detach it (`.detach()`, or `.item()` for a number){into}{now}."
+    if place is not None and spot.holds_directly and (what := put_into(place.statement)):
+        return f"Put `{what}.detach()` there (`{what}.item()` if it is a number){now}."
+    goes = "goes into" if spot.container is not None else "is given to"
+    return f"`.detach()` what {goes} {quoted(spot.place)} (`.item()` for a number){now}."
 
 
 def growth(scene: Scene) -> Iterator[Cause]:
     """What each iteration leaves behind, where the last ones all left the same and it is still there."""
-    iterations = scene.iterations or scene.forwards_of_a_statement
+    for iterations in (scene.iterations or scene.forwards_of_a_statement, *scene.loops):
+        if (found := _growth_of(scene, iterations)) is not None:
+            if found.text:
+                yield found
+            return
+
+
+def _growth_of(scene: Scene, iterations: Sequence[Iteration]) -> Cause | None:
+    """What one loop's iterations leave behind. Without text where another cause says it."""
     if len(iterations) < _EQUAL_ITERATIONS + 1:
-        return
+        return None
     steps = [scene.timeline.allocated_at(one.end) - scene.timeline.allocated_at(one.start) for one in iterations]
     # The first iteration brings gradients and optimizer states, which stay.
     last = steps[-_EQUAL_ITERATIONS:]
     if min(last) < LEAST or max(last) > 1.5 * min(last):
-        return
+        return None
     # What the last iteration made may be made anew in each (gradients, the batch): only what outlived one counts.
     alive = [
         one for one in scene.alive.values() if iterations[-_EQUAL_ITERATIONS].start <= one.born < iterations[-1].start
     ]
     left = size_of(alive)
     if left < sum(last[:-1]) * 0.5:
-        return
+        return None
     addresses = {one.address for one in alive}
     made = {one.address for one in scene.alive.values() if one.born >= iterations[0].start}
     kept = {_general(one) for one in scene.held if one.address in addresses}
@@ -137,15 +151,14 @@ def growth(scene: Scene) -> Iterator[Cause]:
     text = f"Each iteration leaves {human(each)} more allocated than the previous one ({len(steps)} iterations)"
     if found and all(scene.holdings.roots[one.roots[0]].kind == "cycle" for one in found[0].held):
         # `reference_cycle` says more of it.
-        return
+        return Cause("growth", "", "", left)
     if not found:
-        yield Cause("growth", f"{text}.", "`%gpumem_who` shows what holds it.", left)
-        return
+        return Cause("growth", f"{text}.", "`%gpumem_who` shows what holds it.", left)
     main = together([one for one in found if 10 * one.size >= found[0].size])
     total = sum(one.size for one in main)
     place = added(scene, main[0])
     at = f", put there at {place.words} (`{place.shown}`)" if place is not None else ""
-    yield Cause(
+    return Cause(
         "growth",
         f"{text}: it is held by {told(main)}{at}.",
         _less(scene, main[0]),
@@ -192,13 +205,16 @@ def graph_without_backward(scene: Scene) -> Iterator[Cause]:
         # Losses that are kept or added up: `graphs_alive` says which.
         return
     root = scene.holdings.roots[by_root(ours).most_common(1)[0][0]]
+    graphs = max(_graphs_of(scene, spot) for spot in spots(ours))
+    what = f"keeps the graphs of {graphs} iterations" if graphs > 1 else "keeps a graph"
+    never = "backwards that never run" if graphs > 1 else "a backward that never runs"
     row = next((point for point, begin, end in scene.statements if begin <= _born(scene, ours[0]) < end), None)
     at = f" (line {row.line})" if row is not None else ""
     names = ", ".join(f"`{name}`" for name in sorted(scene.evaluating)[:3])
     why = f"{names} {'is' if len(scene.evaluating) == 1 else 'are'} in evaluation mode, yet " if names else ""
     yield Cause(
         "missing_no_grad",
-        f"{why}`{root.name}` keeps a graph{at} for a backward that never runs: {human(freed)}.",
+        f"{why}`{root.name}` {what}{at} for {never}: {human(freed)}.",
         "Evaluate inside `with torch.inference_mode():` (or `torch.no_grad()`).",
         freed,
     )
@@ -239,14 +255,6 @@ def gradients_with_graphs(scene: Scene) -> Iterator[Cause]:
         "(and `zero_grad()` for the parameters).",
         size_of(kept) + gone,
     )
-
-
-def _iteration_of(scene: Scene, one: Held) -> int | None:
-    """The iteration in which a held allocation was born; None for one from before the cell or without iterations."""
-    born = _born(scene, one)
-    if born < 0 or not scene.iterations:
-        return None
-    return bisect_left([iteration.end for iteration in scene.iterations], born + 1)
 
 
 def _born(scene: Scene, one: Held) -> int:

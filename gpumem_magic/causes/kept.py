@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 
 from gpumem_magic.causes.model import Scene, partnered
-from gpumem_magic.causes.places import Spot, added, is_part, quoted, spots, taking_off
+from gpumem_magic.causes.places import Spot, added, is_part, quoted, release, spots, taking_off
 from gpumem_magic.owners.model import Held, size_of
 from gpumem_magic.recording.model import FORWARD
 from gpumem_magic.report.failure import failed_request
@@ -35,13 +35,23 @@ def data_on_device(scene: Scene) -> Iterator[Cause]:
         if 10 * spot.size < 4 * total or spot.size < (error.wanted or 0):
             # Without it the request would have failed all the same.
             continue
-        if spot.root in scene.mentioned and not re.search(rf"{re.escape(spot.place)}\s*\[", scene.typed):
+        taken = rf"{re.escape(spot.place)}\s*\[|\bin\b[^:\n]*\b{re.escape(spot.place)}\b[^:\n]*:"
+        if spot.root in scene.mentioned and not re.search(taken, scene.typed):
             # The cell computes with all of it, and takes no batches.
             continue
         is_dataset = any(
             base.endswith("data.dataset.Dataset") for one in spot.held for at in one.trail for base in at.bases
         )
         whole = "The whole dataset lies on the device" if is_dataset else "Data lies on the device as a whole"
+        if (let_go := release(scene, spot)) and quoted(spot.place) == spot.place:
+            # Nothing to type: in a suspended generator, say.
+            text = (
+                f"{spot.place} takes {human(spot.size)} of the {human(total)} that were allocated when memory ran out."
+            )
+            yield Cause(
+                "data_on_device", text[0].upper() + text[1:], f"{let_go}, where it is not needed any more.", spot.size
+            )
+            return
         yield Cause(
             "data_on_device",
             f"{whole}: {quoted(spot.place)} takes {human(spot.size)} of the {human(total)} that were allocated when memory "

@@ -155,15 +155,30 @@ class Scene:
         return [Iteration(start, end) for start, end in zip([0, *found], found, strict=False)]
 
     def _loop_ends(self) -> list[int]:
-        iterations: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
+        # None where there is no loop, or one whose very first statement failed.
+        return max(self._ends_of_loops, key=len, default=[])
+
+    @cached_property
+    def _ends_of_loops(self) -> list[list[int]]:
+        """Of each loop, the inner ones after those around them, the positions at which its iterations ended."""
+        loops: dict[tuple[int, ...], dict[tuple[int, ...], int]] = {}
         for point, _, position in self.statements:
-            if point.loops:
-                iterations[point.loops, point.iteration] = position
-        # No loop, or one whose very first statement failed.
-        if not iterations:
-            return []
-        most = Counter(loop for loop, _ in iterations).most_common(1)[0][0]
-        return sorted(position for (loop, _), position in iterations.items() if loop == most)
+            for depth in range(1, len(point.loops) + 1):
+                loops.setdefault(point.loops[:depth], {})[point.iteration[:depth]] = position
+        return [sorted(ends.values()) for ends in loops.values()]
+
+    @cached_property
+    def loops(self) -> list[list[Iteration]]:
+        """The iterations of each loop of the cell; all turns of an inner loop are one after the other."""
+        return [
+            [Iteration(start, end) for start, end in zip([0, *ends], ends, strict=False)]
+            for ends in self._ends_of_loops
+        ]
+
+    def turn_of(self, position: int) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+        """The loops around the statement that ran at a position, and which iteration of each it was; None outside of loops."""
+        point = self.tensors.statement_at(position) if self.tensors is not None else None
+        return (point.loops, point.iteration) if point is not None and point.loops else None
 
     def living_in(self, position: int, *categories: str) -> list[Allocation]:
         """The allocations of these categories that are live at a position."""

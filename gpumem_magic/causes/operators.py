@@ -24,10 +24,15 @@ _TIMES = 4
 _COPIES = frozenset({"clone", "_to_copy", "copy", "repeat", "contiguous", "copy_"})
 _PRODUCTS = frozenset({"mm", "bmm", "matmul", "baddbmm", "dot", "ger", "outer", "addr"})
 _MULTIPLIES = re.compile(r"@|\b(?:matmul|b?mm|einsum|outer|inner|tensordot|ger|cdist)\s*\(")
+# These make much of little wherever they are used.
+_ALWAYS_GROW = re.compile(r"conv|embedding|arange|linspace|addmm")
+# So many tensors that are joined are the parts of a result.
+_PARTS = 3
 _DISTANCES = re.compile(r"cdist|pairwise|euclidean")
 _HEADS = re.compile(r"repeat_kv|attention")
 _MEANT = re.compile(r"\bNone\b|unsqueeze|\[\s*:\s*,")
 _HALVES = frozenset({"float16", "bfloat16"})
+_FILLED = frozenset({"new_zeros", "zeros", "zeros_like", "empty", "new_empty"})
 # A vocabulary, rather than features.
 _WORDS = 4096
 _MOST_NAMES = 40
@@ -48,10 +53,11 @@ class Alike:
 def grown_results(scene: Scene) -> Iterator[Cause]:
     """A broadcast, all pairs, a copy of an expanded tensor, one-hot numbers."""
     for alike in _alive(scene, _is_grown):
-        for kind in (_one_hot, _broadcast, _expanded_copy, _pairs):
+        for kind in (_one_hot, _broadcast, _expanded_copy, _pairs, _other):
             if (cause := kind(scene, alike)) is not None:
                 yield cause
                 break
+    yield from _grown_gradient(scene)
 
 
 def wide_copies(scene: Scene) -> Iterator[Cause]:
@@ -132,6 +138,32 @@ def joined_in_a_loop(scene: Scene) -> Iterator[Cause]:
             old.size,
         )
         return
+    yield from _joined_once(scene)
+
+
+def _joined_once(scene: Scene) -> Iterator[Cause]:
+    """Parts that are all there still beside what they were joined to."""
+    births = scene.recording.logs[scene.device].births
+    living = [(one, birth) for one in scene.timeline.live_at(scene.moment) if (birth := births.get(one.born))]
+    for one, birth in sorted(living, key=lambda pair: -pair[0].size):
+        if one.size < scene.part_of_peak(4):
+            return
+        if birth.kernel not in ("cat", "stack") or birth.node or len(birth.inputs) < _PARTS:
+            continue
+        # Of many parts a birth knows only some.
+        parts = set(birth.inputs)
+        alike_parts = (each.size for each, made in living if each.born < one.born and (made.shape, made.dtype) in parts)
+        size = min(sum(alike_parts), one.size)
+        if 10 * size >= 8 * one.size:
+            alike = Alike(birth.shape or (), 1, one.size, birth, one.born)
+            yield Cause(
+                "joined",
+                f"{_called(scene, alike)} needs its parts and the whole at once: {human(size)} and {human(one.size)}.",
+                "Preallocate the result and write each part into it, or join the parts on the host.",
+                size,
+                describes=True,
+            )
+            return
 
 
 # What is alive
@@ -360,3 +392,44 @@ def _pairs(scene: Scene, alike: Alike) -> Cause | None:
         "Work on some of the rows at a time, and keep of each part only what is needed (its `topk`, its sum).",
         alike.bytes,
     )
+
+
+def _other(scene: Scene, alike: Alike) -> Cause | None:
+    """What other operator makes much of little: no fault, and often the reason."""
+    birth = alike.birth
+    if birth.kernel in _PRODUCTS or _ALWAYS_GROW.search(birth.kernel) or alike.bytes < scene.part_of_peak(4):
+        return None
+    times = _bytes(alike.shape, birth.dtype) // max(1, _given(birth))
+    remedy = "Work on a part at a time, or make it smaller before."
+    if birth.kernel == "im2col":
+        remedy = "Where the windows are multiplied with weights, `F.conv2d` does it without storing them."
+    elif birth.kernel.startswith("upsample"):
+        remedy = "A convolution to fewer channels before it, or a smaller size, makes it smaller."
+    return Cause(
+        "grown_result",
+        f"{_called(scene, alike)} makes {_shown(alike.shape)} from {' and '.join(_shown(one) for one, _ in birth.inputs[:2])}, "
+        f"{times} times as much: {_sizes(alike)}.",
+        remedy,
+        alike.bytes,
+        describes=True,
+    )
+
+
+def _grown_gradient(scene: Scene) -> Iterator[Cause]:
+    """A gradient in the shape of a view that was expanded, in which nothing else is stored."""
+    births = scene.recording.logs[scene.device].births
+    stored = {prod(birth.shape or ()) for birth in births.values() if not birth.node}
+    for one in scene.timeline.live_at(scene.moment):
+        birth = births.get(one.born)
+        if birth is None or not birth.node or birth.shape is None or one.size < scene.part_of_peak(3):
+            continue
+        if birth.kernel in _FILLED and _is_grown(birth) and prod(birth.shape) not in stored:
+            alike = Alike(birth.shape, 1, one.size, birth, one.born)
+            yield Cause(
+                "expanded_gradient",
+                f"The gradient of {_called(scene, alike)} has the shape that was expanded, {_shown(birth.shape)}: "
+                f"{human(one.size)}, though the tensor itself is a small one.",
+                "Take from the tensor before it is expanded (`x[rows, index]`): the gradient then has its small shape.",
+                one.size,
+            )
+            return

@@ -47,6 +47,12 @@ class Spot:
         return re.split(r"[.\[]", self.place, maxsplit=1)[0]
 
     @property
+    def holds_directly(self) -> bool:
+        """Whether what keeps the memory are the container's own elements."""
+        within = self.container.place if self.container is not None else None
+        return within is not None and all(_KEY.fullmatch(base(one).removeprefix(within)) for one in self.held)
+
+    @property
     def tensors(self) -> frozenset[int]:
         """The numbers of the tensors that keep the memory, or the graphs."""
         return frozenset(one.trail[-1].node for one in self.held if one.trail)
@@ -58,6 +64,12 @@ def spots(held: Iterable[Held]) -> list[Spot]:
     for one in held:
         groups.setdefault(_INDEX.sub("[]", base(one)), []).append(one)
     found = [_spot(group) for group in groups.values()]
+    # What has many keys in one dictionary goes by the dictionary's name.
+    named: dict[str, list[Held]] = {}
+    for spot in found:
+        named.setdefault(spot.place, []).extend(spot.held)
+    if len(named) < len(found):
+        found = [_spot(group) for group in named.values()]
     return sorted(found, key=lambda one: -one.size)
 
 
@@ -79,8 +91,9 @@ def _spot(group: Sequence[Held]) -> Spot:
     if container is not None and first.startswith(container.place):
         rest = first[len(container.place) :]
         if len(places) > 1:
-            # All of `avg_p.preds`, but `outs[0]['pred']`.
-            first = container.place if _NUMBERS.fullmatch(rest) else _NUMBERS.sub("", first)
+            # All of `avg_p.preds` and of `history`, with many keys, but `outs[0]['pred']`.
+            keys = {re.sub(r"\[\d+\]", "", place[len(container.place) :]) for place in places}
+            first = container.place if len(keys) > 1 or _NUMBERS.fullmatch(rest) else _NUMBERS.sub("", first)
         elif not _INDEX.fullmatch(rest):
             container = None
     return Spot(first, tuple(group), container)
@@ -88,7 +101,7 @@ def _spot(group: Sequence[Held]) -> Spot:
 
 def together(found: Sequence[Spot]) -> list[Spot]:
     """Many places in one list or dictionary, such as the weights of the models in it, as that list."""
-    if len(found) < _MANY:
+    if len(found) < _MANY and all(_WRITTEN.match(one.place) for one in found):
         return list(found)
     whole = _spot([one for spot in found for one in spot.held])
     if whole.container is None or not _WRITTEN.match(whole.container.place):
@@ -140,8 +153,8 @@ def release(scene: Scene, spot: Spot) -> str:
         if freed >= LEAST:
             return f"`{spot.place} = None` frees {human(freed)}"
     roots = {one.roots for one in spot.held}
-    number = scene.holdings.number(spot.root)
-    if number is not None and roots == {(number,)} and (statement := scene.holdings.roots[number].statement):
+    number, *others = roots.pop()
+    if not roots and not others and (statement := scene.holdings.roots[number].statement):
         freed = size_of(scene.freed([number]))
         return f"`{statement}` frees {human(freed)}"
     return ""

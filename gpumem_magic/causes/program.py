@@ -22,6 +22,7 @@ _LINES = 5000
 _ADDING = frozenset(
     {"append", "appendleft", "add", "extend", "insert", "put", "put_nowait", "push", "setdefault", "store", "record"}
 )
+_ADDING_ONE = frozenset({"append", "appendleft", "add", "push"})
 _MAGIC = re.compile(r"^(\s*)[!%].*$", re.M)
 _HOOKS = re.compile(r"register_\w*hook$")
 _SHORT = 60
@@ -277,6 +278,24 @@ def _is_empty(value: ast.expr) -> bool:
     return isinstance(value, ast.Constant) or (
         isinstance(value, ast.Call) and not value.args and _last(value.func) in ("list", "dict", "set", "deque")
     )
+
+
+def put_into(statement: str) -> str:
+    """What a statement adds to a container, as it is written: ``loss`` of ``losses.append(loss)``; "" where that is not plain."""
+    try:
+        (node,) = ast.parse(statement.strip()).body
+    except (SyntaxError, ValueError, MemoryError, RecursionError):
+        return ""
+    value: ast.expr | None = None
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and isinstance(node.value.func, ast.Attribute):
+        call = node.value
+        value = call.args[0] if node.value.func.attr in _ADDING_ONE and len(call.args) == 1 else None
+    elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Subscript):
+        value = node.value
+    if not isinstance(value, (ast.Name, ast.Attribute, ast.Subscript, ast.Call)):
+        return ""
+    words = ast.unparse(value)
+    return words if len(words) <= _SHORT else ""
 
 
 def _uses(node: ast.stmt, name: str) -> bool:

@@ -15,6 +15,8 @@ from gpumem_magic.units import amount
 
 # Groups are told until they are so much of what is allocated, in per cent, and at most so many.
 _ENOUGH, _MOST = 70, 3
+# What only describes is told if it is one part in so many of the peak.
+_WORTH = 8
 # Its text says what the groups say.
 _LISTS_HOLDERS = "memory_ran_out"
 _REAL = "`%gpumem_device NAME,values=real` computes values"
@@ -31,6 +33,9 @@ _ALSO = {
     "branch": "and an `if` may go the other way",
 }
 _WHOLES = ("parameters", "buffers", "gradients", "optimizer_state")
+# These say no more of a tensor than that it is one.
+_VAGUE = frozenset({"unknown", "temporaries"})
+_MOST_LABELS = 2
 _NUMBERS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
 
 
@@ -71,7 +76,7 @@ def _plain(report: ReportData) -> str:
     lead = failure or _peak(report)
     shown = report.shown_causes
     blaming = next((cause for cause in shown if not cause.describes), None)
-    if blaming is not None:
+    if blaming is not None and _WORTH * blaming.bytes >= report.peak.allocated:
         return f"{lead}. {blaming.sentence}"
     if failure and report.error is not None and report.error.tensors:
         words = in_words(report.error.tensors, _failed(report).categories)
@@ -79,7 +84,9 @@ def _plain(report: ReportData) -> str:
         words = in_words(report.peak.tensors, report.peak.categories)
     lead = f"{lead}: {words}." if words else f"{lead}."
     # What only describes is worth a word here where it says what to do about a good part of the memory.
-    useful = next((cause for cause in shown if cause.remedy and 4 * cause.bytes >= report.peak.allocated), None)
+    useful = blaming or next(
+        (cause for cause in shown if cause.remedy and _WORTH * cause.bytes >= report.peak.allocated), None
+    )
     if useful is None:
         return lead
     return f"{lead} {useful.remedy if useful.name == _LISTS_HOLDERS else useful.sentence}"
@@ -160,7 +167,7 @@ def _words(members: Sequence[TensorGroup], size: int) -> str:
     shape = f"({', '.join(map(str, first.shape))}{',' if len(first.shape) == 1 else ''})"
     kind = "tensor" if count == 1 else "tensors"
     number = _NUMBERS[count] if count < len(_NUMBERS) else f"{count:,}"
-    return f"{amount(size)} are {number} {shape} {first.dtype} {kind}{place}{_kept(members)}"
+    return f"{amount(size)} are {number} {shape} {first.dtype} {kind}{place}{_kept(members) or _labels(members)}"
 
 
 def _place(members: Sequence[TensorGroup]) -> str:
@@ -174,6 +181,12 @@ def _place(members: Sequence[TensorGroup]) -> str:
         return f" of {first.inner}" if first.inner and len(inner) == 1 else ""
     line = f" (line {first.line}{f': {first.inner}' if first.inner else ''})" if first.line else ""
     return f" of `{words}`{line}"
+
+
+def _labels(members: Sequence[TensorGroup]) -> str:
+    """What they are, where nothing more is known of them."""
+    words = [LABELS[name] for name in dict.fromkeys(one.category for one in members) if name not in _VAGUE]
+    return f": {' and '.join(words)}" if 0 < len(words) <= _MOST_LABELS else ""
 
 
 def _kept(members: Sequence[TensorGroup]) -> str:

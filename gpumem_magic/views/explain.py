@@ -22,7 +22,7 @@ EVIDENCE_WORDS = {
 # In a list of words the comma of the legend's "cached, free" would mislead.
 LABELS = LEGEND | {"cached": "cached"}
 # What a program's tensors hold; rounding and cached bytes are the allocator's own.
-_TENSOR_CATEGORIES = tuple(name for name in ALLOCATED_CATEGORIES if name != "rounding")
+_TENSOR_CATEGORIES = tuple(name for name in ALLOCATED_CATEGORIES if name not in ("rounding", "unknown"))
 
 
 def device_name(device: DeviceFacts) -> str:
