@@ -7,7 +7,6 @@ import gc
 import io
 import json
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pages_own_tests
 import pytest
 import report_samples as samples
 from hypothesis import given
@@ -465,13 +465,4 @@ def test_the_page_runs_without_loading_anything() -> None:
 
 
 def test_the_pages_own_tests_pass() -> None:
-    node = shutil.which("node")
-    if node is None:
-        pytest.skip("node is not installed")
-    version = subprocess.run([node, "--version"], capture_output=True, text=True, check=True).stdout
-    if tuple(int(part) for part in version.strip().lstrip("v").split(".")[:2]) < (20, 19):
-        pytest.skip(f"node {version.strip()} can't import a module by its content; 20.19 can")
-    done = subprocess.run(
-        [node, "--test", str(ROOT / "tests/js/investigation.test.mjs")], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout[-4000:]
+    pages_own_tests.run("investigation.test.mjs")

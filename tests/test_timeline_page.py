@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pages_own_tests
 import pytest
 from hostile_snapshots import MARKUP, recording, with_markup
 from hypothesis import given, settings
@@ -355,12 +356,4 @@ def test_a_report_without_its_recording_says_so(tmp_path: Path) -> None:
 
 
 def test_the_pages_own_tests_pass() -> None:
-    if NODE is None:
-        pytest.skip("node is not installed")
-    version = subprocess.run([NODE, "--version"], capture_output=True, text=True, check=True).stdout
-    if tuple(int(part) for part in version.strip().lstrip("v").split(".")[:2]) < (20, 19):
-        pytest.skip(f"node {version.strip()} can't import a module by its content; 20.19 can")
-    done = subprocess.run(
-        [NODE, "--test", str(ROOT / "tests/js/timeline.test.mjs")], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout[-4000:]
+    pages_own_tests.run("timeline.test.mjs")

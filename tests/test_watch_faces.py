@@ -15,6 +15,7 @@ from array import array
 from pathlib import Path
 from typing import Any
 
+import pages_own_tests
 import pytest
 from watch_fakes import MIB, FakeDevice, observer_of
 
@@ -24,8 +25,6 @@ from gpumem_magic.widgets.page import left_behind
 from gpumem_magic.widgets.picture import svg
 from gpumem_magic.widgets.samples import duration
 from gpumem_magic.widgets.watch import Watch, WatchSamples
-
-ROOT = Path(__file__).parents[1]
 
 
 class NoFront:
@@ -260,13 +259,4 @@ def test_the_modules_of_the_page_are_one_script(tmp_path: Path) -> None:
 
 
 def test_the_pages_own_tests_pass() -> None:
-    node = shutil.which("node")
-    if node is None:
-        pytest.skip("node is not installed")
-    version = subprocess.run([node, "--version"], capture_output=True, text=True, check=True).stdout
-    if tuple(int(part) for part in version.strip().lstrip("v").split(".")[:2]) < (20, 19):
-        pytest.skip(f"node {version.strip()} can't import a module by its content; 20.19 can")
-    done = subprocess.run(
-        [node, "--test", str(ROOT / "tests/js/watch.test.mjs")], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout[-4000:]
+    pages_own_tests.run("watch.test.mjs")
