@@ -6,10 +6,14 @@ import ast
 import importlib.util
 from collections.abc import Iterator
 from functools import partial
+from typing import TYPE_CHECKING
 
 from gpumem_magic.advice.draft import CellDraft, Unchangeable, called
-from gpumem_magic.advice.evidence import Evidence
 from gpumem_magic.advice.proposal import DIFFERENT, ROUNDING, Proposal
+
+# The extension loads this module for the names below, and without PyTorch.
+if TYPE_CHECKING:
+    from gpumem_magic.advice.evidence import Evidence
 
 OPTIMIZERS = frozenset(
     {"ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"}
