@@ -15,12 +15,20 @@ from pathlib import Path
 
 import nbformat
 import pytest
+from IPython import get_ipython
 from IPython.utils.capture import capture_output
 from project_scripts import load
 from shell_fakes import clean_shell
 
 import gpumem_magic
+from gpumem_magic.advice.changes.settings import allocator_settings
+from gpumem_magic.advice.draft import CellDraft
+from gpumem_magic.advice.evidence import Evidence
+from gpumem_magic.advice.trial import CellTrials
+from gpumem_magic.recording.cell import prepare
 from gpumem_magic.report.failure import failed_request
+from gpumem_magic.trials import cards
+from gpumem_magic.trials.tried import MEMORY
 from gpumem_magic.units import MIB
 from gpumem_magic.user_report import Report
 from gpumem_magic.views import explain
@@ -29,22 +37,29 @@ NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
 NOTEBOOK = NOTEBOOKS / "02_colab_investigation.ipynb"
 CHECKS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 6, 7, 8, 9, 10)
 PUBLISHED = (2, 2, 3769, 3769, 3769, 3847, 6725, 6725, 6725, 9761, *[16053] * 4, *[16071] * 4)
+# What is cached is no small part of what is allocated: then settings of the allocator are tried.
+FRAGMENTED = Evidence(categories={}, allocated=100, cached=20, ran_backward=True, names=frozenset())
 MESSAGE = {"tried": 2.32, "total": 15.78, "allocated": 11.91, "free": 182.75, "reserved": 14.26}
 
 
-@pytest.fixture(scope="module")
-def run() -> Iterator[tuple[Report, str]]:
-    """The report of the published loop, and what the loop printed."""
+def published() -> str:
+    """The notebook's cell with the loop."""
     (loop,) = [
         cell.source
         for cell in nbformat.read(NOTEBOOK, as_version=4).cells
         if cell.source.startswith("%%gpumem -o report")
     ]
+    return loop
+
+
+@pytest.fixture(scope="module")
+def run() -> Iterator[tuple[Report, str]]:
+    """The report of the published loop, and what the loop printed."""
     with clean_shell() as shell:
         with capture_output(display=False) as captured:
             shell.run_cell("%load_ext gpumem_magic\n%gpumem_device colab-2021")
             shell.run_cell((NOTEBOOKS / "colab_model.py").read_text("utf-8"))
-            shell.run_cell(loop)
+            shell.run_cell(published())
         report = gpumem_magic.last_report()
         assert report is not None, captured.stdout + captured.stderr
         yield report, captured.stdout
@@ -127,6 +142,23 @@ def test_the_second_temporary_of_adam_fails_beside_the_first(run: tuple[Report, 
     assert 0 <= (failed.categories["temporaries"] or 0) - weight < MIB
     assert report.error is not None
     assert report.error.requested == weight
+
+
+def test_advice_finds_the_settings_that_were_found_by_hand(run: tuple[Report, str]) -> None:
+    shell = get_ipython()
+    code = prepare(shell, published().partition("\n")[2], 1).python.lstrip("\n")
+    # Four iterations: the second is the one that fails.
+    shorter = code.replace("num_epochs = 50", "num_epochs = 2")
+    assert shorter != code
+    trials = CellTrials(shell, cards.usual(), 1)
+    lives = {one.conf: trials.run(shorter, one.conf)[0] for one in allocator_settings(FRAGMENTED, CellDraft(shorter))}
+    assert [setting for setting, one in lives.items() if one.fits] == [
+        "expandable_segments:True",
+        "max_split_size_mb:128",
+    ]
+    failed = lives["garbage_collection_threshold:0.8"]
+    assert run[0].error is not None
+    assert (failed.ending, failed.statement, failed.line) == (MEMORY, "optimizer.step()", run[0].error.line)
 
 
 def test_it_is_made_of_real_modules_only() -> None:

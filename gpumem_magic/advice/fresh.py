@@ -3,21 +3,51 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterable
 
 from gpumem_magic.advice.draft import names_given, names_read
 
 
 def made_anew(code: str) -> set[str]:
-    """The names that a cell's top-level statements give a value before anything in it reads them."""
-    made: set[str] = set()
-    read: set[str] = set()
-    for statement in ast.parse(code).body:
-        if isinstance(statement, (ast.Assign, ast.AnnAssign, ast.For, ast.AsyncFor)):
-            value = statement.iter if isinstance(statement, (ast.For, ast.AsyncFor)) else statement.value
-            read |= names_read(value) - made if value is not None else set()
-            targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
-            for target in targets:
-                made |= {name for name in names_given(target) if name not in read}
-                read |= names_read(target) - made
-        read |= names_read(statement) - made
-    return made
+    """The names that a cell gives a value before anything in it reads them, in loops and under ``with``, too."""
+    reader = _Reader()
+    reader.follow(ast.parse(code).body)
+    return reader.made
+
+
+class _Reader:
+    """Follows statements in their order. What stands under a condition may not run: it reads, and makes nothing."""
+
+    def __init__(self) -> None:
+        self.made: set[str] = set()
+        self._read: set[str] = set()
+
+    def follow(self, statements: Iterable[ast.stmt]) -> None:
+        for statement in statements:
+            if isinstance(statement, (ast.Assign, ast.AnnAssign)):
+                targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+                if statement.value is not None:
+                    self._assign(statement.value, targets)
+            elif isinstance(statement, ast.AugAssign):
+                self._read |= (names_read(statement.value) | names_given(statement.target)) - self.made
+            elif isinstance(statement, (ast.For, ast.AsyncFor)):
+                self._assign(statement.iter, [statement.target])
+                self.follow([*statement.body, *statement.orelse])
+            elif isinstance(statement, ast.While):
+                self._reads(statement.test)
+                self.follow([*statement.body, *statement.orelse])
+            elif isinstance(statement, (ast.With, ast.AsyncWith)):
+                for item in statement.items:
+                    self._assign(item.context_expr, [item.optional_vars] if item.optional_vars is not None else [])
+                self.follow(statement.body)
+            else:
+                self._reads(statement)
+
+    def _assign(self, value: ast.expr, targets: Iterable[ast.expr]) -> None:
+        self._reads(value)
+        for target in targets:
+            self.made |= names_given(target) - self._read
+            self._reads(target)
+
+    def _reads(self, node: ast.AST) -> None:
+        self._read |= names_read(node) - self.made
