@@ -25,6 +25,7 @@ import gpumem_magic
 from gpumem_magic.devices.base import DeviceError
 from gpumem_magic.own_folders import own_folder
 from gpumem_magic.trials import cards, process
+from gpumem_magic.trials.counting import goes_by_its_count
 from gpumem_magic.trials.foresight import through
 from gpumem_magic.trials.process import NoTrial, in_a_fork
 from gpumem_magic.trials.programs import ScriptProgram
@@ -66,10 +67,10 @@ def book(shared: Notebook) -> Notebook:
     return shared
 
 
-def fits_alone(book: Notebook, cell: str, device: str = SMALL) -> bool:
+def fits_alone(book: Notebook, cell: str, device: str = SMALL, flags: str = "--until-repeat") -> bool:
     """Whether the cell runs to its end, on a card of its own, as a user would run it."""
     with notebook(device) as other:
-        other.cell("%%gpumem -q --until-repeat\n" + cell)
+        other.cell(f"%%gpumem -q {flags}\n{cell}")
         report = gpumem_magic.last_report()
         assert report is not None
     book.cell(f"%gpumem_device {SMALL}")
@@ -192,6 +193,33 @@ def test_what_fits_in_one_iteration_and_not_in_the_next_does_not_fit(book: Noteb
     failing = next(one for one in found.trials if one.values["n"] == 7)
     assert failing.iteration == (10,)
     assert "7 fails at line 4, `kept.append(torch.zeros(n, 1024, 1024, device='cuda'))`, in iteration 10." in str(found)
+
+
+def test_what_a_loop_does_later_by_its_number_is_seen(book: Notebook) -> None:
+    later = CELL.replace("batch_size, 256", "batch_size * (1 + step // 8), 256")
+    book.cell("%%gpumem --fit batch_size=1..40 -q -o found\n" + later)
+    largest = book.shell.user_ns["found"].largest
+    assert fits_alone(book, later.replace("batch_size = 4", f"batch_size = {largest}"), flags="")
+    assert not fits_alone(book, later.replace("batch_size = 4", f"batch_size = {largest + 1}"), flags="")
+
+
+@pytest.mark.parametrize(
+    ("loop", "reads"),
+    [
+        ("for i in range(9):\n    f(i)", True),
+        ("for i in tqdm(range(9)):\n    if i == 7: evaluate()", True),
+        ("for i, x in enumerate(loader):\n    f(x)\n    if i % 2: print(i)", False),
+        ("for i, x in enumerate(loader):\n    f(x[i])", True),
+        ("while n < 9:\n    f(x)\n    n += 1", False),
+        ("while n < 9:\n    f(x[:n])\n    n += 1", True),
+        ("for x in loader:\n    total += f(x)\n    print(f'{total}')", False),
+        ("for x in loader:\n    total += f(x)\n    g(total)", False),
+        ("for i in range(9):\n    print(f'{i}')", False),
+        ("for", False),
+    ],
+)
+def test_loops_that_read_their_number_are_known(loop: str, reads: bool) -> None:
+    assert goes_by_its_count(loop) is reads
 
 
 def test_the_notebook_is_as_before(book: Notebook, tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from gpumem_magic.report.build import report_of
 from gpumem_magic.report.model import ReportData
 from gpumem_magic.trials.cards import put_on
 from gpumem_magic.trials.costs import Costs
+from gpumem_magic.trials.counting import AT_LEAST, goes_by_its_count
 from gpumem_magic.trials.process import in_a_fork, last_words
 from gpumem_magic.trials.programs import Place, Running, Subject
 from gpumem_magic.trials.tried import ERROR, FITS, MEMORY, Course, Share, Tried
@@ -53,7 +54,8 @@ def run_here(
     running = program.prepared(values)
     index = machine.current_device()
     recorder = Recorder(machine, primary=index, names=running.names, own_file=running.filename)
-    limit = IterationLimit(most, lambda: recorder.alike >= ENOUGH)
+    least = AT_LEAST if goes_by_its_count(running.source) else 0
+    limit = IterationLimit(most, lambda: recorder.alike >= ENOUGH and len(recorder.iterations) >= least)
     recorder.start(running.namespace())
     limit.install()
     running.observe(CellProgress(recorder, limit, running.source), recorder)

@@ -1,0 +1,65 @@
+"""Whether a program's loops do other things later: those that read how far they have come may, however alike their turns are."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+AT_LEAST = 20
+"""So many iterations of such a program are run before that they repeat says anything."""
+
+_COUNTING = frozenset({"range", "trange", "count"})
+_SHOWING = frozenset({"print", "set_description", "set_postfix", "write", "info", "debug", "log"})
+
+
+def goes_by_its_count(source: str) -> bool:
+    """Whether the body of a loop reads the loop's number, or a counter, for more than to show it."""
+    try:
+        tree = ast.parse(source)
+    except SyntaxError:
+        return False
+    return any(
+        isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node.id in _counters(loop)
+        for loop in ast.walk(tree)
+        if isinstance(loop, (ast.For, ast.AsyncFor, ast.While))
+        for statement in loop.body
+        for node in _used(statement)
+    )
+
+
+def _counters(loop: ast.For | ast.AsyncFor | ast.While) -> set[str]:
+    """The names that say how far it has come: ``step`` in ``for step in range(9)``, ``n`` where its body says ``n += 1``."""
+    found = {
+        node.target.id
+        for statement in loop.body
+        for node in ast.walk(statement)
+        if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name) and isinstance(node.value, ast.Constant)
+    }
+    if not isinstance(loop, ast.While):
+        calls = {_name(node) for node in ast.walk(loop.iter) if isinstance(node, ast.Call)}
+        target: ast.expr | None = loop.target if calls & _COUNTING else None
+        if "enumerate" in calls:
+            target = loop.target.elts[0] if isinstance(loop.target, ast.Tuple) else loop.target
+        if isinstance(target, ast.Name):
+            found.add(target.id)
+    return found
+
+
+def _used(node: ast.AST) -> Iterator[ast.AST]:
+    """A node and what is in it, without what is only shown."""
+    if isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Call) and _name(node) in _SHOWING):
+        return
+    if isinstance(node, ast.If) and all(_shows(one) for one in [*node.body, *node.orelse]):
+        return
+    yield node
+    for inner in ast.iter_child_nodes(node):
+        yield from _used(inner)
+
+
+def _shows(statement: ast.stmt) -> bool:
+    return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call) and _name(statement.value) in _SHOWING
+
+
+def _name(call: ast.Call) -> str:
+    function = call.func
+    return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
