@@ -8,7 +8,8 @@ import subprocess
 import sys
 import warnings
 from dataclasses import replace
-from itertools import pairwise
+from itertools import combinations, pairwise
+from math import dist
 
 import matplotlib as mpl
 import pytest
@@ -23,7 +24,17 @@ from gpumem_magic.report.model import ALLOCATED_CATEGORIES, CATEGORIES, LABELS, 
 from gpumem_magic.views import explain, layout
 from gpumem_magic.views.figure import MAX_ROWS, draw, png
 from gpumem_magic.views.lines import shown_lines
-from gpumem_magic.views.palette import ALARM, ASCII_LETTERS, COLOURS, DARK, LETTERS, ON_DARK
+from gpumem_magic.views.palette import (
+    ALARM,
+    ASCII_LETTERS,
+    COLOURS,
+    DARK,
+    LETTERS,
+    ON_DARK,
+    ON_LIGHT,
+    PATTERNS,
+    line_on,
+)
 from gpumem_magic.views.pen import WIDTH
 
 MIB = samples.MIB
@@ -385,6 +396,22 @@ def test_neighbours_in_a_bar_can_be_told_apart(sight):
     usual = ["parameters", "gradients", "optimizer_state", "inputs", "activations", "temporaries", "cached", "context"]
     for first, second in [*pairwise(CATEGORIES[:-1]), *pairwise(usual)]:
         assert distance(first, second) > 15, (first, second)
+
+
+@pytest.mark.parametrize("sight", SIGHT)
+@pytest.mark.parametrize("dark", [False, True])
+def test_what_some_readers_take_for_one_colour_differs_in_pattern(sight, dark):
+    seen = {name: simulate((ON_DARK if dark else ON_LIGHT).colour(name), SIGHT[sight]) for name in CATEGORIES}
+    alike = [
+        (one, other)
+        for one, other in combinations(CATEGORIES, 2)
+        if one in ALLOCATED_CATEGORIES and dist(seen[one], seen[other]) < 20
+    ]
+    assert [pair for pair in alike if PATTERNS.get(pair[0]) == PATTERNS.get(pair[1])] == []
+    # Lines can be seen on their colour, and do not cover it.
+    for name in PATTERNS:
+        colour = (ON_DARK if dark else ON_LIGHT).colour(name)
+        assert dist(simulate(line_on(colour), SIGHT[sight]), seen[name]) > 15, name
 
 
 def test_every_category_has_one_colour_name_and_letter():

@@ -14,12 +14,14 @@ from pathlib import Path
 
 from gpumem_magic.report.model import LABELS
 from gpumem_magic.units import mib
-from gpumem_magic.views.palette import COLOURS, DARK
+from gpumem_magic.views.palette import COLOURS, DARK, PATTERNS, line_on
 
 _FOLDER = Path(__file__).parent
 _BACKTICKS = re.compile(r"`([^`]+)`")
 _SPACE = re.compile(r"/\*.*?\*/|\s+", re.DOTALL)
 _NUMBERS = {name: number for number, name in enumerate(COLOURS)}
+# A gradient's direction is across its lines.
+_DIRECTIONS = {"/": "135deg", "\\": "45deg", "|": "90deg", "-": "0deg"}
 _DARK_PAGES = ('[data-jp-theme-light="false"]', ".vscode-dark", "[theme=dark]")
 
 
@@ -90,16 +92,25 @@ def legend(sizes: Mapping[str, str] | Iterable[str]) -> str:
 def style() -> str:
     """The style sheet, which follows the theme of the notebook around it."""
     sheet = "".join((_FOLDER / name).read_text("utf-8") for name in ("notebook.css", "report.css"))
-    light = "".join(f".gk{_NUMBERS[name]}{{background:{shade}}}" for name, shade in COLOURS.items())
+    light = "".join(f".gk{_NUMBERS[name]}{_filled(name, shade)}" for name, shade in COLOURS.items())
     dark = "".join(
-        f"{','.join(f'{page} .gk{_NUMBERS[name]}' for page in _DARK_PAGES)}{{background:{shade}}}"
+        f"{','.join(f'{page} .gk{_NUMBERS[name]}' for page in _DARK_PAGES)}{_filled(name, shade)}"
         for name, shade in DARK.items()
     )
-    system = "".join(f".gk{_NUMBERS[name]}{{background:{shade}}}" for name, shade in DARK.items())
+    system = "".join(f".gk{_NUMBERS[name]}{_filled(name, shade)}" for name, shade in DARK.items())
     # A notebook that says that it is light is light, whatever the system prefers.
-    kept = "".join(f'[data-jp-theme-light="true"] .gk{_NUMBERS[name]}{{background:{COLOURS[name]}}}' for name in DARK)
+    kept = "".join(f'[data-jp-theme-light="true"] .gk{_NUMBERS[name]}{_filled(name, COLOURS[name])}' for name in DARK)
     sheet += f"{light}@media (prefers-color-scheme: dark){{{system}}}{kept}{dark}"
     return f"<style>{_SPACE.sub(' ', sheet).strip()}</style>"
+
+
+def _filled(category: str, shade: str) -> str:
+    """The declaration of a category's colour, with the lines of its pattern."""
+    lines = ""
+    if category in PATTERNS:
+        ink = line_on(shade)
+        lines = f"repeating-linear-gradient({_DIRECTIONS[PATTERNS[category]]},{ink} 0 1px,transparent 1px 5px) "
+    return f"{{background:{lines}{shade}}}"
 
 
 def _class(name: str) -> str:

@@ -348,7 +348,7 @@ class _Drawing(Pen):
             for member, width in zip(members, widths, strict=True):
                 text, key = items[member]
                 if key:
-                    self.box(x, y - 0.055, 0.15, 0.11, self.inks.colour(key))
+                    self.box(x, y - 0.055, 0.15, 0.11, key)
                 else:
                     self.line([x, x + 0.14], [y, y], color=self.inks.text, linewidth=0.9)
                     self.line([x + 0.14] * 2, [y - 0.055, y + 0.055], color=self.inks.text, linewidth=1.6)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from PIL import Image
 
 from gpumem_magic.units import GIB, MIB
-from gpumem_magic.views.palette import COLOURS, ON_LIGHT, Inks
+from gpumem_magic.views.palette import COLOURS, ON_LIGHT, PATTERNS, Inks, line_on
 
 _SHADES = 14
 
@@ -35,8 +35,9 @@ def flow(widths: Sequence[float], line_width: float) -> list[list[int]]:
 
 
 def palette_image(inks: Inks = ON_LIGHT) -> Image.Image:
-    """The categories' colours, and the shades between ink and paper that the edges of letters and lines need."""
+    """The colours of categories and of their patterns, and the shades between ink and paper for the edges of letters."""
     colours = [_parts(inks.colour(name)) for name in COLOURS]
+    colours += [_parts(line_on(inks.colour(name))) for name in PATTERNS]
     paper = _parts(inks.paper)
     for ink in map(_parts, (inks.text, inks.quiet, inks.alarm)):
         for step in range(_SHADES):

@@ -1,7 +1,7 @@
-"""The colours and letters of the categories: one place for the picture, the page, the text and the widgets.
+"""The colours, patterns and letters of the categories: one place for the picture, the page, the text and the widgets.
 
-The colours are Paul Tol's "bright" scheme with tints of his "light" one, which readers with any of the common kinds of colour
-blindness can tell apart; neighbours in a bar also differ in lightness, and a white hairline parts them.
+The colours are Paul Tol's "bright" scheme with tints of his "light" one. Two of them that a colour-blind reader may take for
+each other differ in pattern, and a hairline of paper parts neighbours in a bar.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from pathlib import Path
 _CATEGORIES: dict[str, dict[str, str]] = json.loads(Path(__file__).with_suffix(".json").read_text("utf-8"))
 
 COLOURS = {name: look["colour"] for name, look in _CATEGORIES.items()}
+# Lines on a category's colour; plain where nothing is said.
+PATTERNS = {name: look["pattern"] for name, look in _CATEGORIES.items() if "pattern" in look}
 # Colours that would drown on a dark page, or glare.
 DARK = {
     "unknown": "#C4CAD0",
@@ -45,6 +47,14 @@ class Inks:
     def colour(self, category: str) -> str:
         """A category's, on this paper."""
         return DARK.get(category, COLOURS[category]) if self.is_dark else COLOURS[category]
+
+
+def line_on(colour: str) -> str:
+    """The colour of a pattern's lines on another: lighter, or darker where that is light."""
+    parts = bytes.fromhex(colour[1:])
+    is_light = 0.299 * parts[0] + 0.587 * parts[1] + 0.114 * parts[2] > 160
+    end, share = (0, 0.3) if is_light else (255, 0.5)
+    return "#" + bytes(round(part + (end - part) * share) for part in parts).hex().upper()
 
 
 ON_LIGHT = Inks(PAPER, TEXT, QUIET, ALARM, "#EEEEEE")

@@ -17,7 +17,7 @@ from matplotlib.patches import Rectangle
 from gpumem_magic.patching import warnings_remembered
 from gpumem_magic.views.layout import ticks
 from gpumem_magic.views.lines import columns, fit, wrap
-from gpumem_magic.views.palette import Inks
+from gpumem_magic.views.palette import PATTERNS, Inks, line_on
 
 WIDTH = 11.0
 MARGIN = 0.22
@@ -78,8 +78,9 @@ class Pen:
     def line(self, xs: Sequence[float], ys: Sequence[float], **options: Any) -> None:
         self.axes.add_line(Line2D(xs, ys, **{"solid_capstyle": "butt", "antialiased": True, **options}))
 
-    def box(self, x: float, y: float, width: float, height: float, colour: str) -> None:
-        self.axes.add_patch(Rectangle((x, y), width, height, facecolor=colour, edgecolor="none", linewidth=0))
+    def box(self, x: float, y: float, width: float, height: float, category: str) -> None:
+        """In a category's colour and pattern."""
+        self.axes.add_patch(Rectangle((x, y), width, height, **patterned(category, self.inks.colour(category))))
 
     def bar(self, sizes: Sequence[tuple[str, int]], middle: float, thick: float, scale: Scale) -> None:
         """Categories' bytes, stacked."""
@@ -90,7 +91,7 @@ class Pen:
             total += size
             start, end = end, scale.x(total)
             hairline = 0.008 if end - start > 0.03 else 0  # paper, between neighbours that have room for one
-            self.box(start, middle - thick / 2, end - start - hairline, thick, self.inks.colour(category))
+            self.box(start, middle - thick / 2, end - start - hairline, thick, category)
 
     def grid(self, scale: Scale, top: float, bottom: float) -> None:
         """The axis below the bars, and its marks' lines behind them."""
@@ -103,6 +104,12 @@ class Pen:
                 self.line([x, x], [top - 0.02, axis_y], color=self.inks.grid, linewidth=0.7, zorder=0)
             self.line([x, x], [axis_y, axis_y + 0.05], color=ink, linewidth=0.9)
             self.text(x, axis_y + 0.16, word, ha="center", size=9)
+
+
+def patterned(category: str, colour: str) -> dict[str, Any]:
+    """How a patch of a category looks in this shade of its colour, for matplotlib."""
+    lines = {"hatch": 3 * PATTERNS[category], "edgecolor": line_on(colour)} if category in PATTERNS else {}
+    return {"facecolor": colour, "linewidth": 0, **lines}
 
 
 @contextmanager

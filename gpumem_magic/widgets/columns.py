@@ -6,7 +6,7 @@ Bytes throughout, and not-a-number where a figure is unavailable (never 0). floa
 from __future__ import annotations
 
 from gpumem_magic.report.model import CATEGORIES, LABELS
-from gpumem_magic.views.palette import COLOURS
+from gpumem_magic.views.palette import COLOURS, PATTERNS, line_on
 
 NOT_YET_KNOWN = "not_yet_known"
 
@@ -30,6 +30,10 @@ POSITION = COLUMNS.index("position")
 # Bluish grey, and hatched wherever it can be: provisional, and no category of its own.
 LAYER_COLOURS = {layer: COLOURS.get(layer, "#B4BCCB") for layer in LAYERS}
 HATCH_COLOUR = "#8590A6"
+# The lines on a layer's colour, and their direction, where it is not plain.
+LAYER_LINES = {NOT_YET_KNOWN: (HATCH_COLOUR, "/")} | {
+    layer: (line_on(LAYER_COLOURS[layer]), PATTERNS[layer]) for layer in LAYERS if layer in PATTERNS
+}
 LAYER_LABELS = {layer: LABELS.get(layer, "not yet known") for layer in LAYERS}
 
 

@@ -13,11 +13,10 @@ from gpumem_magic.widgets.columns import (
     ALLOCATED,
     DEVICE_USED,
     FIRST_LAYER,
-    HATCH_COLOUR,
     LAYER_COLOURS,
     LAYER_LABELS,
+    LAYER_LINES,
     LAYERS,
-    NOT_YET_KNOWN,
     TIME,
 )
 from gpumem_magic.widgets.marks import CHECKPOINT, USER, named_marks, short
@@ -44,9 +43,7 @@ def svg(samples: Samples) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" '
         f'style="max-width:100%;height:auto" role="img" {_FONT} fill="{TEXT}">',
         f"<title>{escape(summary(samples))}</title>",
-        f'<defs><pattern id="gpumem-hatch" width="6" height="6" patternUnits="userSpaceOnUse" '
-        f'patternTransform="rotate(45)"><rect width="6" height="6" fill="{LAYER_COLOURS[NOT_YET_KNOWN]}"/>'
-        f'<rect width="2" height="6" fill="{HATCH_COLOUR}"/></pattern></defs>',
+        f"<defs>{''.join(_pattern(layer) for layer in names if layer in LAYER_LINES)}</defs>",
         f'<rect width="{WIDTH}" height="{height}" rx="6" fill="{PAPER}"/>',
     ]
     if not samples.devices:
@@ -175,7 +172,17 @@ def _lines(device: DeviceSamples, samples: Samples, across: Scale, up: Scale, to
 
 
 def _fill(layer: str) -> str:
-    return "url(#gpumem-hatch)" if layer == NOT_YET_KNOWN else LAYER_COLOURS[layer]
+    return f"url(#gpumem-{layer})" if layer in LAYER_LINES else LAYER_COLOURS[layer]
+
+
+def _pattern(layer: str) -> str:
+    ink, direction = LAYER_LINES[layer]
+    turned = {"/": 45, "\\": -45, "|": 0, "-": 90}[direction]
+    return (
+        f'<pattern id="gpumem-{layer}" width="6" height="6" patternUnits="userSpaceOnUse" '
+        f'patternTransform="rotate({turned})"><rect width="6" height="6" fill="{LAYER_COLOURS[layer]}"/>'
+        f'<rect width="1.5" height="6" fill="{ink}"/></pattern>'
+    )
 
 
 def _is_known(row: Sequence[float]) -> bool:

@@ -22,6 +22,7 @@ from gpumem_magic.units import human
 from gpumem_magic.views.figure import QuietFigure
 from gpumem_magic.views.layout import ticks
 from gpumem_magic.views.palette import ALARM, PAPER, QUIET, TEXT
+from gpumem_magic.views.pen import patterned
 from gpumem_magic.widgets.columns import (
     DEVICE_USED,
     FIRST_LAYER,
@@ -191,7 +192,7 @@ def _clock(seconds: float) -> str:
 def _look(layer: str) -> dict[str, Any]:
     if layer == NOT_YET_KNOWN:
         return {"facecolor": LAYER_COLOURS[layer], "hatch": "////", "linewidth": 0, "edgecolor": HATCH_COLOUR}
-    return {"facecolor": LAYER_COLOURS[layer], "linewidth": 0}
+    return patterned(layer, LAYER_COLOURS[layer])
 
 
 def _by_columns(things: list[Any], columns: int) -> list[Any]:
