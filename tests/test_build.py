@@ -411,6 +411,8 @@ def test_nothing_on_a_device() -> None:
     tape.row("model = Model()", 2)
     (note,) = build(tape.finish()).notes
     assert note.startswith("Nothing was put on a device")
+    # Not where the program ended before it could have done so.
+    assert build(replace(tape.finish(), error=Failure("NameError", "name 'model' is not defined", 2))).notes == ()
 
 
 def test_a_gap_is_named_and_not_spread() -> None:

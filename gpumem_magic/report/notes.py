@@ -28,7 +28,8 @@ def notes_of(view: DeviceView, peak_position: int) -> list[str]:
     # (Where PyTorch keeps no figures, the driver's tell.)
     seen = [one.moment.counters[device].device_used for one in recording.checkpoints if device in one.moment.counters]
     used = used or len(set(seen)) > 1
-    if recording.was_watched and device == recording.primary and not used:
+    # A program that failed may have been about to.
+    if recording.was_watched and device == recording.primary and not used and recording.error is None:
         notes.append(
             'Nothing was put on a device: the model and the data stayed on the host (`.to("cuda")` moves them).'
         )
