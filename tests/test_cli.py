@@ -14,6 +14,7 @@ import pytest
 from shell_fakes import FakeSession, install_session
 
 from gpumem_magic import cli
+from gpumem_magic.session import device as chosen_device
 
 Write = Callable[..., Path]
 
@@ -307,6 +308,15 @@ def run_on_t4(path: Path, *options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
+def said_on_t4(capsys: pytest.CaptureFixture[str], path: Path, *options: str) -> str:
+    """What the command says on standard error, in this process."""
+    try:
+        assert cli.main(["run", "--device", "T4", *options, str(path)]) == 0
+    finally:
+        chosen_device.off()
+    return capsys.readouterr().err
+
+
 def test_a_script_that_leaves_before_it_touches_a_device_has_the_last_word(script: Write) -> None:
     ended = run_on_t4(script("import argparse\nargparse.ArgumentParser(prog='it').parse_args(['--wrong'])\n"))
     assert ended.returncode == 2
@@ -316,18 +326,18 @@ def test_a_script_that_leaves_before_it_touches_a_device_has_the_last_word(scrip
     assert ended.stderr.splitlines()[-1].startswith("FileNotFoundError")
 
 
-def test_a_script_is_told_of_the_commands_flags(script: Write) -> None:
+def test_a_script_is_told_of_the_commands_flags(script: Write, capsys: pytest.CaptureFixture[str]) -> None:
     train = (
         "import torch\nm = torch.nn.Linear(9, 9).cuda()\no = torch.optim.SGD(m.parameters(), 0.1)\n"
         "for i in range(12):\n    m(torch.ones(2, 9, device='cuda')).sum().backward()\n    o.step()\n"
         "    o.zero_grad()\nprint(i)\n"
     )
-    ended = run_on_t4(script(train))
-    assert "%gpumem" not in ended.stderr
-    assert "gpumem run --until-repeat" in ended.stderr.replace("\n  ", " ")
-    ended = run_on_t4(script(train), "--max-iterations", "3")
-    assert "Stopped as asked, after 3 training iterations." in ended.stderr
-    assert ended.returncode == 0
+    said = said_on_t4(capsys, script(train))
+    assert "%gpumem" not in said
+    assert "gpumem run --until-repeat" in said.replace("\n  ", " ")
+    assert "Stopped as asked, after 3 training iterations." in said_on_t4(
+        capsys, script(train), "--max-iterations", "3"
+    )
 
 
 def test_processes_that_a_script_starts_have_the_device_and_say_what_they_took(script: Write) -> None:
@@ -411,9 +421,10 @@ def test_processes_of_one_job_report_by_their_ranks(
     assert not (tmp_path / "r.json").exists()
 
 
-def test_a_report_of_a_script_names_nothing_that_is_only_in_a_notebook(script: Write) -> None:
-    path = script("import torch\nx = torch.zeros(2**20, device='cuda')\n")
-    said = run_on_t4(path).stderr
+def test_a_report_of_a_script_names_nothing_that_is_only_in_a_notebook(
+    script: Write, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = said_on_t4(capsys, script("import torch\nx = torch.zeros(2**20, device='cuda')\n"))
     assert "report.explain()" not in said
     assert "More with `--json PATH`: print(gpumem_magic.Report.load(PATH).explain()) has" in said.replace("\n  ", " ")
 
