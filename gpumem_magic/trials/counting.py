@@ -33,7 +33,9 @@ def _counters(loop: ast.For | ast.AsyncFor | ast.While) -> set[str]:
         node.target.id
         for statement in loop.body
         for node in ast.walk(statement)
-        if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name) and isinstance(node.value, ast.Constant)
+        if isinstance(node, ast.AugAssign)
+        and isinstance(node.target, ast.Name)
+        and isinstance(node.value, ast.Constant)
     }
     if not isinstance(loop, ast.While):
         calls = {_name(node) for node in ast.walk(loop.iter) if isinstance(node, ast.Call)}
@@ -57,7 +59,9 @@ def _used(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _shows(statement: ast.stmt) -> bool:
-    return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call) and _name(statement.value) in _SHOWING
+    return (
+        isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call) and _name(statement.value) in _SHOWING
+    )
 
 
 def _name(call: ast.Call) -> str:
