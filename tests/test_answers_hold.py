@@ -126,3 +126,28 @@ def test_parts_are_in_the_order_of_their_numbers(book: Notebook) -> None:
     book.cell("parts = [mib(8) for _ in range(12)]")
     numbers = [int(one) for one in re.findall(r"parts\[(\d+)\]", book.cell("%gpumem_who parts"))]
     assert numbers == list(range(12))
+
+
+def test_tied_weights_are_the_heads_and_no_embedding_is_to_be_recomputed(book: Notebook) -> None:
+    book.cell(
+        "class Tied(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+        "        self.wte = nn.Embedding(8192, 64)\n"
+        "        self.blocks = nn.Sequential(*[nn.Linear(64, 64) for _ in range(3)])\n"
+        "        self.head = nn.Linear(64, 8192, bias=False)\n        self.head.weight = self.wte.weight\n"
+        "    def forward(self, ids): return self.head(self.blocks(self.wte(ids)))\n"
+        "tied = Tied().cuda()\nids = torch.zeros(16, 128, dtype=torch.long, device='cuda')"
+    )
+    report = book.measured("torch.nn.functional.cross_entropy(tied(ids).flatten(0, 1), ids.flatten()).backward()")
+    said = " ".join(cause.sentence for cause in report.causes)
+    assert "wte" not in said, said
+    assert "activations" in report.answer
+
+
+def test_a_caught_errors_frames_have_no_raw_numbers(book: Notebook) -> None:
+    report = book.measured(
+        "def fails():\n    large = mib(64)\n    raise ValueError\nkept = []\nfor _ in range(2):\n    try:\n        fails()\n"
+        "    except ValueError as error:\n        kept.append(error)"
+    )
+    words = render(report, width=160) + book.cell("%gpumem_who")
+    assert "`kept`" in words
+    assert not re.search(r"tb_frame\[|\[\d{9,}\]|0x[0-9a-f]{6,}", words), words
