@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import signal
@@ -30,6 +31,25 @@ def layers(count: int = 4) -> nn.Sequential:
 def train(model: nn.Module, optimizer: Any) -> None:
     for _ in range(2):
         model(torch.randn(64, SIZE, device=device)).pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def experts(gate: nn.Module, expert: nn.Module) -> None:
+    """Tokens go to their experts' ranks and back: how many is sent first."""
+    from torch.distributed._functional_collectives import all_to_all_single_autograd
+
+    optimizer = torch.optim.AdamW([*gate.parameters(), *expert.parameters()])
+    for _ in range(2):
+        tokens = torch.randn(64, SIZE, device=device)
+        weights = gate(tokens).softmax(-1).max(-1).values
+        leave = torch.tensor([64 // world] * world, device=device)
+        arrive = torch.empty_like(leave)
+        dist.all_to_all_single(arrive, leave)
+        sent, got = leave.tolist(), arrive.tolist()
+        here = expert(all_to_all_single_autograd(tokens, got, sent, dist.group.WORLD))
+        back = all_to_all_single_autograd(here, sent, got, dist.group.WORLD)
+        (back * weights[:, None]).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -84,6 +104,55 @@ def run(kind: str) -> None:
         for parameter in model.parameters():
             nn.init.normal_(parameter)
         train(model, torch.optim.AdamW(model.parameters()))
+    elif kind == "fsdp1":
+        from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
+        from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+        flat: nn.Module = FullyShardedDataParallel(
+            layers(),
+            auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
+            mixed_precision=MixedPrecision(param_dtype=torch.bfloat16),
+            device_id=device,
+        )
+        train(flat, torch.optim.AdamW(flat.parameters()))
+    elif kind == "hybrid":
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = init_device_mesh("cuda", (2, world // 2), mesh_dim_names=("copies", "shards"))
+        model = layers().to(device)
+        for part in [*model[::2], model]:
+            fully_shard(part, mesh=mesh)
+        train(model, torch.optim.AdamW(model.parameters()))
+    elif kind == "context_parallel":
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor.experimental import context_parallel
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        def heads(length: int) -> list[torch.Tensor]:
+            shape = 2, 4, length, 16
+            return [torch.randn(shape, device=device, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+
+        whole = [tensor.detach() for tensor in heads(64 * world)]
+        mesh = init_device_mesh("cuda", (world,))
+        with context_parallel(mesh, buffers=whole, buffer_seq_dims=[2, 2, 2]):
+            with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]):
+                attended = nn.functional.scaled_dot_product_attention(*heads(64), is_causal=True)
+            attended.sum().backward()
+    elif kind == "expert_parallel":
+        experts(nn.Linear(SIZE, world, device=device), nn.Linear(SIZE, SIZE, device=device))
+    elif kind == "load_checkpoint":
+        import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+        from torch.distributed.fsdp import fully_shard
+
+        model = layers().to(device)
+        for part in [*model[::2], model]:
+            fully_shard(part)
+        state = get_model_state_dict(model)
+        dcp.load(state, checkpoint_id=sys.argv[3])
+        set_model_state_dict(model, state)
+        train(model, torch.optim.AdamW(model.parameters()))
     elif kind == "tensor_parallel":
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -136,9 +205,12 @@ def run(kind: str) -> None:
         print(found, everybody)
 
 
+# When Python collects depends on how much it did, which is not the same alone.
+gc.disable()
 done = {}
 for kind in KINDS:
     run(kind)
+    gc.collect()
     if len(sys.argv) > 2:
         done[kind] = events()
 if done:

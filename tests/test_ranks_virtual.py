@@ -14,12 +14,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from gpumem_magic import cli
 from gpumem_magic.trials.roles import Roles
 
 if not torch.distributed.is_available():
     pytest.skip("this PyTorch has no torch.distributed", allow_module_level=True)
+
+import torch.distributed.checkpoint
 
 PROGRAM = Path(__file__).with_name("rank_program.py")
 
@@ -54,11 +57,24 @@ def run_processes(kind: str, *arguments: str) -> list[str]:
 
 
 def test_a_rank_alone_allocates_what_it_does_among_others(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    kinds = ["ddp", "zero", "fully_shard", "tensor_parallel", "pipeline"]
-    run_processes(",".join(kinds), str(tmp_path / "real"))
+    kinds = [
+        "ddp",
+        "zero",
+        "fsdp1",
+        "hybrid",
+        "fully_shard",
+        "context_parallel",
+        "expert_parallel",
+        "load_checkpoint",
+        "tensor_parallel",
+        "pipeline",
+    ]
+    saved = nn.Sequential(*[part for _ in range(4) for part in (nn.Linear(128, 128), nn.ReLU())]).state_dict()
+    torch.distributed.checkpoint.save(saved, checkpoint_id=tmp_path / "saved", no_dist=True)
+    run_processes(",".join(kinds), str(tmp_path / "real"), str(tmp_path / "saved"))
     target = tmp_path / "report.json"
     options = ("--ranks", "2", "--json", str(target))
-    assert run_alone(",".join(kinds), *options, arguments=(str(tmp_path / "alone"),)) == 0
+    assert run_alone(",".join(kinds), *options, arguments=(str(tmp_path / "alone"), str(tmp_path / "saved"))) == 0
     for rank in (0, 1):
         real, alone = (pickle.loads((tmp_path / f"{name}-{rank}").read_bytes()) for name in ("real", "alone"))
         lengths = [len(real[kind][rank]) for kind in kinds]

@@ -5,8 +5,10 @@ from __future__ import annotations
 import functools
 import gc
 import importlib
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+import gpumem_magic
 from gpumem_magic.virtual import gpu
 
 MIB = 1 << 20
@@ -276,6 +279,26 @@ def test_nothing_is_left_when_the_device_is_off() -> None:
     x = torch.rand(8)
     assert torch.equal(torch.compile(wave, backend="aot_eager")(x), wave(x))
     gpu.turn_on("T4")
+
+
+def test_what_is_compiled_is_compiled_once_and_only_its_folder_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("cache", "temporary", "here"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    monkeypatch.chdir(tmp_path / "here")
+    x = torch.rand(64, device="cuda", requires_grad=True)
+    fast = torch.compile(lambda value: wave(value) * 3)
+    fast(x).sum().backward()
+    written = {path.relative_to(tmp_path).parts[0] for path in tmp_path.rglob("*") if path.is_file()}
+    assert written == {"cache"}
+    graphs = importlib.import_module("torch._dynamo.utils").counters["stats"]["unique_graphs"]
+    with gpumem_magic.measure() as measured:
+        fast(x).sum().backward()
+    assert importlib.import_module("torch._dynamo.utils").counters["stats"]["unique_graphs"] == graphs
+    assert measured.report.compiled is None
 
 
 def test_real_values_run_eagerly() -> None:

@@ -1,9 +1,9 @@
 """PyTorch's `flex_attention` on a virtual device.
 
-Compiled, it is one kernel that keeps its result and a float32 sum for each row of scores, and whose backward pass adds another
-such row. Not compiled, PyTorch writes the scores out. Both ways are kept apart here, although nothing is compiled. After
-`torch/_inductor/kernel/flex` and `torch/_higher_order_ops/flex_attention.py`. Not counted: gradients of tensors that a score
-function uses beside the scores.
+Compiled, PyTorch's own compiler makes it. Here is what runs where nothing compiles it: PyTorch writes the scores out then. Where
+the program compiled the code around and the compiler did not take it (`values=real`, a graph that runs operator by operator), it
+is the kernel that the compiler would have made: it keeps its result and a float32 sum for each row of scores, and its backward
+pass adds another such row. After `torch/_inductor/kernel/flex` and `torch/_higher_order_ops/flex_attention.py`.
 """
 
 from __future__ import annotations
@@ -18,16 +18,28 @@ import torch
 from gpumem_magic.patching import Patches
 from gpumem_magic.virtual.engine.tensors import VirtualTensor, engine_of
 
+_BESIDE = 9
+
 
 def prepare(module: ModuleType, patches: Patches) -> None:
-    dense = importlib.import_module("torch._higher_order_ops.flex_attention").math_attention
-    original: Any = module.flex_attention_hop
+    operators = importlib.import_module("torch._higher_order_ops.flex_attention")
+    dense = operators.math_attention
+    forward, backward = type(module.flex_attention_hop), type(operators.flex_attention_backward)
+    original, original_backward = forward.__call__, backward.__call__
 
     def attend(
-        query: Any, key: Any, value: Any, score_mod: Any, block_mask: Any, scale: Any, options: Any, *more: Any
+        operator: Any,
+        query: Any,
+        key: Any,
+        value: Any,
+        score_mod: Any,
+        block_mask: Any,
+        scale: Any,
+        options: Any,
+        *more: Any,
     ) -> Any:
         if not isinstance(query, VirtualTensor):
-            return original(query, key, value, score_mod, block_mask, scale, options, *more)
+            return original(operator, query, key, value, score_mod, block_mask, scale, options, *more)
         if _compiled():
             if engine_of(query).computes:
                 engine_of(query).unknown.add("flex_attention")
@@ -38,8 +50,16 @@ def prepare(module: ModuleType, patches: Patches) -> None:
 
         return _Dense.apply(query, key, value, attend_densely)  # type: ignore[no-untyped-call]
 
-    # The compiler leaves the call as it is, and compiles what is around it.
-    patches.set(module, "flex_attention_hop", torch.compiler.disable(attend))
+    def attend_backward(operator: Any, query: Any, key: Any, value: Any, *more: Any) -> Any:
+        if not isinstance(query, VirtualTensor):
+            return original_backward(operator, query, key, value, *more)
+        # Behind the two results, their gradients, two graphs, the mask, the scale and the options: what a score function uses.
+        beside = more[_BESIDE] if len(more) > _BESIDE else ()
+        return *_gradients(query, key, value), tuple(map(torch.empty_like, beside))
+
+    # The compiler knows the operators by themselves, not by what calling them does.
+    patches.set(forward, "__call__", attend)
+    patches.set(backward, "__call__", attend_backward)
 
 
 def _compiled() -> bool:
@@ -59,6 +79,14 @@ def _like(query: torch.Tensor, size: int) -> torch.Tensor:
     order = sorted(range(query.dim()), key=query.stride, reverse=True)
     made = query.new_empty([shape[dim] for dim in order])
     return made.permute([order.index(dim) for dim in range(query.dim())])
+
+
+def _gradients(query: Any, key: Any, value: Any) -> tuple[Any, ...]:
+    """Of the compiled kernel's backward pass, which takes a sum for each row meanwhile."""
+    delta = query.new_empty(query.shape[:-1], dtype=torch.float32)
+    results = tuple(torch.empty_like(tensor) for tensor in (query, key, value))
+    del delta
+    return results
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], out: Any, sums: Any, highest: Any) -> Any:
@@ -82,11 +110,7 @@ class _Kernel(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        query, key, value, _, _ = ctx.saved_tensors
-        delta = query.new_empty(query.shape[:-1], dtype=torch.float32)
-        results = tuple(torch.empty_like(tensor) for tensor in (query, key, value))
-        del delta
-        return (*results, None)
+        return (*_gradients(*ctx.saved_tensors[:3]), None)
 
 
 class _Dense(torch.autograd.Function):

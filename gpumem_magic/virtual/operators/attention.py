@@ -90,6 +90,14 @@ class Attention:
 
     def install(self, patches: Patches) -> None:
         patches.kernels("AutogradCUDA", [(_aten.scaled_dot_product_attention.default, self.attend)])
+        patches.kernels("AutogradMeta", [(_aten.scaled_dot_product_attention.default, self._attend_distributed)])
+
+    def _attend_distributed(self, query: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Of a distributed tensor of virtual pieces, which C++ takes for one on ``meta``; others go their usual way."""
+        if query.device.type == "cuda":
+            return self.attend(query, *args, **kwargs)
+        usual = torch._C.DispatchKey.CompositeImplicitAutograd
+        return _aten.scaled_dot_product_attention.default._op_dk(usual, query, *args, **kwargs)  # type: ignore[no-any-return]
 
     def attend(
         self,

@@ -23,6 +23,9 @@ from gpumem_magic.virtual.engine.engine import Engine
 from gpumem_magic.virtual.engine.modes import pushed
 from gpumem_magic.virtual.engine.tensors import VirtualTensor, engine_of
 
+# What a program is told that asks for the version (PyTorch's own checkpoints do): that of PyTorch 2.9's CUDA builds.
+_NCCL = (2, 27, 5)
+
 
 def install(patches: Patches, engine: Engine) -> None:
     if torch.distributed.is_available():
@@ -35,6 +38,8 @@ def install(patches: Patches, engine: Engine) -> None:
         "_broadcast_coalesced": _broadcast_coalesced,
         "_scatter": _scatter,
         "_gather": _gather,
+        "_nccl_version": lambda: _NCCL[0] << 32 | _NCCL[1] << 16 | _NCCL[2],
+        "_nccl_version_suffix": lambda: b"",
     }.items():
         patches.set(torch._C, name, function)
 
