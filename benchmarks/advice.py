@@ -50,7 +50,7 @@ def as_a_user(shell: InteractiveShell, one: ChangeOutcome) -> int:
 
 
 def checked(shell: InteractiveShell, found: Advised) -> tuple[int, list[str]]:
-    """How many changed cells were run, and what differs."""
+    """How many cells were run, the one as it is among them, and what differs."""
     all_of_them = [found.base, *found.outcomes, *([found.best] if found.best is not None else [])]
     runs = [one for one in all_of_them if one.need.ending != ERROR]
     wrong = []
@@ -88,7 +88,9 @@ def main() -> int:
         for line in wrong:
             print(f"    {line}", flush=True)
     total = sum(int(str(row["runs"])) for row in rows)
-    print(f"{len(rows)} programs, {total} changed cells run, {failed} take something else than was said")
+    print(
+        f"{len(rows)} programs, {total} cells run as they are and changed: {failed} take something else than was said"
+    )
     if options.json is not None:
         options.json.write_text(json.dumps(rows, indent=1), "utf-8")
     return int(bool(failed))
