@@ -750,6 +750,21 @@ def test_weights_that_an_embedding_and_the_head_share_are_not_checkpointed() -> 
         assert not [one for one in report.causes if "wte" in one.sentence], report.causes
 
 
+def test_an_adapter_is_not_said_to_save_what_the_frozen_layers_behind_it_do() -> None:
+    pytest.importorskip("peft", reason="the adapters are peft's")
+    with notebook("T4") as book:
+        book.cell(
+            "from transformers import LlamaConfig, LlamaForCausalLM\nfrom peft import LoraConfig, get_peft_model\n"
+            "shape = dict(hidden_size=256, intermediate_size=704, num_hidden_layers=4, num_attention_heads=4, vocab_size=500)\n"
+            "base = LlamaForCausalLM(LlamaConfig(**shape)).cuda()\n"
+            "model = get_peft_model(base, LoraConfig(r=4, target_modules=['q_proj', 'v_proj']))\n"
+            "tokens = torch.randint(0, 500, (8, 256), device='cuda')"
+        )
+        report = book.measured("model(input_ids=tokens, labels=tokens).loss.backward()")
+        assert report.peak.categories["activations"] > report.peak.peak_allocated / 2
+        assert "dominating_layer" not in {cause.name for cause in report.causes}
+
+
 def test_a_loop_whose_first_statement_fails_has_no_iterations() -> None:
     with notebook("T4") as book:
         report = book.measured("for _ in range(3):\n    whole = mib(16000)")

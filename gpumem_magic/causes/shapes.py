@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from math import prod
 
 from gpumem_magic.causes.model import Scene
@@ -53,7 +53,7 @@ def dominating_layer(scene: Scene) -> Iterator[Cause]:
     if total < scene.part_of_peak(4) or len(named) < 3:
         return
     layer, most = max(((name, by_layer[name]) for name in named), key=lambda pair: pair[1])
-    if 2 * most < total:
+    if 2 * most < total or _are_frozen(scene, named):
         return
     yield Cause(
         "dominating_layer",
@@ -141,6 +141,16 @@ def _written(scene: Scene, birth: Birth) -> tuple[str, str]:
     if "eager" in place.function:
         return at, '`attn_implementation="sdpa"`, where the model is loaded or made, never stores them.'
     return at, _WITHOUT_SCORES
+
+
+def _are_frozen(scene: Scene, named: Sequence[str]) -> bool:
+    """Whether nearly all parameters are in other layers than these: frozen ones, of which the graph names none.
+
+    What those saved stands under the trained layer before them (an adapter of LoRA), which then says nothing.
+    """
+    there = [one for one in scene.timeline.live_at(scene.saved_at) if scene.labels[one.index].category == "parameters"]
+    ours = [one for one in there if (scene.labels[one.index].name or "").rpartition(".")[0] in named]
+    return 10 * size_of(ours) < size_of(there)
 
 
 def _saved(scene: Scene) -> list[tuple[Allocation, str, tuple[int, ...]]]:
