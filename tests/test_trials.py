@@ -210,6 +210,7 @@ def test_what_a_loop_does_later_by_its_number_is_seen(book: Notebook) -> None:
         ("for i in tqdm(range(9)):\n    if i == 7: evaluate()", True),
         ("for i, x in enumerate(loader):\n    f(x)\n    if i % 2: print(i)", False),
         ("for i, x in enumerate(loader):\n    f(x[i])", True),
+        ("for i, length in enumerate([256] * 8 + [1024] * 4):\n    f(length)", True),
         ("while n < 9:\n    f(x)\n    n += 1", False),
         ("while n < 9:\n    f(x[:n])\n    n += 1", True),
         ("for x in loader:\n    total += f(x)\n    print(f'{total}')", False),

@@ -42,8 +42,11 @@ def _counters(loop: ast.For | ast.AsyncFor | ast.While) -> set[str]:
         target: ast.expr | None = loop.target if calls & _COUNTING else None
         if "enumerate" in calls:
             target = loop.target.elts[0] if isinstance(loop.target, ast.Tuple) else loop.target
-        if isinstance(target, ast.Name):
-            found.add(target.id)
+        if any(isinstance(node, ast.List | ast.Tuple | ast.ListComp) for node in ast.walk(loop.iter)):
+            # Sizes that are written out, as `[256] * 8 + [1024] * 4`: later ones may be others.
+            target = loop.target
+        if target is not None:
+            found |= {node.id for node in ast.walk(target) if isinstance(node, ast.Name)}
     return found
 
 
