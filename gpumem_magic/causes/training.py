@@ -13,7 +13,10 @@ from gpumem_magic.units import counted, human
 
 
 def late_zero_grad(scene: Scene) -> Iterator[Cause]:
-    """Gradients of one iteration that are there during the next one's forward, and are dropped before its backward."""
+    """Gradients of one iteration that are there during the next one's forward, and are dropped before its backward.
+
+    Only where they are there at the peak, too (or as the request fails): elsewhere an earlier call would change nothing.
+    """
     backwards = [(scene.start_of(span), scene.end_of(span)) for span in scene.spans(BACKWARD)]
     worst: tuple[int, Span] | None = None
     forwards = scene.spans(FORWARD)
@@ -29,7 +32,7 @@ def late_zero_grad(scene: Scene) -> Iterator[Cause]:
         late = [
             one
             for one in scene.living_in(begin, "gradients")
-            if one.freed is not None and end <= one.freed < following and one.born < begin
+            if one.freed is not None and end <= one.freed < following and one.born < begin <= scene.moment < one.freed
         ]
         # An input's gradient goes with its input; what zero_grad drops is as large as a parameter.
         late = partnered(late, requested, map(requested, scene.living_in(begin, "parameters")))
