@@ -66,7 +66,11 @@ def _text(loaded: LoadedSnapshot, views: list[DeviceView], options: argparse.Nam
     report = report_of(loaded, options.device, options.at, views)
     view = next((one for one in views if one.device == report.device.index), views[0])
     position = position_of(view, options.at)
-    lines = [f"{printable(loaded.path)}: {loaded.form}, written by torch {printable(loaded.torch)}", "", render(report)]
+    lines = [
+        f"{printable(loaded.path)}: {loaded.form}, written by torch {printable(loaded.torch)}",
+        "",
+        render(report, name="gpumem_magic.load(PATH)"),
+    ]
     lines += show_parts.by_own_categories(view, position, moment, show_parts.own_categories(options.category or ()))
     lines += show_parts.largest(view, position, moment, options.top, options.search)
     lines += show_parts.ranges(loaded, view)
