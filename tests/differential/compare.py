@@ -115,15 +115,23 @@ def smoothed(value: Any) -> str:
 
 # What gives memory as it lies, and the threads of pools.
 UNWRITTEN = re.compile(r"empty|resize_|ndarray\(|untyped_storage|Storage\(")
+# (Generated cells have a generator that says so at its end.)
 FORGOTTEN = re.compile(
     r"[^\n]*RuntimeWarning: coroutine '[^']*' was never awaited\n( [^\n]*\n)*(RuntimeWarning: Enable tracemalloc[^\n]*\n)?"
+    r"|count is over\n"
 )
-ADDRESS = re.compile(r"\b\d{12,15}\b")
+ADDRESS = re.compile(r"\b\d{12,15}\b|\b0x[0-9a-f]{8,16}\b")
+# IPython's own: inputs that it does not keep.
+UNKEPT = re.compile(r"(exit|quit)(\s*\(.*\))?$")
 POOLED = re.compile(r"asyncio_\d+|ThreadPoolExecutor-\d+_\d+")
 
 
 HIDDEN = re.compile(r" *\[\.\.\. skipping hidden \d+ frames?\](\\n)*")
 NOTHING_RAN = "gpumem: nothing ran: the cell has no statement\n"
+# A warning without its place, and the line there.
+WARNED_AT = re.compile(r"[^\s'\"]*:\d+: (\w*Warning: [^\n]*?)\\n(?:  [^\n]*?\\n)?")
+REGISTRY = re.compile(r"'__warningregistry__'(, )?")
+OWN_FOLDER = re.compile(r"[^':\s]*gpumem-magic-\w+:")
 SYNTAX_WARNING = re.compile(r"<ipython-input-\d+[^>\n]*>:\d+: SyntaxWarning: [^\n]*\n(?: [^\n]*\n)?")
 
 
@@ -173,12 +181,12 @@ def explained(one: Difference, cells: list[str], plain: dict[str, Any], turns_on
     if any(map(UNWRITTEN.search, cells)) and smoothed(one.plain) == smoothed(one.measured):
         return "memory that nothing has written holds what was there before"
     if one.place.endswith("/shown") and said(one.plain) == said(one.measured):
-        return "Python says that a coroutine was never awaited when it collects it"
+        return "some things say so when Python collects them"
     if one.place == "/interpreter/modules/new" and set(one.plain) ^ set(one.measured) == {
         "_tracemalloc",
         "tracemalloc",
     }:
-        return "Python says that a coroutine was never awaited when it collects it"
+        return "some things say so when Python collects them"
     if ADDRESS.sub("", str(one.plain)) == ADDRESS.sub("", str(one.measured)):
         return "a number is an address"
     if sys.version_info < (3, 11) and one.place.endswith("/shown") and once(one.plain) == once(one.measured):
@@ -189,11 +197,33 @@ def explained(one: Difference, cells: list[str], plain: dict[str, Any], turns_on
         and HIDDEN.sub("", str(one.plain)) == HIDDEN.sub("", str(one.measured))
     ):
         return "where a device is on, PyTorch's functions are called through one of the package, a hidden frame"
+    if turns_on and (
+        WARNED_AT.sub(r"\1", str(one.plain)) == WARNED_AT.sub(r"\1", str(one.measured))
+        or REGISTRY.sub("", str(one.plain)) == REGISTRY.sub("", str(one.measured))
+        or (one.place.endswith("/__warningregistry__") and one.measured == "nothing")
+    ):
+        return "where a device is on, some of PyTorch's warnings come from a function of the package"
+    if turns_on and str(one.plain) == OWN_FOLDER.sub("", str(one.measured)):
+        return "where a device is on, PATH has a folder more"
+    if any(UNKEPT.match(cell.strip()) for cell in cells) and one.place.startswith(
+        ("/shell/In", "/shell/last inputs", "/shell/hidden")
+    ):
+        return "IPython keeps no input that is `exit` alone; below the magic it is not"
+    if (
+        "run_cell_magic(" in str(one.measured)
+        and "run_cell_magic(" not in str(one.plain)
+        and re.search(r"\b_ih?\b", str(one.plain))
+    ):
+        return "a copy of all variables has the inputs, the magic's line among them"
+    if any("run_cell(" in cell and cell.rstrip().endswith(";") for cell in cells) and (
+        one.place.startswith(("/shell/Out", "/shell/numbered", "/shell/hidden")) or "Out[" in str(one.measured)
+    ):
+        return "a cell within a cell is as quiet as the last input, and the magic's does not end with a semicolon"
     if any("\x00" in cell for cell in cells) and HIDDEN.sub("", str(one.plain)) == HIDDEN.sub("", str(one.measured)):
         return "where IPython fails to read a cell below the magic, a hidden frame is the one that asked it to"
     if any("type_get_version" in cell for cell in cells) and smoothed(one.plain) == smoothed(one.measured):
         return "versions of types count what was changed in any class"
-    if any("Profile()" in cell for cell in cells) and is_profile(one, plain):
+    if any("Profile()" in cell or "%prun" in cell for cell in cells) and is_profile(one, plain):
         return "a profiler that the cell starts sees the package, too"
     if one.place.endswith("/shown") and (one.plain, one.measured) == ([], [["stdout", NOTHING_RAN]]):
         return "in place of a report, a line says that a cell has no statement"
