@@ -18,6 +18,7 @@ import pytest
 from IPython.utils.capture import capture_output
 from shell_fakes import shell_with_device
 
+from gpumem_magic import own_folders
 from gpumem_magic.recording.inside import FunctionRewriter, rewritten
 from gpumem_magic.virtual.card import smi
 
@@ -337,7 +338,7 @@ def test_the_next_start_removes_what_dead_processes_left(monkeypatch: pytest.Mon
             os.utime(tmp_path / name, (old, old))
     held = os.open(tmp_path / "gpumem-magic-alive" / "state", os.O_WRONLY)
     try:
-        assert smi._lock(held)
+        assert own_folders.lock(held)
         made = Path(smi._private_directory())
     finally:
         os.close(held)
