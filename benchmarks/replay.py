@@ -41,7 +41,8 @@ _IDLE = "import gpumem_magic.allocator.replayable, gpumem_magic.snapshot.files"
 _READ = """import sys, time
 from gpumem_magic.recording.quiet import no_automatic_collection
 from gpumem_magic.snapshot.files import read
-no_automatic_collection().__enter__()
+held = no_automatic_collection()  # for as long as it has a name
+held.__enter__()
 began = time.process_time()
 loaded = read(sys.argv[1])
 print(time.process_time() - began)
