@@ -10,6 +10,7 @@ from gpumem_magic.devices.base import Birth
 from gpumem_magic.owners.model import size_of
 from gpumem_magic.recording.model import BACKWARD
 from gpumem_magic.report.model import Cause
+from gpumem_magic.snapshot.timeline import Allocation
 from gpumem_magic.units import MIB, human
 
 _LEAST = 4
@@ -59,26 +60,52 @@ def _too_many(scene: Scene, wanted: int) -> Iterator[Cause]:
 
 def _at_the_peak(scene: Scene) -> Iterator[Cause]:
     births = scene.recording.logs[scene.device].births
+
+    def of_a_batch(one: Allocation) -> bool:
+        return scene.labels[one.index].category in _OF_THE_BATCH
+
     living = scene.timeline.live_at(scene.moment)
-    made = [(one.size, births.get(one.born)) for one in living if scene.labels[one.index].category in _OF_THE_BATCH]
-    items, size = _most_rows(made)
+    items, size = _most_rows((one.size, births.get(one.born)) for one in living if of_a_batch(one))
     if 2 * size < size_of(living) or size < _WORTH:
+        return
+    parts = [one for one in scene.timeline.allocations if of_a_batch(one) and _rows(births.get(one.born)) == items]
+    saved = scene.report.peak.allocated - _highest_with_half(scene, parts)
+    if saved < _WORTH // 2:
         return
     yield Cause(
         "whole_batch",
         f"{human(size)} were made of {items:,} items that go through at once, {human(size // items)} each.",
-        f"A smaller batch takes less in proportion: half of them, about {human(size // 2)} less.",
+        f"A smaller batch takes less in proportion: half of them, about {human(saved)} less.",
         size,
     )
+
+
+def _highest_with_half(scene: Scene, parts: Iterable[Allocation]) -> int:
+    """The highest that would be allocated, wherever that is then, if these blocks were half as large, in bytes."""
+    changes: Counter[int] = Counter()
+    for one in parts:
+        changes[one.born + 1] -= one.size // 2
+        if one.freed is not None:
+            changes[one.freed + 1] += one.size // 2
+    less = highest = 0
+    for position in range(scene.end + 1):
+        less += changes[position]
+        highest = max(highest, scene.timeline.allocated_at(position) + less)
+    return highest
 
 
 def _most_rows(made: Iterable[tuple[int, Birth | None]]) -> tuple[int, int]:
     """The first dimension of most of it, and bytes."""
     sizes: Counter[int] = Counter()
     for size, birth in made:
-        if birth is not None and birth.shape and birth.shape[0] >= _LEAST and birth.operator not in _NOT_OF_A_BATCH:
-            sizes[birth.shape[0]] += size
+        if (rows := _rows(birth)) >= _LEAST:
+            sizes[rows] += size
     return sizes.most_common(1)[0] if sizes else (0, 0)
+
+
+def _rows(birth: Birth | None) -> int:
+    """The first dimension of what may be of a batch; 0 of all else."""
+    return birth.shape[0] if birth is not None and birth.shape and birth.operator not in _NOT_OF_A_BATCH else 0
 
 
 _NOT_OF_A_BATCH = frozenset({"empty", "zeros", "ones", "full", "clone", "zeros_like", "empty_like"})
