@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import time
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -234,6 +235,21 @@ plain()
 """
 
 
+def test_an_interrupt_as_it_begins_leaves_nothing(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    shell = InteractiveShell()
+    before = {name: list(callbacks) for name, callbacks in shell.events.callbacks.items()}
+    monkeypatch.setattr("gpumem_magic.widgets.plain_cells.LiveLabels", interrupted)
+    undo: list[Callable[[], None]] = []
+    with pytest.raises(KeyboardInterrupt):
+        Observer(machines.in_use, time.time, 256).follow(shell, undo)
+    for one in undo:
+        one()
+    assert shell.events.callbacks == before
+
+
 def test_plain_cells_of_a_virtual_device_are_known_while_they_run(
     machine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -262,7 +278,9 @@ def test_plain_cells_of_a_virtual_device_are_known_while_they_run(
     # Made before anybody watched.
     run("model = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.ReLU(), torch.nn.Linear(256, 8)).cuda()")
     weights = seen["end"].pop("not_yet_known")
-    end = observer.follow(shell)
+    undo: list[Callable[[], None]] = []
+    observer.follow(shell, undo)
+    (end,) = undo
     look("end")
     assert seen["end"]["parameters"] == weights
     run(PLAIN)
@@ -306,7 +324,9 @@ def test_a_real_device_is_asked_for_what_modules_and_optimizers_hold() -> None:
         events=SimpleNamespace(register=lambda *_: None, callbacks={"pre_run_cell": [], "post_run_cell": []})
     )
     shell.user_ns = {"layer": layer, "same": layer, "optimizer": optimizer}
-    end = observer.follow(shell)
+    undo: list[Callable[[], None]] = []
+    observer.follow(shell, undo)
+    (end,) = undo
     ((_, row),) = observer.observe().rows
     assert named(row) == {
         "parameters": 4 * MIB, "optimizer_state": 8 * MIB, "not_yet_known": 88 * MIB, "cached": 20 * MIB,

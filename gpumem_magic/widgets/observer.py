@@ -121,8 +121,9 @@ class Observer:
         self._plain: PlainCells | None = None
         self._namespace: Mapping[str, Any] = {}
 
-    def follow(self, shell: Any) -> Callable[[], None]:
-        """Also looks at cells that nobody measures, from now until the answer is called."""
+    def follow(self, shell: Any, undo: list[Callable[[], None]]) -> None:
+        """Also looks at cells that nobody measures, from now until what it adds to `undo` is called: first of all, so that an
+        interrupt leaves nothing."""
         plain = self._plain = PlainCells(shell, self._machine)
         self._namespace = shell.user_ns
 
@@ -130,8 +131,8 @@ class Observer:
             self._namespace = {}
             plain.stop()
 
+        undo.append(end)
         plain.start()
-        return end
 
     def mark(self, text: str, kind: str = USER, at: float | None = None) -> Mark:
         """Names this moment, or the one at a time by this observer's clock."""

@@ -177,10 +177,10 @@ class Watch:
             except Exception as error:
                 self._note(f"The picture could not be shown: {swallowed(error)}")
 
-        self._undo.append(self.observer.follow(shell))
+        self.observer.follow(shell, self._undo)
         for name, callback in (("pre_run_cell", begins), ("post_run_cell", ended)):
-            shell.events.register(name, callback)
             self._undo.append(lambda name=name, callback=callback: _unregister(shell, name, callback))  # type: ignore[misc]
+            shell.events.register(name, callback)
 
 
 def _unregister(shell: Any, name: str, callback: Any) -> None:

@@ -53,15 +53,24 @@ class VirtualSmi:
         if self._directory is not None:
             return
         directory = _private_directory()
+        opened: int | None = None
         try:
             state = os.path.join(directory, _STATE)
             with open(state, "wb") as file:
                 for device in self._devices:
                     file.write(_record(device))
             _write_program(directory, state)
-            self._file = _out_of_the_way(os.open(state, os.O_WRONLY | getattr(os, "O_BINARY", 0)))
+            opened = os.open(state, os.O_WRONLY | getattr(os, "O_BINARY", 0))
+            self._file = _out_of_the_way(opened)
             lock(self._file)
+            if self._file != opened:
+                os.close(opened)
         except BaseException:
+            for number in {opened, self._file}:
+                with suppress(OSError):
+                    if number is not None:
+                        os.close(number)
+            self._file = None
             shutil.rmtree(directory, ignore_errors=True)
             raise
         self._directory, self._pid = directory, os.getpid()
@@ -139,15 +148,14 @@ def _private_directory() -> str:
 
 
 def _out_of_the_way(file: int) -> int:
-    """The file under a high number: those that the program opens have the numbers that they have without it."""
+    """The file under a high number, too, where there are such: those that the program opens have the numbers that they have
+    without it."""
     try:
         import fcntl
 
-        moved = fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, _HIGH)
+        return fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, _HIGH)
     except (ImportError, AttributeError, OSError):
         return file
-    os.close(file)
-    return moved
 
 
 def _write_program(directory: str, state: str) -> None:
