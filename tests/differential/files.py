@@ -141,10 +141,12 @@ class Mutants:
                 data = self._with_texts(data)
             for _ in range(source.choice([1, 1, 2, 4])):
                 hostile_snapshots._mutate(data, source)
-            if ".pickle" in name and source.random() < 0.9:
-                content = pickle.dumps(data, source.choice([2, 3, 4, 4, 5]))
-            else:
-                content = json.dumps(data, default=str).encode("utf-8", "replace")
+            text = ""
+            if ".pickle" not in name or source.random() >= 0.9:
+                # Data that contain themselves are no JSON: these are pickled.
+                with contextlib.suppress(ValueError, RecursionError):
+                    text = json.dumps(data, default=str)
+            content = text.encode("utf-8", "replace") or pickle.dumps(data, source.choice([2, 3, 4, 4, 5]))
             kind = f"{kind} of data"
         if (name.endswith(".gz") and content[:2] != b"\x1f\x8b") or source.random() < 0.05:
             content = gzip.compress(content, 1)
