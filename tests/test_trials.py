@@ -13,6 +13,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -372,6 +373,20 @@ def test_a_function_is_called_until_its_calls_repeat() -> None:
     assert all(one.repeats and one.iterations < 20 for one in found.trials if one.fits)
     with pytest.raises(DeviceError, match="no values"):
         gpumem_magic.what_fits(step, batch_size=[])
+
+
+def test_what_is_asked_for_again_and_again_need_not_lie_in_the_same_places() -> None:
+    gpu.turn_off()
+    kept: deque[torch.Tensor] = deque(maxlen=9)
+
+    def step(n: int) -> None:
+        # In ten places, one after another.
+        kept.append(torch.zeros(n, 1 << 20, device="cuda"))
+
+    found = gpumem_magic.what_fits(step, n=range(3, 40), device=SMALL)
+    assert found.largest == 6  # 10 x 6 x 4 MiB of 256
+    assert all(one.repeats and one.iterations < 20 for one in found.trials if one.fits)
+    assert all(one.iterations == 9 for one in found.trials if one.values["n"] == 7)
 
 
 def test_a_scripts_arguments_are_varied(tmp_path: Path) -> None:

@@ -77,7 +77,8 @@ class Recorder:
         self._guard = Guard()
         self._devices: dict[int, Device] = {}
         self._logs: dict[int, Log] = {}
-        self._iteration_logs: dict[int, Log] = {}
+        # Where each iteration ended in the logs of virtual devices, after where the first began.
+        self._ends: list[dict[int, int]] = []
         self._signatures: list[bytes] = []
         self._checkpoints: list[Checkpoint] = []
         self._ticks = 0
@@ -127,6 +128,11 @@ class Recorder:
         """What each iteration did on virtual devices, as a digest (see `repetition`)."""
         return self._signatures
 
+    @property
+    def iteration_ends(self) -> Sequence[Mapping[int, int]]:
+        """By virtual device, where the first iteration began in its log, and where each ended."""
+        return self._ends
+
     def iteration_ended(self) -> None:
         """Says that an iteration ends here, of a program that steps no optimizer."""
         with self._guard("an iteration's end"):
@@ -149,7 +155,7 @@ class Recorder:
                 index = device.facts.index
                 self._devices[index] = device
                 self._logs[index] = device.start_log()
-            self._start_iteration()
+            self._ends.append({index: 0 for index, log in self._logs.items() if log.growing is not None})
             self._witness = Witness(self._machine, lambda device: self._logs[device].position(), self._names, namespace)
             self._modules = ModuleWatch(self._cheap_positions(), self._machine.locate, self._machine.compiled_results)
             self._phases = Phases(
@@ -378,17 +384,19 @@ class Recorder:
 
     # Iterations of virtual devices
 
-    def _start_iteration(self) -> None:
-        for index, device in self._devices.items():
-            if self._logs[index].growing is not None:
-                self._iteration_logs[index] = device.start_log()
-
     def _step_ended(self) -> None:
-        if self._iteration_logs:
-            self._machine.settle()
-            logs = _stopped(self._iteration_logs)
-            self._signatures.append(b"".join(signature(logs[index].events) for index in sorted(logs)))
-            self._start_iteration()
+        if not self._ends or not self._ends[0]:
+            return
+        self._machine.settle()
+        begun = self._ends[-1]
+        self._ends.append({index: self._logs[index].position() for index in begun})
+        self._signatures.append(
+            b"".join(
+                signature(log.growing.events[begun[index] :])
+                for index, log in sorted(self._logs.items())
+                if log.growing is not None
+            )
+        )
 
     # The end
 
@@ -398,7 +406,6 @@ class Recorder:
             if self._phases is not None:
                 self._phases.stop()
         with self._guard("ending the logs"):
-            _stopped(self._iteration_logs)
             _stopped(self._logs)
         if self._witness is not None:
             self._witness.forget()

@@ -6,7 +6,7 @@ On a virtual device, whose memory depends on nothing but the program, more itera
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import NamedTuple
 
 from gpumem_magic.snapshot.model import TraceEvent
@@ -34,17 +34,24 @@ def signature(events: Iterable[TraceEvent]) -> bytes:
     return digest.digest()
 
 
-def alike_at_end(signatures: Sequence[bytes]) -> int:
+def alike_at_end(signatures: Sequence[Hashable]) -> int:
     """How many equal periods are at the end, for the length that gives most; 1 where none repeats, 0 for no iterations."""
-    most = 0
-    for period in range(1, LONGEST_PERIOD + 1):
-        if len(signatures) < period:
-            break
-        same = 0
-        while same + period < len(signatures) and signatures[-1 - same] == signatures[-1 - same - period]:
-            same += 1
-        most = max(most, same // period + 1)
-    return most
+    return max(_equal_at_end(signatures, period) for period in range(1, LONGEST_PERIOD + 1))
+
+
+def period_at_end(signatures: Sequence[Hashable]) -> int:
+    """The shortest period, in iterations, of a repetition at the end; 0 where there is none."""
+    periods = range(1, LONGEST_PERIOD + 1)
+    return next((period for period in periods if _equal_at_end(signatures, period) >= ENOUGH), 0)
+
+
+def _equal_at_end(signatures: Sequence[Hashable], period: int) -> int:
+    if len(signatures) < period:
+        return 0
+    same = 0
+    while same + period < len(signatures) and signatures[-1 - same] == signatures[-1 - same - period]:
+        same += 1
+    return same // period + 1
 
 
 def longest_repetition(signatures: Sequence[bytes]) -> Repetition | None:

@@ -17,12 +17,12 @@ from gpumem_magic.recording.model import BACKWARD
 from gpumem_magic.recording.progress import CellProgress, StopRun
 from gpumem_magic.recording.quiet import no_automatic_collection
 from gpumem_magic.recording.recorder import Recorder
-from gpumem_magic.recording.repetition import ENOUGH
 from gpumem_magic.report.build import report_of
 from gpumem_magic.report.model import ReportData
 from gpumem_magic.trials.cards import put_on
 from gpumem_magic.trials.costs import Costs
 from gpumem_magic.trials.counting import AT_LEAST, goes_by_its_count
+from gpumem_magic.trials.further_turns import FurtherTurns
 from gpumem_magic.trials.process import in_a_fork, last_words
 from gpumem_magic.trials.programs import Place, Running, Subject
 from gpumem_magic.trials.tried import ERROR, FITS, MEMORY, Course, Share, Tried
@@ -54,11 +54,11 @@ def run_here(
     running = program.prepared(values)
     index = machine.current_device()
     recorder = Recorder(machine, primary=index, names=running.names, own_file=running.filename)
-    least = AT_LEAST if goes_by_its_count(running.source) else 0
-    limit = IterationLimit(most, lambda: recorder.alike >= ENOUGH and len(recorder.iterations) >= least)
+    further = FurtherTurns(recorder, machine.devices, AT_LEAST if goes_by_its_count(running.source) else 0)
+    limit = IterationLimit(most, further.are_known)
     recorder.start(running.namespace())
     limit.install()
-    running.observe(CellProgress(recorder, limit, running.source), recorder)
+    running.observe(CellProgress(recorder, limit, running.source), recorder, further)
     costs = Costs(machine.engine, lambda: len(recorder.iterations)) if with_costs else None
     error: BaseException | None = None
     place: Place | None = None
@@ -67,7 +67,7 @@ def run_here(
     except BaseException as raised:
         error, place = raised, running.failed(raised.__traceback__)
     iterations = len(recorder.iterations)
-    repeats = recorder.alike >= ENOUGH
+    repeats = further.are_known()
     with no_automatic_collection():
         recording = recorder.finish(error, place, running.namespace())
         used = [number for number, log in sorted(recording.logs.items()) if log.events or log.start]

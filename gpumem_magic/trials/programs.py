@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from gpumem_magic.recording.hook import CellObserver
     from gpumem_magic.recording.instrument import Statement
     from gpumem_magic.recording.recorder import Recorder
+    from gpumem_magic.trials.further_turns import FurtherTurns
 
 Place = tuple[str, int, tuple[int, ...], tuple[int, ...]]
 """A statement's text, line and iteration, and the lines of the loops around it."""
@@ -31,7 +32,8 @@ class Running(Protocol):
     filename: str
     source: str
 
-    def observe(self, observer: CellObserver, recorder: Recorder) -> None: ...
+    def observe(self, observer: CellObserver, recorder: Recorder, further: FurtherTurns) -> None:
+        """further: says when it is long enough, to a program that asks for itself."""
 
     def namespace(self) -> Mapping[str, Any]: ...
 
@@ -81,7 +83,7 @@ class _RunningCell:
         self._run = CellRun(shell, cell)
         self.names, self.filename, self.source = self._run.names, self._run.filename, self._run.source
 
-    def observe(self, observer: CellObserver, recorder: Recorder) -> None:
+    def observe(self, observer: CellObserver, recorder: Recorder, further: FurtherTurns) -> None:
         self._run.observe(observer)
 
     def namespace(self) -> Mapping[str, Any]:
@@ -132,7 +134,7 @@ class _RunningScript:
         self._main: ModuleType = self._around.__enter__()
         self.names, self.filename, self.source = self._script.names, path, self._script.source
 
-    def observe(self, observer: CellObserver, recorder: Recorder) -> None:
+    def observe(self, observer: CellObserver, recorder: Recorder, further: FurtherTurns) -> None:
         self._script.observe(observer)
 
     def namespace(self) -> Mapping[str, Any]:
@@ -169,23 +171,23 @@ class _RunningStep:
         self.source = ""
         self.names = frozenset(() if code is None else code.co_names)
         self._recorder: Recorder | None = None
+        self._further: FurtherTurns | None = None
         self._calls = 0
 
-    def observe(self, observer: CellObserver, recorder: Recorder) -> None:
-        self._recorder = recorder
+    def observe(self, observer: CellObserver, recorder: Recorder, further: FurtherTurns) -> None:
+        self._recorder, self._further = recorder, further
 
     def namespace(self) -> Mapping[str, Any]:
         found: Mapping[str, Any] = getattr(self._step, "__globals__", {})
         return found
 
     def run(self) -> None:
-        from gpumem_magic.recording.repetition import ENOUGH
-
-        recorder = self._recorder
+        recorder, further = self._recorder, self._further
         assert recorder is not None
+        assert further is not None
         told = ", ".join(f"{name}={value}" for name, value in self._values.items())
         label = f"{getattr(self._step, '__name__', 'step')}({told})"
-        while self._calls < StepProgram.MOST and recorder.alike < ENOUGH:
+        while self._calls < StepProgram.MOST and not further.are_known():
             self._calls += 1
             before = len(recorder.iterations)
             self._step(**self._values)
