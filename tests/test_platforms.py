@@ -25,15 +25,16 @@ ONLY_IN = {
     r"\bimport_module\(\"pwd\"\)|^\s*import pwd|from pwd ": {"devices/driver.py"},
     r"\bos\.fork\b|register_at_fork|\bos\.killpg\b|\bos\.getuid\b|\bos\.geteuid\b|import resource": {
         # Trials are refused in one line without `os.fork`; ranks of one user find each other only where users have numbers;
-        # groups of processes are those that PyTorch's launcher, or a trial, has started.
+        # groups of processes are those that PyTorch's launcher, or a trial, has started. What forks waits for the virtual device.
+        "virtual/gpu.py",
         "trials/process.py",
-        "commands/rank_process.py",
+        "session/rank_process.py",
         "commands/launch.py",
     },
     r"\bfcntl\b": {"virtual/card/smi.py", "own_folders.py"},
     r"signal\.(?!SIGINT\b|getsignal\b|Signals\b|strsignal\b)[A-Z]\w*|\bos\.kill\b": {
         "trials/process.py",
-        "commands/rank_process.py",
+        "session/rank_process.py",
         "commands/launch.py",
         "files/rank_files.py",
     },

@@ -1,4 +1,4 @@
-"""Processes that a script starts afresh (``torch.multiprocessing.spawn``) while it runs on a virtual GPU.
+"""Processes that a script starts afresh, of `multiprocessing`, while it runs on a virtual GPU; ranks are in `session.launches`.
 
 Each of them gets the same devices, measures itself, and says at its end in a sentence or two where its memory went. They share no
 memory: what one of them takes on a card is not missed by the others.

@@ -13,13 +13,13 @@ from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
 from gpumem_magic.commands.common import INTERRUPTED
-from gpumem_magic.commands.rank_process import FOLDER, RankProcess
 from gpumem_magic.commands.shown_ranks import show
 from gpumem_magic.commands.written import targets
 from gpumem_magic.files import rank_files
 from gpumem_magic.own_folders import own_folder
 from gpumem_magic.report.ranks import RUNNING
-from gpumem_magic.session.device import DEFAULT_DEVICE
+from gpumem_magic.session.device import for_ranks
+from gpumem_magic.session.rank_process import FOLDER, RankProcess
 
 # How long processes have to end after they were told to, in seconds: a rank makes its report meanwhile.
 _PATIENCE = 30.0
@@ -31,24 +31,6 @@ def device_of_a_rank(name: str | None, rank: RankProcess | None) -> str | None:
     if rank is None:
         return name
     return for_ranks(name, int(os.environ.get("LOCAL_WORLD_SIZE", rank.file.world)))
-
-
-def for_ranks(name: str | None, count: int) -> str | None:
-    """``H100`` as ``8xH100``; a real device, or several that are named, as they are."""
-    import torch
-
-    from gpumem_magic.devices.base import DeviceError
-    from gpumem_magic.virtual.card import catalog
-
-    if name is None:
-        return None if torch.cuda.is_available() else f"{count}x{DEFAULT_DEVICE}"
-    try:
-        spec = catalog.parse(name)
-    except DeviceError:
-        return name  # said where the device is turned on
-    if isinstance(spec, catalog.RealDevice) or catalog.says_how_many(name):
-        return name
-    return f"{count}x{name}"
 
 
 def arguments_of(options: argparse.Namespace, device: str | None) -> list[str]:

@@ -15,13 +15,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from gpumem_magic.commands.common import INTERRUPTED
-from gpumem_magic.commands.launch import TIMED_OUT, arguments_of, end, folder_of_ranks, for_ranks
-from gpumem_magic.commands.rank_process import ALONE, FOLDER
+from gpumem_magic.commands.launch import TIMED_OUT, arguments_of, end, folder_of_ranks
 from gpumem_magic.commands.shown_ranks import show
 from gpumem_magic.commands.written import targets
 from gpumem_magic.files import rank_files
 from gpumem_magic.report.side_by_side import ranks_in_words
-from gpumem_magic.session.device import DEFAULT_DEVICE
+from gpumem_magic.session.device import DEFAULT_DEVICE, for_ranks
+from gpumem_magic.session.rank_process import ALONE, FOLDER
 from gpumem_magic.trials.roles import MOST_RANKS, PER_HOST, named_ranks, run_those_that_differ
 
 _STEP = 0.02

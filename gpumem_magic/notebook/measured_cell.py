@@ -206,8 +206,8 @@ class MeasuredCell:
             self._offer(report)
 
     def _offer(self, report: Any) -> None:
-        """Where memory ran out, one line says what would tell how much is possible. Nothing is run."""
-        if getattr(getattr(report, "error", None), "requested", None) is None:
+        """Where memory ran out in this process, one line says what would tell how much is possible. Nothing is run."""
+        if getattr(getattr(report, "error", None), "requested", None) is None or report.ranks is not None:
             return
         from gpumem_magic.notebook.fitting import offer
 

@@ -171,6 +171,8 @@ def _answer(ranks: Ranks, first: OfRank) -> str:
         if not members or state == DONE:
             continue
         words = "ran out of memory" if state == OUT_OF_MEMORY else _STATE_WORDS[state]
+        if len(members) > 1:
+            words = words.replace("was ", "were ").replace("has ", "have ")
         named = ranks_in_words(members)
         troubles.append(f"{named.lower() if troubles else named} {words}")
     lead = f"{'; '.join(troubles)}. " if troubles else ""

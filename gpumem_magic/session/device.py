@@ -76,6 +76,41 @@ def choose(name: str) -> str:
     return f"{machine_words(machine)} on: code on cuda runs without a GPU{without}.{note}{calibrated(machine)}{lost}"
 
 
+def put_on(name: str | None) -> VirtualMachine:
+    """In a process of its own: the card of that name under the tensors that are there. Raises DeviceError."""
+    from gpumem_magic.virtual.card import catalog
+
+    machine = virtual()
+    if machine is None:
+        choose(name or DEFAULT_DEVICE)
+    elif name is not None and name != machine.spec.text:
+        spec = catalog.parse(name)
+        if not machine.live_storages():
+            choose(name)
+        elif isinstance(spec, catalog.DeviceSpec):
+            machine.become(spec)
+    found = virtual()
+    assert found is not None
+    return found
+
+
+def for_ranks(name: str | None, count: int) -> str | None:
+    """``H100`` as ``8xH100``; a real device, or several that are named, as they are."""
+    import torch
+
+    from gpumem_magic.virtual.card import catalog
+
+    if name is None:
+        return None if torch.cuda.is_available() else f"{count}x{DEFAULT_DEVICE}"
+    try:
+        spec = catalog.parse(name)
+    except DeviceError:
+        return name  # said where the device is turned on
+    if isinstance(spec, catalog.RealDevice) or catalog.says_how_many(name):
+        return name
+    return f"{count}x{name}"
+
+
 def chosen_gpu() -> int | None:
     """The number of the GPU that was chosen; None: whichever is current."""
     return _chosen_gpu

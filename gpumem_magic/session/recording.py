@@ -12,6 +12,7 @@ from gpumem_magic.recording import under_way
 from gpumem_magic.recording.progress import CellProgress
 from gpumem_magic.recording.quiet import no_automatic_collection
 from gpumem_magic.session.device import Chosen, for_recording
+from gpumem_magic.session.launches import Launches
 
 if TYPE_CHECKING:
     from gpumem_magic.causes.why import Why
@@ -44,6 +45,12 @@ class ActiveRecording:
         self._lines = True
         self._limit: Any = None
         self._builtins = OwnBuiltins()
+        self._launches = Launches(open_recording)
+
+    def start(self, user_ns: Mapping[str, Any] | None) -> None:
+        self._recorder.start(user_ns)
+        self._why.start(user_ns, self._recorder.position)
+        self._launches.watch()
 
     def observer(
         self, max_iterations: int | None = None, lines: bool = True, *, until_repeat: bool = False, source: str = ""
@@ -62,6 +69,7 @@ class ActiveRecording:
     def put_back(self) -> None:
         """Puts everything back that was replaced. May be called twice, also where an interrupt ended the first call."""
         try:
+            self._launches.put_back()
             self._why.put_back()
             if self._limit is not None:
                 self._limit.remove()
@@ -91,6 +99,7 @@ class ActiveRecording:
         from gpumem_magic.user_report import Report
 
         under_way.end()
+        self._launches.put_back()
         place = None
         if failed is not None:
             statement, iteration, loops = failed
@@ -106,7 +115,7 @@ class ActiveRecording:
         report, labels = build_with_labels(recording, lines=self._lines, explain=self._why.explain)
         self._chosen.remember(labels)
         remarks = (*self._chosen.notes, *self._own_notes(recording), *report.remarks)
-        _last = Report.of(self._words(replace(report, remarks=remarks)))
+        _last = Report.of(self._words(self._launches.with_ranks(replace(report, remarks=remarks))))
         return _last
 
     def _primary(self, recording: Recording) -> int:
@@ -163,8 +172,7 @@ def open_recording(
     try:
         # Known before anything is replaced: an interrupt leaves nothing that `under_way.abandon` does not find.
         under_way.open(active)
-        recorder.start(user_ns)
-        why.start(user_ns, recorder.position)
+        active.start(user_ns)
         under_way.begin(recorder)
     except BaseException:
         active.put_back()

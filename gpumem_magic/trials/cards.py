@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from gpumem_magic.devices import machines
 from gpumem_magic.devices.base import DeviceError
 from gpumem_magic.session import device as choosing
 from gpumem_magic.virtual.card import catalog
-
-if TYPE_CHECKING:
-    from gpumem_magic.virtual.machine import VirtualMachine
 
 
 def names_of(text: str) -> list[str]:
@@ -54,19 +49,3 @@ def usual() -> str:
     others = counters.other_processes if counters.other_processes is not None else counters.context_or_others
     name = f"virtual:{facts.total_bytes}B" if like is None else f"{like},total={facts.total_bytes}B"
     return name if others is None else f"{name},idle={others}B"
-
-
-def put_on(name: str | None) -> VirtualMachine:
-    """In a trial's process: the card of that name under the tensors that are there. Raises DeviceError."""
-    machine = choosing.virtual()
-    if machine is None:
-        choosing.choose(name or choosing.DEFAULT_DEVICE)
-    elif name is not None and name != machine.spec.text:
-        spec = catalog.parse(name)
-        if not machine.live_storages():
-            choosing.choose(name)
-        elif isinstance(spec, catalog.DeviceSpec):
-            machine.become(spec)
-    found = choosing.virtual()
-    assert found is not None
-    return found

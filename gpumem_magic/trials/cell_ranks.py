@@ -120,7 +120,7 @@ class _CellRanks:
         """Its report as a dictionary, the groups that it made, and what it printed."""
         under_way.abandon()
         os.environ.update(environment(rank, self.world, self._per_host))
-        cards.put_on(self._device)
+        choosing.put_on(self._device)
         printed = io.StringIO()
         sys.stdout = printed
         run = CellRun(self._shell, self._cell)

@@ -19,7 +19,7 @@ from gpumem_magic.recording.quiet import no_automatic_collection
 from gpumem_magic.recording.recorder import Recorder
 from gpumem_magic.report.build import report_of
 from gpumem_magic.report.model import ReportData
-from gpumem_magic.trials.cards import put_on
+from gpumem_magic.session.device import put_on
 from gpumem_magic.trials.costs import Costs
 from gpumem_magic.trials.counting import AT_LEAST, goes_by_its_count
 from gpumem_magic.trials.further_turns import FurtherTurns

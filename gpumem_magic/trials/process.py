@@ -46,8 +46,7 @@ def in_a_fork(work: Callable[[], Any]) -> Any:
         child = status = 0
         try:
             with _no_interrupt():
-                with _nobody_in_the_middle():
-                    child = _fork()
+                child = _fork()
                 if not child:
                     _be_the_child(work, sending, folder)
             os.close(sending)
@@ -78,7 +77,7 @@ def refuse_where_impossible() -> None:
 
 def _fork() -> int:
     with warnings.catch_warnings():
-        # Python warns of other threads. What they may hold was taken before (`_nobody_in_the_middle`).
+        # Python warns of other threads. None is in the middle of work on the virtual device (`virtual.gpu`).
         warnings.simplefilter("ignore")
         return os.fork()
 
@@ -91,17 +90,6 @@ def _no_interrupt() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-@contextmanager
-def _nobody_in_the_middle() -> Iterator[None]:
-    """No other thread (the watch's) is at work on the virtual device: in the child it would never end."""
-    machine: Any = machines.virtual()
-    if machine is None:
-        yield
-        return
-    with machine.engine.lock:
-        yield
 
 
 def _received(pipe: int) -> bytes | None:

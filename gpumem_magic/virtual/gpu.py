@@ -12,7 +12,7 @@ import sys
 import threading
 import warnings
 from types import FrameType
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.utils._device
@@ -25,6 +25,8 @@ from gpumem_magic.virtual.card import catalog
 from gpumem_magic.virtual.machine import VirtualMachine
 
 _turning = threading.Lock()
+# The lock that the fork under way holds.
+_held: list[Any] = []
 
 
 def current() -> VirtualMachine | None:
@@ -130,3 +132,20 @@ def _at_exit() -> None:
     machine = current()
     if machine is not None and machine.process == os.getpid():
         machine.smi.remove()
+
+
+def _before_fork() -> None:
+    """No other thread (the watch's) is at work on the device: in the child it would never end."""
+    machine = current()
+    if machine is not None:
+        machine.engine.lock.acquire()
+        _held.append(machine.engine.lock)
+
+
+def _after_fork() -> None:
+    if _held:
+        _held.pop().release()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork)

@@ -36,12 +36,15 @@ _OWN = str(Path(__file__).parents[1]) + os.sep
 
 
 class RankProcess:
-    """number: of its file, the rank as far as it is known when the process begins."""
+    """number: of its file, the rank as far as it is known when the process begins. forked: it has another's signal handlers."""
 
-    def __init__(self, folder: Path, number: int, rank: int, world: int, *, shows: bool) -> None:
+    def __init__(
+        self, folder: Path, number: int, rank: int, world: int, *, shows: bool = False, forked: bool = False
+    ) -> None:
         self.folder = folder
         self.shows = shows
         self._number = number
+        self._forked = forked
         self.file = RankFile(rank, world, RUNNING, socket.gethostname(), os.getpid())
         self._making = threading.Lock()
         self._written = False
@@ -50,7 +53,7 @@ class RankProcess:
     def begin(self, close: Callable[[], Report | None]) -> None:
         """close: makes the report where a signal ends the process."""
         rank_files.write(self.folder, self._number, self.file)
-        self._watch = _SignalWatch(lambda: self._ended_by_signal(close))
+        self._watch = _SignalWatch(lambda: self._ended_by_signal(close), self._forked)
         self._watch.begin()
 
     def leaves(self) -> None:
@@ -58,15 +61,21 @@ class RankProcess:
         if self._watch is not None:
             self._watch.over.set()
 
-    def end(self, report: Report | None, groups: Sequence[tuple[str, tuple[int, ...]]] = ()) -> None:
-        """Writes the report; a rank that a signal ended says so."""
+    @property
+    def was_ended(self) -> bool:
+        """Whether a signal came that ends it."""
+        return self._watch is not None and self._watch.rang
+
+    def end(
+        self, report: Report | None, groups: Sequence[tuple[str, tuple[int, ...]]] = (), *, where: str = ""
+    ) -> None:
+        """Writes the report; a rank that a signal ended says so. where: it failed, as far as that is known."""
         with self._making:
             if self._written:
                 return
             self._written = True
-            ended = self._watch is not None and self._watch.rang
-            state = ENDED if ended or report is None else state_of(report)
-            where = self._watch.where if ended and self._watch is not None else ""
+            state = ENDED if self.was_ended or report is None else state_of(report)
+            where = self._watch.where if self._watch is not None and self._watch.rang else where
             self.file = replace(self.file, state=state, report=report, where=where, groups=tuple(groups))
             rank_files.write(self.folder, self._number, self.file)
         if self._watch is not None:
@@ -125,13 +134,15 @@ def _common_folder() -> Path | None:
 class _SignalWatch:
     """SIGTERM, as launchers end ranks with it: the program has a moment to leave, then its report is made beside it.
 
-    rang: whether it came. where: what the program did then. A program's own handler stays what it is.
+    rang: whether it came. where: what the program did then. A program's own handler stays what it is; one that came with the
+    fork, where `inherited`, is called. There Ctrl-C, which reaches all processes of a notebook, is noted, too.
     """
 
-    def __init__(self, give_up: Callable[[], None]) -> None:
+    def __init__(self, give_up: Callable[[], None], inherited: bool) -> None:
         self.rang = False
         self.where = ""
         self._give_up = give_up
+        self._inherited = inherited
         self._main = threading.main_thread().ident
         self.over = threading.Event()
         self._ends: tuple[int, int] | None = None
@@ -140,12 +151,13 @@ class _SignalWatch:
     def begin(self) -> None:
         if threading.current_thread() is not threading.main_thread():
             return
-        if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        now = signal.getsignal(signal.SIGTERM)
+        if now is signal.SIG_IGN or (now is not signal.SIG_DFL and not self._inherited):
             return
         reading, writing = os.pipe()
         os.set_blocking(writing, False)
         before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-        if before != -1:
+        if before != -1 and not self._inherited:
             signal.set_wakeup_fd(before)
             os.close(reading)
             os.close(writing)
@@ -169,18 +181,22 @@ class _SignalWatch:
         if self.over.is_set():
             return  # the report is being made, and the process ends then
         if not self.rang:
-            self.rang, self.where = True, _line(frame)
+            self.rang, self.where = True, line_of(frame)
+        if callable(self._before):
+            self._before(number, frame)
         raise SystemExit(_STATUS)
 
     def _listen(self, reading: int) -> None:
         """Beside the program: Python's own handler runs only between two of its lines."""
         try:
             while rung := os.read(reading, 64):
-                if signal.SIGTERM in rung and signal.getsignal(signal.SIGTERM) == self._leave:
-                    now = _line(sys._current_frames().get(self._main or 0))
+                asked = signal.SIGTERM in rung and signal.getsignal(signal.SIGTERM) == self._leave
+                if asked or (self._inherited and signal.SIGINT in rung):
+                    now = line_of(sys._current_frames().get(self._main or 0))
                     if not self.rang:
                         self.rang, self.where = True, now
                     del now
+                if asked:
                     if not self.over.wait(GRACE):
                         self._give_up()
                         os._exit(_STATUS)
@@ -190,7 +206,7 @@ class _SignalWatch:
                 os.close(reading)
 
 
-def _line(frame: FrameType | None) -> str:
+def line_of(frame: FrameType | None) -> str:
     """``all_reduce (train.py:12)``: what of PyTorch's the program called, and where; "" outside of the program."""
     called = ""
     while frame is not None:
