@@ -30,7 +30,7 @@ from gpumem_magic.user_report import Report
 
 _PLAIN = "from multiprocessing.spawn import spawn_main; spawn_main("
 # How long processes that nobody waits for any more have to end, in seconds: a rank makes its report meanwhile.
-_PATIENCE = 10.0
+_PATIENCE = 30.0
 # Frames from PyTorch's function to what Python calls for it, at most.
 _DEPTH = 20
 
