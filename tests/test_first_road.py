@@ -322,7 +322,7 @@ trainer.train()
 def test_with_no_gpu_and_no_device_chosen_one_line_says_what_was_done(shell: Any) -> None:
     result, printed = run(shell, "%%gpumem\nimport torch\nx = torch.ones(1 << 20, device='cuda')\n")
     assert result.success
-    assert sum("virtual T4, which stays on" in note for note in report().notes) == 1
+    assert sum("virtual T4 was turned on, and stays on" in note for note in report().notes) == 1
     assert "%gpumem_device NAME" in " ".join(printed.split())
     result, _ = run(shell, "y = x + 1; torch.cuda.memory_allocated()")
     assert result.result == 2 << 22

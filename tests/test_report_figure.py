@@ -182,7 +182,7 @@ def test_statements_that_moved_nothing_are_one_slim_line():
     drawn = bars(draw(long))
     assert len(drawn) == 14
     assert drawn[3][0][3] < drawn[2][0][3] / 2
-    assert texts(draw(long)).count("line 12: nothing moved") == 1
+    assert texts(draw(long)).count("line 12: no change") == 1
     assert texts(draw(long, most=None)).count("print('check')") == 30
 
 

@@ -163,7 +163,7 @@ def test_the_words_of_what_is_folded():
     )
     words = [f"{line.iteration} {line.text}".strip() for line in shown_lines(report)]
     assert words == [
-        "lines 1-2: nothing moved", "1: x = f(x)", "2: x = f(x)", "3: as 2", "4: x = f(x)", "at the peak",
+        "lines 1-2: no change", "1: x = f(x)", "2: x = f(x)", "3: as 2", "4: x = f(x)", "at the peak",
         "5-7: 3 iterations", "8: x = f(x)", "9-10: as 8, each +2.0 MiB",
     ]  # fmt: skip
     assert len(shown_lines(report, None)) == len(report.checkpoints) + 1

@@ -51,9 +51,8 @@ def _too_many(scene: Scene, wanted: int) -> Iterator[Cause]:
         return
     yield Cause(
         "whole_batch",
-        f"{items:,} items go through at once{_where(scene, failed)}: what was made of them up to here takes "
-        f"{human(size // items)} each, {human(size)} in all.",
-        f"A smaller batch: by this, at most {fits:,} fit, and fewer if more is made later.",
+        f"The batch of {items:,} items{_where(scene, failed)} takes {human(size)} up to here, {human(size // items)} an item.",
+        f"A smaller batch helps: {fits:,} items would get past this request, though later ones may need more room.",
         size,
     )
 
@@ -69,29 +68,15 @@ def _at_the_peak(scene: Scene) -> Iterator[Cause]:
     if 2 * size < size_of(living) or size < _WORTH:
         return
     parts = [one for one in scene.timeline.allocations if of_a_batch(one) and _rows(births.get(one.born)) == items]
-    saved = scene.report.peak.allocated - _highest_with_half(scene, parts)
+    saved = scene.report.peak.allocated - scene.highest_without(parts, share=2)
     if saved < _WORTH // 2:
         return
     yield Cause(
         "whole_batch",
-        f"{human(size)} were made of {items:,} items that go through at once, {human(size // items)} each.",
-        f"A smaller batch takes less in proportion: half of them, about {human(saved)} less.",
+        f"The batch of {items:,} items takes {human(size)} of it, {human(size // items)} an item.",
+        f"Half the batch would take about {human(saved)} less.",
         size,
     )
-
-
-def _highest_with_half(scene: Scene, parts: Iterable[Allocation]) -> int:
-    """The highest that would be allocated, wherever that is then, if these blocks were half as large, in bytes."""
-    changes: Counter[int] = Counter()
-    for one in parts:
-        changes[one.born + 1] -= one.size // 2
-        if one.freed is not None:
-            changes[one.freed + 1] += one.size // 2
-    less = highest = 0
-    for position in range(scene.end + 1):
-        less += changes[position]
-        highest = max(highest, scene.timeline.allocated_at(position) + less)
-    return highest
 
 
 def _most_rows(made: Iterable[tuple[int, Birth | None]]) -> tuple[int, int]:

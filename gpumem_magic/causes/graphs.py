@@ -69,8 +69,7 @@ def graphs_alive(scene: Scene) -> Iterator[Cause]:
         yield Cause(
             "kept_graphs",
             f"{quoted(carrier)} ({place.words}, `{place.shown}`) carries the graph on from each iteration to the next, so "
-            f"those of {count} iterations are alive ({rest} them, too): {human(freed)} of activations that were saved "
-            "for backward.",
+            f"those of {count} iterations are alive ({rest} them, too): {human(freed)} that were saved for backward.",
             f"Carry on `{carrier}.detach()`: the graph then ends with its iteration, and `retain_graph=True` is not needed.",
             freed,
         )
@@ -80,8 +79,8 @@ def graphs_alive(scene: Scene) -> Iterator[Cause]:
     also = f" ({', '.join(map(quoted, others[:3]))} {reach} them, too)" if others else ""
     yield Cause(
         "kept_graphs",
-        f"{told(found)}{at} keeps the graphs of {count} iterations alive{also}: {human(freed)} of activations that were "
-        "saved for backward.",
+        f"{told(found)}{at} keeps the graphs of {count} iterations alive{also}: {human(freed)} that were saved for "
+        "backward.",
         _detaching(scene, main, place, others, freed),
         freed,
     )
@@ -113,7 +112,7 @@ def _detaching(scene: Scene, spot: Spot, place: Written | None, others: list[str
         names = [spot.place, *others]
         now = f"; detaching {', '.join(map(quoted, names[:4]))} frees {human(freed)}"
     if place is not None and spot.holds_directly and (what := put_into(place.statement)):
-        return f"Put `{what}.detach()` there (`{what}.item()` if it is a number){now}."
+        return f"Put `{what}.detach()` there (or `{what}.item()`, if its value is all you need){now}."
     goes = "goes into" if spot.container is not None else "is given to"
     return f"`.detach()` what {goes} {quoted(spot.place)} (`.item()` for a number){now}."
 
@@ -207,14 +206,13 @@ def graph_without_backward(scene: Scene) -> Iterator[Cause]:
     root = scene.holdings.roots[by_root(ours).most_common(1)[0][0]]
     graphs = max(_graphs_of(scene, spot) for spot in spots(ours))
     what = f"keeps the graphs of {graphs} iterations" if graphs > 1 else "keeps a graph"
-    never = "backwards that never run" if graphs > 1 else "a backward that never runs"
     row = next((point for point, begin, end in scene.statements if begin <= _born(scene, ours[0]) < end), None)
     at = f" (line {row.line})" if row is not None else ""
     names = ", ".join(f"`{name}`" for name in sorted(scene.evaluating)[:3])
     why = f"{names} {'is' if len(scene.evaluating) == 1 else 'are'} in evaluation mode, yet " if names else ""
     yield Cause(
         "missing_no_grad",
-        f"{why}`{root.name}` {what}{at} for {never}: {human(freed)}.",
+        f"{why}`{root.name}` {what}{at}, though no backward follows: {human(freed)}.",
         "Evaluate inside `with torch.inference_mode():` (or `torch.no_grad()`).",
         freed,
     )

@@ -324,8 +324,8 @@ def _squeeze(first: tuple[int, ...], second: tuple[int, ...], names: list[str]) 
             if names and name.isidentifier()
             else f"`.squeeze({len(shape) - 1})` of {name}"
         )
-        return f"{call} gives both the shape {_shown(_squeezed(other))}, unless every pair is meant."
-    return "Give both the same shape (`squeeze` or `unsqueeze`), unless every pair is meant."
+        return f"Unless every pair is meant, the result is wrong, too: {call} gives both the shape {_shown(_squeezed(other))}."
+    return "Unless every pair is meant, the result is wrong, too: give both the same shape (`squeeze` or `unsqueeze`)."
 
 
 def _joint(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...] | None:

@@ -61,7 +61,7 @@ def _holders_in_words(scene: Scene, held: list[Held], position: int) -> str:
     total = scene.timeline.allocated_at(position)
     own = total - size_of(held)
     text = f"Held when memory ran out ({human(total)} in tensors): {', '.join(words)}"
-    return f"{text}; {human(own)} by no name that outlived the failing statement." if own >= LEAST else f"{text}."
+    return f"{text}; {human(own)} by the failing statement alone." if own >= LEAST else f"{text}."
 
 
 def _what_to_do(savings: list[_Suggestion], missing: int | None) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 
 from gpumem_magic.causes.model import Scene, partnered, requested
@@ -112,20 +113,29 @@ def optimizer_states(scene: Scene) -> Iterator[Cause]:
 
 def optimizer_temporaries(scene: Scene) -> Iterator[Cause]:
     """The peak lies inside an optimizer's step, and a good part of it is what the step works with."""
-    step = next((one for one in scene.spans(OPTIMIZER) if scene.start_of(one) < scene.peak <= scene.end_of(one)), None)
-    if step is None:
+    steps = scene.spans(OPTIMIZER)
+    starts, ends = [scene.start_of(one) for one in steps], [scene.end_of(one) for one in steps]
+    place = bisect_left(starts, scene.peak) - 1
+    if place < 0 or scene.peak > ends[place]:
         return
-    used = [one for one in scene.living_in(scene.peak, "temporaries") if one.born >= scene.start_of(step)]
+    used = [one for one in scene.living_in(scene.peak, "temporaries") if one.born >= starts[place]]
     if size_of(used) < scene.part_of_peak(10):
         return
-    one_by_one = "`foreach=False` works on one parameter at a time, and "
-    if "foreach=False" in scene.typed:
-        one_by_one = ""
+
+    def is_a_steps(one: Allocation) -> bool:
+        number = bisect_right(starts, one.born) - 1
+        return scene.labels[one.index].category == "temporaries" and number >= 0 and one.born < ends[number]
+
+    highest = scene.highest_without(filter(is_a_steps, scene.timeline.allocations))
+    is_left = 2 * (scene.report.peak.allocated - highest) < size_of(used)
+    elsewhere = f"; elsewhere {human(highest)} are reached all the same" if is_left else ""
+    one_by_one = (
+        "" if "foreach=False" in scene.typed else ", and with `foreach=False` it has those of one parameter at a time"
+    )
     yield Cause(
         "optimizer_temporaries",
-        f"The peak is inside the step of {step.label}: its temporaries take {human(size_of(used))}, which stays "
-        "cached afterwards.",
-        f"{one_by_one}`fused=True` works without temporaries.",
+        f"The peak is inside the step of {steps[place].label}: its temporaries take {human(size_of(used))}.",
+        f"With `fused=True` it has none{one_by_one}{elsewhere}.",
         size_of(used),
     )
 

@@ -13,8 +13,8 @@ _WORDS = tuple(
     for said, instead in (
         (r"`%gpumem_try ([^`]+)` runs the cell again with it", r"`PYTORCH_CUDA_ALLOC_CONF=\1` before the command runs it so"),
         (r"`%%gpumem (--[^`]+)`", r"`gpumem run \1`"),
-        (r", which stays on\. `%gpumem_device NAME` chooses another, `%gpumem_device off` turns it off\.",
-         ". `--device NAME` chooses another, `gpumem devices` lists them."),
+        (r" was turned on, and stays on: `%gpumem_device NAME` chooses another, `%gpumem_device off` turns it off\.",
+         " was turned on. `--device NAME` chooses another, `gpumem devices` lists them."),
         (r"`%gpumem_device (NAME,values=\w+)`", r"`--device \1`"),
         (r"`%gpumem_free cycles`", "`gc.collect()`"),
         (r"`%gpumem_who` shows (what holds it|more)", "`gpumem_magic.last_report().owners` tells who holds what"),

@@ -95,7 +95,7 @@ class Sighting:
     name: str | None = None
 
 
-# What keeps a tensor: a variable's name, a list or dictionary that a name leads to, autograd's graph, nothing for long.
+# What keeps a tensor: a variable's name, a list or dictionary that a name leads to, autograd's graph, or nothing: a temporary.
 KEPT_BY_NAME, KEPT_BY_LIST, KEPT_BY_GRAPH, NOT_KEPT, NOT_KNOWN = "name", "list", "backward", "temporary", "unknown"
 
 

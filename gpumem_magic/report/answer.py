@@ -9,16 +9,19 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
+from gpumem_magic.allocator.verdict import CAPACITY
 from gpumem_magic.looks.decisions import OF_VALUES
+from gpumem_magic.report.failure import failed_request
 from gpumem_magic.report.model import LABELS, Peak, ReportData, Row, TensorGroup
 from gpumem_magic.units import amount
 
 # Groups are told until they are so much of what is allocated, in per cent, and at most so many.
-_ENOUGH, _MOST = 70, 3
+_ENOUGH, _MOST = 80, 4
 # What only describes is told if it is one part in so many of the peak.
 _WORTH = 8
 # Its text says what the groups say.
 _LISTS_HOLDERS = "memory_ran_out"
+_TELLS_TEMPORARIES = "optimizer_temporaries"
 _REAL = "`%gpumem_device NAME,values=real` computes values"
 # What a value that nobody knows may have done, the graver first; and the same behind another.
 _DOUBTS = {
@@ -78,15 +81,18 @@ def _plain(report: ReportData) -> str:
     blaming = next((cause for cause in shown if not cause.describes), None)
     if blaming is not None and _WORTH * blaming.bytes >= report.peak.allocated:
         return f"{lead}. {blaming.sentence}"
-    if failure and report.error is not None and report.error.tensors:
-        words = in_words(report.error.tensors, _failed(report).categories)
-    else:
-        words = in_words(report.peak.tensors, report.peak.categories)
-    lead = f"{lead}: {words}." if words else f"{lead}."
     # What only describes is worth a word here where it says what to do about a good part of the memory.
     useful = blaming or next(
         (cause for cause in shown if cause.remedy and _WORTH * cause.bytes >= report.peak.allocated), None
     )
+    groups: Sequence[TensorGroup] = report.peak.tensors
+    categories = report.peak.categories
+    if failure and report.error is not None and report.error.tensors:
+        groups, categories = report.error.tensors, _failed(report).categories
+    if useful is not None and useful.name == _TELLS_TEMPORARIES:
+        groups = [one for one in groups if one.category != "temporaries"]
+    words = in_words(groups, categories)
+    lead = f"{lead}: {words}." if words else f"{lead}."
     if useful is None:
         return lead
     return f"{lead} {useful.remedy if useful.name == _LISTS_HOLDERS else useful.sentence}"
@@ -94,7 +100,27 @@ def _plain(report: ReportData) -> str:
 
 def _peak(report: ReportData) -> str:
     where = f" at {report.peak.where}" if report.peak.where else ""
-    return f"Peak {amount(report.peak.allocated)} allocated{where}"
+    return f"Peak {amount(report.peak.allocated)} allocated{_on(report)}{where}{_since(report)}"
+
+
+def _on(report: ReportData) -> str:
+    """Which device it is, where there are several."""
+    return f" on cuda:{report.device.index}" if report.devices or report.device.index else ""
+
+
+def _since(report: ReportData) -> str:
+    """Since which statement nearly all of the peak was there, where the one that reached it added next to nothing."""
+    peak = report.peak.allocated
+    rows = [row for row in report.checkpoints if row.kind in ("before", "statement")]
+    last = next((number for number, row in enumerate(rows) if row.peak_allocated == peak), 0)
+    first = last
+    while first and 100 * rows[first - 1].allocated >= 99 * peak:
+        first -= 1
+    row = rows[first] if rows else None
+    if row is None or first == last or not row.line:
+        return ""
+    turn = f" in iteration {'.'.join(map(str, row.iteration))}" if row.iteration != rows[last].iteration else ""
+    return f" (all but {amount(peak - row.allocated)} of it since line {row.line}{turn})"
 
 
 def _failure(report: ReportData) -> str:
@@ -107,7 +133,14 @@ def _failure(report: ReportData) -> str:
         return f"{error.type}{at}{peak}"
     row = _failed(report)
     total = f" of {amount(report.device.capacity)}" if report.device.capacity else ""
-    return f"Out of memory{at}: {amount(error.requested)} wanted, {amount(row.allocated)}{total} allocated"
+    found = failed_request(report)
+    missing = -(found.spare or 0) if found is not None and found.cause == CAPACITY else 0
+    figures = f"{amount(error.requested)} wanted, {amount(row.allocated)}{total} allocated"
+    return (
+        f"Out of memory{_on(report)}{at}, {amount(missing)} short ({figures})"
+        if missing > 0
+        else f"Out of memory{_on(report)}{at}: {figures}"
+    )
 
 
 def _failed(report: ReportData) -> Row | Peak:

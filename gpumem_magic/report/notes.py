@@ -175,7 +175,7 @@ def _repetition(recording: Recording, device: int) -> list[str]:
     if found is None or ends[found.first] == ends[found.last]:
         return []
     numbers = list(accumulate(1 + gone for gone in left_out))
-    period = f", with a period of {found.period}" if found.period > 1 else ""
+    period = f", with the same addresses every {found.period}" if found.period > 1 else ""
     first, last, total = numbers[found.first], numbers[found.last], numbers[-1]
     return [f"Iterations {first:,}-{last:,} of {total:,} repeat exactly{period}."]
 

@@ -173,7 +173,7 @@ def for_recording(name: str | None) -> Chosen:
     machine = _turn_on(DEFAULT_DEVICE)
     instead = unsupported.why_not(torch) or "There is no GPU here, and no device was chosen."
     note = (
-        f"{instead} This ran on a virtual {DEFAULT_DEVICE}, which stays on. `%gpumem_device NAME` chooses another, "
+        f"{instead} A virtual {DEFAULT_DEVICE} was turned on, and stays on: `%gpumem_device NAME` chooses another, "
         "`%gpumem_device off` turns it off."
     )
     return Chosen(machine, machine.current_device(), turned_on=True, notes=(note,))

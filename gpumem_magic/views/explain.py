@@ -93,7 +93,8 @@ def _beside(report: ReportData) -> str:
     if last is None:
         return ""
     sizes = [(name, last.categories.get(name) or 0) for name in CATEGORIES if name not in ALLOCATED_CATEGORIES]
-    words = [f"{LABELS[name]} {amount(size)}" for name, size in sizes if size >= MIB]
+    labels = LABELS | {"cached": "cached but free"}
+    words = [f"{labels[name]} {amount(size)}" for name, size in sizes if size >= MIB]
     return f"; at the end {', '.join([f'allocated {amount(last.allocated)}', *words])}"
 
 
@@ -230,6 +231,9 @@ def _too_big(found: FailedRequest, report: ReportData, wanted: int) -> str:
     if total is not None and wanted > total:
         return f"Too big for the device: it has {amount(total)} in all."
     text = f"Too big for the device: even with perfect packing, {amount(-(found.spare or 0))} would be missing."
+    if report.error is not None and report.error.tensors:
+        # The answer has said whose the memory was, tensor by tensor.
+        return text
     largest = max(_TENSOR_CATEGORIES, key=lambda name: _held_then(report, name))
     size = _held_then(report, largest)
     return f"{text} The largest share: {LABELS[largest]}, {amount(size)}." if size else text

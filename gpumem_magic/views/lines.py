@@ -95,7 +95,7 @@ class Line:
 
 
 def words_of(entry: Entry) -> str:
-    """``as 2``, ``lines 3-9: nothing moved``: what stands in place of the rows that are folded."""
+    """``as 2``, ``lines 3-9: no change``: what stands in place of the rows that are folded."""
     if entry.kind == STILL:
         return f"{_lines_of(entry)}: {_little(entry.moved)}"
     if not entry.turns:
@@ -131,7 +131,7 @@ def _lines_of(entry: Entry) -> str:
 
 
 def _little(moved: int) -> str:
-    return f"at most {amount(moved)} moved" if moved else "nothing moved"
+    return f"changes of at most {amount(moved)}" if moved else "no change"
 
 
 def used(row: Row) -> int:

@@ -146,7 +146,7 @@ def _name(entry: Entry) -> str:
 
 
 def _folded_name(entry: Entry) -> str:
-    """``iterations 1-60: alike, each +64.0 MiB``, ``2 statements: nothing moved``."""
+    """``iterations 1-60: alike, each +64.0 MiB``, ``2 statements: no change``."""
     if entry.kind == STILL:
         return f"{counted(len(entry.rows), 'statement')}: {words_of(entry).partition(': ')[2]}"
     if entry.in_call:

@@ -14,7 +14,7 @@ _MOST_NOTES = 3
 _MOST_GROUPS = 5
 # A group of tensors with less than one part in so many of what is allocated joins the rest.
 _SMALL = 50
-_KEPT = {"backward": "backward", "temporary": "nothing for long", "list": "a list", "name": "a name", "unknown": ""}
+_KEPT = {"backward": "backward", "temporary": "nothing (temporary)", "list": "a list", "name": "a name", "unknown": ""}
 
 
 @dataclass(frozen=True)

@@ -224,17 +224,25 @@ def bar(line: Line, scale: int, width: int, letters: Mapping[str, str]) -> str:
     """A stacked bar of what is allocated: `scale` bytes fill `width` columns; `|` stands at the highest inside the row."""
     if scale <= 0:
         return ""
-    cells: list[str] = []
-    total = 0
-    for name in ALLOCATED_CATEGORIES:
-        total += max(0, line.row.categories.get(name) or 0)
-        cells += [letters[name]] * (min(width, round(width * total / scale)) - len(cells))
+    sizes = [(letters[name], max(0, line.row.categories.get(name) or 0)) for name in ALLOCATED_CATEGORIES]
+    count = min(width, round(width * sum(size for _, size in sizes) / scale))
+    cells = [_most_of(sizes, scale * number // width, scale * (number + 1) // width) for number in range(count)]
     if line.peak_inside is not None:
         place = min(width - 1, round(width * line.peak_inside / scale))
         if place > round(width * line.row.allocated / scale):
             cells += [" "] * (place + 1 - len(cells))
             cells[place] = MARK
     return "".join(cells)
+
+
+def _most_of(sizes: Sequence[tuple[str, int]], begin: int, end: int) -> str:
+    """Who has most of the bytes from `begin` to `end`, where all lie one behind another."""
+    most, found, start = 0, "", 0
+    for letter, size in sizes:
+        here = min(start + size, end) - max(start, begin)
+        most, found = max((most, found), (here, letter), key=lambda one: one[0])
+        start += size
+    return found
 
 
 def _categories(report: ReportData, width: int) -> str:
