@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import re
 import sys
-import threading
 from types import FrameType
 from typing import Any
 
 import torch
 from torch._C import _current_autograd_node
-from torch._C._autograd import _get_sequence_nr
 
 from gpumem_magic.devices.base import Birth, CodePlace
 from gpumem_magic.looks import tensors
@@ -30,71 +28,67 @@ _MOST_INPUTS = 8
 _MOST = 50_000
 
 
-class _Last(threading.local):
-    """The number of the graph's last node that was noted in a thread."""
-
-    number = -1
-
-
 class Births:
     """What one engine's operators tell."""
 
     def __init__(self) -> None:
         self._whose: dict[str, str] = {}
         self._places: dict[tuple[Any, ...], CodePlace] = {}
-        self._births: dict[Birth, Birth] = {}
+        self._births: dict[tuple[Any, ...], Birth] = {}
+        self._kernels: dict[Any, str] = {}
         # The number of a node -> the kernel that it belongs to, the operator's name, and where that was called.
         self._nodes: dict[int, tuple[str, str, CodePlace | None]] = {}
-        self._last = _Last()
 
-    def forward(self, func: Any) -> None:
-        """An operator runs now. If autograd has made a node for it, the node's number is noted."""
-        number = _get_sequence_nr()
-        if number == self._last.number:
-            return
-        self._last.number = number
+    def forward(self, func: Any, number: int) -> None:
+        """Autograd has made the node of this number for an operator that runs now."""
         if len(self._nodes) > 2 * _MOST:
             self._nodes.clear()
         place, function, _ = self._place()
-        kernel = _kernel(func)
-        self._nodes[number - 1] = kernel, _plain(function or kernel), place
+        kernel = self._kernel(func)
+        self._nodes[number] = kernel, _plain(function or kernel), place
 
     def of(self, call: tuple[Any, Any, Any] | None, tensor: torch.Tensor | None, maker: str = "") -> Birth:
         """Of an allocation under way. call: the operator and its arguments; maker: a factory's name, where there is no operator;
         tensor: what it holds, None for what a kernel works with."""
-        place, function, in_engine = self._place()
-        kernel = _kernel(call[0]) if call is not None else maker
-        operator = _plain(function or kernel)
-        node = ""
-        if in_engine:
-            node, operator, place = self._behind(operator, place)
-        with tensors.unseen():
-            birth = Birth(
-                operator,
-                kernel,
-                None if tensor is None else tensors.shape(tensor),
-                "" if tensor is None else tensors.dtype_name(tensor),
-                _inputs(call),
-                place,
-                node,
-            )
-        if len(self._births) > _MOST:
-            self._births.clear()
-        return self._births.setdefault(birth, birth)
-
-    def _behind(self, operator: str, place: CodePlace | None) -> tuple[str, str, CodePlace | None]:
-        """Of what a backward makes: the graph's node, its operator's name, and where that was called in the forward."""
         node = _current_autograd_node()
-        if node is None:
-            return "backward", operator, place
+        name, known = ("", None) if node is None else self._behind(node)
+        place, function, in_engine = self._place(stops_at_engine=known is not None and known[2] is not None)
+        kernel = maker if call is None else self._kernel(call[0])
+        if not in_engine:
+            name = ""
+        elif known is None:
+            name = name or "backward"
+        else:
+            function, place = known[1], known[2] or place
+        inputs: list[tuple[Any, ...]] = []
+        with tensors.unseen():
+            if call is not None:
+                _collect((*call[1], *call[2].values()), inputs)
+            look = None if tensor is None else (tensor.shape, tensor.dtype)
+        # As PyTorch has them, which costs little; in Python's numbers once for all alike.
+        key = function or kernel, kernel, look, tuple(inputs), place, name
+        birth = self._births.get(key)
+        if birth is None:
+            if len(self._births) > _MOST:
+                self._births.clear()
+            birth = self._births[key] = _birth(*key)
+        return birth
+
+    def _behind(self, node: Any) -> tuple[str, tuple[str, str, CodePlace | None] | None]:
+        """The name of a graph's node, and what its forward noted: the kernel, its operator's name and where that was called."""
         name = node.name()
         known = self._nodes.get(node._sequence_nr())
-        if known is None or not _is_of(name, known[0]):
-            return name, operator, place
-        return name, known[1], known[2] or place
+        return name, known if known is not None and _is_of(name, known[0]) else None
 
-    def _place(self) -> tuple[CodePlace | None, str, bool]:
-        """Where the program is, the function of PyTorch's that it called, and whether it is autograd's engine that runs."""
+    def _kernel(self, func: Any) -> str:
+        found = self._kernels.get(func)
+        if found is None:
+            found = self._kernels[func] = _kernel(func)
+        return found
+
+    def _place(self, stops_at_engine: bool = False) -> tuple[CodePlace | None, str, bool]:
+        """Where the program is, the function of PyTorch's that it called, and whether it is autograd's engine that runs; of
+        that alone, where nobody needs to know who called it."""
         frame: FrameType | None = sys._getframe(2)
         inner: FrameType | None = None
         function, in_engine = "", False
@@ -110,6 +104,8 @@ class Births:
                 elif kind is _FUNCTION:
                     function = code.co_name
                 elif kind is _GRAPH and code.co_name == _ENGINE:
+                    if stops_at_engine:
+                        return None, "", True
                     function, in_engine = "", True
             frame = frame.f_back
         return (None if inner is None else self._known_place(inner, None, function)), function, in_engine
@@ -185,28 +181,39 @@ def _is_of(node: str, kernel: str) -> bool:
     return node.lower().startswith(kernel.rpartition("::")[2].replace("_", "").lower()) or "Backward" not in node
 
 
-def _inputs(call: tuple[Any, Any, Any] | None) -> tuple[tuple[tuple[int, ...], str], ...]:
-    found: list[tuple[tuple[int, ...], str]] = []
-    if call is not None:
-        _, args, kwargs = call
-        _collect((*args, *kwargs.values()), found)
-    return tuple(found)
-
-
-def _collect(values: Any, found: list[tuple[tuple[int, ...], str]]) -> None:
+def _collect(values: Any, found: list[tuple[Any, ...]]) -> None:
+    """The shapes, strides (None where there are none) and types of the tensors among an operator's arguments."""
     for value in values:
         if len(found) >= _MOST_INPUTS:
             return
         if isinstance(value, torch.Tensor):
-            found.append((_held_shape(value), tensors.dtype_name(value)))
+            strides = value.stride() if value.layout is torch.strided else None
+            found.append((value.shape, strides, value.dtype))
         elif isinstance(value, (list, tuple)):
             _collect(value, found)
 
 
-def _held_shape(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The shape without what is only expanded: a dimension along which every element is the same one counts as 1."""
-    if tensor.layout is not torch.strided:
-        return tensors.shape(tensor)
-    return tuple(
-        1 if stride == 0 else int(length) for length, stride in zip(tensor.shape, tensor.stride(), strict=True)
+def _birth(
+    operator: str, kernel: str, look: Any, inputs: tuple[tuple[Any, ...], ...], place: CodePlace | None, node: str
+) -> Birth:
+    shape, dtype = look or (None, None)
+    return Birth(
+        _plain(operator),
+        kernel,
+        None if shape is None else tuple(map(int, shape)),
+        _type(dtype),
+        tuple((_held_shape(lengths, strides), _type(its)) for lengths, strides, its in inputs),
+        place,
+        node,
     )
+
+
+def _type(dtype: torch.dtype | None) -> str:
+    return "" if dtype is None else str(dtype).removeprefix("torch.")
+
+
+def _held_shape(lengths: Any, strides: Any) -> tuple[int, ...]:
+    """The shape without what is only expanded: a dimension along which every element is the same one counts as 1."""
+    if strides is None:
+        return tuple(map(int, lengths))
+    return tuple(1 if stride == 0 else int(length) for length, stride in zip(lengths, strides, strict=True))

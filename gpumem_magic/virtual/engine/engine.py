@@ -16,6 +16,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, NoReturn
 
 import torch
+from torch._C._autograd import _get_sequence_nr
 from torch._C._dynamo.eval_frame import get_eval_frame_callback, set_eval_frame
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -219,8 +220,9 @@ class Engine:
             STATE.last_device = device
             if STATE.call is not None or not self.memory.is_recorded(device):
                 return self.perform(func, args, kwargs, device)
-            if not STATE.backward:
-                self.births.forward(func)
+            if not STATE.backward and (number := _get_sequence_nr()) != STATE.sequence:
+                STATE.sequence = number
+                self.births.forward(func, number - 1)
             STATE.call = func, args, kwargs
             try:
                 return self.perform(func, args, kwargs, device)

@@ -34,12 +34,14 @@ _plain_dispatch = FakeTensorMode.dispatch
 class ThreadState(threading.local):
     """What each thread is doing: inside a fake kernel, how deep in fake dispatch, in a backward pass, on which device last,
 
-    how the memory that it asks for next came to be wanted (`DeviceLog.origins`), and the operator that runs, with its arguments.
+    how the memory that it asks for next came to be wanted (`DeviceLog.origins`), the operator that runs, with its arguments, and
+    how far autograd had counted its nodes when one was last noted.
     """
 
     in_kernel = False
     depth = 0
     backward = 0
+    sequence = -1
     last_device = 0
     origin = "compute"
     call: tuple[Any, Any, Any] | None = None
