@@ -14,7 +14,7 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from gpumem_magic.trials.foresight import through
 from gpumem_magic.trials.process import NoTrial, in_a_fork
 from gpumem_magic.trials.programs import ScriptProgram
 from gpumem_magic.trials.search import MOST_TRIALS, search
-from gpumem_magic.trials.tried import FITS, MEMORY, Tried
+from gpumem_magic.trials.tried import ERROR, FITS, MEMORY, Tried
 from gpumem_magic.trials.values import VaryError, varied, with_values
 from gpumem_magic.virtual import gpu
 
@@ -78,10 +78,11 @@ def fits_alone(book: Notebook, cell: str, device: str = SMALL, flags: str = "--u
     return report.error is None
 
 
-def fake(values: dict[int, bool], tried: list[int]) -> Any:
+def fake(values: dict[int, bool], tried: list[int], wrong: Callable[[int], bool] = lambda value: False) -> Any:
     def run(value: int) -> Tried:
         tried.append(value)
-        return Tried("T4", {"n": value}, FITS if values[value] else MEMORY, 1, 1, value, 1, {})
+        ending = ERROR if wrong(value) else FITS if values[value] else MEMORY
+        return Tried("T4", {"n": value}, ending, 1, 1, value, 1, {})
 
     return run
 
@@ -165,6 +166,28 @@ def test_values_that_fit_beyond_one_that_does_not_are_not_claimed_as_proven() ->
     assert found.best.values["n"] in (2, 4)
     assert found.above is not None
     assert found.above.values["n"] == found.best.values["n"] + 1
+
+
+@pytest.mark.parametrize(
+    ("wrong", "wall", "usual", "best"),
+    [
+        (lambda n: n % 8, 31, None, 24),
+        (lambda n: n % 8, 40, None, 40),
+        (lambda n: n % 6, 25, 12, 24),
+        (lambda n: n % 4, 7, None, 4),
+        (lambda n: n % 8, 7, None, None),
+        (lambda n: 65 % n == 1, 33, None, 33),
+        (lambda n: n > 25, 40, None, 25),
+        (lambda n: True, 40, 8, None),
+    ],
+)
+def test_values_that_raise_errors_of_the_programs_own_are_stepped_over(
+    wrong: Any, wall: int, usual: int | None, best: int | None
+) -> None:
+    tried: list[int] = []
+    found = search("n", range(1, 41), fake({n: n <= wall for n in range(1, 41)}, tried, wrong), usual)
+    assert len(tried) == len(set(tried)) <= MOST_TRIALS
+    assert (None if found.best is None else found.best.values["n"]) == best
 
 
 # ---- cells
@@ -294,11 +317,20 @@ def test_an_error_that_is_not_about_memory_is_said_and_no_limit_is_claimed(book:
     found = book.shell.user_ns["found"]
     assert found.largest is None
     assert str(found).startswith("Nothing can be said of n: n=1 raises KeyError")
-    assert len(found.trials) == 2
+    assert [one.values["n"] for one in found.trials] == [2, 1, 3]
     # An error from some value on is a wall, too, of another kind.
     book.cell("%%gpumem --fit n=1..64 -q -o found\nn = 3\nx = torch.ones(n, device='cuda')\nassert n < 20, 'too many'")
     assert book.shell.user_ns["found"].largest == 19
     assert "20 raises AssertionError: too many (at line 4" in str(book.shell.user_ns["found"])
+
+
+def test_a_program_that_takes_only_multiples_says_so_and_its_largest(book: Notebook) -> None:
+    cell = "if n % 8:\n    raise ValueError('multiples of 8')\nx = torch.ones(n, 1 << 21, device='cuda')"
+    book.cell("%%gpumem --fit n=1..64 -q -o found\n" + cell)
+    assert book.shell.user_ns["found"].largest == 32  # x 8 MiB of 256
+    assert "32 fits on a card of 256MiB" in str(book.shell.user_ns["found"])
+    assert "33 raises ValueError: multiples of 8" in str(book.shell.user_ns["found"])
+    assert "40 fails at line 4" in str(book.shell.user_ns["found"])
 
 
 def test_hostile_lines_get_one_clear_line(book: Notebook) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from gpumem_magic.report.model import LABELS
 from gpumem_magic.trials.growth import FitCase
+from gpumem_magic.trials.search import SearchResult
 from gpumem_magic.trials.tried import ERROR, Tried
 from gpumem_magic.units import GIB, amount, counted, human
 from gpumem_magic.views.display import HTML, PLAIN, asked_for, in_terminal
@@ -92,7 +93,7 @@ class Fits:
         found, best, above = case.found, case.found.best, case.found.above
         card = card_in_words(case.device)
         if best is None:
-            lowest = min(found.tried, key=lambda one: one.values[self.name])
+            lowest = min(found.tried, key=lambda one: (one.ending == ERROR, one.values[self.name]))
             if lowest.ending == ERROR:
                 return f"Nothing can be said of {self.name}: {self._told(lowest)} {failure_in_words(lowest)}."
             return f"Not even {self._told(lowest)} fits on {card}: it {failure_in_words(lowest)}."
@@ -102,10 +103,22 @@ class Fits:
         if above is None:
             at_end = best.values[self.name] == found.values[-1]
             return f"{words}, {'the last value that was asked for' if at_end else 'and no larger one was run'}."
-        words = f"{words}; {above.values[self.name]:,} {failure_in_words(above)}."
-        if not found.is_proven:
-            words += f" Between {best.values[self.name]:,} and {above.values[self.name]:,} nothing else was run."
+        words = f"{words}; {self._failing(found)}."
+        if not found.is_proven and found.wall is not None:
+            between = any(
+                best.values[self.name] < one.values[self.name] < found.wall.values[self.name] for one in found.tried
+            )
+            words += (
+                f" Between {best.values[self.name]:,} and {found.wall.values[self.name]:,} "
+                f"{'few were' if between else 'nothing else was'} run."
+            )
         return words
+
+    def _failing(self, found: SearchResult) -> str:
+        """What fails above the best: the next that was run, and the wall where that is another."""
+        failing = [one for one in (found.above, found.wall) if one is not None]
+        words = [f"{one.values[self.name]:,} {failure_in_words(one)}" for one in failing]
+        return ", and ".join(dict.fromkeys(words))
 
     def _told(self, one: Tried) -> str:
         return ", ".join(f"{name}={value}" for name, value in one.values.items())
@@ -168,12 +181,10 @@ class Fits:
         found = case.found
         first = [case.device] * (self._cards > 1) + ([f"{case.across:,}"] if case.across is not None else [])
         if found.best is None:
-            one = min(found.tried, key=lambda one: one.values[self.name])
+            one = min(found.tried, key=lambda one: (one.ending == ERROR, one.values[self.name]))
             return [*first, "none", "", f"{one.values[self.name]:,} {failure_in_words(one)}"]
         above = found.above
-        following = (
-            "the last that was asked for" if above is None else f"{above.values[self.name]:,} {failure_in_words(above)}"
-        )
+        following = "the last that was asked for" if above is None else self._failing(found)
         if above is not None and not found.is_proven:
             following += "; nothing between was run"
         return [*first, f"{found.best.values[self.name]:,}", of_the_card(found.best), following]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from gpumem_magic.recording.cell import CellRun, PreparedCell
 from gpumem_magic.recording.script import ScriptRun, as_main
-from gpumem_magic.trials.values import VaryError, mentions, with_values
+from gpumem_magic.trials.values import VaryError, mentions, usual_value, with_values
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -52,6 +52,9 @@ class Subject(Protocol):
     def check(self, names: Sequence[str]) -> None:
         """Raises VaryError where one of the names cannot be varied."""
 
+    def usual(self, name: str) -> int | None:
+        """The value that the name has by itself, where that is known."""
+
 
 class CellProgram:
     """A notebook's cell."""
@@ -70,6 +73,9 @@ class CellProgram:
         for name in names:
             if name not in assigned and not mentions(self._cell.tree, name) and name not in self._shell.user_ns:
                 raise VaryError(f"the cell neither assigns nor reads `{name}`")
+
+    def usual(self, name: str) -> int | None:
+        return usual_value(self._cell.tree, name, self._shell.user_ns)
 
     def prepared(self, values: Mapping[str, int]) -> _RunningCell:
         tree, assigned = with_values(self._cell.tree, values)
@@ -107,6 +113,9 @@ class ScriptProgram:
 
     def check(self, names: Sequence[str]) -> None:
         """A script is asked nothing: it says itself what it makes of its arguments."""
+
+    def usual(self, name: str) -> int | None:
+        return None
 
     def arguments(self, values: Mapping[str, int]) -> list[str]:
         """``--batch-size=8``, in the place of the same argument where the script has it already."""
@@ -158,6 +167,9 @@ class StepProgram:
 
     def check(self, names: Sequence[str]) -> None:
         """Python says it, at the first call."""
+
+    def usual(self, name: str) -> int | None:
+        return None
 
     def prepared(self, values: Mapping[str, int]) -> _RunningStep:
         return _RunningStep(self._step, values)

@@ -8,6 +8,8 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from math import gcd
 
 from gpumem_magic.trials.foresight import Foresight, through
 from gpumem_magic.trials.tried import ERROR, Course, Tried
@@ -19,13 +21,17 @@ _FIRST, _FEW = 1, 8
 _ABOVE = 24
 # So many times the largest value that fits is far away.
 _FAR = 4
+# Where small values raise errors and the program has no value of its own, one of these may do: what has to be divisible mostly
+# has to be by a factor of theirs.
+_DIVISIBLE = (8, 64, 60)
 
 
 @dataclass(frozen=True)
 class SearchResult:
     """What a search came to. tried: in the order in which they were run. best: the largest that fits, None where none does.
 
-    above: the smallest that was run above it and failed. is_proven: no value lies between the two, or the best is the last.
+    above: the smallest that was run above it and failed; wall: the same, without those that raise errors of the program's own
+    where others above them do not. is_proven: every value between the best and the wall was run, or the best is the last.
     foreseen: whether the course of requests foretold them. is_constant: no request grows with the value.
     """
 
@@ -34,19 +40,20 @@ class SearchResult:
     tried: tuple[Tried, ...]
     best: Tried | None
     above: Tried | None
+    wall: Tried | None
     is_proven: bool
     foreseen: bool
     is_constant: bool
 
 
-def search(name: str, values: Sequence[int], run: Callable[[int], Tried]) -> SearchResult:
-    """values: in ascending order. run: one trial."""
-    return _Hunt(name, values, run).found()
+def search(name: str, values: Sequence[int], run: Callable[[int], Tried], usual: int | None = None) -> SearchResult:
+    """values: in ascending order. run: one trial. usual: the value that the program has by itself, None where it has none."""
+    return _Hunt(name, values, run, usual).found()
 
 
 class _Hunt:
-    def __init__(self, name: str, values: Sequence[int], run: Callable[[int], Tried]) -> None:
-        self.name, self.values, self.run = name, values, run
+    def __init__(self, name: str, values: Sequence[int], run: Callable[[int], Tried], usual: int | None = None) -> None:
+        self.name, self.values, self.run, self.usual = name, values, run, usual
         # By place among the values.
         self.tried: dict[int, Tried] = {}
         self.foresight = Foresight({})
@@ -58,16 +65,20 @@ class _Hunt:
         self._begin()
         while len(self.tried) < MOST_TRIALS and (place := self._next()) is not None:
             expected = place <= self._foretold_place if self._foretold_place is not None else None
-            fits = self._try(place).fits
-            self.surprises = self.surprises + 1 if expected is not None and fits != expected else 0
+            found = self._try(place)
+            if found.ending != ERROR:
+                self.surprises = self.surprises + 1 if expected is not None and found.fits != expected else 0
         low, high = self._bracket()
         best = None if low is None else self.tried[low]
-        is_proven = low is not None and (low == len(self.values) - 1 or high == low + 1)
+        end = len(self.values) if high is None else high
+        above = [at for at in self.tried if low is None or at > low]
+        is_proven = low is not None and sum(at < end for at in above) == end - low - 1
         return SearchResult(
             self.name,
             self.values,
             tuple(self.tried.values()),
             best,
+            self.tried[min(above)] if above else None,
             None if high is None else self.tried[high],
             is_proven or (low is None and 0 in self.tried),
             self.foreseen,
@@ -100,10 +111,44 @@ class _Hunt:
         return found
 
     def _bracket(self) -> tuple[int | None, int | None]:
-        """The places of the largest that fits, and of the smallest above it that does not."""
+        """The places of the largest that fits, and of the wall above it."""
         low = max((at for at, one in self.tried.items() if one.fits), default=None)
-        above = [at for at, one in self.tried.items() if not one.fits and (low is None or at > low)]
+        wrong = self._wrong(low)
+        are_wall = any(at + 1 in wrong or at == len(self.values) - 1 for at in wrong)
+        above = [
+            at
+            for at, one in self.tried.items()
+            if not one.fits and (low is None or at > low) and (one.ending != ERROR or (are_wall and at in wrong))
+        ]
         return low, min(above, default=None)
+
+    def _wrong(self, low: int | None) -> list[int]:
+        """The places above that raise errors of the program's own, where no divisor tells which do. Two in a row are a wall."""
+        if self._divisor() > 1:
+            return []
+        return sorted(at for at, one in self.tried.items() if one.ending == ERROR and (low is None or at > low))
+
+    def _divisor(self) -> int:
+        """Of what all values are multiples that raise no error of the program's own, and none that does; 1 where there is no
+        such number, or no error."""
+        wrong = [self.values[at] for at, one in self.tried.items() if one.ending == ERROR]
+        common = gcd(*(self.values[at] for at, one in self.tried.items() if one.ending != ERROR))
+        if not wrong:
+            return 1
+        return next(
+            (each for each in range(2, common + 1) if common % each == 0 and all(value % each for value in wrong)), 1
+        )
+
+    def _may_run(self, place: int) -> bool:
+        """Whether it is untried, and nothing says that it raises an error."""
+        return place not in self.tried and self.values[place] % self._divisor() == 0
+
+    def _usable(self, place: int, low: int, end: int) -> int | None:
+        """The untried place between the two that is next to a wanted one and may raise no error; then some that may."""
+        near = next(filter(self._may_run, chain(range(place, low, -1), range(place + 1, end))), None)
+        if near is not None:
+            return near
+        return next((at for at in (low + 1, (low + end) // 2) if low < at < end and at not in self.tried), None)
 
     def _next(self) -> int | None:
         """The place to try now; None where the answer is known."""
@@ -112,15 +157,23 @@ class _Hunt:
         last = len(self.values) - 1
         if low is None:
             # Below the smallest that failed there is nothing, or the first value.
-            return 0 if 0 not in self.tried else None
+            if 0 not in self.tried:
+                return 0
+            if high is not None and self.tried[high].ending != ERROR:
+                return next((at for at in range(high) if self._may_run(at)), None)
+            likely = [self.usual] if self.usual in self.values else [one for one in _DIVISIBLE if one in self.values]
+            return next((at for at in map(self.values.index, likely) if at not in self.tried), None)
         end = last + 1 if high is None else high
         if low + 1 >= end:
             return None
+        beside = [at + 1 for at in self._wrong(low) if at + 1 < end and at + 1 not in self.tried]
+        if beside and (high is None or self.tried[high].ending != ERROR):
+            return beside[0]
         if high is not None and self.tried[high].ending == ERROR:
             # What is no matter of memory is not foretold.
             return (low + end) // 2
         if self.foresight.sees and self.foresight.is_constant:
-            return last if high is None else (low + end) // 2
+            return self._usable(last if high is None else (low + end) // 2, low, end)
         place = self._foretold(low, end)
         if place is None and high is None and len(self.tried) == 2:
             # What is small may take other kernels; then the two are not alike, and a third is wanted.
@@ -137,7 +190,7 @@ class _Hunt:
             step = 1 << (self.surprises - 1)
             middle = (low + end) // 2
             place = max(min(place, end - step), middle) if place > low else min(low + step, middle)
-        return max(low + 1, min(place, end - 1))
+        return self._usable(max(low + 1, min(place, end - 1)), low, end)
 
     def _foretold(self, low: int, end: int) -> int | None:
         """The largest place below `end` that the allocator serves, by the courses; `low` where nothing above it fits."""

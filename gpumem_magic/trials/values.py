@@ -96,6 +96,16 @@ def mentions(tree: ast.Module, name: str) -> bool:
     return any(isinstance(node, ast.Name) and node.id == name for node in ast.walk(tree))
 
 
+def usual_value(tree: ast.Module, name: str, namespace: Mapping[str, Any]) -> int | None:
+    """The whole number that the cell assigns to a name, or that it has already; None where that is none, or worked out."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Assign(targets, ast.Constant(int() as value)) if any(name in _stored(one) for one in targets):
+                return value
+    found = namespace.get(name)
+    return found if type(found) is int else None
+
+
 class _Change(ast.NodeTransformer):
     def __init__(self, values: Mapping[str, int]) -> None:
         self.values = values

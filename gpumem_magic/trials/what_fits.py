@@ -58,7 +58,7 @@ def largest(
                 told(device, one)
                 return one
 
-            case = search(along.name, along.values, run)
+            case = search(along.name, along.values, run, program.usual(along.name))
             growth = None
             if case.best is not None:
                 courses = {one.values[along.name]: one.course for one in case.tried if one.course is not None}
