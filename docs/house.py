@@ -17,7 +17,7 @@ PACKAGE = HERE.parent / "gpumem_magic"
 PICTURE = HERE / "house.svg"
 # From the bottom to the top. Rooms on one floor do not import each other. What is named nowhere is on the top floor.
 FLOORS: tuple[tuple[str, ...], ...] = (
-    ("units", "spelling", "private", "looks", "tracebacks", "failures", "own_folders"),
+    ("units", "spelling", "private", "looks", "tracebacks", "failures", "own_folders", "uninterrupted"),
     ("patching",),
     ("snapshot",),
     ("allocator",),

@@ -23,6 +23,7 @@ from weakref import WeakKeyDictionary
 from gpumem_magic import private
 from gpumem_magic.failures import is_own_failure
 from gpumem_magic.tracebacks import cut
+from gpumem_magic.uninterrupted import whole
 
 _Answer = TypeVar("_Answer")
 _MISSING: Any = object()
@@ -141,19 +142,20 @@ class Patches:
         """Goes through all of it, also where a step fails; the error is raised at the end. To be called again where it was
         interrupted."""
         failure: BaseException | None = None
-        while self._undo:
-            try:
-                self._undo[-1]()
-            except BaseException as error:
-                was_interrupted = failure is None and not is_own_failure(error)
-                failure = failure or error
-                if was_interrupted:
-                    continue
-            self._undo.pop()
-        self._replaced.clear()
-        self._placed.clear()
-        if failure is not None:
-            raise failure
+        with whole:
+            while self._undo:
+                try:
+                    self._undo[-1]()
+                except BaseException as error:
+                    was_interrupted = failure is None and not is_own_failure(error)
+                    failure = failure or error
+                    if was_interrupted:
+                        continue
+                self._undo.pop()
+            self._replaced.clear()
+            self._placed.clear()
+            if failure is not None:
+                raise failure
 
     def __enter__(self) -> Patches:
         return self

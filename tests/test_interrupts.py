@@ -23,9 +23,11 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import gpumem_magic
 from gpumem_magic.failures import is_own_failure
+from gpumem_magic.notebook.measured_cell import MeasuredCell
 from gpumem_magic.recording import under_way
 from gpumem_magic.recording.guard import Guard
-from gpumem_magic.session.recording import open_recording
+from gpumem_magic.session.recording import ActiveRecording, open_recording
+from gpumem_magic.uninterrupted import whole
 from gpumem_magic.virtual import gpu
 
 PACKAGE = os.path.dirname(gpumem_magic.__file__)
@@ -174,6 +176,23 @@ def test_what_two_interrupts_left_is_no_recording_any_more(shell: Any) -> None:
         assert magics.running is None
 
 
+def test_a_cell_whose_end_was_interrupted_runs_no_longer(shell: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next one is not taken for a part of it."""
+    before = state(machine_on())
+
+    def interrupted(self: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patches:
+        for owner in (MeasuredCell, ActiveRecording):
+            patches.setattr(owner, "put_back", interrupted)
+        assert not run(shell, CELL).success
+    assert state(machine_on()) != before
+    assert run(shell, "%%gpumem -q -o found\nx = torch.empty(1000, device='cuda')").success
+    assert shell.user_ns["found"].checkpoints[-1].allocated >= 4096
+    assert state(machine_on()) == before
+
+
 AWAITS = """%%gpumem -q
 done = False
 asyncio.get_running_loop().call_later(0.01, signal.raise_signal, signal.SIGINT)
@@ -220,6 +239,33 @@ def test_ctrl_c_waits_for_the_end_of_an_operator(monkeypatch: pytest.MonkeyPatch
     assert len(ended) == (0 if twice else 2)
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.usefixtures("shell", "usual_handler")
+@pytest.mark.parametrize("patience", [60.0, 0.0])
+def test_a_device_goes_whole_however_often_ctrl_c_is_pressed(monkeypatch: pytest.MonkeyPatch, patience: float) -> None:
+    """Until that has taken too long."""
+    machine = machine_on()
+    kind = type(machine)
+    remove, went_on = kind.remove, []
+
+    def interrupted(self: Any, because: str) -> None:
+        for _ in range(2):
+            signal.raise_signal(signal.SIGINT)
+        went_on.append(because)
+        remove(self, because)
+
+    monkeypatch.setattr(whole, "_patience", patience)
+    with monkeypatch.context() as patches:
+        patches.setattr(kind, "remove", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            gpu.turn_off()
+    assert bool(went_on) == bool(patience)
+    assert (gpu.current() is None) == bool(patience)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    gpu.turn_off()
+    assert gpu.current() is None
+    assert not machine.replaced()
 
 
 def test_a_cell_that_is_left_where_it_awaits_is_no_longer_measured(

@@ -19,6 +19,7 @@ from IPython.core.error import UsageError
 from gpumem_magic.devices import machines
 from gpumem_magic.failures import swallows
 from gpumem_magic.notebook.history import CellHistory, CellRecord, State, sheet
+from gpumem_magic.uninterrupted import whole
 from gpumem_magic.views.sheet import Sheet
 
 
@@ -114,8 +115,9 @@ def turn_on(shell: Any) -> str:
     global _auto
     if _auto is not None:
         return "Every cell is recorded already: `%gpumem_history` shows them."
-    _auto = Auto(shell, _history)
-    _auto.start()
+    with whole:
+        _auto = Auto(shell, _history)
+        _auto.start()
     return "Every cell is recorded from now on: `%gpumem_history` shows them, `%gpumem_auto off` stops recording."
 
 
@@ -124,8 +126,9 @@ def turn_off() -> str:
     global _auto
     if _auto is None:
         return "Cells were not recorded."
-    _auto.stop()
-    _auto = None
+    with whole:
+        _auto.stop()
+        _auto = None
     return "Cells are no longer recorded; `%gpumem_history` shows those that were."
 
 

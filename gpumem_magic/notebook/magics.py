@@ -31,6 +31,7 @@ from gpumem_magic.notebook.watching import watch, watch_words
 from gpumem_magic.recording import under_way
 from gpumem_magic.recording.cell import CellRun, prepare
 from gpumem_magic.session import device as choosing
+from gpumem_magic.uninterrupted import whole
 from gpumem_magic.views.sheet import show
 
 
@@ -335,11 +336,18 @@ class GpuMemMagics(Magics):
 
 def load_ipython_extension(shell: Any) -> None:
     """``%load_ext gpumem_magic``: registers the magics, and nothing else."""
-    shell.register_magics(GpuMemMagics(shell))
+    try:
+        with whole:
+            shell.register_magics(GpuMemMagics(shell))
+    except BaseException:
+        # IPython does not count it as loaded then.
+        unload_ipython_extension(shell)
+        raise
 
 
 def unload_ipython_extension(shell: Any) -> None:
     """``%unload_ext gpumem_magic``: leaves the shell, and torch, as they were before."""
     magics = shell.magics_manager.registry.get(GpuMemMagics.__name__)
     if magics is not None:
-        magics.unload()
+        with whole:
+            magics.unload()

@@ -26,6 +26,7 @@ from gpumem_magic.recording.hook import without_hooks
 from gpumem_magic.recording.progress import StopRun
 from gpumem_magic.recording.quiet import no_warnings_of
 from gpumem_magic.session import recording
+from gpumem_magic.uninterrupted import whole
 
 
 class Magics(Protocol):
@@ -64,7 +65,12 @@ class MeasuredCell:
             if self.coroutine.cr_frame is None or self.coroutine.cr_running:
                 return bool(self.coroutine.cr_running)
             return self._loop is None or self._loop.is_running()
-        return any(frame.f_code in self._runs for top in sys._current_frames().values() for frame in _stack(top))
+        return any(
+            # (The frames of another cell have the same code.)
+            frame.f_code in self._runs and any(value is self for value in frame.f_locals.values())
+            for top in sys._current_frames().values()
+            for frame in _stack(top)
+        )
 
     def __enter__(self) -> None:
         outer = self._magics.running
@@ -106,16 +112,17 @@ class MeasuredCell:
         """Puts everything back, whatever happened. May be called twice."""
         if self._nested:
             return
-        try:
-            if self._progress is not None:
-                self._progress.stop()
-            if self._inside is not None:
-                self._inside.remove()
-        finally:
-            under_way.abandon()
-            self._magics.running = None
-            if self._end_if_left in self._shell.events.callbacks["post_execute"]:
-                self._shell.events.unregister("post_execute", self._end_if_left)
+        with whole:
+            try:
+                if self._progress is not None:
+                    self._progress.stop()
+                if self._inside is not None:
+                    self._inside.remove()
+            finally:
+                under_way.abandon()
+                self._magics.running = None
+                if self._end_if_left in self._shell.events.callbacks["post_execute"]:
+                    self._shell.events.unregister("post_execute", self._end_if_left)
 
     def _end_if_left(self) -> None:
         """Ctrl-C in a terminal leaves a cell where it awaits. If an event loop goes on with it later, then unmeasured."""

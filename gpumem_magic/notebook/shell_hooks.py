@@ -22,6 +22,7 @@ from gpumem_magic.recording.cell import compiles, place
 from gpumem_magic.recording.source import split_lines
 from gpumem_magic.recording.statement_run import as_without_us, without_recording
 from gpumem_magic.spelling import did_you_mean
+from gpumem_magic.uninterrupted import whole
 
 MAGIC = "gpumem"
 _NO_MAGIC = re.compile(r"Line magic function `%(\w+)` not found\.|Cell magic `%%(\w+)` not found\.")
@@ -188,16 +189,18 @@ def show_as_plain_once(shell: Any, result: Any, error: BaseException, traceback:
             usual_custom(*plain(exc_tuple))
 
     def restore() -> None:
-        patches.undo()
-        if ended in shell.events.callbacks["post_execute"]:
-            shell.events.unregister("post_execute", ended)
+        with whole:
+            patches.undo()
+            if ended in shell.events.callbacks["post_execute"]:
+                shell.events.unregister("post_execute", ended)
 
     def ended() -> None:
         """Nothing was shown (so leaves one a debugger), but the error is in the cell's result."""
         restore()
         plain((type(error), error, error.__traceback__))
 
-    shell.events.register("post_execute", ended)
-    patches.set(shell, "showtraceback", show)
-    if shell.custom_exceptions:
-        patches.set(shell, "CustomTB", show_custom)
+    with whole:
+        shell.events.register("post_execute", ended)
+        patches.set(shell, "showtraceback", show)
+        if shell.custom_exceptions:
+            patches.set(shell, "CustomTB", show_custom)

@@ -13,6 +13,7 @@ from gpumem_magic.recording.progress import CellProgress
 from gpumem_magic.recording.quiet import no_automatic_collection
 from gpumem_magic.session.device import Chosen, for_recording
 from gpumem_magic.session.launches import Launches
+from gpumem_magic.uninterrupted import whole
 
 if TYPE_CHECKING:
     from gpumem_magic.causes.why import Why
@@ -68,15 +69,16 @@ class ActiveRecording:
 
     def put_back(self) -> None:
         """Puts everything back that was replaced. May be called twice, also where an interrupt ended the first call."""
-        try:
-            self._launches.put_back()
-            self._why.put_back()
-            if self._limit is not None:
-                self._limit.remove()
-        finally:
-            self._recorder.put_back()
-            self._chosen.end_logs()
-        under_way.close(self)
+        with whole:
+            try:
+                self._launches.put_back()
+                self._why.put_back()
+                if self._limit is not None:
+                    self._limit.remove()
+            finally:
+                self._recorder.put_back()
+                self._chosen.end_logs()
+            under_way.close(self)
 
     def close(
         self,
@@ -171,9 +173,10 @@ def open_recording(
     active = ActiveRecording(what, recorder, why, is_running, words)
     try:
         # Known before anything is replaced: an interrupt leaves nothing that `under_way.abandon` does not find.
-        under_way.open(active)
-        active.start(user_ns)
-        under_way.begin(recorder)
+        with whole:
+            under_way.open(active)
+            active.start(user_ns)
+            under_way.begin(recorder)
     except BaseException:
         active.put_back()
         raise

@@ -21,6 +21,7 @@ from torch._C import _get_dispatch_stack_at, _len_torch_dispatch_stack  # the ac
 from gpumem_magic.allocator.settings import settings_from_environment
 from gpumem_magic.devices import machines
 from gpumem_magic.devices.base import DeviceError
+from gpumem_magic.uninterrupted import whole
 from gpumem_magic.virtual.card import catalog
 from gpumem_magic.virtual.machine import VirtualMachine
 
@@ -41,7 +42,7 @@ def turn_on(text: str) -> VirtualMachine:
     PYTORCH_ALLOC_CONF as they are now; an option that is not emulated is a warning. Raises DeviceError with one line, and
     changes nothing: an unknown name, a setting that PyTorch would refuse, CUDA in use already, or a mode that is active.
     """
-    with _turning:
+    with _turning, whole:
         spec = catalog.parse(text)
         try:
             settings = settings_from_environment()
@@ -76,7 +77,7 @@ def turn_off() -> int:
 
     Raises DeviceError where a mode is active. 0 where nothing was on.
     """
-    with _turning:
+    with _turning, whole:
         if current() is None:
             return 0
         _refuse_inside_modes("off")

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from gpumem_magic.failures import swallowed
+from gpumem_magic.uninterrupted import whole
 from gpumem_magic.widgets.columns import SENT
 from gpumem_magic.widgets.fronts import Front, LineFront, StaticFront, SummaryFront, WidgetFront
 from gpumem_magic.widgets.observer import Observer
@@ -196,7 +197,7 @@ def start(shell: Any, hz: float = DEFAULT_HZ, *, static: bool = False) -> Watch:
     global _current
     if not MIN_HZ <= hz <= MAX_HZ:
         raise WatchError(f"--hz must be between {MIN_HZ:g} and {MAX_HZ:g}, not {hz:g}")
-    with _changing:
+    with _changing, whole:
         stop_if_running()
         show_what_was_lost()
         watch = Watch(hz, lambda watch: choose_front(watch, shell, static))
@@ -215,7 +216,7 @@ def running() -> Watch:
 
 def stop_if_running() -> None:
     """Ends the watch of this process, if there is one. A forked child leaves its parent's alone."""
-    with _changing:
+    with _changing, whole:
         if _current is not None and _current.process == os.getpid() and _current.state != STOPPED:
             _current.stop()
 

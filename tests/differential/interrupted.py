@@ -11,6 +11,7 @@ import builtins
 import os
 import signal
 import sys
+import traceback
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -18,6 +19,7 @@ from typing import Any
 import state
 
 OWN = f"{os.sep}gpumem_magic{os.sep}"
+_SECOND = (OWN, f"{os.sep}torch{os.sep}", "contextlib.py")
 # What a working session says of a cell that takes 4 MiB.
 CHECK = "%%gpumem -q -o _report --device T4\nimport torch\n_kept = torch.empty(2**20, device='cuda')"
 EXPECTED = 4 << 20
@@ -38,22 +40,54 @@ _OF_IPYTHON = {
 
 
 class AtLine:
-    """A trace function that interrupts at the n-th line of our own code, or only counts."""
+    """A trace function that interrupts at the n-th line of our own code, or only counts.
 
-    def __init__(self, number: int | None) -> None:
+    second: at which call thereafter, or end of a call of C's, in our own code or PyTorch's, it does so once more; None: never.
+    """
+
+    def __init__(self, number: int | None, second: int | None = None) -> None:
         self.number = number
+        self.second = second
         self.seen = 0
+        self.seen_after = 0
         self.place = ""
+        # The number of the first event at each place, for each place that called it.
+        self.places: dict[str, int] = {}
 
     def __call__(self, frame: FrameType, event: str, _argument: Any) -> Any:
         if OWN not in frame.f_code.co_filename:
             return None
         if event == "line":
             self.seen += 1
+            if self.number == 0:
+                self.places.setdefault(_called(frame), self.seen)
             if self.seen == self.number:
-                self.place = f"{frame.f_code.co_filename.rpartition(OWN)[2]}:{frame.f_lineno}"
+                self.place = _place(frame)
+                if self.second is not None:
+                    self.places.clear()
+                    sys.setprofile(self._after)
                 signal.raise_signal(signal.SIGINT)
         return self
+
+    def _after(self, frame: FrameType, event: str, _argument: Any) -> None:
+        """Here Python looks for signals."""
+        if event not in ("call", "c_return") or not any(part in frame.f_code.co_filename for part in _SECOND):
+            return
+        self.seen_after += 1
+        if self.second == 0:
+            self.places.setdefault(_called(frame), self.seen_after)
+        if self.seen_after == self.second:
+            sys.setprofile(None)
+            self.place += f", {_place(frame)}"
+            signal.raise_signal(signal.SIGINT)
+
+
+def _place(frame: FrameType) -> str:
+    return f"{frame.f_code.co_filename.rpartition(OWN)[2]}:{frame.f_lineno}"
+
+
+def _called(frame: FrameType) -> str:
+    return f"{_place(frame)} from {_place(frame.f_back)}" if frame.f_back is not None else _place(frame)
 
 
 def left_over(shell: Any, before: dict[str, Any]) -> dict[str, Any]:
@@ -87,7 +121,7 @@ def left_over(shell: Any, before: dict[str, Any]) -> dict[str, Any]:
 
 def ours(found: dict[str, Any], request: dict[str, Any]) -> dict[str, Any]:
     """What is left over without what IPython and PyTorch leave there by themselves."""
-    is_second = len(request.get("interrupt", ())) == 2
+    is_second = len(request.get("interrupt", ())) == 2 or "second" in request
     if is_second and "torch" in found:
         # `no_grad` ends in Python: where a second Ctrl-C comes just then, gradients stay off.
         was, now = found["torch"]
@@ -123,7 +157,7 @@ def run(shell: Any, request: dict[str, Any], bearings: dict[str, Any], run_cell:
     before = whole(shell, bearings)
     for cell in request["setup"]:
         shell.run_cell(cell, store_history=True)
-    tracer = AtLine(request.get("line")) if "line" in request else None
+    tracer = AtLine(request["line"], request.get("second")) if "line" in request else None
     found: dict[str, Any] = {"landed": False, "troubles": []}
     ready = Path(request["result"] + ".ready")
     try:
@@ -134,21 +168,30 @@ def run(shell: Any, request: dict[str, Any], bearings: dict[str, Any], run_cell:
                 sys.settrace(tracer)
                 result = run_cell(shell, request["cell"], request.get("kernel", False))
                 sys.settrace(None)
+                sys.setprofile(None)
                 error = result.error_in_exec or result.error_before_exec
                 found["landed"] = isinstance(error, KeyboardInterrupt)
                 found["error"] = type(error).__name__
             except (KeyboardInterrupt, asyncio.CancelledError):
                 found.update(landed=True, error="left the shell")
+            except Exception as error:
+                # IPython 7 fails at the traceback of an interrupt that comes as it makes one.
+                found.update(landed=True, error=f"left the shell: {type(error).__name__}: {error}")
+                if OWN in traceback.extract_tb(error.__traceback__)[-1].filename:
+                    found["troubles"].append(("left the shell", traceback.format_exc()[-1500:]))
             signal.signal(signal.SIGINT, signal.SIG_IGN)
         except KeyboardInterrupt:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     sys.settrace(None)
+    sys.setprofile(None)
     (Path(request["result"] + ".done")).touch()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if tracer is not None:
-        found.update(lines=tracer.seen, place=tracer.place)
+        found.update(lines=tracer.seen, place=tracer.place, places=tracer.places)
+    if "GpuMemMagics" not in shell.magics_manager.registry:
+        shell.extension_manager.reload_extension("gpumem_magic")
     asked = [
         ("memory", _memory_of_nobody),
         ("%gpumem_auto off", lambda: _magic(shell, "gpumem_auto", "off")),

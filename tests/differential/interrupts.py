@@ -138,6 +138,41 @@ class Interrupts:
         return self.measures[name]
 
 
+def spread(numbers: list[int], most: int) -> list[int]:
+    """At most so many of them, evenly."""
+    return numbers if len(numbers) <= most else [numbers[len(numbers) * (2 * n + 1) // (2 * most)] for n in range(most)]
+
+
+def sweep(name: str, options: argparse.Namespace) -> int:
+    """Interrupts a scenario once at each place of our own code; after some of these, at each place thereafter a second time."""
+    zygote = Zygote(Kind(sys.executable, options.oldest, warm=WARM))
+    setup, cell, kernel = SCENARIOS[name]
+
+    def places(**where: int) -> list[int]:
+        return sorted(zygote.interrupt(setup, cell, kernel=kernel, **where)["places"].values())
+
+    def run(numbers: list[dict[str, int]], of: int) -> int:
+        left = 0
+        for where in numbers:
+            answer = zygote.interrupt(setup, cell, kernel=kernel, **where)
+            troubles = answer.get("troubles", [("ended", json.dumps(answer, default=str)[:500])])
+            left += bool(troubles)
+            for which, trouble in troubles:
+                print(f"--- {name}, {where} {answer.get('place', '')}: {which}: {trouble}", flush=True)
+        print(f"{name}: {len(numbers):,} of {of:,} places, from {numbers[0]}: {left} left something over", flush=True)
+        return left
+
+    try:
+        lines = places(line=0)
+        left = run([{"line": line} for line in spread(lines, options.sweep)], len(lines))
+        for line in spread(lines, options.twice):
+            later = places(line=line, second=0)
+            left += run([{"line": line, "second": second} for second in spread(later, options.sweep)], len(later))
+    finally:
+        zygote.close()
+    return left
+
+
 def work(options: argparse.Namespace) -> dict[str, Any]:
     interrupts = Interrupts(Kind(sys.executable, options.oldest, warm=WARM), f"{options.seed} {options.part}")
     names = options.scenario or list(SCENARIOS)
@@ -167,11 +202,17 @@ def main() -> int:
     parser.add_argument("--scenario", nargs="*", choices=list(SCENARIOS), default=[])
     parser.add_argument("--oldest", action="store_true", help="only on the oldest IPython; else a quarter of them are")
     parser.add_argument("--show", action="store_true", help="show each leftover as it is found")
+    parser.add_argument(
+        "--sweep", type=int, metavar="N", help="at most N places of the package's own code instead, one by one"
+    )
+    parser.add_argument("--twice", type=int, default=0, metavar="N", help="with --sweep: a second time after N of them")
     parser.add_argument("--part", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.part is not None:
         json.dump(work(options), sys.stdout)
         return 0
+    if options.sweep:
+        return int(sum(sweep(name, options) for name in options.scenario or SCENARIOS) > 0)
     began = time.monotonic()
     running = []
     for part in range(options.jobs):

@@ -342,7 +342,7 @@ def in_child(shell: Any, request: dict[str, Any], bearings: dict[str, Any]) -> N
     os.setsid()
     try:
         child = Child(shell, request, bearings)
-        found = child.interrupted() if "interrupt" in request or "line" in request else child.run()
+        found = child.interrupted() if {"interrupt", "line"} & request.keys() else child.run()
     except BaseException:
         found = {"harness": traceback.format_exc()}
     path = Path(request["result"])

@@ -29,6 +29,7 @@ from gpumem_magic.failures import is_own_failure
 from gpumem_magic.looks import tensors
 from gpumem_magic.looks.objects import attribute, is_a
 from gpumem_magic.private import aten as _aten
+from gpumem_magic.uninterrupted import Uninterrupted
 from gpumem_magic.virtual.engine import contractions, indexing, kernel_rules, supplied
 from gpumem_magic.virtual.engine.births import Births
 from gpumem_magic.virtual.engine.memory import Memory
@@ -51,7 +52,6 @@ from gpumem_magic.virtual.engine.modes import (
 from gpumem_magic.virtual.engine.reads import Reads
 from gpumem_magic.virtual.engine.storage import StorageTable
 from gpumem_magic.virtual.engine.tensors import OTHERWISE, VirtualTensor
-from gpumem_magic.virtual.engine.uninterrupted import Uninterrupted
 
 SPECIAL: dict[Any, Callable[..., Any]] = {}
 # The same for operators with a sparse tensor among their arguments; those that are not here are refused.
@@ -94,7 +94,7 @@ class Engine:
 
     def __init__(self, memory: Memory, device_count: int) -> None:
         self.lock = threading.RLock()
-        self.uninterrupted = Uninterrupted()
+        self.uninterrupted = Uninterrupted("gpumem_magic.virtual.")
         self.memory = memory
         self.device_count = device_count
         self.process = os.getpid()

@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from gpumem_magic.looks.objects import is_a
 from gpumem_magic.tracebacks import cut, cut_below_operator
+from gpumem_magic.uninterrupted import Uninterrupted
 from gpumem_magic.virtual.engine.modes import (
     DEVICE_QUERY,
     OperatorMode,
@@ -23,7 +24,6 @@ from gpumem_magic.virtual.engine.modes import (
     pushed,
     with_dispatch_of_its_own,
 )
-from gpumem_magic.virtual.engine.uninterrupted import Uninterrupted
 
 # What runs no Python of the program's, so that it is over soon.
 _OF_C = (BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType)

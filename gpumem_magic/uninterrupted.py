@@ -1,9 +1,11 @@
-"""Ctrl-C waits until an operator has ended, as it does for operators in C++: memory is taken and given back whole."""
+"""Ctrl-C waits until what has begun is done: an operator, whose memory is taken and given back whole (as in C++), and what
+replaces parts of other packages or puts them back."""
 
 from __future__ import annotations
 
 import _signal  # type: ignore[import-not-found]
 import threading
+import time
 from types import FrameType
 from typing import Any
 
@@ -11,19 +13,23 @@ from typing import Any
 _get, _set, _raise = _signal.getsignal, _signal.signal, _signal.raise_signal
 _USUAL = _signal.default_int_handler
 _INTERRUPT = int(_signal.SIGINT)
-_OURS = "gpumem_magic.virtual."
 
 
 class Uninterrupted:
-    """``with uninterrupted:`` holds a Ctrl-C back until the end of the outermost block; a second one goes through.
+    """``with uninterrupted:`` holds a Ctrl-C back until the end of the outermost block; one that comes `patience` seconds after
+    the first goes through.
 
-    Only Python's own handler is held back, in the main thread, where it runs.
+    Only Python's own handler is held back, in the main thread, where it runs. modules: how the names of those begin whose
+    frames are inside of each block.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, modules: str, patience: float = 0.0) -> None:
+        self._modules = modules
+        self._patience = patience
         # Blocks around here, while the handler is ours.
         self._depth = 0
-        self._came = 0
+        # When the first came, by the system's clock.
+        self._came: float | None = None
         self._handler = self._hear
 
     def __enter__(self) -> None:
@@ -32,7 +38,7 @@ class Uninterrupted:
         if not self._depth:
             if _get(_INTERRUPT) is not _USUAL:
                 return
-            self._came = 0
+            self._came = None
             _set(_INTERRUPT, self._handler)
         self._depth += 1
 
@@ -42,16 +48,22 @@ class Uninterrupted:
         self._depth -= 1
         if not self._depth and _get(_INTERRUPT) is self._handler:
             _set(_INTERRUPT, _USUAL)
-            if self._came:
+            if self._came is not None:
                 _raise(_INTERRUPT)
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
-        self._came += 1
         inside = frame
-        while inside is not None and not str(inside.f_globals.get("__name__")).startswith(_OURS):
+        while inside is not None and not str(inside.f_globals.get("__name__")).startswith(self._modules):
             inside = inside.f_back
-        if self._came > 1 or inside is None:
+        now = time.monotonic()
+        if inside is None or (self._came is not None and now - self._came >= self._patience):
             # (Another signal's handler may have left a block before it could end.)
             self._depth = 0
             _set(_INTERRUPT, _USUAL)
             _USUAL(number, frame)
+        elif self._came is None:
+            self._came = now
+
+
+# For what replaces and puts back.
+whole = Uninterrupted("gpumem_magic.", patience=3.0)
