@@ -176,6 +176,7 @@ def test_values_that_fit_beyond_one_that_does_not_are_not_claimed_as_proven() ->
         (lambda n: n % 6, 25, 12, 24),
         (lambda n: n % 4, 7, None, 4),
         (lambda n: n % 8, 7, None, None),
+        (lambda n: n % 8, 31, 1, 24),
         (lambda n: 65 % n == 1, 33, None, 33),
         (lambda n: n > 25, 40, None, 25),
         (lambda n: True, 40, 8, None),
@@ -225,6 +226,24 @@ def test_what_a_loop_does_later_by_its_number_is_seen(book: Notebook) -> None:
     largest = book.shell.user_ns["found"].largest
     assert fits_alone(book, later.replace("batch_size = 4", f"batch_size = {largest}"), flags="")
     assert not fits_alone(book, later.replace("batch_size = 4", f"batch_size = {largest + 1}"), flags="")
+
+
+def test_what_a_function_of_another_cell_does_late_is_seen(book: Notebook) -> None:
+    book.cell(
+        "def train(n):\n    w = torch.zeros(64, device='cuda', requires_grad=True)\n"
+        "    optimizer = torch.optim.SGD([w], lr=0.1)\n    for step in range(60):\n        w.sum().backward()\n"
+        "        optimizer.step()\n        if step % 50 == 49:\n            torch.zeros(n, 1 << 22, device='cuda')"
+    )
+    book.cell("%%gpumem --fit n=1..40 -q -o found\ntrain(n)")
+    found = book.shell.user_ns["found"]
+    assert found.largest == 15  # x 16 MiB of 256, beside small ones
+    assert not any(one.assumes for one in found.trials)
+
+
+def test_what_is_assumed_of_a_loop_that_goes_by_its_number_is_said(book: Notebook, monkeypatch: Any) -> None:
+    monkeypatch.setattr("gpumem_magic.trials.further_turns.CHEAP_EVENTS", 100)
+    book.cell("%%gpumem --fit batch_size=1..2 -q -o found\n" + CELL.replace("12):", "90):\n    x = step"))
+    assert "A loop goes by its own number: that it asks for nothing else after " in str(book.shell.user_ns["found"])
 
 
 @pytest.mark.parametrize(

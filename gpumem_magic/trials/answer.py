@@ -157,11 +157,17 @@ class Fits:
 
     def _ends(self, tried: Sequence[Tried]) -> str:
         fitting = [one for one in tried if one.fits]
+        if any(one.assumes for one in fitting):
+            count = min(one.iterations for one in fitting if one.assumes)
+            return (
+                "Those that fit went on until their iterations repeated exactly. A loop goes by its own number: that it asks for "
+                f"nothing else after {count} iterations is assumed."
+            )
         if fitting and all(one.repeats for one in fitting):
             return "Each that fits went on until its iterations repeated exactly."
         if any(one.repeats for one in fitting):
             return "Those that fit went on until their iterations repeated exactly, or to the end."
-        return "Those that fit went on to the end; no iterations repeated exactly." if fitting else ""
+        return "Those that fit went on to the end." if fitting else ""
 
     def _summary(self) -> str:
         parts = []

@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+import inspect
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from types import CodeType, FunctionType
+from typing import Any
+
+from gpumem_magic.looks.code import OWN, whose
 
 AT_LEAST = 20
 """So many iterations of such a program are run before that they repeat says anything."""
+CHEAP_EVENTS = 10_000
+"""And while the allocator has done no more than this: a few seconds' work."""
 
 _COUNTING = frozenset({"range", "trange", "count"})
 _SHOWING = frozenset({"print", "set_description", "set_postfix", "write", "info", "debug", "log"})
@@ -25,6 +34,23 @@ def goes_by_its_count(source: str) -> bool:
         for statement in loop.body
         for node in _used(statement)
     )
+
+
+def with_functions(source: str, names: Iterable[str], namespace: Mapping[str, Any]) -> Iterator[str]:
+    """A program's source, and those of the functions of the user's own files and cells that it can reach by these names."""
+    yield source
+    todo, seen = [(frozenset(names), namespace)], set[CodeType]()
+    while todo:
+        mentioned, found_in = todo.pop()
+        for function in map(found_in.get, mentioned):
+            if type(function) is not FunctionType or function.__code__ in seen:
+                continue
+            code = function.__code__
+            seen.add(code)
+            if whose(code.co_filename) == OWN:
+                with suppress(OSError, TypeError):
+                    yield textwrap.dedent(inspect.getsource(code))
+                todo.append((frozenset(code.co_names), function.__globals__))
 
 
 def _counters(loop: ast.For | ast.AsyncFor | ast.While) -> set[str]:

@@ -17,6 +17,7 @@ from gpumem_magic.allocator.program import ALLOC, FAILED, FREE, PoolId, Program
 from gpumem_magic.devices.base import DeviceLog
 from gpumem_magic.recording.recorder import Recorder
 from gpumem_magic.recording.repetition import ENOUGH, period_at_end
+from gpumem_magic.trials.counting import AT_LEAST, CHEAP_EVENTS
 from gpumem_magic.virtual.engine.device import VirtualDevice
 
 # So many are played on at most: about two seconds' work.
@@ -34,12 +35,12 @@ class _TurnStep(NamedTuple):
 
 
 class FurtherTurns:
-    """Is asked wherever an iteration may end the run. least: before so many iterations nothing is known."""
+    """Is asked wherever an iteration may end the run. counts: the program's loops may do something else later."""
 
-    def __init__(self, recorder: Recorder, devices: Sequence[VirtualDevice], least: int) -> None:
+    def __init__(self, recorder: Recorder, devices: Sequence[VirtualDevice], counts: bool) -> None:
         self._recorder = recorder
         self._devices = devices
-        self._least = least
+        self._counts = counts
         self._are_steady = False
         # Looking takes time, and what is not steady may not be soon.
         self._next_look = ENOUGH
@@ -47,11 +48,15 @@ class FurtherTurns:
     def are_known(self) -> bool:
         """Whether the last iterations repeat exactly, or ask for the same and will find it for ever in what is reserved now."""
         count = len(self._recorder.iterations)
-        if count < self._least:
+        if self._counts and (count < AT_LEAST or self._events < CHEAP_EVENTS):
             return False
         if count >= self._next_look and self._recorder.alike < ENOUGH:
             self._look(count)
         return self._are_steady or self._recorder.alike >= ENOUGH
+
+    @property
+    def _events(self) -> int:
+        return sum(log.position() for log in self._recorder.logs.values())
 
     def _look(self, count: int) -> None:
         ends = self._recorder.iteration_ends

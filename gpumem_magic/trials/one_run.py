@@ -21,7 +21,7 @@ from gpumem_magic.report.build import report_of
 from gpumem_magic.report.model import ReportData
 from gpumem_magic.session.device import put_on
 from gpumem_magic.trials.costs import Costs
-from gpumem_magic.trials.counting import AT_LEAST, goes_by_its_count
+from gpumem_magic.trials.counting import goes_by_its_count, with_functions
 from gpumem_magic.trials.further_turns import FurtherTurns
 from gpumem_magic.trials.process import in_a_fork, last_words
 from gpumem_magic.trials.programs import Place, Running, Subject
@@ -54,7 +54,9 @@ def run_here(
     running = program.prepared(values)
     index = machine.current_device()
     recorder = Recorder(machine, primary=index, names=running.names, own_file=running.filename)
-    further = FurtherTurns(recorder, machine.devices, AT_LEAST if goes_by_its_count(running.source) else 0)
+    sources = with_functions(running.source, running.names, running.namespace())
+    counts = bool(running.source) and any(map(goes_by_its_count, sources))
+    further = FurtherTurns(recorder, machine.devices, counts)
     limit = IterationLimit(most, further.are_known)
     recorder.start(running.namespace())
     limit.install()
@@ -79,7 +81,7 @@ def run_here(
     ending = FITS if error is None else MEMORY if is_out_of_memory(error) else ERROR
     told = _told(machine.spec.text, values, ending, report, view, machine.devices[primary], iterations, repeats)
     flops, moved = (0, 0) if costs is None else costs.of_one()
-    return replace(told, flops=flops, moved=moved), view, running
+    return replace(told, flops=flops, moved=moved, assumes=counts and repeats), view, running
 
 
 def _to_its_end(running: Running) -> None:

@@ -161,7 +161,8 @@ class _Hunt:
                 return 0
             if high is not None and self.tried[high].ending != ERROR:
                 return next((at for at in range(high) if self._may_run(at)), None)
-            likely = [self.usual] if self.usual in self.values else [one for one in _DIVISIBLE if one in self.values]
+            has_own = self.usual is not None and self.usual in self.values[_FIRST + 1 :]
+            likely = [one for one in ([self.usual] if has_own else _DIVISIBLE) if one in self.values]
             return next((at for at in map(self.values.index, likely) if at not in self.tried), None)
         end = last + 1 if high is None else high
         if low + 1 >= end:

@@ -46,7 +46,8 @@ class Tried:
     """One run of a program with these values. ending: one of the words above. Sizes are bytes; `used` is what nvidia-smi
     would have said at its highest, of `capacity`.
 
-    iterations: of training; repeats: whether it ended since they repeated exactly. line, statement, iteration: where it failed;
+    iterations: of training; repeats: whether it ended since they repeated exactly; assumes: although a loop goes by its
+    number, and may do something else later. line, statement, iteration: where it failed;
     wanted: the request that failed; error: the first line of another error. notes: what its report says besides.
     kept: activations at the start of the first backward by the path of the module that made them, "" for none.
     flops, moved: of one iteration, where they were counted: FLOPs by PyTorch's formulas, bytes between host and device.
@@ -64,6 +65,7 @@ class Tried:
     where: str = ""
     iterations: int = 0
     repeats: bool = False
+    assumes: bool = False
     retries: int = 0
     line: int = 0
     statement: str = ""
