@@ -1,8 +1,9 @@
-"""What kernels take while they run: the sorted way of an embedding's gradient."""
+"""What kernels take while they run: the gradients of embeddings and of bags of them, worked out by hand from the source."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -11,57 +12,99 @@ from torch import nn
 import gpumem_magic
 from gpumem_magic.units import MIB
 from gpumem_magic.virtual import gpu
-from gpumem_magic.virtual.operators.temporaries import embedding_scratch
 
 
 @pytest.fixture(autouse=True)
 def machine() -> Iterator[gpu.VirtualMachine]:
-    yield gpu.turn_on("virtual:1GiB,context=0MiB")
+    # 108 multiprocessors: below 432 blocks an embedding's gradient is added up in place.
+    yield gpu.turn_on("A100-40GB,total=1GiB,context=0MiB")
     gpu.turn_off()
 
 
-def beside_the_gradient(count: int, width: int = 64, dtype: torch.dtype = torch.float32, **options: bool) -> int:
-    """Bytes at the peak of the gradient's computation that neither the gradient nor what was there explains."""
-    table = nn.Embedding(128, width, device="cuda", dtype=dtype, **options)
-    gradient = torch.zeros(count, width, device="cuda", dtype=dtype)
-    tokens = torch.zeros(count, dtype=torch.int64, device="cuda")
-    out = table(tokens)
-    start = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    out.backward(gradient)
-    assert torch.cuda.memory_allocated() - start == table.weight.nbytes
-    return torch.cuda.max_memory_allocated() - start - table.weight.nbytes
+def made(run: Callable[[], Any]) -> list[int]:
+    """Bytes of each allocation while it runs."""
+    memory: Any = torch.cuda.memory
+    memory._record_memory_history()
+    kept = run()
+    trace = memory._snapshot()["device_traces"][0]
+    memory._record_memory_history(None)
+    del kept
+    return [one["size"] for one in trace if one["action"] == "alloc"]
+
+
+def of_gradient(
+    count: int,
+    rows: int = 1000,
+    dtype: torch.dtype = torch.float32,
+    by_frequency: bool = False,
+    index: Any = torch.int64,
+) -> list[int]:
+    gradient = torch.zeros(count, 64, device="cuda", dtype=dtype)
+    tokens = torch.zeros(count, dtype=index, device="cuda")
+    return made(lambda: torch.ops.aten.embedding_dense_backward(gradient, tokens, rows, -1, by_frequency))
 
 
 def test_few_indices_need_nothing_beside_the_gradient() -> None:
-    assert beside_the_gradient(3072) == 0
+    assert of_gradient(3072) == [1000 * 64 * 4]
+
+
+# To sort 4096 indices: the sorted ones, where each stood, and for a moment where they stand and CUB's storage: eight
+# histograms of 2048 bytes, two tiles of 1024, both lists again, eight counters of 4 bytes in a block of 256, 255 bytes to
+# round up the start.
+SORT = [32768, 32768, 32768, 16384 + 2048 + 2 * 32768 + 256 + 255]
 
 
 @pytest.mark.parametrize(
     ("dtype", "accumulated"), [(torch.float32, 4), (torch.float16, 4), (torch.bfloat16, 4), (torch.float64, 8)]
 )
-def test_more_are_sorted_and_have_a_row_each(dtype: torch.dtype, accumulated: int) -> None:
-    # Six lists of indices, and two counters of 8 bytes in blocks of 512.
-    assert beside_the_gradient(4096, dtype=dtype) == 6 * 4096 * 8 + 2 * 512 + 4096 * 64 * accumulated
+def test_more_are_sorted_and_their_runs_added_up_in_parts(dtype: torch.dtype, accumulated: int) -> None:
+    # At most 1000 runs, and so 409 + 1000 parts of up to ten.
+    lists = [32768, 8, 8000, 8000, 8, 1409 * 8]
+    assert of_gradient(4096, dtype=dtype) == [*SORT, 1000 * 64 * dtype.itemsize, *lists, 1409 * 64 * accumulated]
+
+
+def test_few_rows_are_added_up_in_the_gradient() -> None:
+    # Ten runs of 64 threads are 10 blocks; 419 parts are more than four for each.
+    lists = [32768, 8, 80, 80, 8, 419 * 8, 419 * 8]
+    assert of_gradient(4096, 10) == [*SORT, 10 * 64 * 4, *lists]
+    assert of_gradient(4096, 10, torch.float16) == [*SORT, 10 * 64 * 2, *lists, 10 * 64 * 4]
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert of_gradient(4096, 10) == [*SORT, 10 * 64 * 4, *lists[:-1], 419 * 64 * 4]
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_earlier_versions_keep_the_parts_of_few_rows() -> None:
+    gpu.turn_off()
+    gpu.turn_on("A100-40GB,torch=2.10,context=0MiB")
+    assert of_gradient(4096, 10) == [*SORT, 10 * 64 * 4, 32768, 8, 80, 80, 8, 419 * 8, 419 * 64 * 4]
 
 
 def test_scaling_by_frequency_sorts_always_and_counts() -> None:
-    assert beside_the_gradient(1024, scale_grad_by_freq=True) == 7 * 1024 * 8 + 2 * 512 + 1024 * 64 * 4
+    # Up to 2304 pairs of eight bytes each are one tile of CUB's.
+    lists = [8192, 8, 8000, 8000, 8, 1102 * 8]
+    assert of_gradient(1024, by_frequency=True) == [8192, 8192, 8192, 1, 8192, 256000, *lists, 1102 * 64 * 4]
+
+
+def test_indices_of_four_bytes_make_shorter_lists() -> None:
+    assert of_gradient(4096, index=torch.int32)[5:] == [16384, 8, 4000, 4000, 8, 1409 * 4, 1409 * 64 * 4]
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_a_bag_sorts_always_and_has_parts_unless_it_takes_the_largest(mode: str) -> None:
+    bag = nn.EmbeddingBag(10, 64, mode=mode, device="cuda")
+    gradient = torch.ones(2, 64, device="cuda")
+    out = bag(torch.zeros(1000, dtype=torch.int64, device="cuda"), torch.tensor([0, 500], device="cuda"))
+    parts = [8000, 8000, 8000, 1, 2560, 8000, 8, 80, 80, 8, 110 * 8, 110 * 64 * 4]
+    assert made(lambda: out.backward(gradient)) == ([2560] if mode == "max" else parts)
 
 
 def test_a_gradient_that_is_not_contiguous_is_copied_first() -> None:
     table = nn.Embedding(128, 64, device="cuda")
     out = table(torch.zeros(1024, dtype=torch.int64, device="cuda"))
     gradient = torch.zeros(64, 1024, device="cuda").t()
-    start = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    out.backward(gradient)
-    assert torch.cuda.max_memory_allocated() - start == table.weight.nbytes + gradient.nbytes
-
-
-def test_indices_of_four_bytes_make_shorter_lists() -> None:
-    long, short = (embedding_scratch(4096, size, 64, torch.float32, False) for size in (8, 4))
-    assert sum(long) - sum(short) == 6 * 4096 * 4
+    assert made(lambda: out.backward(gradient)) == [gradient.nbytes, table.weight.nbytes]
 
 
 def test_what_does_not_fit_is_out_of_memory_and_all_is_given_back() -> None:
@@ -69,8 +112,8 @@ def test_what_does_not_fit_is_out_of_memory_and_all_is_given_back() -> None:
     tokens = torch.zeros(8, 1024, 8, dtype=torch.int64, device="cuda")
     gradient = torch.zeros(1, device="cuda").expand(*tokens.shape, 1024)
     start = torch.cuda.memory_allocated()
-    # The gradient's copy is 256 MiB, and so are the rows: only the first fits beside this.
-    filler = torch.zeros(600 * MIB, dtype=torch.uint8, device="cuda")
+    # The gradient's copy of 256 MiB fits beside this, the segment of 20 MiB for what CUB sorts in does not.
+    filler = torch.zeros(760 * MIB, dtype=torch.uint8, device="cuda")
     with pytest.raises(torch.OutOfMemoryError):
         torch.ops.aten.embedding_dense_backward(gradient, tokens, 128, -1, False)
     del filler

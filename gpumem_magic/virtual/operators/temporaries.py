@@ -1,9 +1,11 @@
 """Memory that CUDA's kernels take only while they run, and that no other module here counts: embeddings' gradients, powers.
 
-An embedding's dense gradient (``Embedding.cu`` and ``EmbeddingBackwardKernel.cu`` in ATen/native/cuda): up to 3072 indices are
-added up in place. More are sorted first, which takes two lists of indices, four lists of where their runs begin, and a row of
-the accumulation type (float32 for half precision) for each index: often more than the gradient itself. (Early versions had
-rows only for the runs, whose number depends on values.) The sort's own storage, CUB's, is gone before the rows come.
+The dense gradient of an embedding, or of an embedding bag (``Embedding.cu``, ``EmbeddingBag.cu`` and
+``EmbeddingBackwardKernel.cu`` in ATen/native/cuda; read from 1.13 to 2.13). Up to 3072 indices of an embedding are added up in
+place. More, and a bag's in any case, are sorted first, with a list of where they stood. Each run of one index is then added up in
+parts of ten: lists of runs and of parts, which are as long as they can become, and a row of the accumulation type (float32 for
+half precision) for each part. From 2.11 on, an embedding with few rows adds up into the gradient itself, or into one of float32.
+What CUB takes to find the runs is not known here; it is small, and gone before the rows come. A bag of maxima needs none of this.
 
 A number to the power of a tensor comes to the device in a tensor of its own (``Pow.cpp`` in ATen/native).
 
@@ -12,45 +14,93 @@ What other kernels that sort take is in `sorting`, copies into another layout ar
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from typing import Any
 
 import torch
 
 from gpumem_magic.private import aten as _aten
 from gpumem_magic.virtual.engine.engine import BESIDE, Engine, special
-from gpumem_magic.virtual.engine.half_precision import accumulator
+from gpumem_magic.virtual.engine.half_precision import HALF, accumulator
+from gpumem_magic.virtual.engine.modes import pushed
+from gpumem_magic.virtual.operators.sorting import holding, radix_bytes
 
-# The most indices that the kernel without a sort is used for.
+# The most indices of an embedding that the kernel without a sort is used for.
 MOST_UNSORTED = 3072
 _COUNTER_BYTES = 8
+_INDICES_OF_A_PART = 10
+# Adding up without rows for the parts: since when, threads of a warp and of a block, blocks of a multiprocessor that are few.
+_FUSED_FROM = (2, 11)
+_WARP, _MOST_THREADS, _FEW_BLOCKS = 32, 1024, 4
+_MAX = 2
 
 
-def embedding_scratch(indices: int, index_bytes: int, width: int, dtype: torch.dtype, by_frequency: bool) -> list[int]:
-    """Bytes of each temporary of an embedding's gradient, in the order of the allocations; [] for the kernel without a sort.
+def _adds_in_place(engine: Engine, device: int, width: int, runs: int, parts: int) -> bool:
+    """Whether so few blocks would add up the runs that the parts are added to the gradient at once."""
+    if engine.memory.torch_version(device) < _FUSED_FROM or torch.are_deterministic_algorithms_enabled():
+        return False
+    threads = -(-width // _WARP) * _WARP
+    blocks = -(-runs * threads // max(1, min(threads, _MOST_THREADS)))
+    return blocks < engine.memory.processors(device)[0] * _FEW_BLOCKS and parts > blocks * 4
 
-    indices: how many; index_bytes: of each; width: of the embedding's rows; dtype: of the gradient; by_frequency:
-    `scale_grad_by_freq`.
-    """
-    if indices <= MOST_UNSORTED and not by_frequency:
-        return []
-    listed = indices * index_bytes
-    runs = [listed, _COUNTER_BYTES, listed, listed, _COUNTER_BYTES, listed]
-    return [listed] * (3 if by_frequency else 2) + runs + [indices * width * accumulator(dtype).itemsize]
+
+def _by_sorting(
+    engine: Engine, func: Any, args: Any, kwargs: Any, device: int, rows: int, by_frequency: bool, bags: bool
+) -> Any:
+    """The gradient for so many rows of an embedding, after the indices are sorted."""
+    gradient, indices = args[:2]
+    count, item = indices.numel(), indices.element_size()
+    listed = count * item
+    width = int(gradient.shape[-1]) if gradient.dim() else 1
+    runs = min(count, rows)
+    parts = count // _INDICES_OF_A_PART + runs
+    if not bags and _adds_in_place(engine, device, width, runs, parts):
+        sums = [parts * item] + ([rows * width * 4] if gradient.dtype in HALF else [])
+    else:
+        sums = [parts * width * accumulator(gradient.dtype).itemsize]
+    with holding(engine, device, [listed, listed]):
+        with holding(engine, device, [listed, radix_bytes(count, item, item)]):
+            pass
+        with holding(engine, device, [listed] if by_frequency else []):
+            out = engine.run(func, args, kwargs, device)
+            lists = [listed, _COUNTER_BYTES, runs * item, runs * item, _COUNTER_BYTES, parts * item]
+            with holding(engine, device, lists + sums):
+                return out
+
+
+def _copies(*tensors: Any) -> list[int]:
+    return [one.numel() * one.element_size() for one in tensors if not one.is_contiguous()]
 
 
 @special(_aten.embedding_dense_backward.default)
 def _embedding_backward(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
-    gradient, indices, *rest = args
-    by_frequency = bool(rest[2]) if len(rest) > 2 else bool(kwargs.get("scale_grad_by_freq", False))
-    width = int(gradient.shape[-1]) if gradient.dim() else 1
-    sizes = embedding_scratch(indices.numel(), indices.element_size(), width, gradient.dtype, by_frequency)
-    if not gradient.is_contiguous():
-        sizes.insert(0, gradient.numel() * gradient.element_size())
-    with ExitStack() as held:
-        for size in sizes:
-            held.enter_context(engine.scratch(device, size))
+    gradient, indices, rows, *rest = args
+    by_frequency = bool(rest[1]) if len(rest) > 1 else bool(kwargs.get("scale_grad_by_freq", False))
+    with holding(engine, device, _copies(indices, gradient)):
+        if indices.numel() <= MOST_UNSORTED and not by_frequency:
+            return engine.run(func, args, kwargs, device)
+        return _by_sorting(engine, func, args, kwargs, device, rows, by_frequency, bags=False)
+
+
+@special(_aten._embedding_bag_dense_backward.default)
+def _bag_backward(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    """Of an embedding bag."""
+    gradient, indices, _, _, _, rows, by_frequency, mode, *_ = args
+    with holding(engine, device, _copies(gradient)):
+        if mode == _MAX or not indices.numel():
+            return engine.run(func, args, kwargs, device)
+        with holding(engine, device, _copies(indices)):
+            return _by_sorting(engine, func, args, kwargs, device, rows, by_frequency, bags=True)
+
+
+@special(_aten._embedding_bag_backward.default)
+def _bag_by_parts(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    """One function for host and CUDA (``EmbeddingBag.cpp``), which calls the kernel of the dense gradient."""
+    gradient, indices, _, bags, sizes, highest, rows, by_frequency, mode, sparse, *rest = args
+    if sparse:
         return engine.run(func, args, kwargs, device)
+    with pushed(engine.mode):
+        dense = _aten._embedding_bag_dense_backward.default
+        return dense(gradient, indices, bags, sizes, highest, rows, by_frequency, mode, *rest, **kwargs)
 
 
 @special(_aten.pow.Scalar, table=BESIDE)
