@@ -58,6 +58,10 @@ def products_are_kept(context: Any, operator: Any, *args: Any, **kwargs: Any) ->
     return CheckpointPolicy.MUST_SAVE if product else CheckpointPolicy.PREFER_RECOMPUTE
 
 
+def contexts() -> Any:
+    return create_selective_checkpoint_contexts(products_are_kept)
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning:torch._logging")
 @pytest.mark.parametrize(
     ("exact", "budget", "policy"), [(True, 1.0, False), (False, 1.0, False), (True, 0.4, False), (True, 1.0, True)]
@@ -70,7 +74,6 @@ def test_what_is_kept_for_backward_is_what_the_partitioner_chose(exact: bool, bu
         return F.layer_norm(x + inner @ down, x.shape[-1:])
 
     def checked(*tensors: torch.Tensor) -> Any:
-        contexts = functools.partial(create_selective_checkpoint_contexts, products_are_kept)
         return checkpoint(block, *tensors, use_reentrant=False, context_fn=contexts)
 
     shapes = ((512, 256), (256, 1024), (1024, 256))
@@ -240,6 +243,45 @@ def test_cuda_graphs_keep_a_pool_and_replays_take_nothing(machine: gpu.VirtualMa
     # The input's copy is free by then: the second result lies there.
     assert in_graphs() == {pool: 32 * MIB}
     assert not [note for note in machine.notes() if "torch.compile" in note]
+
+
+def test_vmap_and_attention_without_a_mask_are_in_one_graph(machine: gpu.VirtualMachine) -> None:
+    def rowwise(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return torch.vmap(lambda row: (row @ weight).relu())(x)
+
+    x, weight = (torch.rand(64, 64, device="cuda", requires_grad=True) for _ in range(2))
+    torch.compile(rowwise, fullgraph=True)(x, weight).sum().backward()
+    assert x.grad is not None
+    query = torch.rand(1, 2, 256, 64, device="cuda", requires_grad=True)
+    flex_attention = importlib.import_module("torch.nn.attention.flex_attention").flex_attention
+    for backend in ("inductor", "aot_eager"):
+        query.grad = None
+        torch.compile(flex_attention, fullgraph=True, backend=backend)(query, query, query).sum().backward()
+        assert query.grad is not None
+    assert machine.notes() == []
+
+
+def test_what_a_checkpoint_computes_anew_stays_compiled(machine: gpu.VirtualMachine) -> None:
+    def run(x: torch.Tensor) -> torch.Tensor:
+        return wave(x @ x)
+
+    fast = torch.compile(run)
+    x = torch.rand(1024, 1024, device="cuda", requires_grad=True)
+    for settings in ({"context_fn": contexts}, {}):
+        step = functools.partial(checkpoint, fast, x, use_reentrant=False, **settings)
+        step().sum().backward()
+        assert peak(lambda: step().sum().backward()) < peak(lambda: run(x).sum().backward())  # noqa: B023
+    assert machine.notes() == []
+
+
+def test_the_backend_of_cuda_graphs_alone(machine: gpu.VirtualMachine) -> None:
+    x = torch.rand(4 * MIB, device="cuda")
+    fast = torch.compile(wave, backend="cudagraphs")
+    for _ in range(2):
+        fast(x)
+    # Operator by operator, in the pool: two results at once. The input's copy is given back after its only use.
+    assert list(in_graphs().values()) == [32 * MIB]
+    assert peak(lambda: fast(x)) == 0
 
 
 def test_training_in_cuda_graphs(machine: gpu.VirtualMachine) -> None:

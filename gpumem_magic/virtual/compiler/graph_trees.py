@@ -1,4 +1,5 @@
-"""Inductor's CUDA graphs (`mode="reduce-overhead"`): PyTorch's own trees of recordings, over the emulated allocator's pools.
+"""CUDA graphs of compiled code (`mode="reduce-overhead"`, `backend="cudagraphs"`): PyTorch's own trees of recordings, over the
+emulated allocator's pools.
 
 A function runs once to warm up, once while it is recorded, and is replayed from then on: inputs that move are copied into the
 pool, results lie where the recording put them. What is here are the places where PyTorch asks C++ for the pool's state, for
@@ -8,6 +9,7 @@ storages without a block of their own, and to give a storage's block back.
 from __future__ import annotations
 
 import importlib
+import sys
 from collections import Counter
 from contextlib import suppress
 from typing import Any
@@ -21,10 +23,10 @@ from gpumem_magic.virtual.engine.device import MachineForTorch
 from gpumem_magic.virtual.engine.modes import META, made_plainly
 
 
-def install(patches: Patches, machine: MachineForTorch, otherwise: Counter[str]) -> None:
-    """Until the patches are undone, Inductor records and replays on the devices of this machine."""
+def install(patches: Patches, machine: MachineForTorch) -> None:
+    """Until the patches are undone, the trees record and replay on the devices of this machine. They are not imported for it:
+    Inductor does so, or `backend="cudagraphs"`."""
     engine = machine.engine
-    trees = importlib.import_module("torch._inductor.cudagraph_trees")
 
     def allocator(device: int) -> Any:
         return machine.devices[device].allocator
@@ -90,6 +92,16 @@ def install(patches: Patches, machine: MachineForTorch, otherwise: Counter[str])
         "_cudnn_set_conv_benchmark_empty_cache": nothing,
     }.items():
         patches.set(torch._C, name, function)
+    patches.also_undo(_reset)
+
+
+def _reset() -> None:
+    if (trees := sys.modules.get("torch._inductor.cudagraph_trees")) is not None:
+        trees.reset_cudagraph_trees()
+
+
+def name_what_is_skipped(patches: Patches, otherwise: Counter[str]) -> None:
+    """Until the patches are undone, graphs of Inductor's that are not recorded are counted with the reason."""
     output = importlib.import_module("torch._inductor.output_code")
     skip = output.log_cudagraph_skip_and_bump_counter
 
@@ -98,4 +110,3 @@ def install(patches: Patches, machine: MachineForTorch, otherwise: Counter[str])
         skip(why)
 
     patches.set(output, "log_cudagraph_skip_and_bump_counter", skipped)
-    patches.also_undo(trees.reset_cudagraph_trees)

@@ -54,7 +54,7 @@ class Compiler:
             if "inductor" not in self._ready:
                 self._ready.add("inductor")
                 patches.attempt(inductor.install, self._engine, self._current_device, self._otherwise, self._trials)
-                patches.attempt(graph_trees.install, self._machine, self._otherwise)
+                patches.attempt(graph_trees.name_what_is_skipped, self._otherwise)
             return inductor.compile_with(call, self._otherwise, wrapper, *args, **kwargs)
 
         patches.set(torch._TorchCompileInductorWrapper, "__call__", compile_with_inductor)
@@ -73,6 +73,7 @@ class Compiler:
             warnings.simplefilter("ignore", DeprecationWarning)
             tracing.install(patches)
             dynamo.install(patches, self._factories)
+        patches.attempt(graph_trees.install, self._machine)
 
     def _count(self) -> None:
         self._eager_calls += 1

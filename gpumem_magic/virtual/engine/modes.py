@@ -122,9 +122,13 @@ class OperatorMode(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """No wrapper that keeps torch.compile away from this mode: it would cost more than the mode, and compiled code runs
-        eagerly while the device is on."""
+        """No wrapper that keeps torch.compile away from this mode: it would cost more than the mode."""
         return False
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """What was compiled stays compiled under this mode: in a backward pass that computes it anew, too."""
+        return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if types and with_dispatch_of_its_own(types):

@@ -123,6 +123,8 @@ def _vmap(patches: Patches, engine: Engine) -> None:
         with pushed(engine.mode):
             return original(func, batch_size, flat_in_dims, flat_args, *args, **kwargs)
 
+    # What Dynamo takes in its place: it reads into PyTorch's own.
+    flat_vmap._torchdynamo_inline = original  # type: ignore[attr-defined]
     patches.set(module, "_flat_vmap", flat_vmap)
 
 
