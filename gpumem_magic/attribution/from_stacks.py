@@ -65,11 +65,12 @@ _FORWARD_SITES = (FORWARD, sites.CAST, sites.CACHE)
 @dataclass(frozen=True)
 class Attribution:
     """labels: one for each allocation of the timeline. reasons: why an allocation is unknown; grounds: how its category is known;
-    both by its index."""
+    both by its index. stretches: the parts of training steps that stacks show, as `StepPhases.stretches` gives them."""
 
     labels: tuple[Label, ...]
     reasons: Mapping[int, str]
     grounds: Mapping[int, str] = field(default_factory=dict)
+    stretches: Sequence[tuple[str, int, int]] = ()
 
 
 def attribute_by_stacks(timeline: Timeline, events: Sequence[TraceEvent], final: Iterable[Segment]) -> Attribution:
@@ -124,7 +125,7 @@ class _Attributor(BySizes):
         self._stayed_throughout()
         self._the_programs_own()
         labels = tuple(self.labels.get(one.index, UNKNOWN) for one in self.allocations)
-        return Attribution(labels, self.reasons, self.grounds)
+        return Attribution(labels, self.reasons, self.grounds, self.runs.stretches())
 
     def _cast_of_weights(self, sizes: Counter[int]) -> None:
         """What backward kept of a forward under autocast: a weight's copy where it is half as large as one, each once."""

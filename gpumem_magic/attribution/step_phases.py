@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
 
 
@@ -44,6 +44,15 @@ class StepPhases:
         """The next allocation that shows a part of a step to be under way: the same or another one."""
         rank = bisect_right(self._births, event, key=lambda one: one[0])
         return self._births[rank] if rank < len(self._births) else None
+
+    def stretches(self) -> list[tuple[str, int, int]]:
+        """Each run's kind, and the positions before its first and after its last allocation."""
+        found = []
+        for begin, end in zip(self._starts, [*self._starts[1:], None], strict=False):
+            place = len(self._births) if end is None else bisect_left(self._births, (end, ""))
+            last, kind = self._births[place - 1]
+            found.append((kind, begin, last + 1))
+        return found
 
     def pauses_between(self, begin: int, end: int | None) -> bool:
         """Whether the program itself was at work in between: then no module was."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 
 from gpumem_magic.causes import (
@@ -22,11 +22,8 @@ from gpumem_magic.causes import (
     training,
     untrained,
 )
-from gpumem_magic.causes.model import Scene
-from gpumem_magic.failures import swallows
+from gpumem_magic.causes.model import Detector, Scene, answers_of
 from gpumem_magic.report.model import Cause, ReportError
-
-Detector = Callable[[Scene], Iterable[Cause]]
 
 DETECTORS: tuple[Detector, ...] = (
     loops.retry_while_handling,
@@ -78,8 +75,6 @@ DETECTORS: tuple[Detector, ...] = (
 # What these say of the memory is so in sound programs, too.
 DESCRIBING = frozenset(
     {
-        "optimizer_states",
-        "optimizer_temporaries",
         "dominating_layer",
         "attention_scores",
         "only_cached",
@@ -120,15 +115,7 @@ _COVERED_IF_AS_LARGE = {"growth": ("missing_no_grad",), "kept_graphs": ("missing
 
 def find_causes(scene: Scene) -> tuple[list[Cause], list[str]]:
     """What the detectors found; and, for each that failed, a line about it. A detector's failure is not the others'."""
-    found: list[Cause] = []
-    failures: list[str] = []
-    for detector in DETECTORS:
-        try:
-            found += list(detector(scene))
-        except Exception as error:
-            if not swallows(error):
-                raise
-            failures.append(f"Looking for a cause failed in {detector.__name__} ({type(error).__name__}: {error}).")
+    found, failures = answers_of(DETECTORS, scene)
     names = {one.name for one in found}
     found = [one for one in found if not names.intersection(_COVERED.get(one.name, ()))]
     found = [one for one in found if not _is_the_same(one, found)]

@@ -6,17 +6,20 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from gpumem_magic.attribution.tensors import Tensors
 from gpumem_magic.causes.program import ProgramText
 from gpumem_magic.devices.base import Label
+from gpumem_magic.failures import swallows
 from gpumem_magic.owners.model import Held, Holdings
-from gpumem_magic.owners.saved import Saved
 from gpumem_magic.recording.model import FORWARD, OPTIMIZER, Checkpoint, Recording, Span
-from gpumem_magic.report.model import ReportData
+from gpumem_magic.report.model import Cause, ReportData
 from gpumem_magic.snapshot.timeline import Allocation, Timeline
 from gpumem_magic.units import MIB
+
+if TYPE_CHECKING:
+    from gpumem_magic.owners.saved import Saved
 
 # Below this nothing is worth a sentence.
 LEAST = MIB
@@ -196,6 +199,24 @@ class Scene:
     def living_in(self, position: int, *categories: str) -> list[Allocation]:
         """The allocations of these categories that are live at a position."""
         return [one for one in self.timeline.live_at(position) if self.labels[one.index].category in categories]
+
+
+Detector = Callable[[Scene], Iterable[Cause]]
+
+
+def answers_of(detectors: Iterable[Detector], scene: Scene) -> tuple[list[Cause], list[str]]:
+    """What detectors found; and, for each that failed, a line about it. A detector's failure is not the others'."""
+    found: list[Cause] = []
+    failures: list[str] = []
+    for detector in detectors:
+        try:
+            found += list(detector(scene))
+        except Exception as error:
+            if not swallows(error):
+                raise
+            name = getattr(detector, "__name__", "")
+            failures.append(f"Looking for a cause failed in {name} ({type(error).__name__}: {error}).")
+    return found, failures
 
 
 def partnered(things: Iterable[_Thing], trait: Callable[[_Thing], _Trait], partners: Iterable[_Trait]) -> list[_Thing]:

@@ -12,7 +12,6 @@ from itertools import chain
 from typing import Any
 
 from gpumem_magic.looks.objects import attribute, attributes, entry, is_a, text
-from gpumem_magic.owners.traversal import users_modules
 from gpumem_magic.recording.model import Checkpoint
 
 # So many cells before this one are read, so many files, and of each so many lines.
@@ -344,6 +343,8 @@ def _unwrapped(source: str) -> tuple[str, int]:
 
 
 def _files(namespace: Mapping[str, Any]) -> Iterator[str]:
+    from gpumem_magic.owners.traversal import users_modules
+
     for _, module in users_modules():
         file = text(attribute(module, "__file__"))
         if attributes(module) is not namespace and file.endswith(".py"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 
@@ -11,6 +12,9 @@ from gpumem_magic.recording.model import BACKWARD, FORWARD, OPTIMIZER, Span
 from gpumem_magic.report.model import Cause
 from gpumem_magic.snapshot.timeline import Allocation
 from gpumem_magic.units import counted, human
+
+_FOREACH = re.compile("_multi_tensor_")
+_HAVE_FUSED = frozenset({"_multi_tensor_adam", "_multi_tensor_adamw", "_multi_tensor_sgd"})
 
 
 def late_zero_grad(scene: Scene) -> Iterator[Cause]:
@@ -97,7 +101,11 @@ def optimizer_states(scene: Scene) -> Iterator[Cause]:
         begin, end = scene.start_of(step), scene.end_of(step)
         new = [one for one in scene.living_in(end, "optimizer_state") if begin <= one.born < end]
         parameters = size_of(scene.living_in(end, "parameters"))
-        if size_of(new) < scene.part_of_peak(10) or not parameters:
+        # A step of one's own may make its states anew each time.
+        instead = (
+            one for one in scene.living_in(begin, "optimizer_state") if one.freed is not None and one.freed < end
+        )
+        if size_of(new) - size_of(instead) < scene.part_of_peak(10) or not parameters:
             continue
         times = round(size_of(new) / parameters)
         near = times >= 1 and _is_near(size_of(new), times * parameters)
@@ -107,6 +115,7 @@ def optimizer_states(scene: Scene) -> Iterator[Cause]:
             f"The first step of {step.label} allocated its states, which stay: {human(size_of(new))}{whole}.",
             "",
             size_of(new),
+            describes=True,
         )
         return
 
@@ -129,15 +138,28 @@ def optimizer_temporaries(scene: Scene) -> Iterator[Cause]:
     highest = scene.highest_without(filter(is_a_steps, scene.timeline.allocations))
     is_left = 2 * (scene.report.peak.allocated - highest) < size_of(used)
     elsewhere = f"; elsewhere {human(highest)} are reached all the same" if is_left else ""
-    one_by_one = (
-        "" if "foreach=False" in scene.typed else ", and with `foreach=False` it has those of one parameter at a time"
-    )
+    remedy = _without_temporaries(scene, used)
     yield Cause(
         "optimizer_temporaries",
         f"The peak is inside the step of {steps[place].label}: its temporaries take {human(size_of(used))}.",
-        f"With `fused=True` it has none{one_by_one}{elsewhere}.",
+        f"{remedy}{elsewhere}." if remedy else "",
         size_of(used),
+        describes=True,
     )
+
+
+def _without_temporaries(scene: Scene, used: list[Allocation]) -> str:
+    """Which of an optimizer's settings are without these. In a file, its functions' names say which it has; a step of the user's
+    own has none."""
+    one_by_one = "with `foreach=False` it has those of one parameter at a time"
+    if scene.recording.file is not None:
+        events = scene.recording.logs[scene.device].events
+        running = {name for one in used for frame in events[one.born].frames if _FOREACH.match(name := frame.name)}
+        if not running:
+            return ""
+        if not running <= _HAVE_FUSED:
+            return one_by_one[:1].upper() + one_by_one[1:]
+    return "With `fused=True` it has none" + ("" if "foreach=False" in scene.typed else f", and {one_by_one}")
 
 
 def _is_near(one: int, other: int) -> bool:

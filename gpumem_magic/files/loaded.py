@@ -13,6 +13,7 @@ from dataclasses import replace
 from gpumem_magic.allocator.settings import settings_from_dict
 from gpumem_magic.allocator.verdict import last_failure, needed_from_driver
 from gpumem_magic.attribution.view import DeviceView
+from gpumem_magic.causes.from_files import explained
 from gpumem_magic.devices.base import DeviceFacts, DeviceLog
 from gpumem_magic.files.extra import saved_labels, saved_start
 from gpumem_magic.files.failing import elsewhere, place_of
@@ -74,6 +75,10 @@ def report_of(
     first, *others = views or views_of(loaded, device)
     report = build.report_of(first, _points(first, position_of(first, at)), most_steps=_MOST_STEPS)
     more = [build.report_of(view, most_steps=_MOST_STEPS) for view in others]
+    report, *more = (
+        explained(one, view, named_ranges(loaded, view.device, view.log.events))
+        for one, view in zip((report, *more), (first, *others), strict=True)
+    )
     # An event's number is one of the first device's.
     rest = tuple(_with_contents(one, at if at in ("peak", "end") else "peak") for one in more)
     return replace(_with_contents(report, at), devices=rest)
@@ -192,9 +197,10 @@ def _start(
             f"{one_line(loaded.path)}: its segments and events do not fit together: {error}."
         ) from None
     if state.uncertain:
-        whose = "size of a block" if state.uncertain == 1 else f"sizes of {state.uncertain:,} blocks"
-        bounds = "is a lower bound" if state.uncertain == 1 else "are lower bounds"
-        notes.append(f"The {whose} from before the recording {bounds} (by up to 1 MiB each).")
+        one = state.uncertain == 1
+        whose = "size of a block" if one else f"sizes of {state.uncertain:,} blocks"
+        bounds = "is a lower bound (by up to 1 MiB)" if one else "are lower bounds (by up to 1 MiB each)"
+        notes.append(f"The {whose} from before the recording {bounds}.")
     if state.orphans:
         which = "A block" if state.orphans == 1 else f"{state.orphans:,} blocks"
         notes.append(f"{which} from before the recording lay in unknown segments.")
