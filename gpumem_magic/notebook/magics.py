@@ -18,6 +18,7 @@ from IPython.core.magic import Magics, line_cell_magic, line_magic, magics_class
 from gpumem_magic.devices.base import DeviceError
 from gpumem_magic.notebook import auto, devices
 from gpumem_magic.notebook.advising import advise, advise_last
+from gpumem_magic.notebook.engines import on_engines
 from gpumem_magic.notebook.fitting import compare_compiled, fit
 from gpumem_magic.notebook.flags import words
 from gpumem_magic.notebook.help import card
@@ -80,6 +81,7 @@ class GpuMemMagics(Magics):
         ``%%gpumem --fit batch_size=1..1024 --on T4,A100-40GB`` runs nothing here: copies of the cell run on virtual cards, in
         processes of their own. So does ``%%gpumem --ranks 8 --device H100``, where the cell runs as ranks of eight, with ``RANK``
         and ``WORLD_SIZE`` in its environment and process groups of this size; one report has all ranks.
+        ``%%gpumem --engines [0,3]`` runs it on engines of ipyparallel, as ``%%px`` does, with one report of them.
         ``%%gpumem --compare compile`` runs copies without torch.compile and with it.
 
         ``%%gpumem --advise`` runs copies of the cell in the same way, each with a change that may save memory.
@@ -94,6 +96,8 @@ class GpuMemMagics(Magics):
         if cell is not None and statement:
             raise UsageError(f"unexpected {statement!r} after %%gpumem: put the code on the lines below")
         body, lines_above = (statement, 0) if cell is None else (cell, 1)
+        if options.engines is not None:
+            return on_engines(self.shell, body, options)
         prepared = prepare(self.shell, body, lines_above)
         if prepared.empty:
             if not options.quiet:
