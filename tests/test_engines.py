@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,24 +18,31 @@ from gpumem_magic.report.ranks import DONE, FAILED, GONE, OUT_OF_MEMORY
 ipyparallel: Any = pytest.importorskip("ipyparallel", reason="ipyparallel is not installed: pip install '.[engines]'")
 
 
-@pytest.fixture(scope="module")
+@contextmanager
 def cluster() -> Iterator[Any]:
     """Four engines; what they import is what is tested."""
     with pytest.MonkeyPatch.context() as patch:
         path = [str(Path(gpumem_magic.__file__).parents[1]), *filter(None, sys.path)]
         patch.setenv("PYTHONPATH", os.pathsep.join(path))
         found = ipyparallel.Cluster(n=4, controller_ip="127.0.0.1", log_level=40)
-        yield found.start_and_connect_sync(activate=False)
-        found.stop_cluster_sync()
+        try:
+            yield found.start_and_connect_sync(activate=False)
+        finally:
+            found.stop_cluster_sync()
 
 
-@pytest.fixture
-def book(cluster: Any) -> Iterator[Notebook]:
-    with notebook("T4", "import os") as found:
-        from ipyparallel.client.magics import ParallelMagics
+def test_a_cell_on_four_engines() -> None:
+    """(One test: worth one start of the engines.)"""
+    from ipyparallel.client.magics import ParallelMagics
 
-        found.shell.register_magics(ParallelMagics(found.shell, cluster[:]))
-        yield found
+    with cluster() as client, notebook("T4", "import os") as book:
+        book.shell.register_magics(ParallelMagics(book.shell, client[:]))
+        client[:].scatter("mine", range(4), flatten=True, block=True)
+        it_runs_on_the_engines_and_one_report_has_them(book, client)
+        an_error_is_ipyparallels_and_the_others_report_is_there(book)
+        what_is_no_engine_is_one_line(book)
+        book.cell("%%gpumem -q -o report --engines [0,1]\nimport os\nif mine == 1:\n    os.kill(os.getpid(), 9)")
+        assert [(rank, state) for rank, state, _ in rows(book)] == [(1, GONE), (0, DONE)]
 
 
 def rows(book: Notebook) -> list[tuple[int, str, int | None]]:
@@ -43,32 +50,23 @@ def rows(book: Notebook) -> list[tuple[int, str, int | None]]:
     return [(row.rank, row.state, row.peak_allocated) for row in ranks.rows]
 
 
-def test_the_cell_runs_on_the_engines_and_one_report_has_them(book: Notebook, cluster: Any) -> None:
-    cluster[:].scatter("mine", range(4), flatten=True, block=True)
+def it_runs_on_the_engines_and_one_report_has_them(book: Notebook, client: Any) -> None:
     said = book.cell(
         "%%gpumem -q -o report --engines all --device A100-40GB\nimport torch\nprint('on', mine)\n"
         "kept = torch.empty((mine + 1) << 18, device='cuda')"
     )
     assert [f"on {number}" in said for number in range(4)] == [True] * 4
-    report = book.shell.user_ns["report"]
-    assert gpumem_magic.last_report() is report
+    assert gpumem_magic.last_report() is book.shell.user_ns["report"]
     assert rows(book) == [(rank, DONE, (rank + 1) << 20) for rank in (3, 2, 1, 0)]
     assert "kept" not in book.shell.user_ns
-    assert cluster[3].apply_sync(_there, "kept")
+    assert client[3]["mine"] == 3
 
 
-def _there(name: str) -> bool:
-    from IPython.core.getipython import get_ipython
-
-    return name in get_ipython().user_ns  # type: ignore[no-untyped-call,union-attr]
-
-
-def test_an_error_arrives_as_ipyparallels_and_the_others_report_is_there(book: Notebook) -> None:
+def an_error_is_ipyparallels_and_the_others_report_is_there(book: Notebook) -> None:
     said = book.cell("%%gpumem -q -o report --engines [0,3]\nif mine == 3:\n    torch.empty(1 << 40, device='cuda')")
     assert "OutOfMemoryError" in said
     assert [(rank, state) for rank, state, _ in rows(book)] == [(1, OUT_OF_MEMORY), (0, DONE)]
-    remarks = book.shell.user_ns["report"].remarks
-    assert remarks[0] == "Rank 0 is engine 0, rank 1 is engine 3."
+    assert book.shell.user_ns["report"].remarks[0] == "Rank 0 is engine 0, rank 1 is engine 3."
     plain = book.cell("%%px --block --targets [3]\n1 / 0")
     measured = book.cell("%%gpumem -q -o report --engines 3\n1 / 0")
     for words in ("[3:execute]", "ZeroDivisionError", ": division by zero"):
@@ -77,14 +75,12 @@ def test_an_error_arrives_as_ipyparallels_and_the_others_report_is_there(book: N
     assert [state for _, state, _ in rows(book)] == [FAILED]
 
 
-def test_what_is_no_engine_is_one_line(book: Notebook) -> None:
+def what_is_no_engine_is_one_line(book: Notebook) -> None:
     for flags in ("--engines 7", "--engines x", "--engines 0 --ranks 2"):
-        said = book.cell(f"%%gpumem {flags}\nn = 1")
-        assert "UsageError: %%gpumem: --engines" in said, said
+        assert "UsageError: %%gpumem: --engines" in book.cell(f"%%gpumem {flags}\nn = 1")
+    assert "n" not in book.shell.user_ns
+
+
+def test_without_a_cluster_the_line_says_how_to_get_one() -> None:
     with notebook("T4", "import os") as alone:
         assert "there is no %%px" in alone.cell("%%gpumem --engines all\nn = 1")
-
-
-def test_an_engine_that_was_killed_is_gone(book: Notebook) -> None:
-    book.cell("%%gpumem -q -o report --engines [0,1]\nimport os\nif mine == 1:\n    os.kill(os.getpid(), 9)")
-    assert [(rank, state) for rank, state, _ in rows(book)] == [(1, GONE), (0, DONE)]
