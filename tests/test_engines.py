@@ -52,7 +52,7 @@ def rows(book: Notebook) -> list[tuple[int, str, int | None]]:
 
 def it_runs_on_the_engines_and_one_report_has_them(book: Notebook, client: Any) -> None:
     said = book.cell(
-        "%%gpumem -q -o report --engines all --device A100-40GB\nimport torch\nprint('on', mine)\n"
+        "%%gpumem -q -o report --engines all --device A100-40GB --budget 1GiB\nimport torch\nprint('on', mine)\n"
         "kept = torch.empty((mine + 1) << 18, device='cuda')"
     )
     assert [f"on {number}" in said for number in range(4)] == [True] * 4

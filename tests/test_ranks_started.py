@@ -122,6 +122,17 @@ def test_an_interrupt_ends_all_that_wait(book: Notebook) -> None:
     assert report.ranks.answer.startswith("Ranks 0-1 were ended.")
 
 
+@pytest.fixture
+def own_handlers() -> Iterator[None]:
+    """PyTorch's elastic launcher leaves handlers of its own."""
+    before = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    yield
+    for number, handler in before.items():
+        if signal.getsignal(number) != handler:
+            signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("own_handlers")
 def test_accelerates_launcher(book: Notebook) -> None:
     pytest.importorskip("accelerate")
     said = book.cell(

@@ -78,9 +78,9 @@ def _flags(options: argparse.Namespace) -> str:
         "-q",
         *(f"--{name.replace('_', '-')}" for name in ("no_lines", "until_repeat", "warn") if getattr(options, name)),
     ]
-    for name in ("device", "into", "max_iterations", "budget", "max_delta"):
+    for name, unit in (("device", ""), ("into", ""), ("max_iterations", ""), ("budget", "B"), ("max_delta", "B")):
         value = getattr(options, name)
-        words += [] if value is None else [f"--{name.replace('_', '-')}", str(value)]
+        words += [] if value is None else [f"--{name.replace('_', '-')}", f"{value}{unit}"]
     return " ".join(words)
 
 
