@@ -17,6 +17,7 @@ import gpumem_magic.virtual.operators.convolutions
 import gpumem_magic.virtual.operators.copies
 import gpumem_magic.virtual.operators.data_dependent
 import gpumem_magic.virtual.operators.equivalents
+import gpumem_magic.virtual.operators.fourier
 import gpumem_magic.virtual.operators.group_norm
 import gpumem_magic.virtual.operators.layer_norm
 import gpumem_magic.virtual.operators.losses
