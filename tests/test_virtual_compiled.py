@@ -153,6 +153,33 @@ def test_shapes_breaks_and_loops_are_as_ever(machine: gpu.VirtualMachine) -> Non
     assert machine.notes() == []
 
 
+class Layer(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return wave(super().forward(x))
+
+
+def test_regions_share_what_is_compiled_for_any_size(machine: gpu.VirtualMachine) -> None:
+    counters = importlib.import_module("torch._dynamo.utils").counters
+    counters.clear()
+    layers = [Layer(32, 32).cuda() for _ in range(3)]
+
+    @torch.compiler.nested_compile_region
+    def region(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return layer(x)  # type: ignore[no-any-return]
+
+    together = torch.compile(lambda x: functools.reduce(lambda y, one: region(one, y), layers, x), fullgraph=True)
+    together(torch.rand(8, 32, device="cuda", requires_grad=True)).sum().backward()
+    assert counters["stats"]["unique_graphs"] == 1
+    counters.clear()
+    for layer in layers:
+        layer.compile(fullgraph=True, dynamic=True)
+    for rows in (3, 8, 5):
+        x = torch.rand(rows, 32, device="cuda", requires_grad=True)
+        functools.reduce(lambda y, one: one(y), layers, x).sum().backward()
+    assert counters["stats"]["unique_graphs"] == 1
+    assert machine.notes() == []
+
+
 def test_the_optimizer_compiled() -> None:
     model = nn.Linear(512, 512).cuda()
     optimizer = torch.optim.Adam(model.parameters())
