@@ -11,6 +11,7 @@ import builtins
 import os
 import signal
 import sys
+import time
 import traceback
 from pathlib import Path
 from types import FrameType
@@ -187,6 +188,8 @@ def run(shell: Any, request: dict[str, Any], bearings: dict[str, Any], run_cell:
     sys.settrace(None)
     sys.setprofile(None)
     (Path(request["result"] + ".done")).touch()
+    while "interrupt" in request and not Path(request["result"] + ".sent").exists():
+        time.sleep(0.0005)  # a signal may be on its way
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if tracer is not None:
         found.update(lines=tracer.seen, place=tracer.place, places=tracer.places)

@@ -103,7 +103,7 @@ class Zygote:
 
     def interrupt(self, setup: list[str], cell: str, **options: Any) -> dict[str, Any]:
         """What `interrupted` found after a cell that was interrupted, and the signals that were sent."""
-        for name in ("result.ready", "result.done"):
+        for name in ("result.ready", "result.done", "result.sent"):
             (self.folder / name).unlink(missing_ok=True)
         found = self.run(Case("interrupt", [], setup, seconds=60.0), "plain", cell=cell, **options)
         return {**found, **self.answer}

@@ -391,7 +391,9 @@ def interrupt(process: int, request: dict[str, Any]) -> dict[str, Any]:
         sent += 1
     while not request["interrupt"] and not done.exists() and time.monotonic() < last:
         time.sleep(0.0005)
-    return {"sent": sent, "seconds": time.monotonic() - began}
+    seconds = time.monotonic() - began
+    Path(request["result"] + ".sent").touch()
+    return {"sent": sent, "seconds": seconds}
 
 
 def wait_for(process: int, seconds: float) -> dict[str, Any]:
