@@ -15,6 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -518,6 +519,37 @@ def test_a_folder_goes_with_its_process_however_that_ends(tmp_path: Path, monkey
     assert not list(tmp_path.iterdir())
 
 
+@contextmanager
+def interrupted_once(note: Path) -> Iterator[None]:
+    """Ctrl-C once a trial has written its note."""
+
+    def interrupt() -> None:
+        while not (note.exists() and note.read_text()):
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt, daemon=True)
+    thread.start()
+    yield
+    thread.join()
+
+
+def test_after_an_interrupt_in_a_trial_the_notebook_is_as_before(book: Notebook, tmp_path: Path) -> None:
+    book.cell("kept = torch.ones(1024, 1024, device='cuda')\nn = 'mine'")
+    machine = gpu.current()
+    assert machine is not None
+    namespace, segments = dict(book.shell.user_ns), machine.devices[0].segments()
+    cell = f"n = 4\nkept = torch.ones(n, 1 << 20, device='cuda')\nopen({str(tmp_path / 'note')!r}, 'w').write('here')\n"
+    with interrupted_once(tmp_path / "note"):
+        said = book.cell(f"%%gpumem --fit n=1..64 -q -o answer\n{cell}import time\ntime.sleep(1000)")
+    assert "KeyboardInterrupt" in said
+    changed = {name for name, value in book.shell.user_ns.items() if namespace.get(name) is not value}
+    assert not {name for name in changed if not name.startswith("_")} - {"In", "Out"}
+    assert machine.devices[0].segments() == segments
+    assert not left_behind()
+    book.cell("del kept, n")
+
+
 def test_an_interrupt_ends_the_trial_and_what_it_started(tmp_path: Path) -> None:
     note = tmp_path / "pid"
 
@@ -526,16 +558,8 @@ def test_an_interrupt_ends_the_trial_and_what_it_started(tmp_path: Path) -> None
         note.write_text(str(started.pid))
         started.wait()
 
-    def interrupt() -> None:
-        while not (note.exists() and note.read_text()):
-            time.sleep(0.01)
-        os.kill(os.getpid(), signal.SIGINT)
-
-    thread = threading.Thread(target=interrupt)
-    thread.start()
-    with pytest.raises(KeyboardInterrupt):
+    with interrupted_once(note), pytest.raises(KeyboardInterrupt):
         in_a_fork(work)
-    thread.join()
     deadline = time.monotonic() + 30
     while _is_running(int(note.read_text())):
         assert time.monotonic() < deadline, "the grandchild still runs"
