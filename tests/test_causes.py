@@ -36,6 +36,21 @@ x = torch.randn(512, 512, device="cuda")
 
 LOOP = "for _ in range(4):\n    optimizer.zero_grad()\n    loss = model(x).mean()\n    loss.backward()\n    optimizer.step()"
 
+WHOLE = """
+import torch.utils.checkpoint
+whole = nn.Sequential(*[nn.Sequential(nn.Linear(512, 2048), nn.GELU(), nn.Linear(2048, 512)) for _ in range(4)]).cuda()
+x = torch.randn(4096, 512, device="cuda")
+"""
+LAZY = """
+from functools import cached_property
+class Lazy:
+    def __init__(self):
+        self.x = torch.randn(2048, 64, device="cuda")
+    @cached_property
+    def gram(self):
+        return self.x @ self.x.T
+lazy = [Lazy() for _ in range(6)]
+"""
 GUILTY = [
     # https://github.com/pytorch/pytorch/issues/9669 and the "My model reports OOM" FAQ: losses kept with their graphs
     Case("kept_graphs", (TRAIN, "losses = []\nfor _ in range(4):\n    losses.append(model(x).mean())"), "`losses`"),
@@ -322,6 +337,25 @@ for i in range(4):
         optimizer.step()
         optimizer.zero_grad()
 """
+GUILTY += [
+    Case(
+        "checkpointed_whole",
+        (WHOLE, "torch.utils.checkpoint.checkpoint(whole, x, use_reentrant=False).mean().backward()"),
+        "line 1",
+    ),
+    Case("wide_indices", ("", "order = torch.rand(64, 1 << 18, device='cuda').argsort(dim=1)"), "kept by `order`"),
+    # the mask as each head has it, in another shape afterwards
+    Case(
+        "expanded_copy",
+        (
+            'pad = torch.zeros(2, 512, dtype=torch.bool, device="cuda")',
+            "mask = pad[:, None, None, :].expand(2, 8, 512, 512).reshape(16, 512, 512).float()",
+        ),
+        "(2, 1, 1, 512) to (2, 8, 512, 512)",
+    ),
+    # each keeps what it has computed
+    Case("growth", (LAZY, "for one in lazy:\n    total = one.gram.sum().item()"), "(`return self.x @ self.x.T`)"),
+]
 INNOCENT = [
     Case("", (TRAIN, LOOP)),
     Case("", (TRAIN, LOOP + "\nlosses = []\nfor _ in range(4):\n    losses.append(model(x).mean().item())")),

@@ -12,6 +12,7 @@ from gpumem_magic.causes import (
     errors,
     graphs,
     holding,
+    joins,
     kept,
     loops,
     operators,
@@ -59,6 +60,7 @@ DETECTORS: tuple[Detector, ...] = (
     training.optimizer_states,
     training.optimizer_temporaries,
     settings.idle_checkpointing,
+    settings.checkpointed_whole,
     settings.wide_inference,
     settings.autocast_copies,
     settings.dense_lookup_gradient,
@@ -66,10 +68,11 @@ DETECTORS: tuple[Detector, ...] = (
     batches.whole_batch,
     operators.grown_results,
     operators.wide_copies,
-    operators.joined_in_a_loop,
+    joins.joined_in_a_loop,
     shapes.attention_scores,
     shapes.dominating_layer,
     shapes.wide_numbers,
+    shapes.wide_indices,
     holding.only_cached,
 )
 # What these say of the memory is so in sound programs, too.
@@ -110,7 +113,13 @@ _COVERED = {
 }
 # The same where that one explains so much of it, in per cent.
 _NEARLY = 80
-_COVERED_IF_AS_LARGE = {"growth": ("missing_no_grad",), "kept_graphs": ("missing_no_grad",)}
+_COVERED_IF_AS_LARGE = {
+    "growth": ("missing_no_grad",),
+    "kept_graphs": ("missing_no_grad",),
+    # Many are there because they are kept, one from each iteration.
+    "all_pairs": ("growth",),
+    "expanded_copy": ("growth",),
+}
 
 
 def find_causes(scene: Scene) -> tuple[list[Cause], list[str]]:

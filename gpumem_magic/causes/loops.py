@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from gpumem_magic.causes.model import LEAST, Scene
 from gpumem_magic.causes.places import quoted
 from gpumem_magic.owners.model import size_of
-from gpumem_magic.recording.model import BACKWARD, KEPT_BY_LIST, KEPT_BY_NAME, OPTIMIZER
+from gpumem_magic.recording.model import BACKWARD, KEPT_BY_LIST, KEPT_BY_NAME
 from gpumem_magic.report.model import Cause
 from gpumem_magic.snapshot.timeline import Allocation
 from gpumem_magic.units import human
@@ -127,28 +127,22 @@ def retry_while_handling(scene: Scene) -> Iterator[Cause]:
 
 
 def kept_by_retain_graph(scene: Scene) -> Iterator[Cause]:
-    """The last backward of each iteration keeps a graph that no further backward uses."""
+    """The last backward of a turn keeps a graph that no further backward uses."""
     calls = [one for one in scene.program.calls("backward", "retain_graph") if not one.where]
     backwards = scene.spans(BACKWARD)
     if not calls or not backwards:
         return
     lines = {one.line for one in calls}
     ranges = [(scene.start_of(one), scene.end_of(one)) for one in backwards]
-    ends = (
-        [scene.end_of(step) for step in scene.spans(OPTIMIZER)] or [one.end for one in scene.iterations] or [scene.end]
-    )
+    # The last of a turn of the outermost loop, which alone has no other after it that may use the same graph.
+    last = {_outermost(scene, start): (start, done) for start, done in ranges}
     worst, call = 0, None
-    for end in ends:
-        its = [span for span in backwards if scene.end_of(span) <= end]
-        if not its:
-            continue
-        done = scene.end_of(its[-1])
+    for start, done in last.values():
         row = next(
             (point for point, begin, stop in scene.statements if begin <= done <= stop and point.line in lines), None
         )
         if row is None:
             continue
-        start = scene.start_of(its[-1])
         left = [
             one
             for one in scene.living_in(done, "activations")
@@ -170,3 +164,8 @@ def kept_by_retain_graph(scene: Scene) -> Iterator[Cause]:
         "Without `retain_graph=True` it is freed as backward runs; a state that is carried on needs `.detach()` instead.",
         worst,
     )
+
+
+def _outermost(scene: Scene, position: int) -> tuple[int, ...]:
+    turn = scene.turn_of(position)
+    return () if turn is None else (turn[0][0], turn[1][0])

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import ast
 import re
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Iterator, Sequence
 from math import prod
 
 import torch
 
-from gpumem_magic.causes.libraries import gathering
+from gpumem_magic.causes.alike import (
+    Alike,
+    alive_in_shapes,
+    births_in_order,
+    bytes_of,
+    made_by,
+    shape_words,
+    size_words,
+    squeezed,
+)
 from gpumem_magic.causes.model import Scene
 from gpumem_magic.devices.base import Birth
 from gpumem_magic.recording.model import BACKWARD
@@ -26,8 +32,6 @@ _PRODUCTS = frozenset({"mm", "bmm", "matmul", "baddbmm", "dot", "ger", "outer", 
 _MULTIPLIES = re.compile(r"@|\b(?:matmul|b?mm|einsum|outer|inner|tensordot|ger|cdist)\s*\(")
 # These make much of little wherever they are used.
 _ALWAYS_GROW = re.compile(r"conv|embedding|arange|linspace|addmm")
-# So many tensors that are joined are the parts of a result.
-_PARTS = 3
 _DISTANCES = re.compile(r"cdist|pairwise|euclidean")
 _HEADS = re.compile(r"repeat_kv|attention")
 _MEANT = re.compile(r"\bNone\b|unsqueeze|\[\s*:\s*,")
@@ -39,22 +43,15 @@ _MOST_NAMES = 40
 _BEFORE_THE_HEAD = "Take the last position before the head (`hidden[:, -1:]`; in transformers `logits_to_keep=1`)"
 
 
-@dataclass(frozen=True)
-class Alike:
-    """What is alive in one shape: how many, and bytes; and the operator that made the first of them, at an event."""
-
-    shape: tuple[int, ...]
-    count: int
-    bytes: int
-    birth: Birth
-    event: int
-
-
 def grown_results(scene: Scene) -> Iterator[Cause]:
-    """A broadcast, all pairs, a copy of an expanded tensor, one-hot numbers."""
-    for alike in _alive(scene, _is_grown):
-        for kind in (_one_hot, _broadcast, _expanded_copy, _pairs, _other):
-            if (cause := kind(scene, alike)) is not None:
+    """A broadcast, all pairs, a copy of an expanded tensor, one-hot numbers; of each place the largest."""
+    told: set[object] = set()
+    for alikes in alive_in_shapes(scene, _is_grown):
+        kinds = ((kind, one) for kind in (_one_hot, _broadcast, _expanded_copy, _pairs, _other) for one in alikes)
+        for kind, alike in kinds:
+            cause = kind(scene, alike)
+            if cause is not None and (alike.birth.place or alike.event) not in told:
+                told.add(alike.birth.place or alike.event)
                 yield cause
                 break
     yield from _grown_gradient(scene)
@@ -62,13 +59,13 @@ def grown_results(scene: Scene) -> Iterator[Cause]:
 
 def wide_copies(scene: Scene) -> Iterator[Cause]:
     """A large tensor of 16-bit numbers that is copied to float32; and logits of positions that nobody reads."""
-    for alike in _alive(scene, _is_widened):
+    for alike, *_ in alive_in_shapes(scene, _is_widened):
         birth = alike.birth
         width = birth.inputs[0][1]
-        each = _bytes(alike.shape, birth.dtype)
+        each = bytes_of(alike.shape, birth.dtype)
         more = f", and {alike.count} of that shape at once are {human(alike.bytes)}" if alike.count > 2 else ""
         sizes = f"{human(each)} beside {human(each // 2)}{more}"
-        text = f"{_called(scene, alike)} copies {_shown(alike.shape)} from {width} to float32: {sizes}"
+        text = f"{made_by(scene, alike)} copies {shape_words(alike.shape)} from {width} to float32: {sizes}"
         if positions := _positions_unread(scene, alike.shape):
             yield Cause(
                 "all_positions",
@@ -87,11 +84,11 @@ def wide_copies(scene: Scene) -> Iterator[Cause]:
         theirs = birth.place is not None and birth.place.file != birth.place.own_file
         yield Cause("float32_copy", f"{text}.", remedy, alike.bytes, describes=theirs and not logits)
         return
-    for alike in _alive(scene, lambda birth: _is_head(birth) and not birth.node):
+    for alike, *_ in alive_in_shapes(scene, lambda birth: _is_head(birth) and not birth.node):
         if positions := _positions_unread(scene, alike.shape):
             yield Cause(
                 "all_positions",
-                f"{_called(scene, alike)} makes the logits of all {positions:,} positions, {_shown(alike.shape)}: "
+                f"{made_by(scene, alike)} makes the logits of all {positions:,} positions, {shape_words(alike.shape)}: "
                 f"{human(alike.bytes)}, though only the last one is read (`[:, -1]`).",
                 f"{_BEFORE_THE_HEAD}.",
                 alike.bytes,
@@ -99,120 +96,15 @@ def wide_copies(scene: Scene) -> Iterator[Cause]:
             return
 
 
-def joined_in_a_loop(scene: Scene) -> Iterator[Cause]:
-    """`x = torch.cat([x, new])` in a loop: the old and the new are there at once."""
-    places: dict[object, list[tuple[int, Birth]]] = defaultdict(list)
-    for event, birth in _births(scene):
-        if birth.kernel == "cat" and birth.place is not None and event < scene.moment:
-            places[birth.place].append((event, birth))
-    for made in places.values():
-        sizes = [_bytes(birth.shape or (), birth.dtype) for _, birth in made]
-        if len(made) < 3 or not all(later > earlier for earlier, later in pairwise(sizes)):
-            continue
-        events = {event for event, _ in made}
-        alive = sorted(
-            (one for one in scene.timeline.live_at(scene.moment) if one.born in events), key=lambda one: one.born
-        )
-        # Each is made of the one before it.
-        _, birth = made[-1]
-        before = made[-2][1].shape
-        if len(alive) < 2 or before is None or all(shape != before for shape, _ in birth.inputs):
-            continue
-        old, new = alive[-2:]
-        if old.size + new.size < scene.part_of_peak(5):
-            continue
-        where = _called(scene, Alike(birth.shape or (), 2, old.size + new.size, birth, made[-1][0]))
-        if birth.place is not None and (known := gathering(birth.place)) is not None:
-            yield Cause(
-                "gathered_predictions",
-                f"{where} {known[0]}, and copies them all for each batch: {human(old.size)} and {human(new.size)} at the peak.",
-                known[1],
-                old.size + new.size,
-            )
-            return
-        yield Cause(
-            "joined_in_a_loop",
-            f"{where} needs the old tensor and the new one at once, and copies all of it every time: {human(old.size)} and "
-            f"{human(new.size)} at the peak.",
-            "Collect the parts in a list and `torch.cat` them once, or preallocate the result and write into it.",
-            old.size,
-        )
-        return
-    yield from _joined_once(scene)
-
-
-def _joined_once(scene: Scene) -> Iterator[Cause]:
-    """Parts that are all there still beside what they were joined to."""
-    births = scene.recording.logs[scene.device].births
-    living = [(one, birth) for one in scene.timeline.live_at(scene.moment) if (birth := births.get(one.born))]
-    for one, birth in sorted(living, key=lambda pair: -pair[0].size):
-        if one.size < scene.part_of_peak(4):
-            return
-        if birth.kernel not in ("cat", "stack") or birth.node or len(birth.inputs) < _PARTS:
-            continue
-        # Of many parts a birth knows only some.
-        parts = set(birth.inputs)
-        alike_parts = (each.size for each, made in living if each.born < one.born and (made.shape, made.dtype) in parts)
-        size = min(sum(alike_parts), one.size)
-        if 10 * size >= 8 * one.size:
-            alike = Alike(birth.shape or (), 1, one.size, birth, one.born)
-            yield Cause(
-                "joined",
-                f"{_called(scene, alike)} needs its parts and the whole at once: {human(size)} and {human(one.size)}.",
-                "Preallocate the result and write each part into it, or join the parts on the host.",
-                size,
-                describes=True,
-            )
-            return
-
-
-# What is alive
-
-
-def _births(scene: Scene) -> list[tuple[int, Birth]]:
-    return sorted(scene.recording.logs[scene.device].births.items())
-
-
-def _alive(scene: Scene, fits: Callable[[Birth], bool]) -> list[Alike]:
-    """The shapes in which a good part of the memory is alive, largest first, with the last forward operator that fits."""
-    births = scene.recording.logs[scene.device].births
-    counts: dict[tuple[int, ...], list[int]] = defaultdict(list)
-    for one in scene.timeline.live_at(scene.moment):
-        birth = births.get(one.born)
-        if birth is not None and birth.shape is not None:
-            counts[_squeezed(birth.shape)].append(one.size)
-    failed = births.get(scene.moment - 1)
-    error = scene.report.error
-    if failed is not None and failed.shape is not None and error is not None and error.wanted is not None:
-        counts[_squeezed(failed.shape)].append(error.wanted)
-    least = scene.part_of_peak(10)
-    large = {shape: sizes for shape, sizes in counts.items() if sum(sizes) >= least}
-    found: dict[tuple[int, ...], Alike] = {}
-    for event, birth in reversed(_births(scene)) if large else ():
-        if event >= scene.moment or birth.shape is None or birth.node:
-            continue
-        key = _squeezed(birth.shape)
-        if key in large and key not in found and fits(birth):
-            found[key] = Alike(birth.shape, len(large[key]), sum(large[key]), birth, event)
-    return sorted(found.values(), key=lambda one: -one.bytes)
-
-
-def _squeezed(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape as alike ones have it, whatever their views."""
-    return tuple(length for length in shape if length != 1)
-
-
-def _bytes(shape: tuple[int, ...], dtype: str) -> int:
-    kind = getattr(torch, dtype, None)
-    return prod(shape) * (kind.itemsize if isinstance(kind, torch.dtype) else 1)
+# Which operators
 
 
 def _given(birth: Birth) -> int:
-    return sum(_bytes(shape, dtype) for shape, dtype in birth.inputs)
+    return sum(bytes_of(shape, dtype) for shape, dtype in birth.inputs)
 
 
 def _is_grown(birth: Birth) -> bool:
-    return bool(birth.inputs) and _bytes(birth.shape or (), birth.dtype) >= _TIMES * _given(birth)
+    return bool(birth.inputs) and bytes_of(birth.shape or (), birth.dtype) >= _TIMES * _given(birth)
 
 
 def _is_widened(birth: Birth) -> bool:
@@ -237,39 +129,12 @@ def _positions_unread(scene: Scene, shape: tuple[int, ...]) -> int:
     if len(shape) == 3:
         return shape[1] if shape[1] > 1 else 0
     # Batch and position in one: told apart by another tensor of the same rows.
-    shapes = [birth.shape for _, birth in _births(scene)] + [one.shape for one in scene.held]
+    shapes = [birth.shape for _, birth in births_in_order(scene)] + [one.shape for one in scene.held]
     told = (each for each in shapes if each is not None and len(each) == 3 and each[0] * each[1] == shape[0])
     return next((each[1] for each in told if each[1] > 1), 0)
 
 
 # In words
-
-
-def _called(scene: Scene, alike: Alike) -> str:
-    """```pred - y` (line 4)``, with the inner place where the line only leads to it."""
-    one = next((each for each in scene.timeline.allocations if each.born == alike.event), None)
-    facts = scene.tensors.facts(one) if scene.tensors is not None and one is not None else None
-    if facts is None:
-        # The request that failed has no allocation.
-        place = alike.birth.place
-        words = (place.expression or place.text) if place is not None else alike.birth.operator
-        line = scene.report.error.line if scene.report.error is not None else 0
-        own = place is not None and place.own_file == scene.recording.own_file
-        number = place.own_line if own and place is not None else line
-        return f"`{words}` (line {number})" if number else f"`{words}`"
-    words = facts.expression or facts.statement or facts.operator
-    inner = f", {facts.inner}" if facts.inner else ""
-    return f"`{words}` (line {facts.line}{inner})" if facts.line else f"`{words}`{inner}"
-
-
-def _shown(shape: Sequence[int]) -> str:
-    return f"({', '.join(map(str, shape))}{',' if len(shape) == 1 else ''})"
-
-
-def _sizes(alike: Alike) -> str:
-    """``1,526 MiB in float32, and 4 of that shape are alive at the peak: 6,104 MiB``."""
-    each = f"{human(_bytes(alike.shape, alike.birth.dtype))} in {alike.birth.dtype}"
-    return each if alike.count == 1 else f"{each}, and {alike.count} of that shape at once are {human(alike.bytes)}"
 
 
 def _operands(expression: str) -> list[str]:
@@ -301,9 +166,10 @@ def _broadcast(scene: Scene, alike: Alike) -> Cause | None:
         return None
     first, second = sorted(shapes[:2], key=lambda shape: -prod(shape)) if len(shapes) > 2 else shapes[:2]
     expression = birth.place.expression if birth.place is not None else ""
-    called = _called(scene, alike)
-    told = f"{called} broadcasts {_shown(first)} with {_shown(second)} to {_shown(alike.shape)}: {_sizes(alike)}."
-    same = _squeezed(first) == _squeezed(second)
+    what = made_by(scene, alike)
+    pair = f"{shape_words(first)} with {shape_words(second)}"
+    told = f"{what} broadcasts {pair} to {shape_words(alike.shape)}: {size_words(alike)}."
+    same = squeezed(first) == squeezed(second)
     if same and not _MEANT.search(expression) and (len(first) != len(second) or birth.operator.endswith("loss")):
         return Cause("broadcast", told, _squeeze(first, second, _operands(expression)), alike.bytes)
     remedy = "Work on some of the rows at a time, if every pair is meant; else give both the same shape."
@@ -324,7 +190,10 @@ def _squeeze(first: tuple[int, ...], second: tuple[int, ...], names: list[str]) 
             if names and name.isidentifier()
             else f"`.squeeze({len(shape) - 1})` of {name}"
         )
-        return f"Unless every pair is meant, the result is wrong, too: {call} gives both the shape {_shown(_squeezed(other))}."
+        other = squeezed(other)
+        return (
+            f"Unless every pair is meant, the result is wrong, too: {call} gives both the shape {shape_words(other)}."
+        )
     return "Unless every pair is meant, the result is wrong, too: give both the same shape (`squeeze` or `unsqueeze`)."
 
 
@@ -341,10 +210,10 @@ def _expanded_copy(scene: Scene, alike: Alike) -> Cause | None:
     if birth.kernel not in _COPIES or len(birth.inputs) < 1:
         return None
     words = birth.place.expression or birth.place.text if birth.place is not None else ""
-    called, small = _called(scene, alike), birth.inputs[0][0]
+    what, small = made_by(scene, alike), birth.inputs[0][0]
     if prod(small) >= prod(alike.shape):
         return None
-    told = f"{called} expands {_shown(small)} to {_shown(alike.shape)} and copies it: {_sizes(alike)}."
+    told = f"{what} expands {shape_words(small)} to {shape_words(alike.shape)} and copies it: {size_words(alike)}."
     if _MULTIPLIES.search(words):
         remedy = (
             "`torch.einsum`, or `torch.bmm` with the expanded dimension among the rows, multiplies without the copy."
@@ -353,7 +222,7 @@ def _expanded_copy(scene: Scene, alike: Alike) -> Cause | None:
         remedy = "`scaled_dot_product_attention` with `enable_gqa=True` takes fewer key and value heads as they are."
     elif birth.kernel == "repeat":
         remedy = "`.expand` is a view and takes nothing, where the result is only read."
-        told = f"{called} repeats {_shown(small)} to {_shown(alike.shape)}: {_sizes(alike)}."
+        told = f"{what} repeats {shape_words(small)} to {shape_words(alike.shape)}: {size_words(alike)}."
     else:
         remedy = (
             "Leave it expanded (a view takes nothing): let the next operator broadcast, without reshaping it before."
@@ -368,7 +237,7 @@ def _one_hot(scene: Scene, alike: Alike) -> Cause | None:
         return None
     return Cause(
         "one_hot",
-        f"{_called(scene, alike)} makes {_shown(alike.shape)} of int64, 8 bytes for each class: {_sizes(alike)}.",
+        f"{made_by(scene, alike)} makes {shape_words(alike.shape)} of int64, 8 bytes for each class: {size_words(alike)}.",
         "`F.cross_entropy` takes the class numbers as they are; where one-hot is needed, build it as bool or uint8 "
         "(`torch.zeros(n, classes, dtype=torch.bool).scatter_`), or for a part at a time.",
         alike.bytes,
@@ -385,10 +254,10 @@ def _pairs(scene: Scene, alike: Alike) -> Cause | None:
         return None
     if alike.bytes < scene.part_of_peak(3):
         return None
-    shapes = " and ".join(_shown(one) for one, _ in birth.inputs[:2])
+    shapes = " and ".join(shape_words(one) for one, _ in birth.inputs[:2])
     return Cause(
         "all_pairs",
-        f"{_called(scene, alike)} makes one number for every pair, {_shown(shape)} from {shapes}: {_sizes(alike)}.",
+        f"{made_by(scene, alike)} makes one number for every pair, {shape_words(shape)} from {shapes}: {size_words(alike)}.",
         "Work on some of the rows at a time, and keep of each part only what is needed (its `topk`, its sum).",
         alike.bytes,
     )
@@ -399,7 +268,10 @@ def _other(scene: Scene, alike: Alike) -> Cause | None:
     birth = alike.birth
     if birth.kernel in _PRODUCTS or _ALWAYS_GROW.search(birth.kernel) or alike.bytes < scene.part_of_peak(4):
         return None
-    times = _bytes(alike.shape, birth.dtype) // max(1, _given(birth))
+    times = bytes_of(alike.shape, birth.dtype) // max(1, _given(birth))
+    given = " and ".join(shape_words(one) for one, _ in birth.inputs[:2])
+    if birth.inputs[0][0] == alike.shape:
+        given = birth.inputs[0][1]
     remedy = "Work on a part at a time, or make it smaller before."
     if birth.kernel == "im2col":
         remedy = "Where the windows are multiplied with weights, `F.conv2d` does it without storing them."
@@ -407,8 +279,8 @@ def _other(scene: Scene, alike: Alike) -> Cause | None:
         remedy = "A convolution to fewer channels before it, or a smaller size, makes it smaller."
     return Cause(
         "grown_result",
-        f"{_called(scene, alike)} makes {_shown(alike.shape)} from {' and '.join(_shown(one) for one, _ in birth.inputs[:2])}, "
-        f"{times} times as much: {_sizes(alike)}.",
+        f"{made_by(scene, alike)} makes {shape_words(alike.shape)} from {given}, "
+        f"{times} times as much: {size_words(alike)}.",
         remedy,
         alike.bytes,
         describes=True,
@@ -427,7 +299,7 @@ def _grown_gradient(scene: Scene) -> Iterator[Cause]:
             alike = Alike(birth.shape, 1, one.size, birth, one.born)
             yield Cause(
                 "expanded_gradient",
-                f"The gradient of {_called(scene, alike)} has the shape that was expanded, {_shown(birth.shape)}: "
+                f"The gradient of {made_by(scene, alike)} has the shape that was expanded, {shape_words(birth.shape)}: "
                 f"{human(one.size)}, though the tensor itself is a small one.",
                 "Take from the tensor before it is expanded (`x[rows, index]`): the gradient then has its small shape.",
                 one.size,

@@ -81,6 +81,16 @@ class Text:
         )
         return [one.name for one in functions if one.lineno <= line <= (one.end_lineno or one.lineno)]
 
+    def cached(self, name: str) -> ast.stmt | None:
+        """The last ``return`` of a property whose value its object keeps."""
+        for function in (node for top in _parsed(self.source) for node in ast.walk(top)):
+            if not isinstance(function, ast.FunctionDef) or function.name != name:
+                continue
+            if any(_last(one) == "cached_property" for one in function.decorator_list):
+                found = [node for node in ast.walk(function) if isinstance(node, ast.Return)]
+                return found[-1] if found else None
+        return None
+
     @property
     def is_file(self) -> bool:
         return self.where.endswith(".py")
@@ -143,6 +153,9 @@ class ProgramText:
                 keyed = [node for node in own if key and _mentions_key(node, wanted, key)]
                 if own:
                     return one.place((keyed or own)[-1])
+        for one in self._mentioning(attribute, "cached_property") if attribute else ():
+            if (result := one.cached(attribute)) is not None:
+                return one.place(result)
         return None
 
     def using(self, name: str) -> Written | None:

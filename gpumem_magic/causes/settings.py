@@ -34,6 +34,32 @@ def idle_checkpointing(scene: Scene) -> Iterator[Cause]:
     )
 
 
+def checkpointed_whole(scene: Scene) -> Iterator[Cause]:
+    """A backward that recomputes everything in one piece, and so has at once what checkpointing was to save."""
+    moment = scene.moment
+    backward = next((one for one in scene.spans(BACKWARD) if scene.start_of(one) < moment <= scene.end_of(one)), None)
+    if backward is None:
+        return
+    begin, end = scene.start_of(backward), scene.end_of(backward)
+    pieces = [one for one in scene.spans(RECOMPUTATION) if begin <= scene.start_of(one) < end]
+    if len(pieces) != 1:
+        return
+    kept = scene.living_in(moment, "activations")
+    again = [one for one in kept if scene.start_of(pieces[0]) <= one.born < scene.end_of(pieces[0])]
+    if 10 * size_of(again) < 8 * size_of(kept) or size_of(again) < scene.part_of_peak(3):
+        return
+    calls = scene.program.calls("checkpoint")
+    where = f" (`{calls[-1].shown}`, {calls[-1].words})" if calls else ""
+    yield Cause(
+        "checkpointed_whole",
+        f"Backward recomputes everything in one piece{where}: {human(size_of(again))} of activations at once, as many as without "
+        "checkpointing.",
+        "Checkpoint its layers one by one (of an `nn.Sequential`, `checkpoint_sequential(model, segments, x)`): backward then "
+        "has those of one at a time.",
+        size_of(again),
+    )
+
+
 def wide_inference(scene: Scene) -> Iterator[Cause]:
     """A large model that only runs forward, with weights of 32 bits."""
     if scene.spans(BACKWARD, OPTIMIZER) or not scene.spans(FORWARD):

@@ -10,6 +10,7 @@ from math import prod
 from gpumem_magic.causes.model import Scene
 from gpumem_magic.devices.base import Birth
 from gpumem_magic.owners.model import size_of
+from gpumem_magic.recording.model import KEPT_BY_LIST, KEPT_BY_NAME
 from gpumem_magic.report.model import Cause
 from gpumem_magic.snapshot.timeline import Allocation
 from gpumem_magic.units import counted, human
@@ -17,6 +18,7 @@ from gpumem_magic.units import counted, human
 _WIDE = {"float64": "float32", "complex128": "complex64"}
 _ON_PURPOSE = re.compile(r"float64|\.double\(|complex128|torch\.double|DoubleTensor|set_default_dtype")
 _PRODUCTS = frozenset({"bmm", "baddbmm", "matmul", "mm", "unsafe_view", "einsum"})
+_INDICES = frozenset({"sort", "argsort", "topk", "nonzero", "randperm", "kthvalue", "max_pool2d_with_indices"})
 # What a loss saves is no layer's.
 _LOSS = re.compile(r"loss|log_softmax|cross_entropy|kl_div")
 _WITHOUT_SCORES = '`torch.nn.functional.scaled_dot_product_attention` (`attn_implementation="sdpa"`) never stores them.'
@@ -40,6 +42,34 @@ def wide_numbers(scene: Scene) -> Iterator[Cause]:
         f"saves {human(size_of(wide) // 2)}.",
         size_of(wide) // 2,
     )
+
+
+def wide_indices(scene: Scene) -> Iterator[Cause]:
+    """Indices of many numbers, at 8 bytes each, that a name keeps."""
+    births = scene.recording.logs[scene.device].births
+    if scene.tensors is None:
+        return
+    for one in sorted(scene.timeline.live_at(scene.moment), key=lambda each: -each.size):
+        birth = births.get(one.born)
+        if one.size < scene.part_of_peak(5):
+            return
+        if birth is None or birth.dtype != "int64" or birth.kernel not in _INDICES:
+            continue
+        facts, (kept, place) = scene.tensors.facts(one), scene.tensors.keeper(one, scene.moment)
+        if kept not in (KEPT_BY_NAME, KEPT_BY_LIST):
+            continue
+        remedy = f"Where it only indexes, `{place}.int()` in its place takes half"
+        if "sort" in birth.kernel:
+            remedy += "; where only the first ones are read, `topk` makes no others"
+        yield Cause(
+            "wide_indices",
+            f"`{facts.expression or facts.statement}` (line {facts.line}) gives an index of 8 bytes (int64) for each number, "
+            f"kept by `{place}`: {human(one.size)}.",
+            f"{remedy}.",
+            one.size // 2,
+            describes=True,
+        )
+        return
 
 
 def dominating_layer(scene: Scene) -> Iterator[Cause]:

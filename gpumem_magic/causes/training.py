@@ -7,6 +7,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 
 from gpumem_magic.causes.model import Scene, partnered, requested
+from gpumem_magic.optimizers import FUSED, OPTIMIZERS
 from gpumem_magic.owners.model import size_of
 from gpumem_magic.recording.model import BACKWARD, FORWARD, OPTIMIZER, Span
 from gpumem_magic.report.model import Cause
@@ -138,7 +139,7 @@ def optimizer_temporaries(scene: Scene) -> Iterator[Cause]:
     highest = scene.highest_without(filter(is_a_steps, scene.timeline.allocations))
     is_left = 2 * (scene.report.peak.allocated - highest) < size_of(used)
     elsewhere = f"; elsewhere {human(highest)} are reached all the same" if is_left else ""
-    remedy = _without_temporaries(scene, used)
+    remedy = _without_temporaries(scene, used, steps[place].label)
     yield Cause(
         "optimizer_temporaries",
         f"The peak is inside the step of {steps[place].label}: its temporaries take {human(size_of(used))}.",
@@ -148,7 +149,7 @@ def optimizer_temporaries(scene: Scene) -> Iterator[Cause]:
     )
 
 
-def _without_temporaries(scene: Scene, used: list[Allocation]) -> str:
+def _without_temporaries(scene: Scene, used: list[Allocation], label: str) -> str:
     """Which of an optimizer's settings are without these. In a file, its functions' names say which it has; a step of the user's
     own has none."""
     one_by_one = "with `foreach=False` it has those of one parameter at a time"
@@ -159,7 +160,13 @@ def _without_temporaries(scene: Scene, used: list[Allocation]) -> str:
             return ""
         if not running <= _HAVE_FUSED:
             return one_by_one[:1].upper() + one_by_one[1:]
-    return "With `fused=True` it has none" + ("" if "foreach=False" in scene.typed else f", and {one_by_one}")
+    # A name that the cell has lost, or that a library has, says nothing.
+    kinds = {root.type for root in scene.holdings.roots if root.name == label and root.type}
+    ways = ["with `fused=True` it has none"] if kinds <= FUSED else []
+    if kinds <= OPTIMIZERS and "foreach=False" not in scene.typed:
+        ways.append(one_by_one)
+    found = ", and ".join(ways)
+    return found[:1].upper() + found[1:]
 
 
 def _is_near(one: int, other: int) -> bool:

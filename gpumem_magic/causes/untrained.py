@@ -72,6 +72,8 @@ def wasted_gradients(scene: Scene) -> Iterator[Cause]:
     if len({step.label for step in steps}) < 2 or not all(step.label in known for step in steps):
         return
     worst: dict[str, int] = {}
+    # A later backward, that of its own step, may need the same graph.
+    again = bool(scene.program.calls("backward", "retain_graph"))
     for backward in scene.spans(BACKWARD):
         begin, end = scene.start_of(backward), scene.end_of(backward)
         step = next((one for one in steps if scene.start_of(one) >= end), None)
@@ -100,7 +102,8 @@ def wasted_gradients(scene: Scene) -> Iterator[Cause]:
             if others and max(one.born for one in others) > first:
                 continue
             if others or _made_since(scene, step, begin):
-                worst[name] = max(worst.get(name, 0), size_of(lost) + _saved_for(scene, name, begin))
+                saved = 0 if again else _saved_for(scene, name, begin)
+                worst[name] = max(worst.get(name, 0), size_of(lost) + saved)
     for name, size in sorted(worst.items(), key=lambda pair: -pair[1])[:1]:
         if size < scene.part_of_peak(20):
             return
@@ -111,11 +114,14 @@ def wasted_gradients(scene: Scene) -> Iterator[Cause]:
         )
         at = f" ({calls[0].words}, `{calls[0].shown}`)" if calls else ""
         other = next(step.label for step in steps if step.label != name)
+        detach = f"`.detach()` its output in the loss of `{other}`, and leave out `retain_graph=True`"
+        if not again:
+            detach = "`.detach()` its output there, or make it under `torch.no_grad()`"
         yield Cause(
             "wasted_gradients",
             f"The backward before `{other}.step()` goes on into {what}{at}, whose gradients are thrown away before `{name}` "
-            f"steps: {human(size)} of gradients and activations for nothing.",
-            f"`.detach()` its output there, or make it under `torch.no_grad()`: only what `{other}` trains needs a graph.",
+            f"steps: {human(size)} of gradients{'' if again else ' and activations'} for nothing.",
+            f"{detach}: only what `{other}` trains needs a graph.",
             size,
         )
 

@@ -10,15 +10,11 @@ from typing import TYPE_CHECKING
 
 from gpumem_magic.advice.draft import CellDraft, Unchangeable, called
 from gpumem_magic.advice.proposal import DIFFERENT, ROUNDING, Proposal
+from gpumem_magic.optimizers import FUSED, OPTIMIZERS
 
-# The extension loads this module for the names below, and without PyTorch.
 if TYPE_CHECKING:
     from gpumem_magic.advice.evidence import Evidence
 
-OPTIMIZERS = frozenset(
-    {"ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"}
-)
-FUSED = frozenset({"Adagrad", "Adam", "AdamW", "SGD"})
 _WAYS = ("foreach", "fused")
 _EIGHT_BIT = {
     "Adam": "Adam8bit",

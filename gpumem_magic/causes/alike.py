@@ -1,0 +1,96 @@
+"""What is alive in one shape, and the operator that made it: what causes about operators look at, and their words for it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+from gpumem_magic.causes.model import Scene
+from gpumem_magic.devices.base import Birth
+from gpumem_magic.units import human
+
+# What has a tensor's shape and is none of its copies.
+_OF_TRAINING = frozenset({"parameters", "buffers", "gradients", "optimizer_state"})
+
+
+@dataclass(frozen=True)
+class Alike:
+    """What is alive in one shape: how many, and bytes; and the operator that made the first of them, at an event."""
+
+    shape: tuple[int, ...]
+    count: int
+    bytes: int
+    birth: Birth
+    event: int
+
+
+def births_in_order(scene: Scene) -> list[tuple[int, Birth]]:
+    return sorted(scene.recording.logs[scene.device].births.items())
+
+
+def alive_in_shapes(scene: Scene, fits: Callable[[Birth], bool]) -> list[list[Alike]]:
+    """The shapes in which a good part of the memory is alive, largest first, each with the forward operators that fit: of a
+    kernel the last, and the last kernel first."""
+    births = scene.recording.logs[scene.device].births
+    counts: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    trained = {one.born for one in scene.timeline.allocations if scene.labels[one.index].category in _OF_TRAINING}
+    for one in scene.timeline.live_at(scene.moment):
+        birth = births.get(one.born)
+        if birth is not None and birth.shape is not None and one.born not in trained:
+            counts[squeezed(birth.shape)].append(one.size)
+    failed = births.get(scene.moment - 1)
+    error = scene.report.error
+    if failed is not None and failed.shape is not None and error is not None and error.wanted is not None:
+        counts[squeezed(failed.shape)].append(error.wanted)
+    least = scene.part_of_peak(10)
+    large = {shape: sizes for shape, sizes in counts.items() if sum(sizes) >= least}
+    found: dict[tuple[int, ...], dict[str, Alike]] = defaultdict(dict)
+    for event, birth in reversed(births_in_order(scene)) if large else ():
+        if event >= scene.moment or birth.shape is None or birth.node or event in trained:
+            continue
+        key = squeezed(birth.shape)
+        if key in large and birth.kernel not in found[key] and fits(birth):
+            found[key][birth.kernel] = Alike(birth.shape, len(large[key]), sum(large[key]), birth, event)
+    return sorted((list(its.values()) for its in found.values() if its), key=lambda its: -its[0].bytes)
+
+
+def squeezed(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape as alike ones have it, whatever their views: batch and heads in one."""
+    found = tuple(length for length in shape if length != 1)
+    return found if len(found) <= 3 else (prod(found[:-2]), *found[-2:])
+
+
+def bytes_of(shape: tuple[int, ...], dtype: str) -> int:
+    kind = getattr(torch, dtype, None)
+    return prod(shape) * (kind.itemsize if isinstance(kind, torch.dtype) else 1)
+
+
+def made_by(scene: Scene, alike: Alike) -> str:
+    """```pred - y` (line 4)``, with the inner place where the line only leads to it."""
+    one = next((each for each in scene.timeline.allocations if each.born == alike.event), None)
+    facts = scene.tensors.facts(one) if scene.tensors is not None and one is not None else None
+    if facts is None:
+        # The request that failed has no allocation.
+        place = alike.birth.place
+        words = (place.expression or place.text) if place is not None else alike.birth.operator
+        line = scene.report.error.line if scene.report.error is not None else 0
+        own = place is not None and place.own_file == scene.recording.own_file
+        number = place.own_line if own and place is not None else line
+        return f"`{words}` (line {number})" if number else f"`{words}`"
+    words = facts.expression or facts.statement or facts.operator
+    inner = f", {facts.inner}" if facts.inner else ""
+    return f"`{words}` (line {facts.line}{inner})" if facts.line else f"`{words}`{inner}"
+
+
+def shape_words(shape: Sequence[int]) -> str:
+    return f"({', '.join(map(str, shape))}{',' if len(shape) == 1 else ''})"
+
+
+def size_words(alike: Alike) -> str:
+    """``1,526 MiB in float32, and 4 of that shape are alive at the peak: 6,104 MiB``."""
+    each = f"{human(bytes_of(alike.shape, alike.birth.dtype))} in {alike.birth.dtype}"
+    return each if alike.count == 1 else f"{each}, and {alike.count} of that shape at once are {human(alike.bytes)}"

@@ -1,0 +1,84 @@
+"""Tensors that are joined, so that the parts and the whole, or the old and the new, are there at once."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from itertools import pairwise
+
+from gpumem_magic.causes.alike import Alike, births_in_order, bytes_of, made_by
+from gpumem_magic.causes.libraries import gathering
+from gpumem_magic.causes.model import Scene
+from gpumem_magic.devices.base import Birth
+from gpumem_magic.report.model import Cause
+from gpumem_magic.units import human
+
+# So many tensors that are joined are the parts of a result.
+_PARTS = 3
+
+
+def joined_in_a_loop(scene: Scene) -> Iterator[Cause]:
+    """`x = torch.cat([x, new])` in a loop: the old and the new are there at once."""
+    places: dict[object, list[tuple[int, Birth]]] = defaultdict(list)
+    for event, birth in births_in_order(scene):
+        if birth.kernel == "cat" and birth.place is not None and event < scene.moment:
+            places[birth.place].append((event, birth))
+    for made in places.values():
+        sizes = [bytes_of(birth.shape or (), birth.dtype) for _, birth in made]
+        if len(made) < 3 or not all(later > earlier for earlier, later in pairwise(sizes)):
+            continue
+        events = {event for event, _ in made}
+        alive = sorted(
+            (one for one in scene.timeline.live_at(scene.moment) if one.born in events), key=lambda one: one.born
+        )
+        # Each is made of the one before it.
+        _, birth = made[-1]
+        before = made[-2][1].shape
+        if len(alive) < 2 or before is None or all(shape != before for shape, _ in birth.inputs):
+            continue
+        old, new = alive[-2:]
+        if old.size + new.size < scene.part_of_peak(5):
+            continue
+        where = made_by(scene, Alike(birth.shape or (), 2, old.size + new.size, birth, made[-1][0]))
+        if birth.place is not None and (known := gathering(birth.place)) is not None:
+            yield Cause(
+                "gathered_predictions",
+                f"{where} {known[0]}, and copies them all for each batch: {human(old.size)} and {human(new.size)} at the peak.",
+                known[1],
+                old.size + new.size,
+            )
+            return
+        yield Cause(
+            "joined_in_a_loop",
+            f"{where} needs the old tensor and the new one at once, and copies all of the old one every time: "
+            f"{human(old.size)} and {human(new.size)} at the peak.",
+            "Collect the parts in a list and `torch.cat` them once, or preallocate the result and write into it.",
+            old.size,
+        )
+        return
+    yield from _joined_once(scene)
+
+
+def _joined_once(scene: Scene) -> Iterator[Cause]:
+    """Parts that are all there still beside what they were joined to."""
+    births = scene.recording.logs[scene.device].births
+    living = [(one, birth) for one in scene.timeline.live_at(scene.moment) if (birth := births.get(one.born))]
+    for one, birth in sorted(living, key=lambda pair: -pair[0].size):
+        if one.size < scene.part_of_peak(4):
+            return
+        if birth.kernel not in ("cat", "stack") or birth.node or len(birth.inputs) < _PARTS:
+            continue
+        # Of many parts a birth knows only some.
+        parts = set(birth.inputs)
+        alike_parts = (each.size for each, made in living if each.born < one.born and (made.shape, made.dtype) in parts)
+        size = min(sum(alike_parts), one.size)
+        if 10 * size >= 8 * one.size:
+            alike = Alike(birth.shape or (), 1, one.size, birth, one.born)
+            yield Cause(
+                "joined",
+                f"{made_by(scene, alike)} needs its parts and the whole at once: {human(size)} and {human(one.size)}.",
+                "Preallocate the result and write each part into it, or join the parts on the host.",
+                size,
+                describes=True,
+            )
+            return
