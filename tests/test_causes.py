@@ -341,7 +341,7 @@ GUILTY += [
     Case(
         "checkpointed_whole",
         (WHOLE, "torch.utils.checkpoint.checkpoint(whole, x, use_reentrant=False).mean().backward()"),
-        "line 1",
+        "line 2",
     ),
     Case("wide_indices", ("", "order = torch.rand(64, 1 << 18, device='cuda').argsort(dim=1)"), "kept by `order`"),
     # the mask as each head has it, in another shape afterwards

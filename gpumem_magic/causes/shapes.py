@@ -51,7 +51,7 @@ def wide_indices(scene: Scene) -> Iterator[Cause]:
         return
     for one in sorted(scene.timeline.live_at(scene.moment), key=lambda each: -each.size):
         birth = births.get(one.born)
-        if one.size < scene.part_of_peak(5):
+        if one.size < scene.part_of_peak(10):
             return
         if birth is None or birth.dtype != "int64" or birth.kernel not in _INDICES:
             continue

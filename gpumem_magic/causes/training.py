@@ -7,7 +7,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 
 from gpumem_magic.causes.model import Scene, partnered, requested
-from gpumem_magic.optimizers import FUSED, OPTIMIZERS
+from gpumem_magic.looks.optimizers import FUSED, OPTIMIZERS
 from gpumem_magic.owners.model import size_of
 from gpumem_magic.recording.model import BACKWARD, FORWARD, OPTIMIZER, Span
 from gpumem_magic.report.model import Cause

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from gpumem_magic.advice.draft import CellDraft, Unchangeable, called
 from gpumem_magic.allocator.settings import parse_with_notes
-from gpumem_magic.optimizers import FUSED, OPTIMIZERS
+from gpumem_magic.looks.optimizers import FUSED, OPTIMIZERS
 
 _ARGUMENT = re.compile(r"(?P<name>foreach|fused|set_to_none)\s*=\s*(?P<value>True|False)$")
 _OPTION = re.compile(r"\w+:")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from gpumem_magic.advice.draft import CellDraft, Unchangeable, called
 from gpumem_magic.advice.proposal import DIFFERENT, ROUNDING, Proposal
-from gpumem_magic.optimizers import FUSED, OPTIMIZERS
+from gpumem_magic.looks.optimizers import FUSED, OPTIMIZERS
 
 if TYPE_CHECKING:
     from gpumem_magic.advice.evidence import Evidence
