@@ -34,6 +34,7 @@ DESCRIBING = frozenset(
         "whole_batch",
         "joined",
         "grown_result",
+        "wide_indices",
     }
 )
 LEAST_CELLS = 200
