@@ -290,7 +290,8 @@ def test_an_empty_recording(tmp_path: Path) -> None:
         (b"\x1f\x8b\x08junk", "gzip data are"),
         (gzip.compress(b"x" * 1000, mtime=0)[:-9], "gzip data are"),
         (b"{}", "neither 'segments' nor 'device_traces'"),
-        (b"[3]", "segments[0] is not a dictionary"),
+        (b"[3]", "it is no snapshot"),
+        (b"[{}, 3]", "segments[0]"),
         (pickle.dumps("text", 4), "neither 'segments'"),
         (pickle.dumps({"segments": "x"}, 4), "segments is not a list, but 'x'"),
         (

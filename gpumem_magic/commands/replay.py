@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from gpumem_magic.commands.common import FAILED, UNREADABLE, guarded
@@ -119,7 +120,7 @@ def _text(results: list[dict[str, Any]]) -> str:
                 f"{result['decided']:,} of {result['decisions']:,} segment decisions: {verdict}"
             )
         elif "cannot_tell" in result:
-            lines.append(f"{name}{device}: {result['cannot_tell']}")
+            lines.append(f"{name}{device}: {result['cannot_tell']}\n{_figures([('as recorded', result['was'])])}")
         else:
             lines.append(_comparison(f"{name}{device}", result))
         lines += [f"  {note}" for note in result.get("notes", ()) if "cannot_tell" not in result]
@@ -128,16 +129,21 @@ def _text(results: list[dict[str, Any]]) -> str:
 
 def _comparison(name: str, result: dict[str, Any]) -> str:
     was, would = result["was"], result["would_be"]
-    rows = [["", "as recorded", result["conf"]]]
+    figures = _figures([("as recorded", was), (result["conf"], would)])
+    return f"{name}: {_answer(was, would, result)}\n{figures}"
+
+
+def _figures(outcomes: Sequence[tuple[str, dict[str, Any]]]) -> str:
+    rows = [["", *(name for name, _ in outcomes)]]
     for key, words in (
         ("peak_allocated", "highest allocated"),
         ("peak_reserved", "highest reserved"),
         ("cached", "cached but free then"),
     ):
-        rows.append([words, human(was[key]), human(would[key])])
-    rows.append(["fragmentation then", *(f"{one['fragmentation']:.1%}" for one in (was, would))])
-    rows.append(["requests that had cached memory given back", *(f"{one['given_back']:,}" for one in (was, would))])
-    return f"{name}: {_answer(was, would, result)}\n{table(rows)}"
+        rows.append([words, *(human(one[key]) for _, one in outcomes)])
+    rows.append(["fragmentation then", *(f"{one['fragmentation']:.1%}" for _, one in outcomes)])
+    rows.append(["requests that had cached memory given back", *(f"{one['given_back']:,}" for _, one in outcomes)])
+    return table(rows)
 
 
 def _answer(was: dict[str, Any], would: dict[str, Any], result: dict[str, Any]) -> str:

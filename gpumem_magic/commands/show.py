@@ -69,8 +69,10 @@ def _text(loaded: LoadedSnapshot, views: list[DeviceView], options: argparse.Nam
     lines = [
         f"{printable(loaded.path)}: {loaded.form}, written by torch {printable(loaded.torch)}",
         "",
-        render(report, name="gpumem_magic.load(PATH)"),
     ]
+    if options.at != "peak":
+        lines += [show_parts.asked_for(view, position, moment), ""]
+    lines.append(render(report, name="gpumem_magic.load(PATH)"))
     lines += show_parts.by_own_categories(view, position, moment, show_parts.own_categories(options.category or ()))
     lines += show_parts.largest(view, position, moment, options.top, options.search)
     lines += show_parts.ranges(loaded, view)
@@ -90,6 +92,8 @@ def _text(loaded: LoadedSnapshot, views: list[DeviceView], options: argparse.Nam
 def _highest_between(view: DeviceView, events: Sequence[int]) -> tuple[str, str]:
     """The event within two, both included, after which most was allocated; and that moment in words. Raises ValueError."""
     begin, end = events
+    if not view.end:
+        raise ValueError(f"--between {begin} {end}: the file has no events, only a state")
     if not 0 <= begin <= end < view.end:
         raise ValueError(f"--between {begin} {end}: give two events from 0 to {view.end - 1}, the earlier first")
     position = view.timeline.peak(begin + 1, end + 1)[1]

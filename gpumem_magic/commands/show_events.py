@@ -17,6 +17,10 @@ AROUND = 20
 
 def events(view: DeviceView, position: int, between: Sequence[int] | None) -> Iterator[str]:
     """All between two events, both included, or those around a position; `>` stands before the one that led to it."""
+    if not view.end:
+        yield ""
+        yield "The file has no events, only a state."
+        return
     begin, last = between or (position - 1 - AROUND // 2, position - 1 + AROUND // 2)
     begin, end = max(begin, 0), min(last + 1, view.end)
     if begin >= end:

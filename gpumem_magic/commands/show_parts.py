@@ -10,9 +10,11 @@ from gpumem_magic.attribution.groups import StackGroup, groups_of, matching, sta
 from gpumem_magic.attribution.sites import folded
 from gpumem_magic.attribution.view import DeviceView
 from gpumem_magic.files.ranges import named_ranges
+from gpumem_magic.report.answer import in_words
+from gpumem_magic.report.tensors import groups_at
 from gpumem_magic.snapshot.files import LoadedSnapshot
 from gpumem_magic.snapshot.whole_file import printable
-from gpumem_magic.units import counted, human
+from gpumem_magic.units import amount, counted, human
 from gpumem_magic.views.segments import fragmentation
 
 _INDENT = " " * 14
@@ -21,6 +23,14 @@ _MOST_SIZES = 3
 _MOST_RANGES = 12
 # So many stacks that asked for segments: they are seldom the question.
 _MOST_SEGMENTS = 3
+
+
+def asked_for(view: DeviceView, position: int, moment: str) -> str:
+    """What is allocated at a moment, in a sentence."""
+    sizes = view.sizes(position)
+    words = in_words(groups_at(view, position), sizes)
+    told = f"{moment[:1].upper()}{moment[1:]}: {amount(sizes['allocated'])} allocated"
+    return f"{told}: {words}." if words else f"{told}."
 
 
 def largest(view: DeviceView, position: int, moment: str, most: int, search: str | None) -> Iterator[str]:

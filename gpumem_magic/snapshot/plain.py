@@ -47,6 +47,8 @@ def snapshot_from_data(data: Any, reader: EventReader | None = None) -> Snapshot
     already, as the data were read. Raises PlainDataError.
     """
     if isinstance(data, list):
+        if data and not any(isinstance(one, dict) for one in data):
+            raise PlainDataError("it holds a list, but not one of segments: it is no snapshot")
         data = {"segments": data}
     if not isinstance(data, dict) or not ("segments" in data or "device_traces" in data):
         raise PlainDataError("it holds neither 'segments' nor 'device_traces'")

@@ -14,16 +14,20 @@ def fragmentation(segments: tuple[Segment, ...], count: int = 12, width: int = 6
         number: sum(block.size for block in segment.blocks if block.state == INACTIVE)
         for number, segment in enumerate(segments)
     }
-    lines = []
-    for number in sorted(free_of, key=lambda one: (-free_of[one], one))[:count]:
+    alike: dict[str, int] = {}
+    for number in sorted(free_of, key=lambda one: (-free_of[one], one)):
         segment = segments[number]
         if not free_of[number]:
             break
         largest = max((block.size for block in segment.blocks if block.state == INACTIVE), default=0)
-        lines.append(
+        line = (
             f"{human(segment.total_size):>10} {_drawn(segment, width)} {human(free_of[number])} free, "
             f"largest piece {human(largest)}"
         )
+        if line not in alike and len(alike) == count:
+            break
+        alike[line] = alike.get(line, 0) + 1
+    lines = [f"{line} ({times:,} alike)" if times > 1 else line for line, times in alike.items()]
     total = sum(free_of.values())
     pieces = sum(1 for segment in segments for block in segment.blocks if block.state == INACTIVE)
     if not pieces:
