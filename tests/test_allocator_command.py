@@ -16,7 +16,7 @@ from gpumem_magic import cli
 from gpumem_magic.snapshot.files import read, write
 from gpumem_magic.snapshot.model import ACTIVE, INACTIVE, LARGE_POOL, Block, Segment, Snapshot, TraceEvent
 from gpumem_magic.snapshot.rules import DEFAULT_SETTINGS
-from gpumem_magic.units import GIB, MIB, mib
+from gpumem_magic.units import GIB, MIB, human, mib
 from gpumem_magic.user_report import Report, load
 from gpumem_magic.views import explain
 
@@ -155,7 +155,9 @@ def test_what_is_not_named_stays_as_recorded(tmp_path: Path, capsys: Printed) ->
     figures = [one["devices"][0]["would_be"] for one in (data, both, other)]
     assert figures[0] == figures[1] != figures[2]
     assert cli.main(["replay", path, "--conf", "expandable_segments:True"]) == 0
-    assert capsys.readouterr().out == f"{path}, device 0: The recording had these settings already.\n"
+    line, heads, *_ = capsys.readouterr().out.splitlines()
+    assert line == f"{path}, device 0: The recording had these settings already."
+    assert heads.split() == ["as", "recorded"]
 
 
 @pytest.mark.parametrize("option", ["backend:cudaMallocAsync", "throw_on_cudamalloc_oom:True"])
@@ -184,7 +186,9 @@ def test_a_trace_of_a_steady_state_says_that_it_cannot_tell(tmp_path: Path, caps
     path = tmp_path / "steady.pickle"
     write(Snapshot(run.allocator.segments(), (tuple(run.events[middle:]),), run.allocator.settings_dict()), path)
     assert cli.main(["replay", str(path), "--conf", "expandable_segments:True"]) == 0
-    (line,) = capsys.readouterr().out.splitlines()
+    line, *figures = capsys.readouterr().out.splitlines()
+    assert figures[0].split() == ["as", "recorded"]
+    assert f"{human(run.allocator.peak_reserved)}" in figures[2]
     assert "can't tell" in line
     assert "Record the program from its start." in line
     assert "MiB" not in line

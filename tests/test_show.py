@@ -522,3 +522,32 @@ def test_the_answer_names_a_place_where_all_is_from_it_and_else_all_of_the_categ
     assert told("a.py:1 f", "b.py:2 g") == "260 MiB are temporaries"
     assert told("a.py:1 f", "a.py:1 f") == "200 MiB are temporaries of a.py:1 f"
     assert told("", "") == "260 MiB are temporaries"
+
+
+def test_json_on_standard_output_is_all_that_is_there(
+    show: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = saved(tmp_path, one_device())
+    status, text, errors = show(path, "--json", "-")
+    assert (status, errors) == (0, "")
+    assert json.loads(text)["schema"]
+    assert not (tmp_path / "-").exists()
+    (tmp_path / "report.json").write_text(text)
+    status, _, errors = show("report.json")
+    assert status == 2
+    assert "Report.load" in errors
+    assert "only one" in show(path, path, "--json", "-")[2]
+
+
+def test_a_moment_that_was_asked_for_comes_before_the_peak(show: Any, tmp_path: Path) -> None:
+    path = saved(tmp_path, one_device())
+    text = show(path, "--at", "3")[1]
+    assert text.splitlines()[2].startswith("After event 3: ")
+    assert text.index("After event 3") < text.index("Peak ")
+
+
+def test_a_file_without_events_says_so(show: Any, tmp_path: Path) -> None:
+    path = saved(tmp_path, {"segments": one_device()["segments"]})
+    assert "no events, only a state" in show(path, "--between", "0", "1")[2]
+    assert "no events, only a state" in show(path, "--events")[1]

@@ -26,7 +26,13 @@ def run(options: argparse.Namespace) -> int:
         raise ValueError("--search, --between, --category and --events are for one file: name only one")
     if len(options.files) > 1 and options.redact:
         raise ValueError("--redact is for one file: name only one")
-    for option, target in (("--json", options.json), ("--html", options.html), ("--redact", options.redact)):
+    if len(options.files) > 1 and options.json == "-":
+        raise ValueError("--json -: standard output is for one file's report: name only one, or give a path")
+    for option, target in (
+        ("--json", None if options.json == "-" else options.json),
+        ("--html", options.html),
+        ("--redact", options.redact),
+    ):
         check_target(option, target, options.files)
     refused: dict[str, str] = {}
     if len(options.files) > 1:
@@ -55,7 +61,7 @@ def _text(loaded: LoadedSnapshot, views: list[DeviceView], options: argparse.Nam
     """The report of one file; writes what else is asked for of it."""
     from gpumem_magic.commands import show_events, show_parts
     from gpumem_magic.files.loaded import position_of, report_of
-    from gpumem_magic.files.report_file import save
+    from gpumem_magic.files.report_file import save, to_json
     from gpumem_magic.snapshot.files import write
     from gpumem_magic.snapshot.redact import redacted
     from gpumem_magic.views.text import render
@@ -82,11 +88,11 @@ def _text(loaded: LoadedSnapshot, views: list[DeviceView], options: argparse.Nam
     said = show_parts.settings(loaded)
     if said:
         lines.append(said)
-    if options.json:
+    if options.json and options.json != "-":
         save(report, options.json)
     if options.redact:
         write(redacted(loaded.snapshot), options.redact, {"torch": loaded.torch})
-    return "\n".join(lines)
+    return to_json(report) if options.json == "-" else "\n".join(lines)
 
 
 def _highest_between(view: DeviceView, events: Sequence[int]) -> tuple[str, str]:

@@ -76,12 +76,18 @@ def report_of(
     report = build.report_of(first, _points(first, position_of(first, at)), most_steps=_MOST_STEPS)
     more = [build.report_of(view, most_steps=_MOST_STEPS) for view in others]
     report, *more = (
-        explained(one, view, named_ranges(loaded, view.device, view.log.events))
+        _says_of_errors(explained(one, view, named_ranges(loaded, view.device, view.log.events)), view)
         for one, view in zip((report, *more), (first, *others), strict=True)
     )
     # An event's number is one of the first device's.
     rest = tuple(_with_contents(one, at if at in ("peak", "end") else "peak") for one in more)
     return replace(_with_contents(report, at), devices=rest)
+
+
+def _says_of_errors(report: ReportData, view: DeviceView) -> ReportData:
+    if not view.end or view.recording.error is not None:
+        return report
+    return replace(report, remarks=(*report.remarks, "No out-of-memory error is among the device's events."))
 
 
 def _with_contents(report: ReportData, at: str) -> ReportData:

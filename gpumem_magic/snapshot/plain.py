@@ -50,6 +50,10 @@ def snapshot_from_data(data: Any, reader: EventReader | None = None) -> Snapshot
         if data and not any(isinstance(one, dict) for one in data):
             raise PlainDataError("it holds a list, but not one of segments: it is no snapshot")
         data = {"segments": data}
+    if isinstance(data, dict) and "schema" in data and ("checkpoints" in data or "files" in data):
+        raise PlainDataError(
+            "it is a report that gpumem wrote, not a snapshot: gpumem_magic.Report.load reads that of one file"
+        )
     if not isinstance(data, dict) or not ("segments" in data or "device_traces" in data):
         raise PlainDataError("it holds neither 'segments' nor 'device_traces'")
     reader, parts = reader or EventReader(), _RepeatGuard()
