@@ -14,8 +14,8 @@ from gpumem_magic.report.model import Cause
 from gpumem_magic.snapshot.timeline import Allocation
 from gpumem_magic.units import counted, human
 
-_FOREACH = re.compile(r"_multi_tensor_(\w+)")
-_HAVE_FUSED = frozenset({"adam", "adamw", "sgd"})
+_FOREACH = re.compile("_multi_tensor_")
+_HAVE_FUSED = frozenset({"_multi_tensor_adam", "_multi_tensor_adamw", "_multi_tensor_sgd"})
 
 
 def late_zero_grad(scene: Scene) -> Iterator[Cause]:
@@ -155,8 +155,7 @@ def _without_temporaries(scene: Scene, used: list[Allocation], label: str) -> st
     one_by_one = "with `foreach=False` it has those of one parameter at a time"
     if scene.recording.file is not None:
         events = scene.recording.logs[scene.device].events
-        frames = (frame for one in used for frame in events[one.born].frames)
-        running = {named[1] for frame in frames if (named := _FOREACH.match(frame.name))}
+        running = {name for one in used for frame in events[one.born].frames if _FOREACH.match(name := frame.name)}
         if not running:
             return ""
         if not running <= _HAVE_FUSED:
