@@ -322,7 +322,7 @@ class GpuMemMagics(Magics):
             with measured:
                 return run.run()
         finally:
-            measured.put_back()
+            measured.end()
         return None
 
     async def _run_awaited(self, measured: MeasuredCell, run: CellRun) -> Any:
@@ -331,7 +331,7 @@ class GpuMemMagics(Magics):
             with measured:
                 return await run.run_awaited()
         finally:
-            measured.put_back()
+            measured.end()
         return None
 
     def _statement_of(self, line: str) -> str:

@@ -39,7 +39,7 @@ class Magics(Protocol):
 class MeasuredCell:
     """The measuring around one run. What fails in it becomes a warning; the cell's own result or error stands.
 
-    Used as ``try: with cell: ... finally: cell.put_back()``: an interrupt may come before `__enter__` has ended, and again
+    Used as ``try: with cell: ... finally: cell.end()``: an interrupt may come before `__enter__` has ended, and again
     while `__exit__` works. runs: the code objects of the functions that do so.
     """
 
@@ -108,8 +108,16 @@ class MeasuredCell:
                 raise
             _warn(f"measuring is not possible here ({_in_one_line(error)}); the cell runs unmeasured")
 
+    def end(self) -> None:
+        """Puts everything back, whatever happened, and lets go of the program."""
+        try:
+            self.put_back()
+        finally:
+            self._run.forget()
+            self._result = self._recording = None
+
     def put_back(self) -> None:
-        """Puts everything back, whatever happened. May be called twice."""
+        """May be called twice."""
         if self._nested:
             return
         with whole:

@@ -233,6 +233,12 @@ class CellRun:
         if self._hook is not None:
             self._hook.silence()
 
+    def forget(self) -> None:
+        """After the run: what its code holds would hold the code, and Python's collector does not look into code objects."""
+        self.silence()
+        self._value.value = self.stopped = None
+        self._codes.clear()
+
     def leave(self, traceback: TracebackType | None) -> None:
         """Gives the statement that was left in the middle, by what is no error of the user's, its row."""
         if self._hook is not None:
