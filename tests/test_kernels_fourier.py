@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 import torch
+from asked_for import made
 
 from gpumem_magic.virtual import gpu
 
@@ -15,17 +15,6 @@ from gpumem_magic.virtual import gpu
 def machine() -> Iterator[gpu.VirtualMachine]:
     yield gpu.turn_on("A100-40GB,context=0MiB")
     gpu.turn_off()
-
-
-def made(run: Callable[[], Any]) -> list[int]:
-    """Bytes of each allocation while it runs."""
-    memory: Any = torch.cuda.memory
-    memory._record_memory_history()
-    kept = run()
-    trace = memory._snapshot()["device_traces"][0]
-    memory._record_memory_history(None)
-    del kept
-    return [one["size"] for one in trace if one["action"] == "alloc"]
 
 
 def zeros(*shape: int, dtype: torch.dtype = torch.complex64) -> torch.Tensor:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from asked_for import made
 from torch import nn
 
 import gpumem_magic
@@ -19,17 +20,6 @@ def machine() -> Iterator[gpu.VirtualMachine]:
     # 108 multiprocessors: below 432 blocks an embedding's gradient is added up in place.
     yield gpu.turn_on("A100-40GB,total=1GiB,context=0MiB")
     gpu.turn_off()
-
-
-def made(run: Callable[[], Any]) -> list[int]:
-    """Bytes of each allocation while it runs."""
-    memory: Any = torch.cuda.memory
-    memory._record_memory_history()
-    kept = run()
-    trace = memory._snapshot()["device_traces"][0]
-    memory._record_memory_history(None)
-    del kept
-    return [one["size"] for one in trace if one["action"] == "alloc"]
 
 
 def of_gradient(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from asked_for import made
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gpumem_magic.virtual import gpu
@@ -18,21 +19,6 @@ from gpumem_magic.virtual.operators.attention_gradients import Blocks, Heads, ke
 def _off_again() -> Iterator[None]:
     yield
     gpu.turn_off()
-
-
-def steps(run: Callable[[], Any]) -> list[tuple[str, int]]:
-    """(action, bytes) of what the program asks for and gives back."""
-    memory: Any = torch.cuda.memory
-    memory._record_memory_history()
-    kept = run()
-    trace = memory._snapshot()["device_traces"][0]
-    memory._record_memory_history(None)
-    del kept
-    return [(one["action"], one["size"]) for one in trace if one["action"] in ("alloc", "free_requested")]
-
-
-def made(run: Callable[[], Any]) -> list[int]:
-    return [size for action, size in steps(run) if action == "alloc"]
 
 
 # ---- attention
