@@ -41,26 +41,31 @@ def alive_in_shapes(scene: Scene, fits: Callable[[Birth], bool]) -> list[list[Al
     for one in scene.timeline.live_at(scene.moment):
         birth = births.get(one.born)
         if birth is not None and birth.shape is not None and one.born not in trained:
-            counts[squeezed(birth.shape)].append(one.size)
+            counts[_any_view(birth.shape)].append(one.size)
     failed = births.get(scene.moment - 1)
     error = scene.report.error
     if failed is not None and failed.shape is not None and error is not None and error.wanted is not None:
-        counts[squeezed(failed.shape)].append(error.wanted)
+        counts[_any_view(failed.shape)].append(error.wanted)
     least = scene.part_of_peak(10)
     large = {shape: sizes for shape, sizes in counts.items() if sum(sizes) >= least}
     found: dict[tuple[int, ...], dict[str, Alike]] = defaultdict(dict)
     for event, birth in reversed(births_in_order(scene)) if large else ():
         if event >= scene.moment or birth.shape is None or birth.node or event in trained:
             continue
-        key = squeezed(birth.shape)
+        key = _any_view(birth.shape)
         if key in large and birth.kernel not in found[key] and fits(birth):
             found[key][birth.kernel] = Alike(birth.shape, len(large[key]), sum(large[key]), birth, event)
     return sorted((list(its.values()) for its in found.values() if its), key=lambda its: -its[0].bytes)
 
 
 def squeezed(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape without dimensions of 1."""
+    return tuple(length for length in shape if length != 1)
+
+
+def _any_view(shape: tuple[int, ...]) -> tuple[int, ...]:
     """The shape as alike ones have it, whatever their views: batch and heads in one."""
-    found = tuple(length for length in shape if length != 1)
+    found = squeezed(shape)
     return found if len(found) <= 3 else (prod(found[:-2]), *found[-2:])
 
 
