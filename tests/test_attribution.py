@@ -275,13 +275,22 @@ def test_what_was_there_is_unknown_unless_carried_or_seen() -> None:
 
 
 def test_a_workspace_from_before_is_inferred_from_its_size() -> None:
-    device = FakeDevice()
+    device = FakeDevice(kind="cuda")
     workspace, held = device.alloc(8_519_680), device.alloc(8_519_680)
     tape = Tape(device)
     tape.see(held, "named", "x")
     recording = tape.finish()
     assert label_of(recording, workspace) == Label("workspace", "inferred")
     assert label_of(recording, held) == Label("inputs", "inferred", "x")
+
+
+@pytest.mark.parametrize(("kind", "count"), [("cuda", 5), ("virtual", 1)])
+def test_tensors_of_a_workspaces_size_are_none(kind: str, count: int) -> None:
+    """There are few workspaces, and a virtual device knows its own."""
+    device = FakeDevice(kind=kind)
+    tensors = [device.alloc(32 << 20) for _ in range(count)]
+    recording = Tape(device).finish()
+    assert {label_of(recording, one) for one in tensors} == {Label("unknown", "unknown")}
 
 
 def test_labels_go_from_one_recording_to_the_next() -> None:

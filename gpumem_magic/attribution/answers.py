@@ -6,12 +6,10 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from gpumem_magic.attribution import sites
-from gpumem_magic.attribution.categories import UNKNOWN, WORKSPACE_SIZES
+from gpumem_magic.attribution.categories import UNKNOWN, workspace_sizes
 from gpumem_magic.devices.base import Label
 from gpumem_magic.snapshot.model import Frame, Segment, TraceEvent
 from gpumem_magic.snapshot.timeline import Allocation, Timeline
-
-_MOST_WORKSPACES = 4
 
 
 class Answers:
@@ -34,7 +32,9 @@ class Answers:
             self.sites.append(known[id(frames)])
         self._ends: dict[int, str] = {}
         self.has_stacks = any(site != sites.NO_STACK for site in self.sites)
-        self.of_size = Counter(one.requested for one in self.allocations if one.freed is None)
+        self._workspace_sizes = workspace_sizes(
+            "cuda", (one.requested for one in self.allocations if one.freed is None)
+        )
         self.labels: dict[int, Label] = {}
         self.reasons: dict[int, str] = {}
         self.grounds: dict[int, str] = {}
@@ -78,9 +78,8 @@ class Answers:
                     break
 
     def is_workspace(self, one: Allocation) -> bool:
-        """By its size, and if it is one of few that stay: a library has one for each handle and stream."""
-        few = self.of_size[one.requested] <= _MOST_WORKSPACES
-        return few and one.requested in WORKSPACE_SIZES and one.freed is None
+        """By its size, where few of it stay."""
+        return one.requested in self._workspace_sizes and one.freed is None
 
     def is_a_workspace(self, one: Allocation) -> None:
         self.is_known(one, "workspace", "inferred", "has the size of a workspace of cuBLAS, and stays")

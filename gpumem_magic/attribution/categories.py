@@ -6,6 +6,7 @@ death), "stack" (where the request came from), "inferred", or "unknown".
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -29,8 +30,9 @@ from gpumem_magic.virtual.card.generations import LARGE_WORKSPACE, WORKSPACE
 
 UNKNOWN = Label("unknown", "unknown")
 
-# What cuBLAS keeps per handle and stream; nothing of the user's holds it.
-WORKSPACE_SIZES = frozenset({WORKSPACE, LARGE_WORKSPACE})
+# cuBLAS keeps one for each handle and stream; nothing of the user's holds it.
+_WORKSPACE_SIZES = (WORKSPACE, LARGE_WORKSPACE)
+_MOST_WORKSPACES = 4
 
 _IDENTITY = (
     ("parameter", "parameters"),
@@ -59,7 +61,17 @@ def attribute(
         **copies_of_weights(log, timeline.allocations, held, map_, spans),
         **grown_keys_and_values(log.births, timeline.allocations, map_),
     }
-    return [_label(_Case.of(allocation, log, held, map_, told)) for allocation in timeline.allocations]
+    sizes = workspace_sizes(log.facts.kind, (one.requested for one in timeline.allocations if one.freed is None))
+    return [_label(_Case.of(allocation, log, held, map_, told, sizes)) for allocation in timeline.allocations]
+
+
+def workspace_sizes(kind: str, stays: Iterable[int]) -> frozenset[int]:
+    """The sizes by which cuBLAS's memory is known among what stays (bytes that were asked for): there are few of it.
+
+    kind: of the device; a virtual one tells of its own.
+    """
+    counts = Counter(stays)
+    return frozenset(size for size in _WORKSPACE_SIZES if kind != "virtual" and 0 < counts[size] <= _MOST_WORKSPACES)
 
 
 def labels_to_carry(timeline: Timeline, labels: Sequence[Label]) -> dict[int, Label]:
@@ -74,7 +86,7 @@ def labels_to_carry(timeline: Timeline, labels: Sequence[Label]) -> dict[int, La
 @dataclass(frozen=True)
 class _Case:
     """All that the rules look at for one allocation. origin: None on a real device, which can't tell. told: what it is by what it
-    has in common with others."""
+    has in common with others. workspace_sizes: see there."""
 
     allocation: Allocation
     roles: Roles
@@ -82,7 +94,7 @@ class _Case:
     phase: Phase | None
     phases: PhaseMap
     carried: Label | None
-    real: bool
+    workspace_sizes: frozenset[int]
     stack: tuple[str, ...]
     birth: Birth | None
     told: Label | None
@@ -95,6 +107,7 @@ class _Case:
         held: Mapping[int, Roles],
         phases: PhaseMap,
         told: Mapping[int, Label],
+        sizes: frozenset[int],
     ) -> _Case:
         at_start = allocation.born < 0
         return cls(
@@ -104,7 +117,7 @@ class _Case:
             None if at_start else phases.at_event(allocation.born),
             phases,
             log.carried.get(allocation.address) if at_start else None,
-            log.facts.kind == "cuda",
+            sizes,
             () if at_start else tuple(frame.name for frame in log.events[allocation.born].frames),
             log.births.get(allocation.born),
             told.get(allocation.index),
@@ -165,8 +178,7 @@ def _workspace(case: _Case) -> Label | None:
         return Label("workspace", "inferred", "cuDNN, estimated")
     if case.origin == "workspace" or any("cublas" in name.lower() or "cudnn" in name.lower() for name in case.stack):
         return Label("workspace", "stack")
-    by_size = case.real or case.at_start
-    if by_size and case.allocation.requested in WORKSPACE_SIZES and case.allocation.freed is None and not case.roles:
+    if case.allocation.requested in case.workspace_sizes and case.allocation.freed is None and not case.roles:
         return Label("workspace", "inferred")
     return None
 

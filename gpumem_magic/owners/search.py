@@ -9,7 +9,7 @@ from contextlib import closing
 from itertools import pairwise
 from typing import Any
 
-from gpumem_magic.attribution.categories import WORKSPACE_SIZES
+from gpumem_magic.attribution.categories import workspace_sizes
 from gpumem_magic.devices.base import Machine
 from gpumem_magic.looks import tensors
 from gpumem_magic.looks.objects import attribute
@@ -97,9 +97,12 @@ def _looks_for_cycles(
 
 def _workspaces(machine: Machine, blocks: Mapping[Place, tuple[int, int]]) -> set[Place]:
     """What cuBLAS keeps: a virtual device knows it, a real one's is known by its size."""
-    found = {place for place, (_, requested) in blocks.items() if requested in WORKSPACE_SIZES}
+    found: set[Place] = set()
     for device in machine.devices:
         index = device.facts.index
+        asked = {place: requested for place, (_, requested) in blocks.items() if place[0] == index}
+        sizes = workspace_sizes(device.facts.kind, asked.values())
+        found |= {place for place, requested in asked.items() if requested in sizes}
         found |= {(index, address) for address, label in device.labels.items() if label.category == "workspace"}
     return found
 
