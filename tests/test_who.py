@@ -86,7 +86,7 @@ def test_a_part_of_a_variable(shell: Any) -> None:
 def test_a_name_that_holds_nothing_is_one_clear_line(shell: Any) -> None:
     run(shell, "output = mib(1)")
     text = run(shell, "%gpumem_who outptu").strip()
-    assert text.splitlines()[-1] == "UsageError: outptu holds no memory on the device; did you mean output?"
+    assert text.splitlines()[-1] == "UsageError: there is no variable outptu; did you mean output?"
 
 
 @pytest.mark.parametrize(

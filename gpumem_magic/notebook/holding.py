@@ -36,7 +36,7 @@ def who(shell: Any, options: argparse.Namespace) -> None:
     else:
         found = details(holdings, name, limit)
         if found is None:
-            raise UsageError(unknown_name(holdings, name))
+            raise UsageError(unknown_name(holdings, name, shell.user_ns))
         show(found)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import TYPE_CHECKING
 
 from gpumem_magic.owners.holders import Holder, detach_words, freed_by_detaching, holders, matching
@@ -103,10 +103,11 @@ def freed_text(freed: Freed, *, dry: bool) -> str:
     return "\n".join(lines)
 
 
-def unknown_name(holdings: Holdings, name: str) -> str:
-    """One line for a name that holds nothing, with those that do and read like it."""
+def unknown_name(holdings: Holdings, name: str, variables: Container[str]) -> str:
+    """One line for a name that holds nothing, or is none of the variables, with those that do hold and read like it."""
     hint = did_you_mean(name, [root.name for root in holdings.roots], 3) or "; %gpumem_who alone lists who does"
-    return f"{name} holds no memory on the device{hint}"
+    first = name.partition(".")[0].partition("[")[0]
+    return (f"{name} holds no memory on the device" if first in variables else f"there is no variable {first}") + hint
 
 
 def _of_root(holdings: Holdings, number: int, found: Sequence[Held]) -> list[str]:
@@ -117,7 +118,8 @@ def _of_root(holdings: Holdings, number: int, found: Sequence[Held]) -> list[str
     if one.statement is not None:
         lines.append(f"`{one.statement}` frees {_freed(one)}.")
     if one.together and one.together_frees > one.frees:
-        lines.append(f"`{'; '.join(one.together)}` frees {human(one.together_frees)}.")
+        steps = "`, then `".join(one.together)
+        lines.append(f"`{steps}` frees {human(one.together_frees)}.")
     if one.kind == "variable" and (detached := size_of(freed_by_detaching(holdings, number))):
         lines.append(f"Detaching frees {human(detached)}: {detach_words(one.name, one.type)}.")
     return lines
@@ -162,7 +164,7 @@ def _advice(one: Holder) -> str:
     if one.collected:
         words += ", then %gpumem_free cycles" if one.kind != "cycle" else ""
     if one.together and one.together_frees - one.frees > max(MIB, one.frees // 100):
-        words = f"{'; '.join(one.together)} (frees {_mib(one.together_frees)})"
+        words = f"{', then '.join(one.together)} (frees {_mib(one.together_frees)})"
     return words
 
 
