@@ -232,7 +232,7 @@ def test_the_line_is_in_the_report_and_the_refusal(monkeypatch: pytest.MonkeyPat
     try:
         with gpumem_magic.measure() as measured:
             pass
-        assert measured.report.notes[0].startswith("This computer's GPU is another's. This ran on a virtual T4")
+        assert measured.report.notes[0].startswith("This computer's GPU is another's. A virtual T4 was turned on")
     finally:
         device.off()
     with pytest.raises(DeviceError, match=r"cuda: This computer's GPU is another's\."):

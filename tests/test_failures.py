@@ -22,6 +22,8 @@ HANDED_ON = {
     ("snapshot/unpickle.py", "_refuse"),
     ("virtual/torch_face/saving.py", "error"),
     ("virtual/engine/mismatch.py", "hosts"),
+    # Says what was swallowed, and counts it.
+    ("session/launches.py", "_say"),
     # What a trial ends with is its result.
     ("trials/one_run.py", "place"),
     ("trials/cell_ranks.py", "place"),

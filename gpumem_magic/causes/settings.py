@@ -49,7 +49,8 @@ def checkpointed_whole(scene: Scene) -> Iterator[Cause]:
     if 10 * size_of(again) < 8 * size_of(kept) or size_of(again) < scene.part_of_peak(3):
         return
     calls = scene.program.calls("checkpoint")
-    where = f" (`{calls[-1].shown}`, {calls[-1].words})" if calls else ""
+    # The cell's own come first.
+    where = f" (`{calls[0].shown}`, {calls[0].words})" if calls else ""
     yield Cause(
         "checkpointed_whole",
         f"Backward recomputes everything in one piece{where}: {human(size_of(again))} of activations at once, as many as without "
