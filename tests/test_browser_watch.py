@@ -84,12 +84,12 @@ def state(page: Any, name: str) -> str:
 def wait_samples(page: Any, more: int) -> int:
     """Waits until the page has so many more samples, and returns how many it has."""
     goal = int(state(page, "samples")) + more
-    page.wait_for_function(f"() => +document.querySelector('{WATCH}').dataset.samples >= {goal}")
+    page.wait_for_function(f"() => +document.querySelector('{WATCH}')?.dataset.samples >= {goal}")
     return goal
 
 
 def wait_state(page: Any, wanted: str) -> None:
-    page.wait_for_function(f"() => document.querySelector('{WATCH}').dataset.state === '{wanted}'")
+    page.wait_for_function(f"() => document.querySelector('{WATCH}')?.dataset.state === '{wanted}'")
 
 
 @pytest.fixture(params=["lab", "notebook"])
@@ -129,7 +129,7 @@ def test_the_watch_lives_while_the_cell_runs_and_leaves_its_picture(
 
     # It grows while the cell holds the kernel: samples, and paint.
     notebook.run(TRAIN)
-    page.wait_for_function(f"() => +document.querySelector('{WATCH}').dataset.samples >= 5")
+    page.wait_for_function(f"() => +document.querySelector('{WATCH}')?.dataset.samples >= 5")
     page.wait_for_selector("[data-layer=optimizer_state]")
     before = wait_samples(page, 5)
     wait_samples(page, 10)
