@@ -54,8 +54,8 @@ def test_running_a_cell_again_that_adds_is_said(book: Notebook) -> None:
     book.cell("%gpumem_auto on\nkept = []")
     assert book.cell("kept.append(mib(30))") == ""
     text = book.cell("kept.append(mib(30))").strip()
-    assert text.startswith("gpumem: running this cell again added 30.0 MiB compared with its last run (In [")
-    assert "^ running this cell again added 30.0 MiB" in book.cell("%gpumem_history")
+    assert text.startswith("gpumem: running this cell again left another 30.0 MiB (its last run was In [")
+    assert "^ running this cell again left another 30.0 MiB" in book.cell("%gpumem_history")
 
 
 def test_running_a_cell_again_that_replaces_is_silent(book: Notebook) -> None:

@@ -83,6 +83,13 @@ def test_a_part_of_a_variable(shell: Any) -> None:
     assert text.startswith("outputs[1] keeps 2.0 MiB in 1 allocation.")
 
 
+def test_keys_of_names_and_numbers_are_shown_as_they_are_written(shell: Any) -> None:
+    run(shell, "class Own(tuple):\n    def __repr__(self): 1 / 0\nkept = {('block0', 3): mib(1), Own((1, 2)): mib(2)}")
+    text = run(shell, "%gpumem_who kept")
+    assert "kept[('block0', 3)]" in text
+    assert "kept[Own]" in text
+
+
 def test_a_name_that_holds_nothing_is_one_clear_line(shell: Any) -> None:
     run(shell, "output = mib(1)")
     text = run(shell, "%gpumem_who outptu").strip()

@@ -182,16 +182,17 @@ def message_of(error: BaseException) -> str:
     """What `str` says of an error, where that runs nothing of the program's; else its arguments, as far as they are plain."""
     own = from_class(type(error), "__str__")
     given = arguments_of(error)
-    if all(_is_plain(one) for one in given) and (
+    if all(is_plain(one) for one in given) and (
         type(own) is WrapperDescriptorType
-        or (_is_installed(own) and all(_is_plain(one) for one in dict.values(attributes(error))))
+        or (_is_installed(own) and all(is_plain(one) for one in dict.values(attributes(error))))
     ):
         return str(own(error))
     return ", ".join(text(one) or shown(one) for one in given)
 
 
-def _is_plain(value: Any) -> bool:
-    return _is_exactly(value, _PLAIN) or (type(value) is tuple and all(_is_plain(one) for one in value))
+def is_plain(value: Any) -> bool:
+    """A value of Python's own, or a tuple of such: its `repr` runs nothing of the user's."""
+    return _is_exactly(value, _PLAIN) or (type(value) is tuple and all(is_plain(one) for one in value))
 
 
 def _is_installed(function: Any) -> bool:

@@ -66,7 +66,7 @@ class CellHistory:
 
 
 def added(before: CellRecord | None, now: CellRecord) -> str | None:
-    """``running this cell again added 1.2 GiB over its last run``; None where it did not."""
+    """``running this cell again left another 1.2 GiB``; None where it did not."""
     if before is None:
         return None
     more = now.after.allocated - before.after.allocated
@@ -74,7 +74,7 @@ def added(before: CellRecord | None, now: CellRecord) -> str | None:
     more = min(more, now.change)
     if more < _LEAST:
         return None
-    return f"running this cell again added {human(more)} compared with its last run (In [{before.number}])"
+    return f"running this cell again left another {human(more)} (its last run was In [{before.number}])"
 
 
 def waterfall(records: Sequence[CellRecord], left_out: int = 0) -> str:

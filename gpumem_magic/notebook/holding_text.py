@@ -107,7 +107,11 @@ def unknown_name(holdings: Holdings, name: str, variables: Container[str]) -> st
     """One line for a name that holds nothing, or is none of the variables, with those that do hold and read like it."""
     hint = did_you_mean(name, [root.name for root in holdings.roots], 3) or "; %gpumem_who alone lists who does"
     first = name.partition(".")[0].partition("[")[0]
-    return (f"{name} holds no memory on the device" if first in variables else f"there is no variable {first}") + hint
+    return (
+        f"{name} holds no memory on the device"
+        if first in variables or not first.isidentifier()
+        else f"there is no variable {first}"
+    ) + hint
 
 
 def _of_root(holdings: Holdings, number: int, found: Sequence[Held]) -> list[str]:

@@ -15,6 +15,7 @@ from gpumem_magic.looks.objects import (
     entries_of_class,
     from_class,
     is_a,
+    is_plain,
     is_sequence,
     locals_of,
     members,
@@ -167,13 +168,19 @@ class Namer:
         if is_id(key):
             return "id"
         if is_a(key, (str, int, float)):
-            words = shown(key)
-            return words if len(words) <= _LONGEST else f"{words[:_LONGEST]}..."
+            return _cut(shown(key))
+        if is_plain(key):
+            # Also a tuple of names and numbers.
+            return _cut(repr(key))
         number = self._walk.number_of(key)
         # A parameter that only the optimizer knows is named through this very dictionary.
         if tensors.is_tensor(key) and number in self._parent and parent not in self.path(number):
             return self.place(number)
         return name_of_class(type(key))
+
+
+def _cut(words: str) -> str:
+    return words if len(words) <= _LONGEST else f"{words[:_LONGEST]}..."
 
 
 def _attribute(owner: Any, name: Any) -> str:
