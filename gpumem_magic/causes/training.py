@@ -136,14 +136,16 @@ def optimizer_temporaries(scene: Scene) -> Iterator[Cause]:
         number = bisect_right(starts, one.born) - 1
         return scene.labels[one.index].category == "temporaries" and number >= 0 and one.born < ends[number]
 
-    highest = scene.highest_without(filter(is_a_steps, scene.timeline.allocations))
-    is_left = 2 * (scene.report.peak.allocated - highest) < size_of(used)
-    elsewhere = f"; elsewhere {human(highest)} are reached all the same" if is_left else ""
     remedy = _without_temporaries(scene, used, steps[place].label)
+    if remedy:
+        highest = scene.highest_without(filter(is_a_steps, scene.timeline.allocations))
+        if 2 * (scene.report.peak.allocated - highest) < size_of(used):
+            remedy += f"; elsewhere {human(highest)} are reached all the same"
+        remedy = f"{remedy[0].upper()}{remedy[1:]}."
     yield Cause(
         "optimizer_temporaries",
         f"The peak is inside the step of {steps[place].label}: its temporaries take {human(size_of(used))}.",
-        f"{remedy}{elsewhere}." if remedy else "",
+        remedy,
         size_of(used),
         describes=True,
     )
@@ -159,14 +161,13 @@ def _without_temporaries(scene: Scene, used: list[Allocation], label: str) -> st
         if not running:
             return ""
         if not running <= _HAVE_FUSED:
-            return one_by_one[:1].upper() + one_by_one[1:]
+            return one_by_one
     # A name that the cell has lost, or that a library has, says nothing.
     kinds = {root.type for root in scene.holdings.roots if root.name == label and root.type}
     ways = ["with `fused=True` it has none"] if kinds <= FUSED else []
     if kinds <= OPTIMIZERS and "foreach=False" not in scene.typed:
         ways.append(one_by_one)
-    found = ", and ".join(ways)
-    return found[:1].upper() + found[1:]
+    return ", and ".join(ways)
 
 
 def _is_near(one: int, other: int) -> bool:

@@ -136,11 +136,8 @@ def _failure(report: ReportData) -> str:
     found = failed_request(report)
     missing = -(found.spare or 0) if found is not None and found.cause == CAPACITY else 0
     figures = f"{amount(error.requested)} wanted, {amount(row.allocated)}{total} allocated"
-    return (
-        f"Out of memory{_on(report)}{at}, {amount(missing)} short ({figures})"
-        if missing > 0
-        else f"Out of memory{_on(report)}{at}: {figures}"
-    )
+    told = f", {amount(missing)} short ({figures})" if missing > 0 else f": {figures}"
+    return f"Out of memory{_on(report)}{at}{told}"
 
 
 def _failed(report: ReportData) -> Row | Peak:

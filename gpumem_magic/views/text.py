@@ -240,7 +240,8 @@ def _most_of(sizes: Sequence[tuple[str, int]], begin: int, end: int) -> str:
     most, found, start = 0, "", 0
     for letter, size in sizes:
         here = min(start + size, end) - max(start, begin)
-        most, found = max((most, found), (here, letter), key=lambda one: one[0])
+        if here > most:
+            most, found = here, letter
         start += size
     return found
 
