@@ -67,17 +67,17 @@ class TensorKind:
 class TensorGroup:
     """Tensors that are alike, alive at one moment. What is not known is "" (a line: 0, a shape: None, inputs: none).
 
-    bytes: of their blocks, so that a moment's groups add up to `allocated`; count: of blocks. category: "" for what is left out
-    of a long list, which is the last group. shape: None also where shapes differ. operator: as a user knows it (``sub``,
-    ``cross_entropy``); inputs: what it was given; backward: whether its backward made them. statement and line: of the user's
-    cell; expression: what stands there (``pred - y``). inner: the innermost frame that is neither PyTorch's nor ours, where that
-    is another place (``modeling_llama.py:244 forward``). keeper: what keeps them at that moment; kept_by: the place in words
-    (``lit.outputs[0]['preds']``, ``backward of mul``).
+    bytes: what was asked for; count: of blocks. What the blocks have more is a group of its own, `rounding`, so that a moment's
+    groups add up to `allocated`. category: "" for what is left out of a long list, which is the last group. shape: None also
+    where shapes differ. operator: as a user knows it (``sub``, ``cross_entropy``); inputs: what it was given; backward: whether
+    its backward made them. statement and line: of the user's cell; expression: what stands there (``pred - y``). inner: the
+    innermost frame that is neither PyTorch's nor ours, where that is another place (``modeling_llama.py:244 forward``). keeper:
+    what keeps them at that moment; kept_by: the place in words (``lit.outputs[0]['preds']``, ``backward of mul``).
     """
 
     bytes: int
     count: int
-    category: str = field(metadata={"one_of": ("", *TENANT_CATEGORIES)})
+    category: str = field(metadata={"one_of": ("", *TENANT_CATEGORIES, "rounding")})
     dtype: str = ""
     shape: tuple[int, ...] | None = None
     operator: str = ""

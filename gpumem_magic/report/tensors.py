@@ -29,12 +29,16 @@ _Member = tuple[Allocation, TensorFacts, str, str]
 def groups_at(view: DeviceView, position: int, most: int = MOST_GROUPS) -> tuple[TensorGroup, ...]:
     """The groups of what is live at a position."""
     alike: dict[tuple[object, ...], list[_Member]] = defaultdict(list)
+    rounding = 0
     for one in view.timeline.live_at(position):
+        rounding += one.size - one.requested
         facts = view.tensors.facts(one)
         keeper, place = view.tensors.keeper(one, position)
         alike[_kind(facts, keeper, place)].append((one, facts, keeper, place))
     found = alike.values() if len(alike) <= most else _across_lines(alike.values())
     groups = [_group(members) for members in found]
+    if rounding:
+        groups.append(TensorGroup(rounding, 0, "rounding"))
     groups.sort(key=lambda group: -group.bytes)
     return (*groups[:most], *_rest(groups[most:]))
 
@@ -42,11 +46,11 @@ def groups_at(view: DeviceView, position: int, most: int = MOST_GROUPS) -> tuple
 def _across_lines(groups: Iterable[list[_Member]]) -> list[list[_Member]]:
     """Where there are many: small groups that differ only in the line that made them are one."""
     found = list(groups)
-    total = sum(one.size for members in found for one, *_ in members)
+    total = sum(one.requested for members in found for one, *_ in members)
     joined: dict[tuple[object, ...], list[_Member]] = defaultdict(list)
     for number, members in enumerate(found):
         _, facts, keeper, _ = members[0]
-        large = _LARGE * sum(one.size for one, *_ in members) >= total
+        large = _LARGE * sum(one.requested for one, *_ in members) >= total
         apart = large or facts.category in _WHOLES or facts.shape is None
         joined[(number,) if apart else (facts.category, facts.dtype, facts.shape, facts.operator, keeper)] += members
     return list(joined.values())
@@ -65,7 +69,7 @@ def _owner(place: str) -> str:
 
 
 def _group(members: Sequence[_Member]) -> TensorGroup:
-    size, count = sum(one.size for one, *_ in members), len(members)
+    size, count = sum(one.requested for one, *_ in members), len(members)
     _, facts, keeper, place = members[0]
     if len({(each.line, each.expression, each.inner) for _, each, _, _ in members}) > 1:
         facts = replace(facts, statement="", line=0, expression="", inner="")

@@ -63,9 +63,10 @@ def tensor_rows(groups: Sequence[TensorGroup]) -> list[list[str]]:
         return []
     rows = [[_size(group.bytes), _tensors(group), _made(group), _kept(group)] for group in shown]
     rest = total - sum(group.bytes for group in shown)
-    if rest:
-        count = sum(group.count for group in groups) - sum(group.count for group in shown)
-        rows.append([_size(rest), f"{counted(count, 'other')}", "", ""])
+    count = sum(group.count for group in groups) - sum(group.count for group in shown)
+    # What is left may be rounding alone, and next to nothing.
+    if count or rest >= 1 << 20:
+        rows.append([_size(rest), counted(count, "other") if count else LABELS["rounding"], "", ""])
     return rows
 
 
