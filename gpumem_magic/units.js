@@ -21,6 +21,9 @@ export function mib(size, signed = false) {
   return `${signed && whole >= 0 ? "+" : ""}${whole.toLocaleString("en")}`;
 }
 
+/** Bytes for a sentence beside a report's: whole MiB as there. */
+export const amount = (size) => (size < 100 * MIB ? human(size) : `${mib(size)} MiB`);
+
 /** Bytes with the unit that keeps three or four digits: 512 B, 8.1 MiB, 1,278 MiB, 14.7 GiB. */
 export function human(size) {
   const fixed = (x) => (rounded(10 * x) / 10).toLocaleString("en", { minimumFractionDigits: 1, maximumFractionDigits: 1 });

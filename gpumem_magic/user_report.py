@@ -81,9 +81,9 @@ class Report(ReportData):
 
         Raises ValueError for a report without its recording (one that `Report.load` read).
         """
-        from gpumem_magic.timeline_page.view import timeline_of_report
+        from gpumem_magic.timeline_page.view import timeline_of_reports
 
-        return timeline_of_report(self)
+        return timeline_of_reports([self])
 
     def save_snapshot(self, path: str | os.PathLike[str]) -> None:
         """Writes the recording as a pickle that PyTorch's `_memory_viz.py` opens, and `gpumem_magic.load` as this report.

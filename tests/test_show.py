@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -26,6 +27,7 @@ from gpumem_magic.snapshot.files import SnapshotFileError, read, write
 from gpumem_magic.snapshot.model import ACTIVE, INACTIVE, Block, Segment, Snapshot
 from gpumem_magic.units import counted, human
 from gpumem_magic.user_report import Report, load
+from gpumem_magic.views.explain import answer
 from gpumem_magic.views.segments import fragmentation
 
 SHARED = Path(__file__).parents[1].parent / "shared" / "data" / "snapshots"
@@ -271,7 +273,11 @@ def test_what_is_written_beside(show: Any, tmp_path: Path) -> None:
     assert show(path, "--json", str(json_path), "--html", str(page), "--redact", str(copy))[0] == 0
     assert Report.load(json_path) == load(path)
     assert json.loads(json_path.read_text())["schema"] == 1
-    assert page.read_text("utf-8").startswith("<!DOCTYPE html>")
+    written = page.read_text("utf-8")
+    assert written.startswith("<!DOCTYPE html>")
+    # The page begins with what the report does.
+    (data,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', written, re.DOTALL)
+    assert json.loads(data)["devices"][0]["answer"] == answer(load(path))
     for word in (b"/home/me", b"train.py", b"/env/"):
         assert word in Path(path).read_bytes()
         assert word not in copy.read_bytes()

@@ -17,11 +17,13 @@ from notebook_browser import browsing, check_accessible, chromium
 
 from gpumem_magic.attribution.groups import groups_of, matching
 from gpumem_magic.attribution.ledger import TENANT_CATEGORIES
+from gpumem_magic.attribution.sites import folded
 from gpumem_magic.attribution.view import DeviceView
-from gpumem_magic.files.loaded import views_of
+from gpumem_magic.files.loaded import report_of, views_of
 from gpumem_magic.snapshot.files import read
-from gpumem_magic.timeline_page.view import timeline_of_files
+from gpumem_magic.timeline_page.view import timeline_of_reports
 from gpumem_magic.units import counted, human
+from gpumem_magic.views.explain import answer
 from gpumem_magic.views.palette import COLOURS
 
 BROWSER = chromium()
@@ -80,7 +82,7 @@ def page_of(folder: Path, data: Any) -> tuple[Path, list[DeviceView]]:
     source, target = folder / "run.pickle", folder / "run.html"
     source.write_bytes(pickle.dumps(data, 4))
     views = views_of(read(source))
-    timeline_of_files([views]).save(target)
+    timeline_of_reports([report_of(read(source), views=views)]).save(target)
     return target, views
 
 
@@ -247,6 +249,18 @@ def test_what_is_beneath_the_picture_answers(context: Any, tmp_path: Path) -> No
     events.first.click()
     page.wait_for_moment(f"after event {before} of")
     assert page.page.locator("#events button[aria-current='step']").inner_text().split()[0] == before
+    # An allocation's event has what asked for it, a free's what let go.
+    freed = {one.freed: one for one in view.timeline.allocations if one.freed is not None}
+    titles = page.page.evaluate(
+        "() => [...document.querySelectorAll('#events button')].map("
+        "(one) => [Number(one.children[0].textContent.replace(',', '')), one.children[1].textContent, one.querySelector('.what').title])"
+    )
+    frees = [(event, title) for event, action, title in titles if action == "free_requested"]
+    assert frees
+    for event, title in frees:
+        told = [line for line in folded(view.frames_of_free(freed[event])) if not line.startswith("(")]
+        assert title == (told[0] if told else "no stack")
+    assert page.text("#answer") == answer(report_of(read(tmp_path / "run.pickle")))
     assert page.errors == []
 
 

@@ -12,6 +12,7 @@ from gpumem_magic.snapshot.whole_file import check_target, printable
 
 if TYPE_CHECKING:
     from gpumem_magic.attribution.view import DeviceView
+    from gpumem_magic.report.model import ReportData
     from gpumem_magic.snapshot.files import LoadedSnapshot
 
 
@@ -35,6 +36,7 @@ def run(options: argparse.Namespace) -> int:
     ):
         check_target(option, target, options.files)
     refused: dict[str, str] = {}
+    report = None
     if len(options.files) > 1:
         files, refused = readable_files(options.files, options.device, options.at)
         views = [views for _, views in files.values()]
@@ -48,17 +50,20 @@ def run(options: argparse.Namespace) -> int:
     else:
         loaded = read(options.files[0])
         views = [views_of(loaded, options.device)]
-        print(_text(loaded, views[0], options))
+        text, report = _report(loaded, views[0], options)
+        print(text)
     if options.html and views:
-        from gpumem_magic.timeline_page.view import timeline_of_files
+        from gpumem_magic.timeline_page.view import timeline_of_files, timeline_of_reports
 
-        timeline_of_files(views, position_of(views[0][0], options.at)).save(options.html)
+        opens_at = position_of(views[0][0], options.at)
+        timeline = timeline_of_reports([report], opens_at) if report else timeline_of_files(views, opens_at)
+        timeline.save(options.html)
     print_refused(refused.values())
     return UNREADABLE if refused else 0
 
 
-def _text(loaded: LoadedSnapshot, views: list[DeviceView], options: argparse.Namespace) -> str:
-    """The report of one file; writes what else is asked for of it."""
+def _report(loaded: LoadedSnapshot, views: list[DeviceView], options: argparse.Namespace) -> tuple[str, ReportData]:
+    """The report of one file, in words and itself; writes what else is asked for of it."""
     from gpumem_magic.commands import show_events, show_parts
     from gpumem_magic.files.loaded import position_of, report_of
     from gpumem_magic.files.report_file import save, to_json
@@ -92,7 +97,7 @@ def _text(loaded: LoadedSnapshot, views: list[DeviceView], options: argparse.Nam
         save(report, options.json)
     if options.redact:
         write(redacted(loaded.snapshot), options.redact, {"torch": loaded.torch})
-    return to_json(report) if options.json == "-" else "\n".join(lines)
+    return to_json(report) if options.json == "-" else "\n".join(lines), report
 
 
 def _highest_between(view: DeviceView, events: Sequence[int]) -> tuple[str, str]:

@@ -26,7 +26,7 @@ def load(shell: Any, options: argparse.Namespace) -> None:
     from gpumem_magic.recording.quiet import no_automatic_collection
     from gpumem_magic.snapshot.files import read
     from gpumem_magic.snapshot.whole_file import check_target
-    from gpumem_magic.timeline_page.view import timeline_of_files
+    from gpumem_magic.timeline_page.view import timeline_of_reports
     from gpumem_magic.user_report import Report
 
     try:
@@ -38,7 +38,7 @@ def load(shell: Any, options: argparse.Namespace) -> None:
                 report_of(one, options.device, options.at, views) for one, views in zip(loaded, files, strict=True)
             ]
             reports = [Report.of(one) for one in found]
-            timeline = timeline_of_files(files, position_of(files[0][0], options.at))
+            timeline = timeline_of_reports(found, position_of(files[0][0], options.at))
             if options.html is not None:
                 timeline.save(options.html)
     except (OSError, ValueError) as error:

@@ -59,6 +59,8 @@ def _device(source: TimelineSource) -> dict[str, Any]:
         + [source.view.frames_of_free(one) for one in allocations]
         + [source.view.frames_of_extent(one) for one in extents]
     )
+    read = [tuple(folded(frames)) if frames else () for frames in stacks]
+    numbers_read: dict[tuple[str, ...], int] = {}
     stack_of, stack_of_free = numbers[: len(allocations)], numbers[len(allocations) : 2 * len(allocations)]
     whys = [source.view.why(one) for one in allocations]
     reasons = sorted(set(whys) - {""})
@@ -70,6 +72,7 @@ def _device(source: TimelineSource) -> dict[str, Any]:
         before = one.born
     return {
         "name": plain(source.name),
+        "answer": "".join(character if character.isprintable() else "\ufffd" for character in source.answer),
         "notes": [plain(note) for note in source.view.recording.notes],
         "events": len(source.view.timeline),
         "opensAt": source.view.peak[1] if source.opens_at is None else source.opens_at,
@@ -94,8 +97,9 @@ def _device(source: TimelineSource) -> dict[str, Any]:
         "stack": stack_of,
         "freedBy": [number if stacks[number] else -1 for number in stack_of_free],
         "stacks": [_stack(frames, texts) for frames in stacks],
-        # The one frame that tells the most, of each stack.
-        "heads": [_head(frames, texts) for frames in stacks],
+        # The one frame that tells the most, of each stack; and stacks that read the same have one number.
+        "heads": [_head(lines, texts) for lines in read],
+        "alike": [numbers_read.setdefault(lines, len(numbers_read)) for lines in read],
         "strings": texts.all,
         "extents": [
             [
@@ -151,8 +155,8 @@ def _stack(frames: tuple[Frame, ...], texts: _Texts) -> list[int]:
     return found
 
 
-def _head(frames: tuple[Frame, ...], texts: _Texts) -> int:
-    telling = [line for line in folded(frames) if not line.startswith("(")] if frames else []
+def _head(lines: tuple[str, ...], texts: _Texts) -> int:
+    telling = [line for line in lines if not line.startswith("(")]
     return texts.number(telling[0]) if telling else -1
 
 

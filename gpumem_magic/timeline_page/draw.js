@@ -2,6 +2,8 @@
 
 import { counted, GIB, MIB, human } from "../units.js";
 
+const LONGEST_MARK = 40; // characters over the picture
+
 /** Microseconds as 250 µs, 3.1 ms or 12.4 s. */
 export function since(microseconds) {
   if (Math.abs(microseconds) < 1e3) return `${microseconds} µs`;
@@ -216,7 +218,7 @@ export function drawOver(context, box, machine, { ink, quiet, grid, alarm, focus
     context.lineTo(x, box.y + box.height);
     context.stroke();
     context.setLineDash([]);
-    const words = position === device.peak ? "peak" : position ? `event ${count(position - 1)}` : "start";
+    const words = !device.events ? "" : position === device.peak ? "peak" : position ? `event ${count(position - 1)}` : "start";
     const room = context.measureText(words).width + 10;
     const left = x + room > box.x + box.width ? x - room : x;
     context.fillStyle = ink;
@@ -254,11 +256,12 @@ function drawMarks(context, box, { device, view }, xOf, { quiet, alarm }) {
     const bad = kind === "error";
     context.fillStyle = bad ? alarm : quiet;
     context.fillRect(x, bad ? box.y : box.y - 6, bad ? 1.5 : 1, bad ? box.height : 6);
-    const short = words.length > 28 ? `${words.slice(0, 27)}…` : words;
+    const short = words.length > LONGEST_MARK ? `${words.slice(0, LONGEST_MARK - 1)}…` : words;
     const wide = context.measureText(short).width;
-    if (x >= free && x + wide < box.x + box.width) {
-      context.fillText(short, x + 3, box.y - 2);
-      free = x + wide + 14;
-    }
+    // At the right edge the words stand on the other side of their place.
+    const from = x + wide < box.x + box.width ? x + 3 : x - wide - 3;
+    if (from < free) continue;
+    context.fillText(short, from, box.y - 2);
+    free = Math.max(x, from + wide) + 14;
   }
 }

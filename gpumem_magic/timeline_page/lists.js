@@ -4,13 +4,13 @@
 const MOST_DEEP = 80;
 const NEARLY_ALL = 0.9;
 
-/** Allocations of one stack and category as groups, the largest first: {members (the largest first), size, sizes, count}.
+/** Allocations of one category whose stacks read the same as groups, the largest first: {members (the largest first), size, sizes, count}.
 
    sizes: [asked for, how many], those with the most bytes first. ownerOf: an allocation -> what held it as a whole. */
 export function groupsOf(device, some, ownerOf) {
   const found = new Map();
   for (const one of some) {
-    const key = [device.category[one], device.evidence[one], device.reason[one], device.stack[one], ownerOf(one)].join("|");
+    const key = [device.category[one], device.evidence[one], device.reason[one], device.alike[device.stack[one]], ownerOf(one)].join("|");
     if (!found.has(key)) found.set(key, []);
     found.get(key).push(one);
   }

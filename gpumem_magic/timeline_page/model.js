@@ -59,7 +59,7 @@ export class Device {
     Object.assign(this, { name: data.name, notes: data.notes, marks: data.marks, reasons: data.reasons, events: data.events });
     this.opensAt = data.opensAt;
     this.stacks = data.stacks;
-    this.heads = data.heads;
+    [this.heads, this.alike, this.answer] = [data.heads, data.alike, data.answer];
     this.strings = data.strings;
     this.times = data.times.length ? Float64Array.from(data.times) : null;
     this.born = running(data.born);

@@ -1,7 +1,7 @@
 /* The page's elements: what the reader does goes to the machine, and what the machine says is drawn. Every text that comes from
    the recording becomes the text of an element, never markup. */
 
-import { human } from "../units.js";
+import { amount, human } from "../units.js";
 import { count, drawOver, drawSegments, fragmentation, layout, pixelColours, runsOf, segmentAt, since } from "./draw.js";
 import { Machine } from "./machine.js";
 import { CACHED, Device, paint } from "./model.js";
@@ -146,9 +146,11 @@ export function start(document, data) {
   function drawWords() {
     const { device, position } = machine;
     const now = device.sums(position, data.categories.length);
+    find("answer").textContent = device.answer;
+    find("answer").hidden = !device.answer;
     const when = `${position === device.peak ? "Peak, " : ""}${moment(position)}${position ? ` of ${count(device.events)}` : ""}`;
     find("moment").textContent = `${device.events ? when : "The state in the file"}: `
-      + `${human(now.allocated)} allocated, ${human(now.reserved)} reserved`
+      + `${amount(now.allocated)} allocated, ${amount(now.reserved)} reserved`
       + (device.times && position ? `, ${since(device.times[position - 1])} after the first event.` : ".");
     data.categories.forEach((_, category) => {
       const button = find(`category-${category}`);

@@ -169,9 +169,10 @@ export class Panels {
     const events = eventsAround(device, this.extents.get(device), position, EVENTS);
     const rows = events.map(({ event, action, one, size }) => {
       const button = this.make("button", "", { type: "button" });
-      const what = one < 0 ? "" : `${this.words.label(device.category[one])} · ${short(this.words.origin(one))}`;
+      const place = one < 0 ? "" : action.startsWith("free") ? this.words.head(device.freedBy[one]) : this.words.origin(one);
+      const what = one < 0 ? "" : `${this.words.label(device.category[one])} · ${short(place)}`;
       button.append(this.make("span", count(event), { className: "number" }), this.make("span", action),
-        this.make("span", size ? human(size) : "", { className: "size" }), this.make("span", what, { className: "what", title: one < 0 ? "" : this.words.origin(one) }));
+        this.make("span", size ? human(size) : "", { className: "size" }), this.make("span", what, { className: "what", title: place }));
       button.setAttribute("aria-current", event === position - 1 ? "step" : String(one >= 0 && one === selected));
       button.addEventListener("click", () => {
         const moved = this.machine.goTo(event + 1);

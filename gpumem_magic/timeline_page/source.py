@@ -21,12 +21,14 @@ class TimelineMark:
 
 @dataclass(frozen=True)
 class TimelineSource:
-    """One device's recording. opens_at: the position that the page shows first; None is the peak."""
+    """One device's recording. opens_at: the position that the page shows first; None is the peak. answer: what its report says
+    first."""
 
     name: str
     view: DeviceView
     marks: tuple[TimelineMark, ...] = ()
     opens_at: int | None = None
+    answer: str = ""
 
 
 def source_of(view: DeviceView, name: str) -> TimelineSource:

@@ -18,6 +18,7 @@ from gpumem_magic.timeline_page.page import document
 from gpumem_magic.timeline_page.source import TimelineSource, source_of
 from gpumem_magic.units import human
 from gpumem_magic.views.display import HTML, PLAIN, PNG, asked_for, in_terminal
+from gpumem_magic.views.explain import answer
 
 HEIGHT = 980
 
@@ -99,29 +100,38 @@ class TimelineView:
 
 def timeline_of_files(files: Sequence[Sequence[DeviceView]], opens_at: int | None = None) -> TimelineView:
     """The devices of one or several files (one for each rank). opens_at: the position at which the first one opens."""
-    sources = []
-    for views in files:
-        for view in views:
-            device = f"GPU {view.device}"
-            of_several = f"{_file(view)}, {device}" if len(views) > 1 else _file(view)
-            sources.append(source_of(view, of_several if len(files) > 1 else device))
-    sources[0] = replace(sources[0], opens_at=opens_at)
-    names = [_file(views[0]) for views in files]
-    return TimelineView(names[0] if len(names) == 1 else f"{len(names)} recordings: {', '.join(names)}", sources)
+    return _of_files([[(view, "") for view in views] for views in files], opens_at)
 
 
-def timeline_of_report(report: ReportData) -> TimelineView:
-    """The timeline of a report that has its recording. Raises ValueError for one that has not."""
-    if report.source is None:
+def timeline_of_reports(reports: Sequence[ReportData], opens_at: int | None = None) -> TimelineView:
+    """The same with what each report says first. Raises ValueError for a report that has no recording."""
+    files = [[(one.source, answer(one)) for one in (each, *each.devices) if one.source is not None] for each in reports]
+    if not all(files):
         raise ValueError(
             "this report has no recording, and so no allocations: a report of a measured cell or of a snapshot file "
             "(gpumem_magic.load) has one, a report read from JSON does not"
         )
-    views = [one.source for one in (report, *report.devices) if one.source is not None]
-    if report.source.recording.file is not None:
-        return timeline_of_files([views])
-    names = [f"{view.log.facts.name} (cuda:{view.device})" for view in views]
-    return TimelineView(f"GPU memory: {report.device.name}", list(map(source_of, views, names)))
+    if _file(files[0][0][0]):
+        return _of_files(files, opens_at)
+    sources = [
+        replace(source_of(view, f"{view.log.facts.name} (cuda:{view.device})"), answer=words)
+        for views in files
+        for view, words in views
+    ]
+    return TimelineView(f"GPU memory: {reports[0].device.name}", sources)
+
+
+def _of_files(files: Sequence[Sequence[tuple[DeviceView, str]]], opens_at: int | None) -> TimelineView:
+    """The timeline of each file's devices, each with its answer."""
+    sources = []
+    for views in files:
+        for view, words in views:
+            device = f"GPU {view.device}"
+            of_several = f"{_file(view)}, {device}" if len(views) > 1 else _file(view)
+            sources.append(replace(source_of(view, of_several if len(files) > 1 else device), answer=words))
+    sources[0] = replace(sources[0], opens_at=opens_at)
+    names = [_file(views[0][0]) for views in files]
+    return TimelineView(names[0] if len(names) == 1 else f"{len(names)} recordings: {', '.join(names)}", sources)
 
 
 def _file(view: DeviceView) -> str:

@@ -24,7 +24,7 @@ function device(lives, events, more = {}) {
     lived: column(([at, freed]) => (freed < 0 ? -1 : freed - at)), waited: column(([, freed]) => (freed < 0 ? -1 : 0)),
     requested: column(([, , size]) => size * MIB - 100), size: column(([, , size]) => size * MIB),
     address: column(([, , size]) => (top += size * MIB) - size * MIB), stream: column(() => 0), category: column(([, , , category]) => category),
-    evidence: column(() => 0), holder: column(() => -1), reason: column(() => -1), stack: column(() => 0), freedBy: column(() => -1), stacks: [[]], heads: [-1], strings: [],
+    evidence: column(() => 0), holder: column(() => -1), reason: column(() => -1), stack: column(() => 0), freedBy: column(() => -1), stacks: [[]], heads: [-1], alike: [0], answer: "", strings: [],
     extents: [[0, top + 10 * MIB, -1, -1, 0, "large", 0]], ...more,
   });
 }
@@ -125,19 +125,21 @@ test("a flame graph has every part where its bytes are, and what is around the o
   assert.ok(flameOf(root, 0.2).every(({ share }) => share >= 0.2));
 });
 
-test("allocations of one stack are one group, whose sizes add up", () => {
+test("allocations whose stacks read the same are one group, whose sizes add up", () => {
   const d = many(500);
   const stacks = [...Array(d.count).keys()].map((one) => one % 4);
   d.stack = stacks;
+  d.alike = [0, 1, 2, 1];
   const live = d.stackAt(250);
   const groups = groupsOf(d, live, (one) => (one % 2 ? "model" : ""));
   assert.equal(groups.reduce((sum, group) => sum + group.size, 0), live.reduce((sum, one) => sum + d.requested[one], 0));
   assert.deepEqual(groups.flatMap((group) => group.members).sort((a, b) => a - b), [...live].sort((a, b) => a - b));
   for (const { members, size, sizes, count } of groups) {
-    assert.equal(new Set(members.map((one) => `${stacks[one]} ${d.category[one]} ${one % 2}`)).size, 1);
+    assert.equal(new Set(members.map((one) => `${d.alike[stacks[one]]} ${d.category[one]} ${one % 2}`)).size, 1);
     assert.equal(sizes.reduce((sum, [asked, times]) => sum + asked * times, 0), size);
     assert.equal(sizes.reduce((sum, [, times]) => sum + times, 0), count);
   }
+  assert.ok(groups.some(({ members }) => new Set(members.map((one) => stacks[one])).size === 2));
   assert.deepEqual(groups.map((group) => group.size), groups.map((group) => group.size).sort((a, b) => b - a));
 });
 
