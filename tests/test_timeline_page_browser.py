@@ -253,7 +253,8 @@ def test_what_is_beneath_the_picture_answers(context: Any, tmp_path: Path) -> No
     freed = {one.freed: one for one in view.timeline.allocations if one.freed is not None}
     titles = page.page.evaluate(
         "() => [...document.querySelectorAll('#events button')].map("
-        "(one) => [Number(one.children[0].textContent.replace(',', '')), one.children[1].textContent, one.querySelector('.what').title])"
+        "(one) => [Number(one.children[0].textContent.replace(',', '')), one.children[1].textContent, "
+        "one.querySelector('.what').title])"
     )
     frees = [(event, title) for event, action, title in titles if action == "free_requested"]
     assert frees
