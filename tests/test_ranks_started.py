@@ -28,13 +28,14 @@ from gpumem_magic.files.rank_files import is_alive
 def work(rank, kind, others):
     torch.cuda.set_device(rank)
     kept = torch.empty((rank + 1) << 20, device="cuda")
+    # (What happens to rank 0 happens once it has begun.)
+    while kind and rank == 1 and not others[0]:
+        time.sleep(0.01)
     if kind == "too_much" and rank == 1:
         torch.empty(1 << 40, device="cuda")
     if kind == "killed" and rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     if kind == "interrupted" and rank == 1:
-        while not others[0]:
-            time.sleep(0.01)
         os.kill(os.getppid(), signal.SIGINT)
     if kind:
         others[rank] = 1
@@ -104,6 +105,21 @@ def test_one_out_of_memory_and_one_that_waits(book: Notebook) -> None:
     assert rows(report) == [(1, OUT_OF_MEMORY, 8 << 20), (0, ENDED, 4 << 20)]
     assert report.error is not None
     assert report.error.requested == 4 << 40
+    # No statement of the cell is known to have failed there.
+    assert "`error`" not in report.answer
+    assert all(group.statement != "error" for group in report.error.tensors)
+    assert "The allocator emptied its cache to make room." in report.notes
+
+
+def test_a_status_is_a_failure_unless_it_is_zero(book: Notebook) -> None:
+    book.cell("def leaves(rank):\n    raise SystemExit(3 * rank)")
+    said = book.cell("%%gpumem -q -o report\nmp.start_processes(leaves, nprocs=2, start_method='fork')")
+    assert "process 1 terminated with exit code 3" in said
+    report = found(book)
+    assert report.ranks is not None
+    first, second = report.ranks.rows
+    assert (first.rank, first.state, second.rank, second.state) == (1, FAILED, 0, DONE)
+    assert first.where.endswith(":2")
 
 
 def test_one_killed_and_one_that_waits(book: Notebook) -> None:

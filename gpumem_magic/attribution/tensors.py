@@ -270,7 +270,9 @@ def words_of_place(file: str, line: int, function: str) -> str:
 
 
 def _first_line(point: Checkpoint) -> str:
-    return (point.statement or point.label).strip().partition("\n")[0]
+    # An error that no statement is known of has a label that is no text of the program.
+    label = "" if point.kind == "error" else point.label
+    return (point.statement or label).strip().partition("\n")[0]
 
 
 def _of_stack(frames: tuple[Frame, ...]) -> Birth | None:

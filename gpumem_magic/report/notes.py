@@ -110,11 +110,13 @@ def _few(places: Sequence[str]) -> str:
 
 
 def _retries(recording: Recording, device: int) -> list[str]:
-    places = [place_of(point) for point, before, now in _steps(recording, device) if now.retries > before.retries]
-    if not places:
+    points = [point for point, before, now in _steps(recording, device) if now.retries > before.retries]
+    if not points:
         return []
+    places = [place_of(point) for point in points if point.statement or point.kind != "error"]
     more = f", and in {counted(len(places) - 3, 'more row')}" if len(places) > 3 else ""
-    return [f"The allocator emptied its cache to make room in: {'; '.join(places[:3])}{more}."]
+    where = f" in: {'; '.join(places[:3])}{more}" if places else ""
+    return [f"The allocator emptied its cache to make room{where}."]
 
 
 def _context_growth(recording: Recording, device: int) -> list[str]:

@@ -167,9 +167,11 @@ def as_rank(rank: RankProcess, begin: Callable[[], OwnRecording], run: Callable[
     try:
         run()
     except BaseException as error:
-        # PyTorch writes the program's error down, and leaves.
         if not rank.was_ended:
-            failure = error.__context__ if isinstance(error, SystemExit) else error
+            failure = error
+            if isinstance(error, SystemExit):
+                # PyTorch writes the program's error down, and leaves with a status of its own.
+                failure = (error.__context__ or error) if error.code else None
         raise
     finally:
         rank.leaves()

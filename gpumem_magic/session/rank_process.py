@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from gpumem_magic.failures import swallowed
 from gpumem_magic.files import rank_files
 from gpumem_magic.files.rank_files import RankFile
+from gpumem_magic.looks.code import is_library_file
 from gpumem_magic.report.ranks import ENDED, RUNNING
 from gpumem_magic.report.side_by_side import state_of
 
@@ -212,7 +213,7 @@ def line_of(frame: FrameType | None) -> str:
     while frame is not None:
         module, file = str(frame.f_globals.get("__name__", "")), frame.f_code.co_filename
         is_ours = module.startswith("gpumem_magic.") or file.startswith(_OWN)
-        if not is_ours and not module.startswith(("torch.", "contextlib", "threading")):
+        if not is_ours and not module.startswith("torch.") and not is_library_file(file):
             place = f"{os.path.basename(file)}:{frame.f_lineno}"
             return f"{called} ({place})" if called else place
         if module.startswith("torch.") and frame.f_code.co_name != "wrapper":
