@@ -88,7 +88,7 @@ def test_bytes_and_places(diff: Any) -> None:
     lines = diff(before, after)
     rows = table_of(lines)
     assert rows["allocated"] == ["17", "35", "+18"]
-    assert rows["reserved"] == ["200", "200", "+0"]
+    assert rows["reserved"] == ["200", "200", "0"]
     assert rows["cached"] == ["183", "165", "-18"]
     places = lines[lines.index("Where the most changed:") + 1 :]
     assert places[0].split(None, 2) == ["+20.0", "MiB", "/home/me/data.py:20 batch  (4.0 MiB -> 24.0 MiB)"]
@@ -142,13 +142,19 @@ def test_a_script_that_was_renamed_is_the_same_code() -> None:
 
 def test_equal_files(diff: Any) -> None:
     lines = diff(snapshot((10, MODEL)), snapshot((10, MODEL)))
-    assert all(row[2] == "+0" for row in table_of(lines).values())
+    assert all(row[2] == "0" for row in table_of(lines).values())
     assert "Where the most changed:" not in lines
+
+
+def test_two_programs(diff: Any) -> None:
+    """Then all of both is a change, which a reader should know."""
+    lines = diff(snapshot((10, MODEL), (3, [])), snapshot((4, BATCH), (3, [])))
+    assert "No line of code is in both" in lines[lines.index("Where the most changed:") + 1]
 
 
 def test_at_the_end_and_only_some_places(diff: Any) -> None:
     before, after = snapshot((10, MODEL), (4, BATCH)), snapshot((10, MODEL), (4, BATCH), freed=1)
-    assert table_of(diff(before, after))["allocated"][2] == "+0"
+    assert table_of(diff(before, after))["allocated"][2] == "0"
     lines = diff(before, after, "--at", "end", "--top", "1")
     assert table_of(lines)["allocated"] == ["14", "4", "-10"]
     assert lines[-1].split(None, 2) == ["-10.0", "MiB", "/home/me/model.py:10 build  (10.0 MiB -> 0 B)"]
@@ -190,7 +196,7 @@ def test_runs_from_different_folders_are_the_same_code(diff: Any) -> None:
 
     lines = diff(trained("/home/me/run1", 10), trained("/scratch/you", 16))
     changed = lines[lines.index("Where the most changed:") + 1 :]
-    assert changed == ["    +6.0 MiB  .../src/train.py:7 step  (10.0 MiB -> 16.0 MiB)"]
+    assert changed == ["     +6.0 MiB  .../src/train.py:7 step  (10.0 MiB -> 16.0 MiB)"]
 
 
 def test_the_longest_end_of_a_path_decides() -> None:

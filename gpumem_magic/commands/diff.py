@@ -14,7 +14,7 @@ from gpumem_magic.attribution.groups import groups_of
 from gpumem_magic.commands.common import guarded
 from gpumem_magic.commands.same_code import called, same_files, together
 from gpumem_magic.snapshot.whole_file import printable
-from gpumem_magic.units import counted, human, mib
+from gpumem_magic.units import amount, counted, mib
 from gpumem_magic.views.lines import table
 
 if TYPE_CHECKING:
@@ -24,8 +24,10 @@ _Lines = tuple[str, ...]
 # Of a line whose bytes changed, so many ways in which it was called, with so many of their lines.
 _MOST_WAYS = 3
 _MOST_CALLERS = 3
+_STACKLESS = " without a stack"
 # What stands before a file's name in a line of code.
 _FOLDERS = re.compile(r"^.*[/\\](?=[^/\\]*:\d+ )")
+_PACKAGES = re.compile(r"^.*[/\\](?:site|dist)-packages[/\\]")
 
 
 @dataclass
@@ -49,7 +51,7 @@ def run(options: argparse.Namespace) -> int:
     one, other = before.sizes(first), after.sizes(second)
     rows = [[f"MiB at the {options.at}", "A", "B", "change"]]
     rows += [
-        [name.replace("_", " "), mib(one[name]), mib(other[name]), mib(other[name] - one[name], signed=True)]
+        [name.replace("_", " "), mib(one[name]), mib(other[name]), _changed(other[name] - one[name])]
         for name in one
         if one[name] or other[name]
     ]
@@ -76,7 +78,7 @@ def _stacks(view: DeviceView, position: int) -> dict[_Lines, _OfStack]:
     found: dict[_Lines, _OfStack] = defaultdict(_OfStack)
     for group in groups_of(view, position):
         own = tuple(line for line in group.stack if not line.startswith("("))
-        held = found[own or (f"{group.category.replace('_', ' ')} without a stack",)]
+        held = found[own or (group.category.replace("_", " ") + _STACKLESS,)]
         held.bytes += group.requested
         held.count += group.count
     return found
@@ -102,17 +104,24 @@ def _where(a: dict[_Lines, _OfStack], b: dict[_Lines, _OfStack], most: int) -> I
     if ranked:
         yield ""
         yield "Where the most changed:"
+    if all(sizes) and not any(all(pair) for place, pair in places.items() if not place.endswith(_STACKLESS)):
+        yield "  (No line of code is in both: these are two programs, or their files have other names.)"
     for place in ranked:
-        yield f"  {_signed(changes[place]):>10}  {printable(place)}  ({' -> '.join(map(human, places[place]))})"
+        shown = printable(_PACKAGES.sub("", place))
+        yield f"  {_signed(changes[place]):>11}  {shown}  ({' -> '.join(map(amount, places[place]))})"
         by_change = sorted(ways[called(place, names)].items(), key=lambda one: -abs(one[1][1].bytes - one[1][0].bytes))
         for way, (earlier, later) in by_change[:_MOST_WAYS]:
             if way and later.bytes != earlier.bytes:
                 yield (
-                    f"{'':12}{_signed(later.bytes - earlier.bytes):>10}  "
+                    f"      {_signed(later.bytes - earlier.bytes):>11}  "
                     f"{earlier.count:,} -> {counted(later.count, 'allocation')}, called from "
                     + ", ".join(printable(_FOLDERS.sub("", line)) for line in way[:_MOST_CALLERS])
                 )
 
 
 def _signed(change: int) -> str:
-    return f"{'+' if change > 0 else '-'}{human(abs(change))}"
+    return f"{'+' if change > 0 else '-'}{amount(abs(change))}"
+
+
+def _changed(change: int) -> str:
+    return mib(change, signed=True) if change else "0"
