@@ -38,7 +38,9 @@ class CellTrials:
     def _in_the_child(self, code: str, conf: str, device: str) -> tuple[Tried, Evidence]:
         self._let_go(code)
         program = CellProgram(self.shell, prepare(self.shell, code, self.lines_above))
-        told, view, running = run_here(program, device, {}, conf=conf, with_costs=True, most=MOST_ITERATIONS)
+        told, view, running = run_here(
+            lambda: program.prepared({}), device, conf=conf, with_costs=True, most=MOST_ITERATIONS
+        )
         return told, evidence_of(view, running.names, running.namespace())
 
     def _let_go(self, code: str) -> None:

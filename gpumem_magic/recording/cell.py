@@ -10,7 +10,7 @@ import ast
 import io
 import symtable
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import CodeType, TracebackType
 from typing import Any
@@ -162,6 +162,8 @@ class CellRun:
         self._holder, self._value = new_hook_name(), Value()
         # A StopIteration of the cell's own, which leaves `run_awaited` as a RuntimeError.
         self.stopped: BaseException | None = None
+        # Is called before each of the cell's statements, with its number.
+        self.before_statement: Callable[[int], None] = lambda number: None
         self._plain = [_CompiledUnit([node], mode) for node, mode in _plan(shell, cell)]
         self._units = self._plain
 
@@ -249,7 +251,8 @@ class CellRun:
         __tracebackhide__ = True
         compiler = self._shell.compile
         filename = self._cell.filename
-        for unit, plain in zip(self._units, self._plain, strict=True):
+        for number, (unit, plain) in enumerate(zip(self._units, self._plain, strict=True)):
+            self.before_statement(number)
             with compiler.extra_flags(ast.PyCF_ALLOW_TOP_LEVEL_AWAIT if self._shell.autoawait else 0):
                 code = self._builtins.run(self._code_of, unit, plain, compiler, filename)
             if self._hook is None or unit.index is None:

@@ -37,7 +37,6 @@ class _Eagerly:
 
     def __init__(self, program: Subject) -> None:
         self._program = program
-        self.check, self.usual = program.check, program.usual
 
     def prepared(self, values: Mapping[str, int]) -> Running:
         torch.compiler.set_stance("force_eager")
@@ -49,7 +48,6 @@ class _Compiled:
 
     def __init__(self, program: Subject) -> None:
         self._program = program
-        self.check, self.usual = program.check, program.usual
 
     def prepared(self, values: Mapping[str, int]) -> Running:
         running = self._program.prepared(values)

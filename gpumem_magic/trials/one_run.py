@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 
 from gpumem_magic.allocator.program import ALLOC, FAILED, FREE, Program
@@ -23,35 +23,57 @@ from gpumem_magic.session.device import put_on
 from gpumem_magic.trials.costs import Costs
 from gpumem_magic.trials.counting import goes_by_its_count, with_functions
 from gpumem_magic.trials.further_turns import FurtherTurns
-from gpumem_magic.trials.process import in_a_fork, last_words
-from gpumem_magic.trials.programs import Place, Running, Subject
+from gpumem_magic.trials.process import Pause, in_a_fork, last_words, shared_start
+from gpumem_magic.trials.programs import Place, Running, Subject, Variable
 from gpumem_magic.trials.tried import ERROR, FITS, MEMORY, Course, Share, Tried
 from gpumem_magic.virtual.engine.device import VirtualDevice
 
 
 def tried(program: Subject, device: str | None, values: Mapping[str, int]) -> Tried:
     """Runs the program with these values on a card (None: the one that is on) in a process of its own."""
-    found: Tried = in_a_fork(lambda: run_here(program, device, values)[0])
+    found: Tried = in_a_fork(lambda: run_here(lambda: program.prepared(values), device)[0])
     return found
 
 
+@contextmanager
+def trials(program: Variable, device: str, names: Sequence[str]) -> Iterator[Callable[[Mapping[str, int]], Tried]]:
+    """`tried` for several values of these names. What the program does before they matter it does once."""
+
+    def begun(ask: Pause) -> Tried:
+        def prepared() -> Running:
+            ask.begin()
+            return program.begun(names, ask)
+
+        return run_here(prepared, device)[0]
+
+    with shared_start(begun) as start:
+
+        def run(values: Mapping[str, int]) -> Tried:
+            found: Tried | None = start.of(values) if start.has_copies else start.answer
+            if found is not None and (found.values or found.ending == MEMORY):
+                # Of one that never came to the values, they are any.
+                return replace(found, values=dict(values))
+            return tried(program, device, values)
+
+        yield run
+
+
 def run_here(
-    program: Subject,
+    prepared: Callable[[], Running],
     device: str | None,
-    values: Mapping[str, int],
     *,
     conf: str = "",
     with_costs: bool = False,
     most: int | None = None,
 ) -> tuple[Tried, DeviceView, Running]:
-    """The same in this process, which has to be the trial's own. conf: settings of the allocator, besides those that it has.
-    most: it ends after so many iterations; None for no limit."""
+    """A prepared program's run in this process, which has to be the trial's own. conf: settings of the allocator, besides those
+    that it has. most: it ends after so many iterations; None for no limit."""
     under_way.abandon()
     machine = put_on(device)
     for one in machine.devices if conf else ():
         text = ",".join(part for part in (one.allocator.settings_text, conf) if part)
         one.allocator.settings, one.allocator.settings_text = parse(text), text
-    running = program.prepared(values)
+    running = prepared()
     index = machine.current_device()
     recorder = Recorder(machine, primary=index, names=running.names, own_file=running.filename)
     sources = with_functions(running.source, running.names, running.namespace())
@@ -79,7 +101,7 @@ def run_here(
         view = DeviceView(recording, primary)
         report = report_of(view, most_steps=0)
     ending = FITS if error is None else MEMORY if is_out_of_memory(error) else ERROR
-    told = _told(machine.spec.text, values, ending, report, view, machine.devices[primary], iterations, repeats)
+    told = _told(machine.spec.text, running.values, ending, report, view, machine.devices[primary], iterations, repeats)
     flops, moved = (0, 0) if costs is None else costs.of_one()
     return replace(told, flops=flops, moved=moved, assumes=counts and repeats), view, running
 

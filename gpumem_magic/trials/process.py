@@ -1,5 +1,7 @@
 """One function's run in a process of its own: a fork, which has everything that this process has and can change none of it.
 
+Several that begin alike may share their beginning (`shared_start`).
+
 What the function prints goes nowhere, what it puts into the folder for temporary files goes with it, and no process stays
 behind: neither after an error nor after Ctrl-C. Files that it writes elsewhere are written.
 """
@@ -10,23 +12,26 @@ import builtins
 import os
 import pickle
 import signal
+import stat
 import sys
 import tempfile
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
 from gpumem_magic.devices import machines
 from gpumem_magic.devices.base import DeviceError
 from gpumem_magic.own_folders import own_folder
 
 _LENGTH = 8
+# What is read where nobody writes any more.
+_NOTHING_MORE = 0
 _PIECE = 1 << 20
-# In the folder of a trial: what went to its standard error.
-_WORDS = "gpumem-words"
+# In the folder of a trial: what went to its standard error, and what a copy of a beginning came to.
+_WORDS, _ANSWER = "gpumem-words", "gpumem-answer"
 # What the child keeps of the process that it came from: an object that Python throws away there may write or close.
 _KEPT: list[object] = []
 
@@ -60,6 +65,90 @@ def in_a_fork(work: Callable[[], Any]) -> Any:
         if answer is None:
             raise NoTrial(f"the trial's process {_how_it_ended(status)}")
         return pickle.loads(answer)
+
+
+class SharedStart:
+    """A process that stands where its copies go on. answer: what it came to where it ended before; then it has no copies."""
+
+    def __init__(self, orders: int, replies: int) -> None:
+        self._orders, self._replies = orders, replies
+        # The process that runs now.
+        self._copy = 0
+        head = _read(replies, _LENGTH)
+        self.has_copies = head == bytes(_LENGTH)
+        data = None if head is None or self.has_copies else _read(replies, int.from_bytes(head, "little"))
+        self.answer: Any = None if data is None else pickle.loads(data)
+
+    def of(self, wanted: Any) -> Any:
+        """What the copy comes to in which ``pause()`` returns `wanted`. Raises NoTrial where that ends without an answer."""
+        with own_folder("gpumem-trial-") as folder:
+            try:
+                with suppress(BrokenPipeError):
+                    _send(self._orders, pickle.dumps((folder, wanted)))
+                self._copy = self._number()
+                status = -1 - self._number()
+            finally:
+                self._end_copy()
+            with suppress(OSError), open(folder / _ANSWER, "rb") as file:
+                answer = _received(file.fileno())
+                if answer is not None:
+                    return pickle.loads(answer)
+            raise NoTrial(f"the trial's process {_how_it_ended(status)}")
+
+    def ended(self) -> None:
+        """After the process has ended: its copies end, too, also one of which only its number was told."""
+        self._end_copy()
+        os.set_blocking(self._replies, False)
+        while (number := self._number()) != _NOTHING_MORE:
+            if number > 0:
+                _ended(number)
+
+    def _end_copy(self) -> None:
+        """And everything that it started."""
+        if self._copy:
+            _ended(self._copy)
+        self._copy = 0
+
+    def _number(self) -> int:
+        """A copy's number, or below 0 how one ended."""
+        with suppress(BlockingIOError):
+            return int.from_bytes(_read(self._replies, _LENGTH) or b"", "little", signed=True)
+        return _NOTHING_MORE
+
+
+@contextmanager
+def shared_start(work: Callable[[Pause], Any]) -> Iterator[SharedStart]:
+    """``work(pause)`` in a forked process, which is copied where it calls ``pause``: once for each thing that is asked of it.
+
+    There are no copies where the work has by then what they would lack or share: threads, processes, open or temporary files.
+    Raises NoTrial where there is no fork.
+    """
+    refuse_where_impossible()
+    with own_folder("gpumem-trial-") as folder, ExitStack() as ends:
+        orders, ordering = _pipe(ends)
+        replies, replying = _pipe(ends)
+        child, start = 0, None
+        try:
+            with _no_interrupt():
+                child = _fork()
+                if not child:
+                    ordering.close()
+                    ends_here = orders.fileno(), replying.fileno()
+                    _be_the_child(lambda: work(Pause(*ends_here, folder)), replying.fileno(), folder)
+            orders.close()
+            replying.close()
+            start = SharedStart(ordering.fileno(), replies.fileno())
+            yield start
+        finally:
+            if child:
+                _ended(child)
+            if start is not None:
+                start.ended()
+
+
+def _pipe(ends: ExitStack) -> tuple[IO[bytes], IO[bytes]]:
+    receiving, sending = os.pipe()
+    return ends.enter_context(open(receiving, "rb", 0)), ends.enter_context(open(sending, "wb", 0))
 
 
 def refuse_where_impossible() -> None:
@@ -109,6 +198,11 @@ def _read(pipe: int, count: int) -> bytes | None:
     return b"".join(pieces)
 
 
+def _send(pipe: int, data: bytes) -> None:
+    with open(pipe, "wb", closefd=False) as file:
+        file.write(len(data).to_bytes(_LENGTH, "little") + data)
+
+
 def _ended(child: int) -> int:
     """Ends the process and everything that it started; how it ended."""
     while True:
@@ -141,13 +235,73 @@ def _be_the_child(work: Callable[[], Any], pipe: int, folder: Path) -> NoReturn:
         _end_with_the_parent()
         _be_alone(folder)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-        data = pickle.dumps(work(), pickle.HIGHEST_PROTOCOL)
-        with open(pipe, "wb", closefd=False) as file:
-            file.write(len(data).to_bytes(_LENGTH, "little") + data)
+        _send(pipe, pickle.dumps(work(), pickle.HIGHEST_PROTOCOL))
         status = 0
     finally:
         # Whatever happened: what called us is the parent's, and never goes on here.
         os._exit(status)
+
+
+class Pause:
+    """In the process that copies share: its call returns in each of them, in a process and a folder of its own."""
+
+    def __init__(self, orders: int, replies: int, folder: Path) -> None:
+        self._orders, self._replies, self._folder = orders, replies, folder
+        self._before = self._files()
+
+    def begin(self) -> None:
+        """What is open and written so far is none of the work's."""
+        self._before = self._files()
+
+    def __call__(self) -> Any:
+        if not self._is_alone():
+            os._exit(1)
+        os.write(self._replies, bytes(_LENGTH))
+        while (order := _received(self._orders)) is not None:
+            folder, wanted = pickle.loads(order)
+            child = _fork()
+            if not child:
+                self._be_a_copy(folder)
+                return wanted
+            self._tell(-1 - os.waitpid(child, 0)[1])
+        os._exit(0)
+
+    def _is_alone(self) -> bool:
+        with suppress(ChildProcessError):
+            os.waitpid(-1, os.WNOHANG)
+            return False
+        return threading.active_count() == 1 and _threads() == 1 and self._files() <= self._before
+
+    def _files(self) -> set[str]:
+        """Temporary ones, and the numbers of those that are open, pipes and the like among them. Devices have no state."""
+        found = {os.path.join(place, name) for place, _, names in os.walk(self._folder) for name in names}
+        for number in os.listdir("/dev/fd"):
+            with suppress(OSError):
+                if not stat.S_ISCHR(os.fstat(int(number)).st_mode):
+                    found.add(number)
+        return found
+
+    def _be_a_copy(self, folder: Path) -> None:
+        self._tell(os.getpid())
+        os.setsid()
+        _end_with_the_parent()
+        os.close(self._orders)
+        answer = os.open(folder / _ANSWER, os.O_WRONLY | os.O_CREAT)
+        # Where `_be_the_child` puts it.
+        os.dup2(answer, self._replies)
+        os.close(answer)
+        _be_alone(folder)
+
+    def _tell(self, number: int) -> None:
+        os.write(self._replies, number.to_bytes(_LENGTH, "little", signed=True))
+
+
+def _threads() -> int:
+    """The system's, which libraries start, too; 1 where it does not say."""
+    try:
+        return len(os.listdir("/proc/self/task"))
+    except OSError:
+        return 1
 
 
 def _end_with_the_parent() -> None:

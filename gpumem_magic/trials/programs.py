@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import linecache
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from gpumem_magic.recording.cell import CellRun, PreparedCell
 from gpumem_magic.recording.script import ScriptRun, as_main
+from gpumem_magic.trials.before_values import untouched
 from gpumem_magic.trials.values import VaryError, mentions, usual_value, with_values
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
     from importlib.machinery import ModuleSpec
 
     from gpumem_magic.recording.hook import CellObserver
@@ -31,6 +31,7 @@ class Running(Protocol):
     names: frozenset[str]
     filename: str
     source: str
+    values: Mapping[str, int]
 
     def observe(self, observer: CellObserver, recorder: Recorder, further: FurtherTurns) -> None:
         """further: says when it is long enough, to a program that asks for itself."""
@@ -43,11 +44,22 @@ class Running(Protocol):
     def failed(self, traceback: TracebackType | None) -> Place | None: ...
 
 
+Ask = Callable[[], Mapping[str, int]]
+"""Says the values. It returns once in each trial: what came before was run once, and each is a copy of that process."""
+
+
 class Subject(Protocol):
     """What is tried."""
 
     def prepared(self, values: Mapping[str, int]) -> Running:
         """With these values. Called in the trial's own process: it may change what it likes there."""
+
+
+class Variable(Subject, Protocol):
+    """What is tried with several values."""
+
+    def begun(self, names: Sequence[str], ask: Ask) -> Running:
+        """As `prepared`, and asks for the values where they first matter."""
 
     def check(self, names: Sequence[str]) -> None:
         """Raises VaryError where one of the names cannot be varied."""
@@ -80,14 +92,38 @@ class CellProgram:
     def prepared(self, values: Mapping[str, int]) -> _RunningCell:
         tree, assigned = with_values(self._cell.tree, values)
         self._shell.user_ns.update({name: value for name, value in values.items() if name not in assigned})
-        return _RunningCell(self._shell, replace(self._cell, tree=tree))
+        return _RunningCell(self._shell, replace(self._cell, tree=tree), values)
+
+    def begun(self, names: Sequence[str], ask: Ask) -> _RunningCell:
+        tree = with_values(self._cell.tree, dict.fromkeys(names, 0))[0]
+        count = 0 if self._shell.ast_transformers else untouched(tree, names, self._shell.user_ns)
+        if not count:
+            return self.prepared(ask())
+        running = _RunningCell(self._shell, replace(self._cell, tree=tree), {})
+        running.ask_before(count, names, ask)
+        return running
 
 
 class _RunningCell:
-    def __init__(self, shell: Any, cell: PreparedCell) -> None:
+    def __init__(self, shell: Any, cell: PreparedCell, values: Mapping[str, int]) -> None:
         self._shell = shell
+        self.values = values
         self._run = CellRun(shell, cell)
         self.names, self.filename, self.source = self._run.names, self._run.filename, self._run.source
+
+    def ask_before(self, statement: int, names: Sequence[str], ask: Ask) -> None:
+        """The values are asked for before that one; up to there the names are not to be had."""
+
+        def before(number: int) -> None:
+            namespace = self._shell.user_ns
+            if number < statement:
+                for name in names:
+                    namespace.pop(name, None)
+            elif number == statement:
+                self.values = ask()
+                namespace.update(self.values)
+
+        self._run.before_statement = before
 
     def observe(self, observer: CellObserver, recorder: Recorder, further: FurtherTurns) -> None:
         self._run.observe(observer)
@@ -132,11 +168,15 @@ class ScriptProgram:
         return given
 
     def prepared(self, values: Mapping[str, int]) -> _RunningScript:
-        return _RunningScript(self._path, self.arguments(values), self._spec)
+        return _RunningScript(self._path, self.arguments(values), self._spec, values)
+
+    def begun(self, names: Sequence[str], ask: Ask) -> _RunningScript:
+        return self.prepared(ask())
 
 
 class _RunningScript:
-    def __init__(self, path: str, arguments: list[str], spec: ModuleSpec | None) -> None:
+    def __init__(self, path: str, arguments: list[str], spec: ModuleSpec | None, values: Mapping[str, int]) -> None:
+        self.values = values
         self._script = ScriptRun(path)
         # Never left: the process ends with it.
         self._around = as_main(path, arguments, spec)
@@ -174,10 +214,13 @@ class StepProgram:
     def prepared(self, values: Mapping[str, int]) -> _RunningStep:
         return _RunningStep(self._step, values)
 
+    def begun(self, names: Sequence[str], ask: Ask) -> _RunningStep:
+        return self.prepared(ask())
+
 
 class _RunningStep:
     def __init__(self, step: Callable[..., Any], values: Mapping[str, int]) -> None:
-        self._step, self._values = step, values
+        self._step, self.values = step, values
         code = getattr(step, "__code__", None)
         self.filename: str = "" if code is None else code.co_filename
         self.source = ""
@@ -197,12 +240,12 @@ class _RunningStep:
         recorder, further = self._recorder, self._further
         assert recorder is not None
         assert further is not None
-        told = ", ".join(f"{name}={value}" for name, value in self._values.items())
+        told = ", ".join(f"{name}={value}" for name, value in self.values.items())
         label = f"{getattr(self._step, '__name__', 'step')}({told})"
         while self._calls < StepProgram.MOST and not further.are_known():
             self._calls += 1
             before = len(recorder.iterations)
-            self._step(**self._values)
+            self._step(**self.values)
             recorder.checkpoint("statement", label, label, 0, (self._calls,), (0,))
             if len(recorder.iterations) == before:
                 # It steps no optimizer: its calls are the iterations.

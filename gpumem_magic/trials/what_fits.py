@@ -9,8 +9,8 @@ from gpumem_magic.trials import cards
 from gpumem_magic.trials.answer import Fits
 from gpumem_magic.trials.foresight import Foresight
 from gpumem_magic.trials.growth import FitCase, growth_of
-from gpumem_magic.trials.one_run import tried
-from gpumem_magic.trials.programs import StepProgram, Subject
+from gpumem_magic.trials.one_run import trials
+from gpumem_magic.trials.programs import StepProgram, Variable
 from gpumem_magic.trials.search import search
 from gpumem_magic.trials.tried import Tried
 from gpumem_magic.trials.values import Varied, along_and_across, checked
@@ -38,7 +38,7 @@ def _as_sequence(given: Iterable[int]) -> Sequence[int]:
 
 
 def largest(
-    program: Subject,
+    program: Variable,
     names: Sequence[Varied],
     devices: Sequence[str] | None = None,
     *,
@@ -50,18 +50,19 @@ def largest(
     program.check([one.name for one in names])
     found = []
     for device in devices or [cards.usual()]:
-        for row in across.values if across is not None else [None]:
-            other = {} if across is None or row is None else {across.name: row}
+        with trials(program, device, [one.name for one in names]) as tried:
+            for row in across.values if across is not None else [None]:
+                other = {} if across is None or row is None else {across.name: row}
 
-            def run(value: int, device: str = device, other: dict[str, int] = other) -> Tried:
-                one = tried(program, device, {along.name: value, **other})
-                told(device, one)
-                return one
+                def run(value: int, device: str = device, other: dict[str, int] = other) -> Tried:
+                    one = tried({along.name: value, **other})
+                    told(device, one)
+                    return one
 
-            case = search(along.name, along.values, run, program.usual(along.name))
-            growth = None
-            if case.best is not None:
-                courses = {one.values[along.name]: one.course for one in case.tried if one.course is not None}
-                growth = growth_of(along.name, case.best, case.tried, Foresight(courses))
-            found.append(FitCase(device, row, case, growth))
+                case = search(along.name, along.values, run, program.usual(along.name))
+                growth = None
+                if case.best is not None:
+                    courses = {one.values[along.name]: one.course for one in case.tried if one.course is not None}
+                    growth = growth_of(along.name, case.best, case.tried, Foresight(courses))
+                found.append(FitCase(device, row, case, growth))
     return Fits(along.name, None if across is None else across.name, found, subject)
