@@ -14,7 +14,7 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,11 +22,13 @@ from typing import Any
 import pytest
 import torch
 from causes_cells import Notebook, notebook
+from IPython.core.inputtransformer2 import TransformerManager
 
 import gpumem_magic
 from gpumem_magic.devices.base import DeviceError
 from gpumem_magic.own_folders import own_folder
 from gpumem_magic.trials import cards, process
+from gpumem_magic.trials.before_values import untouched
 from gpumem_magic.trials.counting import goes_by_its_count
 from gpumem_magic.trials.foresight import through
 from gpumem_magic.trials.process import NoTrial, in_a_fork
@@ -80,10 +82,13 @@ def fits_alone(book: Notebook, cell: str, device: str = SMALL, flags: str = "--u
 
 
 def fake(values: dict[int, bool], tried: list[int], wrong: Callable[[int], bool] = lambda value: False) -> Any:
-    def run(value: int) -> Tried:
-        tried.append(value)
+    def one(value: int) -> Tried:
         ending = ERROR if wrong(value) else FITS if values[value] else MEMORY
         return Tried("T4", {"n": value}, ending, 1, 1, value, 1, {})
+
+    def run(wanted: Sequence[int]) -> list[Tried]:
+        tried.extend(wanted)
+        return [one(value) for value in wanted]
 
     return run
 
@@ -190,6 +195,57 @@ def test_values_that_raise_errors_of_the_programs_own_are_stepped_over(
     found = search("n", range(1, 41), fake({n: n <= wall for n in range(1, 41)}, tried, wrong), usual)
     assert len(tried) == len(set(tried)) <= MOST_TRIALS
     assert (None if found.best is None else found.best.values["n"]) == best
+
+
+# ---- what trials share
+
+
+def _reads_n() -> int:
+    return n  # type: ignore[name-defined] # noqa: F821
+
+
+@pytest.mark.parametrize(
+    ("cell", "count"),
+    [
+        ("n = 4\nx = build(8)\nfor i in range(n): pass\nn", 2),
+        ("n, m = 4, 8\nx = build(m)\nx.eval()\nfor i in range(n): pass", 4),
+        ("import os\nn: int = 4\ny = helper()\nprint(n)", 2),
+        ("import os\ny = f'{n}'\nn = 4\nprint(n)", 0),  # assigned later
+        ("x = 1\nx[n] = 2\nprint(n)", 1),
+        ("x = 1\ndef f(): return n\nf()", 1),
+        ("x = 1\ny = globals()['n']\nprint(n)", 1),
+        ("x = 1\ny = frame.query('a > @n')\nprint(n)", 1),
+        ("x = 1\nfrom somewhere import *\nprint(n)", 1),
+        ("x = 1\n%time y = 2\nprint(n)", 1),
+        ("x = 1\ntrainer.train()", 0),  # who reads it is not seen
+    ],
+)
+def test_what_comes_before_the_first_look_at_a_name_is_known(cell: str, count: int) -> None:
+    source = TransformerManager().transform_cell(cell)
+    assert untouched(with_values(ast.parse(source), {"n": 0})[0], ["n"], {"helper": _reads_n, "build": len}) == count
+
+
+@pytest.mark.parametrize(
+    ("line", "is_shared"),
+    [
+        ("pass", True),
+        ("kept = open(__file__)", False),  # copies would read on from where another is
+        ("told = Reader().told()", False),  # it reads the name, and finds none
+    ],
+)
+def test_what_comes_before_the_values_matter_runs_once(
+    book: Notebook, tmp_path: Path, line: str, is_shared: bool
+) -> None:
+    book.shell.user_ns.update(__file__=__file__)
+    book.cell("class Reader:\n    def told(self):\n        return batch_size")
+    note = tmp_path / "ran"
+    ran = f"with open({str(note)!r}, 'a') as file: print(file=file, end='x')"
+    book.cell(
+        f"%%gpumem --fit batch_size=1..8 -q -o found\nbatch_size = 4\n{ran}\n{line}\n{CELL.replace('batch_size = 4', '')}"
+    )
+    found = book.shell.user_ns["found"]
+    assert found.largest == 8
+    assert len(note.read_text()) == (1 if is_shared else 1 + len(found.trials))
 
 
 # ---- cells

@@ -63,15 +63,19 @@ class FurtherTurns:
         if not period_at_end([tuple(now[at] - then[at] for at in now) for then, now in pairwise(ends)]):
             self._next_look = count + 1
             return
-        self._next_look = 2 * count
-        self._are_steady = all(
+        found = [
             log.growing is not None and _go_on(log.growing, [one[index] for one in ends], self._devices[index])
             for index, log in self._recorder.logs.items()
-        )
+        ]
+        self._next_look = 2 * count if False in found else count + max(1, count // 4)
+        self._are_steady = all(found)
 
 
-def _go_on(log: DeviceLog, ends: Sequence[int], device: VirtualDevice) -> bool:
-    """ends: where the iterations ended in the log, after where the first began."""
+def _go_on(log: DeviceLog, ends: Sequence[int], device: VirtualDevice) -> bool | None:
+    """Whether further turns are served for ever; None where the last ones do not ask for the same yet.
+
+    ends: where the iterations ended in the log, after where the first began.
+    """
     if device.allocator.settings.garbage_collection_threshold > 0:
         # What is collected goes by the ages of blocks.
         return False
@@ -79,6 +83,8 @@ def _go_on(log: DeviceLog, ends: Sequence[int], device: VirtualDevice) -> bool:
     steps, places = _steps(program, ends)
     turns = [tuple(steps[first:last]) for first, last in pairwise(places)]
     period = period_at_end(turns)
+    if not period:
+        return None
     turn = [step for one in turns[len(turns) - period :] for step in one]
     begun = steps[places[-1] :]
     if begun != turn[: len(begun)] or any(step.action == FAILED for step in turn):

@@ -36,8 +36,10 @@ def tried(program: Subject, device: str | None, values: Mapping[str, int]) -> Tr
 
 
 @contextmanager
-def trials(program: Variable, device: str, names: Sequence[str]) -> Iterator[Callable[[Mapping[str, int]], Tried]]:
-    """`tried` for several values of these names. What the program does before they matter it does once."""
+def trials(
+    program: Variable, device: str, names: Sequence[str]
+) -> Iterator[Callable[[Sequence[Mapping[str, int]]], list[Tried]]]:
+    """`tried` for several values of these names, at the same time. What the program does before they matter it does once."""
 
     def begun(ask: Pause) -> Tried:
         def prepared() -> Running:
@@ -48,12 +50,13 @@ def trials(program: Variable, device: str, names: Sequence[str]) -> Iterator[Cal
 
     with shared_start(begun) as start:
 
-        def run(values: Mapping[str, int]) -> Tried:
-            found: Tried | None = start.of(values) if start.has_copies else start.answer
-            if found is not None and (found.values or found.ending == MEMORY):
-                # Of one that never came to the values, they are any.
-                return replace(found, values=dict(values))
-            return tried(program, device, values)
+        def run(values: Sequence[Mapping[str, int]]) -> list[Tried]:
+            if start.has_copies:
+                return start.of(values)
+            if start.answer is not None and start.answer.ending == MEMORY:
+                # It never came to the values.
+                return [replace(start.answer, values=dict(one)) for one in values]
+            return [tried(program, device, one) for one in values]
 
         yield run
 

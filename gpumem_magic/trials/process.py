@@ -17,7 +17,7 @@ import sys
 import tempfile
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, NoReturn
@@ -72,53 +72,65 @@ class SharedStart:
 
     def __init__(self, orders: int, replies: int) -> None:
         self._orders, self._replies = orders, replies
-        # The process that runs now.
-        self._copy = 0
+        # The processes that run now.
+        self._copies: list[int] = []
         head = _read(replies, _LENGTH)
         self.has_copies = head == bytes(_LENGTH)
         data = None if head is None or self.has_copies else _read(replies, int.from_bytes(head, "little"))
         self.answer: Any = None if data is None else pickle.loads(data)
 
-    def of(self, wanted: Any) -> Any:
-        """What the copy comes to in which ``pause()`` returns `wanted`. Raises NoTrial where that ends without an answer."""
-        with own_folder("gpumem-trial-") as folder:
+    def of(self, wanted: Sequence[Any]) -> list[Any]:
+        """What copies come to in which ``pause()`` returns one of these each, at the same time.
+
+        Raises NoTrial where one ends without an answer.
+        """
+        with ExitStack() as stack:
+            folders = [stack.enter_context(own_folder("gpumem-trial-")) for _ in wanted]
+            statuses: list[int] = []
             try:
                 with suppress(BrokenPipeError):
-                    _send(self._orders, pickle.dumps((folder, wanted)))
-                self._copy = self._number()
-                status = -1 - self._number()
+                    _send(self._orders, pickle.dumps(list(zip(folders, wanted, strict=True))))
+                while len(statuses) < len(folders) and (number := self._number()) != _NOTHING_MORE:
+                    if number > 0:
+                        self._copies.append(number)
+                    else:
+                        statuses.append(-1 - number)
             finally:
-                self._end_copy()
-            with suppress(OSError), open(folder / _ANSWER, "rb") as file:
-                answer = _received(file.fileno())
-                if answer is not None:
-                    return pickle.loads(answer)
-            raise NoTrial(f"the trial's process {_how_it_ended(status)}")
+                self._end_copies()
+            statuses += [0] * (len(folders) - len(statuses))
+            return list(map(_answer_in, folders, statuses))
 
     def ended(self) -> None:
-        """After the process has ended: its copies end, too, also one of which only its number was told."""
-        self._end_copy()
+        """After the process has ended: its copies end, too, also those of which only the number was told."""
         os.set_blocking(self._replies, False)
         while (number := self._number()) != _NOTHING_MORE:
-            if number > 0:
-                _ended(number)
+            self._copies.extend([number] * (number > 0))
+        self._end_copies()
 
-    def _end_copy(self) -> None:
-        """And everything that it started."""
-        if self._copy:
-            _ended(self._copy)
-        self._copy = 0
+    def _end_copies(self) -> None:
+        """And everything that they started."""
+        for copy in self._copies:
+            _ended(copy)
+        self._copies.clear()
 
     def _number(self) -> int:
-        """A copy's number, or below 0 how one ended."""
+        """A copy's number, or below 0 how the first ended of those that have not been told of."""
         with suppress(BlockingIOError):
             return int.from_bytes(_read(self._replies, _LENGTH) or b"", "little", signed=True)
         return _NOTHING_MORE
 
 
+def _answer_in(folder: Path, status: int) -> Any:
+    with suppress(OSError), open(folder / _ANSWER, "rb") as file:
+        answer = _received(file.fileno())
+        if answer is not None:
+            return pickle.loads(answer)
+    raise NoTrial(f"the trial's process {_how_it_ended(status)}")
+
+
 @contextmanager
 def shared_start(work: Callable[[Pause], Any]) -> Iterator[SharedStart]:
-    """``work(pause)`` in a forked process, which is copied where it calls ``pause``: once for each thing that is asked of it.
+    """``work(pause)`` in a forked process, which is copied where it calls ``pause``, as often as is asked for.
 
     There are no copies where the work has by then what they would lack or share: threads, processes, open or temporary files.
     Raises NoTrial where there is no fork.
@@ -258,12 +270,15 @@ class Pause:
             os._exit(1)
         os.write(self._replies, bytes(_LENGTH))
         while (order := _received(self._orders)) is not None:
-            folder, wanted = pickle.loads(order)
-            child = _fork()
-            if not child:
-                self._be_a_copy(folder)
-                return wanted
-            self._tell(-1 - os.waitpid(child, 0)[1])
+            copies = []
+            for folder, wanted in pickle.loads(order):
+                copy = _fork()
+                if not copy:
+                    self._be_a_copy(folder)
+                    return wanted
+                copies.append(copy)
+            for copy in copies:
+                self._tell(-1 - os.waitpid(copy, 0)[1])
         os._exit(0)
 
     def _is_alone(self) -> bool:

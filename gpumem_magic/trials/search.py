@@ -26,6 +26,10 @@ _FAR = 4
 _DIVISIBLE = (8, 64, 60)
 
 
+Run = Callable[[Sequence[int]], Sequence[Tried]]
+"""Trials with these values, at the same time."""
+
+
 @dataclass(frozen=True)
 class SearchResult:
     """What a search came to. tried: in the order in which they were run. best: the largest that fits, None where none does.
@@ -46,13 +50,13 @@ class SearchResult:
     is_constant: bool
 
 
-def search(name: str, values: Sequence[int], run: Callable[[int], Tried], usual: int | None = None) -> SearchResult:
-    """values: in ascending order. run: one trial. usual: the value that the program has by itself, None where it has none."""
+def search(name: str, values: Sequence[int], run: Run, usual: int | None = None) -> SearchResult:
+    """values: in ascending order. usual: the value that the program has by itself, None where it has none."""
     return _Hunt(name, values, run, usual).found()
 
 
 class _Hunt:
-    def __init__(self, name: str, values: Sequence[int], run: Callable[[int], Tried], usual: int | None = None) -> None:
+    def __init__(self, name: str, values: Sequence[int], run: Run, usual: int | None = None) -> None:
         self.name, self.values, self.run, self.usual = name, values, run, usual
         # By place among the values.
         self.tried: dict[int, Tried] = {}
@@ -65,7 +69,7 @@ class _Hunt:
         self._begin()
         while len(self.tried) < MOST_TRIALS and (place := self._next()) is not None:
             expected = place <= self._foretold_place if self._foretold_place is not None else None
-            found = self._try(place)
+            found = self._try(place, *self._along_with(place))
             if found.ending != ERROR:
                 self.surprises = self.surprises + 1 if expected is not None and found.fits != expected else 0
         low, high = self._bracket()
@@ -99,8 +103,16 @@ class _Hunt:
         if place < last:
             self._try(max(2 * place + 1, self._by_the_square(place)))
 
-    def _try(self, place: int) -> Tried:
-        found = self.tried[place] = self.run(self.values[place])
+    def _along_with(self, place: int) -> list[int]:
+        """The place above one that is foretold to be the last that fits, which is wanted then, too."""
+        is_foretold = self.foreseen and place == self._foretold_place and not self.surprises
+        above = [place + 1] if is_foretold and len(self.tried) + 2 <= MOST_TRIALS else []
+        return [at for at in above if at < len(self.values) and self._may_run(at)]
+
+    def _try(self, place: int, *others: int) -> Tried:
+        """Runs them at the same time. What the first came to."""
+        places = [place, *others]
+        self.tried.update(zip(places, self.run([self.values[at] for at in places]), strict=True))
         courses: dict[int, Course] = {
             self.values[at]: one.course for at, one in self.tried.items() if one.course is not None
         }
@@ -108,7 +120,7 @@ class _Hunt:
         if sight.sees or not self.foresight.sees:
             # Near the wall a size may take other kernels: then what was seen before still tells most.
             self.foresight = sight
-        return found
+        return self.tried[place]
 
     def _bracket(self) -> tuple[int | None, int | None]:
         """The places of the largest that fits, and of the wall above it."""

@@ -54,10 +54,11 @@ def largest(
             for row in across.values if across is not None else [None]:
                 other = {} if across is None or row is None else {across.name: row}
 
-                def run(value: int, device: str = device, other: dict[str, int] = other) -> Tried:
-                    one = tried({along.name: value, **other})
-                    told(device, one)
-                    return one
+                def run(values: Sequence[int], device: str = device, other: dict[str, int] = other) -> list[Tried]:
+                    ran = tried([{along.name: value, **other} for value in values])
+                    for one in ran:
+                        told(device, one)
+                    return ran
 
                 case = search(along.name, along.values, run, program.usual(along.name))
                 growth = None
