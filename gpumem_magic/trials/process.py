@@ -259,7 +259,7 @@ class Pause:
 
     def __init__(self, orders: int, replies: int, folder: Path) -> None:
         self._orders, self._replies, self._folder = orders, replies, folder
-        self._before = self._files()
+        self._before: set[str] = set()
 
     def begin(self) -> None:
         """What is open and written so far is none of the work's."""
