@@ -12,7 +12,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -194,6 +194,18 @@ class Notebook:
             "async () => {" + _CURRENT + " const reply = await panel.sessionContext.session.kernel.requestCommInfo({});"
             " return Object.keys(reply.content.comms).length; }"
         )
+
+
+def eventually(page: Any, check: Callable[[], None]) -> None:
+    """Until `check` raises no AssertionError: a page gets to what it shows a moment after what a test can wait for."""
+    deadline = time.monotonic() + PATIENCE / 1000
+    while True:
+        try:
+            return check()
+        except AssertionError:
+            if time.monotonic() > deadline:
+                raise
+        page.wait_for_timeout(100)
 
 
 @contextmanager

@@ -159,10 +159,10 @@ def test_the_investigation_runs_and_its_stepper_answers(tmp_path: Path) -> None:
         )
         pictures = again.page.evaluate(PICTURES)
         assert all(picture["shown"] > 400 for picture in pictures if not picture["gives_way"])
-        assert again.page.locator(".gpumem-report .gpumem-rows").first.is_visible()
+        again.page.locator(".gpumem-report .gpumem-rows").first.wait_for()
         assert "Stacked bars of GPU memory" in pictures[0]["words"]
         assert "2,372 MiB wanted" in pictures[-1]["words"]
-        assert again.page.locator(STEPPER).is_visible()
+        again.page.locator(STEPPER).wait_for()
         shoot(again.page, "reopened")
         assert not again.errors
         assert not strays

@@ -12,7 +12,7 @@ pytest.importorskip("playwright", reason="the browser tests need playwright")
 pytest.importorskip("jupyterlab", reason="the browser tests need jupyterlab")
 pytest.importorskip("anywidget", reason="the bar needs anywidget")
 
-from notebook_browser import Notebook, browsing, chromium, serving, write_notebook
+from notebook_browser import Notebook, browsing, chromium, eventually, serving, write_notebook
 
 BROWSER = chromium()
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed: the browser tests did not run")
@@ -52,14 +52,22 @@ def test_the_bar_is_there_while_the_cell_runs_and_leaves_no_trace(tmp_path: Path
         first = page.inner_text(BAR)
         assert "MiB allocated" in first
         page.wait_for_function(f"(first) => document.querySelector('{BAR}').innerText !== first", arg=first)
-        assert [output["output_type"] for output in notebook.outputs(LONG)] == ["stream"]
+
+        def begins() -> None:
+            assert [output["output_type"] for output in notebook.outputs(LONG)] == ["stream"]
+
+        eventually(page, begins)
         if screens := os.environ.get("GPUMEM_SCREENSHOTS"):
             page.screenshot(path=str(Path(screens) / "progress.png"))
         (folder / "seen").touch()
         assert notebook.wait_for(LONG) == "begins\nends\n"
         page.wait_for_function(f"() => document.querySelector('{BAR}') === null")
         assert [output["output_type"] for output in notebook.outputs(LONG)] == ["stream", "display_data"]
-        assert notebook.comms() == before
+
+        def gone() -> None:
+            assert notebook.comms() == before
+
+        eventually(page, gone)
         notebook.save()
         stored = json.loads((folder / "long.ipynb").read_text("utf-8"))
         assert "widgets" not in stored["metadata"]

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from notebook_browser import Notebook, browsing, check_accessible, chromium, serving, write_notebook
+from notebook_browser import Notebook, browsing, check_accessible, chromium, eventually, serving, write_notebook
 
 from gpumem_magic.widgets.columns import LAYER_COLOURS, LAYERS
 
@@ -83,6 +83,7 @@ def state(page: Any, name: str) -> str:
 
 def wait_samples(page: Any, more: int) -> int:
     """Waits until the page has so many more samples, and returns how many it has."""
+    page.wait_for_function(f"() => document.querySelector('{WATCH}')?.dataset.samples !== undefined")
     goal = int(state(page, "samples")) + more
     page.wait_for_function(f"() => +document.querySelector('{WATCH}')?.dataset.samples >= {goal}")
     return goal
@@ -135,15 +136,19 @@ def test_the_watch_lives_while_the_cell_runs_and_leaves_its_picture(
     wait_samples(page, 10)
     assert notebook.is_busy(TRAIN)
     assert int(state(page, "samples")) >= before + 10
-    for layer in ("parameters", "gradients", "optimizer_state", "context"):
-        assert area(page, layer) > 50, layer
-    assert int(state(page, "marks")) > 0
+
+    def painted() -> None:
+        for layer in ("parameters", "gradients", "optimizer_state", "context"):
+            assert area(page, layer) > 50, layer
+        assert int(state(page, "marks")) > 0
+
+    eventually(page, painted)
 
     # Buttons are answered by the busy kernel (ipykernel 7 and later have subshells), and by the page in any case.
     page.click(".gpumem-mark")
     page.click(".gpumem-pause")
     wait_state(page, "paused")
-    assert page.inner_text(".gpumem-pause") == "Resume"
+    page.wait_for_function("() => document.querySelector('.gpumem-pause').innerText === 'Resume'")
     page.click(".gpumem-pause")
     wait_state(page, "running")
     wait_samples(page, 3)
@@ -161,17 +166,21 @@ def test_the_watch_lives_while_the_cell_runs_and_leaves_its_picture(
         "  && Object.entries(wanted).every(([name, size]) => shown[name] === size); }",
         arg=categories,
     )
-    bar = page.evaluate(BAR)
-    heights: dict[tuple[int, ...], float] = {}
-    for colour, height in bar["runs"]:
-        heights[tuple(colour)] = heights.get(tuple(colour), 0) + height
-    for layer in LAYERS:
-        expected = categories.get(layer, 0) / bar["perPixel"]
-        if expected >= 3:
-            # A pixel at each end is a mixture of two colours.
-            assert heights.get(rgb(layer), 0) == pytest.approx(expected, abs=2.1), layer
-    assert not page.locator("[data-layer=not_yet_known]:not(.gpumem-none)").count()
-    assert area(page, "activations") > 0
+
+    def drawn() -> None:
+        bar = page.evaluate(BAR)
+        heights: dict[tuple[int, ...], float] = {}
+        for colour, height in bar["runs"]:
+            heights[tuple(colour)] = heights.get(tuple(colour), 0) + height
+        for layer in LAYERS:
+            expected = categories.get(layer, 0) / bar["perPixel"]
+            if expected >= 3:
+                # A pixel at each end is a mixture of two colours.
+                assert heights.get(rgb(layer), 0) == pytest.approx(expected, abs=2.1), layer
+        assert not page.locator("[data-layer=not_yet_known]:not(.gpumem-none)").count()
+        assert area(page, "activations") > 0
+
+    eventually(page, drawn)
 
     check_accessible(page, WATCH)
 
@@ -182,7 +191,7 @@ def test_the_watch_lives_while_the_cell_runs_and_leaves_its_picture(
     page.keyboard.press("Home")
     page.wait_for_function("() => document.querySelector('.gpumem-canvas').getAttribute('aria-valuenow') === '0'")
     assert canvas.get_attribute("aria-valuetext") != last
-    assert page.inner_text(".gpumem-table caption").startswith("at 0.")
+    page.wait_for_function("() => document.querySelector('.gpumem-table caption').innerText.startsWith('at 0.')")
     page.keyboard.press("Escape")
     page.wait_for_function("() => document.querySelector('.gpumem-table caption').innerText === 'now'")
 
@@ -191,7 +200,7 @@ def test_the_watch_lives_while_the_cell_runs_and_leaves_its_picture(
     taken = int(state(page, "samples"))
     notebook.open("watch.ipynb")
     page.wait_for_function(f"(taken) => +(document.querySelector('{WATCH}')?.dataset.samples ?? 0) >= taken", arg=taken)
-    assert page.locator(".gpumem-still").is_hidden()
+    page.locator(".gpumem-still").wait_for(state="hidden")
     # The picture that a page without this kernel shows is of the last cell's end.
     stored = json.loads((notebook.folder / "watch.ipynb").read_text("utf-8"))["cells"][START]["outputs"][-1]["data"]
     assert set(stored) == {"text/html", "text/plain"}
@@ -201,14 +210,21 @@ def test_the_watch_lives_while_the_cell_runs_and_leaves_its_picture(
     notebook.run(AGAIN)
     notebook.wait_for(AGAIN)
     page.wait_for_function(f"() => document.querySelectorAll('{WATCH}').length === 1")
-    open_comms = notebook.comms()
-    assert open_comms == 2, "a widget and its layout"
+
+    def a_widget_and_its_layout() -> None:
+        assert notebook.comms() == 2
+
+    eventually(page, a_widget_and_its_layout)
     notebook.run(STOP)
     threads, taken = notebook.wait_for(STOP).split()
     assert threads == "0"
     assert int(taken) > 0
     page.wait_for_function(f"() => document.querySelectorAll('{WATCH}').length === 0")
-    assert notebook.comms() == 0
+
+    def no_comm_is_left() -> None:
+        assert notebook.comms() == 0
+
+    eventually(page, no_comm_is_left)
     pictures = (
         "() => [...document.querySelectorAll('.jp-OutputArea img')].filter((image) => image.naturalWidth > 500).length"
     )
@@ -275,8 +291,12 @@ def test_two_views_an_interrupt_a_static_picture_and_a_restart(
         f"() => [...document.querySelectorAll('{WATCH}')].every((view) => +view.dataset.samples >= {goal})"
     )
     assert notebook.is_busy(BUSY)
-    titles = page.locator(WATCH).first.locator(".gpumem-table thead th").all_inner_texts()
-    assert titles == ["cuda:0", "cuda:1"]
+
+    def titled() -> None:
+        titles = page.locator(WATCH).first.locator(".gpumem-table thead th").all_inner_texts()
+        assert titles == ["cuda:0", "cuda:1"]
+
+    eventually(page, titled)
     # A pause in one of them is seen in the other.
     page.locator(".gpumem-pause").first.click()
     page.wait_for_function(
@@ -316,10 +336,10 @@ def test_two_views_an_interrupt_a_static_picture_and_a_restart(
     notebook.save()
     page.evaluate(RESTART)
     wait_state(page, "stale")
-    assert page.locator(".gpumem-status").inner_text().startswith("stale")
+    page.wait_for_function("() => document.querySelector('.gpumem-status').innerText.startsWith('stale')")
     notebook.open("watch.ipynb")
     page.locator(".gpumem-still img").first.wait_for()
-    assert page.locator(WATCH).count() == 0
+    page.wait_for_function(f"() => document.querySelectorAll('{WATCH}').length === 0")
     assert "Error displaying widget" not in page.inner_text("body")
     notebook.run(START)
     page.wait_for_function(f"() => document.querySelector('{WATCH}')?.dataset.state === 'running'")

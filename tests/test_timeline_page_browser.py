@@ -13,7 +13,7 @@ from hostile_snapshots import MARKUP, recording, with_markup
 
 pytest.importorskip("playwright", reason="the browser tests need playwright")
 
-from notebook_browser import browsing, check_accessible, chromium
+from notebook_browser import browsing, check_accessible, chromium, eventually
 
 from gpumem_magic.attribution.groups import groups_of, matching
 from gpumem_magic.attribution.ledger import TENANT_CATEGORIES
@@ -101,18 +101,21 @@ def tint(colour: str) -> set[str]:
 def test_the_peak_is_drawn_to_scale(context: Any, tmp_path: Path) -> None:
     path, views = page_of(tmp_path, recording(random.Random(3), 90))
     page = Page(context[0], path)
-    page.page.wait_for_timeout(400)  # until it is drawn with all pixels
     view = views[0]
     end, (_, peak) = len(view.timeline), view.peak
-    runs = page.page.evaluate(_COLUMN, (peak + 0.5) / (end + 1))
-    rows = sum(count for _, count in runs)
     sizes = view.sizes(peak)
-    scale = rows / (view.timeline.peak_reserved(0, end)[0] * 1.04)
-    for name in TENANT_CATEGORIES:
-        drawn = sum(count for colour, count in runs if colour in tint(COLOURS[name]))
-        assert abs(drawn - sizes[name] * scale) <= 3, name
-    cached = ",".join(map(str, rgb(COLOURS["cached"])))
-    assert abs(dict(reversed(runs))[cached] - sizes["cached"] * scale) <= 3
+
+    def drawn() -> None:
+        runs = page.page.evaluate(_COLUMN, (peak + 0.5) / (end + 1))
+        rows = sum(count for _, count in runs)
+        scale = rows / (view.timeline.peak_reserved(0, end)[0] * 1.04)
+        for name in TENANT_CATEGORIES:
+            tall = sum(count for colour, count in runs if colour in tint(COLOURS[name]))
+            assert abs(tall - sizes[name] * scale) <= 3, name
+        cached = ",".join(map(str, rgb(COLOURS["cached"])))
+        assert abs(dict(reversed(runs)).get(cached, 0) - sizes["cached"] * scale) <= 3
+
+    eventually(page.page, drawn)
     assert page.errors == []
     assert page.text("#moment").startswith(
         f"Peak, after event {peak - 1} of {end}: {human(sizes['allocated'])} allocated"
@@ -178,12 +181,15 @@ def test_hiding_a_category_takes_it_out_of_the_picture(context: Any, tmp_path: P
     assert button.get_attribute("aria-pressed") == "true"
     button.click()
     page.page.wait_for_function(f"() => document.getElementById('category-{number}').ariaPressed === 'false'")
-    page.page.wait_for_timeout(400)
     share = (position + 0.5) / (len(views[0].timeline) + 1)
-    colours = {colour for colour, _ in page.page.evaluate(_COLUMN, share)}
     others = {name for name in TENANT_CATEGORIES if sizes[name] and name != TENANT_CATEGORIES[number]}
-    assert not colours & tint(COLOURS[TENANT_CATEGORIES[number]])
-    assert not others or any(colours & tint(COLOURS[name]) for name in others)
+
+    def drawn() -> None:
+        colours = {colour for colour, _ in page.page.evaluate(_COLUMN, share)}
+        assert not colours & tint(COLOURS[TENANT_CATEGORIES[number]])
+        assert not others or any(colours & tint(COLOURS[name]) for name in others)
+
+    eventually(page.page, drawn)
 
 
 def test_dark_and_light(context: Any, tmp_path: Path) -> None:
@@ -199,20 +205,31 @@ def test_dark_and_light(context: Any, tmp_path: Path) -> None:
 
     assert brightness(paper) < 120 < 600 < brightness(ink)
     page.page.locator("#theme").click()
-    assert brightness(ink) < 120 < 700 < brightness(paper)
+
+    def light() -> None:
+        assert brightness(ink) < 120 < 700 < brightness(paper)
+
+    eventually(page.page, light)
 
 
 def test_zooming_with_the_pointer_and_the_whole_again(context: Any, tmp_path: Path) -> None:
     path, _ = page_of(tmp_path, recording(random.Random(3), 90))
     page = Page(context[0], path)
-    page.page.wait_for_timeout(400)
-    before = [page.page.evaluate(_COLUMN, share) for share in (0.2, 0.6, 0.9)]
+
+    def columns() -> list[Any]:
+        return [page.page.evaluate(_COLUMN, share) for share in (0.2, 0.6, 0.9)]
+
+    def zoomed() -> None:
+        assert columns() != before
+
+    def whole() -> None:
+        assert columns() == before
+
+    before = columns()
     page.page.locator("#over").dblclick(position={"x": 400, "y": 200})
-    page.page.wait_for_timeout(400)
-    assert [page.page.evaluate(_COLUMN, share) for share in (0.2, 0.6, 0.9)] != before
+    eventually(page.page, zoomed)
     page.page.locator("#whole").click()
-    page.page.wait_for_timeout(400)
-    assert [page.page.evaluate(_COLUMN, share) for share in (0.2, 0.6, 0.9)] == before
+    eventually(page.page, whole)
     assert page.errors == []
 
 
@@ -282,13 +299,17 @@ def test_nothing_is_wider_than_the_page(context: Any, tmp_path: Path, width: int
     page = Page(context[0], path)
     page.page.set_viewport_size({"width": width, "height": 800})
     page.page.locator("#groups button").first.click()
-    page.page.wait_for_timeout(400)
-    assert page.page.evaluate("document.documentElement.scrollWidth") <= width
+    page.page.wait_for_function("() => document.getElementById('selected').textContent.includes('asked for')")
     clipped = (
         "() => [...document.querySelectorAll('td, dd, li, h1, h2, p, #moment')].filter(one => one.offsetParent"
         " && one.scrollWidth > one.clientWidth + 1).map(one => one.textContent)"
     )
-    assert page.page.evaluate(clipped) == []
+
+    def fits() -> None:
+        assert page.page.evaluate("document.documentElement.scrollWidth") <= width
+        assert page.page.evaluate(clipped) == []
+
+    eventually(page.page, fits)
 
 
 def test_a_hostile_file_runs_nothing_and_loads_nothing(context: Any, tmp_path: Path) -> None:
