@@ -29,6 +29,8 @@ from gpumem_magic.spelling import meant
 
 Offers = Callable[[str], list[str]]
 """What a word may become, by its beginning."""
+# A line that says that what follows is code.
+_MARKUP = re.compile(r"^::\n\n", re.MULTILINE)
 _WORD = re.compile(r"""\s*("[^"]*"|'[^']*'|\S+)""")
 
 
@@ -140,7 +142,8 @@ def words(split: Callable[[str], list[str]] = shlex.split) -> Callable[[Any], An
         def or_help(self: Any, line: str, *cell: str) -> Any:
             __tracebackhide__ = True
             if line.strip() == "--help":
-                print(or_help.__doc__)
+                # Beside IPython's `?`, which shows this documentation as it is: without its markup.
+                print(_MARKUP.sub("", or_help.__doc__ or "").replace("``", "`"))
                 return None
             return magic(self, line, *cell)
 
