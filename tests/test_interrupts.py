@@ -109,6 +109,7 @@ def state(machine: Any) -> dict[str, Any]:
         "replay": torch.cuda.CUDAGraph.replay,
         "sinks": [len(device.allocator.sinks) for device in machine.devices],
         "modes": _get_current_dispatch_mode_stack(),
+        "dispatch": (torch._C._is_torch_function_enabled(), repr(torch._C._dispatch_tls_local_exclude_set())),
         "collects": gc.isenabled(),
         "active": under_way._run,
     }
@@ -157,6 +158,22 @@ def test_an_interrupt_anywhere_leaves_nothing(shell: Any) -> None:
         assert landed
     assert run(shell, CELL).success
     assert run(shell, "%gpumem_device off").success
+
+
+@pytest.mark.skipif(sys.gettrace() is not None, reason="something traces already")
+def test_an_interrupt_anywhere_in_a_look_at_a_tensor_leaves_the_threads_state(shell: Any) -> None:
+    machine = machine_on()
+    x = torch.empty(1000, device="cuda")
+    before = state(machine)
+    with Interruption() as counted:
+        machine.engine.locate(x)
+    assert counted.count > 9
+    for number in range(1, counted.count + 1):
+        with pytest.raises(KeyboardInterrupt) as caught, Interruption(number):
+            machine.engine.locate(x)
+        assert state(machine) == before, number
+        # (Until here its frames were kept, as a notebook keeps those of the last error.)
+        del caught
 
 
 def test_what_two_interrupts_left_is_no_recording_any_more(shell: Any) -> None:

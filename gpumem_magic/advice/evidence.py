@@ -19,10 +19,11 @@ from gpumem_magic.looks.tensors import (
     is_parameter,
     is_tensor,
     modules_in,
+    no_dispatch,
+    no_functions,
     shape,
     states_of,
     table,
-    unseen,
 )
 from gpumem_magic.recording.model import BACKWARD
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
@@ -89,7 +90,7 @@ def evidence_of(view: DeviceView, names: frozenset[str], namespace: Mapping[str,
         categories[facts.category] += one.size
         if facts.category == "activations":
             by_module[facts.module] += one.size
-    with unseen():
+    with no_functions(), no_dispatch():
         found = {name: namespace[name] for name in sorted(names) if name in namespace}
         modules = _distinct({name: thing for name, thing in found.items() if is_module(thing)})
         optimizers = _distinct({name: thing for name, thing in found.items() if is_optimizer(thing)})

@@ -280,7 +280,7 @@ def _typed(namespace: Mapping[str, Any]) -> str:
 def _parameters_of(namespace: Mapping[str, Any], machine: Machine) -> dict[str, frozenset[int]]:
     found = {}
     for name, module in _modules_in(namespace):
-        with tensors.unseen():
+        with tensors.no_functions(), tensors.no_dispatch():
             places = [
                 machine.locate(piece)
                 for _, one in tensors.tensors_of(module, tensors.PARAMETERS)

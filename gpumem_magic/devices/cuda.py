@@ -338,7 +338,7 @@ class CudaMachine:
         """By the storage's pointer, which waits for nothing. None for tensors without memory of their own (fake, wrapped)."""
         from gpumem_magic.looks import tensors
 
-        with tensors.unseen():
+        with tensors.no_functions(), tensors.no_dispatch():
             if not tensors.has_python_key(tensor) and not tensors.is_cuda(tensor):
                 return None
             try:

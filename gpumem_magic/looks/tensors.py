@@ -1,7 +1,7 @@
 """Looks at tensors, modules and optimizers in which nothing of the program's runs, nor any mode of PyTorch's that it has set.
 
 A module and an optimizer are read from their own dictionaries, as `torch.nn.Module` and `torch.optim.Optimizer` fill them: one
-that was never initialised holds nothing. A tensor is read past its class, inside `unseen`.
+that was never initialised holds nothing. A tensor is read past its class, inside `no_functions` and `no_dispatch`.
 """
 
 from __future__ import annotations
@@ -36,20 +36,9 @@ PARAMETERS, BUFFERS, MODULES = "_parameters", "_buffers", "_modules"
 COMPILED = "_orig_mod"
 
 
-class unseen:
-    """Inside, reading a tensor calls no ``__torch_function__`` and no mode; the thread's state is as it was afterwards."""
-
-    __slots__ = ("_dispatch", "_function")
-
-    def __enter__(self) -> None:
-        self._function = torch._C.DisableTorchFunction()
-        self._dispatch = torch._C._DisableTorchDispatch()
-        self._function.__enter__()
-        self._dispatch.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        self._dispatch.__exit__(*error)
-        self._function.__exit__(*error)
+# Inside both, reading a tensor calls no ``__torch_function__`` and no mode; the thread's state is as it was
+# afterwards. They are C++'s own, as a Ctrl-C may come in one that is written in Python before it has put that back.
+no_functions, no_dispatch = torch._C.DisableTorchFunction, torch._C._DisableTorchDispatch
 
 
 def is_tensor(thing: object) -> bool:
@@ -69,7 +58,7 @@ def is_optimizer(thing: object) -> bool:
     return is_a(thing, torch.optim.Optimizer)
 
 
-# Tensors. Inside `unseen`.
+# Tensors. Inside `no_functions` and `no_dispatch`.
 
 
 def grad(tensor: torch.Tensor) -> torch.Tensor | None:

@@ -47,7 +47,7 @@ def _starting_points(unseen: list[Any], locate: Locate, walk: Traversal, blocks:
     is_tensor: dict[int, bool] = {}
     is_node: dict[int, bool] = {}
     missing = blocks.keys() - walk.storages.keys()
-    with tensors.unseen():
+    with tensors.no_functions(), tensors.no_dispatch():
         for number, thing in enumerate(unseen):
             kind = id(type(thing))
             if kind not in is_tensor:

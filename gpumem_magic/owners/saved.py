@@ -35,7 +35,7 @@ class Saved:
 def saved_in_graph(outputs: Iterable[Any], locate: Locate) -> list[Saved]:
     """Every tensor on a device in the graphs of these tensors, parameters left out. Runs no hook, and keeps no tensor."""
     found: dict[Place, Saved] = {}
-    with tensors.unseen():
+    with tensors.no_functions(), tensors.no_dispatch():
         tops = [tensors.grad_fn(one) for one in outputs if tensors.is_tensor(one)]
         nodes = {id(node): node for node in autograd.graph_behind(one for one in tops if one is not None)}
         parameters = _parameters(nodes, locate)

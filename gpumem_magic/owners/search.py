@@ -58,7 +58,7 @@ def find_owners(
             for root, values in garbage_holding(machine.locate, walk, blocks):
                 walk.add_root(root, values)
             walk.walk()
-        with tensors.unseen():
+        with tensors.no_functions(), tensors.no_dispatch():
             roots, held, graph, optimizers = _read(walk, blocks)
         objects = len(walk.objects)
     known = {(one.device, one.address) for one in held}

@@ -100,7 +100,7 @@ class Traversal:
         met: dict[int, Any] = {}
         level = list(values)
         once = _referred_to_once()
-        with tensors.unseen():
+        with tensors.no_functions(), tensors.no_dispatch():
             while level:
                 counts = list(map(sys.getrefcount, level))
                 shared = list(compress(level, map(once.__lt__, counts)))
@@ -154,7 +154,7 @@ class Traversal:
         index, referents, is_tracked = self._index, gc.get_referents, gc.is_tracked
         known, kinds = index.get, self._expanders
         first, more = self.first, self.more
-        with tensors.unseen():
+        with tensors.no_functions(), tensors.no_dispatch():
             while self._done < len(objects):
                 source = self._done
                 self._done += 1

@@ -45,7 +45,7 @@ def _is_likely(place: str) -> bool:
 
 
 def keys_and_values(value: Any, place: str, limit: int) -> list[Named]:
-    """Those of a cache in `value`, at most `limit`, each with its place. Inside `unseen`; nothing of the program's runs."""
+    """Those of a cache in `value`, at most `limit`, each with its place. Inside `no_dispatch`; nothing of the program's runs."""
     return list(islice(_walk(value, place, is_named(place), _is_likely(place), _DEPTH), limit))
 
 

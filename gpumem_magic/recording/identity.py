@@ -18,7 +18,7 @@ import torch
 
 from gpumem_magic.devices.base import Machine
 from gpumem_magic.looks import objects, tensors
-from gpumem_magic.looks.tensors import Named, unseen
+from gpumem_magic.looks.tensors import Named, no_dispatch, no_functions
 from gpumem_magic.recording import caches
 from gpumem_magic.recording.model import Sighting
 
@@ -81,7 +81,7 @@ class Witness:
     def forward_begins(self, module: torch.nn.Module, args: tuple[Any, ...]) -> None:
         """An outermost forward: its module's parameters and buffers, once, and its arguments, each time."""
         self._now.clear()
-        with unseen():
+        with no_functions(), no_dispatch():
             self.see_module(module)
             for _, tensor in tensors_in(args, "", ROW_LIMIT):
                 self._see_argument(tensor, None)
@@ -92,7 +92,7 @@ class Witness:
     ) -> None:
         """Keyword arguments: PyTorch shows them to a global hook only at the end of the forward. Then a cache is filled, too."""
         self._now.clear()
-        with unseen():
+        with no_functions(), no_dispatch():
             for name, tensor in tensors_in(kwargs, "", ROW_LIMIT):
                 self._see_argument(tensor, name)
             self._see_caches({**_arguments(module, args), **kwargs})
@@ -102,18 +102,18 @@ class Witness:
         """The gradients of every parameter known so far."""
         self._now.clear()
         self._last_gradients.clear()
-        with unseen():
+        with no_functions(), no_dispatch():
             for name, parameter in self._known_parameters():
                 self._see_gradient(name, parameter)
 
     def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
         self._now.clear()
-        with unseen():
+        with no_functions(), no_dispatch():
             self._see_groups(optimizer)
 
     def step_ended(self, optimizer: torch.optim.Optimizer) -> None:
         self._now.clear()
-        with unseen():
+        with no_functions(), no_dispatch():
             self._see_states(optimizer)
         self._last_gradients.clear()
 
@@ -121,7 +121,7 @@ class Witness:
         """The variables of the cell that a statement mentions (None: all). A batch or a loss lives for an iteration only: this is
         when it can be seen."""
         self._now.clear()
-        with unseen():
+        with no_functions(), no_dispatch():
             for name in self._names if statement is None else self._mentioned_in(statement):
                 value = objects.entry(self._namespace, name)
                 if tensors.is_module(value):
@@ -143,7 +143,7 @@ class Witness:
         self._where.clear()
         self._states.clear()
         self._last_gradients.clear()
-        with unseen():
+        with no_functions(), no_dispatch():
             for module in _alive(self._modules):
                 self.see_module(module)
             for optimizer in _alive(self._optimizers):
@@ -176,7 +176,7 @@ class Witness:
     # Looking
 
     def see_module(self, module: torch.nn.Module) -> None:
-        """Parameters and buffers by name. Again only where the first of them has moved (``.to``, ``.half``). Inside `unseen`."""
+        """Parameters and buffers by name, inside `no_dispatch`: again only where the first has moved (``.to``, ``.half``)."""
         first = next(_tensors_of(module), None)
         where = None if first is None else next(self._places(first[1]), None)
         known = self._modules.get(id(module))

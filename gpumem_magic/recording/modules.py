@@ -12,7 +12,17 @@ from collections.abc import Callable, Mapping
 import torch
 
 from gpumem_magic.looks.objects import name_of_class
-from gpumem_magic.looks.tensors import BUFFERS, COMPILED, PARAMETERS, is_tensor, modules_in, pieces, table, unseen
+from gpumem_magic.looks.tensors import (
+    BUFFERS,
+    COMPILED,
+    PARAMETERS,
+    is_tensor,
+    modules_in,
+    no_dispatch,
+    no_functions,
+    pieces,
+    table,
+)
 from gpumem_magic.recording.model import NOBODY, ModuleName, ModuleTrace
 
 Place = tuple[int, int]
@@ -104,7 +114,7 @@ class ModuleWatch:
             return
         self._root, self._root_path = weakref.ref(root), label
         self._paths.clear()
-        with unseen():
+        with no_functions(), no_dispatch():
             for name, module in modules_in(root):
                 # (A compiled module holds the program's own, whose names are known to its reader.)
                 path = ".".join([label, *(part for part in name.split(".") if part not in ("", COMPILED))])

@@ -9,7 +9,7 @@ from typing import Any
 from torch.utils.flop_counter import flop_registry
 
 from gpumem_magic.looks.objects import is_a
-from gpumem_magic.looks.tensors import nbytes, unseen
+from gpumem_magic.looks.tensors import nbytes, no_dispatch, no_functions
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
 
 _TO, _INTO = "aten::_to_copy", "aten::copy_"
@@ -54,5 +54,5 @@ def _between(source: Any, target: Any) -> int:
     """The bytes that a copy takes from the host to the device or back."""
     if is_a(source, VirtualTensor) == is_a(target, VirtualTensor):
         return 0
-    with unseen():
+    with no_functions(), no_dispatch():
         return nbytes(target)

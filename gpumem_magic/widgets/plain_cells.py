@@ -215,7 +215,7 @@ def held_by_namespace(machine: Machine, device: int, namespace: Mapping[str, Any
             with suppress(RuntimeError):
                 found[where[1]] = int(tensors.storage(piece).nbytes()), category
 
-    with tensors.unseen():
+    with tensors.no_functions(), tensors.no_dispatch():
         for _, value in objects.items(namespace):
             if tensors.is_module(value):
                 for kind, category in ((tensors.PARAMETERS, "parameters"), (tensors.BUFFERS, "buffers")):

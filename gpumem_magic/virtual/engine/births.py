@@ -61,7 +61,7 @@ class Births:
         else:
             function, place = known[1], known[2] or place
         inputs: list[tuple[Any, ...]] = []
-        with tensors.unseen():
+        with tensors.no_functions(), tensors.no_dispatch():
             if call is not None:
                 _collect((*call[1], *call[2].values()), inputs)
             look = None if tensor is None else (tensor.shape, tensor.dtype)

@@ -148,7 +148,7 @@ class Engine:
 
     def made_by(self, tensor: VirtualTensor, module: int) -> None:
         """Compiled code made it for a module (see `Placement`), unless it did so before."""
-        with self.lock, tensors.unseen():
+        with self.lock, tensors.no_functions(), tensors.no_dispatch():
             placement = self.table.find(tensors.storage(tensor))
         if placement is not None and not placement.module:
             placement.module = module
@@ -161,7 +161,7 @@ class Engine:
         elif type(tensor) is not torch.Tensor or not tensors.is_meta(tensor):
             # (A part of a sparse tensor, as `sparse_parts` gives it, is a meta tensor.)
             return None
-        with self.lock, tensors.unseen():
+        with self.lock, tensors.no_functions(), tensors.no_dispatch():
             if tensors.is_sparse(tensor):
                 tensor = tensors.sparse_parts(tensor)[1]
             placement = self.table.find(tensors.storage(tensor))
