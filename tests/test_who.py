@@ -83,6 +83,30 @@ def test_a_part_of_a_variable(shell: Any) -> None:
     assert text.startswith("outputs[1] keeps 2.0 MiB in 1 allocation.")
 
 
+def test_a_part_keeps_the_graphs_of_its_tensors_and_alike_lines_are_one(shell: Any) -> None:
+    run(
+        shell,
+        "class Probe: pass\nprobe = Probe()\nweight = mib(1).requires_grad_()\n"
+        "probe.history = [(weight * mib(2)[: 1 << 18]).sum() for _ in range(5)]",
+    )
+    whole, part = run(shell, "%gpumem_who probe"), run(shell, "%gpumem_who probe.history")
+    assert re.match(r"probe keeps (\S+ MiB in \d+ allocations)\.", whole)
+    assert part.startswith(whole.partition("\n")[0].replace("probe", "probe.history"))
+    assert re.search(r"^10\.0 +5 × graph of probe\.history\[0…4\]: \w+ saved by mul ", part, re.MULTILINE)
+
+
+def test_a_cache_is_cleared_and_its_function_stays(shell: Any) -> None:
+    run(shell, "import functools\n@functools.lru_cache\ndef made(n): return mib(n)\nmade(3), made(4);")
+    text = run(shell, "%gpumem_who made")
+    assert "`made.cache_clear()` frees 7.0 MiB." in text
+    before = allocated()
+    run(shell, "made.cache_clear()")
+    assert before - allocated() == 7 * MIB
+    # With something else in its hands, only the function's end lets go of all.
+    run(shell, "@functools.lru_cache\ndef made(n, base=mib(1)): return mib(n)\nmade(3);")
+    assert "`del made` frees 4.0 MiB." in run(shell, "%gpumem_who made")
+
+
 def test_keys_of_names_and_numbers_are_shown_as_they_are_written(shell: Any) -> None:
     run(shell, "class Own(tuple):\n    def __repr__(self): 1 / 0\nkept = {('block0', 3): mib(1), Own((1, 2)): mib(2)}")
     text = run(shell, "%gpumem_who kept")

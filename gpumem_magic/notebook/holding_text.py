@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Container, Sequence
 from typing import TYPE_CHECKING
 
 from gpumem_magic.owners.holders import Holder, detach_words, freed_by_detaching, holders, matching
 from gpumem_magic.owners.model import Held, Holdings, size_of
 from gpumem_magic.owners.tree import COLUMNS, Branch
+from gpumem_magic.report.tensors import places_in_words
 from gpumem_magic.spelling import did_you_mean
 from gpumem_magic.units import KIB, MIB, counted, human
 from gpumem_magic.views.sheet import THERE, Sheet
@@ -59,14 +61,27 @@ def details(holdings: Holdings, name: str, limit: int | None = SHOWN) -> Sheet |
     if number is not None:
         lines += _of_root(holdings, number, found)
     rows = [("MiB", "what", "", "also held by")]
-    for one in found[:limit]:
-        others = [holdings.roots[each].name for each in one.roots if each != number]
-        rows.append((_mib(one.size), one.place, _tensor(one), _list(others)))
-    bars = [((THERE, one.size),) for one in found[:limit]]
-    rest = found[len(rows) - 1 :]
+    groups = _alike(found)
+    for group in groups[:limit]:
+        first = group[0]
+        others = [holdings.roots[each].name for each in first.roots if each != number]
+        times = f"{len(group):,} × " if len(group) > 1 else ""
+        words = f"{times}{places_in_words([one.place for one in group])}"
+        rows.append((_mib(size_of(group)), words, _tensor(first), _list(others)))
+    bars = [((THERE, size_of(group)),) for group in groups[:limit]]
+    rest = [one for group in groups[len(rows) - 1 :] for one in group]
     if rest:
         rows.append((_mib(size_of(rest)), f"{len(rest):,} more", "", ""))
-    return Sheet("\n".join(lines), rows, range(1), code=(1, 3), bars=bars, whole=max(one.size for one in found))
+    return Sheet("\n".join(lines), rows, range(1), code=(1, 3), bars=bars, whole=max(map(size_of, groups)))
+
+
+def _alike(found: Sequence[Held]) -> list[list[Held]]:
+    """Allocations whose names differ only in numbers, of one shape and with the same holders, together; the most bytes first."""
+    groups: dict[tuple[object, ...], list[Held]] = {}
+    for one in found:
+        alike = re.sub(r"\d+", "#", one.place), one.dtype, one.shape, one.roots, one.device
+        groups.setdefault(alike, []).append(one)
+    return sorted(groups.values(), key=lambda group: -size_of(group))
 
 
 def tree(branches: Sequence[Branch]) -> Sheet:

@@ -92,11 +92,15 @@ def freed_by_detaching(holdings: Holdings, number: int) -> list[Held]:
 
 
 def matching(holdings: Holdings, name: str) -> list[Held]:
-    """The allocations that a variable keeps, or whose name begins with what is given (``model.fc``, ``x[3]``), largest first."""
+    """The allocations that a variable keeps, or a part of one (``model.fc``, ``x[3]``) with what that leads to; largest first."""
     number = holdings.number(name)
     if number is not None:
         return holdings.reached(number)
-    return [one for one in holdings.held if _begins(one.place, name)]
+    named = [one for one in holdings.held if _begins(one.place, name)]
+    nodes = {at.node for one in named for at in one.trail if _begins(at.place, name)} | {one.node for one in named}
+    reached = holdings.graph.reachable(nodes - {-1})
+    known = {(one.device, one.address) for one in named}
+    return [one for one in holdings.held if one.node in reached or (one.device, one.address) in known]
 
 
 def _begins(place: str, name: str) -> bool:

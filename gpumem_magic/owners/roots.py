@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import functools
 import sys
 import threading
 import types
@@ -22,6 +23,7 @@ from gpumem_magic.looks.objects import (
 from gpumem_magic.owners.model import Root
 from gpumem_magic.owners.traversal import is_users_module, users_modules
 
+_CACHED = type(functools.lru_cache(str))
 Rooted = tuple[Root, list[Any]]
 
 FREE_OUT = "%gpumem_free out"
@@ -80,7 +82,20 @@ def _variables(shell: Any, namespace: Mapping[str, Any]) -> Iterator[Rooted]:
         if is_a(value, types.ModuleType):
             continue
         word = "del " + name if name.isidentifier() else f"del globals()[{name!r}]"
+        if name.isidentifier() and _is_cache_alone(value):
+            # The function is of use yet.
+            word = f"{name}.cache_clear()"
         yield Root(name, "variable", word, class_name(value)), [value]
+
+
+def _is_cache_alone(value: object) -> bool:
+    """Whether it is a function with `functools.lru_cache` that holds nothing else."""
+    if type(value) is not _CACHED:
+        return False
+    function = entry(attributes(value), "__wrapped__")
+    return isinstance(function, types.FunctionType) and not (
+        function.__closure__ or function.__defaults__ or function.__kwdefaults__
+    )
 
 
 def is_result_name(name: str) -> bool:

@@ -101,11 +101,11 @@ def _group(members: Sequence[_Member]) -> TensorGroup:
         facts.inner,
         common_path({each.module for _, each, _, _ in members if each.module}),
         keeper,
-        _places([each for *_, each in members]),
+        places_in_words([each for *_, each in members]),
     )
 
 
-def _places(places: Sequence[str]) -> str:
+def places_in_words(places: Sequence[str]) -> str:
     """Several as one: ``losses[0…7]`` where only a number differs, else the first and how many more there are."""
     distinct = list(dict.fromkeys(place for place in places if place))
     if len(distinct) <= 1:
