@@ -94,6 +94,7 @@ class FakeMachine:
         self.stand_ins: Counter[tuple[str, int]] = Counter()
         self.supplied: Counter[tuple[str, int]] = Counter()
         self.marks_of_reads: Counter[tuple[str, int, str]] = Counter()
+        self.stacks_of_reads: dict[tuple[str, int], tuple[tuple[str, int], ...]] = {}
 
     def settle(self) -> None:
         pass

@@ -92,6 +92,42 @@ def test_a_number_that_is_only_printed_decides_nothing() -> None:
         ("for _ in range(9):\n    y = x.item()\n    stop(y)\n    if stop.early:\n        break", 2, True),
         ("for _ in range(9):\n    seen.append(x.item())\n    if seen:\n        break", 2, False),
         ("for _ in range(9):\n    if x.isnan():\n        bad += 1\n    if bad > 2:\n        break", 2, False),
+        ("def loss():\n    return x.item()\nwhile loss() > 1: pass", 2, True),
+        (
+            "def steps():\n    while True:\n        yield x.item()\nfor y in steps():\n    if y < 3:\n        break",
+            3,
+            True,
+        ),
+        (
+            "y = x.item()\ndef late(y):\n    return y > best\nfor _ in range(9):\n    if late(y):\n        break",
+            1,
+            True,
+        ),
+        (
+            "def late(z):\n    return z > best\nfor _ in range(9):\n    if late(2):\n        print(x.item())\n        break",
+            5,
+            False,
+        ),
+        ("def tell(self):\n    self.seen.append(x.item())\ndef fit(self):\n    while self.seen[-1] > 1: pass", 2, True),
+        (
+            "def tell(self):\n    self.seen.append(x.item())\ndef fit(self):\n    while len(self.seen) < 3: pass",
+            2,
+            False,
+        ),
+        (
+            "def tell(run):\n    if x.item() > 1: run.late = True\ndef fit(self):\n    while not self.late: pass",
+            2,
+            True,
+        ),
+        ("seen.setdefault('y', []).append(x.item())\nwhile seen['y'][-1] > 1: pass", 1, True),
+        ("good = [y for y in x.tolist() if y > 1]\nfor y in good: pass", 1, True),
+        (
+            "at = kept['at']\nwhile at < 9:\n    if x.item() > 1:\n        kept = {'at': at, 'net': net.state_dict()}",
+            3,
+            False,
+        ),
+        ("y = x.cpu()\nwhile y.dim() > 1: y = y[0]", 1, False),
+        ("if sum(found_inf(x.item())):\n    n = 1\nwhile n > 3: pass", 1, False),
     ],
 )
 def test_which_lines_end_a_loop(tmp_path: Path, code: str, line: int, decides: bool) -> None:
@@ -111,6 +147,7 @@ def test_which_lines_end_a_loop(tmp_path: Path, code: str, line: int, decides: b
         ("if x.item() > 2:\n    raise ValueError(text(x))", False),
         ("if x.isfinite().all():\n    train(z)", False),
         ("y = x.item()\nif step % 10 == 0:\n    evaluate(net)", False),
+        ("if x.item() > 2:\n    bad += 1\nif bad > 3:\n    train(z)", True),
     ],
 )
 def test_which_lines_choose_a_way(tmp_path: Path, code: str, chooses: bool) -> None:
@@ -135,7 +172,10 @@ def test_a_way_that_goes_by_a_stand_in_is_said_first() -> None:
         ("self.n = x.max().item()\nself.head = Model(classes=self.n)", True),
         ("y = torch.zeros(3, x.max())", True),
         ("y = F.one_hot(x)", True),
-        ("parts = rows.split(lengths.tolist())", True),
+        ("parts = rows.split(x.tolist())", True),
+        ("if x.item() > 2:\n    length *= 2\ny = torch.randn(length, 9)", True),
+        ("if x.item() > best:\n    kept = copy(net)\nnet = Model(kept)", False),
+        ("y = rows[: x.max()]", True),
         ("right += out.view(out.size(0), -1).argmax(1).eq(y).sum().item()", False),
         ("right = x.sum().item()\nprint(100 * right / total)\nraise ValueError(right)", False),
         ("self.n = x.max().item()\nself.head = Model(self.other)", False),
@@ -218,6 +258,39 @@ def test_sizes_without_a_largest_one_are_not_called_the_largest() -> None:
     torch.bincount(torch.randint(9, (400, 300), device="cuda").flatten(), minlength=4)
     assert [note for note in machine.notes() if "largest possible" in note] == []
     assert any("of `bincount` minlength, or 1 (1 time)" in note for note in machine.notes())
+
+
+def test_what_a_value_decides_is_looked_for_in_the_callers_files(tmp_path: Path) -> None:
+    (tmp_path / "loss_of.py").write_text("def loss(x):\n    return x.mean().item()\n", "utf-8")
+    library: dict[str, Any] = {"__name__": "loss_of"}
+    exec(compile((tmp_path / "loss_of.py").read_text("utf-8"), str(tmp_path / "loss_of.py"), "exec"), library)
+    place = tmp_path / "fit.py"
+    place.write_text("for _ in range(9):\n    if loss(x) > 5:\n        break\n", "utf-8")
+    with gpumem_magic.measure(device="T4") as measured:
+        names = {"loss": library["loss"], "x": unknown(), "__name__": "fit"}
+        exec(compile(place.read_text("utf-8"), str(place), "exec"), names)
+    assert measured.report.answer.startswith("A loop may have ended earlier or later than on a GPU")
+    assert "read at `loss_of.py:2`" in measured.report.answer
+
+
+def test_a_schedule_that_goes_by_a_loss_is_said_first() -> None:
+    with gpumem_magic.measure(device="T4") as measured:
+        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(torch.optim.SGD([unknown()]))
+        schedule.step(unknown().sum())
+    assert measured.report.answer.startswith("An `if` may go the other way on a GPU")
+
+
+def test_a_size_that_a_mask_decides_is_said_first() -> None:
+    with gpumem_magic.measure(device="T4") as measured:
+        rows = unknown()
+        some = rows[rows[:, 0] > 0.5]
+    assert len(some) == 300
+    assert measured.report.answer.startswith("A size may be another on a GPU")
+    with gpumem_magic.measure(device="T4") as measured:
+        rows = unknown()
+        while len(rows) > 9:
+            rows = rows[rows[:, 0] > 0.5][:-30]
+    assert measured.report.answer.startswith("A loop may have ended earlier or later than on a GPU")
 
 
 def test_a_wait_that_never_ends_is_said_once(tmp_path: Path) -> None:

@@ -231,7 +231,11 @@ class Machine(Protocol):
     @property
     def marks_of_reads(self) -> Counter[tuple[str, int, str]]:
         """How often a line that is in `stand_ins` read a whole number (``(file, line, "whole")``), and how often an error came of
-        what it read that the program caught (``"caught"``). Only grows."""
+        what it read that the program caught (``"caught"``), or it was a size (``"sized"``). Only grows."""
+
+    @property
+    def stacks_of_reads(self) -> Mapping[tuple[str, int], tuple[tuple[str, int], ...]]:
+        """From which lines of the program a line that is in `stand_ins` was called first; behind an optimizer's own that read."""
 
     def note_caught(self) -> None:
         """To be called where the program may handle an error: marks the lines that it came of."""

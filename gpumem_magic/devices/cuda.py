@@ -324,6 +324,10 @@ class CudaMachine:
     def marks_of_reads(self) -> Counter[tuple[str, int, str]]:
         return Counter()
 
+    @property
+    def stacks_of_reads(self) -> Mapping[tuple[str, int], tuple[tuple[str, int], ...]]:
+        return {}
+
     def note_caught(self) -> None:
         """Nothing is read that does not exist."""
 

@@ -49,6 +49,8 @@ from gpumem_magic.snapshot.timeline import Timeline
 if TYPE_CHECKING:
     from gpumem_magic.recording.instrument import Statement
 
+_Line = tuple[str, int]
+
 Failed = tuple[str, int, tuple[int, ...], tuple[int, ...]]
 """The failing statement: its text, line, iteration, and the lines of its loops."""
 
@@ -426,6 +428,7 @@ class Recorder:
             marks = self._machine.marks_of_reads - self._marks_before
             places: Counter[str] = Counter()
             by_user: Counter[str] = Counter()
+            stacks = self._machine.stacks_of_reads
             decides: dict[str, str] = {}
             supplied = self._machine.supplied
             for (file, line), count in sorted(read.items()):
@@ -433,7 +436,7 @@ class Recorder:
                     place = self._place(file, line)
                     places[place] += count
                     by_user[place] += supplied[file, line] - self._supplied_before[file, line]
-                    decides[place] = decides.get(place) or _made_of(file, line, marks)
+                    decides[place] = decides.get(place) or _made_of((file, line), marks, stacks)
             return tuple(StandIn(place, count, by_user[place], decides[place]) for place, count in places.items())
         return ()
 
@@ -447,15 +450,21 @@ class Recorder:
         return f"{name}:{line}"
 
 
-def _made_of(file: str, line: int, marks: Counter[tuple[str, int, str]]) -> str:
+def _made_of(read: _Line, marks: Counter[tuple[str, int, str]], stacks: Mapping[_Line, Sequence[_Line]]) -> str:
     """What a line's reads decide (see `StandIn`), as far as the source and the reads' `marks` tell."""
-    if marks[file, line, "caught"]:
+    caught, whole, sized = (marks[read[0], read[1], mark] for mark in ("caught", "whole", "sized"))
+    if caught:
         return "except"
-    if ends_a_loop(file, line):
+    stack = stacks.get(read, ())
+    own = stack.index(read) if read in stack else 0
+    callers = [file for file, _ in stack[own:]]
+    # An optimizer that read in the program's stead decides by itself.
+    places = [(*read, callers), *((*place, ()) for place in stack[:own])]
+    if any(ends_a_loop(*place, sized=bool(sized)) for place in places):
         return "loop"
-    if marks[file, line, "whole"] and makes_a_size(file, line):
+    if sized or makes_a_size(*read, callers, whole=bool(whole)):
         return "size"
-    return "branch" if chooses_a_way(file, line) else ""
+    return "branch" if any(chooses_a_way(*place) for place in places) else ""
 
 
 def _stopped(logs: dict[int, Log]) -> dict[int, DeviceLog]:

@@ -134,6 +134,10 @@ class VirtualMachine:
     def marks_of_reads(self) -> Counter[tuple[str, int, str]]:
         return self.engine.reads.marks
 
+    @property
+    def stacks_of_reads(self) -> Mapping[tuple[str, int], tuple[tuple[str, int], ...]]:
+        return self.engine.reads.stacks
+
     def note_caught(self) -> None:
         self.engine.reads.note_caught()
 

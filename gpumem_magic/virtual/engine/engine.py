@@ -433,17 +433,17 @@ class Engine:
 
     # ---- values that do not exist
 
-    def count_stand_in(self, by_user: bool = False, dtype: torch.dtype | None = None) -> None:
-        """Notes the line of the user's program that reads a value now. by_user: one that the user supplied."""
-        self.reads.note(users_line(), by_user, dtype)
+    def count_stand_in(self, by_user: bool = False, dtype: torch.dtype | None = None, sized: bool = False) -> None:
+        """Notes the line of the user's program that reads a value now. by_user: one that the user supplied. sized: as a size."""
+        self.reads.note(users_line(), by_user, dtype, sized)
 
     def selected(self, operator: str, largest: int) -> int:
         """How many elements an operator selects whose result depends on values: as many as the user said, or the most."""
         said = supplied.count_for(largest, users_line)
+        self.count_stand_in(by_user=said is not None, sized=True)
         if said is None:
             self.largest_sizes[operator] += 1
             return largest
-        self.count_stand_in(by_user=True)
         return said
 
 

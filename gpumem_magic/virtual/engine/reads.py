@@ -6,9 +6,12 @@ import os
 import sys
 import warnings
 from collections import Counter
+from collections.abc import Iterator
+from types import FrameType
 
 import torch
 
+from gpumem_magic.looks.code import OWN, whose
 from gpumem_magic.looks.decisions import OF_VALUES, leads_to, waits
 
 # Reads of one line behind which a loop is taken to wait for a value.
@@ -19,21 +22,27 @@ _Line = tuple[str, int]
 class Reads:
     """counts: how often each line read. supplied: how often it was given a value of the user's.
 
-    marks: how often it was a whole number ("whole"), or an error came of it that was caught ("caught").
+    marks: how often it was a whole number ("whole"), a size ("sized"), or an error came of it that was caught ("caught").
+    stacks: where it was called from, at its first read: the program's places, behind an optimizer's own that read in its stead.
     """
 
     def __init__(self) -> None:
         self.counts: Counter[_Line] = Counter()
         self.supplied: Counter[_Line] = Counter()
         self.marks: Counter[tuple[str, int, str]] = Counter()
+        self.stacks: dict[_Line, tuple[_Line, ...]] = {}
         # The error (`id`) that the program handles, and that was looked at.
         self._seen = 0
 
-    def note(self, line: _Line, by_user: bool, dtype: torch.dtype | None) -> None:
+    def note(self, line: _Line, by_user: bool, dtype: torch.dtype | None, sized: bool = False) -> None:
+        if line not in self.stacks:
+            self.stacks[line] = tuple(_stack(line))
         self.counts[line] += 1
         if by_user:
             self.supplied[line] += 1
             return
+        if sized:
+            self.marks[line[0], line[1], "sized"] += 1
         if dtype is not None and not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool):
             self.marks[line[0], line[1], "whole"] += 1
         if self.counts[line] == _MANY and waits(*line):
@@ -62,3 +71,19 @@ class Reads:
                 if name == file and line <= raised and leads_to(file, line, raised):
                     self.marks[name, line, "caught"] += 1
             frame = frame.tb_next
+
+
+def _stack(line: _Line) -> Iterator[_Line]:
+    """The line of an optimizer or schedule that reads, then the program's; where a library reads, those of its package, too."""
+    frame: FrameType | None = sys._getframe(2)
+    package = None
+    while frame is not None:
+        file, name = frame.f_code.co_filename, frame.f_globals.get("__name__", "")
+        if (file, frame.f_lineno) == line:
+            package = name.partition(".")[0]
+        if package is None:
+            if name.startswith("torch.optim."):
+                yield file, frame.f_lineno
+        elif whose(file) == OWN or name.partition(".")[0] == package:
+            yield file, frame.f_lineno
+        frame = frame.f_back

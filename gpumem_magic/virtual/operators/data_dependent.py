@@ -230,6 +230,7 @@ def _bincount(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) ->
     else:
         # There is no largest size here: classes are as many as the program says.
         engine.other_sizes["of `bincount` minlength, or 1"] += 1
+        engine.count_stand_in(sized=True)
         size = max(least, 1)
     dtype = torch.int64 if weights is None else torch.float32 if weights.dtype == torch.float32 else torch.float64
     return _placed(engine, (size,), dtype, device)
@@ -354,6 +355,7 @@ def _repeat_interleave(engine: Engine, func: Any, args: Any, kwargs: Any, device
     if size is None:
         # There is no largest size here; every element once is what a program with stand-in counts can go on with.
         engine.other_sizes["of `repeat_interleave` each element once"] += 1
+        engine.count_stand_in(sized=True)
         size = args[0].numel()
     return _placed(engine, (size,), torch.int64, device)
 

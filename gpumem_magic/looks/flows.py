@@ -1,0 +1,421 @@
+"""How what a line reads flows through a program: names, attributes, functions' results and arguments, asked of source text alone.
+
+A file becomes flows (from an expression to what it sets) and tests (where a value decides). Functions and attributes are known
+by their names alone, so that they are found in every file that is asked.
+"""
+
+from __future__ import annotations
+
+import ast
+import linecache
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+# A name in a scope (its first line, 0 of a module) of a file; an attribute (``.best``), a function's result (``best()``) and its
+# arguments (``best(0``, ``best(limit``), which have no scope. ``seen[]`` is what is in ``seen``, ``seen#`` its length.
+Key = tuple[int, str]
+_Scope = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+_ASSIGNMENTS = (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.NamedExpr)
+_LOOPS = (ast.While, ast.For, ast.AsyncFor)
+_LEAVES = (ast.Break, ast.Return, ast.Raise)
+# Checks for numbers that are none: their answer is known.
+_CHECK = re.compile(r"(^|_)(is|has|found|all|non|any)?_?(nan|inf|finite)s?(_|$)")
+# What takes sizes, beside modules and their like, whose names begin with a capital.
+_OF_SIZES = (
+    "zeros", "ones", "empty", "full", "rand", "randn", "randint", "randperm", "arange", "linspace", "eye", "one_hot", "view",
+    "reshape", "expand", "repeat", "new_zeros", "new_ones", "new_empty", "new_full", "resize_", "unflatten", "narrow", "split",
+    "tile", "broadcast_to",
+)  # fmt: skip
+# What makes a number of a tensor, or a tensor of one number.
+_READS = (
+    "item",
+    "int",
+    "float",
+    "bool",
+    "tolist",
+    "numpy",
+    "max",
+    "min",
+    "sum",
+    "amax",
+    "amin",
+    "argmax",
+    "prod",
+    "count_nonzero",
+)
+# What only tells or keeps: an ``if`` with no more in it takes the same memory either way.
+_QUIET = frozenset((
+    "print", "log", "debug", "info", "warning", "warn", "error", "exception", "write", "format", "flush", "append", "extend",
+    "add_scalar", "add_scalars", "set_description", "set_postfix", "save", "save_model", "save_pretrained", "state_dict", "dump",
+    "item", "float", "int", "str", "bool", "len", "abs", "min", "max", "round", "sum", "range", "isinstance", "time",
+    "perf_counter", "join", "exit", "copyfile", "remove", "mkdir", "makedirs", "exists", "isdir",
+))  # fmt: skip
+_NUMERIC = (
+    ast.Constant,
+    ast.Name,
+    ast.Attribute,
+    ast.BinOp,
+    ast.UnaryOp,
+    ast.Call,
+    ast.operator,
+    ast.unaryop,
+    ast.expr_context,
+)
+_PLAIN_CALLS = ("min", "max", "int", "round", "len", "sum")
+# Attributes of a tensor that hold its values, and what does not tell them.
+_ITSELF = frozenset(("data", "T"))
+_OF_SHAPE = frozenset(("shape", "ndim", "device", "dtype"))
+_ASKING_SHAPE = frozenset(("size", "dim", "numel", "len", "isinstance"))
+
+
+class Uses(NamedTuple):
+    """An expression: its lines, what it uses, and whether it makes a number of a tensor.
+
+    once: the scope in which it is evaluated in the order of lines; -1 within a loop.
+    """
+
+    first: int
+    last: int
+    keys: frozenset[Key]
+    reads: bool
+    once: int = -1
+
+    def comes_before(self, key: Key, line: int) -> bool:
+        """Whether it is evaluated before a line that gives the key's name a value."""
+        return self.once == key[0] and self.first < line and not is_shared(key)
+
+    def covers(self, line: int) -> bool:
+        return self.first <= line <= self.last
+
+
+class Flow(NamedTuple):
+    """kind: what is set holds the "value" (an "argument" does), a "count" or a "way" follows from a test, an object is "told"."""
+
+    source: Uses
+    sets: tuple[Key, ...]
+    kind: str
+
+
+class Test(NamedTuple):
+    """decides: "loop" (its end), "each" (how often it runs, by a length), "branch" or "size" ("sized": by any value)."""
+
+    source: Uses
+    decides: str
+
+
+class StatementUses(NamedTuple):
+    """Its lines, and what it uses. is_around: an ``if`` or ``while``, with its test."""
+
+    first: int
+    last: int
+    source: Uses
+    is_around: bool
+
+
+class FileFlows(NamedTuple):
+    """by_key: the flows that a key flows into."""
+
+    flows: tuple[Flow, ...]
+    tests: tuple[Test, ...]
+    statements: tuple[StatementUses, ...]
+    by_key: Mapping[Key, Sequence[Flow]]
+
+
+def is_shared(key: Key) -> bool:
+    """Whether a key means the same in every file."""
+    return key[1].startswith(".") or "(" in key[1]
+
+
+def of_file(file: str) -> FileFlows:
+    """Empty where the source is not to be had."""
+    return _of_text("".join(linecache.getlines(file)))
+
+
+# A line is asked about again and again, and so are its neighbours.
+@lru_cache(maxsize=16)
+def _of_text(source: str) -> FileFlows:
+    try:
+        return _FlowReader(ast.parse(source)).found()
+    except (SyntaxError, ValueError, RecursionError):
+        return FileFlows((), (), (), {})
+
+
+class _FlowReader:
+    def __init__(self, tree: ast.Module) -> None:
+        self._tree = tree
+        self._flows: list[Flow] = []
+        self._tests: list[Test] = []
+        self._statements: list[StatementUses] = []
+        self._scopes: list[tuple[int, frozenset[str]]] = []
+        self._once = 0
+
+    def found(self) -> FileFlows:
+        self._scope(self._tree, None)
+        by_key: dict[Key, list[Flow]] = defaultdict(list)
+        for flow in self._flows:
+            for key in flow.source.keys:
+                by_key[key].append(flow)
+        return FileFlows(tuple(self._flows), tuple(self._tests), tuple(self._statements), dict(by_key))
+
+    # ---- scopes and names
+
+    def _scope(self, scope: _Scope, owner: ast.ClassDef | None) -> None:
+        at = 0 if isinstance(scope, ast.Module) else scope.lineno
+        self._scopes.append((at, frozenset(_own_names(scope))))
+        if isinstance(scope, _FUNCTIONS):
+            self._enter(scope, owner)
+        self._block(scope.body, scope, None, False)
+        self._scopes.pop()
+
+    def _enter(self, function: ast.FunctionDef | ast.AsyncFunctionDef, owner: ast.ClassDef | None) -> None:
+        name = owner.name if owner is not None and function.name == "__init__" else function.name
+        names = [one.arg for one in (*function.args.posonlyargs, *function.args.args)]
+        named = names + [one.arg for one in function.args.kwonlyargs]
+        for position, parameter in enumerate(names[1:] if owner is not None else names):
+            self._link((0, f"{name}({position}"), (function.lineno, parameter))
+        for parameter in named:
+            self._link((0, f"{name}({parameter}"), (function.lineno, parameter))
+        if any(isinstance(one, ast.Name) and "property" in one.id for one in function.decorator_list):
+            self._link((0, f"{name}()"), (0, f".{name}"))
+
+    def _link(self, source: Key, target: Key) -> None:
+        for before, after in ((source, target), ((source[0], f"{source[1]}[]"), (target[0], f"{target[1]}[]"))):
+            self._flows.append(Flow(Uses(0, -1, frozenset((before,)), False), (after,), "value"))
+
+    def _key(self, name: str) -> Key:
+        if "." in name:
+            return 0, f".{name.rpartition('.')[2]}"
+        bare = name.removesuffix("[]")
+        for at, own in reversed(self._scopes):
+            if bare in own:
+                return at, name
+        return 0, name
+
+    # ---- statements
+
+    def _block(self, body: Iterable[ast.AST], scope: _Scope, owner: ast.ClassDef | None, in_loop: bool) -> None:
+        for node in body:
+            if isinstance(node, _FUNCTIONS):
+                self._scope(node, owner)
+            elif isinstance(node, ast.ClassDef):
+                self._block(node.body, scope, node, False)
+            elif not isinstance(node, ast.Lambda):
+                self._once = -1 if in_loop or isinstance(node, ast.While) else self._scopes[-1][0]
+                self._node(node, scope, in_loop)
+                self._block(ast.iter_child_nodes(node), scope, None, in_loop or isinstance(node, _LOOPS))
+
+    def _node(self, node: ast.AST, scope: _Scope, in_loop: bool) -> None:
+        if isinstance(node, (ast.If, ast.While)):
+            self._statements.append(
+                StatementUses(node.lineno, node.end_lineno or node.lineno, self._uses(node.test), True)
+            )
+        elif isinstance(node, ast.stmt) and not hasattr(node, "body"):
+            source = self._uses(node)
+            self._statements.append(StatementUses(source.first, source.last, source, False))
+        if isinstance(node, _ASSIGNMENTS):
+            if node.value is not None:
+                targets = tuple(self._targets(node))
+                self._flow(node.value, targets)
+                for one in ast.walk(node.value):
+                    if isinstance(one, ast.comprehension):
+                        for test in one.ifs:
+                            self._flow(test, targets, "count")
+        elif isinstance(node, (ast.Return, ast.Yield, ast.YieldFrom)):
+            if node.value is not None and isinstance(scope, _FUNCTIONS):
+                self._flow(node.value, ((0, f"{scope.name}()"),))
+        elif isinstance(node, (ast.For, ast.AsyncFor, ast.comprehension)):
+            self._flow(node.iter, tuple(map(self._key, _targets(node.target))))
+            self._test(node.iter, "each")
+            for call in _calls(node.iter):
+                if _called(call) == "range":
+                    for argument in call.args:
+                        self._test(argument, "loop")
+        elif isinstance(node, ast.Call):
+            self._call(node)
+        elif isinstance(node, ast.Slice):
+            for bound in (node.lower, node.upper):
+                if bound is not None:
+                    self._test(bound, "size")
+        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+            self._told(node.value)
+        elif isinstance(node, (ast.If, ast.IfExp, ast.While)):
+            self._branches(node, scope, in_loop)
+
+    def _branches(self, node: ast.If | ast.IfExp | ast.While, scope: _Scope, in_loop: bool) -> None:
+        if _checks(node.test):
+            return
+        branches = [[node.body], [node.orelse]] if isinstance(node, ast.IfExp) else [node.body, node.orelse]
+        inner = [one for branch in branches for part in branch for one in ast.walk(part)]
+        if isinstance(node, ast.While) or (in_loop and any(isinstance(one, _LEAVES) for one in inner)):
+            self._test(node.test, "loop")
+        if not isinstance(node, ast.While) and any(map(_works, branches)):
+            self._test(node.test, "branch")
+        for one in inner:
+            if isinstance(one, _ASSIGNMENTS):
+                counts = isinstance(one, ast.AugAssign) or (one.value is not None and _is_number(one.value))
+                self._flow(node.test, tuple(self._targets(one)), "count" if counts else "way")
+            elif isinstance(one, ast.Return) and isinstance(scope, _FUNCTIONS) and isinstance(one.value, ast.Constant):
+                self._flow(node.test, ((0, f"{scope.name}()"),), "way")
+            elif (
+                isinstance(one, ast.Call)
+                and isinstance(one.func, ast.Attribute)
+                and one.func.attr in ("append", "extend")
+            ):
+                self._flow(node.test, tuple(map(self._key, _targets(one.func.value))), "count")
+
+    def _call(self, call: ast.Call) -> None:
+        name = _called(call)
+        for position, argument in enumerate(call.args):
+            self._flow(argument, ((0, f"{name}({position}"),), "argument")
+        for one in call.keywords:
+            if one.arg:
+                self._flow(one.value, ((0, f"{name}({one.arg}"),), "argument")
+        if isinstance(call.func, ast.Attribute) and name in ("append", "extend", "add"):
+            for argument in call.args:
+                self._flow(argument, tuple(map(self._key, _inside(call.func.value))))
+        if name in _OF_SIZES or (name[:1].isupper() and not name.endswith(("Error", "Exception", "Warning"))):
+            if name == "one_hot":
+                self._test(call, "sized")
+            for argument in _arguments(call):
+                self._test(argument, "size")
+
+    def _told(self, call: ast.Call) -> None:
+        """An object whose method is called, or a function, is told of the arguments."""
+        told = _dotted(call.func.value if isinstance(call.func, ast.Attribute) else call.func)
+        if told not in ("", "self") and _called(call) not in _QUIET:
+            for argument in _arguments(call):
+                self._flow(argument, (self._key(told),), "told")
+
+    def _flow(self, source: ast.expr, sets: tuple[Key, ...], kind: str = "value") -> None:
+        if sets:
+            self._flows.append(Flow(self._uses(source), sets, kind))
+
+    def _test(self, source: ast.expr, decides: str) -> None:
+        self._tests.append(Test(self._uses(source, decides in ("loop", "each", "branch")), decides))
+
+    # ---- expressions
+
+    def _uses(self, node: ast.expr | ast.stmt, as_test: bool = False) -> Uses:
+        reads = any(_called(call) in _READS for call in _calls(node))
+        keys = frozenset(self._keys(node, "truth" if as_test else ""))
+        return Uses(node.lineno, node.end_lineno or node.lineno, keys, reads, self._once)
+
+    def _keys(self, node: ast.AST, asked: str) -> Iterator[Key]:
+        """What is used. asked: of a name only its "truth" (whether something is in it) or "length"."""
+        if isinstance(node, ast.Call):
+            name = _called(node)
+            about = "length" if name in _ASKING_SHAPE else ""
+            yield from _asked((0, f"{name}()"), asked)
+            if isinstance(node.func, ast.Attribute):
+                yield from self._keys(node.func.value, about or asked)
+            for argument in _arguments(node):
+                yield from self._keys(argument, about)
+        elif found := _dotted(node):
+            parts = found.split(".")
+            while len(parts) > 1 and (parts[-1] in _ITSELF or parts[-1] in _OF_SHAPE):
+                asked = "length" if parts.pop() in _OF_SHAPE else asked
+            yield from _asked(self._key(".".join(parts)), asked)
+            yield from (self._key(".".join(parts[:number])) for number in range(1, len(parts)))
+        else:
+            asks = isinstance(node, ast.BoolOp) or (isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not))
+            for child in ast.iter_child_nodes(node):
+                yield from self._keys(child, asked if asks else "")
+
+    def _targets(self, node: ast.Assign | ast.AugAssign | ast.AnnAssign | ast.NamedExpr) -> Iterator[Key]:
+        for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+            yield from map(self._key, _targets(target))
+
+
+def _asked(key: Key, asked: str) -> Iterator[Key]:
+    yield (key[0], f"{key[1]}#") if asked == "length" else key
+    if not asked:
+        yield key[0], f"{key[1]}[]"
+
+
+def _own_names(scope: _Scope) -> Iterator[str]:
+    """The names that are given a value in this scope."""
+    if isinstance(scope, _FUNCTIONS):
+        yield from (one.arg for one in (*scope.args.posonlyargs, *scope.args.args, *scope.args.kwonlyargs))
+    shared: set[str] = set()
+    found: set[str] = set()
+    left: list[ast.AST] = list(scope.body)
+    while left:
+        node = left.pop()
+        if isinstance(node, (ast.Global, ast.Nonlocal)):
+            shared.update(node.names)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        if not isinstance(node, (*_FUNCTIONS, ast.ClassDef, ast.Lambda)):
+            left.extend(ast.iter_child_nodes(node))
+    yield from found - shared
+
+
+def _dotted(node: ast.AST) -> str:
+    if isinstance(node, ast.Attribute):
+        before = _dotted(node.value)
+        return f"{before}.{node.attr}" if before else ""
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def _targets(node: ast.expr) -> Iterator[str]:
+    """The names that an assignment gives a value: of ``self.best`` not ``self``."""
+    if isinstance(node, (ast.Tuple, ast.List)):
+        for one in node.elts:
+            yield from _targets(one)
+    elif isinstance(node, ast.Starred):
+        yield from _targets(node.value)
+    elif isinstance(node, ast.Subscript):
+        yield from _inside(node.value)
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        # What is in `seen.setdefault(name, [])` is in `seen`.
+        yield from _inside(node.func.value)
+    elif found := _dotted(node):
+        yield found
+
+
+def _inside(node: ast.expr) -> Iterator[str]:
+    return (f"{one.removesuffix('[]')}[]" for one in _targets(node))
+
+
+def _calls(node: ast.AST) -> Iterator[ast.Call]:
+    return (one for one in ast.walk(node) if isinstance(one, ast.Call))
+
+
+def _arguments(call: ast.Call) -> Sequence[ast.expr]:
+    return [*call.args, *(one.value for one in call.keywords)]
+
+
+def _called(call: ast.Call) -> str:
+    function = call.func
+    return function.attr if isinstance(function, ast.Attribute) else _dotted(function)
+
+
+def _checks(test: ast.expr) -> bool:
+    words = (
+        one.attr if isinstance(one, ast.Attribute) else one.id
+        for one in ast.walk(test)
+        if isinstance(one, (ast.Attribute, ast.Name))
+    )
+    return any(_CHECK.search(word) for word in words)
+
+
+def _is_number(node: ast.expr) -> bool:
+    """Whether an expression counts: numbers and names, and what is made of them alone."""
+    return all(isinstance(one, _NUMERIC) for one in ast.walk(node)) and all(
+        _called(call) in _PLAIN_CALLS for call in _calls(node)
+    )
+
+
+def _works(branch: Sequence[ast.AST]) -> bool:
+    """Whether something is called that may take memory. What is raised takes none."""
+    for part in branch:
+        if not isinstance(part, ast.Raise):
+            if isinstance(part, ast.Call) and _called(part) not in _QUIET:
+                return True
+            if _works(list(ast.iter_child_nodes(part))):
+                return True
+    return False
