@@ -11,7 +11,8 @@ its own fault  it fails the same way on the host, where nothing is virtual
 refused        the virtual GPU said in one line what it cannot do, and what to do instead
 wrong          anything else
 
-``--values`` runs it on the host and with ``values=real`` as well, and compares what all print and the memory that both ways take.
+``--values`` runs it on the host and with ``values=real`` as well, compares what they print, and whether stand-ins take the same
+way (iterations, lines but for their numbers, peak); where they do not, the report has to say that it may be so.
 ``--results`` keeps the outcomes in a file and runs only what is not in it yet; ``--again VERDICT`` runs those with that verdict
 again.
 """
@@ -43,7 +44,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
 from data import RECIPES  # noqa: E402
-from judging import Run, is_refusal, run, same_text  # noqa: E402
+from judging import Run, is_refusal, run, same_text, way_taken  # noqa: E402
 from layout import Missing, lay_out, repository  # noqa: E402
 
 # What nearly every program imports sooner or later, and what the command does: imported once with --fork.
@@ -70,6 +71,7 @@ class Outcome:
     peak: int | None = None
     real_peak: int | None = None
     same_output: bool | None = None
+    way: str = ""
     real: str = ""
     answer: str = ""
     values: str = "stand-in"
@@ -113,7 +115,9 @@ def main() -> int:
             print(f"{key}: left out: {why}", flush=True)
             continue
         known[key] = outcome
-        print(f"{outcome.verdict:<14}{outcome.seconds:5.0f} s  {key}  {outcome.error[:200]}", flush=True)
+        print(
+            f"{outcome.verdict:<14}{outcome.way:<7}{outcome.seconds:5.0f} s  {key}  {outcome.error[:200]}", flush=True
+        )
         if options.results is not None:
             options.results.write_text(
                 json.dumps({name: dataclasses.asdict(one) for name, one in known.items()}, indent=1)
@@ -122,7 +126,7 @@ def main() -> int:
     if options.page is not None:
         options.page.write_text(page(outcomes), encoding="utf-8")
     print(counts(outcomes))
-    return int(any(one.verdict == "wrong" for one in outcomes))
+    return int(any(one.verdict == "wrong" or one.way == "silent" for one in outcomes))
 
 
 def table() -> Iterator[dict[str, Any]]:
@@ -158,7 +162,7 @@ def judged(one: Mapping[str, Any], options: argparse.Namespace) -> Outcome:
                 verdict = "refused" if is_refusal(found) else "wrong"
     outcome = Outcome(
         one["repository"], one["name"], one["domain"], verdict, error, found.seconds, found.host_bytes,
-        _peak(found), values=values, answer=found.report.get("answer", ""), day=date.today().isoformat(),
+        found.peak, values=values, answer=found.report.get("answer", ""), day=date.today().isoformat(),
         ended=found.status is not None,
     )  # fmt: skip
     if options.values and verdict != "its own fault":
@@ -166,7 +170,8 @@ def judged(one: Mapping[str, Any], options: argparse.Namespace) -> Outcome:
         real = _once(one, source, f"{device},values=real", options, "real")
         outcome = dataclasses.replace(
             outcome,
-            real_peak=_peak(real),
+            real_peak=real.peak,
+            way=way_taken(found, real),
             real="works" if not real.status else real.last_error,
             same_output=same_text(real.out, on_host.out) if not on_host.status else None,
         )
@@ -209,13 +214,6 @@ def _once(
     return found
 
 
-def _peak(found: Run) -> int | None:
-    """The most that was allocated, over all devices."""
-    reports = [found.report, *found.report.get("devices", ())]
-    peaks = [one["peak"]["allocated"] for one in reports if one.get("peak")]
-    return max(peaks, default=None)
-
-
 def _read(path: Path | None) -> dict[str, Outcome]:
     if path is None or not path.exists():
         return {}
@@ -231,6 +229,9 @@ def counts(outcomes: list[Outcome]) -> str:
     words[0] += f" ({late} until their time was up, {sum(_by_auto(one) for one in outcomes)} with values=auto)"
     same = sum(bool(one.same_output) for one in compared)
     real = f"; with values=real {same} of {len(compared)} print what the CPU prints" if compared else ""
+    ways = Counter(one.way for one in outcomes if one.way)
+    if ways:
+        real += f"; stand-ins: {ways['same']} go the same way, {ways['said']} say that they may not, {ways['silent']} are silent"
     return f"{len(outcomes)} programs: {', '.join(words)}{real}"
 
 
@@ -242,7 +243,7 @@ def page(outcomes: list[Outcome]) -> str:
     """The documentation's table."""
     heads = ["repository", "program", "domain", "", "values", "s", "host"]
     if compared := any(one.real for one in outcomes):
-        heads += ["peak", "with real values", "prints"]
+        heads += ["peak", "with real values", "prints", "way"]
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for one in outcomes:
         works = one.verdict == "works"
@@ -256,7 +257,7 @@ def page(outcomes: list[Outcome]) -> str:
                 "" if one.real_peak is None or one.peak is None else f"{(one.peak / max(1, one.real_peak) - 1):+.1%}"
             )
             peak = "" if one.peak is None else f"{one.peak / 2**20:,.1f}"
-            cells += [peak, "same" if memory in ("+0.0%", "-0.0%") else memory, same]
+            cells += [peak, "same" if memory in ("+0.0%", "-0.0%") else memory, same, one.way]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + f"\n\n{counts(outcomes)}\n"
 

@@ -23,6 +23,7 @@ HERE = Path(__file__).resolve().parent
 _OF_THE_MOMENT = re.compile(
     r"time|\bsec|seconds|\bms\b|/s\b|it/s|s/it|elapsed|cuda|device|memory|GPU|accelerator|MB|MiB", re.I
 )
+_NUMBER = re.compile(r"[-+]?(\d[\d.,]*(e[-+]?\d+)?|\binf\b|\bnan\b) *", re.I)
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,12 @@ class Run:
     seconds: float
     host_bytes: int
     report: Mapping[str, Any]
+
+    @property
+    def peak(self) -> int | None:
+        """The most that was allocated, over all devices."""
+        reports = [self.report, *self.report.get("devices", ())]
+        return max((one["peak"]["allocated"] for one in reports if one.get("peak")), default=None)
 
     @property
     def last_error(self) -> str:
@@ -177,6 +184,23 @@ def same_text(ours: str, theirs: str) -> bool | None:
     a, b = _comparable(ours), _comparable(theirs)
     shorter = min(len(a), len(b))
     return None if shorter == 0 else a[:shorter] == b[:shorter]
+
+
+def way_taken(guessed: Run, real: Run) -> str:
+    """Whether a program went with stand-ins the way that it goes with real values: "same", "said" by the report that it may not,
+    or "silent"; "" where one has no report, as its time was up.
+
+    The same: as many iterations, lines that differ in numbers only (those are measured), and a peak that does not by a part in
+    a hundred.
+    """
+    if real.status is None or guessed.status is None or not (real.report and guessed.report):
+        return ""
+    lines = [[_NUMBER.sub("#", line) for line in _comparable(one.out)] for one in (guessed, real)]
+    turns = [[row.get("iteration") for row in one.report["checkpoints"]][-1:] for one in (guessed, real)]
+    peaks = [one.peak or 0 for one in (guessed, real)]
+    if lines[0] == lines[1] and turns[0] == turns[1] and 100 * abs(peaks[0] - peaks[1]) <= peaks[1]:
+        return "same"
+    return "said" if "the virtual GPU does not know" in guessed.report.get("answer", "") else "silent"
 
 
 def _comparable(text: str) -> list[str]:

@@ -32,21 +32,8 @@ _OF_SIZES = (
 )  # fmt: skip
 # What makes a number of a tensor, or a tensor of one number.
 _READS = (
-    "item",
-    "int",
-    "float",
-    "bool",
-    "tolist",
-    "numpy",
-    "max",
-    "min",
-    "sum",
-    "amax",
-    "amin",
-    "argmax",
-    "prod",
-    "count_nonzero",
-)
+    "item", "int", "float", "bool", "tolist", "numpy", "max", "min", "sum", "amax", "amin", "argmax", "prod", "count_nonzero",
+)  # fmt: skip
 # What only tells or keeps: an ``if`` with no more in it takes the same memory either way.
 _QUIET = frozenset((
     "print", "log", "debug", "info", "warning", "warn", "error", "exception", "write", "format", "flush", "append", "extend",
@@ -55,16 +42,8 @@ _QUIET = frozenset((
     "perf_counter", "join", "exit", "copyfile", "remove", "mkdir", "makedirs", "exists", "isdir",
 ))  # fmt: skip
 _NUMERIC = (
-    ast.Constant,
-    ast.Name,
-    ast.Attribute,
-    ast.BinOp,
-    ast.UnaryOp,
-    ast.Call,
-    ast.operator,
-    ast.unaryop,
-    ast.expr_context,
-)
+    ast.Constant, ast.Name, ast.Attribute, ast.BinOp, ast.UnaryOp, ast.Call, ast.operator, ast.unaryop, ast.expr_context,
+)  # fmt: skip
 _PLAIN_CALLS = ("min", "max", "int", "round", "len", "sum")
 # Attributes of a tensor that hold its values, and what does not tell them.
 _ITSELF = frozenset(("data", "T"))
