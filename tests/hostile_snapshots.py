@@ -9,6 +9,7 @@ import pickle
 import random
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -217,8 +218,10 @@ def mutations(seed: int, count: int) -> Iterator[bytes]:
             for _ in range(source.choice([1, 1, 2, 4])):
                 _mutate(data, source)
         if source.random() < 0.1:
-            yield json.dumps(data, default=str).encode("utf-8", "replace")
-            continue
+            # (What holds itself is no JSON, and a pickle like any other.)
+            with suppress(ValueError):
+                yield json.dumps(data, default=str).encode("utf-8", "replace")
+                continue
         content = bytearray(pickle.dumps(data, source.choice([2, 3, 4, 4, 5])))
         if source.random() < 0.4:
             for _ in range(source.choice([1, 2, 6])):
