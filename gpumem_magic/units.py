@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 KIB = 1 << 10
 MIB = 1 << 20
 GIB = 1 << 30
@@ -29,6 +31,11 @@ def human(size: int) -> str:
 def counted(number: int, one: str, several: str | None = None) -> str:
     """``1 segment``, ``1,024 segments``; several: the plural, where an "s" does not make it."""
     return f"{number:,} {one if number == 1 else several or one + 's'}"
+
+
+def listed(words: Sequence[str], joint: str = "and") -> str:
+    """``a, b and c``."""
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} {joint} {words[-1]}"
 
 
 def amount(size: int) -> str:

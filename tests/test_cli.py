@@ -414,7 +414,7 @@ def test_processes_of_one_job_report_by_their_ranks(
     path = script("import torch\nx = torch.zeros(2**20, device='cuda')\n")
     ended = run_on_t4(path, "--json", str(tmp_path / "r.json"))
     assert ended.returncode == 0
-    assert ended.stderr.startswith("gpumem: rank 1: Peak 4.0 MiB")
+    assert ended.stderr.startswith("gpumem: rank 1: Of 4.0 MiB at the peak, ")
     assert (tmp_path / "r.rank1.json").exists()
     assert not (tmp_path / "r.json").exists()
 
@@ -423,8 +423,10 @@ def test_a_report_of_a_script_names_nothing_that_is_only_in_a_notebook(
     script: Write, capsys: pytest.CaptureFixture[str]
 ) -> None:
     said = said_on_t4(capsys, script("import torch\nx = torch.zeros(2**20, device='cuda')\n"))
-    assert "report.explain()" not in said
-    assert "More with `--json PATH`: print(gpumem_magic.Report.load(PATH).explain()) has" in said.replace("\n  ", " ")
+    assert "report." not in said
+    assert "More:" not in said, "it has all that there is"
+    loop = "import torch\nfor _ in range(200):\n    x = torch.zeros(2**20, device='cuda')\n"
+    assert "More: `--html PATH` writes a page with" in said_on_t4(capsys, script(loop)).replace("\n  ", " ")
 
 
 @pytest.mark.parametrize("device", ["T4", "T4,values=real"])

@@ -93,7 +93,8 @@ def test_the_verdict_says_where_and_who_was_elsewhere(tmp_path: Path) -> None:
         report = next(one for one in report.devices if one.device.index == 0)
     assert report.error is not None
     assert report.error.place == "train.py:12 step"
-    assert "Out of memory at train.py:12 step: 50.0 MiB wanted" in str(report)
+    assert report.answer.startswith("Out of memory at train.py:12 step: ")
+    assert "Wanted 50.0 MiB; " in report.answer
     assert "cuda:1 2.0 MiB." in report.error.elsewhere, "what came later does not count"
     assert "DataParallel" not in report.error.elsewhere
     assert report.error.elsewhere in " ".join(str(report).split())

@@ -35,6 +35,7 @@ DESCRIBING = frozenset(
         "joined",
         "grown_result",
         "wide_indices",
+        "steady",
     }
 )
 LEAST_CELLS = 200

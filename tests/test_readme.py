@@ -93,7 +93,7 @@ def test_the_first_command_shows_what_readme_shows(tmp_path: Path) -> None:
     )
     assert done.stderr == ""
     report = gpumem_magic.Report.load(tmp_path / "new.json")
-    assert done.stdout.startswith("Peak 933 MiB allocated at loss.backward() in iteration 2, line 16: 384 MiB")
+    assert done.stdout.startswith("Of 933 MiB at the peak, 384 MiB are three")
     assert "gpumem-demo/report.html" in done.stdout.replace("\\", "/")
     page = (tmp_path / "gpumem-demo" / "report.html").read_text("utf-8")
     assert not re.search(r"<script|<link|<img|https?://", page)

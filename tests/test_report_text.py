@@ -34,9 +34,7 @@ after                             3,120       0        PPPPPPPPPPPPPPPPPPPPPPPPP
 Bars: P parameters.
 
 nvidia-smi, virtual Tesla T4: 3.0 MiB before, at most 3,233 MiB of 15,360 MiB (21 %); at the end
-  allocated 3,120 MiB, CUDA context 110 MiB, other processes 3.0 MiB.
-
-More: print(report.explain()) has categories and how the bytes are known."""
+  allocated 3,120 MiB, CUDA context 110 MiB, other processes 3.0 MiB."""
 
 
 def row_of(text: str, start: str) -> str:

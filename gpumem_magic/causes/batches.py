@@ -9,15 +9,14 @@ from gpumem_magic.causes.model import Scene
 from gpumem_magic.devices.base import Birth
 from gpumem_magic.owners.model import size_of
 from gpumem_magic.recording.model import BACKWARD
-from gpumem_magic.report.model import Cause
+from gpumem_magic.report.model import OF_A_MODEL, Cause
 from gpumem_magic.snapshot.timeline import Allocation
 from gpumem_magic.units import MIB, human
 
 _LEAST = 4
 # A batch at the peak is worth a word from here on.
 _WORTH = 256 * MIB
-# What belongs to a model, whatever the batch; and what is made of a batch.
-_OF_THE_MODEL = frozenset({"parameters", "buffers", "gradients", "optimizer_state"})
+# What is made of a batch.
 _OF_THE_BATCH = frozenset({"activations", "activation_gradients"})
 
 
@@ -36,7 +35,7 @@ def _too_many(scene: Scene, wanted: int) -> Iterator[Cause]:
         return
     births = scene.recording.logs[scene.device].births
     living = scene.timeline.live_at(scene.moment)
-    made = [(one.size, births.get(one.born)) for one in living if scene.labels[one.index].category not in _OF_THE_MODEL]
+    made = [(one.size, births.get(one.born)) for one in living if scene.labels[one.index].category not in OF_A_MODEL]
     failed = births.get(scene.moment - 1)
     made.append((wanted, failed))
     items, size = _most_rows(made)
@@ -68,7 +67,7 @@ def _at_the_peak(scene: Scene) -> Iterator[Cause]:
     if 2 * size < size_of(living) or size < _WORTH:
         return
     parts = [one for one in scene.timeline.allocations if of_a_batch(one) and _rows(births.get(one.born)) == items]
-    saved = scene.report.peak.allocated - scene.highest_without(parts, share=2)
+    saved = scene.report.peak.allocated - scene.highest_without(parts, share=2)[0]
     if saved < _WORTH // 2:
         return
     yield Cause(

@@ -40,6 +40,7 @@ DETECTORS: tuple[Detector, ...] = (
     loops.summed_losses,
     loops.kept_by_retain_graph,
     loops.held_over,
+    loops.steady,
     graphs.growth,
     kept.key_value_cache,
     kept.pinned_by_view,
@@ -75,6 +76,8 @@ DETECTORS: tuple[Detector, ...] = (
     shapes.wide_indices,
     holding.only_cached,
 )
+# Told where nothing is to be mended.
+_SOUND = "steady"
 # What these say of the memory is so in sound programs, too.
 DESCRIBING = frozenset(
     {
@@ -87,6 +90,7 @@ DESCRIBING = frozenset(
         "key_value_cache",
         "held_over",
         "autocast_copies",
+        _SOUND,
         shortage.NAME,
     }
 )
@@ -131,7 +135,7 @@ def find_causes(scene: Scene) -> tuple[list[Cause], list[str]]:
     failed = scene.report.error is not None
     found = [replace(one, describes=one.describes or _describes(one.name, failed)) for one in found]
     if scene.report.error is None and any(not one.describes for one in found):
-        found = [one for one in found if one.name != _LAST]
+        found = [one for one in found if one.name not in (_LAST, _SOUND)]
     return sorted(found, key=lambda one: _rank(one, _explained(found), scene.report.error)), failures
 
 

@@ -11,12 +11,14 @@ from gpumem_magic.causes.model import LEAST, Scene
 from gpumem_magic.causes.places import quoted
 from gpumem_magic.owners.model import size_of
 from gpumem_magic.recording.model import BACKWARD, KEPT_BY_LIST, KEPT_BY_NAME
-from gpumem_magic.report.model import Cause
+from gpumem_magic.report.model import LABELS, OF_A_MODEL, Cause
 from gpumem_magic.snapshot.timeline import Allocation
-from gpumem_magic.units import human
+from gpumem_magic.units import human, listed
 
 # Two are often meant: a real and a generated batch.
 _PARTS = 3
+# So many iterations that end alike; what they end with besides the model is at most one part in so many of the peak.
+_REPEATS, _SMALL = 3, 8
 
 
 def summed_losses(scene: Scene) -> Iterator[Cause]:
@@ -47,6 +49,30 @@ def summed_losses(scene: Scene) -> Iterator[Cause]:
         f"Call `.backward()` on each batch's loss (divided as now): gradients add up by themselves, and about "
         f"{human(total - max(parts.values()))} less is kept.",
         total - max(parts.values()),
+    )
+
+
+def steady(scene: Scene) -> Iterator[Cause]:
+    """The last iterations end with the same bytes, nearly all of which are a model and what trains it: nothing is left over."""
+    ends = [one.end for one in scene.iterations]
+    sizes = [scene.timeline.allocated_at(end) for end in ends]
+    last = sizes[-_REPEATS:]
+    if len(last) < _REPEATS or len(set(last)) > 1 or scene.report.error is not None:
+        return
+    parts = Counter[str]()
+    for one in scene.timeline.live_at(ends[-1]):
+        parts[scene.labels[one.index].category] += one.size
+    wholes = [name for name in (*OF_A_MODEL, "workspace") if parts[name]]
+    rest = last[-1] - sum(parts[name] for name in wholes)
+    if not wholes or rest * _SMALL > scene.report.peak.allocated or not last[-1]:
+        return
+    what = [LABELS[name] for name in wholes] + [f"{human(rest)} besides"] * (rest >= LEAST)
+    yield Cause(
+        "steady",
+        f"Nothing piles up: the last iterations all end with the same {human(last[-1])} ({listed(what)}).",
+        "",
+        last[-1],
+        describes=True,
     )
 
 

@@ -138,9 +138,14 @@ def optimizer_temporaries(scene: Scene) -> Iterator[Cause]:
 
     remedy = _without_temporaries(scene, used, steps[place].label)
     if remedy:
-        highest = scene.highest_without(filter(is_a_steps, scene.timeline.allocations))
+        highest, at = scene.highest_without(filter(is_a_steps, scene.timeline.allocations))
         if 2 * (scene.report.peak.allocated - highest) < size_of(used):
-            remedy += f"; elsewhere {human(highest)} are reached all the same"
+            point = scene.tensors.statement_at(at - 1) if scene.tensors is not None else None
+            where = "elsewhere" if point is None else f"at line {point.line}"
+            where += (
+                f" in iteration {'.'.join(map(str, point.iteration))}" if point is not None and point.iteration else ""
+            )
+            remedy += f", but {human(highest)} are reached {where} all the same"
         remedy = f"{remedy[0].upper()}{remedy[1:]}."
     yield Cause(
         "optimizer_temporaries",

@@ -83,7 +83,7 @@ def _report(loaded: LoadedSnapshot, views: list[DeviceView], options: argparse.N
     ]
     if options.at != "peak":
         lines += [show_parts.asked_for(view, position, moment), ""]
-    lines.append(render(report, name="gpumem_magic.load(PATH)"))
+    lines.append(render(report, folds=False))
     lines += show_parts.by_own_categories(view, position, moment, show_parts.own_categories(options.category or ()))
     lines += show_parts.largest(view, position, moment, options.top, options.search)
     lines += show_parts.ranges(loaded, view)

@@ -67,9 +67,9 @@ def hand_over(report: Report, written_to: Mapping[str, Path], *, line: str | Non
 
     try:
         if line is None:
-            # The script's Python ends with it: the rest is in the file, where one is asked for.
-            needs = "" if "json" in written_to else " with `--json PATH`"
-            line = render(report, name="gpumem_magic.Report.load(PATH)", needs=needs) + "\n"
+            # The script's Python ends with it: the rest is in a page.
+            page = f"{written_to['html']} has" if "html" in written_to else "`--html PATH` writes a page with"
+            line = render(report, page=page) + "\n"
         if line:
             # In one piece, among those of other processes.
             sys.stderr.write(line)

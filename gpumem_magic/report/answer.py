@@ -1,4 +1,4 @@
-"""The answer: a report in a sentence or two. The peak or the failure, where it was, and why, with what to do about it.
+"""The answer: a report in a sentence or two. What fills the memory, why, what to do about it; then where the peak or failure was.
 
 Where a cause explains it, the answer is that cause's own sentence, so that the two cannot differ. Else it says what the tensors
 are, which line made them and what keeps them.
@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
-from gpumem_magic.allocator.verdict import CAPACITY
+from gpumem_magic.allocator.verdict import CAPACITY, FRAGMENTATION
 from gpumem_magic.looks.decisions import OF_VALUES
 from gpumem_magic.report.failure import failed_request
-from gpumem_magic.report.model import LABELS, Peak, ReportData, Row, TensorGroup
+from gpumem_magic.report.model import LABELS, OF_A_MODEL, Peak, ReportData, Row, TensorGroup
 from gpumem_magic.units import amount
 
 # Groups are told until they are so much of what is allocated, in per cent, and at most so many.
@@ -22,6 +22,8 @@ _WORTH = 8
 # Its text says what the groups say.
 _LISTS_HOLDERS = "memory_ran_out"
 _TELLS_TEMPORARIES = "optimizer_temporaries"
+# It says that nothing is wrong.
+_SOUND = "steady"
 _REAL = "`%gpumem_device NAME,values=real` computes values"
 # What a value that nobody knows may have done, the graver first; and the same behind another.
 _DOUBTS = {
@@ -35,7 +37,6 @@ _ALSO = {
     "size": "and sizes may be others",
     "branch": "and an `if` may go the other way",
 }
-_WHOLES = ("parameters", "buffers", "gradients", "optimizer_state")
 # These say no more of a tensor than that it is one.
 _VAGUE = frozenset({"unknown", "temporaries"})
 _MOST_LABELS = 2
@@ -73,34 +74,42 @@ def _read_at(place: str) -> str:
 
 
 def _plain(report: ReportData) -> str:
+    """What fills the memory, why, and what to do about it; then where the peak was, or what the failed request found."""
     if not report.peak.allocated and report.error is None:
         return "Nothing was put on the device."
-    failure = _failure(report)
-    lead = failure or _peak(report)
     shown = report.shown_causes
     blaming = next((cause for cause in shown if not cause.describes), None)
     if blaming is not None and _WORTH * blaming.bytes >= report.peak.allocated:
-        return f"{lead}. {blaming.sentence}"
+        return _composed(report, "", [blaming.sentence])
     # What only describes is worth a word here where it says what to do about a good part of the memory.
     useful = blaming or next(
         (cause for cause in shown if cause.remedy and _WORTH * cause.bytes >= report.peak.allocated), None
     )
     groups: Sequence[TensorGroup] = report.peak.tensors
     categories = report.peak.categories
-    if failure and report.error is not None and report.error.tensors:
+    if report.error is not None and report.error.tensors:
         groups, categories = report.error.tensors, _failed(report).categories
     if useful is not None and useful.name == _TELLS_TEMPORARIES:
         groups = [one for one in groups if one.category != "temporaries"]
-    words = in_words(groups, categories)
-    lead = f"{lead}: {words}." if words else f"{lead}."
-    if useful is None:
-        return lead
-    return f"{lead} {useful.remedy if useful.name == _LISTS_HOLDERS else useful.sentence}"
+    told = [] if useful is None else [useful.remedy if useful.name == _LISTS_HOLDERS else useful.sentence]
+    told += [cause.sentence for cause in shown if cause.name == _SOUND]
+    return _composed(report, in_words(groups, categories), told)
 
 
-def _peak(report: ReportData) -> str:
-    where = f" at {report.peak.where}" if report.peak.where else ""
-    return f"Peak {amount(report.peak.allocated)} allocated{_on(report)}{where}{_since(report)}"
+def _composed(report: ReportData, words: str, told: Sequence[str]) -> str:
+    """words: what is allocated, "" where a cause tells it."""
+    sentences: list[str] = []
+    error = report.error
+    if error is not None and error.requested is not None:
+        sentences += [f"{_failure(report)}: {words}." if words else f"{_failure(report)}.", *told, _request(report)]
+        return " ".join(sentences)
+    if error is not None:
+        sentences.append(f"{error.type}{error.at}.")
+    size, on = amount(report.peak.allocated), _on(report)
+    where = f" at {report.peak.where}{_since(report)}" if report.peak.where else ""
+    if not words:
+        return " ".join([*sentences, *told, f"Peak {size}{on}{where}."])
+    return " ".join([*sentences, f"Of {size} at the peak{on}, {words}.", *told, *([f"Peak{where}."] if where else [])])
 
 
 def _on(report: ReportData) -> str:
@@ -124,20 +133,24 @@ def _since(report: ReportData) -> str:
 
 
 def _failure(report: ReportData) -> str:
-    error = report.error
-    if error is None:
-        return ""
-    at = error.at
-    if error.requested is None:
-        peak = f"; until then at most {amount(report.peak.allocated)} were allocated" if report.peak.allocated else ""
-        return f"{error.type}{at}{peak}"
-    row = _failed(report)
-    total = f" of {amount(report.device.capacity)}" if report.device.capacity else ""
+    """That memory ran out, where, and by how much."""
     found = failed_request(report)
     missing = -(found.spare or 0) if found is not None and found.cause == CAPACITY else 0
-    figures = f"{amount(error.requested)} wanted, {amount(row.allocated)}{total} allocated"
-    told = f", {amount(missing)} short ({figures})" if missing > 0 else f": {figures}"
-    return f"Out of memory{_on(report)}{at}{told}"
+    short = f", {amount(missing)} short" if missing > 0 else ""
+    return f"Out of memory{_on(report)}{report.error.at if report.error is not None else ''}{short}"
+
+
+def _request(report: ReportData) -> str:
+    """What was wanted, how much was free (in how large a piece, where that is the reason), and what was allocated."""
+    error, found = report.error, failed_request(report)
+    assert error is not None
+    words = [f"Wanted {amount(error.requested or 0)}"]
+    if found is not None and found.free is not None and found.cached is not None:
+        piece = max(found.free, error.largest_free or 0)
+        in_pieces = f", in pieces of at most {amount(piece)}" if found.cause == FRAGMENTATION else ""
+        words.append(f"free {amount(found.free + found.cached)}{in_pieces}")
+    total = f" of {amount(report.device.capacity)}" if report.device.capacity else ""
+    return "; ".join([*words, f"allocated {amount(_failed(report).allocated)}{total}."])
 
 
 def _failed(report: ReportData) -> Row | Peak:
@@ -172,7 +185,7 @@ def _alike(groups: Sequence[TensorGroup]) -> list[list[TensorGroup]]:
     for one in groups:
         if not one.category:
             continue
-        if one.category in _WHOLES or one.shape is None:
+        if one.category in OF_A_MODEL or one.shape is None:
             found[one.category, one.kept_by, one.line].append(one)
         else:
             found[one.shape, one.dtype, one.line, one.inner].append(one)
@@ -182,12 +195,12 @@ def _alike(groups: Sequence[TensorGroup]) -> list[list[TensorGroup]]:
 def _is_nameless(members: Sequence[TensorGroup]) -> bool:
     """Whether nothing but a category is said of them."""
     first = members[0]
-    return not first.kept_by if first.category in _WHOLES else first.shape is None and not _place(members)
+    return not first.kept_by if first.category in OF_A_MODEL else first.shape is None and not _place(members)
 
 
 def _words(members: Sequence[TensorGroup], size: int) -> str:
     first = members[0]
-    if first.category in _WHOLES:
+    if first.category in OF_A_MODEL:
         of = f" of `{first.kept_by}`" if first.kept_by else ""
         return f"{amount(size)} are {LABELS[first.category]}{of}"
     place = _place(members)

@@ -46,6 +46,9 @@ MOST_CAUSES = 3
 # Reports of before these were told apart have them among the activations.
 LATER_CATEGORIES = {"kv_cache": 0, "autocast_copies": 0}
 
+# What belongs to a model and its training, whatever the batch.
+OF_A_MODEL = ("parameters", "buffers", "gradients", "optimizer_state")
+
 # What a reader is told.
 LABELS = {name: name.replace("_", " ") for name in CATEGORIES} | {
     "kv_cache": "KV cache",

@@ -10,14 +10,12 @@ from dataclasses import replace
 from gpumem_magic.attribution.tensors import TensorFacts, common_path
 from gpumem_magic.attribution.view import DeviceView
 from gpumem_magic.recording.model import KEPT_BY_NAME
-from gpumem_magic.report.model import TensorGroup, TensorKind
+from gpumem_magic.report.model import OF_A_MODEL, TensorGroup, TensorKind
 from gpumem_magic.snapshot.timeline import Allocation
 
 MOST_GROUPS = 12
 """Groups of a moment; what is left out is one more, the last."""
 
-# What belongs to a model or an optimizer as a whole: by its owner, whatever the shapes.
-_WHOLES = frozenset({"parameters", "buffers", "gradients", "optimizer_state"})
 _NUMBER = re.compile(r"\d+")
 # A group is large if it is one part in so many of what is allocated.
 _LARGE = 20
@@ -51,14 +49,14 @@ def _across_lines(groups: Iterable[list[_Member]]) -> list[list[_Member]]:
     for number, members in enumerate(found):
         _, facts, keeper, _ = members[0]
         large = _LARGE * sum(one.requested for one, *_ in members) >= total
-        apart = large or facts.category in _WHOLES or facts.shape is None
+        apart = large or facts.category in OF_A_MODEL or facts.shape is None
         joined[(number,) if apart else (facts.category, facts.dtype, facts.shape, facts.operator, keeper)] += members
     return list(joined.values())
 
 
 def _kind(facts: TensorFacts, keeper: str, place: str) -> tuple[object, ...]:
     """What members of a group have in common."""
-    if facts.category in _WHOLES:
+    if facts.category in OF_A_MODEL:
         return facts.category, _owner(place) if "." in place or "[" in place else ""
     return replace(facts, module="", inputs=()), keeper
 
@@ -73,7 +71,7 @@ def _group(members: Sequence[_Member]) -> TensorGroup:
     _, facts, keeper, place = members[0]
     if len({(each.line, each.expression, each.inner) for _, each, _, _ in members}) > 1:
         facts = replace(facts, statement="", line=0, expression="", inner="")
-    if facts.category in _WHOLES and count > 1:
+    if facts.category in OF_A_MODEL and count > 1:
         dtypes = {each.dtype for _, each, _, _ in members}
         shapes = {each.shape for _, each, _, _ in members}
         places = {each for *_, each in members}

@@ -9,7 +9,7 @@ from gpumem_magic.report.model import LABELS
 from gpumem_magic.trials.growth import FitCase
 from gpumem_magic.trials.search import SearchResult
 from gpumem_magic.trials.tried import ERROR, Tried
-from gpumem_magic.units import GIB, amount, counted, human
+from gpumem_magic.units import GIB, amount, counted, human, listed
 from gpumem_magic.views.display import HTML, PLAIN, asked_for, in_terminal
 from gpumem_magic.views.sheet import Sheet
 
@@ -150,8 +150,8 @@ class Fits:
         tried = case.found.tried
         fitting = [f"{one.values[self.name]:,}" for one in tried if one.fits]
         failing = [f"{one.values[self.name]:,}" for one in tried if not one.fits]
-        words = [f"{_listed(fitting)} fit{'s' * (len(fitting) == 1)}"] if fitting else []
-        words += [f"{_listed(failing)} fail{'s' * (len(failing) == 1)}"] if failing else []
+        words = [f"{listed(fitting)} fit{'s' * (len(fitting) == 1)}"] if fitting else []
+        words += [f"{listed(failing)} fail{'s' * (len(failing) == 1)}"] if failing else []
         count = counted(len(tried), "trial")
         yield f"Run on a virtual {case.device}, in {count}: {', '.join(words)}. {self._ends(tried)}".rstrip()
 
@@ -225,7 +225,3 @@ def card_in_words(name: str) -> str:
         return f"a card of {head.removeprefix('virtual:')}"
     vowel = (head[:1] in "AFHLMNRSX" and (head[1:2].isdigit() or head[1:2].isupper())) or head[:1].lower() in "aeiou"
     return f"{'an' if vowel else 'a'} {head}"
-
-
-def _listed(words: Sequence[str]) -> str:
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from gpumem_magic.allocator.verdict import CAPACITY, FRAGMENTATION, LIMIT, OTHER_PROCESS, FailedRequest
 from gpumem_magic.devices.base import DeviceFacts
 from gpumem_magic.report.failure import failed_request
 from gpumem_magic.report.model import ALLOCATED_CATEGORIES, CATEGORIES, Peak, ReportData, ReportError, Row
 from gpumem_magic.report.model import LABELS as LEGEND
-from gpumem_magic.units import MIB, amount, counted, mib
+from gpumem_magic.units import MIB, amount, counted, listed, mib
 from gpumem_magic.views.lines import Line, lines
 
 EVIDENCE_WORDS = {
@@ -249,7 +247,7 @@ def place_sentence(found: FailedRequest) -> str:
     place = (
         f"The {amount(found.place)} that {found.left_by} left are" if found.left_by else f"{amount(found.place)} are"
     )
-    return f"{place} split by {_listed(pieces)}." if pieces else ""
+    return f"{place} split by {listed(pieces)}." if pieces else ""
 
 
 def trial_sentences(found: FailedRequest) -> list[str]:
@@ -268,10 +266,10 @@ def trial_sentences(found: FailedRequest) -> list[str]:
             if found.rounds
             else ""
         )
-        sentences.append(f"When replayed with {_listed(helped, 'or')}, the request passes{again}.")
+        sentences.append(f"When replayed with {listed(helped, 'or')}, the request passes{again}.")
     sentences += [f"With {trial.conf} it passes, and memory runs out {_later(trial.rounds)}." for trial in moved]
     if useless:
-        sentences.append(f"{_listed(useless)} {'does' if len(useless) == 1 else 'do'} not help.")
+        sentences.append(f"{listed(useless)} {'does' if len(useless) == 1 else 'do'} not help.")
     if found.trials and not found.rounds and helped:
         sentences.append("Whether later iterations would pass is not known: no earlier one like the last was recorded.")
     if found.kept and helped:
@@ -287,10 +285,6 @@ def _later(rounds: int) -> str:
     return "one iteration later" if rounds == 1 else f"{rounds} iterations later"
 
 
-def _listed(words: Sequence[str], joint: str = "and") -> str:
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} {joint} {words[-1]}"
-
-
 def failure_word(report: ReportData) -> str:
     """What stands beside the failing statement: ``out of memory``, or the error's type."""
     if report.error is None:
@@ -302,7 +296,9 @@ def failure_word(report: ReportData) -> str:
 
 def remarks(report: ReportData) -> list[str]:
     """Everything else that a reader may want to know, one sentence each: folding, retries, stand-ins, the unknown, notes."""
-    return [*particulars(report), *caveats(report), *(" ".join(note.split()) for note in report.notes)]
+    unavailable = ["nvidia-smi's figure was not available."] if report.peak.device_used is None else []
+    notes = (" ".join(note.split()) for note in report.notes)
+    return [*unavailable, *_left_out(report), *particulars(report), *caveats(report), *notes]
 
 
 def caveats(report: ReportData) -> list[str]:
@@ -312,13 +308,9 @@ def caveats(report: ReportData) -> list[str]:
 
 
 def particulars(report: ReportData) -> list[str]:
-    """What only some readers want to know: which rows are left out, what settings would have done, retries."""
-    sentences = [
-        "nvidia-smi's figure was not available." if report.peak.device_used is None else "",
-        *_left_out(report),
-    ]
-    if report.error is not None and report.error.verdict is not None:
-        sentences += trial_sentences(report.error.verdict)
+    """What only some readers want to know: what settings would have done, retries."""
+    verdict = report.error.verdict if report.error is not None else None
+    sentences = [] if verdict is None else trial_sentences(verdict)
     return [sentence for sentence in (*sentences, _retries(report)) if sentence]
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gpumem_magic.report.model import LABELS, ReportData, TensorGroup
-from gpumem_magic.units import counted, mib
+from gpumem_magic.units import counted, listed, mib
 from gpumem_magic.views import explain
 
 MOST_CAUSES = 3
@@ -106,11 +106,13 @@ def _kept(group: TensorGroup) -> str:
     return group.kept_by or _KEPT[group.keeper]
 
 
-def more(
-    report: ReportData, folded: Sequence[str], rows: int, all_rows: int, name: str = "report", needs: str = ""
-) -> str:
-    """The line that says where the rest is. name: how the reader gets at the report, in Python; needs: with what."""
-    inside = [counted(len(folded), "remark")] if folded else []
-    inside += ["categories", "how the bytes are known"]
-    text = f"More{needs}: print({name}.explain()) has {', '.join(inside[:-1])} and {inside[-1]}"
-    return f'{text}; {name}.show("all") has all {all_rows} rows.' if all_rows > rows else f"{text}."
+def more(folded: Sequence[str], hidden: int, page: str = "") -> str:
+    """The line that says where the rest is, where there is any. hidden: rows that are not shown; page: what has them, where the
+    reader is in no Python (```--html PATH` writes a page with``)."""
+    said = counted(len(folded), "remark") if folded else ""
+    rows = f"{counted(hidden, 'row')} more" if hidden else ""
+    if page:
+        return f"More: {page} {listed([one for one in (rows, said) if one])}." if rows or said else ""
+    said = f"`print(report.explain())` has {said}, categories and how the bytes are known" if said else ""
+    rows = f'`report.show("all")` has {rows}' if rows else ""
+    return f"More: {'; '.join(one for one in (rows, said) if one)}." if rows or said else ""

@@ -32,14 +32,14 @@ def render(
     bars: bool = True,
     table: bool = True,
     most: int | None = MOST,
-    name: str = "report",
-    needs: str = "",
+    folds: bool = True,
+    page: str = "",
 ) -> str:
     """The report as text, without an end of line at its end: the answer, the rows, the tensors at the peak, what else to know.
 
     width: columns; by default the terminal's, or 100 where there is none. ascii_only: for terminals that show nothing else.
-    bars: a stacked bar in each line. table: the tensors. most: about how many rows are shown, None for all. name,
-    needs: how the reader gets at the report in Python, and with what.
+    bars: a stacked bar in each line. table: the tensors. most: about how many rows are shown, None for all. folds: whether some
+    sentences are left to who asks for more. page: what has more, for a reader in no Python.
     """
     width = _columns_of(width)
     told = story_of(report)
@@ -52,12 +52,12 @@ def render(
         blocks.append(_wrap(explain.gauge(report), width))
         if table:
             blocks.append(_tensors(report, width))
-    blocks.append("\n".join(_wrap(sentence, width) for sentence in told.others))
+    blocks.append("\n".join(_wrap(one, width) for one in (*told.others, *(() if folds else told.folded))))
     if explain.used_device(report):
-        rows = sum(line.row.kind != PEAK for line in shown)
-        blocks.append(_wrap(more(report, told.folded, rows, len(lines(report, peak=False)), name, needs), width))
+        hidden = len(lines(report, peak=False)) - sum(line.row.kind != PEAK for line in shown)
+        blocks.append(_wrap(more(told.folded if folds else (), max(0, hidden), page), width))
     blocks += [
-        render(other, width=width, ascii_only=ascii_only, bars=bars, table=table, most=most, name=name, needs=needs)
+        render(other, width=width, ascii_only=ascii_only, bars=bars, table=table, most=most, folds=folds, page=page)
         for other in report.devices
     ]
     return _cleaned(blocks, ascii_only)
