@@ -54,6 +54,24 @@ def test_what_the_cell_compiles_runs_eagerly_in_one(book: Notebook) -> None:
     assert not [note for note in both.eager.notes if "break" in note]
 
 
+def test_a_report_of_compiled_code_has_the_eager_run_before_it(book: Notebook) -> None:
+    def note(cell: str) -> str:
+        book.cell(f"%%gpumem -q -o report\n{cell}")
+        return " ".join(one for one in book.shell.user_ns["report"].notes if "eagerly before" in one)
+
+    made = MADE.replace("4096", "rows")
+    fast = made + "fast = torch.compile(model)\n" + STEPS.replace("model(", "fast(")
+    book.cell("rows = 4096\n")
+    assert note(fast) == ""
+    assert note(made + STEPS) == ""
+    found = note(fast)
+    assert "activations 34.0 MiB -> 18.0 MiB at the start of the first backward" in found
+    assert "model.2 10.0 MiB -> 2.0 MiB" in found
+    # The same text, with another batch.
+    book.cell("rows = 2048\n")
+    assert note(fast) == ""
+
+
 def test_an_error_is_said(book: Notebook) -> None:
     book.cell("%%gpumem -o both --compare compile\n" + MADE + "model(x[:, :7])")
     told = str(book.shell.user_ns["both"])

@@ -15,6 +15,7 @@ class Hidden:
 
     def __init__(self) -> None:
         self._compiled = False
+        self._graphs = False
         self._unseen = False
         self._captures = 0
         self._replays = 0
@@ -36,6 +37,16 @@ class Hidden:
 
         patches.set(graph, "replay", watched_replay)
         patches.set(graph, "capture_begin", watched_capture)
+
+    def compiled_graph(self) -> None:
+        """What Inductor compiled is called."""
+        self._graphs = True
+
+    def eager(self, graphs: int) -> bool | None:
+        """Whether nothing ran that was compiled; None where that is not known. graphs: how many the compiler took meanwhile."""
+        if self._graphs:
+            return False
+        return None if graphs or self._compiled or self._unseen else True
 
     def forward_of(self, module: torch.nn.Module) -> None:
         """An outermost module that is called."""

@@ -235,7 +235,7 @@ class Recording:
     was at work when, up to the first backward. file: where it was read from, None where a program was watched as it ran; then
     its checkpoints are at events and not after statements, and its moments have no counters. labels: by device, where the file
     kept them. holds: who held what at the end, and what the first backward's graph saved. own_file: the file name of the
-    program's own code.
+    program's own code. eager: whether nothing ran that torch.compile made, None where that is not known.
     """
 
     torch: str
@@ -255,6 +255,7 @@ class Recording:
     holds: tuple[Hold, ...] = ()
     own_file: str = ""
     compiled: CompiledCode = field(default_factory=CompiledCode)
+    eager: bool | None = None
 
     @property
     def was_watched(self) -> bool:

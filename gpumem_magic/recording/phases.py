@@ -344,6 +344,7 @@ class Phases:
 
     def _compiled_begins(self) -> Callable[[bool], None]:
         """A phase of its own where none is under way: a compiled loss, or an optimizer's compiled step."""
+        self.hidden.compiled_graph()
         return torch_seams.not_watched if self._open_phases() else self.begin_range(COMPILED)
 
     def _open_phases(self) -> bool:

@@ -322,6 +322,7 @@ class Recorder:
             modules=self._modules.trace() if self._modules is not None else ModuleTrace(),
             own_file=self._own_file or "",
             compiled=compiled,
+            eager=self._phases.hidden.eager(compiled.graphs) if self._phases is not None else None,
         )
         return self.recorded
 

@@ -44,6 +44,7 @@ class ActiveRecording:
         self._recorder = recorder
         self._why = why
         self._lines = True
+        self._source = ""
         self._limit: Any = None
         self._builtins = OwnBuiltins()
         self._launches = Launches(open_recording)
@@ -60,7 +61,7 @@ class ActiveRecording:
         from gpumem_magic.recording.limit import IterationLimit
         from gpumem_magic.recording.repetition import ENOUGH
 
-        self._lines = lines
+        self._lines, self._source = lines, source
         self._why.read(source)
         if max_iterations is not None or until_repeat:
             self._limit = IterationLimit(max_iterations, lambda: until_repeat and self._recorder.alike >= ENOUGH)
@@ -98,6 +99,7 @@ class ActiveRecording:
     ) -> Report:
         global _last
         from gpumem_magic.report.build import build_with_labels
+        from gpumem_magic.session.eager_runs import remark
         from gpumem_magic.user_report import Report
 
         under_way.end()
@@ -117,6 +119,8 @@ class ActiveRecording:
         report, labels = build_with_labels(recording, lines=self._lines, explain=self._why.explain)
         self._chosen.remember(labels)
         remarks = (*self._chosen.notes, *self._own_notes(recording), *report.remarks)
+        if report.source is not None and (beside := remark(self._source, report.source)):
+            remarks = (*remarks, beside)
         _last = Report.of(self._words(self._launches.with_ranks(replace(report, remarks=remarks))))
         return _last
 

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from gpumem_magic.looks.objects import attribute, name_of_class
-from gpumem_magic.owners.tree import Layer
-from gpumem_magic.report.inside import OUTSIDE, LayerRow
+from gpumem_magic.report.kept import side_by_side
 from gpumem_magic.report.model import ALLOCATED_CATEGORIES, CATEGORIES, LABELS
 from gpumem_magic.trials import cards
 from gpumem_magic.trials.one_run import tried
@@ -147,15 +146,11 @@ class Compared:
 
     def _by_module(self) -> Iterator[Sequence[str]]:
         """What is kept for backward by module, as deep as compiled code says; alike modules in one line."""
-        top = Layer("")
-        for column, one in (("activations", self.eager), ("gradients", self.compiled)):
-            for path, size in one.kept.items():
-                top.add(path.split(".") if path else [OUTSIDE], column, size)
         before, now = (sum(one.kept.values()) for one in (self.eager, self.compiled))
         if not (before and now):
             return
         yield _row("kept at the first backward", before, now)
-        for line in tree(_as_row(top), _MOST_MODULES):
+        for line in tree(side_by_side(self.eager.kept, self.compiled.kept), _MOST_MODULES):
             size, _, other = line.bytes
             yield _row(f"{'  ' * (line.depth + 1)}{line.name}{', each' if line.times > 1 else ''}", size, other)
 
@@ -165,18 +160,6 @@ class Compared:
             "where it compiles nothing, each model that it calls."
         )
         yield from (note for note in self.compiled.notes if "torch.compile" in note)
-
-
-def _as_row(layer: Layer) -> LayerRow:
-    """For `tree`: activations are the eager run's, gradients the compiled one's."""
-    return LayerRow(
-        layer.name,
-        "",
-        layer.bytes["activations"],
-        0,
-        layer.bytes["gradients"],
-        tuple(map(_as_row, layer.inner.values())),
-    )
 
 
 def _row(name: str, before: int, now: int) -> Sequence[str]:

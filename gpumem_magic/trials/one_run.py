@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -13,11 +12,11 @@ from gpumem_magic.attribution.view import DeviceView
 from gpumem_magic.recording import under_way
 from gpumem_magic.recording.failure import is_out_of_memory
 from gpumem_magic.recording.limit import IterationLimit
-from gpumem_magic.recording.model import BACKWARD
 from gpumem_magic.recording.progress import CellProgress, StopRun
 from gpumem_magic.recording.quiet import no_automatic_collection
 from gpumem_magic.recording.recorder import Recorder
 from gpumem_magic.report.build import report_of
+from gpumem_magic.report.kept import kept_of
 from gpumem_magic.report.model import ReportData
 from gpumem_magic.session.device import put_on
 from gpumem_magic.trials.costs import Costs
@@ -136,6 +135,7 @@ def _told(
     shares, owners = _shares(view, report.peak.position)
     model = device.model
     outside = model.idle_bytes + model.context_bytes
+    kept = kept_of(view)
     return Tried(
         device=name,
         values=dict(values),
@@ -157,21 +157,8 @@ def _told(
         error="" if error is None else f"{error.type}: {error.message}".splitlines()[0],
         course=_course(view, device, owners, ending == FITS),
         notes=report.notes,
-        kept=_kept(view),
+        kept={} if kept is None else kept.activations,
     )
-
-
-def _kept(view: DeviceView) -> dict[str, int]:
-    """Activations at the start of the first backward, by module."""
-    starts = [span.start.positions for span in view.recording.spans if span.kind == BACKWARD]
-    position = min((one[view.device] for one in starts if view.device in one), default=None)
-    trace = view.recording.modules
-    sizes: Counter[str] = Counter()
-    for one in () if position is None else view.timeline.live_at(position):
-        if view.labels[one.index].category == "activations":
-            number = trace.of(view.device, one)
-            sizes["" if number is None else trace.names[number].path] += one.requested
-    return dict(sizes)
 
 
 def _shares(view: DeviceView, position: int) -> tuple[tuple[Share, ...], dict[int, int]]:
