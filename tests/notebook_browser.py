@@ -20,7 +20,7 @@ from typing import Any
 
 import nbformat
 
-PATIENCE = 120_000  # milliseconds; a busy machine with two cores is slow, and a test that waits longer has failed
+PATIENCE = 300_000  # milliseconds; a busy machine with two cores is slow, and a test that waits longer has failed
 _LOCAL = ("http://127.0.0.1", "ws://127.0.0.1", "data:", "blob:", "about:")
 _FLAGS = (
     "--headless",
@@ -35,6 +35,7 @@ _FLAGS = (
     "--disable-backgrounding-occluded-windows",
 )
 _CURRENT = "const panel = window.jupyterapp.shell.currentWidget; const cells = panel.content.widgets;"
+_PAPER = "() => getComputedStyle(document.body).getPropertyValue('--jp-layout-color0').trim()"
 
 
 def chromium() -> str | None:
@@ -160,7 +161,9 @@ class Notebook:
     def run(self, cell: int) -> None:
         """Begins to run a cell, and does not wait for it."""
         self.page.evaluate(
-            "(n) => {" + _CURRENT + " panel.content.activeCellIndex = n; panel.content.deselectAll();"
+            # Without the number of an earlier run: `wait_for` looks for the new one.
+            "(n) => {" + _CURRENT + " cells[n].model.executionCount = null;"
+            " panel.content.activeCellIndex = n; panel.content.deselectAll();"
             " window.jupyterapp.commands.execute('notebook:run-cell'); }",
             cell,
         )
@@ -184,6 +187,17 @@ class Notebook:
 
     def outputs(self, cell: int) -> list[dict[str, Any]]:
         return self.page.evaluate("(n) => {" + _CURRENT + " return cells[n].model.outputs.toJSON(); }", cell)
+
+    def turn_dark(self) -> None:
+        """Waits until the other theme's style sheet has taken the first one's place."""
+        before = self.page.evaluate(_PAPER)
+        self.page.evaluate(
+            "() => window.jupyterapp.commands.execute('apputils:change-theme', {theme: 'JupyterLab Dark'})"
+        )
+        self.page.wait_for_function(
+            f"(before) => document.body.dataset.jpThemeLight === 'false' && ({_PAPER})() && ({_PAPER})() !== before",
+            arg=before,
+        )
 
     def save(self) -> None:
         self.page.evaluate("async () => {" + _CURRENT + " await panel.context.save(); }")

@@ -125,14 +125,13 @@ def test_the_first_notebook_runs_and_shows_its_pictures(tmp_path: Path) -> None:
         assert page.evaluate(LOOK)["rows"] >= look["rows"]
         # Figures where the pointer rests.
         page.locator(f"{REPORT} .gpumem-course > i").first.hover()
-        tip = page.evaluate(
-            f"() => getComputedStyle(document.querySelector('{REPORT} .gpumem-course > i'), '::after').content"
+        page.wait_for_function(
+            f"() => getComputedStyle(document.querySelector('{REPORT} .gpumem-course > i'), '::after').content.includes('MiB')"
         )
-        assert "MiB" in tip
 
-        page.evaluate("() => window.jupyterapp.commands.execute('apputils:change-theme', {theme: 'JupyterLab Dark'})")
-        page.wait_for_function(f"() => ({LOOK})().paper !== '{look['paper']}'")
+        notebook.turn_dark()
         dark = page.evaluate(LOOK)
+        assert dark["paper"] != look["paper"]
         for colour in (dark["ink"], dark["quiet"]):
             assert contrast(colour, dark["paper"]) >= 4.5
         check_accessible(page, REPORT)

@@ -48,7 +48,7 @@ def _client(notebook: Any) -> Any:
 
     manager = AsyncKernelManager(kernel_name="python3")
     manager.kernel_spec.argv[0] = sys.executable  # this Python, whichever one the kernel's name is registered for
-    return nbclient.NotebookClient(notebook, km=manager, timeout=60, allow_errors=False)
+    return nbclient.NotebookClient(notebook, km=manager, timeout=300, allow_errors=False)
 
 
 @pytest.fixture(scope="module")

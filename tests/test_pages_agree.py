@@ -46,7 +46,7 @@ def in_page(folder: Path, program: str, given: Any) -> Any:
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)

@@ -59,7 +59,7 @@ def run(bar: Callable[[], Any], monkeypatch: pytest.MonkeyPatch, cell: str = CEL
 
     def waited(times: int) -> None:
         for _ in range(times):
-            assert bar().news.acquire(timeout=60)
+            assert bar().news.acquire(timeout=300)
 
     with notebook() as book:
         monkeypatch.setattr(progress, "in_notebook", in_notebook)

@@ -32,6 +32,9 @@ def run(kind: str, target: Path, *arguments: str, count: int = 2) -> tuple[int, 
     options = ["--nproc", str(count), "--device", "A100-40GB", "--json", str(target)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GPUMEM_TEST_MARK", str(target))
+        # How long a rank that is ended may take for its report: ours, and PyTorch's launcher's.
+        patch.setattr(launch, "_PATIENCE", 300.0)
+        patch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "300")
         status = cli.main(["run", *options, str(PROGRAM), "--", kind, *arguments])
     return status, json.loads(target.read_text("utf-8"))["ranks"]
 

@@ -14,6 +14,7 @@ from causes_cells import Notebook, notebook
 
 from gpumem_magic.report.model import ReportData
 from gpumem_magic.report.ranks import DONE, ENDED, FAILED, GONE, OUT_OF_MEMORY
+from gpumem_magic.session import launches
 
 if not torch.distributed.is_available():
     pytest.skip("this PyTorch has no torch.distributed", allow_module_level=True)
@@ -52,7 +53,8 @@ def start(kind="", count=2):
 
 @pytest.fixture(scope="module")
 def book() -> Iterator[Notebook]:
-    with notebook("T4", SETUP) as found:
+    with notebook("T4", SETUP) as found, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launches, "_PATIENCE", 300.0)
         yield found
 
 

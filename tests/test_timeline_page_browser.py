@@ -319,9 +319,10 @@ def test_a_hostile_file_runs_nothing_and_loads_nothing(context: Any, tmp_path: P
     path, views = page_of(tmp_path, data)
     page = Page(context[0], path)
     assert views[0].timeline.live_at(views[0].peak[1])
-    page.press("Home", *["ArrowRight", "ArrowUp"] * 8, "p")
+    page.press("Home", *["ArrowRight", "ArrowUp"] * 8)
+    page.page.wait_for_function("() => !document.getElementById('moment').textContent.startsWith('Peak')")
+    page.press("p")
     page.wait_for_moment("Peak")
-    page.page.wait_for_timeout(400)  # the list follows once the keys are at rest
     page.page.locator("#groups tbody tr").filter(has_text="onerror").first.click()
     page.page.wait_for_function("() => document.getElementById('selected').textContent.includes('onerror')")
     assert MARKUP in page.text("#selected"), "it is there to be read, as text"

@@ -41,7 +41,7 @@ def test_in_jupyterlab(tmp_path: Path) -> None:
         assert drawn[0] > 300
         assert drawn[1] > 200
         assert "allocated" in frame.locator("#moment").inner_text()
-        assert notebook.page.locator(".jp-OutputArea img[alt^='<Timeline of']").count() == 1
+        notebook.page.locator(".jp-OutputArea img[alt^='<Timeline of']").wait_for(state="attached")
         notebook.run(1)
         assert "Peak" in notebook.wait_for(1)
         notebook.run(2)

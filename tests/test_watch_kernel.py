@@ -18,7 +18,7 @@ pytest.importorskip("anywidget", reason="the live chart needs anywidget")
 
 from jupyter_client.manager import AsyncKernelManager, KernelManager  # noqa: E402
 
-PATIENCE = 60.0
+PATIENCE = 300.0
 SETUP = f"""
 import sys
 sys.path.insert(0, {str(Path(__file__).parents[1])!r})

@@ -22,7 +22,7 @@ from gpumem_magic.widgets.fronts import LineFront
 from gpumem_magic.widgets.sampler import THREAD_NAME, Sampler
 from gpumem_magic.widgets.watch import Watch
 
-PATIENCE = 60.0
+PATIENCE = 300.0
 
 
 def threads() -> int:
