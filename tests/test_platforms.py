@@ -20,8 +20,8 @@ PACKAGE = Path(__file__).parents[1] / "gpumem_magic"
 # What Windows or macOS lack -> the only files that may speak of it.
 ONLY_IN = {
     # (Who runs on a GPU; and the memory that a host has left.)
-    # Whether a rank that has ended only waits to be asked after; without it, it counts as alive.
-    r"/proc\b": {"devices/driver.py", "virtual/engine/host_memory.py", "files/rank_files.py"},
+    # Whether a rank that has ended only waits to be asked after; without it, it counts as alive. How many threads a process has.
+    r"/proc\b": {"devices/driver.py", "virtual/engine/host_memory.py", "files/rank_files.py", "trials/process.py"},
     r"\bimport_module\(\"pwd\"\)|^\s*import pwd|from pwd ": {"devices/driver.py"},
     r"\bos\.fork\b|register_at_fork|\bos\.killpg\b|\bos\.getuid\b|\bos\.geteuid\b|import resource": {
         # Trials are refused in one line without `os.fork`; ranks of one user find each other only where users have numbers;
