@@ -101,6 +101,26 @@ def test_quantised_tensors_are_refused_and_what_to_do_is_said() -> None:
     assert torch.fake_quantize_per_tensor_affine(x, 0.1, 0, 0, 255).is_cuda
 
 
+@pytest.mark.parametrize("values", ["stand-in", "real"])
+def test_a_dlpack_capsule_has_the_tensors_memory(values: str) -> None:
+    gpu.turn_on(f"T4,values={values}")
+    x = torch.ones(300, device="cuda")
+    before = torch.cuda.memory_allocated()
+    for y in (torch.from_dlpack(x), torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(x))):
+        assert y.data_ptr() == x.data_ptr()
+        y[0] += 1
+    assert torch.cuda.memory_allocated() == before
+    if values == "real":
+        assert x[0] == 3
+    with pytest.raises(BufferError, match="require gradient"):
+        torch.from_dlpack(x.requires_grad_())
+    with pytest.raises(
+        BufferError, match=r"no memory to share\. Hand the library a copy on the host \(tensor\.cpu\(\)\)"
+    ):
+        x.__dlpack__()
+    assert torch.from_dlpack(torch.ones(2).numpy(), device="cuda" if values == "real" else "cpu").sum() == 2
+
+
 def test_the_device_is_set_below_torch_cuda() -> None:
     torch._C._cuda_setDevice(0)
     assert torch._C._cuda_getDevice() == 0

@@ -170,6 +170,15 @@ def test_weights_of_edges_have_gradients() -> None:
     [
         (lambda: torch.eye(3).to_sparse_csr().cuda(), "cannot hold a tensor with layout torch.sparse_csr. Use dense"),
         (lambda: torch.sparse_csr_tensor([0, 1], [0], [1.0], device="cuda"), "cannot hold a compressed sparse tensor"),
+        (lambda: torch.eye(3, device="cuda").to_sparse_csr(), "layout torch.sparse_csr. Use dense"),
+        (lambda: torch.eye(4, device="cuda").to_sparse_bsr((2, 2)), "layout torch.sparse_bsr. Use dense"),
+        (lambda: matrix("cuda").to_sparse_csc(), "layout torch.sparse_csc. Use dense"),
+        (
+            lambda: torch.sparse_csr_tensor(
+                *(torch.tensor(one, device="cuda") for one in ([0, 1], [0], [1.0])), (1, 1)
+            ),
+            "layout torch.sparse_csr. Use dense",
+        ),
         (lambda: matrix("cuda").cumsum(0), "virtual GPU cannot run aten.cumsum"),
         (lambda: torch.nested.nested_tensor([torch.rand(2), torch.rand(3)]).cuda(), "cannot hold a nested tensor"),
         (lambda: torch.quantize_per_tensor(torch.rand(3), 0.1, 0, torch.qint8).cuda(), "cannot hold a quantised"),
@@ -181,6 +190,14 @@ def test_what_there_is_no_rule_for_is_refused_in_one_line(operation: Callable[[]
         with pytest.raises(NotImplementedError, match=text) as error:
             operation()
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("values", ["real", "auto"])
+def test_compressed_tensors_are_refused_with_values_too(values: str) -> None:
+    gpu.turn_on(f"T4,values={values}")
+    for dense in (torch.eye(3).cuda(), matrix("cuda")):
+        with pytest.raises(NotImplementedError, match=r"cannot hold a tensor with layout torch\.sparse_csr"):
+            dense.to_sparse_csr()
 
 
 def test_shapes_and_devices_are_checked() -> None:

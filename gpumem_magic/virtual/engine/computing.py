@@ -10,7 +10,7 @@ import torch
 from gpumem_magic.private import aten as _aten
 from gpumem_magic.private import overloads
 from gpumem_magic.virtual.engine import kernel_rules
-from gpumem_magic.virtual.engine.engine import SPECIAL, Engine
+from gpumem_magic.virtual.engine.engine import SPECIAL, Engine, refuse_to_hold
 from gpumem_magic.virtual.engine.host_calls import EQUIVALENT, HostCall, host_only, refuse_to_compute
 from gpumem_magic.virtual.engine.memory import Memory
 from gpumem_magic.virtual.engine.random import DeviceRandom
@@ -132,8 +132,10 @@ class ComputingEngine(Engine):
             return None if not count else written[0] if count == 1 else tuple(written)
         if isinstance(result, (list, tuple)):
             return type(result)([self._out_of(func, args, item, device) for item in result])
-        if not isinstance(result, torch.Tensor) or result.layout is not torch.strided:
+        if not isinstance(result, torch.Tensor):
             return result
+        if result.layout is not torch.strided:
+            refuse_to_hold(f"a tensor with layout {result.layout}")
         with host_only():
             meta = torch.empty_strided(result.size(), result.stride(), dtype=result.dtype, device="meta")
         return self.wrap(meta, device)

@@ -349,7 +349,7 @@ class Engine:
         if tensor.layout is torch.strided:
             return (tensor,)
         if tensor.layout is not torch.sparse_coo:
-            raise NotImplementedError(f"the virtual GPU cannot hold a tensor with layout {tensor.layout}")
+            refuse_to_hold(f"a tensor with layout {tensor.layout}")
         self.holds_sparse = True
         return tuple(self.fake_call(part, (tensor,), {}) for part in (_aten._indices.default, _aten._values.default))
 
@@ -492,6 +492,12 @@ def any_sparse(args: Any) -> bool:
 
 def _no_sparse(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> NoReturn:
     raise cannot_run(func, "for a sparse tensor")
+
+
+def refuse_to_hold(kind: str, instead: str = "dense (padded) or sparse_coo tensors") -> NoReturn:
+    raise NotImplementedError(
+        f"the virtual GPU cannot hold {kind}. Use {instead} there, or run this line on a real GPU."
+    )
 
 
 def _refuse_foreign(tensor: FakeTensor) -> NoReturn:

@@ -83,6 +83,11 @@ KNOWN = "_gpumem_known"
 CHECKED = "_gpumem_checked"
 GUESS = "_gpumem_guess"
 
+_NO_MEMORY = (
+    "a tensor on a virtual GPU has no memory to share. Hand the library a copy on the host (tensor.cpu()), or run this line on a "
+    "real GPU."
+)
+
 # Functions that run in another way than here: in older versions, or for tensors that are no subclass.
 OTHERWISE = {torch.Tensor.__getitem__, torch.functional.einsum, torch.nn.functional.linear}
 
@@ -338,10 +343,10 @@ class VirtualTensor(FakeTensor):
 
     @property
     def __cuda_array_interface__(self) -> Any:
-        raise AttributeError("a tensor on a virtual GPU has no memory to share")
+        raise AttributeError(_NO_MEMORY)
 
     def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
-        raise BufferError("a tensor on a virtual GPU has no memory to share")
+        raise BufferError(_NO_MEMORY)
 
 
 def _with_device(text: str, words: list[str]) -> str:

@@ -15,7 +15,7 @@ import torch.utils._device
 
 from gpumem_magic.patching import Patches, warnings_remembered
 from gpumem_magic.private import overloads
-from gpumem_magic.virtual.engine.engine import Engine, refuse_device, refuse_fork, special
+from gpumem_magic.virtual.engine.engine import SPARSE, Engine, refuse_device, refuse_fork, refuse_to_hold, special
 from gpumem_magic.virtual.engine.modes import (
     META,
     STATE,
@@ -66,12 +66,6 @@ def plain_meta(tensor: VirtualTensor) -> torch.Tensor:
     return made_plainly(torch.empty_strided, tensor.size(), tensor.stride(), dtype=tensor.dtype, device=META)
 
 
-def refuse_to_hold(kind: str, instead: str = "dense (padded) or sparse_coo tensors") -> NoReturn:
-    raise NotImplementedError(
-        f"the virtual GPU cannot hold {kind}. Use {instead} there, or run this line on a real GPU."
-    )
-
-
 @special(
     *overloads(
         "quantize_per_tensor quantize_per_tensor.tensor_qparams quantize_per_tensor.tensors quantize_per_tensor_dynamic"
@@ -81,6 +75,15 @@ def refuse_to_hold(kind: str, instead: str = "dense (padded) or sparse_coo tenso
 def _quantised(*_: Any) -> NoReturn:
     """The rules of fake tensors would make them of four bytes an element, without a word."""
     refuse_to_hold("a quantised tensor", instead="integer tensors with a scale beside them")
+
+
+_COMPRESSING = overloads("_to_sparse_csr _to_sparse_csc _to_sparse_bsr _to_sparse_bsc")
+
+
+@special(*_COMPRESSING)
+@special(*_COMPRESSING, table=SPARSE)
+def _compressed(engine: Engine, func: Any, *_: Any) -> NoReturn:
+    refuse_to_hold(f"a tensor with layout torch.{func.overloadpacket.__name__.removeprefix('_to_')}")
 
 
 def made_as_of_old(args: tuple[Any, ...], dtype: torch.dtype, device: Any) -> torch.Tensor:
@@ -98,6 +101,21 @@ def _check_kind(tensor: torch.Tensor) -> None:
         _quantised()
     if tensor.layout not in (torch.strided, torch.sparse_coo):
         refuse_to_hold(f"a tensor with layout {tensor.layout}")
+
+
+def _shares(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A tensor on a virtual device is its own capsule: only PyTorch itself can take it."""
+
+    def with_the_same_memory(tensor: Any, *, device: Any = None, copy: bool | None = None, **kwargs: Any) -> Any:
+        if not isinstance(tensor, VirtualTensor):
+            given = {name: value for name, value in (("device", device), ("copy", copy)) if value is not None}
+            return original(tensor, **given, **kwargs)
+        if tensor.requires_grad:
+            raise BufferError("Can't export tensors that require gradient, use tensor.detach()")
+        found = tensor.detach() if device is None else tensor.detach().to(device)
+        return found.clone() if copy else found
+
+    return with_the_same_memory
 
 
 def _cuda(
@@ -139,6 +157,10 @@ class Factories:
         new_tensor = self._from_values(torch.Tensor.new_tensor)
         patches.set(torch.Tensor, "new_tensor", self._beside(new_tensor))
         patches.set(torch.Tensor, "new", self._new(torch.Tensor.new))
+        for name in ("from_dlpack", "to_dlpack"):
+            shares = _shares(getattr(torch, name))
+            for place in (torch, torch.utils.dlpack):
+                patches.set(place, name, shares)
         patches.set(torch.nested, "nested_tensor", self._no_nested(torch.nested.nested_tensor))
         patches.set(torch.Tensor, "to", self._to(torch.Tensor.to))
         patches.set(torch.Tensor, "cuda", _cuda)
