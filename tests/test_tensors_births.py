@@ -72,3 +72,11 @@ def test_nothing_is_kept_of_the_program() -> None:
         book.cell("del x, y")
         gc.collect()
         assert left() is None
+
+
+def test_parameters_that_a_loop_names_in_turn_are_their_models() -> None:
+    loop = "for (a, b) in zip(old, model.parameters()):\n    c = a + b"
+    groups = groups_of(["model = net(1024, 4)\nold = [one.detach() for one in net(1024, 4).parameters()]", loop])
+    counts = {one.kept_by: one.count for one in groups if one.category == "parameters"}
+    # The last one has the loop's name to the end.
+    assert counts == {"model": 7, "b": 1}

@@ -34,6 +34,8 @@ from gpumem_magic.recording.model import (
 from gpumem_magic.snapshot.model import Frame
 from gpumem_magic.snapshot.timeline import Allocation
 
+_OF_A_MODULE = frozenset({"parameters", "gradients"})
+
 
 @dataclass(frozen=True)
 class TensorFacts:
@@ -104,15 +106,17 @@ class Tensors:
         name = names[earlier - 1][1] if earlier else names[0][1] if names else ""
         holds = self._holds.get(one.index, ())
         at_end = next((hold for hold in holds if hold.position == len(self._log.events)), None)
-        if at_end is not None and (not name or at_end.place.startswith(name)):
+        label = self._labels[one.index]
+        # A loop's variable names each parameter in turn: what keeps them is their model.
+        if at_end is not None and (not name or at_end.place.startswith(name) or label.category in _OF_A_MODULE):
             return at_end.keeper, at_end.place
         if name:
             return (KEPT_BY_LIST if "[" in name else KEPT_BY_NAME), name
-        label = self._labels[one.index]
         if label.name and label.evidence == "identity":
             # A gradient that is gone by the end is called as its parameter is within the model, which has no name of its own.
             place = self._parameters.get(label.name, "") if label.category == "gradients" else label.name
-            return KEPT_BY_NAME, place
+            # ``0.weight`` is a name within a model that nobody names.
+            return KEPT_BY_NAME, place if place.partition(".")[0].isidentifier() else ""
         saved = next((hold for hold in holds if hold.keeper == KEPT_BY_GRAPH), None)
         if saved is None and label.category == "activations":
             birth = self.birth_of(one)

@@ -6,6 +6,7 @@ are, which line made them and what keeps them.
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
@@ -201,7 +202,8 @@ def _is_nameless(members: Sequence[TensorGroup]) -> bool:
 def _words(members: Sequence[TensorGroup], size: int) -> str:
     first = members[0]
     if first.category in OF_A_MODEL:
-        of = f" of `{first.kept_by}`" if first.kept_by else ""
+        link = ", kept by" if re.search(r"[.\[]", first.kept_by) else " of"
+        of = f"{link} `{first.kept_by}`" if first.kept_by else ""
         return f"{amount(size)} are {LABELS[first.category]}{of}"
     place = _place(members)
     if first.shape is None:

@@ -75,6 +75,7 @@ def _group(members: Sequence[_Member]) -> TensorGroup:
         dtypes = {each.dtype for _, each, _, _ in members}
         shapes = {each.shape for _, each, _, _ in members}
         places = {each for *_, each in members}
+        owners = {_owner(each) for each in places}
         return TensorGroup(
             size,
             count,
@@ -82,7 +83,7 @@ def _group(members: Sequence[_Member]) -> TensorGroup:
             dtypes.pop() if len(dtypes) == 1 else "",
             shapes.pop() if len(shapes) == 1 else None,
             keeper=KEPT_BY_NAME if any(places) else keeper,
-            kept_by=_owner(place) if len(places) > 1 else place,
+            kept_by=place if len(places) == 1 else owners.pop() if len(owners) == 1 else "",
         )
     return TensorGroup(
         size,
