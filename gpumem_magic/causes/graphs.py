@@ -177,6 +177,8 @@ def _less(scene: Scene, spot: Spot) -> str:
         added_up = f"Each is a view ({seen} in all) that keeps the whole tensor it was taken from: add `.clone()`"
         return f"{added_up}; {now}." if now else f"{added_up}."
     host = "keep only what is used later, on the host (`.detach().cpu()`)"
+    if spot.held[0].kind == "optimizer_state":
+        host = "keep one optimizer at a time"
     hook = scene.program.hook_of(place) if (place := added(scene, spot)) is not None else None
     if hook is not None:
         host = f"{host}, and take the hook off when it has done its work ({taking_off(hook)})"

@@ -106,6 +106,8 @@ def _composed(report: ReportData, words: str, told: Sequence[str]) -> str:
         return " ".join(sentences)
     if error is not None:
         sentences.append(f"{error.type}{error.at}.")
+        if not report.peak.allocated:
+            return sentences[0]
     size, on = amount(report.peak.allocated), _on(report)
     where = f" at {report.peak.where}{_since(report)}" if report.peak.where else ""
     if not words:
