@@ -308,22 +308,22 @@ def run_on_t4(path: Path, *options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-def said_on_t4(capsys: pytest.CaptureFixture[str], path: Path, *options: str) -> str:
+def said_on_t4(capsys: pytest.CaptureFixture[str], path: Path, *options: str, status: int = 0) -> str:
     """What the command says on standard error, in this process."""
     try:
-        assert cli.main(["run", "--device", "T4", *options, str(path)]) == 0
+        assert cli.main(["run", "--device", "T4", *options, str(path)]) == status
     finally:
         chosen_device.off()
     return capsys.readouterr().err
 
 
-def test_a_script_that_leaves_before_it_touches_a_device_has_the_last_word(script: Write) -> None:
-    ended = run_on_t4(script("import argparse\nargparse.ArgumentParser(prog='it').parse_args(['--wrong'])\n"))
-    assert ended.returncode == 2
-    assert ended.stderr.splitlines()[-1] == "it: error: unrecognized arguments: --wrong"
-    ended = run_on_t4(script("import torch\nopen('no such file')\n"))
-    assert ended.returncode == 1
-    assert ended.stderr.splitlines()[-1].startswith("FileNotFoundError")
+def test_a_script_that_leaves_before_it_touches_a_device_has_the_last_word(
+    script: Write, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wrong = script("import argparse\nargparse.ArgumentParser(prog='it').parse_args(['--wrong'])\n")
+    assert said_on_t4(capsys, wrong, status=2).splitlines()[-1] == "it: error: unrecognized arguments: --wrong"
+    missing = script("import torch\nopen('no such file')\n")
+    assert said_on_t4(capsys, missing, status=1).splitlines()[-1].startswith("FileNotFoundError")
 
 
 def test_a_script_is_told_of_the_commands_flags(script: Write, capsys: pytest.CaptureFixture[str]) -> None:
