@@ -33,18 +33,23 @@ export function inPlaces(name, build) {
     mounted.set(place, one);
     if (before && one.host.contains(had)) had.focus?.();
   };
-  const look = () => {
-    pending = false;
-    if (over) return;
+  const come = () => {
     for (const place of document.querySelectorAll(".gpumem-place")) {
       if (place.dataset.place === name && !mounted.has(place)) enter(place);
     }
+  };
+  const look = () => {
+    pending = false;
+    if (over) return;
+    come();
     for (const [place, one] of [...mounted]) if (!place.isConnected) leave(place, one);
   };
   const observer = new MutationObserver(() => {
+    // An output that is drawn anew has its view at once, and shows no frame of its picture.
+    if ([...mounted.keys()].some((place) => !place.isConnected)) come();
     if (pending) return;
     pending = true;
-    // Not before the next frame: an output that is drawn anew goes and comes.
+    // A view leaves not before the next frame: its output may come again.
     requestAnimationFrame(look);
   });
   observer.observe(document.body, { childList: true, subtree: true });

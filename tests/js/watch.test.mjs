@@ -265,13 +265,14 @@ test("a view stands in every place of its name, moves with its output, and leave
   const leave = inPlaces("a", () => { built += 1; return () => { ended += 1; }; });
   const [first, other] = places;
   assert.deepEqual([first.still.hidden, other.still.hidden, built], [true, false, 1]);
-  // The output is drawn anew: the same view.
+  // The output is drawn anew: the same view, before a frame could show the picture.
   first.isConnected = false;
   places.push(place("a"), place("a"));
   change();
+  assert.deepEqual([built, ended, places[2].still.hidden], [2, 0, true]);
+  assert.equal(places[2].children[0], first.children[0]);
   draw();
   assert.deepEqual([built, ended], [2, 0]);
-  assert.equal(places[2].children[0], first.children[0]);
   // One goes for good.
   places[3].isConnected = false;
   change();
