@@ -308,13 +308,17 @@ def run_on_t4(path: Path, *options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-def said_on_t4(capsys: pytest.CaptureFixture[str], path: Path, *options: str, status: int = 0) -> str:
-    """What the command says on standard error, in this process."""
+def ran_on(device: str, capture: pytest.CaptureFixture[str], path: Path, *options: str, status: int = 0) -> Any:
+    """What is said where the command runs in this process. capture: `capfd`, for what other processes say, too."""
     try:
-        assert cli.main(["run", "--device", "T4", *options, str(path)]) == status
+        assert cli.main(["run", "--device", device, *options, str(path)]) == status
     finally:
         chosen_device.off()
-    return capsys.readouterr().err
+    return capture.readouterr()
+
+
+def said_on_t4(capture: pytest.CaptureFixture[str], path: Path, *options: str, status: int = 0) -> str:
+    return ran_on("T4", capture, path, *options, status=status).err
 
 
 def test_a_script_that_leaves_before_it_touches_a_device_has_the_last_word(
@@ -340,18 +344,18 @@ def test_a_script_is_told_of_the_commands_flags(script: Write, capsys: pytest.Ca
     )
 
 
-def test_ranks_that_a_script_starts_have_the_device_and_are_one_report(script: Write) -> None:
+def test_ranks_that_a_script_starts_have_the_device_and_are_one_report(
+    script: Write, capfd: pytest.CaptureFixture[str]
+) -> None:
     program = (
         "import torch\nimport torch.multiprocessing as mp\n"
         "def work(rank, n):\n    x = torch.zeros(2**20, device=rank)\n    print('child', x.device, flush=True)\n"
         "if __name__ == '__main__':\n    mp.spawn(work, args=(2,), nprocs=2)\n"
     )
-    command = [sys.executable, "-m", "gpumem_magic.cli", "run", "--device", "2xT4", str(script(program))]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert ended.returncode == 0
-    assert sorted(ended.stdout.splitlines()) == ["child cuda:0", "child cuda:1"]
-    assert ended.stderr.startswith("All 2 ranks peak at 4.0 MiB")
-    assert "Nothing was put on a device" not in ended.stderr
+    ran = ran_on("2xT4", capfd, script(program))
+    assert sorted(ran.out.splitlines()) == ["child cuda:0", "child cuda:1"]
+    assert ran.err.startswith("All 2 ranks peak at 4.0 MiB")
+    assert "Nothing was put on a device" not in ran.err
 
 
 def test_where_the_device_is_real_processes_start_as_ever() -> None:
@@ -430,7 +434,9 @@ def test_a_report_of_a_script_names_nothing_that_is_only_in_a_notebook(
 
 
 @pytest.mark.parametrize("device", ["T4", "T4,values=real"])
-def test_tensors_that_go_to_another_process_stay_the_senders_memory(script: Write, device: str) -> None:
+def test_tensors_that_go_to_another_process_stay_the_senders_memory(
+    script: Write, device: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     program = (
         "import torch\nimport torch.multiprocessing as mp\n"
         "def work(model, part, whole):\n"
@@ -443,14 +449,12 @@ def test_tensors_that_go_to_another_process_stay_the_senders_memory(script: Writ
         "    process = mp.get_context('spawn').Process(target=work, args=(model, whole[3:5], whole))\n"
         "    process.start(); process.join()\n    print(process.exitcode, whole[3:5].tolist())\n"
     )
-    command = [sys.executable, "-m", "gpumem_magic.cli", "run", "--device", device, str(script(program))]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert ended.returncode == 0, ended.stderr
+    said = ran_on(device, capfd, script(program)).out.splitlines()
     if "real" in device:
-        assert ended.stdout.splitlines() == ["0 True [3, 4] Linear True", "0 [4, 5]"]
+        assert said == ["0 True [3, 4] Linear True", "0 [4, 5]"]
     else:
-        assert ended.stdout.splitlines()[0].startswith("0 True [")
-        assert ended.stdout.splitlines()[1].startswith("0 [")
+        assert said[0].startswith("0 True [")
+        assert said[1].startswith("0 [")
 
 
 def test_a_page_of_several_processes_is_another_commands(script: Write, capsys: pytest.CaptureFixture[str]) -> None:
