@@ -69,8 +69,9 @@ class Foresight:
         """One request's size with another value."""
         return through(self._sizes[request][-_POINTS:], value) if request < len(self._sizes) else 0
 
-    def fits(self, value: int, available: int, total: int) -> bool:
-        """Whether all requests would be served."""
+    def lacking(self, value: int, available: int, total: int) -> int | None:
+        """What the first request is short of that would not be served, in bytes; 0 where only pieces are short, None where all
+        would be served."""
         base = self._base
         assert base is not None
         allocator = CachingAllocator(0, DeviceMemory(total, total - available), base.settings)
@@ -88,12 +89,12 @@ class Foresight:
                 try:
                     places[block_number] = allocator.malloc(sizes[block_number], stream, pool)
                 except DeviceOutOfMemory:
-                    return False
+                    return max(0, allocator.allocated + sizes[block_number] - available)
             else:
                 place = places.pop(block_number, None)
                 if place is not None:
                     allocator.free(place)
-        return True
+        return None
 
 
 def _without_dust(course: Course) -> Course:

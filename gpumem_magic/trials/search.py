@@ -207,24 +207,26 @@ class _Hunt:
 
     def _foretold(self, low: int, end: int) -> int | None:
         """The largest place below `end` that the allocator serves, by the courses; `low` where nothing above it fits."""
-        sight = self.foresight
-        if not sight.sees:
+        if not self.foresight.sees:
             return None
         self.foreseen = True
-        course = next(one.course for one in self.tried.values() if one.course is not None)
-
-        def fits(place: int) -> bool:
-            return sight.fits(self.values[place], course.available, course.total)
-
         below, above = low, end
         while above - below > 1:
             middle = (below + above) // 2
-            if fits(middle):
+            if self._lacking(middle) is None:
                 below = middle
             else:
                 above = middle
-        beyond = [place for place in range(above + 1, min(end, above + 1 + _ABOVE)) if fits(place)]
-        return max(beyond, default=below)
+        if above == end or self._lacking(above) != 0:
+            return below
+        # Pieces are short and not bytes, so that a larger one may be served again.
+        places = range(min(end, above + 1 + _ABOVE) - 1, above, -1)
+        return next((place for place in places if self._lacking(place) is None), below)
+
+    def _lacking(self, place: int) -> int | None:
+        """What `Foresight.lacking` says of it."""
+        course = next(one.course for one in self.tried.values() if one.course is not None)
+        return self.foresight.lacking(self.values[place], course.available, course.total)
 
     def _by_the_square(self, place: int) -> int:
         """Which place a program passes whose memory grows with the square of the value, as it passes this one."""
