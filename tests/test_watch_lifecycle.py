@@ -125,11 +125,11 @@ def test_what_is_late_is_dropped_and_not_queued() -> None:
     def take() -> None:
         took.append(1)
         if len(took) == 1:
+            threading.Timer(0.3, release.set).start()
             release.wait(PATIENCE)
 
     sampler = Sampler(take, 0.01)
     sampler.start()
-    threading.Timer(0.3, release.set).start()
     wait_until(lambda: len(took) >= 2)
     sampler.stop()
     assert sampler.join(PATIENCE)
