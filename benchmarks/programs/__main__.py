@@ -25,11 +25,13 @@ import importlib
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -178,10 +180,20 @@ def judged(one: Mapping[str, Any], options: argparse.Namespace) -> Outcome:
     return outcome
 
 
+@contextmanager
+def _scratch_folder() -> Iterator[str]:
+    """Not a `TemporaryDirectory`, which a forked copy of this process would remove as it ends, with the report in it."""
+    folder = tempfile.mkdtemp()
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 def _once(
     one: Mapping[str, Any], source: Path | None, device: str | None, options: argparse.Namespace, way: str
 ) -> Run:
-    with tempfile.TemporaryDirectory() as scratch:
+    with _scratch_folder() as scratch:
         folder, home = Path(scratch, "program"), Path(scratch, "home")
         folder.mkdir()
         home.mkdir()
