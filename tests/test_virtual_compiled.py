@@ -231,11 +231,34 @@ def test_compiled_autograd() -> None:
     model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.LayerNorm(256)).cuda()
     x = torch.rand(512, 64, device="cuda")
 
-    with importlib.import_module("torch._dynamo.config").patch(compiled_autograd=True):
+    with (
+        importlib.import_module("torch._dynamo.config").patch(compiled_autograd=True),
+        gpumem_magic.measure() as measured,
+    ):
         torch.compile(lambda: model(x).square().mean().backward(), backend="aot_eager")()
     gradients = [parameter.grad for parameter in model.parameters()]
     assert all(gradient is not None and gradient.is_cuda for gradient in gradients)
     assert importlib.import_module("torch._dynamo.utils").counters["compiled_autograd"]["captures"] == 1
+    # The compiler does not look into the measuring.
+    (one,) = measured.report.compiled.breaks
+    assert "backward()" in one.text
+
+
+def test_loops_of_the_compilers_own_and_pinned_memory(machine: gpu.VirtualMachine) -> None:
+    operators = importlib.import_module("torch._higher_order_ops")
+    x = torch.rand(4, 64, device="cuda")
+
+    def sums(x: torch.Tensor) -> Any:
+        return operators.scan(lambda carry, row: (carry + row, carry * row), torch.zeros_like(x[0]), x)[1]
+
+    with torch.no_grad():
+        assert torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,)).shape == x.shape
+        assert torch.compile(sums)(x).shape == sums(x).shape == x.shape
+    # Where Inductor could not lower it, the report says so.
+    assert all("operator by operator" in note for note in machine.notes() if "torch.compile" in note)
+    # What generated code calls for pinned memory, which needs a driver.
+    pinned = getattr(importlib.import_module("torch._C._dynamo.guards"), "_empty_strided_cpu_pinned", None)
+    assert pinned is None or pinned((2,), (1,), torch.int64).shape == (2,)
 
 
 def in_graphs() -> dict[tuple[int, int], int]:

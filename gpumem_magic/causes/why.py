@@ -31,6 +31,7 @@ from gpumem_magic.owners.search import find_owners
 from gpumem_magic.owners.traversal import Place
 from gpumem_magic.patching import Patches
 from gpumem_magic.recording.model import KEPT_BY_GRAPH, KEPT_BY_LIST, KEPT_BY_NAME, Hold, Recording
+from gpumem_magic.recording.torch_seams import passed_over, uncompiled
 from gpumem_magic.report.inside import ActivationBreakdown
 from gpumem_magic.report.model import Cause, Owner, ReportData
 
@@ -189,15 +190,19 @@ class Why:
     def _looking(self, original: Any, positions: Any) -> Any:
         """The engine's entry, with a look at the graph before it runs for the first time."""
 
+        @uncompiled
+        def look(outputs: Any) -> None:
+            with self._timed("looking at the first graph"):
+                self._saved = tuple(saved_in_graph(outputs, self._machine.locate))
+                self._saved_at = {one.facts.index: positions(one.facts.index) for one in self._machine.devices}
+
         def watched(outputs: Any, *args: Any, **kwargs: Any) -> Any:
             __tracebackhide__ = True
             if not self._saved:
-                with self._timed("looking at the first graph"):
-                    self._saved = tuple(saved_in_graph(outputs, self._machine.locate))
-                    self._saved_at = {one.facts.index: positions(one.facts.index) for one in self._machine.devices}
+                look(outputs)
             return original(outputs, *args, **kwargs)
 
-        return watched
+        return passed_over(watched)
 
     @contextmanager
     def _timed(self, task: str) -> Iterator[None]:

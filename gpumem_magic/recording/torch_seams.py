@@ -33,11 +33,37 @@ def watch_backward(patches: Patches, begins: Around) -> None:
     private.require("recording.torch_seams:watch_backward")
     for place in (torch.autograd.graph, torch.autograd):
         original = vars(place)["_engine_run_backward"]
-        patches.set(place, "_engine_run_backward", _around(original, lambda: not_watched if _traces() else begins()))
+        patches.set(place, "_engine_run_backward", _around(original, uncompiled(lambda: _begun(begins))))
+
+
+def _begun(begins: Around) -> Callable[[bool], None]:
+    return not_watched if _traces() else uncompiled(begins())
 
 
 def _traces() -> bool:
     return torch._guards.TracingContext.try_get() is not None
+
+
+def uncompiled(call: Callable[..., Any]) -> Callable[..., Any]:
+    """The same where the compiler is at work between two graphs: it takes none of our own frames for the program's."""
+    frames = torch._C._dynamo.eval_frame
+
+    def called(*args: Any) -> Any:
+        before = frames.set_eval_frame(None)
+        try:
+            return call(*args)
+        finally:
+            frames.set_eval_frame(before)
+
+    return passed_over(called)
+
+
+def passed_over(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The compiler does not take the function's frames for the program's; those of what it calls, it may."""
+    frames = torch._C._dynamo.eval_frame
+    action = frames._FrameAction
+    frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(action.SKIP, action.DEFAULT))
+    return function
 
 
 def watch_recomputation(patches: Patches, begins: Around) -> None:
@@ -174,7 +200,7 @@ def _around(original: Callable[..., Any], begins: Around) -> Callable[..., Any]:
         finally:
             ended(failed)
 
-    return watched
+    return passed_over(watched)
 
 
 def _watch_context(

@@ -190,6 +190,9 @@ def _buffers(patches: Patches, engine: Engine, current_device: Callable[[], int]
 
     patches.set(guards, "_empty_strided_cuda", empty_strided_cuda)
     patches.set(guards, "_reinterpret_tensor", reinterpret_tensor)
+    if hasattr(guards, "_empty_strided_cpu_pinned"):
+        # Of 2.12 and newer; pinning needs a driver.
+        patches.set(guards, "_empty_strided_cpu_pinned", guards._empty_strided_cpu)  # type: ignore[attr-defined]
     if align is not None:
         # Of 2.10 and newer. Blocks of the device begin at multiples of 512 bytes.
         patches.set(guards, "copy_if_misaligned", lambda one: one if isinstance(one, VirtualTensor) else align(one))
