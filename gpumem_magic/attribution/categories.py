@@ -13,15 +13,17 @@ from dataclasses import dataclass
 from gpumem_magic.attribution import sites
 from gpumem_magic.attribution.autocast import copies_of_weights
 from gpumem_magic.attribution.grown import grown_keys_and_values
-from gpumem_magic.attribution.owners import Roles, lives_at, owners
+from gpumem_magic.attribution.owners import Roles, lives_at, owners, tenants
 from gpumem_magic.attribution.phase_map import Phase, PhaseMap, phases_on
 from gpumem_magic.devices.base import Birth, DeviceLog, Label
 from gpumem_magic.recording.model import (
     BACKWARD,
     FORWARD,
+    KEPT_BY_GRAPH,
     OPTIMIZER,
     RECOMPUTATION,
     Checkpoint,
+    Hold,
     Sighting,
     Span,
 )
@@ -51,8 +53,9 @@ def attribute(
     spans: Iterable[Span],
     sightings: Iterable[Sighting],
     checkpoints: Iterable[Checkpoint] = (),
+    holds: Iterable[Hold] = (),
 ) -> list[Label]:
-    """One label per allocation of `timeline`, in its order. Spans and sightings may be of several devices."""
+    """One label per allocation of `timeline`, in its order. Spans, sightings and holds may be of several devices."""
     device = log.facts.index
     held = owners(timeline.allocations, (look for look in sightings if look.device == device))
     spans = list(spans)
@@ -62,7 +65,14 @@ def attribute(
         **grown_keys_and_values(log.births, timeline.allocations, map_),
     }
     sizes = workspace_sizes(log.facts.kind, (one.requested for one in timeline.allocations if one.freed is None))
-    return [_label(_Case.of(allocation, log, held, map_, told, sizes)) for allocation in timeline.allocations]
+    in_graphs = ((one.address, one.position) for one in holds if one.device == device and one.keeper == KEPT_BY_GRAPH)
+    saved = {one.index for one in tenants(timeline.allocations, in_graphs) if one is not None}
+    labels = [_label(_Case.of(allocation, log, held, map_, told, sizes)) for allocation in timeline.allocations]
+    # Of a forward that no module did, or that nobody saw, this is all that is known.
+    return [
+        Label("activations", "identity") if label is UNKNOWN and one.index in saved else label
+        for one, label in zip(timeline.allocations, labels, strict=True)
+    ]
 
 
 def workspace_sizes(kind: str, stays: Iterable[int]) -> frozenset[int]:

@@ -63,7 +63,7 @@ class DeviceView:
         if known is not None:
             return Attribution(known.of(self.timeline.allocations), {})
         if self.recording.was_watched:
-            seen = self.recording.spans, self.recording.sightings, self.recording.checkpoints
+            seen = self.recording.spans, self.recording.sightings, self.recording.checkpoints, self.recording.holds
             return Attribution(tuple(attribute(self.log, self.timeline, *seen)), {})
         return attribute_by_stacks(self.timeline, self.log.events, self.log.final or ())
 

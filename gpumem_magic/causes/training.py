@@ -101,7 +101,10 @@ def optimizer_states(scene: Scene) -> Iterator[Cause]:
     for step in scene.spans(OPTIMIZER):
         begin, end = scene.start_of(step), scene.end_of(step)
         new = [one for one in scene.living_in(end, "optimizer_state") if begin <= one.born < end]
-        parameters = size_of(scene.living_in(end, "parameters"))
+        its = scene.holdings.optimizers.get(step.label, frozenset())
+        living = scene.living_in(end, "parameters")
+        # Of an optimizer that a name is known of, its own: another model may be there, too.
+        parameters = size_of(one for one in living if not its or (scene.device, one.address) in its)
         # A step of one's own may make its states anew each time.
         instead = (
             one for one in scene.living_in(begin, "optimizer_state") if one.freed is not None and one.freed < end

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gpumem_magic.report.model import ReportData
+from gpumem_magic.report.model import ALLOCATED_CATEGORIES, LABELS, ReportData
 from gpumem_magic.units import human
 
 
@@ -44,13 +44,16 @@ class Budget:
                 )
         if not found:
             return None
-        largest = max(report.owners, key=lambda owner: owner.bytes, default=None)
-        owner = (
-            f"; most is held by `{largest.name}` ({human(largest.bytes)})"
-            if largest is not None and largest.bytes
-            else ""
-        )
-        return "; ".join(found) + owner
+        return "; ".join(found) + _most(report)
+
+
+def _most(report: ReportData) -> str:
+    """Who holds more than half of the peak, or else the largest category in it."""
+    largest = max(report.owners, key=lambda owner: owner.bytes, default=None)
+    if largest is not None and 2 * largest.bytes > report.peak.allocated:
+        return f"; most is held by `{largest.name}` ({human(largest.bytes)})"
+    size, name = max((report.peak.categories.get(name) or 0, name) for name in ALLOCATED_CATEGORIES)
+    return f"; the largest part of the peak: {LABELS[name]} ({human(size)})" if size else ""
 
 
 def _growth(report: ReportData) -> int:

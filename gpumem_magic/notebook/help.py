@@ -28,5 +28,5 @@ def card() -> Sheet:
         [("", "type", ""), *CARD],
         figures=(),
         code=(1,),
-        after="`%%gpumem --help`, `%gpumem_watch --help` and so on list what else each of them takes.",
+        after="`%gpumem --help`, `%gpumem_watch --help` and so on list what else each of them takes.",
     )
