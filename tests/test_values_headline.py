@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 import warnings
 from collections.abc import Iterator
@@ -280,12 +281,15 @@ def test_a_schedule_that_goes_by_a_loss_is_said_first() -> None:
     assert measured.report.answer.startswith("An `if` may go the other way on a GPU")
 
 
-def test_a_size_that_a_mask_decides_is_said_first() -> None:
+def test_a_size_that_a_mask_decides_is_said_behind_the_answer() -> None:
     with gpumem_magic.measure(device="T4") as measured:
         rows = unknown()
         some = rows[rows[:, 0] > 0.5]
     assert len(some) == 300
-    assert measured.report.answer.startswith("A size may be another on a GPU")
+    before, doubt, place = measured.report.answer.partition("A selection may have another size on a GPU: ")
+    assert before.startswith("Of 7")
+    assert doubt
+    assert re.search(r"read at `test_values_headline\.py:\d+`", place)
     with gpumem_magic.measure(device="T4") as measured:
         rows = unknown()
         while len(rows) > 9:

@@ -142,13 +142,16 @@ class StandIn:
     """How often a line read a value from a virtual device, which has none, and was given a stand-in.
 
     supplied: how many of these were values that the user supplied. decides: what may be made
-    of what the line reads: that a "loop" ends, a "size", an error that is caught ("except"), or the way of an ``if`` ("branch").
+    of what the line reads: that a "loop" ends, a "size", an error that is caught ("except"), or the way of an ``if`` ("branch");
+    or the line selects by it ("selection"), of which as much as there can be was taken.
     """
 
     line: str
     count: int
     supplied: int = field(default=0, metadata={"only_with": "supplied"})
-    decides: str = field(default="", metadata={"only_with": "decides", "one_of": ("except", "loop", "size", "branch")})
+    decides: str = field(
+        default="", metadata={"only_with": "decides", "one_of": ("except", "loop", "size", "branch", "selection")}
+    )
 
 
 @dataclass(frozen=True)

@@ -463,9 +463,11 @@ def _made_of(read: _Line, marks: Counter[tuple[str, int, str]], stacks: Mapping[
     places = [(*read, callers), *((*place, ()) for place in stack[:own])]
     if any(ends_a_loop(*place, sized=bool(sized)) for place in places):
         return "loop"
-    if sized or makes_a_size(*read, callers, whole=bool(whole)):
+    if makes_a_size(*read, callers, whole=bool(whole)):
         return "size"
-    return "branch" if any(chooses_a_way(*place) for place in places) else ""
+    if any(chooses_a_way(*place) for place in places):
+        return "branch"
+    return "selection" if sized else ""
 
 
 def _stopped(logs: dict[int, Log]) -> dict[int, DeviceLog]:

@@ -32,11 +32,13 @@ _DOUBTS = {
     "loop": ("A loop may have ended earlier or later than on a GPU", "it goes by"),
     "size": ("A size may be another on a GPU", "it is made of"),
     "branch": ("An `if` may go the other way on a GPU", "it goes by"),
+    "selection": ("A selection may have another size on a GPU", "it goes by"),
 }
 _ALSO = {
     "loop": "and a loop end earlier or later",
     "size": "and sizes may be others",
     "branch": "and an `if` may go the other way",
+    "selection": "and a selection may have another size",
 }
 # These say no more of a tensor than that it is one.
 _VAGUE = frozenset({"unknown", "temporaries"})
@@ -45,29 +47,36 @@ _NUMBERS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight"
 
 
 def answer_of(report: ReportData) -> str:
-    """From the report's own figures and causes, after a word about what unknown values may have done to it."""
-    doubt = _doubt(report)
-    return f"{doubt} {_plain(report)}" if doubt else _plain(report)
+    """From the report's own figures and causes, with a word about what unknown values may have done to it: before them where the
+    program may have gone another way, behind them where only selections may be smaller."""
+    doubt, grave = _doubt(report)
+    said = (doubt, _plain(report)) if grave else (_plain(report), doubt)
+    return " ".join(filter(None, said))
 
 
-def _doubt(report: ReportData) -> str:
-    """Where the program failed, or ended a loop, after it had read values that a virtual GPU does not know."""
+def _doubt(report: ReportData) -> tuple[str, bool]:
+    """Where the program failed, or ended a loop, after it had read values that a virtual GPU does not know; whether its way
+    may be another, and not only what was selected."""
     read = [one for one in report.stand_ins if one.supplied < one.count]
     error = report.error
     if error is not None and error.requested is None and error.type in OF_VALUES and read:
         guilty = next((one for one in read if error.line is not None and one.line == str(error.line)), read[-1])
         place = _read_at(guilty.line)
-        return f"This may have failed because of a value that the virtual GPU does not know, read at {place}: {_REAL}."
+        return (
+            f"This may have failed because of a value that the virtual GPU does not know, read at {place}: {_REAL}.",
+            True,
+        )
     deciding = [one for one in read if one.decides]
     kinds = [kind for kind in _DOUBTS if any(one.decides == kind for one in deciding)]
     if not kinds:
-        return ""
+        return "", False
     first, *others = kinds
     said, how = _DOUBTS[first]
     said += "".join(f", {_ALSO[kind]}" for kind in others)
     more = f" and {len(deciding) - 1} more" if len(deciding) > 1 else ""
     place = _read_at(next(one.line for one in deciding if one.decides == first))
-    return f"{said}: {how} a value that the virtual GPU does not know, read at {place}{more}; {_REAL}."
+    doubt = f"{said}: {how} a value that the virtual GPU does not know, read at {place}{more}; {_REAL}."
+    return doubt, kinds != ["selection"]
 
 
 def _read_at(place: str) -> str:
