@@ -334,7 +334,8 @@ def test_a_model_that_went_to_the_cpu_before_is_explained(shell: Any) -> None:
     assert result.success
     notes = " ".join(report().notes)
     assert "Nothing was put on a device" in notes
-    assert "sent to the CPU" in notes
+    assert "Where an earlier cell chose the device" in notes
+    assert "there was no GPU yet: run it again." in notes
 
 
 def test_the_limit_on_iterations_ends_loops_of_the_cell_and_calls(shell: Any) -> None:

@@ -51,6 +51,19 @@ def test_a_forward_that_nobody_measured_left_activations(book: Notebook) -> None
     assert [(before[name] or 0) // MIB for name in ("activations", "unknown")] == [2 * 128 + 8, 0]
 
 
+def test_a_loops_variable_keeps_only_the_last(book: Notebook) -> None:
+    report = measured(
+        book,
+        "kept = []\nfor _ in range(4):\n    batch = torch.randn(2048, 512, device='cuda')\n"
+        "    kept.append(model(batch).relu().sum())",
+    )
+    batches = [one for one in report.peak.tensors if one.shape == (2048, 512)]
+    assert sum(one.count for one in batches) == 4
+    assert [one.count for one in batches if one.kept_by == "batch"] == [1]
+    assert report.answer.startswith("`kept`")
+    assert "saved for backward, and no backward ran here" in report.answer
+
+
 def test_an_optimizers_states_are_compared_with_its_own_parameters(book: Notebook) -> None:
     report = measured(
         book,

@@ -7,7 +7,7 @@ those that a look at the program's variables found, at the moment nearest; a gra
 from __future__ import annotations
 
 import os
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -104,6 +104,9 @@ class Tensors:
         names = self._names.get(one.index, ())
         earlier = bisect_right(names, position, key=itemgetter(0))
         name = names[earlier - 1][1] if earlier else names[0][1] if names else ""
+        if earlier and not self._has_still(name, one, position):
+            # By then it was another's.
+            name = ""
         holds = self._holds.get(one.index, ())
         at_end = next((hold for hold in holds if hold.position == len(self._log.events)), None)
         label = self._labels[one.index]
@@ -132,6 +135,12 @@ class Tensors:
             if label.category in ("temporaries", "activation_gradients") or self._is_passing(one):
                 return NOT_KEPT, ""
         return NOT_KNOWN, ""
+
+    def _has_still(self, name: str, one: Allocation, position: int) -> bool:
+        """Whether an allocation is among those that a name was last seen to hold, up to a position."""
+        seen = self._named[name]
+        last = seen[bisect_right(seen, position, key=itemgetter(0)) - 1][0]
+        return (last, one.index) in seen[bisect_left(seen, last, key=itemgetter(0)) :]
 
     def _is_passing(self, one: Allocation) -> bool:
         """Whether it came and went within one statement."""
@@ -178,6 +187,15 @@ class Tensors:
             if allocation is not None:
                 found[allocation.index].append((look.position, look.name or ""))
         return found
+
+    @cached_property
+    def _named(self) -> Mapping[str, Sequence[tuple[int, int]]]:
+        """Name -> the positions at which it was seen to hold something, each with the index of the allocation."""
+        found: dict[str, list[tuple[int, int]]] = defaultdict(list)
+        for index, names in self._names.items():
+            for position, name in names:
+                found[name].append((position, index))
+        return {name: sorted(seen) for name, seen in found.items()}
 
     @cached_property
     def _holds(self) -> Mapping[int, Sequence[Hold]]:

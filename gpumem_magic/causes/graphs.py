@@ -77,10 +77,11 @@ def graphs_alive(scene: Scene) -> Iterator[Cause]:
     at = f" ({place.words})" if place is not None else ""
     reach = "reaches" if len(others) == 1 else "reach"
     also = f" ({', '.join(map(quoted, others[:3]))} {reach} them, too)" if others else ""
+    none = "" if scene.spans(BACKWARD) else ", and no backward ran here"
     yield Cause(
         "kept_graphs",
         f"{told(found)}{at} keeps the graphs of {count} iterations alive{also}: {human(freed)} that were saved for "
-        "backward.",
+        f"backward{none}.",
         _detaching(scene, main, place, others, freed),
         freed,
     )

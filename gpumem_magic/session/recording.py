@@ -118,7 +118,7 @@ class ActiveRecording:
         recording = replace(recording, primary=self._primary(recording), holds=self._why.holds(recording.logs))
         report, labels = build_with_labels(recording, lines=self._lines, explain=self._why.explain)
         self._chosen.remember(labels)
-        remarks = (*self._chosen.notes, *self._own_notes(recording), *report.remarks)
+        remarks = (*self._chosen.notes, *self._own_notes(recording), *report.remarks, *self._on_choices(recording))
         if report.source is not None and (beside := remark(self._source, report.source)):
             remarks = (*remarks, beside)
         _last = Report.of(self._words(self._launches.with_ranks(replace(report, remarks=remarks))))
@@ -142,12 +142,15 @@ class ActiveRecording:
             notes.append(
                 "The last iterations repeat exactly: `%%gpumem --until-repeat` ends a run there and shows the same."
             )
-        if self._chosen.turned_on and not any(log.events for log in recording.logs.values()):
-            notes.append(
-                "There was no GPU before this cell, so code that asked earlier was sent to the CPU "
-                "(`device = 'cuda' if torch.cuda.is_available() else 'cpu'`): run the cells that choose the device again."
-            )
         return notes
+
+    def _on_choices(self, recording: Recording) -> list[str]:
+        if not self._chosen.turned_on or any(log.events for log in recording.logs.values()):
+            return []
+        return [
+            "Where an earlier cell chose the device (`device = 'cuda' if torch.cuda.is_available() else 'cpu'`), there was no "
+            "GPU yet: run it again."
+        ]
 
 
 def open_recording(
