@@ -123,9 +123,12 @@ def test_a_loop_that_is_ended_early_is_left_as_break_leaves_it(
 
 
 def test_parts_are_in_the_order_of_their_numbers(book: Notebook) -> None:
-    book.cell("parts = [mib(8) for _ in range(12)]")
+    # Of equal size, in shapes of their own.
+    book.cell("parts = [mib(8).view(1 << n, -1) for n in range(12)]")
     numbers = [int(one) for one in re.findall(r"parts\[(\d+)\]", book.cell("%gpumem_who parts"))]
     assert numbers == list(range(12))
+    book.cell("parts = [mib(8) for _ in range(12)]")
+    assert "12 × parts[0…11]" in book.cell("%gpumem_who parts")
 
 
 def test_tied_weights_are_the_heads_and_no_embedding_is_to_be_recomputed(book: Notebook) -> None:

@@ -78,7 +78,7 @@ def test_each_has_a_device_and_the_report_is_the_worst_ranks(book: Notebook) -> 
     )
     report = found(book)
     assert rows(report) == [(rank, DONE, (rank + 1) << 22) for rank in (2, 1, 0)]
-    assert report.remarks[-1].startswith("The process that started them: Peak 1.0 MiB")
+    assert report.remarks[-1].startswith("The process that started them: Of 1.0 MiB at the peak, ")
     assert before == (torch.multiprocessing.start_processes, multiprocessing.get_context)
     assert torch.cuda.device_count() == 1, "what the ranks have is theirs"
 

@@ -378,10 +378,19 @@ def test_nested_tensors_say_what_to_do_instead() -> None:
         torch.nested.nested_tensor([torch.rand(2, 3), torch.rand(4, 3)], device="cuda", layout=torch.jagged)
 
 
-def test_operators_of_the_compiler_say_what_to_do_instead() -> None:
+def test_operators_of_the_compiler_run_or_say_what_to_do_instead() -> None:
+    class Strange(torch._ops.HigherOrderOperator):
+        def __init__(self) -> None:
+            super().__init__("strange")
+
+        def __call__(self, x: torch.Tensor) -> torch.Tensor:
+            return super().__call__(x)
+
     x = rand(3)
-    with pytest.raises(NotImplementedError, match=r"virtual GPU cannot run cond.*Python's own if and for"):
-        torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,))
+    found = torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,))
+    assert (found.shape, found.device) == (x.shape, x.device)
+    with pytest.raises(NotImplementedError, match=r"virtual GPU cannot run strange.*Python's own if and for"):
+        Strange()(x)
 
 
 def test_a_model_on_the_device_is_not_exported() -> None:
