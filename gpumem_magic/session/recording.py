@@ -138,10 +138,12 @@ class ActiveRecording:
         notes = []
         if self._limit is not None and self._limit.stopped:
             notes.append(f"Stopped as asked, after {self._limit.ran()}.")
-        elif self._recorder.alike >= ENOUGH and any(log.events for log in recording.logs.values()):
-            notes.append(
-                "The last iterations repeat exactly: `%%gpumem --until-repeat` ends a run there and shows the same."
-            )
+        elif (
+            self._recorder.alike >= ENOUGH
+            and not recording.error
+            and any(log.events for log in recording.logs.values())
+        ):
+            notes.append("The last iterations repeat exactly: `%%gpumem --until-repeat` ends a run there.")
         return notes
 
     def _on_choices(self, recording: Recording) -> list[str]:

@@ -161,12 +161,12 @@ class Fits:
             count = min(one.iterations for one in fitting if one.assumes)
             return (
                 "Those that fit went on until their iterations repeated exactly. A loop goes by its own number: that it asks for "
-                f"nothing else after {count} iterations is assumed."
+                f"nothing else after {count} iterations is assumed, and what follows the loop was not run."
             )
         if fitting and all(one.repeats for one in fitting):
-            return "Each that fits went on until its iterations repeated exactly."
+            return "Each that fits went on until its iterations repeated exactly; what follows these was not run."
         if any(one.repeats for one in fitting):
-            return "Those that fit went on until their iterations repeated exactly, or to the end."
+            return "Those that fit went on until their iterations repeated exactly (what follows these was not run), or to the end."
         return "Those that fit went on to the end." if fitting else ""
 
     def _summary(self) -> str:
