@@ -18,9 +18,10 @@ _WORDS = tuple(
         (r"`%gpumem_device (NAME,values=\w+)`", r"`--device \1`"),
         (r"`%gpumem_free cycles`", "`gc.collect()`"),
         (r"`%gpumem_who` shows (what holds it|more)", "`gpumem_magic.last_report().owners` tells who holds what"),
+        (r"`%gpumem_free( out| traceback)?( cache)?` frees", "Letting go of it frees"),
         (r"`%gpumem_free( out| traceback)?( cache)?`", "letting go of it"),
-        (r"before this cell", "before the script"),
-        (r"run the cells that choose the device again", "with `--device` in the command the device is there first"),
+        (r"Where an earlier cell chose the device", "Where the program chose the device"),
+        (r"there was no GPU yet: run it again", "there was no GPU yet: with `--device` in the command it is there first"),
     )
 )  # fmt: skip
 

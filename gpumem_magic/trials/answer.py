@@ -166,7 +166,7 @@ class Fits:
         if fitting and all(one.repeats for one in fitting):
             return "Each that fits went on until its iterations repeated exactly; what follows these was not run."
         if any(one.repeats for one in fitting):
-            return "Those that fit went on until their iterations repeated exactly (what follows these was not run), or to the end."
+            return "Those that fit went on to the end, or until their iterations repeated exactly: what follows was not run."
         return "Those that fit went on to the end." if fitting else ""
 
     def _summary(self) -> str:
