@@ -84,6 +84,7 @@ _BY_BARE_NAME = {_bare(key): model for key, model in CATALOG.items()}
 _UNITS = {"": 1, "b": 1, "kib": KIB, "mib": MIB, "gib": GIB, "tib": 1024 * GIB}
 _SIZE = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]*)")
 _SIZED = re.compile(r"(.+)-\d+GB")
+_SIZE_ALONE = re.compile(r"(\d+)gi?b")
 _COUNT = re.compile(r"(\d+)\s*[xX]\s*(.*)", re.DOTALL)
 # Only chooses between the contexts of older and newer releases.
 _A_RECENT_VERSION = "2.9"
@@ -148,7 +149,13 @@ def _model(name: str) -> tuple[GpuModel, str]:
     if usual:
         besides = f"; there is {' and '.join(others)}, too" if others else ""
         return CATALOG[usual], f"{name} is taken as {usual}{besides}."
-    near = [key for key in CATALOG if wanted and _bare(key).startswith(wanted)]
+    # `3060` is as clear as `RTX3060`.
+    ending = [key for key in CATALOG if len(wanted) > 2 and _bare(key).endswith(wanted)]
+    if len(ending) == 1:
+        return CATALOG[ending[0]], f"{name} is taken as {ending[0]}."
+    if size_alone := _SIZE_ALONE.fullmatch(wanted):
+        raise UnknownDevice(f"for a card of {name} write virtual:{size_alone[1]}GiB")
+    near = ending or [key for key in CATALOG if wanted and _bare(key).startswith(wanted)]
     near = near or [_BY_BARE_NAME[bare].key for bare in get_close_matches(wanted, _BY_BARE_NAME, n=2, cutoff=0.7)]
     hint = f"; did you mean {' or '.join(near[:3])}?" if near else "."
     raise UnknownDevice(
