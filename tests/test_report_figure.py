@@ -112,7 +112,7 @@ def test_the_words_of_the_picture():
     assert " ".join(explain.obstacle(samples.colab()))[:60] in " ".join(words)
     bare = texts(draw(samples.colab(), title=False, words=False))
     assert explain.failure(samples.colab()) not in bare
-    assert not any("Fragmentation" in word for word in bare)
+    assert not any("perfect packing" in word for word in bare)
 
 
 def test_a_letter_that_no_font_has_is_drawn_without_a_warning():

@@ -75,7 +75,7 @@ def test_first_the_answer_then_what_stood_in_the_way_then_the_rows():
         text.index(words)
         for words in (
             "Step 2 ran out",
-            "Fragmentation, not size",
+            "Nearly full: even",
             "MiB allocated change peak",
             "nvidia-smi, virtual",
             "More:",
@@ -293,12 +293,24 @@ def failing(**error):
 
 
 def test_fragmentation():
+    smaller = failing(requested=1876 * MIB, rounded=1876 * MIB, segment=1876 * MIB, largest_free=1700 * MIB)
+    found = failed_request(smaller)
+    assert found is not None
+    assert (found.cause, found.free, found.spare) == ("fragmentation", 183 * MIB, (183 + 2539 - 1876) * MIB)
+    assert explain.verdict(smaller) == (
+        "Out of memory at line 17: 1,876 MiB wanted. There were 183 MiB free on the device, and 2,539 MiB cached but free "
+        "(largest piece 1,700 MiB). Fragmentation, not size: with perfect packing, 846 MiB would be left."
+    )
+
+
+def test_a_full_device_is_not_called_fragmented():
+    """What perfect packing would leave is next to nothing, and nobody knows whether it would last."""
     found = failed_request(samples.colab())
     assert found is not None
-    assert (found.cause, found.free, found.spare) == ("fragmentation", 183 * MIB, (183 + 2539 - 2376) * MIB)
+    assert (found.cause, found.spare) == ("capacity", (183 + 2539 - 2376) * MIB)
     assert explain.verdict(samples.colab()) == (
         "Out of memory at line 17: 2,376 MiB wanted. There were 183 MiB free on the device, and 2,539 MiB cached but free "
-        "(largest piece 2,252 MiB). Fragmentation, not size: with perfect packing, 346 MiB would be left."
+        "(largest piece 2,252 MiB). Nearly full: even with perfect packing, only 346 MiB (2 % of the device) would be left."
     )
 
 

@@ -31,6 +31,8 @@ _IMPOSSIBLE = -(1 << 30)
 # An iteration has at least this many requests, and half of them agree with the one before. Fewer repeat by chance, as where an
 # optimizer goes through weights of the same size.
 _FEWEST = 8
+# What iterations leave is seen on so many before the last one, at most and at least.
+_MOST_BEFORE, _LEAST_BEFORE = 5, 2
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,21 @@ def last_iteration(
     if length < _FEWEST or len(match.pairs) < max(_FEWEST, length // 2):
         return None
     return _repetition(program, requests[place].event, failed.event, match.pairs, search.keys_by_block())
+
+
+def growth_of(program: Program, repetition: RepeatedPart) -> int:
+    """The least that one of the last iterations kept for good, in bytes, of whatever sizes."""
+    requests = [step for step in program.steps if step.action == ALLOC]
+    place = sum(step.event < repetition.first for step in requests)
+    length = len(requests) - place
+    ends = range(place, length - 1, -length)[:_MOST_BEFORE]
+    left = [sum(step.size for step in requests[end - length : end] if step.block not in program.freed) for end in ends]
+    if len(left) >= _LEAST_BEFORE:
+        return min(left)
+    # Too few to see: what was kept in both of the last two.
+    part = repetition
+    gone = {*part.handed.values(), *part.once, *part.replaced, *part.passing, *program.freed}
+    return sum(step.size for step in requests[place:] if step.block not in gone)
 
 
 def _keys(

@@ -7,10 +7,11 @@ running the user's code again.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from gpumem_magic.allocator.program import ALLOC, Program, RepeatedPart
-from gpumem_magic.allocator.repetition import last_iteration
+from gpumem_magic.allocator.repetition import growth_of, last_iteration
 from gpumem_magic.allocator.what_if import Capacity, what_if
 from gpumem_magic.snapshot.model import INACTIVE, Segment, TraceEvent
 from gpumem_magic.snapshot.rules import INTERVALS, AllocatorSettings, page_size, pool_of, segment_size
@@ -25,6 +26,8 @@ UNKNOWN = "unknown"
 
 # Repetitions of the last iteration that settings have to survive.
 ROUNDS = 5
+# Of the device, one part in so many: a longer batch, a library's workspace or whole pages take as much, however memory is packed.
+_SMALL = 20
 # Settings that people are told to try, as PYTORCH_CUDA_ALLOC_CONF has them.
 _SPLIT_SIZES_MB = (128, 512, 2048)
 _DIVISIONS = 8
@@ -76,7 +79,8 @@ class FailedRequest:
 
     trials: settings by replay; rounds: how many repetitions each was to survive, of an iteration of so many `requests`; both 0
     where the recording shows no earlier iteration. tried: False where the replay was not possible, or too long. kept: bytes that
-    were reserved before the recording, which a replay leaves as they were.
+    were reserved before the recording, which a replay leaves as they were. lasts: how many more iterations the spare would do
+    for at most, where each keeps more for good and that is fewer than ran; else None.
     """
 
     cause: str
@@ -93,6 +97,17 @@ class FailedRequest:
     requests: int = 0
     tried: bool = False
     kept: int = 0
+    lasts: int | None = None
+
+    @property
+    def helpful(self) -> list[str]:
+        """The settings with which the request passes, and as many more iterations as were to."""
+        return [one.conf for one in self.trials if one.passes and one.rounds == self.rounds]
+
+    @property
+    def lasting(self) -> bool:
+        """Whether some setting is known to mend it for later iterations, too."""
+        return bool(self.rounds and self.helpful) and self.lasts is None
 
 
 def capacity_of(
@@ -177,23 +192,29 @@ def verdict_of(
         limited=limit is not None and reserved + needed > limit,
     )
     found = FailedRequest(cause, failed.address, cached, spare, limit, kept=timeline.reserved_at(0))
-    if cause == FRAGMENTATION:
-        found = _with_place(found, _usable(timeline.segments_at(event), failed), timeline, failed.size, event, words)
     # Beyond what rounding costs, no setting makes blocks smaller.
     hopeless = cause in (CAPACITY, OTHER_PROCESS) and -spare > allocated - timeline.requested_at(event)
-    if not can_replay or hopeless:
-        return replace(found, tried=hopeless)
-    if cause == LIMIT and spare < failed.address:
-        # What is cached would not do in one piece either, and no option lifts a limit.
+    # What is cached would not do in one piece either, and no option lifts a limit.
+    beyond = cause == LIMIT and spare < failed.address
+    if hopeless:
+        found = replace(found, tried=True)
+    elif can_replay and not beyond:
+        capacity = _capacity_at(failed, reserved, settings, facts)
+        program = Program(start, events, final, event + 1)
+        repetition = last_iteration(program, events, settings, among)
+        if repetition is not None:
+            growth = growth_of(program, repetition)
+            if 0 <= spare < growth * event // (repetition.stop - repetition.first):
+                found = replace(found, lasts=spare // growth)
+        # A damaged recording says what can't have happened.
+        with suppress(ValueError):
+            found = _with_trials(found, failed.size, program, repetition, settings, capacity, rounds, most_steps)
+    if cause != FRAGMENTATION:
         return found
-    capacity = _capacity_at(failed, reserved, settings, facts)
-    program = Program(start, events, final, event + 1)
-    repetition = last_iteration(program, events, settings, among)
-    try:
-        return _with_trials(found, failed.size, program, repetition, settings, capacity, rounds, most_steps)
-    except ValueError:
-        # A damaged recording: what it says can't have happened.
-        return found
+    total = facts.total or reserved + failed.address
+    if found.lasts is not None or (is_small(spare, total) and not found.lasting):
+        return replace(found, cause=CAPACITY)
+    return _with_place(found, _usable(timeline.segments_at(event), failed), timeline, failed.size, event, words)
 
 
 def cause_of(
@@ -205,7 +226,8 @@ def cause_of(
     limited: bool = False,
     fits: bool = False,
 ) -> str:
-    """The cause of a failure, by the figures at that moment, in bytes; None is unknown.
+    """The cause of a failure, by the figures at that moment, in bytes; None is unknown. Fragmentation with a small spare is
+    capacity, unless a replay shows that it lasts.
 
     free: what the driver had; needed: what it was to give. spare: as in `FailedRequest`. others: what other processes hold.
     limited: the request would have gone beyond what the allocator may reserve. fits: some cached block was large enough, of a
@@ -218,6 +240,11 @@ def cause_of(
     if spare >= 0:
         return UNKNOWN if fits else FRAGMENTATION
     return OTHER_PROCESS if spare + (others or 0) >= 0 else CAPACITY
+
+
+def is_small(spare: int, total: int) -> bool:
+    """Whether a device of `total` bytes is full, for all that perfect packing would leave."""
+    return spare * _SMALL < total
 
 
 def _usable(segments: Iterable[Segment], failed: TraceEvent) -> list[Segment]:

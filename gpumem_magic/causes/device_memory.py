@@ -37,7 +37,7 @@ def fragmentation(scene: Scene) -> Iterator[Cause]:
             f"Fragmentation: {human(found.cached or 0)} were free{largest}, and {human(error.wanted or 0)} were wanted in "
             "one piece.",
             "PyTorch had already emptied its cache before it gave up, so calling `empty_cache()` there changes "
-            f"nothing.{_settings(found)}",
+            f"nothing.{_settings(found, error.wanted or 0)}",
             found.cached or 0,
         )
         return
@@ -63,15 +63,16 @@ def fragmentation(scene: Scene) -> Iterator[Cause]:
     )
 
 
-def _settings(found: FailedRequest) -> str:
-    """The settings with which a replay of the recording passes, for as many more iterations as it could try."""
-    trials = [one for one in found.trials if one.passes and one.rounds == found.rounds]
-    if not trials:
+def _settings(found: FailedRequest, wanted: int) -> str:
+    """The settings with which a replay of the recording passes, and whether later iterations are known to pass, too."""
+    if not found.helpful:
         return ""
-    confs = " or ".join(f"`PYTORCH_CUDA_ALLOC_CONF={one.conf}`" for one in trials)
-    return (
-        f" {confs} passes when the recording is replayed; `%gpumem_try {trials[0].conf}` runs the cell again with it."
-    )
+    confs = " or ".join(f"`PYTORCH_CUDA_ALLOC_CONF={conf}`" for conf in found.helpful)
+    passes = f"{confs} passes when the recording is replayed"
+    if not found.lasting:
+        one_more = "; a second one of its size does not fit beside it" if (found.spare or 0) < wanted else ""
+        passes = f"With {confs} this request passes{one_more}"
+    return f" {passes}; `%gpumem_try {found.helpful[0]}` runs the cell again with it."
 
 
 def varying_sizes(scene: Scene) -> Iterator[Cause]:

@@ -45,7 +45,7 @@ def memory_ran_out(scene: Scene) -> Iterator[Cause]:
     if size_of(held) < LEAST:
         return
     savings = sorted(_savings(scene, held), key=lambda one: -one.bytes)[:_OFFERED]
-    missing = -(found.spare or 0) if found.cause == CAPACITY else None
+    missing = -found.spare if found.cause == CAPACITY and found.spare is not None and found.spare < 0 else None
     yield Cause(NAME, _holders_in_words(scene, held, position), _what_to_do(savings, missing), size_of(held))
 
 

@@ -159,7 +159,8 @@ def _request(report: ReportData) -> str:
     words = [f"Wanted {amount(error.requested or 0)}"]
     if found is not None and found.free is not None and found.cached is not None:
         piece = max(found.free, error.largest_free or 0)
-        in_pieces = f", in pieces of at most {amount(piece)}" if found.cause == FRAGMENTATION else ""
+        split = found.cause in (CAPACITY, FRAGMENTATION) and found.spare is not None and found.spare >= 0
+        in_pieces = f", in pieces of at most {amount(piece)}" if split else ""
         words.append(f"free {amount(found.free + found.cached)}{in_pieces}")
     total = f" of {amount(report.device.capacity)}" if report.device.capacity else ""
     return "; ".join([*words, f"allocated {amount(_failed(report).allocated)}{total}."])

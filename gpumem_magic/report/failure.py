@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gpumem_magic.allocator.verdict import FailedRequest, cause_of
+from gpumem_magic.allocator.verdict import CAPACITY, FRAGMENTATION, FailedRequest, cause_of, is_small
 from gpumem_magic.report.model import ReportData
 
 
@@ -23,4 +23,7 @@ def failed_request(report: ReportData) -> FailedRequest | None:
     spare = None if free is None or cached is None else free + cached - error.wanted
     fits = error.largest_free is not None and error.largest_free >= error.wanted
     needed = error.wanted if error.segment is None else error.segment
-    return FailedRequest(cause_of(free, needed, spare, others=others, fits=fits), free, cached, spare)
+    cause = cause_of(free, needed, spare, others=others, fits=fits)
+    if cause == FRAGMENTATION and is_small(spare or 0, total or 0):
+        cause = CAPACITY
+    return FailedRequest(cause, free, cached, spare)

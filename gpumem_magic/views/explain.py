@@ -228,6 +228,8 @@ def _too_big(found: FailedRequest, report: ReportData, wanted: int) -> str:
     total = report.device.total_bytes
     if total is not None and wanted > total:
         return f"Too big for the device: it has {amount(total)} in all."
+    if found.spare is not None and found.spare >= 0:
+        return _full(found, report)
     text = f"Too big for the device: even with perfect packing, {amount(-(found.spare or 0))} would be missing."
     if report.error is not None and report.error.tensors:
         # The answer has said whose the memory was, tensor by tensor.
@@ -235,6 +237,15 @@ def _too_big(found: FailedRequest, report: ReportData, wanted: int) -> str:
     largest = max(_TENSOR_CATEGORIES, key=lambda name: _held_then(report, name))
     size = _held_then(report, largest)
     return f"{text} The largest share: {LABELS[largest]}, {amount(size)}." if size else text
+
+
+def _full(found: FailedRequest, report: ReportData) -> str:
+    spare, capacity = found.spare or 0, report.device.capacity
+    share = f" ({percent(spare, capacity)} of the device)" if capacity else ""
+    text = f"Nearly full: even with perfect packing, only {amount(spare)}{share} would be left"
+    if found.lasts is None:
+        return f"{text}."
+    return f"{text}, enough for at most {counted(found.lasts, 'more iteration')}."
 
 
 def place_sentence(found: FailedRequest) -> str:
@@ -256,7 +267,7 @@ def trial_sentences(found: FailedRequest) -> list[str]:
         return []
     if not found.trials:
         return ["No allocator setting can make up for the missing memory."]
-    helped = [trial.conf for trial in found.trials if trial.passes and trial.rounds == found.rounds]
+    helped = found.helpful
     moved = [trial for trial in found.trials if trial.passes and trial.rounds < found.rounds]
     useless = [trial.conf for trial in found.trials if not trial.passes]
     sentences = []
@@ -266,7 +277,8 @@ def trial_sentences(found: FailedRequest) -> list[str]:
             if found.rounds
             else ""
         )
-        sentences.append(f"When replayed with {listed(helped, 'or')}, the request passes{again}.")
+        later = "" if found.lasts is None else "; the loop keeps more in each, so a later one fails"
+        sentences.append(f"When replayed with {listed(helped, 'or')}, the request passes{again}{later}.")
     sentences += [f"With {trial.conf} it passes, and memory runs out {_later(trial.rounds)}." for trial in moved]
     if useless:
         sentences.append(f"{listed(useless)} {'does' if len(useless) == 1 else 'do'} not help.")
