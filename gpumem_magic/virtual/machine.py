@@ -20,6 +20,7 @@ import gpumem_magic.virtual.operators.equivalents
 import gpumem_magic.virtual.operators.fourier
 import gpumem_magic.virtual.operators.group_norm
 import gpumem_magic.virtual.operators.layer_norm
+import gpumem_magic.virtual.operators.linear_algebra
 import gpumem_magic.virtual.operators.losses
 import gpumem_magic.virtual.operators.made_of_others
 import gpumem_magic.virtual.operators.reductions

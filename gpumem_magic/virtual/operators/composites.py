@@ -6,7 +6,8 @@ host's dropout keeps a mask in the input's type where CUDA keeps one byte for ea
 
 The gradients of SiLU and Mish are one kernel on CUDA (`native_functions.yaml`); a build for the host knows them for CUDA as seven
 and eight smaller operators only, which would hold up to five tensors more for a moment. Likewise `rms_norm`, which keeps one
-number for each row beside its input (``layer_norm_kernel.cu``), and not the normalised input as well.
+number for each row beside its input (``layer_norm_kernel.cu``), and not the normalised input as well. Eigenvalues and singular
+values come without vectors where no gradient needs these; C++ takes subclasses of tensors for such as may have one.
 """
 
 from __future__ import annotations
@@ -137,7 +138,24 @@ def batch_norm(
     return kernel(input, weight, bias, mean, variance, training, momentum, eps)[0]  # type: ignore[no-any-return]
 
 
+def singular_values(A: torch.Tensor, *, driver: str | None = None) -> torch.Tensor:
+    return _aten._linalg_svd.default(A, False, _may_have_gradient(A), driver=driver)[1]  # type: ignore[no-any-return]
+
+
+def eigenvalues(self: torch.Tensor, UPLO: str = "L") -> torch.Tensor:
+    """Of symmetric matrices."""
+    return _aten._linalg_eigh.default(self, UPLO, _may_have_gradient(self))[0]  # type: ignore[no-any-return]
+
+
+def _may_have_gradient(tensor: torch.Tensor) -> bool:
+    if torch.is_grad_enabled() and tensor.requires_grad:
+        return True
+    return torch.autograd.forward_ad.unpack_dual(tensor).tangent is not None
+
+
 _WAYS: dict[Any, Callable[..., torch.Tensor]] = {
+    _aten.linalg_svdvals.default: singular_values,
+    _aten.linalg_eigvalsh.default: eigenvalues,
     _aten.batch_norm.default: batch_norm,
     _aten.dropout.default: dropout,
     _aten.softmax.int: softmax,

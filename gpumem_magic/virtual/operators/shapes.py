@@ -90,36 +90,6 @@ def _batch_norm_reduce(engine: Engine, func: Any, args: Any, kwargs: Any, device
     )
 
 
-# ---- linear algebra
-
-
-@special(_aten.geqrf.default)
-def _geqrf(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
-    """The matrix, column by column, and the factors of its reflections."""
-    *batch, rows, columns = args[0].shape
-    packed = _placed(engine, (*batch, columns, rows), args[0].dtype, device).mT
-    return packed, _placed(engine, (*batch, min(rows, columns)), args[0].dtype, device)
-
-
-@special(_aten.linalg_lstsq.default)
-def _least_squares(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
-    """CUDA's only driver takes matrices of full rank for granted: there is neither rank nor singular values."""
-    matrix, right = args[:2]
-    rows, columns = matrix.shape[-2:]
-    vector = right.dim() == 1 or (matrix.dim() - 1 == right.dim() and right.shape == matrix.shape[:-1])
-    width = () if vector else (right.shape[-1],)
-    batch = torch.broadcast_shapes(matrix.shape[:-2], right.shape[:-1] if vector else right.shape[:-2])
-    residuals = (*batch, *width) if rows > columns else (0,)
-    # Worked out in a copy of the right-hand side, column by column.
-    solution = _placed(engine, (*batch, *width, max(rows, columns)), matrix.dtype, device).narrow(-1, 0, columns)
-    return (
-        solution if vector else solution.mT,
-        _placed(engine, residuals, matrix.dtype, device),
-        _placed(engine, (0,), torch.int64, device),
-        _placed(engine, (0,), matrix.dtype, device),
-    )
-
-
 # ---- results whose sizes depend on values
 
 

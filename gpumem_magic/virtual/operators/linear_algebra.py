@@ -1,0 +1,391 @@
+"""What linear algebra holds beside its results: copies that are worked in, pivots, codes of errors, lists of addresses.
+
+After ``native/BatchLinearAlgebra.cpp``, ``native/LinearAlgebra.cpp`` and ``native/cuda/linalg`` in ATen, torch 2.9 to 2.13, with
+the backend that PyTorch prefers. MAGMA factorizes many matrices by LU, unless they are small; what it takes does not come from
+PyTorch's allocator. How much cuSOLVER asks for to work in, nothing public says: it is not counted. What cuBLAS solves takes its
+workspace. Gradients are made of these operators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from math import prod
+from typing import Any
+
+import torch
+
+from gpumem_magic.private import aten as _aten
+from gpumem_magic.virtual.engine.engine import BESIDE, Engine, special
+from gpumem_magic.virtual.engine.modes import pushed
+from gpumem_magic.virtual.operators.data_dependent import _placed
+from gpumem_magic.virtual.operators.sorting import holding
+
+_ADDRESS = _INDEX = 8
+_PIVOT = _CODE = 4
+# Of the highest sum of powers that an exponential is made of.
+_COEFFICIENTS = 25
+_CUSOLVER, _CUBLAS, _TRIANGULAR = "cusolver", "cublas", "triangular"
+# Many matrices of Cholesky's were MAGMA's before.
+_CHOLESKY_BY_CUSOLVER_FROM = (2, 13)
+
+
+def _batch(shape: Sequence[int]) -> int:
+    return prod(shape[:-2])
+
+
+def _bytes(tensor: Any) -> int:
+    return int(tensor.numel() * tensor.element_size())
+
+
+def _takes_workspace(engine: Engine, device: int) -> None:
+    """A function of cuBLAS's, as a product is."""
+    engine.memory.after_operator(_aten.mm.default, (), device)
+
+
+def _by_cublas(engine: Engine, device: int, batch: int, lists: int) -> None:
+    """A function for many matrices at once, which takes lists of their addresses."""
+    with holding(engine, device, [batch * _ADDRESS] * lists):
+        _takes_workspace(engine, device)
+
+
+def _solve_triangular(engine: Engine, device: int, size: int, batch: int) -> None:
+    if not batch * size:
+        return
+    if batch <= 8 and size >= 64:
+        _takes_workspace(engine, device)
+    else:
+        _by_cublas(engine, device, batch, 2)
+
+
+# ---- by LU
+
+
+def _factorize(engine: Engine, device: int, matrices: Any) -> None:
+    """What the kernel of `lu_factor` takes."""
+    rows, columns = matrices.shape[-2:]
+    batch = _batch(matrices.shape)
+    if rows == columns and batch > 1 and (rows <= 16 or (rows <= 128 and batch <= 16)):
+        _by_cublas(engine, device, batch, 1)
+
+
+def _solver(size: int, width: int, batch: int, transposed: bool) -> str:
+    """Which way `lu_solve` takes for matrices of this size and right-hand sides of this width."""
+    if size == width:
+        return _CUBLAS if size <= 16 else _TRIANGULAR
+    if size <= 8:
+        return _CUBLAS
+    if size <= 64:
+        if batch <= 2 and (width <= 64 or transposed or size <= 32):
+            return _CUSOLVER
+        return _CUBLAS if width <= 8 else _TRIANGULAR
+    if size <= 128 and width <= 2:
+        return _CUSOLVER if batch <= 2 else _CUBLAS
+    return _TRIANGULAR
+
+
+def _solve(engine: Engine, device: int, factors: Any, right: Sequence[int], transposed: bool) -> None:
+    """What the kernel of `lu_solve` takes. right: the shape of the right-hand side, in columns."""
+    size, width, batch = factors.shape[-1], right[-1], _batch(right)
+    if not prod(right):
+        return
+    solver = _solver(size, width, batch, transposed)
+    if solver == _CUSOLVER:
+        with holding(engine, device, [_CODE]):
+            return
+    one = batch * size * factors.element_size()
+    with holding(engine, device, [one * size, batch * size * _PIVOT] if batch != _batch(factors.shape) else []):
+        if solver == _CUBLAS:
+            _by_cublas(engine, device, batch, 2)
+            return
+        # The pivots become a permutation, by which the right-hand side is put in order in a copy.
+        with _permutation(engine, device, size, batch):
+            order = [] if transposed else [size * _INDEX, batch * size * _INDEX, one * width]
+            with holding(engine, device, order):
+                for _ in range(2):
+                    _solve_triangular(engine, device, size, batch)
+            with holding(engine, device, [one * width] if transposed else []):
+                return
+
+
+def _permutation(engine: Engine, device: int, size: int, batch: int) -> ExitStack:
+    """The places from 0 on; of many matrices each gets its own after these."""
+    held = ExitStack()
+    with ExitStack() as passing:
+        (held if batch == 1 else passing).enter_context(engine.scratch(device, size * _INDEX))
+        if batch > 1:
+            held.enter_context(engine.scratch(device, batch * size * _INDEX))
+    return held
+
+
+def _is_solved_transposed(matrices: Any) -> bool:
+    """Whether the transposed matrix is factorized, which needs no copy."""
+    return bool(matrices.is_contiguous() and not matrices.is_complex())
+
+
+@special(_aten.linalg_lu_factor_ex.default, table=BESIDE)
+def _lu_factor(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> tuple[int, ...]:
+    _factorize(engine, device, args[0])
+    return ()
+
+
+@special(_aten.linalg_lu.default, table=BESIDE)
+def _lu(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> tuple[int, ...]:
+    matrices = args[0]
+    batch = _batch(matrices.shape)
+    with holding(engine, device, [batch * min(matrices.shape[-2:]) * _PIVOT, batch * _CODE]):
+        _factorize(engine, device, matrices)
+        if args[1] if len(args) > 1 else kwargs.get("pivot", True):
+            with _permutation(engine, device, matrices.shape[-2], batch):
+                pass
+    return ()
+
+
+@special(_aten.lu_unpack.default, table=BESIDE)
+def _lu_unpack(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> tuple[int, ...]:
+    if args[3] if len(args) > 3 else kwargs.get("unpack_pivots", True):
+        with _permutation(engine, device, args[0].shape[-2], _batch(args[0].shape)):
+            pass
+    return ()
+
+
+@special(_aten.linalg_lu_solve.default, table=BESIDE)
+def _lu_solve(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> tuple[int, ...]:
+    factors = args[0]
+    left, adjoint = kwargs.get("left", True), kwargs.get("adjoint", False)
+    with holding(engine, device, [] if factors.mT.is_contiguous() else [_bytes(factors)]):
+        _solve(engine, device, factors, (out if left else out.mT).shape, adjoint == left)
+    return ()
+
+
+@special(_aten._linalg_solve_ex.default, table=BESIDE)
+def _solve_by_lu(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> tuple[int, ...]:
+    matrices, result = args[0], out[0]
+    _factorize(engine, device, matrices)
+    if result.dim() < matrices.dim():
+        result = result.unsqueeze(-1)
+    left = kwargs.get("left", True)
+    _solve(engine, device, out[1], (result if left else result.mT).shape, _is_solved_transposed(matrices) == left)
+    return ()
+
+
+@special(_aten.linalg_inv_ex.default, table=BESIDE)
+def _inverse(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> tuple[int, ...]:
+    matrices = args[0]
+    with holding(engine, device, [_bytes(matrices), matrices[..., 0].numel() * _PIVOT]):
+        _factorize(engine, device, matrices)
+        _solve(engine, device, matrices, matrices.shape, _is_solved_transposed(matrices))
+    return ()
+
+
+@special(_aten._linalg_det.default, _aten._linalg_slogdet.default, table=BESIDE)
+def _determinant(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> tuple[int, ...]:
+    """From the diagonal of one factor, and whether rows were exchanged an odd number of times."""
+    factors, pivots = out[-2:]
+    with holding(engine, device, [_batch(factors.shape) * _CODE]):
+        _factorize(engine, device, args[0])
+        diagonal = factors.diagonal(0, -2, -1)
+        with pushed(engine.mode):
+            _sign(diagonal if func is _aten._linalg_det.default else diagonal.sgn(), pivots)
+            if func is _aten._linalg_slogdet.default:
+                diagonal.abs().log_()
+    return ()
+
+
+def _sign(diagonal: Any, pivots: Any) -> None:
+    product = diagonal.prod(-1)
+    in_place = torch.arange(1, pivots.shape[-1] + 1, dtype=pivots.dtype, device=pivots.device)
+    exchanged = (in_place != pivots).sum(-1, dtype=torch.int64)
+    del product, exchanged
+
+
+# ---- by Cholesky
+
+
+@special(_aten.linalg_cholesky_ex.default, _aten.cholesky.default, table=BESIDE)
+def _cholesky(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> list[int]:
+    batch = _batch(args[0].shape)
+    return [batch * _ADDRESS] if batch > 1 else []
+
+
+@special(_aten._cholesky_solve_helper.default, table=BESIDE)
+def _cholesky_solve(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> tuple[int, ...]:
+    _solve_by_cholesky(engine, device, args[1])
+    return ()
+
+
+def _solve_by_cholesky(engine: Engine, device: int, matrices: Any) -> None:
+    batch = _batch(matrices.shape)
+    if batch == 1 or engine.memory.torch_version(device) < _CHOLESKY_BY_CUSOLVER_FROM:
+        # cuSOLVER's code of errors, and the copy that is worked in.
+        with holding(engine, device, [_CODE] * (batch == 1) + [_bytes(matrices)]):
+            return
+    for _ in range(2):
+        with holding(engine, device, _copied_unless_plain(matrices, batch)):
+            _solve_triangular(engine, device, matrices.shape[-1], batch)
+
+
+@special(_aten.cholesky_inverse.default, table=BESIDE)
+def _cholesky_inverse(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> list[int]:
+    matrices = args[0]
+    if engine.memory.torch_version(device) < _CHOLESKY_BY_CUSOLVER_FROM:
+        return [_bytes(matrices), *([_CODE] if _batch(matrices.shape) == 1 else [])]
+    with holding(engine, device, [_bytes(matrices)]):
+        _solve_by_cholesky(engine, device, matrices)
+    return []
+
+
+@special(_aten.linalg_solve_triangular.default, table=BESIDE)
+def _triangular(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> tuple[int, ...]:
+    batch = _batch(out.shape)
+    with holding(engine, device, _copied_unless_plain(args[0], batch)):
+        _solve_triangular(engine, device, args[0].shape[-1], batch)
+    return ()
+
+
+def _copied_unless_plain(matrices: Any, batch: int) -> list[int]:
+    """Of matrices that lie neither in rows nor in columns, or are fewer than what they are used for."""
+    if _batch(matrices.shape) == batch and (matrices.is_contiguous() or matrices.mT.is_contiguous()):
+        return []
+    return [batch * matrices.shape[-1] ** 2 * matrices.element_size()]
+
+
+# ---- by reflections
+
+
+def _reflect(engine: Engine, device: int, rows: int, batch: int) -> None:
+    """What the kernel of `geqrf` takes."""
+    if rows <= 256 and batch >= max(2, rows // 16):
+        _by_cublas(engine, device, batch, 2)
+    else:
+        with holding(engine, device, [_CODE]):
+            pass
+
+
+@special(_aten.geqrf.default)
+def _geqrf(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    """The matrix, column by column, and the factors of its reflections."""
+    *batch, rows, columns = args[0].shape
+    packed = _placed(engine, (*batch, columns, rows), args[0].dtype, device).mT
+    factors = _placed(engine, (*batch, min(rows, columns)), args[0].dtype, device)
+    _reflect(engine, device, rows, prod(batch))
+    return packed, factors
+
+
+@special(_aten.linalg_qr.default, table=BESIDE)
+def _qr(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> tuple[int, ...]:
+    matrices = args[0]
+    first, second = out
+    rows, columns = matrices.shape[-2:]
+    batch, wants_first = _batch(matrices.shape), bool(first.numel())
+    held = [batch * min(rows, columns) * matrices.element_size()]
+    if not (wants_first and first.shape[-1] == columns) and second.shape[-2] != rows:
+        held.append(_bytes(matrices))
+    with holding(engine, device, held):
+        _reflect(engine, device, rows, batch)
+        with holding(engine, device, [_CODE] if wants_first else []):
+            pass
+    return ()
+
+
+@special(_aten.linalg_householder_product.default, table=BESIDE)
+def _householder(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> list[int]:
+    return [_CODE]
+
+
+@special(_aten.ormqr.default, table=BESIDE)
+def _ormqr(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> list[int]:
+    return [*([] if args[0].mT.is_contiguous() else [_bytes(args[0])]), _CODE]
+
+
+@special(_aten.linalg_lstsq.default)
+def _least_squares(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    """CUDA's only driver takes matrices of full rank for granted: there is neither rank nor singular values."""
+    matrices, right = args[:2]
+    rows, columns = matrices.shape[-2:]
+    vector = right.dim() == 1 or (matrices.dim() - 1 == right.dim() and right.shape == matrices.shape[:-1])
+    width = () if vector else (right.shape[-1],)
+    batch = torch.broadcast_shapes(matrices.shape[:-2], right.shape[:-1] if vector else right.shape[:-2])
+
+    def made(*shape: int, dtype: torch.dtype = matrices.dtype) -> Any:
+        return _placed(engine, shape, dtype, device)
+
+    with holding(engine, device, [max(1, _batch(matrices.shape)) * _CODE]):
+        # Worked out in a copy of the right-hand side, column by column.
+        solution = made(*batch, *width, max(rows, columns)).narrow(-1, 0, columns)
+        with holding(engine, device, [_bytes(matrices)]):
+            if matrices.numel() and right.numel():
+                _by_reflections(engine, device, matrices, prod(batch))
+            residuals = made(*batch, *width) if rows > columns else made(0)
+    return solution if vector else solution.mT, residuals, made(0, dtype=torch.int64), made(0)
+
+
+def _by_reflections(engine: Engine, device: int, matrices: Any, batch: int) -> None:
+    """What least squares take for so many right-hand sides, beside copies of both."""
+    rows, columns = matrices.shape[-2:]
+    few, given, item = min(rows, columns), _batch(matrices.shape), matrices.element_size()
+    spread = [] if batch == given else [batch * rows * columns * item]
+    if columns <= rows <= 256 and batch >= max(2, rows // 16):
+        with holding(engine, device, spread):
+            _by_cublas(engine, device, batch, 2)
+        return
+    turned = [_bytes(matrices)] if rows < columns else []
+    with holding(engine, device, [given * few * item, *turned]):
+        _reflect(engine, device, max(rows, columns), given)
+        with holding(engine, device, [*spread, *([batch * few * item] if spread else [])]):
+            with holding(engine, device, [_CODE]):
+                pass
+            _solve_triangular(engine, device, few, batch)
+
+
+# ---- eigenvalues and singular values
+
+
+@special(_aten._linalg_eigh.default, table=BESIDE)
+def _eigh(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> list[int]:
+    copied = [] if out[1].numel() else [_bytes(args[0])]
+    return [*copied, _batch(args[0].shape) * _CODE]
+
+
+@special(_aten._linalg_svd.default, table=BESIDE)
+def _svd(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> list[int]:
+    matrices, (left, _, right) = args[0], out
+    if not matrices.numel():
+        return []
+    rows, columns = matrices.shape[-2:]
+    few, batch, item = min(rows, columns), _batch(matrices.shape), matrices.element_size()
+    sides: list[int] = []
+    driver = kwargs.get("driver") or "gesvdj"
+    if driver == "gesvdj" and max(rows, columns) <= 32:
+        # All vectors of both sides, whatever is asked for.
+        asked = ((left, rows), (right, columns))
+        sides = [batch * size**2 for vectors, size in asked if vectors.numel() < batch * size**2]
+    elif not left.numel():
+        sides = {"gesvdj": [rows * few, columns * few], "gesvda": [batch * rows * columns, batch * few**2]}.get(
+            driver, []
+        )
+    return [batch * _CODE, _bytes(matrices), *(side * item for side in sides)]
+
+
+# ---- functions of matrices
+
+
+@special(_aten.linalg_matrix_exp.default, table=BESIDE)
+def _exponential(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> tuple[int, ...]:
+    """The most: by products up to the eighteenth power, of matrices that are made smaller first."""
+    size = _bytes(out)
+    if out.shape[-1] == 1 or not size:
+        return ()
+    matrices = _batch(out.shape)
+    norms, places = matrices * out.element_size(), matrices * _INDEX
+    with holding(engine, device, [size]):
+        pass
+    # Those of large norms, the exponents and powers of their scales, and themselves scaled.
+    scaled = [norms, places, size, norms, size, places, places, size]
+    with holding(engine, device, [*scaled, _COEFFICIENTS * out.dtype.to_real().itemsize, 5 * size]):
+        # Of the powers the first is made of ones.
+        with holding(engine, device, [size]):
+            pass
+        with holding(engine, device, [5 * size]):
+            _takes_workspace(engine, device)
+    return ()

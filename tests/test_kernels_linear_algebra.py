@@ -1,0 +1,175 @@
+"""What linear algebra takes beside its results, worked out by hand from BatchLinearAlgebra.cpp and its CUDA kernels.
+
+A matrix of 100 rows and columns in float32 has 40,000 bytes. Codes of errors and pivots have four bytes, addresses and places
+eight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from asked_for import made
+from scratch_memory import scratch
+from torch import linalg
+
+from gpumem_magic.virtual import gpu
+
+BYTES = 40_000
+
+
+@pytest.fixture(scope="module", autouse=True)
+def machine() -> Iterator[None]:
+    gpu.turn_on("A100-40GB,torch=2.13,context=0MiB")
+    # cuBLAS's workspace is there from now on.
+    torch.zeros(2, 2, device="cuda") @ torch.zeros(2, 2, device="cuda")
+    yield
+    gpu.turn_off()
+
+
+def matrix(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, device="cuda")
+
+
+def test_an_inverse_is_solved_for_in_place_beside_its_factors() -> None:
+    # The result and a code; factors and pivots; the permutation; and the result once more, to be put in order.
+    assert made(lambda: linalg.inv(matrix(100, 100))) == [BYTES, BYTES, 4, BYTES, 400, 800, BYTES]
+    assert scratch(lambda: linalg.inv(torch.zeros(1000, 1000, device="cuda"))) >= 2 * 4_000_000
+    # In columns: the permutation's inverse comes from its places; the ordered copy is there before it is solved.
+    assert made(lambda: linalg.inv(matrix(100, 100).mT)) == [BYTES, BYTES, 4, BYTES, 400, 800, 800, 800, BYTES]
+
+
+def test_many_are_told_by_their_addresses() -> None:
+    many = matrix(3, 100, 100)
+    # cuBLAS factorizes them; of the first permutation each gets its own; eight or fewer of 64 and more are solved one by one.
+    factors = [3 * BYTES, 1200, 12, 24]
+    assert made(lambda: linalg.lu_factor(many)) == factors
+    assert made(lambda: linalg.inv(many)) == [3 * BYTES, 12, 3 * BYTES, 1200, 24, 800, 2400, 3 * BYTES]
+    # MAGMA factorizes more of them, from 129 rows on, and those that are not square.
+    assert made(lambda: linalg.lu_factor(matrix(17, 100, 100)))[1:] == [17 * BYTES, 17 * 400, 17 * 4]
+    assert made(lambda: linalg.lu_factor(matrix(3, 129, 129)))[2:] == [3 * 129 * 4, 12]
+    assert made(lambda: linalg.cholesky(many)) == [3 * BYTES, 12, 24]
+
+
+@pytest.mark.parametrize(
+    ("size", "width", "batch", "beside"),
+    [
+        (8, 4, 1, [8, 8]),  # cuBLAS
+        (32, 100, 2, [4]),  # cuSOLVER
+        (33, 70, 1, [4]),  # the same, since the matrix is transposed
+        (33, 8, 3, [24, 24]),  # cuBLAS
+        (100, 2, 2, [4]),
+        (100, 2, 3, [24, 24]),
+        (100, 3, 1, [800, 1200]),  # by triangles: a permutation, a copy of the right-hand side
+        (33, 9, 3, [33 * 8, 3 * 33 * 8, 24, 24, 24, 24, 3 * 33 * 9 * 4]),
+    ],
+)
+def test_the_way_to_solve_follows_from_the_sizes(size: int, width: int, batch: int, beside: list[int]) -> None:
+    left, right = matrix(batch, size, size), matrix(batch, size, width)
+    by_cublas = [batch * 8] if batch > 1 else []
+    results = [right.nbytes, left.nbytes, batch * size * 4, batch * 4]
+    assert made(lambda: linalg.solve(left, right)) == [*results, *by_cublas, *beside]
+
+
+def test_one_matrix_for_many_right_hand_sides_is_spread() -> None:
+    factors, pivots = linalg.lu_factor(matrix(1, 100, 100))
+    spread = [3 * BYTES, 1200]
+    right = matrix(3, 100, 3)
+    order = [800, 2400, 800, 2400, right.nbytes]
+    assert made(lambda: linalg.solve(matrix(100, 100), right))[1:] == [
+        right.nbytes, BYTES, 400, 4, *spread, 800, 2400, right.nbytes,
+    ]  # fmt: skip
+    assert made(lambda: linalg.lu_solve(factors, pivots, right)) == [right.nbytes, *spread, *order]
+    assert made(lambda: linalg.solve_triangular(matrix(100, 100).expand(3, -1, -1), right, upper=True))[1:] == [
+        right.nbytes, 3 * BYTES,
+    ]  # fmt: skip
+
+
+def test_determinants_multiply_the_diagonal_and_count_exchanges() -> None:
+    # A code; the product; the places, compared, as numbers of eight bytes, summed.
+    counted = [400, 100, 800, 8]
+    a = matrix(100, 100)
+    det = made(lambda: linalg.det(a))
+    assert det[:5] == [4, BYTES, 400, 4, 4]
+    assert sorted(det[5:]) == sorted(counted)
+    # Signs of the diagonal before it, its logarithms after it.
+    slogdet = made(lambda: linalg.slogdet(a))
+    assert slogdet[:7] == [4, 4, BYTES, 400, 4, 400, 4]
+    assert sorted(slogdet[7:]) == sorted([*counted, 400])
+
+
+def test_cholesky_solves_in_a_copy() -> None:
+    a, b = matrix(100, 100), matrix(100, 10)
+    assert made(lambda: torch.cholesky_solve(b, a)) == [4000, 4, BYTES]
+    assert made(lambda: torch.cholesky_inverse(a)) == [BYTES, BYTES, 4, BYTES]
+    # Many are solved as triangles, in place.
+    assert made(lambda: torch.cholesky_solve(matrix(3, 100, 10), matrix(3, 100, 100)))[2:] == [12_000]
+
+
+def test_earlier_versions_solve_many_of_choleskys_by_magma() -> None:
+    gpu.turn_off()
+    gpu.turn_on("A100-40GB,torch=2.9,context=0MiB")
+    assert made(lambda: torch.cholesky_solve(matrix(3, 100, 10), matrix(3, 100, 100)))[2:] == [12_000, 3 * BYTES]
+    assert made(lambda: torch.cholesky_inverse(matrix(100, 100)))[1:] == [BYTES, BYTES, 4]
+    gpu.turn_off()
+    gpu.turn_on("A100-40GB,torch=2.13,context=0MiB")
+    torch.zeros(2, 2, device="cuda") @ torch.zeros(2, 2, device="cuda")
+
+
+def test_qr_works_in_a_result_that_fits() -> None:
+    tall = matrix(100, 40)
+    # Factors of 40 reflections, a code for these and one for their product.
+    assert made(lambda: linalg.qr(tall)) == [16_000, 6400, 160, 4, 4]
+    assert made(lambda: linalg.qr(tall, mode="complete")) == [BYTES, 16_000, 160, 4, 4]
+    # Without the first factor nothing fits.
+    assert made(lambda: linalg.qr(tall, mode="r")) == [6400, 160, 16_000, 4]
+    # From seven of 112 rows on, cuBLAS.
+    assert made(lambda: linalg.qr(matrix(7, 112, 2)))[3:] == [7 * 2 * 4, 56, 56, 4]
+
+
+def test_least_squares_reflect_a_copy() -> None:
+    tall, right = matrix(100, 80), matrix(100, 10)
+    # A code, the solution, the copy, reflections, two codes; the residuals last.
+    assert made(lambda: linalg.lstsq(tall, right)) == [4, 4000, 32_000, 320, 4, 4, 40]
+    # A wide one is turned first.
+    assert made(lambda: linalg.lstsq(matrix(80, 100), matrix(80, 10)))[2:] == [4, 4000, 32_000, 320, 32_000, 4, 4]
+
+
+@pytest.mark.parametrize("with_gradient", [False, True])
+def test_vectors_are_made_only_for_a_gradient(with_gradient: bool) -> None:
+    tall = matrix(100, 40).requires_grad_(with_gradient)
+    square = matrix(100, 100).requires_grad_(with_gradient)
+    # cuSOLVER wants room for the vectors in any case.
+    wanted = [16_000, 160, 6400, 4, 16_000] if with_gradient else [160, 4, 16_000, 16_000, 6400]
+    assert made(lambda: linalg.svdvals(tall)) == wanted
+    assert made(lambda: linalg.eigvalsh(square)) == [400, BYTES, 4]
+    kept = linalg.eigvalsh(square)
+    assert (kept.grad_fn is not None) == with_gradient
+
+
+def test_singular_vectors_by_driver_and_size() -> None:
+    tall = matrix(100, 40)
+    results = [16_000, 160, 6400, 4, 16_000]
+    assert made(lambda: linalg.svd(tall, full_matrices=False)) == results
+    assert made(lambda: linalg.svd(tall, full_matrices=False, driver="gesvd")) == results
+    # Up to 32 rows and columns all vectors of the longer side are made.
+    assert made(lambda: linalg.svd(matrix(5, 32, 8), full_matrices=False))[1:] == [
+        5 * 32 * 8 * 4, 5 * 8 * 4, 5 * 8 * 8 * 4, 20, 5 * 32 * 8 * 4, 5 * 32 * 32 * 4,
+    ]  # fmt: skip
+
+
+def test_an_exponential_holds_five_powers_and_five_sums() -> None:
+    # The absolute values first; then norm, place, the matrix, its norm, the result, exponent, power, the scaled matrix; 25
+    # coefficients; five powers, among them ones; five sums.
+    scaled = [4, 8, BYTES, 4, BYTES, 8, 8, BYTES, 100]
+    assert made(lambda: linalg.matrix_exp(matrix(100, 100)))[1:] == [
+        BYTES, BYTES, *scaled, 5 * BYTES, BYTES, 5 * BYTES,
+    ]  # fmt: skip
+
+
+def test_the_first_solution_takes_cublas_workspace() -> None:
+    gpu.turn_off()
+    gpu.turn_on("A100-40GB,torch=2.13,context=0MiB")
+    assert made(lambda: linalg.cholesky(matrix(100, 100))) == [BYTES, BYTES, 4]
+    assert made(lambda: linalg.inv(matrix(100, 100))).count(8_519_680) == 1
