@@ -176,7 +176,7 @@ GUILTY = [
     ),
     Case(
         "fragmentation",
-        ("a = [mib(9) for _ in range(100)]", "del a[::2]\ny = mib(1)"),
+        ("a = [mib(9) for _ in range(1000)]", "del a[::2]\ny = mib(1)"),
         "free pieces between",
         device="T4",
     ),

@@ -47,6 +47,16 @@ def test_an_error_of_another_kind_is_not_put_down_to_values() -> None:
     assert "does not know" not in measured.report.answer
 
 
+def test_what_autograd_says_of_a_graph_is_not_put_down_to_values() -> None:
+    weight = torch.ones(300, requires_grad=True)
+    with pytest.raises(RuntimeError, match="second time"), gpumem_magic.measure(device="T4,values=auto") as measured:  # noqa: PT012
+        loss = (weight.cuda() * unknown(300)).square().sum()
+        loss.item()
+        loss.backward()
+        loss.backward()
+    assert "does not know" not in measured.report.answer
+
+
 def test_an_error_without_a_stand_in_is_the_programs_own() -> None:
     with pytest.raises(AssertionError), gpumem_magic.measure(device="T4,values=auto") as measured:
         assert torch.ones(3, device="cuda").sum() > 5

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
@@ -9,7 +10,7 @@ from gpumem_magic.causes.model import Scene
 from gpumem_magic.devices.base import Birth
 from gpumem_magic.owners.model import size_of
 from gpumem_magic.recording.model import BACKWARD
-from gpumem_magic.report.model import OF_A_MODEL, Cause
+from gpumem_magic.report.model import Cause
 from gpumem_magic.snapshot.timeline import Allocation
 from gpumem_magic.units import MIB, human
 
@@ -17,7 +18,9 @@ _LEAST = 4
 # A batch at the peak is worth a word from here on.
 _WORTH = 256 * MIB
 # What is made of a batch.
-_OF_THE_BATCH = frozenset({"activations", "activation_gradients"})
+_OF_THE_BATCH = frozenset({"inputs", "activations", "activation_gradients", "temporaries"})
+# Beside the iteration that computes, one more may have left its last result.
+_ITERATIONS_AT_ONCE = 2
 
 
 def whole_batch(scene: Scene) -> Iterator[Cause]:
@@ -33,66 +36,99 @@ def whole_batch(scene: Scene) -> Iterator[Cause]:
 def _too_many(scene: Scene, wanted: int) -> Iterator[Cause]:
     if scene.moment == scene.peak == 0:
         return
-    births = scene.recording.logs[scene.device].births
-    living = scene.timeline.live_at(scene.moment)
-    made = [(one.size, births.get(one.born)) for one in living if scene.labels[one.index].category not in OF_A_MODEL]
-    failed = births.get(scene.moment - 1)
-    made.append((wanted, failed))
-    items, size = _most_rows(made)
-    total = size_of(living) + wanted
+    batch = _Batch(scene)
+    parts = batch.parts_of(scene.timeline.live_at(scene.moment))
+    failed = batch.births.get(scene.moment - 1)
+    size = size_of(parts) + (wanted if batch.has(failed) else 0)
+    total = size_of(scene.timeline.live_at(scene.moment)) + wanted
     row = next((row for row in reversed(scene.report.checkpoints) if row.kind == "error"), None)
     capacity = scene.report.device.total_bytes
-    if 4 * size < total or row is None or not capacity:
+    if 4 * size < total or row is None or not capacity or _gathers(scene, parts):
         return
     outside = sum(row.categories.get(name) or 0 for name in ("context", "other_processes", "context_or_others"))
-    fits = int((capacity - outside - (total - size)) * items // size)
-    if not 0 < fits < items:
+    fits = int((capacity - outside - (total - size)) * batch.items // size)
+    if not 0 < fits < batch.items:
         return
     yield Cause(
         "whole_batch",
-        f"The batch of {items:,} items{_where(scene, failed)} takes {human(size)} up to here, {human(size // items)} an item.",
+        f"The batch of {batch.items:,} items{_where(scene, failed)} takes {human(size)} up to here, "
+        f"{human(size // batch.items)} an item.",
         f"A smaller batch helps: {fits:,} items would get past this request, though later ones may need more room.",
         size,
     )
 
 
 def _at_the_peak(scene: Scene) -> Iterator[Cause]:
-    births = scene.recording.logs[scene.device].births
-
-    def of_a_batch(one: Allocation) -> bool:
-        return scene.labels[one.index].category in _OF_THE_BATCH
-
+    batch = _Batch(scene)
     living = scene.timeline.live_at(scene.moment)
-    items, size = _most_rows((one.size, births.get(one.born)) for one in living if of_a_batch(one))
-    if 2 * size < size_of(living) or size < _WORTH:
+    parts = batch.parts_of(living)
+    size = size_of(parts)
+    if 2 * size < size_of(living) or size < _WORTH or _gathers(scene, parts):
         return
-    parts = [one for one in scene.timeline.allocations if of_a_batch(one) and _rows(births.get(one.born)) == items]
-    saved = scene.report.peak.allocated - scene.highest_without(parts, share=2)[0]
+    everything = batch.parts_of(scene.timeline.allocations)
+    saved = scene.report.peak.allocated - scene.highest_without(everything, share=2)[0]
     if saved < _WORTH // 2:
         return
     yield Cause(
         "whole_batch",
-        f"The batch of {items:,} items takes {human(size)} of it, {human(size // items)} an item.",
+        f"The batch of {batch.items:,} items takes {human(size)} of it, {human(size // batch.items)} an item.",
         f"Half the batch would take about {human(saved)} less.",
         size,
     )
 
 
-def _most_rows(made: Iterable[tuple[int, Birth | None]]) -> tuple[int, int]:
-    """The first dimension of most of it, and bytes."""
-    sizes: Counter[int] = Counter()
-    for size, birth in made:
-        if (rows := _rows(birth)) >= _LEAST:
-            sizes[rows] += size
-    return sizes.most_common(1)[0] if sizes else (0, 0)
+class _Batch:
+    """How many items a batch has: the first dimension of an input, of which first dimensions of most of the rest are multiples
+    (items and steps in one); where no input is known, of most that is there. 0: unknown."""
 
+    def __init__(self, scene: Scene) -> None:
+        self._scene = scene
+        self.births = scene.recording.logs[scene.device].births
+        shapes = (self.births.get(one.born) for one in scene.timeline.allocations if self._is(one, "parameters"))
+        # Weights that a program computes (one step of a step of training) are no batch.
+        self._weights = {birth.shape for birth in shapes if birth is not None}
+        sizes: Counter[int] = Counter()
+        inputs: Counter[int] = Counter()
+        for one in scene.timeline.live_at(scene.moment):
+            rows = self._rows(self.births.get(one.born)) if self._may_be(one) else 0
+            if rows >= _LEAST:
+                (inputs if self._is(one, "inputs") else sizes)[rows] += one.size
+        made = {items: sum(size for rows, size in sizes.items() if rows % items == 0) for items in inputs or sizes}
+        likely = [items for items, size in made.items() if 20 * size >= 19 * max(made.values())]
+        self.items = max(likely, key=lambda items: (inputs or sizes)[items], default=0)
 
-def _rows(birth: Birth | None) -> int:
-    """The first dimension of what may be of a batch; 0 of all else."""
-    return birth.shape[0] if birth is not None and birth.shape and birth.operator not in _NOT_OF_A_BATCH else 0
+    def parts_of(self, allocations: Iterable[Allocation]) -> list[Allocation]:
+        return [one for one in allocations if self._may_be(one) and self.has(self.births.get(one.born))]
+
+    def has(self, birth: Birth | None) -> bool:
+        """Whether what was made so has the batch's items in its first dimension."""
+        rows = self._rows(birth)
+        return rows > 0 < self.items and rows % self.items == 0
+
+    def _is(self, one: Allocation, category: str) -> bool:
+        return self._scene.labels[one.index].category == category
+
+    def _may_be(self, one: Allocation) -> bool:
+        return self._scene.labels[one.index].category in _OF_THE_BATCH
+
+    def _rows(self, birth: Birth | None) -> int:
+        """The first dimension of what may be of a batch; 0 of all else."""
+        if birth is None or not birth.shape or birth.operator in _NOT_OF_A_BATCH or birth.shape in self._weights:
+            return 0
+        return birth.shape[0]
 
 
 _NOT_OF_A_BATCH = frozenset({"empty", "zeros", "ones", "full", "clone", "zeros_like", "empty_like"})
+
+
+def _gathers(scene: Scene, parts: list[Allocation]) -> bool:
+    """Whether several iterations' batches are there at once: of smaller ones there would be more."""
+    ends = [one.end for one in scene.iterations]
+    sizes: Counter[int] = Counter()
+    for one in parts:
+        sizes[bisect_right(ends, one.born)] += one.size
+    most = sum(size for _, size in sizes.most_common(_ITERATIONS_AT_ONCE))
+    return 10 * most < 9 * size_of(parts)
 
 
 def _where(scene: Scene, birth: Birth | None) -> str:

@@ -52,7 +52,7 @@ def fragmentation(scene: Scene) -> Iterator[Cause]:
             pieces += 1
     reserved = scene.timeline.reserved_at(scene.end)
     # A large block, of which something small now uses a part, is no habit.
-    if pieces < _PIECES or stuck < max(_WORTH, reserved // 4):
+    if pieces < _PIECES or stuck < max(_WORTH, reserved // 4) or not _is_pressed(scene, reserved):
         return
     yield Cause(
         "fragmentation",
@@ -61,6 +61,12 @@ def fragmentation(scene: Scene) -> Iterator[Cause]:
         "Delete the tensors in between, or set `expandable_segments:True` in PYTORCH_CUDA_ALLOC_CONF.",
         stuck,
     )
+
+
+def _is_pressed(scene: Scene, reserved: int) -> bool:
+    """Whether the device came, or may come, to its end: else room that lies in pieces costs nobody anything."""
+    failed = bool(scene.report.retries) or scene.report.error is not None
+    return failed or 2 * reserved >= (scene.report.device.capacity or 0)
 
 
 def _settings(found: FailedRequest, wanted: int) -> str:
@@ -79,10 +85,7 @@ def varying_sizes(scene: Scene) -> Iterator[Cause]:
     """Each iteration's tensors are of another size, so that what is cached for one does not fit the next."""
     reserved = max((row.peak_reserved for row in scene.report.checkpoints), default=0)
     wasted = reserved - scene.report.peak.allocated
-    pressed = (
-        scene.report.retries or scene.report.error is not None or 2 * reserved >= (scene.report.device.capacity or 0)
-    )
-    if not pressed or wasted < max(_WORTH, scene.report.peak.allocated // 2):
+    if not _is_pressed(scene, reserved) or wasted < max(_WORTH, scene.report.peak.allocated // 2):
         return
     ends = [one.end for one in scene.iterations]
     largest: dict[object, dict[int, tuple[int, Birth]]] = {}

@@ -35,6 +35,8 @@ _INDEX = re.compile(r"\[[^\[\]]*\d[^\[\]]*\]")
 _NAMES = frozenset({"variable", "module"})
 # So many equal steps are no accident.
 _EQUAL_ITERATIONS = 3
+# Bytes of a complex number in double precision.
+_A_NUMBER = 16
 
 
 def graphs_alive(scene: Scene) -> Iterator[Cause]:
@@ -78,9 +80,10 @@ def graphs_alive(scene: Scene) -> Iterator[Cause]:
     reach = "reaches" if len(others) == 1 else "reach"
     also = f" ({', '.join(map(quoted, others[:3]))} {reach} them, too)" if others else ""
     none = "" if scene.spans(BACKWARD) else ", and no backward ran here"
+    keep = "keeps" if len(found) == 1 else "keep"
     yield Cause(
         "kept_graphs",
-        f"{told(found)}{at} keeps the graphs of {count} iterations alive{also}: {human(freed)} that were saved for "
+        f"{told(found)}{at} {keep} the graphs of {count} iterations alive{also}: {human(freed)} that were saved for "
         f"backward{none}.",
         _detaching(scene, main, place, others, freed),
         freed,
@@ -112,10 +115,18 @@ def _detaching(scene: Scene, spot: Spot, place: Written | None, others: list[str
     elif others:
         names = [spot.place, *others]
         now = f"; detaching {', '.join(map(quoted, names[:4]))} frees {human(freed)}"
+    numbers = _keeps_numbers(scene, spot)
     if place is not None and spot.holds_directly and (what := put_into(place.statement)):
-        return f"Put `{what}.detach()` there (or `{what}.item()`, if its value is all you need){now}."
+        value = f" (or `{what}.item()`, if its value is all you need)" if numbers else ""
+        return f"Put `{what}.detach()` there{value}{now}."
     goes = "goes into" if spot.container is not None else "is given to"
-    return f"`.detach()` what {goes} {quoted(spot.place)} (`.item()` for a number){now}."
+    return f"`.detach()` what {goes} {quoted(spot.place)}{' (`.item()` for a number)' if numbers else ''}{now}."
+
+
+def _keeps_numbers(scene: Scene, spot: Spot) -> bool:
+    """Whether what lies at a place are numbers, losses say, as far as is known."""
+    own = [one for one in scene.held if one.kind == "tensor" and one.place.startswith(spot.place)]
+    return all(one.requested <= _A_NUMBER for one in own)
 
 
 def growth(scene: Scene) -> Iterator[Cause]:
@@ -155,6 +166,8 @@ def _growth_of(scene: Scene, iterations: Sequence[Iteration]) -> Cause | None:
     if not found:
         return Cause("growth", f"{text}.", "`%gpumem_who` shows what holds it.", left)
     main = together([one for one in found if 10 * one.size >= found[0].size])
+    if _is_trained_on(scene, iterations[-1], main[0]):
+        return None
     total = sum(one.size for one in main)
     place = added(scene, main[0])
     at = f", put there at {place.words} (`{place.shown}`)" if place is not None else ""
@@ -164,6 +177,17 @@ def _growth_of(scene: Scene, iterations: Sequence[Iteration]) -> Cause | None:
         _less(scene, main[0]),
         total,
     )
+
+
+def _is_trained_on(scene: Scene, last: Iteration, spot: Spot) -> bool:
+    """Whether what a loop gathered is what the next backward needs: a sequence's outputs, which a loss then reads."""
+    starts = [scene.start_of(one) for one in scene.spans(BACKWARD)]
+    after = min((start for start in starts if start >= last.end), default=None)
+    if after is None or any(last.start <= start < last.end for start in starts):
+        return False
+    reads = re.compile(rf"\b{re.escape(spot.root)}\b")
+    between = (point.statement for point, begin, _ in scene.statements if last.end <= begin <= after)
+    return any(reads.search(statement) for statement in between)
 
 
 def _less(scene: Scene, spot: Spot) -> str:

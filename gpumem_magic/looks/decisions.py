@@ -18,13 +18,25 @@ from gpumem_magic.looks import flows
 from gpumem_magic.looks.flows import Key, Uses
 
 # Errors that a wrong value brings about, as a wrong name does not.
-OF_VALUES = (
+_OF_VALUES = (
     "AssertionError", "ValueError", "ZeroDivisionError", "OverflowError", "FloatingPointError", "IndexError", "KeyError",
     "RuntimeError", "StopIteration", "LinAlgError",
 )  # fmt: skip
+# What autograd says of a graph, whatever the values are.
+_OF_GRAPHS = (
+    "backward through the graph a second time",
+    "does not require grad",
+    "modified by an inplace operation",
+    "leaf Variable",
+)
 # What a value flows into is as far from it as the farthest step on the way.
 _VALUE, _COUNT, _WAY, _TOLD = range(4)
 _STEPS = {"value": _VALUE, "argument": _VALUE, "count": _COUNT, "way": _WAY, "told": _TOLD}
+
+
+def may_be_of_a_value(kind: str, message: str) -> bool:
+    """Whether an error (its class's name, and its text) may come of a wrong value."""
+    return kind in _OF_VALUES and not any(words in message for words in _OF_GRAPHS)
 
 
 def ends_a_loop(file: str, line: int, callers: Sequence[str] = (), sized: bool = False) -> bool:

@@ -75,6 +75,12 @@ def _flag(name: str) -> Callable[[torch.Tensor], bool]:
 
 
 is_leaf, requires_grad = _flag("is_leaf"), _flag("requires_grad")
+
+
+def is_view(tensor: torch.Tensor) -> bool:
+    return bool(_BASE._is_view(tensor))
+
+
 # Of a tensor without a Python key.
 is_cuda, is_meta = _flag("is_cuda"), _flag("is_meta")
 

@@ -185,6 +185,9 @@ class Witness:
         self._modules[id(module)] = weakref.ref(module)
         self._where[id(module)] = where
         for name, parameter in tensors.tensors_of(module, tensors.PARAMETERS):
+            if not tensors.is_leaf(parameter) and not tensors.is_view(parameter):
+                # Weights that a program computed and put in a parameter's place (`torch.func.functional_call`).
+                continue
             self._parameter_names[id(parameter)] = name
             self.has_wide_weights = self.has_wide_weights or tensors.dtype_name(parameter) == "float32"
             self._see(parameter, "parameter", name)

@@ -11,7 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
 from gpumem_magic.allocator.verdict import CAPACITY, FRAGMENTATION
-from gpumem_magic.looks.decisions import OF_VALUES
+from gpumem_magic.looks.decisions import may_be_of_a_value
 from gpumem_magic.report.failure import failed_request
 from gpumem_magic.report.model import LABELS, OF_A_MODEL, Peak, ReportData, Row, TensorGroup
 from gpumem_magic.units import amount
@@ -59,7 +59,7 @@ def _doubt(report: ReportData) -> tuple[str, bool]:
     may be another, and not only what was selected."""
     read = [one for one in report.stand_ins if one.supplied < one.count]
     error = report.error
-    if error is not None and error.requested is None and error.type in OF_VALUES and read:
+    if error is not None and error.requested is None and may_be_of_a_value(error.type, error.message) and read:
         guilty = next((one for one in read if error.line is not None and one.line == str(error.line)), read[-1])
         place = _read_at(guilty.line)
         return (

@@ -12,7 +12,7 @@ from types import FrameType
 import torch
 
 from gpumem_magic.looks.code import OWN, whose
-from gpumem_magic.looks.decisions import OF_VALUES, leads_to, waits
+from gpumem_magic.looks.decisions import leads_to, may_be_of_a_value, waits
 
 # Reads of one line behind which a loop is taken to wait for a value.
 _MANY = 1000
@@ -60,7 +60,7 @@ class Reads:
             self._seen = 0
         elif id(error) != self._seen:
             self._seen = id(error)
-            if type(error).__name__ in OF_VALUES:
+            if may_be_of_a_value(type(error).__name__, _text_of(error)):
                 self._caught(error)
 
     def _caught(self, error: BaseException) -> None:
@@ -71,6 +71,12 @@ class Reads:
                 if name == file and line <= raised and leads_to(file, line, raised):
                     self.marks[name, line, "caught"] += 1
             frame = frame.tb_next
+
+
+def _text_of(error: BaseException) -> str:
+    """An error's text as it was given, without asking the error."""
+    given = BaseException.args.__get__(error)  # type: ignore[attr-defined]
+    return given[0] if given and type(given[0]) is str else ""
 
 
 def _stack(line: _Line) -> Iterator[_Line]:
