@@ -62,6 +62,19 @@ def contexts() -> Any:
     return create_selective_checkpoint_contexts(products_are_kept)
 
 
+def test_graphs_whose_operators_run_one_by_one() -> None:
+    """A gradient with a kernel of its own is one of them; what a graph makes is on the card, also after a break."""
+
+    def program(value: torch.Tensor) -> torch.Tensor:
+        places = torch.arange(MIB, device=value.device)
+        torch._dynamo.graph_break()
+        return F.mish(F.silu(value)) * places.float()
+
+    x = torch.rand(MIB, device="cuda", requires_grad=True)
+    torch.compile(program, backend="aot_eager")(x).backward(torch.ones_like(x))
+    assert x.grad is not None
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning:torch._logging")
 @pytest.mark.parametrize(
     ("exact", "budget", "policy"), [(True, 1.0, False), (False, 1.0, False), (True, 0.4, False), (True, 1.0, True)]

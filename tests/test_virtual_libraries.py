@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo  # looks for Triton when it is imported, and must not find the package that stands for it
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import gpumem_magic
 from gpumem_magic.virtual import gpu
@@ -421,3 +422,16 @@ def test_rules_for_bitsandbytes_operators_without_the_library() -> None:
     finally:
         gpu.turn_off()
         library._destroy()
+
+
+def test_transformers_takes_no_tensor_of_the_device_for_a_compilers_fake() -> None:
+    utils = pytest.importorskip("transformers.utils.import_utils")
+    if not hasattr(utils, "is_fake_tensor"):
+        pytest.skip("of transformers 5 and newer")
+    gpu.turn_on("T4")
+    try:
+        assert not utils.is_tracing(torch.zeros(2, device="cuda"))
+        with FakeTensorMode():
+            assert utils.is_tracing(torch.zeros(2))
+    finally:
+        gpu.turn_off()

@@ -7,6 +7,7 @@ normalisation and activation, the attention, and where the causal mask is kept.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -133,9 +134,10 @@ class GPT2(nn.Module):
         logits: torch.Tensor = self.head(x)
         return logits
 
-    @torch.no_grad()
-    def generate(self, indices: torch.Tensor, count: int) -> torch.Tensor:
-        for _ in range(count):
-            logits = self(indices[:, -self.variant.context :])[:, -1, :]
-            indices = torch.cat((indices, torch.argmax(logits, dim=-1, keepdim=True)), dim=1)
-        return indices
+
+@torch.no_grad()
+def generate(model: Callable[[torch.Tensor], torch.Tensor], indices: torch.Tensor, count: int) -> torch.Tensor:
+    for _ in range(count):
+        logits = model(indices)[:, -1, :]
+        indices = torch.cat((indices, torch.argmax(logits, dim=-1, keepdim=True)), dim=1)
+    return indices

@@ -19,7 +19,6 @@ import torch
 
 from gpumem_magic.failures import swallowed
 from gpumem_magic.patching import Patches
-from gpumem_magic.virtual.compiler.tracing import for_the_card
 from gpumem_magic.virtual.engine.engine import Engine
 from gpumem_magic.virtual.engine.modes import META, made_plainly
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
@@ -210,8 +209,6 @@ def _lowering(patches: Patches, engine: Engine, otherwise: Counter[str], trials:
     config = importlib.import_module("torch._inductor.config")
     compiler = importlib.import_module("torch._inductor.compile_fx")
     output = importlib.import_module("torch._inductor.output_code")
-    for name in ("_recursive_joint_graph_passes", "_recursive_post_grad_passes"):
-        patches.set(compiler, name, _first_for_the_card(getattr(compiler, name)))
     compile_ = compiler.fx_codegen_and_compile
 
     def fx_codegen_and_compile(graph: Any, *args: Any, **kwargs: Any) -> Any:
@@ -277,14 +274,6 @@ def compile_with(
         return model.forward
     finally:
         wrapper.config = settings
-
-
-def _first_for_the_card(original: Callable[..., Any]) -> Callable[..., Any]:
-    def passes(graph: Any, *args: Any, **kwargs: Any) -> Any:
-        for_the_card(graph)
-        return original(graph, *args, **kwargs)
-
-    return passes
 
 
 def _first_line(text: str) -> str:

@@ -1,11 +1,12 @@
 """Traces of the compiler's: its own fake and functional tensors on ``cuda:i``, in builds that have no device guard for CUDA.
 
 As our own fake mode does (`engine.modes`): C++ is told ``meta:i``, Python ``cuda:i``. What C++ itself puts into a graph then says
-``meta:i``, and is put right before the graph is lowered (`for_the_card`).
+``meta:i``, and is put right where the trace ends.
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -60,13 +61,22 @@ def install(patches: Patches) -> None:
         return make(cls, *args, **kwargs)
 
     patches.set(torch.Tensor, "_make_wrapper_subclass", staticmethod(make_wrapper_subclass))
+    proxies = importlib.import_module("torch.fx.experimental.proxy_tensor")
+    trace = proxies.dispatch_trace
+
+    def dispatch_trace(*args: Any, **kwargs: Any) -> torch.fx.GraphModule:
+        graph: torch.fx.GraphModule = trace(*args, **kwargs)
+        _for_the_card(graph)
+        return graph
+
+    patches.set(proxies, "dispatch_trace", dispatch_trace)
 
 
 def _is_on(kind: str) -> property:
     return property(lambda tensor: tensor.fake_device.type == kind)
 
 
-def for_the_card(graph: torch.fx.GraphModule) -> None:
+def _for_the_card(graph: torch.fx.GraphModule) -> None:
     """Names the card in a graph where C++ said ``meta:i``."""
     for module in graph.modules():
         if isinstance(module, torch.fx.GraphModule):

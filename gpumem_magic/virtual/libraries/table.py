@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from gpumem_magic.virtual.libraries import bits, dtensor, efficient, exporting, flash, flex, triton_kernels
+from gpumem_magic.virtual.libraries import (
+    bits,
+    dtensor,
+    efficient,
+    exporting,
+    flash,
+    flex,
+    hugging_face,
+    triton_kernels,
+)
 from gpumem_magic.virtual.libraries import vision as vision  # (whose rule is registered with its import)
 from gpumem_magic.virtual.libraries.loading import Libraries, Prepare
 
@@ -14,6 +23,7 @@ _PREPARE: dict[str, Prepare] = {
     "torch.distributed.tensor._api": dtensor.prepare,
     "torch.export._trace": exporting.prepare,
     "torch.nn.attention.flex_attention": flex.prepare,
+    "transformers.utils.import_utils": hugging_face.prepare,
     "triton.runtime.jit": triton_kernels.quiet("JITFunction"),
     "triton.runtime.autotuner": triton_kernels.quiet("Autotuner"),
 }

@@ -173,6 +173,8 @@ if hasattr(torch.ops.aten, "_fused_rms_norm_backward"):
 def install(patches: Patches) -> None:
     """Replaces the operators for tensors of the virtual devices."""
     patches.kernels("AutogradCUDA", (_WAYS | _KERNELS).items())
+    # For traces of compilers, which take an operator without a kernel of CUDA's apart.
+    patches.kernels("CUDA", _KERNELS.items())
 
 
 @special(_aten.native_dropout.default)
