@@ -5,14 +5,14 @@ from __future__ import annotations
 import io
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from IPython.core.error import UsageError
 from IPython.core.interactiveshell import InteractiveShell
-from watch_fakes import MIB, FakeDevice, FakeFront, observer_of
+from watch_fakes import MIB, PATIENCE, FakeDevice, FakeFront, observer_of, wait_until
 
 import gpumem_magic
 from gpumem_magic.notebook.magics import GpuMemMagics
@@ -22,20 +22,9 @@ from gpumem_magic.widgets.fronts import LineFront
 from gpumem_magic.widgets.sampler import THREAD_NAME, Sampler
 from gpumem_magic.widgets.watch import Watch
 
-PATIENCE = 300.0
-
 
 def threads() -> int:
     return sum(thread.name == THREAD_NAME for thread in threading.enumerate())
-
-
-def wait_until(true: Callable[[], bool]) -> None:
-    pause = threading.Event()
-    for _ in range(int(PATIENCE * 100)):
-        if true():
-            return
-        pause.wait(0.01)
-    pytest.fail("it never came")
 
 
 @pytest.fixture(autouse=True)
@@ -274,7 +263,7 @@ def test_mistakes_are_one_line(shell: Any, line: str, words: str) -> None:
 
 def test_completion_offers_the_words() -> None:
     complete = GpuMemMagics.gpumem_watch.parser.complete
-    assert complete(SimpleNamespace(line="%gpumem_watch --", symbol="--")) == ["--hz", "--static"]
+    assert complete(SimpleNamespace(line="%gpumem_watch --", symbol="--")) == ["--engines", "--hz", "--static"]
     assert "stop" in complete(SimpleNamespace(line="%gpumem_watch s", symbol="s"))
 
 

@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
+
+import pytest
 
 from gpumem_magic.devices.base import Counters, DeviceFacts
 from gpumem_magic.widgets.observer import Observer, Sample
 from gpumem_magic.widgets.watch import WatchSamples
 
 MIB = 1 << 20
+PATIENCE = 300.0
+
+
+def wait_until(true: Callable[[], bool]) -> None:
+    pause = threading.Event()
+    for _ in range(int(PATIENCE * 100)):
+        if true():
+            return
+        pause.wait(0.01)
+    pytest.fail("it never came")
 
 
 class FakeDevice:

@@ -41,17 +41,10 @@ def on_engines(shell: Any, code: str, options: argparse.Namespace) -> None:
         if getattr(options, name):
             flag = "as" if name == "as_ranks" else name
             raise UsageError(f"%%gpumem: --engines and --{flag} do not go together")
-    px = getattr(shell.magics_manager.magics["cell"].get("px"), "__self__", None)
-    if px is None:
-        raise UsageError(
-            "%%gpumem --engines: there is no %%px. It comes with engines, as by "
-            "`ipyparallel.Cluster(n=4).start_and_connect_sync()` (pip install 'gpumem-magic[engines]')"
-        )
-    client = px.view.client
-    engines = _named(options.engines, list(client.ids))
+    client, engines = chosen(shell, options.engines, "%%gpumem")
     client[engines].apply_sync(begin)
     try:
-        px.cell_px(f"--block --targets {str(engines).replace(' ', '')}", f"%%gpumem {_flags(options)}\n{code}")
+        _px(shell).cell_px(f"--block --targets {str(engines).replace(' ', '')}", f"%%gpumem {_flags(options)}\n{code}")
     finally:
         try:
             _show(shell, client, engines, options)
@@ -61,15 +54,27 @@ def on_engines(shell: Any, code: str, options: argparse.Namespace) -> None:
             print(f"gpumem: the engines' reports could not be shown ({own})".splitlines()[0], file=sys.stderr)
 
 
-def _named(text: str, there: list[int]) -> list[int]:
-    """The engines of ``[0,3]``, ``0-3`` or ``all``. Raises UsageError."""
+def _px(shell: Any) -> Any:
+    """ipyparallel's magics; None without a cluster."""
+    return getattr(shell.magics_manager.magics["cell"].get("px"), "__self__", None)
+
+
+def chosen(shell: Any, text: str, magic: str) -> tuple[Any, list[int]]:
+    """The user's client, and the engines of ``[0,3]``, ``0-3`` or ``all``. Raises UsageError."""
+    if _px(shell) is None:
+        raise UsageError(
+            f"{magic} --engines: there is no %%px. It comes with engines, as by "
+            "`ipyparallel.Cluster(n=4).start_and_connect_sync()` (pip install 'gpumem-magic[engines]')"
+        )
+    client = _px(shell).view.client
+    there = list(client.ids)
     try:
         found = there if text == "all" else named_ranks(text.strip("[]"), max(there, default=-1) + 1)
     except ValueError:
         found = []
     if not found or not set(found) <= set(there):
-        raise UsageError(f"%%gpumem: --engines takes engines, as [0,3], 0-3 or all, of {there}, not {text!r}")
-    return found
+        raise UsageError(f"{magic}: --engines takes engines, as [0,3], 0-3 or all, of {there}, not {text!r}")
+    return client, found
 
 
 def _flags(options: argparse.Namespace) -> str:

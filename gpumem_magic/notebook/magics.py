@@ -171,6 +171,7 @@ class GpuMemMagics(Magics):
           %gpumem_watch
           %gpumem_watch --hz 5
           %gpumem_watch --static
+          %gpumem_watch --engines [0,3]
           %gpumem_watch mark warm-up is over
           %gpumem_watch pause
           %gpumem_watch resume

@@ -11,15 +11,22 @@ from typing import Any
 
 from IPython.core.error import UsageError
 
+from gpumem_magic.notebook.engines import chosen
+
 
 def watch(shell: Any, options: argparse.Namespace) -> None:
-    """Does what is asked for. Raises UsageError, in one line."""
+    """Does what is asked for. Raises UsageError, in one line, or ipyparallel's error."""
     from gpumem_magic.widgets import watch as watches
+    from gpumem_magic.widgets.engines import EnginesObserver, usual_hz
 
     try:
         if options.command is None:
-            hz = watches.DEFAULT_HZ if options.hz is None else options.hz
-            watches.start(shell, hz, static=options.static)
+            hz, observer = options.hz, None
+            if options.engines is not None:
+                client, engines = chosen(shell, options.engines, "%gpumem_watch")
+                hz = usual_hz(engines) if hz is None else hz
+                observer = EnginesObserver(client, engines, hz)
+            watches.start(shell, watches.DEFAULT_HZ if hz is None else hz, static=options.static, observer=observer)
         elif options.command == "mark":
             watches.running().mark(options.text or "mark")
         else:

@@ -255,10 +255,10 @@ class LineFront(Front):
 
 def line_of(series: Series) -> str:
     """``cuda:0 T4  allocated 3,769 MiB  reserved 3,900 MiB  peak 4,096 MiB  nvidia-smi 5,272 MiB of 15.0 GiB``."""
-    facts, row = series.facts, series.ring.latest
+    row = series.ring.latest
     if row is None:
-        return f"cuda:{facts.index}"
-    words = [f"cuda:{facts.index} {_name(series)}"]
+        return series.title
+    words = [f"{series.title} {_name(series)}"]
     words += [f"{name} {human(value(row, column) or 0)}" for name, column in _LINE]
     used = value(row, DEVICE_USED)
     if used is not None:
@@ -270,18 +270,17 @@ def short_line_of(series: Series) -> str:
     """``cuda:0 3,769 MiB (peak 4,096 MiB)``: allocated, where there is no room for more."""
     row = series.ring.latest
     if row is None:
-        return f"cuda:{series.facts.index}"
+        return series.title
     allocated, peak = (human(value(row, column) or 0) for column in (ALLOCATED, PEAK))
-    return f"cuda:{series.facts.index} {allocated} (peak {peak})"
+    return f"{series.title} {allocated} (peak {peak})"
 
 
 _LINE = (("allocated", ALLOCATED), ("reserved", RESERVED), ("peak", PEAK))
 
 
 def _facts(series: Series) -> dict[str, Any]:
-    facts = series.facts
     return {
-        "title": f"cuda:{facts.index}",
+        "title": series.title,
         "name": _name(series),
         "capacity": series.facts.capacity,
     }

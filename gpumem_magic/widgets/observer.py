@@ -44,11 +44,12 @@ Rows = list[tuple[int, list[float]]]
 
 @dataclass
 class Series:
-    """The samples of one device. number: its place among the series of the watch."""
+    """The samples of one device. number: its place among the series of the watch. of: whose it is, where not this process's."""
 
     number: int
     facts: DeviceFacts
     ring: Ring
+    of: str = ""
     peak: int = 0
     counted_peak: int | None = None
     tracker: live.LiveLabels | None = None
@@ -57,6 +58,10 @@ class Series:
     idle: dict[str, int] | None = None
     idle_key: tuple[int, int, int] | None = None
     idle_not_before: float = 0.0
+
+    @property
+    def title(self) -> str:
+        return f"{self.of} cuda:{self.facts.index}".lstrip()
 
     def reached(self, counters: Counters) -> int:
         """The highest allocated since the watch began, also between two samples where the device counts that."""

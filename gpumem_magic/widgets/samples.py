@@ -35,9 +35,10 @@ _BREAKDOWN = 5
 class DeviceSamples:
     """One device's rows, oldest first. per_row: how many samples share a row at most; the highest of them was kept.
 
-    latest: the newest sample, which need not be among the rows.
+    title: which device it is. latest: the newest sample, which need not be among the rows.
     """
 
+    title: str
     facts: DeviceFacts
     rows: tuple[tuple[float, ...], ...]
     per_row: int
@@ -47,7 +48,7 @@ class DeviceSamples:
     @property
     def name(self) -> str:
         virtual = "virtual " if self.facts.kind == "virtual" else ""
-        return f"cuda:{self.facts.index}  {virtual}{self.facts.name}"
+        return f"{self.title}  {virtual}{self.facts.name}"
 
     @property
     def peak(self) -> int | None:
@@ -87,11 +88,12 @@ class Samples:
             "columns": list(SENT),
             "devices": [
                 {
+                    "title": device.title,
                     **asdict(device.facts),
                     "peak_allocated": device.peak,
                     "samples": device.taken,
                     "samples_per_row": device.per_row,
-                    "rows": [_plain(row) for row in device.rows],
+                    "rows": [plain(row) for row in device.rows],
                 }
                 for device in self.devices
             ],
@@ -110,7 +112,7 @@ class Samples:
         for device in self.devices:
             for row in device.rows:
                 seconds = f"{row[TIME] - self.started:.3f}"
-                writer.writerow([f"cuda:{device.facts.index}", device.facts.name, seconds, *_plain(row)[1:]])
+                writer.writerow([device.title, device.facts.name, seconds, *plain(row)[1:]])
         if path is not None:
             with open(path, "w", encoding="utf-8", newline="") as file:
                 file.write(text.getvalue())
@@ -124,7 +126,8 @@ class Samples:
         return f"<WatchSamples of {devices}: {_length(self)}>"
 
 
-def _plain(row: Sequence[float]) -> list[Any]:
+def plain(row: Sequence[float]) -> list[Any]:
+    """A row as JSON: bytes as whole numbers, None where unavailable."""
     return [row[TIME], *(None if math.isnan(figure) else int(figure) for figure in row[1:])]
 
 

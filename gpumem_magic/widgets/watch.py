@@ -127,6 +127,7 @@ class Watch:
         with observer.lock:
             devices = tuple(
                 DeviceSamples(
+                    series.title,
                     series.facts,
                     tuple(tuple(row[: len(SENT)]) for row in series.ring),
                     series.ring.per_row,
@@ -151,9 +152,9 @@ class Watch:
             self.observer.observe()
         except Exception as error:
             self._note(swallowed(error))
-        self._ended = time.time()
         while self._undo:
             self._undo.pop()()
+        self._ended = time.time()
         try:
             self.front.close(self.samples())
         except Exception as error:
@@ -192,7 +193,14 @@ def _unregister(shell: Any, name: str, callback: Any) -> None:
 # ---- the one of this process
 
 
-def start(shell: Any, hz: float = DEFAULT_HZ, *, static: bool = False) -> Watch:
+def start(
+    shell: Any,
+    hz: float = DEFAULT_HZ,
+    *,
+    static: bool = False,
+    observer: Observer | None = None,
+    front_of: Callable[[Watch], Front] | None = None,
+) -> Watch:
     """Starts a watch, which ends the one before. Raises WatchError for a rate that can't be kept."""
     global _current
     if not MIN_HZ <= hz <= MAX_HZ:
@@ -200,7 +208,7 @@ def start(shell: Any, hz: float = DEFAULT_HZ, *, static: bool = False) -> Watch:
     with _changing, whole:
         stop_if_running()
         show_what_was_lost()
-        watch = Watch(hz, lambda watch: choose_front(watch, shell, static))
+        watch = Watch(hz, front_of or (lambda watch: choose_front(watch, shell, static)), observer)
         # Known before it runs: an interrupt leaves no watch that `stop` does not find.
         _current = watch
         watch.start(shell)
