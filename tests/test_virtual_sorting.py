@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from asked_for import made
 from hypothesis import given
 from hypothesis import strategies as st
 from scratch_memory import scratch
@@ -113,6 +114,54 @@ def test_unique_values() -> None:
     # With the inverse: where everything was, where everything goes, the sorted copy and what CUB takes, less the two results.
     expected = n * 8 * (1 + 2) + blocks(radix_bytes(n, 8, 8)) - 2 * n * 8
     assert scratch(lambda: torch.unique(x, return_inverse=True)) == expected
+
+
+def test_a_permutation_sorts_by_random_keys() -> None:
+    # Numbers in order, keys, keys in order. 16 bits are enough for 100 of them; 100,000 take 36, in keys of eight bytes and five
+    # passes: five histograms, 27 tiles of 3840, both lists again, five counters, and up to 255 bytes in front.
+    assert made(lambda: torch.randperm(100, device="cuda")) == [800, 800, 400, 400, 1]
+    cub = 5 * 2048 + 27 * 1024 + 2 * 800_000 + 256 + 255
+    assert made(lambda: torch.randperm(100_000, device="cuda")) == [800_000] * 4 + [cub]
+
+
+def test_neighbours_that_are_the_same() -> None:
+    x = torch.rand(1000, device="cuda")
+    # The values and how many there are.
+    assert made(lambda: torch.unique_consecutive(x)) == [4000, 8]
+    # Where each went, and before that whether it differs, in four bytes; the counts at the end.
+    with_all = made(lambda: torch.unique_consecutive(x, return_inverse=True, return_counts=True))
+    assert with_all == [8000, 4000, 4000, 8, 8000]
+
+
+def test_rows_that_are_the_same() -> None:
+    rows = torch.zeros(100, 50, device="cuda")
+    assert made(lambda: torch.unique(rows, dim=0)) == [800, 20_000]
+    # Columns are laid out as rows first; places and where they go, then one place more than there are.
+    found = made(lambda: torch.unique(rows, dim=1, return_inverse=True, return_counts=True))
+    assert found == [20_000, 400, 400, 400, 408, 400, 20_000]
+
+
+def test_what_reads_rows_lays_them_out() -> None:
+    rows = torch.zeros(100, 50, device="cuda")
+    turned, chosen = rows.t(), rows > 0
+    assert made(lambda: rows.cumsum(0)) == [20_000]
+    assert made(lambda: turned.cumsum(0)) == made(lambda: turned.logcumsumexp(1)) == [20_000, 20_000]
+    assert made(lambda: turned.cummax(0)) == [20_000, 40_000, 20_000]
+    # In the result's type, and then in rows.
+    assert made(lambda: chosen.cumsum(0)) == [40_000, 40_000]
+    assert made(lambda: chosen.t().cumsum(0)) == [40_000, 40_000, 40_000]
+    assert made(lambda: turned.kthvalue(2)) == made(lambda: turned.median(1)) == [20_000, 200, 400]
+    assert made(lambda: rows.mode(1)) == [400, 800]
+    assert made(lambda: rows.mode(0)) == [200, 400, 20_000]
+    assert made(lambda: torch.zeros(1, 2049, device="cuda").mode()) == [2049 * 4, 4, 8, 2049 * 4]
+
+
+def test_the_median_of_numbers_sorts_them_and_counts_those_that_are_none() -> None:
+    x = torch.zeros(1000, device="cuda")
+    # Sorted, with places, and places for a moment; which are none, their count (in eight bytes each), half of the rest.
+    sort = [4000, 8000, 8000]
+    assert made(x.nanmedian)[:3] == sort
+    assert made(x.nanmedian)[3:] == [1000, 8, 8000, 8, 4, 8, 4]
 
 
 def test_a_draw_from_a_distribution() -> None:

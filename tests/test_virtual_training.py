@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from asked_for import made
 from torch_versions import WORKSPACES_ARE_KEPT
 
 from gpumem_magic.virtual import gpu
@@ -182,6 +183,29 @@ def test_adam_takes_the_path_that_it_takes_on_a_device(kind: Any) -> None:
 )  # fmt: skip
 def test_what_optimizers_keep(make: Callable[[Any], torch.optim.Optimizer], least: int, most: int) -> None:
     assert least <= stepped(make)[0] <= most
+
+
+@pytest.mark.parametrize(
+    ("make", "parts"),
+    [
+        # Decay added to all gradients; the look ahead goes into these.
+        (lambda p: torch.optim.SGD(p, momentum=0.9, nesterov=True, weight_decay=0.1), [8000, 8000]),
+        (lambda p: torch.optim.SGD(p, momentum=0.9, nesterov=True), []),
+        # One by one: the decayed gradient, then the one that looks ahead.
+        (lambda p: torch.optim.SGD(p, momentum=0.9, nesterov=True, weight_decay=0.1, foreach=False), [8000] * 4),
+        # The squares' average less the square of the average.
+        (lambda p: torch.optim.RMSprop(p, centered=True, momentum=0.9), [8000, 8000]),
+        # A parameter's norm, rows' and columns', their product, the rows' mean, the update's norm.
+        (lambda p: torch.optim.Adafactor(p), [4, 160, 200, 8000, 4, 4] * 2),
+    ],
+)
+def test_what_a_step_takes_in_its_order(make: Callable[[Any], torch.optim.Optimizer], parts: list[int]) -> None:
+    weights = [torch.nn.Parameter(torch.zeros(40, 50, device="cuda")) for _ in range(2)]
+    optimizer = make(weights)
+    for weight in weights:
+        weight.grad = torch.zeros_like(weight)
+    optimizer.step()
+    assert made(optimizer.step) == parts
 
 
 def test_adafactor_keeps_rows_and_columns() -> None:

@@ -1,10 +1,10 @@
 """Kernels that copy what they are given before they start, and those that draw or add up in memory of their own.
 
 After ATen/native/cuda: ``SoftMax.cu``, ``layer_norm_kernel.cu``, ``ReflectionPad.cu``, ``ReplicationPadding.cu`` and
-``UpSampleNearest3d.cu`` want plain layouts; ``Copy.cu`` takes plain tensors between host and device;
-``Blas.cpp`` one dimension of each matrix whose elements lie side by side; ``Distributions.cpp`` and ``MultinomialKernel.cu`` draw
-into tensors of the weights' size; ``ForeachReduceOp.cu`` adds up each tensor in pieces of 65536 elements; ``IndexKernel.cu``
-counts the places of a `masked_scatter` in eight bytes for each element.
+``UpSampleNearest3d.cu``, ``ScanKernels.cpp``, ``Sorting.cpp`` and ``TensorModeKernel.cpp`` want plain layouts; ``Copy.cu`` takes
+plain tensors between host and device; ``Blas.cpp`` one dimension of each matrix whose elements lie side by side;
+``Distributions.cpp`` and ``MultinomialKernel.cu`` draw into tensors of the weights' size; ``ForeachReduceOp.cu`` adds up each
+tensor in pieces of 65536 elements; ``IndexKernel.cu`` counts the places of a `masked_scatter` in eight bytes for each element.
 """
 
 from __future__ import annotations
@@ -29,6 +29,9 @@ _LAID_OUT: dict[Any, tuple[int, ...]] = {
     _aten.native_layer_norm.default: (0,),
     _aten.native_group_norm.default: (0,),
     _aten.native_group_norm_backward.default: (0, 1),
+    _aten.kthvalue.default: (0,),
+    _aten.median.dim: (0,),
+    _aten.nanmedian.dim: (0,),
 }
 _PRODUCTS: dict[Any, tuple[int, int]] = {
     _aten.mm.default: (0, 1),
@@ -42,10 +45,13 @@ _LAID_OUT_AFTER = (
         "reflection_pad1d reflection_pad2d reflection_pad3d reflection_pad1d_backward reflection_pad2d_backward"
     ),
     *overloads(
-        "reflection_pad3d_backward replication_pad2d replication_pad3d upsample_nearest3d _upsample_nearest_exact3d"
+        "reflection_pad3d_backward replication_pad2d replication_pad3d upsample_nearest3d _upsample_nearest_exact3d "
+        "logcumsumexp cummax cummin"
     ),
 )
 _PIECE = 65536
+# The longest row whose most frequent value is found without sorting.
+_LONGEST_MODE = 2048
 
 
 @special(*_LAID_OUT)
@@ -70,6 +76,26 @@ def _product(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device
 @special(*_LAID_OUT_AFTER, table=BESIDE)
 def _laid_out_after(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> list[int]:
     return [] if args[0].is_contiguous() else [_bytes(args[0])]
+
+
+@special(_aten.cumsum.default, _aten.cumprod.default, table=BESIDE)
+def _scan(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> list[int]:
+    """In the result's type, then side by side."""
+    source = args[0]
+    converted = source.dtype != out.dtype
+    laid_out = not source.is_contiguous() and (is_dense(source) or not converted)
+    return [_bytes(out)] * (converted + laid_out) if source.dim() else []
+
+
+@special(_aten.mode.default, table=BESIDE)
+def _mode(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> list[int]:
+    """A copy of rows, which longer ones are sorted in."""
+    source = args[0]
+    dim = args[1] if len(args) > 1 else kwargs.get("dim", -1)
+    if not source.dim() or source.shape[dim] == 1:
+        return []
+    plain = source.transpose(dim, -1).is_contiguous() and source.shape[dim] <= _LONGEST_MODE
+    return [] if plain else [_bytes(source)]
 
 
 def staged_bytes(on_device: Any, on_host: Any, non_blocking: bool = False) -> int:

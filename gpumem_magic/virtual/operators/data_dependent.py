@@ -203,23 +203,6 @@ def _masked_select(engine: Engine, func: Any, args: Any, kwargs: Any, device: in
         return _placed(engine, (count,), args[0].dtype, device)
 
 
-@special(_aten.unique_consecutive.default, _aten.unique_dim.default)
-def _unique_along(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
-    source = args[0]
-    by_dim = func is _aten.unique_dim.default
-    dim = args[1] if by_dim else (args[3] if len(args) > 3 else kwargs.get("dim"))
-    most = source.numel() if dim is None else source.shape[dim]
-    count = engine.selected("unique", most)
-    shape = [count] if dim is None else list(source.shape)
-    if dim is not None:
-        shape[dim] = count
-    return (
-        _placed(engine, tuple(shape), source.dtype, device),
-        _placed(engine, tuple(source.shape) if dim is None else (most,), torch.int64, device),
-        _placed(engine, (count,), torch.int64, device),
-    )
-
-
 @special(_aten.bincount.default)
 def _bincount(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     least = args[2] if len(args) > 2 else kwargs.get("minlength", 0)

@@ -26,6 +26,7 @@ from gpumem_magic.virtual.engine.modes import (
     with_dispatch_of_its_own,
 )
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
+from gpumem_magic.virtual.operators.sorting import hold_for_shuffle
 
 _LIKE = ("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like")
 _NEW = ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros")
@@ -245,9 +246,11 @@ class Factories:
         kwargs = {**kwargs, "device": META}
         kwargs.pop("generator", None)  # a meta tensor draws nothing, and the device's generator is not the host's
         meta = made_plainly(original, *args, **kwargs)
-        with self._engine.uninterrupted, self._engine.lock, origin("factory"):
-            made = self._engine.wrap(meta, index, getattr(original, "__name__", ""))
         name = getattr(original, "__name__", "")
+        with self._engine.uninterrupted, self._engine.lock, origin("factory"):
+            made = self._engine.wrap(meta, index, name)
+            if name == "randperm":
+                hold_for_shuffle(self._engine, index, made)
         if "empty" in name:
             self._engine.blank(made)
         else:

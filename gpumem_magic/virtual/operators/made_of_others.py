@@ -46,11 +46,13 @@ def _by_parts(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) ->
         return func._op_dk(_KEYS[func], *args, **kwargs)
 
 
-@special(_aten.median.default)
+@special(_aten.median.default, _aten.nanmedian.default)
 def _median(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     if not args[0].numel():
         return engine.run(func, args, kwargs, device)
     with pushed(engine.mode):
         ordered = args[0].flatten().sort()[0]
-        middle = ordered[(ordered.numel() - 1) // 2]
-        return torch.where(ordered[-1].isnan(), ordered[-1], middle)
+        last = ordered.numel() - 1
+        if func is _aten.nanmedian.default:
+            return _aten.index.Tensor(ordered, [((last - ordered.isnan().sum()) / 2).to(torch.int64)])
+        return torch.where(ordered[-1].isnan(), ordered[-1], ordered[last // 2])

@@ -1,15 +1,15 @@
-"""What kernels that sort hold while they run: `sort`, `topk`, `unique`, and writing through indices with accumulation.
+"""What kernels that sort hold while they run: `sort`, `topk`, `unique`, `randperm`, writing through indices with accumulation.
 
-After ``Sort.cpp``, ``SortStable.cu``, ``TensorTopK.cpp``, ``UniqueCub.cu`` and ``Indexing.cu`` in ATen/native/cuda.
-Rows of up to 4096 are sorted in place. What CUB's radix sort takes follows from ``dispatch_radix_sort.cuh``; recorded on
-GPUs: 72,191 bytes for 4096 pairs of eight bytes each by two passes, 138,751 for 8192 (`radix_bytes`).
+After ``Sort.cpp``, ``SortStable.cu``, ``TensorTopK.cpp``, ``UniqueCub.cu`` and ``Indexing.cu`` in ATen/native/cuda. Rows of up to
+4096 are sorted in place. What CUB's radix sort takes follows from ``dispatch_radix_sort.cuh``; recorded on GPUs: 72,191 bytes for
+4096 pairs of eight bytes each by two passes, 138,751 for 8192 (`radix_bytes`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from math import prod
+from math import ceil, log, log2, prod
 from typing import Any
 
 import torch
@@ -128,27 +128,67 @@ def _topk(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any
 
 @special(_aten._unique2.default)
 def _unique(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
-    """The most that there can be: every element once. The values keep room for that many anyway."""
-    source = args[0]
     flags = dict(zip(("sorted", "return_inverse", "return_counts"), args[1:], strict=False)) | kwargs
+    return _distinct(engine, device, args[0], flags, is_sorted=False)
+
+
+def _distinct(engine: Engine, device: int, source: Any, flags: Any, is_sorted: bool) -> Any:
+    """The most that there can be: every element once. The values keep room for that many anyway."""
     count, item = source.numel(), source.element_size()
     most = engine.selected("unique", count)
     lists = [count * _INDEX] if flags.get("return_inverse") else []
     with ExitStack() as held:
         if not source.is_contiguous():
             held.enter_context(engine.scratch(device, count * item))
-        held.enter_context(engine.scratch(device, count * item))
-        # With the inverse: the places in order, and where they went.
-        with holding(engine, device, lists):
-            held.enter_context(holding(engine, device, lists))
-            with holding(engine, device, [radix_bytes(count, item, _INDEX if lists else 0)]):
-                pass
+        if not is_sorted:
+            held.enter_context(engine.scratch(device, count * item))
+            # With the inverse: the places in order, and where they went.
+            with holding(engine, device, lists):
+                held.enter_context(holding(engine, device, lists))
+                with holding(engine, device, [radix_bytes(count, item, _INDEX if lists else 0)]):
+                    pass
         inverse = _placed(engine, tuple(source.shape) if lists else (0,), torch.int64, device)
-        with holding(engine, device, lists):
+        with holding(engine, device, [size // 2 for size in lists] if is_sorted else lists):
             pass
         found = _placed(engine, (most,), source.dtype, device)
-        counts = _placed(engine, (most if flags.get("return_counts") else 0,), torch.int64, device)
+        with engine.scratch(device, _INDEX):
+            counts = _placed(engine, (most if flags.get("return_counts") else 0,), torch.int64, device)
     return found, inverse, counts
+
+
+@special(_aten.unique_consecutive.default, _aten.unique_dim.default)
+def _unique_along(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    """Rows are compared where they lie (``Unique.cu``); what sorts them takes is not known here."""
+    source = args[0]
+    by_dim = func is _aten.unique_dim.default
+    names = "dim sorted return_inverse return_counts" if by_dim else "return_inverse return_counts dim"
+    flags = dict(zip(names.split(), args[1:], strict=False)) | kwargs
+    dim = flags.get("dim")
+    if dim is None:
+        return _distinct(engine, device, source, flags, is_sorted=True)
+    most = source.shape[dim]
+    listed = most * _INDEX
+    shape = list(source.shape)
+    shape[dim] = count = engine.selected("unique", most)
+    with holding(engine, device, [0 if source.movedim(dim, 0).is_contiguous() else _bytes(source), listed]):
+        with holding(engine, device, [listed] if flags.get("return_inverse") else []):
+            inverse = _placed(engine, (most if flags.get("return_inverse") else 0,), torch.int64, device)
+        with holding(engine, device, [listed + _INDEX] if flags.get("return_counts") else []):
+            counts = _placed(engine, (count if flags.get("return_counts") else 0,), torch.int64, device)
+        return _placed(engine, tuple(shape), source.dtype, device), inverse, counts
+
+
+def hold_for_shuffle(engine: Engine, device: int, numbers: Any) -> None:
+    """What `randperm` holds: the numbers in order, and random keys by which these are sorted (``Randperm.cu``)."""
+    count, item = numbers.numel(), numbers.element_size()
+    if not count:
+        return
+    # So many bits that with nine in ten no two keys are the same.
+    bits = min(64, ceil(log2(count - (6 * count**2 + 1) / (12 * log(0.9)))))
+    key = 4 if bits <= 32 else 8
+    sizes = [count * item, count * key, count * key, radix_bytes(count, key, item, bits)]
+    with holding(engine, device, sizes):
+        pass
 
 
 def _placed(engine: Engine, shape: tuple[int, ...], dtype: torch.dtype, device: int) -> Any:
