@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 from collections.abc import Iterator
 
 import pytest
@@ -17,6 +18,9 @@ settings.load_profile("shared-machine")
 os.environ["GPUMEM_CALIBRATION"] = ""
 # Nor does a terminal's width: processes that run tests side by side are told one.
 os.environ.pop("COLUMNS", None)
+# Nor what the compiler kept of earlier runs.
+_compiled = tempfile.TemporaryDirectory()
+os.environ["TORCHINDUCTOR_CACHE_DIR"] = _compiled.name
 
 
 @pytest.fixture(autouse=True)

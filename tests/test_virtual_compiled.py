@@ -374,13 +374,15 @@ def test_nothing_is_left_when_the_device_is_off() -> None:
     rules = importlib.import_module("torch._dynamo.trace_rules")
     config = importlib.import_module("torch._inductor.config")
     gpu.turn_off()
-    before = (list(rules.SKIP_DIRS), dict(vars(fake.FakeTensor)), config.fx_graph_cache, config.compile_threads)
+    tag = torch.compiler.config.cache_key_tag
+    before = (list(rules.SKIP_DIRS), dict(vars(fake.FakeTensor)), config.compile_threads)
     gpu.turn_on("T4")
     torch.compile(wave)(torch.rand(8, device="cuda"))
-    assert config.fx_graph_cache is False
+    assert "T4" in torch.compiler.config.cache_key_tag != tag
     gpu.turn_off()
-    after = (list(rules.SKIP_DIRS), dict(vars(fake.FakeTensor)), config.fx_graph_cache, config.compile_threads)
+    after = (list(rules.SKIP_DIRS), dict(vars(fake.FakeTensor)), config.compile_threads)
     assert after == before
+    assert torch.compiler.config.cache_key_tag == tag
     x = torch.rand(8)
     assert torch.equal(torch.compile(wave, backend="aot_eager")(x), wave(x))
     gpu.turn_on("T4")
@@ -395,15 +397,27 @@ def test_what_is_compiled_is_compiled_once_and_only_its_folder_is_written(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     monkeypatch.chdir(tmp_path / "here")
     x = torch.rand(64, device="cuda", requires_grad=True)
-    fast = torch.compile(lambda value: wave(value) * 3)
+    counters = importlib.import_module("torch._dynamo.utils").counters
+
+    def program() -> Any:
+        return torch.compile(lambda value: wave(value) * 3)
+
+    fast = program()
     fast(x).sum().backward()
+    hits = counters["inductor"]["fxgraph_cache_hit"]
     written = {path.relative_to(tmp_path).parts[0] for path in tmp_path.rglob("*") if path.is_file()}
     assert written == {"cache"}
-    graphs = importlib.import_module("torch._dynamo.utils").counters["stats"]["unique_graphs"]
+    graphs = counters["stats"]["unique_graphs"]
     with gpumem_magic.measure() as measured:
         fast(x).sum().backward()
-    assert importlib.import_module("torch._dynamo.utils").counters["stats"]["unique_graphs"] == graphs
+    assert counters["stats"]["unique_graphs"] == graphs
     assert measured.report.compiled is None
+    torch._dynamo.reset()
+    program()(x).sum().backward()
+    assert counters["inductor"]["fxgraph_cache_hit"] == hits + 2
+    gpu.turn_on("T4")
+    program()(torch.rand(64, device="cuda", requires_grad=True)).sum().backward()
+    assert counters["inductor"]["fxgraph_cache_hit"] == hits + 2
 
 
 def test_real_values_run_eagerly() -> None:

@@ -19,6 +19,8 @@ import torch
 
 from gpumem_magic.failures import swallowed
 from gpumem_magic.patching import Patches
+from gpumem_magic.virtual.compiler.whose import Whose
+from gpumem_magic.virtual.engine.device import MachineForTorch
 from gpumem_magic.virtual.engine.engine import Engine
 from gpumem_magic.virtual.engine.modes import META, made_plainly
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
@@ -31,12 +33,14 @@ _FACE = (
 # Where results about the device are kept from call to call.
 _KEPT_IN = ("torch._inductor.utils", "torch._inductor.kernel.mm")
 _CACHED = type(functools.lru_cache(len))
-# Nothing is kept on disk that was made for a card that is not there, and no process waits to compile kernels.
-_SETTINGS = {"fx_graph_cache": False, "compile_threads": 1}
+# No process waits to compile kernels.
+_SETTINGS = {"compile_threads": 1}
 # Whatever the program set: nothing is timed, and the generated function is Python's.
 _TRIALS = ("max_autotune", "max_autotune_gemm", "max_autotune_pointwise")
 _UNTIMED = {**dict.fromkeys(_TRIALS, False), "coordinate_descent_tuning": False}
 _PYTHON = {"cpp_wrapper": False}
+_UNKEPT = {"fx_graph_cache": False}
+_TAG = "cache_key_tag"
 
 
 class _Launch:
@@ -88,17 +92,24 @@ class Trials:
 
 
 def install(
-    patches: Patches, engine: Engine, current_device: Callable[[], int], otherwise: Counter[str], trials: Trials
+    patches: Patches,
+    machine: MachineForTorch,
+    current_device: Callable[[], int],
+    otherwise: Counter[str],
+    trials: Trials,
+    whose: Whose,
 ) -> None:
     """Until the patches are undone, Inductor compiles for the virtual card."""
-    _device(patches)
+    engine = machine.engine
+    _device(patches, str([device.model for device in machine.devices]))
     _kernels(patches, engine)
     _buffers(patches, engine, current_device)
-    _lowering(patches, engine, otherwise, trials)
+    _lowering(patches, otherwise, trials)
     trials.install(patches)
+    whose.install(patches, importlib.import_module("torch._inductor.output_code").CompiledFxGraph)
 
 
-def _device(patches: Patches) -> None:
+def _device(patches: Patches, cards: str) -> None:
     interface = importlib.import_module("torch._dynamo.device_interface")
     for name in _FACE:
         if hasattr(torch.cuda, name):
@@ -120,7 +131,10 @@ def _device(patches: Patches) -> None:
     autograd = importlib.import_module("torch._functorch.config")
     for name, value in _SETTINGS.items():
         _configure(patches, config, name, value)
-    _configure(patches, autograd, "enable_autograd_cache", False)
+    # What the compiler keeps on disk is never taken for a card that is there, or for another one.
+    package = importlib.import_module("gpumem_magic")
+    ours = f"{torch.compiler.config.cache_key_tag} gpumem_magic {package.__version__} {cards}"
+    _configure(patches, torch.compiler.config, _TAG, ours)
     # A check that runs the first call of each graph under a mode of its own.
     if hasattr(autograd, "check_custom_op_aliasing"):
         _configure(patches, autograd, "check_custom_op_aliasing", False)
@@ -205,7 +219,7 @@ def _buffers(patches: Patches, engine: Engine, current_device: Callable[[], int]
         patches.set(guards, "assert_alignment", assert_alignment)
 
 
-def _lowering(patches: Patches, engine: Engine, otherwise: Counter[str], trials: Trials) -> None:
+def _lowering(patches: Patches, otherwise: Counter[str], trials: Trials) -> None:
     config = importlib.import_module("torch._inductor.config")
     compiler = importlib.import_module("torch._inductor.compile_fx")
     output = importlib.import_module("torch._inductor.output_code")
@@ -225,46 +239,41 @@ def _lowering(patches: Patches, engine: Engine, otherwise: Counter[str], trials:
             otherwise[f"operator by operator, since Inductor could not compile them here ({_first_line(why)})"] += 1
             return output.MockFXGraphCacheOutput(gm=lambda inputs: torch.fx.Interpreter(graph).run(*inputs))
         if isinstance(compiled, output.CompiledFxGraph):
-            compiled.current_callable = _saying_whose(compiled.current_callable, _modules_of(graph), engine)
+            Whose.note(graph, compiled)
         return compiled
 
     patches.set(compiler, "fx_codegen_and_compile", fx_codegen_and_compile)
+    cache = importlib.import_module("torch._inductor.codecache").FxGraphCache
+    save = cache._save_graph
 
+    def save_graph(key: str, compiled: Any, *args: Any) -> None:
+        if isinstance(compiled, output.CompiledFxGraph):
+            save(key, compiled, *args)
 
-def _modules_of(graph: torch.fx.GraphModule) -> list[int]:
-    """The `id` of the module whose result each output is, as Dynamo noted it; 0 where it is none's."""
-    outputs = graph.graph.output_node().args[0]
-    stacks = [
-        {} if not isinstance(one, torch.fx.Node) or one.op == "placeholder" else one.meta.get("nn_module_stack") or {}
-        for one in (outputs if isinstance(outputs, (list, tuple)) else ())
-    ]
-    innermost = [str(next(reversed(stack), "")).partition("@")[0] for stack in stacks]
-    return [int(name) if name.isdecimal() else 0 for name in innermost]
-
-
-def _saying_whose(call: Callable[..., Any], modules: list[int], engine: Engine) -> Callable[..., Any]:
-    """The compiled graph, whose results are noted as their modules'. What passes through keeps the note that it has."""
-
-    def called(inputs: Any) -> Any:
-        results = call(inputs)
-        for result, module in zip(results, modules, strict=False):
-            if module and isinstance(result, VirtualTensor):
-                engine.made_by(result, module)
-        return results
-
-    return called if any(modules) else call
+    patches.set(cache, "_save_graph", staticmethod(save_graph))
 
 
 def compile_with(
-    call: Callable[..., Any], otherwise: Counter[str], wrapper: Any, model: Any, inputs: Any, **kwargs: Any
+    call: Callable[..., Any],
+    otherwise: Counter[str],
+    whose: Whose,
+    wrapper: Any,
+    model: Any,
+    inputs: Any,
+    **kwargs: Any,
 ) -> Any:
     """What `torch.compile` does with one of Dynamo's graphs, and eagerly where PyTorch's compiler fails."""
     from torch._dynamo.exc import RestartAnalysis
 
+    config = importlib.import_module("torch._inductor.config")
     settings = wrapper.config
-    wrapper.config = {**settings, **_PYTHON}
+    # Graphs with trials are not kept: a report names those trials.
+    tried = any(settings.get(name, getattr(config, name)) for name in _TRIALS)
+    wrapper.config = {**settings, **_PYTHON, **(_UNKEPT if tried else {})}
+    tag = f"{torch.compiler.config.cache_key_tag} {whose.begins(model)}"
     try:
-        return call(wrapper, model, inputs, **kwargs)
+        with importlib.import_module("torch.compiler.config").patch({_TAG: tag}):
+            return call(wrapper, model, inputs, **kwargs)
     except (torch.OutOfMemoryError, RestartAnalysis):
         # (The second is no failure: Dynamo makes the graph anew, with what it has learnt.)
         raise

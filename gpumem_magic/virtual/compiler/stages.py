@@ -15,7 +15,7 @@ import torch
 from gpumem_magic import private
 from gpumem_magic.patching import Patches, warnings_remembered
 from gpumem_magic.units import counted, human
-from gpumem_magic.virtual.compiler import dynamo, graph_trees, inductor, tracing
+from gpumem_magic.virtual.compiler import dynamo, graph_trees, inductor, tracing, whose
 from gpumem_magic.virtual.engine.device import MachineForTorch
 from gpumem_magic.virtual.operators.factories import Factories
 
@@ -36,6 +36,7 @@ class Compiler:
         # A line about each kind of thing that went another way than on a card, and how often.
         self._otherwise: Counter[str] = Counter()
         self._trials = inductor.Trials()
+        self._whose = whose.Whose(self._engine)
 
     def install(self, patches: Patches) -> None:
         """The parts of PyTorch's compiler are imported when the program first asks for them: they are large."""
@@ -53,9 +54,11 @@ class Compiler:
         def compile_with_inductor(wrapper: Any, *args: Any, **kwargs: Any) -> Any:
             if "inductor" not in self._ready:
                 self._ready.add("inductor")
-                patches.attempt(inductor.install, self._engine, self._current_device, self._otherwise, self._trials)
+                patches.attempt(
+                    inductor.install, self._machine, self._current_device, self._otherwise, self._trials, self._whose
+                )
                 patches.attempt(graph_trees.name_what_is_skipped, self._otherwise)
-            return inductor.compile_with(call, self._otherwise, wrapper, *args, **kwargs)
+            return inductor.compile_with(call, self._otherwise, self._whose, wrapper, *args, **kwargs)
 
         patches.set(torch._TorchCompileInductorWrapper, "__call__", compile_with_inductor)
         if "torch._dynamo.eval_frame" in sys.modules:
