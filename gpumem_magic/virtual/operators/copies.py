@@ -138,10 +138,15 @@ def _masked_scatter(engine: Engine, func: Any, args: Any, kwargs: Any, device: i
 def _multinomial(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     weights, count, *rest = args
     again = rest[0] if rest else kwargs.get("replacement", False)
-    # Exponential draws for each weight; or the weights, in shares, and their sums from the first on.
-    copies = 3 if again and count > 1 else 1
-    with holding(engine, device, [_bytes(weights)] * copies):
-        return engine.run(func, args, kwargs, device)
+    out = engine.run(func, args, kwargs, device)
+    if again and count > 1:
+        # The weights, in shares, and their sums from the first on.
+        held = [_bytes(weights)] * 3
+    else:
+        # Exponential draws for each weight, and the highest quotients where there are several.
+        held = [_bytes(weights), out.numel() * weights.element_size() if count > 1 else 0]
+    with holding(engine, device, held):
+        return out
 
 
 @special(_aten._foreach_norm.Scalar)
