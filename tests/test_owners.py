@@ -275,9 +275,12 @@ def test_nothing_is_collected_and_nothing_is_kept(machine: Any) -> None:
 
 def test_nothing_is_kept_even_while_python_collects_no_garbage(machine: Any) -> None:
     namespace = ran("x = mib(8)\nd = {'k': [mib(4)]}")
+    # What no name leads to has all of Python's objects looked through.
+    elsewhere = [ran("lost = mib(2)").pop("lost")]
     gc.disable()
     try:
-        find_owners(machine, namespace, cycles=True)
+        assert [one.size for one in find_owners(machine, namespace, cycles=True).lost] == [2 * MIB]
+        del elsewhere
         namespace.clear()
         machine.settle()
         assert machine.devices[0].counters().allocated == 0

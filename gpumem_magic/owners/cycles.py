@@ -27,15 +27,13 @@ _MEMBERS = 4
 
 def garbage_holding(locate: Locate, walk: Traversal, blocks: Mapping[Place, Any]) -> Iterable[tuple[Root, list[Any]]]:
     """Roots of kind "cycle" for the live blocks that the walk did not reach: each cycle by the classes of its members."""
-    everything = gc.get_objects()
-    mine = {id(everything), id(walk.objects)}
-    unseen = [one for one in everything if id(one) not in mine and walk.number_of(one) is None]
-    del everything
+    # In no comprehension: Python's objects have its cell among them, so that a cycle would hold all of them when this is over.
+    unseen = walk.not_met(gc.get_objects())
     candidates = _closure(unseen, _starting_points(unseen, locate, walk, blocks))
     garbage = _only_held_by_each_other(unseen, candidates)
     found = []
     for group in _groups(unseen, candidates, garbage):
-        things = [unseen[number] for number in group]
+        things = list(map(unseen.__getitem__, group))
         found.append((Root(_words(things), "cycle", FREE_CYCLES), things))
     return found
 

@@ -11,7 +11,7 @@ import gc
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator
-from itertools import compress
+from itertools import compress, repeat
 from typing import Any
 
 import torch
@@ -191,6 +191,10 @@ class Traversal:
         """The number of an object, or None for one that was not met or not looked into."""
         number = self._index.get(id(thing), _LEAF)
         return None if number < 0 else number
+
+    def not_met(self, things: list[Any]) -> list[Any]:
+        """Those without a number."""
+        return list(compress(things, map((0).__gt__, map(self._index.get, map(id, things), repeat(_LEAF)))))
 
     def parents(self) -> list[list[int]]:
         """For each number, who holds it."""
