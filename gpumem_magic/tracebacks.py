@@ -13,6 +13,10 @@ from typing import TypeVar
 
 _Error = TypeVar("_Error", bound=BaseException)
 
+# As Python reads them, whatever an error's own `__getattribute__` does.
+cause_of, context_of, traceback_of = (
+    vars(BaseException)[name].__get__ for name in ("__cause__", "__context__", "__traceback__")
+)
 _OURS = ("gpumem_magic",)
 # Below an operator there is also what works shapes out: the user called none of it.
 _BELOW_OPERATORS = (*_OURS, "contextlib", "torch", "sympy")
@@ -39,6 +43,30 @@ def cut_below_operator(error: _Error) -> _Error:
     return error.with_traceback(_without(error.__traceback__, _BELOW_OPERATORS))
 
 
+def leave_out_ours(error: BaseException) -> None:
+    """Takes this package's frames out of an error and of those behind it, except where one began here, unhidden: that is ours."""
+    seen: set[int] = set()
+    behind: list[BaseException | None] = [error]
+    while behind:
+        one = behind.pop()
+        if one is None or id(one) in seen:
+            continue
+        seen.add(id(one))
+        behind += [cause_of(one), context_of(one)]
+        trace = traceback_of(one)
+        last = next(reversed(list(_entries(trace))), None)
+        if last is not None and (_is_hidden(last) or not _belongs(_module(last), _OURS)):
+            BaseException.with_traceback(one, _without(trace, _OURS))
+
+
+def _is_hidden(entry: TracebackType) -> bool:
+    return "__tracebackhide__" in entry.tb_frame.f_code.co_varnames
+
+
+def _module(entry: TracebackType) -> str:
+    return str(entry.tb_frame.f_globals.get("__name__", ""))
+
+
 def _only_inside(error: BaseException | None) -> bool:
     return error is not None and _without(error.__traceback__, _BELOW_OPERATORS) is None
 
@@ -47,7 +75,7 @@ def _without(trace: TracebackType | None, packages: tuple[str, ...]) -> Tracebac
     shortened: TracebackType | None = None
     left_out = False
     for entry in reversed(list(_entries(trace))):
-        module = entry.tb_frame.f_globals.get("__name__", "")
+        module = _module(entry)
         # Frames of contextlib are ours where they carry a context manager of ours.
         left_out = _belongs(module, packages) or (left_out and module == "contextlib")
         if not left_out:

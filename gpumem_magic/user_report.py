@@ -142,7 +142,8 @@ class Report(ReportData):
         return View(self, EXPLANATION)
 
     def show(self, rows: int | str = "all") -> View:
-        """The report with more rows, or fewer: about so many, or "all". Raises ValueError for another word."""
+        """The report with more rows, or fewer, to be printed or displayed: about so many, or "all". Raises ValueError for another
+        word."""
         if rows != "all" and not isinstance(rows, int):
             raise ValueError(f'a report cannot show {rows!r} rows: give a number, or "all"')
         return View(self, None, None if isinstance(rows, str) else rows)

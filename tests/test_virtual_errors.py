@@ -11,7 +11,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from IPython.utils.capture import capture_output
+from shell_fakes import clean_shell
 
+from gpumem_magic.tracebacks import leave_out_ours
+from gpumem_magic.user_report import Report
 from gpumem_magic.virtual import gpu
 
 MIB = 1 << 20
@@ -143,6 +147,25 @@ def test_no_frame_of_the_virtual_gpu_is_shown(way: Callable[[], Any]) -> None:
     assert own_frames(caught.value) <= 2
     assert caught.value.__context__ is None
     assert caught.value.__cause__ is None
+    leave_out_ours(caught.value)
+    assert own_frames(caught.value) == 0
+
+
+def test_a_plain_cell_shows_the_programs_frames_alone() -> None:
+    """IPython hides no frame that is the last one."""
+    with clean_shell() as shell, capture_output(display=False) as shown:
+        shell.run_line_magic("load_ext", "gpumem_magic")
+        for line in ("torch.zeros(3, device='cuda') + torch.zeros(4, device='cuda')", "{}['other']"):
+            shell.run_cell(f"import torch\n{line}")
+    assert shown.stdout.count("----> 2") == shown.stdout.count("Traceback") == 2
+    assert "gpumem_magic" not in shown.stdout
+
+
+def test_a_failure_of_our_own_keeps_its_frames() -> None:
+    with pytest.raises(ValueError, match="rows") as caught:
+        Report.show(None, "some")  # type: ignore[arg-type]
+    leave_out_ours(caught.value)
+    assert own_frames(caught.value) == 1
 
 
 def test_frames_of_the_program_within_a_backward_pass_are_shown() -> None:

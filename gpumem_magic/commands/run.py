@@ -30,9 +30,11 @@ from gpumem_magic.recording.script import ScriptRun, as_main
 from gpumem_magic.session import device as chosen_device
 from gpumem_magic.session import recording
 from gpumem_magic.session.rank_process import ALONE, RankProcess, from_environment
+from gpumem_magic.tracebacks import leave_out_ours, traceback_of
 
 if TYPE_CHECKING:
-    from gpumem_magic.user_report import Report
+    from gpumem_magic.tracebacks import leave_out_ours
+from gpumem_magic.user_report import Report
 
 # What starts a program's processes, each as a command of its own: by their modules, and by the names of their commands.
 _LAUNCHERS = {
@@ -111,7 +113,8 @@ def run(options: argparse.Namespace) -> int:
             traceback = script.own_frames(error.__traceback__)
             report = _close(found, script, error, main_module.__dict__)
             _flush()
-            sys.excepthook(type(error), error.with_traceback(traceback), traceback)
+            leave_out_ours(error.with_traceback(traceback))
+            sys.excepthook(type(error), error, traceback_of(error))
             status = INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
         else:
             report = _close(found, script, None, main_module.__dict__)

@@ -22,6 +22,7 @@ from gpumem_magic.recording.cell import compiles, place
 from gpumem_magic.recording.source import split_lines
 from gpumem_magic.recording.statement_run import as_without_us, without_recording
 from gpumem_magic.spelling import did_you_mean
+from gpumem_magic.tracebacks import leave_out_ours, traceback_of
 from gpumem_magic.uninterrupted import whole
 
 MAGIC = "gpumem"
@@ -42,6 +43,17 @@ class ShellHooks:
         self._completed: list[str] = []
         self._patches = Patches()
         self._patches.insert(shell, "input_transformers_post", self.rewrite_lines)
+        usual = shell.showtraceback
+
+        def show(exc_tuple: Any = None, *places: Any, **options: Any) -> None:
+            """IPython hides frames that ask for it, but never the last one."""
+            kind, error, trace = exc_tuple or sys.exc_info()
+            if error is not None and trace is traceback_of(error):
+                leave_out_ours(error)
+                exc_tuple = kind, error, traceback_of(error)
+            usual(exc_tuple, *places, **options)
+
+        self._patches.set(shell, "showtraceback", show)
 
     def complete(self, key: str, completer: Completer) -> None:
         """Completes words on lines that begin with `key`, such as ``%gpumem``."""

@@ -14,11 +14,7 @@ from types import CodeType, FrameType, TracebackType
 from typing import Any
 
 from gpumem_magic import patching
-
-# As Python reads them, whatever an error's own `__getattribute__` does.
-_cause_of, _context_of, _traceback_of = (
-    vars(BaseException)[name].__get__ for name in ("__cause__", "__context__", "__traceback__")
-)
+from gpumem_magic.tracebacks import cause_of, context_of, traceback_of
 
 
 class Value:
@@ -80,7 +76,7 @@ class StatementRun:
     def _is_on_its_way(self, error: BaseException) -> bool:
         """Whether an error only stands for the code's own, which could not leave ``run_code`` (StopIteration)."""
         own = self.error_in_exec
-        return own is not None and error is not own and _cause_of(error) is own
+        return own is not None and error is not own and cause_of(error) is own
 
     def _raise_what_stayed(self) -> None:
         """Raises what ``run_code`` did not let through: StopIteration, and what leaves a debugger."""
@@ -88,7 +84,7 @@ class StatementRun:
         own = self.error_in_exec
         if own is None:
             return
-        context = _context_of(own)
+        context = context_of(own)
         try:
             raise own
         finally:
@@ -101,14 +97,14 @@ def without_recording(error: BaseException) -> None:
     for _ in range(100):
         if one is None:
             return
-        entry = _traceback_of(one)
+        entry = traceback_of(one)
         while entry is not None:
             following = entry.tb_next
             while following is not None and _is_recording(following):
                 following = following.tb_next
             entry.tb_next = following
             entry = following
-        one = _cause_of(one) or _context_of(one)
+        one = cause_of(one) or context_of(one)
 
 
 def _is_recording(entry: TracebackType) -> bool:

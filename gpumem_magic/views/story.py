@@ -114,5 +114,5 @@ def more(folded: Sequence[str], hidden: int, page: str = "") -> str:
     if page:
         return f"More: {page} {listed([one for one in (rows, said) if one])}." if rows or said else ""
     said = f"`print(report.explain())` has {said}, categories and how the bytes are known" if said else ""
-    rows = f'`report.show("all")` has {rows}' if rows else ""
+    rows = f'`print(report.show("all"))` has {rows}' if rows else ""
     return f"More: {'; '.join(one for one in (rows, said) if one)}." if rows or said else ""
