@@ -1,0 +1,145 @@
+"""Published peaks of eager and compiled programs beside those of the virtual GPU.
+
+    python benchmarks/compiled_published.py [--only TEXT]
+
+Each row is a run of its own with the installed PyTorch, which is not always the published one; 32 layers take minutes to compile.
+Others: `benchmarks/torchtitan.py`, and the compiled rungs of `python benchmarks/accuracy --only Raschka`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+from torch import nn
+
+from gpumem_magic.virtual import gpu
+
+# Published: a GTX 1650, of the same generation, and cards that are not named. Small values say that no mask is needed.
+LLAMA_CARD, OTHER_CARD = "T4,values=auto", "A100-80GB"
+Run = Callable[[], int]
+
+
+@dataclass(frozen=True)
+class Row:
+    source: str
+    words: str
+    published: int
+    card: str
+    run: Run
+
+
+class _Summed(nn.Module):
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        from transformers import LlamaConfig, LlamaModel
+
+        sizes = {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": layers, "vocab_size": 1000}
+        heads = {"num_attention_heads": 8, "num_key_value_heads": 8}
+        self.model = LlamaModel(LlamaConfig(**sizes, **heads, use_cache=False))
+
+    def forward(self, ids: torch.Tensor) -> Any:
+        return self.model(input_ids=ids).last_hidden_state.sum()
+
+
+def _llama(layers: int, backend: str, budget: float) -> Run:
+    """Forward and backward with gradients that stay, two sequences of 32 tokens for each layer."""
+
+    def run() -> int:
+        config: Any = torch._functorch.config
+        config.activation_memory_budget = budget
+        model, ids = _Summed(layers).to("cuda"), torch.randint(0, 1000, (2, 32 * layers)).to("cuda")
+        step = model if backend == "eager" else torch.compile(model, backend=backend, dynamic=False)
+        for _ in range(2):
+            step(ids).backward()
+            model.zero_grad(set_to_none=False)
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        step(ids).backward()
+        config.activation_memory_budget = 1.0
+        return torch.cuda.max_memory_allocated()
+
+    return run
+
+
+def _two_products() -> int:
+    def both(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+        return (a @ c).sum(dim=-1) + (b @ c).sum(dim=-1)
+
+    a, b = (torch.randn(1 << 15, 16, device="cuda") for _ in range(2))
+    c = torch.randn(16, 1 << 15, device="cuda")
+    fast = torch.compile(both)
+    fast(a, b, c)
+    torch.cuda.reset_peak_memory_stats()
+    kept = [
+        torch.empty(256 << 20, dtype=torch.int8, device="cuda")
+    ]  # what Triton's timing empties the card's cache with
+    fast(a, b, c)
+    kept.clear()
+    return torch.cuda.max_memory_allocated()
+
+
+def _radam(compiled: bool) -> Run:
+    def run() -> int:
+        parameters = [torch.ones(32, 32, device="cuda") for _ in range(10)]
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        optimizer = torch.optim.RAdam(parameters, lr=0.1, capturable=True, foreach=True)
+
+        def step() -> None:
+            optimizer.step()
+
+        torch.cuda.reset_peak_memory_stats()
+        (torch.compile(step, backend="eager") if compiled else step)()
+        return torch.cuda.max_memory_allocated()
+
+    return run
+
+
+def _rows() -> list[Row]:
+    budgets = "siddddd17/ackaudit, results/measured_backward (PyTorch 2.14)"
+    runs: dict[tuple[int, str], dict[float, int]] = {
+        (32, "eager"): {1.0: 1642860544},
+        (16, "aot_eager"): {0.05: 408417792, 0.1: 243373568, 0.15: 200886272, 0.2: 212420608, 0.3: 236275712},
+        (32, "aot_eager"): {0.1: 729847296, 0.5: 853555200, 1.0: 1335940096},
+        (32, "inductor"): {0.05: 1125715968, 0.1: 805578752, 0.15: 605235200, 0.2: 636676096, 0.3: 695347200},
+    }
+    rows = [
+        Row(budgets, f"Llama, {layers} layers, {backend}, {budget}", peak, LLAMA_CARD, _llama(layers, backend, budget))
+        for (layers, backend), peaks in runs.items()
+        for budget, peak in peaks.items()
+    ]
+    radam = "pytorch issue 125511 (PyTorch 2.4)"
+    return [
+        Row("pytorch issue 138685, not fused (PyTorch 2.6)", "two products", 4_591_000_000, OTHER_CARD, _two_products),
+        Row(radam, "RAdam, eager", 225280, OTHER_CARD, _radam(False)),
+        Row(radam, 'RAdam, backend="eager"', 240640, OTHER_CARD, _radam(True)),
+        *rows,
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--only", metavar="TEXT", default="", help="rows with TEXT in what ran or in the source")
+    chosen = parser.parse_args()
+    warnings.simplefilter("ignore")
+    print(f"{'program':<34} {'published':>14} {'here':>14} {'off by':>9}  bytes, the highest allocated")
+    for row in _rows():
+        if chosen.only in f"{row.words} {row.source}":
+            machine = gpu.turn_on(row.card)
+            here = row.run()
+            notes = " ".join(machine.notes())
+            off = here / row.published - 1
+            print(f"{row.words:<34} {row.published:>14,} {here:>14,} {off:>+9.3%}  {row.source} {notes}", flush=True)
+            gpu.turn_off()
+
+
+if __name__ == "__main__":
+    main()
