@@ -75,6 +75,15 @@ def test_graphs_whose_operators_run_one_by_one() -> None:
     assert x.grad is not None
 
 
+def test_8_bit_products_are_compiled() -> None:
+    gpu.turn_on("H100")
+    a, b = (torch.rand(1024, 1024, device="cuda").to(torch.float8_e4m3fn) for _ in range(2))
+    scale = torch.ones((), device="cuda")
+    fast = torch.compile(lambda: torch._scaled_mm(a, b.t(), scale, scale, out_dtype=torch.bfloat16).relu() * 2)
+    fast()
+    assert peak(fast) == 2 * MIB
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning:torch._logging")
 @pytest.mark.parametrize(
     ("exact", "budget", "policy"), [(True, 1.0, False), (False, 1.0, False), (True, 0.4, False), (True, 1.0, True)]

@@ -173,3 +173,13 @@ def _fill(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any
     if any(isinstance(arg, VirtualTensor) for arg in before) or value.dim():
         return engine.run(func, args, kwargs, device)
     return getattr(func.overloadpacket, "Scalar")(*before, value.item())  # noqa: B009
+
+
+@special(_aten._scaled_mm.out)
+def _scaled_into(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    """Of 8-bit products PyTorch knows the form without `out`; compiled code takes this one."""
+    out = kwargs["out"]
+    engine.fake_call(_aten._scaled_mm.default, args, {name: value for name, value in kwargs.items() if name != "out"})
+    engine.forget(out)
+    engine.memory.after_operator(func, args, device)
+    return out
