@@ -31,6 +31,7 @@ from gpumem_magic.looks.objects import attribute, is_a
 from gpumem_magic.private import aten as _aten
 from gpumem_magic.uninterrupted import Uninterrupted
 from gpumem_magic.virtual.engine import contractions, indexing, kernel_rules, supplied
+from gpumem_magic.virtual.engine.alike import AlikeCalls
 from gpumem_magic.virtual.engine.births import Births
 from gpumem_magic.virtual.engine.memory import Memory
 from gpumem_magic.virtual.engine.mismatch import (
@@ -101,6 +102,7 @@ class Engine:
         self.closed_because = ""
         self.fake = HostlessFakeMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
         self.fake.engine = self  # type: ignore[attr-defined]
+        self.alike = AlikeCalls(self.fake)
         self.mode = OperatorMode(self.handle)
         self.table = StorageTable(memory.malloc, memory.free)
         self.births = Births()
@@ -277,6 +279,16 @@ class Engine:
 
     def fake_call(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Runs the operator under the fake mode; host tensors among the arguments become fake host tensors."""
+        # (`made_plainly` written out: each operator passes here.)
+        STATE.depth += 1
+        try:
+            with tensors.no_functions(), tensors.no_dispatch():
+                looks = self.alike.looks(func, args, kwargs)
+                found = None if looks is None else self.alike.found(looks, args)
+            if found is not None:
+                return found[0]
+        finally:
+            STATE.depth -= 1
         args, hosts = self._fake_hosts(args)
         if kwargs:
             names = list(kwargs)
@@ -286,10 +298,13 @@ class Engine:
         if hosts:
             refuse_mixed_devices(func, args, kwargs)
         refuse_mixed_types(func, args)
-        # (`made_plainly` written out: each operator passes here.)
         STATE.depth += 1
         try:
-            return self.fake.dispatch(func, (), args, kwargs)
+            out = self.fake.dispatch(func, (), args, kwargs)
+            if looks is not None:
+                with tensors.no_functions(), tensors.no_dispatch():
+                    self.alike.learn(looks, args, out)
+            return out
         except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as error:
             raise cannot_run(func, type(error).__name__) from None
         except Exception as error:

@@ -80,16 +80,22 @@ _AUTOGRAD = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradCPU) | torch._C
 )
 
 
-@contextmanager
-def host_only() -> Iterator[None]:
-    """Inside, operators run on the host's tensors, and nobody's modes see them."""
-    with (
-        torch._C._DisableTorchDispatch(),
-        torch._C.DisableTorchFunction(),
-        torch._C._AutoDispatchBelowAutograd(),
-        torch._C._ExcludeDispatchKeyGuard(_WITHOUT_AUTOCAST),
-    ):
-        yield
+class host_only:
+    """Inside, operators run on the host's tensors, and nobody's modes see them. A class, as a generator takes longer."""
+
+    def __enter__(self) -> None:
+        self._guards = (
+            torch._C._DisableTorchDispatch(),
+            torch._C.DisableTorchFunction(),
+            torch._C._AutoDispatchBelowAutograd(),
+            torch._C._ExcludeDispatchKeyGuard(_WITHOUT_AUTOCAST),
+        )
+        for guard in self._guards:
+            guard.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        for guard in reversed(self._guards):
+            guard.__exit__(*error)
 
 
 @contextmanager

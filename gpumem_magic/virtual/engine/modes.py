@@ -167,21 +167,31 @@ def origin(kind: str) -> Iterator[None]:
         STATE.origin = before
 
 
-@contextmanager
-def pushed(mode: TorchDispatchMode) -> Iterator[None]:
+class pushed:
     """The mode on top of this thread's dispatch modes, with tensor subclasses' own function overrides off.
 
-    `torch._C._push_on_torch_dispatch_stack` is what `TorchDispatchMode.__enter__` ends in; entering the slow
-    way would cost more than the operator.
+    `torch._C._push_on_torch_dispatch_stack` is what `TorchDispatchMode.__enter__` ends in; entering the slow way, or a generator,
+    would cost more than the operator. Twice would hand each operator to the mode again from inside its own handling.
     """
-    with torch._C.DisableTorchFunctionSubclass():
+
+    def __init__(self, mode: TorchDispatchMode) -> None:
+        self._mode = mode
+        self._off = torch._C.DisableTorchFunctionSubclass()
+
+    def __enter__(self) -> None:
         on_top = _len_torch_dispatch_stack()
-        if on_top and _get_dispatch_stack_at(on_top - 1) is mode:
-            # Twice would hand each operator to the mode again from inside its own handling.
-            yield
-            return
+        self._is_new = not on_top or _get_dispatch_stack_at(on_top - 1) is not self._mode
+        self._off.__enter__()
         try:
-            torch._C._push_on_torch_dispatch_stack(mode)
-            yield
+            if self._is_new:
+                torch._C._push_on_torch_dispatch_stack(self._mode)
+        except BaseException:  # a Ctrl-C behind the call
+            self.__exit__()
+            raise
+
+    def __exit__(self, *_: Any) -> None:
+        try:
+            if self._is_new:
+                torch._C._pop_torch_dispatch_stack(None)
         finally:
-            torch._C._pop_torch_dispatch_stack(None)
+            self._off.__exit__(None, None, None)

@@ -139,7 +139,10 @@ class RealEngine(ComputingEngine):
                 self.tape.append((call, on_host(self.twins, out), self._keeper(func, out)))
             return
         if kernel_rules.for_operator(func) is None:
-            self._keep(out, *self._computed(func, args, kwargs, device))
+            found = self._computed(func, args, kwargs, device)
+            # What was written in place lies in the twin.
+            if not (args and out is args[0] and found[1] is found[0].args[0] and out.layout is torch.strided):
+                self._keep(out, *found)
             return
         try:
             self._keep(out, *self._computed(func, args, kwargs, device))

@@ -15,7 +15,9 @@ from gpumem_magic.private import aten as _aten
 from gpumem_magic.virtual.engine.storage import Placement, StorageTable
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
 
-_set = _aten.set_.source_Storage_storage_offset
+_CPU = torch.device("cpu")
+# Past what calls an overload in Python, which takes longer than they do.
+_empty, _set = torch._C._VariableFunctions.empty, torch._C.TensorBase.set_
 
 
 class Twins:
@@ -60,7 +62,7 @@ class Twins:
             return torch.sparse_coo_tensor(
                 self.view(indices), self.view(values), tensor.size(), check_invariants=False
             )._coalesced_(self._is_coalesced(tensor))
-        blank = _aten.empty.memory_format((0,), dtype=tensor.dtype, device=torch.device("cpu"))
+        blank = _empty((0,), dtype=tensor.dtype, device=_CPU)
         host: torch.Tensor = _set(blank, self.storage(tensor), tensor.storage_offset(), tensor.size(), tensor.stride())
         if tensor.is_conj():
             torch._C._set_conj(host, True)

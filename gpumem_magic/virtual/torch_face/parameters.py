@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
+from gpumem_magic.looks.objects import attribute, is_a
+from gpumem_magic.looks.tensors import PARAMETERS
 from gpumem_magic.patching import Patches
 from gpumem_magic.virtual.engine.tensors import HOST_CLASS, VirtualTensor, own_attributes
 
@@ -122,8 +124,9 @@ def _apply_to_own(module: torch.nn.Module, fn: _Convert, original_apply: _Apply)
     fn = _but_lazily(fn)
     made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     ours = False
-    scripted = isinstance(module, torch.jit.ScriptModule)
-    for key, parameter in list(module._parameters.items()):
+    scripted = is_a(module, torch.jit.ScriptModule)
+    parameters = attribute(module, PARAMETERS)
+    for key, parameter in list(parameters.items()):
         if parameter is None or id(parameter) in made:
             continue
         with torch.no_grad():
@@ -136,7 +139,7 @@ def _apply_to_own(module: torch.nn.Module, fn: _Convert, original_apply: _Apply)
             made[id(parameter)] = (parameter, parameter)
             if scripted:
                 # Such a module's tensors are kept in C++, which does not see that the object has changed.
-                module._parameters[key] = parameter
+                parameters[key] = parameter
         del applied
     if not ours:
         # The original does the work, with what was already made (its buffers and gradients are new to it).

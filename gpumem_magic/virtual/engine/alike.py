@@ -1,0 +1,193 @@
+"""What the fake mode gave for an operator is what it gives again for arguments alike: of the same shapes, types and numbers.
+
+The fake mode remembers that too, but takes most of an operator's time to look at whatever a fake tensor can be. Those of a
+virtual device are dense as a rule, without symbols, and of one class. What is kept here holds no tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from gpumem_magic.virtual.engine.modes import META, STATE
+from gpumem_magic.virtual.engine.tensors import VirtualTensor
+
+_PLAIN = {bool, str, type(None), torch.dtype, torch.layout, torch.memory_format, torch.Size}
+# Results that depend on values or on a storage's size, and operators whose arguments become others.
+_OTHER_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
+_OTHERS = ("aten::lift", "aten::as_strided", "aten::resize", "aten::set_")
+# No shape depends on the numbers that they are given, which are others at each step of an optimizer.
+_OF_EACH_ELEMENT = ("aten::_foreach_", "aten::_fused_")
+_MOST = 50_000
+_empty = torch._C._VariableFunctions.empty_strided
+# Of a tensor: size, stride, type, the number of the argument whose storage it shares (None: its own), how far behind that it
+# begins, its device, and a fake tensor's own attributes. A number alone: that argument.
+_Made = tuple[Any, Any, torch.dtype, int | None, int, torch.device, dict[str, Any]] | int | None
+
+
+class AlikeCalls:
+    """Results of operators by their arguments' looks. To be asked under the engine's lock, with overrides and modes off."""
+
+    def __init__(self, fake: FakeTensorMode) -> None:
+        self._fake = fake
+        # Whether an operator's results follow from looks, and whether numbers are among these.
+        self._ways: dict[Any, tuple[bool, bool]] = {}
+        self._found: dict[tuple[Any, ...], tuple[Any, list[_Made]]] = {}
+        self._attributes: dict[torch.device, dict[str, Any]] = {}
+
+    def looks(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, ...] | None:
+        """All that a result's looks depend on; None where something else may count."""
+        way = self._ways.get(func)
+        if way is None:
+            way = self._ways[func] = _way_of(func)
+        follows, numbers = way
+        if not follows or STATE.in_kernel:
+            return None
+        key: list[Any] = [func, torch.get_default_dtype(), torch.is_inference_mode_enabled()]
+        if not self._describe(key, args, numbers):
+            return None
+        if kwargs:
+            key.extend(kwargs)
+            if not self._describe(key, kwargs.values(), numbers):
+                return None
+        return tuple(key)
+
+    def found(self, looks: tuple[Any, ...], args: Any) -> tuple[Any] | None:
+        """(what the operator gives,) where that is known."""
+        known = self._found.get(looks)
+        if known is None:
+            return None
+        kind, made = known
+        return (self._make(made[0], args) if kind is None else kind([self._make(one, args) for one in made]),)
+
+    def learn(self, looks: tuple[Any, ...], args: Any, out: Any) -> None:
+        """That is what it gave."""
+        kind = type(out) if type(out) in (tuple, list) else None
+        made: list[_Made] = []
+        # (Results that share a storage with each other, or with a tensor in a list, are not told apart.)
+        taken = {tensor.untyped_storage()._cdata for tensor in _in_lists(args)}
+        for tensor in (out,) if kind is None else out:
+            one = self._told(args, tensor)
+            if one is False:
+                return
+            made.append(one)
+            if type(one) is tuple and one[3] is None:
+                storage = tensor.untyped_storage()._cdata
+                if storage in taken:
+                    return
+                taken.add(storage)
+        if len(self._found) >= _MOST:
+            self._found.clear()
+        self._found[looks] = kind, made
+
+    def _describe(self, key: list[Any], args: Any, numbers: bool) -> bool:
+        for arg in args:
+            kind = type(arg)
+            if kind is VirtualTensor:
+                if (
+                    arg.__dict__["fake_mode"] is not self._fake
+                    or arg.layout is not torch.strided
+                    or arg.is_neg()
+                    or arg.is_conj()
+                ):
+                    return False
+                key += (arg.shape, arg.stride(), arg.dtype, arg.fake_device, arg.is_inference())
+            elif kind is int or kind is float:
+                key += (kind, arg if numbers else None)
+            elif kind in _PLAIN:
+                key += (kind, arg)
+            elif kind is list or kind is tuple:
+                key += (kind, len(arg))
+                if not self._describe(key, arg, numbers):
+                    return False
+            elif kind is torch.device and arg.index is not None:
+                key.append(arg)
+            else:
+                return False
+        return True
+
+    def _make(self, one: _Made, args: Any) -> Any:
+        if one is None:
+            return None
+        if isinstance(one, int):
+            return args[one]
+        size, stride, dtype, source, further, device, attributes = one
+        if source is None:
+            meta = _empty(size, stride, dtype=dtype, device=META)
+        else:
+            base = args[source]
+            meta = _empty((0,), (1,), dtype=dtype, device=META)
+            meta.set_(base.untyped_storage(), base.storage_offset() + further, size, stride)
+        tensor: Any = torch.Tensor._make_subclass(
+            VirtualTensor, meta, False, dispatch_device=True, device_for_backend_keys=device
+        )
+        torch._C._set_throw_on_mutable_data_ptr(tensor)
+        tensor.__dict__.update(attributes)
+        return tensor
+
+    def _told(self, args: Any, tensor: Any) -> Any:
+        """How to make a tensor like this one (`_Made`); False where that would not be the same."""
+        if tensor is None:
+            return None
+        for number, arg in enumerate(args):
+            if arg is tensor:
+                return number
+        if not isinstance(tensor, FakeTensor) or tensor.layout is not torch.strided or tensor.requires_grad:
+            return False
+        device, offset = tensor.fake_device, int(tensor.storage_offset())
+        if device.type != "cuda":
+            return False
+        source = _source(args, tensor)
+        further = offset
+        if source is not None:
+            further -= int(args[source].storage_offset())
+            if args[source].dtype != tensor.dtype:
+                return False
+        one = tensor.size(), tensor.stride(), tensor.dtype, source, further, device, self._of_a_fake(device)
+        copy = self._make(one, args)
+        same = (
+            copy.storage_offset() == offset
+            and copy.untyped_storage().nbytes() == tensor.untyped_storage().nbytes()
+            and torch._C._dispatch_key_set(copy) == torch._C._dispatch_key_set(tensor)
+        )
+        return same and one
+
+    def _of_a_fake(self, device: torch.device) -> dict[str, Any]:
+        found = self._attributes.get(device)
+        if found is None:
+            meta = _empty((0,), (1,), dtype=torch.float32, device=META)
+            fake: Any = FakeTensor.__new__(VirtualTensor, self._fake, meta, device)
+            found = self._attributes[device] = dict(fake.__dict__)
+        return found
+
+
+def _way_of(func: Any) -> tuple[bool, bool]:
+    if not isinstance(func, torch._ops.OpOverload) or func.namespace != "aten":
+        return False, False
+    schema = func._schema
+    follows = (
+        _OTHER_TAGS.isdisjoint(func.tags)
+        and not schema.name.startswith(_OTHERS)
+        and not any(argument.is_out for argument in schema.arguments)
+    )
+    return follows, torch.Tag.pointwise not in func.tags and not schema.name.startswith(_OF_EACH_ELEMENT)
+
+
+def _source(args: Any, tensor: Any) -> int | None:
+    """The number of the argument whose storage the tensor shares."""
+    storage = tensor.untyped_storage()._cdata
+    for number, arg in enumerate(args):
+        if isinstance(arg, VirtualTensor) and arg.untyped_storage()._cdata == storage:
+            return number
+    return None
+
+
+def _in_lists(args: Any) -> Iterator[torch.Tensor]:
+    for arg in args:
+        if isinstance(arg, (list, tuple)):
+            for one in arg:
+                if isinstance(one, torch.Tensor):
+                    yield one
