@@ -16,7 +16,7 @@ from gpumem_magic.report.model import ALLOCATED_CATEGORIES, CATEGORIES, Cause, F
 from gpumem_magic.views import explain
 from gpumem_magic.views.lines import Line, columns, first_line, fit, lines, shown_lines, wrap
 from gpumem_magic.views.palette import ASCII_LETTERS, LETTERS
-from gpumem_magic.views.story import story_of
+from gpumem_magic.views.story import lead_of, story_of
 from gpumem_magic.views.text import bar, render
 
 MIB = samples.MIB
@@ -433,3 +433,25 @@ def test_device_names():
     assert explain.device_name(device) == "Virtual 24 GiB"
     assert explain.device_name(replace(device, name="Tesla T4", index=1)) == "virtual Tesla T4 (cuda:1)"
     assert explain.device_name(replace(device, name="Tesla T4", kind="cuda")) == "Tesla T4"
+
+
+LEADS = [
+    (
+        "`a. B; 2` (line 3) makes 1.5 GiB. Use less. Peak 3 GiB.",
+        "`a. B; 2` (line 3) makes 1.5 GiB.",
+        "Use less. Peak 3 GiB.",
+    ),
+    ("Nothing piles up: the last ones are alike.", "Nothing piles up: the last ones are alike.", ""),
+    (
+        "Of 98.1 MiB at the peak, 32.3 MiB are optimizer state of `optimizer`; 16.2 MiB are parameters of `net`; 16.2 MiB are "
+        "gradients of `net`; 8.1 MiB are workspace of `loss = f(x)`. Peak at f.",
+        "Of 98.1 MiB at the peak, 32.3 MiB are optimizer state of `optimizer`; 16.2 MiB are parameters of `net`; 16.2 MiB are "
+        "gradients of `net`.",
+        "8.1 MiB are workspace of `loss = f(x)`. Peak at f.",
+    ),
+]
+
+
+@pytest.mark.parametrize(("answer", "first", "rest"), LEADS)
+def test_the_first_sentence_stands_out_and_is_short(answer: str, first: str, rest: str) -> None:
+    assert lead_of(answer) == (first, rest)

@@ -20,7 +20,7 @@ from gpumem_magic.views.elements import details, grid, legend, paragraph, quoted
 from gpumem_magic.views.inside import MAX_TREE_ROWS, is_informative, sentence_of, tree
 from gpumem_magic.views.opened import opened
 from gpumem_magic.views.palette import PAPER
-from gpumem_magic.views.story import story_of
+from gpumem_magic.views.story import lead_of, story_of
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def _ranks(found: Ranks) -> str:
         )
         lines.append((name, _rank_bar(first, whole), state, *cells))
     body = [
-        f'<p class="gpumem-answer"><strong>{words(found.answer)}</strong></p>',
+        _answer(found.answer),
         grid((heads[0], "", *heads[1:]), lines, right),
         legend(
             name
@@ -89,7 +89,7 @@ def _rank_bar(row: RankRow, whole: int) -> str:
 
 def _device(report: ReportData, picture: Picture | None, table: bool) -> str:
     story = story_of(report)
-    body = [f'<p class="gpumem-answer"><strong>{words(story.answer)}</strong></p>']
+    body = [_answer(story.answer)]
     if story.obstacle:
         body.append(paragraph(story.obstacle, "gpumem-alarm"))
     if picture:
@@ -103,6 +103,12 @@ def _device(report: ReportData, picture: Picture | None, table: bool) -> str:
     if table and report.inside is not None and is_informative(report.inside):
         body.append(details("Activations by module and operator (MiB)", _inside(report.inside)))
     return "".join(body)
+
+
+def _answer(text: str) -> str:
+    """Its first sentence stands out."""
+    first, rest = lead_of(text)
+    return f'<p class="gpumem-answer"><strong>{words(first)}</strong></p>{paragraph(rest) if rest else ""}'
 
 
 def _image(report: ReportData, picture: Picture, *, hidden: bool) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,6 +13,9 @@ from gpumem_magic.views import explain
 MOST_CAUSES = 3
 _MOST_NOTES = 3
 _MOST_GROUPS = 5
+# So many words are read at a glance; what follows a part of a sentence begins one of its own.
+_LEAD = 25
+_PARTS = re.compile("[;:] (?=[0-9x])")
 # A group of tensors with less than one part in so many of what is allocated joins the rest.
 _SMALL = 50
 _KEPT = {"backward": "backward", "temporary": "nothing (temporary)", "list": "a list", "name": "a name", "unknown": ""}
@@ -40,6 +44,16 @@ def story_of(report: ReportData) -> Story:
     obstacle = [sentence for sentence in explain.obstacle(report) if sentence not in answer]
     told = [*left[:room], *explain.caveats(report), *notes[:most]]
     return Story(answer, " ".join(obstacle), tuple(told), (*left[room:], *explain.particulars(report), *notes[most:]))
+
+
+def lead_of(answer: str) -> tuple[str, str]:
+    """The first sentence, which stands out, and the rest. A long one ends where one of its parts does."""
+    bare = re.sub(r"`[^`]*`", lambda code: "x" * len(code[0]), answer)
+    end = bare.find(". ") % (len(answer) + 1)
+    ends = [end, *(part.start() for part in _PARTS.finditer(bare[:end]))]
+    short = [each for each in ends if len(bare[:each].split()) <= _LEAD]
+    end = max(short, default=min(ends))
+    return f"{answer[:end].rstrip('.')}.", answer[end:].lstrip(".;: ")
 
 
 def tensor_heading(report: ReportData) -> str:
