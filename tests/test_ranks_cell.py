@@ -73,27 +73,46 @@ def test_a_named_rank_runs_with_the_one_that_it_hears(book: Notebook) -> None:
     assert said == "['from rank 0'] 64 1\n"
 
 
-def test_the_pieces_of_distributed_tensors_have_their_categories(book: Notebook) -> None:
+def test_what_ranks_share_has_its_category(book: Notebook) -> None:
+    """Pieces of distributed tensors, sharded parameters while they are whole, and what stages of a pipeline send."""
     book.cell(
-        """%%gpumem -q -o report --ranks 4 --as 0
+        """%%gpumem -q -o report --ranks 2
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 dist.init_process_group("nccl")
 def train(model):
     optimizer = torch.optim.AdamW(model.parameters())
-    for step in range(2):
-        model(torch.randn(8, 1024, device="cuda")).sum().backward()
-        optimizer.step()
-model = nn.Linear(1024, 1024, bias=False)
-fully_shard(model)
-train(model)
+    model(torch.randn(8, 1024, device="cuda")).sum().backward()
+    optimizer.step()
+    return optimizer
+model = nn.Sequential(*[nn.Linear(1024, 1024, bias=False) for _ in range(2)])
+for part in (*model, model):
+    fully_shard(part)
+optimizer = train(model)
+del model, optimizer
+part = nn.Linear(1024, 1024, bias=False).cuda()
+rank = dist.get_rank()
+schedule = Schedule1F1B(PipelineStage(part, rank, 2, torch.device("cuda")), 2, loss_fn=lambda y, _: y.sum())
+given = torch.zeros(8192, 1024, device="cuda")
+schedule.step(*(() if rank else (given,)), target=given)
 """
     )
-    [rank] = book.shell.user_ns["report"].ranks.rows
-    # A quarter of 4 MiB, as much for its gradient, and AdamW's two moments.
+    report = book.shell.user_ns["report"]
+    rows = {row.statement.partition(" ")[0]: row for row in report.checkpoints}
     kinds = ("parameters", "gradients", "optimizer_state")
-    assert [rank.categories[kind] >> 20 for kind in kinds] == [1, 1, 2]
+    # Half of 2 x 4 MiB, as much for their gradients, and AdamW's two moments.
+    assert [rows["optimizer"].categories[kind] >> 20 for kind in kinds] == [4, 4, 8]
+    # At the end of the forward the last layer is whole.
+    forward = next(part for part in rows["optimizer"].parts if part.label == "forward")
+    assert [forward.categories[kind] >> 20 for kind in ("parameters", "activations")] == [8, 0]
+    assert [(row.rank, row.state) for row in report.ranks.rows] == [(1, DONE), (0, DONE)]
+    last, first = (row.categories for row in report.ranks.rows)
+    # Two pieces of 16 MiB: the last stage receives them and has their outputs, the first receives their gradients.
+    assert "unknown" not in last
+    assert "unknown" not in first
+    assert last["activations"] >> 20 == 64
 
 
 @pytest.mark.parametrize(

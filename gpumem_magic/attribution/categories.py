@@ -207,6 +207,11 @@ def _cache(case: _Case) -> Label | None:
     return Label("kv_cache", "stack", case.name)
 
 
+def _shared(case: _Case) -> Label | None:
+    category = None if case.birth is None else sites.of_sharing(case.birth.sharing)
+    return None if category is None else Label(category, "stack")
+
+
 def _carried(case: _Case) -> Label | None:
     return case.carried if case.carried is not None and case.carried.category != "unknown" else None
 
@@ -273,6 +278,7 @@ _RULES = (
     _summed,
     _workspace,
     _told,
+    _shared,
     _cache,
     _carried,
     _inputs,

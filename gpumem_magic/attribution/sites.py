@@ -150,6 +150,28 @@ def site_of(frames: Sequence[Frame]) -> str:
     return BACKWARD if in_backward else found
 
 
+# What sharding and pipelines ask for: FSDP2's and FSDP1's parameters in one piece and what they are gathered in, gradients in
+# one piece, and what the neighbouring stages send.
+_OF_SHARING = {
+    "foreach_all_gather": "parameters",
+    "foreach_all_gather_copy_out": "parameters",
+    "init_all_gather_outputs": "parameters",
+    "alloc_all_gather_outputs": "parameters",
+    "_alloc_padded_unsharded_flat_param": "parameters",
+    "_use_low_precision_shard": "parameters",
+    "foreach_reduce": "gradients",
+    "_get_reduce_scatter_tensors": "gradients",
+    "create_recv_tensor": "activations",
+    "_setup_forward_recv_info": "activations",
+    "_create_grad_recv_info": "activation_gradients",
+}
+
+
+def of_sharing(functions: Sequence[str]) -> str | None:
+    """The category of what these functions asked for (`Birth.sharing`); None where they say nothing."""
+    return next((_OF_SHARING[name] for name in functions if name in _OF_SHARING), None)
+
+
 def is_of_a_cache(filename: str, function: str) -> bool:
     """Whether this is where a cache of keys and values asks for its memory."""
     return _sign(filename, function) == (True, CACHE)

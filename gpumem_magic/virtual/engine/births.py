@@ -21,8 +21,11 @@ from gpumem_magic.looks.code import LIBRARY, OWN, PASSED_OVER, TORCH, expression
 # Python functions of PyTorch's that users call by their names.
 _FUNCTIONS = re.compile(r"[/\\]torch[/\\](?:nn[/\\])?functional\.py$")
 _BACKWARD_FILE = re.compile(r"[/\\]torch[/\\]autograd[/\\]graph\.py$")
+# What shards parameters, and hands tensors from one stage of a pipeline to the next.
+_SHARING_FILE = re.compile(r"[/\\]torch[/\\]distributed[/\\](?:fsdp|pipelining)[/\\]")
 _ENGINE = "_engine_run_backward"
-_FUNCTION, _GRAPH = "function", "graph"
+_FUNCTION, _GRAPH, _SHARING = "function", "graph", "sharing"
+_MOST_SHARING = 4
 _MOST_INPUTS = 8
 # Alike births are kept once; so many different ones are a program's whose shapes never repeat.
 _MOST = 50_000
@@ -43,7 +46,7 @@ class Births:
         """Autograd has made the node of this number for an operator that runs now."""
         if len(self._nodes) > 2 * _MOST:
             self._nodes.clear()
-        place, function, _ = self._place()
+        place, function, _, _ = self._place()
         kernel = self._kernel(func)
         self._nodes[number] = kernel, _plain(function or kernel), place
 
@@ -52,7 +55,7 @@ class Births:
         tensor: what it holds, None for what a kernel works with."""
         node = _current_autograd_node()
         name, known = ("", None) if node is None else self._behind(node)
-        place, function, in_engine = self._place(stops_at_engine=known is not None and known[2] is not None)
+        place, function, in_engine, sharing = self._place(stops_at_engine=known is not None and known[2] is not None)
         kernel = maker if call is None else self._kernel(call[0])
         if not in_engine:
             name = ""
@@ -66,7 +69,7 @@ class Births:
                 _collect((*call[1], *call[2].values()), inputs)
             look = None if tensor is None else (tensor.shape, tensor.dtype)
         # As PyTorch has them, which costs little; in Python's numbers once for all alike.
-        key = function or kernel, kernel, look, tuple(inputs), place, name
+        key = function or kernel, kernel, look, tuple(inputs), place, name, sharing
         birth = self._births.get(key)
         if birth is None:
             if len(self._births) > _MOST:
@@ -86,18 +89,19 @@ class Births:
             found = self._kernels[func] = _kernel(func)
         return found
 
-    def _place(self, stops_at_engine: bool = False) -> tuple[CodePlace | None, str, bool]:
-        """Where the program is, the function of PyTorch's that it called, and whether it is autograd's engine that runs; of
-        that alone, where nobody needs to know who called it."""
+    def _place(self, stops_at_engine: bool = False) -> tuple[CodePlace | None, str, bool, tuple[str, ...]]:
+        """Where the program is, the function of PyTorch's that it called, whether it is autograd's engine that runs, and the
+        functions that share memory among ranks (see `Birth`); of the last two alone, where nobody needs to know who called."""
         frame: FrameType | None = sys._getframe(2)
         inner: FrameType | None = None
         function, in_engine = "", False
+        sharing: tuple[str, ...] = ()
         known = self._whose
         while frame is not None:
             code = frame.f_code
             kind = known.get(code.co_filename) or self._kind_of(code.co_filename)
             if kind is OWN:
-                return self._known_place(inner or frame, frame, function), function, in_engine
+                return self._known_place(inner or frame, frame, function), function, in_engine, sharing
             if inner is None:
                 if kind is LIBRARY:
                     inner = frame
@@ -105,10 +109,12 @@ class Births:
                     function = code.co_name
                 elif kind is _GRAPH and code.co_name == _ENGINE:
                     if stops_at_engine:
-                        return None, "", True
+                        return None, "", True, sharing
                     function, in_engine = "", True
+                elif kind is _SHARING and len(sharing) < _MOST_SHARING:
+                    sharing = (*sharing, code.co_name)
             frame = frame.f_back
-        return (None if inner is None else self._known_place(inner, None, function)), function, in_engine
+        return (None if inner is None else self._known_place(inner, None, function)), function, in_engine, sharing
 
     def _kind_of(self, filename: str) -> str:
         kind = whose(filename)
@@ -118,6 +124,8 @@ class Births:
                 kind = _FUNCTION
             elif _BACKWARD_FILE.search(filename):
                 kind = _GRAPH
+            elif _SHARING_FILE.search(filename):
+                kind = _SHARING
         self._whose[filename] = kind
         return kind
 
@@ -194,7 +202,13 @@ def _collect(values: Any, found: list[tuple[Any, ...]]) -> None:
 
 
 def _birth(
-    operator: str, kernel: str, look: Any, inputs: tuple[tuple[Any, ...], ...], place: CodePlace | None, node: str
+    operator: str,
+    kernel: str,
+    look: Any,
+    inputs: tuple[tuple[Any, ...], ...],
+    place: CodePlace | None,
+    node: str,
+    sharing: tuple[str, ...],
 ) -> Birth:
     shape, dtype = look or (None, None)
     return Birth(
@@ -205,6 +219,7 @@ def _birth(
         tuple((_held_shape(lengths, strides), _type(its)) for lengths, strides, its in inputs),
         place,
         node,
+        sharing,
     )
 
 

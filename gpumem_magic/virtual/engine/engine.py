@@ -359,6 +359,14 @@ class Engine:
             if (failed or is_new) and self.memory.is_large(device, storage.nbytes()):
                 self.memory.born(device, self.births.of(STATE.call, tensor, maker))
 
+    def resized(self, storage: Any) -> None:
+        """After a storage's size changed, of whatever device it is; the device's logs are told of a large one that was empty."""
+        placement = self.table.find(storage)
+        was_empty = placement is not None and not placement.nbytes
+        self.table.resized(storage)
+        if placement is not None and was_empty and self.memory.is_large(placement.device, placement.nbytes):
+            self.memory.born(placement.device, self.births.of(STATE.call, None, "resize_"))
+
     def _strided_parts(self, tensor: FakeTensor) -> tuple[Any, ...]:
         """The tensors that hold the memory: the tensor itself, or a sparse tensor's indices and values."""
         if tensor.layout is torch.strided:

@@ -400,7 +400,7 @@ class Factories:
             out = original(self, *args, **kwargs)
             if isinstance(self, VirtualTensor) and not STATE.depth:
                 with engine.uninterrupted, engine.lock, torch._C.DisableTorchFunctionSubclass(), origin("factory"):
-                    engine.table.resized(self.untyped_storage())
+                    engine.resized(self.untyped_storage())
             return out
 
         engine = self._engine
@@ -411,7 +411,7 @@ class Factories:
             out = original(self, size)
             if not STATE.depth:
                 with engine.uninterrupted, engine.lock, origin("factory"):
-                    engine.table.resized(self)
+                    engine.resized(self)
             return out
 
         engine = self._engine
