@@ -93,6 +93,7 @@ def test_quantised_tensors_are_refused_and_what_to_do_is_said() -> None:
         lambda: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8),
         lambda: torch.quantize_per_channel(x, scale, zero, 0, torch.qint8),
         lambda: torch.quantize_per_tensor(torch.rand(4, 4), 0.1, 0, torch.qint8).cuda(),
+        lambda: torch._empty_affine_quantized([4, 4], scale=0.1, zero_point=0, dtype=torch.qint8, device="cuda"),
     ):
         with pytest.raises(
             NotImplementedError, match=r"cannot hold a quantised tensor\. Use integer tensors with a scale"

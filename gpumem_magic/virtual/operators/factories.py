@@ -34,6 +34,7 @@ _NEW = ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros")
 _FROM_VALUES = ("tensor", "as_tensor", "asarray", "scalar_tensor")
 # Sparse formats of which there are no virtual tensors.
 _COMPRESSED = tuple(f"sparse_{layout}_tensor" for layout in ("csr", "csc", "bsr", "bsc", "compressed"))
+_QUANTISED = ("_empty_affine_quantized", "_empty_per_channel_affine_quantized")
 # Factories with no meta version, or whose result needs no device.
 _LEFT_ALONE = ("from_file", "from_numpy", "frombuffer", "sparse_coo_tensor")
 
@@ -70,7 +71,7 @@ def plain_meta(tensor: VirtualTensor) -> torch.Tensor:
 @special(
     *overloads(
         "quantize_per_tensor quantize_per_tensor.tensor_qparams quantize_per_tensor.tensors quantize_per_tensor_dynamic"
-        " quantize_per_channel _empty_affine_quantized _empty_per_channel_affine_quantized"
+        f" quantize_per_channel {' '.join(_QUANTISED)}"
     )
 )
 def _quantised(*_: Any) -> NoReturn:
@@ -151,7 +152,7 @@ class Factories:
             make = self._from_values if name in _FROM_VALUES else self._maker
             patches.set(owner, name, make(getattr(owner, name)))
         patches.set(torch, "sparse_coo_tensor", self._sparse(torch.sparse_coo_tensor))
-        for name in _LIKE:
+        for name in (*_LIKE, *_QUANTISED):
             patches.set(torch, name, self._maker(getattr(torch, name)))
         for name in _NEW:
             patches.set(torch.Tensor, name, self._maker(getattr(torch.Tensor, name)))
@@ -224,6 +225,8 @@ class Factories:
             index = self.index_of(device)
             if index is not None and getattr(original, "__name__", "") in _COMPRESSED:
                 refuse_to_hold("a compressed sparse tensor")
+            if index is not None and getattr(original, "__name__", "") in _QUANTISED:
+                _quantised()
             if index is None:
                 traced = self._traced(device)
                 if traced is not None:
