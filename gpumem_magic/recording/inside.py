@@ -34,6 +34,7 @@ for _feature in __future__.all_feature_names:
     _FUTURES |= getattr(__future__, _feature).compiler_flag
 
 Begins = Callable[[str], Callable[[bool], None]]
+Definition = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 class InsideError(Exception):
@@ -106,7 +107,31 @@ def find_function(text: str, namespace: Mapping[str, Any]) -> types.FunctionType
 def rewritten(function: types.FunctionType, begins: Begins) -> tuple[types.CodeType, _Teller]:
     """The function's code, telling its statements to what is returned with it. Raises InsideError."""
     hook_name = new_hook_name()
-    words = f"--into {function.__name__}"
+    sites: list[Site] = []
+
+    def tell(node: Definition, source: str) -> None:
+        instrumenter = Instrumenter(Source(source), hook_name, rests=False)
+        body = instrumenter.module(node.body)
+        sites.extend(instrumenter.sites)
+        unchanged = 1 if body and body[0] is node.body[0] and ast.get_docstring(node, clean=False) is not None else 0
+        began, left = (_call(hook_name, method, node) for method in ("began", "left"))
+        guarded = ast.copy_location(
+            ast.Try(body=body[unchanged:] or [ast.Pass()], handlers=[], orelse=[], finalbody=[left]), node.body[0]
+        )
+        node.body = [*body[:unchanged], began, guarded]
+
+    code = compiled_again(function, f"--into {function.__name__}", tell)
+    teller = _Teller(function.__name__, sites, begins)
+    return with_constants(code, {hook_name: teller}), teller
+
+
+def compiled_again(
+    function: types.FunctionType, words: str, change: Callable[[Definition, str], object]
+) -> types.CodeType:
+    """The function's code, after `change` had its definition and the source that its positions are of. words: for errors.
+
+    Raises InsideError where its source is not there, or does not make the same function.
+    """
     try:
         text = inspect.getsource(function)
     except (OSError, TypeError):
@@ -122,14 +147,7 @@ def rewritten(function: types.FunctionType, begins: Begins) -> tuple[types.CodeT
     node = _definition(tree, function.__name__)
     if node is None:
         raise InsideError(f"{words}: its source holds no `def`")
-    instrumenter = Instrumenter(Source(source), hook_name, rests=False)
-    body = instrumenter.module(node.body)
-    unchanged = 1 if body and body[0] is node.body[0] and ast.get_docstring(node, clean=False) is not None else 0
-    began, left = (_call(hook_name, method, node) for method in ("began", "left"))
-    guarded = ast.copy_location(
-        ast.Try(body=body[unchanged:] or [ast.Pass()], handlers=[], orelse=[], finalbody=[left]), node.body[0]
-    )
-    node.body = [*body[:unchanged], began, guarded]
+    change(node, source)
     node.decorator_list = []
     module = _around(node, function)
     ast.fix_missing_locations(module)
@@ -138,9 +156,7 @@ def rewritten(function: types.FunctionType, begins: Begins) -> tuple[types.CodeT
     code = _code_of(compiled, function.__name__)
     if code is None or code.co_freevars != function.__code__.co_freevars:
         raise InsideError(f"{words}: its surroundings can't be made again")
-    teller = _Teller(function.__name__, instrumenter.sites, begins)
-    code = with_constants(code, {hook_name: teller})
-    return _renamed(code.replace(co_firstlineno=function.__code__.co_firstlineno), function.__code__), teller
+    return _renamed(code.replace(co_firstlineno=function.__code__.co_firstlineno), function.__code__)
 
 
 class _Teller:
@@ -230,7 +246,7 @@ def _renamed(code: types.CodeType, like: types.CodeType) -> types.CodeType:
     return rename(code)
 
 
-def _definition(tree: ast.Module, name: str) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
+def _definition(tree: ast.Module, name: str) -> Definition | None:
     return next(
         (
             node
@@ -246,9 +262,9 @@ def _call(hook_name: str, method: str, at: ast.stmt) -> ast.stmt:
     return ast.copy_location(ast.Expr(ast.Call(hook, [], [])), at)
 
 
-def _around(node: ast.FunctionDef | ast.AsyncFunctionDef, function: types.FunctionType) -> ast.Module:
+def _around(node: Definition, function: types.FunctionType) -> ast.Module:
     """A module that defines the function with the same free variables, and in a class of the same name, for private names."""
-    inner: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef = node
+    inner: Definition | ast.ClassDef = node
     *outside, _ = function.__qualname__.split(".")
     if outside and outside[-1] != "<locals>":
         owner = ast.parse(f"class {outside[-1]}: pass").body[0]

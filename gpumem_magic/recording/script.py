@@ -7,7 +7,7 @@ import importlib.machinery
 import importlib.util
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -17,6 +17,9 @@ from gpumem_magic.recording.cell import names_in
 from gpumem_magic.recording.hook import CellObserver, StatementHook, may_end, new_hook_name
 from gpumem_magic.recording.instrument import Instrumenter, Statement, with_constants
 from gpumem_magic.recording.source import Source
+
+Change = Callable[[ast.Module, str], Callable[[CodeType], CodeType]]
+"""Changes a file's tree, and returns what finishes the code that is compiled of it."""
 
 
 class ScriptRun:
@@ -47,15 +50,20 @@ class ScriptRun:
         """What went wrong in the observer, in one line, or None."""
         return None if self._hook is None else self._hook.failure
 
-    def observe(self, observer: CellObserver) -> None:
-        """Rewrites the statements, so that the run tells `observer` of them. Where this fails the run stays a plain one."""
+    def observe(self, observer: CellObserver, change: Change | None = None) -> None:
+        """Rewrites the statements, so that the run tells `observer` of them. Where this fails the run stays a plain one.
+
+        change: of the script's functions, too; it gets the tree and the path.
+        """
         tree = ast.parse(self._bytes, self.path)
+        finished = (lambda code: code) if change is None else change(tree, self.path)
         name = new_hook_name()
         instrumenter = Instrumenter(Source(self._text), name, limited=may_end(observer))
         tree.body = instrumenter.module(tree.body)
         codes: set[CodeType] = set()
         self._hook = StatementHook(instrumenter.sites, observer, name, codes)
-        self._code = with_constants(compile(tree, self.path, "exec", dont_inherit=True), self._hook.constants)
+        code = finished(compile(tree, self.path, "exec", dont_inherit=True))
+        self._code = with_constants(code, self._hook.constants)
         codes.add(self._code)
 
     def run(self, main: ModuleType) -> None:

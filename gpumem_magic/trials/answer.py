@@ -157,17 +157,17 @@ class Fits:
 
     def _ends(self, tried: Sequence[Tried]) -> str:
         fitting = [one for one in tried if one.fits]
+        if not any(one.repeats for one in fitting):
+            return "Those that fit went on to the end." if fitting else ""
+        said = "In those that fit, loops that repeat exactly were cut short, and what follows them was run."
+        if any(one.cut for one in fitting):
+            said = "In those that fit, a library's loop was cut short once it repeated exactly; what follows it was not run."
         if any(one.assumes for one in fitting):
             count = min(one.iterations for one in fitting if one.assumes)
-            return (
-                "Those that fit went on until their iterations repeated exactly. A loop goes by its own number: that it asks for "
-                f"nothing else after {count} iterations is assumed, and what follows the loop was not run."
+            said += (
+                f" A loop goes by its own number: that it asks for nothing else after {count} iterations is assumed."
             )
-        if fitting and all(one.repeats for one in fitting):
-            return "Each that fits went on until its iterations repeated exactly; what follows these was not run."
-        if any(one.repeats for one in fitting):
-            return "Those that fit went on to the end, or until their iterations repeated exactly: what follows was not run."
-        return "Those that fit went on to the end." if fitting else ""
+        return said
 
     def _summary(self) -> str:
         parts = []

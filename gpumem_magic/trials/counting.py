@@ -7,7 +7,7 @@ import inspect
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from types import CodeType, FunctionType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 from gpumem_magic.looks.code import OWN, whose
@@ -39,18 +39,36 @@ def goes_by_its_count(source: str) -> bool:
 def with_functions(source: str, names: Iterable[str], namespace: Mapping[str, Any]) -> Iterator[str]:
     """A program's source, and those of the functions of the user's own files and cells that it can reach by these names."""
     yield source
+    for function in own_functions(names, namespace, methods=False):
+        with suppress(OSError, TypeError):
+            yield textwrap.dedent(inspect.getsource(function.__code__))
+
+
+def own_functions(names: Iterable[str], namespace: Mapping[str, Any], methods: bool = True) -> Iterator[FunctionType]:
+    """The functions of the user's own files and cells that a program can reach by these names. methods: those of classes and
+    modules, too."""
     todo, seen = [(frozenset(names), namespace)], set[CodeType]()
     while todo:
         mentioned, found_in = todo.pop()
-        for function in map(found_in.get, mentioned):
-            if type(function) is not FunctionType or function.__code__ in seen:
-                continue
-            code = function.__code__
-            seen.add(code)
-            if whose(code.co_filename) == OWN:
-                with suppress(OSError, TypeError):
-                    yield textwrap.dedent(inspect.getsource(code))
-                todo.append((frozenset(code.co_names), function.__globals__))
+        for thing in map(found_in.get, mentioned):
+            for function in _functions_of(thing) if methods else [thing]:
+                if type(function) is not FunctionType or function.__code__ in seen:
+                    continue
+                code = function.__code__
+                seen.add(code)
+                if whose(code.co_filename) == OWN:
+                    # Before its code is changed.
+                    todo.append((frozenset(code.co_names), function.__globals__))
+                    yield function
+
+
+def _functions_of(thing: object) -> Iterable[object]:
+    if type(thing) is FunctionType:
+        return [thing]
+    if type(thing) is ModuleType:
+        return list(vars(thing).values())
+    kind = thing if isinstance(thing, type) else type(thing)
+    return [one for base in kind.__mro__ for one in vars(base).values()]
 
 
 def _counters(loop: ast.For | ast.AsyncFor | ast.While) -> set[str]:

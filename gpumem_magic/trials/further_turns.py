@@ -54,6 +54,11 @@ class FurtherTurns:
             self._look(count)
         return self._are_steady or self._recorder.alike >= ENOUGH
 
+    def begin_anew(self) -> None:
+        """Something else happened between the iterations: those that follow have to show it again."""
+        self._are_steady = False
+        self._next_look = len(self._recorder.iterations) + ENOUGH
+
     @property
     def _events(self) -> int:
         return sum(log.position() for log in self._recorder.logs.values())

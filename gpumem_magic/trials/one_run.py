@@ -11,7 +11,6 @@ from gpumem_magic.allocator.settings import parse
 from gpumem_magic.attribution.view import DeviceView
 from gpumem_magic.recording import under_way
 from gpumem_magic.recording.failure import is_out_of_memory
-from gpumem_magic.recording.limit import IterationLimit
 from gpumem_magic.recording.progress import CellProgress, StopRun
 from gpumem_magic.recording.quiet import no_automatic_collection
 from gpumem_magic.recording.recorder import Recorder
@@ -22,6 +21,7 @@ from gpumem_magic.session.device import put_on
 from gpumem_magic.trials.costs import Costs
 from gpumem_magic.trials.counting import goes_by_its_count, with_functions
 from gpumem_magic.trials.further_turns import FurtherTurns
+from gpumem_magic.trials.loops import LoopEnds, TrialLimit
 from gpumem_magic.trials.process import Pause, in_a_fork, last_words, shared_start
 from gpumem_magic.trials.programs import Place, Running, Subject, Variable
 from gpumem_magic.trials.tried import ERROR, FITS, MEMORY, Course, Share, Tried
@@ -81,10 +81,10 @@ def run_here(
     sources = with_functions(running.source, running.names, running.namespace())
     counts = bool(running.source) and any(map(goes_by_its_count, sources))
     further = FurtherTurns(recorder, machine.devices, counts)
-    limit = IterationLimit(most, further.are_known)
+    limit = TrialLimit(most, further, machine.devices)
     recorder.start(running.namespace())
     limit.install()
-    running.observe(CellProgress(recorder, limit, running.source), recorder, further)
+    running.observe(CellProgress(recorder, limit, running.source), recorder, further, LoopEnds(limit))
     costs = Costs(machine.engine, lambda: len(recorder.iterations)) if with_costs else None
     error: BaseException | None = None
     place: Place | None = None
@@ -105,7 +105,8 @@ def run_here(
     ending = FITS if error is None else MEMORY if is_out_of_memory(error) else ERROR
     told = _told(machine.spec.text, running.values, ending, report, view, machine.devices[primary], iterations, repeats)
     flops, moved = (0, 0) if costs is None else costs.of_one()
-    return replace(told, flops=flops, moved=moved, assumes=counts and repeats), view, running
+    cut = limit.left_a_call
+    return replace(told, flops=flops, moved=moved, assumes=counts and repeats, cut=cut), view, running
 
 
 def _to_its_end(running: Running) -> None:

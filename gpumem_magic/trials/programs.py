@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from gpumem_magic.recording.cell import CellRun, PreparedCell
 from gpumem_magic.recording.script import ScriptRun, as_main
 from gpumem_magic.trials.before_values import untouched
+from gpumem_magic.trials.counting import own_functions
 from gpumem_magic.trials.values import VaryError, mentions, usual_value, with_values
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from gpumem_magic.recording.instrument import Statement
     from gpumem_magic.recording.recorder import Recorder
     from gpumem_magic.trials.further_turns import FurtherTurns
+    from gpumem_magic.trials.loops import LoopEnds
 
 Place = tuple[str, int, tuple[int, ...], tuple[int, ...]]
 """A statement's text, line and iteration, and the lines of the loops around it."""
@@ -33,8 +35,8 @@ class Running(Protocol):
     source: str
     values: Mapping[str, int]
 
-    def observe(self, observer: CellObserver, recorder: Recorder, further: FurtherTurns) -> None:
-        """further: says when it is long enough, to a program that asks for itself."""
+    def observe(self, observer: CellObserver, recorder: Recorder, further: FurtherTurns, ends: LoopEnds) -> None:
+        """further: says when it is long enough, to a program that asks for itself. ends: for the loops of its functions."""
 
     def namespace(self) -> Mapping[str, Any]: ...
 
@@ -125,7 +127,9 @@ class _RunningCell:
 
         self._run.before_statement = before
 
-    def observe(self, observer: CellObserver, recorder: Recorder, further: FurtherTurns) -> None:
+    def observe(self, observer: CellObserver, recorder: Recorder, further: FurtherTurns, ends: LoopEnds) -> None:
+        ends.in_functions(own_functions(self.names, self._shell.user_ns))
+        ends.in_imports()
         self._run.observe(observer)
 
     def namespace(self) -> Mapping[str, Any]:
@@ -183,8 +187,9 @@ class _RunningScript:
         self._main: ModuleType = self._around.__enter__()
         self.names, self.filename, self.source = self._script.names, path, self._script.source
 
-    def observe(self, observer: CellObserver, recorder: Recorder, further: FurtherTurns) -> None:
-        self._script.observe(observer)
+    def observe(self, observer: CellObserver, recorder: Recorder, further: FurtherTurns, ends: LoopEnds) -> None:
+        ends.in_imports()
+        self._script.observe(observer, ends.in_tree)
 
     def namespace(self) -> Mapping[str, Any]:
         return vars(self._main)
@@ -229,7 +234,7 @@ class _RunningStep:
         self._further: FurtherTurns | None = None
         self._calls = 0
 
-    def observe(self, observer: CellObserver, recorder: Recorder, further: FurtherTurns) -> None:
+    def observe(self, observer: CellObserver, recorder: Recorder, further: FurtherTurns, ends: LoopEnds) -> None:
         self._recorder, self._further = recorder, further
 
     def namespace(self) -> Mapping[str, Any]:

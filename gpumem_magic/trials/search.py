@@ -21,6 +21,8 @@ _FIRST, _FEW = 1, 8
 _ABOVE = 24
 # So many times the largest value that fits is far away.
 _FAR = 4
+# Near the wall is what is one part in so many (as a power of two) below it: 3 %.
+_NEAR = 5
 # Where small values raise errors and the program has no value of its own, one of these may do: what has to be divisible mostly
 # has to be by a factor of theirs.
 _DIVISIBLE = (8, 64, 60)
@@ -64,6 +66,8 @@ class _Hunt:
         self.foreseen = False
         # How often in a row a value went otherwise than foretold.
         self.surprises = 0
+        # How often the place that was foretold to be the last that fits failed.
+        self.misses = 0
 
     def found(self) -> SearchResult:
         self._begin()
@@ -72,6 +76,7 @@ class _Hunt:
             found = self._try(place, *self._along_with(place))
             if found.ending != ERROR:
                 self.surprises = self.surprises + 1 if expected is not None and found.fits != expected else 0
+                self.misses += bool(place == self._foretold_place and not found.fits)
         low, high = self._bracket()
         best = None if low is None else self.tried[low]
         end = len(self.values) if high is None else high
@@ -198,6 +203,9 @@ class _Hunt:
             # Too far to be foretold from what is known: something on the way tells how everything grows.
             between = (max(1, self.values[low]) * self.values[place]) ** 0.5
             place = bisect_right(self.values, between) - 1
+        elif self.misses and high is not None and low < high - 2 * (high >> _NEAR):
+            # What lies near the wall foretells it best, and is a good answer itself.
+            place = min(place, max(high - self.misses * (high >> _NEAR), (low + high) // 2))
         elif self.surprises:
             # It was wrong: wider steps, away from where it was wrong, but never beyond the middle.
             step = 1 << (self.surprises - 1)

@@ -47,8 +47,9 @@ class Tried:
     would have said at its highest, of `capacity`.
 
     iterations: of training; repeats: whether it ended since they repeated exactly; assumes: although a loop goes by its
-    number, and may do something else later. line, statement, iteration: where it failed;
-    wanted: the request that failed; error: the first line of another error. notes: what its report says besides.
+    number, and may do something else later; cut: whether a library's loop was left, with all that follows it.
+    line, statement, iteration: where it failed; wanted: the request that failed; error: the first line of another error.
+    notes: what its report says besides.
     kept: activations at the start of the first backward by the path of the module that made them, "" for none.
     flops, moved: of one iteration, where they were counted: FLOPs by PyTorch's formulas, bytes between host and device.
     """
@@ -66,6 +67,7 @@ class Tried:
     iterations: int = 0
     repeats: bool = False
     assumes: bool = False
+    cut: bool = False
     retries: int = 0
     line: int = 0
     statement: str = ""
