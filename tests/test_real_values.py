@@ -269,6 +269,8 @@ def test_checks_of_values_see_them() -> None:
     gpu.turn_on("T4,values=real")
     with pytest.raises(ValueError, match="Expected parameter scale"):
         torch.distributions.Normal(torch.zeros(2, device="cuda"), -torch.ones(2, device="cuda"))
+    with pytest.raises(torch.linalg.LinAlgError, match="cholesky"):
+        torch.linalg.cholesky(-torch.eye(3, device="cuda"))
     with pytest.raises(IndexError):
         torch.zeros(3, device="cuda")[torch.tensor([5], device="cuda")]
     assert torch.isnan(torch.tensor([float("nan")], device="cuda")).any()

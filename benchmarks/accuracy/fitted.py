@@ -140,6 +140,6 @@ NOT_KNOWN = (
     "CUB's radix sort: how many keys it sorts without a second copy is not known, nor the size of its counters; both "
     "are left out.",
     "Compiled products in half precision whose sizes are no multiple of 8: a card pads them where trials say that it is quicker, "
-    "here they stay as they are. The ladder's compiled rung with 50,257 words (row 37) is 5 % low.",
+    "here they stay as they are. The ladder's compiled rung with 50,257 words (row 37) is 5 % low, of which that is a part.",
     "AMD's runtime outside PyTorch's allocator; several GPUs.",
 )

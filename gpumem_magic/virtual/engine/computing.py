@@ -29,7 +29,7 @@ FIRST = set(
 # The same of libraries.
 _FIRST_OF_LIBRARIES = {"torchvision::nms"}
 # Checks, which return nothing.
-_CHECKS = set(overloads("_assert_async _assert_async.msg"))
+_CHECKS = set(overloads("_assert_async _assert_async.msg _linalg_check_errors"))
 
 
 class ComputingEngine(Engine):
