@@ -187,6 +187,16 @@ FORGOTTEN = (
     "for _ in range(3):\n    pred = model(x)\n    nn.functional.mse_loss(pred, x).backward()\n    optimizer.step()\n"
     "    # optimizer.zero_grad(set_to_none=True)"
 )
+EVALUATING = (
+    "def evaluate(model, count):\n    model.eval()\n    outputs, total = [], 0.0\n    for _ in range(count):\n"
+    "        out = model(torch.randn(4096, 512, device='cuda'))\n        total += out.mean()\n        outputs.append(out)\n"
+    "    return total"
+)
+EPOCHS = (
+    "for epoch in range(2):\n    model.train()\n    for _ in range(3):\n"
+    "        optimizer.zero_grad(); model(x).mean().backward(); optimizer.step()\n    model.train(False)\n"
+    "    val = evaluate(model, {count})"
+)
 NODE = "class Node:\n    def __init__(self, x):\n        self.x = x\n        self.me = self"
 NODES = "for _ in range(3):\n    node = Node(torch.randn(1024, 1024, 64, device='cuda'))\ndel node"
 GUILTY += [
@@ -314,6 +324,18 @@ GUILTY += [
         "kept_graphs",
         (TRAIN, f"{LOOP}\ntotal = 0\nfor _ in range(4):\n    total += model(x).mean()"),
         "`total` (line 9) keeps the graphs of 4 iterations",
+    ),
+    # A function that evaluates after each epoch; the second time is out of memory in it.
+    Case(
+        "missing_no_grad",
+        (EVALUATING, TRAIN, EPOCHS.format(count=8)),
+        "`model` is in evaluation mode, yet `val` keeps the graphs of 8 iterations (line 7)",
+    ),
+    Case(
+        "missing_no_grad",
+        (EVALUATING, TRAIN, EPOCHS.format(count=64)),
+        "yet `outputs` and `total` of evaluate() keep the graphs of ",
+        "virtual:1GiB",
     ),
     # A batch at the peak of a training that is as it should be.
     Case(

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from gpumem_magic.causes.model import Scene
 from gpumem_magic.devices.base import Birth
 from gpumem_magic.owners.model import size_of
-from gpumem_magic.recording.model import BACKWARD
+from gpumem_magic.recording.model import BACKWARD, FORWARD
 from gpumem_magic.report.model import Cause
 from gpumem_magic.snapshot.timeline import Allocation
 from gpumem_magic.units import MIB, human
@@ -21,6 +21,8 @@ _WORTH = 256 * MIB
 _OF_THE_BATCH = frozenset({"inputs", "activations", "activation_gradients", "temporaries"})
 # Beside the iteration that computes, one more may have left its last result.
 _ITERATIONS_AT_ONCE = 2
+# A discriminator has a real batch and a generated one twice.
+_FORWARDS_AT_ONCE = 3
 
 
 def whole_batch(scene: Scene) -> Iterator[Cause]:
@@ -122,13 +124,22 @@ _NOT_OF_A_BATCH = frozenset({"empty", "zeros", "ones", "full", "clone", "zeros_l
 
 
 def _gathers(scene: Scene, parts: list[Allocation]) -> bool:
-    """Whether several iterations' batches are there at once: of smaller ones there would be more."""
+    """Whether several iterations' batches are there at once, or several forwards' of one model without a backward: of smaller
+    ones there would be more."""
     ends = [one.end for one in scene.iterations]
-    sizes: Counter[int] = Counter()
+    iterations: Counter[int] = Counter()
     for one in parts:
-        sizes[bisect_right(ends, one.born)] += one.size
-    most = sum(size for _, size in sizes.most_common(_ITERATIONS_AT_ONCE))
-    return 10 * most < 9 * size_of(parts)
+        iterations[bisect_right(ends, one.born)] += one.size
+    most = sum(size for _, size in iterations.most_common(_ITERATIONS_AT_ONCE))
+    last = max(map(scene.end_of, scene.spans(BACKWARD)), default=0)
+    forwards = sorted((scene.start_of(one), scene.end_of(one), one.label) for one in scene.spans(FORWARD))
+    forwards = forwards[bisect_right(forwards, (last, 0, "")) :]
+    of_models: dict[str, set[int]] = {}
+    for one in parts:
+        place = bisect_right(forwards, (one.born, scene.end + 1, "")) - 1
+        if place >= 0 and one.born < forwards[place][1]:
+            of_models.setdefault(forwards[place][2], set()).add(place)
+    return 10 * most < 9 * size_of(parts) or any(len(places) > _FORWARDS_AT_ONCE for places in of_models.values())
 
 
 def _where(scene: Scene, birth: Birth | None) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
@@ -217,32 +217,50 @@ def _general(one: Held) -> str:
 
 
 def graph_without_backward(scene: Scene) -> Iterator[Cause]:
-    """Forwards whose graph a variable keeps, where no backward ever ran and none is meant to: in evaluation mode, or again and
-    again where nothing is trained."""
-    forwards = scene.spans(FORWARD)
-    if scene.spans(BACKWARD) or not forwards:
+    """Forwards whose graph something keeps, where no backward is meant to follow: in evaluation mode, or again and again where
+    nothing is trained."""
+    backwards = scene.spans(BACKWARD)
+    last = max(map(scene.end_of, backwards), default=0)
+    forwards = [one for one in scene.spans(FORWARD) if scene.start_of(one) >= last]
+    if not forwards:
         return
-    first = scene.start_of(forwards[0])
-    ours = [one for one in scene.held if one.kind == "graph" and _born(scene, one) >= first]
+    starts = sorted(map(scene.start_of, forwards))
+    ours = [one for one in scene.held if one.kind == "graph" and _born(scene, one) >= starts[0]]
     freed = size_of(ours)
-    if freed < LEAST or _may_train(scene, forwards):
+    kept = len({bisect_right(starts, _born(scene, one)) for one in ours})
+    if freed < max(LEAST, scene.part_of_peak(20)):
         return
-    if not scene.evaluating and any(_graphs_of(scene, spot) >= 2 for spot in spots(ours)[:1]):
+    if backwards:
+        # A single one may be the next iteration's, of a model that is trained in evaluation mode.
+        if kept < 2 or not _trained_places(scene):
+            return
+    elif _may_train(scene, forwards):
+        return
+    elif not scene.evaluating and any(_graphs_of(scene, spot) >= 2 for spot in spots(ours)[:1]):
         # Losses that are kept or added up: `graphs_alive` says which.
         return
     root = scene.holdings.roots[by_root(ours).most_common(1)[0][0]]
-    graphs = max(_graphs_of(scene, spot) for spot in spots(ours))
-    what = f"keeps the graphs of {graphs} iterations" if graphs > 1 else "keeps a graph"
+    graphs = kept if backwards else max(_graphs_of(scene, spot) for spot in spots(ours))
+    what = f"the graphs of {graphs} iterations" if graphs > 1 else "a graph"
     row = next((point for point, begin, end in scene.statements if begin <= _born(scene, ours[0]) < end), None)
     at = f" (line {row.line})" if row is not None else ""
-    names = ", ".join(f"`{name}`" for name in sorted(scene.evaluating)[:3])
-    why = f"{names} {'is' if len(scene.evaluating) == 1 else 'are'} in evaluation mode, yet " if names else ""
+    evaluating = sorted(scene.evaluating)
+    names = ", ".join(f"`{name}`" for name in evaluating[:3])
+    why = f"{names} {'is' if len(evaluating) == 1 else 'are'} in evaluation mode, yet " if names else ""
+    keeper, keeps = quoted(root.name), "keeps"
+    if root.kind == "traceback" and scene.left.told:
+        keeper, keeps = scene.left.told, "keep" if " and " in scene.left.told else "keeps"
     yield Cause(
         "missing_no_grad",
-        f"{why}`{root.name}` {what}{at}, though no backward follows: {human(freed)}.",
+        f"{why}{keeper} {keeps} {what}{at}, though no backward follows: {human(freed)}.",
         "Evaluate inside `with torch.inference_mode():` (or `torch.no_grad()`).",
         freed,
     )
+
+
+def _trained_places(scene: Scene) -> bool:
+    """Whether a model in evaluation mode is one that an optimizer trains."""
+    return any((scene.device, address) in scene.holdings.optimized for address in scene.evaluated)
 
 
 def _may_train(scene: Scene, forwards: list[Span]) -> bool:
@@ -251,9 +269,7 @@ def _may_train(scene: Scene, forwards: list[Span]) -> bool:
     if not scene.evaluating:
         most = max(Counter(span.label for span in forwards).values())
         return bool(scene.holdings.optimized) or most < _EQUAL_ITERATIONS or "optim" in scene.typed
-    places = {address for name in scene.evaluating for address in scene.modules.get(name, ())}
-    trained = any((scene.device, address) in scene.holdings.optimized for address in places)
-    return trained and len(forwards) == 1 and ".eval(" not in source
+    return _trained_places(scene) and len(forwards) == 1 and ".eval(" not in source
 
 
 def gradients_with_graphs(scene: Scene) -> Iterator[Cause]:

@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, TypeVar
 
 from gpumem_magic.attribution.tensors import Tensors
+from gpumem_magic.causes.left import LeftFunctions
 from gpumem_magic.causes.program import ProgramText
 from gpumem_magic.devices.base import Label
 from gpumem_magic.failures import swallows
@@ -48,6 +49,7 @@ class Scene:
     program: its text. tensors: what is known of each allocation. idle_checkpointing: the names of modules in which activation
     checkpointing is on, in evaluation mode. searches_convolutions: whether cuDNN tries for the fastest way.
     reads_last_position: whether the cell, itself or in the functions that it names, takes ``[:, -1]`` of something.
+    evaluated: the addresses of the parameters of the modules in evaluation mode. left: the functions that an error left.
     """
 
     recording: Recording
@@ -68,6 +70,8 @@ class Scene:
     idle_checkpointing: frozenset[str] = frozenset()
     searches_convolutions: bool = False
     reads_last_position: bool = False
+    evaluated: frozenset[int] = frozenset()
+    left: LeftFunctions = field(default_factory=LeftFunctions)
 
     @cached_property
     def moment(self) -> int:

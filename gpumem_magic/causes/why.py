@@ -17,6 +17,7 @@ import torch
 from gpumem_magic.attribution.view import DeviceView
 from gpumem_magic.causes.catalog import find_causes
 from gpumem_magic.causes.inside import inside_of
+from gpumem_magic.causes.left import LeftFunctions, left_functions
 from gpumem_magic.causes.model import LEAST, Scene
 from gpumem_magic.causes.program import ProgramText, placed, read_program
 from gpumem_magic.causes.source import mentioned, never_clears_gradients, reads_last_position
@@ -61,6 +62,8 @@ class Why:
         self._saved_at: dict[int, int] = {}
         self._holdings = Holdings()
         self._evaluating: frozenset[str] = frozenset()
+        self._evaluated: frozenset[int] = frozenset()
+        self._left = LeftFunctions()
         self._modules: dict[str, frozenset[int]] = {}
         self._typed = ""
         self._source = ""
@@ -92,7 +95,15 @@ class Why:
                     self._machine, namespace, self._shell, error=error, cycles=self._worth_a_search
                 )
                 _remember_lost(self._holdings)
-                self._evaluating = _evaluating(namespace)
+                if error is not None:
+                    self._left = left_functions(error)
+                everything = {**self._left.modules, **dict(_modules_in(namespace))}
+                self._left.modules.clear()
+                self._evaluating = _evaluating(everything)
+                self._evaluated = frozenset().union(
+                    *_parameters_of({name: everything[name] for name in self._evaluating}, self._machine).values()
+                )
+                del everything
                 self._reads_last_position = reads_last_position(self._source, namespace)
                 self._idle_checkpointing = _idle_checkpointing(namespace)
                 self._searches_convolutions |= bool(torch.backends.cudnn.benchmark)
@@ -157,6 +168,8 @@ class Why:
                 idle_checkpointing=self._idle_checkpointing,
                 searches_convolutions=self._searches_convolutions,
                 reads_last_position=self._reads_last_position,
+                evaluated=self._evaluated,
+                left=self._left,
             )
             causes, failures = find_causes(scene)
             self._failures += failures

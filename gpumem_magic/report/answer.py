@@ -40,6 +40,8 @@ _ALSO = {
     "branch": "and an `if` may go the other way",
     "selection": "and a selection may have another size",
 }
+# What an error keeps was in use when it came, and is no reason for it.
+_KEPT_AFTERWARDS = "pinned_by_traceback"
 # These say no more of a tensor than that it is one.
 _VAGUE = frozenset({"unknown", "temporaries"})
 _MOST_LABELS = 2
@@ -93,7 +95,12 @@ def _plain(report: ReportData) -> str:
         return _composed(report, "", [blaming.sentence])
     # What only describes is worth a word here where it says what to do about a good part of the memory.
     useful = blaming or next(
-        (cause for cause in shown if cause.remedy and _WORTH * cause.bytes >= report.peak.allocated), None
+        (
+            cause
+            for cause in shown
+            if cause.remedy and _WORTH * cause.bytes >= report.peak.allocated and cause.name != _KEPT_AFTERWARDS
+        ),
+        None,
     )
     groups: Sequence[TensorGroup] = report.peak.tensors
     categories = report.peak.categories
