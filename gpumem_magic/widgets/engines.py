@@ -12,14 +12,13 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from IPython.core.getipython import get_ipython
 
 from gpumem_magic.devices.base import DeviceFacts
-from gpumem_magic.failures import swallowed
+from gpumem_magic.failures import swallowed, swallows
 from gpumem_magic.widgets import watch
 from gpumem_magic.widgets.columns import ALLOCATED, SENT, TIME
 from gpumem_magic.widgets.fronts import Front
@@ -183,8 +182,12 @@ class EnginesObserver(Observer):
         """Ends the engines' watches; one that is busy ends its own behind its cell."""
         living = [engine for engine in self._engines if engine.begun is not None and not engine.over]
         for engine in living:
-            with suppress(Exception):  # gone, or the client is closed
+            try:
                 self._client[engine.number].apply_async(end)
+            except Exception as error:
+                # It is gone, or the client is closed.
+                if not swallows(error):
+                    raise
         last = time.monotonic() + _PATIENCE
         while any(not engine.over for engine in living) and time.monotonic() < last:
             time.sleep(0.02)

@@ -125,7 +125,8 @@ def _apply_to_own(module: torch.nn.Module, fn: _Convert, original_apply: _Apply)
     made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     ours = False
     scripted = is_a(module, torch.jit.ScriptModule)
-    parameters = attribute(module, PARAMETERS)
+    # Of a scripted module the table is made by a property of PyTorch's own.
+    parameters = module._parameters if scripted else attribute(module, PARAMETERS)
     for key, parameter in list(parameters.items()):
         if parameter is None or id(parameter) in made:
             continue
