@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
+from gpumem_magic.causes.model import LeftFunctions
 from gpumem_magic.looks import tensors
 from gpumem_magic.looks.code import OWN, whose
 from gpumem_magic.looks.objects import is_sequence, locals_of, members, traceback_of
@@ -14,22 +14,8 @@ from gpumem_magic.looks.objects import is_sequence, locals_of, members, tracebac
 _ELEMENTS = 100
 
 
-@dataclass
-class LeftFunctions:
-    """graphs: of each function, outermost first, the variables that had graphs, lists first. modules: those that were variables
-    there, for a look, not to be kept."""
-
-    graphs: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    modules: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def told(self) -> str:
-        """```outputs` and `losses` of evaluate()``: the outermost's that has any; \"\" where there is none."""
-        function, names = next(iter(self.graphs.items()), ("", ()))
-        return f"{' and '.join(f'`{name}`' for name in names[:2])} of {function}()" if names else ""
-
-
 def left_functions(error: BaseException) -> LeftFunctions:
+    """What the frames of its traceback say."""
     found = LeftFunctions()
     traceback = traceback_of(error)
     while traceback is not None:

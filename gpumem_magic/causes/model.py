@@ -6,10 +6,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from gpumem_magic.attribution.tensors import Tensors
-from gpumem_magic.causes.left import LeftFunctions
 from gpumem_magic.causes.program import ProgramText
 from gpumem_magic.devices.base import Label
 from gpumem_magic.failures import swallows
@@ -35,6 +34,21 @@ class Iteration:
 
     start: int
     end: int
+
+
+@dataclass
+class LeftFunctions:
+    """graphs: of each function, outermost first, the variables that had graphs, lists first. modules: those that were variables
+    there, for a look, not to be kept."""
+
+    graphs: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    modules: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def told(self) -> str:
+        """```outputs` and `losses` of evaluate()``: the outermost's that has any; \"\" where there is none."""
+        function, names = next(iter(self.graphs.items()), ("", ()))
+        return f"{' and '.join(f'`{name}`' for name in names[:2])} of {function}()" if names else ""
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ import torch
 from gpumem_magic.attribution.view import DeviceView
 from gpumem_magic.causes.catalog import find_causes
 from gpumem_magic.causes.inside import inside_of
-from gpumem_magic.causes.left import LeftFunctions, left_functions
-from gpumem_magic.causes.model import LEAST, Scene
+from gpumem_magic.causes.left import left_functions
+from gpumem_magic.causes.model import LEAST, LeftFunctions, Scene
 from gpumem_magic.causes.program import ProgramText, placed, read_program
 from gpumem_magic.causes.source import mentioned, never_clears_gradients, reads_last_position
 from gpumem_magic.devices.base import DeviceLog, Machine
