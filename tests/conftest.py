@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -18,6 +19,9 @@ settings.load_profile("shared-machine")
 os.environ["GPUMEM_CALIBRATION"] = ""
 # Nor does a terminal's width: processes that run tests side by side are told one.
 os.environ.pop("COLUMNS", None)
+# Nor that a shell lets nobody interrupt what it starts in the background: tests interrupt themselves and what they start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 # Nor what the compiler kept of earlier runs.
 _compiled = tempfile.TemporaryDirectory()
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = _compiled.name
