@@ -1,10 +1,11 @@
 """The largest value that fits, by few trials, against running them all: 40 programs on three cards.
 
-    python benchmarks/fits.py [--only NAME,NAME] [--devices T4,V100-16GB,A100-40GB] [--json PATH]
+    python benchmarks/fits.py [--only NAME,NAME] [--devices T4,V100-16GB,A100-40GB] [--again | --anew] [--results PATH]
 
 Each program is a cell with a name `n`. The truth is the largest value up to 40 that passes as a plain program to its end, without
-a recording, on an empty card, also where smaller ones fail: all above it are run. Exit status 1 where an answer is above
-the truth, more than 5 % below it, took more than eight trials, or fewer than 95 % are exact.
+a recording, on an empty card, also where smaller ones fail: all above it are run. Every pair is written down as soon as it is
+known (`fits.json`) and not run again: `--again` searches again and keeps the truths, `--anew` keeps nothing. Exit status 1 where
+an answer is above the truth, more than 5 % below it, took more than eight trials, or fewer than 95 % are exact.
 """
 
 from __future__ import annotations
@@ -189,39 +190,67 @@ def truth(cell: str, device: str) -> int:
     return found
 
 
+class Known:
+    """The pairs that have been compared, in a file with a line for each."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        rows = json.loads(path.read_text("utf-8")) if path.exists() else []
+        self.rows: dict[tuple[str, str], dict[str, Any]] = {(row["program"], row["device"]): row for row in rows}
+
+    def add(self, row: dict[str, Any]) -> None:
+        self.rows[row["program"], row["device"]] = row
+        lines = ",\n".join(json.dumps(each) for _, each in sorted(self.rows.items()))
+        self._path.write_text(f"[\n{lines}\n]\n", "utf-8")
+
+
+def compared(shell: InteractiveShell, name: str, cell: str, device: str, true: int | None) -> dict[str, Any]:
+    begun = time.perf_counter()
+    fits = largest(CellProgram(shell, prepare(shell, cell)), [Varied("n", VALUES)], [device], subject="cell")
+    seconds = round(time.perf_counter() - begun, 1)
+    true = truth(cell, device) if true is None else true
+    return {"program": name, "device": device, "true": true, "found": fits.largest or 0, "trials": len(fits.trials),
+            "proven": fits.cases[0].found.is_proven, "seconds": seconds}  # fmt: skip
+
+
+def judged(row: dict[str, Any]) -> str:
+    """What is wrong with an answer, "" for nothing."""
+    true, found = row["true"], row["found"]
+    if found > true or found < 0.95 * true or row["trials"] > MOST_TRIALS:
+        return f"{row['program']} on {row['device']}: {found}, in truth {true}, in {row['trials']} trials"
+    return ""
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--only", help="programs' names, or parts of them")
     parser.add_argument("--devices", default="T4,V100-16GB,A100-40GB")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--again", action="store_true", help="search again, with the truths that are known")
+    parser.add_argument("--anew", action="store_true", help="search and compare again")
+    parser.add_argument("--results", type=Path, default=Path(__file__).with_suffix(".json"))
     options = parser.parse_args()
     shell = InteractiveShell.instance()
-    rows, wrong = [], []
+    known = Known(options.results)
     chosen = [
         one for one in programs() if options.only is None or any(part in one[0] for part in options.only.split(","))
     ]
     for name, cell in chosen:
         for device in options.devices.split(","):
-            begun = time.perf_counter()
-            fits = largest(CellProgram(shell, prepare(shell, cell)), [Varied("n", VALUES)], [device], subject="cell")
-            seconds = time.perf_counter() - begun
-            true, found, count = truth(cell, device), fits.largest or 0, len(fits.trials)
-            proven = fits.cases[0].found.is_proven
-            rows.append({"program": name, "device": device, "true": true, "found": found, "trials": count,
-                         "proven": proven, "seconds": round(seconds, 1)})  # fmt: skip
-            if found > true or found < 0.95 * true or count > MOST_TRIALS:
-                wrong.append(f"{name} on {device}: {found}, in truth {true}, in {count} trials")
-            mark = "" if found == true else "  <- not exact"
-            print(f"{name:20} {device:12} {found:3} of {true:3}  {count} trials  {seconds:5.1f} s{mark}", flush=True)
+            row = None if options.anew else known.rows.get((name, device))
+            if row is None or options.again:
+                row = compared(shell, name, cell, device, None if row is None else row["true"])
+                known.add(row)
+                mark = "" if row["found"] == row["true"] else "  <- not exact"
+                print(f"{name:20} {device:12} {row['found']:3} of {row['true']:3}  {row['trials']} trials  "
+                      f"{row['seconds']:5.1f} s{mark}", flush=True)  # fmt: skip
+    rows = list(known.rows.values())
     exact = sum(row["true"] == row["found"] for row in rows)
-    trials = [int(str(row["trials"])) for row in rows]
-    above = sum(int(str(row["found"])) > int(str(row["true"])) for row in rows)
-    print(f"{exact} of {len(rows)} exact ({len(chosen)} programs), {above} above the truth; "
+    above = sum(row["found"] > row["true"] for row in rows)
+    trials = [row["trials"] for row in rows]
+    print(f"{exact} of {len(rows)} exact, {above} above the truth; "
           f"{sum(trials) / len(trials):.1f} trials on average, {max(trials)} at most")  # fmt: skip
-    if options.json is not None:
-        options.json.write_text(json.dumps(rows, indent=1), "utf-8")
-    for line in wrong:
-        print(line)
+    wrong = [words for row in rows if (words := judged(row))]
+    print("\n".join(wrong))
     return int(bool(wrong) or exact < 0.95 * len(rows))
 
 

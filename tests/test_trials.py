@@ -7,6 +7,7 @@ import io
 import logging
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -262,9 +263,12 @@ def test_the_largest_value_is_that_of_an_exhaustive_search(book: Notebook) -> No
     answer = str(found).splitlines()
     assert answer[0].startswith(f"batch_size={best} fits on a card of 256MiB (")
     assert f"; {best + 1} fails at line " in answer[0]
-    # 1 MiB of inputs, of the product, of what relu keeps, and its gradient.
-    assert answer[1].startswith("At the peak one more batch_size takes ")
-    assert "MiB are there whatever it is" in answer[1]
+    # The sentence adds up to the answer above it. 1 MiB of inputs, of the product, of what relu keeps, and its gradient.
+    tensors, constant, each, *rest = (float(size) for size in re.findall(r"([\d.]+) MiB", answer[1]))
+    assert f"MiB whatever batch_size is, and {each} MiB for each." in answer[1]
+    assert tensors == pytest.approx(constant + best * each, abs=0.05 * best)
+    used = float(re.findall(r"\(([\d.]+) of|\(([\d.]+) MiB of", answer[0])[0][1])
+    assert tensors + sum(rest) == pytest.approx(used, abs=0.6)
 
 
 def test_what_fits_in_one_iteration_and_not_in_the_next_does_not_fit(book: Notebook) -> None:
@@ -376,6 +380,13 @@ def test_a_table_of_two_names_and_of_cards(book: Notebook) -> None:
     text = str(found)
     assert text.startswith("The largest rows that fits: ")
     assert "largest rows" in text
+    panels = found.plot().axes
+    assert [panel.get_title(loc="left") for panel in panels] == ["columns=1", "columns=2"]
+    walls = [[text.get_text() for text in panel.texts if text.get_text().startswith("virtual")] for panel in panels]
+    assert walls == [
+        [f"{narrow}: 128 MiB, up to 128", f"{wide}: 256 MiB, up to 256"],
+        [f"{narrow}: 128 MiB, up to 64", f"{wide}: 256 MiB, up to 128"],
+    ]
     data = found._repr_mimebundle_(include={"text/html", "text/plain"})
     assert data["text/plain"] == text
 

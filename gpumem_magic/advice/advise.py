@@ -12,8 +12,8 @@ from gpumem_magic.advice.proposal import DIFFERENT, RESULTS, Proposal
 from gpumem_magic.advice.trial import CellTrials
 from gpumem_magic.trials.tried import ERROR, MEMORY, Tried
 
-Told = Callable[[str, Tried], None]
-"""Is told of each trial: what was changed, and what it came to."""
+Say = Callable[[str], None]
+"""Hears in a few words what is run next."""
 # A set that fits is looked for in so many runs.
 _MOST_SETS = 6
 # Of the peak, in bytes: less is nothing saved.
@@ -60,14 +60,14 @@ class CellFails(ValueError):
     """The cell raises something other than out of memory. The text is one line."""
 
 
-def advised(trials: CellTrials, code: str, told: Told) -> Advised:
+def advised(trials: CellTrials, code: str, say: Say) -> Advised:
     """code: the cell as Python. Raises DeviceError, and CellFails."""
-    return _AdviceSearch(trials, code, told).found()
+    return _AdviceSearch(trials, code, say).found()
 
 
 class _AdviceSearch:
-    def __init__(self, trials: CellTrials, code: str, told: Told) -> None:
-        self.trials, self.code, self.told = trials, code, told
+    def __init__(self, trials: CellTrials, code: str, say: Say) -> None:
+        self.trials, self.code, self.say = trials, code, say
         self.tried: list[Tried] = []
 
     def found(self) -> Advised:
@@ -82,9 +82,9 @@ class _AdviceSearch:
         return Advised(self.trials.device, base, tuple(outcomes), best, tuple(self.tried))
 
     def _run(self, name: str, code: str, conf: str = "", *, wide: bool = False) -> tuple[Tried, Evidence]:
+        self.say(f"Trial {len(self.tried) + 1} on a virtual {self.trials.device}: {name} …")
         found, seen = self.trials.run(code, conf, wide=wide)
         self.tried.append(found)
-        self.told(name, found)
         return found, seen
 
     def _base(self) -> tuple[ChangeOutcome, Evidence]:

@@ -9,18 +9,21 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 from gpumem_magic.advice.advise import Advised, ChangeOutcome
+from gpumem_magic.advice.proposal import DIFFERENT, ROUNDING, SAME
 from gpumem_magic.advice.trial import MOST_ITERATIONS
 from gpumem_magic.trials.answer import card_in_words, failure_in_words, of_the_card
 from gpumem_magic.trials.tried import ERROR, MEMORY, Tried
 from gpumem_magic.units import counted, human
 from gpumem_magic.views.display import HTML, PLAIN, asked_for, in_terminal
-from gpumem_magic.views.lines import table
+from gpumem_magic.views.lines import table, text_width
 from gpumem_magic.views.sheet import Sheet
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_HEADS = ["change", "peak", "saves", "on the card", "results", "costs"]
+_HEADS = ["change", "tensors", "saves", "in use at most", "results", "costs"]
+# Of results, in a column.
+_SHORT = {SAME: "the same", ROUNDING: "rounding", DIFFERENT: "different"}
 _LEAST_PERCENT = 1
 
 
@@ -78,7 +81,7 @@ class Advice:
         return draw(self._pictured(), self.found.device, self.found.base.run.capacity, dark=dark)
 
     def __repr__(self) -> str:
-        body = table(self._rows(), range(1, 3)) if self.found.outcomes else ""
+        body = table(self._rows(), range(1, 3), text_width()) if self.found.outcomes else ""
         blocks = ["\n".join(self._head()), self._how(), body, "\n".join(self._after())]
         return "\n\n".join(block for block in blocks if block)
 
@@ -156,7 +159,7 @@ class Advice:
 
     def _row(self, one: ChangeOutcome) -> list[str]:
         saved = self.found.base.need.allocated - one.need.allocated
-        results = one.results + ("*" if any(each.but for each in one.proposals) else "")
+        results = _SHORT[one.results] + ("*" if any(each.but for each in one.proposals) else "")
         name = one.name if len(one.proposals) == 1 else "all that is advised"
         return [name, human(one.need.allocated), human(saved), _on_the_card(one.run), results, self._costs(one)]
 
@@ -174,7 +177,7 @@ class Advice:
         if base.flops and (percent := round(100 * (one.need.flops - base.flops) / base.flops)) >= _LEAST_PERCENT:
             words.append(f"{percent} % more FLOPs")
         if (moved := one.need.moved - base.moved) > 0:
-            words.append(f"{human(moved)} between host and device in each iteration")
+            words.append(f"{human(moved)} to and from the host in each iteration")
         return ", ".join(words)
 
     def _after(self) -> Iterator[str]:
@@ -226,4 +229,4 @@ class Advice:
 def _on_the_card(one: Tried) -> str:
     if one.ending == MEMORY:
         return f"fails at line {one.line}" if one.line else "fails"
-    return f"fits ({of_the_card(one)})"
+    return of_the_card(one)

@@ -10,7 +10,7 @@ from gpumem_magic.causes.model import Scene
 from gpumem_magic.devices.base import Birth
 from gpumem_magic.owners.model import size_of
 from gpumem_magic.recording.model import BACKWARD, FORWARD
-from gpumem_magic.report.model import Cause
+from gpumem_magic.report.model import OUTSIDE_CATEGORIES, Cause
 from gpumem_magic.snapshot.timeline import Allocation
 from gpumem_magic.units import MIB, human
 
@@ -47,7 +47,7 @@ def _too_many(scene: Scene, wanted: int) -> Iterator[Cause]:
     capacity = scene.report.device.total_bytes
     if 4 * size < total or row is None or not capacity or _gathers(scene, parts):
         return
-    outside = sum(row.categories.get(name) or 0 for name in ("context", "other_processes", "context_or_others"))
+    outside = sum(row.categories.get(name) or 0 for name in OUTSIDE_CATEGORIES)
     fits = int((capacity - outside - (total - size)) * batch.items // size)
     if not 0 < fits < batch.items:
         return

@@ -8,17 +8,14 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from IPython.core.error import UsageError
 
 from gpumem_magic.devices.base import DeviceError
 from gpumem_magic.notebook.giving import give
-from gpumem_magic.notebook.trial_line import TrialLine
 from gpumem_magic.recording.cell import PreparedCell, prepare
-
-if TYPE_CHECKING:
-    from gpumem_magic.trials.tried import Tried
+from gpumem_magic.views.progress_line import ProgressLine
 
 
 def advise_last(shell: Any, options: argparse.Namespace) -> None:
@@ -53,24 +50,20 @@ def advise(
     from gpumem_magic.advice.trial import CellTrials
     from gpumem_magic.trials import cards
 
-    progress = TrialLine(quiet=options.quiet)
-
-    def told(change: str, one: Tried) -> None:
-        progress.told(f"{change}: {'fits' if one.fits else 'fails'}")
-
+    line = ProgressLine(quiet=options.quiet)
     python = cell.python.removeprefix("\n" * lines_above)
     try:
         devices = [cards.usual()] if options.device is None else cards.names_of(options.device)
         if len(devices) > 1:
             raise DeviceError("advice is for one card")
         found = Advice(
-            advised(CellTrials(shell, devices[0], lines_above), python, told), partial(_as_typed, _lines_typed(cell))
+            advised(CellTrials(shell, devices[0], lines_above), python, line), partial(_as_typed, _lines_typed(cell))
         )
+        give(shell, found, options, line)
     except (DeviceError, CellFails) as error:
         raise UsageError(f"{magic}: {error}") from None
     finally:
-        progress.end()
-    give(shell, found, options)
+        line.end()
 
 
 def _lines_typed(cell: PreparedCell) -> dict[str, str]:

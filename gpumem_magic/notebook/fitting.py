@@ -7,20 +7,16 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from IPython.core.error import UsageError
 
 from gpumem_magic.devices.base import DeviceError
 from gpumem_magic.notebook.giving import give
-from gpumem_magic.notebook.trial_line import TrialLine
 from gpumem_magic.recording.cell import PreparedCell
-
-if TYPE_CHECKING:
-    from gpumem_magic.trials.tried import Tried
-
+from gpumem_magic.views.progress_line import ProgressLine
 
 # What is worth varying, by its name and value.
 _LIKELY = re.compile(r"batch|^bs$|^b$|^n$|len|rows|size|tokens", re.IGNORECASE)
@@ -33,16 +29,16 @@ def fit(shell: Any, cell: PreparedCell, options: argparse.Namespace) -> None:
     from gpumem_magic.trials.programs import CellProgram
     from gpumem_magic.trials.what_fits import largest
 
-    progress = TrialLine(quiet=options.quiet)
+    line = ProgressLine(quiet=options.quiet)
     try:
         devices = options.on or options.device
         chosen = None if devices is None else cards.names_of(devices)
-        found = largest(CellProgram(shell, cell), options.fit, chosen, subject="cell", told=_told(progress))
+        found = largest(CellProgram(shell, cell), options.fit, chosen, subject="cell", say=line)
+        give(shell, found, options, line)
     except DeviceError as error:
         raise UsageError(f"%%gpumem --fit: {error}") from None
     finally:
-        progress.end()
-    give(shell, found, options)
+        line.end()
 
 
 def compare_compiled(shell: Any, cell: PreparedCell, options: argparse.Namespace) -> None:
@@ -55,14 +51,6 @@ def compare_compiled(shell: Any, cell: PreparedCell, options: argparse.Namespace
     except DeviceError as error:
         raise UsageError(f"%%gpumem --compare: {error}") from None
     give(shell, found, options)
-
-
-def _told(progress: TrialLine) -> Callable[[str, Tried], None]:
-    def told(device: str, one: Tried) -> None:
-        values = ", ".join(f"{name}={value}" for name, value in one.values.items())
-        progress.told(f"on {device}: {values} {'fits' if one.fits else 'fails'}")
-
-    return told
 
 
 def offer(cell: PreparedCell, namespace: Mapping[str, Any]) -> str:

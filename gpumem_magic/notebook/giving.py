@@ -6,13 +6,17 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gpumem_magic.patching import warnings_remembered
 
+if TYPE_CHECKING:
+    from gpumem_magic.views.progress_line import ProgressLine
 
-def give(shell: Any, found: object, options: argparse.Namespace) -> None:
-    _give(shell, found, options, None)
+
+def give(shell: Any, found: object, options: argparse.Namespace, line: ProgressLine | None = None) -> None:
+    """line: what was shown meanwhile, in whose place it goes."""
+    _give(shell, found, options, None, line)
 
 
 def give_report(shell: Any, report: Any, options: argparse.Namespace) -> None:
@@ -20,11 +24,14 @@ def give_report(shell: Any, report: Any, options: argparse.Namespace) -> None:
     _give(shell, report, options, "plot" if options.plot else "table" if options.table else None)
 
 
-def _give(shell: Any, found: Any, options: argparse.Namespace, view: str | None) -> None:
+def _give(
+    shell: Any, found: Any, options: argparse.Namespace, view: str | None, line: ProgressLine | None = None
+) -> None:
     from IPython.display import display
 
     if options.output is not None:
         shell.user_ns[options.output] = found
     if not options.quiet:
         with warnings_remembered():  # matplotlib changes them
-            display(found if view is None else found.view(view))
+            if line is None or not line.become(found):
+                display(found if view is None else found.view(view))

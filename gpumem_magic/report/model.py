@@ -34,6 +34,8 @@ CATEGORIES = (
 )
 # The categories that add up to `allocated`; with `cached` they add up to `reserved`.
 ALLOCATED_CATEGORIES = CATEGORIES[: CATEGORIES.index("cached")]
+# There before any tensor, and none of PyTorch's allocator.
+OUTSIDE_CATEGORIES = CATEGORIES[CATEGORIES.index("cached") + 1 :]
 SCHEMA = 1
 # Of rows.
 SKIPPED = "skipped"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from gpumem_magic.report.model import LABELS
+from gpumem_magic.report.model import LABELS, OUTSIDE_CATEGORIES
 from gpumem_magic.trials.growth import FitCase
 from gpumem_magic.trials.search import SearchResult
 from gpumem_magic.trials.tried import ERROR, Tried
@@ -47,10 +47,11 @@ class Fits:
         return tuple(one for case in self.cases for one in case.found.tried)
 
     def plot(self, *, dark: bool = False) -> Figure:
-        """Memory over the value as a matplotlib Figure, made without pyplot. Of several cases, the first where something fits."""
+        """Memory over the value as a matplotlib Figure, made without pyplot: all cards in one, a panel for each value of a second
+        name."""
         from gpumem_magic.trials.picture import draw
 
-        return draw(self.name, self._pictured(), dark=dark)
+        return draw(self.name, self.across, self.cases, dark=dark)
 
     def __repr__(self) -> str:
         return str(self._sheet())
@@ -63,11 +64,8 @@ class Fits:
         if HTML in wanted and not in_terminal():
             from gpumem_magic.trials.picture import element
 
-            data[HTML] = self._sheet().html(between=element(self.name, self._pictured()))
+            data[HTML] = self._sheet().html(between=element(self.name, self.across, self.cases))
         return data
-
-    def _pictured(self) -> FitCase:
-        return next((case for case in self.cases if case.found.best is not None), self.cases[0])
 
     def _best(self, case: FitCase) -> int | None:
         best = case.found.best
@@ -80,9 +78,9 @@ class Fits:
             (case,) = self.cases
             return Sheet("\n".join([self._answer(case), *self._growth(case), *self._run(case)]))
         rows = [self._heads(), *(self._row(case) for case in self.cases)]
-        words = 2 if self.across is not None else 1
-        figures = range(words - (self._cards == 1), words + 2)
-        head = [self._summary(), *(line for case in self.cases[:1] for line in self._growth(case))]
+        figures = range(self._cards > 1, len(rows[0]) - 1)
+        bent = next((case for case in reversed(self.cases) if case.growth is not None and case.growth.bent), None)
+        head = [self._summary(), *(() if bent is None else self._bent(bent, f"{self._place(bent).capitalize()}, "))]
         return Sheet("\n".join(head), rows, figures=figures, after="\n".join(self._run_of_all()))
 
     @property
@@ -133,18 +131,23 @@ class Fits:
                 else f"No request of the {self._subject} grows with {self.name}."
             )
         elif growth is not None and best is not None and growth.per_unit > 0:
+            tensors = f"At the peak tensors take {human(best.allocated)}"
+            one_more = human(round(growth.per_unit))
+            if growth.is_line(best.values[self.name], best.allocated):
+                yield f"{tensors}: {human(growth.constant)} whatever {self.name} is, and {one_more} for each. {_besides(best)}"
+            else:
+                yield f"{tensors}; one more {self.name} takes {one_more}. {_besides(best)}"
+            yield from self._bent(case)
+
+    def _bent(self, case: FitCase, where: str = "") -> Iterator[str]:
+        for bent in () if case.growth is None else case.growth.bent:
+            share = bent.share
+            of = f" of `{share.text}`" if share.text else ""
+            line = f" (line {share.line})" if share.line else ""
             yield (
-                f"At the peak one more {self.name} takes {human(round(growth.per_unit))}, "
-                f"and {human(max(0, growth.constant))} are there whatever it is."
+                f"{where or 'The '}{'the ' * bool(where)}{LABELS[share.category]}{of}{line} grow faster than linearly: "
+                f"{amount(share.bytes)}, and {amount(bent.at_half)} with half of it."
             )
-            for bent in growth.bent:
-                share = bent.share
-                of = f" of `{share.text}`" if share.text else ""
-                line = f" (line {share.line})" if share.line else ""
-                yield (
-                    f"Faster than linearly grow the {LABELS[share.category]}{of}{line}: {amount(share.bytes)}, and "
-                    f"{amount(bent.at_half)} with half of it."
-                )
 
     def _run(self, case: FitCase) -> Iterator[str]:
         tried = case.found.tried
@@ -173,31 +176,47 @@ class Fits:
         parts = []
         for case in self.cases:
             best = self._best(case)
-            card = f"{card_in_words(case.device)}" if self._cards > 1 else ""
-            across = f"{self.across}={case.across}" if self.across is not None else ""
-            where = " with ".join(part for part in (f"on {card}" if card else "", across) if part)
-            parts.append(f"{'nothing' if best is None else f'{best:,}'} {where}")
-        return f"The largest {self.name} that fits: {'; '.join(parts)}."
+            parts.append(f"{'nothing' if best is None else f'{best:,}'} {self._place(case)}")
+        where = "" if self._cards > 1 else f" on {card_in_words(self.cases[0].device)}"
+        return f"The largest {self.name} that fits{where}: {', '.join(parts)}."
+
+    def _place(self, case: FitCase) -> str:
+        """``on a T4 with seq_len=512``, of these what differs."""
+        card = f"on {card_in_words(case.device)}" if self._cards > 1 else ""
+        across = f"with {self.across}={case.across}" if self.across is not None else ""
+        return " ".join(part for part in (card, across) if part)
 
     def _heads(self) -> list[str]:
         heads = ["card"] * (self._cards > 1) + ([self.across] if self.across is not None else [])
-        return [*heads, f"largest {self.name}", "nvidia-smi at its highest", "the next"]
+        return [*heads, f"largest {self.name}", "in use at most", "tensors at the peak", "one more takes", "the next"]
 
     def _row(self, case: FitCase) -> list[str]:
         found = case.found
         first = [case.device] * (self._cards > 1) + ([f"{case.across:,}"] if case.across is not None else [])
         if found.best is None:
             one = min(found.tried, key=lambda one: (one.ending == ERROR, one.values[self.name]))
-            return [*first, "none", "", f"{one.values[self.name]:,} {failure_in_words(one)}"]
+            return [*first, "none", "", "", "", f"{one.values[self.name]:,} {failure_in_words(one)}"]
         above = found.above
         following = "the last that was asked for" if above is None else self._failing(found)
         if above is not None and not found.is_proven:
             following += "; nothing between was run"
-        return [*first, f"{found.best.values[self.name]:,}", of_the_card(found.best), following]
+        growth = case.growth
+        one_more = "" if growth is None else human(round(growth.per_unit))
+        sizes = [of_the_card(found.best), human(found.best.allocated), one_more]
+        return [*first, f"{found.best.values[self.name]:,}", *sizes, following]
 
     def _run_of_all(self) -> Iterator[str]:
         tried = self.trials
         yield f"Run on virtual cards, in {counted(len(tried), 'trial')}. {self._ends(tried)}".rstrip()
+
+
+def _besides(best: Tried) -> str:
+    """What is in use besides tensors: with them it is what `of_the_card` says."""
+    beneath = {name: best.categories[name] for name in OUTSIDE_CATEGORIES if best.categories.get(name)}
+    cached = best.used - best.allocated - sum(beneath.values())
+    words = [f"{human(cached)} cached in free pieces"] * (cached > 0)
+    words += [f"{human(size)} {LABELS[name]}" for name, size in beneath.items()]
+    return f"The rest in use is {listed(words)}." if words else ""
 
 
 def failure_in_words(one: Tried) -> str:

@@ -12,6 +12,8 @@ from gpumem_magic.trials.tried import Share, Tried
 # Of the peak, and of what a straight line would be at half the value: less is not worth a word.
 _LEAST, _BEND = 0.05, 0.1
 _MOST = 2
+# Of the peak: what a formula may be off.
+_OFF = 0.01
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,10 @@ class Growth:
     per_unit: float
     constant: int
     bent: tuple[Bent, ...] = ()
+
+    def is_line(self, value: int, allocated: int) -> bool:
+        """Whether the two make what the largest value takes."""
+        return self.constant >= 0 and abs(self.constant + self.per_unit * value - allocated) < _OFF * allocated
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,10 @@ from gpumem_magic.trials.programs import StepProgram, Variable
 from gpumem_magic.trials.search import search
 from gpumem_magic.trials.tried import Tried
 from gpumem_magic.trials.values import Varied, along_and_across, checked
+from gpumem_magic.units import listed
 
-Told = Callable[[str, Tried], None]
-"""Is told of each trial: the card, and what it came to."""
+Say = Callable[[str], None]
+"""Hears in a few words what is run next."""
 
 
 def what_fits(step: Callable[..., Any], *, device: str | Sequence[str] | None = None, **values: Iterable[int]) -> Fits:
@@ -43,22 +44,26 @@ def largest(
     devices: Sequence[str] | None = None,
     *,
     subject: str,
-    told: Told = lambda device, one: None,
+    say: Say = lambda words: None,
 ) -> Fits:
     """Raises DeviceError (VaryError, NoTrial among them), in one line."""
     along, across = along_and_across(names)
     program.check([one.name for one in names])
     found = []
+    count = 0
     for device in devices or [cards.usual()]:
         with trials(program, device, [one.name for one in names]) as tried:
             for row in across.values if across is not None else [None]:
                 other = {} if across is None or row is None else {across.name: row}
 
                 def run(values: Sequence[int], device: str = device, other: dict[str, int] = other) -> list[Tried]:
-                    ran = tried([{along.name: value, **other} for value in values])
-                    for one in ran:
-                        told(device, one)
-                    return ran
+                    nonlocal count
+                    numbers = [f"{count + place:,}" for place in range(1, len(values) + 1)]
+                    told = [f"{along.name}={listed([f'{value:,}' for value in values])}"]
+                    told += [f"{name}={value:,}" for name, value in other.items()]
+                    say(f"Trial{'s' * (len(numbers) > 1)} {listed(numbers)} on a virtual {device}: {', '.join(told)} …")
+                    count += len(values)
+                    return tried([{along.name: value, **other} for value in values])
 
                 case = search(along.name, along.values, run, program.usual(along.name))
                 growth = None

@@ -5,14 +5,18 @@ Here, and only here, is decided which rows are shown, what a row is called and h
 
 from __future__ import annotations
 
+import shutil
 import unicodedata
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 
 from gpumem_magic.report.model import CATEGORIES, ReportData, Row
 from gpumem_magic.report.rows import ALIKE, MOST, REST, ROW, STILL, TURN, Entry, opened, telling_parts
 from gpumem_magic.units import MIB, amount, counted
 
+_USUAL, _NARROWEST, _WIDEST = 100, 60, 160
+_LEAST_CELL = 12
 PEAK = "peak"  # the kind of the line that shows the report's peak; no row of the schema has it
 ELLIPSIS = "…"
 _TOLD = 100  # what the turns of a loop keep is said from one part in so many of the peak
@@ -271,17 +275,39 @@ def wrap(text: str, width: int, indent: str = "") -> list[str]:
     return result
 
 
-def table(rows: Sequence[Sequence[str]], figures: Container[int] | None = None) -> str:
-    """Columns two blanks apart. figures: the numbers of those that go to the right; by default all but the first."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    right = range(1, len(widths)) if figures is None else figures
-    return "\n".join(
-        "  ".join(
-            cell.rjust(width) if place in right else cell.ljust(width)
-            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    )
+def table(rows: Sequence[Sequence[str]], figures: Container[int] | None = None, width: int | None = None) -> str:
+    """Columns two blanks apart. figures: the numbers of those that go to the right; by default all but the first.
+
+    width: of all, where the cells of the others are wrapped as far as that needs.
+    """
+    widths = [max(map(columns, column)) for column in zip(*rows, strict=True)]
+    right = [place for place in range(len(widths)) if place in (range(1, len(widths)) if figures is None else figures)]
+    wrapped = {place: widths[place] for place in range(len(widths)) if place not in right}
+    while width is not None and wrapped and sum(widths) + 2 * (len(widths) - 1) > width:
+        widest = max(wrapped, key=lambda place: widths[place])
+        if widths[widest] <= _LEAST_CELL:
+            break
+        widths[widest] -= 1
+    lines = []
+    for row in rows:
+        cells = [
+            wrap(cell, size, " ") if columns(cell) > size else [cell] for cell, size in zip(row, widths, strict=True)
+        ]
+        for line in zip_longest(*cells, fillvalue=""):
+            padded = [
+                blank + cell if place in right else cell + blank
+                for place, (cell, size) in enumerate(zip(line, widths, strict=True))
+                for blank in [" " * (size - columns(cell))]
+            ]
+            lines.append("  ".join(padded).rstrip())
+    return "\n".join(lines)
+
+
+def text_width(width: int | None = None) -> int:
+    """The columns of a text: so many, or as a terminal has, neither too few nor too many."""
+    if width is None:
+        width = shutil.get_terminal_size((_USUAL, 24)).columns
+    return min(max(width, _NARROWEST), _WIDEST)
 
 
 def present(report: ReportData) -> list[str]:

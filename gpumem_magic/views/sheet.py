@@ -13,7 +13,7 @@ from typing import Any
 from gpumem_magic.failures import swallows
 from gpumem_magic.views.display import HTML, PLAIN, in_terminal
 from gpumem_magic.views.elements import grid, paragraph, style
-from gpumem_magic.views.lines import table
+from gpumem_magic.views.lines import table, text_width
 
 # Parts of a bar: what is there, what came, what went, and the highest in between.
 THERE, CAME, WENT, HIGHEST = "there", "came", "went", "highest"
@@ -38,7 +38,7 @@ class Sheet:
     text: str = ""
 
     def __str__(self) -> str:
-        blocks = [self.head, table(self.rows, self.figures) if self.rows else "", self.after]
+        blocks = [self.head, table(self.rows, self.figures, text_width()) if self.rows else "", self.after]
         return self.text or "\n\n".join(block for block in blocks if block)
 
     def html(self, between: str = "") -> str:

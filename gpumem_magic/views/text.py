@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 from collections.abc import Mapping, Sequence
 
 from gpumem_magic.report.model import ALLOCATED_CATEGORIES, CATEGORIES, LABELS, ReportData
@@ -11,12 +10,10 @@ from gpumem_magic.report.ranks import Ranks
 from gpumem_magic.report.rows import MOST
 from gpumem_magic.views import explain, ranks
 from gpumem_magic.views.inside import inside_lines
-from gpumem_magic.views.lines import PEAK, Line, SizeFormat, columns, fit, lines, shown_lines, wrap
+from gpumem_magic.views.lines import PEAK, Line, SizeFormat, columns, fit, lines, shown_lines, text_width, wrap
 from gpumem_magic.views.palette import ASCII_LETTERS, LETTERS
 from gpumem_magic.views.story import TENSOR_HEADS, more, story_of, tensor_heading, tensor_table
 
-DEFAULT_WIDTH = 100
-_NARROWEST, _WIDEST = 60, 160
 _HEADS = ("allocated", "change", "peak")
 MARK = "|"
 _MOVES = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
@@ -41,7 +38,7 @@ def render(
     bars: a stacked bar in each line. table: the tensors. most: about how many rows are shown, None for all. folds: whether some
     sentences are left to who asks for more. page: what has more, for a reader in no Python.
     """
-    width = _columns_of(width)
+    width = text_width(width)
     told = story_of(report)
     blocks = [] if report.ranks is None else _ranks(report.ranks, width)
     blocks.append(_wrap(told.answer, width))
@@ -84,7 +81,7 @@ def _ranks(found: Ranks, width: int) -> list[str]:
 
 def in_full(report: ReportData, *, width: int | None = None, ascii_only: bool = False) -> str:
     """What a report says besides its rows: everything that is folded in it, categories, modules, how the bytes are known."""
-    width = _columns_of(width)
+    width = text_width(width)
     words = [verdict] if (verdict := explain.verdict(report)) else []
     words += explain.remarks(report)
     words += [sentence] if (sentence := explain.evidence(report)) else []
@@ -97,12 +94,6 @@ def in_full(report: ReportData, *, width: int | None = None, ascii_only: bool = 
         *(in_full(other, width=width, ascii_only=ascii_only) for other in report.devices),
     ]
     return _cleaned(blocks, ascii_only)
-
-
-def _columns_of(width: int | None) -> int:
-    if width is None:
-        width = shutil.get_terminal_size((DEFAULT_WIDTH, 24)).columns
-    return min(max(width, _NARROWEST), _WIDEST)
 
 
 def _cleaned(blocks: Sequence[str], ascii_only: bool) -> str:
