@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import itertools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -43,8 +44,13 @@ class Dependence:
 
     def is_for(self, place: str) -> bool:
         """Whether it is about a module, or a function of one."""
-        module = place.partition(":")[0]
-        return any(one in (place, module) or f"{module}.".startswith(f"{one}.") for one in self.where)
+        return not _homes(place).isdisjoint(self.where)
+
+
+@functools.cache
+def _homes(place: str) -> frozenset[str]:
+    """A place, its module, and the packages in which that is."""
+    return frozenset({place, *itertools.accumulate(place.partition(":")[0].split("."), "{}.{}".format)})
 
 
 def _rows() -> Iterator[Dependence]:

@@ -7,6 +7,7 @@ cast once in a region and kept until it ends, which is memory that shows in the 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -131,18 +132,17 @@ class AutocastKernels:
         return known[1]
 
 
-def _overloads(names: str) -> Iterator[Any]:
+@functools.cache
+def _overloads(names: str) -> list[Any]:
     """All overloads of the operators that make new tensors: neither out= nor in-place ones. Names that this torch lacks are
     left out."""
-    for name in names.split():
-        packet = getattr(torch.ops.aten, name, None)
-        for overload in packet.overloads() if packet is not None else ():
-            operator = getattr(packet, overload)
-            if not any(
-                argument.alias_info is not None and argument.alias_info.is_write
-                for argument in operator._schema.arguments
-            ):
-                yield operator
+    packets = [getattr(torch.ops.aten, name) for name in names.split() if hasattr(torch.ops.aten, name)]
+    operators = [getattr(packet, overload) for packet in packets for overload in packet.overloads()]
+    return [
+        operator
+        for operator in operators
+        if not any(one.alias_info is not None and one.alias_info.is_write for one in operator._schema.arguments)
+    ]
 
 
 def _castable(arg: Any) -> bool:

@@ -88,7 +88,7 @@ def _exchange(pairs: list[tuple[Any, Any]]) -> None:
         names = getattr(module, "__dict__", None)
         if type(names) is not dict or key.partition(".")[0] in ("torch", "gpumem_magic"):
             continue
-        for name, value in list(names.items()):
-            found = by_id.get(id(value))
-            if found is not None:
-                names[name] = found[1]
+        # Nearly every module has none of them, which is seen without a step of Python's for each of its names.
+        values = list(names.values())
+        if not by_id.keys().isdisjoint(map(id, values)):
+            names.update({name: by_id[id(value)][1] for name, value in list(names.items()) if id(value) in by_id})

@@ -237,11 +237,12 @@ def _process_groups(patches: Patches) -> None:
 
 def everywhere(patches: Patches, module: Any, makers: Mapping[str, Callable[[Any], Any]]) -> None:
     """Replaces functions of PyTorch's `module`, for which its other modules have names of their own (device meshes do)."""
+    others = [other for place, other in list(sys.modules.items()) if place.startswith("torch.distributed")]
     for name, make in makers.items():
         original = getattr(module, name)
         replacement = make(original)
-        for place, other in list(sys.modules.items()):
-            if place.startswith("torch.distributed") and getattr(other, "__dict__", {}).get(name) is original:
+        for other in others:
+            if getattr(other, "__dict__", {}).get(name) is original:
                 patches.set(other, name, replacement)
 
 
