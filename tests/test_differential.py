@@ -73,6 +73,38 @@ def test_two_plain_runs_are_alike(zygote: Zygote) -> None:
         assert not differences(zygote.run(case, "plain"), zygote.run(case, "plain")), number
 
 
+@pytest.mark.parametrize(
+    ("cell", "is_free"),
+    [
+        ("import torch\nx = torch.empty(9).tolist()", True),
+        ("import torch\nx = torch.nn.utils.skip_init(torch.nn.Linear, 3, 4).weight.tolist()", True),
+        ("import numpy\nx = numpy.recarray(3, [('a', 'i4')]).tolist()", True),
+        ("import torch\nx = torch.empty(9).zero_().tolist()", False),
+        ("import gc\nx = gc.collect()", True),
+        ("import gc\ny = []\ny.append(y)\nx = gc.isenabled()", False),
+    ],
+)
+def test_what_nothing_settles_differs_in_plain_runs(zygote: Zygote, cell: str, is_free: bool) -> None:
+    """Contents of memory that nobody wrote, and the garbage that is about: a difference there is one of chance."""
+    runs = [zygote.run(Case("free", [cell]), "plain", shake=number)["shell"]["namespace"]["x"] for number in range(3)]
+    assert (len(set(runs)) > 1) == is_free
+
+
+@pytest.mark.parametrize(
+    ("cell", "interactivity"),
+    [
+        ("%time y = 1", "last_expr"),
+        (">>> y = 1\n>>> 1 / 0\n>>> z = 2\n>>> w = 3", "last_expr"),
+        ("y = 1\nx: int", "last_expr_or_assign"),
+    ],
+)
+def test_cells_that_are_hard_to_compare(zygote: Zygote, cell: str, interactivity: str) -> None:
+    comparison = Comparison(zygote.kind, zygote)
+    case = Case("hard", [cell], interactivity=interactivity)
+    assert comparison.compare(case, "quiet", kernel=False) == []
+    assert not comparison.reasons
+
+
 def test_generated_cells_are_the_same_measured(zygote: Zygote) -> None:
     """A sample: `tests/differential/cells.py` compares ten thousand."""
     source = random.Random(20)

@@ -297,8 +297,10 @@ def _plan(shell: Any, cell: PreparedCell) -> list[tuple[ast.stmt, str]]:
     if interactivity == "last_expr_or_assign":
         target = _assigned_name(nodes[-1])
         if target is not None:
-            name = ast.copy_location(ast.Name(target, ast.Load()), nodes[-1])
-            nodes.append(ast.copy_location(_ReadVariable(name), nodes[-1]))
+            # Where IPython has it: on the first line that was typed.
+            above = len(cell.raw) - len(cell.raw.lstrip("\n"))
+            read = ast.fix_missing_locations(_ReadVariable(ast.Name(target, ast.Load())))
+            nodes.append(ast.increment_lineno(read, above))
         interactivity = "last_expr"
     if interactivity == "last_expr":
         interactivity = "last" if isinstance(nodes[-1], ast.Expr) else "none"

@@ -68,7 +68,7 @@ class Comparison:
             ]
             found, lost = without_chance(found, [plain, *again])
             self.counts["places that differ by chance"] += lost
-        if any(map(is_shifted, case.cells)):
+        if any(is_shifted(cell, case.interactivity) for cell in case.cells):
             # The plain cell's lines have other numbers.
             found = [one for one in found if unspaced(one.plain) != unspaced(one.measured)]
         left = []

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import gc
 import io
 import json
@@ -31,6 +32,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 import interrupted
 import state
 
+# Of <malloc.h>: what `mallopt` is told.
+M_PERTURB = -6
 MOST_WRITTEN = 64 << 20
 MOST_MEMORY = 6 << 30
 FLAGS = {"quiet": "-q", "counters": "-q --no-lines", "shown": "", "kernel": "-q"}
@@ -222,7 +225,9 @@ class Child:
         as_kernel = request.get("kernel", False)
         depth = request.get("deeper", 0)
         for cell in request["cells"]:
-            text = with_first_line(cell, f"%%gpumem {flags}" if flags is not None else None)
+            magic = f"%%gpumem {flags}" if flags is not None else None
+            text = with_first_line(cell, magic, shell.ast_node_interactivity)
+            litter(request.get("shake", 0))
             self._at_depth(depth, text, as_kernel)
         found = self._state(measured)
         del junk
@@ -302,30 +307,54 @@ class Child:
 
     @staticmethod
     def _shake(amount: int) -> Any:
-        """Another plain run is not the same process: other addresses, another moment, garbage collection elsewhere."""
+        """Another plain run is not the same process: other addresses, another moment, garbage collection elsewhere, other
+        contents of memory that nobody has written."""
         if not amount:
             return None
         time.sleep(0.003 * amount)
+        fill_unwritten(40 * amount)
         return [[{} for _ in range(amount * 217)], [object() for _ in range(amount * 1009)], bytearray(amount * 70_001)]
 
 
-def with_first_line(cell: str, magic: str | None) -> str:
+def fill_unwritten(byte: int) -> None:
+    """From now on memory holds this byte (or its complement) where nothing has been written, numpy's store of small blocks too."""
+    with contextlib.suppress(AttributeError):  # another libc
+        ctypes.CDLL(None).mallopt(M_PERTURB, byte)
+    numpy = sys.modules["numpy"]
+    for size in range(1, 1025):
+        for block in [numpy.empty(size, numpy.uint8) for _ in range(7)]:
+            block.fill(byte)
+
+
+def litter(amount: int) -> None:
+    """Leaves so much garbage in circles, as anything does that ran before: `gc.collect()` returns how much it found."""
+    for _ in range(amount):
+        one: list[Any] = []
+        one.append(one)
+
+
+def with_first_line(cell: str, magic: str | None, interactivity: str = "last_expr") -> str:
     """The measured cell, or a plain one with its statements on the same lines."""
     if magic is not None:
         return f"{magic}\n{cell}"
-    if is_shifted(cell):
+    if is_shifted(cell, interactivity):
         return cell
     first = next((line for line in cell.splitlines() if line.strip()), "")
-    # IPython takes away the indentation that the first line has.
-    return f"{first[: len(first) - len(first.lstrip())]}#\n{cell}"
+    # IPython takes away the indentation that the first line has, and its prompt.
+    above = re.match(r"\s*(>>> |In \[\d+\]: )?", first)
+    return f"{above[0] if above else ''}#\n{cell}"
 
 
-def is_shifted(cell: str) -> bool:
-    """Whether a cell can have no line before it: another magic's, one with prompts, which IPython looks for at its start, or a
-    word that IPython may take for a magic where it is the cell's only line."""
+def is_shifted(cell: str, interactivity: str = "last_expr") -> bool:
+    """Whether a cell can have no line before it: another magic's, one that has prompts and none that is whole at its start, a word
+    that IPython may take for a magic where it is the cell's only line, or a variable whose value IPython reads on the first line."""
+    if interactivity == "last_expr_or_assign" and re.search(r"(?m)^\w+ *:[^=\n]*\s*\Z", cell):
+        return True
     lines = [line.lstrip() for line in cell.lstrip().splitlines()[:2]]
     if len(cell.strip().splitlines()) == 1 and re.match(r"[a-z]\w*( [^=].*)?$", lines[0]):
         return True
+    if lines and re.match(r">>> |In \[\d+\]: ", lines[0]):
+        return False
     return cell.lstrip().startswith("%%") or any(re.match(r">>>|In \[\d+\]:|\.\.\.", line) for line in lines)
 
 
