@@ -27,6 +27,14 @@ def cut(error: _Error) -> _Error:
     return error.with_traceback(_without(error.__traceback__, _OURS))
 
 
+def cut_below_c(error: _Error) -> _Error:
+    """The error of a function in C, likewise, and without the frames of PyTorch's below the program's last: C++ leaves none."""
+    below = list(_entries(error.__traceback__))
+    while below and _belongs(_module(below[-1]), _BELOW_OPERATORS):
+        below.pop()
+    return error.with_traceback(_without(error.__traceback__, _OURS, len(below)))
+
+
 def cut_below_operator(error: _Error) -> _Error:
     """The error without this package's and PyTorch's frames; only code of the program's (a kernel of its own) stays.
 
@@ -71,10 +79,10 @@ def _only_inside(error: BaseException | None) -> bool:
     return error is not None and _without(error.__traceback__, _BELOW_OPERATORS) is None
 
 
-def _without(trace: TracebackType | None, packages: tuple[str, ...]) -> TracebackType | None:
+def _without(trace: TracebackType | None, packages: tuple[str, ...], most: int | None = None) -> TracebackType | None:
     shortened: TracebackType | None = None
     left_out = False
-    for entry in reversed(list(_entries(trace))):
+    for entry in reversed(list(_entries(trace))[:most]):
         module = _module(entry)
         # Frames of contextlib are ours where they carry a context manager of ours.
         left_out = _belongs(module, packages) or (left_out and module == "contextlib")

@@ -148,11 +148,12 @@ class Report(ReportData):
             raise ValueError(f'a report cannot show {rows!r} rows: give a number, or "all"')
         return View(self, None, None if isinstance(rows, str) else rows)
 
-    def view(self, kind: str) -> View:
-        """Only the "table" or only the "plot", to be displayed. Raises ValueError for another word."""
-        if kind not in VIEWS:
+    def view(self, kind: str | None, name: str = "report") -> View:
+        """Only the "table", only the "plot", or all of it (None), to be displayed. name: the variable that the text speaks of,
+        "" where there is none. Raises ValueError for another kind."""
+        if kind is not None and kind not in VIEWS:
             raise ValueError(f"a report has no view {kind!r}: choose one of {', '.join(VIEWS)}")
-        return View(self, kind)
+        return View(self, kind, name=name)
 
     def __repr__(self) -> str:
         from gpumem_magic.views.lines import first_line
@@ -181,12 +182,13 @@ class Report(ReportData):
 class View:
     """One face of a report, for a notebook or a terminal. kind: "table", "plot", the explanation, or None for the whole report.
 
-    rows: about how many are shown, None for all.
+    rows: about how many are shown, None for all. name: the report's variable, "" where it has none.
     """
 
     report: Report
     kind: str | None
     rows: int | None = MOST
+    name: str = "report"
 
     def __repr__(self) -> str:
         return f"<{self.kind or 'rows'} of {self.report!r}>"
@@ -196,7 +198,7 @@ class View:
 
         if self.kind == EXPLANATION:
             return in_full(self.report)
-        return render(self.report, bars=self.kind != "table", table=self.kind != "plot", most=self.rows)
+        return render(self.report, bars=self.kind != "table", table=self.kind != "plot", most=self.rows, name=self.name)
 
     def _repr_mimebundle_(
         self, include: Container[str] | None = None, exclude: Container[str] | None = None
@@ -205,7 +207,7 @@ class View:
             return {"text/plain": str(self)}, {}
         from gpumem_magic.views.display import mimebundle
 
-        return mimebundle(self.report, kind=self.kind, most=self.rows, include=include, exclude=exclude)
+        return mimebundle(self.report, kind=self.kind, most=self.rows, name=self.name, include=include, exclude=exclude)
 
 
 def load(path: str | os.PathLike[str]) -> Report:

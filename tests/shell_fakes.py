@@ -58,8 +58,8 @@ class FakeReport:
     def __repr__(self) -> str:
         return f"<<{self.word}>>"
 
-    def view(self, kind: str) -> FakeReport:
-        return FakeReport(kind)
+    def view(self, kind: str | None, name: str = "report") -> FakeReport:
+        return FakeReport(kind or self.word)
 
     def save(self, path: Any) -> None:
         with open(path, "w") as file:

@@ -671,6 +671,14 @@ GUILTY += [
     Case("held_over", (TRAIN, "for _ in range(3):\n    with torch.no_grad():\n        y = x.repeat(64, 1)"), "`del y`"),
     Case("pinned_by_view", ("", "big = mib(64)\nrow = big[:1024]\ndel big\ny = row + 1"), "`.clone()`"),
     Case("attention_scores", ("", SCORES), "`(q @ q.transpose(2, 3)).softmax(-1)`, line 4"),
+    Case(
+        "attention_scores",
+        (
+            "layer = nn.MultiheadAttention(64, 4, batch_first=True).cuda()\nx = torch.randn(8, 512, 64, device='cuda')",
+            "layer(x, x, x)[0].sum().backward()",
+        ),
+        "(`layer(x, x, x)`, line 2): 32.0 MiB in 1 tensor of 512 x 512 for each head. `need_weights=False` in the call",
+    ),
     Case("private_pools", (TRAIN, GRAPHS.format(pool="")), "3 CUDA graphs"),
     Case(
         "kept_by_hook",

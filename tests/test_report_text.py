@@ -235,6 +235,16 @@ def test_the_width_is_the_terminals(monkeypatch):
         samples.colab().show("some")
 
 
+def test_where_the_rest_is_names_a_variable_that_there_is() -> None:
+    report = samples.colab()
+    shown = [str(replace(report.show(3), name=name)).replace("\n  ", " ") for name in ("report", "kept", "")]
+    assert 'More: `print(report.show("all"))` has ' in shown[0]
+    assert 'More: `print(kept.show("all"))` has ' in shown[1]
+    assert (
+        'after `import gpumem_magic; report = gpumem_magic.last_report()`, `print(report.show("all"))` has' in shown[2]
+    )
+
+
 @given(st.fixed_dictionaries(dict.fromkeys(CATEGORIES, st.integers(0, 10**12))), st.integers(1, 60))
 def test_a_bar_is_as_long_as_what_is_allocated(sizes, width):
     total = sum(sizes[name] for name in ALLOCATED_CATEGORIES)

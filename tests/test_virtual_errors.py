@@ -182,6 +182,27 @@ def test_frames_of_the_program_within_a_backward_pass_are_shown() -> None:
     assert own_frames(caught.value) <= 1
 
 
+def test_below_an_operator_no_frame_is_shown() -> None:
+    x = zeros(160 * MIB).requires_grad_()
+    for fails in (lambda: x.softmax(-1), lambda: x * x, lambda: x.double()):
+        with pytest.raises(torch.OutOfMemoryError) as caught:
+            fails()
+        assert set(frames(caught.value)) == {__name__}
+
+
+def test_frames_of_the_program_within_an_operator_of_c_are_shown() -> None:
+    def pack(kept: torch.Tensor) -> torch.Tensor:
+        raise ValueError("the program's own")
+
+    weight = torch.ones(4, device="cuda", requires_grad=True)
+    with (
+        pytest.raises(ValueError, match="the program's own") as caught,
+        torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept),
+    ):
+        weight.exp()
+    assert frames(caught.value) == [__name__, __name__]
+
+
 def test_an_error_that_the_program_was_dealing_with_stays_its_context() -> None:
     def deal_with_it() -> None:
         try:

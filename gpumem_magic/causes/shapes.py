@@ -107,10 +107,11 @@ def attention_scores(scene: Scene) -> Iterator[Cause]:
     ]
     sizes = [one.size for one, _ in scores]
     length = scores[0][1] if scores else 0
-    where, remedy = "", _WITHOUT_SCORES
+    births = scene.recording.logs[scene.device].births
+    birth = next((births[one.born] for one, _ in scores if one.born in births), None)
     if not scene.saved and (made := _scores_at(scene)) is not None:
         birth, sizes, length = made
-        where, remedy = _written(scene, birth)
+    where, remedy = ("", _WITHOUT_SCORES) if birth is None else _written(scene, birth)
     if not sizes or sum(sizes) < scene.part_of_peak(10):
         return
     yield Cause(

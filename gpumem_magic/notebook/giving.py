@@ -16,16 +16,17 @@ if TYPE_CHECKING:
 
 def give(shell: Any, found: object, options: argparse.Namespace, line: ProgressLine | None = None) -> None:
     """line: what was shown meanwhile, in whose place it goes."""
-    _give(shell, found, options, None, line)
+    _give(shell, found, found, options, line)
 
 
 def give_report(shell: Any, report: Any, options: argparse.Namespace) -> None:
     """A report, as the part of it that ``--plot`` or ``--table`` asks for."""
-    _give(shell, report, options, "plot" if options.plot else "table" if options.table else None)
+    kind = "plot" if options.plot else "table" if options.table else None
+    _give(shell, report, report.view(kind, options.output or ""), options)
 
 
 def _give(
-    shell: Any, found: Any, options: argparse.Namespace, view: str | None, line: ProgressLine | None = None
+    shell: Any, found: object, view: object, options: argparse.Namespace, line: ProgressLine | None = None
 ) -> None:
     from IPython.display import display
 
@@ -33,5 +34,5 @@ def _give(
         shell.user_ns[options.output] = found
     if not options.quiet:
         with warnings_remembered():  # matplotlib changes them
-            if line is None or not line.become(found):
-                display(found if view is None else found.view(view))
+            if line is None or not line.become(view):
+                display(view)

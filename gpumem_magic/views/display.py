@@ -36,17 +36,19 @@ def mimebundle(
     *,
     kind: str | None = None,
     most: int | None = MOST,
+    name: str = "report",
     include: Container[str] | None = None,
     exclude: Container[str] | None = None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(data, metadata) for IPython. kind: "table", "plot", or None for all of it. Draws nothing that nobody asked for."""
+    """(data, metadata) for IPython. kind: "table", "plot", or None for all of it. name: the report's variable, "" for none.
+    Draws nothing that nobody asked for."""
     wanted = asked_for(include, exclude)
     if include is None and in_terminal():
         wanted &= {PLAIN}
     data: dict[str, Any] = {}
     metadata: dict[str, Any] = {}
     if PLAIN in wanted:
-        data[PLAIN] = render(report, bars=kind != "table", table=kind != "plot", most=most)
+        data[PLAIN] = render(report, bars=kind != "table", table=kind != "plot", most=most, name=name)
     if HTML in wanted:
         pictures = [
             None if kind == "table" else picture(each, bare=True, most=most) for each in (report, *report.devices)

@@ -245,6 +245,8 @@ def _full(found: FailedRequest, report: ReportData) -> str:
     text = f"Nearly full: even with perfect packing, only {amount(spare)}{share} would be left"
     if found.lasts is None:
         return f"{text}."
+    if found.lasts == 0:
+        return f"{text}, too little for one more iteration."
     return f"{text}, enough for at most {counted(found.lasts, 'more iteration')}."
 
 

@@ -120,13 +120,15 @@ def _kept(group: TensorGroup) -> str:
     return group.kept_by or _KEPT[group.keeper]
 
 
-def more(folded: Sequence[str], hidden: int, page: str = "") -> str:
+def more(folded: Sequence[str], hidden: int, page: str = "", name: str = "report") -> str:
     """The line that says where the rest is, where there is any. hidden: rows that are not shown; page: what has them, where the
-    reader is in no Python (```--html PATH` writes a page with``)."""
+    reader is in no Python (```--html PATH` writes a page with``); name: the report's variable, "" where it has none yet."""
     said = counted(len(folded), "remark") if folded else ""
     rows = f"{counted(hidden, 'row')} more" if hidden else ""
     if page:
         return f"More: {page} {listed([one for one in (rows, said) if one])}." if rows or said else ""
-    said = f"`print(report.explain())` has {said}, categories and how the bytes are known" if said else ""
-    rows = f'`print(report.show("all"))` has {rows}' if rows else ""
-    return f"More: {'; '.join(one for one in (rows, said) if one)}." if rows or said else ""
+    bound = "" if name else "after `import gpumem_magic; report = gpumem_magic.last_report()`, "
+    name = name or "report"
+    said = f"`print({name}.explain())` has {said}, categories and how the bytes are known" if said else ""
+    rows = f'`print({name}.show("all"))` has {rows}' if rows else ""
+    return f"More: {bound}{'; '.join(one for one in (rows, said) if one)}." if rows or said else ""

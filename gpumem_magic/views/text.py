@@ -31,12 +31,13 @@ def render(
     most: int | None = MOST,
     folds: bool = True,
     page: str = "",
+    name: str = "report",
 ) -> str:
     """The report as text, without an end of line at its end: the answer, the rows, the tensors at the peak, what else to know.
 
     width: columns; by default the terminal's, or 100 where there is none. ascii_only: for terminals that show nothing else.
     bars: a stacked bar in each line. table: the tensors. most: about how many rows are shown, None for all. folds: whether some
-    sentences are left to who asks for more. page: what has more, for a reader in no Python.
+    sentences are left to who asks for more. page: what has more, for a reader in no Python. name: as in `more`.
     """
     width = text_width(width)
     told = story_of(report)
@@ -52,10 +53,20 @@ def render(
     blocks.append("\n".join(_wrap(one, width) for one in (*told.others, *(() if folds else told.folded))))
     if explain.used_device(report):
         hidden = len(lines(report, peak=False)) - sum(line.row.kind != PEAK for line in shown)
-        blocks.append(_wrap(more(told.folded if folds else (), max(0, hidden), page), width))
+        blocks.append(_wrap(more(told.folded if folds else (), max(0, hidden), page, name), width))
     blocks += [
-        render(other, width=width, ascii_only=ascii_only, bars=bars, table=table, most=most, folds=folds, page=page)
-        for other in report.devices
+        render(
+            other,
+            width=width,
+            ascii_only=ascii_only,
+            bars=bars,
+            table=table,
+            most=most,
+            folds=folds,
+            page=page,
+            name=f"{name or 'report'}.devices[{place}]",
+        )
+        for place, other in enumerate(report.devices)
     ]
     return _cleaned(blocks, ascii_only)
 

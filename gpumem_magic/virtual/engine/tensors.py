@@ -15,7 +15,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from gpumem_magic.looks.objects import is_a
-from gpumem_magic.tracebacks import cut, cut_below_operator
+from gpumem_magic.tracebacks import cut, cut_below_c, cut_below_operator
 from gpumem_magic.uninterrupted import Uninterrupted
 from gpumem_magic.virtual.engine.modes import (
     DEVICE_QUERY,
@@ -202,7 +202,7 @@ class VirtualTensor(FakeTensor):
                     f"the virtual GPU cannot run {getattr(func, '__name__', func)}, which only PyTorch's compiler understands. "
                     "Use ordinary operators and Python's own if and for, or a real GPU."
                 ) from None
-            raise cut(error)  # noqa: B904
+            raise (cut_below_c if is_a(func, _OF_C) else cut)(error)  # noqa: B904
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
