@@ -46,7 +46,8 @@ def test_rows_of_a_script(session: FakeSession, script: Write, capsys: pytest.Ca
         (5, "def main(n: nothing):", ()),
         (10, "y = i", (1,)),
         (10, "y = i", (2,)),
-        (12, "main(3)", ()),
+        (6, "x = n", ()),
+        (7, "return x", ()),
         (13, "print(__doc__)", ()),
     ]
     ((device, names),) = session.opened

@@ -192,7 +192,8 @@ def _open(parser: argparse.ArgumentParser, options: argparse.Namespace, run: Scr
     found: Any = None
     try:
         found = recording.open_recording(options.device, names=run.names, own_file=run.path, words=told_of_a_script)
-        run.observe(found.observer(options.max_iterations, until_repeat=options.until_repeat, source=run.source))
+        observer = found.observer(options.max_iterations, until_repeat=options.until_repeat, source=run.source)
+        run.observe(observer, opens=True)
     except DeviceError as error:
         parser.error(str(error))
     except Exception as error:

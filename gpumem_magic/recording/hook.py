@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from types import CodeType, TracebackType
 from typing import Protocol
@@ -15,6 +15,7 @@ from typing import Protocol
 from gpumem_magic.failures import from_handler, swallows
 from gpumem_magic.patching import OwnBuiltins
 from gpumem_magic.recording.instrument import Site, Statement, rest_name, turn_name
+from gpumem_magic.recording.opened_calls import OpenedCalls
 from gpumem_magic.recording.rest import MOST_TURNS, ForRest, Rest, WhileRest
 from gpumem_magic.recording.source import Position
 
@@ -96,14 +97,26 @@ class StatementHook:
     goes on. Interrupts are the user's and go through.
     """
 
-    def __init__(self, sites: Sequence[Site], observer: CellObserver, name: str, codes: Collection[CodeType]) -> None:
+    def __init__(
+        self,
+        sites: Sequence[Site],
+        observer: CellObserver,
+        name: str,
+        codes: Collection[CodeType],
+        functions: Mapping[CodeType, int] | None = None,
+    ) -> None:
         self.failure: str | None = None
         self._sites = sites
         self._observer: CellObserver | None = observer
         self._builtins = OwnBuiltins()
         self._codes = codes
         self._headers = [replace(site.statement, header=True) for site in sites]
-        self._lines = [tuple(sites[loop].statement.line for loop in site.loops) for site in sites]
+        self._own_lines = [tuple(sites[loop].statement.line for loop in site.loops) for site in sites]
+        self._calls = OpenedCalls({} if functions is None else functions, self)
+        # Whether the statement that runs called a function that was opened.
+        self._opened = False
+        # The statement that has begun, if nothing was told since.
+        self._began: int | None = None
         self._counters = [0] * len(sites)
         self._seen: list[tuple[int, ...] | None] = [None] * len(sites)
         self._current = 0
@@ -138,12 +151,13 @@ class StatementHook:
         if self._pending is not None:
             self._tell_pending()
         self._counters[index] = 0
-        self._current = index
+        self._current = self._began = index
+        self._opened = False
         self._seen[index] = iteration = self._iteration(index)
         if self._observer is not None:
             try:
                 tell = self._observer.before_statement
-                self._builtins.run(tell, self._sites[index].statement, iteration, self._lines[index])
+                self._builtins.run(tell, self._sites[index].statement, iteration, self._lines(index))
             except BaseException as error:
                 self._failed(error)
 
@@ -153,7 +167,34 @@ class StatementHook:
             self._count_untold()
         if self._pending is not None:
             self._tell_pending()
-        self._tell(self._sites[index].statement, self._iteration(index), self._lines[index])
+        # What happened in a function that was opened has rows: the call has one where there is more.
+        opened, self._opened = self._opened, False
+        statement = self._sites[index].statement
+        self._tell(
+            replace(statement, header=True, ended=True) if opened else statement,
+            self._iteration(index),
+            self._lines(index),
+        )
+
+    def returned(self, index: int, value: object) -> object:
+        """A function gives this back."""
+        __tracebackhide__ = True
+        self.after(index)
+        return value
+
+    def skips(self, index: int) -> bool:
+        """A function that may be opened was called. True: it runs untold, and does not call `leaves`."""
+        __tracebackhide__ = True
+        caller = self._began
+        if caller is None or self._observer is None or not self._calls.may_begin(index):
+            return True
+        self._calls.begin(index, caller, (self._iteration(caller), self._lines(caller)))
+        return False
+
+    def leaves(self) -> None:
+        """The function that was opened last is over."""
+        self._current = self._calls.end()
+        self._opened = True
 
     def header(self, index: int) -> None:
         __tracebackhide__ = True
@@ -163,7 +204,7 @@ class StatementHook:
             self._tell_pending()
         self._current = index
         self._seen[index] = iteration = self._iteration(index)
-        self._tell(self._headers[index], iteration, self._lines[index])
+        self._tell(self._headers[index], iteration, self._lines(index))
 
     def counted(self, index: int) -> None:
         """A ``while`` is about to make a test that is told, or a loop is over."""
@@ -183,7 +224,7 @@ class StatementHook:
         self._current = index
         header = self._headers[index]
         iteration = (*self._iteration(index), self._counters[index])
-        self._tell(header, iteration, (*self._lines[index], header.line))
+        self._tell(header, iteration, (*self._lines(index), header.line))
         if self._observer is None:
             return False
         try:
@@ -274,7 +315,7 @@ class StatementHook:
         """The statement that runs now, its iteration and the lines of its loops, as far as they are counted."""
         index = self._current
         frame = sys._current_frames().get(self._thread)
-        while frame is not None and frame.f_code not in self._codes:
+        while frame is not None and frame.f_code not in self._codes and not self._calls.runs(frame.f_code):
             frame = frame.f_back
         if frame is not None:
             index = self._at(*_position(frame.f_code, frame.f_lasti, frame.f_lineno))
@@ -283,15 +324,16 @@ class StatementHook:
     def _untold_place(self, index: int, untold: Sequence[int]) -> Place:
         """A statement's place where these loops ran untold until now."""
         site = self._sites[index]
+        around = len(self._lines(index)) - len(site.loops)
         outermost = min((site.loops.index(loop) for loop in untold if loop in site.loops), default=None)
         if outermost is None and index in untold:
             # It fetches the next item. A ``while`` has counted that already.
             header = self._headers[index]
             number = self._counters[index] + (header.kind != "while")
-            return header, (*self._iteration(index), number), (*self._lines[index], header.line)
+            return header, (*self._iteration(index), number), (*self._lines(index), header.line)
         # Loops inside one that rests are not counted.
-        depth = len(site.loops) if outermost is None else outermost + 1
-        return site.statement, self._iteration(index)[:depth], self._lines[index][:depth]
+        depth = around + (len(site.loops) if outermost is None else outermost + 1)
+        return site.statement, self._iteration(index)[:depth], self._lines(index)[:depth]
 
     def _has_row(self, place: Place) -> None:
         """An iteration that ran untold gets a row: it is not left out."""
@@ -308,10 +350,11 @@ class StatementHook:
             traceback = traceback.tb_next
         if traceback is None:
             return None
+        traceback = self._calls.innermost(traceback)
         untold = [loop for loop in self._resting if self._rests[loop].ran]
         self._count_untold()
         index = self._at(*_position(traceback.tb_frame.f_code, traceback.tb_lasti, traceback.tb_lineno))
-        site, lines = self._sites[index], self._lines[index]
+        site, lines = self._sites[index], self._lines(index)
         if untold:
             place = self._untold_place(index, untold)
             self._has_row(place)
@@ -343,11 +386,18 @@ class StatementHook:
         return found[-1] if found and self._current not in found else self._current
 
     def _iteration(self, index: int) -> tuple[int, ...]:
-        counters = self._counters
-        return tuple([counters[loop] for loop in self._sites[index].loops])
+        counters, site = self._counters, self._sites[index]
+        own = tuple([counters[loop] for loop in site.loops])
+        return own if site.owner is None else (*self._calls.around(site.owner)[0], *own)
+
+    def _lines(self, index: int) -> tuple[int, ...]:
+        """The lines of the loops around a statement, those around the calls that led to it among them."""
+        own, owner = self._own_lines[index], self._sites[index].owner
+        return own if owner is None else (*self._calls.around(owner)[1], *own)
 
     def _tell(self, statement: Statement, iteration: tuple[int, ...], loops: tuple[int, ...]) -> None:
         __tracebackhide__ = True
+        self._began = None
         if self._observer is not None:
             try:
                 self._builtins.run(self._observer.after_statement, statement, iteration, loops)

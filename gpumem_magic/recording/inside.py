@@ -199,6 +199,10 @@ class _Teller:
         if stack and stack[-1] and stack[-1][-1][0] == index:
             self._end(stack[-1].pop(), failed=False)
 
+    def returned(self, index: int, value: object) -> object:
+        """What a ``return`` hands back has no row of its own."""
+        return value
+
     def notes(self) -> list[str]:
         """What is not shown, and why."""
         found = [] if self._failure is None else [f"--into {self._function} stopped partway ({self._failure})"]

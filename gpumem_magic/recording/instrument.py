@@ -1,20 +1,21 @@
 """Rewriting a program so that it reports each of its own statements as it reaches it.
 
-Only what the program runs at module level is rewritten: bodies of ``for``, ``while``, ``if``, ``with``, ``try`` and ``match``,
-not of functions and classes. The calls that are put in go to a hook (`hook.StatementHook`), which is a constant of the code,
-and return nothing that the program could see.
+What the program runs at module level is rewritten: bodies of ``for``, ``while``, ``if``, ``with``, ``try`` and ``match``, not of
+classes; and of functions only those that are to be opened (`functions.opened_functions`). The calls that are put in go to a hook
+(`hook.StatementHook`), which is a constant of the code, and return nothing that the program could see.
 """
 
 from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from copy import copy
 from dataclasses import dataclass
 from types import CodeType
 from typing import Any, TypeVar
 
+from gpumem_magic.recording.functions import Opened
 from gpumem_magic.recording.source import Position, Source
 
 Node = TypeVar("Node", bound=ast.AST)
@@ -48,7 +49,8 @@ class Statement:
     line: as the author sees it, from 1; of a compound statement only its head. text: as it was written, without
     indentation before it. kind: "expr", "assign", "for", "while", "with", "if", "except", "match", "def", "import", and so on.
     depth: in how many compound statements it stands. header: this is the work of a compound statement's head (a test, the
-    next item of a loop, entering or leaving a ``with``), not of its body.
+    next item of a loop, entering or leaving a ``with``), not of its body. function: in which function of the program's, "" at
+    module level. ended: what the end of a call did that was opened, such as letting go of its variables.
     """
 
     index: int
@@ -57,16 +59,32 @@ class Statement:
     kind: str
     depth: int
     header: bool = False
+    function: str = ""
+    ended: bool = False
+
+    @property
+    def label(self) -> str:
+        """Its first line, for a reader."""
+        first = self.text.partition("\n")[0]
+        first = f"end of {first}" if self.ended else first
+        return f"{self.function}: {first}" if self.function else first
 
 
 @dataclass(frozen=True)
 class Site:
-    """Where a statement stands: `loops` are the indexes of the program's loops around it, outermost first."""
+    """Where a statement stands: `loops` are the indexes of the program's loops around it, outermost first; `owner` is the
+    index of the opened function's ``def``, None at module level."""
 
     statement: Statement
     loops: tuple[int, ...]
     start: Position
     end: Position
+    owner: int | None = None
+
+    @property
+    def is_definition(self) -> bool:
+        """Whether it is the head of a function or a class."""
+        return self.statement.kind in ("def", "class")
 
     def covers(self, position: Position) -> bool:
         return self.start <= position <= self.end
@@ -76,10 +94,13 @@ class Instrumenter:
     """Rewrites statements one after another, and numbers them in `sites`.
 
     rests: loops have their body twice, as it is for iterations that need not be told (see `rest.Rest`), and with the calls.
-    limited: the observer may end a loop; its variable then stays as `break` leaves it, and so no loop rests.
+    limited: the observer may end a loop; its variable then stays as `break` leaves it, and so no loop rests. opened: functions
+    whose bodies are there twice, too, for calls that are told and for others.
     """
 
-    def __init__(self, source: Source, hook_name: str, *, rests: bool = True, limited: bool = False) -> None:
+    def __init__(
+        self, source: Source, hook_name: str, *, rests: bool = True, limited: bool = False, opened: Opened | None = None
+    ) -> None:
         self.sites: list[Site] = []
         self._rests = rests and not limited
         self._limited = limited
@@ -87,6 +108,9 @@ class Instrumenter:
         self._hook_name = hook_name
         self._loops: list[int] = []
         self._depth = 0
+        self._opened = opened or {}
+        self._owner: int | None = None
+        self._function = ""
 
     def add(self, node: ast.stmt | ast.ExceptHandler) -> int:
         """Gives a statement its number."""
@@ -94,8 +118,8 @@ class Instrumenter:
         kind = _KINDS.get(type(node).__name__, type(node).__name__.lower())
         index = len(self.sites)
         text = self._source.text(start, end)
-        statement = Statement(index, start[0], text, kind, self._depth)
-        self.sites.append(Site(statement, tuple(self._loops), start, end))
+        statement = Statement(index, start[0], text, kind, self._depth, function=self._function)
+        self.sites.append(Site(statement, tuple(self._loops), start, end, self._owner))
         return index
 
     def module(self, body: list[ast.stmt]) -> list[ast.stmt]:
@@ -129,11 +153,43 @@ class Instrumenter:
             return [self._try(node)]
         index = self.add(node)
         around = self._tell("before", index, node), self._tell("after", index, node)
-        if isinstance(node, ast.Global | ast.Nonlocal) and self._loops and self._rests:
-            # The copy of the loop's body that is not told has said it already, and twice is an error.
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            return [around[0], self._definition(node, index), around[1]]
+        if isinstance(node, ast.Global | ast.Nonlocal) and ((self._loops and self._rests) or self._owner is not None):
+            # The copy of the body that is not told has said it already, and twice is an error.
             return [*around]
+        if isinstance(node, ast.Return) and node.value is not None:
+            value = ast.Call(self._method("returned", node), [_at(ast.Constant(index), node), node.value], [])
+            return [around[0], _placed(ast.Return(_placed(value, node)), node)]
         # Nothing runs behind a jump in its own block, so its row is taken before it.
         return [*around, node] if isinstance(node, _JUMPS) else [around[0], node, around[1]]
+
+    def _definition(self, node: ast.FunctionDef | ast.ClassDef, index: int) -> ast.stmt:
+        """A function or class, with what is to be opened in it.
+
+        def function():
+            if hook.skips(index): body
+            else:
+                try: told body
+                finally: hook.leaves()
+        """
+        if isinstance(node, ast.ClassDef):
+            body = [
+                self._definition(one, self.add(one)) if one in self._opened else one  # type: ignore[arg-type]
+                for one in node.body
+            ]
+            return node if body == node.body else _copied(node, body=body)
+        if node not in self._opened:
+            return node
+        outside = self._loops, self._depth, self._owner, self._function
+        self._loops, self._depth, self._owner, self._function = [], 0, index, self._opened[node]
+        start = 1 if _is_text(node.body[0]) else 0
+        told = self._block(node.body[start:]) or [_at(ast.Pass(), node)]
+        self._loops, self._depth, self._owner, self._function = outside
+        leaves = _at(ast.Expr(ast.Call(self._method("leaves", node), [], [])), node)
+        guarded = _placed(ast.Try(told, [], [], [leaves]), node)
+        choice = ast.If(self._call("skips", index, node), node.body[start:] or [_at(ast.Pass(), node)], [guarded])
+        return _copied(node, body=[*node.body[:start], _placed(choice, node)])
 
     def _if(self, node: ast.If) -> list[ast.stmt]:
         """With all of its ``elif``, one after another: there may be hundreds, each inside the one before."""
@@ -238,8 +294,10 @@ class Instrumenter:
         return _at(ast.Call(found, [], []) if called else found, at)
 
     def _call(self, method: str, index: int, at: ast.stmt | ast.ExceptHandler) -> ast.expr:
-        hook = ast.Constant(self._hook_name)
-        return _at(ast.Call(ast.Attribute(hook, method, ast.Load()), [ast.Constant(index)], []), at)
+        return _at(ast.Call(self._method(method, at), [ast.Constant(index)], []), at)
+
+    def _method(self, name: str, at: ast.stmt | ast.ExceptHandler) -> ast.expr:
+        return _at(ast.Attribute(ast.Constant(self._hook_name), name, ast.Load()), at)
 
 
 def rest_name(hook_name: str, index: int) -> str:
@@ -257,14 +315,21 @@ def _called(what: ast.Constant) -> ast.expr:
     return ast.Call(ast.IfExp(ast.Constant(True), what, what), [], [])
 
 
-def with_constants(code: CodeType, objects: Mapping[str, object]) -> CodeType:
-    """The code with objects in the place of the strings that stood for them: no name is needed where the code finds them."""
-    if not objects.keys().isdisjoint(constant for constant in code.co_consts if type(constant) is str):
-        constants = [
-            objects.get(constant, constant) if type(constant) is str else constant for constant in code.co_consts
-        ]
-        return code.replace(co_consts=tuple(constants))
-    return code
+def with_constants(code: CodeType, objects: Mapping[str, object], inner: Container[int] = ()) -> CodeType:
+    """The code with objects in the place of the strings that stood for them: no name is needed where the code finds them.
+
+    inner: the first lines of what is in it, classes and functions, and has such strings, too.
+    """
+    constants = [
+        objects.get(one, one)
+        if type(one) is str
+        else with_constants(one, objects, inner)
+        if type(one) is CodeType and one.co_firstlineno in inner
+        else one
+        for one in code.co_consts
+    ]
+    changed = any(one is not other for one, other in zip(constants, code.co_consts, strict=True))
+    return code.replace(co_consts=tuple(constants)) if changed else code
 
 
 def _copied(node: Node, **fields: Any) -> Node:

@@ -39,7 +39,7 @@ class CellProgress:
     def after_statement(self, statement: Statement, iteration: tuple[int, ...], loops: tuple[int, ...]) -> None:
         self._recorder.checkpoint(
             "statement",
-            statement.text.partition("\n")[0],
+            statement.label,
             statement.text,
             statement.line,
             iteration,

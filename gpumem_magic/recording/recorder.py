@@ -222,9 +222,8 @@ class Recorder:
 
     def moved_until_now(self, statement: Statement, iteration: tuple[int, ...], loops: tuple[int, ...]) -> None:
         if self._noted is not None:
-            label = statement.text.partition("\n")[0]
             self._checkpoints.append(
-                Checkpoint("statement", label, statement.text, statement.line, self._noted, iteration, loops)
+                Checkpoint("statement", statement.label, statement.text, statement.line, self._noted, iteration, loops)
             )
 
     def _phase_began(self) -> None:

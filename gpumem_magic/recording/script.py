@@ -7,13 +7,14 @@ import importlib.machinery
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 
 from gpumem_magic.recording.cell import names_in
+from gpumem_magic.recording.functions import opened_functions
 from gpumem_magic.recording.hook import CellObserver, StatementHook, may_end, new_hook_name
 from gpumem_magic.recording.instrument import Instrumenter, Statement, with_constants
 from gpumem_magic.recording.source import Source
@@ -50,21 +51,26 @@ class ScriptRun:
         """What went wrong in the observer, in one line, or None."""
         return None if self._hook is None else self._hook.failure
 
-    def observe(self, observer: CellObserver, change: Change | None = None) -> None:
+    def observe(self, observer: CellObserver, change: Change | None = None, *, opens: bool = False) -> None:
         """Rewrites the statements, so that the run tells `observer` of them. Where this fails the run stays a plain one.
 
-        change: of the script's functions, too; it gets the tree and the path.
+        change: of the script's functions, too; it gets the tree and the path. opens: statements of the script's own functions
+        are told as well (see `functions`).
         """
         tree = ast.parse(self._bytes, self.path)
         finished = (lambda code: code) if change is None else change(tree, self.path)
         name = new_hook_name()
-        instrumenter = Instrumenter(Source(self._text), name, limited=may_end(observer))
+        opened = opened_functions(tree) if opens else {}
+        instrumenter = Instrumenter(Source(self._text), name, limited=may_end(observer), opened=opened)
         tree.body = instrumenter.module(tree.body)
         codes: set[CodeType] = set()
-        self._hook = StatementHook(instrumenter.sites, observer, name, codes)
+        functions: dict[CodeType, int] = {}
+        self._hook = StatementHook(instrumenter.sites, observer, name, codes, functions)
         code = finished(compile(tree, self.path, "exec", dont_inherit=True))
-        self._code = with_constants(code, self._hook.constants)
+        definitions = {site.start[0]: index for index, site in enumerate(instrumenter.sites) if site.is_definition}
+        self._code = with_constants(code, self._hook.constants, definitions)
         codes.add(self._code)
+        functions.update(_codes_at(self._code, definitions))
 
     def run(self, main: ModuleType) -> None:
         """Runs it in the module `main` (see `as_main`). Raises what the script raises, SystemExit included."""
@@ -79,6 +85,14 @@ class ScriptRun:
         while traceback is not None and traceback.tb_frame.f_code is not self._code:
             traceback = traceback.tb_next
         return traceback
+
+
+def _codes_at(code: CodeType, lines: Mapping[int, int]) -> Iterator[tuple[CodeType, int]]:
+    """The code of what is defined on these lines, each with the number that is given for its line."""
+    for one in code.co_consts:
+        if isinstance(one, CodeType) and one.co_firstlineno in lines:
+            yield one, lines[one.co_firstlineno]
+            yield from _codes_at(one, lines)
 
 
 def find_module(name: str) -> ModuleSpec:

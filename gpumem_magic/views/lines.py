@@ -70,12 +70,11 @@ class Line:
 
     @property
     def text(self) -> str:
-        """The statement's first line as it was written, the label of a row that is no statement, or what was folded, in words."""
+        """The statement's first line as it was written, after the name of a function that was opened; the label of a row that
+        is no statement; or what was folded, in words."""
         if self.entry is not None and self.is_folded:
             return words_of(self.entry)
-        if self.row.kind in ("statement", "error") and self.row.statement.strip():
-            return first_line(self.row.statement)
-        return first_line(self.row.label) or self.row.kind
+        return first_line(self.row.label) or first_line(self.row.statement) or self.row.kind
 
     @property
     def is_statement(self) -> bool:

@@ -1,0 +1,274 @@
+"""A script's own functions, opened: which they are, what is told of them, and that nobody else sees it."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+import textwrap
+import threading
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from test_cell import _MANAGER, _bodies
+from test_resting_loops import Still
+
+from gpumem_magic.recording import hook
+from gpumem_magic.recording.functions import opened_functions
+from gpumem_magic.recording.instrument import Statement
+from gpumem_magic.recording.script import ScriptRun, as_main
+
+
+class Told:
+    """Keeps what is told: ``label iteration``."""
+
+    devices: Still | None = None
+
+    def __init__(self) -> None:
+        self.rows: list[str] = []
+        self.loops: list[tuple[int, ...]] = []
+
+    def before_statement(self, statement: Statement, iteration: tuple[int, ...], loops: tuple[int, ...]) -> None: ...
+
+    def after_statement(self, statement: Statement, iteration: tuple[int, ...], loops: tuple[int, ...]) -> None:
+        if statement.kind != "def" and (not statement.header or statement.ended):
+            self.rows.append(f"{statement.label} {'.'.join(map(str, iteration))}".strip())
+            self.loops.append(loops)
+
+    def wants_stop(self, loop: Statement, iteration: tuple[int, ...]) -> bool:
+        return False
+
+
+Run = Callable[..., tuple[Told | None, dict[str, Any], str, ScriptRun]]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    def running(
+        text: str, opens: bool = True, observed: bool = True
+    ) -> tuple[Told | None, dict[str, Any], str, ScriptRun]:
+        path = tmp_path / "train.py"
+        path.write_text(textwrap.dedent(text))
+        script, told, error = ScriptRun(str(path)), Told() if observed else None, ""
+        if told is not None:
+            script.observe(told, opens=opens)
+        with as_main(str(path), []) as main:
+            try:
+                script.run(main)
+            except BaseException as raised:
+                place = script.failed(raised.__traceback__)
+                if place is not None:
+                    running.failed = place[0].label, *place[1:]  # type: ignore[attr-defined]
+                error = "".join(
+                    traceback.format_exception(type(raised), raised, script.own_frames(raised.__traceback__))
+                )
+        assert script.hook_failure is None
+        return told, dict(vars(main)), error, script
+
+    return running
+
+
+TRAINING = """
+def train(model, batches):
+    '''One epoch.'''
+    for batch in batches:
+        seen.append(batch)
+    return len(seen)
+
+def evaluate(model):
+    return helper(model)
+
+def helper(model):
+    return model
+
+def main():
+    seen.clear()
+    for epoch in range(2):
+        train("net", "ab")
+        evaluate("net")
+    return seen
+
+seen = []
+if __name__ == "__main__":
+    main()
+"""
+
+
+def test_the_statements_of_functions_are_told_with_the_loops_around_their_calls(run: Run) -> None:
+    told, _, _, _ = run(TRAINING)
+    assert told is not None
+    assert told.rows == [
+        "seen = []",
+        "main: seen.clear()",
+        *(
+            row
+            for epoch in (1, 2)
+            for row in (
+                f"train: seen.append(batch) {epoch}.1",
+                f"train: seen.append(batch) {epoch}.2",
+                f"train: return len(seen) {epoch}",
+                f'main: end of train("net", "ab") {epoch}',
+                # It has no loop, and is called in one.
+                f'main: evaluate("net") {epoch}',
+            )
+        ),
+        "main: return seen",
+        "end of main()",
+    ]
+    assert told.loops[2] == (16, 4)
+    assert run(TRAINING, opens=False)[0].rows == ["seen = []", "main()"]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("text", "opened"),
+    [
+        ("def main(): pass\nmain()", {"main"}),
+        ("def main(): pass\nfire.Fire(main)", {"main"}),
+        ("def main(): pass\nraise SystemExit(main())", {"main"}),
+        ("@hydra.main(config_path=None)\ndef main(cfg): pass\nmain()", {"main"}),
+        ("@torch.no_grad()\ndef score(): pass\nscore()", {"score"}),
+        ("class Trainer:\n  def fit(self): pass\nTrainer().fit()", {"Trainer.fit"}),
+        # Handed on as values: somebody may look at the code, or run it elsewhere.
+        ("def step(x): pass\nfast = torch.compile(step)\nstep(1)", set()),
+        ("def step(x): pass\nfast = partial(step, 1)\nfast()", set()),
+        ("@torch.compile\ndef step(x): pass\nstep(1)", set()),
+        ("def step(x): pass\ndef outer(): step(1)\nfast = torch.compile(outer)\nfast()\nstep(1)", set()),
+        ("def step(x): pass\ncall = lambda: step(1)\ncall()", set()),
+        # Called by what is not told.
+        ("class Net:\n  def forward(self): help()\ndef help(): pass\nNet()()", set()),
+        # Suspended, or awaited.
+        ("def batches():\n  yield 1\nfor x in batches(): pass", set()),
+        ("async def main(): pass\nasyncio.run(main())", set()),
+        # Called in a loop, with none inside.
+        ("def step(x): pass\nfor x in y: step(x)", set()),
+        ("def never(): pass", set()),
+    ],
+)
+def test_which_are_opened(text: str, opened: set[str]) -> None:
+    assert set(opened_functions(ast.parse(text)).values()) == opened
+
+
+PROGRAMS = {
+    "globals": "total = 0\ndef main():\n  global total\n  for i in range(3):\n    total += i\n  return total\nvalue = main()",
+    "nothing given back": "def main():\n  for i in range(2):\n    if i: return\nvalue = main()",
+    "only a text": "def main():\n  'a text'\nvalue = main(), globals()['main'].__doc__",
+    "caught": "def main():\n  try:\n    1 / 0\n  except ValueError as e:\n    return e\n  finally:\n    print(1)\nvalue = main()",
+    "again in itself": "def count(n):\n  for _ in range(1):\n    pass\n  return n and 1 + count(n - 1)\nvalue = count(9)",
+    "closures": "def main(n):\n  def inner():\n    return n\n  for n in range(3):\n    pass\n  return inner()\nvalue = main(5)",
+    "its own variables": "def main(a, b=2):\n  for c in range(2):\n    pass\n  return sorted(locals())\nvalue = main(1)",
+    "super": "class A:\n  def f(self): return 1\nclass B(A):\n  def f(self):\n    return super().f() + 1\nvalue = B().f()",
+    "an error": "def main():\n  for i in range(3):\n    deep(2 - i)\ndef deep(x):\n  for _ in range(1):\n    y = 1 / x\nmain()",
+    "an error while it is handled": "def main():\n  try:\n    1 / 0\n  finally:\n    len(3)\nmain()",
+    "left by exit": "import sys\ndef main():\n  with open(__file__):\n    sys.exit(3)\nmain()",
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_program_does_what_it_did(run: Run, name: str) -> None:
+    _, plain, error, _ = run(PROGRAMS[name], observed=False)
+    _, measured, same_error, _ = run(PROGRAMS[name])
+    assert measured.get("value") == plain.get("value")
+    assert same_error == error
+    assert opened_functions(ast.parse(PROGRAMS[name]))
+
+
+def test_an_error_is_where_it_was_raised(run: Run) -> None:
+    run(PROGRAMS["an error"])
+    assert run.failed == ("deep: y = 1 / x", (3, 1), (2, 5))  # type: ignore[attr-defined]
+
+
+def test_an_error_in_a_call_that_was_not_told_is_the_calls(run: Run) -> None:
+    run("def count(n):\n  for _ in range(1):\n    pass\n  return 1 / n + count(n - 1)\ncount(2)")
+    assert run.failed == ("count: return 1 / n + count(n - 1)", (), ())  # type: ignore[attr-defined]
+
+
+def test_another_threads_calls_are_not_told(run: Run) -> None:
+    told, names, _, _ = run(
+        """
+        import threading
+        def main():
+            for i in range(2):
+                seen.append(threading.get_ident())
+        seen = []
+        main()
+        threads = [threading.Thread(target=lambda: exec("main()", globals())) for _ in range(2)]
+        for one in threads:
+            one.start()
+            one.join()
+        """
+    )
+    assert told is not None
+    assert [row for row in told.rows if row.startswith("main:")] == [
+        "main: seen.append(threading.get_ident()) 1",
+        "main: seen.append(threading.get_ident()) 2",
+    ]
+    assert names["seen"].count(threading.get_ident()) == 2
+    assert len(names["seen"]) == 6
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(body=_bodies)
+def test_any_program_means_the_same_in_a_function(run: Run, body: list[str]) -> None:
+    lines = "n, t, u, turns = 1, [], 0, iter([1] * 9)\n" + "\n".join(body) + "\nreturn n, t"
+    text = f"{_MANAGER}def main():\n{textwrap.indent(lines, '    ')}\nvalue = main()\n"
+    _, plain, error, _ = run(text, observed=False)
+    with pytest.MonkeyPatch.context() as patches:
+        for quiet in (hook.QUIET_TURNS, 0):
+            patches.setattr(hook, "QUIET_TURNS", quiet)
+            patches.setattr(hook, "QUIET_STATEMENTS", quiet)
+            patches.setattr(Told, "devices", Still())
+            _, measured, same_error, _ = run(text)
+            assert (measured.get("value"), same_error) == (plain.get("value"), error)
+
+
+def test_what_moves_in_a_loop_that_rests_has_its_row(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(
+        textwrap.dedent(
+            """
+            import torch
+
+            def main():
+                kept = []
+                for i in range(3000):
+                    if i == 2500:
+                        kept.append(torch.ones(1 << 20, device="cuda"))
+                work(kept)
+
+            def work(kept):
+                for i in range(3000):
+                    if i % 1000 == 700:
+                        kept.append(torch.ones(1 << 20, device="cuda"))
+                raise ValueError(kept)
+
+            main()
+            """
+        )
+    )
+    out = tmp_path / "out.json"
+    done = subprocess.run(
+        [sys.executable, "-m", "gpumem_magic.cli", "run", "--device", "T4", "--json", str(out), str(path)],
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1, done.stderr
+    rows = json.loads(out.read_text())["checkpoints"]
+    before, moved = 0, []
+    for row in rows:
+        if row["allocated"] != before:
+            moved.append((row["label"], tuple(row["iteration"]), row["allocated"] >> 20))
+        before = row["allocated"]
+    keep = 'kept.append(torch.ones(1 << 20, device="cuda"))'
+    assert moved == [
+        (f"main: {keep}", (2501,), 4),
+        (f"work: {keep}", (701,), 8),
+        (f"work: {keep}", (1701,), 12),
+        (f"work: {keep}", (2701,), 16),
+    ]
+    assert [row["line"] for row in rows if row["kind"] == "error"] == [15]
