@@ -37,6 +37,8 @@ from zygote import is_shifted
 WEIGHTS = {"generated": 50, "cpython": 22, "doctests": 12, "ipython": 6, "numpy": 9, "innocent": 1, "tools": 3}
 MODES = {"quiet": 62, "counters": 12, "shown": 6, "auto": 20}
 
+# Of a processor. Some cells never end; a plain one that takes longer, or only sleeps, is not compared.
+PLAIN_SECONDS = 4
 
 # What is another program where a device is on, as one is in a measured cell. (Compiled code runs eagerly on a virtual one.)
 OF_DEVICES = re.compile(r"(?i)cuda|distributed|process_group|dynamo|torch\.(compile|export)")
@@ -56,7 +58,7 @@ class Comparison:
     def compare(self, case: Case, mode: str, kernel: bool, deep: bool = True) -> list[Difference] | None:
         """The differences that nothing explains; None where the case cannot be compared: it ends its process, or no plain run
         gets to its first cell."""
-        plain = self.zygote.run(case, "plain", kernel=kernel, deep=deep)
+        plain = self.zygote.run(case, "plain", kernel=kernel, deep=deep, processor=PLAIN_SECONDS)
         if any(word in plain for word in ("ended", "setup", "harness")):
             return None
         measured = self.zygote.run(case, mode, kernel=kernel, deep=deep)

@@ -34,6 +34,8 @@ import state
 
 # Of <malloc.h>: what `mallopt` is told.
 M_PERTURB = -6
+# Seconds.
+ASLEEP = 4.0
 MOST_WRITTEN = 64 << 20
 MOST_MEMORY = 6 << 30
 FLAGS = {"quiet": "-q", "counters": "-q --no-lines", "shown": "", "kernel": "-q"}
@@ -299,7 +301,7 @@ class Child:
         self.events.append(["display", repr((data, metadata, update))])
 
     def _limit(self, request: dict[str, Any]) -> None:
-        seconds = int(request["seconds"])
+        seconds = int(request.get("processor", request["seconds"]))
         resource.setrlimit(resource.RLIMIT_CPU, (seconds + 2, seconds + 4))
         resource.setrlimit(resource.RLIMIT_FSIZE, (MOST_WRITTEN, MOST_WRITTEN))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -400,7 +402,7 @@ def serve(shell: Any) -> None:
         if process == 0:
             in_child(shell, request, bearings)
         answer = interrupt(process, request) if "interrupt" in request else {}
-        answer |= wait_for(process, request["seconds"])
+        answer |= wait_for(process, request["seconds"], "processor" in request)
         print(json.dumps(answer), flush=True)
 
 
@@ -425,17 +427,34 @@ def interrupt(process: int, request: dict[str, Any]) -> dict[str, Any]:
     return {"sent": sent, "seconds": seconds}
 
 
-def wait_for(process: int, seconds: float) -> dict[str, Any]:
-    """Waits for a child, ends it when its time is over, and ends whatever it left in its process group."""
+def wait_for(process: int, seconds: float, not_asleep: bool = False) -> dict[str, Any]:
+    """Waits for a child, ends it when its time is over, and ends whatever it left in its process group.
+
+    not_asleep: also when it has slept all along for so many seconds.
+    """
     handle = os.pidfd_open(process)
+    last = time.monotonic() + seconds
     try:
-        timed_out = not select.select([handle], [], [], seconds)[0]
+        timed_out, before, used = True, "", ""
+        while timed_out and time.monotonic() < last and not (not_asleep and used and used == before):
+            before = used
+            timed_out = not select.select([handle], [], [], min(ASLEEP, max(0.0, last - time.monotonic())))[0]
+            used = slept_at(process)
     finally:
         os.close(handle)
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process, signal.SIGKILL)
     _, status = os.waitpid(process, 0)
     return {"timed out": timed_out, "status": status if timed_out else os.waitstatus_to_exitcode(status)}
+
+
+def slept_at(process: int) -> str:
+    """What a process that sleeps has used of a processor so far; nothing for one that runs, or waits for a processor."""
+    with contextlib.suppress(OSError):
+        state, *numbers = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+        if state == "S":
+            return f"{numbers[10]} and {numbers[11]}"
+    return ""
 
 
 def main() -> None:
