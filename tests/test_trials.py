@@ -371,6 +371,36 @@ def test_names_that_a_cell_only_reads_and_live_tensors_are_there(book: Notebook)
     book.cell("del weights")
 
 
+def test_what_a_cell_saves_is_not_written_and_loaded_again(book: Notebook, tmp_path: Path) -> None:
+    old, new = tmp_path / "old.pt", tmp_path / "new.pt"
+    torch.save({"best": 7}, old)
+    before = old.read_bytes()
+    cell = f"""
+first = torch.load({str(old)!r})["best"]
+x = torch.ones(n * first, 1 << 18, device="cuda")
+for path in ({str(old)!r}, {str(new)!r}):
+    torch.save({{"x": x}}, path)
+    y = torch.load(path)["x"]
+    assert y.is_cuda and y.shape == x.shape
+"""
+    book.cell("%%gpumem --fit n=1..40 -q -o found\n" + cell)
+    found = book.shell.user_ns["found"]
+    assert found.largest == 12, found  # x and two copies of 7 MiB each of 256
+    assert old.read_bytes() == before
+    assert not new.exists()
+    safetensors = pytest.importorskip("safetensors.torch")
+    kept = tmp_path / "kept.safetensors"
+    safetensors.save_file({"x": torch.ones(3)}, kept)
+    before = kept.read_bytes()
+    book.cell(
+        "%%gpumem --fit n=1..40 -q -o found\nfrom safetensors.torch import load_file, save_file\n"
+        f"save_file({{'x': torch.ones(n, device='cuda')}}, {str(kept)!r})\n"
+        f"assert load_file({str(kept)!r})['x'].numel() == n"
+    )
+    assert book.shell.user_ns["found"].largest == 40
+    assert kept.read_bytes() == before
+
+
 def test_a_table_of_two_names_and_of_cards(book: Notebook) -> None:
     cell = "x = torch.zeros(rows, columns, 1 << 18, device='cuda')"
     wide, narrow = (f"virtual:{size}MiB,idle=0MiB,context=0MiB" for size in (256, 128))
@@ -403,7 +433,7 @@ def test_an_error_that_is_not_about_memory_is_said_and_no_limit_is_claimed(book:
     book.cell("%%gpumem --fit n=1..64 -q -o found\nn = 3\nx = torch.ones(n, device='cuda')\nraise KeyError('no $n$')")
     found = book.shell.user_ns["found"]
     assert found.largest is None
-    assert str(found).startswith("Nothing can be said of n: n=1 raises KeyError")
+    assert str(found).startswith("Nothing can be said of n: n=3 raises KeyError")
     assert [one.values["n"] for one in found.trials] == [2, 1, 3]
     # An error from some value on is a wall, too, of another kind.
     book.cell("%%gpumem --fit n=1..64 -q -o found\nn = 3\nx = torch.ones(n, device='cuda')\nassert n < 20, 'too many'")

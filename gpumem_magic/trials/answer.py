@@ -16,6 +16,9 @@ from gpumem_magic.views.sheet import Sheet
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+# So many values are named.
+_FEW = 3
+
 
 class Fits:
     """What fits: shown in a notebook as words, a picture and a table, and by `print` as text.
@@ -91,9 +94,9 @@ class Fits:
         found, best, above = case.found, case.found.best, case.found.above
         card = card_in_words(case.device)
         if best is None:
-            lowest = min(found.tried, key=lambda one: (one.ending == ERROR, one.values[self.name]))
+            lowest = _lowest(found)
             if lowest.ending == ERROR:
-                return f"Nothing can be said of {self.name}: {self._told(lowest)} {failure_in_words(lowest)}."
+                return f"Nothing can be said of {self.name}: {self._errors(found)}."
             return f"Not even {self._told(lowest)} fits on {card}: it {failure_in_words(lowest)}."
         words = f"{self._told(best)} fits on {card} ({of_the_card(best)})"
         if found.is_constant and above is None:
@@ -101,21 +104,34 @@ class Fits:
         if above is None:
             at_end = best.values[self.name] == found.values[-1]
             return f"{words}, {'the last value that was asked for' if at_end else 'and no larger one was run'}."
-        words = f"{words}; {self._failing(found)}."
-        if not found.is_proven and found.wall is not None:
-            between = any(
-                best.values[self.name] < one.values[self.name] < found.wall.values[self.name] for one in found.tried
-            )
-            words += (
-                f" Between {best.values[self.name]:,} and {found.wall.values[self.name]:,} "
-                f"{'few were' if between else 'nothing else was'} run."
-            )
-        return words
+        gap = self._not_run(found)
+        return f"{words}; {self._failing(found)}.{f' {gap}.' if gap else ''}"
 
-    def _failing(self, found: SearchResult) -> str:
+    def _not_run(self, found: SearchResult) -> str:
+        """Which values between the largest that fits and the wall were left out; "" for none."""
+        best, wall = found.best, found.wall or found.above
+        if found.is_proven or best is None or wall is None:
+            return ""
+        low, high = best.values[self.name], wall.values[self.name]
+        run = {one.values[self.name] for one in found.tried}
+        left = [value for value in found.values if low < value < high and value not in run]
+        if len(left) > _FEW:
+            return f"Between {low:,} and {high:,} {len(left):,} values were not run"
+        return (
+            f"{listed([f'{value:,}' for value in left])} {'was' if len(left) == 1 else 'were'} not run" if left else ""
+        )
+
+    def _errors(self, found: SearchResult) -> str:
+        """What each place that raises said of the last value tried there: the place that was come to last first."""
+        last = {one.line: one for one in found.tried}
+        return ", and ".join(
+            f"{self._told(one)} {failure_in_words(one)}" for _, one in sorted(last.items(), reverse=True)
+        )
+
+    def _failing(self, found: SearchResult, *, briefly: bool = False) -> str:
         """What fails above the best: the next that was run, and the wall where that is another."""
         failing = [one for one in (found.above, found.wall) if one is not None]
-        words = [f"{one.values[self.name]:,} {failure_in_words(one)}" for one in failing]
+        words = [f"{one.values[self.name]:,} {failure_in_words(one, briefly=briefly)}" for one in failing]
         return ", and ".join(dict.fromkeys(words))
 
     def _told(self, one: Tried) -> str:
@@ -151,8 +167,10 @@ class Fits:
 
     def _run(self, case: FitCase) -> Iterator[str]:
         tried = case.found.tried
-        fitting = [f"{one.values[self.name]:,}" for one in tried if one.fits]
-        failing = [f"{one.values[self.name]:,}" for one in tried if not one.fits]
+        fitting, failing = (
+            [f"{value:,}" for value in sorted(one.values[self.name] for one in tried if one.fits is fits)]
+            for fits in (True, False)
+        )
         words = [f"{listed(fitting)} fit{'s' * (len(fitting) == 1)}"] if fitting else []
         words += [f"{listed(failing)} fail{'s' * (len(failing) == 1)}"] if failing else []
         count = counted(len(tried), "trial")
@@ -188,18 +206,18 @@ class Fits:
 
     def _heads(self) -> list[str]:
         heads = ["card"] * (self._cards > 1) + ([self.across] if self.across is not None else [])
-        return [*heads, f"largest {self.name}", "in use at most", "tensors at the peak", "one more takes", "the next"]
+        return [*heads, f"largest {self.name}", "in use at most", "tensors", "one more takes", "the next"]
 
     def _row(self, case: FitCase) -> list[str]:
         found = case.found
         first = [case.device] * (self._cards > 1) + ([f"{case.across:,}"] if case.across is not None else [])
         if found.best is None:
-            one = min(found.tried, key=lambda one: (one.ending == ERROR, one.values[self.name]))
-            return [*first, "none", "", "", "", f"{one.values[self.name]:,} {failure_in_words(one)}"]
+            one = _lowest(found)
+            return [*first, "none", "", "", "", f"{one.values[self.name]:,} {failure_in_words(one, briefly=True)}"]
         above = found.above
-        following = "the last that was asked for" if above is None else self._failing(found)
-        if above is not None and not found.is_proven:
-            following += "; nothing between was run"
+        following = "the last asked for" if above is None else self._failing(found, briefly=True)
+        if gap := self._not_run(found):
+            following += f"; {gap[:1].lower()}{gap[1:]}"
         growth = case.growth
         one_more = "" if growth is None else human(round(growth.per_unit))
         sizes = [of_the_card(found.best), human(found.best.allocated), one_more]
@@ -207,7 +225,14 @@ class Fits:
 
     def _run_of_all(self) -> Iterator[str]:
         tried = self.trials
+        if any(one.fits for one in tried):
+            yield "In use is what nvidia-smi would show at its highest; tensors and one more are at the peak."
         yield f"Run on virtual cards, in {counted(len(tried), 'trial')}. {self._ends(tried)}".rstrip()
+
+
+def _lowest(found: SearchResult) -> Tried:
+    """Where nothing fits: the lowest value that ran out of memory, or else raised another error."""
+    return min(found.tried, key=lambda one: (one.ending == ERROR, *one.values.values()))
 
 
 def _besides(best: Tried) -> str:
@@ -219,10 +244,14 @@ def _besides(best: Tried) -> str:
     return f"The rest in use is {listed(words)}." if words else ""
 
 
-def failure_in_words(one: Tried) -> str:
-    """``fails at line 12, `loss.backward()`, in iteration 2``."""
+def failure_in_words(one: Tried, *, briefly: bool = False) -> str:
+    """``fails at line 12, `loss.backward()`, in iteration 2``. briefly: for a table."""
+    if briefly:
+        line = f" at line {one.line}" if one.line else ""
+        return f"raises {one.error.partition(':')[0]}{line}" if one.ending == ERROR else f"fails{line}"
     place = f" at line {one.line}" if one.line else ""
-    place += f", `{one.statement}`" if one.statement else ""
+    raises_itself = one.ending == ERROR and one.statement.startswith("raise ")
+    place += f", `{one.statement}`" if one.statement and not raises_itself else ""
     place += f", in iteration {one.iteration[-1]}" if one.iteration and one.iteration[-1] > 1 else ""
     if one.ending == ERROR:
         return f"raises {one.error}{f' ({place.strip()})' if place else ''}"

@@ -24,6 +24,7 @@ from gpumem_magic.trials.further_turns import FurtherTurns
 from gpumem_magic.trials.loops import LoopEnds, TrialLimit
 from gpumem_magic.trials.process import Pause, in_a_fork, last_words, shared_start
 from gpumem_magic.trials.programs import Place, Running, Subject, Variable
+from gpumem_magic.trials.saved_files import keep_apart
 from gpumem_magic.trials.tried import ERROR, FITS, MEMORY, Course, Share, Tried
 from gpumem_magic.virtual.engine.device import VirtualDevice
 
@@ -72,6 +73,7 @@ def run_here(
     that it has. most: it ends after so many iterations; None for no limit."""
     under_way.abandon()
     machine = put_on(device)
+    keep_apart()
     for one in machine.devices if conf else ():
         text = ",".join(part for part in (one.allocator.settings_text, conf) if part)
         one.allocator.settings, one.allocator.settings_text = parse(text), text
