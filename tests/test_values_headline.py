@@ -16,7 +16,16 @@ from shell_fakes import clean_shell
 
 import gpumem_magic
 from gpumem_magic.commands.words import for_a_script
-from gpumem_magic.looks.decisions import chooses_a_way, ends_a_loop, leads_to, makes_a_size
+from gpumem_magic.looks.decisions import (
+    checks_for_none,
+    chooses_a_way,
+    chooses_an_object,
+    ends_a_loop,
+    leads_to,
+    makes_a_size,
+    selects,
+    waits,
+)
 from gpumem_magic.virtual import gpu
 
 
@@ -159,12 +168,90 @@ def test_which_lines_end_a_loop(tmp_path: Path, code: str, line: int, decides: b
         ("if x.isfinite().all():\n    train(z)", False),
         ("y = x.item()\nif step % 10 == 0:\n    evaluate(net)", False),
         ("if x.item() > 2:\n    bad += 1\nif bad > 3:\n    train(z)", True),
+        ("for y in x.tolist():\n    if y < 3:\n        bad += 1\n        continue\n    train(y)", True),
+        ("for y in x.tolist():\n    train(y)\n    if y < 3:\n        bad += 1\n        continue\n    print(y)", False),
+        ("y = x.item()\ndef run():\n    if y < 3:\n        return\n    train(y)", True),
+        ("y = x.item()\ndef run():\n    if y < 3:\n        return\n    print(y)", False),
     ],
 )
 def test_which_lines_choose_a_way(tmp_path: Path, code: str, chooses: bool) -> None:
     place = tmp_path / "program.py"
     place.write_text(code, "utf-8")
     assert chooses_a_way(str(place), 1) is chooses
+
+
+@pytest.mark.parametrize(
+    ("code", "chooses"),
+    [
+        ("def loss(net): return x.item()\nbest = min(nets, key=loss)\nbest(batch)", True),
+        ("def loss(net): return x.item()\nbest = sorted(nets, key=loss)[0]\nbest.train(batch)", True),
+        ("def loss(net): return x.item()\nprint(min(nets, key=loss))", False),
+        ("def loss(net): return x.item()\nbest = min(nets, key=size)\nbest(batch)", False),
+        ("y = x.item()\nif y < least:\n    least, best = y, net\nbest(batch)", True),
+        ("y = x.item()\nnets[y](batch)", True),
+        ("y = x.item()\nprint(names[y])", False),
+        ("y = x.cpu()\nz = y.mean()\nloss(y)", False),
+    ],
+)
+def test_which_lines_choose_an_object(tmp_path: Path, code: str, chooses: bool) -> None:
+    place = tmp_path / "program.py"
+    place.write_text(code, "utf-8")
+    assert chooses_an_object(str(place), 1) is chooses
+
+
+@pytest.mark.parametrize(
+    ("code", "chooses"),
+    [
+        ("y = x.numpy()\nkept = np.where(y > 2)[0]\nz = rows[kept]", True),
+        ("y = x.numpy()\nkept = np.where(y > 2, y, 0)\nz = rows[kept]", False),
+        ("y = x.numpy()\nkept = y[y > 2]\nz = torch.from_numpy(kept).cuda()", True),
+        ("y = x.numpy()\nkept = y[y > 2]\nz = np.stack(kept)", False),
+        ("y = x.numpy()\nkept = np.where(y > 2)[0]\nz = y[kept]", False),
+        ("y = x.tolist()\nkept = [one for one in y if one > 2]\nz = torch.tensor(kept)", True),
+        ("y = x.tolist()\nkept = [one + 2 for one in y]\nz = torch.tensor(kept)", False),
+        ("y = x.item()\nif y > 2:\n    kept.append(z)\nz = torch.stack(kept)", True),
+        ("y = x.item()\nif y > 2:\n    right += 1\nkept.append(right)\nz = torch.tensor(kept)", False),
+        ("seen = set()\nseen.update(x.tolist())\nz = torch.tensor(sorted(seen))", True),
+        ("seen = Meter()\nseen.update(x.item())\nz = torch.tensor(seen)", False),
+    ],
+)
+def test_which_lines_select_on_the_host(tmp_path: Path, code: str, chooses: bool) -> None:
+    place = tmp_path / "program.py"
+    place.write_text(code, "utf-8")
+    assert selects(str(place), 1 + code.startswith("seen")) is chooses
+
+
+@pytest.mark.parametrize(
+    ("code", "waited"),
+    [
+        ("while not x.all():\n    step()", True),
+        ("seen = set()\nwhile len(seen) < 9:\n    seen.update(x.tolist())", True),
+        ("while True:\n    step()\n    if x.item() > 2:\n        break", True),
+        ("while True:\n    step()\n    if x.item() > 2:\n        break\n    if t > 2:\n        break", False),
+        ("while t < 9:\n    t += 1\n    if x.item() > 2:\n        break", False),
+        ("for _ in range(9):\n    if x.item() > 2:\n        break", False),
+    ],
+)
+def test_which_lines_are_waited_for(tmp_path: Path, code: str, waited: bool) -> None:
+    place = tmp_path / "program.py"
+    place.write_text(code, "utf-8")
+    line = next(number for number, text in enumerate(code.splitlines(), 1) if "x." in text)
+    assert waits(str(place), line) is waited
+
+
+def test_a_check_is_said_behind_the_answer(tmp_path: Path) -> None:
+    place = tmp_path / "program.py"
+    code = "bad = 0\nfor _ in range(9):\n    if not torch.isfinite(x.norm()):\n        bad += 1\n        continue\n    step(x)\n"
+    place.write_text(code, "utf-8")
+    assert checks_for_none(str(place), 3)
+    assert not ends_a_loop(str(place), 3)
+    assert not chooses_a_way(str(place), 3)
+    first = run(tmp_path, code, step=torch.exp)
+    assert first.startswith("Of ")
+    assert "A check for numbers that are not finite may find some on a GPU: it goes by a value that the" in first
+    assert "read at `program.py:3`" in first
+    place.write_text("if torch.isnan(norm):\n    raise ValueError\n", "utf-8")
+    assert not checks_for_none(str(place), 1)
 
 
 def test_a_way_that_goes_by_a_stand_in_is_said_first() -> None:

@@ -83,3 +83,20 @@ def test_numbers_that_make_a_shape_are_told_apart(machine: gpu.VirtualMachine) -
             assert (whole * 2.0).dtype == torch.float64
         finally:
             torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize(
+    "operator", [*OPERATORS, lambda x: x.var(0), lambda x: x.log_softmax(1), lambda x: x.cumsum(0)]
+)
+def test_the_first_use_of_a_shape_asks_for_the_same_memory(
+    machine: gpu.VirtualMachine, operator: Callable[[torch.Tensor], Any]
+) -> None:
+    x = torch.empty(4, 6, device="cuda")
+    asked = []
+    for _ in range(2):
+        log = machine.devices[0].start_log()
+        operator(x)
+        machine.settle()
+        asked.append([(event.action, event.size) for event in log.events if not event.action.startswith("segment")])
+        log.stop()
+    assert asked[0] == asked[1]

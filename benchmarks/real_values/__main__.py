@@ -1,11 +1,12 @@
 """Programs on the virtual GPU with ``values=real`` beside the same programs on the host: do they print the same?
 
-    python benchmarks/real_values [--device T4] [--only WORD] [--overhead]
+    python benchmarks/real_values [--device T4] [--only WORD] [--overhead | --ways]
 
-The programs are in `basics`, `numerics` and `networks`: small ones in the shape of PyTorch's tutorials and examples, each a
-function of the device. They print losses, predictions,
-choices and counts; what they print must be the same to the last digit that is
-printed. ``--overhead`` times operators on tensors above 1 MiB on the host and on the virtual GPU, in turn.
+The programs are in `basics`, `numerics`, `networks` and `deciding`: small ones in the shape of PyTorch's tutorials and
+examples, each a function of the device. They print losses, predictions, choices and counts; what they print must be the same to
+the last digit that is printed. ``--ways`` runs them with stand-ins and with values=auto instead, and says which go another way
+than with real values though the report's first line has no word about it. ``--overhead`` times operators on tensors above 1 MiB
+on the host and on the virtual GPU, in turn.
 """
 
 from __future__ import annotations
@@ -26,10 +27,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 
 import basics
+import deciding
 import networks
 import numerics
 import torch
 import torch.nn.functional as F
+import ways
 
 from gpumem_magic.virtual import gpu
 
@@ -40,7 +43,7 @@ def programs() -> dict[str, Program]:
     """All programs by their names, in the order of the files."""
     return {
         name: function
-        for module in (basics, numerics, networks)
+        for module in (basics, numerics, networks, deciding)
         for name, function in vars(module).items()
         if inspect.isfunction(function)
         and function.__module__ == module.__name__
@@ -126,12 +129,17 @@ def main() -> int:
     parser.add_argument("--device", default="T4", help="the virtual GPU (default T4)")
     parser.add_argument("--only", default="", help="programs with this word in their name")
     parser.add_argument("--overhead", action="store_true", help="time operators instead")
+    parser.add_argument(
+        "--ways", action="store_true", help="compare the ways that programs take with stand-ins instead"
+    )
     options = parser.parse_args()
     chosen = {name: program for name, program in programs().items() if options.only in name}
     if options.overhead:
         gpu.turn_on(f"{options.device},values=real")
         overhead()
         return 0
+    if options.ways:
+        return int(ways.compare(chosen, options.device) > 0)
     wanted = {name: printed(program, "cpu") for name, program in chosen.items()}
     machine = gpu.turn_on(f"{options.device},values=real")
     same = 0

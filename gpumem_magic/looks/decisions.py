@@ -2,7 +2,8 @@
 
 A loop ends by it, where it stands in the test of a ``while``, in a ``range``, or in the test of an ``if`` that leaves a loop; a
 size is made of it, where it stands among the arguments of what makes tensors and modules; a way is chosen by it, where it stands
-in the test of any other ``if`` with work in it. So does all that it flows into (`flows`).
+in the test of any other ``if`` with work in it or behind it; an object, where that is called; a selection, where a list is as
+long as values say. So does all that it flows into (`flows`).
 
 callers: further files, in which functions and attributes of these names are looked for. sized: the line makes a tensor whose
 length nobody knows.
@@ -10,12 +11,11 @@ length nobody knows.
 
 from __future__ import annotations
 
-import linecache
 import sys
 from collections.abc import Iterator, Sequence
 
 from gpumem_magic.looks import flows
-from gpumem_magic.looks.flows import Key, Uses
+from gpumem_magic.looks.flows import FileFlows, Key, Uses
 
 # Errors that a wrong value brings about, as a wrong name does not.
 _OF_VALUES = (
@@ -63,6 +63,26 @@ def chooses_a_way(file: str, line: int, callers: Sequence[str] = ()) -> bool:
     return any(reached.stands_in(test) or reached.has(test, _VALUE, _WAY) for test in reached.tests("branch"))
 
 
+def chooses_an_object(file: str, line: int, callers: Sequence[str] = ()) -> bool:
+    """Whether a function or a module is called, or asked to do something, that was chosen by what this line reads."""
+    reached = _Reached(file, line, callers)
+    return any(reached.has(test, _VALUE, _WAY) for test in reached.tests("called")) or any(
+        reached.has(test, _WAY, _WAY) for test in reached.tests("asked")
+    )
+
+
+def selects(file: str, line: int, callers: Sequence[str] = ()) -> bool:
+    """Whether tensors may be made, or parts taken of them, of which what this line reads decides how many there are."""
+    reached = _Reached(file, line, callers)
+    return reached.holds()
+
+
+def checks_for_none(file: str, line: int, callers: Sequence[str] = ()) -> bool:
+    """Whether an ``if`` goes by a check of what this line reads for numbers that are none."""
+    reached = _Reached(file, line, callers)
+    return any(reached.stands_in(test) or reached.has(test, _VALUE, _WAY) for test in reached.tests("check"))
+
+
 def leads_to(file: str, read: int, raised: int) -> bool:
     """Whether the statement at the line `raised`, or an ``if`` around it, goes by what the line `read` reads."""
     reached = _Reached(file, read, ())
@@ -74,8 +94,13 @@ def leads_to(file: str, read: int, raised: int) -> bool:
 
 
 def waits(file: str, line: int) -> bool:
-    """Whether the line is the test of a ``while``."""
-    return linecache.getline(file, line).lstrip().startswith("while ")
+    """Whether what the line reads ends a ``while``, as its test or, where it has none, in each ``if`` that leaves it."""
+    reached = _Reached(file, line, ())
+    loops = {test.decides for test in reached.of_file().tests if test.decides.startswith("wait ")}
+    return any(
+        all(reached.stands_in(test) or reached.has(test, _VALUE, _TOLD) for test in reached.tests(loop))
+        for loop in loops
+    )
 
 
 class _Reached:
@@ -113,6 +138,10 @@ class _Reached:
         line = self._found.get((place, key, level))
         return line is not None and not source.comes_before(key, line)
 
+    def of_file(self) -> FileFlows:
+        """Of the file that reads."""
+        return self._files[0]
+
     def tests(self, decides: str) -> Iterator[tuple[int, Uses]]:
         return (
             (number, test.source)
@@ -129,6 +158,18 @@ class _Reached:
                 if asked in self._keys_of(key, level) and self._follows(source, number, key, level):
                     return True
         return False
+
+    def holds(self) -> bool:
+        """Whether as much is taken of something else as a list holds, whose length is reached."""
+        reached = {key for _, key, _ in self._found}
+        return any(
+            self._follows(test.source, number, flows.length(key), level)
+            for number, one in enumerate(self._files)
+            for test in one.tests
+            if test.decides == "held" and test.but.isdisjoint(reached)
+            for key in test.source.keys - test.but
+            for level in range(_TOLD + 1)
+        )
 
     def stands_in(self, used: tuple[int, Uses]) -> bool:
         number, source = used

@@ -8,11 +8,31 @@ from __future__ import annotations
 
 import ast
 import linecache
-import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
+
+from gpumem_magic.looks.expressions import (
+    LEAVES,
+    QUIET,
+    arguments,
+    called,
+    calls,
+    checks,
+    dotted,
+    functions_asked,
+    inside,
+    is_number,
+    keyed_names,
+    keys_given,
+    keys_set,
+    leaves_work,
+    makes_of_contents,
+    selections,
+    targets,
+    works,
+)
 
 # A name in a scope (its first line, 0 of a module) of a file; an attribute (``.best``), a function's result (``best()``) and its
 # arguments (``best(0``, ``best(limit``), which have no scope. ``seen[]`` is what is in ``seen``, ``seen#`` its length.
@@ -21,9 +41,9 @@ _Scope = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _ASSIGNMENTS = (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.NamedExpr)
 _LOOPS = (ast.While, ast.For, ast.AsyncFor)
-_LEAVES = (ast.Break, ast.Return, ast.Raise)
-# Checks for numbers that are none: their answer is known.
-_CHECK = re.compile(r"(^|_)(is|has|found|all|non|any)?_?(nan|inf|finite)s?(_|$)")
+_Loop = ast.While | ast.For | ast.AsyncFor
+# Where only the truth of a name counts, or its length.
+_OF_TRUTH = ("loop", "each", "branch", "check")
 # What takes sizes, beside modules and their like, whose names begin with a capital.
 _OF_SIZES = (
     "zeros", "ones", "empty", "full", "rand", "randn", "randint", "randperm", "arange", "linspace", "eye", "one_hot", "view",
@@ -34,17 +54,6 @@ _OF_SIZES = (
 _READS = (
     "item", "int", "float", "bool", "tolist", "numpy", "max", "min", "sum", "amax", "amin", "argmax", "prod", "count_nonzero",
 )  # fmt: skip
-# What only tells or keeps: an ``if`` with no more in it takes the same memory either way.
-_QUIET = frozenset((
-    "print", "log", "debug", "info", "warning", "warn", "error", "exception", "write", "format", "flush", "append", "extend",
-    "add_scalar", "add_scalars", "set_description", "set_postfix", "save", "save_model", "save_pretrained", "state_dict", "dump",
-    "item", "float", "int", "str", "bool", "len", "abs", "min", "max", "round", "sum", "range", "isinstance", "time",
-    "perf_counter", "join", "exit", "copyfile", "remove", "mkdir", "makedirs", "exists", "isdir",
-))  # fmt: skip
-_NUMERIC = (
-    ast.Constant, ast.Name, ast.Attribute, ast.BinOp, ast.UnaryOp, ast.Call, ast.operator, ast.unaryop, ast.expr_context,
-)  # fmt: skip
-_PLAIN_CALLS = ("min", "max", "int", "round", "len", "sum")
 # Attributes of a tensor that hold its values, and what does not tell them.
 _ITSELF = frozenset(("data", "T"))
 _OF_SHAPE = frozenset(("shape", "ndim", "device", "dtype"))
@@ -80,10 +89,15 @@ class Flow(NamedTuple):
 
 
 class Test(NamedTuple):
-    """decides: "loop" (its end), "each" (how often it runs, by a length), "branch" or "size" ("sized": by any value)."""
+    """decides: "loop" (its end), "each" (how often it runs, by a length), "branch", "check" (the same, for numbers that are none)
+    or "size" ("sized": by any value), or a "wait" with the line of a ``while``: its test, or all that end it where it has none. A
+    value may have chosen the object that is "called", or "asked" to do something. As much is taken of something else (but: what
+    that is) as is "held".
+    """
 
     source: Uses
     decides: str
+    but: frozenset[Key]
 
 
 class StatementUses(NamedTuple):
@@ -109,6 +123,11 @@ def is_shared(key: Key) -> bool:
     return key[1].startswith(".") or "(" in key[1]
 
 
+def length(key: Key) -> Key:
+    """The key of how much it holds."""
+    return key[0], f"{key[1].removesuffix('[]')}#"
+
+
 def of_file(file: str) -> FileFlows:
     """Empty where the source is not to be had."""
     return _of_text("".join(linecache.getlines(file)))
@@ -130,6 +149,7 @@ class _FlowReader:
         self._tests: list[Test] = []
         self._statements: list[StatementUses] = []
         self._scopes: list[tuple[int, frozenset[str]]] = []
+        self._keyed = keyed_names(tree)
         self._once = 0
 
     def found(self) -> FileFlows:
@@ -147,7 +167,7 @@ class _FlowReader:
         self._scopes.append((at, frozenset(_own_names(scope))))
         if isinstance(scope, _FUNCTIONS):
             self._enter(scope, owner)
-        self._block(scope.body, scope, None, False)
+        self._block(scope.body, scope, None, None)
         self._scopes.pop()
 
     def _enter(self, function: ast.FunctionDef | ast.AsyncFunctionDef, owner: ast.ClassDef | None) -> None:
@@ -162,7 +182,8 @@ class _FlowReader:
             self._link((0, f"{name}()"), (0, f".{name}"))
 
     def _link(self, source: Key, target: Key) -> None:
-        for before, after in ((source, target), ((source[0], f"{source[1]}[]"), (target[0], f"{target[1]}[]"))):
+        for what in ("", "[]"):
+            before, after = (source[0], f"{source[1]}{what}"), (target[0], f"{target[1]}{what}")
             self._flows.append(Flow(Uses(0, -1, frozenset((before,)), False), (after,), "value"))
 
     def _key(self, name: str) -> Key:
@@ -176,18 +197,18 @@ class _FlowReader:
 
     # ---- statements
 
-    def _block(self, body: Iterable[ast.AST], scope: _Scope, owner: ast.ClassDef | None, in_loop: bool) -> None:
+    def _block(self, body: Iterable[ast.AST], scope: _Scope, owner: ast.ClassDef | None, loop: _Loop | None) -> None:
         for node in body:
             if isinstance(node, _FUNCTIONS):
                 self._scope(node, owner)
             elif isinstance(node, ast.ClassDef):
-                self._block(node.body, scope, node, False)
+                self._block(node.body, scope, node, None)
             elif not isinstance(node, ast.Lambda):
-                self._once = -1 if in_loop or isinstance(node, ast.While) else self._scopes[-1][0]
-                self._node(node, scope, in_loop)
-                self._block(ast.iter_child_nodes(node), scope, None, in_loop or isinstance(node, _LOOPS))
+                self._once = -1 if loop is not None or isinstance(node, ast.While) else self._scopes[-1][0]
+                self._node(node, scope, loop)
+                self._block(ast.iter_child_nodes(node), scope, None, node if isinstance(node, _LOOPS) else loop)
 
-    def _node(self, node: ast.AST, scope: _Scope, in_loop: bool) -> None:
+    def _node(self, node: ast.AST, scope: _Scope, loop: _Loop | None) -> None:
         if isinstance(node, (ast.If, ast.While)):
             self._statements.append(
                 StatementUses(node.lineno, node.end_lineno or node.lineno, self._uses(node.test), True)
@@ -197,24 +218,28 @@ class _FlowReader:
             self._statements.append(StatementUses(source.first, source.last, source, False))
         if isinstance(node, _ASSIGNMENTS):
             if node.value is not None:
-                targets = tuple(self._targets(node))
-                self._flow(node.value, targets)
-                for one in ast.walk(node.value):
-                    if isinstance(one, ast.comprehension):
-                        for test in one.ifs:
-                            self._flow(test, targets, "count")
+                names = tuple(self._targets(node))
+                self._flow(node.value, names)
+                for one in selections(node.value):
+                    self._flow(one, (*names, *map(length, names)), "count")
+                if any(map(functions_asked, calls(node.value))):
+                    self._flow(node.value, names, "way")
+                for target in keys_set(node, self._keyed):
+                    self._holds(target.slice, target.value)
         elif isinstance(node, (ast.Return, ast.Yield, ast.YieldFrom)):
             if node.value is not None and isinstance(scope, _FUNCTIONS):
                 self._flow(node.value, ((0, f"{scope.name}()"),))
         elif isinstance(node, (ast.For, ast.AsyncFor, ast.comprehension)):
-            self._flow(node.iter, tuple(map(self._key, _targets(node.target))))
+            self._flow(node.iter, tuple(map(self._key, targets(node.target))))
             self._test(node.iter, "each")
-            for call in _calls(node.iter):
-                if _called(call) == "range":
+            for call in calls(node.iter):
+                if called(call) == "range":
                     for argument in call.args:
                         self._test(argument, "loop")
         elif isinstance(node, ast.Call):
             self._call(node)
+        elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load):
+            self._test(node.slice, "held", but=node.value)
         elif isinstance(node, ast.Slice):
             for bound in (node.lower, node.upper):
                 if bound is not None:
@@ -222,20 +247,27 @@ class _FlowReader:
         elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
             self._told(node.value)
         elif isinstance(node, (ast.If, ast.IfExp, ast.While)):
-            self._branches(node, scope, in_loop)
+            self._branches(node, scope, loop)
 
-    def _branches(self, node: ast.If | ast.IfExp | ast.While, scope: _Scope, in_loop: bool) -> None:
-        if _checks(node.test):
-            return
+    def _branches(self, node: ast.If | ast.IfExp | ast.While, scope: _Scope, loop: _Loop | None) -> None:
         branches = [[node.body], [node.orelse]] if isinstance(node, ast.IfExp) else [node.body, node.orelse]
         inner = [one for branch in branches for part in branch for one in ast.walk(part)]
-        if isinstance(node, ast.While) or (in_loop and any(isinstance(one, _LEAVES) for one in inner)):
+        ends = isinstance(node, ast.While) or (loop is not None and any(isinstance(one, LEAVES) for one in inner))
+        skips = leaves_work(node, inner, scope.body if loop is None else loop.body, loop is not None)
+        around = node if isinstance(node, ast.While) else loop
+        if ends and isinstance(around, ast.While) and (around is node) is not isinstance(around.test, ast.Constant):
+            self._test(node.test, f"wait {around.lineno}")
+        if checks(node.test):
+            if skips or any(isinstance(one, ast.Break) for one in inner) or any(map(works, branches)):
+                self._test(node.test, "check")
+            return
+        if ends:
             self._test(node.test, "loop")
-        if not isinstance(node, ast.While) and any(map(_works, branches)):
+        if skips or (not isinstance(node, ast.While) and any(map(works, branches))):
             self._test(node.test, "branch")
         for one in inner:
             if isinstance(one, _ASSIGNMENTS):
-                counts = isinstance(one, ast.AugAssign) or (one.value is not None and _is_number(one.value))
+                counts = isinstance(one, ast.AugAssign) or (one.value is not None and is_number(one.value))
                 self._flow(node.test, tuple(self._targets(one)), "count" if counts else "way")
             elif isinstance(one, ast.Return) and isinstance(scope, _FUNCTIONS) and isinstance(one.value, ast.Constant):
                 self._flow(node.test, ((0, f"{scope.name}()"),), "way")
@@ -244,10 +276,10 @@ class _FlowReader:
                 and isinstance(one.func, ast.Attribute)
                 and one.func.attr in ("append", "extend")
             ):
-                self._flow(node.test, tuple(map(self._key, _targets(one.func.value))), "count")
+                self._holds(node.test, one.func.value)
 
     def _call(self, call: ast.Call) -> None:
-        name = _called(call)
+        name = called(call)
         for position, argument in enumerate(call.args):
             self._flow(argument, ((0, f"{name}({position}"),), "argument")
         for one in call.keywords:
@@ -255,45 +287,62 @@ class _FlowReader:
                 self._flow(one.value, ((0, f"{name}({one.arg}"),), "argument")
         if isinstance(call.func, ast.Attribute) and name in ("append", "extend", "add"):
             for argument in call.args:
-                self._flow(argument, tuple(map(self._key, _inside(call.func.value))))
+                self._flow(argument, tuple(map(self._key, inside(call.func.value))))
+        for key in keys_given(call, self._keyed):
+            self._holds(key, call.func.value)  # type: ignore[attr-defined]
+        if isinstance(call.func, (ast.Name, ast.Subscript)) and name not in QUIET:
+            self._test(call.func if isinstance(call.func, ast.Name) else call.func.slice, "called")
+        elif isinstance(call.func, ast.Attribute) and name not in QUIET:
+            self._test(call.func.value, "asked")
+        if makes_of_contents(call):
+            for argument in call.args:
+                self._test(argument, "held")
         if name in _OF_SIZES or (name[:1].isupper() and not name.endswith(("Error", "Exception", "Warning"))):
             if name == "one_hot":
                 self._test(call, "sized")
-            for argument in _arguments(call):
+            for argument in arguments(call):
                 self._test(argument, "size")
+
+    def _holds(self, source: ast.expr, into: ast.expr) -> None:
+        """How much `into` holds goes by an expression."""
+        names = tuple(map(self._key, targets(into)))
+        self._flow(source, (*names, *map(length, names)), "count")
 
     def _told(self, call: ast.Call) -> None:
         """An object whose method is called, or a function, is told of the arguments."""
-        told = _dotted(call.func.value if isinstance(call.func, ast.Attribute) else call.func)
-        if told not in ("", "self") and _called(call) not in _QUIET:
-            for argument in _arguments(call):
+        told = dotted(call.func.value if isinstance(call.func, ast.Attribute) else call.func)
+        if told not in ("", "self") and called(call) not in QUIET:
+            for argument in arguments(call):
                 self._flow(argument, (self._key(told),), "told")
 
     def _flow(self, source: ast.expr, sets: tuple[Key, ...], kind: str = "value") -> None:
         if sets:
             self._flows.append(Flow(self._uses(source), sets, kind))
 
-    def _test(self, source: ast.expr, decides: str) -> None:
-        self._tests.append(Test(self._uses(source, decides in ("loop", "each", "branch")), decides))
+    def _test(self, source: ast.expr, decides: str, but: ast.expr | None = None) -> None:
+        but_keys = frozenset() if but is None else self._uses(but).keys
+        self._tests.append(Test(self._uses(source, decides in _OF_TRUTH), decides, but_keys))
 
     # ---- expressions
 
     def _uses(self, node: ast.expr | ast.stmt, as_test: bool = False) -> Uses:
-        reads = any(_called(call) in _READS for call in _calls(node))
+        reads = any(called(call) in _READS for call in calls(node))
         keys = frozenset(self._keys(node, "truth" if as_test else ""))
         return Uses(node.lineno, node.end_lineno or node.lineno, keys, reads, self._once)
 
     def _keys(self, node: ast.AST, asked: str) -> Iterator[Key]:
         """What is used. asked: of a name only its "truth" (whether something is in it) or "length"."""
         if isinstance(node, ast.Call):
-            name = _called(node)
+            name = called(node)
             about = "length" if name in _ASKING_SHAPE else ""
             yield from _asked((0, f"{name}()"), asked)
             if isinstance(node.func, ast.Attribute):
                 yield from self._keys(node.func.value, about or asked)
-            for argument in _arguments(node):
+            for argument in arguments(node):
                 yield from self._keys(argument, about)
-        elif found := _dotted(node):
+            for function in functions_asked(node):
+                yield 0, f"{function}()"
+        elif found := dotted(node):
             parts = found.split(".")
             while len(parts) > 1 and (parts[-1] in _ITSELF or parts[-1] in _OF_SHAPE):
                 asked = "length" if parts.pop() in _OF_SHAPE else asked
@@ -306,11 +355,11 @@ class _FlowReader:
 
     def _targets(self, node: ast.Assign | ast.AugAssign | ast.AnnAssign | ast.NamedExpr) -> Iterator[Key]:
         for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
-            yield from map(self._key, _targets(target))
+            yield from map(self._key, targets(target))
 
 
 def _asked(key: Key, asked: str) -> Iterator[Key]:
-    yield (key[0], f"{key[1]}#") if asked == "length" else key
+    yield length(key) if asked == "length" else key
     if not asked:
         yield key[0], f"{key[1]}[]"
 
@@ -331,70 +380,3 @@ def _own_names(scope: _Scope) -> Iterator[str]:
         if not isinstance(node, (*_FUNCTIONS, ast.ClassDef, ast.Lambda)):
             left.extend(ast.iter_child_nodes(node))
     yield from found - shared
-
-
-def _dotted(node: ast.AST) -> str:
-    if isinstance(node, ast.Attribute):
-        before = _dotted(node.value)
-        return f"{before}.{node.attr}" if before else ""
-    return node.id if isinstance(node, ast.Name) else ""
-
-
-def _targets(node: ast.expr) -> Iterator[str]:
-    """The names that an assignment gives a value: of ``self.best`` not ``self``."""
-    if isinstance(node, (ast.Tuple, ast.List)):
-        for one in node.elts:
-            yield from _targets(one)
-    elif isinstance(node, ast.Starred):
-        yield from _targets(node.value)
-    elif isinstance(node, ast.Subscript):
-        yield from _inside(node.value)
-    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-        # What is in `seen.setdefault(name, [])` is in `seen`.
-        yield from _inside(node.func.value)
-    elif found := _dotted(node):
-        yield found
-
-
-def _inside(node: ast.expr) -> Iterator[str]:
-    return (f"{one.removesuffix('[]')}[]" for one in _targets(node))
-
-
-def _calls(node: ast.AST) -> Iterator[ast.Call]:
-    return (one for one in ast.walk(node) if isinstance(one, ast.Call))
-
-
-def _arguments(call: ast.Call) -> Sequence[ast.expr]:
-    return [*call.args, *(one.value for one in call.keywords)]
-
-
-def _called(call: ast.Call) -> str:
-    function = call.func
-    return function.attr if isinstance(function, ast.Attribute) else _dotted(function)
-
-
-def _checks(test: ast.expr) -> bool:
-    words = (
-        one.attr if isinstance(one, ast.Attribute) else one.id
-        for one in ast.walk(test)
-        if isinstance(one, (ast.Attribute, ast.Name))
-    )
-    return any(_CHECK.search(word) for word in words)
-
-
-def _is_number(node: ast.expr) -> bool:
-    """Whether an expression counts: numbers and names, and what is made of them alone."""
-    return all(isinstance(one, _NUMERIC) for one in ast.walk(node)) and all(
-        _called(call) in _PLAIN_CALLS for call in _calls(node)
-    )
-
-
-def _works(branch: Sequence[ast.AST]) -> bool:
-    """Whether something is called that may take memory. What is raised takes none."""
-    for part in branch:
-        if not isinstance(part, ast.Raise):
-            if isinstance(part, ast.Call) and _called(part) not in _QUIET:
-                return True
-            if _works(list(ast.iter_child_nodes(part))):
-                return True
-    return False

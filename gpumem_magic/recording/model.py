@@ -142,15 +142,20 @@ class StandIn:
     """How often a line read a value from a virtual device, which has none, and was given a stand-in.
 
     supplied: how many of these were values that the user supplied. decides: what may be made
-    of what the line reads: that a "loop" ends, a "size", an error that is caught ("except"), or the way of an ``if`` ("branch");
-    or the line selects by it ("selection"), of which as much as there can be was taken.
+    of what the line reads: that a "loop" ends, a "size", an error that is caught ("except"), the way of an ``if`` ("branch"), or
+    which object is called ("choice"); or something is selected by it ("selection": on the device as much as there can be), or it
+    is only checked for numbers that are none ("check").
     """
 
     line: str
     count: int
     supplied: int = field(default=0, metadata={"only_with": "supplied"})
     decides: str = field(
-        default="", metadata={"only_with": "decides", "one_of": ("except", "loop", "size", "branch", "selection")}
+        default="",
+        metadata={
+            "only_with": "decides",
+            "one_of": ("except", "loop", "size", "branch", "choice", "selection", "check"),
+        },
     )
 
 

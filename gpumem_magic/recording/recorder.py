@@ -16,7 +16,14 @@ import torch
 
 from gpumem_magic.devices.base import Device, DeviceLog, Log, Machine
 from gpumem_magic.looks.code import cell_of
-from gpumem_magic.looks.decisions import chooses_a_way, ends_a_loop, makes_a_size
+from gpumem_magic.looks.decisions import (
+    checks_for_none,
+    chooses_a_way,
+    chooses_an_object,
+    ends_a_loop,
+    makes_a_size,
+    selects,
+)
 from gpumem_magic.recording.compiled import CompilerTables
 from gpumem_magic.recording.failing_place import failing_place
 from gpumem_magic.recording.failure import (
@@ -466,7 +473,11 @@ def _made_of(read: _Line, marks: Counter[tuple[str, int, str]], stacks: Mapping[
         return "size"
     if any(chooses_a_way(*place) for place in places):
         return "branch"
-    return "selection" if sized else ""
+    if chooses_an_object(*read, callers):
+        return "choice"
+    if sized or selects(*read, callers):
+        return "selection"
+    return "check" if checks_for_none(*read, callers) else ""
 
 
 def _stopped(logs: dict[int, Log]) -> dict[int, DeviceLog]:

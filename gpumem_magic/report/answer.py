@@ -32,13 +32,19 @@ _DOUBTS = {
     "loop": ("A loop may have ended earlier or later than on a GPU", "it goes by"),
     "size": ("A size may be another on a GPU", "it is made of"),
     "branch": ("An `if` may go the other way on a GPU", "it goes by"),
+    "choice": ("Another object may be chosen on a GPU", "it goes by"),
     "selection": ("A selection may have another size on a GPU", "it goes by"),
+    "check": ("A check for numbers that are not finite may find some on a GPU", "it goes by"),
 }
+# The program's way is the same, as far as these tell.
+_MILD = frozenset({"selection", "check"})
 _ALSO = {
     "loop": "and a loop end earlier or later",
     "size": "and sizes may be others",
     "branch": "and an `if` may go the other way",
+    "choice": "and another object be chosen",
     "selection": "and a selection may have another size",
+    "check": "and a check may find numbers that are not finite",
 }
 # What an error keeps was in use when it came, and is no reason for it.
 _KEPT_AFTERWARDS = "pinned_by_traceback"
@@ -78,7 +84,7 @@ def _doubt(report: ReportData) -> tuple[str, bool]:
     more = f" and {len(deciding) - 1} more" if len(deciding) > 1 else ""
     place = _read_at(next(one.line for one in deciding if one.decides == first))
     doubt = f"{said}: {how} a value that the virtual GPU does not know, read at {place}{more}; {_REAL}."
-    return doubt, kinds != ["selection"]
+    return doubt, not _MILD.issuperset(kinds)
 
 
 def _read_at(place: str) -> str:

@@ -19,6 +19,8 @@ from gpumem_magic.tracebacks import cut, cut_below_c, cut_below_operator
 from gpumem_magic.uninterrupted import Uninterrupted
 from gpumem_magic.virtual.engine.modes import (
     DEVICE_QUERY,
+    STATE,
+    HostlessFakeMode,
     OperatorMode,
     answer_device,
     pushed,
@@ -33,6 +35,7 @@ class TensorEngine(Protocol):
     """What tensors, and kernels of libraries, ask of the engine that runs operators on them."""
 
     mode: OperatorMode
+    fake: HostlessFakeMode
     uninterrupted: Uninterrupted
     computes: bool
     # Functions of Python's that are shown to `otherwise` before they run.
@@ -215,6 +218,9 @@ class VirtualTensor(FakeTensor):
             return NotImplemented
         try:
             with torch._C.DisableTorchFunctionSubclass():
+                if STATE.depth:
+                    # A part of a shape rule: its results have no memory.
+                    return engine.fake.dispatch(func, types, args, kwargs)
                 return engine.handle(func, types, args, kwargs or {})
         except Exception as error:
             __tracebackhide__, args, kwargs = True, (), {}

@@ -1,0 +1,100 @@
+"""Whether a program whose values are stand-ins goes the way that it goes with real ones, or its report says that it may not.
+
+Its way is how often each of its lines runs, and what it asks the device's allocator for and gives back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+
+import gpumem_magic
+from gpumem_magic.virtual import gpu
+
+_HERE = str(Path(__file__).parent)
+# So many lines more than three times as many are a program that does not end.
+_MORE = 300
+_SAYS = "a value that the virtual GPU does not know"
+
+
+class Way(NamedTuple):
+    lines: Counter[tuple[str, int]]
+    events: tuple[tuple[str, int], ...]
+    says: str
+
+
+class _Endless(BaseException):
+    """A program has run many more lines than it does with real values."""
+
+
+def way_of(program: Callable[[str], None], card: str, values: str, most: int = sys.maxsize) -> Way:
+    """The way of a program on a virtual card, and its report's answer where that says that the way may be another. It ends after
+    so many lines."""
+    lines: Counter[tuple[str, int]] = Counter()
+
+    def follow(frame: FrameType, event: str, _: Any) -> Any:
+        if not frame.f_code.co_filename.startswith(_HERE):
+            return None
+        if event == "line":
+            lines[frame.f_code.co_name, frame.f_lineno] += 1
+            if lines.total() > most:
+                raise _Endless
+        return follow
+
+    torch.manual_seed(0)
+    machine = gpu.turn_on(f"{card},values={values}")
+    log = machine.devices[0].start_log()
+    with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings(), gpumem_magic.measure() as measured:
+        warnings.simplefilter("ignore")
+        before = sys.gettrace()
+        sys.settrace(follow)
+        try:
+            with contextlib.suppress(Exception, _Endless):
+                program("cuda")
+        finally:
+            sys.settrace(before)
+    events = tuple((one.action, one.size) for one in log.events)
+    log.stop()
+    answer = measured.report.answer
+    return Way(lines, events, answer if _SAYS in answer else "")
+
+
+def compare(programs: dict[str, Callable[[str], None]], card: str) -> int:
+    """Prints what differs without a word, and counts the rest; returns how many those are."""
+    silent = 0
+    for values in ("stand-in", "auto"):
+        same: list[str] = []
+        said: list[str] = []
+        beside: list[str] = []
+        for name, program in programs.items():
+            real = way_of(program, card, "real")
+            mine = way_of(program, card, values, 3 * real.lines.total() + _MORE)
+            gpu.turn_off()
+            differs = real.lines != mine.lines or real.events != mine.events
+            if differs and not mine.says:
+                silent += 1
+                print(f"-- {name}, values={values}: {_difference(real, mine)}")
+            (said if differs and mine.says else beside if mine.says else same).append(name)
+        print(
+            f"values={values}: of {len(programs)} programs {len(same)} go the same way, {len(said)} go another and say it, "
+            f"{len(beside)} go the same and say that they may not ({', '.join(beside)})"
+        )
+    return silent
+
+
+def _difference(real: Way, mine: Way) -> str:
+    lines = sorted(
+        f"{place}:{line} {real.lines[place, line]} -> {mine.lines[place, line]}"
+        for place, line in real.lines | mine.lines
+        if real.lines[place, line] != mine.lines[place, line]
+    )
+    return f"{len(real.events)} -> {len(mine.events)} events; lines {', '.join(lines[:6]) or 'alike'}"

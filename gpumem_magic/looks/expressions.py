@@ -1,0 +1,171 @@
+"""What stands in an expression, or in a block of a program's source: names, calls, work, checks, choices and selections."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator, Sequence
+
+# Checks for numbers that are none: their answer is known.
+_CHECK = re.compile(r"(^|_)(is|has|found|all|non|any)?_?(nan|inf|finite)s?(_|$)")
+# What only tells or keeps: an ``if`` with no more in it takes the same memory either way.
+QUIET = frozenset((
+    "print", "log", "debug", "info", "warning", "warn", "error", "exception", "write", "format", "flush", "append", "extend",
+    "add_scalar", "add_scalars", "set_description", "set_postfix", "save", "save_model", "save_pretrained", "state_dict", "dump",
+    "item", "float", "int", "str", "bool", "len", "abs", "min", "max", "round", "sum", "range", "isinstance", "time",
+    "perf_counter", "join", "exit", "copyfile", "remove", "mkdir", "makedirs", "exists", "isdir",
+))  # fmt: skip
+_NUMERIC = (
+    ast.Constant, ast.Name, ast.Attribute, ast.BinOp, ast.UnaryOp, ast.Call, ast.operator, ast.unaryop, ast.expr_context,
+)  # fmt: skip
+LEAVES = (ast.Break, ast.Return, ast.Raise)
+_PLAIN_CALLS = ("min", "max", "int", "round", "len", "sum")
+# What chooses among objects by a function of theirs, and what hands a function on to objects.
+_CHOOSING = frozenset(("min", "max", "sorted", "sort", "nlargest", "nsmallest"))
+_APPLYING = frozenset(("map", "filter"))
+# What selects on the host, or keeps each value once.
+_SELECTING = frozenset((
+    "where", "nonzero", "argwhere", "flatnonzero", "unique", "compress", "set", "frozenset", "Counter", "fromkeys", "filter",
+))  # fmt: skip
+# What holds each key once; its methods that are given keys.
+_KEYED = frozenset(("set", "dict", "defaultdict", "Counter", "OrderedDict"))
+_GIVEN_KEYS = frozenset(("add", "update", "setdefault", "discard", "remove"))
+# What makes a tensor as long as what it is made of, but for libraries of the host.
+_OF_CONTENTS = frozenset(("tensor", "as_tensor", "from_numpy", "stack", "cat", "index_select"))
+_HOSTS = ("np.", "numpy.", "pd.")
+
+
+def dotted(node: ast.AST) -> str:
+    if isinstance(node, ast.Attribute):
+        before = dotted(node.value)
+        return f"{before}.{node.attr}" if before else ""
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def targets(node: ast.expr) -> Iterator[str]:
+    """The names that an assignment gives a value: of ``self.best`` not ``self``."""
+    if isinstance(node, (ast.Tuple, ast.List)):
+        for one in node.elts:
+            yield from targets(one)
+    elif isinstance(node, ast.Starred):
+        yield from targets(node.value)
+    elif isinstance(node, ast.Subscript):
+        yield from inside(node.value)
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        # What is in `seen.setdefault(name, [])` is in `seen`.
+        yield from inside(node.func.value)
+    elif found := dotted(node):
+        yield found
+
+
+def inside(node: ast.expr) -> Iterator[str]:
+    return (f"{one.removesuffix('[]')}[]" for one in targets(node))
+
+
+def calls(node: ast.AST) -> Iterator[ast.Call]:
+    return (one for one in ast.walk(node) if isinstance(one, ast.Call))
+
+
+def arguments(call: ast.Call) -> Sequence[ast.expr]:
+    return [*call.args, *(one.value for one in call.keywords)]
+
+
+def called(call: ast.Call) -> str:
+    function = call.func
+    return function.attr if isinstance(function, ast.Attribute) else dotted(function)
+
+
+def checks(test: ast.expr) -> bool:
+    words = (
+        one.attr if isinstance(one, ast.Attribute) else one.id
+        for one in ast.walk(test)
+        if isinstance(one, (ast.Attribute, ast.Name))
+    )
+    return any(_CHECK.search(word) for word in words)
+
+
+def is_number(node: ast.expr) -> bool:
+    """Whether an expression counts: numbers and names, and what is made of them alone."""
+    return all(isinstance(one, _NUMERIC) for one in ast.walk(node)) and all(
+        called(call) in _PLAIN_CALLS for call in calls(node)
+    )
+
+
+def works(branch: Sequence[ast.AST]) -> bool:
+    """Whether something is called that may take memory. What is raised takes none."""
+    for part in branch:
+        if not isinstance(part, ast.Raise):
+            if isinstance(part, ast.Call) and called(part) not in QUIET:
+                return True
+            if works(list(ast.iter_child_nodes(part))):
+                return True
+    return False
+
+
+def leaves_work(node: ast.AST, inner: Sequence[ast.AST], around: Sequence[ast.stmt], in_loop: bool) -> bool:
+    """Whether it leaves out work that stands behind it: the rest of a loop's turn, or of a function.
+
+    inner: all that is in its branches; around: the block of the loop, or of the function, that it is in.
+    """
+    way: type[ast.AST] = ast.Continue if in_loop else ast.Return
+    end = getattr(node, "end_lineno", None) or 0
+    return any(isinstance(one, way) for one in inner) and works([one for one in around if one.lineno > end])
+
+
+def functions_asked(call: ast.Call) -> Sequence[str]:
+    """The functions that are asked of each object, to choose among them or to make others (``min(items, key=loss)``)."""
+    named = [one.value for one in call.keywords if one.arg == "key"] if called(call) in _CHOOSING else []
+    return [dotted(one).rpartition(".")[2] for one in (*named, *(call.args[:1] if called(call) in _APPLYING else ()))]
+
+
+def selections(node: ast.expr) -> Iterator[ast.expr]:
+    """What decides how many elements an expression holds, where values do."""
+    for one in ast.walk(node):
+        if isinstance(one, ast.comprehension):
+            yield from one.ifs
+        elif isinstance(one, ast.Subscript) and isinstance(one.slice, (ast.Compare, ast.BoolOp, ast.UnaryOp)):
+            yield one.slice
+        elif isinstance(one, (ast.SetComp, ast.DictComp)):
+            yield one.elt if isinstance(one, ast.SetComp) else one.key
+        elif (
+            isinstance(one, ast.Call)
+            and called(one) in _SELECTING
+            and not (called(one) == "where" and len(one.args) > 1)
+        ):
+            yield from one.args
+
+
+def keyed_names(tree: ast.AST) -> frozenset[str]:
+    """The names and attributes that are made to hold each key once: sets, and dictionaries."""
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None:
+            value = node.value
+            if isinstance(value, (ast.Set, ast.Dict)) or (isinstance(value, ast.Call) and called(value) in _KEYED):
+                for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+                    found.update(targets(target))
+    return frozenset(found)
+
+
+def keys_given(call: ast.Call, keyed: frozenset[str]) -> Sequence[ast.expr]:
+    """The keys that a set or a dictionary is given by one of its methods."""
+    function = call.func
+    if (
+        not isinstance(function, ast.Attribute)
+        or function.attr not in _GIVEN_KEYS
+        or dotted(function.value) not in keyed
+    ):
+        return ()
+    return [one for one in call.args[:1] if not isinstance(one, (ast.Dict, ast.Constant))]
+
+
+def keys_set(node: ast.AST, keyed: frozenset[str]) -> Iterator[ast.Subscript]:
+    """The places of sets and dictionaries that an assignment gives a value, by keys which are no constants."""
+    for one in getattr(node, "targets", None) or [getattr(node, "target", None)]:
+        if isinstance(one, ast.Subscript) and dotted(one.value) in keyed and not isinstance(one.slice, ast.Constant):
+            yield one
+
+
+def makes_of_contents(call: ast.Call) -> bool:
+    """Whether a call makes a tensor as long as what it is made of."""
+    return called(call) in _OF_CONTENTS and not dotted(call.func).startswith(_HOSTS)
