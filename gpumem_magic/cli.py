@@ -36,12 +36,17 @@ _TYPES = {"int": int, "count": _count, "seconds": _seconds}
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse's, which names the command or flag that a mistyped one is near to. known: these."""
+    """argparse's, which names the command or flag that a mistyped one is near to. known: these. runs: whether the command runs
+    a script, whose own arguments are told apart by ``--``."""
 
     known: Sequence[str] = ()
+    runs = False
 
     def error(self, message: str) -> NoReturn:
-        super().error(f"{message}{meant(message, self.known)}")
+        hint = meant(message, self.known)
+        if not hint and self.runs and message.startswith("unrecognized arguments: "):
+            hint = f"; what the script is to get goes after --, as in: SCRIPT -- {message.partition(': ')[2]}"
+        super().error(f"{message}{hint}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -68,9 +73,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                 if "type" in options:
                     options["type"] = _TYPES[options["type"]]
                 owner.add_argument(*options.pop("names"), **options)
+    parser.runs = given[:1] in (["run"], ["fit"])
     chosen = parser.parse_args(given[:split])
     chosen.arguments = given[split + 1 :]
-    if chosen.command not in ("run", "fit") and given[split:]:
+    if not parser.runs and given[split:]:
         parser.error(f"{chosen.command} takes no arguments after --")
     status: int = chosen.run(chosen)
     return status

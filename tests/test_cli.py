@@ -478,3 +478,13 @@ def test_a_mistyped_word_is_told_from_one_that_is_there(
     with pytest.raises(SystemExit):
         cli.main(arguments)
     assert capsys.readouterr().err.endswith(f"; did you mean {meant}?\n")
+
+
+def test_who_forgets_what_tells_the_scripts_arguments_apart_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    for command, hint in (
+        ("run", "; what the script is to get goes after --, as in: SCRIPT -- --epochs 3"),
+        ("show", ""),
+    ):
+        with pytest.raises(SystemExit):
+            cli.main([command, "train.py", "--epochs", "3"])
+        assert capsys.readouterr().err.endswith(f"error: unrecognized arguments: --epochs 3{hint}\n")

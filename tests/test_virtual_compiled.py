@@ -356,6 +356,23 @@ def test_the_backend_of_cuda_graphs_alone(machine: gpu.VirtualMachine) -> None:
     assert peak(lambda: fast(x)) == 0
 
 
+def test_a_result_that_a_later_run_overwrote_is_refused_as_on_a_card() -> None:
+    fast = torch.compile(wave, mode="reduce-overhead")
+    x = torch.rand(1024, device="cuda")
+    first = fast(x)
+    second = fast(x)
+    assert first.shape == x.shape
+    uses: list[Callable[[], object]] = [lambda: first + 1, first.cpu, first.data_ptr, lambda: repr(first)]
+    for use in uses:
+        with pytest.raises(RuntimeError, match="CUDAGraphs that has been overwritten by a subsequent run") as raised:
+            use()
+        assert "in wave" in str(raised.value)
+    kept = (second + x).clone()
+    for _ in range(3):
+        kept = kept + fast(x)
+    assert kept.cpu().shape == x.shape
+
+
 def test_training_in_cuda_graphs(machine: gpu.VirtualMachine) -> None:
     model = nn.Sequential(nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 256)).cuda()
     fast = torch.compile(model, mode="reduce-overhead")

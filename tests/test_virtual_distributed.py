@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+import gpumem_magic
 from gpumem_magic.virtual import gpu
 
 dist: Any = torch.distributed
@@ -82,6 +83,22 @@ def test_batches_are_normalised_together() -> None:
     for _ in range(2):
         wrapped(torch.rand(2, 4, device="cuda")).sum().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_buckets_of_gradients_are_gradients() -> None:
+    model = nn.Sequential(*[nn.Linear(2048, 2048, bias=False) for _ in range(40)]).cuda()
+    with gpumem_magic.measure() as wrapping:
+        wrapped = nn.parallel.DistributedDataParallel(model)
+    # Parameters are sent in pieces of just above 250 MiB, two at a time; then one bucket is as large as all of them.
+    assert wrapping.report.peak.categories["gradients"] == 640 * MIB
+    reserved = torch.cuda.memory_reserved()
+    assert 640 * MIB + 2 * 256 * MIB + 640 * MIB <= reserved < (640 + 2 * 256 + 640 + 8) * MIB
+    wrapped(torch.rand(2, 2048, device="cuda")).sum().backward()
+    with gpumem_magic.measure() as measured:
+        wrapped(torch.rand(2, 2048, device="cuda")).sum().backward()
+    # The buckets are made anew, in the order in which gradients came.
+    assert measured.report.peak.categories["gradients"] == 2 * 640 * MIB
+    assert measured.report.peak.categories["activations"] < 10 * MIB
 
 
 def test_sharded_parameters_are_whole_only_while_they_are_needed() -> None:

@@ -106,6 +106,7 @@ class _Case:
     carried: Label | None
     workspace_sizes: frozenset[int]
     stack: tuple[str, ...]
+    sharing: tuple[str, ...]
     birth: Birth | None
     told: Label | None
 
@@ -120,6 +121,8 @@ class _Case:
         sizes: frozenset[int],
     ) -> _Case:
         at_start = allocation.born < 0
+        frames = () if at_start else log.events[allocation.born].frames
+        birth = log.births.get(allocation.born)
         return cls(
             allocation,
             held.get(allocation.index, {}),
@@ -128,8 +131,9 @@ class _Case:
             phases,
             log.carried.get(allocation.address) if at_start else None,
             sizes,
-            () if at_start else tuple(frame.name for frame in log.events[allocation.born].frames),
-            log.births.get(allocation.born),
+            tuple(frame.name for frame in frames),
+            sites.sharing(frames) if birth is None else birth.sharing,
+            birth,
             told.get(allocation.index),
         )
 
@@ -208,7 +212,7 @@ def _cache(case: _Case) -> Label | None:
 
 
 def _shared(case: _Case) -> Label | None:
-    category = None if case.birth is None else sites.of_sharing(case.birth.sharing)
+    category = sites.of_sharing(case.sharing)
     return None if category is None else Label(category, "stack")
 
 

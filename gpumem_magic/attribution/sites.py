@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from functools import lru_cache
 
-from gpumem_magic.looks.code import is_library_file
+from gpumem_magic.looks.code import is_library_file, is_sharing_file
 from gpumem_magic.recording.model import BACKWARD, FORWARD, OPTIMIZER
 from gpumem_magic.snapshot.model import Frame
 from gpumem_magic.units import counted
@@ -150,9 +150,11 @@ def site_of(frames: Sequence[Frame]) -> str:
     return BACKWARD if in_backward else found
 
 
-# What sharding and pipelines ask for: FSDP2's and FSDP1's parameters in one piece and what they are gathered in, gradients in
-# one piece, and what the neighbouring stages send.
+# What ranks share: the buckets in which DistributedDataParallel sends gradients, FSDP2's and FSDP1's parameters in one piece and
+# what they are gathered in, gradients in one piece, and what the neighbouring stages of a pipeline send.
 _OF_SHARING = {
+    "_ddp_init_helper": "gradients",
+    "_pre_forward": "gradients",
     "foreach_all_gather": "parameters",
     "foreach_all_gather_copy_out": "parameters",
     "init_all_gather_outputs": "parameters",
@@ -167,9 +169,21 @@ _OF_SHARING = {
 }
 
 
+# Where C++ asks for it; what else they do, other functions of Python's do for them.
+_INNERMOST = ("_ddp_init_helper", "_pre_forward")
+
+
 def of_sharing(functions: Sequence[str]) -> str | None:
     """The category of what these functions asked for (`Birth.sharing`); None where they say nothing."""
-    return next((_OF_SHARING[name] for name in functions if name in _OF_SHARING), None)
+    for place, name in enumerate(functions):
+        if name in _OF_SHARING and (not place or name not in _INNERMOST):
+            return _OF_SHARING[name]
+    return None
+
+
+def sharing(frames: Sequence[Frame]) -> tuple[str, ...]:
+    """The functions of PyTorch's in a stack that share memory among ranks, the innermost first."""
+    return tuple(frame.name for frame in frames if is_sharing_file(frame.filename))
 
 
 def is_of_a_cache(filename: str, function: str) -> bool:

@@ -37,19 +37,20 @@ class _Suggestion(NamedTuple):
 def memory_ran_out(scene: Scene) -> Iterator[Cause]:
     """Who held the memory when a request failed, and what could go, the largest first."""
     found = failed_request(scene.report)
-    position = next((end for point, _, end in reversed(scene.points) if point.kind == "error"), None)
-    if found is None or position is None:
+    failing = next(((start, end) for point, start, end in reversed(scene.points) if point.kind == "error"), None)
+    if found is None or failing is None:
         return
+    begun, position = failing
     living = {one.address: one for one in scene.timeline.live_at(position)}
     held = [one for one in scene.held if _was_there(scene, one, position) and one.address in living]
     if size_of(held) < LEAST:
         return
     savings = sorted(_savings(scene, held), key=lambda one: -one.bytes)[:_OFFERED]
     missing = -found.spare if found.cause == CAPACITY and found.spare is not None and found.spare < 0 else None
-    yield Cause(NAME, _holders_in_words(scene, held, position), _what_to_do(savings, missing), size_of(held))
+    yield Cause(NAME, _holders_in_words(scene, held, begun, position), _what_to_do(savings, missing), size_of(held))
 
 
-def _holders_in_words(scene: Scene, held: list[Held], position: int) -> str:
+def _holders_in_words(scene: Scene, held: list[Held], begun: int, position: int) -> str:
     words = []
     rest = size_of(held)
     for number, size in by_root(held).most_common(_NAMED):
@@ -59,9 +60,17 @@ def _holders_in_words(scene: Scene, held: list[Held], position: int) -> str:
     if rest:
         words.append(f"others {human(rest)}")
     total = scene.timeline.allocated_at(position)
-    own = total - size_of(held)
+    known = {one.address for one in held}
+    # What only C++ holds, such as the buckets in which DistributedDataParallel sends gradients.
+    elsewhere = size_of(
+        one
+        for one in scene.timeline.live_at(position)
+        if one.address not in known and one.born < begun and scene.alive.get(one.address) == one
+    )
+    own = total - size_of(held) - elsewhere
     text = f"Held when memory ran out ({human(total)} in tensors): {', '.join(words)}"
-    return f"{text}; {human(own)} by the failing statement alone." if own >= LEAST else f"{text}."
+    text += f"; {human(own)} by the failing statement alone" if own >= LEAST else ""
+    return f"{text}; {human(elsewhere)} by no Python object." if elsewhere >= LEAST else f"{text}."
 
 
 def _what_to_do(savings: list[_Suggestion], missing: int | None) -> str:

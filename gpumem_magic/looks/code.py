@@ -19,6 +19,10 @@ _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _TYPED = ("<ipython-input", "<stdin>", "<string>", "<gpumem")
 # What PyTorch's compiler generated: the folder that it names for a user, or that it was given.
 _GENERATED = re.compile(r"[/\\]torchinductor_[^/\\]+[/\\]")
+# What of PyTorch's spreads a program over ranks: gradients' buckets, sharded parameters, stages of a pipeline, and their helpers.
+_SHARING_FILE = re.compile(
+    r"(?:^|[/\\])torch[/\\](?:distributed[/\\](?:(?:fsdp|pipelining)[/\\]|utils\.py$)|nn[/\\]parallel[/\\]distributed\.py$)"
+)
 _LONGEST = 100
 _CELL = re.compile(r"^<ipython-input-(\d+)-|[/\\]?ipykernel_\d+[/\\]")
 
@@ -47,6 +51,11 @@ def cell_of(filename: str) -> str:
 def is_library_file(filename: str) -> bool:
     """Whether it is installed code."""
     return _LIBRARY_FILE.search(filename) is not None
+
+
+def is_sharing_file(filename: str) -> bool:
+    """Whether it is PyTorch's code that shares memory among ranks."""
+    return _SHARING_FILE.search(filename) is not None
 
 
 def whose(filename: str) -> str:

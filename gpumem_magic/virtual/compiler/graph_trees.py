@@ -72,8 +72,15 @@ def install(patches: Patches, machine: MachineForTorch) -> None:
     def same_addresses(tensors: Any, addresses: Any, places: Any) -> bool:
         return all(addresses[place] is None or tensors[place].data_ptr() == addresses[place] for place in places)
 
+    def overwrite(storage: Any, said: str) -> None:
+        with engine.lock:
+            engine.table.overwrite(storage, said)
+
+    def overwrite_of(tensor: torch.Tensor, said: str) -> None:
+        overwrite(tensor.untyped_storage(), said)
+
     def nothing(*args: Any) -> None:
-        """Of cuDNN's trials, which are not run, and of words about memory that a later replay has taken."""
+        """Of cuDNN's trials, which are not run."""
 
     for name, function in {
         "_cuda_cudaCachingAllocator_is_enabled": lambda: True,
@@ -86,8 +93,8 @@ def install(patches: Patches, machine: MachineForTorch) -> None:
         "_construct_storage_from_data_pointer": storage_at,
         "_construct_CUDA_Tensor_From_Storage_And_Metadata": tensor_on,
         "_tensors_data_ptrs_at_indices_equal": same_addresses,
-        "_set_storage_access_error_msg": nothing,
-        "_set_storage_data_ptr_access_error_msg": nothing,
+        "_set_storage_access_error_msg": overwrite_of,
+        "_set_storage_data_ptr_access_error_msg": overwrite,
         "_cuda_get_conv_benchmark_empty_cache": lambda: True,
         "_cudnn_set_conv_benchmark_empty_cache": nothing,
     }.items():

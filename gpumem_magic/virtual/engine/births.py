@@ -16,13 +16,11 @@ from torch._C import _current_autograd_node
 
 from gpumem_magic.devices.base import Birth, CodePlace
 from gpumem_magic.looks import tensors
-from gpumem_magic.looks.code import LIBRARY, OWN, PASSED_OVER, TORCH, expression_at, line_at, whose
+from gpumem_magic.looks.code import LIBRARY, OWN, PASSED_OVER, TORCH, expression_at, is_sharing_file, line_at, whose
 
 # Python functions of PyTorch's that users call by their names.
 _FUNCTIONS = re.compile(r"[/\\]torch[/\\](?:nn[/\\])?functional\.py$")
 _BACKWARD_FILE = re.compile(r"[/\\]torch[/\\]autograd[/\\]graph\.py$")
-# What shards parameters, and hands tensors from one stage of a pipeline to the next.
-_SHARING_FILE = re.compile(r"[/\\]torch[/\\]distributed[/\\](?:fsdp|pipelining)[/\\]")
 _ENGINE = "_engine_run_backward"
 _FUNCTION, _GRAPH, _SHARING = "function", "graph", "sharing"
 _MOST_SHARING = 4
@@ -124,7 +122,7 @@ class Births:
                 kind = _FUNCTION
             elif _BACKWARD_FILE.search(filename):
                 kind = _GRAPH
-            elif _SHARING_FILE.search(filename):
+            elif is_sharing_file(filename):
                 kind = _SHARING
         self._whose[filename] = kind
         return kind

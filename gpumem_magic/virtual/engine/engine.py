@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     UnsupportedOperatorException,
 )
+from torch.utils._pytree import tree_leaves
 
 from gpumem_magic.failures import is_own_failure
 from gpumem_magic.looks import tensors
@@ -219,6 +220,8 @@ class Engine:
             self.reads.note_caught()
         with self.uninterrupted, self.lock:
             self.table.drain()
+            if self.table.holds_overwritten:
+                self.refuse_overwritten(args, kwargs)
             STATE.last_device = device
             if STATE.call is not None or not self.memory.is_recorded(device):
                 return self.perform(func, args, kwargs, device)
@@ -230,6 +233,15 @@ class Engine:
                 return self.perform(func, args, kwargs, device)
             finally:
                 STATE.call = None
+
+    def refuse_overwritten(self, *arguments: Any) -> None:
+        """Raises what PyTorch says of a CUDA graph's result whose memory a later run has taken."""
+        __tracebackhide__ = True
+        for tensor in tree_leaves(arguments) if self.table.holds_overwritten else ():
+            if isinstance(tensor, VirtualTensor) and tensor.layout is torch.strided:
+                placement = self.table.find(tensor.untyped_storage())
+                if placement is not None and placement.overwritten:
+                    raise RuntimeError(placement.overwritten)
 
     def perform(self, func: Any, args: Any, kwargs: Any, device: int) -> Any:
         """An operator's results and its memory. To be called under the lock."""

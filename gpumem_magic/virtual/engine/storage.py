@@ -25,10 +25,13 @@ class Placement:
     node: a number for the node of the backward pass that made it; 0 outside of one. twin: the host storage with the same bytes,
     on a device that computes; None before something is read or written. kept: what an operator left for its gradient. sure,
     supplied: of a twin's values, whether none was guessed, and whether one came from the user. module: the `id` of the module
-    whose result it is, where compiled code made it; else 0.
+    whose result it is, where compiled code made it; else 0. overwritten: what PyTorch says to who uses it, where a later run
+    of a CUDA graph has taken its memory; else "".
     """
 
-    __slots__ = ("address", "device", "kept", "module", "nbytes", "node", "supplied", "sure", "twin", "watch")
+    __slots__ = (
+        "address", "device", "kept", "module", "nbytes", "node", "overwritten", "supplied", "sure", "twin", "watch",
+    )  # fmt: skip
 
     def __init__(self, device: int, address: int, nbytes: int, watch: _StorageReference, node: int) -> None:
         self.device = device
@@ -41,6 +44,7 @@ class Placement:
         self.sure = True
         self.supplied = False
         self.module = 0
+        self.overwritten = ""
 
 
 class StorageTable:
@@ -55,6 +59,7 @@ class StorageTable:
         self._free = free
         self._placements: dict[int, Placement] = {}
         self._ended: deque[_StorageReference] = deque()
+        self.holds_overwritten = False
 
     def __len__(self) -> int:
         return len(self._placements)
@@ -106,6 +111,13 @@ class StorageTable:
         if placement.nbytes:
             self._free(placement.device, placement.address)
             placement.nbytes = 0
+
+    def overwrite(self, storage: Any, said: str) -> None:
+        """From now on the storage's memory is a later run's (see `Placement`). storage: it, or its key."""
+        placement = self._placements.get(storage) if isinstance(storage, int) else self.find(storage)
+        if placement is not None:
+            placement.overwritten = said
+            self.holds_overwritten = True
 
     def owns(self, key: int) -> bool:
         """Whether the storage's end will free its memory."""

@@ -52,6 +52,9 @@ class TensorEngine(Protocol):
 
     def record_stream(self, tensor: VirtualTensor, stream: Any) -> None: ...
 
+    def refuse_overwritten(self, *arguments: Any) -> None:
+        """Raises what PyTorch says of a CUDA graph's result whose memory a later run has taken."""
+
     def otherwise(self, func: Any, args: Any) -> Any:
         """What one of `OTHERWISE` gives where the device runs it in another way; else None."""
 
@@ -243,7 +246,9 @@ class VirtualTensor(FakeTensor):
 
     def data_ptr(self) -> int:
         """The address that the emulated allocator gave, plus the view's offset: for comparing, never for reading."""
-        return engine_of(self).address_of(self)
+        engine = engine_of(self)
+        engine.refuse_overwritten(self)
+        return engine.address_of(self)
 
     def const_data_ptr(self) -> int:
         return self.data_ptr()
@@ -253,6 +258,7 @@ class VirtualTensor(FakeTensor):
         return self.cpu().tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
+        __tracebackhide__ = True
         if force:
             return self.detach().cpu().resolve_conj().resolve_neg().numpy()
         raise TypeError(
@@ -269,7 +275,9 @@ class VirtualTensor(FakeTensor):
             words.append(f"grad_fn=<{type(self.grad_fn).__name__}>")
         elif self.requires_grad:
             words.append("requires_grad=True")
-        host = engine_of(self).host_of(self)
+        engine = engine_of(self)
+        engine.refuse_overwritten(self)
+        host = engine.host_of(self)
         if host is None:
             text = f"tensor(..., {', '.join(words)})  # virtual GPU: no values"
         else:

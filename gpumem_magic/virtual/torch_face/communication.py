@@ -158,8 +158,11 @@ def _distributed(patches: Patches, engine: Engine) -> None:
             found = kwargs.get(place, args[1] if len(args) > 1 else ())
             tensors = list(found.parameters() if isinstance(found, torch.nn.Module) else found)
             if any(isinstance(tensor, VirtualTensor) for tensor in tensors):
-                if engine.computes and isinstance(found, torch.nn.Module):
-                    _send_from_first(found)
+                if isinstance(found, torch.nn.Module):
+                    with pushed(engine.mode), torch.no_grad():
+                        _send_in_buckets([*tensors, *found.buffers()], kwargs["broadcast_bucket_size"])
+                    if engine.computes:
+                        _send_from_first(found)
                 return None
             return original(*args, **kwargs)
 
@@ -182,6 +185,18 @@ def _distributed(patches: Patches, engine: Engine) -> None:
     for name, place in (("_verify_param_shape_across_processes", "tensors"), ("_sync_module_states", "module")):
         if hasattr(module, name):
             patches.set(module, name, skip_for_ours(getattr(module, name), place))
+
+
+def _send_in_buckets(tensors: list[torch.Tensor], most: int) -> None:
+    """The memory of a broadcast: tensors lie together in pieces of up to `most` bytes or little more, two at a time."""
+    on_device = [tensor.detach() for tensor in tensors if isinstance(tensor, VirtualTensor)]
+    under_way: list[torch.Tensor] = []
+    distributed: Any = torch.distributed
+    for numbers in distributed._compute_bucket_assignment_by_size(on_device, [most])[0]:
+        del under_way[:-1]
+        under_way.append(torch._utils._flatten_dense_tensors([on_device[number] for number in numbers]))
+    # The first was the first to be sent.
+    del under_way[0]
 
 
 def _send_from_first(module: torch.nn.Module) -> None:
