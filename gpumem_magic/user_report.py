@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from gpumem_magic.timeline_page.view import TimelineView
+    from gpumem_magic.views.compared import Comparison
 
 VIEWS = ("table", "plot")
 EXPLANATION = "explanation"
@@ -136,6 +137,12 @@ class Report(ReportData):
                 "this report has no modules: none ran on the device, or the file that it comes from has none"
             )
         return self.inside
+
+    def diff(self, other: ReportData) -> Comparison:
+        """This report and a later one side by side, to be printed or displayed: what `other` has more or less, and where."""
+        from gpumem_magic.views.compared import Comparison
+
+        return Comparison(self, other)
 
     def explain(self) -> View:
         """Everything that the report says in words, what it folds included, and the categories: print it, or display it."""

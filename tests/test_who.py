@@ -192,7 +192,9 @@ def test_nothing_on_the_device(shell: Any) -> None:
 
 
 def figures(text: str) -> tuple[str, str]:
-    found = re.match(r"(.+?) in tensors (?:would be|was) freed .*, and (.+?) (?:would be|was) returned", text)
+    found = re.match(
+        r"(?:(.+?) in|.+: no) tensors? (?:would be|was) freed.*, and (.+?) (?:would be|was) returned", text
+    )
     assert found is not None, text
     return found[1], found[2]
 
@@ -222,6 +224,7 @@ def test_the_forecast_comes_true(shell: Any, setup: str, cell: str, words: str) 
     finally:
         gc.enable()
     assert figures(forecast) == figures(done)
+    assert ("has no name" in forecast) == ("has no name" in done) == (words == "traceback")
     assert allocated() in (before, 4 * MIB)
     assert "kept (4.0 MiB)" in done
 

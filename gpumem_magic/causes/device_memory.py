@@ -31,11 +31,12 @@ def fragmentation(scene: Scene) -> Iterator[Cause]:
     if found is not None and error is not None:
         if found.cause != FRAGMENTATION:
             return
-        largest = f", the largest piece {human(error.largest_free)}" if error.largest_free is not None else ""
+        largest = f" (largest piece {human(error.largest_free)})" if error.largest_free is not None else ""
+        there = f" and {human(found.free)} free on the device" if found.free else ""
         yield Cause(
             "fragmentation",
-            f"Fragmentation: {human(found.cached or 0)} were free{largest}, and {human(error.wanted or 0)} were wanted in "
-            "one piece.",
+            f"Fragmentation: {human(found.cached or 0)} were cached and free{largest}{there}, and {human(error.wanted or 0)} "
+            "were wanted in one piece.",
             "PyTorch had already emptied its cache before it gave up, so calling `empty_cache()` there changes "
             f"nothing.{_settings(found, error.wanted or 0)}",
             found.cached or 0,

@@ -92,8 +92,13 @@ def _savings(scene: Scene, held: list[Held]) -> list[_Suggestion]:
         freed = size_of(one for one in held if numbers.issuperset(one.roots))
         if freed >= LEAST:
             found.append(_Suggestion(_WHAT[kind], statement, freed))
+    used = {number for number, root in enumerate(roots) if root.kind == "variable" and root.name in scene.mentioned}
+    in_use = {(one.device, one.address) for one in held if not used.isdisjoint(one.roots)}
     for number, root in enumerate(roots if scene.mentioned else ()):
         if root.kind != "variable" or root.name in scene.mentioned or root.statement is None:
+            continue
+        if not in_use.isdisjoint(scene.holdings.optimizers.get(root.name, ())):
+            # The optimizer of what the cell trains: a later cell steps it.
             continue
         freed = size_of(one for one in held if one.roots == (number,))
         if freed >= LEAST:

@@ -1,4 +1,5 @@
-"""``gpumem diff A B``: what changed between two snapshot files, by category and by the code that requested memory."""
+"""``gpumem diff A B``: what changed between two snapshot files, by category and by the code that requested memory; or between
+two reports."""
 
 from __future__ import annotations
 
@@ -19,6 +20,7 @@ from gpumem_magic.views.lines import table
 
 if TYPE_CHECKING:
     from gpumem_magic.attribution.view import DeviceView
+    from gpumem_magic.report.model import ReportData
 
 _Lines = tuple[str, ...]
 # Of a line whose bytes changed, so many ways in which it was called, with so many of their lines.
@@ -45,10 +47,16 @@ def run(options: argparse.Namespace) -> int:
         return print_comparison(options.a, options.b, options.device, options.top)
     from gpumem_magic.files.loaded import position_of
 
+    first, second = _report(options.a), _report(options.b)
+    if first is not None and second is not None:
+        from gpumem_magic.views.compared import Comparison
+
+        print(f"First: {printable(options.a)}\nSecond: {printable(options.b)}\n\n{Comparison(first, second)}")
+        return 0
     before, a = _view(options.a, options.device)
     after, b = _view(options.b, options.device)
-    first, second = position_of(before, options.at), position_of(after, options.at)
-    one, other = before.sizes(first), after.sizes(second)
+    positions = position_of(before, options.at), position_of(after, options.at)
+    one, other = before.sizes(positions[0]), after.sizes(positions[1])
     rows = [[f"MiB at the {options.at}", "A", "B", "change"]]
     rows += [
         [name.replace("_", " "), mib(one[name]), mib(other[name]), _changed(other[name] - one[name])]
@@ -56,9 +64,19 @@ def run(options: argparse.Namespace) -> int:
         if one[name] or other[name]
     ]
     print(f"A: {a}\nB: {b}\n\n{table(rows)}")
-    for line in _where(_stacks(before, first), _stacks(after, second), options.top):
+    for line in _where(_stacks(before, positions[0]), _stacks(after, positions[1]), options.top):
         print(line)
     return 0
+
+
+def _report(path: str) -> ReportData | None:
+    """The report that a file holds, as `Report.save` and ``--json`` write it; None for another file."""
+    from gpumem_magic.files.report_file import load
+
+    try:
+        return load(path)
+    except (OSError, ValueError):
+        return None
 
 
 def _view(path: str, device: int | None) -> tuple[DeviceView, str]:

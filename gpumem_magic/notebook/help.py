@@ -13,6 +13,11 @@ CARD = (
         "%%gpumem --fit batch_size=1..512",
         "tries copies of the cell on a virtual card",
     ),
+    (
+        "What did my change save?",
+        "%%gpumem -o first",
+        "above the cell, -o second above the changed one: first.diff(second)",
+    ),
     ("Who holds the memory?", "%gpumem_who", "your names, and what deleting each would free"),
     ("It stays full after an error", "%gpumem_free", "gives back what no variable of yours holds"),
     ("I want to see it while it runs", "%gpumem_watch", "a live chart; %gpumem_watch stop leaves a picture"),

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from gpumem_magic.owners.holders import Holder, detach_words, freed_by_detaching, holders, matching
 from gpumem_magic.owners.model import Held, Holdings, size_of
+from gpumem_magic.owners.roots import FREE_TRACEBACK
 from gpumem_magic.owners.tree import COLUMNS, Branch
 from gpumem_magic.report.tensors import places_in_words
 from gpumem_magic.spelling import did_you_mean
@@ -25,6 +26,8 @@ _HEADS = {
     "activations": "activations",
 }
 _UNNAMED = "Nothing is on the device."
+# Rounding that the figures show: they have one digit.
+_SEEN = 51 * KIB
 
 
 def summary(holdings: Holdings, limit: int | None = SHOWN) -> Sheet:
@@ -48,7 +51,12 @@ def summary(holdings: Holdings, limit: int | None = SHOWN) -> Sheet:
         sizes.append(sum(one.size for one in holdings.lost))
         rows.append((_mib(sizes[-1]), "", "no name was found", "%gpumem_who --cycles looks for reference cycles"))
     bars = [((THERE, size),) for size in sizes]
-    return Sheet(head, rows, range(2), _links(holdings), code=(2, 3), bars=bars, whole=max(sizes))
+    requested = [one.requested for one in holdings.held] + [one.requested for one in holdings.lost]
+    rounding = holdings.allocated - sum(requested)
+    after = [_links(holdings)]
+    if rounding >= _SEEN:
+        after.append(f"Counted in the allocator's blocks, as deleting frees them: {human(rounding)} is rounding.")
+    return Sheet(head, rows, range(2), "\n".join(filter(None, after)), code=(2, 3), bars=bars, whole=max(sizes))
 
 
 def details(holdings: Holdings, name: str, limit: int | None = SHOWN) -> Sheet | None:
@@ -57,7 +65,9 @@ def details(holdings: Holdings, name: str, limit: int | None = SHOWN) -> Sheet |
     if not found:
         return None
     number = holdings.number(name)
-    lines = [f"{name} keeps {human(size_of(found))} in {counted(len(found), 'allocation')}."]
+    rounding = size_of(found) - sum(one.requested for one in found)
+    of_it = f", {human(rounding)} of it rounding" if rounding >= _SEEN else ""
+    lines = [f"{name} keeps {human(size_of(found))} in {counted(len(found), 'allocation')}{of_it}."]
     if number is not None:
         lines += _of_root(holdings, number, found)
     rows = [("MiB", "what", "", "also held by")]
@@ -100,9 +110,12 @@ def tree(branches: Sequence[Branch]) -> Sheet:
 def freed_text(freed: Freed, *, dry: bool) -> str:
     """The answer in sentences."""
     be = "would be" if dry else "was"
+    looked = ", ".join(freed.words)
     lines = [
-        f"{human(freed.allocated)} in tensors {be} freed ({', '.join(freed.words)}), and "
-        f"{human(freed.reserved)} {be} returned to the device."
+        f"{human(freed.allocated)} in tensors {be} freed ({looked}), and {human(freed.reserved)} {be} returned to the device."
+        if freed.allocated
+        else f"{looked.capitalize()}: no tensor {'would be' if dry else 'was'} freed, "
+        f"and {human(freed.reserved)} {be} returned to the device."
     ]
     lines.append(
         f"{human(freed.left_allocated)} {'would stay' if dry else 'stays'} allocated, "
@@ -113,6 +126,11 @@ def freed_text(freed: Freed, *, dry: bool) -> str:
         named = [f"{one.name} ({human(one.bytes)})" for one in keepers[:4]]
         more = f" and {len(keepers) - 4} more" if len(keepers) > 4 else ""
         lines.append(f"Still held by {', '.join(named)}{more}; `%gpumem_who` shows what frees each.")
+    if freed.nameless:
+        lines.append(
+            f"{human(freed.nameless)} has no name"
+            + ("." if "cycles" in freed.words else ": `%gpumem_free cycles` frees what is in reference cycles.")
+        )
     if "out" not in freed.words and any(one.kind == "out" for one in freed.holders):
         lines.append("Results in Out are kept: `%gpumem_free out` releases them.")
     return "\n".join(lines)
@@ -135,9 +153,10 @@ def _of_root(holdings: Holdings, number: int, found: Sequence[Held]) -> list[str
         return []
     lines = []
     if one.statement is not None:
-        lines.append(f"`{one.statement}` frees {_freed(one)}.")
+        frees = human(one.frees) if one.kind == "traceback" else _freed(one)
+        lines.append(f"`{one.statement.replace(FREE_TRACEBACK, '%gpumem_free')}` frees {frees}.")
     if one.together and one.together_frees > one.frees:
-        steps = "`, then `".join(one.together)
+        steps = "`, then `".join(one.together).replace(FREE_TRACEBACK, "%gpumem_free")
         lines.append(f"`{steps}` frees {human(one.together_frees)}.")
     if one.kind == "variable" and (detached := size_of(freed_by_detaching(holdings, number))):
         lines.append(f"Detaching frees {human(detached)}: {detach_words(one.name, one.type)}.")
@@ -179,11 +198,14 @@ def _freed(one: Holder) -> str:
 def _advice(one: Holder) -> str:
     if one.statement is None:
         return ""
-    words = one.statement
-    if one.collected:
-        words += ", then %gpumem_free cycles" if one.kind != "cycle" else ""
+    # An error's frames are mostly in reference cycles, which `%gpumem_free` alone frees, too.
+    words = one.statement.replace(FREE_TRACEBACK, "%gpumem_free")
+    if one.collected and one.kind not in ("cycle", "traceback"):
+        words += ", then %gpumem_free cycles"
     if one.together and one.together_frees - one.frees > max(MIB, one.frees // 100):
-        words = f"{', then '.join(one.together)} (frees {_mib(one.together_frees)})"
+        words = f"{', then '.join(one.together)} (frees {_mib(one.together_frees)})".replace(
+            FREE_TRACEBACK, "%gpumem_free"
+        )
     return words
 
 
@@ -197,4 +219,4 @@ def _tensor(one: Held) -> str:
 
 def _mib(size: int) -> str:
     """MiB with one digit; what is smaller than that keeps a sign of life."""
-    return f"{size / MIB:,.1f}" if size >= 51 * KIB or not size else "<0.1"
+    return f"{size / MIB:,.1f}" if size >= _SEEN or not size else "<0.1"

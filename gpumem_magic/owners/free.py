@@ -26,7 +26,8 @@ _ERRORS = ("last_exc", "last_type", "last_value", "last_traceback")
 
 @dataclass(frozen=True)
 class Freed:
-    """What came back, or would: bytes of tensors, and of reserved memory given to the device. holders: who keeps the rest."""
+    """What came back, or would: bytes of tensors, and of reserved memory given to the device. holders: who keeps the rest.
+    nameless: bytes of it that nobody was found for."""
 
     words: tuple[str, ...]
     allocated: int
@@ -34,6 +35,7 @@ class Freed:
     left_allocated: int
     left_reserved: int
     holders: tuple[Holder, ...]
+    nameless: int
 
 
 def free(machine: Machine, shell: Any, namespace: dict[str, Any], words: Collection[str]) -> Freed:
@@ -49,8 +51,9 @@ def free(machine: Machine, shell: Any, namespace: dict[str, Any], words: Collect
     if "cache" in words:
         torch.cuda.empty_cache()
     after = _now(machine)
-    left = holders(find_owners(machine, namespace, shell))
-    return Freed(_ordered(words), before[0] - after[0], before[1] - after[1], *after, tuple(left))
+    found = find_owners(machine, namespace, shell)
+    nameless = sum(one.size for one in found.lost)
+    return Freed(_ordered(words), before[0] - after[0], before[1] - after[1], *after, tuple(holders(found)), nameless)
 
 
 def would_free(machine: Machine, shell: Any, namespace: Mapping[str, Any], words: Collection[str]) -> Freed:
@@ -61,8 +64,11 @@ def would_free(machine: Machine, shell: Any, namespace: Mapping[str, Any], words
     gone = [one for one in found.freed(numbers) if "cycles" in words or not one.cyclic]
     allocated, reserved = _now(machine)
     given = _whole_segments(machine, {(one.device, one.address) for one in gone}) if "cache" in words else 0
+    held = {(one.device, one.address) for one in gone}
+    nameless = [one for one in found.freed(numbers) if (one.device, one.address) not in held]
+    waiting = size_of(nameless) + sum(one.size for one in found.lost)
     left = tuple(one for one in holders(found) if one.name not in {found.roots[number].name for number in numbers})
-    return Freed(_ordered(words), size_of(gone), given, allocated - size_of(gone), reserved - given, left)
+    return Freed(_ordered(words), size_of(gone), given, allocated - size_of(gone), reserved - given, left, waiting)
 
 
 def forget_traceback(shell: Any) -> None:

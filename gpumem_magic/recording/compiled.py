@@ -13,6 +13,10 @@ import torch
 from gpumem_magic.recording.model import CompiledCode, CompilerPlace
 
 _TABLES = "torch._dynamo.utils"
+# Another number of the host's threads, of which a trial's process has one: it makes the same code for the device again.
+_HOST_THREADS = "num_threads"
+# Compiled again for another number of the host's threads, as in a trial's process, which has one: the same code for the device.
+_NO_MATTER = "GLOBAL_STATE changed: num_threads"
 
 
 class CompilerTables:
@@ -33,14 +37,15 @@ class CompilerTables:
                 breaks[place(frame.filename, frame.lineno or 0), frame.line or "", _head(one.reason)] += 1
         again: dict[tuple[str, str], list[str]] = {}
         for one in _since(self._compiled, _metrics()):
-            if getattr(one, "recompile_reason", None) and one.co_filename:
+            reason = getattr(one, "recompile_reason", None) or ""
+            if reason and one.co_filename and _HOST_THREADS not in reason:
                 # (A module of PyTorch's own, such as `nn.Linear`, goes through a function of the compiler's.)
                 key = (
                     ("", "")
                     if _is_torchs(one)
                     else (place(one.co_filename, one.co_firstlineno or 0), one.co_name or "")
                 )
-                again.setdefault(key, []).append(_head(one.recompile_reason.partition(": ")[2] or one.recompile_reason))
+                again.setdefault(key, []).append(_head(reason.partition(": ")[2] or reason))
         return CompiledCode(
             max(0, _graphs() - self._graphs),
             tuple(CompilerPlace(*key, count) for key, count in breaks.items()),

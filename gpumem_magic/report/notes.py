@@ -95,7 +95,7 @@ def _compiled(done: CompiledCode) -> list[str]:
         )
     if done.again:
         places = [f"{_named(one)} {counted(one.count, 'time')} ({one.reason})" for one in done.again]
-        found.append(f"For inputs unlike those before, torch.compile compiled again: {_few(places)}.")
+        found.append(f"torch.compile compiled again for inputs or settings unlike those before: {_few(places)}.")
     return found
 
 

@@ -135,7 +135,7 @@ def off() -> str:
     from gpumem_magic.virtual import gpu
 
     left = gpu.turn_off()
-    words = f"The virtual {machine.spec.text} is off, and PyTorch is as before."
+    words = f"{machine.spec.text} is off, and PyTorch is as before."
     if left:
         were = "1 tensor was still on it: it" if left == 1 else f"{left} tensors were still on it: they"
         words += f" {were} can't be used any more."

@@ -10,12 +10,13 @@ import torch
 
 from gpumem_magic.looks.objects import attribute, name_of_class
 from gpumem_magic.report.kept import side_by_side
-from gpumem_magic.report.model import ALLOCATED_CATEGORIES, CATEGORIES, LABELS
+from gpumem_magic.report.model import CATEGORIES, LABELS
 from gpumem_magic.trials import cards
 from gpumem_magic.trials.one_run import tried
 from gpumem_magic.trials.programs import Running, Subject
 from gpumem_magic.trials.tried import FITS, Tried
-from gpumem_magic.units import amount, human
+from gpumem_magic.units import amount
+from gpumem_magic.views.compared import moves, row
 from gpumem_magic.views.display import HTML, PLAIN, asked_for, in_terminal
 from gpumem_magic.views.inside import tree
 from gpumem_magic.views.sheet import Sheet
@@ -121,14 +122,10 @@ class Compared:
         before, now = self.eager.allocated, self.compiled.allocated
         if failed:
             return f"{'; '.join(failed)}."
-        changes = [
-            f"{LABELS[name]} {amount(size)} -> {amount(other)}"
-            for name, size, other in self._categories()
-            if name in ALLOCATED_CATEGORIES and abs(size - other) * 50 >= max(before, now)
-        ]
+        changes = moves(self.eager.categories, self.compiled.categories, max(before, now))
         if not changes:
             return f"Compiled and eagerly it peaks alike, at {amount(now)} allocated."
-        return f"Compiled it peaks at {amount(now)} allocated, eagerly at {amount(before)}: {', '.join(changes)}."
+        return f"Compiled it peaks at {amount(now)} allocated, eagerly at {amount(before)}: {changes}."
 
     def _categories(self) -> Iterator[tuple[str, int, int]]:
         for name in CATEGORIES:
@@ -139,9 +136,9 @@ class Compared:
     def _rows(self) -> Iterator[Sequence[str]]:
         yield "at the peak", "eager", "compiled", "difference"
         for name, size, other in self._categories():
-            yield _row(LABELS[name], size, other)
-        yield _row("allocated", self.eager.allocated, self.compiled.allocated)
-        yield _row("nvidia-smi at its highest", self.eager.used, self.compiled.used)
+            yield row(LABELS[name], size, other)
+        yield row("allocated", self.eager.allocated, self.compiled.allocated)
+        yield row("nvidia-smi at its highest", self.eager.used, self.compiled.used)
         yield from self._by_module()
 
     def _by_module(self) -> Iterator[Sequence[str]]:
@@ -149,10 +146,10 @@ class Compared:
         before, now = (sum(one.kept.values()) for one in (self.eager, self.compiled))
         if not (before and now):
             return
-        yield _row("kept at the first backward", before, now)
+        yield row("kept at the first backward", before, now)
         for line in tree(side_by_side(self.eager.kept, self.compiled.kept), _MOST_MODULES):
             size, _, other = line.bytes
-            yield _row(f"{'  ' * (line.depth + 1)}{line.name}{', each' if line.times > 1 else ''}", size, other)
+            yield row(f"{'  ' * (line.depth + 1)}{line.name}{', each' if line.times > 1 else ''}", size, other)
 
     def _after(self) -> Iterator[str]:
         yield (
@@ -160,16 +157,6 @@ class Compared:
             "where it compiles nothing, each model that it calls."
         )
         yield from (note for note in self.compiled.notes if "torch.compile" in note)
-
-
-def _row(name: str, before: int, now: int) -> Sequence[str]:
-    difference = now - before
-    return (
-        name,
-        human(before),
-        human(now),
-        f"{'+' if difference > 0 else '-'}{human(abs(difference))}" if difference else "0",
-    )
 
 
 def _ending(one: Tried) -> str:

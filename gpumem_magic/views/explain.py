@@ -19,6 +19,8 @@ EVIDENCE_WORDS = {
 }
 # In a list of words the comma of the legend's "cached, free" would mislead.
 LABELS = LEGEND | {"cached": "cached"}
+# Rounding of one part in so many of the peak is told.
+_SEEN_ROUNDING = 100
 # What a program's tensors hold; rounding and cached bytes are the allocator's own.
 _TENSOR_CATEGORIES = tuple(name for name in ALLOCATED_CATEGORIES if name not in ("rounding", "unknown"))
 
@@ -317,8 +319,19 @@ def remarks(report: ReportData) -> list[str]:
 
 def caveats(report: ReportData) -> list[str]:
     """Where a failure was, and what limits what the figures say."""
-    sentences = [_failing_place(report), _stand_ins(report), _unknown(report), _one_figure(report)]
+    sentences = [_failing_place(report), _stand_ins(report), _unknown(report), _one_figure(report), _rounding(report)]
     return [sentence for sentence in sentences if sentence]
+
+
+def _rounding(report: ReportData) -> str:
+    """Where a cause's figure and the table's may differ by it."""
+    size = report.peak.categories.get("rounding") or 0
+    if not report.shown_causes or _SEEN_ROUNDING * size < report.peak.allocated:
+        return ""
+    return (
+        "Sentences count the allocator's blocks, which is what letting go gives back; the tensors above what was asked for. "
+        f"The difference is rounding, {amount(size)} at the peak."
+    )
 
 
 def particulars(report: ReportData) -> list[str]:

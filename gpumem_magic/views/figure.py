@@ -19,14 +19,16 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from gpumem_magic.report.model import ALLOCATED_CATEGORIES, CATEGORIES, LABELS, Peak, ReportData, Row
-from gpumem_magic.report.ranks import RankRow, Ranks
+from gpumem_magic.report.ranks import DONE, RankRow, Ranks
 from gpumem_magic.report.rows import MOST
 from gpumem_magic.views import explain
-from gpumem_magic.views.layout import flow, palette_image
+from gpumem_magic.views.bars import BarLine, Bars
+from gpumem_magic.views.layout import palette_image
 from gpumem_magic.views.lines import PEAK, Line, SizeFormat, columns, shown_lines
 from gpumem_magic.views.palette import ON_DARK, ON_LIGHT, Inks
-from gpumem_magic.views.pen import MARGIN, SIZE, WIDTH, Pen, Scale, missing_letters_allowed
-from gpumem_magic.views.rank_bars import RankBars
+from gpumem_magic.views.pen import LINE, MARGIN, SIZE, WIDTH, Pen, Scale, missing_letters_allowed
+from gpumem_magic.views.ranks import MOST as MOST_RANKS
+from gpumem_magic.views.ranks import STATE_WORDS, families, names
 from gpumem_magic.views.ranks import heading as whose_report
 from gpumem_magic.views.story import TENSOR_HEADS, story_of, tensor_heading, tensor_table
 
@@ -35,7 +37,6 @@ _SLIM_SIZE = 8.0
 _FIGURES = 1.62  # the two columns on the right
 _LABELS = 3.5  # at most, for the code on the left
 _CHARACTER = 0.602 * SIZE / 72  # the width of a character of DejaVu Sans Mono, which matplotlib brings along
-_LINE = 0.215
 _MONO = ("DejaVu Sans Mono",)
 _SANS = ("DejaVu Sans",)
 # Fonts with Chinese, Japanese and Korean letters, which matplotlib's own lack; used where one of them is installed.
@@ -130,7 +131,8 @@ class _Drawing(Pen):
         self.left_out = max(0, len(self.lines) - MAX_ROWS)
         if self.left_out:
             self.lines = [*self.lines[: MAX_ROWS - 50], *self.lines[-50:]]
-        super().__init__(*canvas(inks), inks, *_fonts(report, self.lines))
+        text = "".join([*(line.text for line in self.lines), report.answer, *report.notes, report.peak.where])
+        super().__init__(*canvas(inks), inks, *fonts(text))
         self.highest = explain.highest_in_use(report)
         self.wanted = (report.error.wanted or 0) if report.error is not None else 0
         self.scale = self._make_scale()
@@ -143,13 +145,13 @@ class _Drawing(Pen):
         rows_end = tops[-1] + self._pitch(self.lines[-1]) if self.lines else tops[0]
         gauge_top = rows_end + 0.42
         legend = self._legend_items()
-        legend_lines = flow([self._legend_width(name) for name, _ in legend], WIDTH - 2 * MARGIN)
+        legend_lines = self.legend_lines(legend)
         legend_top = gauge_top + (0.36 if self.highest else 0.04)
         table = self._table() if words else []
         sentences = self._sentences(told.obstacle, told.others) if words else []
-        table_top = legend_top + _LINE * len(legend_lines) + 0.1
-        words_top = table_top + _LINE * len(table) + (0.1 if table else 0)
-        height = words_top + _LINE * len(sentences) + (0.1 if sentences else 0.02)
+        table_top = legend_top + LINE * len(legend_lines) + 0.1
+        words_top = table_top + LINE * len(table) + (0.1 if table else 0)
+        height = words_top + LINE * len(sentences) + (0.1 if sentences else 0.02)
         self.figure.set_size_inches(WIDTH, height)
         self.axes.set_ylim(height, 0)
         self._headline(heading, start)
@@ -161,18 +163,18 @@ class _Drawing(Pen):
             self._gap_note(tops)
         if self.highest:
             self._gauge(gauge_top)
-        self._legend(legend, legend_lines, legend_top)
+        self.legend(legend, legend_lines, legend_top)
         for number, cells in enumerate(table):
-            self._table_row(cells, table_top + _LINE * (number + 0.5), number == 0)
+            self._table_row(cells, table_top + LINE * (number + 0.5), number == 0)
         for number, (sentence, colour) in enumerate(sentences):
-            self.text(MARGIN, words_top + _LINE * (number + 0.5), sentence, color=colour)
+            self.text(MARGIN, words_top + LINE * (number + 0.5), sentence, color=colour)
 
     def _ranks(self, ranks: Ranks, title: bool) -> float:
         """All ranks above the report of one: their answer, their bars, and whose report follows. Where it begins, in inches."""
         answer = self.wrapped(ranks.answer, 11.5, weight="bold") if title else []
         self._headline(answer, 0.0)
         top = 0.12 + 0.24 * len(answer)
-        bars = RankBars(ranks, self)
+        bars = Bars(list(map(_rank_line, families(ranks)[:MOST_RANKS])), ranks.highest or 0, "MiB at the peak", self)
         bars.draw(top)
         self._headline([whose_report(ranks)], top + bars.height)
         return top + bars.height + 0.24
@@ -337,24 +339,6 @@ class _Drawing(Pen):
             items.append(("highest allocated inside", ""))
         return items
 
-    def _legend_width(self, text: str) -> float:
-        return 0.22 + self.width(text, 9) + 0.22
-
-    def _legend(self, items: list[tuple[str, str]], members_by_line: list[list[int]], top: float) -> None:
-        for number, members in enumerate(members_by_line):
-            widths = [self._legend_width(items[member][0]) for member in members]
-            x = max(MARGIN, (WIDTH - sum(widths)) / 2)
-            y = top + _LINE * (number + 0.5)
-            for member, width in zip(members, widths, strict=True):
-                text, key = items[member]
-                if key:
-                    self.box(x, y - 0.055, 0.15, 0.11, key)
-                else:
-                    self.line([x, x + 0.14], [y, y], color=self.inks.text, linewidth=0.9)
-                    self.line([x + 0.14] * 2, [y - 0.055, y + 0.055], color=self.inks.text, linewidth=1.6)
-                self.text(x + 0.22, y, text, size=9)
-                x += width
-
     def _table(self) -> list[list[str]]:
         rows = tensor_table(self.report)
         heads = [TENSOR_HEADS[0], tensor_heading(self.report), *TENSOR_HEADS[2:]]
@@ -375,6 +359,14 @@ class _Drawing(Pen):
         return result + [(line, self.inks.quiet) for sentence in quiet for line in self.wrapped(sentence)]
 
 
+def _rank_line(family: tuple[RankRow, list[RankRow]]) -> BarLine:
+    """A bar for a rank at its peak, and those that are like it."""
+    first, members = family
+    sizes = [(name, first.categories.get(name, 0)) for name in ALLOCATED_CATEGORIES]
+    label = "  ".join(filter(None, [names(first, members), STATE_WORDS[first.state]]))
+    return BarLine(label, sizes, first.peak_allocated, alarm=first.state != DONE)
+
+
 def canvas(inks: Inks = ON_LIGHT) -> tuple[Figure, Any]:
     """A figure of one inch's height, which grows when the rows are known, and axes in inches that fill it."""
     figure = ReportFigure(figsize=(WIDTH, 1), dpi=100, facecolor=inks.paper, edgecolor=inks.paper)
@@ -384,10 +376,9 @@ def canvas(inks: Inks = ON_LIGHT) -> tuple[Figure, Any]:
     return figure, axes
 
 
-def _fonts(report: ReportData, shown: Sequence[Line]) -> tuple[list[str], list[str]]:
-    """The mono and the sans family, each with a fallback for wide letters where the report has some and a font is there."""
+def fonts(text: str) -> tuple[list[str], list[str]]:
+    """The mono and the sans family, each with a fallback for wide letters where the text has some and a font is there."""
     mono, sans = list(_MONO), list(_SANS)
-    text = "".join([*(line.text for line in shown), report.answer, *report.notes, report.peak.where])
     if columns(text) > len(text):
         installed = {entry.name for entry in font_manager.fontManager.ttflist}
         fallback = next((name for name in _EAST_ASIAN if name in installed), None)

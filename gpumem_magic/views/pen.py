@@ -15,13 +15,14 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
 
 from gpumem_magic.patching import warnings_remembered
-from gpumem_magic.views.layout import ticks
+from gpumem_magic.views.layout import flow, ticks
 from gpumem_magic.views.lines import columns, fit, wrap
 from gpumem_magic.views.palette import PATTERNS, Inks, line_on
 
 WIDTH = 11.0
 MARGIN = 0.22
 SIZE = 9.5  # points
+LINE = 0.215  # of words and of a legend
 
 
 @dataclass
@@ -104,6 +105,29 @@ class Pen:
                 self.line([x, x], [top - 0.02, axis_y], color=self.inks.grid, linewidth=0.7, zorder=0)
             self.line([x, x], [axis_y, axis_y + 0.05], color=ink, linewidth=0.9)
             self.text(x, axis_y + 0.16, word, ha="center", size=9)
+
+    def legend_lines(self, items: Sequence[tuple[str, str]]) -> list[list[int]]:
+        """Which of a legend's items share a line, by number."""
+        return flow([self._legend_width(text) for text, _ in items], WIDTH - 2 * MARGIN)
+
+    def legend(self, items: Sequence[tuple[str, str]], members_by_line: list[list[int]], top: float) -> None:
+        """items: what each says, and its category ("": the mark of the highest inside)."""
+        for number, members in enumerate(members_by_line):
+            widths = [self._legend_width(items[member][0]) for member in members]
+            x = max(MARGIN, (WIDTH - sum(widths)) / 2)
+            y = top + LINE * (number + 0.5)
+            for member, width in zip(members, widths, strict=True):
+                text, key = items[member]
+                if key:
+                    self.box(x, y - 0.055, 0.15, 0.11, key)
+                else:
+                    self.line([x, x + 0.14], [y, y], color=self.inks.text, linewidth=0.9)
+                    self.line([x + 0.14] * 2, [y - 0.055, y + 0.055], color=self.inks.text, linewidth=1.6)
+                self.text(x + 0.22, y, text, size=9)
+                x += width
+
+    def _legend_width(self, text: str) -> float:
+        return 0.22 + self.width(text, 9) + 0.22
 
 
 def patterned(category: str, colour: str) -> dict[str, Any]:
