@@ -10,12 +10,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from gpumem_magic import __version__
-from gpumem_magic.commands import calibrate, demo, devices, diff, fit, ranks, replay, run, show
+from gpumem_magic.commands import work_of
 from gpumem_magic.spelling import meant
-
-_RUN = {
-    one.__name__.rpartition(".")[2]: one.run for one in (demo, run, fit, ranks, show, diff, replay, calibrate, devices)
-}
 
 
 def _count(text: str) -> int:
@@ -62,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, words in declared.items():
         arguments = words.pop("arguments")
         command = commands.add_parser(name, **words)
-        command.set_defaults(run=_RUN[name], parser=command, main=main)
+        command.set_defaults(parser=command, main=main)
         for one in arguments:
             # Several in a list exclude each other.
             owner = command.add_mutually_exclusive_group() if isinstance(one, list) else command
@@ -78,8 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     chosen.arguments = given[split + 1 :]
     if not parser.runs and given[split:]:
         parser.error(f"{chosen.command} takes no arguments after --")
-    status: int = chosen.run(chosen)
-    return status
+    return work_of(chosen.command)(chosen)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,13 @@ _compiled = tempfile.TemporaryDirectory()
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = _compiled.name
 
 
+# Nor is anything garbage of what is imported for good.
+gc.disable()
 _modules_looked_at = 0
+
+
+def pytest_collection_finish() -> None:
+    gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)

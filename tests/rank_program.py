@@ -211,6 +211,8 @@ done = {}
 for kind in KINDS:
     run(kind)
     gc.collect()
+    # What is left are modules, which the next kind's collection need not look at.
+    gc.freeze()
     if len(sys.argv) > 2:
         done[kind] = events()
 if done:

@@ -13,6 +13,7 @@ from gpumem_magic import private
 from gpumem_magic.devices import machines
 from gpumem_magic.devices.base import Device, DeviceError, Label, Machine
 from gpumem_magic.recording import under_way
+from gpumem_magic.recording.quiet import no_automatic_collection
 from gpumem_magic.units import human
 
 if TYPE_CHECKING:
@@ -185,9 +186,11 @@ def _turn_on(name: str) -> VirtualMachine:
         private.require("virtual.gpu")
     except private.Missing as error:
         raise DeviceError(str(error)) from None
-    from gpumem_magic.virtual import gpu
+    # Parts of PyTorch are imported by it, and stay: looking for garbage in them only takes time.
+    with no_automatic_collection():
+        from gpumem_magic.virtual import gpu
 
-    return gpu.turn_on(name)
+        return gpu.turn_on(name)
 
 
 def _choose_gpu(spec: RealDevice) -> str:
