@@ -10,10 +10,11 @@ import torch
 from gpumem_magic.private import aten as _aten
 from gpumem_magic.private import overloads
 from gpumem_magic.virtual.engine import kernel_rules
-from gpumem_magic.virtual.engine.engine import SPECIAL, Engine, refuse_to_hold
+from gpumem_magic.virtual.engine.engine import SPECIAL, Engine
 from gpumem_magic.virtual.engine.host_calls import EQUIVALENT, HostCall, host_only, refuse_to_compute
 from gpumem_magic.virtual.engine.memory import Memory
 from gpumem_magic.virtual.engine.random import DeviceRandom
+from gpumem_magic.virtual.engine.refusals import refuse_to_hold
 from gpumem_magic.virtual.engine.storage import Placement, StorageTable
 from gpumem_magic.virtual.engine.tensors import OTHERWISE, VirtualTensor
 from gpumem_magic.virtual.engine.twins import Twins, leaves, on_host

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -34,6 +33,7 @@ from gpumem_magic.uninterrupted import Uninterrupted
 from gpumem_magic.virtual.engine import contractions, indexing, kernel_rules, supplied
 from gpumem_magic.virtual.engine.alike import AlikeCalls
 from gpumem_magic.virtual.engine.births import Births
+from gpumem_magic.virtual.engine.calls import any_sparse, device_among, may_allocate, may_resize, node_now, users_line
 from gpumem_magic.virtual.engine.memory import Memory
 from gpumem_magic.virtual.engine.mismatch import (
     in_cudas_words,
@@ -52,6 +52,7 @@ from gpumem_magic.virtual.engine.modes import (
     pushed,
 )
 from gpumem_magic.virtual.engine.reads import Reads
+from gpumem_magic.virtual.engine.refusals import DeviceGone, cannot_run, is_foreign, refuse_device, refuse_to_hold
 from gpumem_magic.virtual.engine.storage import StorageTable
 from gpumem_magic.virtual.engine.tensors import OTHERWISE, VirtualTensor
 
@@ -77,14 +78,6 @@ def special(
         return handler
 
     return register
-
-
-class CannotRun(NotImplementedError):
-    """An operator that cannot be emulated."""
-
-
-class DeviceGone(RuntimeError):
-    """A tensor of a virtual device was used after the device had been turned off."""
 
 
 class Engine:
@@ -273,8 +266,8 @@ class Engine:
         out = self.fake_call(func, args, kwargs)
         allocates = self._allocates.get(func)
         if allocates is None:
-            allocates = self._allocates[func] = _may_allocate(func)
-            if not allocates and _may_resize(func):
+            allocates = self._allocates[func] = may_allocate(func)
+            if not allocates and may_resize(func):
                 self._resizes.add(func)
         self.settle(out, allocates)
         if not allocates and func in self._resizes:
@@ -324,7 +317,7 @@ class Engine:
                 raise
             if is_device_mismatch(error):
                 refuse_mixed_devices(func, args, kwargs, sure=True)
-            if _is_foreign(func):
+            if is_foreign(func):
                 raise cannot_run(func, str(error)) from None
             words = in_cudas_words(error, func, args, kwargs)
             if isinstance(words, (AssertionError, AttributeError)):
@@ -486,53 +479,8 @@ def _no_attention(*args: Any, **kwargs: Any) -> NoReturn:
     raise NotImplementedError("this engine has no devices that could choose an attention kernel")
 
 
-def device_among(args: Any, kwargs: Any) -> int | None:
-    """Index of the virtual device that the operator runs on: the first virtual tensor's, else the device argument's."""
-    for arg in args:
-        if isinstance(arg, VirtualTensor):
-            return int(arg.fake_device.index)
-        if isinstance(arg, (list, tuple)):
-            found = device_among(arg, None)
-            if found is not None:
-                return found
-        elif isinstance(arg, torch.device) and _means_virtual(arg):
-            # (`Tensor.to` as inference mode hands it over.)
-            return STATE.last_device if arg.index is None else arg.index
-    if kwargs:
-        for arg in kwargs.values():
-            if isinstance(arg, VirtualTensor):
-                return int(arg.fake_device.index)
-            if isinstance(arg, torch.device) and _means_virtual(arg):
-                return STATE.last_device if arg.index is None else arg.index
-            if isinstance(arg, (list, tuple)):
-                found = device_among(arg, None)
-                if found is not None:
-                    return found
-    return None
-
-
-def _means_virtual(device: torch.device) -> bool:
-    return device.type in ("cuda", "meta") and not STATE.depth
-
-
-def any_sparse(args: Any) -> bool:
-    for arg in args:
-        if isinstance(arg, VirtualTensor):
-            if arg.layout is torch.sparse_coo:
-                return True
-        elif isinstance(arg, (list, tuple)) and any_sparse(arg):
-            return True
-    return False
-
-
 def _no_sparse(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> NoReturn:
     raise cannot_run(func, "for a sparse tensor")
-
-
-def refuse_to_hold(kind: str, instead: str = "dense (padded) or sparse_coo tensors") -> NoReturn:
-    raise NotImplementedError(
-        f"the virtual GPU cannot hold {kind}. Use {instead} there, or run this line on a real GPU."
-    )
 
 
 def _refuse_foreign(tensor: FakeTensor) -> NoReturn:
@@ -543,72 +491,6 @@ def _refuse_foreign(tensor: FakeTensor) -> NoReturn:
     raise RuntimeError("a tensor of another FakeTensorMode can't be used together with tensors on the virtual GPU")
 
 
-def node_now() -> int:
-    """A number for the node of the backward pass that this thread is in; 0 outside of one."""
-    if not STATE.backward:
-        return 0
-    node = torch._C._current_autograd_node()
-    return 0 if node is None else hash((node.name(), node._sequence_nr()))
-
-
-def refuse_device(index: int) -> NoReturn:
-    """The error that CUDA raises for a device number that there is not."""
-    raise torch.AcceleratorError(  # what 2.8 and newer raise
-        f"CUDA error: invalid device ordinal (the virtual machine has no cuda:{index})"
-    )
-
-
-def _is_foreign(func: Any) -> bool:
-    return getattr(func, "namespace", "aten") not in ("aten", "prims", "prim", "c10d", "_c10d_functional")
-
-
-def cannot_run(func: Any, reason: str) -> CannotRun:
-    """The error for an operator that cannot be emulated: which, why, and what to do."""
-    if _is_foreign(func):
-        return CannotRun(
-            f"the virtual GPU cannot run {func}, a library's own kernel ({reason}). Say what it returns with "
-            f'gpumem_magic.register_kernel("{func._schema.name}", rule), or run this line on a real GPU.'
-        )
-    return CannotRun(
-        f"the virtual GPU cannot run {func}: its result depends on values, or it has no shape rule ({reason}). Run this line on "
-        "the host, or on a real GPU."
-    )
-
-
-def refuse_fork() -> NoReturn:
-    """The error that CUDA raises in a child process which was forked after its first use."""
-    raise RuntimeError(
-        "Cannot re-initialize CUDA in forked subprocess. To use CUDA with multiprocessing, you must use the 'spawn' start method"
-    )
-
-
 def quiet(record: logging.LogRecord) -> bool:
     """A filter for the fake mode's log: an operator that a program calls wrongly is its own error, and is raised."""
     return not STATE.depth
-
-
-def users_line() -> tuple[str, int]:
-    """(file name, line) of the innermost frame outside of torch and of this package."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        name = frame.f_globals.get("__name__", "")
-        if not name.startswith(("torch.", "gpumem_magic.", "contextlib")) and name != "torch":
-            return frame.f_code.co_filename, frame.f_lineno
-        if frame.f_back is None:
-            break
-        frame = frame.f_back
-    return frame.f_code.co_filename, frame.f_lineno
-
-
-def _may_allocate(func: Any) -> bool:
-    """False where every tensor in the result is an argument of the call, or a view of one, by the operator's schema."""
-    schema = getattr(func, "_schema", None)
-    return schema is None or any(value.alias_info is None for value in schema.returns)
-
-
-def _may_resize(func: Any) -> bool:
-    """Whether the operator gives tensors that it writes to another size: ``out=`` and `resize_`."""
-    schema = getattr(func, "_schema", None)
-    if schema is None:
-        return False
-    return "resize" in schema.name or any(argument.is_out for argument in schema.arguments)

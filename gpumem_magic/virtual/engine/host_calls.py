@@ -9,9 +9,9 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch._decomp import decomposition_table
 
-from gpumem_magic.virtual.engine.engine import CannotRun
 from gpumem_magic.virtual.engine.half_precision import HALF
 from gpumem_magic.virtual.engine.random import DeviceRandom
+from gpumem_magic.virtual.engine.refusals import CannotRun
 from gpumem_magic.virtual.engine.storage import Placement
 from gpumem_magic.virtual.engine.twins import leaves, mapped
 

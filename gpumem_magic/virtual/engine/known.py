@@ -25,9 +25,9 @@ from gpumem_magic.virtual.engine.computing import (
     is_made_of_others,
     touches_values,
 )
-from gpumem_magic.virtual.engine.engine import CannotRun
 from gpumem_magic.virtual.engine.host_calls import HostCall, host_only
 from gpumem_magic.virtual.engine.memory import Memory
+from gpumem_magic.virtual.engine.refusals import CannotRun
 from gpumem_magic.virtual.engine.storage import Placement, StorageTable
 from gpumem_magic.virtual.engine.tensors import GUESS, KNOWN, VirtualTensor
 from gpumem_magic.virtual.engine.twins import leaves, mapped, on_host

@@ -14,6 +14,7 @@ import torch
 from gpumem_magic.failures import is_own_failure
 from gpumem_magic.private import aten as _aten
 from gpumem_magic.virtual.engine import kernel_rules
+from gpumem_magic.virtual.engine.calls import any_sparse
 from gpumem_magic.virtual.engine.computing import (
     ComputingEngine,
     comes_first,
@@ -22,10 +23,10 @@ from gpumem_magic.virtual.engine.computing import (
     is_made_of_others,
     touches_values,
 )
-from gpumem_magic.virtual.engine.engine import CannotRun, any_sparse
 from gpumem_magic.virtual.engine.host_calls import HostCall, host_only
 from gpumem_magic.virtual.engine.host_memory import HostMemory
 from gpumem_magic.virtual.engine.memory import Memory
+from gpumem_magic.virtual.engine.refusals import CannotRun
 from gpumem_magic.virtual.engine.storage import Placement, StorageTable
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
 from gpumem_magic.virtual.engine.twins import leaves, on_host

@@ -12,7 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from gpumem_magic.private import aten as _aten
 from gpumem_magic.private import overloads
 from gpumem_magic.virtual.engine import supplied, values
-from gpumem_magic.virtual.engine.engine import Engine, special, users_line
+from gpumem_magic.virtual.engine.calls import users_line
+from gpumem_magic.virtual.engine.engine import Engine, special
 from gpumem_magic.virtual.engine.mismatch import refuse_mixed_devices
 from gpumem_magic.virtual.engine.modes import STATE, origin
 from gpumem_magic.virtual.engine.tensors import VirtualTensor

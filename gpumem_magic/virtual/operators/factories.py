@@ -15,7 +15,7 @@ import torch.utils._device
 
 from gpumem_magic.patching import Patches, warnings_remembered
 from gpumem_magic.private import overloads
-from gpumem_magic.virtual.engine.engine import SPARSE, Engine, refuse_device, refuse_fork, refuse_to_hold, special
+from gpumem_magic.virtual.engine.engine import SPARSE, Engine, special
 from gpumem_magic.virtual.engine.modes import (
     META,
     STATE,
@@ -25,6 +25,7 @@ from gpumem_magic.virtual.engine.modes import (
     pushed,
     with_dispatch_of_its_own,
 )
+from gpumem_magic.virtual.engine.refusals import refuse_device, refuse_fork, refuse_to_hold
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
 from gpumem_magic.virtual.operators.sorting import hold_for_shuffle
 

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch._C import _storage_Use_Count
 
-from gpumem_magic.virtual.engine.engine import Engine, node_now, special
+from gpumem_magic.virtual.engine.calls import node_now
+from gpumem_magic.virtual.engine.engine import Engine, special
 from gpumem_magic.virtual.engine.modes import STATE
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
 from gpumem_magic.virtual.operators.sorting import is_dense

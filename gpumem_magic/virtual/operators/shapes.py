@@ -16,8 +16,9 @@ import torch
 from gpumem_magic.private import aten as _aten
 from gpumem_magic.private import overloads
 from gpumem_magic.virtual.engine import values
-from gpumem_magic.virtual.engine.engine import Engine, cannot_run, special
+from gpumem_magic.virtual.engine.engine import Engine, special
 from gpumem_magic.virtual.engine.half_precision import accumulator
+from gpumem_magic.virtual.engine.refusals import cannot_run
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
 from gpumem_magic.virtual.operators.data_dependent import _placed
 

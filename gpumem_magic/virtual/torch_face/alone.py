@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from gpumem_magic.patching import Patches
-from gpumem_magic.virtual.engine.engine import users_line
+from gpumem_magic.virtual.engine.calls import users_line
 from gpumem_magic.virtual.torch_face.communication import everywhere
 from gpumem_magic.virtual.torch_face.letters import PATIENCE, Letters
 

@@ -17,7 +17,7 @@ import torch.cuda.random
 import torch.cuda.streams
 
 from gpumem_magic.patching import Patches
-from gpumem_magic.virtual.engine.engine import refuse_device, refuse_fork
+from gpumem_magic.virtual.engine.refusals import refuse_device, refuse_fork
 from gpumem_magic.virtual.torch_face import streams
 from gpumem_magic.virtual.torch_face.cuda_memory import CudaMemory
 from gpumem_magic.virtual.torch_face.streams import CURRENT, device_index, rng_state

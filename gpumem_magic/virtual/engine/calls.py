@@ -1,0 +1,85 @@
+"""What an operator's call says of itself before it runs: the device that it is for, what it may allocate, and who calls."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+
+from gpumem_magic.virtual.engine.modes import STATE
+from gpumem_magic.virtual.engine.tensors import VirtualTensor
+
+
+def device_among(args: Any, kwargs: Any) -> int | None:
+    """Index of the virtual device that the operator runs on: the first virtual tensor's, else the device argument's."""
+    for arg in args:
+        if isinstance(arg, VirtualTensor):
+            return int(arg.fake_device.index)
+        if isinstance(arg, (list, tuple)):
+            found = device_among(arg, None)
+            if found is not None:
+                return found
+        elif isinstance(arg, torch.device) and _means_virtual(arg):
+            # (`Tensor.to` as inference mode hands it over.)
+            return STATE.last_device if arg.index is None else arg.index
+    if kwargs:
+        for arg in kwargs.values():
+            if isinstance(arg, VirtualTensor):
+                return int(arg.fake_device.index)
+            if isinstance(arg, torch.device) and _means_virtual(arg):
+                return STATE.last_device if arg.index is None else arg.index
+            if isinstance(arg, (list, tuple)):
+                found = device_among(arg, None)
+                if found is not None:
+                    return found
+    return None
+
+
+def _means_virtual(device: torch.device) -> bool:
+    return device.type in ("cuda", "meta") and not STATE.depth
+
+
+def any_sparse(args: Any) -> bool:
+    for arg in args:
+        if isinstance(arg, VirtualTensor):
+            if arg.layout is torch.sparse_coo:
+                return True
+        elif isinstance(arg, (list, tuple)) and any_sparse(arg):
+            return True
+    return False
+
+
+def may_allocate(func: Any) -> bool:
+    """False where every tensor in the result is an argument of the call, or a view of one, by the operator's schema."""
+    schema = getattr(func, "_schema", None)
+    return schema is None or any(value.alias_info is None for value in schema.returns)
+
+
+def may_resize(func: Any) -> bool:
+    """Whether the operator gives tensors that it writes to another size: ``out=`` and `resize_`."""
+    schema = getattr(func, "_schema", None)
+    if schema is None:
+        return False
+    return "resize" in schema.name or any(argument.is_out for argument in schema.arguments)
+
+
+def node_now() -> int:
+    """A number for the node of the backward pass that this thread is in; 0 outside of one."""
+    if not STATE.backward:
+        return 0
+    node = torch._C._current_autograd_node()
+    return 0 if node is None else hash((node.name(), node._sequence_nr()))
+
+
+def users_line() -> tuple[str, int]:
+    """(file name, line) of the innermost frame outside of torch and of this package."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if not name.startswith(("torch.", "gpumem_magic.", "contextlib")) and name != "torch":
+            return frame.f_code.co_filename, frame.f_lineno
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    return frame.f_code.co_filename, frame.f_lineno
