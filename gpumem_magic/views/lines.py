@@ -237,7 +237,7 @@ def first_line(text: str) -> str:
 
 def columns(text: str) -> int:
     """How many columns a terminal (or a monospaced font) needs for the text."""
-    return sum(_columns(character) for character in text)
+    return len(text) if text.isascii() else sum(_columns(character) for character in text)
 
 
 def _columns(character: str) -> int:
