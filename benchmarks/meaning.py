@@ -3,8 +3,8 @@
     python benchmarks/meaning.py FILE_OR_FOLDER...
 
 One line for each device of each file that has stacks: the peak, the share that is unknown, the share that is inferred, and the
-largest categories. `saved` is memory that a backward let go of (the free's own stack says so) and that is not called an
-activation: it has to be 0.
+largest categories. `saved` is memory that a backward let go of (the free's own stack says so) and that is no activation, no
+copy that autocast made, nor what the program itself put in: it has to be 0.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _line(view: DeviceView, name: str) -> tuple[int, int]:
         for one in view.timeline.live_at(position)
         if one.freed is not None
         and any(word in frame.name for frame in view.log.events[one.freed].frames for word in _LET_GO)
-        and view.labels[one.index].category not in ("activations", "inputs", "parameters", "buffers")
+        and view.labels[one.index].category not in ("activations", "autocast_copies", "inputs", "parameters", "buffers")
     )
     shares = Counter(balance.requested).most_common()
     words = ", ".join(

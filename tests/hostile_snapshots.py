@@ -293,6 +293,7 @@ def walk(path: Path) -> str:
             sizes = view.sizes(position)
             layers = [size for name, size in sizes.items() if name not in ("allocated", "reserved")]
             assert sum(layers) == sizes["reserved"] == view.timeline.reserved_at(position)
+            assert sizes["cached"] >= 0
             assert sum(layers) - sizes["cached"] == sizes["allocated"] == view.timeline.allocated_at(position)
     assert "\x1b" not in str(report)
     page = timeline_of_files([views]).to_html()

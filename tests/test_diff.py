@@ -89,7 +89,7 @@ def test_bytes_and_places(diff: Any) -> None:
     rows = table_of(lines)
     assert rows["allocated"] == ["17", "35", "+18"]
     assert rows["reserved"] == ["200", "200", "0"]
-    assert rows["cached"] == ["183", "165", "-18"]
+    assert rows["cached, free"] == ["183", "165", "-18"]
     places = lines[lines.index("Where the most changed:") + 1 :]
     assert places[0].split(None, 2) == ["+20.0", "MiB", "/home/me/data.py:20 batch  (4.0 MiB -> 24.0 MiB)"]
     assert places[1].split(None, 2)[:2] == ["-2.0", "MiB"]
@@ -115,9 +115,9 @@ def test_a_line_that_is_called_in_several_ways(diff: Any) -> None:
 
 def test_the_changes_of_categories_add_up(diff: Any) -> None:
     rows = table_of(diff(snapshot((40, MODEL), (7, BATCH)), snapshot((2, MODEL), (9, []), (50, BATCH))))
-    change = sum(int(row[2]) for name, row in rows.items() if name not in ("allocated", "reserved", "cached"))
+    change = sum(int(row[2]) for name, row in rows.items() if name not in ("allocated", "reserved", "cached, free"))
     assert change == int(rows["allocated"][2]) == 14
-    assert int(rows["allocated"][2]) + int(rows["cached"][2]) == int(rows["reserved"][2]) == 0
+    assert int(rows["allocated"][2]) + int(rows["cached, free"][2]) == int(rows["reserved"][2]) == 0
 
 
 def test_the_device_is_named(diff: Any) -> None:
@@ -181,7 +181,7 @@ def test_two_real_recordings(capsys: pytest.CaptureFixture[str]) -> None:
         parts = [
             int(row[column].replace(",", ""))
             for name, row in rows.items()
-            if name not in ("allocated", "reserved", "cached")
+            if name not in ("allocated", "reserved", "cached, free")
         ]
         # Each is rounded to a whole MiB.
         assert abs(sum(parts) - int(rows["allocated"][column].replace(",", ""))) <= len(parts)

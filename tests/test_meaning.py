@@ -146,6 +146,14 @@ def test_what_let_go_of_it(frames: tuple[Frame, ...], kind: str) -> None:
     assert sites.letting_go(frames) == kind
 
 
+def test_where_memory_was_let_go_of() -> None:
+    held = native("torch::autograd::SavedVariable::reset_data()")
+    assert sites.let_go_at((native("THPVariable_clear"), held)) == "torch::autograd::SavedVariable::reset_data"
+    assert sites.let_go_at((held, OWN)) == "/home/me/train.py:9 <module>, by torch::autograd::SavedVariable::reset_data"
+    assert sites.let_go_at((MODULE, OWN)) == "/home/me/train.py:9 <module>"
+    assert sites.let_go_at(()) == ""
+
+
 def test_sets_of_equal_sizes() -> None:
     model = [40_000_000, *[16_000_000] * 24, *[4_000_000] * 48, 8_000, 8_000]
     for sets in (1, 3, 4):

@@ -409,6 +409,28 @@ def test_the_device_that_failed_stands_out(show: Any, tmp_path: Path) -> None:
     assert "failed" not in show(fine, fine)[1]
 
 
+def test_where_memory_ran_out_comes_first(show: Any, tmp_path: Path) -> None:
+    """Before a device with a higher peak; and what is listed is what was there when the request failed."""
+    run = train(2, stacks=True)
+    size = 4 * sum(segment.total_size for segment in run.allocator.segments())
+    other = Segment(1, 1 << 40, size, 0, "large", (Block(1 << 40, size, size, ACTIVE),))
+    write(
+        Snapshot((*run.allocator.segments(), other), (tuple(run.events), ()), run.allocator.settings_dict()),
+        tmp_path / "run.pickle",
+    )
+    views = views_of(read(tmp_path / "run.pickle"))
+    assert [view.device for view in views] == [0, 1]
+    assert views[1].peak[0] > views[0].peak[0]
+    failed = max(index for index, one in enumerate(views[0].log.events) if one.action == "oom")
+    text = show(str(tmp_path / "run.pickle"))[1]
+    listed = text.partition("The largest allocations (at the failure), those of one stack together:\n")[2]
+    assert listed.split("  ")[1].strip() == human(groups_of(views[0], failed + 1)[0].requested)
+    assert "Segments (at the failure;" in text
+    assert "The largest allocations (at the peak)" in show(str(tmp_path / "run.pickle"), "--at", "peak")[1]
+    contents = load(tmp_path / "run.pickle").to_dict()["contents"]
+    assert sum(one["bytes"] for one in contents["allocations"]) == views[0].timeline.allocated_at(failed + 1)
+
+
 def test_a_state_without_events_is_one_moment(show: Any, tmp_path: Path) -> None:
     data = one_device()
     path = saved(tmp_path, {"segments": data["segments"]}, "state.pickle")

@@ -119,6 +119,24 @@ def test_blocks_that_were_there() -> None:
     assert timeline.unmatched == 0
 
 
+def test_what_lies_in_no_segment_is_reserved_while_it_is_there() -> None:
+    """A trace without its segments' events; and one block that reaches out of its segment, over a gap, into the next."""
+    timeline = Timeline(
+        (), events_of(("alloc", 0, 3 * MIB), ("free_requested", 0, 3 * MIB), ("free_completed", 0, 3 * MIB))
+    )
+    assert [timeline.reserved_at(p) // MIB for p in range(4)] == [0, 3, 3, 0]
+    assert (timeline.outside, timeline.unplaced) == (1, 1)
+    start = [
+        Segment(0, BASE + place * MIB, 2 * MIB, 0, "large", (Block(BASE + place * MIB, 2 * MIB, 2 * MIB, "inactive"),))
+        for place in (0, 4)
+    ]
+    timeline = Timeline(start, events_of(("alloc", MIB, 4 * MIB), ("segment_alloc", 2 * MIB, 2 * MIB)))
+    assert [timeline.allocated_at(p) // MIB for p in range(3)] == [0, 4, 4]
+    assert [timeline.reserved_at(p) // MIB for p in range(3)] == [4, 6, 6]
+    assert [sum(one.total_size for one in timeline.segments_at(p)) // MIB for p in range(3)] == [4, 6, 6]
+    assert timeline.outside == 1
+
+
 def test_a_trace_from_the_middle() -> None:
     timeline = Timeline(
         (),

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from gpumem_magic.attribution.sites import folded
+from gpumem_magic.attribution.sites import folded, let_go_at
 from gpumem_magic.attribution.view import DeviceView
 from gpumem_magic.snapshot.model import Frame
 from gpumem_magic.snapshot.timeline import Allocation
@@ -18,7 +18,7 @@ class StackGroup:
     """Live allocations of one category that one stack asked for.
 
     requested: bytes in all; sizes: requested size -> how many. why: how the category is known, or why it is not.
-    stack, freed: lines for a reader, of the request and of the free that most of them met (() where it has no stack of its own).
+    stack: lines for a reader. freed: where most of them were let go of, in one line; "" where no stack of its own says so.
     """
 
     requested: int
@@ -28,7 +28,7 @@ class StackGroup:
     why: str
     name: str | None
     stack: tuple[str, ...]
-    freed: tuple[str, ...]
+    freed: str
 
     @property
     def count(self) -> int:
@@ -72,7 +72,8 @@ def groups_of(view: DeviceView, position: int, wanted: Callable[[Allocation], bo
 
     found = []
     for common, members in alike(view, position, words, wanted).items():
-        ends = Counter(words(view.frames_of_free(one)) for one in members)
+        frees = {words(frames): frames for frames in map(view.frames_of_free, members)}
+        (freed, _), *_ = Counter(words(view.frames_of_free(one)) for one in members).most_common(1)
         found.append(
             StackGroup(
                 sum(one.requested for one in members),
@@ -82,7 +83,7 @@ def groups_of(view: DeviceView, position: int, wanted: Callable[[Allocation], bo
                 common.why,
                 common.name,
                 words(view.frames_of(members[0])),
-                ends.most_common(1)[0][0],
+                let_go_at(frees[freed]) if freed != common.stack else "",
             )
         )
     return sorted(found, key=lambda group: -group.requested)

@@ -221,6 +221,16 @@ def words_of(frame: Frame) -> str:
     return _ARGUMENTS.sub("", frame.name) or frame.filename
 
 
+def let_go_at(frames: tuple[Frame, ...]) -> str:
+    """Where memory was let go of, in one line: the frame that a reader sees first, and the C++ frame which says that backward
+    had held it."""
+    held = _holding(frames)
+    if held is not None and not any(map(is_python, frames)):
+        return words_of(held)
+    first = next((line for line in folded(frames) if not line.startswith("(")), "")
+    return first if held is None else f"{first}, by {words_of(held)}"
+
+
 def folded(frames: tuple[Frame, ...], most: int = 6) -> list[str]:
     """A stack for a reader, innermost first: the user's own Python frames and the one of a library that tells the most, and
     between them how many others there are."""
@@ -228,10 +238,7 @@ def folded(frames: tuple[Frame, ...], most: int = 6) -> list[str]:
     hidden = 0
     python = [frame for frame in frames if is_python(frame)]
     own = [frame for frame in python if not is_library(frame)]
-    nodes = [frame for frame in frames if _BACKWARD_NODE.search(frame.name)]
-    telling = [frame for frame in frames if not _PLUMBING.match(frame.name)]
-    library = _telling(python)
-    shown = [*library, *own] or python[:1] or nodes[:1] or telling[:1] or list(frames[:1])
+    shown = [*_telling(python), *own] or python[:1] or _telling_native(frames)
     for frame in python or frames:
         if frame in shown and len(lines) < most:
             if hidden:
@@ -243,6 +250,19 @@ def folded(frames: tuple[Frame, ...], most: int = 6) -> list[str]:
     if hidden:
         lines.append(f"({counted(hidden, 'more frame')})")
     return lines
+
+
+def _telling_native(frames: Sequence[Frame]) -> list[Frame]:
+    """The C++ frame that says what went on: a node of backward, what held it for one, or else the first that is no plumbing."""
+    # The plain text first: names can be long, and few have it.
+    node = next((one for one in frames if "::apply" in one.name and _BACKWARD_NODE.search(one.name)), None)
+    telling = node or _holding(frames) or next((one for one in frames if not _PLUMBING.match(one.name)), None)
+    return [telling] if telling else list(frames[:1])
+
+
+def _holding(frames: Sequence[Frame]) -> Frame | None:
+    """The C++ frame of a free which says that backward had held the memory."""
+    return next((one for one in frames if _sign(one.filename, one.name) == (False, SAVED)), None)
 
 
 def _telling(python: Sequence[Frame]) -> list[Frame]:

@@ -167,7 +167,9 @@ class DeviceView:
     def frames_of_extent(self, one: Extent) -> tuple[Frame, ...]:
         """The stack that asked the driver for it; () where none was recorded."""
         if one.born >= 0:
-            return self.log.events[one.born].frames
+            # What only a block tells of was asked for before.
+            event = self.log.events[one.born]
+            return () if event.action == "alloc" else event.frames
         return self._segments_at_end.get(one.address, ()) if one.gone is None else ()
 
     def stacks_of_segments(self, position: int) -> dict[int, tuple[Frame, ...]]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from gpumem_magic.attribution.groups import groups_of
 from gpumem_magic.commands.common import guarded
 from gpumem_magic.commands.same_code import called, same_files, together
+from gpumem_magic.report.model import LABELS
 from gpumem_magic.snapshot.whole_file import printable
 from gpumem_magic.units import amount, counted, mib
 from gpumem_magic.views.lines import table
@@ -59,7 +60,7 @@ def run(options: argparse.Namespace) -> int:
     one, other = before.sizes(positions[0]), after.sizes(positions[1])
     rows = [[f"MiB at the {options.at}", "A", "B", "change"]]
     rows += [
-        [name.replace("_", " "), mib(one[name]), mib(other[name]), _changed(other[name] - one[name])]
+        [LABELS.get(name, name), mib(one[name]), mib(other[name]), _changed(other[name] - one[name])]
         for name in one
         if one[name] or other[name]
     ]
@@ -96,7 +97,7 @@ def _stacks(view: DeviceView, position: int) -> dict[_Lines, _OfStack]:
     found: dict[_Lines, _OfStack] = defaultdict(_OfStack)
     for group in groups_of(view, position):
         own = tuple(line for line in group.stack if not line.startswith("("))
-        held = found[own or (group.category.replace("_", " ") + _STACKLESS,)]
+        held = found[own or (LABELS[group.category] + _STACKLESS,)]
         held.bytes += group.requested
         held.count += group.count
     return found

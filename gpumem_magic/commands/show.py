@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 @guarded
 def run(options: argparse.Namespace) -> int:
     """Prints the report. 0; 2 where a file can't be read or the options do not fit: of several, the others are shown."""
-    from gpumem_magic.files.loaded import position_of, report_of, views_of
+    from gpumem_magic.files.loaded import moment_of, position_of, report_of, views_of
     from gpumem_magic.files.report_file import save_all
     from gpumem_magic.snapshot.files import read
 
@@ -38,10 +38,11 @@ def run(options: argparse.Namespace) -> int:
     refused: dict[str, str] = {}
     report = None
     if len(options.files) > 1:
-        files, refused = readable_files(options.files, options.device, options.at)
+        files, refused = readable_files(options.files, options.device, options.at or "peak")
         views = [views for _, views in files.values()]
         if files:
-            print_side_by_side(files, options.at, _moment(options.at))
+            at = options.at or "peak"
+            print_side_by_side(files, at, moment_of(views[0][0], at))
         if options.json:
             reports = {
                 path: report_of(loaded, options.device, options.at, views) for path, (loaded, views) in files.items()
@@ -65,23 +66,24 @@ def run(options: argparse.Namespace) -> int:
 def _report(loaded: LoadedSnapshot, views: list[DeviceView], options: argparse.Namespace) -> tuple[str, ReportData]:
     """The report of one file, in words and itself; writes what else is asked for of it."""
     from gpumem_magic.commands import show_events, show_parts
-    from gpumem_magic.files.loaded import position_of, report_of
+    from gpumem_magic.files.loaded import moment_of, position_of, report_of
     from gpumem_magic.files.report_file import save, to_json
     from gpumem_magic.snapshot.files import write
     from gpumem_magic.snapshot.redact import redacted
     from gpumem_magic.views.text import render
 
-    moment = _moment(options.at)
+    moment = ""
     if options.between:
         options.at, moment = _highest_between(views[0], options.between)
     report = report_of(loaded, options.device, options.at, views)
     view = next((one for one in views if one.device == report.device.index), views[0])
+    moment = moment or moment_of(view, options.at)
     position = position_of(view, options.at)
     lines = [
         f"{printable(loaded.path)}: {loaded.form}, written by torch {printable(loaded.torch)}",
         "",
     ]
-    if options.at != "peak":
+    if options.at not in (None, "peak"):
         lines += [show_parts.asked_for(view, position, moment), ""]
     lines.append(render(report, folds=False))
     lines += show_parts.by_own_categories(view, position, moment, show_parts.own_categories(options.category or ()))
@@ -109,7 +111,3 @@ def _highest_between(view: DeviceView, events: Sequence[int]) -> tuple[str, str]
         raise ValueError(f"--between {begin} {end}: give two events from 0 to {view.end - 1}, the earlier first")
     position = view.timeline.peak(begin + 1, end + 1)[1]
     return str(position - 1), f"at the highest between events {begin:,} and {end:,}"
-
-
-def _moment(at: str) -> str:
-    return {"peak": "at the peak", "end": "at the end"}.get(at, f"after event {at}")

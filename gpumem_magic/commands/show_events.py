@@ -7,6 +7,7 @@ from functools import cache
 
 from gpumem_magic.attribution.sites import folded
 from gpumem_magic.attribution.view import DeviceView
+from gpumem_magic.report.model import LABELS
 from gpumem_magic.snapshot.model import Frame
 from gpumem_magic.snapshot.whole_file import printable
 from gpumem_magic.units import human
@@ -40,7 +41,7 @@ def events(view: DeviceView, position: int, between: Sequence[int] | None) -> It
     for number in range(begin, end):
         event = view.log.events[number]
         tenant = about.get(number)
-        what = view.labels[tenant.index].category.replace("_", " ") if tenant is not None else ""
+        what = LABELS[view.labels[tenant.index].category] if tenant is not None else ""
         if event.action == "oom":
             what = f"the driver had {human(event.address)} free"
         words = [word for word in (what, printable(telling(event.frames)), printable(event.metadata)) if word]

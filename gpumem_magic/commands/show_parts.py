@@ -11,6 +11,7 @@ from gpumem_magic.attribution.sites import folded
 from gpumem_magic.attribution.view import DeviceView
 from gpumem_magic.files.ranges import named_ranges
 from gpumem_magic.report.answer import in_words
+from gpumem_magic.report.model import LABELS
 from gpumem_magic.report.tensors import groups_at
 from gpumem_magic.snapshot.files import LoadedSnapshot
 from gpumem_magic.snapshot.whole_file import printable
@@ -58,11 +59,10 @@ def _group(group: StackGroup) -> Iterator[str]:
     how_many = f", {times}{more}" if group.count > 1 else ""
     name = f" {printable(group.name)}" if group.name else ""
     known = f"{'it' if group.count == 1 else 'each'} {group.why}" if group.why else group.evidence
-    yield f"  {human(group.requested):>10}  {group.category.replace('_', ' ')}{name}{how_many} ({known})"
+    yield f"  {human(group.requested):>10}  {LABELS[group.category]}{name}{how_many} ({known})"
     yield from (f"{_INDENT}{printable(line)}" for line in group.stack)
-    if group.freed and group.freed != group.stack:
-        telling = next((line for line in group.freed if not line.startswith("(")), group.freed[0])
-        yield f"{_INDENT}let go at {printable(telling)}"
+    if group.freed:
+        yield f"{_INDENT}let go at {printable(group.freed)}"
 
 
 def own_categories(patterns: Sequence[str]) -> list[tuple[str, re.Pattern[str]]]:

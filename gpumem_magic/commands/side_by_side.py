@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
+from gpumem_magic.report.model import LABELS
 from gpumem_magic.snapshot.whole_file import printable
 from gpumem_magic.units import mib
 from gpumem_magic.views.lines import table
@@ -59,7 +60,7 @@ def print_side_by_side(files: dict[str, ReadFile], at: str, moment: str) -> None
                 failures.append(f"{head}: {verdict(report_of(loaded, view.device, views=[view]))}")
     rows = [[f"MiB {moment}", *(head for head, _, _ in columns)]]
     rows += [
-        [name.replace("_", " "), *(mib(sizes[name]) for _, sizes, _ in columns)]
+        [LABELS.get(name, name), *(mib(sizes[name]) for _, sizes, _ in columns)]
         for name in columns[0][1]
         if any(sizes[name] for _, sizes, _ in columns)
     ]

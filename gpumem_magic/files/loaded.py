@@ -49,16 +49,16 @@ def load(path: str | os.PathLike[str]) -> ReportData:
 
 
 def report_of(
-    loaded: LoadedSnapshot, device: int | None = None, at: str = "peak", views: Sequence[DeviceView] = ()
+    loaded: LoadedSnapshot, device: int | None = None, at: str | None = None, views: Sequence[DeviceView] = ()
 ) -> ReportData:
-    """The report of one device (by default that with the highest peak; the others are under `devices`).
+    """The report of one device (by default the first of `views_of`; the others are under `devices`).
 
-    at: "peak", "end", or the number of an event, whose state then is a row of its own. views: what `views_of` gave for the same
+    at: as `position_of` has it; the state after an event is a row of its own. views: what `views_of` gave for the same
     file and device, so that nothing is recounted. A file that was saved with its report gives that one back. Raises
     SnapshotFileError where there is no such device or event.
     """
     saved = (loaded.extra or {}).get("report")
-    if isinstance(saved, dict) and device is None and at == "peak":
+    if isinstance(saved, dict) and device is None and at in (None, "peak"):
         try:
             report = report_from_dict(saved)
         except ValueError as error:
@@ -76,21 +76,25 @@ def report_of(
     report = build.report_of(first, _points(first, position_of(first, at)), most_steps=_MOST_STEPS)
     more = [build.report_of(view, most_steps=_MOST_STEPS) for view in others]
     report, *more = (
-        _says_of_errors(explained(one, view, named_ranges(loaded, view.device, view.log.events)), view)
+        _with_last_words(explained(one, view, named_ranges(loaded, view.device, view.log.events)), view)
         for one, view in zip((report, *more), (first, *others), strict=True)
     )
     # An event's number is one of the first device's.
-    rest = tuple(_with_contents(one, at if at in ("peak", "end") else "peak") for one in more)
+    rest = tuple(_with_contents(one, at if at in ("peak", "end") else None) for one in more)
     return replace(_with_contents(report, at), devices=rest)
 
 
-def _says_of_errors(report: ReportData, view: DeviceView) -> ReportData:
-    if not view.end or view.recording.error is not None:
-        return report
-    return replace(report, remarks=(*report.remarks, "No out-of-memory error is among the device's events."))
+def _with_last_words(report: ReportData, view: DeviceView) -> ReportData:
+    words = []
+    if outside := view.timeline.outside:
+        lie, whose = ("A block lies", "its size is") if outside == 1 else (f"{outside:,} blocks lie", "their sizes are")
+        words.append(f"{lie} in no segment of the file: of what was reserved around, only {whose} counted.")
+    if view.end and view.recording.error is None:
+        words.append("No out-of-memory error is among the device's events.")
+    return replace(report, remarks=(*report.remarks, *words))
 
 
-def _with_contents(report: ReportData, at: str) -> ReportData:
+def _with_contents(report: ReportData, at: str | None) -> ReportData:
     view = report.source
     if view is None:
         return report
@@ -99,18 +103,37 @@ def _with_contents(report: ReportData, at: str) -> ReportData:
 
 
 def views_of(loaded: LoadedSnapshot, device: int | None = None) -> list[DeviceView]:
-    """The device's view, or all devices', the one with the highest peak first. Raises SnapshotFileError where there is none."""
+    """The device's view, or all devices': where memory ran out first, then by their peaks. Raises SnapshotFileError where there
+    is none."""
     if device is None and not loaded.devices:
         raise SnapshotFileError(
             f"{one_line(loaded.path)}: it holds no segments and no events. There is nothing to report."
         )
     devices = [found.device for found in loaded.devices] if device is None else [device]
-    return sorted((DeviceView(recording_of(loaded, one), one) for one in devices), key=lambda view: -view.peak[0])
+    views = [DeviceView(recording_of(loaded, one), one) for one in devices]
+    return sorted(views, key=lambda view: (view.recording.error is None, -view.peak[0]))
 
 
-def position_of(view: DeviceView, at: str) -> int:
-    """The position that "peak", "end" or an event's number means: after that event. Raises SnapshotFileError."""
-    if at == "peak":
+def moment_of(view: DeviceView, at: str | None) -> str:
+    """What `position_of` means, in words."""
+    failed = at is None and _failure(view) is not None
+    words = {None: "at the peak", "peak": "at the peak", "end": "at the end"}
+    return "at the failure" if failed else words.get(at, f"after event {at}")
+
+
+def _failure(view: DeviceView) -> int | None:
+    """The position of the request that failed last."""
+    points = view.recording.checkpoints
+    return next((one.moment.positions[view.device] for one in points if one.kind == "error"), None)
+
+
+def position_of(view: DeviceView, at: str | None) -> int:
+    """The position that "peak", "end" or an event's number means: after that event; without one, that of the request that failed,
+    or else the peak. Raises SnapshotFileError."""
+    failed = _failure(view)
+    if at is None and failed is not None:
+        return failed
+    if at is None or at == "peak":
         return view.peak[1]
     if at == "end":
         return view.end

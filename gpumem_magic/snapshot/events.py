@@ -39,7 +39,8 @@ class EventReader:
         self.keys: set[Any] = set()
         self._stacks: dict[int, tuple[Frame, ...]] = {id(None): ()}
         self._kept: list[Any] = []
-        self._frames: dict[int, tuple[Any, Frame]] = {}
+        self._frames: dict[int, Frame] = {}
+        self._equal_frames: dict[tuple[str, str, int], Frame] = {}
         self._equal: dict[tuple[Frame, ...], tuple[Frame, ...]] = {}
         self._numbers: dict[int, int] = {}
         self._pools: dict[tuple[int, int], tuple[int, int]] = {}
@@ -150,14 +151,19 @@ class EventReader:
         return known
 
     def _frame(self, data: Any, where: str) -> Frame:
+        """A dictionary as a frame; equal ones are one. The list that has it is kept, so its identity stays its own."""
         known = self._frames.get(id(data))
         if known is None:
             dict_of(data, where)
             filename, name, line = data.get("filename"), data.get("name"), data.get("line")
             if type(filename) is not str or type(name) is not str or type(line) is not int:
                 wrong(where, "a frame of filename, name and line", data)
-            known = self._frames[id(data)] = data, Frame(readable(filename), readable(name), line)
-        return known[1]
+            known = self._equal_frames.get((filename, name, line))
+            if known is None:
+                known = Frame(readable(filename), readable(name), line)
+                self._equal_frames[filename, name, line] = known
+            self._frames[id(data)] = known
+        return known
 
 
 class TakingList(list[Any]):

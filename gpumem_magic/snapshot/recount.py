@@ -69,6 +69,7 @@ class Recount:
         self.extents: list[Extent] = []
         self.unmatched = 0
         self.unplaced = 0
+        self.outside = 0
         self.allocated = array("q")
         self.reserved = array("q")
         self.requested = array("q")
@@ -80,9 +81,13 @@ class Recount:
         self._used: dict[int, Allocation] = {}
         self._used_starts = SortedAddresses()
         self._unknown_frees: set[int] = set()
+        # What blocks have outside every segment, by the block's index.
+        self._around: dict[int, list[Extent]] = {}
         self._now_allocated = self._now_reserved = self._now_requested = 0
         for segment in start:
             self._begin(segment)
+        for life in list(self._used.values()):
+            self._surround(life, -1)
         self._note()
         steps = {
             "alloc": self._alloc,
@@ -140,16 +145,17 @@ class Recount:
             # Its free is missing (a filtered trace, or one whose oldest events were dropped): it ended here at the latest.
             self.unmatched += 1
             self._end(life, index)
-        size = self._block_size(event.address, rounded)
-        self._add_life(Allocation(len(self.lives), event.address, event.size, size, event.stream, index))
+        extent = self._extent_of(event.address)
+        remaining = -1 if extent is None else self._free_end(extent, event.address) - event.address - rounded
+        size = rounded if extent is None else self._block_size(extent, remaining, rounded)
+        life = Allocation(len(self.lives), event.address, event.size, size, event.stream, index)
+        self._add_life(life)
+        self.unplaced += extent is None
+        if remaining < 0:
+            self._surround(life, index)
 
-    def _block_size(self, address: int, rounded: int) -> int:
-        """The block that a request was given: the free piece that starts at the address, or the part cut off for it."""
-        extent = self._extent_of(address)
-        if extent is None:
-            self.unplaced += 1
-            return rounded
-        remaining = self._free_end(extent, address) - address - rounded
+    def _block_size(self, extent: Extent, remaining: int, rounded: int) -> int:
+        """The block that a request was given: the free piece that it lies in, or the part cut off for it."""
         # While expandable segments are on, other segments of the default pools are cut as they are.
         expandable = extent.expandable or (self._settings.expandable_segments and extent.pool_id == (0, 0))
         if remaining <= 0 or should_split(remaining, rounded, pool_of(rounded), self._settings, expandable=expandable):
@@ -194,6 +200,8 @@ class Recount:
         if life.freed is None:
             self._end_allocation(life, index)
         life.completed = index
+        if self._around:
+            self._lay_bare(life, index)
         del self._used[life.address]
         self._used_starts.remove(life.address)
 
@@ -210,10 +218,37 @@ class Recount:
 
     # Segments.
 
+    def _surround(self, life: Allocation, index: int) -> None:
+        """What a block has where the file has no segment came from the driver, too: it is reserved for as long as the block is
+        there, since no more is known of it."""
+        place, end = life.address, life.address + life.size
+        gaps = []
+        for extent in self._extents_within(place, life.size):
+            gaps.append((place, extent.address - place))
+            place = max(place, extent.address + extent.size)
+        pool = pool_of(life.size)
+        around = [
+            Extent(self._device, address, size, life.stream, pool, False, index)
+            for address, size in [*gaps, (place, end - place)]
+            if size > 0
+        ]
+        for extent in around:
+            self._add_extent(extent)
+        if around:
+            self.outside += 1
+            self._around[life.index] = around
+
+    def _lay_bare(self, life: Allocation, index: int) -> None:
+        for extent in self._around.pop(life.index, ()):
+            self._drop_extent(extent, index)
+
     def _map(self, index: int, event: TraceEvent) -> None:
         if event.size <= 0:
             self.unmatched += 1
             return
+        found = self._overlapping(event.address, event.size) if self._around else []
+        for life in found:
+            self._lay_bare(life, index)
         if self._extents_within(event.address, event.size):
             # A segment_free is missing, or this trace and its start do not belong together.
             self.unmatched += 1
@@ -228,6 +263,9 @@ class Recount:
         self._add_extent(
             Extent(self._device, event.address, event.size, event.stream, pool, expandable, index, None, pool_id)
         )
+        for life in found:
+            if life.completed is None:
+                self._surround(life, index)
 
     def _unmap(self, index: int, event: TraceEvent) -> None:
         if not self._extents_within(event.address, event.size):

@@ -27,6 +27,7 @@ class Timeline:
     start: the segments when the trace began, () for an empty allocator. A trace that begins in the middle without its start
     is counted as far as it goes. unmatched: the frees of blocks, and releases of segments, that are not known, and blocks
     whose free is missing. unplaced: the allocations in segments that are not known; they count with their rounded size.
+    outside: the blocks that lie in no known segment, or reach out of theirs; what they have there counts as reserved.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class Timeline:
         self.allocations = recount.lives
         self.unmatched = recount.unmatched
         self.unplaced = recount.unplaced
+        self.outside = recount.outside
         self._allocated = recount.allocated
         self._reserved = recount.reserved
         self._requested = recount.requested

@@ -46,8 +46,8 @@ def script_json(data: Any) -> str:
 
 def plain(text: str) -> str:
     """Short and printable: no line breaks, no controls, nothing that turns the direction of writing."""
-    line = "".join(character if character.isprintable() else "\ufffd" for character in text[: 2 * _LONGEST_TEXT])
-    return line if len(line) <= _LONGEST_TEXT else f"{line[: _LONGEST_TEXT - 1]}\u2026"
+    line = text if len(text) <= _LONGEST_TEXT else f"{text[: _LONGEST_TEXT - 1]}\u2026"
+    return line if line.isprintable() else "".join(char if char.isprintable() else "\ufffd" for char in line)
 
 
 def _device(source: TimelineSource) -> dict[str, Any]:
@@ -131,10 +131,12 @@ def _numbered(stacks: Sequence[tuple[Frame, ...]]) -> tuple[list[tuple[Frame, ..
 
 
 class _Texts:
-    """Each text once; a stack is a list of numbers."""
+    """Each text once; a stack is a list of numbers. Thousands of stacks have few different frames: each is looked at once."""
 
     def __init__(self) -> None:
         self._numbers: dict[str, int] = {}
+        self._kinds: dict[Frame, int] = {}
+        self._frames: dict[Frame, int] = {}
 
     @property
     def all(self) -> list[str]:
@@ -143,16 +145,25 @@ class _Texts:
     def number(self, text: str) -> int:
         return self._numbers.setdefault(plain(text), len(self._numbers))
 
+    def kind(self, frame: Frame) -> int:
+        known = self._kinds.get(frame)
+        if known is None:
+            known = _NATIVE if not is_python(frame) else _LIBRARY if is_library(frame) else _OWN
+            self._kinds[frame] = known
+        return known
+
+    def frame(self, frame: Frame) -> int:
+        """3 x the number of its text + its kind."""
+        known = self._frames.get(frame)
+        if known is None:
+            known = self._frames[frame] = 3 * self.number(words_of(frame)) + self.kind(frame)
+        return known
+
 
 def _stack(frames: tuple[Frame, ...], texts: _Texts) -> list[int]:
-    """Python's frames first, innermost first, then the native ones: 3 x the text's number + the kind of frame."""
-    python = [frame for frame in frames if is_python(frame)]
-    native = [frame for frame in frames if not is_python(frame)]
-    found = []
-    for frame in [*python, *native][:_MOST_FRAMES]:
-        kind = _NATIVE if not is_python(frame) else _LIBRARY if is_library(frame) else _OWN
-        found.append(3 * texts.number(words_of(frame)) + kind)
-    return found
+    """Python's frames first, innermost first, then the native ones."""
+    ordered = sorted(frames, key=lambda frame: texts.kind(frame) == _NATIVE)
+    return [texts.frame(frame) for frame in ordered[:_MOST_FRAMES]]
 
 
 def _head(lines: tuple[str, ...], texts: _Texts) -> int:

@@ -80,7 +80,9 @@ def gauge(report: ReportData) -> str:
     highest, device = highest_in_use(report), report.device
     if highest is None:
         peak = max((row.peak_reserved for row in report.checkpoints), default=report.peak.reserved)
-        return f"{device_name(device)}: PyTorch reserved at most {amount(peak)}; nvidia-smi's figure was not available."
+        # A file without events is one moment.
+        words = "reserved at most" if len(report.checkpoints) > 1 else "had reserved"
+        return f"{device_name(device)}: PyTorch {words} {amount(peak)}; nvidia-smi's figure was not available."
     first = next((row for row in report.checkpoints if row.device_used is not None), None)
     before = f"{amount(first.device_used or 0)} before, " if first is not None and first.kind == "before" else ""
     share = f" of {amount(device.capacity)} ({percent(highest, device.capacity)})" if device.capacity else ""
