@@ -105,6 +105,12 @@ def test_cells_that_are_hard_to_compare(zygote: Zygote, cell: str, interactivity
     assert not comparison.reasons
 
 
+def test_a_report_is_told_from_what_the_cell_shows(zygote: Zygote) -> None:
+    comparison = Comparison(zygote.kind, zygote)
+    for cell in ("display('mine')\nx = 1", "import torch\ny = torch.ones(3, device='cuda')", "1 / 0"):
+        assert comparison.compare(Case("shown", [cell]), "shown", kernel=False) == []
+
+
 def test_generated_cells_are_the_same_measured(zygote: Zygote) -> None:
     """A sample: `tests/differential/cells.py` compares ten thousand."""
     source = random.Random(20)

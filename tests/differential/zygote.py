@@ -188,7 +188,8 @@ def outcome_of(result: Any) -> dict[str, Any]:
 def is_report(data: Any) -> bool:
     """Whether what is displayed is the report of a measured cell, which plain cells have not."""
     report = sys.modules["gpumem_magic"].last_report()
-    return report is not None and str(data.get("text/plain", "")) == str(report)
+    view = sys.modules["gpumem_magic.user_report"].View
+    return report is not None and str(data.get("text/plain", "")) == str(view(report, None, name=""))
 
 
 class Child:
