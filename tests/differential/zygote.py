@@ -35,7 +35,7 @@ import state
 # Of <malloc.h>: what `mallopt` is told.
 M_PERTURB = -6
 # Seconds.
-ASLEEP = 4.0
+LOOK_AFTER = 2.0
 MOST_WRITTEN = 64 << 20
 MOST_MEMORY = 6 << 30
 FLAGS = {"quiet": "-q", "counters": "-q --no-lines", "shown": "", "kernel": "-q"}
@@ -403,7 +403,7 @@ def serve(shell: Any) -> None:
         if process == 0:
             in_child(shell, request, bearings)
         answer = interrupt(process, request) if "interrupt" in request else {}
-        answer |= wait_for(process, request["seconds"], "processor" in request)
+        answer |= wait_for(process, request.get("processor", request["seconds"]))
         print(json.dumps(answer), flush=True)
 
 
@@ -428,19 +428,20 @@ def interrupt(process: int, request: dict[str, Any]) -> dict[str, Any]:
     return {"sent": sent, "seconds": seconds}
 
 
-def wait_for(process: int, seconds: float, not_asleep: bool = False) -> dict[str, Any]:
-    """Waits for a child, ends it when its time is over, and ends whatever it left in its process group.
+def wait_for(process: int, seconds: float) -> dict[str, Any]:
+    """Waits for a child, ends it when it has slept so long, and ends whatever it left in its process group.
 
-    not_asleep: also when it has slept all along for so many seconds.
+    What computes has its limit of a processor's time (`_limit`), which it gets late where others compute as well.
     """
     handle = os.pidfd_open(process)
-    last = time.monotonic() + seconds
+    last = time.monotonic() + 20 * seconds
+    asleep, before, timed_out = 0.0, "", True
     try:
-        timed_out, before, used = True, "", ""
-        while timed_out and time.monotonic() < last and not (not_asleep and used and used == before):
-            before = used
-            timed_out = not select.select([handle], [], [], min(ASLEEP, max(0.0, last - time.monotonic())))[0]
+        while timed_out and asleep < seconds and time.monotonic() < last:
+            timed_out = not select.select([handle], [], [], LOOK_AFTER)[0]
             used = slept_at(process)
+            asleep = asleep + LOOK_AFTER if used and used == before else 0.0
+            before = used
     finally:
         os.close(handle)
     with contextlib.suppress(ProcessLookupError, PermissionError):
