@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from gpumem_magic.files.loaded import load
 from gpumem_magic.virtual import gpu
 
 MIB = 1 << 20
@@ -187,6 +188,32 @@ def test_a_recorded_history_is_written_and_read(tmp_path: Path) -> None:
     assert sum(segment["allocated_size"] for segment in snapshot["segments"]) == 3 * MIB
     # What was recorded goes when recording stops.
     assert torch.cuda.memory._snapshot()["device_traces"][0] == []
+    del kept
+
+
+def test_an_observer_writes_a_snapshot_when_memory_runs_out(tmp_path: Path) -> None:
+    """The recipe of PyTorch's blog: the file says where memory ran out, before anything was let go."""
+    path = tmp_path / "oom.pickle"
+    told = []
+
+    def observer(device: int, asked: int, most: int, free: int) -> None:
+        told.append((device, asked, most, free))
+        torch.cuda.memory._dump_snapshot(str(path))
+
+    torch.cuda.memory._record_memory_history()
+    torch._C._cuda_attach_out_of_memory_observer(observer)  # type: ignore[attr-defined]
+    kept = zeros(3)
+    free, total = torch.cuda.mem_get_info()
+    with pytest.raises(torch.OutOfMemoryError):
+        torch.empty(2 * total, dtype=torch.uint8, device="cuda")
+    torch.cuda.memory._record_memory_history(enabled=None)
+    ((device, asked, most, left),) = told
+    assert (device, most, left) == (0, total, free)
+    assert asked >= 2 * total
+    report = load(path)
+    assert report.error is not None
+    assert report.error.place.endswith("test_an_observer_writes_a_snapshot_when_memory_runs_out")
+    assert report.peak.allocated == 3 * MIB
     del kept
 
 

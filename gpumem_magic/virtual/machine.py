@@ -193,6 +193,7 @@ class VirtualMachine:
             # Its frames hold the operator's tensors, and what the program was dealing with is not its business.
             failure = caught.with_traceback(None)
             failure.__context__ = None
+        self.face.memory.tell_observers(failure)
         text = oom_text(
             failure,
             gpu.model.oom_text_version or torch.__version__,
@@ -275,6 +276,8 @@ class VirtualMachine:
             self._patches.set(torch._C, "_cuda_getDevice", self.face.current_device)
             # The public way to get cuBLAS's workspaces back; builds for the host lack it.
             self._patches.set(torch._C, "_cuda_clearCublasWorkspaces", self._clear_workspaces)
+            # The way to a snapshot at the moment when memory runs out.
+            self._patches.set(torch._C, "_cuda_attach_out_of_memory_observer", self.face.memory.attach_observer)
             attempt(self._captured.install)
             self._patches.also_undo(self.smi.remove)
             self.smi.install()

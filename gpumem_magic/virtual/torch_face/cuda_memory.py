@@ -12,6 +12,7 @@ from gpumem_magic.snapshot.model import Frame, Snapshot, TraceEvent
 from gpumem_magic.snapshot.plain import snapshot_to_data
 
 if TYPE_CHECKING:
+    from gpumem_magic.allocator.failure import DeviceOutOfMemory
     from gpumem_magic.virtual.engine.device import MachineForTorch, VirtualDevice
 
 
@@ -23,6 +24,7 @@ class CudaMemory:
         self._gpu_of = gpu_of
         self._histories: dict[int, collections.deque[TraceEvent]] = {}
         self._fractions: dict[int, float] = {}
+        self._observers: list[Callable[[int, int, int, int], object]] = []
 
     def functions(self) -> dict[str, Callable[..., Any]]:
         """torch's name -> what answers in its place."""
@@ -183,6 +185,15 @@ class CudaMemory:
                 device_traces=tuple(tuple(self._histories.get(gpu.index, ())) for gpu in self._machine.devices),
                 allocator_settings=self._machine.devices[0].allocator.settings_dict(),
             )
+
+    def attach_observer(self, observer: Callable[[int, int, int, int], object]) -> None:
+        """Called before an out-of-memory error is raised, with the device and bytes: asked for, at most to have, and free."""
+        self._observers.append(observer)
+
+    def tell_observers(self, failure: DeviceOutOfMemory) -> None:
+        """What an observer raises comes in the error's place, as in PyTorch."""
+        for observer in self._observers:
+            observer(failure.device, failure.segment_size, failure.limit or failure.total, failure.free)
 
     def _record_memory_history(
         self,
