@@ -8,22 +8,19 @@ who reads it reads a stand-in. Nothing is drawn from the host's random generator
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from gpumem_magic.failures import is_own_failure
 from gpumem_magic.private import aten as _aten
-from gpumem_magic.private import overloads
-from gpumem_magic.virtual.engine import guesses, kernel_rules, values
+from gpumem_magic.virtual.engine import guesses, values
 from gpumem_magic.virtual.engine.computing import (
     ComputingEngine,
-    comes_first,
     dim_of_size,
     has_values,
     is_made_of_others,
-    touches_values,
 )
 from gpumem_magic.virtual.engine.host_calls import HostCall, host_only
 from gpumem_magic.virtual.engine.memory import Memory
@@ -32,6 +29,7 @@ from gpumem_magic.virtual.engine.storage import Placement, StorageTable
 from gpumem_magic.virtual.engine.tensors import GUESS, KNOWN, VirtualTensor
 from gpumem_magic.virtual.engine.twins import leaves, mapped, on_host
 from gpumem_magic.virtual.engine.values import Known
+from gpumem_magic.virtual.engine.ways import OF_SHAPES, OVERWRITING, SENDING, Way, way_of, written_by
 
 # The largest view of known values that an operator is run on, in elements: more than is kept, for sums over what is expanded.
 _MOST_READ = 1 << 20
@@ -39,27 +37,8 @@ _MOST_READ = 1 << 20
 # not known reads as zero, so that scores beside known ones still compare; and where it is guessed, which a sum with it spoils.
 _MOST_GUESSED = 1024
 _MOST_GUESSED_FLOATS = {False: 128, True: 1}
-# They write all of their first argument.
-_OVERWRITING = set(overloads("zero_ fill_.Scalar fill_.Tensor copy_"))
-# They make known values of a tensor whose own are not asked for.
-_OF_SHAPES = set(overloads("zeros_like ones_like full_like new_zeros new_ones new_full"))
-# Other processes, if there are any, are taken to hold the same values; and nothing is sent to them.
-_SENDING = ("c10d", "_c10d_functional")
-
-
 # How the names of factories begin that draw random numbers.
 _DRAWING = ("rand", "normal")
-
-
-class _Way(NamedTuple):
-    """What an operator does with values. looks: it only gives other views. makes: values come of no tensor's."""
-
-    looks: bool
-    writes: bool
-    makes: bool
-    computes: bool
-    first: bool
-    guess: Callable[..., Any] | None
 
 
 class KnownEngine(ComputingEngine):
@@ -173,7 +152,7 @@ class KnownEngine(ComputingEngine):
     def perform(self, func: Any, args: Any, kwargs: Any, device: int) -> Any:
         way = self._ways.get(func)
         if way is None:
-            way = self._ways[func] = _way_of(func)
+            way = self._ways[func] = way_of(func)
         if self._nested:
             return super().perform(func, args, kwargs, device)
         if way.looks:
@@ -202,7 +181,7 @@ class KnownEngine(ComputingEngine):
             self._nested = False
             self._ahead = None
 
-    def _followed(self, way: _Way, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    def _followed(self, way: Way, func: Any, args: Any, kwargs: Any, device: int) -> Any:
         """Runs an operator, and runs it on the host as well where that is possible and cheap."""
         found = self._all_known(func, args, kwargs) if way.computes and self.tape is None else None
         ahead = None
@@ -269,9 +248,9 @@ class KnownEngine(ComputingEngine):
 
     def _all_known(self, func: Any, args: Any, kwargs: Any) -> _Arguments | None:
         """How sure the values of all arguments are; None where one is not known, and not to be guessed."""
-        found = _Arguments(_written(func, args, kwargs))
+        found = _Arguments(written_by(func, args, kwargs))
         unknown: list[Any] = []
-        if func in _OF_SHAPES:
+        if func in OF_SHAPES:
             return self._of_shape(args[0], found)
         for leaf in leaves([*args, *kwargs.values()]):
             if not isinstance(leaf, torch.Tensor):
@@ -313,7 +292,7 @@ class KnownEngine(ComputingEngine):
     def _is_overwritten(self, func: Any, args: Any) -> bool:
         """Whether what was in the first argument's storage is of no matter."""
         target = args[0]
-        if func in _OVERWRITING and _owns_storage(target) and self.bounds.hold(target):
+        if func in OVERWRITING and _owns_storage(target) and self.bounds.hold(target):
             return True
         placement = self.table.find(target.untyped_storage())
         return placement is not None and placement.twin is values.BLANK and func._schema.arguments[0].is_write
@@ -369,9 +348,9 @@ class KnownEngine(ComputingEngine):
 
     def _drop(self, func: Any, args: Any, kwargs: Any) -> None:
         """What an operator has written is not known any more."""
-        if func.namespace in _SENDING:
+        if func.namespace in SENDING:
             return
-        for leaf in _written(func, args, kwargs):
+        for leaf in written_by(func, args, kwargs):
             if isinstance(leaf, VirtualTensor) and leaf.layout is torch.strided:
                 leaf.__dict__.pop(KNOWN, None)
                 if func not in guesses.RULES:
@@ -427,39 +406,5 @@ def _guess_views(out: Any, guess: Any) -> None:
             leaf.__dict__[GUESS] = guess
 
 
-def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
-    """The arguments that the operator writes to."""
-    schema = func._schema
-    if not schema.is_mutable:
-        return []
-    return list(leaves(list(_written_arguments(schema, args, kwargs))))
-
-
-def _written_arguments(schema: Any, args: Any, kwargs: Any) -> Iterator[Any]:
-    for number, argument in enumerate(schema.arguments):
-        if argument.is_write:
-            yield args[number] if number < len(args) else kwargs.get(argument.name)
-
-
 def _owns_storage(tensor: Any) -> bool:
     return bool(tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size())
-
-
-def _way_of(func: Any) -> _Way:
-    schema = getattr(func, "_schema", None)
-    if schema is None:
-        return _Way(True, False, False, False, False, None)
-    draws = torch.Tag.nondeterministic_seeded in func.tags
-    gives = schema.is_mutable or any("Tensor" in str(value.type) for value in schema.returns)
-    ours = kernel_rules.for_operator(func) is None or comes_first(func)
-    computes = gives and not draws and func.namespace not in _SENDING and ours
-    of_none = not any("Tensor" in str(argument.type) for argument in schema.arguments)
-    constant = of_none and "empty" not in schema.name
-    return _Way(
-        looks=not touches_values(func) or not gives,
-        writes=schema.is_mutable,
-        makes=computes and (constant or func in _OF_SHAPES or func in _OVERWRITING),
-        computes=computes,
-        first=comes_first(func) or torch.Tag.dynamic_output_shape in func.tags,
-        guess=guesses.RULES.get(func),
-    )

@@ -1,0 +1,65 @@
+"""What an operator does with values, by its schema: whether it only looks, makes them, works them out, or writes into tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from gpumem_magic.private import overloads
+from gpumem_magic.virtual.engine import guesses, kernel_rules
+from gpumem_magic.virtual.engine.computing import comes_first, touches_values
+from gpumem_magic.virtual.engine.twins import leaves
+
+# They write all of their first argument.
+OVERWRITING = set(overloads("zero_ fill_.Scalar fill_.Tensor copy_"))
+# They make known values of a tensor whose own are not asked for.
+OF_SHAPES = set(overloads("zeros_like ones_like full_like new_zeros new_ones new_full"))
+# Other processes, if there are any, are taken to hold the same values; and nothing is sent to them.
+SENDING = ("c10d", "_c10d_functional")
+
+
+class Way(NamedTuple):
+    """What an operator does with values. looks: it only gives other views. makes: values come of no tensor's."""
+
+    looks: bool
+    writes: bool
+    makes: bool
+    computes: bool
+    first: bool
+    guess: Callable[..., Any] | None
+
+
+def way_of(func: Any) -> Way:
+    schema = getattr(func, "_schema", None)
+    if schema is None:
+        return Way(True, False, False, False, False, None)
+    draws = torch.Tag.nondeterministic_seeded in func.tags
+    gives = schema.is_mutable or any("Tensor" in str(value.type) for value in schema.returns)
+    ours = kernel_rules.for_operator(func) is None or comes_first(func)
+    computes = gives and not draws and func.namespace not in SENDING and ours
+    of_none = not any("Tensor" in str(argument.type) for argument in schema.arguments)
+    constant = of_none and "empty" not in schema.name
+    return Way(
+        looks=not touches_values(func) or not gives,
+        writes=schema.is_mutable,
+        makes=computes and (constant or func in OF_SHAPES or func in OVERWRITING),
+        computes=computes,
+        first=comes_first(func) or torch.Tag.dynamic_output_shape in func.tags,
+        guess=guesses.RULES.get(func),
+    )
+
+
+def written_by(func: Any, args: Any, kwargs: Any) -> list[Any]:
+    """The arguments that the operator writes to."""
+    schema = func._schema
+    if not schema.is_mutable:
+        return []
+    return list(leaves(list(_written_arguments(schema, args, kwargs))))
+
+
+def _written_arguments(schema: Any, args: Any, kwargs: Any) -> Iterator[Any]:
+    for number, argument in enumerate(schema.arguments):
+        if argument.is_write:
+            yield args[number] if number < len(args) else kwargs.get(argument.name)
