@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import random
 import warnings
 from collections.abc import Iterator
@@ -326,8 +327,15 @@ def test_distributed_data_parallel_with_one_process(view: bool) -> None:
         torch.optim.AdamW(model.parameters()).step()
         with model.no_sync():
             model(x).sum().backward()
-        with pytest.warns(UserWarning, match="the hook is not called"):
-            model.register_comm_hook(None, lambda state, bucket: None)  # type: ignore[arg-type, return-value]
+        model.zero_grad()
+        before = allocated()
+        hooks = importlib.import_module("torch.distributed.algorithms.ddp_comm_hooks.default_hooks")
+        model.register_comm_hook(None, hooks.bf16_compress_hook)
+        torch.cuda.reset_peak_memory_stats()
+        model(x).sum().backward()
+        grown = torch.cuda.max_memory_allocated() - before
+        # A bucket in 16 bits while it is sent, beside all gradients, or beside the one that goes into its bucket.
+        assert weights * (1 if view else 1.5) <= grown < weights * (1 if view else 1.5) + 64 * KIB
     finally:
         torch.distributed.destroy_process_group()
 

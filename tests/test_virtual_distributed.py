@@ -37,6 +37,14 @@ def like(x: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(x)
 
 
+def together(x: torch.Tensor) -> None:
+    """Several sent as one, which NCCL can and gloo cannot."""
+    with dist._coalescing_manager(device=x.device, async_ops=True) as sent:
+        dist.all_reduce(x)
+        dist.all_reduce(x)
+    sent.wait()
+
+
 COLLECTIVES: list[Callable[[torch.Tensor], Any]] = [
     lambda x: dist.all_reduce(x),
     lambda x: dist.all_reduce(x, op=dist.ReduceOp.MAX, async_op=True).wait(),
@@ -49,6 +57,7 @@ COLLECTIVES: list[Callable[[torch.Tensor], Any]] = [
     lambda x: dist.scatter(x, [like(x)], 0),
     lambda x: dist.all_to_all_single(like(x), x),
     lambda x: dist.barrier(),
+    lambda x: together(x),
     lambda x: dist.all_gather_object([None], {"loss": 1.0}),
     lambda x: dist.broadcast_object_list(["a"], 0),
 ]

@@ -7,6 +7,7 @@ PyTorch's own shape rules for these operators came after 2.9, and draw from Pyth
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -28,6 +29,9 @@ _RECEIVING = (
 )  # fmt: skip
 
 _numbers = itertools.count(1)
+# By a handle's number the tensors that it is about, of the latest handles: who asks for a future does so at once.
+_RESULTS: dict[int, list[weakref.ref[torch.Tensor]]] = {}
+_ASKED_FOR = 64
 
 
 def _operators(names: tuple[str, ...]) -> Iterator[Any]:
@@ -42,7 +46,8 @@ def _exchange(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) ->
     returns = len(func._schema.returns)
     if not returns:
         return None
-    return (args[0], _finished_work()) if returns == 2 else _finished_work()
+    work = _finished_work(args[0])
+    return (args[0], work) if returns == 2 else work
 
 
 def _receive(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
@@ -50,14 +55,38 @@ def _receive(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> 
     return _exchange(engine, func, args, kwargs, device)
 
 
-def _finished_work() -> Any:
+def finished() -> Any:
     """A handle to wait for that has nothing to wait for.
 
     `FakeWork` is a private class of PyTorch's, which its own shape rules use.
     """
     work = torch._C._distributed_c10d.FakeWork()
     work.seq_id = next(_numbers)
+    return work
+
+
+def _finished_work(written: Any) -> Any:
+    """Such a handle as operators return it. written: the tensors that its future has (`with_results`)."""
+    work = finished()
+    tensors = [written] if isinstance(written, torch.Tensor) else [*written]
+    if all(isinstance(tensor, torch.Tensor) for tensor in tensors):
+        _RESULTS[work.seq_id] = [weakref.ref(tensor) for tensor in tensors]
+        _RESULTS.pop(work.seq_id - _ASKED_FOR, None)
     return work.boxed()
+
+
+def with_results(original: Any) -> Any:
+    """In place of the method that makes a handle's future: as NCCL's, it has the tensors that were written."""
+
+    def get_future(work: Any) -> Any:
+        found = [reference() for reference in _RESULTS.get(work.seq_id, ())]
+        if not found or any(tensor is None for tensor in found):
+            return original(work)
+        done: torch.futures.Future[Any] = torch.futures.Future()
+        done.set_result(found)
+        return done
+
+    return get_future
 
 
 def _forget(written: Any) -> None:

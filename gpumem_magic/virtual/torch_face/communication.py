@@ -1,5 +1,4 @@
-"""Copies between several virtual devices in one process, which `torch.nn.DataParallel` is made of, and the buckets of
-`DistributedDataParallel`.
+"""Copies between several virtual devices in one process, which `torch.nn.DataParallel` is made of, and groups of processes.
 
 The names are those of `torch._C` in CUDA builds; CPU builds do not have them.
 """
@@ -16,12 +15,12 @@ from typing import Any
 
 import torch
 
-import gpumem_magic.virtual.operators.collectives  # noqa: F401 - registers its handlers with the engine
 from gpumem_magic.patching import Patches
 from gpumem_magic.virtual.engine import values
 from gpumem_magic.virtual.engine.engine import Engine
-from gpumem_magic.virtual.engine.modes import pushed
 from gpumem_magic.virtual.engine.tensors import VirtualTensor, engine_of
+from gpumem_magic.virtual.operators import collectives
+from gpumem_magic.virtual.torch_face import data_parallel
 
 # What a program is told that asks for the version (PyTorch's own checkpoints do): that of PyTorch 2.9's CUDA builds.
 _NCCL = (2, 27, 5)
@@ -29,8 +28,9 @@ _NCCL = (2, 27, 5)
 
 def install(patches: Patches, engine: Engine) -> None:
     if torch.distributed.is_available():
-        patches.attempt(_distributed, engine)
+        patches.attempt(data_parallel.install, engine)
         patches.attempt(_process_groups)
+        patches.attempt(_handles)
     patches.set(torch.cuda.nccl, "is_available", _nccl_is_available(torch.cuda.nccl.is_available))
     patches.set(torch.cuda.nccl, "reduce", _nccl_reduce(torch.cuda.nccl.reduce))
     for name, function in {
@@ -127,83 +127,25 @@ def sum_up(written: Any, inputs: Any) -> None:
     into.copy_(total)
 
 
-# ---- DistributedDataParallel
+# ---- groups
 
 
-def _distributed(patches: Patches, engine: Engine) -> None:
-    """The reducer makes its buckets in C++, and would compare the parameters' values with other processes'."""
-    distributed: Any = importlib.import_module("torch.distributed")
-    module = importlib.import_module("torch.nn.parallel.distributed")
-    kind = module.DistributedDataParallel
-    original_init = kind.__init__
-    original_hook = kind.register_comm_hook
+def _handles(patches: Patches) -> None:
+    """What collectives return, each or several together, which gloo cannot send so: those of a device are done at once."""
+    module: Any = importlib.import_module("torch._C._distributed_c10d")
+    work, group = module.FakeWork, module.ProcessGroup
+    start, end = group._start_coalescing, group._end_coalescing
 
-    def init(self: Any, wrapped: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
-        if not any(isinstance(p, VirtualTensor) for p in wrapped.parameters()):
-            original_init(self, wrapped, *args, **kwargs)
-            return
-        with pushed(engine.mode):
-            original_init(self, wrapped, *args, **kwargs)
-        distributed._register_comm_hook(self.reducer, None, _averaged if engine.computes else _as_it_is)
-        self._gpumem_virtual = True
+    def _start_coalescing(self: Any, device: torch.device) -> None:
+        if device.type != "cuda":
+            start(self, device)
 
-    def register_comm_hook(self: Any, state: object, hook: Any) -> None:
-        if getattr(self, "_gpumem_virtual", False):
-            warnings.warn("a virtual GPU sends nothing to other processes: the hook is not called", stacklevel=3)
-            return
-        original_hook(self, state, hook)
+    def _end_coalescing(self: Any, device: torch.device) -> Any:
+        return end(self, device) if device.type != "cuda" else collectives.finished()
 
-    def skip_for_ours(original: Any, place: str) -> Any:
-        def instead(*args: Any, **kwargs: Any) -> Any:
-            found = kwargs.get(place, args[1] if len(args) > 1 else ())
-            tensors = list(found.parameters() if isinstance(found, torch.nn.Module) else found)
-            if any(isinstance(tensor, VirtualTensor) for tensor in tensors):
-                if isinstance(found, torch.nn.Module):
-                    with pushed(engine.mode), torch.no_grad():
-                        _send_in_buckets([*tensors, *found.buffers()], kwargs["broadcast_bucket_size"])
-                    if engine.computes:
-                        _send_from_first(found)
-                return None
-            return original(*args, **kwargs)
-
-        return instead
-
-    def within_our_mode(original: Any) -> Any:
-        def instead(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if not getattr(self, "_gpumem_virtual", False):
-                return original(self, *args, **kwargs)
-            with pushed(engine.mode), values.every_integer():
-                return original(self, *args, **kwargs)
-
-        return instead
-
-    for name in ("_pre_forward", "_post_forward"):
-        # Buckets are made again there, after the first backward pass; which parameter goes where is sent round as integers.
-        patches.set(kind, name, within_our_mode(getattr(kind, name)))
-    patches.set(kind, "__init__", init)
-    patches.set(kind, "register_comm_hook", register_comm_hook)
-    for name, place in (("_verify_param_shape_across_processes", "tensors"), ("_sync_module_states", "module")):
-        if hasattr(module, name):
-            patches.set(module, name, skip_for_ours(getattr(module, name), place))
-
-
-def _send_in_buckets(tensors: list[torch.Tensor], most: int) -> None:
-    """The memory of a broadcast: tensors lie together in pieces of up to `most` bytes or little more, two at a time."""
-    on_device = [tensor.detach() for tensor in tensors if isinstance(tensor, VirtualTensor)]
-    under_way: list[torch.Tensor] = []
-    distributed: Any = torch.distributed
-    for numbers in distributed._compute_bucket_assignment_by_size(on_device, [most])[0]:
-        del under_way[:-1]
-        under_way.append(torch._utils._flatten_dense_tensors([on_device[number] for number in numbers]))
-    # The first was the first to be sent.
-    del under_way[0]
-
-
-def _send_from_first(module: torch.nn.Module) -> None:
-    """Every process begins with the first one's parameters and buffers."""
-    if torch.distributed.get_world_size() > 1:
-        for tensor in (*module.parameters(), *module.buffers()):
-            torch.distributed.broadcast(tensor.detach(), 0)
+    patches.set(work, "get_future", collectives.with_results(work.get_future))
+    patches.set(group, "_start_coalescing", _start_coalescing)
+    patches.set(group, "_end_coalescing", _end_coalescing)
 
 
 def _process_groups(patches: Patches) -> None:
@@ -259,19 +201,3 @@ def everywhere(patches: Patches, module: Any, makers: Mapping[str, Callable[[Any
         for other in others:
             if getattr(other, "__dict__", {}).get(name) is original:
                 patches.set(other, name, replacement)
-
-
-def _averaged(state: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-    """Where a device computes: the mean of all processes' gradients, in the bucket itself."""
-    buffer = bucket.buffer()
-    processes = torch.distributed.get_world_size()
-    if processes > 1:
-        torch.distributed.all_reduce(buffer.div_(processes))
-    return _as_it_is(state, bucket)
-
-
-def _as_it_is(state: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-    """In place of the exchange between processes, which needs no memory of PyTorch's beside the bucket."""
-    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-    done.set_result(bucket.buffer())
-    return done
