@@ -36,6 +36,8 @@ LOOK = """() => {
     bar: [...root.querySelectorAll('.gpumem-bar > i')].reduce((sum, one) => sum + one.getBoundingClientRect().width, 0),
     room: root.querySelector('.gpumem-bar').getBoundingClientRect().width,
     height: root.getBoundingClientRect().height, wide: root.scrollWidth <= root.clientWidth + 1,
+    sides: [...root.querySelectorAll('td')].filter((one) => getComputedStyle(one).textAlign !==
+      (one.getAttribute('align') || 'left')).length,
     active: document.activeElement.tagName, open: root.querySelectorAll('.gpumem-row[open]').length,
   };
 }"""
@@ -108,6 +110,8 @@ def test_the_first_notebook_runs_and_shows_its_pictures(tmp_path: Path) -> None:
         assert look["rows"] > 3
         assert abs(look["bar"] - look["room"]) < 2
         assert look["wide"]
+        # Columns of words to the left, of figures to the right, whatever the notebook does with tables.
+        assert look["sides"] == 0
         shoot(page, "light")
         for colour in (look["ink"], look["quiet"]):
             assert contrast(colour, look["paper"]) >= 4.5

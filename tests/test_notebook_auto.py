@@ -50,6 +50,14 @@ def test_every_cell_is_recorded_and_off_leaves_nothing(book: Notebook) -> None:
     assert book.cell("%gpumem_auto off").strip() == "Cells were not recorded."
 
 
+def test_what_was_there_before_is_no_cells_doing(book: Notebook) -> None:
+    book.cell("x = mib(8)")
+    book.cell("%gpumem_auto on\ny = mib(2)")
+    first = auto.history().records[-1]
+    assert (first.change // MIB, first.after.allocated // MIB) == (2, 10)
+    book.cell("del x, y")
+
+
 def test_running_a_cell_again_that_adds_is_said(book: Notebook) -> None:
     book.cell("%gpumem_auto on\nkept = []")
     assert book.cell("kept.append(mib(30))") == ""

@@ -15,7 +15,6 @@ from IPython.utils.capture import capture_output
 from shell_fakes import clean_shell
 
 import gpumem_magic
-from gpumem_magic.commands.words import for_a_script
 from gpumem_magic.looks.decisions import (
     checks_for_none,
     chooses_a_way,
@@ -26,6 +25,7 @@ from gpumem_magic.looks.decisions import (
     selects,
     waits,
 )
+from gpumem_magic.report.script_words import for_a_script
 from gpumem_magic.virtual import gpu
 
 

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from gpumem_magic.commands.words import told_of_a_script
 from gpumem_magic.failures import swallowed
 from gpumem_magic.patching import Patches
+from gpumem_magic.report.script_words import told_of_a_script
 
 _PLAIN = "from multiprocessing.spawn import spawn_main; spawn_main("
 

@@ -21,12 +21,12 @@ from gpumem_magic.commands.children import measured_children
 from gpumem_magic.commands.common import INTERRUPTED, program_of
 from gpumem_magic.commands.launch import device_of_a_rank, run_processes
 from gpumem_magic.commands.shown_ranks import show
-from gpumem_magic.commands.words import told_of_a_script
 from gpumem_magic.commands.written import hand_over, say, targets
 from gpumem_magic.devices.base import DeviceError
 from gpumem_magic.failures import swallowed
 from gpumem_magic.recording.progress import StopRun
 from gpumem_magic.recording.script import ScriptRun, as_main
+from gpumem_magic.report.script_words import told_of_a_script
 from gpumem_magic.session import device as chosen_device
 from gpumem_magic.session import recording
 from gpumem_magic.session.rank_process import ALONE, RankProcess, from_environment

@@ -68,6 +68,7 @@ def _report(loaded: LoadedSnapshot, views: list[DeviceView], options: argparse.N
     from gpumem_magic.commands import show_events, show_parts
     from gpumem_magic.files.loaded import moment_of, position_of, report_of
     from gpumem_magic.files.report_file import save, to_json
+    from gpumem_magic.report.script_words import told_in_python
     from gpumem_magic.snapshot.files import write
     from gpumem_magic.snapshot.redact import redacted
     from gpumem_magic.views.text import render
@@ -75,7 +76,7 @@ def _report(loaded: LoadedSnapshot, views: list[DeviceView], options: argparse.N
     moment = ""
     if options.between:
         options.at, moment = _highest_between(views[0], options.between)
-    report = report_of(loaded, options.device, options.at, views)
+    report = told_in_python(report_of(loaded, options.device, options.at, views))
     view = next((one for one in views if one.device == report.device.index), views[0])
     moment = moment or moment_of(view, options.at)
     position = position_of(view, options.at)

@@ -42,6 +42,8 @@ class Auto:
     def start(self) -> None:
         self._shell.events.register("pre_run_cell", self._before)
         self._shell.events.register("post_run_cell", self._after)
+        # The cell that turns us on has begun: what is there already is none of its doing.
+        self._trying(self._begin_here)
 
     def stop(self) -> None:
         """May be called twice."""
@@ -50,11 +52,15 @@ class Auto:
                 self._shell.events.unregister(name, callback)
         self._begun.clear()
 
+    def _begin_here(self) -> None:
+        now = self._look()
+        self._begun.append(now if now is not None and now.state.allocated else None)
+
     def _before(self, info: Any) -> None:
         self._trying(lambda: self._begun.append(self._look()))
 
     def _after(self, result: Any) -> None:
-        # The cell that turned us on had begun before.
+        # Before there was a device: nothing was on it.
         begun = self._begun.pop() if self._begun else None
         self._trying(lambda: self._keep(begun, self._look(), result))
 

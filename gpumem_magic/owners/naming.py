@@ -35,6 +35,8 @@ _ROOT_COSTS = {"variable": 0, "module": 100, "out": 400, "traceback": 800, "thre
 _OPTIMIZER = 300
 # A parameter that only an optimizer knows is one of its param_groups, rather than a key of its states.
 _STATE = 20
+# An object is rather reached by its own name than by that of one of its methods.
+_METHOD = 20
 _TABLES = ("_parameters", "_buffers", "_modules")
 _LONGEST = 60
 _ID = 1 << 40
@@ -238,7 +240,9 @@ def _best_paths(
             continue
         parent[number] = holder
         top[number] = number if holder < 0 else top[holder]
-        more = _OPTIMIZER if tensors.is_optimizer(walk.objects[number]) else _STATE if number in states else 0
+        thing = walk.objects[number]
+        more = _OPTIMIZER if tensors.is_optimizer(thing) else _STATE if number in states else 0
+        more += _METHOD if is_a(thing, types.MethodType) else 0
         for child in children.get(number, ()):
             if child not in parent:
                 heapq.heappush(todo, (cost + more + _COSTS.get(walk.kinds.get((number, child), ""), 1), child, number))

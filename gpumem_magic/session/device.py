@@ -136,7 +136,9 @@ def off() -> str:
     from gpumem_magic.virtual import gpu
 
     left = gpu.turn_off()
-    words = f"{machine.spec.text} is off, and PyTorch is as before."
+    name = machine.spec.text
+    sized = name.removeprefix("virtual:")
+    words = f"The virtual {name if sized == name else f'GPU of {sized}'} is off, and PyTorch is as before."
     if left:
         were = "1 tensor was still on it: it" if left == 1 else f"{left} tensors were still on it: they"
         words += f" {were} can't be used any more."

@@ -9,6 +9,8 @@ from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
 
 from gpumem_magic.recording import under_way
+from gpumem_magic.report.model import ReportData
+from gpumem_magic.report.script_words import told_in_python
 from gpumem_magic.session.recording import ActiveRecording, open_recording
 
 if TYPE_CHECKING:
@@ -34,6 +36,16 @@ class _FrameNames(Mapping[str, Any]):
 
 def _names_of(code: CodeType) -> frozenset[str]:
     return frozenset((*code.co_varnames, *code.co_cellvars, *code.co_freevars, *code.co_names))
+
+
+def _has_magics() -> bool:
+    """Whether the program runs in IPython, where the report's remedies can be typed."""
+    core = sys.modules.get("IPython.core.interactiveshell")
+    return core is not None and core.InteractiveShell.initialized()
+
+
+def _as_it_is(report: ReportData) -> ReportData:
+    return report
 
 
 class Measurement:
@@ -65,7 +77,8 @@ def measure(device: str | None = None) -> Iterator[Measurement]:
     error: BaseException | None = None
     nested = under_way.is_any()
     try:
-        active = open_recording(device, names=_names_of(frame.f_code), user_ns=names)
+        words = _as_it_is if _has_magics() else told_in_python
+        active = open_recording(device, names=_names_of(frame.f_code), user_ns=names, words=words)
         yield measurement
     except BaseException as raised:
         error = raised

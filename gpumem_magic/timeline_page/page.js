@@ -146,7 +146,8 @@ export function start(document, data) {
   function drawWords() {
     const { device, position } = machine;
     const now = device.sums(position, data.categories.length);
-    find("answer").textContent = device.answer;
+    // Code is between backticks.
+    find("answer").replaceChildren(...device.answer.split("`").map((part, place) => (place % 2 ? make("code", part) : part)));
     find("answer").hidden = !device.answer;
     const when = `${position === device.peak ? "Peak, " : ""}${moment(position)}${position ? ` of ${count(device.events)}` : ""}`;
     find("moment").textContent = `${device.events ? when : "The state in the file"}: `

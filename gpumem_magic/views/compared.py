@@ -178,13 +178,15 @@ def _at_end(report: ReportData) -> int:
 
 
 def _by_statement(first: ReportData, second: ReportData) -> dict[str, tuple[int, int]]:
-    """The highest inside each statement that both have, over all iterations."""
+    """The highest inside each statement that both have, over all iterations, where that is near one of the peaks."""
     highest: list[Counter[str]] = [Counter(), Counter()]
     for found, report in zip(highest, (first, second), strict=True):
         for one in report.checkpoints:
             if one.kind in ("statement", "error") and (name := one.statement.strip().partition("\n")[0]):
                 found[name] = max(found[name], one.peak_allocated)
-    return {name: (size, highest[1][name]) for name, size in highest[0].items() if name in highest[1]}
+    near = max(first.peak.allocated, second.peak.allocated) / 2
+    pairs = {name: (size, highest[1][name]) for name, size in highest[0].items() if name in highest[1]}
+    return {name: pair for name, pair in pairs.items() if max(pair) > near}
 
 
 def _by_place(first: ReportData, second: ReportData) -> dict[str, tuple[int, int]]:
@@ -209,8 +211,9 @@ def _groups(report: ReportData) -> Sequence[TensorGroup]:
 def _sums(groups: Sequence[TensorGroup]) -> Counter[str]:
     found: Counter[str] = Counter()
     for one in groups:
-        made = one.expression or one.statement or one.operator
+        # What a library's line made is known by that, whatever the cell calls it by.
+        own = not one.inner or one.inner.startswith("In [")
+        made = (one.expression or one.statement or one.operator) if own else one.inner
         if one.category not in _NO_PLACE and made:
-            inner = f" ({one.inner.partition(' ')[0]})" if one.inner and not one.inner.startswith("In [") else ""
-            found[f"{LABELS[one.category]}: {made}{inner}"] += one.bytes
+            found[f"{LABELS[one.category]}: {made}"] += one.bytes
     return found

@@ -1,8 +1,9 @@
-"""A report's remarks for somebody at a command line, who has no magics."""
+"""A report's remarks for somebody who has no magics: at a command line, or in a script of their own."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
 
 from gpumem_magic.report.model import Cause, ReportData
@@ -26,6 +27,18 @@ _WORDS = tuple(
 )  # fmt: skip
 
 
+# The same where the program measures itself: what differs.
+_IN_PYTHON = tuple(
+    (re.compile(said), instead)
+    for said, instead in (
+        (r"`%gpumem_try ([^`]+)` runs the cell again with it", "a setting must be there before CUDA is first used"),
+        (r" was turned on, and stays on: `%gpumem_device NAME` chooses another, `%gpumem_device off` turns it off\.",
+         " was turned on, and stays on. `measure(device=NAME)` chooses another, `gpumem devices` lists them."),
+        (r"`%gpumem_device (NAME,values=\w+)`", r'`measure(device="\1")`'),
+    )
+)  # fmt: skip
+
+
 def for_a_script(text: str) -> str:
     """A remark in the words of the command line."""
     for said, instead in _WORDS:
@@ -33,16 +46,29 @@ def for_a_script(text: str) -> str:
     return text
 
 
+def _in_python(text: str) -> str:
+    for said, instead in _IN_PYTHON:
+        text = said.sub(instead, text)
+    return for_a_script(text)
+
+
 def told_of_a_script(report: ReportData) -> ReportData:
-    """The report with its answer and all its remarks in these words."""
+    """The report with its answer and all its remarks in the words of the command line."""
+    return _told(report, for_a_script)
+
+
+def told_in_python(report: ReportData) -> ReportData:
+    """The same for a program that measures itself, and for a file."""
+    return _told(report, _in_python)
+
+
+def _told(report: ReportData, words: Callable[[str], str]) -> ReportData:
     return replace(
         report,
-        answer=for_a_script(report.answer),
+        answer=words(report.answer),
         remarks=tuple(
-            replace(one, text=for_a_script(one.text), remedy=for_a_script(one.remedy))
-            if isinstance(one, Cause)
-            else for_a_script(one)
+            replace(one, text=words(one.text), remedy=words(one.remedy)) if isinstance(one, Cause) else words(one)
             for one in report.remarks
         ),
-        devices=tuple(told_of_a_script(one) for one in report.devices),
+        devices=tuple(_told(one, words) for one in report.devices),
     )
