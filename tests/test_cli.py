@@ -355,7 +355,7 @@ def test_ranks_that_a_script_starts_have_the_device_and_are_one_report(
     )
     ran = ran_on("2xT4", capfd, script(program))
     assert sorted(ran.out.splitlines()) == ["child cuda:0", "child cuda:1"]
-    assert ran.err.startswith("All 2 ranks peak at 4.0 MiB")
+    assert ran.err.startswith("Both ranks peak at 4.0 MiB")
     assert "Nothing was put on a device" not in ran.err
 
 

@@ -8,7 +8,7 @@ import pytest
 from matplotlib.patches import Rectangle
 from report_samples import colab, trainer
 
-from gpumem_magic.report.ranks import GONE, RUNNING
+from gpumem_magic.report.ranks import ENDED, GONE, RUNNING
 from gpumem_magic.report.side_by_side import OfRank, state_of, together
 from gpumem_magic.user_report import Report
 from gpumem_magic.views.html import card
@@ -71,6 +71,22 @@ def test_nothing_is_said_twice(report: Report) -> None:
     assert "Rank 3:" not in text
     assert "Ranks 5-7 did not run" in text
     assert "Rank 0 of 8:" in text
+
+
+def test_who_hangs_is_told_from_those_who_wait() -> None:
+    places = ["barrier (train.py:22)", "train.py:14", "barrier (train.py:22)"]
+    ran = [OfRank(rank, ENDED, trainer(), place) for rank, place in enumerate(places)]
+    found = Report.of(together(ran, 3))
+    assert found.ranks is not None
+    assert "at different lines: ranks 0, 2 at barrier (train.py:22); rank 1 at train.py:14." in found.ranks.answer
+    assert {row.rank: row.like for row in found.ranks.rows} == {0: None, 1: None, 2: 0}
+    text = render(found, width=200)
+    assert text.count("Rank 1 was ended while it was at train.py:14") == 1
+    # The report of rank 0 follows, and says it there.
+    assert "Rank 0 was ended while" not in text
+    alike = Report.of(together([OfRank(rank, ENDED, trainer(), places[0]) for rank in range(2)], 2))
+    assert alike.ranks is not None
+    assert alike.ranks.answer.startswith("Ranks 0-1 were ended. Both ranks peak at ")
 
 
 def test_of_virtual_ranks_only_those_that_ran_are_told() -> None:

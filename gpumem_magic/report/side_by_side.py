@@ -10,6 +10,8 @@ from gpumem_magic.report.model import LABELS, Peak, ReportData, Row, TensorGroup
 from gpumem_magic.report.ranks import DONE, ENDED, FAILED, GONE, OUT_OF_MEMORY, RUNNING, STATES, RankRow, Ranks
 from gpumem_magic.units import amount, counted
 
+# How many lines are named at which ranks were.
+_PLACES = 4
 # Ranks are alike within one part in so many of the peak.
 ALIKE = 200
 _STATE_WORDS = {
@@ -42,9 +44,11 @@ def state_of(report: ReportData) -> str:
 
 
 def alike(one: OfRank, other: OfRank) -> bool:
-    """Whether two ranks have the same memory, category for category."""
-    if one.state != other.state or one.report is None or other.report is None:
-        return one.state == other.state and one.report is other.report and one.where == other.where
+    """Whether two ranks have the same memory, category for category, and came to the same end."""
+    if (one.state, one.where) != (other.state, other.where):
+        return False
+    if one.report is None or other.report is None:
+        return one.report is other.report
     first, second = one.report.peak, other.report.peak
     limit = max(first.allocated, second.allocated) / ALIKE
     sizes = [(first.allocated, second.allocated), (_reserved(one.report), _reserved(other.report))]
@@ -81,7 +85,7 @@ def together(
         world, virtual, "", tuple(rows), min(peaks), round(mean), max(peaks), max(peaks) / mean - 1 if mean else None
     )
     assert first.report is not None
-    return replace(first.report, ranks=replace(ranks, answer=_answer(ranks, first)))
+    return replace(first.report, ranks=replace(ranks, answer=_answer(ranks, _places(found))))
 
 
 def _likes(found: Sequence[OfRank]) -> dict[int, int | None]:
@@ -163,7 +167,7 @@ def _only(groups: Sequence[TensorGroup], others: Sequence[TensorGroup]) -> list[
     ]
 
 
-def _answer(ranks: Ranks, first: OfRank) -> str:
+def _answer(ranks: Ranks, places: str) -> str:
     rows = ranks.rows
     troubles: list[str] = []
     for state in STATES:
@@ -176,11 +180,13 @@ def _answer(ranks: Ranks, first: OfRank) -> str:
         named = ranks_in_words(members)
         troubles.append(f"{named.lower() if troubles else named} {words}")
     lead = f"{'; '.join(troubles)}. " if troubles else ""
+    lead += places
     answered = [row for row in rows if row.peak_allocated is not None]
     highest = max(answered, key=_peak)
     if ranks.imbalance is not None and len(answered) > 1 and ranks.lowest is not None and ranks.highest is not None:
         if ranks.highest - ranks.lowest <= ranks.highest / ALIKE:
-            whole = f"All {ranks.world} ranks" if len(answered) == ranks.world else f"{counted(len(answered), 'rank')}"
+            whole = f"All {ranks.world} ranks" if ranks.world > 2 else "Both ranks"
+            whole = whole if len(answered) == ranks.world else counted(len(answered), "rank")
             lead += f"{whole} peak at {amount(ranks.highest)}, within 0.5 %."
         else:
             lead += (
@@ -190,6 +196,20 @@ def _answer(ranks: Ranks, first: OfRank) -> str:
     else:
         lead += f"Rank {highest.rank} of {ranks.world} peaks at {amount(_peak(highest))}."
     return lead
+
+
+def _places(found: Sequence[OfRank]) -> str:
+    """Where ranks were that did not end by themselves, if not all at the same line: some wait for the others."""
+    lines: dict[str, list[int]] = {}
+    for one in found:
+        if one.state == ENDED and one.where:
+            lines.setdefault(one.where, []).append(one.rank)
+    if len(lines) < 2:
+        return ""
+    order = sorted(lines.items(), key=lambda entry: (-len(entry[1]), entry[1]))
+    words = [f"{ranks_in_words(ranks).lower()} at {where}" for where, ranks in order[:_PLACES]]
+    words += [f"others at {counted(len(order) - _PLACES, 'more line')}"] if len(order) > _PLACES else []
+    return f"They were at different lines: {'; '.join(words)}. "
 
 
 def ranks_in_words(ranks: Sequence[int]) -> str:

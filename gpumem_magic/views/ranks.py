@@ -72,11 +72,15 @@ def table(ranks: Ranks) -> list[list[str]]:
 def sentences(ranks: Ranks) -> list[str]:
     """What differs and why, and what the ranks that had no happy end say themselves."""
     lines = families(ranks)
-    # One without a report has said so in the answer.
+    whole = _shown(ranks)
+    # One without a report has said so in the answer; the one whose report follows says it there.
     told = [
         first.said if first.said.startswith("Rank ") else f"{ranks_in_words([first.rank])}: {first.said}"
-        for first, _ in lines[1:]
-        if first.state != DONE and first.said and (first.where or first.peak_allocated is not None)
+        for first, members in lines[1:]
+        if first.state != DONE
+        and first.said
+        and (first.where or first.peak_allocated is not None)
+        and whole not in members
     ]
     told += [f"{ranks_in_words([first.rank])}: {first.differs}" for first, _ in lines if first.differs]
     if len(lines) > MOST:
@@ -89,8 +93,11 @@ def sentences(ranks: Ranks) -> list[str]:
 
 def heading(ranks: Ranks) -> str:
     """Over the report of the first that made one."""
-    shown = next(row for row in ranks.rows if row.peak_allocated is not None)
-    return f"Rank {shown.rank} of {ranks.world}:"
+    return f"Rank {_shown(ranks).rank} of {ranks.world}:"
+
+
+def _shown(ranks: Ranks) -> RankRow:
+    return next(row for row in ranks.rows if row.peak_allocated is not None)
 
 
 def _size(size: int | None) -> str:
