@@ -227,6 +227,14 @@ def test_devices_prints_the_catalogue(capsys: pytest.CaptureFixture[str]) -> Non
     assert all(name in out for name in CATALOG)
 
 
+def test_a_list_that_nobody_reads_to_its_end_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    unread, written = os.pipe()
+    os.close(unread)
+    with os.fdopen(written, "w") as nobody:
+        monkeypatch.setattr(sys, "stdout", nobody)
+        assert cli.main(["devices"]) == 1
+
+
 def test_a_real_measurement_in_a_process_of_its_own(script: Write, tmp_path: Path) -> None:
     pytest.importorskip("torch")
     from gpumem_magic import Report

@@ -29,5 +29,5 @@ def test_it_is_that_version() -> None:
 def test_the_magics_work_on_it() -> None:
     # What runs in no shell is the same on every IPython.
     files = [str(HERE / name) for name in ("test_magics.py", "test_cell.py", "test_first_road.py")]
-    done = run("-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "not bert_large", *files)
+    done = run("-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "not bert_large and not trainer", *files)
     assert done.returncode == 0, done.stdout[-4000:]
