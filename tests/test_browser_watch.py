@@ -186,16 +186,15 @@ def test_the_watch_lives_while_the_cell_runs_and_leaves_its_picture(
 
     # The keyboard goes through the samples, and says where it is.
     canvas = page.locator(".gpumem-canvas")
-    canvas.focus()
     last = canvas.get_attribute("aria-valuetext")
-    page.keyboard.press("Home")
+    canvas.press("Home")
     page.wait_for_function("() => document.querySelector('.gpumem-canvas').getAttribute('aria-valuenow') === '0'")
     assert canvas.get_attribute("aria-valuetext") != last
     first = canvas.get_attribute("aria-valuetext").partition(":")[0]
     page.wait_for_function(
         "(first) => document.querySelector('.gpumem-table caption').innerText.startsWith(`at ${first}`)", arg=first
     )
-    page.keyboard.press("Escape")
+    canvas.press("Escape")
     page.wait_for_function("() => document.querySelector('.gpumem-table caption').innerText === 'now'")
 
     # The page is loaded anew, and was not saved since: the chart comes back with what it had, in the page's own output.
