@@ -108,6 +108,9 @@ def test_buckets_of_gradients_are_gradients() -> None:
     # The buckets are made anew, in the order in which gradients came.
     assert measured.report.peak.categories["gradients"] == 2 * 640 * MIB
     assert measured.report.peak.categories["activations"] < 10 * MIB
+    held = {group.kept_by: group.bytes for group in measured.report.peak.tensors if group.category == "gradients"}
+    assert held.pop("DistributedDataParallel") == 640 * MIB
+    assert sum(held.values()) == 640 * MIB, "the parameters' own"
 
 
 def test_sharded_parameters_are_whole_only_while_they_are_needed() -> None:

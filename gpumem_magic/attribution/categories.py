@@ -212,8 +212,8 @@ def _cache(case: _Case) -> Label | None:
 
 
 def _shared(case: _Case) -> Label | None:
-    category = sites.of_sharing(case.sharing)
-    return None if category is None else Label(category, "stack")
+    found = sites.of_sharing(case.sharing)
+    return None if found is None else Label(found[0], "stack", found[1])
 
 
 def _carried(case: _Case) -> Label | None:

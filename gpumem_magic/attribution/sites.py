@@ -165,6 +165,7 @@ _OF_SHARING = {
     "_get_reduce_scatter_tensors": "gradients",
     "create_recv_tensor": "activations",
     "_setup_forward_recv_info": "activations",
+    "_prepare_forward_infra": "activations",
     "_create_grad_recv_info": "activation_gradients",
 }
 
@@ -173,11 +174,14 @@ _OF_SHARING = {
 _INNERMOST = ("_ddp_init_helper", "_pre_forward")
 
 
-def of_sharing(functions: Sequence[str]) -> str | None:
-    """The category of what these functions asked for (`Birth.sharing`); None where they say nothing."""
+def of_sharing(functions: Sequence[str]) -> tuple[str, str | None] | None:
+    """The category of what these functions asked for (`Birth.sharing`), and what holds it where no object of Python's does; None
+    where they say nothing."""
     for place, name in enumerate(functions):
-        if name in _OF_SHARING and (not place or name not in _INNERMOST):
-            return _OF_SHARING[name]
+        if name in _INNERMOST:
+            return None if place else (_OF_SHARING[name], "DistributedDataParallel")
+        if name in _OF_SHARING:
+            return _OF_SHARING[name], None
     return None
 
 

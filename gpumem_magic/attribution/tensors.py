@@ -120,6 +120,8 @@ class Tensors:
             place = self._parameters.get(label.name, "") if label.category == "gradients" else label.name
             # ``0.weight`` is a name within a model that nobody names.
             return KEPT_BY_NAME, place if place.partition(".")[0].isidentifier() else ""
+        if label.name and label.evidence == "stack" and label.category == "gradients":
+            return KEPT_BY_NAME, label.name
         saved = next((hold for hold in holds if hold.keeper == KEPT_BY_GRAPH), None)
         if saved is None and label.category == "activations":
             birth = self.birth_of(one)
