@@ -55,15 +55,17 @@ def run(shell: Any, line: str) -> str:
 
 def test_a_report_and_its_timeline_are_shown(shell: Any, files: list[str], displayed: list[Any]) -> None:
     assert run(shell, "%gpumem_load rank1.pickle -o found") == ""
-    report, timeline = displayed
-    assert report == gpumem_magic.load("rank1.pickle")
+    view, timeline = displayed
+    assert view.report == gpumem_magic.load("rank1.pickle")
     assert isinstance(timeline, TimelineView)
-    assert shell.user_ns["found"] is report
+    assert shell.user_ns["found"] is view.report
 
 
 def test_several_files_are_a_list_and_one_timeline(shell: Any, files: list[str], displayed: list[Any]) -> None:
     assert run(shell, "%gpumem_load 'rank 0.pickle' rank1.pickle --output both") == ""
-    *reports, timeline = displayed
+    *views, timeline = displayed
+    reports = [view.report for view in views]
+    assert [view.name for view in views] == ["both[0]", "both[1]"]
     assert shell.user_ns["both"] == reports == [gpumem_magic.load(name) for name in files]
     assert len(timeline.sources) >= 2
 
@@ -71,7 +73,9 @@ def test_several_files_are_a_list_and_one_timeline(shell: Any, files: list[str],
 def test_names_may_come_from_variables(shell: Any, files: list[str], displayed: list[Any]) -> None:
     shell.user_ns["name"] = "rank1.pickle"
     assert run(shell, "%gpumem_load {name} --no-timeline --at end") == ""
-    assert [type(one) for one in displayed] == [Report]
+    (view,) = displayed
+    assert type(view.report) is Report
+    assert eval(view.name) == view.report, "what the last line says to type"
 
 
 def test_quiet_writes_and_binds_and_shows_nothing(shell: Any, files: list[str], displayed: list[Any]) -> None:

@@ -31,7 +31,7 @@ def asked_for(view: DeviceView, position: int, moment: str) -> str:
     sizes = view.sizes(position)
     words = in_words(groups_at(view, position), sizes)
     told = f"{moment[:1].upper()}{moment[1:]}: {amount(sizes['allocated'])} allocated"
-    return f"{told}: {words}." if words else f"{told}."
+    return f"{told}, of which {words}." if words else f"{told}."
 
 
 def largest(view: DeviceView, position: int, moment: str, most: int, search: str | None) -> Iterator[str]:

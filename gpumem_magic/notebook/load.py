@@ -47,8 +47,9 @@ def load(shell: Any, options: argparse.Namespace) -> None:
         shell.user_ns[options.output] = _bound(reports)
     if options.quiet:
         return
-    for report in reports:
-        display(report)
+    for number, (name, report) in enumerate(zip(options.files, reports, strict=True)):
+        bound = options.output and (options.output if len(reports) == 1 else f"{options.output}[{number}]")
+        display(report.view(None, bound or f"gpumem_magic.load({name!r})"))
     if not options.no_timeline:
         display(timeline)
 

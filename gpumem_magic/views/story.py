@@ -122,12 +122,14 @@ def _kept(group: TensorGroup) -> str:
 
 def more(folded: Sequence[str], hidden: int, page: str = "", name: str = "report") -> str:
     """The line that says where the rest is, where there is any. hidden: rows that are not shown; page: what has them, where the
-    reader is in no Python (```--html PATH` writes a page with``); name: the report's variable, "" where it has none yet."""
+    reader is in no Python (```--html PATH` writes a page with``); name: the report's variable, or what
+    `gpumem_magic.` gives it, "" where it has none yet."""
     said = counted(len(folded), "remark") if folded else ""
     rows = f"{counted(hidden, 'row')} more" if hidden else ""
     if page:
         return f"More: {page} {listed([one for one in (rows, said) if one])}." if rows or said else ""
-    bound = "" if name else "after `import gpumem_magic; report = gpumem_magic.last_report()`, "
+    bound = "after `import gpumem_magic`, " if name.startswith("gpumem_magic.") else ""
+    bound = bound if name else "after `import gpumem_magic; report = gpumem_magic.last_report()`, "
     name = name or "report"
     said = f"`print({name}.explain())` has {said}, categories and how the bytes are known" if said else ""
     rows = f'`print({name}.show("all"))` has {rows}' if rows else ""
