@@ -30,6 +30,7 @@ DESCRIBING = frozenset(
         "only_cached",
         "key_value_cache",
         "autocast_copies",
+        "optimizer_history",
         "held_over",
         "whole_batch",
         "joined",

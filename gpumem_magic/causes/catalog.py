@@ -58,6 +58,7 @@ DETECTORS: tuple[Detector, ...] = (
     holding.reference_cycle,
     training.late_zero_grad,
     training.missing_zero_grad,
+    training.optimizer_history,
     training.optimizer_states,
     training.optimizer_temporaries,
     settings.idle_checkpointing,
@@ -90,6 +91,7 @@ DESCRIBING = frozenset(
         "key_value_cache",
         "held_over",
         "autocast_copies",
+        "optimizer_history",
         _SOUND,
         shortage.NAME,
     }
@@ -104,6 +106,7 @@ _COVERED = {
     "growth": ("kept_errors", "kept_graphs", "gradients_with_graphs"),
     "retained_graph": ("kept_graphs", "gradients_with_graphs"),
     "dominating_layer": ("attention_scores",),
+    "optimizer_states": ("optimizer_history",),
     "map_location_missing": ("held_checkpoint",),
     "all_pairs": ("attention_scores",),
     "pinned_by_view": ("growth",),

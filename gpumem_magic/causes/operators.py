@@ -27,6 +27,8 @@ from gpumem_magic.units import human
 
 # A result is so many times larger than all that it was made of.
 _TIMES = 4
+# What is made so often, a few rows each time, is made in parts.
+_PARTS = 3
 _COPIES = frozenset({"clone", "_to_copy", "copy", "repeat", "contiguous", "copy_"})
 _PRODUCTS = frozenset({"mm", "bmm", "matmul", "baddbmm", "dot", "ger", "outer", "addr"})
 _MULTIPLIES = re.compile(r"@|\b(?:matmul|b?mm|einsum|outer|inner|tensordot|ger|cdist)\s*\(")
@@ -165,6 +167,8 @@ def _broadcast(scene: Scene, alike: Alike) -> Cause | None:
     if birth.kernel in _PRODUCTS or birth.kernel in _COPIES or len(shapes) < 2 or _joint(shapes) != alike.shape:
         return None
     first, second = sorted(shapes[:2], key=lambda shape: -prod(shape)) if len(shapes) > 2 else shapes[:2]
+    if _is_in_parts(scene, alike):
+        return None
     expression = birth.place.expression if birth.place is not None else ""
     what = made_by(scene, alike)
     pair = f"{shape_words(first)} with {shape_words(second)}"
@@ -230,6 +234,27 @@ def _expanded_copy(scene: Scene, alike: Alike) -> Cause | None:
     return Cause("expanded_copy", told, remedy, alike.bytes)
 
 
+def _is_in_parts(scene: Scene, alike: Alike) -> bool:
+    """Whether some rows at a time are worked on already: again and again, of a few rows with many, none kept for a backward."""
+    sizes = sorted(prod(shape) for shape, _ in alike.birth.inputs if prod(shape) > 1)
+    if scene.report.error is not None or len(sizes) < 2 or 2 * sizes[0] > sizes[-1]:
+        return False
+    births = scene.recording.logs[scene.device].births
+    place = alike.birth.place
+    its = [
+        one
+        for one in scene.timeline.allocations
+        if (birth := births.get(one.born)) is not None
+        and (birth.place, birth.kernel, birth.shape) == (place, alike.birth.kernel, alike.birth.shape)
+    ]
+    if place is None or len(its) < _PARTS:
+        return False
+    trains = any(its[0].born <= scene.start_of(one) <= its[-1].born for one in scene.spans(BACKWARD))
+    # The next one is made while a name still has the last.
+    gone = all(one.freed is not None and one.freed <= later.born for one, later in zip(its, its[2:], strict=False))
+    return gone and not trains
+
+
 def _one_hot(scene: Scene, alike: Alike) -> Cause | None:
     birth = alike.birth
     words = f"{birth.operator} {birth.place.expression if birth.place is not None else ''} {birth.kernel}"
@@ -252,7 +277,7 @@ def _pairs(scene: Scene, alike: Alike) -> Cause | None:
     square = len(shape) >= 2 and min(shape[-2:]) >= 256
     if not square or not (distances or (birth.kernel in _PRODUCTS and _MULTIPLIES.search(words))):
         return None
-    if alike.bytes < scene.part_of_peak(3):
+    if alike.bytes < scene.part_of_peak(3) or _is_in_parts(scene, alike):
         return None
     shapes = " and ".join(shape_words(one) for one, _ in birth.inputs[:2])
     return Cause(
@@ -273,7 +298,9 @@ def _other(scene: Scene, alike: Alike) -> Cause | None:
     if birth.inputs[0][0] == alike.shape:
         given = birth.inputs[0][1]
     remedy = "Work on a part at a time, or make it smaller before."
-    if birth.kernel == "im2col":
+    if _is_in_parts(scene, alike):
+        remedy = "Fewer at a time take less."
+    elif birth.kernel == "im2col":
         remedy = "Where the windows are multiplied with weights, `F.conv2d` does it without storing them."
     elif birth.kernel.startswith("upsample"):
         remedy = "A convolution to fewer channels before it, or a smaller size, makes it smaller."

@@ -14,6 +14,8 @@ from gpumem_magic.snapshot.timeline import Allocation
 from gpumem_magic.units import counted, human
 
 _FOREACH = re.compile("_multi_tensor_")
+# The optimizer with a history, how long that usually is, and what is short.
+_WITH_HISTORY, _USUAL_HISTORY, _SHORT_HISTORY = "LBFGS", 100, 10
 _HAVE_FUSED = frozenset({"_multi_tensor_adam", "_multi_tensor_adamw", "_multi_tensor_sgd"})
 
 
@@ -121,6 +123,29 @@ def optimizer_states(scene: Scene) -> Iterator[Cause]:
             describes=True,
         )
         return
+
+
+def optimizer_history(scene: Scene) -> Iterator[Cause]:
+    """LBFGS keeps two vectors as long as all parameters for each of its last iterations, many of which are in one step."""
+    labels = {root.name for root in scene.holdings.roots if root.type == _WITH_HISTORY} | {_WITH_HISTORY}
+    step = next((one for one in scene.spans(OPTIMIZER) if one.label in labels), None)
+    kept = scene.living_in(scene.moment, "optimizer_state")
+    if step is None or size_of(kept) < scene.part_of_peak(5):
+        return
+    vector = max(one.requested for one in kept)
+    pairs = sum(one.requested == vector for one in kept) // 2
+    if pairs <= _SHORT_HISTORY:
+        return
+    given = re.findall(r"\bhistory_size\s*=\s*(\d+)", scene.typed)
+    most = int(given[-1]) if given else _USUAL_HISTORY
+    yield Cause(
+        "optimizer_history",
+        f"{step.label} (LBFGS) keeps two vectors as long as all parameters ({human(vector)}) for each of its last iterations, up "
+        f"to `history_size` ({most}): {human(sum(one.requested for one in kept))}.",
+        f"`history_size={_SHORT_HISTORY}` keeps at most {human(2 * _SHORT_HISTORY * vector)} of these.",
+        size_of(kept),
+        describes=True,
+    )
 
 
 def optimizer_temporaries(scene: Scene) -> Iterator[Cause]:

@@ -22,11 +22,14 @@ _NAMED = re.compile(
     rf"(?i)(?:^|[^a-z])(?:past_?(?:kvs?|key_?values?)|{_WORDS}_?caches?|caches?_?{_WORDS})(?:_states)?(?![a-z])"
 )
 _LIKELY = re.compile(r"(?i)(?:^|[^a-z])(?:past|presents?|caches?)(?![a-z])")
+_PAST = re.compile(r"(?i)(?:^|[^a-z])(?:past|presents?)(?![a-z])")
+_LAYER = re.compile(r"\[\d+\]$")
 _KEYS = re.compile(r"(?i)(?:^|_)(?:k|keys?)(?:_|$)")
 _VALUES = re.compile(r"(?i)(?:^|_)(?:v|values?)(?:_|$)")
 _CLASS = re.compile(r"Cache|_cache\b|^cache")
 # A batch, positions and what a head has of each, at least.
 _FEWEST_DIMENSIONS = 3
+_DIMENSIONS_WITH_HEADS = 4
 # A cache may be a list of layers in an object that is in another one.
 _DEPTH = 6
 # So much is looked at of what is called a cache, and of what is not.
@@ -65,7 +68,7 @@ def _walk(value: Any, place: str, sure: bool, likely: bool, depth: int) -> Itera
     elif depth and objects.is_sequence(value):
         known = sure or likely
         inside = list(islice(objects.members(value), _MOST if known else _GLANCE))
-        sure = sure or (likely and _is_pair(inside))
+        sure = sure or (likely and _is_pair(inside, place))
         for number, one in enumerate(inside):
             yield from _walk(one, f"{place}[{number}]", sure, likely, depth - 1)
     elif depth:
@@ -83,11 +86,20 @@ def _walk(value: Any, place: str, sure: bool, likely: bool, depth: int) -> Itera
             yield from _walk(one, where, its, likely or _is_likely(word), depth - 1)
 
 
-def _is_pair(inside: list[Any]) -> bool:
-    """Keys and values of one layer: two tensors of the same shape and type."""
+def _is_pair(inside: list[Any], place: str) -> bool:
+    """Keys and values of one layer: two tensors of the same shape and type.
+
+    Anything may be kept as pairs in what is only called a cache: there they need heads, and layers, each with its own.
+    """
     if len(inside) != 2 or not all(tensors.is_tensor(one) for one in inside):
         return False
-    return len({(tensors.shape(one), tensors.dtype_name(one)) for one in inside}) == 1
+    shapes = {(tensors.shape(one), tensors.dtype_name(one)) for one in inside}
+    if len(shapes) != 1:
+        return False
+    ((shape, kind),) = shapes
+    return _PAST.search(place) is not None or (
+        len(shape) == _DIMENSIONS_WITH_HEADS and "float" in kind and _LAYER.search(place) is not None
+    )
 
 
 def _is_cache(kind: type) -> bool:

@@ -115,21 +115,27 @@ def _plain(report: ReportData) -> str:
     if useful is not None and useful.name == _TELLS_TEMPORARIES:
         groups = [one for one in groups if one.category != "temporaries"]
     told = [] if useful is None else [useful.remedy if useful.name == _LISTS_HOLDERS else useful.sentence]
-    told += [cause.sentence for cause in shown if cause.name == _SOUND]
-    return _composed(report, in_words(groups, categories), told)
+    sound = [cause.sentence for cause in shown if cause.name == _SOUND]
+    return _composed(report, in_words(groups, categories), told, sound)
 
 
-def _composed(report: ReportData, words: str, told: Sequence[str]) -> str:
-    """words: what is allocated, "" where a cause tells it."""
+def _composed(report: ReportData, words: str, told: Sequence[str], sound: Sequence[str] = ()) -> str:
+    """words: what is allocated, "" where a cause tells it. sound: that nothing is to be mended."""
     sentences: list[str] = []
     error = report.error
     if error is not None and error.requested is not None:
-        sentences += [f"{_failure(report)}: {words}." if words else f"{_failure(report)}.", *told, _request(report)]
+        sentences += [
+            f"{_failure(report)}: {words}." if words else f"{_failure(report)}.",
+            *told,
+            *sound,
+            _request(report),
+        ]
         return " ".join(sentences)
     if error is not None:
         sentences.append(f"{error.type}{error.at}.")
         if not report.peak.allocated:
             return sentences[0]
+    sentences += sound
     size, on = amount(report.peak.allocated), _on(report)
     where = f" at {report.peak.where}{_since(report)}" if report.peak.where else ""
     if not words:
@@ -200,7 +206,7 @@ def in_words(groups: Sequence[TensorGroup], categories: Mapping[str, int | None]
     for size, members in sorted(zip(sizes, alike, strict=True), key=lambda one: -one[0])[:_MOST]:
         if told and (100 * (total - left) >= _ENOUGH * total or 20 * size < total):
             break
-        told.append(_words(members, size))
+        told.append(_words(members, size, categories.get(members[0].category) or 0))
         left -= size
     return "; ".join(told)
 
@@ -224,8 +230,11 @@ def _is_nameless(members: Sequence[TensorGroup]) -> bool:
     return not first.kept_by if first.category in OF_A_MODEL else first.shape is None and not _place(members)
 
 
-def _words(members: Sequence[TensorGroup], size: int) -> str:
+def _words(members: Sequence[TensorGroup], size: int, whole: int) -> str:
+    """whole: what their category has, of which a part without a name is told as such."""
     first = members[0]
+    if _is_nameless(members) and amount(whole) != amount(size) and whole > size:
+        return f"{_part(size, whole)} of {LABELS[first.category]}"
     if first.category in OF_A_MODEL:
         link = ", kept by" if re.search(r"[.\[]", first.kept_by) else " of"
         of = f"{link} `{first.kept_by}`" if first.kept_by else ""
@@ -238,6 +247,13 @@ def _words(members: Sequence[TensorGroup], size: int) -> str:
     kind = "tensor" if count == 1 else "tensors"
     number = _NUMBERS[count] if count < len(_NUMBERS) else f"{count:,}"
     return f"{amount(size)} are {number} {shape} {first.dtype} {kind}{place}{_kept(members) or _labels(members)}"
+
+
+def _part(size: int, whole: int) -> str:
+    """``1,024 of the 2,048 MiB``, or both with their units where these differ."""
+    said, all_ = amount(size), amount(whole)
+    number, _, unit = said.partition(" ")
+    return f"{number if all_.endswith(f' {unit}') else said} of the {all_}"
 
 
 def _place(members: Sequence[TensorGroup]) -> str:

@@ -21,6 +21,8 @@ EVIDENCE_WORDS = {
 LABELS = LEGEND | {"cached": "cached"}
 # Rounding of one part in so many of the peak is told.
 _SEEN_ROUNDING = 100
+# A category is large from one part in so many of the peak.
+_LARGE = 10
 # What a program's tensors hold; rounding and cached bytes are the allocator's own.
 _TENSOR_CATEGORIES = tuple(name for name in ALLOCATED_CATEGORIES if name not in ("rounding", "unknown"))
 
@@ -152,11 +154,16 @@ def failure(report: ReportData) -> str:
     return _wanted(error, at) if failed_request(report) is not None else verdict(report) or ""
 
 
-def obstacle(report: ReportData) -> list[str]:
-    """What stood in the way of a request that failed; nothing where none did."""
+def obstacle(report: ReportData, *, told: bool = False) -> list[str]:
+    """What stood in the way of a request that failed; nothing where none did. told: beside an answer, which has said by how much
+    the memory was too small and how much of it was free."""
     error, found = report.error, failed_request(report)
     if error is None or found is None:
         return []
+    total = report.device.total_bytes
+    beyond = total is not None and (error.wanted or 0) > total
+    if told and found.cause == CAPACITY and (found.spare or 0) < 0 and not beyond:
+        return [error.elsewhere] if error.elsewhere else []
     sentences = [_free_memory(found, error)]
     if found.cause == FRAGMENTATION:
         sentences += _fragmentation(found, report, traced=error.verdict is not None)
@@ -321,7 +328,14 @@ def remarks(report: ReportData) -> list[str]:
 
 def caveats(report: ReportData) -> list[str]:
     """Where a failure was, and what limits what the figures say."""
-    sentences = [_failing_place(report), _stand_ins(report), _unknown(report), _one_figure(report), _rounding(report)]
+    sentences = [
+        _failing_place(report),
+        _workspace(report),
+        _stand_ins(report),
+        _unknown(report),
+        _one_figure(report),
+        _rounding(report),
+    ]
     return [sentence for sentence in sentences if sentence]
 
 
@@ -333,6 +347,17 @@ def _rounding(report: ReportData) -> str:
     return (
         "Sentences count the allocator's blocks, which is what letting go gives back; the tensors above what was asked for. "
         f"The difference is rounding, {amount(size)} at the peak."
+    )
+
+
+def _workspace(report: ReportData) -> str:
+    """What the category is, where it is a good part of the peak."""
+    size = report.peak.categories.get("workspace") or 0
+    if size * _LARGE < report.peak.allocated or size < MIB:
+        return ""
+    return (
+        f"Workspace ({amount(size)} at the peak) is where cuBLAS and cuDNN compute: cuBLAS keeps a block of fixed size for each "
+        "stream, whatever your tensors are; cuDNN gives its own back after each call."
     )
 
 

@@ -68,7 +68,7 @@ def _gauge(report: ReportData) -> str:
 
 
 def _tensors(report: ReportData) -> str:
-    table = tensors(report.peak.tensors, "tensors")
+    table = tensors(report.peak.tensors, report.peak.categories, "tensors")
     return details("The tensors at the peak", table) if table else ""
 
 

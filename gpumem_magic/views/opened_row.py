@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 
 from gpumem_magic.report.model import ALLOCATED_CATEGORIES, CATEGORIES, LABELS, Owner, ReportData, Row, TensorGroup
@@ -98,10 +98,10 @@ class OpenedRows:
         """What is allocated after a row; for the one that failed, when it did."""
         error, source = self.report.error, self.report.source
         if row.kind == "error" and error is not None and error.tensors:
-            return tensors(error.tensors, "when it failed")
+            return tensors(error.tensors, row.categories, "when it failed")
         if source is None or row.position < 0:
             return ""
-        return tensors(groups_at(source, row.position), "tensors after it")
+        return tensors(groups_at(source, row.position), row.categories, "tensors after it")
 
     def _categories(self, row: Row, before: Row | None) -> str:
         rows = []
@@ -170,9 +170,9 @@ def _sentence(row: Row, before: Row | None) -> str:
     return text
 
 
-def tensors(groups: Sequence[TensorGroup], heading: str) -> str:
-    """The largest tensors of a moment as a table; empty where none is known."""
-    rows = [(size, *map(escape, (what, made, kept))) for size, what, made, kept in tensor_rows(groups)]
+def tensors(groups: Sequence[TensorGroup], categories: Mapping[str, int | None], heading: str) -> str:
+    """The largest tensors of a moment as a table; empty where none is known. categories: all that is allocated then."""
+    rows = [(size, *map(escape, (what, made, kept))) for size, what, made, kept in tensor_rows(groups, categories)]
     heads = (TENSOR_HEADS[0], heading, *TENSOR_HEADS[2:])
     return grid(heads, rows, (0,)) if rows else ""
 

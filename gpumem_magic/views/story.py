@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from gpumem_magic.report.model import LABELS, ReportData, TensorGroup
+from gpumem_magic.report.model import ALLOCATED_CATEGORIES, LABELS, ReportData, TensorGroup
 from gpumem_magic.units import counted, listed, mib
 from gpumem_magic.views import explain
 
 MOST_CAUSES = 3
 _MOST_NOTES = 3
-_MOST_GROUPS = 5
+# So many groups of tensors are shown, and more where what is left would be larger than the last of them.
+_MOST_GROUPS, _MOST_SHOWN = 5, 8
 # So many words are read at a glance; what follows a part of a sentence begins one of its own.
 _LEAD = 25
 _PARTS = re.compile("[;:] (?=[0-9x])")
+# Of the others so many categories are named.
+_MOST_NAMED = 2
 # A group of tensors with less than one part in so many of what is allocated joins the rest.
 _SMALL = 50
 _KEPT = {"backward": "backward", "temporary": "nothing (temporary)", "list": "a list", "name": "a name", "unknown": ""}
@@ -41,7 +45,7 @@ def story_of(report: ReportData) -> Story:
     notes = [" ".join(one.split()) for one in report.remarks if isinstance(one, str)]
     notes = [note for note in notes if note not in answer]
     most = _MOST_NOTES if explain.used_device(report) else len(notes)
-    obstacle = [sentence for sentence in explain.obstacle(report) if sentence not in answer]
+    obstacle = [sentence for sentence in explain.obstacle(report, told=bool(report.answer)) if sentence not in answer]
     told = [*left[:room], *explain.caveats(report), *notes[:most]]
     return Story(answer, " ".join(obstacle), tuple(told), (*left[room:], *explain.particulars(report), *notes[most:]))
 
@@ -63,25 +67,41 @@ def tensor_heading(report: ReportData) -> str:
 
 def tensor_table(report: ReportData) -> list[list[str]]:
     """The largest groups of the peak, or of the failure, as `tensor_rows`."""
-    return tensor_rows(_at_failure(report) or report.peak.tensors)
+    at_failure = _at_failure(report)
+    failed = next((row for row in reversed(report.checkpoints) if row.kind == "error"), None)
+    state = failed if at_failure and failed is not None else report.peak
+    return tensor_rows(at_failure or report.peak.tensors, state.categories)
 
 
-def tensor_rows(groups: Sequence[TensorGroup]) -> list[list[str]]:
+def tensor_rows(groups: Sequence[TensorGroup], categories: Mapping[str, int | None]) -> list[list[str]]:
     """MiB, the tensors, what made them, and what keeps them: the largest groups of a moment.
 
-    The rows add up to what is allocated then. Empty where nothing is known of them.
+    The rows add up to what is allocated then. Empty where nothing is known of them. categories: all that is allocated then.
     """
     total = sum(group.bytes for group in groups)
-    shown = [group for group in groups if group.category and group.bytes * _SMALL >= total][:_MOST_GROUPS]
+    large = [group for group in groups if group.category and group.bytes * _SMALL >= total]
+    shown = large[:_MOST_GROUPS]
     if not shown:
         return []
+    while len(shown) < min(_MOST_SHOWN, len(large)) and total - sum(one.bytes for one in shown) > shown[-1].bytes:
+        shown.append(large[len(shown)])
     rows = [[_size(group.bytes), _tensors(group), _made(group), _kept(group)] for group in shown]
     rest = total - sum(group.bytes for group in shown)
     count = sum(group.count for group in groups) - sum(group.count for group in shown)
     # What is left may be rounding alone, and next to nothing.
     if count or rest >= 1 << 20:
-        rows.append([_size(rest), counted(count, "other") if count else LABELS["rounding"], "", ""])
+        words = f"{counted(count, 'other')}{_of_which(shown, categories)}" if count else LABELS["rounding"]
+        rows.append([_size(rest), words, "", ""])
     return rows
+
+
+def _of_which(shown: Sequence[TensorGroup], categories: Mapping[str, int | None]) -> str:
+    """What the others chiefly are: ``: activations 160, workspace 16``, in MiB."""
+    left = Counter({name: categories.get(name) or 0 for name in ALLOCATED_CATEGORIES})
+    for group in shown:
+        left[group.category] -= group.bytes
+    words = [f"{LABELS[name]} {mib(size)}" for name, size in left.most_common(_MOST_NAMED) if size >= 1 << 20]
+    return f": {', '.join(words)}" if words else ""
 
 
 TENSOR_HEADS = ("MiB", "tensors", "made by", "kept by")

@@ -168,7 +168,7 @@ def _rows(report: ReportData, shown: Sequence[Line], width: int, ascii_only: boo
     seen = {letter for cells in drawn for letter in cells}
     key = [f"{letters[name]} {LABELS[name]}" for name in ALLOCATED_CATEGORIES if letters[name] in seen]
     if MARK in seen:
-        key.append(f"{MARK} highest inside")
+        key.append(f"{MARK} the peak within the row")
     if key:
         # A line never ends between a letter and its meaning.
         whole = [entry.replace(" ", "\0") for entry in key]
