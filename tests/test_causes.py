@@ -492,6 +492,18 @@ INNOCENT = [
     Case("", ("a = [mib(300) for _ in range(10)]", "big = mib(300)"), device="T4"),
     Case("", ("x = 1", "big = mib(20000)"), device="T4"),
 ]
+IN_PARTS = 'x = torch.randn(8000, 64, device="cuda")\n'
+INNOCENT += [
+    # some rows at a time already
+    Case("", (IN_PARTS, "best = [torch.cdist(x[i : i + 500], x).argmin(1) for i in range(0, 8000, 500)]")),
+    Case(
+        "",
+        (
+            IN_PARTS,
+            "for part in x.split(400):\n    d = (part[:, None] - x[None]).pow(2).sum(-1)\n    near = d.topk(3).indices",
+        ),
+    ),
+]
 INNOCENT += [
     # a softmax over the classes of each pixel; what a loss saves is no layer's; frozen weights are no activations
     Case(
@@ -559,6 +571,27 @@ GUILTY += [
         "(2048, 3000)",
     ),
     Case("all_pairs", (POINTS, "best = torch.cdist(x, y).argmin(1)"), "one number for every pair, (2048, 3000)"),
+    # each turn of a loop trains on all pairs of a batch with a bank
+    Case(
+        "all_pairs",
+        (
+            POINTS
+            + "w = torch.ones(64, device='cuda', requires_grad=True)\nbank = torch.randn(40000, 64, device='cuda')",
+            "for i in range(4):\n    near = torch.cdist(x[i * 512 : i * 512 + 512] * w, bank)\n    near.mean().backward()",
+        ),
+        "(512, 40000)",
+    ),
+    Case(
+        "optimizer_history",
+        (
+            "model = net()\nopt = torch.optim.LBFGS(model.parameters(), history_size=50, tolerance_change=0, tolerance_grad=0)\n"
+            "x = torch.randn(64, 512, device='cuda')\n"
+            "def closure():\n    opt.zero_grad()\n    loss = model(x).square().mean()\n    loss.backward()\n    return loss",
+            "for _ in range(4):\n    opt.step(closure)",
+        ),
+        "up to `history_size` (50)",
+        device="A100-40GB,torch=2.13,values=real",
+    ),
     # pytorch/pytorch#154128
     Case(
         "expanded_copy",

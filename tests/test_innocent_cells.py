@@ -31,6 +31,7 @@ DESCRIBING = frozenset(
         "key_value_cache",
         "autocast_copies",
         "optimizer_history",
+        "left_over_copy",
         "held_over",
         "whole_batch",
         "joined",

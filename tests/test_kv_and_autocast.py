@@ -112,6 +112,10 @@ def sizes_of(report: Report, category: str, *, as_on_a_gpu: bool = False) -> Seq
         # A cache of something else; pairs that grow outside of a module; layers that join within one forward.
         ("", "cache = {'images': torch.zeros(8, 4, 64, device='cuda')}", 0),
         ("", PAIRS, 0),
+        ("", "cache = [(mib(1).view(4, 256, 256), mib(1).view(4, 256, 256)) for _ in range(3)]", 0),
+        ("", "cache = {'a': (mib(1).view(4, 16, 64, 64), mib(1).view(4, 16, 64, 64))}", 0),
+        ("", "past = [(mib(1).view(64, 64, 64), mib(1).view(64, 64, 64)) for _ in range(3)]", 6 << 20),
+        ("", "cache = [(mib(1).view(4, 16, 64, 64), mib(1).view(4, 16, 64, 64)) for _ in range(3)]", 6 << 20),
         (DENSE, "train()", 0),
         ("", "cache = [{'k': torch.zeros(8, 4, 64, device='cuda'), 'v': torch.zeros(8, 4, 64, device='cuda')}]", 16384),
         (LIBRARY, "with torch.no_grad():\n    past = model(x, use_cache=True).past_key_values", WHOLE),

@@ -552,6 +552,16 @@ def test_the_answer_names_a_place_where_all_is_from_it_and_else_all_of_the_categ
     assert told("", "") == "260 MiB are temporaries"
 
 
+def test_a_part_of_a_category_without_a_name_is_called_a_part() -> None:
+    groups = [
+        TensorGroup(1200 * MIB, 4, "parameters", kept_by="net"),
+        TensorGroup(1024 * MIB, 4, "parameters"),
+        TensorGroup(50 * MIB, 4, "gradients"),
+    ]
+    told = in_words(groups, {"parameters": 2224 * MIB, "gradients": 50 * MIB})
+    assert told == "1,200 MiB are parameters of `net`; 1,024 of the 2,224 MiB of parameters"
+
+
 def test_json_on_standard_output_is_all_that_is_there(
     show: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -51,6 +51,7 @@ DETECTORS: tuple[Detector, ...] = (
     untrained.untrained_gradients,
     untrained.wasted_gradients,
     copies.built_again,
+    copies.left_over,
     copies.held_checkpoint,
     copies.loaded_to_device,
     holding.freed_nothing,
@@ -92,6 +93,7 @@ DESCRIBING = frozenset(
         "held_over",
         "autocast_copies",
         "optimizer_history",
+        "left_over_copy",
         _SOUND,
         shortage.NAME,
     }

@@ -99,6 +99,45 @@ def built_again(scene: Scene) -> Iterator[Cause]:
         return
 
 
+def left_over(scene: Scene) -> Iterator[Cause]:
+    """At the peak, weights like the trained ones that an earlier turn of a loop made, to validate with them, say."""
+    now = scene.turn_of(scene.moment - 1)
+    if now is None or scene.tensors is None:
+        return
+    living = scene.living_in(scene.moment, "parameters")
+    older = [
+        one
+        for one in living
+        if one.born >= 0
+        and (turn := scene.turn_of(one.born)) is not None
+        and turn[0][0] == now[0][0]
+        and turn[1][0] < now[1][0]
+    ]
+    # (A model that the loop builds and goes on to train has no others like it.)
+    fresh = {one.index for one in older}
+    copies = partnered(older, requested, (one.requested for one in living if one.index not in fresh))
+    if size_of(copies) < scene.part_of_peak(8):
+        return
+    facts = scene.tensors.facts(copies[0])
+    made = {facts.line}
+    alike = {one.address for one in scene.alive.values() if scene.tensors.facts(one).line in made}
+    names = sorted(
+        {scene.holdings.roots[each].name for one in scene.held if one.address in alike for each in one.roots}
+    )
+    several = [name for name in names if name.isidentifier()]
+    way = (
+        f"`del {', '.join(several)}` once it has done its work" if several else "Let go of it when it has done its work"
+    )
+    yield Cause(
+        "left_over_copy",
+        f"A second copy of the weights, made in an earlier iteration (line {facts.line}, `{_short(facts.statement)}`), is still "
+        f"there at the peak: {human(size_of(copies))}.",
+        f"{way}, or use the trained model itself.",
+        size_of(copies),
+        describes=True,
+    )
+
+
 def _at(place: Written | None) -> str:
     return "" if place is None else f" ({place.words})"
 

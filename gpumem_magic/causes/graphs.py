@@ -50,10 +50,11 @@ def graphs_alive(scene: Scene) -> Iterator[Cause]:
     count = max(count for one, count in counted if one in found)
     freed = detach(scene, found)
     others: list[str] = []
-    if freed < LEAST:
+    theirs = {one.address for one in scene.holdings.freed_without("graph") if one.device == scene.device}
+    all_of_it = size_of(one for spot in found for one in spot.held if one.address in theirs)
+    if 2 * freed < all_of_it:
         # Others reach the same graph: all have to let go.
-        theirs = {one.address for one in scene.holdings.freed_without("graph") if one.device == scene.device}
-        freed = size_of(one for spot in found for one in spot.held if one.address in theirs)
+        freed = all_of_it
         numbers = {number for one in main.held for number in one.roots}
         roots = [scene.holdings.roots[number] for number in sorted(numbers)]
         others = [root.name for root in roots if root.kind == "variable" and root.name != main.root]

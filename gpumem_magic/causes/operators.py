@@ -48,7 +48,7 @@ _BEFORE_THE_HEAD = "Take the last position before the head (`hidden[:, -1:]`; in
 def grown_results(scene: Scene) -> Iterator[Cause]:
     """A broadcast, all pairs, a copy of an expanded tensor, one-hot numbers; of each place the largest."""
     told: set[object] = set()
-    for alikes in alive_in_shapes(scene, _is_grown):
+    for alikes in alive_in_shapes(scene, lambda birth: _is_grown(birth) or _is_one_hot(birth)):
         kinds = ((kind, one) for kind in (_one_hot, _broadcast, _expanded_copy, _pairs, _other) for one in alikes)
         for kind, alike in kinds:
             cause = kind(scene, alike)
@@ -255,17 +255,32 @@ def _is_in_parts(scene: Scene, alike: Alike) -> bool:
     return gone and not trains
 
 
+def _is_one_hot(birth: Birth) -> bool:
+    """One-hot numbers, or a copy of them as another type."""
+    words = f"{birth.operator} {birth.place.expression if birth.place is not None else ''} {birth.kernel}"
+    return "one_hot" in words and (birth.dtype == "int64" or birth.kernel == "_to_copy")
+
+
 def _one_hot(scene: Scene, alike: Alike) -> Cause | None:
     birth = alike.birth
-    words = f"{birth.operator} {birth.place.expression if birth.place is not None else ''} {birth.kernel}"
-    if "one_hot" not in words or birth.dtype != "int64":
+    size = bytes_of(alike.shape, birth.dtype)
+    if not _is_one_hot(birth) or size < scene.part_of_peak(10):
         return None
+    bytes_each = size // max(1, prod(alike.shape))
+    if birth.dtype == "int64":
+        return Cause(
+            "one_hot",
+            f"{made_by(scene, alike)} makes {shape_words(alike.shape)} of int64, 8 bytes for each class: {size_words(alike)}.",
+            "`F.cross_entropy` takes the class numbers as they are; where one-hot is needed, build it as bool or uint8 "
+            "(`torch.zeros(n, classes, dtype=torch.bool).scatter_`), or for a part at a time.",
+            alike.bytes,
+        )
     return Cause(
         "one_hot",
-        f"{made_by(scene, alike)} makes {shape_words(alike.shape)} of int64, 8 bytes for each class: {size_words(alike)}.",
-        "`F.cross_entropy` takes the class numbers as they are; where one-hot is needed, build it as bool or uint8 "
-        "(`torch.zeros(n, classes, dtype=torch.bool).scatter_`), or for a part at a time.",
-        alike.bytes,
+        f"{made_by(scene, alike)} makes {shape_words(alike.shape)} of {birth.dtype}, {bytes_each} bytes for each class, "
+        f"and of int64 on the way, 8 bytes: {human(size)}.",
+        "`F.cross_entropy` takes the class numbers as they are, and `gather` picks the right classes' numbers without it.",
+        size,
     )
 
 
