@@ -576,10 +576,20 @@ GUILTY += [
         "all_pairs",
         (
             POINTS
-            + "w = torch.ones(64, device='cuda', requires_grad=True)\nbank = torch.randn(40000, 64, device='cuda')",
+            + "\nw = torch.ones(64, device='cuda', requires_grad=True)\nbank = torch.randn(40000, 64, device='cuda')",
             "for i in range(4):\n    near = torch.cdist(x[i * 512 : i * 512 + 512] * w, bank)\n    near.mean().backward()",
         ),
         "(512, 40000)",
+    ),
+    # huggingface/diffusers#3094: a pipeline of its own to validate with stays while the next epoch trains
+    Case(
+        "left_over_copy",
+        (
+            "model = net(1024)\noptimizer = torch.optim.SGD(model.parameters())\nx = torch.randn(64, 1024, device='cuda')",
+            "for epoch in range(2):\n    optimizer.zero_grad()\n    model(x).mean().backward()\n    optimizer.step()\n"
+            "    other = net(1024)\n    with torch.no_grad():\n        y = other(x)",
+        ),
+        "`del other`",
     ),
     Case(
         "optimizer_history",

@@ -74,7 +74,12 @@ class Line:
         is no statement; or what was folded, in words."""
         if self.entry is not None and self.is_folded:
             return words_of(self.entry)
-        return first_line(self.row.label) or first_line(self.row.statement) or self.row.kind
+        label, statement = self.row.label, self.row.statement.strip()
+        if self.row.kind not in ("statement", "error") or not statement:
+            return first_line(label) or self.row.kind
+        head = statement.partition("\n")[0]
+        # Before it may stand the function that it is in.
+        return f"{label.removesuffix(head) if label.endswith(head) else ''}{first_line(statement)}"
 
     @property
     def is_statement(self) -> bool:
