@@ -492,18 +492,6 @@ INNOCENT = [
     Case("", ("a = [mib(300) for _ in range(10)]", "big = mib(300)"), device="T4"),
     Case("", ("x = 1", "big = mib(20000)"), device="T4"),
 ]
-IN_PARTS = 'x = torch.randn(8000, 64, device="cuda")\n'
-INNOCENT += [
-    # some rows at a time already
-    Case("", (IN_PARTS, "best = [torch.cdist(x[i : i + 500], x).argmin(1) for i in range(0, 8000, 500)]")),
-    Case(
-        "",
-        (
-            IN_PARTS,
-            "for part in x.split(400):\n    d = (part[:, None] - x[None]).pow(2).sum(-1)\n    near = d.topk(3).indices",
-        ),
-    ),
-]
 INNOCENT += [
     # a softmax over the classes of each pixel; what a loss saves is no layer's; frozen weights are no activations
     Case(
@@ -819,6 +807,22 @@ def test_innocent_cells_hear_nothing(case: Case) -> None:
         for code in case.cells[:-1]:
             book.cell(code)
         assert set(names(book.measured(case.cells[-1]))) <= {"steady"}
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        "best = [torch.cdist(x[i : i + 500], x).argmin(1) for i in range(0, 8000, 500)]",
+        "for part in x.split(400):\n    d = (part[:, None] - x[None]).pow(2).sum(-1)\n    near = d.topk(3).indices",
+    ],
+)
+def test_who_works_on_some_of_the_rows_at_a_time_is_not_told_to(cell: str) -> None:
+    with notebook("A100-40GB,torch=2.13") as book:
+        book.cell('x = torch.randn(8000, 64, device="cuda")')
+        report = book.measured(cell)
+        assert set(names(report)) <= {"steady", "grown_result"}
+        assert "rows at a time" not in report.answer
+        assert "part at a time" not in report.answer
 
 
 def test_every_detector_has_a_case() -> None:

@@ -113,9 +113,9 @@ def left_over(scene: Scene) -> Iterator[Cause]:
         and turn[0][0] == now[0][0]
         and turn[1][0] < now[1][0]
     ]
-    # (A model that the loop builds and goes on to train has no others like it.)
-    fresh = {one.index for one in older}
-    copies = partnered(older, requested, (one.requested for one in living if one.index not in fresh))
+    # A loop that builds one model after the other has no other like them.
+    others = (one.requested for one in living if one.born < 0 or scene.turn_of(one.born) is None)
+    copies = partnered(older, requested, others)
     if size_of(copies) < scene.part_of_peak(8):
         return
     facts = scene.tensors.facts(copies[0])

@@ -130,7 +130,7 @@ def optimizer_history(scene: Scene) -> Iterator[Cause]:
     labels = {root.name for root in scene.holdings.roots if root.type == _WITH_HISTORY} | {_WITH_HISTORY}
     step = next((one for one in scene.spans(OPTIMIZER) if one.label in labels), None)
     kept = scene.living_in(scene.moment, "optimizer_state")
-    if step is None or size_of(kept) < scene.part_of_peak(5):
+    if step is None or asked_for(kept) < scene.part_of_peak(5):
         return
     vector = max(one.requested for one in kept)
     pairs = sum(one.requested == vector for one in kept) // 2
@@ -141,9 +141,9 @@ def optimizer_history(scene: Scene) -> Iterator[Cause]:
     yield Cause(
         "optimizer_history",
         f"{step.label} (LBFGS) keeps two vectors as long as all parameters ({human(vector)}) for each of its last iterations, up "
-        f"to `history_size` ({most}): {human(sum(one.requested for one in kept))}.",
+        f"to `history_size` ({most}): {human(asked_for(kept))}.",
         f"`history_size={_SHORT_HISTORY}` keeps at most {human(2 * _SHORT_HISTORY * vector)} of these.",
-        size_of(kept),
+        asked_for(kept),
         describes=True,
     )
 
