@@ -20,7 +20,7 @@ import generate
 import hostile_snapshots
 import sources
 from cells import Comparison, story
-from compare import Difference, differences
+from compare import Difference, differences, without_chance
 from interrupts import SCENARIOS, Interrupts
 from run import Case, Kind, Zygote
 
@@ -122,6 +122,15 @@ def test_generated_cells_are_the_same_measured(zygote: Zygote) -> None:
     stories = [story(one) for one in comparison.found if one["comes again"]]
     assert not stories, "\n".join(stories)
     assert comparison.counts["cells"] > 40
+
+
+def test_beside_what_differs_by_chance_a_difference_is_seen() -> None:
+    """A random name in a text is no reason to look at nothing of it."""
+    plain = [{"shown": f"tmp{name} and 3 files"} for name in ("aa", "ab", "ac", "ad")]
+    other = Difference("/shown", plain[0]["shown"], "tmpzz and 3 folders")
+    assert without_chance([other], plain) == ([other], 0)
+    assert without_chance([Difference("/shown", plain[0]["shown"], "tmpzz and 3 files")], plain) == ([], 0)
+    assert without_chance([other], [*plain, {"shown": "nothing"}]) == ([], 1)
 
 
 def test_what_measuring_changes_comes_again_and_chance_does_not(

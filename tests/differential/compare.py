@@ -23,6 +23,7 @@ BY_CHANCE = [
     (re.compile(r"(?<!\.)\b[0-9a-f]{16}\b"), "DIGEST"),
     (re.compile(r"-?\d+(\.\d+)?(e[+-]?\d+)?"), "0"),
 ]
+WORD = re.compile(r"\w+|\W")
 
 
 @dataclass(frozen=True)
@@ -98,12 +99,22 @@ def without_chance(found: list[Difference], plain: list[dict[str, Any]]) -> tupl
         if all(value == values[0] for value in values):
             left.append(one)
             continue
-        smooth = {smoothed(value) for value in values}
-        if len(smooth) > 1:
+        has_all = has_what_is_common([smoothed(value) for value in values], smoothed(one.measured))
+        if has_all is None:
             lost += 1
-        elif smoothed(one.measured) not in smooth:
+        elif not has_all:
             left.append(one)
     return left, lost
+
+
+def has_what_is_common(plain: list[str], measured: str) -> bool | None:
+    """Whether a text agrees with those of plain runs in each word in which they agree; None where they have not as many words."""
+    columns = [WORD.findall(text) for text in (*plain, measured)]
+    if len({len(words) for words in columns[:-1]}) > 1:
+        return None
+    return len(columns[-1]) == len(columns[0]) and all(
+        words[-1] == words[0] or len(set(words[:-1])) > 1 for words in zip(*columns, strict=True)
+    )
 
 
 def smoothed(value: Any) -> str:
