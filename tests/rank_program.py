@@ -197,6 +197,9 @@ def run(kind: str) -> None:
         if rank == 0:
             nap()
         dist.barrier()
+    elif kind == "leaves":
+        torch.empty(1 << 20, device=device)
+        sys.exit(3)
     elif kind == "objects":
         found = ["from rank 0"] if rank == 0 else [None]
         dist.broadcast_object_list(found, src=0)

@@ -112,6 +112,16 @@ def test_objects_of_another_rank_are_that_ranks_and_one_without_memory_is_named(
     assert "not answered" not in shown.err, "nobody asked the others"
 
 
+def test_a_rank_that_leaves_with_a_status_has_failed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    target = tmp_path / "report.json"
+    assert run_alone("leaves", "--ranks", "2", "--as", "1", "--json", str(target)) == 3
+    (row,) = json.loads(target.read_text("utf-8"))["ranks"]["rows"]
+    assert (row["rank"], row["state"], row["peak_allocated"]) == (1, "failed", 4 << 20)
+    said = capfd.readouterr().err
+    assert "Rank 1 failed." in said
+    assert "SystemExit at line " in said
+
+
 @pytest.mark.parametrize(
     "options",
     [("--ranks", "2", "--as", "2"), ("--as", "0"), ("--ranks", "2", "--nproc", "2"), ("--ranks", "2", "--as", "x")],

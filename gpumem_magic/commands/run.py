@@ -107,7 +107,9 @@ def run(options: argparse.Namespace) -> int:
                     if rank is not None:
                         rank.leaves()
         except SystemExit as error:
-            report = _close(found, script, error, main_module.__dict__)
+            # Leaving by sys.exit is no failure, except of a rank that others wait for.
+            fails = rank is not None and error.code not in (None, 0)
+            report = _close(found, script, error if fails else None, main_module.__dict__)
             status = _exit_status(error.code)
         except BaseException as error:
             traceback = script.own_frames(error.__traceback__)
@@ -201,12 +203,10 @@ def _open(parser: argparse.ArgumentParser, options: argparse.Namespace, run: Scr
     return found
 
 
-def _close(found: Any, run: ScriptRun, error: BaseException | None, namespace: dict[str, Any]) -> Any:
+def _close(found: Any, run: ScriptRun, failure: BaseException | None, namespace: dict[str, Any]) -> Any:
     if found is None:
         return None
-    traceback: TracebackType | None = None if error is None else error.__traceback__
-    # Leaving by sys.exit is no failure.
-    failure = None if isinstance(error, SystemExit) else error
+    traceback: TracebackType | None = None if failure is None else failure.__traceback__
     try:
         return found.close(failure, None if failure is None else run.failed(traceback), namespace)
     except KeyboardInterrupt:

@@ -207,12 +207,17 @@ class _SignalWatch:
                 os.close(reading)
 
 
+def _is_command(file: str) -> bool:
+    """Whether it is the file of the command ``gpumem``, which installers write."""
+    return file in sys.orig_argv[:2] and os.path.basename(file) == "gpumem"
+
+
 def line_of(frame: FrameType | None) -> str:
     """``all_reduce (train.py:12)``: what of PyTorch's the program called, and where; "" outside of the program."""
     called = ""
     while frame is not None:
         module, file = str(frame.f_globals.get("__name__", "")), frame.f_code.co_filename
-        is_ours = module.startswith("gpumem_magic.") or file.startswith(_OWN)
+        is_ours = module.startswith("gpumem_magic.") or file.startswith(_OWN) or _is_command(file)
         if not is_ours and not module.startswith("torch.") and not is_library_file(file):
             place = f"{os.path.basename(file)}:{frame.f_lineno}"
             return f"{called} ({place})" if called else place
