@@ -62,7 +62,8 @@ class CellFails(ValueError):
 
 def advised(trials: CellTrials, code: str, say: Say) -> Advised:
     """code: the cell as Python. Raises DeviceError, and CellFails."""
-    return _AdviceSearch(trials, code, say).found()
+    with trials.begun(code) as begun:
+        return _AdviceSearch(begun, code, say).found()
 
 
 class _AdviceSearch:

@@ -191,6 +191,8 @@ class Advice:
         for one in self.found.outcomes:
             if one.need.ending == ERROR:
                 yield f"Not possible here: {one.name} {failure_in_words(one.need)}."
+        if self.found.outcomes:
+            yield "Tensors are at the peak; in use is what nvidia-smi would show at its highest."
         count = counted(len(self.found.tried), "trial")
         yield (
             f"Each change was made to a copy of the cell and run on a virtual {self.found.device}, in {count}, until its "

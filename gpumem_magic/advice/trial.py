@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import ast
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 from gpumem_magic.advice.evidence import Evidence, evidence_of
@@ -10,8 +13,10 @@ from gpumem_magic.advice.fresh import made_anew
 from gpumem_magic.owners.free import DEFAULT, free
 from gpumem_magic.recording.cell import prepare
 from gpumem_magic.session import device as choosing
+from gpumem_magic.session.device import put_on
+from gpumem_magic.trials.libraries import import_ahead
 from gpumem_magic.trials.one_run import run_here
-from gpumem_magic.trials.process import in_a_fork
+from gpumem_magic.trials.process import Pause, SharedStart, in_a_fork, shared_start
 from gpumem_magic.trials.programs import CellProgram
 from gpumem_magic.trials.tried import Tried
 
@@ -23,16 +28,33 @@ MOST_ITERATIONS = 20
 
 @dataclass(frozen=True)
 class CellTrials:
-    """A cell and where it runs. device: a card's name. lines_above: what stands above it in the notebook's cell."""
+    """A cell and where it runs. device: a card's name. lines_above: what stands above it in the notebook's cell. start: where
+    its runs part, once its libraries are there; None where each begins by itself."""
 
     shell: Any
     device: str
     lines_above: int
+    start: SharedStart | None = None
+
+    @contextmanager
+    def begun(self, code: str) -> Iterator[CellTrials]:
+        """With one start for the runs of this cell and of its changed copies."""
+
+        def with_libraries(pause: Pause) -> tuple[Tried, Evidence]:
+            pause.begin()
+            put_on(self.device)
+            import_ahead(ast.parse(code))
+            return self._in_the_child(*pause())
+
+        with shared_start(with_libraries) as start:
+            yield replace(self, start=start if start.has_copies else None)
 
     def run(self, code: str, conf: str = "", *, wide: bool = False) -> tuple[Tried, Evidence]:
         """wide: on a card like it with so much memory that nothing fails."""
-        device = widened(self.device) if wide else self.device
-        found: tuple[Tried, Evidence] = in_a_fork(lambda: self._in_the_child(code, conf, device))
+        wanted = code, conf, widened(self.device) if wide else self.device
+        if self.start is not None:
+            return self.start.of([wanted])[0]  # type: ignore[no-any-return]
+        found: tuple[Tried, Evidence] = in_a_fork(lambda: self._in_the_child(*wanted))
         return found
 
     def _in_the_child(self, code: str, conf: str, device: str) -> tuple[Tried, Evidence]:

@@ -15,8 +15,8 @@ from gpumem_magic.allocator.failure import DeviceOutOfMemory
 from gpumem_magic.allocator.memory import DeviceMemory
 from gpumem_magic.trials.tried import Course
 
-# A curve through the last so many values.
-_POINTS = 3
+# Closer ones tell little of how something grows: sizes go in steps, of a kernel's tiles or of whole rows.
+_APART = 7 / 8
 _DUST = 16 << 10
 # Of a power: sizes are whole bytes.
 _NEAR = 1e-4
@@ -63,11 +63,11 @@ class Foresight:
 
     def sizes(self, value: int) -> list[int]:
         """The requests' sizes with another value, in order."""
-        return [through(points[-_POINTS:], value) for points in self._sizes]
+        return [through(_around(points, value), value) for points in self._sizes]
 
     def size(self, request: int, value: int) -> int:
         """One request's size with another value."""
-        return through(self._sizes[request][-_POINTS:], value) if request < len(self._sizes) else 0
+        return through(_around(self._sizes[request], value), value) if request < len(self._sizes) else 0
 
     def lacking(self, value: int, available: int, total: int) -> int | None:
         """What the first request is short of that would not be served, in bytes; 0 where only pieces are short, None where all
@@ -118,6 +118,17 @@ def _alike(one: Course, other: Course) -> bool:
     """Whether the shorter course is the beginning of the longer. The last step of a run that failed is a request that did."""
     count = min(len(one.steps), len(other.steps))
     return count > 0 and one.steps[:count] == other.steps[:count]
+
+
+def _around(points: Sequence[tuple[int, int]], value: int) -> Sequence[tuple[int, int]]:
+    """The points that tell most of a value: the next above it, if there is one, and up to two below, apart from each other."""
+    least = points[1][0] if len(points) > 1 else 0
+    above = next((place for place, (known, _) in enumerate(points) if known >= max(value, least)), len(points) - 1)
+    chosen = [points[above]]
+    for point in reversed(points[:above]):
+        if len(chosen) < 3 and point[0] <= chosen[0][0] * _APART:
+            chosen.insert(0, point)
+    return chosen if len(chosen) > 1 else points[max(0, above - 1) : above + 1]
 
 
 def through(points: Sequence[tuple[int, int]], value: int) -> int:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import linecache
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -12,6 +15,7 @@ from gpumem_magic.recording.cell import CellRun, PreparedCell
 from gpumem_magic.recording.script import ScriptRun, as_main
 from gpumem_magic.trials.before_values import untouched
 from gpumem_magic.trials.counting import own_functions
+from gpumem_magic.trials.libraries import import_ahead
 from gpumem_magic.trials.values import VaryError, mentions, usual_value, with_values
 
 if TYPE_CHECKING:
@@ -100,6 +104,7 @@ class CellProgram:
         tree = with_values(self._cell.tree, dict.fromkeys(names, 0))[0]
         count = 0 if self._shell.ast_transformers else untouched(tree, names, self._shell.user_ns)
         if not count:
+            import_ahead(self._cell.tree)
             return self.prepared(ask())
         running = _RunningCell(self._shell, replace(self._cell, tree=tree), {})
         running.ask_before(count, names, ask)
@@ -175,6 +180,8 @@ class ScriptProgram:
         return _RunningScript(self._path, self.arguments(values), self._spec, values)
 
     def begun(self, names: Sequence[str], ask: Ask) -> _RunningScript:
+        with suppress(OSError, SyntaxError):
+            import_ahead(ast.parse(Path(self._path).read_bytes()))
         return self.prepared(ask())
 
 

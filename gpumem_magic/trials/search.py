@@ -66,7 +66,7 @@ class _Hunt:
         self.foreseen = False
         # How often in a row a value went otherwise than foretold.
         self.surprises = 0
-        # How often the place that was foretold to be the last that fits failed.
+        # How often a place that was foretold to fit failed.
         self.misses = 0
 
     def found(self) -> SearchResult:
@@ -76,7 +76,7 @@ class _Hunt:
             found = self._try(place, *self._along_with(place))
             if found.ending != ERROR:
                 self.surprises = self.surprises + 1 if expected is not None and found.fits != expected else 0
-                self.misses += bool(place == self._foretold_place and not found.fits)
+                self.misses += bool(expected and not found.fits)
         low, high = self._bracket()
         best = None if low is None else self.tried[low]
         end = len(self.values) if high is None else high
@@ -110,7 +110,7 @@ class _Hunt:
 
     def _along_with(self, place: int) -> list[int]:
         """The place above one that is foretold to be the last that fits, which is wanted then, too."""
-        is_foretold = self.foreseen and place == self._foretold_place and not self.surprises
+        is_foretold = self.foreseen and place == self._foretold_place and not (self.surprises or self.misses)
         above = [place + 1] if is_foretold and len(self.tried) + 2 <= MOST_TRIALS else []
         return [at for at in above if at < len(self.values) and self._may_run(at)]
 
@@ -205,7 +205,7 @@ class _Hunt:
             place = bisect_right(self.values, between) - 1
         elif self.misses and high is not None and low < high - 2 * (high >> _NEAR):
             # What lies near the wall foretells it best, and is a good answer itself.
-            place = min(place, max(high - self.misses * (high >> _NEAR), (low + high) // 2))
+            place = min(place, max(high - (high >> _NEAR << self.misses - 1), (low + high) // 2))
         elif self.surprises:
             # It was wrong: wider steps, away from where it was wrong, but never beyond the middle.
             step = 1 << (self.surprises - 1)
