@@ -100,3 +100,7 @@ def test_the_first_use_of_a_shape_asks_for_the_same_memory(
         asked.append([(event.action, event.size) for event in log.events if not event.action.startswith("segment")])
         log.stop()
     assert asked[0] == asked[1]
+
+
+def test_a_shape_rule_may_name_a_tensor_whose_values_are_known(machine: gpu.VirtualMachine) -> None:
+    assert torch.arange(7.0, device="cuda").quantile(0.3).item() == pytest.approx(1.8)

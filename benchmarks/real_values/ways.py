@@ -26,6 +26,15 @@ _MORE = 300
 _SAYS = "a value that the virtual GPU does not know"
 
 
+_KINDS = _SAME, _AS_MUCH, _SAID, _BESIDE, _SILENT = (
+    "go the same way",
+    "run other lines that ask for the same memory",
+    "go another way and say it",
+    "ask for the same memory and say that they may not",
+    "go another way silently",
+)
+
+
 class Way(NamedTuple):
     lines: Counter[tuple[str, int]]
     events: tuple[tuple[str, int], ...]
@@ -53,15 +62,15 @@ def way_of(program: Callable[[str], None], card: str, values: str, most: int = s
     torch.manual_seed(0)
     machine = gpu.turn_on(f"{card},values={values}")
     log = machine.devices[0].start_log()
-    with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings(), gpumem_magic.measure() as measured:
+    with contextlib.ExitStack() as quiet:
+        quiet.enter_context(contextlib.redirect_stdout(io.StringIO()))
+        quiet.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
-        before = sys.gettrace()
+        quiet.enter_context(contextlib.suppress(Exception, _Endless))
+        measured = quiet.enter_context(gpumem_magic.measure())
+        quiet.callback(sys.settrace, sys.gettrace())
         sys.settrace(follow)
-        try:
-            with contextlib.suppress(Exception, _Endless):
-                program("cuda")
-        finally:
-            sys.settrace(before)
+        program("cuda")
     events = tuple((one.action, one.size) for one in log.events)
     log.stop()
     answer = measured.report.answer
@@ -69,26 +78,28 @@ def way_of(program: Callable[[str], None], card: str, values: str, most: int = s
 
 
 def compare(programs: dict[str, Callable[[str], None]], card: str) -> int:
-    """Prints what differs without a word, and counts the rest; returns how many those are."""
-    silent = 0
-    for values in ("stand-in", "auto"):
-        same: list[str] = []
-        said: list[str] = []
-        beside: list[str] = []
-        for name, program in programs.items():
-            real = way_of(program, card, "real")
+    """Prints which differ in what they ask for without a word, and counts the rest; returns how many those are."""
+    found: dict[str, Counter[str]] = {values: Counter() for values in ("stand-in", "auto")}
+    for name, program in programs.items():
+        real = way_of(program, card, "real")
+        for values, kinds in found.items():
             mine = way_of(program, card, values, 3 * real.lines.total() + _MORE)
-            gpu.turn_off()
-            differs = real.lines != mine.lines or real.events != mine.events
-            if differs and not mine.says:
-                silent += 1
-                print(f"-- {name}, values={values}: {_difference(real, mine)}")
-            (said if differs and mine.says else beside if mine.says else same).append(name)
-        print(
-            f"values={values}: of {len(programs)} programs {len(same)} go the same way, {len(said)} go another and say it, "
-            f"{len(beside)} go the same and say that they may not ({', '.join(beside)})"
-        )
-    return silent
+            kind = _kind(real, mine)
+            kinds[kind] += 1
+            if kind == _SILENT:
+                print(f"-- {name}, values={values}: {_difference(real, mine)}", flush=True)
+    gpu.turn_off()
+    for values, kinds in found.items():
+        print(f"values={values}: of {kinds.total()} programs {', '.join(f'{kinds[kind]} {kind}' for kind in _KINDS)}")
+    return sum(kinds[_SILENT] for kinds in found.values())
+
+
+def _kind(real: Way, mine: Way) -> str:
+    if real.events != mine.events:
+        return _SAID if mine.says else _SILENT
+    if mine.says:
+        return _BESIDE
+    return _SAME if real.lines == mine.lines else _AS_MUCH
 
 
 def _difference(real: Way, mine: Way) -> str:

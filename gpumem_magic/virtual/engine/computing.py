@@ -93,36 +93,47 @@ class ComputingEngine(Engine):
     def _call(self, func: Any, args: Any, kwargs: Any, device: int) -> HostCall:
         found = EQUIVALENT.get(func)
         taken = None if found is None or found.takes is None else self.twins.placement(args[found.takes])
-        host_kwargs = {name: on_host(self.twins, arg) for name, arg in kwargs.items()}
+        host_kwargs = {name: on_host(self.twins, arg) for name, arg in kwargs.items()} if kwargs else {}
         return HostCall(func, [on_host(self.twins, arg) for arg in args], host_kwargs, device, taken)
 
     def _computed(self, func: Any, args: Any, kwargs: Any, device: int) -> tuple[HostCall, Any, Any]:
-        self.computed += 1
         with host_only():
-            call = self._call(func, args, kwargs, device)
-            return (call, *call.run(self.random))
+            return self._run(func, args, kwargs, device)
+
+    def _run(self, func: Any, args: Any, kwargs: Any, device: int) -> tuple[HostCall, Any, Any]:
+        """The same, inside `host_only`."""
+        self.computed += 1
+        call = self._call(func, args, kwargs, device)
+        return (call, *call.run(self.random))
 
     def _keep(self, out: Any, call: HostCall, result: Any, kept: Any) -> None:
         """Has the device's results be those of the host."""
+        with host_only():
+            self._put(out, call, result, kept)
+
+    def _put(self, out: Any, call: HostCall, result: Any, kept: Any) -> None:
+        """The same, inside `host_only`."""
         if not call.func._schema.returns:
             return
-        outs, results = list(leaves(out)), list(leaves(result))
-        with host_only():
-            given = call.storages()
+        given = call.storages()
+        if type(out) is VirtualTensor and type(result) is torch.Tensor:
+            same = self.twins.keep(out, result, given)
+        else:
+            outs, results = leaves(out), leaves(result)
             same = len(outs) == len(results)
             for mine, its in zip(outs, results, strict=False):
                 if isinstance(mine, VirtualTensor) and its is not None:
                     same = self.twins.keep(mine, its, given) and same
-            if not same:
-                refuse_to_compute(call.func, "its results have other sizes on the host")
-        keeper = self._keeper(call.func, out)
+        if not same:
+            refuse_to_compute(call.func, "its results have other sizes on the host")
+        keeper = None if kept is None else self._keeper(call.func, out)
         if keeper is not None:
             keeper.kept = kept
 
     def _keeper(self, func: Any, out: Any) -> Placement | None:
         """Where an operator leaves what its gradient needs."""
         found = EQUIVALENT.get(func)
-        return None if found is None or found.gives is None else self.twins.placement(list(leaves(out))[found.gives])
+        return None if found is None or found.gives is None else self.twins.placement(leaves(out)[found.gives])
 
     def _out_of(self, func: Any, args: Any, result: Any, device: int) -> Any:
         """The results on the device of an operator without a shape rule, in the shapes of the host's."""
@@ -176,7 +187,11 @@ def has_values(func: Any, args: Any, out: Any) -> bool:
     """Whether there are values to be computed, beside what was read or written on the host."""
     if func._schema.is_mutable:
         return not (func is _aten.copy_.default and not isinstance(args[0], VirtualTensor))
-    return func in _CHECKS or any(isinstance(leaf, VirtualTensor) for leaf in leaves(out))
+    return (
+        isinstance(out, VirtualTensor)
+        or func in _CHECKS
+        or any(isinstance(leaf, VirtualTensor) for leaf in leaves(out))
+    )
 
 
 def _with_tensors(index: Any) -> Any:

@@ -31,6 +31,8 @@ class Equivalent(NamedTuple):
 
 
 EQUIVALENT: dict[Any, Equivalent] = {}
+# Of operators that were run: whether they have no equivalent, and draw no random numbers.
+_PLAIN: dict[Any, bool] = {}
 
 
 def equivalent(*functions: Any, gives: int | None = None, takes: int | None = None) -> Callable[[_Function], _Function]:
@@ -55,9 +57,15 @@ class HostCall(NamedTuple):
 
     def run(self, random: DeviceRandom) -> tuple[Any, Any]:
         """The results, and what is kept for a gradient. To be called inside `host_only`."""
-        found = EQUIVALENT.get(self.func)
-        if found is None and torch.Tag.nondeterministic_seeded not in getattr(self.func, "tags", ()):
+        plain = _PLAIN.get(self.func)
+        if plain is None:
+            draws = torch.Tag.nondeterministic_seeded in getattr(self.func, "tags", ())
+            plain = not draws and self.func not in EQUIVALENT
+            if isinstance(self.func, torch._ops.OpOverload):
+                _PLAIN[self.func] = plain
+        if plain:
             return _computed(self.func, self.args, self.kwargs), None
+        found = EQUIVALENT.get(self.func)
         with random.drawing(self.device):
             if found is None:
                 return _computed(self.func, self.args, self.kwargs), None
@@ -67,11 +75,12 @@ class HostCall(NamedTuple):
 
     def storages(self) -> set[int]:
         """The storages (`_cdata`) of the arguments: no result may take one of them over."""
-        return {
-            leaf.untyped_storage()._cdata
-            for leaf in leaves([self.args, list(self.kwargs.values())])
-            if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided
-        }
+        found: set[int] = set()
+        for arg in (*self.args, *self.kwargs.values()):
+            for leaf in leaves(arg):
+                if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
+                    found.add(leaf.untyped_storage()._cdata)
+        return found
 
 
 _WITHOUT_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)

@@ -44,7 +44,7 @@ class RealTable(StorageTable):
         self._host = HostMemory()
 
     def find(self, storage: Any) -> Placement | None:
-        found = super().find(storage)
+        found = self._placements.get(storage._cdata)
         return None if found is None or found.watch() is None else found
 
     def adopt(self, storage: Any, device: int, node: int = 0) -> bool:
@@ -66,9 +66,10 @@ class RealEngine(ComputingEngine):
     # ---- operators
 
     def perform(self, func: Any, args: Any, kwargs: Any, device: int) -> Any:
-        computed = self._ways.get(func)
-        if computed is None:
-            computed = self._ways[func] = touches_values(func)
+        way = self._ways.get(func)
+        if way is None:
+            way = self._ways[func] = touches_values(func), comes_first(func)
+        computed, first = way
         # (What only looks at a dense tensor is made anew of a sparse one.)
         sparse = self.holds_sparse and any_sparse(args)
         in_parts = computed and torch.is_inference_mode_enabled() and is_made_of_others(func)
@@ -76,7 +77,7 @@ class RealEngine(ComputingEngine):
             return super().perform(func, args, kwargs, device)
         self._nested = True
         try:
-            if sparse or comes_first(func):
+            if sparse or first:
                 self._ahead = self._computed(func, args, kwargs, device)
                 self._along = dim_of_size(func, args, kwargs)
             try:
@@ -140,10 +141,11 @@ class RealEngine(ComputingEngine):
                 self.tape.append((call, on_host(self.twins, out), self._keeper(func, out)))
             return
         if kernel_rules.for_operator(func) is None:
-            found = self._computed(func, args, kwargs, device)
-            # What was written in place lies in the twin.
-            if not (args and out is args[0] and found[1] is found[0].args[0] and out.layout is torch.strided):
-                self._keep(out, *found)
+            with host_only():
+                found = self._run(func, args, kwargs, device)
+                # What was written in place lies in the twin.
+                if not (args and out is args[0] and found[1] is found[0].args[0] and out.layout is torch.strided):
+                    self._put(out, *found)
             return
         try:
             self._keep(out, *self._computed(func, args, kwargs, device))

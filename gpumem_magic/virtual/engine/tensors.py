@@ -277,7 +277,8 @@ class VirtualTensor(FakeTensor):
             words.append("requires_grad=True")
         engine = engine_of(self)
         engine.refuse_overwritten(self)
-        host = engine.host_of(self)
+        # (A shape rule may put tensors into a message, where printing values would itself be shaped.)
+        host = None if STATE.depth else engine.host_of(self)
         if host is None:
             text = f"tensor(..., {', '.join(words)})  # virtual GPU: no values"
         else:

@@ -6,7 +6,7 @@ written in place, need no care of their own. A twin comes into being when its va
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from gpumem_magic.virtual.engine.storage import Placement, StorageTable
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
 
 _CPU = torch.device("cpu")
+_AS_THEY_ARE = frozenset((int, float, bool, type(None), torch.dtype))
 # Past what calls an overload in Python, which takes longer than they do.
 _empty, _set = torch._C._VariableFunctions.empty, torch._C.TensorBase.set_
 
@@ -35,17 +36,15 @@ class Twins:
         self._is_coalesced = is_coalesced
 
     def placement(self, tensor: Any) -> Placement:
-        storage = tensor.untyped_storage()
+        return self._placed(tensor, tensor.untyped_storage())
+
+    def _placed(self, tensor: Any, storage: Any) -> Placement:
         found = self._table.find(storage)
         if found is None:
             self._table.adopt(storage, tensor.fake_device.index)
             found = self._table.find(storage)
         assert found is not None
         return found
-
-    def storage(self, tensor: Any) -> torch.UntypedStorage:
-        """The twin of a dense tensor's storage, as large as that is now."""
-        return self.of(self.placement(tensor), tensor.untyped_storage().nbytes())
 
     def of(self, placement: Placement, nbytes: int) -> torch.UntypedStorage:
         twin = placement.twin
@@ -63,7 +62,10 @@ class Twins:
                 self.view(indices), self.view(values), tensor.size(), check_invariants=False
             )._coalesced_(self._is_coalesced(tensor))
         blank = _empty((0,), dtype=tensor.dtype, device=_CPU)
-        host: torch.Tensor = _set(blank, self.storage(tensor), tensor.storage_offset(), tensor.size(), tensor.stride())
+        storage = tensor.untyped_storage()
+        # As large as the device's is now.
+        twin = self.of(self._placed(tensor, storage), storage.nbytes())
+        host: torch.Tensor = _set(blank, twin, tensor.storage_offset(), tensor.size(), tensor.stride())
         if tensor.is_conj():
             torch._C._set_conj(host, True)
         if tensor.is_neg():
@@ -128,13 +130,17 @@ def _padded(indices: torch.Tensor, values: torch.Tensor, count: int) -> tuple[to
     )
 
 
-def leaves(items: Any) -> Iterator[Any]:
-    """What lists, tuples and their like hold, in order."""
-    if isinstance(items, (list, tuple)):
-        for item in items:
-            yield from leaves(item)
-    else:
-        yield items
+def leaves(items: Any) -> Sequence[Any]:
+    """What lists, tuples and their like hold, in order. No generator: each operator passes here."""
+    if not isinstance(items, (list, tuple)):
+        return (items,)
+    found: list[Any] = []
+    for item in items:
+        if isinstance(item, (list, tuple)):
+            found += leaves(item)
+        else:
+            found.append(item)
+    return found
 
 
 def mapped(function: Callable[[Any], Any], items: Any) -> Any:
@@ -148,6 +154,8 @@ def on_host(twins: Twins, arg: Any) -> Any:
     """An operator's argument as the host's operator takes it."""
     if isinstance(arg, VirtualTensor):
         return twins.view(arg)
+    if type(arg) in _AS_THEY_ARE:
+        return arg
     if isinstance(arg, torch.device):
         return torch.device("cpu")
     if isinstance(arg, (list, tuple)):
