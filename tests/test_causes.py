@@ -58,6 +58,17 @@ GUILTY = [
     Case("kept_graphs", (TRAIN, "log = {}\nfor i in range(4):\n    log[i] = model(x).mean()"), "`log`"),
     # pytorch/pytorch#20275: memory rises with each iteration, as results stay on the device
     Case("growth", (TRAIN, "kept = []\nfor _ in range(6):\n    kept.append(mib(4))"), "held by `kept`"),
+    # A metric's list has as much in its own tensors as in their graphs: who only detaches them still grows.
+    Case(
+        "growth",
+        (
+            TRAIN,
+            "kept = []\n"
+            + LOOP.replace("loss = model(x).mean()", "out = model(x)").replace("loss.back", "out.mean().back")
+            + "\n    kept.append((out - x) ** 2)",
+        ),
+        "held by `kept`",
+    ),
     Case(
         "growth",
         (

@@ -55,6 +55,16 @@ def test_ranks_that_may_differ_run_and_one_report_has_all(book: Notebook) -> Non
     machine = choosing.virtual()
     assert machine is not None
     assert machine.spec.text == "T4"
+    assert "gives each rank its own" not in " ".join(report.notes)
+
+
+def test_ranks_on_the_cards_that_hold_a_tensor_are_told_why_there_are_no_more(book: Notebook) -> None:
+    book.cell("there = torch.empty(5 << 20, device='cuda')")
+    book.cell("%%gpumem -q -o report --ranks 2\nimport os\ntorch.cuda.set_device(int(os.environ['RANK']))")
+    report = book.shell.user_ns["report"]
+    assert report.error is not None
+    assert "share its 1 card, as tensors of the notebook are there: `%gpumem_device 2xT4`" in report.notes[0]
+    book.cell("del there")
 
 
 def test_a_named_rank_runs_with_the_one_that_it_hears(book: Notebook) -> None:

@@ -105,7 +105,7 @@ _FIRST = "retry_in_except"
 _LAST = "whole_batch"
 # A cause that another one explains better is not told twice.
 _COVERED = {
-    "growth": ("kept_errors", "kept_graphs", "gradients_with_graphs"),
+    "growth": ("kept_errors", "gradients_with_graphs"),
     "retained_graph": ("kept_graphs", "gradients_with_graphs"),
     "dominating_layer": ("attention_scores",),
     "optimizer_states": ("optimizer_history",),
@@ -123,7 +123,8 @@ _COVERED = {
 # The same where that one explains so much of it, in per cent.
 _NEARLY = 80
 _COVERED_IF_AS_LARGE = {
-    "growth": ("missing_no_grad",),
+    # Who detaches what goes into a list keeps the list's own tensors.
+    "growth": ("missing_no_grad", "kept_graphs"),
     "kept_graphs": ("missing_no_grad",),
     # Many are there because they are kept, one from each iteration.
     "all_pairs": ("growth",),

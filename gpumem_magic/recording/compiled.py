@@ -13,10 +13,8 @@ import torch
 from gpumem_magic.recording.model import CompiledCode, CompilerPlace
 
 _TABLES = "torch._dynamo.utils"
-# Another number of the host's threads, of which a trial's process has one: it makes the same code for the device again.
-_HOST_THREADS = "num_threads"
-# Compiled again for another number of the host's threads, as in a trial's process, which has one: the same code for the device.
-_NO_MATTER = "GLOBAL_STATE changed: num_threads"
+# What is ours and makes the same code for the device again: a trial's process has one thread, a recording hooks into modules.
+_OURS = ("num_threads", "_global_forward_hooks", "_global_forward_pre_hooks")
 
 
 class CompilerTables:
@@ -38,7 +36,7 @@ class CompilerTables:
         again: dict[tuple[str, str], list[str]] = {}
         for one in _since(self._compiled, _metrics()):
             reason = getattr(one, "recompile_reason", None) or ""
-            if reason and one.co_filename and _HOST_THREADS not in reason:
+            if reason and one.co_filename and not any(word in reason for word in _OURS):
                 # (A module of PyTorch's own, such as `nn.Linear`, goes through a function of the compiler's.)
                 key = (
                     ("", "")

@@ -26,6 +26,7 @@ from gpumem_magic.session import recording
 from gpumem_magic.trials import cards
 from gpumem_magic.trials.process import NoTrial, in_a_fork
 from gpumem_magic.trials.roles import MOST_RANKS, PER_HOST, named_ranks, run_those_that_differ
+from gpumem_magic.units import counted
 from gpumem_magic.user_report import Report
 from gpumem_magic.virtual.card import catalog
 from gpumem_magic.virtual.torch_face import letters
@@ -61,7 +62,22 @@ def report_of_ranks(
         else:
             crew.run(wanted)
     found = [one.known for one in crew.known().values()]
-    return Report.of(together(found, world, virtual=True, taken=taken)), crew.printed
+    report = together(found, world, virtual=True, taken=taken)
+    return Report.of(
+        replace(report, remarks=(*_too_few(world, *_device(world, device)), *report.remarks))
+    ), crew.printed
+
+
+def _too_few(world: int, name: str, count: int) -> list[str]:
+    """Why `torch.cuda.set_device(rank)` fails where the ranks share what the notebook has."""
+    machine, wanted = choosing.virtual(), min(PER_HOST, world)
+    if machine is None or not machine.live_storages() or count >= wanted:
+        return []
+    one = name.partition("x")[2] if catalog.says_how_many(name) else name
+    return [
+        f"The ranks of a computer share its {counted(count, 'card')}, as tensors of the notebook are there: "
+        f"`%gpumem_device {wanted}x{one}` before the first of them gives each rank its own."
+    ]
 
 
 def _device(world: int, name: str | None) -> tuple[str, int]:
