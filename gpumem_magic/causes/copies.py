@@ -119,20 +119,23 @@ def left_over(scene: Scene) -> Iterator[Cause]:
     if size_of(copies) < scene.part_of_peak(8):
         return
     facts = scene.tensors.facts(copies[0])
-    made = {facts.line}
-    alike = {one.address for one in scene.alive.values() if scene.tensors.facts(one).line in made}
-    names = sorted(
-        {scene.holdings.roots[each].name for one in scene.held if one.address in alike for each in one.roots}
-    )
-    several = [name for name in names if name.isidentifier()]
-    way = (
-        f"`del {', '.join(several)}` once it has done its work" if several else "Let go of it when it has done its work"
-    )
+    # The last that the line made may be another one than that at the peak: their names are the same.
+    last = [
+        one
+        for one in scene.held
+        if one.kind == "parameter"
+        and (one.device, one.address) not in scene.holdings.optimized
+        and one.address in scene.alive
+        and scene.tensors.facts(scene.alive[one.address]).line == facts.line
+    ]
+    roots = {scene.holdings.roots[number] for one in last for number in one.roots}
+    names = sorted(root.name for root in roots if root.kind == "variable" and root.name.isidentifier())
+    way = f"`del {', '.join(names)}` once it has done its work" if names else "Let go of it once it has done its work"
     yield Cause(
         "left_over_copy",
         f"A second copy of the weights, made in an earlier iteration (line {facts.line}, `{_short(facts.statement)}`), is still "
         f"there at the peak: {human(size_of(copies))}.",
-        f"{way}, or use the trained model itself.",
+        f"{way}, or keep it on the host (`.cpu()`).",
         size_of(copies),
         describes=True,
     )
