@@ -251,8 +251,3 @@ def partnered(things: Iterable[_Thing], trait: Callable[[_Thing], _Trait], partn
 
 def requested(one: Allocation) -> int:
     return one.requested
-
-
-def asked_for(allocations: Iterable[Allocation]) -> int:
-    """Bytes, as categories count them: without what rounds a block up."""
-    return sum(map(requested, allocations))

@@ -6,8 +6,9 @@ import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 
-from gpumem_magic.causes.model import Scene, asked_for, partnered, requested
+from gpumem_magic.causes.model import Scene, partnered, requested
 from gpumem_magic.looks.optimizers import FUSED, OPTIMIZERS
+from gpumem_magic.owners.model import size_of
 from gpumem_magic.recording.model import BACKWARD, FORWARD, OPTIMIZER, Span
 from gpumem_magic.report.model import Cause
 from gpumem_magic.snapshot.timeline import Allocation
@@ -43,8 +44,8 @@ def late_zero_grad(scene: Scene) -> Iterator[Cause]:
         ]
         # An input's gradient goes with its input; what zero_grad drops is as large as a parameter.
         late = partnered(late, requested, map(requested, scene.living_in(begin, "parameters")))
-        if worst is None or asked_for(late) > worst[0]:
-            worst = asked_for(late), forward
+        if worst is None or size_of(late) > worst[0]:
+            worst = size_of(late), forward
     if worst is None or worst[0] < scene.part_of_peak(20):
         return
     yield Cause(
@@ -74,10 +75,10 @@ def missing_zero_grad(scene: Scene) -> Iterator[Cause]:
         # Another model's backward leaves these as they are, and its own stay: what adds makes each anew, and drops it.
         if (
             stayed
-            and 10 * asked_for(new) < asked_for(stayed)
-            and 2 * asked_for(_added_to(scene, stayed, begin, end)) >= asked_for(stayed)
+            and 10 * size_of(new) < size_of(stayed)
+            and 2 * size_of(_added_to(scene, stayed, begin, end)) >= size_of(stayed)
         ):
-            worst = max(worst, asked_for(stayed))
+            worst = max(worst, size_of(stayed))
             times += 1
     if worst < scene.part_of_peak(20):
         return
@@ -105,21 +106,21 @@ def optimizer_states(scene: Scene) -> Iterator[Cause]:
         its = scene.holdings.optimizers.get(step.label, frozenset())
         living = scene.living_in(end, "parameters")
         # Of an optimizer that a name is known of, its own: another model may be there, too.
-        parameters = asked_for(one for one in living if not its or (scene.device, one.address) in its)
+        parameters = size_of(one for one in living if not its or (scene.device, one.address) in its)
         # A step of one's own may make its states anew each time.
         instead = (
             one for one in scene.living_in(begin, "optimizer_state") if one.freed is not None and one.freed < end
         )
-        if asked_for(new) - asked_for(instead) < scene.part_of_peak(10) or not parameters:
+        if size_of(new) - size_of(instead) < scene.part_of_peak(10) or not parameters:
             continue
-        times = round(asked_for(new) / parameters)
-        near = times >= 1 and _is_near(asked_for(new), times * parameters)
+        times = round(size_of(new) / parameters)
+        near = times >= 1 and _is_near(size_of(new), times * parameters)
         whole = f", {times} x the {human(parameters)} of the parameters" if near else ""
         yield Cause(
             "optimizer_states",
-            f"The first step of {step.label} allocated its states, which stay: {human(asked_for(new))}{whole}.",
+            f"The first step of {step.label} allocated its states, which stay: {human(size_of(new))}{whole}.",
             "",
-            asked_for(new),
+            size_of(new),
             describes=True,
         )
         return
@@ -130,7 +131,7 @@ def optimizer_history(scene: Scene) -> Iterator[Cause]:
     labels = {root.name for root in scene.holdings.roots if root.type == _WITH_HISTORY} | {_WITH_HISTORY}
     step = next((one for one in scene.spans(OPTIMIZER) if one.label in labels), None)
     kept = scene.living_in(scene.moment, "optimizer_state")
-    if step is None or asked_for(kept) < scene.part_of_peak(5):
+    if step is None or size_of(kept) < scene.part_of_peak(5):
         return
     vector = max(one.requested for one in kept)
     pairs = sum(one.requested == vector for one in kept) // 2
@@ -141,9 +142,9 @@ def optimizer_history(scene: Scene) -> Iterator[Cause]:
     yield Cause(
         "optimizer_history",
         f"{step.label} (LBFGS) keeps two vectors as long as all parameters ({human(vector)}) for each of its last iterations, up "
-        f"to `history_size` ({most}): {human(asked_for(kept))}.",
+        f"to `history_size` ({most}): {human(size_of(kept))}.",
         f"`history_size={_SHORT_HISTORY}` keeps at most {human(2 * _SHORT_HISTORY * vector)} of these.",
-        asked_for(kept),
+        size_of(kept),
         describes=True,
     )
 
@@ -156,7 +157,7 @@ def optimizer_temporaries(scene: Scene) -> Iterator[Cause]:
     if place < 0 or scene.peak > ends[place]:
         return
     used = [one for one in scene.living_in(scene.peak, "temporaries") if one.born >= starts[place]]
-    if asked_for(used) < scene.part_of_peak(10):
+    if size_of(used) < scene.part_of_peak(10):
         return
 
     def is_a_steps(one: Allocation) -> bool:
@@ -166,7 +167,7 @@ def optimizer_temporaries(scene: Scene) -> Iterator[Cause]:
     remedy = _without_temporaries(scene, used, steps[place].label)
     if remedy:
         highest, at = scene.highest_without(filter(is_a_steps, scene.timeline.allocations))
-        if 2 * (scene.report.peak.allocated - highest) < asked_for(used):
+        if 2 * (scene.report.peak.allocated - highest) < size_of(used):
             point = scene.tensors.statement_at(at - 1) if scene.tensors is not None else None
             where = "elsewhere" if point is None else f"at line {point.line}"
             where += (
@@ -176,9 +177,9 @@ def optimizer_temporaries(scene: Scene) -> Iterator[Cause]:
         remedy = f"{remedy[0].upper()}{remedy[1:]}."
     yield Cause(
         "optimizer_temporaries",
-        f"The peak is inside the step of {steps[place].label}: its temporaries take {human(asked_for(used))}.",
+        f"The peak is inside the step of {steps[place].label}: its temporaries take {human(size_of(used))}.",
         remedy,
-        asked_for(used),
+        size_of(used),
         describes=True,
     )
 

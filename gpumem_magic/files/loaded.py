@@ -30,7 +30,7 @@ from gpumem_magic.snapshot.model import Segment, TraceEvent
 from gpumem_magic.snapshot.rules import DEFAULT_SETTINGS, AllocatorSettings
 from gpumem_magic.snapshot.start import start_of
 from gpumem_magic.snapshot.unpickle import one_line
-from gpumem_magic.units import human
+from gpumem_magic.units import counted, human
 
 # Settings are tried on a recorded failure for some seconds at most.
 _MOST_STEPS = 4_000_000
@@ -87,8 +87,8 @@ def report_of(
 def _with_last_words(report: ReportData, view: DeviceView) -> ReportData:
     words = []
     if outside := view.timeline.outside:
-        lie, whose = ("A block lies", "its size is") if outside == 1 else (f"{outside:,} blocks lie", "their sizes are")
-        words.append(f"{lie} in no segment of the file: of what was reserved around, only {whose} counted.")
+        lie = counted(outside, "block lies", "blocks lie")
+        words.append(f"What PyTorch reserved is a lower bound: {lie} in no segment of the file.")
     if view.end and view.recording.error is None:
         words.append("No out-of-memory error is among the device's events.")
     return replace(report, remarks=(*report.remarks, *words))
