@@ -414,8 +414,8 @@ def test_a_table_of_two_names_and_of_cards(book: Notebook) -> None:
     assert [panel.get_title(loc="left") for panel in panels] == ["columns=1", "columns=2"]
     walls = [[text.get_text() for text in panel.texts if text.get_text().startswith("virtual")] for panel in panels]
     assert walls == [
-        [f"{narrow}: 128 MiB, up to 128", f"{wide}: 256 MiB, up to 256"],
-        [f"{narrow}: 128 MiB, up to 64", f"{wide}: 256 MiB, up to 128"],
+        [f"{narrow}: up to 128", f"{wide}: up to 256"],
+        [f"{narrow}: up to 64", f"{wide}: up to 128"],
     ]
     data = found._repr_mimebundle_(include={"text/html", "text/plain"})
     assert data["text/plain"] == text

@@ -12,6 +12,7 @@ from typing import Any
 
 import matplotlib.style
 from matplotlib.figure import Figure
+from matplotlib.patheffects import withStroke
 
 from gpumem_magic.trials.growth import FitCase
 from gpumem_magic.trials.tried import Tried
@@ -72,6 +73,7 @@ class _Panel:
         self, axes: Any, name: str, cases: Sequence[FitCase], seen: Sequence[str], inks: Inks, has_room: bool
     ) -> None:
         self.axes, self.name, self.cases, self.seen, self.inks = axes, name, cases, seen, inks
+        self.is_narrow = not has_room
         self.has_words = has_room and len(cases) == 1
         # The stack is that of the card with which most fits.
         widest = max(cases, key=lambda case: self._value(_best(case)))
@@ -114,10 +116,14 @@ class _Panel:
             self.axes.axhline(best.capacity, color=self.inks.alarm, linewidth=1.6)
             words = card_in_short(case.device, best.capacity)
             if not self.has_words:
-                words += f", up to {self._value(best):,}"
+                words = f"{case.device}:" if self.is_narrow else f"{words},"
+                words += f" up to {self._value(best):,}"
                 self.axes.plot([self._value(best)], [best.used], "o", color=self.inks.alarm, markersize=5)
             y = max(best.capacity + 0.02 * top, lowest)
-            self.axes.text(left, y, words, color=self.inks.alarm, size=9, va="bottom", ha="left", parse_math=False)
+            self.axes.text(
+                left, y, words, color=self.inks.alarm, size=9, va="bottom", ha="left", parse_math=False,
+                path_effects=[withStroke(linewidth=2.5, foreground=self.inks.paper)],
+            )  # fmt: skip
             lowest = y + _WORDS * top
 
     def _failure(self, case: FitCase) -> None:
@@ -143,7 +149,7 @@ class _Panel:
         self.axes.set_yticks([size for size, _ in marks], [word if has_scale else "" for _, word in marks])
         own = sorted({self._value(_best(case)) for case in self.cases}, reverse=True)
         wanted = [*own, *(int(mark) for mark in self.axes.get_xticks() if mark == int(mark) and mark > 0)]
-        room = (self.axes.get_xlim()[1] - self.axes.get_xlim()[0]) / (18 if self.has_words else 9)
+        room = (self.axes.get_xlim()[1] - self.axes.get_xlim()[0]) / (5 if self.is_narrow else 18)
         shown: list[int] = []
         for mark in wanted:
             if mark < self.right and all(abs(mark - other) > room for other in shown):
