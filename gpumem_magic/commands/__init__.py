@@ -11,7 +11,7 @@ from gpumem_magic.recording.quiet import no_automatic_collection
 
 
 def work_of(name: str) -> Callable[[Namespace], int]:
-    """What a subcommand does. Its module alone is imported: the others' take a second, and `gpumem --help` needs none."""
+    """What a subcommand does. Its module alone is imported: the others' take half a second, and `gpumem --help` needs none."""
     # What is imported stays: looking for garbage in it only takes time.
     with no_automatic_collection():
         module = importlib.import_module(f"{__name__}.{name}")
