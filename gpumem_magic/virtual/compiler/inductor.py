@@ -198,6 +198,8 @@ def _buffers(patches: Patches, engine: Engine, current_device: Callable[[], int]
     def reinterpret_tensor(tensor: Any, size: Any, stride: Any, offset_increment: int = 0) -> torch.Tensor:
         if not isinstance(tensor, VirtualTensor):
             return view(tensor, size, stride, offset_increment)  # type: ignore[no-any-return]
+        if engine.known(tensor) is None and not torch.is_inference_mode_enabled():
+            return engine.on_memory_of(tensor, size, stride, offset_increment)
         with torch.no_grad():
             return torch.as_strided(tensor, size, stride, tensor.storage_offset() + offset_increment)
 

@@ -135,6 +135,14 @@ class Engine:
             self.table.borrow(storage, device, twin, address)
             return storage
 
+    def on_memory_of(self, tensor: VirtualTensor, size: Any, stride: Any, further: int) -> VirtualTensor:
+        """A tensor on another's memory, `further` elements behind its start, of which neither autograd nor operators know."""
+        with self.uninterrupted, self.lock, torch._C.DisableTorchFunctionSubclass():
+            meta = made_plainly(torch.empty, 0, dtype=tensor.dtype, device=META)
+            made_plainly(meta.set_, tensor.untyped_storage(), tensor.storage_offset() + further, size, stride)
+            made: VirtualTensor = FakeTensor.__new__(VirtualTensor, self.fake, meta, tensor.fake_device)
+        return made
+
     def address_of(self, tensor: VirtualTensor) -> int:
         with self.lock, torch._C.DisableTorchFunctionSubclass():
             placement = self.table.find(tensor.untyped_storage())
