@@ -45,8 +45,8 @@ def test_an_error_behind_a_stand_in_names_it_and_the_way_out() -> None:
         assert largest > 5
     first = measured.report.answer
     assert first.startswith("This may have failed because of a value that the virtual GPU does not know, read at ")
-    assert "`%gpumem_device NAME,values=real` computes values." in first
-    assert "`--device NAME,values=real` computes values" in for_a_script(first)
+    assert '`measure(device="NAME,values=real")` computes values.' in first
+    assert for_a_script("`%gpumem_device NAME,values=real` computes") == "`--device NAME,values=real` computes"
 
 
 def test_an_error_of_another_kind_is_not_put_down_to_values() -> None:
@@ -209,6 +209,8 @@ def test_which_lines_choose_an_object(tmp_path: Path, code: str, chooses: bool) 
         ("y = x.numpy()\nkept = np.where(y > 2)[0]\nz = y[kept]", False),
         ("y = x.tolist()\nkept = [one for one in y if one > 2]\nz = torch.tensor(kept)", True),
         ("y = x.tolist()\nkept = [one + 2 for one in y]\nz = torch.tensor(kept)", False),
+        ("y = [one for one in x.tolist() if one not in kept]\nkept += y[:20]\nz = rows[kept]", True),
+        ("y = [one for one in x.tolist() if one not in kept]\nkept = y[0] + 2\nz = rows[kept]", False),
         ("y = x.item()\nif y > 2:\n    kept.append(z)\nz = torch.stack(kept)", True),
         ("y = x.item()\nif y > 2:\n    right += 1\nkept.append(right)\nz = torch.tensor(kept)", False),
         ("seen = set()\nseen.update(x.tolist())\nz = torch.tensor(sorted(seen))", True),

@@ -32,6 +32,7 @@ _KEYED = frozenset(("set", "dict", "defaultdict", "Counter", "OrderedDict"))
 _GIVEN_KEYS = frozenset(("add", "update", "setdefault", "discard", "remove"))
 # What makes a tensor as long as what it is made of, but for libraries of the host.
 _OF_CONTENTS = frozenset(("tensor", "as_tensor", "from_numpy", "stack", "cat", "index_select"))
+_COPYING = frozenset(("list", "tuple", "sorted", "reversed", "array", "asarray", "from_numpy", "tensor", "as_tensor"))
 _HOSTS = ("np.", "numpy.", "pd.")
 
 
@@ -133,6 +134,19 @@ def selections(node: ast.expr) -> Iterator[ast.expr]:
             and not (called(one) == "where" and len(one.args) > 1)
         ):
             yield from one.args
+
+
+def as_long_as(node: ast.expr) -> Iterator[ast.expr]:
+    """The names whose lengths make that of an expression: themselves, parts, sums and copies."""
+    if dotted(node):
+        yield node
+    elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        yield from as_long_as(node.left)
+        yield from as_long_as(node.right)
+    elif isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Slice):
+        yield from as_long_as(node.value)
+    elif isinstance(node, ast.Call) and called(node) in _COPYING and len(node.args) == 1:
+        yield from as_long_as(node.args[0])
 
 
 def keyed_names(tree: ast.AST) -> frozenset[str]:

@@ -17,6 +17,7 @@ from gpumem_magic.looks.expressions import (
     LEAVES,
     QUIET,
     arguments,
+    as_long_as,
     called,
     calls,
     checks,
@@ -222,6 +223,8 @@ class _FlowReader:
                 self._flow(node.value, names)
                 for one in selections(node.value):
                     self._flow(one, (*names, *map(length, names)), "count")
+                for one in as_long_as(node.value):
+                    self._flows.append(Flow(self._lengths(one), tuple(map(length, names)), "value"))
                 if any(map(functions_asked, calls(node.value))):
                     self._flow(node.value, names, "way")
                 for target in keys_set(node, self._keyed):
@@ -329,6 +332,10 @@ class _FlowReader:
         reads = any(called(call) in _READS for call in calls(node))
         keys = frozenset(self._keys(node, "truth" if as_test else ""))
         return Uses(node.lineno, node.end_lineno or node.lineno, keys, reads, self._once)
+
+    def _lengths(self, node: ast.expr) -> Uses:
+        uses = self._uses(node)
+        return uses._replace(keys=frozenset(map(length, uses.keys)))
 
     def _keys(self, node: ast.AST, asked: str) -> Iterator[Key]:
         """What is used. asked: of a name only its "truth" (whether something is in it) or "length"."""
