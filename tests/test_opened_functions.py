@@ -272,3 +272,40 @@ def test_what_moves_in_a_loop_that_rests_has_its_row(tmp_path: Path) -> None:
         (f"work: {keep}", (2701,), 16),
     ]
     assert [row["line"] for row in rows if row["kind"] == "error"] == [15]
+
+
+@pytest.mark.parametrize(
+    ("body", "causes"),
+    [
+        (
+            "    outputs = []\n    for x in batches:\n        outputs.append(net(x))\n    return torch.cat(outputs).argmax(1)",
+            ["growth"],
+        ),
+        (
+            "    outputs = []\n    for x in batches:\n        outputs.append(net(x))\n    torch.cat(outputs).sum().backward()",
+            [],
+        ),
+        (
+            "    outputs = []\n    for x in batches:\n        outputs.append(net(x).argmax(1).cpu())\n    return outputs",
+            [],
+        ),
+    ],
+)
+def test_what_a_function_gathers_until_it_ends_is_a_cause(tmp_path: Path, body: str, causes: list[str]) -> None:
+    path, out = tmp_path / "train.py", tmp_path / "out.json"
+    path.write_text(
+        "import torch\n"
+        f"def evaluate(net, batches):\n{body}\n"
+        "def main():\n"
+        "    net = torch.nn.Sequential(*[torch.nn.Linear(1024, 1024) for _ in range(3)]).cuda()\n"
+        "    batches = [torch.randn(1024, 1024, device='cuda') for _ in range(6)]\n"
+        "    for _ in range(2):\n"
+        "        evaluate(net, batches)\n"
+        "main()\n"
+    )
+    command = [sys.executable, "-m", "gpumem_magic.cli", "run", "--device", "T4", "--json", str(out), str(path)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    found = json.loads(out.read_text())["causes"]
+    assert [one["name"] for one in found if one["name"] == "growth"] == causes, done.stderr
+    if causes:
+        assert "`evaluate(net, batches)` (line 11) lets go of it only as it ends" in done.stderr.replace("\n  ", " ")

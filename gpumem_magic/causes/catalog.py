@@ -42,6 +42,7 @@ DETECTORS: tuple[Detector, ...] = (
     loops.held_over,
     loops.steady,
     graphs.growth,
+    loops.grown_in_call,
     kept.key_value_cache,
     kept.pinned_by_view,
     kept.kept_by_hook,

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from gpumem_magic.causes.model import LEAST, Scene
 from gpumem_magic.causes.places import quoted
 from gpumem_magic.owners.model import size_of
-from gpumem_magic.recording.model import BACKWARD, KEPT_BY_LIST, KEPT_BY_NAME
+from gpumem_magic.recording.model import BACKWARD, KEPT_BY_LIST, KEPT_BY_NAME, Checkpoint
 from gpumem_magic.report.model import LABELS, OF_A_MODEL, Cause
 from gpumem_magic.snapshot.timeline import Allocation
 from gpumem_magic.units import human, listed
@@ -19,6 +19,8 @@ from gpumem_magic.units import human, listed
 _PARTS = 3
 # So many iterations that end alike; what they end with besides the model is at most one part in so many of the peak.
 _REPEATS, _SMALL = 3, 8
+# So many equal steps are no accident.
+_EQUAL = 3
 
 
 def summed_losses(scene: Scene) -> Iterator[Cause]:
@@ -114,6 +116,52 @@ def held_over(scene: Scene) -> Iterator[Cause]:
         f"`del {', '.join(names)}` at the end of each iteration frees it before the next one begins.",
         sum(sizes.values()),
     )
+
+
+def grown_in_call(scene: Scene) -> Iterator[Cause]:
+    """What each iteration of a loop in a script's function left behind, until the function ended and let go of it."""
+    ends = [row for row in scene.statements if row[0].label.endswith(f"end of {_first(row[0])}")]
+    trained = [scene.start_of(one) for one in scene.spans(BACKWARD)]
+    for iterations in scene.loops:
+        steps = [scene.timeline.allocated_at(one.end) - scene.timeline.allocated_at(one.start) for one in iterations]
+        last = steps[-_EQUAL:]
+        if len(steps) <= _EQUAL or min(last) < LEAST or max(last) > 1.5 * min(last):
+            continue
+        made = [
+            one
+            for one in scene.timeline.live_at(iterations[-1].end)
+            if iterations[-_EQUAL].start <= one.born < iterations[-1].start and one.freed is not None
+        ]
+        for point, begin, stop in ends:
+            gone = [one for one in made if one.freed is not None and begin <= one.freed <= stop]
+            # A backward before it needs what the loop gathered.
+            if 2 * size_of(gone) < sum(last[:-1]) or any(iterations[-1].end <= one <= begin for one in trained):
+                continue
+            first = iterations[0].end
+            living = scene.timeline.live_at(begin)
+            held = [
+                one
+                for one in living
+                if one.born >= first
+                and one.freed is not None
+                and one.freed <= stop
+                and scene.labels[one.index].category not in OF_A_MODEL
+            ]
+            graph = 2 * sum(scene.labels[one.index].category == "activations" for one in gone) > len(gone)
+            way = "`with torch.no_grad():` where no backward follows; else keep" if graph else "Keep"
+            yield Cause(
+                "growth",
+                f"Each iteration leaves {human(sum(last) // len(last))} more allocated than the previous one "
+                f"({len(steps)} iterations), and `{_first(point)}` (line {point.line}) lets go of it only as it ends: "
+                f"{human(size_of(held))} that its variables held.",
+                f"{way} only what is used later, on the host (`.detach().cpu()`).",
+                size_of(held),
+            )
+            return
+
+
+def _first(point: Checkpoint) -> str:
+    return point.statement.strip().partition("\n")[0]
 
 
 def retry_while_handling(scene: Scene) -> Iterator[Cause]:
