@@ -254,7 +254,8 @@ def test_a_bar_is_as_long_as_what_is_allocated(sizes, width):
     assert len(cells) == (width if total else 0)
     for name in ALLOCATED_CATEGORIES:
         if sizes[name]:
-            assert abs(cells.count(LETTERS[name]) - width * sizes[name] / total) <= 1
+            # A cell at either edge goes to who has most of it, which among several small ones may be little.
+            assert abs(cells.count(LETTERS[name]) - width * sizes[name] / total) < 2
     assert len(bar(line, 2 * total, width, ASCII_LETTERS)) in ((0,) if not total else (width // 2, (width + 1) // 2))
 
 

@@ -16,8 +16,9 @@ from gpumem_magic.report.failure import failed_request
 from gpumem_magic.report.model import LABELS, OF_A_MODEL, Peak, ReportData, Row, TensorGroup
 from gpumem_magic.units import amount
 
-# Groups are told until they are so much of what is allocated, in per cent, and at most so many.
-_ENOUGH, _MOST = 80, 4
+# Groups are told until they are so much of what is allocated, in per cent, and at most so many; fewer where a sentence says what
+# to do, which is not to be buried. A table has the others.
+_ENOUGH, _MOST, _MOST_BEFORE_ADVICE = 80, 3, 2
 # What only describes is told if it is one part in so many of the peak.
 _WORTH = 8
 # Its text says what the groups say.
@@ -51,6 +52,8 @@ _KEPT_AFTERWARDS = "pinned_by_traceback"
 # These say no more of a tensor than that it is one.
 _VAGUE = frozenset({"unknown", "temporaries"})
 _MOST_LABELS = 2
+# A word that needs one.
+_EXPLAINED = {"workspace": " (scratch memory of cuBLAS and cuDNN)"}
 _NUMBERS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
 
 
@@ -116,7 +119,8 @@ def _plain(report: ReportData) -> str:
         groups = [one for one in groups if one.category != "temporaries"]
     told = [] if useful is None else [useful.remedy if useful.name == _LISTS_HOLDERS else useful.sentence]
     sound = [cause.sentence for cause in shown if cause.name == _SOUND]
-    return _composed(report, in_words(groups, categories), told, sound)
+    most = _MOST_BEFORE_ADVICE if told else _MOST
+    return _composed(report, in_words(groups, categories, most), told, sound)
 
 
 def _composed(report: ReportData, words: str, told: Sequence[str], sound: Sequence[str] = ()) -> str:
@@ -189,10 +193,10 @@ def _failed(report: ReportData) -> Row | Peak:
     return next((row for row in reversed(report.checkpoints) if row.kind == "error"), report.peak)
 
 
-def in_words(groups: Sequence[TensorGroup], categories: Mapping[str, int | None]) -> str:
+def in_words(groups: Sequence[TensorGroup], categories: Mapping[str, int | None], most: int = _MOST) -> str:
     """What is allocated, the largest first: ``6,104 MiB are four (20000, 20000) float32 tensors of `pred - y` (line 4)``.
 
-    categories: all that is allocated, since small groups are left out of a long list."""
+    categories: all that is allocated, since small groups are left out of a long list. most: how many groups are told."""
     total = sum(one.bytes for one in groups)
     told: list[str] = []
     left = total
@@ -203,7 +207,7 @@ def in_words(groups: Sequence[TensorGroup], categories: Mapping[str, int | None]
         # What is called by its category alone is all of it.
         if lists[members[0].category] == 1 and _is_nameless(members):
             sizes[number] = max(sizes[number], categories.get(members[0].category) or 0)
-    for size, members in sorted(zip(sizes, alike, strict=True), key=lambda one: -one[0])[:_MOST]:
+    for size, members in sorted(zip(sizes, alike, strict=True), key=lambda one: -one[0])[:most]:
         if told and (100 * (total - left) >= _ENOUGH * total or 20 * size < total):
             break
         told.append(_words(members, size, categories.get(members[0].category) or 0))
@@ -241,7 +245,7 @@ def _words(members: Sequence[TensorGroup], size: int, whole: int) -> str:
         return f"{amount(size)} are {LABELS[first.category]}{of}"
     place = _place(members)
     if first.shape is None:
-        return f"{amount(size)} are {LABELS[first.category]}{place}"
+        return f"{amount(size)} are {LABELS[first.category]}{_EXPLAINED.get(first.category, '')}{place}"
     count = sum(one.count for one in members)
     shape = f"({', '.join(map(str, first.shape))}{',' if len(first.shape) == 1 else ''})"
     kind = "tensor" if count == 1 else "tensors"
