@@ -172,7 +172,7 @@ def test_mutants_are_alive_and_nothing_of_them_runs(tmp_path: Path) -> None:
     for _ in range(60):
         content = mutants._opcodes(real["small.pickle"])
         path.write_bytes(content)
-        assert reader.read(path, everything=False) == "refused"
+        assert reader.read(path, len(content), everything=False) == "refused"
         assert not canary.exists()
         assert not reader.events
         with contextlib.suppress(Exception):

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import re
 import signal
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -151,8 +152,10 @@ def own_handlers() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("own_handlers")
-def test_accelerates_launcher(book: Notebook) -> None:
+def test_accelerates_launcher(book: Notebook, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("accelerate")
+    # It starts nothing where this was imported before.
+    monkeypatch.delitem(sys.modules, "bitsandbytes", raising=False)
     said = book.cell(
         """%%gpumem -q -o report
 from accelerate import Accelerator, notebook_launcher

@@ -265,7 +265,9 @@ def test_what_does_not_fit_into_the_hosts_memory_is_refused(monkeypatch: pytest.
         torch.zeros(2**33, device="cuda")
 
 
-def test_checks_of_values_see_them() -> None:
+def test_checks_of_values_see_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    # PyTorch's compiler turns it off for the whole process.
+    monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", True)
     gpu.turn_on("T4,values=real")
     with pytest.raises(ValueError, match="Expected parameter scale"):
         torch.distributions.Normal(torch.zeros(2, device="cuda"), -torch.ones(2, device="cuda"))

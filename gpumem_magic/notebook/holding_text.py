@@ -7,8 +7,7 @@ from collections.abc import Container, Sequence
 from typing import TYPE_CHECKING
 
 from gpumem_magic.owners.holders import Holder, detach_words, freed_by_detaching, holders, matching
-from gpumem_magic.owners.model import Held, Holdings, size_of
-from gpumem_magic.owners.roots import FREE_TRACEBACK
+from gpumem_magic.owners.model import FREE_TRACEBACK, Held, Holdings, size_of
 from gpumem_magic.owners.tree import COLUMNS, Branch
 from gpumem_magic.report.tensors import places_in_words
 from gpumem_magic.spelling import did_you_mean

@@ -12,6 +12,7 @@ from gpumem_magic.snapshot.timeline import Allocation
 
 # What can be let go of without touching a variable, in this order.
 FREEABLE = ("traceback", "out", "cycles", "cache")
+FREE_TRACEBACK = "%gpumem_free traceback"
 
 
 @dataclass(frozen=True)

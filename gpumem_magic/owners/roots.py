@@ -20,14 +20,13 @@ from gpumem_magic.looks.objects import (
     text,
     traceback_of,
 )
-from gpumem_magic.owners.model import Root
+from gpumem_magic.owners.model import FREE_TRACEBACK, Root
 from gpumem_magic.owners.traversal import is_users_module, users_modules
 
 _CACHED = type(functools.lru_cache(str))
 Rooted = tuple[Root, list[Any]]
 
 FREE_OUT = "%gpumem_free out"
-FREE_TRACEBACK = "%gpumem_free traceback"
 FREE_CYCLES = "%gpumem_free cycles"
 RECENT = ("_", "__", "___")
 """The last results, as IPython names them."""

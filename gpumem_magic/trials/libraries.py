@@ -10,6 +10,7 @@ import importlib.util
 from collections.abc import Iterator
 from contextlib import suppress
 
+from gpumem_magic.failures import swallowed
 from gpumem_magic.looks.code import is_library_file
 
 
@@ -19,8 +20,10 @@ def import_ahead(program: ast.Module) -> None:
         names = list(_imported(node))
         if names and all(map(_is_installed, names)):
             alone = compile(ast.Module([node], []), "<gpumem imports>", "exec")
-            with suppress(Exception, SystemExit):
+            try:
                 exec(alone, {"__name__": "<gpumem imports>"})
+            except (Exception, SystemExit) as error:
+                swallowed(error)
 
 
 def _imported(node: ast.stmt) -> Iterator[str]:
