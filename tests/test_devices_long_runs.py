@@ -11,7 +11,7 @@ import pytest
 import torch
 from allocator_programs import PeaksSince
 from cuda_fakes import FakeNvml, FakeTorch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from gpumem_magic.devices.cuda import CudaMachine
@@ -167,6 +167,8 @@ def test_inner_loops_are_counted_in_all() -> None:
     assert report.peak.peak_allocated == 9 * MIB
 
 
+@example(steps=[0] * 26 + [700, 0, 0, 0], ring=4, most=17)
+@example(steps=[0] * 28 + [700, MIB], ring=4, most=16)
 @settings(max_examples=15)
 @given(
     steps=st.lists(st.sampled_from([0, 700, MIB, 5 * MIB, 30 * MIB]), min_size=30, max_size=80),

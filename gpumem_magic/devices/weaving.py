@@ -12,14 +12,22 @@ from dataclasses import dataclass, field, replace
 
 from gpumem_magic.devices.history import Chunk, CountersMark
 from gpumem_magic.devices.readings import KIND_OF_ACTION, minus
-from gpumem_magic.snapshot.model import ACTIVE, INACTIVE, LARGE_POOL, PENDING_FREE, Block, Segment, TraceEvent
+from gpumem_magic.snapshot.model import (
+    ACTIVE,
+    BLOCK_ADDRESS,
+    INACTIVE,
+    LARGE_POOL,
+    PENDING_FREE,
+    Block,
+    Segment,
+    TraceEvent,
+)
 from gpumem_magic.snapshot.rules import MIN_BLOCK, AllocatorSettings
 from gpumem_magic.snapshot.start import start_of
 from gpumem_magic.snapshot.timeline import Timeline
 
-# No GPU has addresses up here. Stand-ins for segments and for blocks that fit into none are apart.
+# No GPU has addresses up here. Stand-ins for segments, and above them for blocks that fit into none.
 SEGMENT_ADDRESS = 1 << 61
-BLOCK_ADDRESS = 1 << 62
 
 
 @dataclass

@@ -209,7 +209,7 @@ class _Builder:
         found = {fold.line: fold for fold in folds}
         for line, count in self.recording.left_out.items():
             if line not in found:
-                points = [draft.point for draft in shown if line in draft.point.loops]
+                points = [one.point for one in shown if line in one.point.loops and one.point.kind != SKIPPED]
                 iterations = {point.iteration[: point.loops.index(line) + 1] for point in points}
                 found[line] = Folded(line, len(iterations), len(iterations))
             found[line] = replace(found[line], total=found[line].total + count)

@@ -17,6 +17,9 @@ ACTIVE = "active_allocated"
 PENDING_FREE = "active_pending_free"
 INACTIVE = "inactive"
 
+# From here on lie blocks that stand for several, whose places nobody knows; no device has such addresses.
+BLOCK_ADDRESS = 1 << 62
+
 
 class Frame(NamedTuple):
     """One line of a stack, innermost first in a stack."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from gpumem_magic.snapshot.addresses import SortedAddresses
-from gpumem_magic.snapshot.model import ACTIVE, INACTIVE, Segment, TraceEvent
+from gpumem_magic.snapshot.model import ACTIVE, BLOCK_ADDRESS, INACTIVE, Segment, TraceEvent
 from gpumem_magic.snapshot.rules import AllocatorSettings, pool_of, pool_of_segment, round_size, should_split
 
 
@@ -222,6 +222,9 @@ class Recount:
         """What a block has where the file has no segment came from the driver, too: it is reserved for as long as the block is
         there, since no more is known of it."""
         place, end = life.address, life.address + life.size
+        if place >= BLOCK_ADDRESS:
+            # It lies somewhere within the segments that there are, if these have room.
+            end = place + min(life.size, max(0, self._now_allocated - self._now_reserved))
         gaps = []
         for extent in self._extents_within(place, life.size):
             gaps.append((place, extent.address - place))
