@@ -10,6 +10,7 @@ from gpumem_magic.causes.model import Scene
 from gpumem_magic.devices.base import Birth
 from gpumem_magic.owners.model import size_of
 from gpumem_magic.recording.model import BACKWARD, FORWARD
+from gpumem_magic.report.failure import failed_row
 from gpumem_magic.report.model import OUTSIDE_CATEGORIES, Cause
 from gpumem_magic.snapshot.timeline import Allocation
 from gpumem_magic.units import MIB, human
@@ -43,7 +44,7 @@ def _too_many(scene: Scene, wanted: int) -> Iterator[Cause]:
     failed = batch.births.get(scene.moment - 1)
     size = size_of(parts) + (wanted if batch.has(failed) else 0)
     total = size_of(scene.timeline.live_at(scene.moment)) + wanted
-    row = next((row for row in reversed(scene.report.checkpoints) if row.kind == "error"), None)
+    row = failed_row(scene.report)
     capacity = scene.report.device.total_bytes
     if 4 * size < total or row is None or not capacity or _gathers(scene, parts):
         return

@@ -48,7 +48,8 @@ def run(options: argparse.Namespace) -> int:
         return print_comparison(options.a, options.b, options.device, options.top)
     from gpumem_magic.files.loaded import position_of
 
-    first, second = _report(options.a), _report(options.b)
+    first = _report(options.a)
+    second = None if first is None else _report(options.b)
     if first is not None and second is not None:
         from gpumem_magic.views.compared import Comparison
 

@@ -9,10 +9,10 @@ it is not there (a report from a file, a script), the statements stand alone.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from gpumem_magic.looks.shell import running_shell
 from gpumem_magic.report.model import ReportData
 from gpumem_magic.views.lines import first_line
 
@@ -46,9 +46,6 @@ def _is_cell_of(lines: list[str], wanted: dict[int, str]) -> bool:
 
 def _history() -> Iterable[str]:
     """The cells of this session as they were typed, newest first."""
-    core = sys.modules.get("IPython.core.interactiveshell")
-    if core is None or not core.InteractiveShell.initialized():
-        return ()
-    history = getattr(core.InteractiveShell.instance(), "history_manager", None)
+    history = getattr(running_shell(), "history_manager", None)
     cells: list[str] = list(getattr(history, "input_hist_raw", ()))
     return reversed(cells)

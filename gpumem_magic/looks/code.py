@@ -9,6 +9,8 @@ import sys
 from itertools import islice
 from types import CodeType
 
+from gpumem_magic.looks.shell import running_shell
+
 # Whose a file is. What is passed over is neither the program's nor a library's that it would know.
 OWN, LIBRARY, TORCH, PASSED_OVER = "own", "library", "torch", "passed over"
 
@@ -40,8 +42,7 @@ def cell_of(filename: str) -> str:
         return ""
     if found[1]:
         return f"In [{found[1]}]"
-    core = sys.modules.get("IPython.core.interactiveshell")
-    shell = core.InteractiveShell.instance() if core is not None and core.InteractiveShell.initialized() else None
+    shell = running_shell()
     # IPython 7 cannot tell.
     told = getattr(getattr(shell, "compile", None), "format_code_name", lambda name: None)(filename)
     number = re.fullmatch(r"In\s?\[(\d+)\]", str(told[1])) if told else None

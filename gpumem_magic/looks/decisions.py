@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 
 from gpumem_magic.looks import flows
 from gpumem_magic.looks.flows import FileFlows, Key, Uses
@@ -41,7 +42,7 @@ def may_be_of_a_value(kind: str, message: str) -> bool:
 
 def ends_a_loop(file: str, line: int, callers: Sequence[str] = (), sized: bool = False) -> bool:
     """Whether a loop may go on or end by what this line reads. False where the source is not to be had."""
-    reached = _Reached(file, line, callers, sized)
+    reached = _reached(file, line, callers, sized)
     return any(reached.stands_in(test) or reached.has(test, _VALUE, _TOLD) for test in reached.tests("loop")) or any(
         (sized and reached.stands_in(test)) or reached.has(test, _VALUE if sized else _COUNT, _COUNT)
         for test in reached.tests("each")
@@ -50,7 +51,7 @@ def ends_a_loop(file: str, line: int, callers: Sequence[str] = (), sized: bool =
 
 def makes_a_size(file: str, line: int, callers: Sequence[str] = (), whole: bool = True) -> bool:
     """Whether a size may be made of the number that this line reads. whole: one that may be a size itself."""
-    reached = _Reached(file, line, callers)
+    reached = _reached(file, line, callers)
     return any(
         reached.has(test, _VALUE if whole else _COUNT, _COUNT) or (whole and test[1].reads and reached.stands_in(test))
         for test in reached.tests("size")
@@ -59,13 +60,13 @@ def makes_a_size(file: str, line: int, callers: Sequence[str] = (), whole: bool 
 
 def chooses_a_way(file: str, line: int, callers: Sequence[str] = ()) -> bool:
     """Whether an ``if`` that does some work, or leaves it, may go by what this line reads."""
-    reached = _Reached(file, line, callers)
+    reached = _reached(file, line, callers)
     return any(reached.stands_in(test) or reached.has(test, _VALUE, _WAY) for test in reached.tests("branch"))
 
 
 def chooses_an_object(file: str, line: int, callers: Sequence[str] = ()) -> bool:
     """Whether a function or a module is called, or asked to do something, that was chosen by what this line reads."""
-    reached = _Reached(file, line, callers)
+    reached = _reached(file, line, callers)
     return any(reached.has(test, _VALUE, _WAY) for test in reached.tests("called")) or any(
         reached.has(test, _WAY, _WAY) for test in reached.tests("asked")
     )
@@ -73,19 +74,19 @@ def chooses_an_object(file: str, line: int, callers: Sequence[str] = ()) -> bool
 
 def selects(file: str, line: int, callers: Sequence[str] = ()) -> bool:
     """Whether tensors may be made, or parts taken of them, of which what this line reads decides how many there are."""
-    reached = _Reached(file, line, callers)
+    reached = _reached(file, line, callers)
     return reached.holds()
 
 
 def checks_for_none(file: str, line: int, callers: Sequence[str] = ()) -> bool:
     """Whether an ``if`` goes by a check of what this line reads for numbers that are none."""
-    reached = _Reached(file, line, callers)
+    reached = _reached(file, line, callers)
     return any(reached.stands_in(test) or reached.has(test, _VALUE, _WAY) for test in reached.tests("check"))
 
 
 def leads_to(file: str, read: int, raised: int) -> bool:
     """Whether the statement at the line `raised`, or an ``if`` around it, goes by what the line `read` reads."""
-    reached = _Reached(file, read, ())
+    reached = _reached(file, read, ())
     return read == raised or any(
         one.first <= raised <= one.last
         and (reached.has((0, one.source), _VALUE, _VALUE) or (one.is_around and reached.stands_in((0, one.source))))
@@ -95,7 +96,7 @@ def leads_to(file: str, read: int, raised: int) -> bool:
 
 def waits(file: str, line: int) -> bool:
     """Whether what the line reads ends a ``while``, as its test or, where it has none, in each ``if`` that leaves it."""
-    reached = _Reached(file, line, ())
+    reached = _reached(file, line, ())
     loops = {test.decides for test in reached.of_file().tests if test.decides.startswith("wait ")}
     return any(
         all(reached.stands_in(test) or reached.has(test, _VALUE, _TOLD) for test in reached.tests(loop))
@@ -103,13 +104,23 @@ def waits(file: str, line: int) -> bool:
     )
 
 
+def _reached(file: str, line: int, callers: Sequence[str], sized: bool = False) -> _Reached:
+    return _reached_in(tuple(flows.of_file(one) for one in dict.fromkeys((file, *callers))), line, sized)
+
+
+# Each of the questions above is asked of a line.
+@lru_cache(maxsize=16)
+def _reached_in(files: tuple[FileFlows, ...], line: int, sized: bool) -> _Reached:
+    return _Reached(files, line, sized)
+
+
 class _Reached:
     """What the value flows into that a line reads: by the file's number, the key, and how far it is from the value."""
 
-    def __init__(self, file: str, line: int, callers: Sequence[str], sized: bool = False) -> None:
+    def __init__(self, files: tuple[FileFlows, ...], line: int, sized: bool) -> None:
         self._line = line
         self._sized = sized
-        self._files = [flows.of_file(one) for one in dict.fromkeys((file, *callers))]
+        self._files = files
         # The first line that gives each its value.
         self._found: dict[tuple[int, Key, int], int] = {}
         left = [

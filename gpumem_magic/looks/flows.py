@@ -10,6 +10,7 @@ import ast
 import linecache
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -110,7 +111,8 @@ class StatementUses(NamedTuple):
     is_around: bool
 
 
-class FileFlows(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class FileFlows:
     """by_key: the flows that a key flows into."""
 
     flows: tuple[Flow, ...]

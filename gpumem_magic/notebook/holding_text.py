@@ -153,9 +153,9 @@ def _of_root(holdings: Holdings, number: int, found: Sequence[Held]) -> list[str
     lines = []
     if one.statement is not None:
         frees = human(one.frees) if one.kind == "traceback" else _freed(one)
-        lines.append(f"`{one.statement.replace(FREE_TRACEBACK, '%gpumem_free')}` frees {frees}.")
+        lines.append(f"`{_typed(one.statement)}` frees {frees}.")
     if one.together and one.together_frees > one.frees:
-        steps = "`, then `".join(one.together).replace(FREE_TRACEBACK, "%gpumem_free")
+        steps = "`, then `".join(map(_typed, one.together))
         lines.append(f"`{steps}` frees {human(one.together_frees)}.")
     if one.kind == "variable" and (detached := size_of(freed_by_detaching(holdings, number))):
         lines.append(f"Detaching frees {human(detached)}: {detach_words(one.name, one.type)}.")
@@ -197,15 +197,17 @@ def _freed(one: Holder) -> str:
 def _advice(one: Holder) -> str:
     if one.statement is None:
         return ""
-    # An error's frames are mostly in reference cycles, which `%gpumem_free` alone frees, too.
-    words = one.statement.replace(FREE_TRACEBACK, "%gpumem_free")
+    words = _typed(one.statement)
     if one.collected and one.kind not in ("cycle", "traceback"):
         words += ", then %gpumem_free cycles"
     if one.together and one.together_frees - one.frees > max(MIB, one.frees // 100):
-        words = f"{', then '.join(one.together)} (frees {_mib(one.together_frees)})".replace(
-            FREE_TRACEBACK, "%gpumem_free"
-        )
+        words = f"{', then '.join(map(_typed, one.together))} (frees {_mib(one.together_frees)})"
     return words
+
+
+def _typed(statement: str) -> str:
+    """What to type: an error's frames are mostly in reference cycles, which `%gpumem_free` alone frees, too."""
+    return "%gpumem_free" if statement == FREE_TRACEBACK else statement
 
 
 def _list(names: Sequence[str]) -> str:

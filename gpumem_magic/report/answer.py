@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 from gpumem_magic.allocator.verdict import CAPACITY, FRAGMENTATION
 from gpumem_magic.looks.decisions import may_be_of_a_value
-from gpumem_magic.report.failure import failed_request
+from gpumem_magic.report.failure import failed_request, failed_row
 from gpumem_magic.report.model import LABELS, OF_A_MODEL, Peak, ReportData, Row, TensorGroup
 from gpumem_magic.units import amount
 
@@ -190,7 +190,7 @@ def _request(report: ReportData) -> str:
 
 
 def _failed(report: ReportData) -> Row | Peak:
-    return next((row for row in reversed(report.checkpoints) if row.kind == "error"), report.peak)
+    return failed_row(report) or report.peak
 
 
 def in_words(groups: Sequence[TensorGroup], categories: Mapping[str, int | None], most: int = _MOST) -> str:

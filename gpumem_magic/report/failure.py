@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 from gpumem_magic.allocator.verdict import CAPACITY, FRAGMENTATION, FailedRequest, cause_of, is_small
-from gpumem_magic.report.model import ReportData
+from gpumem_magic.report.model import ReportData, Row
+
+
+def failed_row(report: ReportData) -> Row | None:
+    """The last row of a statement that failed."""
+    return next((row for row in reversed(report.checkpoints) if row.kind == "error"), None)
 
 
 def failed_request(report: ReportData) -> FailedRequest | None:
@@ -13,7 +18,7 @@ def failed_request(report: ReportData) -> FailedRequest | None:
         return None
     if error.verdict is not None:
         return error.verdict
-    row = next((row for row in reversed(report.checkpoints) if row.kind == "error"), None)
+    row = failed_row(report)
     total = report.device.total_bytes if report.device.total_bytes is not None else report.device.smi_total_bytes
     free = cached = others = None
     if row is not None:

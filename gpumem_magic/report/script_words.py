@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from gpumem_magic.report.model import Cause, ReportData
@@ -41,15 +41,17 @@ _IN_PYTHON = tuple(
 
 def for_a_script(text: str) -> str:
     """A remark in the words of the command line."""
-    for said, instead in _WORDS:
-        text = said.sub(instead, text)
-    return text
+    return _replaced(text, _WORDS)
 
 
 def _in_python(text: str) -> str:
-    for said, instead in _IN_PYTHON:
+    return _replaced(text, (*_IN_PYTHON, *_WORDS))
+
+
+def _replaced(text: str, words: Iterable[tuple[re.Pattern[str], str]]) -> str:
+    for said, instead in words:
         text = said.sub(instead, text)
-    return for_a_script(text)
+    return text
 
 
 def told_of_a_script(report: ReportData) -> ReportData:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
 
+from gpumem_magic.looks.shell import running_shell
 from gpumem_magic.recording import under_way
 from gpumem_magic.report.model import ReportData
 from gpumem_magic.report.script_words import told_in_python
@@ -36,12 +37,6 @@ class _FrameNames(Mapping[str, Any]):
 
 def _names_of(code: CodeType) -> frozenset[str]:
     return frozenset((*code.co_varnames, *code.co_cellvars, *code.co_freevars, *code.co_names))
-
-
-def _has_magics() -> bool:
-    """Whether the program runs in IPython, where the report's remedies can be typed."""
-    core = sys.modules.get("IPython.core.interactiveshell")
-    return core is not None and core.InteractiveShell.initialized()
 
 
 def _as_it_is(report: ReportData) -> ReportData:
@@ -77,7 +72,8 @@ def measure(device: str | None = None) -> Iterator[Measurement]:
     error: BaseException | None = None
     nested = under_way.is_any()
     try:
-        words = _as_it_is if _has_magics() else told_in_python
+        # In IPython the report's remedies can be typed.
+        words = _as_it_is if running_shell() is not None else told_in_python
         active = open_recording(device, names=_names_of(frame.f_code), user_ns=names, words=words)
         yield measurement
     except BaseException as raised:

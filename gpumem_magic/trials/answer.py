@@ -83,7 +83,7 @@ class Fits:
         rows = [self._heads(), *(self._row(case) for case in self.cases)]
         figures = range(self._cards > 1, len(rows[0]) - 1)
         bent = next((case for case in reversed(self.cases) if case.growth is not None and case.growth.bent), None)
-        head = [self._summary(), *(() if bent is None else self._bent(bent, f"{self._place(bent).capitalize()}, "))]
+        head = [self._summary(), *(() if bent is None else self._bent(bent, f"{self._place(bent).capitalize()}, the "))]
         return Sheet("\n".join(head), rows, figures=figures, after="\n".join(self._run_of_all()))
 
     @property
@@ -155,13 +155,13 @@ class Fits:
                 yield f"{tensors}; one more {self.name} takes {one_more}. {_besides(best)}"
             yield from self._bent(case)
 
-    def _bent(self, case: FitCase, where: str = "") -> Iterator[str]:
+    def _bent(self, case: FitCase, lead: str = "The ") -> Iterator[str]:
         for bent in () if case.growth is None else case.growth.bent:
             share = bent.share
             of = f" of `{share.text}`" if share.text else ""
             line = f" (line {share.line})" if share.line else ""
             yield (
-                f"{where or 'The '}{'the ' * bool(where)}{LABELS[share.category]}{of}{line} grow faster than linearly: "
+                f"{lead}{LABELS[share.category]}{of}{line} grow faster than linearly: "
                 f"{amount(share.bytes)}, and {amount(bent.at_half)} with half of it."
             )
 
@@ -246,10 +246,9 @@ def _besides(best: Tried) -> str:
 
 def failure_in_words(one: Tried, *, briefly: bool = False) -> str:
     """``fails at line 12, `loss.backward()`, in iteration 2``. briefly: for a table."""
-    if briefly:
-        line = f" at line {one.line}" if one.line else ""
-        return f"raises {one.error.partition(':')[0]}{line}" if one.ending == ERROR else f"fails{line}"
     place = f" at line {one.line}" if one.line else ""
+    if briefly:
+        return f"raises {one.error.partition(':')[0]}{place}" if one.ending == ERROR else f"fails{place}"
     raises_itself = one.ending == ERROR and one.statement.startswith("raise ")
     place += f", `{one.statement}`" if one.statement and not raises_itself else ""
     place += f", in iteration {one.iteration[-1]}" if one.iteration and one.iteration[-1] > 1 else ""

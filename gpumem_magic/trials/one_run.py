@@ -15,6 +15,7 @@ from gpumem_magic.recording.progress import CellProgress, StopRun
 from gpumem_magic.recording.quiet import no_automatic_collection
 from gpumem_magic.recording.recorder import Recorder
 from gpumem_magic.report.build import report_of
+from gpumem_magic.report.failure import failed_row
 from gpumem_magic.report.kept import kept_of
 from gpumem_magic.report.model import ReportData
 from gpumem_magic.session.device import put_on
@@ -132,7 +133,7 @@ def _told(
     iterations: int,
     repeats: bool,
 ) -> Tried:
-    failing = next((row for row in reversed(report.checkpoints) if row.kind == "error"), None)
+    failing = failed_row(report)
     at = report.peak if failing is None or ending != MEMORY else failing
     error = report.error
     shares, owners = _shares(view, report.peak.position)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import re
-import warnings
 from collections import Counter
 from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from gpumem_magic.failures import swallowed
 from gpumem_magic.report.model import ALLOCATED_CATEGORIES, CATEGORIES, LABELS, OF_A_MODEL, ReportData, TensorGroup
 from gpumem_magic.report.tensors import groups_at
 from gpumem_magic.units import MIB, amount, human
@@ -58,13 +56,9 @@ class Comparison:
         return draw(self.first, self.second, dark=dark)
 
     def _picture(self) -> str:
-        try:
-            from gpumem_magic.views.compared_picture import element
+        from gpumem_magic.views.compared_picture import element
 
-            return element(self.first, self.second, self._answer())
-        except Exception as error:
-            warnings.warn(f"gpumem_magic could not draw the picture: {swallowed(error)}", stacklevel=2)
-            return ""
+        return element(self.first, self.second, self._answer())
 
     def _sheet(self) -> Sheet:
         return Sheet(self._answer(), list(self._rows()), after="\n".join(self._after()))

@@ -8,19 +8,18 @@ from matplotlib.figure import Figure
 from gpumem_magic.report.model import ALLOCATED_CATEGORIES, LABELS, Peak, ReportData, Row
 from gpumem_magic.views import figure
 from gpumem_magic.views.bars import BarLine, Bars
-from gpumem_magic.views.pages import CSS_WIDTH, image
 from gpumem_magic.views.palette import ON_DARK, ON_LIGHT
 from gpumem_magic.views.pen import LINE, Pen
+from gpumem_magic.views.stacked import as_html
 
 _GAP = 0.1
 
 
 def element(first: ReportData, second: ReportData, alt: str) -> str:
-    """As HTML; "" where neither has anything."""
+    """As HTML; "" where neither has anything, or, with a warning, where it cannot be drawn."""
     if not (first.peak.allocated or second.peak.allocated):
         return ""
-    data, _, _ = figure.few_colours(figure.rendered(draw(first, second), 160))
-    return image(data, alt, CSS_WIDTH)
+    return as_html(lambda: draw(first, second), alt)
 
 
 def draw(first: ReportData, second: ReportData, *, dark: bool = False) -> Figure:

@@ -6,12 +6,12 @@ A notebook takes the HTML; what has no HTML (a PDF, some hosts' previews) takes 
 from __future__ import annotations
 
 import base64
-import sys
 import warnings
 from collections.abc import Container
 from typing import Any
 
 from gpumem_magic.failures import swallowed
+from gpumem_magic.looks.shell import running_shell
 from gpumem_magic.report.model import ReportData
 from gpumem_magic.report.rows import MOST
 from gpumem_magic.views import explain
@@ -77,8 +77,5 @@ def picture(report: ReportData, *, bare: bool = False, most: int | None = MOST) 
 
 def in_terminal() -> bool:
     """IPython in a terminal asks for everything and shows the text; the picture would cost a second for nothing."""
-    core = sys.modules.get("IPython.core.interactiveshell")
-    if core is None or not core.InteractiveShell.initialized():
-        return False
-    formatter = core.InteractiveShell.instance().display_formatter
+    formatter = getattr(running_shell(), "display_formatter", None)
     return formatter is not None and HTML not in formatter.active_types

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from gpumem_magic.allocator.verdict import CAPACITY, FRAGMENTATION, LIMIT, OTHER_PROCESS, FailedRequest
 from gpumem_magic.devices.base import DeviceFacts
-from gpumem_magic.report.failure import failed_request
+from gpumem_magic.report.failure import failed_request, failed_row
 from gpumem_magic.report.model import ALLOCATED_CATEGORIES, CATEGORIES, Peak, ReportData, ReportError, Row
 from gpumem_magic.report.model import LABELS as LEGEND
 from gpumem_magic.units import MIB, amount, counted, listed, mib
@@ -179,7 +179,7 @@ def obstacle(report: ReportData, *, told: bool = False) -> list[str]:
 
 def _held_then(report: ReportData, category: str) -> int:
     """What a category had when the request failed; 0 also where a file has no such row."""
-    row = next((row for row in reversed(report.checkpoints) if row.kind == "error"), None)
+    row = failed_row(report)
     return 0 if row is None else row.categories.get(category) or 0
 
 

@@ -15,6 +15,8 @@ from typing import Any
 import anywidget
 import traitlets
 
+from gpumem_magic.looks.shell import running_shell
+
 
 class PlacedWidget(anywidget.AnyWidget):
     """`still` is what stands there without a kernel."""
@@ -43,6 +45,5 @@ def loads_widgets_on_sight() -> bool:
 
     VS Code's extension puts the notebook's name into the kernel's namespace.
     """
-    core = sys.modules.get("IPython.core.interactiveshell")
-    shell = core.InteractiveShell.instance() if core is not None and core.InteractiveShell.initialized() else None
+    shell = running_shell()
     return "google.colab" in sys.modules or "__vsc_ipynb_file__" in getattr(shell, "user_ns", ())

@@ -9,6 +9,7 @@ import shutil
 import sys
 from typing import Any
 
+from gpumem_magic.looks.shell import running_shell
 from gpumem_magic.views.display import PLAIN, in_terminal
 
 _CLEARED = "\r\x1b[K"
@@ -18,8 +19,7 @@ class ProgressLine:
     """An output of a notebook; in a terminal a line of its own that is written over. Nothing where nobody reads it."""
 
     def __init__(self, *, quiet: bool = False) -> None:
-        core = sys.modules.get("IPython.core.interactiveshell")
-        in_notebook = core is not None and core.InteractiveShell.initialized() and not in_terminal()
+        in_notebook = running_shell() is not None and not in_terminal()
         self._is_output = in_notebook and not quiet
         self._is_line = not in_notebook and not quiet and sys.stderr is not None and sys.stderr.isatty()
         self._output: Any = None

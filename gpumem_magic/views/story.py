@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from gpumem_magic.report.failure import failed_row
 from gpumem_magic.report.model import ALLOCATED_CATEGORIES, LABELS, ReportData, TensorGroup
 from gpumem_magic.units import counted, listed, mib
 from gpumem_magic.views import explain
@@ -68,8 +69,7 @@ def tensor_heading(report: ReportData) -> str:
 def tensor_table(report: ReportData) -> list[list[str]]:
     """The largest groups of the peak, or of the failure, as `tensor_rows`."""
     at_failure = _at_failure(report)
-    failed = next((row for row in reversed(report.checkpoints) if row.kind == "error"), None)
-    state = failed if at_failure and failed is not None else report.peak
+    state = (failed_row(report) if at_failure else None) or report.peak
     return tensor_rows(at_failure or report.peak.tensors, state.categories)
 
 
