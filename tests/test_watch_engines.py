@@ -84,6 +84,17 @@ def test_rows_are_on_the_notebooks_clock_and_the_newest_figures_of_a_moment_stan
     assert [len(sample.rows), len(sample.relabelled), sample.series] == [3, 1, 2]
 
 
+def test_engines_stand_in_their_order_whichever_sends_first() -> None:
+    client = Client(slow=0.0, quick=0.0)
+    observer, _ = begun(client)
+    client.sends(1, (1.0, MIB))
+    observer.observe()
+    client.sends(0, (2.0, MIB))
+    observer.observe()
+    assert [series.title for series in observer.shown] == ["engine 0 cuda:0", "engine 1 cuda:0"]
+    assert [series.number for series in observer.shown] == [1, 0]
+
+
 def test_what_comes_in_a_pause_is_not_kept_also_where_it_comes_again() -> None:
     client = Client(one=0.0)
     observer, undo = begun(client)

@@ -164,7 +164,7 @@ class EnginesObserver(Observer):
             if series is None:
                 facts = DeviceFacts(**message["devices"][number])
                 ring = Ring(self._capacity, len(SENT), ALLOCATED)
-                series = engine.lanes[number] = Series(len(self.series), facts, ring, f"engine {engine.number}")
+                series = engine.lanes[number] = Series(len(self.series), facts, ring, engine.number)
                 self.series.append(series)
             row = [float("nan") if figure is None else float(figure) for figure in given]
             row[TIME] += engine.shift or 0.0

@@ -230,7 +230,7 @@ class LineFront(Front):
         self._rewrite()
 
     def _rewrite(self) -> None:
-        series, columns = self._observer.series, self._columns() - 1
+        series, columns = self._observer.shown, self._columns() - 1
         words = " | ".join(line_of(each) for each in series)
         if len(words) > columns:
             words = " | ".join(short_line_of(each) for each in series)
@@ -281,6 +281,7 @@ _LINE = (("allocated", ALLOCATED), ("reserved", RESERVED), ("peak", PEAK))
 def _facts(series: Series) -> dict[str, Any]:
     return {
         "title": series.title,
+        "place": series.place,
         "name": _name(series),
         "capacity": series.facts.capacity,
     }

@@ -44,12 +44,12 @@ Rows = list[tuple[int, list[float]]]
 
 @dataclass
 class Series:
-    """The samples of one device. number: its place among the series of the watch. of: whose it is, where not this process's."""
+    """The samples of one device. number: of how many that came before it. engine: whose it is, where not this process's."""
 
     number: int
     facts: DeviceFacts
     ring: Ring
-    of: str = ""
+    engine: int | None = None
     peak: int = 0
     counted_peak: int | None = None
     tracker: live.LiveLabels | None = None
@@ -61,7 +61,12 @@ class Series:
 
     @property
     def title(self) -> str:
-        return f"{self.of} cuda:{self.facts.index}".lstrip()
+        return f"{'' if self.engine is None else f'engine {self.engine} '}cuda:{self.facts.index}"
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Where readers look for it, whoever came first."""
+        return self.engine or 0, self.facts.index
 
     def reached(self, counters: Counters) -> int:
         """The highest allocated since the watch began, also between two samples where the device counts that."""
@@ -138,6 +143,11 @@ class Observer:
 
         undo.append(end)
         plain.start()
+
+    @property
+    def shown(self) -> list[Series]:
+        """The series as a reader expects them."""
+        return sorted(self.series, key=lambda series: series.place)
 
     def mark(self, text: str, kind: str = USER, at: float | None = None) -> Mark:
         """Names this moment, or the one at a time by this observer's clock."""

@@ -152,6 +152,11 @@ class View {
     this.paintHead(state, now);
     this.empty.hidden = series.length > 0;
     while (this.panels.length < series.length) this.panels.push(this.panel(series[this.panels.length], this.panels.length));
+    const order = inOrder(series);
+    order.forEach((number, at) => {
+      const { section } = this.panels[number];
+      if (this.body.children[at] !== section) this.body.insertBefore(section, this.body.children[at] ?? null);
+    });
     const style = getComputedStyle(this.root);
     const look = {
       ink: style.color,
@@ -163,7 +168,7 @@ class View {
     this.panels.forEach((panel, number) => this.paintPanel(panel, number, series[number], look));
     if (now - this.tableAt > 180 || this.cursor !== null) {
       this.tableAt = now;
-      this.paintTable(series);
+      this.paintTable(series, order);
     }
     this.root.dataset.state = state;
     this.root.dataset.samples = String(Math.max(0, ...store.rings.map((ring) => ring.taken)));
@@ -193,11 +198,12 @@ class View {
     const line = element("div", { class: "gpumem-line" });
     const canvas = element("canvas", { tabindex: "0", role: "slider", class: "gpumem-canvas" });
     canvas.setAttribute("aria-label", `Memory of ${facts.title} ${facts.name} over time; arrow keys move through the samples`);
-    const made = { line, canvas, ctx: canvas.getContext("2d"), where: null };
+    const section = element("section", { class: "gpumem-device" }, line, canvas);
+    const made = { section, line, canvas, ctx: canvas.getContext("2d"), where: null };
     canvas.addEventListener("pointermove", (event) => this.point(made, number, event));
     canvas.addEventListener("pointerleave", () => this.move(null));
     canvas.addEventListener("keydown", (event) => this.key(number, event));
-    this.body.append(element("section", { class: "gpumem-device" }, line, canvas));
+    this.body.append(section);
     return made;
   }
 
@@ -272,9 +278,9 @@ class View {
     Object.assign(canvas.dataset, { top: String(top), barX: String(barX + barWidth / 2), upper: String(upper), plot: String(plotHeight) });
   }
 
-  paintTable(series) {
+  paintTable(series, order) {
     const { store } = this;
-    const rows = series.map((_, number) => this.row(number));
+    const rows = order.map((number) => this.row(number));
     if (!rows.some(Boolean)) return;
     const first = rows.find(Boolean);
     const mark = this.cursor === null ? null : markAt(store.marks, first[0], store.period);
@@ -299,11 +305,17 @@ class View {
     this.table.replaceChildren(element("caption", {}, caption));
     if (series.length > 1) {
       const head = element("tr", {}, element("td"));
-      for (const { title } of series) head.append(element("th", { scope: "col" }, title));
+      for (const number of order) head.append(element("th", { scope: "col" }, series[number].title));
       this.table.append(element("thead", {}, head));
     }
     this.table.append(body);
   }
+}
+
+/** The numbers of the series as a reader expects them, whichever came first. */
+function inOrder(series) {
+  const before = ([engine, index], [other, another]) => engine - other || index - another;
+  return series.map((_, number) => number).sort((one, two) => before(series[one].place, series[two].place));
 }
 
 /** The checkpoint or mark that a moment belongs to: the last one up to a sample later. */

@@ -134,7 +134,7 @@ class Watch:
                     series.ring.taken,
                     None if series.ring.latest is None else tuple(series.ring.latest[: len(SENT)]),
                 )
-                for series in observer.series
+                for series in observer.shown
             )
             return WatchSamples(
                 self._started, self._ended if self._ended is not None else time.time(), self.hz, pace.dropped,
