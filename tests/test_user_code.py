@@ -42,6 +42,11 @@ optimizer_of_model.step()
 optimizer_of_model.zero_grad()""",
     "subclasses in a forward": "made = mib(64)\nlayer = nn.Linear(7, 7)\nout = layer(loud)\nout.sum().backward()",
     "its own error": "made = mib(64)\nraise spiedbaseexception",
+    "an error in a function": """made = mib(64)
+def fails(*mine):
+    listed, one = list(mine), mine[0]
+    raise ValueError(3)
+fails(loud, keyed)""",
     "a result": "made = mib(64)\n[spiedobject, spieddict][0:0]",
 }  # fmt: skip
 

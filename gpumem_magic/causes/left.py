@@ -24,14 +24,17 @@ def left_functions(error: BaseException) -> LeftFunctions:
             continue
         variables = locals_of(frame)
         found.modules.update({name: one for name, one in variables.items() if tensors.is_module(one)})
-        lists = [name for name, one in variables.items() if is_sequence(one) and _has_graphs(one)]
-        alone = [name for name, one in variables.items() if tensors.is_tensor(one) and tensors.grad_fn(one) is not None]
+        with tensors.no_functions(), tensors.no_dispatch():
+            lists = [name for name, one in variables.items() if is_sequence(one) and _has_graphs(one)]
+            alone = [name for name, one in variables.items() if _has_graph(one)]
         if lists or alone:
             found.graphs.setdefault(frame.f_code.co_name, (*lists, *alone))
     return found
 
 
+def _has_graph(one: object) -> bool:
+    return tensors.is_tensor(one) and tensors.grad_fn(one) is not None
+
+
 def _has_graphs(sequence: Any) -> bool:
-    return any(
-        tensors.is_tensor(one) and tensors.grad_fn(one) is not None for one in islice(members(sequence), _ELEMENTS)
-    )
+    return any(map(_has_graph, islice(members(sequence), _ELEMENTS)))

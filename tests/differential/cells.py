@@ -41,7 +41,7 @@ MODES = {"quiet": 62, "counters": 12, "shown": 6, "auto": 20}
 PLAIN_SECONDS = 4
 
 # What is another program where a device is on, as one is in a measured cell. (Compiled code runs eagerly on a virtual one.)
-OF_DEVICES = re.compile(r"(?i)cuda|distributed|process_group|dynamo|torch\.(compile|export)")
+OF_DEVICES = re.compile(r"(?i)cuda|accelerator|distributed|process_group|dynamo|torch\.(compile|export)")
 
 
 class Comparison:
@@ -75,7 +75,7 @@ class Comparison:
             found = [one for one in found if unspaced(one.plain) != unspaced(one.measured)]
         left = []
         for one in found:
-            reason = explained(one, case.cells, plain, turns_on=self.kind.device is None)
+            reason = explained(one, case.cells, plain, turns_on=self.kind.device is None, pictures=mode == "shown")
             if reason is None:
                 left.append(one)
             else:

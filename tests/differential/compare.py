@@ -13,7 +13,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-MARGIN = re.compile(r"(?m)^ {3,}1(?: #| %%gpumem.*| +)?\n")
+from zygote import PROCESS, without_process
+
+MARGIN = re.compile(r"(?m)(?:^|(?<=\\n)) {3,}1(?: +#| %%gpumem.*?| +)?(?:\n|\\+n)")
 # Two plain runs differ in these.
 BY_CHANCE = [
     (re.compile(r"0x[0-9A-Fa-f]{4,}"), "0x"),
@@ -48,6 +50,7 @@ def cut(one: Any, other: Any, around: int = 160) -> tuple[str, str]:
 def leaves(value: Any, place: str = "") -> Iterator[tuple[str, Any]]:
     """Every single thing that was found, under its name."""
     if isinstance(value, dict):
+        value = {key: part for key, part in value.items() if place or key != PROCESS}
         yield f"{place}/keys", list(value)
         for key, part in value.items():
             yield from leaves(part, f"{place}/{key}")
@@ -69,7 +72,7 @@ def without_first_lines(value: Any) -> Any:
 def without_first_line(text: str) -> str:
     """A cell's first line is the magic in one run and a comment in the other; also where a value holds what was typed."""
     text = re.sub(r"(?<=['\"])(%%gpumem[^\n\\]*|#)\\+n", "", text)
-    text = re.sub(r"<ipython-input-(\d+)-[0-9a-f]+>", r"<ipython-input-\1>", text)
+    text = re.sub(r"(<|&lt;)ipython-input-(\d+)-[0-9a-f]+(>|&gt;)", r"\1ipython-input-\2\3", text)
     text = re.sub(r"\bat 0x[0-9A-Fa-f]+", "at 0x", text)
     return MARGIN.sub("", re.sub(r"^dict\('version': \d+", "dict('version': 0", text))
 
@@ -83,9 +86,15 @@ def differences(plain: dict[str, Any], measured: dict[str, Any]) -> list[Differe
     found = []
     for place in ones | others:
         one, other = ones.get(place, "nothing"), others.get(place, "nothing")
-        if one != other:
+        # The number of one process may be any number in the other.
+        if one != other and without_numbers(one, measured) != without_numbers(other, plain):
             found.append(Difference(place, one, other))
     return found
+
+
+def without_numbers(value: Any, other: dict[str, Any]) -> Any:
+    """What one run found, without the number of the other's process."""
+    return without_process(value, other[PROCESS]) if PROCESS in other else value
 
 
 def without_chance(found: list[Difference], plain: list[dict[str, Any]]) -> tuple[list[Difference], int]:
@@ -132,6 +141,7 @@ FORGOTTEN = re.compile(
 ADDRESS = re.compile(r"\b\d{12,15}\b|\b0x[0-9a-f]{8,16}\b")
 # IPython's own: inputs that it does not keep.
 UNKEPT = re.compile(r"(exit|quit)(\s*\(.*\))?$")
+OPENS = re.compile(r"mkstemp|os\.(open|dup|pipe)|fileno")
 POOLED = re.compile(r"asyncio_\d+|ThreadPoolExecutor-\d+_\d+")
 
 
@@ -139,7 +149,7 @@ HIDDEN = re.compile(r" *\[\.\.\. skipping hidden \d+ frames?\](\\n)*")
 NOTHING_RAN = "gpumem: nothing ran: the cell has no statement\n"
 # A warning without its place, and the line there.
 WARNED_AT = re.compile(r"[^\s'\"]*:\d+: (\w*Warning: [^\n]*?)\\n(?:  [^\n]*?\\n)?")
-REGISTRY = re.compile(r"'__warningregistry__'(, )?")
+REGISTRY = re.compile(r", '__warningregistry__'|'__warningregistry__', ")
 OWN_FOLDER = re.compile(r"[^':\s]*gpumem-magic-\w+:")
 SYNTAX_WARNING = re.compile(r"<ipython-input-\d+[^>\n]*>:\d+: SyntaxWarning: [^\n]*\n(?: [^\n]*\n)?")
 
@@ -177,14 +187,16 @@ def said(shown: Any) -> list[Any]:
     return [one for one in ([one[0], FORGOTTEN.sub("", one[1])] for one in shown) if one[1]]
 
 
-def explained(one: Difference, cells: list[str], plain: dict[str, Any], turns_on: bool = False) -> str | None:
+def explained(
+    one: Difference, cells: list[str], plain: dict[str, Any], turns_on: bool = False, pictures: bool = False
+) -> str | None:
     """Why the plain run is not one that always comes out so; None for a difference that has to go.
 
-    turns_on: whether the measured cell has turned a device on, and the plain one has none.
+    turns_on: whether the measured cell has turned a device on, and the plain one has none. pictures: whether one was drawn.
     """
     half_run = [number for number, cell in enumerate(plain["cells"]) if "needs a real async loop" in repr(cell)]
     place = re.match(r"/cells/(\d+)", one.place)
-    if half_run and (place is None or int(place[1]) > half_run[0]):
+    if half_run and (place is None or int(place[1]) > half_run[0] or one.place == f"/cells/{half_run[0]}/result"):
         # Its count, hooks and names are put back when Python collects it.
         return "IPython leaves a cell half run that waits where no event loop runs"
     if one.place.endswith("/shown") and said(one.plain) == said(one.measured):
@@ -219,7 +231,7 @@ def explained(one: Difference, cells: list[str], plain: dict[str, Any], turns_on
     if (
         "run_cell_magic(" in str(one.measured)
         and "run_cell_magic(" not in str(one.plain)
-        and re.search(r"\b_ih?\b", str(one.plain))
+        and re.search(r"\b(_ih?|In)\b", str(one.plain))
     ):
         return "a copy of all variables has the inputs, the magic's line among them"
     if any("run_cell(" in cell and cell.rstrip().endswith(";") for cell in cells) and (
@@ -230,6 +242,12 @@ def explained(one: Difference, cells: list[str], plain: dict[str, Any], turns_on
         return "where IPython fails to read a cell below the magic, a hidden frame is the one that asked it to"
     if any("type_get_version" in cell for cell in cells) and smoothed(one.plain) == smoothed(one.measured):
         return "versions of types count what was changed in any class"
+    if any("gc.get_count" in cell for cell in cells) and smoothed(one.plain) == smoothed(one.measured):
+        return "Python counts the objects that were made since the last collection, the package's among them"
+    if any("linecache" in cell for cell in cells) and "run_cell_magic(" in str(one.measured):
+        return "the inputs in `linecache.cache` have the magic's line"
+    if pictures and any(map(OPENS.search, cells)) and str(one.plain).isdecimal() and str(one.measured).isdecimal():
+        return "matplotlib keeps the fonts of a picture open, and the next file has another number"
     if any("Profile()" in cell or "%prun" in cell for cell in cells) and is_profile(one, plain):
         return "a profiler that the cell starts sees the package, too"
     if one.place.endswith("/shown") and (one.plain, one.measured) == ([], [["stdout", NOTHING_RAN]]):

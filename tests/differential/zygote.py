@@ -361,6 +361,10 @@ def is_shifted(cell: str, interactivity: str = "last_expr") -> bool:
     return cell.lstrip().startswith("%%") or any(re.match(r">>>|In \[\d+\]:|\.\.\.", line) for line in lines)
 
 
+# The entry of what was found that has the number of the process.
+PROCESS = "process"
+
+
 def without_process(value: Any, number: str) -> Any:
     """What was found, without the number of the process, which no two of them share."""
     if isinstance(value, str):
@@ -382,7 +386,8 @@ def in_child(shell: Any, request: dict[str, Any], bearings: dict[str, Any]) -> N
         for number, name in ((1, "written to stdout"), (2, "written to stderr")):
             raw = Path(f"{path}.{number}")
             found[name] = raw.read_bytes()[:100_000].decode("utf-8", "replace") if raw.exists() else ""
-        content = pickle.dumps(without_process(found, str(os.getpid())))
+        own = str(os.getpid())
+        content = pickle.dumps({**without_process(found, own), PROCESS: own})
         resource.setrlimit(resource.RLIMIT_FSIZE, (MOST_WRITTEN, MOST_WRITTEN))
         # Whole or not at all: a cell may have set limits of its own, or the time may be up.
         Path(f"{path}.part").write_bytes(content)
