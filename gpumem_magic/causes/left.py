@@ -32,7 +32,7 @@ def left_functions(error: BaseException) -> LeftFunctions:
     return found
 
 
-def _has_graph(one: object) -> bool:
+def _has_graph(one: Any) -> bool:
     return tensors.is_tensor(one) and tensors.grad_fn(one) is not None
 
 

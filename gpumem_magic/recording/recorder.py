@@ -16,14 +16,6 @@ import torch
 
 from gpumem_magic.devices.base import Device, DeviceLog, Log, Machine
 from gpumem_magic.looks.code import cell_of
-from gpumem_magic.looks.decisions import (
-    checks_for_none,
-    chooses_a_way,
-    chooses_an_object,
-    ends_a_loop,
-    makes_a_size,
-    selects,
-)
 from gpumem_magic.recording.compiled import CompilerTables
 from gpumem_magic.recording.failing_place import failing_place
 from gpumem_magic.recording.failure import (
@@ -49,14 +41,13 @@ from gpumem_magic.recording.model import (
 )
 from gpumem_magic.recording.modules import ModuleWatch
 from gpumem_magic.recording.phases import Phases
-from gpumem_magic.recording.repetition import alike_at_end, signature
+from gpumem_magic.recording.reads import ReadsWithin
+from gpumem_magic.recording.repetition import Iterations, alike_at_end
 from gpumem_magic.recording.thinning import MOST, Seen, thin
 from gpumem_magic.snapshot.timeline import Timeline
 
 if TYPE_CHECKING:
     from gpumem_magic.recording.instrument import Statement
-
-_Line = tuple[str, int]
 
 Failed = tuple[str, int, tuple[int, ...], tuple[int, ...]]
 """The failing statement: its text, line, iteration, and the lines of its loops."""
@@ -86,14 +77,10 @@ class Recorder:
         self._guard = Guard()
         self._devices: dict[int, Device] = {}
         self._logs: dict[int, Log] = {}
-        # Where each iteration ended in the logs of virtual devices, after where the first began.
-        self._ends: list[dict[int, int]] = []
-        self._signatures: list[bytes] = []
+        self._iterations: Iterations | None = None
         self._checkpoints: list[Checkpoint] = []
         self._ticks = 0
-        self._stand_ins_before: Counter[tuple[str, int]] = Counter()
-        self._marks_before: Counter[tuple[str, int, str]] = Counter()
-        self._supplied_before: Counter[tuple[str, int]] = Counter()
+        self._reads: ReadsWithin | None = None
         self._machine_notes_before: list[str] = []
         self._compiler = CompilerTables()
         self._witness: Witness | None = None
@@ -130,17 +117,17 @@ class Recorder:
     @property
     def alike(self) -> int:
         """How many equal turns the last iterations made (see `repetition`), 1 if none repeats; 0 on a real device."""
-        return alike_at_end(self._signatures)
+        return alike_at_end(self.iterations)
 
     @property
     def iterations(self) -> Sequence[bytes]:
         """What each iteration did on virtual devices, as a digest (see `repetition`)."""
-        return self._signatures
+        return self._iterations.signatures if self._iterations is not None else ()
 
     @property
     def iteration_ends(self) -> Sequence[Mapping[int, int]]:
         """By virtual device, where the first iteration began in its log, and where each ended."""
-        return self._ends
+        return self._iterations.ends if self._iterations is not None else ()
 
     def iteration_ended(self) -> None:
         """Says that an iteration ends here, of a program that steps no optimizer."""
@@ -154,17 +141,14 @@ class Recorder:
         """
         try:
             with self._guard("starting"):
-                self._stand_ins_before = Counter(self._machine.stand_ins)
-                self._supplied_before = Counter(self._machine.supplied)
-                self._machine.note_caught()
-                self._marks_before = self._machine.marks_of_reads.copy()
+                self._reads = ReadsWithin(self._machine)
                 self._machine_notes_before = self._machine.notes()
             self._machine.settle()
             for device in self._machine.devices:
                 index = device.facts.index
                 self._devices[index] = device
                 self._logs[index] = device.start_log()
-            self._ends.append({index: 0 for index, log in self._logs.items() if log.growing is not None})
+            self._iterations = Iterations(self._logs)
             self._witness = Witness(self._machine, lambda device: self._logs[device].position(), self._names, namespace)
             self._modules = ModuleWatch(self._cheap_positions(), self._machine.locate, self._machine.compiled_results)
             self._phases = Phases(
@@ -294,7 +278,9 @@ class Recorder:
             if error is not None and failure is not None and reached is not None:
                 with self._guard("placing the error"):
                     failure = self._place_error(failure, is_out_of_memory(error), reached, failed, logs)
-            stand_ins = self._stand_ins()
+            stand_ins: tuple[StandIn, ...] = ()
+            with self._guard("counting stand-ins"):
+                stand_ins = self._reads.stand_ins(self._place) if self._reads is not None else ()
             compiled = CompiledCode()
             with self._guard("reading what was compiled"):
                 compiled = self._compiler.read(self._place)
@@ -375,6 +361,11 @@ class Recorder:
             return None
         return lambda: {index: log.position() for index, log in self._logs.items()}
 
+    def _step_ended(self) -> None:
+        if self._iterations is not None and self._iterations.ends[0]:
+            self._machine.settle()
+            self._iterations.ended()
+
     # Long runs
 
     def _grown(self) -> None:
@@ -390,22 +381,6 @@ class Recorder:
         needed = seen.positions(self._phases.begun())
         for index, log in self._logs.items():
             log.forget(needed.get(index, set()))
-
-    # Iterations of virtual devices
-
-    def _step_ended(self) -> None:
-        if not self._ends or not self._ends[0]:
-            return
-        self._machine.settle()
-        begun = self._ends[-1]
-        self._ends.append({index: self._logs[index].position() for index in begun})
-        self._signatures.append(
-            b"".join(
-                signature(log.growing.events[begun[index] :])
-                for index, log in sorted(self._logs.items())
-                if log.growing is not None
-            )
-        )
 
     # The end
 
@@ -427,26 +402,6 @@ class Recorder:
                 "and the largest growth were. The peak of the whole is exact."
             )
 
-    def _stand_ins(self) -> tuple[StandIn, ...]:
-        with self._guard("counting stand-ins"):
-            read = Counter(self._machine.stand_ins)
-            read.subtract(self._stand_ins_before)
-            self._machine.note_caught()
-            marks = self._machine.marks_of_reads - self._marks_before
-            places: Counter[str] = Counter()
-            by_user: Counter[str] = Counter()
-            stacks = self._machine.stacks_of_reads
-            decides: dict[str, str] = {}
-            supplied = self._machine.supplied
-            for (file, line), count in sorted(read.items()):
-                if count > 0:
-                    place = self._place(file, line)
-                    places[place] += count
-                    by_user[place] += supplied[file, line] - self._supplied_before[file, line]
-                    decides[place] = decides.get(place) or _made_of((file, line), marks, stacks)
-            return tuple(StandIn(place, count, by_user[place], decides[place]) for place, count in places.items())
-        return ()
-
     def _place(self, file: str, line: int) -> str:
         """``14`` in the cell itself, ``trainer.py:210`` elsewhere. Only a file's name: paths are nobody's business."""
         if file == self._own_file:
@@ -455,29 +410,6 @@ class Recorder:
             return f"{cell}, line {line}"
         name = os.path.basename(file.replace("\\", "/"))
         return f"{name}:{line}"
-
-
-def _made_of(read: _Line, marks: Counter[tuple[str, int, str]], stacks: Mapping[_Line, Sequence[_Line]]) -> str:
-    """What a line's reads decide (see `StandIn`), as far as the source and the reads' `marks` tell."""
-    caught, whole, sized = (marks[read[0], read[1], mark] for mark in ("caught", "whole", "sized"))
-    if caught:
-        return "except"
-    stack = stacks.get(read, ())
-    own = stack.index(read) if read in stack else 0
-    callers = [file for file, _ in stack[own:]]
-    # An optimizer that read in the program's stead decides by itself.
-    places = [(*read, callers), *((*place, ()) for place in stack[:own])]
-    if any(ends_a_loop(*place, sized=bool(sized)) for place in places):
-        return "loop"
-    if makes_a_size(*read, callers, whole=bool(whole)):
-        return "size"
-    if any(chooses_a_way(*place) for place in places):
-        return "branch"
-    if chooses_an_object(*read, callers):
-        return "choice"
-    if sized or selects(*read, callers):
-        return "selection"
-    return "check" if checks_for_none(*read, callers) else ""
 
 
 def _stopped(logs: dict[int, Log]) -> dict[int, DeviceLog]:

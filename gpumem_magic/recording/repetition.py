@@ -6,9 +6,10 @@ On a virtual device, whose memory depends on nothing but the program, more itera
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from gpumem_magic.devices.base import Log
 from gpumem_magic.snapshot.model import TraceEvent
 
 ENOUGH = 3
@@ -32,6 +33,27 @@ def signature(events: Iterable[TraceEvent]) -> bytes:
     for event in events:
         digest.update(b"%s %d %d %d;" % (event.action.encode(), event.address, event.size, event.stream))
     return digest.digest()
+
+
+class Iterations:
+    """Those of a program. `ends`: where the first began in the logs of virtual devices, and where each ended."""
+
+    def __init__(self, logs: Mapping[int, Log]) -> None:
+        self._logs = logs
+        self.ends: list[dict[int, int]] = [{index: 0 for index, log in logs.items() if log.growing is not None}]
+        self.signatures: list[bytes] = []
+
+    def ended(self) -> None:
+        """Says that one ends here."""
+        begun = self.ends[-1]
+        self.ends.append({index: self._logs[index].position() for index in begun})
+        self.signatures.append(
+            b"".join(
+                signature(log.growing.events[begun[index] :])
+                for index, log in sorted(self._logs.items())
+                if log.growing is not None
+            )
+        )
 
 
 def alike_at_end(signatures: Sequence[Hashable]) -> int:

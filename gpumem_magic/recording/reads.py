@@ -1,0 +1,71 @@
+"""Which lines of the program read values that nobody computed, and what they decided thereby."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+
+from gpumem_magic.devices.base import Machine
+from gpumem_magic.looks.decisions import (
+    checks_for_none,
+    chooses_a_way,
+    chooses_an_object,
+    ends_a_loop,
+    makes_a_size,
+    selects,
+)
+from gpumem_magic.recording.model import StandIn
+
+_Line = tuple[str, int]
+
+
+class ReadsWithin:
+    """Of a machine, from when this is made; the machine counts since it was turned on."""
+
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+        self._before = Counter(machine.stand_ins)
+        self._supplied_before = Counter(machine.supplied)
+        machine.note_caught()
+        self._marks_before = machine.marks_of_reads.copy()
+
+    def stand_ins(self, place_of: Callable[[str, int], str]) -> tuple[StandIn, ...]:
+        """Those since then. place_of: a file and a line as the report writes them."""
+        machine = self._machine
+        read = Counter(machine.stand_ins)
+        read.subtract(self._before)
+        machine.note_caught()
+        marks = machine.marks_of_reads - self._marks_before
+        places: Counter[str] = Counter()
+        by_user: Counter[str] = Counter()
+        decides: dict[str, str] = {}
+        for (file, line), count in sorted(read.items()):
+            if count > 0:
+                place = place_of(file, line)
+                places[place] += count
+                by_user[place] += machine.supplied[file, line] - self._supplied_before[file, line]
+                decides[place] = decides.get(place) or _made_of((file, line), marks, machine.stacks_of_reads)
+        return tuple(StandIn(place, count, by_user[place], decides[place]) for place, count in places.items())
+
+
+def _made_of(read: _Line, marks: Counter[tuple[str, int, str]], stacks: Mapping[_Line, Sequence[_Line]]) -> str:
+    """What a line's reads decide (see `StandIn`), as far as the source and the reads' `marks` tell."""
+    caught, whole, sized = (marks[read[0], read[1], mark] for mark in ("caught", "whole", "sized"))
+    if caught:
+        return "except"
+    stack = stacks.get(read, ())
+    own = stack.index(read) if read in stack else 0
+    callers = [file for file, _ in stack[own:]]
+    # An optimizer that read in the program's stead decides by itself.
+    places = [(*read, callers), *((*place, ()) for place in stack[:own])]
+    if any(ends_a_loop(*place, sized=bool(sized)) for place in places):
+        return "loop"
+    if makes_a_size(*read, callers, whole=bool(whole)):
+        return "size"
+    if any(chooses_a_way(*place) for place in places):
+        return "branch"
+    if chooses_an_object(*read, callers):
+        return "choice"
+    if sized or selects(*read, callers):
+        return "selection"
+    return "check" if checks_for_none(*read, callers) else ""
