@@ -2,10 +2,10 @@
 
     python benchmarks/advice.py [--only NAME,NAME] [--json PATH]
 
-The programs are those of `benchmarks/fits.py` with a value that does not fit on a T4, or barely does. Of each change that was
-run to its end, the changed cell is measured by itself below the magic, with the settings of the allocator that it names: on the
-card where it fits, else on one with enough memory. Its peak of allocated memory has to be the one that was said. Exit status 1
-where one is not.
+The programs are those of `benchmarks/fits.py` (no tables) with a value that does not fit on a T4, or barely does. Of each
+change that was run to its end, the changed cell is measured by itself below the magic, with the settings of the allocator that it
+names: on the card where it fits, else on one with enough memory. Its peak of allocated memory has to be the one that was said.
+Exit status 1 where one is not.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import sys
 import time
 from pathlib import Path
 
-from fits import programs
+from fit_programs import programs
 from IPython.core.interactiveshell import InteractiveShell
 
 from gpumem_magic.advice.advise import Advised, CellFails, ChangeOutcome, advised
