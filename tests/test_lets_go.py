@@ -40,3 +40,8 @@ def test_memory_goes_with_the_last_that_holds_it(book: Notebook, cell: str) -> N
     book.shell.run_cell("1 + 1")
     book.shell.run_line_magic("gpumem_free", "out traceback cycles")
     assert torch.cuda.memory_allocated() == before
+
+
+def test_what_a_constant_holds_goes_with_its_statement(book: Notebook) -> None:
+    cell = "import sys\nconstant = (1, 2, 3)\nprint(sys.getrefcount(constant))"
+    assert book.cell("%%gpumem -q\n" + cell).splitlines()[0] == book.cell(cell).splitlines()[0]

@@ -156,6 +156,7 @@ class CellRun:
     def __init__(self, shell: Any, cell: PreparedCell) -> None:
         self._shell = shell
         self._cell = cell
+        # Of the statement under way: as in a plain cell, what its constants hold is gone with it.
         self._codes: set[CodeType] = set()
         self._hook: StatementHook | None = None
         self._builtins = OwnBuiltins()
@@ -257,12 +258,13 @@ class CellRun:
                 code = self._builtins.run(self._code_of, unit, plain, compiler, filename)
             if self._hook is None or unit.index is None:
                 yield code
-                continue
-            self._hook.before(unit.index)
-            if unit.jumps:  # its row is taken before it
+            else:
+                self._hook.before(unit.index)
+                if unit.jumps:  # its row is taken before it
+                    self._hook.after(unit.index)
+                yield code
                 self._hook.after(unit.index)
-            yield code
-            self._hook.after(unit.index)
+            self._codes.clear()
 
     def _code_of(self, unit: _CompiledUnit, plain: _CompiledUnit, compiler: Any, filename: str) -> CodeType:
         __tracebackhide__ = True

@@ -177,8 +177,10 @@ def work(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def unspaced(value: Any) -> str:
-    """Numbers of lines stand in columns as wide as the longest, with an arrow beside them."""
-    return re.sub(r"-+> ", "> ", re.sub(r" +", " ", smoothed(value)))
+    """Numbers of lines stand in columns as wide as the longest, with an arrow beside them. Which lines a traceback shows around
+    that one depends on the number, too."""
+    text = re.sub(r"-+> ", "> ", re.sub(r" +", " ", smoothed(value)))
+    return re.sub(r"(?<=\\n) 0\b.*?\\+n", "", text)
 
 
 def story(one: dict[str, Any]) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from gpumem_magic.patching import Patches
 from gpumem_magic.virtual.engine.modes import DEVICE_QUERY, META, cuda_for_meta, is_ours
@@ -77,13 +77,19 @@ def _is_on(kind: str) -> property:
 
 
 def _for_the_card(graph: torch.fx.GraphModule) -> None:
-    """Names the card in a graph where C++ said ``meta:i``."""
+    """Names the card in a graph where C++ said ``meta:i``. A graph without it stays untouched."""
     for module in graph.modules():
         if isinstance(module, torch.fx.GraphModule):
-            for node in module.graph.nodes:
+            nodes = [node for node in module.graph.nodes if any(map(is_ours, _devices(node)))]
+            for node in nodes:
                 node.args = tree_map_only(torch.device, _card, node.args)
                 node.kwargs = tree_map_only(torch.device, _card, node.kwargs)
-            module.recompile()
+            if nodes:
+                module.recompile()
+
+
+def _devices(node: torch.fx.Node) -> list[torch.device]:
+    return [leaf for leaf in tree_leaves((node.args, node.kwargs)) if isinstance(leaf, torch.device)]
 
 
 def _card(device: torch.device) -> torch.device:
