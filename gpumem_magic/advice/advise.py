@@ -179,7 +179,12 @@ class _AdviceSearch:
             outcome = self._outcome([*chosen, more])
             if outcome is not None and outcome.need.ending != ERROR:
                 chosen.append(more)
-                found = min(found, outcome, key=lambda one: (not one.run.fits, one.need.allocated))
+                # What saves next to nothing more is no part of what comes nearest.
+                if (
+                    outcome.run.fits
+                    or outcome.need.allocated <= found.need.allocated - _LEAST * self.base.need.allocated
+                ):
+                    found = outcome
         if found.run.fits:
             for more in found.proposals[:-1]:
                 fewer = self._outcome([other for other in found.proposals if other is not more])

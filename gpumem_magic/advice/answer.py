@@ -150,18 +150,26 @@ class Advice:
         return "\n".join(lines[2:])
 
     def _rows(self) -> list[list[str]]:
+        rows = [["as it is", human(self.found.base.need.allocated), "", _on_the_card(self.found.base.run), "", ""]]
+        return [_HEADS, *rows, *(self._row(one) for one in self._shown_changes())]
+
+    def _shown_changes(self) -> list[ChangeOutcome]:
         useful = [one for one in self.found.outcomes if self._helps(one)]
         useful.sort(key=lambda one: (not one.run.fits, one.need.allocated))
         best = self.found.best
-        rows = [["as it is", human(self.found.base.need.allocated), "", _on_the_card(self.found.base.run), "", ""]]
-        shown = [*useful, *([best] if best is not None and len(best.proposals) > 1 else [])]
-        return [_HEADS, *rows, *(self._row(one) for one in shown)]
+        return [*useful, *([best] if best is not None and len(best.proposals) > 1 else [])]
 
     def _row(self, one: ChangeOutcome) -> list[str]:
         saved = self.found.base.need.allocated - one.need.allocated
         results = _SHORT[one.results] + ("*" if any(each.but for each in one.proposals) else "")
-        name = one.name if len(one.proposals) == 1 else "all that is advised"
-        return [name, human(one.need.allocated), human(saved), _on_the_card(one.run), results, self._costs(one)]
+        return [
+            _in_a_row(one),
+            human(one.need.allocated),
+            human(saved),
+            _on_the_card(one.run),
+            results,
+            self._costs(one),
+        ]
 
     def _helps(self, one: ChangeOutcome) -> bool:
         base = self.found.base
@@ -220,12 +228,12 @@ class Advice:
         }
 
     def _pictured(self) -> list[tuple[str, Tried]]:
-        return [("as it is", self.found.base.need), *((row.name, row.need) for row in self._drawn())]
+        changes = ((_in_a_row(one), one.need) for one in self._shown_changes())
+        return [("as it is", self.found.base.need), *changes]
 
-    def _drawn(self) -> list[ChangeOutcome]:
-        useful = sorted((one for one in self.found.outcomes if self._helps(one)), key=lambda one: one.need.allocated)
-        best = self.found.best
-        return [*([best] if best is not None and len(best.proposals) > 1 else []), *useful]
+
+def _in_a_row(one: ChangeOutcome) -> str:
+    return one.name if len(one.proposals) == 1 else "all that is advised"
 
 
 def _on_the_card(one: Tried) -> str:

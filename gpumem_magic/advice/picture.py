@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from textwrap import wrap
 from typing import Any
 
 import matplotlib.style
@@ -16,7 +17,7 @@ from gpumem_magic.views.palette import ON_DARK, ON_LIGHT, Inks
 from gpumem_magic.views.pen import WIDTH, patterned
 from gpumem_magic.views.stacked import as_html, card_in_short, legend, seen_of, without_frame
 
-_ROW, _MARGIN, _MOST, _LONGEST = 0.34, 1.1, 12, 44
+_ROW, _MARGIN, _MOST, _LONGEST = 0.36, 1.1, 12, 40
 
 
 def element(rows: Sequence[tuple[str, Tried]], device: str, capacity: int) -> str:
@@ -29,7 +30,13 @@ def element(rows: Sequence[tuple[str, Tried]], device: str, capacity: int) -> st
 
 def draw(rows: Sequence[tuple[str, Tried]], device: str, capacity: int, *, dark: bool = False) -> Figure:
     with matplotlib.style.context("default"):
-        return _drawn(rows[:_MOST], device, capacity, ON_DARK if dark else ON_LIGHT)
+        # The last is all that is advised.
+        return _drawn(
+            rows if len(rows) <= _MOST else [*rows[: _MOST - 1], rows[-1]],
+            device,
+            capacity,
+            ON_DARK if dark else ON_LIGHT,
+        )
 
 
 def _drawn(rows: Sequence[tuple[str, Tried]], device: str, capacity: int, inks: Inks) -> Figure:
@@ -48,7 +55,8 @@ def _drawn(rows: Sequence[tuple[str, Tried]], device: str, capacity: int, inks: 
         longest = max(longest, left)
     axes.axvline(capacity, color=inks.alarm, linewidth=1.6)
     axes.text(capacity, -0.75, card_in_short(device, capacity), color=inks.alarm, size=9, ha="right", va="bottom")
-    axes.set_yticks(range(len(rows)), [fit(name, _LONGEST) for name, _ in rows], parse_math=False)
+    names = ["\n".join(wrap(fit(name, 2 * _LONGEST), _LONGEST)[:2]) for name, _ in rows]
+    axes.set_yticks(range(len(rows)), names, parse_math=False, linespacing=0.95)
     axes.set_ylim(len(rows) - 0.5, -0.6)
     top = max(longest, capacity)
     axes.set_xlim(0, top * 1.03)

@@ -60,4 +60,4 @@ def as_html(made: Callable[[], Figure], alt: str) -> str:
     except Exception as error:
         warnings.warn(f"gpumem_magic could not draw the picture: {swallowed(error)}", stacklevel=3)
         return ""
-    return image(data, alt, CSS_WIDTH)
+    return f'<div class="gpumem-picture" tabindex="0">{image(data, alt, CSS_WIDTH)}</div>'

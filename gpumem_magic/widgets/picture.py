@@ -162,7 +162,10 @@ def _lines(device: DeviceSamples, samples: Samples, across: Scale, up: Scale, to
         y = up(device.peak)
         parts.append(f'<line x1="{_LEFT}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}" stroke="{TEXT}" stroke-width="0.8"/>')
         words = f"peak {human(device.peak)}"
-        parts.append(f'<text x="{_LEFT + 4}" y="{max(y - 4, 28):.1f}" font-size="11">{words}</text>')
+        # Below its line where the capacity's runs right above it.
+        at = y + 12 if 0 <= y - up(device.facts.capacity) < 14 else y - 4
+        halo = f'paint-order="stroke" stroke="{PAPER}" stroke-width="3"'
+        parts.append(f'<text x="{_LEFT + 4}" y="{at:.1f}" font-size="11" {halo}>{words}</text>')
     if device.facts.capacity <= top:
         y = up(device.facts.capacity)
         parts.append(

@@ -246,7 +246,7 @@ class View {
   paintPanel(panel, number, facts, look) {
     const { store } = this;
     const width = Math.max(Math.floor(this.body.clientWidth), 160);
-    const height = width < 420 ? 170 : 220;
+    const height = width < 420 ? 184 : 234;
     const ratio = window.devicePixelRatio || 1;
     if (panel.canvas.width !== Math.round(width * ratio) || panel.canvas.height !== Math.round(height * ratio)) {
       panel.canvas.width = Math.round(width * ratio);

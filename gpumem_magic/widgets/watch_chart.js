@@ -3,13 +3,15 @@
 import { human } from "../units.js";
 import { longestGap, scaleTop, withoutGaps, thin, ticks, timeTicks } from "./watch_store.js";
 
-/** Where things are on a canvas of this size, in CSS pixels. */
+const TAG = 14; // the height of words with their ground, in CSS pixels
+
+/** Where things are on a canvas of this size, in CSS pixels. Over the plot: the names of marks, and room for the capacity's word. */
 export function geometry(width, height) {
   const narrow = width < 420;
   const bar = narrow ? 24 : 36;
   const left = narrow ? 58 : 70;
   const right = bar + (narrow ? 20 : 30);
-  return { width, height, left, top: 16, plotWidth: Math.max(width - left - right, 10), plotHeight: height - 40, bar, barX: width - bar - 8 };
+  return { width, height, left, top: 16 + TAG, plotWidth: Math.max(width - left - right, 10), plotHeight: height - 40 - TAG, bar, barX: width - bar - 8 };
 }
 
 /** Draws one device. `view`: rows, bar (the row that the bar shows), barWord, capacity, peak, marks, start, end, cursor (a time or
@@ -61,13 +63,17 @@ export function drawPanel(ctx, store, view, where) {
     drawAreas(ctx, store, run, until, x, y, view.fills);
   }
   drawMarks(ctx, view, x, floor, upper, left + plotWidth, line, edged, text);
-  if (view.peak > 0) {
-    edged(left, y(view.peak), left + plotWidth, y(view.peak), view.ink, [], 0.8);
-    tag(ctx, `peak allocated ${human(view.peak)}`, left + plotWidth - 3, Math.max(y(view.peak) - 4, 11), view, "right");
+  const drawn = [];
+  if (view.peak > 0) drawn.push([view.peak, left + plotWidth, `peak allocated ${human(view.peak)}`, view.ink, "right"]);
+  if (view.capacity > 0 && view.capacity <= top) drawn.push([view.capacity, width - 4, `capacity ${human(view.capacity)}`, view.alarm, "left"]);
+  for (const [size, end, , colour] of drawn) {
+    edged(left, y(size), end, y(size), colour, colour === view.alarm ? [6, 4] : [], colour === view.alarm ? 1 : 0.8);
   }
-  if (view.capacity > 0 && view.capacity <= top) {
-    edged(left, y(view.capacity), width - 4, y(view.capacity), view.alarm, [6, 4], 1);
-    tag(ctx, `capacity ${human(view.capacity)}`, left + 4, Math.max(y(view.capacity) - 4, 11), { ...view, ink: view.alarm }, "left");
+  // Words stand above their line, or below it where another line is.
+  for (const [size, , words, ink, align] of drawn) {
+    const crossed = drawn.some(([other]) => other > size && y(size) - y(other) < TAG);
+    const at = crossed ? y(size) + TAG - 2 : y(size) - 4;
+    tag(ctx, words, align === "left" ? left + 4 : left + plotWidth - 3, at, { ...view, ink }, align);
   }
   if (view.bar) {
     let base = 0;
@@ -127,7 +133,7 @@ function drawMarks(ctx, view, x, floor, upper, right, line, edged, text) {
     const from = Math.min(x(mark.time) + 3, right + 8 - width);
     if (taken.some(([low, high]) => from < high + 6 && from + width + 6 > low)) continue;
     taken.push([from, from + width]);
-    text(words, from, upper - 5, mark.kind === "mark" ? view.ink : view.quiet);
+    text(words, from, upper - TAG - 5, mark.kind === "mark" ? view.ink : view.quiet);
   }
 }
 

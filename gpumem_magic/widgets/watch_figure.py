@@ -43,6 +43,8 @@ POINTS = 600
 _PANEL = 2.8
 # The device's line, and below it the names of marks.
 _TITLE = 0.44
+# The height of words in a panel, of the panel's.
+_TAG = 0.1
 _HATCH: Any = {"hatch.color": HATCH_COLOUR, "hatch.linewidth": 1.6}
 
 
@@ -126,10 +128,12 @@ def _panel(axes: Any, bar: Any, device: DeviceSamples, samples: Samples) -> None
         )  # fmt: skip
     if device.peak:
         axes.axhline(device.peak, color=TEXT, lw=0.8)
+        # Below its line where the capacity's runs right above it.
+        below = 0 <= device.facts.capacity - device.peak < _TAG * top
         axes.annotate(
-            f"peak allocated {human(device.peak)}", (1, device.peak), (-3, 3), xycoords=("axes fraction", "data"),
-            textcoords="offset points", fontsize=8, color=TEXT, ha="right",
-            bbox={"facecolor": PAPER, "alpha": 0.75, "lw": 0, "pad": 1},
+            f"peak allocated {human(device.peak)}", (1, device.peak), (-3, -3 if below else 3),
+            xycoords=("axes fraction", "data"), textcoords="offset points", fontsize=8, color=TEXT, ha="right",
+            va="top" if below else "baseline", bbox={"facecolor": PAPER, "alpha": 0.75, "lw": 0, "pad": 1},
         )  # fmt: skip
     if device.facts.capacity <= top:
         for each in (axes, bar):

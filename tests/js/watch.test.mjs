@@ -198,6 +198,23 @@ test("peak, capacity, marks and the cursor are drawn", () => {
   assert.ok(ctx.calls.some(([name, , colour]) => name === "stroke" && colour === "red"));
 });
 
+test("the words of peak and capacity are struck by no line, and stand apart from the names of marks", () => {
+  const s = store({ capacity: 100 });
+  s.receive({ k: "rows", s: [0] }, view([row(101, 900 * MIB)]), 0);
+  for (const peak of [400, 920, 960, 999, 1000]) {
+    const ctx = recorder();
+    const where = geometry(700, 234);
+    drawPanel(ctx, s, panel(s, { peak: peak * MIB, marks: [{ time: 100.5, kind: "cell", label: "In [2]" }] }), where);
+    const said = (start) => ctx.calls.find(([name, [text]]) => name === "fillText" && text.startsWith(start))[1][2];
+    const level = (size) => where.top + where.plotHeight * (1 - size / 1040);
+    for (const [at, own, other] of [[said("peak"), peak, 1000], [said("capacity"), 1000, peak]]) {
+      assert.ok(Math.abs(at - level(own)) < 14, "beside its line");
+      assert.ok(other === own || level(other) < at - 10 || level(other) > at + 3, `${peak}: struck through`);
+    }
+    assert.ok(said("capacity") - 10 > said("In [2]"));
+  }
+});
+
 test("a reader's own marks keep their names where there is no room for all", () => {
   const s = store({ capacity: 100 });
   for (const time of [101, 102, 103]) s.receive({ k: "rows", s: [0] }, view([row(time, 900 * MIB)]), 0);
