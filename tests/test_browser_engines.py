@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from notebook_browser import Notebook, browsing, check_accessible, chromium, serving, write_notebook
+from notebook_browser import Notebook, browsing, check_accessible, chromium, eventually, serving, write_notebook
 
 if any(find_spec(name) is None for name in ("playwright", "nbformat", "jupyterlab", "anywidget", "ipyparallel")):
     pytest.skip("playwright, jupyterlab, anywidget and ipyparallel are needed", allow_module_level=True)
@@ -16,14 +16,16 @@ BROWSER = chromium()
 if BROWSER is None:
     pytest.skip("no Chromium is installed", allow_module_level=True)
 
-START, DEVICE, WATCH, TRAIN, FAIL, STOP, END = range(7)
+START, LAST, WATCH, DEVICE, TRAIN, FAIL, STOP, END = range(8)
 CELLS = [
     "%load_ext gpumem_magic\nimport ipyparallel\n"
     "cluster = ipyparallel.Cluster(n=4, controller_ip='127.0.0.1', log_level=40)\n"
     "client = cluster.start_and_connect_sync(activate=True)\n"
     "client[:].scatter('mine', range(4), flatten=True, block=True)",
-    "%%px --block\n%load_ext gpumem_magic\n%gpumem_device T4",
+    # The last engine is the first with a device.
+    "%%px --block --targets 3\n%load_ext gpumem_magic\n%gpumem_device T4",
     "%gpumem_watch --engines all",
+    "%%px --block\n%load_ext gpumem_magic\n%gpumem_device T4",
     # Trains until the test says that it has seen enough.
     """%%gpumem --engines all
 import torch
@@ -62,15 +64,25 @@ def test_four_engines_have_one_report_and_one_chart(tmp_path: Path) -> None:
         page = notebook.page
         notebook.open("engines.ipynb")
         try:
-            for cell in (START, DEVICE, WATCH):
+            for cell in (START, LAST, WATCH):
                 notebook.run(cell)
                 notebook.wait_for(cell)
+            page.wait_for_function(
+                f"() => document.querySelector('{CHART} .gpumem-line')?.innerText.startsWith('engine 3 ')"
+            )
             # The engines' devices are drawn while they and the notebook's kernel are busy.
             notebook.run(TRAIN)
             page.wait_for_function(f"() => +document.querySelector('{CHART}')?.dataset.samples >= 5")
             page.wait_for_selector(f"{CHART} [data-layer=optimizer_state]")
             shoot(page.locator(CHART).first, "busy")
             assert notebook.is_busy(TRAIN)
+            page.wait_for_function(f"() => document.querySelectorAll('{CHART} .gpumem-canvas').length === 4")
+
+            def ordered() -> None:
+                lines = page.locator(f"{CHART} .gpumem-line").all_inner_texts()
+                assert [line.split()[:2] for line in lines] == [["engine", str(number)] for number in range(4)]
+
+            eventually(page, ordered)
             (folder / "enough").touch()
             notebook.wait_for(TRAIN)
             said = page.locator(REPORT).first.inner_text()

@@ -111,8 +111,9 @@ def open_notebook(app: str, tmp_path: Path) -> Iterator[Callable[[list[str]], No
             server = stack.enter_context(serving(app, folder, own))
             context, strays = stack.enter_context(browsing(CHROMIUM or "", tmp_path / "profile"))
             notebook = Notebook(context.new_page(), server, strays, folder)
-            # Ends a cell that waits for it, also where a test failed.
+            # Ends a cell that waits for them, also where a test failed.
             stack.callback((folder / "enough").touch)
+            stack.callback((folder / "drawn").touch)
             notebook.open("watch.ipynb")
             return notebook
 
@@ -257,10 +258,23 @@ def check_export(path: Path, folder: Path) -> None:
 
 
 OTHERS = [
-    "%load_ext gpumem_magic\n%gpumem_device 2xT4\nimport torch\nfrom pathlib import Path\n%gpumem_watch",
+    # To begin with, virtual devices are drawn as GPUs are: once they hold something.
+    """%load_ext gpumem_magic
+%gpumem_device 2xT4
+import torch
+from pathlib import Path
+from gpumem_magic.virtual.machine import VirtualMachine
+VirtualMachine.in_use = lambda machine: [
+    one for one in machine.devices if one.counters().reserved or Path("drawn").exists()
+]
+%gpumem_watch""",
     "from IPython.display import display\nfrom gpumem_magic.widgets import watch\ndisplay(watch.running().front.widget)",
+    # The second device is the first in use.
     """%%gpumem -q
-kept = [torch.zeros(1 << 24, device=f"cuda:{index}") for index in (0, 1)]
+kept = [torch.zeros(1 << 24, device="cuda:1")]
+while not Path("drawn").exists():
+    pass
+kept.append(torch.zeros(1 << 24, device="cuda:0"))
 turn = 0
 while not Path("enough").exists():
     turn += 1
@@ -285,9 +299,19 @@ def test_two_views_an_interrupt_a_static_picture_and_a_restart(
     notebook.wait_for(VIEW_TWICE)
     page.wait_for_function(f"() => document.querySelectorAll('{WATCH}').length === 2")
 
-    # Two views of one widget go on together, each with a chart for each device.
+    # Two views of one widget go on together, each with a chart for each device, in the devices' order.
     notebook.run(BUSY)
+    page.wait_for_function("() => document.querySelectorAll('.gpumem-canvas').length === 2")
+    assert [line.split()[0] for line in page.locator(".gpumem-line").all_inner_texts()] == ["cuda:1"] * 2
+    (notebook.folder / "drawn").touch()
     page.wait_for_function("() => document.querySelectorAll('.gpumem-canvas').length === 4")
+
+    def ordered() -> None:
+        lines = page.locator(".gpumem-line").all_inner_texts()
+        assert [line.split()[0] for line in lines] == ["cuda:0", "cuda:1"] * 2
+        assert all("allocated 64.0 MiB" in line for line in lines[::2])
+
+    eventually(page, ordered)
     goal = wait_samples(page, 5)
     page.wait_for_function(
         f"() => [...document.querySelectorAll('{WATCH}')].every((view) => +view.dataset.samples >= {goal})"

@@ -59,6 +59,10 @@ def run(options: argparse.Namespace) -> int:
         opens_at = position_of(views[0][0], options.at)
         timeline = timeline_of_reports([report], opens_at) if report else timeline_of_files(views, opens_at)
         timeline.save(options.html)
+    if report is not None and not (options.json or options.events or options.search or options.category):
+        print(
+            f"\n{f'The timeline: {options.html}' if options.html else '`--html PATH` writes an interactive timeline.'}"
+        )
     print_refused(refused.values())
     return UNREADABLE if refused else 0
 
