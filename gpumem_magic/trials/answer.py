@@ -194,7 +194,7 @@ class Fits:
         parts = []
         for case in self.cases:
             best = self._best(case)
-            parts.append(f"{'nothing' if best is None else f'{best:,}'} {self._place(case)}")
+            parts.append(f"{'none' if best is None else f'{best:,}'} {self._place(case)}")
         where = "" if self._cards > 1 else f" on {card_in_words(self.cases[0].device)}"
         return f"The largest {self.name} that fits{where}: {', '.join(parts)}."
 
