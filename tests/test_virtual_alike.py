@@ -67,6 +67,26 @@ def test_the_second_result_looks_like_the_first(
     assert "aten.max.dim" not in asked
 
 
+def test_what_a_result_is_written_into_is_given_back_and_may_have_to_grow(
+    machine: gpu.VirtualMachine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = torch.rand(64, 64, device="cuda")
+    x @ x  # and cuBLAS takes its workspace
+    asked: list[str] = []
+    dispatch = machine.engine.fake.dispatch
+    monkeypatch.setattr(machine.engine.fake, "dispatch", lambda *call: asked.append(str(call[0])) or dispatch(*call))
+    for _ in range(3):
+        into, empty = torch.empty(64, 64, device="cuda"), torch.empty(0, device="cuda")
+        before = torch.cuda.memory_allocated()
+        assert torch.mm(x, x, out=into) is into
+        assert into._version == 1
+        assert torch.cuda.memory_allocated() == before
+        assert torch.mm(x, x.t(), out=empty).shape == (64, 64)
+        assert torch.cuda.memory_allocated() == before + 4 * 64 * 64
+    # Once for the one that was large enough, each time for the other.
+    assert asked.count("aten.mm.out") == 4
+
+
 def test_numbers_that_make_a_shape_are_told_apart(machine: gpu.VirtualMachine) -> None:
     x = torch.empty(4, 6, device="cuda")
     for count in (1, 3, 1, 2):

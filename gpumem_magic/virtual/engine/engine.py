@@ -119,8 +119,8 @@ class Engine:
         """A virtual tensor around a plain meta tensor, given memory. Raises out of memory as the device would.
 
         maker: the name of the factory that made it."""
-        tensor: VirtualTensor = FakeTensor.__new__(VirtualTensor, self.fake, meta, torch.device("cuda", device))
         with torch._C.DisableTorchFunctionSubclass():
+            tensor = self.alike.around(meta, torch.device("cuda", device))
             self.table.drain()
             self._adopt(tensor.untyped_storage(), device, tensor, maker)
         return tensor
@@ -129,9 +129,8 @@ class Engine:
         """A storage on the device whose memory another has: a process, or (at an address) a graph. twin: its bytes on the host,
         if both compute."""
         meta = made_plainly(torch.empty, (nbytes,), dtype=torch.uint8, device=META)
-        tensor: VirtualTensor = FakeTensor.__new__(VirtualTensor, self.fake, meta, torch.device("cuda", device))
         with self.lock, torch._C.DisableTorchFunctionSubclass():
-            storage = tensor.untyped_storage()
+            storage = self.alike.around(meta, torch.device("cuda", device)).untyped_storage()
             self.table.borrow(storage, device, twin, address)
             return storage
 
@@ -140,8 +139,7 @@ class Engine:
         with self.uninterrupted, self.lock, torch._C.DisableTorchFunctionSubclass():
             meta = made_plainly(torch.empty, 0, dtype=tensor.dtype, device=META)
             made_plainly(meta.set_, tensor.untyped_storage(), tensor.storage_offset() + further, size, stride)
-            made: VirtualTensor = FakeTensor.__new__(VirtualTensor, self.fake, meta, tensor.fake_device)
-        return made
+            return self.alike.around(meta, tensor.fake_device)
 
     def address_of(self, tensor: VirtualTensor) -> int:
         with self.lock, torch._C.DisableTorchFunctionSubclass():
@@ -297,7 +295,7 @@ class Engine:
         try:
             with tensors.no_functions(), tensors.no_dispatch():
                 looks = self.alike.looks(func, args, kwargs)
-                found = None if looks is None else self.alike.found(looks, args)
+                found = None if looks is None else self.alike.found(looks, args, kwargs)
             if found is not None:
                 return found[0]
         finally:
@@ -316,7 +314,7 @@ class Engine:
             out = self.fake.dispatch(func, (), args, kwargs)
             if looks is not None:
                 with tensors.no_functions(), tensors.no_dispatch():
-                    self.alike.learn(looks, args, out)
+                    self.alike.learn(looks, func, args, kwargs, out)
             return out
         except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as error:
             raise cannot_run(func, type(error).__name__) from None
