@@ -21,7 +21,7 @@ from fit_programs import programs
 from IPython.core.interactiveshell import InteractiveShell
 
 from gpumem_magic.advice.advise import Advised, CellFails, ChangeOutcome, advised
-from gpumem_magic.advice.trial import MOST_ITERATIONS, CellTrials, widened
+from gpumem_magic.advice.trial import CellTrials, widened
 from gpumem_magic.session import device as choosing
 from gpumem_magic.session import recording
 from gpumem_magic.trials.process import in_a_fork
@@ -40,7 +40,7 @@ def as_a_user(shell: InteractiveShell, one: ChangeOutcome) -> int:
             os.environ["PYTORCH_CUDA_ALLOC_CONF"] = one.conf
         choosing.choose(DEVICE if one.run.fits else widened(DEVICE))
         shell.run_line_magic("load_ext", "gpumem_magic")
-        shell.run_cell_magic("gpumem", f"-q --max-iterations {MOST_ITERATIONS}", one.code)
+        shell.run_cell_magic("gpumem", "-q", one.code)
         report = recording.last_report()
         assert report is not None
         return report.peak.allocated

@@ -16,12 +16,14 @@ from gpumem_magic.advice.changes.attention import fused_attention
 from gpumem_magic.advice.changes.batches import accumulation
 from gpumem_magic.advice.changes.gradients import dropped, earlier
 from gpumem_magic.advice.changes.graph import no_graph
+from gpumem_magic.advice.changes.keeping import kept_results
 from gpumem_magic.advice.changes.losses import chunked_cross_entropy
 from gpumem_magic.advice.changes.optimizers import eight_bit, ways
 from gpumem_magic.advice.changes.precision import autocast
 from gpumem_magic.advice.draft import CellDraft, Unchangeable
 from gpumem_magic.advice.evidence import Evidence, NamedModule
 from gpumem_magic.advice.proposal import ROUNDING, SAME
+from gpumem_magic.advice.trial import MOST_ITERATIONS
 
 SMALL = "virtual:256MiB,context=0MiB,idle=0MiB"
 LOOP = """
@@ -156,6 +158,34 @@ def test_attention_that_is_written_out_is_found(code: str, arguments: str | None
         assert found[0].endswith(f"y = torch.nn.functional.scaled_dot_product_attention({arguments})")
 
 
+@pytest.mark.parametrize(
+    ("kept", "now"),
+    [
+        ("sums.append(loss)", "sums.append(loss.detach())"),
+        ("sums.append(model(x))", "sums.append(model(x).detach())"),
+        ("sums += loss / 2", "sums += (loss / 2).detach()"),
+        ("sums = sums + loss", "sums = sums + loss.detach()"),
+        ("sums.append(loss)\n    print(len(sums))", "sums.append(loss.detach())\n    print(len(sums))"),
+        ("sums.append(loss.item())", None),
+        ("sums += 1", None),
+        ("rates.append(rate())", None),
+        # Something goes backward from it, or may.
+        ("sums.append(loss)\n    loss = sums[-1]", None),
+        ("sums.append(loss)\ntorch.stack(sums).mean().backward()", None),
+    ],
+)
+def test_what_a_loop_keeps_loses_its_graph(kept: str, now: str | None) -> None:
+    code = f"for x in y:\n    loss = model(x)\n    loss.backward()\n    {kept}\n"
+    found = changed(kept_results, code, grown=60, tensors=("x", "loss"))
+    assert found == ([] if now is None else [code.replace(kept, now)])
+    assert changed(kept_results, code, grown=1, tensors=("x", "loss")) == []
+    lists = {"sums": 50} if "append" in kept else {}
+    on_host = changed(kept_results, code, grown=60, tensors=("x", "loss"), lists=lists, host=200)[len(found) :]
+    assert on_host == (
+        [] if now is None or "append" not in now else [code.replace(kept, now.replace("()", "().cpu()", 1))]
+    )
+
+
 def test_other_forms_of_attention() -> None:
     code = "a = nn.MultiheadAttention(8, 2)\nout, _ = a(x, x, x)\ny = a(x, x, x)[0]\nz, w = a(x, x, x)"
     [text] = changed(fused_attention, code)
@@ -267,6 +297,37 @@ def test_the_answer_comes_first_and_can_be_copied(advised: tuple[Notebook, Advic
     assert moved["moved"] - data["as_it_is"]["moved"] == 4 * parameters
     words = [text.get_text() for text in advice.plot().axes[0].texts]
     assert any("256 MiB" in word for word in words)
+
+
+GROWING = """
+model = nn.Linear(512, 8192).cuda()
+optimizer = torch.optim.SGD(model.parameters())
+losses, kept = [], []
+for step in range(60):
+    x = torch.randn(128, 512, device="cuda")
+    out = model(x)
+    loss = out.square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    losses.append(loss)
+    kept.append(out)
+"""
+
+
+def test_what_grows_is_run_to_its_end_and_what_keeps_it_is_changed() -> None:
+    """It fails after more iterations than those of programs that take no more in later ones."""
+    with notebook(SMALL) as book:
+        book.cell("%%gpumem --advise -o advice\n" + GROWING)
+        found = book.shell.user_ns.pop("advice").found
+        assert found.base.run.iteration[0] > MOST_ITERATIONS
+        assert found.best.name == ".detach().cpu() on what goes into kept"
+        changed = GROWING.replace("kept.append(out)", "kept.append(out.detach().cpu())")
+        assert found.best.code.strip() == changed.strip()
+        # Each of 60 turns left 128 x 8192 numbers, and its loss.
+        assert found.base.need.allocated - found.best.need.allocated >= 59 * 128 * 8192 * 4
+        with notebook("virtual:64GiB,context=0MiB,idle=0MiB") as other:
+            assert other.measured(found.best.code).peak.allocated == found.best.need.allocated
 
 
 def test_one_line_for_what_cannot_be_advised() -> None:

@@ -202,9 +202,11 @@ class Advice:
         if self.found.outcomes:
             yield "Tensors are at the peak; in use is what nvidia-smi would show at its highest."
         count = counted(len(self.found.tried), "trial")
+        if added := self.found.base.need.growing:
+            yield f"As it is, each iteration still added {human(added)} when its loop was left: more of them take more."
         yield (
             f"Each change was made to a copy of the cell and run on a virtual {self.found.device}, in {count}, until its "
-            f"iterations repeated exactly, at most {MOST_ITERATIONS} of them."
+            f"iterations repeated exactly, for {MOST_ITERATIONS} of them, or to its end where its memory grew."
         )
 
     # ---- numbers

@@ -19,6 +19,7 @@ from gpumem_magic.looks.tensors import (
     is_parameter,
     is_tensor,
     modules_in,
+    nbytes,
     no_dispatch,
     no_functions,
     shape,
@@ -54,7 +55,9 @@ class NamedModule:
 @dataclass(frozen=True)
 class Evidence:
     """allocated, reserved: at the peak, in bytes. batches: names of tensors on the device whose first sizes are alike, and that
-    size. bfloat16: whether the card computes in it by itself. host: free memory there, in bytes."""
+    size. bfloat16: whether the card computes in it by itself. host: free memory there, in bytes. grown: by how much more was held
+    after the last iteration than after the first. tensors: names of those on the device; lists: names, and what tensors
+    on the device in them take."""
 
     categories: Mapping[str, int]
     allocated: int
@@ -69,6 +72,9 @@ class Evidence:
     bfloat16: bool = False
     host: int = 0
     state: int = field(default=0)
+    grown: int = 0
+    tensors: tuple[str, ...] = ()
+    lists: Mapping[str, int] = field(default_factory=dict)
 
     def share(self, category: str) -> float:
         """Of what is allocated at the peak."""
@@ -79,7 +85,7 @@ class Evidence:
         return any(one.normalizes_batches for one in self.modules)
 
 
-def evidence_of(view: DeviceView, names: frozenset[str], namespace: Mapping[str, Any]) -> Evidence:
+def evidence_of(view: DeviceView, names: frozenset[str], namespace: Mapping[str, Any], grown: int) -> Evidence:
     """To be asked in the process in which the program ran."""
     _, position = view.timeline.peak(0, len(view.timeline))
     live = view.timeline.live_at(position)
@@ -100,7 +106,7 @@ def evidence_of(view: DeviceView, names: frozenset[str], namespace: Mapping[str,
             for optimizer in optimizers.values()
             for _, states in states_of(optimizer)
             for tensor in (dict.values(states) if is_a(states, dict) else ())
-            if is_tensor(tensor) and is_a(tensor, VirtualTensor) and shape(tensor)
+            if _on_device(tensor) and shape(tensor)
         )
         return Evidence(
             categories=dict(categories),
@@ -116,6 +122,13 @@ def evidence_of(view: DeviceView, names: frozenset[str], namespace: Mapping[str,
             bfloat16=torch.cuda.is_bf16_supported(including_emulation=False),
             host=_free_on_the_host(),
             state=state,
+            grown=grown,
+            tensors=tuple(name for name, thing in found.items() if _on_device(thing)),
+            lists={
+                name: sum(map(nbytes, filter(_on_device, thing)))
+                for name, thing in found.items()
+                if type(thing) is list
+            },
         )
 
 
@@ -172,8 +185,7 @@ def _batches(found: Mapping[str, Any]) -> tuple[tuple[str, ...], int]:
     sizes = {
         name: shape(thing)[0]
         for name, thing in found.items()
-        if is_tensor(thing)
-        and is_a(thing, VirtualTensor)
+        if _on_device(thing)
         and not is_parameter(thing)
         and not thing.requires_grad
         and shape(thing)
@@ -183,6 +195,10 @@ def _batches(found: Mapping[str, Any]) -> tuple[tuple[str, ...], int]:
         return (), 0
     size, _ = Counter(sizes.values()).most_common(1)[0]
     return tuple(name for name, rows in sizes.items() if rows == size), size
+
+
+def _on_device(thing: Any) -> bool:
+    return is_tensor(thing) and is_a(thing, VirtualTensor)
 
 
 def _free_on_the_host() -> int:

@@ -22,7 +22,7 @@ from gpumem_magic.trials.tried import Tried
 
 # More than any program here asks for, so that its need is seen.
 _WIDE = "4096GiB"
-# Of training: pieces may lie otherwise in every iteration, so that none repeats the one before.
+# Of what does not grow: pieces may lie otherwise in every iteration, so that none repeats the one before.
 MOST_ITERATIONS = 20
 
 
@@ -63,7 +63,7 @@ class CellTrials:
         told, view, running = run_here(
             lambda: program.prepared({}), device, conf=conf, with_costs=True, most=MOST_ITERATIONS
         )
-        return told, evidence_of(view, running.names, running.namespace())
+        return told, evidence_of(view, running.names, running.namespace(), told.grown)
 
     def _let_go(self, code: str) -> None:
         """What an earlier run of the cell left and this one makes again, and what Python keeps of an error."""

@@ -67,13 +67,17 @@ class IterationLimit:
             self.stopped = True
             return True
         counts_turns = not stepped_in_loop and not steps_expected and len(iteration) == 1
-        if self._most is not None and counts_turns and iteration[0] > self._most:
-            self.stopped, self._turns = True, self._most
+        if counts_turns and self._at_most(iteration[0] - 1):
+            self.stopped, self._turns = True, iteration[0] - 1
             return True
         return False
 
     def _enough(self) -> bool:
-        return (self._most is not None and self.steps >= self._most) or self._repeating()
+        return self._at_most(self.steps) or self._repeating()
+
+    def _at_most(self, count: int) -> bool:
+        """Whether so many iterations are as many as are wanted."""
+        return self._most is not None and count >= self._most
 
     # ---- what PyTorch tells
 

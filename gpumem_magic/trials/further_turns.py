@@ -48,7 +48,7 @@ class FurtherTurns:
     def are_known(self) -> bool:
         """Whether the last iterations repeat exactly, or ask for the same and will find it for ever in what is reserved now."""
         count = len(self._recorder.iterations)
-        if self._counts and (count < AT_LEAST or self._events < CHEAP_EVENTS):
+        if self._counts and (count < AT_LEAST or self.events < CHEAP_EVENTS):
             return False
         if count >= self._next_look and self._recorder.alike < ENOUGH:
             self._look(count)
@@ -60,7 +60,8 @@ class FurtherTurns:
         self._next_look = len(self._recorder.iterations) + ENOUGH
 
     @property
-    def _events(self) -> int:
+    def events(self) -> int:
+        """So much the allocators have done."""
         return sum(log.position() for log in self._recorder.logs.values())
 
     def _look(self, count: int) -> None:

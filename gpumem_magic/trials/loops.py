@@ -22,12 +22,16 @@ from gpumem_magic.recording.inside import InsideError, compiled_again
 from gpumem_magic.recording.instrument import Statement, with_constants
 from gpumem_magic.recording.limit import IterationLimit
 from gpumem_magic.recording.progress import StopRun
+from gpumem_magic.trials.counting import CHEAP_EVENTS
 from gpumem_magic.trials.further_turns import FurtherTurns
 from gpumem_magic.virtual.engine.device import VirtualDevice
 
 Key = tuple[str, int]
 """A loop: the file or function that it stands in, and its number there."""
 
+# What grows from the first half of the iterations to the second is run on while that is cheap; by more than this of what is held,
+# until the allocator has done so much: half a minute's work.
+_GROWTH, _MANY_EVENTS = 1 / 1000, 100_000
 # Where turns of an outer loop never leave memory just as it was: so many that took and left the same.
 _TURNS_ALIKE = 4
 
@@ -43,7 +47,10 @@ class _Loop:
 
 
 class TrialLimit(IterationLimit):
-    """Ends the loops of a trial's program. What a library's own loop does is left at its next forward, as ever."""
+    """Ends the loops of a trial's program. What a library's own loop does is left at its next forward, as ever.
+
+    After `most` iterations only what takes no more than before is long enough.
+    """
 
     def __init__(self, most: int | None, further: FurtherTurns, devices: Sequence[VirtualDevice]) -> None:
         super().__init__(most, further.are_known)
@@ -52,8 +59,31 @@ class TrialLimit(IterationLimit):
         self._loops: dict[Key, _Loop] = {}
         self._heads = self._heads_at_step = 0
         self._is_a_librarys = False
+        # What was held after each step; before any, at the head of each turn of the cell's last loop.
+        self._held: list[int] = []
+        # What each iteration still added when it was ended, in bytes.
+        self.growing = 0
         # Whether what follows in a call was not run.
         self.left_a_call = False
+
+    @property
+    def grown(self) -> int:
+        """By how many bytes more was held after the last iteration than after the first, or second."""
+        return max(0, self._held[-1] - self._held[1]) if len(self._held) > 1 else 0
+
+    def _at_most(self, count: int) -> bool:
+        if not super()._at_most(count):
+            return False
+        half = len(self._held) // 2
+        before = max(self._held[:half], default=0)
+        growth = max(self._held[half:], default=0) - before if before else 0
+        if growth > 0 and self._further.events < (_MANY_EVENTS if growth > _GROWTH * before else CHEAP_EVENTS):
+            return False
+        self.growing = max(0, growth) // (len(self._held) - half)
+        return True
+
+    def _note_held(self) -> None:
+        self._held.append(sum(device.allocator.allocated for device in self._devices))
 
     def statement_began(self, statement: Statement) -> None:
         super().statement_began(statement)
@@ -62,6 +92,10 @@ class TrialLimit(IterationLimit):
 
     def should_end(self, loop: Statement, iteration: tuple[int, ...], steps_expected: bool) -> bool:
         if self._most is not None:
+            if not self.steps and len(iteration) == 1:
+                if iteration[0] == 1:
+                    self._held.clear()
+                self._note_held()
             return super().should_end(loop, iteration, steps_expected)
         return self.ends(("", loop.index))
 
@@ -104,6 +138,9 @@ class TrialLimit(IterationLimit):
         before = self.steps
         super()._stepped(optimizer, args, kwargs)
         if self.steps > before:
+            if not before:
+                self._held.clear()
+            self._note_held()
             self._is_a_librarys = self._heads == self._heads_at_step
             self._heads_at_step = self._heads
 

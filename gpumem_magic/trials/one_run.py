@@ -109,7 +109,8 @@ def run_here(
     told = _told(machine.spec.text, running.values, ending, report, view, machine.devices[primary], iterations, repeats)
     flops, moved = (0, 0) if costs is None else costs.of_one()
     cut = limit.left_a_call
-    return replace(told, flops=flops, moved=moved, assumes=counts and repeats, cut=cut), view, running
+    told = replace(told, flops=flops, moved=moved, assumes=counts and repeats, cut=cut)
+    return replace(told, grown=limit.grown, growing=limit.growing), view, running
 
 
 def _to_its_end(running: Running) -> None:

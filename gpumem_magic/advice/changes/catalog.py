@@ -10,6 +10,7 @@ from gpumem_magic.advice.changes.batches import accumulation
 from gpumem_magic.advice.changes.compiled import compilation
 from gpumem_magic.advice.changes.gradients import dropped, earlier
 from gpumem_magic.advice.changes.graph import no_graph
+from gpumem_magic.advice.changes.keeping import kept_results
 from gpumem_magic.advice.changes.losses import chunked_cross_entropy
 from gpumem_magic.advice.changes.offload import states_on_the_host
 from gpumem_magic.advice.changes.optimizers import eight_bit, ways
@@ -26,6 +27,7 @@ IDEAS: tuple[Callable[[Evidence, CellDraft], Iterator[Proposal]], ...] = (
     earlier,
     ways,
     no_graph,
+    kept_results,
     fused_attention,
     chunked_cross_entropy,
     recomputation,
