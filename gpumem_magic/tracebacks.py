@@ -8,7 +8,7 @@ arguments: an error that is kept keeps no tensors that the program itself does n
 from __future__ import annotations
 
 from collections.abc import Iterator
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import TypeVar
 
 _Error = TypeVar("_Error", bound=BaseException)
@@ -67,6 +67,11 @@ def leave_out_ours(error: BaseException) -> None:
             BaseException.with_traceback(one, _without(trace, _OURS))
 
 
+def entry_of(following: TracebackType | None, frame: FrameType, instruction: int, line: int | None) -> TracebackType:
+    """An entry of a traceback. line: None at an instruction of no line, as the jump at a loop's end, where Ctrl-C may come."""
+    return TracebackType(following, frame, instruction, -1 if line is None else line)
+
+
 def _is_hidden(entry: TracebackType) -> bool:
     return "__tracebackhide__" in entry.tb_frame.f_code.co_varnames
 
@@ -87,7 +92,7 @@ def _without(trace: TracebackType | None, packages: tuple[str, ...], most: int |
         # Frames of contextlib are ours where they carry a context manager of ours.
         left_out = _belongs(module, packages) or (left_out and module == "contextlib")
         if not left_out:
-            shortened = TracebackType(shortened, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+            shortened = entry_of(shortened, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
     return shortened
 
 

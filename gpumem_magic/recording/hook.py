@@ -425,10 +425,10 @@ def without_hooks(traceback: TracebackType | None) -> None:
         traceback = traceback.tb_next
 
 
-def _position(code: CodeType, instruction: int, line: int) -> tuple[int, int | None]:
-    """Line and column (UTF-8 bytes; None before Python 3.11) at which a frame is."""
+def _position(code: CodeType, instruction: int, line: int | None) -> tuple[int, int | None]:
+    """Line and column (UTF-8 bytes; None before Python 3.11) at which a frame is; line 0 for an instruction that has none."""
     if hasattr(code, "co_positions") and instruction >= 0:
         start, _, column, _ = next(itertools.islice(code.co_positions(), instruction // 2, None))
         if start is not None:
             return start, column
-    return line, None
+    return line or 0, None

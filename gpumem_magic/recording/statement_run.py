@@ -14,7 +14,7 @@ from types import CodeType, FrameType, TracebackType
 from typing import Any
 
 from gpumem_magic import patching
-from gpumem_magic.tracebacks import cause_of, context_of, traceback_of
+from gpumem_magic.tracebacks import cause_of, context_of, entry_of, traceback_of
 
 
 class Value:
@@ -130,12 +130,12 @@ def as_without_us(traceback: TracebackType | None, caught: TracebackType) -> Tra
             # It has a second entry, where it has handled the error.
             while traceback.tb_next is not None and traceback.tb_next.tb_frame is traceback.tb_frame:
                 traceback = traceback.tb_next
-            return TracebackType(traceback.tb_next, caught.tb_frame, traceback.tb_lasti, traceback.tb_lineno)
+            return entry_of(traceback.tb_next, caught.tb_frame, traceback.tb_lasti, traceback.tb_lineno)
         if code is _pseudo_sync_runner.__code__ and traceback.tb_next is None:
             # The cell has to wait, and cannot: so says the runner, to what called it.
             while frame is not None and frame.f_code is not code:
                 frame = frame.f_back
             caller = frame and frame.f_back
-            return caller and TracebackType(traceback, caller, caller.f_lasti, caller.f_lineno)
+            return caller and entry_of(traceback, caller, caller.f_lasti, caller.f_lineno)
         traceback = traceback.tb_next
     return None

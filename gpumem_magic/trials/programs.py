@@ -267,7 +267,7 @@ class _RunningStep:
         line = 0
         while traceback is not None:
             if traceback.tb_frame.f_code.co_filename == self.filename:
-                line = traceback.tb_lineno
+                line = traceback.tb_lineno or line
             traceback = traceback.tb_next
         return linecache.getline(self.filename, line).strip(), line, (self._calls,), (0,)
 

@@ -135,7 +135,7 @@ class Births:
                 self._places.clear()
             place = self._places[key] = CodePlace(
                 inner.f_code.co_filename,
-                inner.f_lineno,
+                inner.f_lineno or 0,
                 inner.f_code.co_name,
                 *(("", 0, "", "", "") if own is None else _own(own)),
             )
@@ -143,7 +143,7 @@ class Births:
 
 
 def _own(frame: FrameType) -> tuple[str, int, str, str, str]:
-    code, line = frame.f_code, frame.f_lineno
+    code, line = frame.f_code, frame.f_lineno or 0
     return code.co_filename, line, code.co_name, line_at(code.co_filename, line), expression_at(code, frame.f_lasti)
 
 

@@ -78,8 +78,8 @@ def users_line() -> tuple[str, int]:
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
         if not name.startswith(("torch.", "gpumem_magic.", "contextlib")) and name != "torch":
-            return frame.f_code.co_filename, frame.f_lineno
+            return frame.f_code.co_filename, frame.f_lineno or 0
         if frame.f_back is None:
             break
         frame = frame.f_back
-    return frame.f_code.co_filename, frame.f_lineno
+    return frame.f_code.co_filename, frame.f_lineno or 0

@@ -68,7 +68,7 @@ class Reads:
         while frame is not None:
             file, raised = frame.tb_frame.f_code.co_filename, frame.tb_lineno
             for name, line in self.counts:
-                if name == file and line <= raised and leads_to(file, line, raised):
+                if name == file and raised is not None and line <= raised and leads_to(file, line, raised):
                     self.marks[name, line, "caught"] += 1
             frame = frame.tb_next
 
@@ -84,12 +84,12 @@ def _stack(line: _Line) -> Iterator[_Line]:
     frame: FrameType | None = sys._getframe(2)
     package = None
     while frame is not None:
-        file, name = frame.f_code.co_filename, frame.f_globals.get("__name__", "")
-        if (file, frame.f_lineno) == line:
+        place, name = (frame.f_code.co_filename, frame.f_lineno or 0), frame.f_globals.get("__name__", "")
+        if place == line:
             package = name.partition(".")[0]
         if package is None:
             if name.startswith("torch.optim."):
-                yield file, frame.f_lineno
-        elif whose(file) == OWN or name.partition(".")[0] == package:
-            yield file, frame.f_lineno
+                yield place
+        elif whose(place[0]) == OWN or name.partition(".")[0] == package:
+            yield place
         frame = frame.f_back

@@ -233,7 +233,7 @@ def users_stack() -> tuple[Frame, ...]:
     frame = sys._getframe(1)
     while frame is not None:
         if not frame.f_globals.get("__name__", "").startswith("gpumem_magic."):
-            frames.append(Frame(frame.f_code.co_filename, frame.f_code.co_name, frame.f_lineno))
+            frames.append(Frame(frame.f_code.co_filename, frame.f_code.co_name, frame.f_lineno or 0))
         if frame.f_back is None:
             break
         frame = frame.f_back
