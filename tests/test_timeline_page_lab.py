@@ -12,7 +12,7 @@ from hostile_snapshots import recording
 pytest.importorskip("playwright", reason="the browser tests need playwright")
 pytest.importorskip("jupyterlab", reason="the browser tests need jupyterlab")
 
-from notebook_browser import Notebook, browsing, chromium, serving, write_notebook
+from notebook_browser import Notebook, browsing, chromium, eventually, serving, write_notebook
 
 BROWSER = chromium()
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed: the browser tests did not run")
@@ -42,6 +42,18 @@ def test_in_jupyterlab(tmp_path: Path) -> None:
         assert drawn[1] > 200
         assert "allocated" in frame.locator("#moment").inner_text()
         notebook.page.locator(".jp-OutputArea img[alt^='<Timeline of']").wait_for(state="attached")
+        # The frame follows the notebook's theme, and the reader's own choice after it.
+        paper = "() => getComputedStyle(document.body).backgroundColor"
+        light = frame.locator("body").evaluate(paper)
+        notebook.turn_dark()
+
+        def dark() -> None:
+            assert frame.locator("#theme").inner_text() == "Light"
+            assert frame.locator("body").evaluate(paper) != light
+
+        eventually(notebook.page, dark)
+        frame.locator("#theme").click()
+        assert frame.locator("body").evaluate(paper) == light
         notebook.run(1)
         assert "Peak" in notebook.wait_for(1)
         notebook.run(2)

@@ -359,7 +359,13 @@ export function start(document, data) {
   });
   const prefersDark = window.matchMedia("(prefers-color-scheme: dark)");
   paintTheme(prefersDark.matches ? "dark" : "light");
-  prefersDark.addEventListener("change", (event) => paintTheme(event.matches ? "dark" : "light"));
+  let isTold = false; // a notebook says what its own theme is, whatever the system prefers
+  prefersDark.addEventListener("change", (event) => isTold || paintTheme(event.matches ? "dark" : "light"));
+  window.addEventListener("message", ({ source, data: said }) => {
+    if (source !== window.parent || !["light", "dark"].includes(said?.theme)) return;
+    isTold = true;
+    if (said.theme !== theme) paintTheme(said.theme);
+  });
   find("theme").addEventListener("click", () => paintTheme(theme === "dark" ? "light" : "dark"));
   new window.ResizeObserver(() => redraw("all")).observe(over.parentElement);
   drawNotes();

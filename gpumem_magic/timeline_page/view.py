@@ -18,9 +18,18 @@ from gpumem_magic.timeline_page.page import document
 from gpumem_magic.timeline_page.source import TimelineSource, source_of
 from gpumem_magic.units import human
 from gpumem_magic.views.display import HTML, PLAIN, PNG, asked_for, in_terminal
+from gpumem_magic.views.elements import DARK_PAGES, LIGHT_PAGES
 from gpumem_magic.views.explain import answer
 
 HEIGHT = 980
+# A frame of its own does not see the theme of the page around it: this, on the frame, tells it, now and when it changes.
+_TELL_THEME = """const tell = () => {
+  const is = (pages) => document.querySelector(pages) !== null;
+  const theme = is('%s') ? 'dark' : is('%s') ? 'light' : null;
+  if (theme) this.contentWindow?.postMessage({ theme }, '*');
+};
+tell();
+new MutationObserver((_, all) => (this.isConnected ? tell() : all.disconnect())).observe(document.body, { attributes: true });"""
 
 
 class TimelineView:
@@ -90,12 +99,14 @@ class TimelineView:
                 f'<img alt="{escape(repr(self), quote=True)}" width="{still[1]}" style="{over}max-width:100%;height:auto" '
                 f'src="data:image/png;base64,{image}">'
             )
+        tell = _TELL_THEME % (", ".join(DARK_PAGES), ", ".join(LIGHT_PAGES))
         frame = (
             f'<iframe title="{escape(f"GPU memory timeline: {self.title}", quote=True)}" sandbox="allow-scripts" '
             f'style="{over}width:100%;height:100%;min-height:{HEIGHT}px;box-sizing:border-box;border:1px solid #D5D9DE;'
-            f'border-radius:8px;background:#FFFFFF" srcdoc="{escape(self.to_html(), quote=True)}"></iframe>'
+            f'border-radius:8px;background:#FFFFFF" onload="{escape(tell, quote=True)}" srcdoc="{escape(self.to_html(), quote=True)}"></iframe>'
         )
-        return f'<div style="display:grid;background:#FFFFFF">{picture}{frame}</div>'
+        ground = "display:grid;background:#FFFFFF;border-radius:8px;overflow:hidden"
+        return f'<div style="{ground}">{picture}{frame}</div>'
 
 
 def timeline_of_files(files: Sequence[Sequence[DeviceView]], opens_at: int | None = None) -> TimelineView:

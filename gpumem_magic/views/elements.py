@@ -22,7 +22,9 @@ _SPACE = re.compile(r"/\*.*?\*/|\s+", re.DOTALL)
 _NUMBERS = {name: number for number, name in enumerate(COLOURS)}
 # A gradient's direction is across its lines.
 _DIRECTIONS = {"/": "135deg", "\\": "45deg", "|": "90deg", "-": "0deg"}
-_DARK_PAGES = ('[data-jp-theme-light="false"]', ".vscode-dark", "[theme=dark]")
+# The pages that say what their theme is: JupyterLab's and Notebook's, VS Code's, Colab's.
+LIGHT_PAGES = ('[data-jp-theme-light="true"]', ".vscode-light", "[theme=light]")
+DARK_PAGES = ('[data-jp-theme-light="false"]', ".vscode-dark", "[theme=dark]")
 
 
 def words(sentence: str) -> str:
@@ -94,7 +96,7 @@ def style() -> str:
     sheet = "".join((_FOLDER / name).read_text("utf-8") for name in ("notebook.css", "report.css"))
     light = "".join(f".gk{_NUMBERS[name]}{_filled(name, shade)}" for name, shade in COLOURS.items())
     dark = "".join(
-        f"{','.join(f'{page} .gk{_NUMBERS[name]}' for page in _DARK_PAGES)}{_filled(name, shade)}"
+        f"{','.join(f'{page} .gk{_NUMBERS[name]}' for page in DARK_PAGES)}{_filled(name, shade)}"
         for name, shade in DARK.items()
     )
     system = "".join(f".gk{_NUMBERS[name]}{_filled(name, shade)}" for name, shade in DARK.items())
