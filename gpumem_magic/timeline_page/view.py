@@ -103,7 +103,8 @@ class TimelineView:
         frame = (
             f'<iframe title="{escape(f"GPU memory timeline: {self.title}", quote=True)}" sandbox="allow-scripts" '
             f'style="{over}width:100%;height:100%;min-height:{HEIGHT}px;box-sizing:border-box;border:1px solid #D5D9DE;'
-            f'border-radius:8px;background:#FFFFFF" onload="{escape(tell, quote=True)}" srcdoc="{escape(self.to_html(), quote=True)}"></iframe>'
+            f'border-radius:8px;background:#FFFFFF" onload="{escape(tell, quote=True)}" '
+            f'srcdoc="{escape(self.to_html(), quote=True)}"></iframe>'
         )
         ground = "display:grid;background:#FFFFFF;border-radius:8px;overflow:hidden"
         return f'<div style="{ground}">{picture}{frame}</div>'
