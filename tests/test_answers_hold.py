@@ -153,3 +153,61 @@ def test_a_caught_errors_frames_have_no_raw_numbers(book: Notebook) -> None:
     words = render(report, width=160) + book.cell("%gpumem_who")
     assert "`kept`" in words
     assert not re.search(r"tb_frame\[|\[\d{9,}\]|0x[0-9a-f]{6,}", words), words
+
+
+AVERAGE = """
+net_ = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(8)]).cuda()
+avg = [p.detach().clone() for p in net_.parameters()]
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "cell", "told", "not_told"),
+    [
+        # Sixteen weights are averaged in each of six iterations.
+        (
+            AVERAGE,
+            "for _ in range(6):\n    net_(torch.randn(64, 1024, device='cuda')).mean().backward()\n"
+            "    avg = [0.9 * a + 0.1 * p * p for a, p in zip(avg, net_.parameters())]",
+            "the graphs of 6 iterations",
+            "16",
+        ),
+        # The mask is of one byte, what has its shape of four.
+        (
+            "padding = torch.ones(4, 1024, dtype=torch.bool, device='cuda')",
+            "mask = padding[:, None, None, :].expand(4, 16, 1024, 1024).reshape(64, 1024, 1024)\nmask = mask.float()",
+            "2 of that shape, whatever their type, at once are 320 MiB",
+            "shape at once",
+        ),
+    ],
+)
+def test_numbers_are_those_of_what_is_told(book: Notebook, before: str, cell: str, told: str, not_told: str) -> None:
+    book.cell(before)
+    first = book.measured(cell).answer
+    assert told in first
+    assert not_told not in first
+
+
+def test_what_a_recurrent_layer_keeps_is_no_tensor_to_make_smaller(book: Notebook) -> None:
+    book.cell(
+        "rnn = nn.LSTM(256, 512, num_layers=2, batch_first=True).cuda()\nx = torch.randn(64, 200, 256, device='cuda')"
+    )
+    report = book.measured("for _ in range(2):\n    rnn(x)[0].mean().backward()")
+    assert "MiB are what cuDNN keeps for the backward of `rnn(x)" in report.answer
+    assert "grown_result" not in [one.name for one in report.causes]
+    # Items are counted along the input's first dimension, steps along its second.
+    assert "200 items" not in render(report)
+
+
+def test_a_failed_request_says_for_which_tensor_it_was(book: Notebook) -> None:
+    book.cell("masks = torch.rand(100, 3000, 4000, device='cuda') > 0.5")
+    report = book.measured("areas = masks.long(), masks.long()")
+    assert report.error is not None
+    assert report.error.asked is not None
+    assert f"Wanted {report.error.requested >> 20:,} MiB for a (100, 3000, 4000) int64 tensor" in report.answer
+
+
+def test_who_asks_first_says_nothing_of_what_a_library_keeps(book: Notebook) -> None:
+    book.cell("a = torch.randn(64, 64, device='cuda')")
+    (kept,) = [one for one in book.measured("b = a @ a").peak.tensors if one.category == "workspace"]
+    assert (kept.bytes > 8e6, kept.line, kept.statement) == (True, 0, "")

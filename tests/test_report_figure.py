@@ -160,7 +160,7 @@ def test_the_legend_has_what_is_there_and_nothing_else():
     assert [word for word in words if word in LABELS.values()] == ["parameters", "buffers", "CUDA context"]
     assert not any("highest allocated" in word for word in words)
     words = texts(draw(samples.trainer()))
-    assert "highest allocated inside" in words
+    assert "the peak within the row" in words
     assert "activation gradients" in words
 
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from gpumem_magic.report.model import Row, Skipped
 from gpumem_magic.report.rows import ALIKE, MOST, REST, ROW, SEVERAL, STILL, TURN, Entry, entries, opened
 from gpumem_magic.user_report import Report
+from gpumem_magic.views.lines import shown_lines
 
 MIB = samples.MIB
 
@@ -116,6 +117,17 @@ def test_statements_in_a_run_that_moved_nothing_are_one_entry() -> None:
     # What went back to the device is no stillness.
     emptied = replace(rows[1], categories={**rows[1].categories, "cached": 50 * MIB})
     assert all(entry.kind != STILL for entry in entries(report_of([rows[0], emptied, *rows[2:4]])))
+
+
+def test_statements_of_two_functions_are_no_run() -> None:
+    rows = [state(line, 20) for line in (3, 4, 8, 9)]
+    rows = [
+        replace(row, label=f"{name}: {row.label}")
+        for row, name in zip(rows, ("step", "step", "main", "main"), strict=True)
+    ]
+    rows = [state(2, 20), *rows, state(30, 40)]
+    shown = [line.text for line in shown_lines(report_of(rows))]
+    assert shown[2:4] == ["step: lines 3-4: no change", "main: lines 8-9: no change"]
 
 
 def test_a_cell_of_sixty_lines_that_all_move_memory_has_thirty_entries() -> None:

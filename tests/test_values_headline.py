@@ -81,6 +81,23 @@ def test_a_loop_that_goes_by_a_stand_in_is_said_first() -> None:
     assert measured.report.answer.startswith("A loop may have ended earlier or later than on a GPU: it goes by a value")
 
 
+def test_where_all_iterations_are_alike_how_many_there_are_is_said_behind_the_answer() -> None:
+    net = torch.nn.Linear(1024, 1024)
+    with gpumem_magic.measure(device="T4,values=auto") as measured:
+        net.cuda()
+        optimizer = torch.optim.Adam(net.parameters())
+        for _ in range(9):
+            loss = net(unknown(64, 1024)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if loss.item() < 0.01:
+                break
+    first, _, doubt = measured.report.answer.partition(" A loop may have ended earlier or later than on a GPU: ")
+    assert first.startswith("Nothing piles up: ")
+    assert doubt.startswith("it goes by a value")
+
+
 def test_a_number_that_is_only_printed_decides_nothing() -> None:
     with gpumem_magic.measure(device="T4,values=auto") as measured:
         for _ in range(3):

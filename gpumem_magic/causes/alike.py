@@ -96,6 +96,11 @@ def shape_words(shape: Sequence[int]) -> str:
 
 
 def size_words(alike: Alike) -> str:
-    """``1,526 MiB in float32, and 4 of that shape are alive at the peak: 6,104 MiB``."""
-    each = f"{human(bytes_of(alike.shape, alike.birth.dtype))} in {alike.birth.dtype}"
-    return each if alike.count == 1 else f"{each}, and {alike.count} of that shape at once are {human(alike.bytes)}"
+    """``1,526 MiB in float32, and 4 of that shape at once are 6,104 MiB``."""
+    size = bytes_of(alike.shape, alike.birth.dtype)
+    each = f"{human(size)} in {alike.birth.dtype}"
+    if alike.count == 1:
+        return each
+    # A mask of the same shape, its copy in float32.
+    types = "" if 0 <= alike.bytes - alike.count * size <= alike.bytes // 50 else ", whatever their type,"
+    return f"{each}, and {alike.count} of that shape{types} at once are {human(alike.bytes)}"

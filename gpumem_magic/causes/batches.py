@@ -92,8 +92,12 @@ class _Batch:
         self._weights = {birth.shape for birth in shapes if birth is not None}
         sizes: Counter[int] = Counter()
         inputs: Counter[int] = Counter()
+        # What was there before the recording has no birth.
+        seen = {one.address: one.shape for one in scene.held if one.kind == "tensor"}
         for one in scene.timeline.live_at(scene.moment):
-            rows = self._rows(self.births.get(one.born)) if self._may_be(one) else 0
+            shape = seen.get(one.address, ()) if one.born < 0 else ()
+            rows = shape[0] if shape else self._rows(self.births.get(one.born))
+            rows = rows if self._may_be(one) else 0
             if rows >= _LEAST:
                 (inputs if self._is(one, "inputs") else sizes)[rows] += one.size
         made = {items: sum(size for rows, size in sizes.items() if rows % items == 0) for items in inputs or sizes}

@@ -92,12 +92,16 @@ def graphs_alive(scene: Scene) -> Iterator[Cause]:
 
 
 def _graphs_of(scene: Scene, spot: Spot) -> int:
-    """How many iterations' graphs a place keeps: of training's, or of the loop in which they were made."""
+    """How many iterations' graphs a place keeps: of training's, or of the loop in which they were made; in a loop that nobody
+    sees, as many as the place has parts, each of a forward of its own."""
     born = [birth for one in spot.held if (birth := _born(scene, one)) >= 0]
     ends = [one.end for one in scene.iterations]
     iterations = {bisect_left(ends, birth + 1) for birth in born} if ends else set()
     turns = {turn for birth in born if (turn := scene.turn_of(birth))}
-    return max(len({base(one) for one in spot.held}), len(iterations), len(turns))
+    starts = sorted(map(scene.start_of, scene.spans(FORWARD)))
+    parts = len({base(one) for one in spot.held})
+    forwards = len({bisect_right(starts, birth) for birth in born}) if starts else parts
+    return max(min(parts, forwards), len(iterations), len(turns))
 
 
 def _detaching(scene: Scene, spot: Spot, place: Written | None, others: list[str], freed: int) -> str:

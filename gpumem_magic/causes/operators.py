@@ -32,8 +32,8 @@ _PARTS = 3
 _COPIES = frozenset({"clone", "_to_copy", "copy", "repeat", "contiguous", "copy_"})
 _PRODUCTS = frozenset({"mm", "bmm", "matmul", "baddbmm", "dot", "ger", "outer", "addr"})
 _MULTIPLIES = re.compile(r"@|\b(?:matmul|b?mm|einsum|outer|inner|tensordot|ger|cdist)\s*\(")
-# These make much of little wherever they are used.
-_ALWAYS_GROW = re.compile(r"conv|embedding|arange|linspace|addmm")
+# These make much of little wherever they are used; a recurrent layer's kernel keeps every step's states for its backward.
+_ALWAYS_GROW = re.compile(r"conv|embedding|arange|linspace|addmm|_rnn")
 _DISTANCES = re.compile(r"cdist|pairwise|euclidean")
 _HEADS = re.compile(r"repeat_kv|attention")
 _MEANT = re.compile(r"\bNone\b|unsqueeze|\[\s*:\s*,")

@@ -94,7 +94,7 @@ export function figuresOf(facts, step) {
   }
   rows.push(["change", change ? `${mib(change, true)} MiB` : "none"]);
   rows.push(["reserved", `${mib(reserved)} MiB`], ["allocated", `${mib(allocated)} MiB`]);
-  if (peak > allocated) rows.push(["peak inside", `${mib(peak)} MiB`]);
+  if (peak > allocated) rows.push(["peak within", `${mib(peak)} MiB`]);
   return rows;
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import re
 import types
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -41,6 +42,8 @@ _TABLES = ("_parameters", "_buffers", "_modules")
 _LONGEST = 60
 _ID = 1 << 40
 _GRAPH = "graph of "
+# On the way from a traceback to a frame.
+_FRAMES = re.compile(r"(\.tb_next)*\.tb_frame$")
 
 
 class Namer:
@@ -96,7 +99,9 @@ class Namer:
         if parent not in self._inside:
             self._inside[parent] = self._read_labels(parent, holder)
         label = self._inside[parent].get(id(thing), "")
-        return f"{label[1:]} of {start}" if label.startswith(" ") else start + label
+        if label.startswith(" "):
+            return f"{label[1:]} of {_FRAMES.sub('', start)}"
+        return start + label
 
     def _graph_place(self, start: str, kind: str, parent: int, number: int) -> str:
         if kind == "grad":

@@ -58,8 +58,8 @@ _NUMBERS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight"
 
 
 def answer_of(report: ReportData) -> str:
-    """From the report's own figures and causes, with a word about what unknown values may have done to it: before them where the
-    program may have gone another way, behind them where only selections may be smaller."""
+    """From the report's own figures and causes, with a word about what unknown values may have done to it: before them where they
+    may be others, behind them where only selections may be smaller, or a loop longer whose iterations are all alike."""
     doubt, grave = _doubt(report)
     said = (doubt, _plain(report)) if grave else (_plain(report), doubt)
     return " ".join(filter(None, said))
@@ -87,7 +87,8 @@ def _doubt(report: ReportData) -> tuple[str, bool]:
     more = f" and {len(deciding) - 1} more" if len(deciding) > 1 else ""
     place = _read_at(next(one.line for one in deciding if one.decides == first))
     doubt = f"{said}: {how} a value that the virtual GPU does not know, read at {place}{more}; {_REAL}."
-    return doubt, not _MILD.issuperset(kinds)
+    mild = _MILD | {"loop"} if any(cause.name == _SOUND for cause in report.shown_causes) else _MILD
+    return doubt, not mild.issuperset(kinds)
 
 
 def _read_at(place: str) -> str:
@@ -179,7 +180,9 @@ def _request(report: ReportData) -> str:
     """What was wanted, how much was free (in how large a piece, where that is the reason), and what was allocated."""
     error, found = report.error, failed_request(report)
     assert error is not None
-    words = [f"Wanted {amount(error.requested or 0)}"]
+    asked = error.asked
+    tensor = f" for a {_shape(asked.shape)} {asked.dtype} tensor" if asked is not None else ""
+    words = [f"Wanted {amount(error.requested or 0)}{tensor}"]
     if found is not None and found.free is not None and found.cached is not None:
         piece = max(found.free, error.largest_free or 0)
         split = found.cause in (CAPACITY, FRAGMENTATION) and found.spare is not None and found.spare >= 0
@@ -207,12 +210,17 @@ def in_words(groups: Sequence[TensorGroup], categories: Mapping[str, int | None]
         # What is called by its category alone is all of it.
         if lists[members[0].category] == 1 and _is_nameless(members):
             sizes[number] = max(sizes[number], categories.get(members[0].category) or 0)
-    for size, members in sorted(zip(sizes, alike, strict=True), key=lambda one: -one[0])[:most]:
+    for size, members in sorted(zip(sizes, alike, strict=True), key=lambda one: _rank(*one))[:most]:
         if told and (100 * (total - left) >= _ENOUGH * total or 20 * size < total):
             break
         told.append(_words(members, size, categories.get(members[0].category) or 0))
         left -= size
     return "; ".join(told)
+
+
+def _rank(size: int, members: Sequence[TensorGroup]) -> float:
+    """The largest first; a library's own memory, which nobody can make smaller, behind what is about as large."""
+    return -size / 2 if members[0].category == "workspace" else -size
 
 
 def _alike(groups: Sequence[TensorGroup]) -> list[list[TensorGroup]]:
@@ -246,11 +254,17 @@ def _words(members: Sequence[TensorGroup], size: int, whole: int) -> str:
     place = _place(members)
     if first.shape is None:
         return f"{amount(size)} are {LABELS[first.category]}{_EXPLAINED.get(first.category, '')}{place}"
+    if first.dtype == "uint8" and first.operator.startswith("cudnn"):
+        # Bytes without a form that anybody would know.
+        return f"{amount(size)} are what cuDNN keeps for the backward{place}"
     count = sum(one.count for one in members)
-    shape = f"({', '.join(map(str, first.shape))}{',' if len(first.shape) == 1 else ''})"
     kind = "tensor" if count == 1 else "tensors"
     number = _NUMBERS[count] if count < len(_NUMBERS) else f"{count:,}"
-    return f"{amount(size)} are {number} {shape} {first.dtype} {kind}{place}{_kept(members) or _labels(members)}"
+    return f"{amount(size)} are {number} {_shape(first.shape)} {first.dtype} {kind}{place}{_kept(members) or _labels(members)}"
+
+
+def _shape(shape: Sequence[int]) -> str:
+    return f"({', '.join(map(str, shape))}{',' if len(shape) == 1 else ''})"
 
 
 def _part(size: int, whole: int) -> str:

@@ -10,6 +10,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from math import prod
 
 from gpumem_magic.allocator.seed import seed_of
 from gpumem_magic.allocator.verdict import Facts, verdict_of
@@ -31,7 +32,7 @@ from gpumem_magic.report.folding import (
     shown_iterations,
     unseen_of,
 )
-from gpumem_magic.report.model import LABELS, SKIPPED, Folded, Peak, ReportData, ReportError, Row, Skipped
+from gpumem_magic.report.model import LABELS, SKIPPED, Folded, Peak, ReportData, ReportError, Row, Skipped, TensorKind
 from gpumem_magic.report.notes import event_in_words, notes_of, place_of
 from gpumem_magic.report.parts import Part, StatementInterval, parts_of, with_failing_place
 from gpumem_magic.report.tensors import groups_at
@@ -39,6 +40,8 @@ from gpumem_magic.snapshot.timeline import Allocation
 
 # Settings are tried on a failed cell for about a second at most.
 _MOST_STEPS = 1_000_000
+# Bytes of a number.
+_ITEM_SIZES = (1, 2, 4, 8, 16)
 
 
 def build(recording: Recording, *, lines: bool = True) -> ReportData:
@@ -317,7 +320,8 @@ class _Builder:
     def _error(self, drafts: list[_Draft]) -> ReportError | None:
         error = _error(self.recording.error, self.device)
         failed = next((draft for draft in reversed(drafts) if draft.point.kind == "error"), None)
-        if error is None or error.requested is None or failed is None:
+        requested = None if error is None else error.requested
+        if error is None or requested is None or failed is None:
             return error
         position = failed.interval.end_position
         if error.largest_free is None and position:
@@ -336,7 +340,11 @@ class _Builder:
             can_replay=self._can_replay(),
             among=self._earlier(drafts, failed.point),
         )
-        return replace(error, verdict=found, tensors=groups_at(self.view, position))
+        birth, asked = self.log.births.get(position - 1), None
+        # (What an operator works with has no shape, or another size.)
+        if birth is not None and birth.shape and requested / prod(birth.shape) in _ITEM_SIZES:
+            asked = TensorKind(birth.shape, birth.dtype)
+        return replace(error, verdict=found, tensors=groups_at(self.view, position), asked=asked)
 
     def _can_replay(self) -> bool:
         if self.log.final is None:

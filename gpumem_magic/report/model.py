@@ -155,7 +155,7 @@ class ReportError:
     bytes, and the verdict: what stood in the way and which settings would have helped. module: inside a forward, the
     module's name in the outermost one, or its class; operator: what was called there; place: where a file's request failed, in
     words; elsewhere: what the other devices held then; "" where unknown. tensors: what was allocated when a request failed, as of
-    the peak's."""
+    the peak's. asked: the tensor that the request was for, where an operator told."""
 
     type: str
     message: str
@@ -170,6 +170,7 @@ class ReportError:
     place: str = field(default="", metadata={"only_with": "place"})
     elsewhere: str = field(default="", metadata={"only_with": "elsewhere"})
     tensors: tuple[TensorGroup, ...] = field(default=(), metadata={"only_with": "tensors"})
+    asked: TensorKind | None = field(default=None, metadata={"only_with": "asked"})
 
     @property
     def at(self) -> str:

@@ -106,6 +106,12 @@ def telling_parts(row: Row) -> tuple[Row, ...]:
     return row.parts
 
 
+def function_of(row: Row) -> str:
+    """The function of the program's that a statement is in, with what stands behind it in the label: ``train: ``, or ""."""
+    head = row.statement.strip().partition("\n")[0]
+    return row.label.removesuffix(head) if row.label.endswith(head) else ""
+
+
 def _move(row: Row, before: Row | None, categories: Sequence[str]) -> int:
     if before is None:
         return row.peak_allocated
@@ -251,11 +257,12 @@ def _as_one(turns: Sequence[Entry]) -> Entry:
 
 
 def _grouped_still(found: Sequence[Entry], still: int) -> list[Entry]:
-    def at_rest(entry: Entry) -> bool:
-        return entry.row.kind == "statement" and not entry.inner and entry.moved_at_all <= still
+    def at_rest(entry: Entry) -> tuple[bool, str]:
+        still_one = entry.row.kind == "statement" and not entry.inner and entry.moved_at_all <= still
+        return still_one, function_of(entry.row)
 
     result: list[Entry] = []
-    for is_still, group in groupby(found, at_rest):
+    for (is_still, _), group in groupby(found, at_rest):
         run = tuple(group)
         result += [_run_of(STILL, run)] if is_still and len(run) > 1 else run
     return result
@@ -349,8 +356,9 @@ def _can_join(place: _Place) -> bool:
     return not place.fixed and not place.is_open
 
 
-def _joint(place: _Place, chosen: Container[int]) -> tuple[bool, tuple[int, ...]] | None:
+def _joint(place: _Place, chosen: Container[int]) -> tuple[bool, tuple[int, ...], str] | None:
     """Equal for those that may join: statements of one body, and turns of one loop."""
     if id(place) not in chosen:
         return None
-    return place.entry.turns > 0, place.entry.rows[0].loops
+    first = place.entry.rows[0]
+    return place.entry.turns > 0, first.loops, "" if place.entry.turns else function_of(first)

@@ -31,6 +31,9 @@ def groups_at(view: DeviceView, position: int, most: int = MOST_GROUPS) -> tuple
     for one in view.timeline.live_at(position):
         rounding += one.size - one.requested
         facts = view.tensors.facts(one)
+        if facts.category == "workspace" and not facts.operator:
+            # A library keeps it for all that follows: who came first says nothing.
+            facts = replace(facts, statement="", line=0, expression="", inner="")
         keeper, place = view.tensors.keeper(one, position)
         alike[_kind(facts, keeper, place)].append((one, facts, keeper, place))
     found = alike.values() if len(alike) <= most else _across_lines(alike.values())

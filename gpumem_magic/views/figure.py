@@ -24,7 +24,7 @@ from gpumem_magic.report.rows import MOST
 from gpumem_magic.views import explain
 from gpumem_magic.views.bars import BarLine, Bars
 from gpumem_magic.views.layout import palette_image
-from gpumem_magic.views.lines import PEAK, Line, SizeFormat, columns, shown_lines
+from gpumem_magic.views.lines import MARKED, PEAK, Line, SizeFormat, columns, shown_lines
 from gpumem_magic.views.palette import ON_DARK, ON_LIGHT, Inks
 from gpumem_magic.views.pen import LINE, MARGIN, SIZE, WIDTH, Pen, Scale, missing_letters_allowed
 from gpumem_magic.views.ranks import MOST as MOST_RANKS
@@ -227,7 +227,7 @@ class _Drawing(Pen):
 
     def _column_heads(self, first_top: float) -> None:
         y = first_top - 0.15
-        for x, word in ((self._first_x, "MiB allocated"), (WIDTH - MARGIN, "peak inside")):
+        for x, word in ((self._first_x, "MiB allocated"), (WIDTH - MARGIN, "peak within")):
             self.text(x, y, word, color=self.inks.quiet, size=8.5, ha="right")
 
     @property
@@ -336,7 +336,7 @@ class _Drawing(Pen):
             ]
         near = self.scale.top_bytes * 0.006
         if any(line.peak_inside is not None and line.peak_inside - line.row.allocated > near for line in self.lines):
-            items.append(("highest allocated inside", ""))
+            items.append((MARKED, ""))
         return items
 
     def _table(self) -> list[list[str]]:

@@ -12,13 +12,14 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 
 from gpumem_magic.report.model import CATEGORIES, ReportData, Row
-from gpumem_magic.report.rows import ALIKE, MOST, REST, ROW, STILL, TURN, Entry, opened, telling_parts
+from gpumem_magic.report.rows import ALIKE, MOST, REST, ROW, STILL, TURN, Entry, function_of, opened, telling_parts
 from gpumem_magic.units import MIB, amount, counted
 
 _USUAL, _NARROWEST, _WIDEST = 100, 60, 160
 _LEAST_CELL = 12
 PEAK = "peak"  # the kind of the line that shows the report's peak; no row of the schema has it
 ELLIPSIS = "…"
+MARKED = "the peak within the row"  # what the mark beside a bar says
 _TOLD = 100  # what the turns of a loop keep is said from one part in so many of the peak
 
 
@@ -77,9 +78,7 @@ class Line:
         label, statement = self.row.label, self.row.statement.strip()
         if self.row.kind not in ("statement", "error") or not statement:
             return first_line(label) or self.row.kind
-        head = statement.partition("\n")[0]
-        # Before it may stand the function that it is in.
-        return f"{label.removesuffix(head) if label.endswith(head) else ''}{first_line(statement)}"
+        return f"{function_of(self.row)}{first_line(statement)}"
 
     @property
     def is_statement(self) -> bool:
@@ -105,7 +104,7 @@ class Line:
 def words_of(entry: Entry) -> str:
     """``as 2``, ``lines 3-9: no change``: what stands in place of the rows that are folded."""
     if entry.kind == STILL:
-        return f"{_lines_of(entry)}: {_little(entry.moved)}"
+        return f"{_lines_of(entry)}: {little(entry)}"
     if not entry.turns:
         return f"{_lines_of(entry)} ({len(entry.rows)} statements)"
     words = turns_in_words(entry)
@@ -135,11 +134,13 @@ def turns_in_words(entry: Entry) -> str:
 def _lines_of(entry: Entry) -> str:
     numbers = [row.line for row in entry.rows]
     first, last = min(numbers), max(numbers)
-    return f"line {first}" if first == last else f"lines {first}-{last}"
+    function = function_of(entry.rows[0])
+    return f"{function}line {first}" if first == last else f"{function}lines {first}-{last}"
 
 
-def _little(moved: int) -> str:
-    return f"changes of at most {amount(moved)}" if moved else "no change"
+def little(entry: Entry) -> str:
+    """What moved in statements in which nothing did that a bar could show."""
+    return f"changes of at most {amount(entry.moved)}" if entry.moved else "no change"
 
 
 def used(row: Row) -> int:

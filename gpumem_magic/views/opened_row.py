@@ -11,13 +11,13 @@ from gpumem_magic.report.tensors import groups_at
 from gpumem_magic.units import amount, counted, mib
 from gpumem_magic.views import explain
 from gpumem_magic.views.elements import grid, paragraph, stack, swatch, words
-from gpumem_magic.views.lines import Line, SizeFormat, turns_in_words, words_of
+from gpumem_magic.views.lines import Line, SizeFormat, little, turns_in_words, words_of
 from gpumem_magic.views.story import TENSOR_HEADS, tensor_rows
 
 # What a stored notebook has room for: lines in all, and of them with tables.
 MOST_LINES, MOST_TABLES = 200, 24
 _MOST_OWNERS = 12
-_HEADS = ("line", "", "", "allocated", "change", "peak inside")
+_HEADS = ("line", "", "", "allocated", "change", "peak within")
 
 
 class OpenedRows:
@@ -148,7 +148,7 @@ def _name(entry: Entry) -> str:
 def _folded_name(entry: Entry) -> str:
     """``iterations 1-60: alike, each +64.0 MiB``, ``2 statements: no change``."""
     if entry.kind == STILL:
-        return f"{counted(len(entry.rows), 'statement')}: {words_of(entry).partition(': ')[2]}"
+        return f"{counted(len(entry.rows), 'statement')}: {little(entry)}"
     if entry.in_call:
         return words_of(entry)
     outer = "".join(f"{number}." for number in entry.outer)

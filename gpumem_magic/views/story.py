@@ -85,7 +85,9 @@ def tensor_rows(groups: Sequence[TensorGroup], categories: Mapping[str, int | No
         return []
     while len(shown) < min(_MOST_SHOWN, len(large)) and total - sum(one.bytes for one in shown) > shown[-1].bytes:
         shown.append(large[len(shown)])
-    rows = [[_size(group.bytes), _tensors(group), _made(group), _kept(group)] for group in shown]
+    # One line that made all says nothing where a place inside it is known.
+    only = len({group.line for group in shown if group.line}) == 1 and len(shown) > 1
+    rows = [[_size(group.bytes), _tensors(group), _made(group, only), _kept(group)] for group in shown]
     rest = total - sum(group.bytes for group in shown)
     count = sum(group.count for group in groups) - sum(group.count for group in shown)
     # What is left may be rounding alone, and next to nothing.
@@ -124,11 +126,12 @@ def _tensors(group: TensorGroup) -> str:
     return f"{times}{shape} {group.dtype}".strip() + f": {what}"
 
 
-def _made(group: TensorGroup) -> str:
+def _made(group: TensorGroup, only: bool) -> str:
+    """only: whether it is of the same line as all others."""
     words = [group.operator] if group.operator else []
-    if group.line:
+    if group.line and not (only and group.inner):
         words.append(f"line {group.line}")
-    elif group.statement:
+    elif group.statement and not group.line:
         words.append(group.statement)
     if group.inner:
         # The function's name is in `report.tensors()`.

@@ -10,7 +10,7 @@ from gpumem_magic.report.ranks import Ranks
 from gpumem_magic.report.rows import MOST
 from gpumem_magic.views import explain, ranks
 from gpumem_magic.views.inside import inside_lines
-from gpumem_magic.views.lines import PEAK, Line, SizeFormat, columns, fit, lines, shown_lines, text_width, wrap
+from gpumem_magic.views.lines import MARKED, PEAK, Line, SizeFormat, columns, fit, lines, shown_lines, text_width, wrap
 from gpumem_magic.views.palette import ASCII_LETTERS, LETTERS
 from gpumem_magic.views.story import TENSOR_HEADS, more, story_of, tensor_heading, tensor_table
 
@@ -168,7 +168,7 @@ def _rows(report: ReportData, shown: Sequence[Line], width: int, ascii_only: boo
     seen = {letter for cells in drawn for letter in cells}
     key = [f"{letters[name]} {LABELS[name]}" for name in ALLOCATED_CATEGORIES if letters[name] in seen]
     if MARK in seen:
-        key.append(f"{MARK} the peak within the row")
+        key.append(f"{MARK} {MARKED}")
     if key:
         # A line never ends between a letter and its meaning.
         whole = [entry.replace(" ", "\0") for entry in key]
