@@ -88,7 +88,8 @@ def run(case: Mapping[str, Any], repositories: Path, recordings: Path, keep: Pat
         recording = recording_of(case, repositories, recordings, Path(scratch))
         folder = Path(scratch, "program")
         lay_out(repository(repositories, case["repository"]), case["commit"], folder)
-        path = [str(folder / one) for one in (".", *case.get("path", ()))]
+        # A repository may have a folder that is called like a package: an empty `path` keeps its root off the import path.
+        path = [str(folder / one) for one in (".", *case.get("path", ())) if case.get("path") != []]
         for number, other in enumerate(case.get("beside", ())):
             place = Path(scratch, f"beside{number}")
             lay_out(repository(repositories, other["repository"]), other["commit"], place)

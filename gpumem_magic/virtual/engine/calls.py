@@ -50,6 +50,19 @@ def any_sparse(args: Any) -> bool:
     return False
 
 
+def is_made_of_others(func: Any) -> bool:
+    """Whether C++ puts the operator together from others, on every device. What PyTorch has in Python besides, also for operators
+    with a kernel, is for its compilers."""
+    return isinstance(func, torch._ops.OpOverload) and torch._C._dispatch_has_kernel_for_dispatch_key(
+        func.name(), "CompositeImplicitAutograd"
+    )
+
+
+def run_in_parts(func: Any, args: Any, kwargs: Any) -> Any:
+    """Runs such an operator as C++ does."""
+    return func._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
+
+
 def may_allocate(func: Any) -> bool:
     """False where every tensor in the result is an argument of the call, or a view of one, by the operator's schema."""
     schema = getattr(func, "_schema", None)

@@ -10,6 +10,7 @@ import torch
 from gpumem_magic.private import aten as _aten
 from gpumem_magic.private import overloads
 from gpumem_magic.virtual.engine import kernel_rules
+from gpumem_magic.virtual.engine.calls import is_made_of_others
 from gpumem_magic.virtual.engine.engine import SPECIAL, Engine
 from gpumem_magic.virtual.engine.host_calls import EQUIVALENT, HostCall, host_only, refuse_to_compute
 from gpumem_magic.virtual.engine.memory import Memory
@@ -164,10 +165,10 @@ def touches_values(func: Any) -> bool:
     return schema.is_mutable or not views
 
 
-def is_made_of_others(func: Any) -> bool:
+def runs_in_parts(func: Any) -> bool:
     """Whether an operator, which inference mode hands over whole, is run as those that it is made of."""
     rule = func in SPECIAL or kernel_rules.for_operator(func) is not None
-    return not rule and isinstance(func, torch._ops.OpOverload) and func._can_decompose()
+    return not rule and is_made_of_others(func)
 
 
 def comes_first(func: Any) -> bool:

@@ -33,7 +33,16 @@ from gpumem_magic.uninterrupted import Uninterrupted
 from gpumem_magic.virtual.engine import contractions, indexing, kernel_rules, supplied
 from gpumem_magic.virtual.engine.alike import AlikeCalls
 from gpumem_magic.virtual.engine.births import Births
-from gpumem_magic.virtual.engine.calls import any_sparse, device_among, may_allocate, may_resize, node_now, users_line
+from gpumem_magic.virtual.engine.calls import (
+    any_sparse,
+    device_among,
+    is_made_of_others,
+    may_allocate,
+    may_resize,
+    node_now,
+    run_in_parts,
+    users_line,
+)
 from gpumem_magic.virtual.engine.memory import Memory
 from gpumem_magic.virtual.engine.mismatch import (
     in_cudas_words,
@@ -257,13 +266,13 @@ class Engine:
         if self._is_made_of_others(func):
             # Below autograd (in inference mode, in distributed tensors' code) they come whole; each part may allocate.
             with pushed(self.mode):
-                return func.decompose(*args, **kwargs)
+                return run_in_parts(func, args, kwargs)
         return self.run(func, args, kwargs, device)
 
     def _is_made_of_others(self, func: Any) -> bool:
         found = self._composite.get(func)
         if found is None:
-            found = self._composite[func] = isinstance(func, torch._ops.OpOverload) and func._can_decompose()
+            found = self._composite[func] = is_made_of_others(func)
         return found
 
     def run(self, func: Any, args: Any, kwargs: Any, device: int) -> Any:

@@ -20,7 +20,7 @@ from gpumem_magic.virtual.engine.computing import (
     ComputingEngine,
     dim_of_size,
     has_values,
-    is_made_of_others,
+    runs_in_parts,
 )
 from gpumem_magic.virtual.engine.host_calls import HostCall, host_only
 from gpumem_magic.virtual.engine.memory import Memory
@@ -164,7 +164,7 @@ class KnownEngine(ComputingEngine):
                 if guess is not None:
                     _guess_views(out, guess)
             return out
-        if torch.is_inference_mode_enabled() and is_made_of_others(func):
+        if torch.is_inference_mode_enabled() and runs_in_parts(func):
             # Each of those is followed.
             return super().perform(func, args, kwargs, device)
         self._nested = True

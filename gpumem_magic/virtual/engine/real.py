@@ -20,7 +20,7 @@ from gpumem_magic.virtual.engine.computing import (
     comes_first,
     dim_of_size,
     has_values,
-    is_made_of_others,
+    runs_in_parts,
     touches_values,
 )
 from gpumem_magic.virtual.engine.host_calls import HostCall, host_only
@@ -72,7 +72,7 @@ class RealEngine(ComputingEngine):
         computed, first = way
         # (What only looks at a dense tensor is made anew of a sparse one.)
         sparse = self.holds_sparse and any_sparse(args)
-        in_parts = computed and torch.is_inference_mode_enabled() and is_made_of_others(func)
+        in_parts = computed and torch.is_inference_mode_enabled() and runs_in_parts(func)
         if self._nested or in_parts or not (computed or sparse):
             return super().perform(func, args, kwargs, device)
         self._nested = True

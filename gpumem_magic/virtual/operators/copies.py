@@ -1,8 +1,9 @@
 """Kernels that copy what they are given before they start, and those that draw or add up in memory of their own.
 
-After ATen/native/cuda: ``SoftMax.cu``, ``layer_norm_kernel.cu``, ``ReflectionPad.cu``, ``ReplicationPadding.cu`` and
-``UpSampleNearest3d.cu``, ``ScanKernels.cpp``, ``Sorting.cpp`` and ``TensorModeKernel.cpp`` want plain layouts; ``Copy.cu`` takes
-plain tensors between host and device; ``Blas.cpp`` one dimension of each matrix whose elements lie side by side;
+After ATen/native/cuda: ``SoftMax.cu``, ``layer_norm_kernel.cu``, ``ReflectionPad.cu``, ``ReplicationPadding.cu``,
+``UpSampleNearest2d.cu``, ``UpSampleNearest3d.cu``, ``ScanKernels.cpp``, ``Sorting.cpp`` and ``TensorModeKernel.cpp`` want plain
+layouts, ``Embedding.cpp`` one list of indices; ``Resize.h`` fills what grows, where algorithms are deterministic; ``Copy.cu``
+takes plain tensors between host and device; ``Blas.cpp`` one dimension of each matrix whose elements lie side by side;
 ``Distributions.cpp`` and ``MultinomialKernel.cu`` draw into tensors of the weights' size; ``ForeachReduceOp.cu`` adds up each
 tensor in pieces of 65536 elements; ``IndexKernel.cu`` counts the places of a `masked_scatter` in eight bytes for each element.
 """
@@ -10,6 +11,7 @@ tensor in pieces of 65536 elements; ``IndexKernel.cu`` counts the places of a `m
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -44,11 +46,14 @@ _LAID_OUT_AFTER = (
     *overloads(
         "reflection_pad1d reflection_pad2d reflection_pad3d reflection_pad1d_backward reflection_pad2d_backward"
     ),
-    *overloads(
-        "reflection_pad3d_backward replication_pad2d replication_pad3d upsample_nearest3d _upsample_nearest_exact3d "
-        "logcumsumexp cummax cummin"
-    ),
+    *overloads("reflection_pad3d_backward replication_pad2d replication_pad3d logcumsumexp cummax cummin"),
 )
+_NEAREST = overloads(
+    "upsample_nearest2d upsample_nearest2d_backward _upsample_nearest_exact2d _upsample_nearest_exact2d_backward "
+    "upsample_nearest3d _upsample_nearest_exact3d"
+)
+# The fewest channels for which a kernel of channels-last tensors enlarges them.
+_CHANNELS = 4
 _PIECE = 65536
 # The longest row whose most frequent value is found without sorting.
 _LONGEST_MODE = 2048
@@ -76,6 +81,34 @@ def _product(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device
 @special(*_LAID_OUT_AFTER, table=BESIDE)
 def _laid_out_after(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> list[int]:
     return [] if args[0].is_contiguous() else [_bytes(args[0])]
+
+
+@special(*_NEAREST, table=BESIDE)
+def _nearest(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> list[int]:
+    """A plain result, and a plain argument; where channels lie last in two dimensions, an argument of that layout."""
+    source = args[0]
+    if out.dim() == 4:
+        if out.shape == source.shape:
+            return []
+        last = torch.channels_last
+        if out.shape[1] >= _CHANNELS and not out.is_contiguous() and out.is_contiguous(memory_format=last):
+            return [] if source.is_contiguous(memory_format=last) else [_bytes(source)]
+    return [_bytes(tensor) for tensor in (out, source) if not tensor.is_contiguous()]
+
+
+@special(_aten.embedding.default)
+def _embedding(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    """Rows by one list of indices, which is a copy where they do not lie as one."""
+    with holding(engine, device, [] if _lies_in_one_row(args[1]) else [_bytes(args[1])]):
+        return engine.run(func, args, kwargs, device)
+
+
+@special(_aten.embedding.default, _aten.index_select.default, table=BESIDE)
+def _rows(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> list[int]:
+    """Their result grows from nothing; where algorithms are deterministic, a tensor of one element comes first and fills it."""
+    settings: Any = torch.utils.deterministic
+    fills = torch.are_deterministic_algorithms_enabled() and settings.fill_uninitialized_memory
+    return [out.element_size()] if fills and out.numel() else []
 
 
 @special(_aten.cumsum.default, _aten.cumprod.default, table=BESIDE)
@@ -118,6 +151,12 @@ def fits_blas(shape: Sequence[int], stride: Sequence[int]) -> bool:
 
 def _lies_right(matrices: Any) -> bool:
     return matrices.layout is not torch.strided or fits_blas(matrices.shape, matrices.stride())
+
+
+def _lies_in_one_row(tensor: Any) -> bool:
+    """Whether `reshape(-1)` is a view."""
+    steps = [(size, stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size != 1]
+    return all(outer == size * stride for (_, outer), (size, stride) in pairwise(steps))
 
 
 @special(_aten.masked_scatter.default, _aten.masked_scatter_.default)
