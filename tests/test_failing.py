@@ -109,6 +109,17 @@ def test_data_parallel_is_named(tmp_path: Path) -> None:
     assert "DataParallel gathers on the first" in found.elsewhere
 
 
+def test_on_another_device_than_the_first_data_parallel_gathers_nothing(tmp_path: Path) -> None:
+    data = failing([GATHER, OWN, TOP])
+    data["segments"] = [{**segment, "device": 1 - segment["device"]} for segment in data["segments"]]
+    data["device_traces"].reverse()
+    report = load(saved(tmp_path, data))
+    found = next(one.error for one in (report, *report.devices) if one.device.index == 1)
+    assert found is not None
+    assert "gathers" not in found.elsewhere
+    assert "the part of the batch that cuda:1 got took the most" in found.elsewhere
+
+
 def test_under_expandable_segments_the_driver_is_asked_for_whole_steps(tmp_path: Path) -> None:
     for expandable, asked in ((False, 52 * MIB), (True, 60 * MIB)):
         report = load(saved(tmp_path, failing([OWN], expandable=expandable)))

@@ -52,10 +52,13 @@ def elsewhere(loaded: LoadedSnapshot, device: int, event: int) -> str:
     words = f"Reserved on each device then: {figures}."
     if held[device] < _UNEVEN * max(held[other] for other in others):
         return words
-    gathers = any(_DATA_PARALLEL.search(frame.filename) for one in traces[device] for frame in one.frames)
-    if gathers:
+    if not any(_DATA_PARALLEL.search(frame.filename) for one in traces[device] for frame in one.frames):
+        return f"{words} The load is uneven."
+    if device == min(held):
         return f"{words} DataParallel gathers on the first: DistributedDataParallel spreads the load."
-    return f"{words} The load is uneven."
+    return (
+        f"{words} DataParallel runs a replica on each, and the part of the batch that cuda:{device} got took the most."
+    )
 
 
 def _reserved_after(loaded: LoadedSnapshot, device: int, later: Sequence[TraceEvent]) -> int:
