@@ -14,6 +14,7 @@ from gpumem_magic.advice.advise import ChangeOutcome
 from gpumem_magic.advice.answer import Advice
 from gpumem_magic.advice.changes.attention import fused_attention
 from gpumem_magic.advice.changes.batches import accumulation
+from gpumem_magic.advice.changes.compiled import compilation
 from gpumem_magic.advice.changes.gradients import dropped, earlier
 from gpumem_magic.advice.changes.graph import no_graph
 from gpumem_magic.advice.changes.keeping import kept_results
@@ -133,6 +134,9 @@ def test_forwards_are_wrapped() -> None:
     )
     with pytest.raises(Unchangeable, match="stands between"):
         changed(accumulation, LOOP.replace("    loss.back", "    print(x)\n    optimizer.zero_grad()\n    loss.back"))
+    loss = NamedModule("criterion", (), False, False, "MSELoss", has_parameters=False)
+    [text] = changed(compilation, "model = net()\ncriterion = MSELoss()\n", modules=(loss, *seen().modules))
+    assert text == "model = net()\nmodel.compile()\ncriterion = MSELoss()\n"
     [text] = changed(no_graph, "import torch\nfor i in y:\n    out = model(i)\n", ran_backward=False)
     assert text == "import torch\nwith torch.no_grad():\n    for i in y:\n        out = model(i)\n"
     assert changed(no_graph, LOOP) == []

@@ -631,15 +631,32 @@ def interrupted_once(note: Path) -> Iterator[None]:
     thread.join()
 
 
-def test_after_an_interrupt_in_a_trial_the_notebook_is_as_before(book: Notebook, tmp_path: Path) -> None:
+@pytest.mark.parametrize("flags", ["--fit n=1..64", "--advise"])
+def test_after_an_interrupt_in_a_trial_the_notebook_is_as_before(flags: str, book: Notebook, tmp_path: Path) -> None:
+    """With a file of its own, and a process that it started."""
     book.cell("kept = torch.ones(1024, 1024, device='cuda')\nn = 'mine'")
     machine = gpu.current()
     assert machine is not None
     namespace, segments = dict(book.shell.user_ns), machine.devices[0].segments()
-    cell = f"n = 4\nkept = torch.ones(n, 1 << 20, device='cuda')\nopen({str(tmp_path / 'note')!r}, 'w').write('here')\n"
-    with interrupted_once(tmp_path / "note"):
-        said = book.cell(f"%%gpumem --fit n=1..64 -q -o answer\n{cell}import time\ntime.sleep(1000)")
+    note = tmp_path / "note"
+    cell = f"""
+import multiprocessing, pathlib, time
+n = 4
+kept = torch.ones(n, 1 << 20, device="cuda")
+torch.save(n, {str(tmp_path / "saved.pt")!r})
+child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(1000,))
+child.start()
+pathlib.Path({str(note)!r}).write_text(str(child.pid))
+time.sleep(1000)
+"""
+    with interrupted_once(note):
+        said = book.cell(f"%%gpumem {flags} -q -o answer\n{cell}")
     assert "KeyboardInterrupt" in said
+    deadline = time.monotonic() + 300
+    while _is_running(int(note.read_text())):
+        assert time.monotonic() < deadline, "the trial's own process still runs"
+        time.sleep(0.01)
+    assert not (tmp_path / "saved.pt").exists()
     changed = {name for name, value in book.shell.user_ns.items() if namespace.get(name) is not value}
     assert not {name for name in changed if not name.startswith("_")} - {"In", "Out"}
     assert machine.devices[0].segments() == segments

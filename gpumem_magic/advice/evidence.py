@@ -14,6 +14,7 @@ from gpumem_magic.attribution.view import DeviceView
 from gpumem_magic.looks.objects import attribute, inherits, is_a, name_of_class
 from gpumem_magic.looks.tensors import (
     MODULES,
+    PARAMETERS,
     is_module,
     is_optimizer,
     is_parameter,
@@ -50,6 +51,7 @@ class NamedModule:
     recomputes: bool
     normalizes_batches: bool
     kind: str
+    has_parameters: bool = True
 
 
 @dataclass(frozen=True)
@@ -144,9 +146,9 @@ def _named(name: str, module: torch.nn.Module) -> NamedModule:
     recomputes = any("gradient_checkpointing_enable" in vars(kind) for kind in type(module).__mro__) and bool(
         getattr(type(module), "supports_gradient_checkpointing", False)
     )
-    return NamedModule(
-        name, tuple(linears), recomputes, any(_normalizes(one) for _, one in inner), name_of_class(type(module))
-    )
+    normalizes = any(_normalizes(one) for _, one in inner)
+    has_parameters = any(table(one, PARAMETERS) for _, one in inner)
+    return NamedModule(name, tuple(linears), recomputes, normalizes, name_of_class(type(module)), has_parameters)
 
 
 def _classes(name: str, root: torch.nn.Module, by_module: Counter[str]) -> list[ModuleClass]:

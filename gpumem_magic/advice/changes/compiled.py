@@ -15,7 +15,8 @@ _LEAST = 0.1
 def compilation(seen: Evidence, draft: CellDraft) -> Iterator[Proposal]:
     if max(seen.share("activations"), seen.share("temporaries")) < _LEAST:
         return
-    for module in seen.modules:
+    # (A loss alone is a few operators: what it could save is in the model before it.)
+    for module in (one for one in seen.modules if one.has_parameters):
         yield Proposal(f"{module.name}.compile()", ROUNDING, partial(_compile_in_place, module.name))
 
 
