@@ -54,21 +54,29 @@ def reference_cycle(scene: Scene) -> Iterator[Cause]:
     names = sorted(held, key=lambda name: -size_of(held[name]))
     ways = [found["way"] for name in names if (found := _CYCLE.match(name))]
     told = f": {', '.join(ways[:2])}{', ...' if len(ways) > 2 else ''}" if ways else ""
-    backs = (way.rpartition(" -> ")[0].rpartition(" -> ")[2] for way in ways if "." in way)
-    # A long way is cut in its middle.
-    back = next((one for one in backs if one != "..."), "")
-    breaks = (
-        f" (make `{back}` a `weakref.ref`, or set it to None when done)"
-        if back
-        else " (a `weakref.ref` in place of one link)"
-    )
+    breaks = next(filter(None, map(_breaking, ways)), "a `weakref.ref` in place of one link")
     yield Cause(
         "reference_cycle",
         f"{human(size_of(everything))} is held only by reference cycles{told}. No name refers to it, and Python's "
         "garbage collector runs on its own schedule, not when the device is full.",
-        f"`%gpumem_free cycles` frees it; without the cycle{breaks}, it would be freed at once.",
+        f"`%gpumem_free cycles` frees it; without the cycle ({breaks}), it would be freed at once.",
         size_of(everything),
     )
+
+
+def _breaking(way: str) -> str:
+    """How the last link of a cycle would not be there; "" where it is not told. A long way is cut in its middle."""
+    *before, back, _ = ["", *way.split(" -> ")]
+    if "." not in back or back == "...":
+        return ""
+    kind, _, name = back.rpartition(".")
+    if kind == "method" and "." in before[-1]:
+        return (
+            f"`{before[-1]}` is a method of the object that holds it: keep its name, and look it up when it is called"
+        )
+    if kind.endswith("Backward"):
+        return f"in `forward`, `ctx.save_for_backward` in place of `ctx.{name}`"
+    return f"make `{back}` a `weakref.ref`, or set it to None when done"
 
 
 def freed_nothing(scene: Scene) -> Iterator[Cause]:
