@@ -54,6 +54,12 @@ lazy = [Lazy() for _ in range(6)]
 GUILTY = [
     # https://github.com/pytorch/pytorch/issues/9669 and the "My model reports OOM" FAQ: losses kept with their graphs
     Case("kept_graphs", (TRAIN, "losses = []\nfor _ in range(4):\n    losses.append(model(x).mean())"), "`losses`"),
+    # The last of two has a name of its own, and training has begun again.
+    Case(
+        "kept_graphs",
+        (TRAIN, "model(x).mean().backward()\nkept = []\nfor _ in range(2):\n    out = model(x)\n    kept.append(out)"),
+        "`kept`",
+    ),
     Case("kept_graphs", (TRAIN, "total = 0\nfor _ in range(4):\n    total = total + model(x).mean()"), "`total`"),
     Case("kept_graphs", (TRAIN, "log = {}\nfor i in range(4):\n    log[i] = model(x).mean()"), "`log`"),
     # pytorch/pytorch#20275: memory rises with each iteration, as results stay on the device

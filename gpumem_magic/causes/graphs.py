@@ -6,6 +6,7 @@ import re
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from gpumem_magic.causes.libraries import clearing_hook
 from gpumem_magic.causes.model import LEAST, Iteration, Scene
@@ -42,22 +43,22 @@ _A_NUMBER = 16
 def graphs_alive(scene: Scene) -> Iterator[Cause]:
     """What keeps the graphs of several iterations: a list of losses, a running total of them, a state that is carried along."""
     graphs = [one for one in scene.held if one.kind == "graph" and scene.holdings.roots[one.roots[0]].kind in _NAMES]
-    counted = [(one, _graphs_of(scene, one)) for one in spots(graphs)]
+    told_apart = [one if _graphs_of(scene, one) >= 2 else _with_shared(scene, one, graphs) for one in spots(graphs)]
+    counted = [(one, _graphs_of(scene, one)) for one in told_apart]
     found = [one for one, count in counted if count >= 2]
     if not found:
         return
     main = found[0]
     count = max(count for one, count in counted if one in found)
     freed = detach(scene, found)
-    others: list[str] = []
     theirs = {one.address for one in scene.holdings.freed_without("graph") if one.device == scene.device}
     all_of_it = size_of(one for spot in found for one in spot.held if one.address in theirs)
     if 2 * freed < all_of_it:
         # Others reach the same graph: all have to let go.
         freed = all_of_it
-        numbers = {number for one in main.held for number in one.roots}
-        roots = [scene.holdings.roots[number] for number in sorted(numbers)]
-        others = [root.name for root in roots if root.kind == "variable" and root.name != main.root]
+        others = _other_names(scene, main, main.held)
+    else:
+        others = _other_names(scene, main, [one for one in main.held if not base(one).startswith(main.root)])
     if freed < LEAST:
         return
     place = added(scene, main)
@@ -91,6 +92,25 @@ def graphs_alive(scene: Scene) -> Iterator[Cause]:
     )
 
 
+def _with_shared(scene: Scene, spot: Spot, graphs: Sequence[Held]) -> Spot:
+    """With what a list reaches, too, though it goes by a variable's name: of the results that it keeps, the last one."""
+    number, roots = scene.holdings.number(spot.root), scene.holdings.roots
+    if spot.container is None or number is None:
+        return spot
+    shared = [
+        one
+        for one in graphs
+        if number in one.roots and one not in spot.held and all(roots[each].kind == "variable" for each in one.roots)
+    ]
+    return replace(spot, place=spot.container.place, held=(*spot.held, *shared)) if shared else spot
+
+
+def _other_names(scene: Scene, main: Spot, held: Sequence[Held]) -> list[str]:
+    """The variables that reach these besides the place's own."""
+    roots = [scene.holdings.roots[number] for number in sorted({number for one in held for number in one.roots})]
+    return [root.name for root in roots if root.kind == "variable" and root.name != main.root]
+
+
 def _graphs_of(scene: Scene, spot: Spot) -> int:
     """How many iterations' graphs a place keeps: of training's, or of the loop in which they were made; in a loop that nobody
     sees, as many as the place has parts, each of a forward of its own."""
@@ -117,6 +137,8 @@ def _detaching(scene: Scene, spot: Spot, place: Written | None, others: list[str
     now = ""
     if root is not None and not others and spot.place == spot.root:
         now = f"; for now {detach_words(root.name, root.type)} frees {human(freed)}"
+    elif (code := _detached_by_name(scene, spot, others)) is not None:
+        now = f"; for now `{code}` frees {human(freed)}"
     elif others:
         names = [spot.place, *others]
         now = f"; detaching {', '.join(map(quoted, names[:4]))} frees {human(freed)}"
@@ -126,6 +148,17 @@ def _detaching(scene: Scene, spot: Spot, place: Written | None, others: list[str
         return f"Put `{what}.detach()` there{value}{now}."
     goes = "goes into" if spot.container is not None else "is given to"
     return f"`.detach()` what {goes} {quoted(spot.place)}{' (`.item()` for a number)' if numbers else ''}{now}."
+
+
+def _detached_by_name(scene: Scene, spot: Spot, others: list[str]) -> str | None:
+    """What detaches a list and the tensors in it that have names of their own; None where others reach the graphs."""
+    types = {root.name: root.type for root in scene.holdings.roots if root.kind == "variable"}
+    if spot.place != spot.root or types.get(spot.root) not in ("list", "dict") or not others:
+        return None
+    if any(types[name] != "Tensor" for name in others):
+        return None
+    code = [detach_words(name, types[name]) for name in (spot.root, *others)]
+    return "; ".join(words.strip("`") for words in code)
 
 
 def _keeps_numbers(scene: Scene, spot: Spot) -> bool:

@@ -53,7 +53,8 @@ def card(
 
 def page(body: str) -> str:
     """A report on a page of its own."""
-    return f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>GPU memory</title>\n<body>{body}</body></html>\n'
+    head = '<meta charset="utf-8"><meta name="color-scheme" content="light dark"><title>GPU memory</title>'
+    return f'<!doctype html>\n<html lang="en">{head}\n<body>{body}</body></html>\n'
 
 
 def _ranks(found: Ranks) -> str:
