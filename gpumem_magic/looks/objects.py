@@ -129,7 +129,12 @@ def attribute(thing: object, name: str) -> Any:
 def items(table: Any) -> list[tuple[Any, Any]]:
     """The entries of a dictionary, or of names that we collected ourselves; none for anything else."""
     if is_a(table, dict):
-        return list(dict.items(table))
+        while True:
+            try:
+                return list(dict.items(table))
+            except RuntimeError:
+                # Python collected as it made the pairs, and what it collected has left the dictionary, or come into it.
+                continue
     return list(table.items()) if _is_ours(table) else []
 
 

@@ -18,7 +18,16 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from gpumem_magic.looks import tensors
-from gpumem_magic.looks.objects import attribute, attributes, entries_of_class, entry, is_a, module_of_class, text
+from gpumem_magic.looks.objects import (
+    attribute,
+    attributes,
+    entries_of_class,
+    entry,
+    is_a,
+    items,
+    module_of_class,
+    text,
+)
 from gpumem_magic.owners import autograd
 from gpumem_magic.owners.model import Root
 
@@ -368,7 +377,7 @@ def users_modules() -> Iterator[tuple[str, types.ModuleType]]:
     global _loaded, _users
     loaded = list(map(id, sys.modules.values()))
     if loaded != _loaded:
-        found = [key for key, module in list(sys.modules.items()) if type(key) is str and is_users_module(module)]
+        found = [key for key, module in items(sys.modules) if type(key) is str and is_users_module(module)]
         _loaded, _users = loaded, found
     for name in _users:
         module = sys.modules.get(name)

@@ -20,6 +20,8 @@ from typing import Any
 import state
 
 OWN = f"{os.sep}gpumem_magic{os.sep}"
+# PyTorch's, in which gradients are switched off and on again.
+SWITCHES = (f"autograd{os.sep}grad_mode.py", f"utils{os.sep}_contextlib.py", f"optim{os.sep}optimizer.py")
 _SECOND = (OWN, f"{os.sep}torch{os.sep}", "contextlib.py")
 # What a working session says of a cell that takes 4 MiB.
 CHECK = "%%gpumem -q -o _report --device T4\nimport torch\n_kept = torch.empty(2**20, device='cuda')"
@@ -120,11 +122,11 @@ def left_over(shell: Any, before: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def ours(found: dict[str, Any], request: dict[str, Any]) -> dict[str, Any]:
-    """What is left over without what IPython and PyTorch leave there by themselves."""
+def ours(found: dict[str, Any], request: dict[str, Any], within: list[str]) -> dict[str, Any]:
+    """What is left over without what IPython and PyTorch leave there by themselves. within: the files of the innermost frames."""
     is_second = len(request.get("interrupt", ())) == 2 or "second" in request
-    if is_second and "torch" in found:
-        # `no_grad` ends in Python: where a second Ctrl-C comes just then, gradients stay off.
+    if (is_second or any(name.endswith(SWITCHES) for name in within)) and "torch" in found:
+        # `no_grad`, and an optimizer's step, end in Python: where a Ctrl-C comes just then, gradients stay off.
         was, now = found["torch"]
         if now == {**was, "grad": False}:
             del found["torch"]
@@ -160,6 +162,7 @@ def run(shell: Any, request: dict[str, Any], bearings: dict[str, Any], run_cell:
         shell.run_cell(cell, store_history=True)
     tracer = AtLine(request["line"], request.get("second")) if "line" in request else None
     found: dict[str, Any] = {"landed": False, "troubles": []}
+    within: list[str] = []
     ready = Path(request["result"] + ".ready")
     try:
         try:
@@ -173,6 +176,7 @@ def run(shell: Any, request: dict[str, Any], bearings: dict[str, Any], run_cell:
                 error = result.error_in_exec or result.error_before_exec
                 found["landed"] = isinstance(error, KeyboardInterrupt)
                 found["error"] = type(error).__name__
+                within = [one.filename for one in traceback.extract_tb(error.__traceback__)[-2:]] if error else []
             except (KeyboardInterrupt, asyncio.CancelledError):
                 found.update(landed=True, error="left the shell")
             except Exception as error:
@@ -200,10 +204,10 @@ def run(shell: Any, request: dict[str, Any], bearings: dict[str, Any], run_cell:
         ("%gpumem_auto off", lambda: _magic(shell, "gpumem_auto", "off")),
         ("%gpumem_watch stop", _stop_watch),
         ("%gpumem_device off", lambda: _magic(shell, "gpumem_device", "off")),
-        ("state", lambda: ours(left_over(shell, before), request)),
+        ("state", lambda: ours(left_over(shell, before), request, within)),
         ("next cell", lambda: _next_cell(shell)),
         ("%gpumem_device off again", lambda: _magic(shell, "gpumem_device", "off")),
-        ("state again", lambda: ours(left_over(shell, before), request)),
+        ("state again", lambda: ours(left_over(shell, before), request, within)),
         ("%unload_ext", lambda: shell.extension_manager.unload_extension("gpumem_magic")),
         ("names in builtins", lambda: [name for name in dir(builtins) if "gpumem" in name]),
     ]  # fmt: skip

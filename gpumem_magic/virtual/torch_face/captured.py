@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from gpumem_magic.looks import objects
 from gpumem_magic.patching import Patches
 from gpumem_magic.private import aten as _aten
 from gpumem_magic.virtual.operators.factories import Factories
@@ -84,11 +85,11 @@ def _functions(patches: Patches) -> list[tuple[str, Any, Any]]:
 def _exchange(pairs: list[tuple[Any, Any]]) -> None:
     """Every name in a loaded module, not of PyTorch's or of this package, that means the first of a pair means the second."""
     by_id = {id(old): (old, new) for old, new in pairs}
-    for key, module in list(sys.modules.items()):
+    for key, module in objects.items(sys.modules):
         names = getattr(module, "__dict__", None)
         if type(names) is not dict or key.partition(".")[0] in ("torch", "gpumem_magic"):
             continue
         # Nearly every module has none of them, which is seen without a step of Python's for each of its names.
         values = list(names.values())
         if not by_id.keys().isdisjoint(map(id, values)):
-            names.update({name: by_id[id(value)][1] for name, value in list(names.items()) if id(value) in by_id})
+            names.update({name: by_id[id(value)][1] for name, value in objects.items(names) if id(value) in by_id})

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from gpumem_magic.looks import objects
 from gpumem_magic.patching import Patches
 from gpumem_magic.virtual.engine import values
 from gpumem_magic.virtual.engine.engine import Engine
@@ -194,7 +195,7 @@ def _process_groups(patches: Patches) -> None:
 
 def everywhere(patches: Patches, module: Any, makers: Mapping[str, Callable[[Any], Any]]) -> None:
     """Replaces functions of PyTorch's `module`, for which its other modules have names of their own (device meshes do)."""
-    others = [other for place, other in list(sys.modules.items()) if place.startswith("torch.distributed")]
+    others = [other for place, other in objects.items(sys.modules) if place.startswith("torch.distributed")]
     for name, make in makers.items():
         original = getattr(module, name)
         replacement = make(original)

@@ -1,0 +1,31 @@
+"""Looks at the program's objects, whatever happens meanwhile."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+from gpumem_magic.looks.objects import items
+
+
+def test_a_dictionary_that_changes_as_garbage_is_collected_is_read() -> None:
+    table: dict[Any, int] = {number: number for number in range(3000)}
+
+    class Leaves:
+        def __init__(self) -> None:
+            self.itself = self
+
+        def __del__(self) -> None:
+            table[len(table)] = 0
+
+    before = gc.get_threshold()
+    gc.collect()
+    for _ in range(3):
+        Leaves()
+    gc.set_threshold(50, 1, 1)
+    try:
+        found = items(table)
+    finally:
+        gc.set_threshold(*before)
+    assert len(found) in (3000, 3003)
+    assert found[:3000] == [(number, number) for number in range(3000)]
