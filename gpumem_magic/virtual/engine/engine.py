@@ -165,7 +165,8 @@ class Engine:
             placement.module = module
 
     def locate(self, tensor: Any) -> tuple[int, int] | None:
-        """(device index, address) of the tensor's storage (of a sparse tensor's values), None for host tensors and empty ones."""
+        """(device index, address) of the tensor's storage (of a sparse tensor's values), None for host tensors and empty ones, and
+        for those that `torch.func` wraps around others."""
         if is_a(tensor, VirtualTensor):
             if attribute(tensor, "fake_mode") is not self.fake:
                 return None
@@ -175,7 +176,10 @@ class Engine:
         with self.lock, tensors.no_functions(), tensors.no_dispatch():
             if tensors.is_sparse(tensor):
                 tensor = tensors.sparse_parts(tensor)[1]
-            placement = self.table.find(tensors.storage(tensor))
+            try:
+                placement = self.table.find(tensors.storage(tensor))
+            except RuntimeError:
+                return None
         return (placement.device, placement.address) if placement is not None and placement.nbytes else None
 
     def record_stream(self, tensor: VirtualTensor, stream: Any) -> None:
