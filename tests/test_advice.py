@@ -334,6 +334,24 @@ def test_what_grows_is_run_to_its_end_and_what_keeps_it_is_changed() -> None:
             assert other.measured(found.best.code).peak.allocated == found.best.need.allocated
 
 
+def test_a_loop_that_only_prepares_is_never_cut_short() -> None:
+    """It has more turns than iterations are wanted."""
+    code = (
+        f"""
+model = nn.Sequential(*[nn.Linear(512, 512) for _ in range({2 * MOST_ITERATIONS})]).cuda()
+for parameter in model[:-1].parameters():
+    parameter.requires_grad = False
+optimizer = torch.optim.Adam(model.parameters())
+x = torch.randn(3072, 512, device="cuda")
+"""
+        + LOOP
+    )
+    with notebook(SMALL) as book:
+        book.cell("%%gpumem --advise -o advice\n" + code)
+        base = book.shell.user_ns.pop("advice").found.base
+        assert base.need.allocated == book.measured(code).peak.allocated
+
+
 def test_one_line_for_what_cannot_be_advised() -> None:
     with notebook(SMALL) as book:
         assert "no cell has run yet" not in book.cell("%gpumem_advise")  # its setup ran

@@ -59,8 +59,10 @@ class TrialLimit(IterationLimit):
         self._loops: dict[Key, _Loop] = {}
         self._heads = self._heads_at_step = 0
         self._is_a_librarys = False
-        # What was held after each step; before any, at the head of each turn of the cell's last loop.
+        # What was held after each step, or at the head of each turn of a loop of the cell's that makes none.
         self._held: list[int] = []
+        # Where the allocators' work stood when that loop began; None while steps are counted.
+        self._begun: int | None = None
         # What each iteration still added when it was ended, in bytes.
         self.growing = 0
         # Whether what follows in a call was not run.
@@ -73,6 +75,9 @@ class TrialLimit(IterationLimit):
 
     def _at_most(self, count: int) -> bool:
         if not super()._at_most(count):
+            return False
+        if self._begun is not None and self._further.events - self._begun < CHEAP_EVENTS:
+            # It may be what freezes parameters, or fills a list: cut short, it would make another program.
             return False
         half = len(self._held) // 2
         before = max(self._held[:half], default=0)
@@ -92,8 +97,9 @@ class TrialLimit(IterationLimit):
 
     def should_end(self, loop: Statement, iteration: tuple[int, ...], steps_expected: bool) -> bool:
         if self._most is not None:
-            if not self.steps and len(iteration) == 1:
+            if len(iteration) == 1 and self.steps == self._at_start.get(loop.index, 0):
                 if iteration[0] == 1:
+                    self._begun = self._further.events
                     self._held.clear()
                 self._note_held()
             return super().should_end(loop, iteration, steps_expected)
@@ -138,7 +144,8 @@ class TrialLimit(IterationLimit):
         before = self.steps
         super()._stepped(optimizer, args, kwargs)
         if self.steps > before:
-            if not before:
+            if self._begun is not None:
+                self._begun = None
                 self._held.clear()
             self._note_held()
             self._is_a_librarys = self._heads == self._heads_at_step
