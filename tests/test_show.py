@@ -559,7 +559,7 @@ def test_a_part_of_a_category_without_a_name_is_called_a_part() -> None:
         TensorGroup(50 * MIB, 4, "gradients"),
     ]
     told = in_words(groups, {"parameters": 2224 * MIB, "gradients": 50 * MIB})
-    assert told == "1,200 MiB are parameters of `net`; 1,024 of the 2,224 MiB of parameters"
+    assert told == "1,200 MiB are parameters of `net`; 1,024 MiB are parameters (of 2,224 MiB in all)"
 
 
 def test_json_on_standard_output_is_all_that_is_there(

@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
+import gpumem_magic
 from gpumem_magic.virtual import gpu
 
 KIB = 1 << 10
@@ -226,7 +227,10 @@ def test_functional_transforms() -> None:
     def loss(params: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return F.mse_loss(torch.func.functional_call(layer, params, (x,)), y)
 
-    each = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0, 0))(parameters, rand(8, 4), rand(8, 2))
+    with gpumem_magic.measure() as measured:
+        each = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0, 0))(parameters, rand(8, 4), rand(8, 2))
+    assert measured.report is not None
+    assert not [note for note in measured.report.notes if "failed" in note]
     assert each["weight"].shape == (8, 2, 4)
     assert torch.func.jacrev(torch.sin)(rand(3)).shape == (3, 3)
     assert torch.func.hessian(lambda x: (x**3).sum())(rand(3)).is_cuda

@@ -75,7 +75,7 @@ def _breaking(way: str) -> str:
             f"`{before[-1]}` is a method of the object that holds it: keep its name, and look it up when it is called"
         )
     if kind.endswith("Backward"):
-        return f"in `forward`, `ctx.save_for_backward` in place of `ctx.{name}`"
+        return f"`ctx.save_for_backward` in `forward`, `ctx.saved_tensors` in `backward`, in place of `ctx.{name}`"
     return f"make `{back}` a `weakref.ref`, or set it to None when done"
 
 

@@ -246,7 +246,7 @@ def _words(members: Sequence[TensorGroup], size: int, whole: int) -> str:
     """whole: what their category has, of which a part without a name is told as such."""
     first = members[0]
     if _is_nameless(members) and amount(whole) != amount(size) and whole > size:
-        return f"{_part(size, whole)} of {LABELS[first.category]}"
+        return f"{amount(size)} are {LABELS[first.category]} (of {amount(whole)} in all)"
     if first.category in OF_A_MODEL:
         link = ", kept by" if re.search(r"[.\[]", first.kept_by) else " of"
         of = f"{link} `{first.kept_by}`" if first.kept_by else ""
@@ -265,13 +265,6 @@ def _words(members: Sequence[TensorGroup], size: int, whole: int) -> str:
 
 def _shape(shape: Sequence[int]) -> str:
     return f"({', '.join(map(str, shape))}{',' if len(shape) == 1 else ''})"
-
-
-def _part(size: int, whole: int) -> str:
-    """``1,024 of the 2,048 MiB``, or both with their units where these differ."""
-    said, all_ = amount(size), amount(whole)
-    number, _, unit = said.partition(" ")
-    return f"{number if all_.endswith(f' {unit}') else said} of the {all_}"
 
 
 def _place(members: Sequence[TensorGroup]) -> str:

@@ -165,8 +165,8 @@ class Engine:
             placement.module = module
 
     def locate(self, tensor: Any) -> tuple[int, int] | None:
-        """(device index, address) of the tensor's storage (of a sparse tensor's values), None for host tensors and empty ones, and
-        for those that `torch.func` wraps around others."""
+        """(device index, address) of the tensor's storage (of a sparse tensor's values). None for host tensors, for empty ones,
+        and for those that `torch.func` wraps around others."""
         if is_a(tensor, VirtualTensor):
             if attribute(tensor, "fake_mode") is not self.fake:
                 return None
