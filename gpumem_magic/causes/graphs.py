@@ -142,6 +142,13 @@ def _detaching(scene: Scene, spot: Spot, place: Written | None, others: list[str
     elif others:
         names = [spot.place, *others]
         now = f"; detaching {', '.join(map(quoted, names[:4]))} frees {human(freed)}"
+    meant = scene.program.calls("grad", "create_graph")
+    if meant and place is not None and place.statement.count(spot.root) > 1:
+        # Inner steps, of which a later backward may want the gradients: without a graph, the next one needs leaves.
+        return (
+            f"`create_graph=True` ({meant[0].words}) keeps them for a backward through all of these steps. Where none follows, "
+            f"leave it out, and carry on `.detach().requires_grad_()`{now}."
+        )
     numbers = _keeps_numbers(scene, spot)
     if place is not None and spot.holds_directly and (what := put_into(place.statement)):
         value = f" (or `{what}.item()`, if its value is all you need)" if numbers else ""

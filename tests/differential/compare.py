@@ -72,6 +72,8 @@ def without_first_lines(value: Any) -> Any:
 def without_first_line(text: str) -> str:
     """A cell's first line is the magic in one run and a comment in the other; also where a value holds what was typed."""
     text = re.sub(r"(?<=['\"])(%%gpumem[^\n\\]*|#)\\+n", "", text)
+    # (As `cgitb` writes it.)
+    text = re.sub(r"(?<=\b1</small>&nbsp;)(#|%%gpumem[^<]*)(?=<br>)", "", text)
     text = re.sub(r"(<|&lt;)ipython-input-(\d+)-[0-9a-f]+(>|&gt;)", r"\1ipython-input-\2\3", text)
     text = re.sub(r"\bat 0x[0-9A-Fa-f]+", "at 0x", text)
     return MARGIN.sub("", re.sub(r"^dict\('version': \d+", "dict('version': 0", text))
@@ -145,6 +147,7 @@ OPENS = re.compile(r"mkstemp|os\.(open|dup|pipe)|fileno")
 POOLED = re.compile(r"asyncio_\d+|ThreadPoolExecutor-\d+_\d+")
 
 
+TURNED_OFF = re.compile(r"(Cells were not recorded\.|The virtual [\w -]+ is off, and PyTorch is as before\.)\\+n")
 HIDDEN = re.compile(r" *\[\.\.\. skipping hidden \d+ frames?\](\\n)*")
 NOTHING_RAN = "gpumem: nothing ran: the cell has no statement\n"
 # A warning without its place, and the line there.
@@ -222,6 +225,8 @@ def explained(
         or (one.place.endswith("/__warningregistry__") and one.measured == "nothing")
     ):
         return "where a device is on, some of PyTorch's warnings come from a function of the package"
+    if turns_on and TURNED_OFF.search(str(one.measured)) and str(one.plain) == TURNED_OFF.sub("", str(one.measured)):
+        return "the device is off again before what is left is looked at, and a text that is kept may have the words of that"
     if turns_on and str(one.plain) == OWN_FOLDER.sub("", str(one.measured)):
         return "where a device is on, PATH has a folder more"
     if any(UNKEPT.match(cell.strip()) for cell in cells) and one.place.startswith(
