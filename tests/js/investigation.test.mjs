@@ -95,7 +95,7 @@ test("published figures are beside ours only where somebody published some", () 
   const terms = (all, n) => figuresOf(all, n).map(([term]) => term);
   assert.deepEqual(terms(facts(), 0), ["nvidia-smi", "published", "change", "reserved", "allocated"]);
   assert.deepEqual(Object.fromEntries(figuresOf(facts(), 1)), {
-    "nvidia-smi": "400 MiB", published: "390 MiB (ours is +10)", change: "-3 MiB", reserved: "300 MiB", allocated: "200 MiB", "peak inside": "260 MiB",
+    "nvidia-smi": "400 MiB", published: "390 MiB (ours is +10)", change: "-3 MiB", reserved: "300 MiB", allocated: "200 MiB", "peak within": "260 MiB",
   });
   assert.ok(!terms(facts({ steps: [step()] }), 0).includes("published"));
   assert.equal(Object.fromEntries(figuresOf(facts({ steps: [step({ smi: null })] }), 0))["nvidia-smi"], "n/a");
