@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 
 import pytest
+import torch
 from causes_cells import Notebook, notebook
 
 from gpumem_magic.views.text import render
@@ -87,6 +88,29 @@ def test_a_graph_that_several_names_reach_is_told_once_with_all_of_it(book: Note
     (cause,) = [one for one in report.causes if one.name == "kept_graphs"]
     assert cause.bytes >= 0.9 * 4 * 8 * 4096 * 1024 * 4
     assert "losses" in cause.text or "again" in cause.text
+
+
+def test_what_is_said_to_let_go_of_several_graphs_does(book: Notebook) -> None:
+    book.cell(
+        "base = [torch.randn(1024, 1024, device='cuda', requires_grad=True) for _ in range(4)]\n"
+        "support = torch.randn(512, 1024, device='cuda')\n"
+        "def predict(x, weights):\n    for weight in weights:\n        x = torch.tanh(x @ weight)\n    return x"
+    )
+    told = book.measured(
+        "fast = base\nfor _ in range(8):\n    loss = predict(support, fast).pow(2).mean()\n"
+        "    slopes = torch.autograd.grad(loss, fast, create_graph=True)\n"
+        "    fast = [weight - 0.01 * slope for weight, slope in zip(fast, slopes)]"
+    ).answer
+    found = re.search(r"detaching ((?:`\w+`(?:, )?)+) frees ([\d,]+) MiB", told)
+    assert found is not None, told
+    before = torch.cuda.memory_allocated()
+    for name in re.findall(r"`(\w+)`", found[1]):
+        thing = book.shell.user_ns[name]
+        book.shell.user_ns[name] = (
+            thing.detach() if isinstance(thing, torch.Tensor) else [one.detach() for one in thing]
+        )
+    del thing
+    assert (before - torch.cuda.memory_allocated()) >> 20 == int(found[2].replace(",", ""))
 
 
 def test_a_failed_request_is_the_headline_also_where_the_start_was_highest(book: Notebook) -> None:

@@ -26,7 +26,7 @@ from gpumem_magic.causes.places import (
 )
 from gpumem_magic.causes.program import Written, put_into
 from gpumem_magic.owners.holders import detach_words
-from gpumem_magic.owners.model import Held, by_root, size_of
+from gpumem_magic.owners.model import Held, Root, by_root, size_of
 from gpumem_magic.recording.model import BACKWARD, FORWARD, Span
 from gpumem_magic.report.model import Cause
 from gpumem_magic.units import human
@@ -87,9 +87,15 @@ def graphs_alive(scene: Scene) -> Iterator[Cause]:
         "kept_graphs",
         f"{told(found)}{at} {keep} the graphs of {count} iterations alive{also}: {human(freed)} that were saved for "
         f"backward{none}.",
-        _detaching(scene, main, place, others, freed),
+        _detaching(scene, main, place, list(dict.fromkeys([*others, *_roots_beside(scene, found)])), freed),
         freed,
     )
+
+
+def _roots_beside(scene: Scene, found: Sequence[Spot]) -> list[str]:
+    """The variables of the places beside the first: what comes back only comes if these let go as well."""
+    variables = {root.name for root in scene.holdings.roots if root.kind == "variable"}
+    return [one.root for one in found[1:] if one.root in variables and one.root != found[0].root]
 
 
 def _with_shared(scene: Scene, spot: Spot, graphs: Sequence[Held]) -> Spot:
@@ -135,10 +141,8 @@ def _detaching(scene: Scene, spot: Spot, place: Written | None, others: list[str
         now = f"`{spot.place} = {spot.place}.detach()` frees {human(freed)}"
         return f"Add numbers (`.item()`), or `.detach()` what is added; for now {now}."
     now = ""
-    if root is not None and not others and spot.place == spot.root:
-        now = f"; for now {detach_words(root.name, root.type)} frees {human(freed)}"
-    elif (code := _detached_by_name(scene, spot, others)) is not None:
-        now = f"; for now `{code}` frees {human(freed)}"
+    if root is not None and (code := _detached_by_name(scene, spot, root, others)) is not None:
+        now = f"; for now {code} frees {human(freed)}"
     elif others:
         names = [spot.place, *others]
         now = f"; detaching {', '.join(map(quoted, names[:4]))} frees {human(freed)}"
@@ -157,15 +161,18 @@ def _detaching(scene: Scene, spot: Spot, place: Written | None, others: list[str
     return f"`.detach()` what {goes} {quoted(spot.place)}{' (`.item()` for a number)' if numbers else ''}{now}."
 
 
-def _detached_by_name(scene: Scene, spot: Spot, others: list[str]) -> str | None:
-    """What detaches a list and the tensors in it that have names of their own; None where others reach the graphs."""
-    types = {root.name: root.type for root in scene.holdings.roots if root.kind == "variable"}
-    if spot.place != spot.root or types.get(spot.root) not in ("list", "dict") or not others:
+def _detached_by_name(scene: Scene, spot: Spot, root: Root, others: list[str]) -> str | None:
+    """What detaches a variable, or a list and the tensors in it with names of their own; None where others reach the graphs."""
+    if spot.place != spot.root:
         return None
-    if any(types[name] != "Tensor" for name in others):
+    own = detach_words(root.name, root.type)
+    if not others:
+        return own
+    types = {one.name: one.type for one in scene.holdings.roots if one.kind == "variable"}
+    if types.get(spot.root) not in ("list", "dict") or any(types[name] != "Tensor" for name in others):
         return None
-    code = [detach_words(name, types[name]) for name in (spot.root, *others)]
-    return "; ".join(words.strip("`") for words in code)
+    code = [own, *(detach_words(name, "Tensor") for name in others)]
+    return f"`{'; '.join(words.strip('`') for words in code)}`"
 
 
 def _keeps_numbers(scene: Scene, spot: Spot) -> bool:
