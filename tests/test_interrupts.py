@@ -49,7 +49,9 @@ except TooLong:
 
 
 class Interruption:
-    """Raises KeyboardInterrupt in our own code, at the `number`-th place where Python looks for signals; counts them.
+    """A Ctrl-C in our own code, at the `number`-th place where Python looks for signals; counts them.
+
+    It is handed to whoever hears it there: within an operator it waits, as C++ may have no way to pass it on.
 
     only: the names of the functions in which it does so, if not in all.
     """
@@ -80,7 +82,9 @@ class Interruption:
             if event == "opcode" and frame.f_lasti in places:
                 self.count += 1
                 if self.count == self._number:
-                    raise KeyboardInterrupt
+                    hears = signal.getsignal(signal.SIGINT)
+                    assert callable(hears)
+                    hears(signal.SIGINT, frame)
             return stepped
 
         return stepped
