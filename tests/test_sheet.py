@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -53,6 +54,15 @@ def test_history_is_the_waterfall_and_a_table_of_the_same_runs() -> None:
     widths = [sum(map(float, re.findall(r"width:([\d.]+)%", bar))) for bar in made.html().split("gpumem-share")[-3:]]
     assert widths == pytest.approx([100 * 11 / 41, 100, 100 * 40 / 41], abs=0.1)
     assert str(sheet([])) == sheet([]).head == waterfall([])
+
+
+def test_a_column_for_new_peaks_is_there_where_there_are_some() -> None:
+    runs = records()
+    assert any(one.peak is not None for one in runs)
+    low = [replace(one, peak=None) for one in runs]
+    for found, wanted in ((runs, True), (low, False)):
+        assert ("new peak" in waterfall(found)) is ("new peak" in sheet(found).html()) is wanted
+        assert len({len(row) for row in sheet(found).rows}) == 1
 
 
 @pytest.mark.parametrize("fails", [False, True])

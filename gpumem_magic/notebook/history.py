@@ -83,15 +83,16 @@ def waterfall(records: Sequence[CellRecord], left_out: int = 0) -> str:
         return "No cell has been recorded yet."
     scale = max(max(one.before.allocated, one.after.allocated, one.peak or 0) for one in records)
     width = max(len(str(one.number)) for one in records)
-    lines = [f"{'':{width + 3}}{'MiB allocated':<{_TITLE}}{'change':>10}{'after':>10}{'peak':>10}"]
+    raised = any(one.peak is not None for one in records)
+    head = f"{'':{width + 3}}{'MiB allocated':<{_TITLE}}{'change':>10}{'after':>10}"
+    lines = [head + f"{'new peak':>10}" * raised]
     if left_out:
         lines.append(f"{left_out:,} earlier runs are left out.")
     seen: dict[str, CellRecord] = {}
     for one in records:
         title = one.title if len(one.title) < _TITLE else f"{one.title[: _TITLE - 2]}…"
         change = f"{mib(one.change, signed=True)}" if abs(one.change) >= MIB / 2 else "0"
-        peak = "" if one.peak is None else mib(one.peak)
-        figures = f"{change:>10}{mib(one.after.allocated):>10}{peak:>10}"
+        figures = f"{change:>10}{mib(one.after.allocated):>10}" + f"{_new_peak(one):>10}" * raised
         line = f"[{one.number:>{width}}] {title:<{_TITLE}}{figures}  {_bar(one, scale)}"
         notes = [word for word in (one.error, added(seen.get(one.key), one)) if word]
         lines.append(line.rstrip())
@@ -108,14 +109,15 @@ def sheet(records: Sequence[CellRecord], left_out: int = 0) -> Sheet:
     text = waterfall(records, left_out)
     if not records:
         return Sheet(text)
-    rows = [("cell", "change", "after", "peak", "", "")]
+    raised = any(one.peak is not None for one in records)
+    rows = [("cell", "change", "after", *["new peak"] * raised, "", "")]
     bars = []
     seen: dict[str, CellRecord] = {}
     for one in records:
         notes = [word for word in (one.error, added(seen.get(one.key), one)) if word]
-        peak = "" if one.peak is None else mib(one.peak)
         change = mib(one.change, signed=True) if abs(one.change) >= MIB / 2 else "0"
-        rows.append((f"[{one.number}]", change, mib(one.after.allocated), peak, one.title, "; ".join(notes)))
+        figures = (change, mib(one.after.allocated), *[_new_peak(one)] * raised)
+        rows.append((f"[{one.number}]", *figures, one.title, "; ".join(notes)))
         low, high = sorted((one.before.allocated, one.after.allocated))
         moved = (CAME if one.change > 0 else WENT, high - low)
         bars.append(((THERE, low), moved, (HIGHEST, max(0, (one.peak or 0) - high))))
@@ -124,7 +126,12 @@ def sheet(records: Sequence[CellRecord], left_out: int = 0) -> Sheet:
     if left_out:
         head += f"\n{left_out:,} earlier runs are left out."
     whole = max(sum(size for _, size in bar) for bar in bars)
-    return Sheet(head, rows, range(1, 4), code=(4,), bars=bars, whole=whole, text=text)
+    title = 3 + raised
+    return Sheet(head, rows, range(1, title), code=(title,), bars=bars, whole=whole, text=text)
+
+
+def _new_peak(one: CellRecord) -> str:
+    return "" if one.peak is None else mib(one.peak)
 
 
 def _bar(one: CellRecord, scale: int) -> str:
