@@ -12,6 +12,7 @@ from causes_cells import Notebook, notebook
 import gpumem_magic
 from gpumem_magic.advice.advise import ChangeOutcome
 from gpumem_magic.advice.answer import Advice
+from gpumem_magic.advice.changes.adapters import lora
 from gpumem_magic.advice.changes.attention import fused_attention
 from gpumem_magic.advice.changes.batches import accumulation
 from gpumem_magic.advice.changes.compiled import compilation
@@ -55,6 +56,23 @@ def changed(idea: Any, code: str, **more: Any) -> list[str]:
 
 
 # ---- text
+
+
+def test_adapters_are_made_below_their_import_and_where_an_optimizer_of_theirs_follows() -> None:
+    module = NamedModule("model", ("first", "last"), False, False, "Sequential")
+    make = "optimizer = torch.optim.Adam(model.parameters())\n"
+    (text,) = changed(lora, f"import torch\nmodel = Net()\n{make}{LOOP}", modules=(module,), optimizers=("optimizer",))
+    assert text.splitlines()[:4] == [
+        "from peft import LoraConfig, get_peft_model",
+        "import torch",
+        "model = Net()",
+        'model = get_peft_model(model, LoraConfig(r=8, target_modules=["first", "last"]))',
+    ]
+    # The model is from a cell before: both come first, the import above.
+    (text,) = changed(lora, f"{make}{LOOP}", modules=(module,), optimizers=("optimizer",))
+    assert [line.split()[0] for line in text.splitlines()[:3]] == ["from", "model", "optimizer"]
+    with pytest.raises(Unchangeable, match="`optimizer` was made before this cell"):
+        changed(lora, LOOP, modules=(module,), optimizers=("optimizer",))
 
 
 @pytest.mark.parametrize(

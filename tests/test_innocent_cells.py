@@ -69,9 +69,10 @@ def test_no_fault_is_found(book: Notebook, title: str, cells: list[str]) -> None
             for number, cell in enumerate(cells):
                 report = book.measured(cell)
                 assert report.error is None, (number, report.error)
-                assert report.peak.allocated, number
                 blamed = set(names(report)) - DESCRIBING
                 assert not blamed, (number, [one for one in report.causes if one.name in blamed])
+            # (A first one may have nothing but definitions.)
+            assert report.peak.allocated
     finally:
         book.cell("%gpumem_free out traceback cycles cache")
         gc.collect()

@@ -11,6 +11,7 @@ from gpumem_magic.advice.evidence import Evidence
 from gpumem_magic.advice.proposal import DIFFERENT, RESULTS, Proposal
 from gpumem_magic.advice.trial import CellTrials
 from gpumem_magic.trials.tried import ERROR, MEMORY, Tried
+from gpumem_magic.units import listed
 
 Say = Callable[[str], None]
 """Hears in a few words what is run next."""
@@ -41,7 +42,7 @@ class ChangeOutcome:
 
     @property
     def name(self) -> str:
-        return ", ".join(one.name for one in self.proposals)
+        return listed([one.name for one in self.proposals]) if self.proposals else ""
 
 
 @dataclass(frozen=True)

@@ -110,10 +110,10 @@ class Advice:
         if best is None:
             yield f"No change that was run makes the cell {'smaller' if base.run.fits else f'fit on {card}'}."
         elif best.run.fits and not base.run.fits:
-            yield f"With {best.name} the cell fits on {card} ({of_the_card(best.run)}){self._consequences(best)}."
+            yield f"With {best.name}, the cell fits on {card} ({of_the_card(best.run)}){self._consequences(best)}."
         elif best.run.fits:
             yield (
-                f"With {best.name} nvidia-smi's highest is {human(best.run.used)} instead of "
+                f"With {best.name}, nvidia-smi's highest is {human(best.run.used)} instead of "
                 f"{human(base.run.used)}{self._consequences(best)}."
             )
         else:

@@ -26,6 +26,8 @@ class CellDraft:
             self._starts.append(self._starts[-1] + len(line))
         # (from, to, text): later ones at the same place stand behind earlier ones.
         self._changes: list[tuple[int, int, bytes]] = []
+        # So many of the first are for the top.
+        self._at_top = 0
 
     # ---- reading
 
@@ -128,7 +130,12 @@ class CellDraft:
         body = self.tree.body
         is_first = [isinstance(one, ast.ImportFrom) and one.module == "__future__" for one in body]
         place = body[is_first.count(True)]
+        count = len(self._changes)
         self.before(place, *(line for line in lines if not line.startswith(("import ", "from ")) or line not in known))
+        # Above what else stands before the first statement, whichever came first.
+        here, self._changes[count:] = self._changes[count:], []
+        self._changes[self._at_top : self._at_top] = here
+        self._at_top += len(here)
 
     def with_torch(self) -> None:
         """For changes that mention torch, where the program does not."""

@@ -25,7 +25,7 @@ def element(rows: Sequence[tuple[str, Tried]], device: str, capacity: int) -> st
     if len(rows) < 2:
         return ""
     alt = f"What each of {len(rows) - 1} changes leaves at the peak, by category, on {device}."
-    return as_html(lambda: draw(rows, device, capacity), alt)
+    return as_html(lambda dark: draw(rows, device, capacity, dark=dark), alt)
 
 
 def draw(rows: Sequence[tuple[str, Tried]], device: str, capacity: int, *, dark: bool = False) -> Figure:

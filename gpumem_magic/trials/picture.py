@@ -38,7 +38,7 @@ def element(name: str, across: str | None, cases: Sequence[FitCase]) -> str:
     fitting = [case for case in cases if case.found.best is not None]
     if not fitting:
         return ""
-    return as_html(lambda: draw(name, across, fitting), _in_words(name, across, fitting))
+    return as_html(lambda dark: draw(name, across, fitting, dark=dark), _in_words(name, across, fitting))
 
 
 def draw(name: str, across: str | None, cases: Sequence[FitCase], *, dark: bool = False) -> Figure:

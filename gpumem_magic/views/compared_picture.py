@@ -19,7 +19,7 @@ def element(first: ReportData, second: ReportData, alt: str) -> str:
     """As HTML; "" where neither has anything, or, with a warning, where it cannot be drawn."""
     if not (first.peak.allocated or second.peak.allocated):
         return ""
-    return as_html(lambda: draw(first, second), alt)
+    return as_html(lambda dark: draw(first, second, dark=dark), alt)
 
 
 def draw(first: ReportData, second: ReportData, *, dark: bool = False) -> Figure:

@@ -23,10 +23,13 @@ def one_script(folder: Path, names: Sequence[str]) -> str:
     return "\n".join(_IMPORT.sub("", (folder / name).read_text("utf-8")) for name in names)
 
 
-def image(png: bytes, alt: str, width: int) -> str:
-    """A picture with its data. width: in CSS pixels, at most; it shrinks with the page."""
+def image(png: bytes, alt: str, width: int, dark: bytes = b"") -> str:
+    """A picture with its data. width: in CSS pixels, at most; it shrinks with the page. dark: what the style sheet of reports
+    puts in its place on a dark page."""
     data = base64.b64encode(png).decode("ascii")
     style = f"width:{width}px;max-width:100%;height:auto"
+    if dark:
+        style += f";--gpumem-dark:url(data:image/png;base64,{base64.b64encode(dark).decode('ascii')})"
     return f'<img alt="{escape(alt, quote=True)}" src="data:image/png;base64,{data}" width="{width}" style="{style}"/>'
 
 

@@ -15,7 +15,7 @@ from gpumem_magic.report.model import CATEGORIES, LABELS, OUTSIDE_CATEGORIES
 from gpumem_magic.units import GIB, MIB
 from gpumem_magic.views import figure as bars
 from gpumem_magic.views.pages import CSS_WIDTH, image
-from gpumem_magic.views.palette import Inks
+from gpumem_magic.views.palette import ON_DARK, ON_LIGHT, Inks
 from gpumem_magic.views.pen import patterned
 
 # Of the card: what is less is not seen.
@@ -52,12 +52,14 @@ def without_frame(axes: Any, inks: Inks) -> None:
         axes.spines[side].set_visible(False)
 
 
-def as_html(made: Callable[[], Figure], alt: str) -> str:
-    """The picture as one element; "", with a warning, where it cannot be drawn."""
+def as_html(made: Callable[[bool], Figure], alt: str) -> str:
+    """The picture as one element; "", with a warning, where it cannot be drawn. made: draws it, on a dark page or not."""
     try:
         with matplotlib.style.context("default"):
-            data, _, _ = bars.few_colours(bars.rendered(made(), 160))
+            light, dark = (
+                bars.few_colours(bars.rendered(made(inks.is_dark), 160, inks), inks)[0] for inks in (ON_LIGHT, ON_DARK)
+            )
     except Exception as error:
         warnings.warn(f"gpumem_magic could not draw the picture: {swallowed(error)}", stacklevel=3)
         return ""
-    return f'<div class="gpumem-picture" tabindex="0">{image(data, alt, CSS_WIDTH)}</div>'
+    return f'<div class="gpumem-picture" tabindex="0">{image(light, alt, CSS_WIDTH, dark)}</div>'

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 
-from gpumem_magic.advice.draft import CellDraft
+from gpumem_magic.advice.draft import CellDraft, Unchangeable, names_given
 from gpumem_magic.advice.evidence import Evidence
 from gpumem_magic.advice.proposal import DIFFERENT, Proposal
 
@@ -22,12 +22,16 @@ def lora(seen: Evidence, draft: CellDraft) -> Iterator[Proposal]:
         layers = _targets(module.linears)
         if layers:
             yield Proposal(
-                f"LoRA for {module.name} (peft)", DIFFERENT, partial(_adapt, module.name, layers),
+                f"LoRA for {module.name} (peft)", DIFFERENT, partial(_adapt, module.name, layers, seen.optimizers),
                 but="only the adapters are trained",
             )  # fmt: skip
 
 
-def _adapt(name: str, layers: list[str], draft: CellDraft) -> None:
+def _adapt(name: str, layers: list[str], optimizers: Sequence[str], draft: CellDraft) -> None:
+    given = {found for one in draft.tree.body for found in names_given(one)}
+    for optimizer in optimizers:
+        if optimizer not in given:
+            raise Unchangeable(f"`{optimizer}` was made before this cell, of weights that LoRA would no longer train")
     targets = ", ".join(f'"{layer}"' for layer in layers)
     draft.behind(name, f"{name} = get_peft_model({name}, LoraConfig(r={_RANK}, target_modules=[{targets}]))")
     draft.at_top("from peft import LoraConfig, get_peft_model")
