@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 import ast
-import io
-import logging
-import multiprocessing
 import os
 import re
-import signal
 import subprocess
 import sys
 import tempfile
-import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +17,14 @@ import pytest
 import torch
 from causes_cells import Notebook, notebook
 from IPython.core.inputtransformer2 import TransformerManager
+from left_behind import left_behind
 
 import gpumem_magic
 from gpumem_magic.devices.base import DeviceError
-from gpumem_magic.own_folders import own_folder
-from gpumem_magic.trials import cards, process
+from gpumem_magic.trials import cards
 from gpumem_magic.trials.before_values import untouched
 from gpumem_magic.trials.counting import goes_by_its_count
 from gpumem_magic.trials.foresight import through
-from gpumem_magic.trials.process import NoTrial, in_a_fork
 from gpumem_magic.trials.programs import ScriptProgram
 from gpumem_magic.trials.search import MOST_TRIALS, search
 from gpumem_magic.trials.tried import ERROR, FITS, MEMORY, Tried
@@ -556,146 +548,3 @@ def test_a_scripts_arguments_are_varied(tmp_path: Path) -> None:
     done = subprocess.run([*command, "--on", "T5000"], capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
-
-
-# ---- the processes
-
-
-def left_behind() -> list[str]:
-    """Processes and folders of trials that are still there."""
-    children = Path(f"/proc/self/task/{threading.get_native_id()}/children")
-    found = children.read_text().split() if children.exists() else []
-    own = {str(one.pid) for one in multiprocessing.active_children()}
-    tracker = getattr(sys.modules.get("multiprocessing.resource_tracker"), "_resource_tracker", None)
-    own.add(str(getattr(tracker, "_pid", None)))
-    return [one for one in found if one not in own] + [*map(str, Path(tempfile.gettempdir()).glob("gpumem-trial-*"))]
-
-
-def test_what_a_logger_says_in_a_trial_is_not_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Page(io.StringIO):
-        def write(self, text: str) -> int:
-            with open(tmp_path / "page", "a") as file:
-                return file.write(text)
-
-    page = Page()
-    monkeypatch.setattr(sys, "stderr", page)
-    logger = logging.Logger("a library's")
-    logger.addHandler(logging.StreamHandler(page))
-    in_a_fork(lambda: logger.warning("in the trial"))
-    logger.warning("in the notebook")
-    assert (tmp_path / "page").read_text() == "in the notebook\n"
-
-
-def test_a_process_that_dies_is_one_line_and_leaves_nothing() -> None:
-    with pytest.raises(NoTrial, match="was ended by SIGSEGV"):
-        in_a_fork(lambda: os.kill(os.getpid(), signal.SIGSEGV))
-    with pytest.raises(NoTrial, match="without an answer"):
-        in_a_fork(lambda: os._exit(3))
-    assert in_a_fork(lambda: tempfile.gettempdir()) != tempfile.gettempdir()
-    assert not left_behind()
-
-
-def test_a_folder_goes_with_its_process_however_that_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-
-    def killed() -> None:
-        with own_folder("gpumem-test-") as folder:
-            folder.joinpath("note").write_text("left")
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    process = multiprocessing.get_context("fork").Process(target=killed)
-    process.start()
-    process.join()
-    (left,) = tmp_path.iterdir()
-    with own_folder("gpumem-test-") as living:
-        assert left.exists(), "too young: it may be just being made"
-        for folder in (left, living):
-            os.utime(folder, (0, 0))
-        with own_folder("gpumem-test-") as other:
-            assert set(tmp_path.iterdir()) == {living, other}
-    assert not list(tmp_path.iterdir())
-
-
-@contextmanager
-def interrupted_once(note: Path) -> Iterator[None]:
-    """Ctrl-C once a trial has written its note."""
-
-    def interrupt() -> None:
-        while not (note.exists() and note.read_text()):
-            time.sleep(0.01)
-        os.kill(os.getpid(), signal.SIGINT)
-
-    thread = threading.Thread(target=interrupt, daemon=True)
-    thread.start()
-    yield
-    thread.join()
-
-
-@pytest.mark.parametrize("flags", ["--fit n=1..64", "--advise"])
-def test_after_an_interrupt_in_a_trial_the_notebook_is_as_before(flags: str, book: Notebook, tmp_path: Path) -> None:
-    """With a file of its own, and a process that it started."""
-    book.cell("kept = torch.ones(1024, 1024, device='cuda')\nn = 'mine'")
-    machine = gpu.current()
-    assert machine is not None
-    namespace, segments = dict(book.shell.user_ns), machine.devices[0].segments()
-    note = tmp_path / "note"
-    cell = f"""
-import multiprocessing, pathlib, time
-n = 4
-kept = torch.ones(n, 1 << 20, device="cuda")
-torch.save(n, {str(tmp_path / "saved.pt")!r})
-child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(1000,))
-child.start()
-pathlib.Path({str(note)!r}).write_text(str(child.pid))
-time.sleep(1000)
-"""
-    with interrupted_once(note):
-        said = book.cell(f"%%gpumem {flags} -q -o answer\n{cell}")
-    assert "KeyboardInterrupt" in said
-    deadline = time.monotonic() + 300
-    while _is_running(int(note.read_text())):
-        assert time.monotonic() < deadline, "the trial's own process still runs"
-        time.sleep(0.01)
-    assert not (tmp_path / "saved.pt").exists()
-    changed = {name for name, value in book.shell.user_ns.items() if namespace.get(name) is not value}
-    assert not {name for name in changed if not name.startswith("_")} - {"In", "Out"}
-    assert machine.devices[0].segments() == segments
-    assert not left_behind()
-    book.cell("del kept, n")
-
-
-def test_an_interrupt_ends_the_trial_and_what_it_started(tmp_path: Path) -> None:
-    note = tmp_path / "pid"
-
-    def work() -> None:
-        started = subprocess.Popen(["sleep", "1000"])
-        note.write_text(str(started.pid))
-        started.wait()
-
-    with interrupted_once(note), pytest.raises(KeyboardInterrupt):
-        in_a_fork(work)
-    deadline = time.monotonic() + 300
-    while _is_running(int(note.read_text())):
-        assert time.monotonic() < deadline, "the grandchild still runs"
-        time.sleep(0.01)
-    assert not left_behind()
-
-
-def _is_running(pid: int) -> bool:
-    try:
-        return "Z" not in Path(f"/proc/{pid}/stat").read_text().split(")")[1].split()[:1]
-    except OSError:
-        return False
-
-
-def test_where_there_is_no_fork_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(os, "fork")
-    with pytest.raises(NoTrial, match=r"needs os\.fork"):
-        in_a_fork(lambda: None)
-
-
-def test_a_gpu_in_use_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(process.machines, "virtual", lambda: None)
-    with pytest.raises(NoTrial, match="CUDA is in use"):
-        in_a_fork(lambda: None)

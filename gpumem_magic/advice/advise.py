@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -10,6 +11,7 @@ from gpumem_magic.advice.draft import Unchangeable
 from gpumem_magic.advice.evidence import Evidence
 from gpumem_magic.advice.proposal import DIFFERENT, RESULTS, Proposal
 from gpumem_magic.advice.trial import CellTrials
+from gpumem_magic.trials.process import TookTooLong
 from gpumem_magic.trials.tried import ERROR, MEMORY, Tried
 from gpumem_magic.units import listed
 
@@ -19,6 +21,10 @@ Say = Callable[[str], None]
 _MOST_SETS = 6
 # Of the peak, in bytes: less is nothing saved.
 _LEAST = 1 / 200
+MINUTES = 5
+"""After these no further change is begun."""
+# A changed cell may take longer than the cell as it is: so many times, and a minute in any case.
+_TIMES_LONGER, _SECONDS = 5, 60
 
 
 @dataclass(frozen=True)
@@ -48,44 +54,61 @@ class ChangeOutcome:
 @dataclass(frozen=True)
 class Advised:
     """base: the cell as it is. outcomes: each change by itself, in the order in which they ran. best: the set that is advised,
-    None where nothing helps."""
+    None where nothing helps. too_long: changes that were ended after `seconds`. left_out: those that were not begun any more."""
 
     device: str
     base: ChangeOutcome
     outcomes: tuple[ChangeOutcome, ...]
     best: ChangeOutcome | None
     tried: tuple[Tried, ...]
+    too_long: tuple[str, ...] = ()
+    seconds: float = 0
+    left_out: tuple[str, ...] = ()
 
 
 class CellFails(ValueError):
     """The cell raises something other than out of memory. The text is one line."""
 
 
-def advised(trials: CellTrials, code: str, say: Say) -> Advised:
+def advised(trials: CellTrials, code: str, say: Say, minutes: float = MINUTES) -> Advised:
     """code: the cell as Python. Raises DeviceError, and CellFails."""
     with trials.begun(code) as begun:
-        return _AdviceSearch(begun, code, say).found()
+        return _AdviceSearch(begun, code, say, minutes).found()
 
 
 class _AdviceSearch:
-    def __init__(self, trials: CellTrials, code: str, say: Say) -> None:
+    def __init__(self, trials: CellTrials, code: str, say: Say, minutes: float) -> None:
         self.trials, self.code, self.say = trials, code, say
         self.tried: list[Tried] = []
+        self._begun = time.monotonic()
+        self._until = self._begun + 60 * minutes
+        # What bounds a changed cell's run, once the cell as it is has been run: `CellTrials.run` says which.
+        self._last: int | None = None
+        self._seconds: float | None = None
+        self._place = ""
+        self._too_long: list[str] = []
 
     def found(self) -> Advised:
         base, seen = self._base()
         self.base = base
-        outcomes = []
-        for one in proposals(seen, self.code):
-            outcome = self._outcome([one])
-            if outcome is not None:
+        wanted = proposals(seen, self.code)
+        outcomes, left_out = [], []
+        for place, one in enumerate(wanted, 1):
+            self._place = f" (change {place} of {len(wanted)})"
+            if time.monotonic() > self._until:
+                left_out.append(one.name)
+            elif (outcome := self._outcome([one])) is not None:
                 outcomes.append(outcome)
+        self._place = " (together)"
         best = self._best(outcomes)
-        return Advised(self.trials.device, base, tuple(outcomes), best, tuple(self.tried))
+        return Advised(
+            self.trials.device, base, tuple(outcomes), best, tuple(self.tried), tuple(self._too_long), self._seconds or 0,
+            tuple(left_out),
+        )  # fmt: skip
 
     def _run(self, name: str, code: str, conf: str = "", *, wide: bool = False) -> tuple[Tried, Evidence]:
-        self.say(f"Trial {len(self.tried) + 1} on a virtual {self.trials.device}: {name} …")
-        found, seen = self.trials.run(code, conf, wide=wide)
+        self.say(f"Trial {len(self.tried) + 1} on a virtual {self.trials.device}: {name}{self._place} …")
+        found, seen = self.trials.run(code, conf, wide=wide, last=self._last, seconds=self._seconds)
         self.tried.append(found)
         return found, seen
 
@@ -99,10 +122,12 @@ class _AdviceSearch:
             failed = run if run.ending == ERROR else need
             at = f" (line {failed.line})" if failed.line else ""
             raise CellFails(f"the cell raises {failed.error}{at}")
+        self._last = need.left_after or None
+        self._seconds = max(_SECONDS, _TIMES_LONGER * (time.monotonic() - self._begun))
         return ChangeOutcome((), self.code, run, need), seen
 
     def _outcome(self, chosen: Sequence[Proposal]) -> ChangeOutcome | None:
-        """What the changes come to, together; None where they cannot be made together."""
+        """What the changes come to, together; None where they cannot be made together, or take too long."""
         code = self.code
         try:
             for one in chosen:
@@ -111,11 +136,15 @@ class _AdviceSearch:
             return None
         conf = ",".join(one.conf for one in chosen if one.conf)
         name = ", ".join(one.name for one in chosen)
-        run, _ = self._run(name, code, conf)
-        need = run
-        if run.ending == MEMORY:
-            # Settings of the allocator change no tensor.
-            need = self.base.need if code == self.code else self._run(name, code, conf, wide=True)[0]
+        try:
+            run, _ = self._run(name, code, conf)
+            need = run
+            if run.ending == MEMORY:
+                # Settings of the allocator change no tensor.
+                need = self.base.need if code == self.code else self._run(name, code, conf, wide=True)[0]
+        except TookTooLong:
+            self._too_long.append(name)
+            return None
         return ChangeOutcome(tuple(chosen), code, run, need)
 
     # ---- sets
@@ -153,7 +182,7 @@ class _AdviceSearch:
             return None
         best = useful[0]
         for one in useful[1:_MOST_SETS]:
-            if one.conf and best.conf:
+            if (one.conf and best.conf) or time.monotonic() > self._until:
                 continue
             both = self._outcome([*best.proposals, *one.proposals])
             if both is not None and both.run.fits and both.run.used < best.run.used:
@@ -172,7 +201,7 @@ class _AdviceSearch:
         left = _MOST_SETS
         for one in useful[1:]:
             (more,) = one.proposals
-            if not left or found.run.fits:
+            if not left or found.run.fits or time.monotonic() > self._until:
                 break
             if any(_exclude(more, other) for other in chosen):
                 continue
@@ -188,6 +217,8 @@ class _AdviceSearch:
                     found = outcome
         if found.run.fits:
             for more in found.proposals[:-1]:
+                if time.monotonic() > self._until:
+                    break
                 fewer = self._outcome([other for other in found.proposals if other is not more])
                 if fewer is not None and fewer.run.fits:
                     found = fewer

@@ -201,13 +201,23 @@ class Advice:
                 yield f"Not possible here: {one.name} {failure_in_words(one.need)}."
         if self.found.outcomes:
             yield "Tensors are at the peak; in use is what nvidia-smi would show at its highest."
-        count = counted(len(self.found.tried), "trial")
-        if added := self.found.base.need.growing:
-            yield f"As it is, each iteration still added {human(added)} when its loop was left: more of them take more."
+        count, base = counted(len(self.found.tried), "trial"), self.found.base.need
+        length = f"for {MOST_ITERATIONS} of them, or to its end where its memory grew"
+        if base.growing:
+            yield (
+                f"As it is, each iteration still added {human(base.growing)} when its loop was left, after {base.left_after}: "
+                "more of them take more."
+            )
+            length = f"or for {MOST_ITERATIONS} of them, {base.left_after} where its memory grew"
         yield (
             f"Each change was made to a copy of the cell and run on a virtual {self.found.device}, in {count}, until its "
-            f"iterations repeated exactly, for {MOST_ITERATIONS} of them, or to its end where its memory grew."
+            f"iterations repeated exactly, {length}."
         )
+        if self.found.too_long:
+            yield f"Ended after {self.found.seconds:.0f} s, before it could say anything: {', '.join(self.found.too_long)}."
+        if self.found.left_out:
+            names = ", ".join(self.found.left_out)
+            yield f"Not begun any more, for want of time (`%gpumem_advise --minutes N` gives it): {names}."
 
     # ---- numbers
 

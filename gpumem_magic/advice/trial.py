@@ -49,19 +49,22 @@ class CellTrials:
         with shared_start(with_libraries) as start:
             yield replace(self, start=start if start.has_copies else None)
 
-    def run(self, code: str, conf: str = "", *, wide: bool = False) -> tuple[Tried, Evidence]:
-        """wide: on a card like it with so much memory that nothing fails."""
-        wanted = code, conf, widened(self.device) if wide else self.device
+    def run(
+        self, code: str, conf: str = "", *, wide: bool = False, last: int | None = None, seconds: float | None = None
+    ) -> tuple[Tried, Evidence]:
+        """wide: on a card like it with so much memory that nothing fails. last: after so many iterations it ends also where its
+        memory grows. Raises TookTooLong where it takes longer than these seconds."""
+        wanted = code, conf, widened(self.device) if wide else self.device, last
         if self.start is not None:
-            return self.start.of([wanted])[0]  # type: ignore[no-any-return]
-        found: tuple[Tried, Evidence] = in_a_fork(lambda: self._in_the_child(*wanted))
+            return self.start.of([wanted], seconds)[0]  # type: ignore[no-any-return]
+        found: tuple[Tried, Evidence] = in_a_fork(lambda: self._in_the_child(*wanted), seconds)
         return found
 
-    def _in_the_child(self, code: str, conf: str, device: str) -> tuple[Tried, Evidence]:
+    def _in_the_child(self, code: str, conf: str, device: str, last: int | None) -> tuple[Tried, Evidence]:
         self._let_go(code)
         program = CellProgram(self.shell, prepare(self.shell, code, self.lines_above))
         told, view, running = run_here(
-            lambda: program.prepared({}), device, conf=conf, with_costs=True, most=MOST_ITERATIONS
+            lambda: program.prepared({}), device, conf=conf, with_costs=True, most=MOST_ITERATIONS, last=last
         )
         return told, evidence_of(view, running.names, running.namespace(), told.grown)
 

@@ -45,19 +45,21 @@ def advise(
     shell: Any, cell: PreparedCell, options: argparse.Namespace, lines_above: int = 1, magic: str = "%%gpumem --advise"
 ) -> None:
     """Shows the advice, and binds it where ``-o`` says so. Raises UsageError, in one line."""
-    from gpumem_magic.advice.advise import CellFails, advised
+    from gpumem_magic.advice.advise import MINUTES, CellFails, advised
     from gpumem_magic.advice.answer import Advice
     from gpumem_magic.advice.trial import CellTrials
     from gpumem_magic.trials import cards
 
     line = ProgressLine(quiet=options.quiet)
+    minutes = getattr(options, "minutes", None) or MINUTES
     python = cell.python.removeprefix("\n" * lines_above)
     try:
         devices = [cards.usual()] if options.device is None else cards.names_of(options.device)
         if len(devices) > 1:
             raise DeviceError("advice is for one card")
         found = Advice(
-            advised(CellTrials(shell, devices[0], lines_above), python, line), partial(_as_typed, _lines_typed(cell))
+            advised(CellTrials(shell, devices[0], lines_above), python, line, minutes),
+            partial(_as_typed, _lines_typed(cell)),
         )
         give(shell, found, options, line)
     except (DeviceError, CellFails) as error:

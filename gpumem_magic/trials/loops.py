@@ -49,11 +49,14 @@ class _Loop:
 class TrialLimit(IterationLimit):
     """Ends the loops of a trial's program. What a library's own loop does is left at its next forward, as ever.
 
-    After `most` iterations only what takes no more than before is long enough.
+    After `most` iterations only what takes no more than before is long enough; after `last` everything is.
     """
 
-    def __init__(self, most: int | None, further: FurtherTurns, devices: Sequence[VirtualDevice]) -> None:
+    def __init__(
+        self, most: int | None, further: FurtherTurns, devices: Sequence[VirtualDevice], last: int | None = None
+    ) -> None:
         super().__init__(most, further.are_known)
+        self._last = last
         self._further = further
         self._devices = devices
         self._loops: dict[Key, _Loop] = {}
@@ -63,8 +66,8 @@ class TrialLimit(IterationLimit):
         self._held: list[int] = []
         # Where the allocators' work stood when that loop began; None while steps are counted.
         self._begun: int | None = None
-        # What each iteration still added when it was ended, in bytes.
-        self.growing = 0
+        # What each iteration still added when it was ended, in bytes, and after how many that was.
+        self.growing = self.left_after = 0
         # Whether what follows in a call was not run.
         self.left_a_call = False
 
@@ -82,9 +85,12 @@ class TrialLimit(IterationLimit):
         half = len(self._held) // 2
         before = max(self._held[:half], default=0)
         growth = max(self._held[half:], default=0) - before if before else 0
-        if growth > 0 and self._further.events < (_MANY_EVENTS if growth > _GROWTH * before else CHEAP_EVENTS):
+        worth = _MANY_EVENTS if growth > _GROWTH * before else CHEAP_EVENTS
+        if growth > 0 and (count < self._last if self._last is not None else self._further.events < worth):
             return False
-        self.growing = max(0, growth) // (len(self._held) - half)
+        if growth > 0:
+            self.growing = growth // (len(self._held) - half)
+            self.left_after = self.left_after or count
         return True
 
     def _note_held(self) -> None:

@@ -69,9 +69,10 @@ def run_here(
     conf: str = "",
     with_costs: bool = False,
     most: int | None = None,
+    last: int | None = None,
 ) -> tuple[Tried, DeviceView, Running]:
     """A prepared program's run in this process, which has to be the trial's own. conf: settings of the allocator, besides those
-    that it has. most: it ends after so many iterations; None for no limit."""
+    that it has. most, last: of `TrialLimit`; None for no limit."""
     under_way.abandon()
     machine = put_on(device)
     keep_apart()
@@ -84,7 +85,7 @@ def run_here(
     sources = with_functions(running.source, running.names, running.namespace())
     counts = bool(running.source) and any(map(goes_by_its_count, sources))
     further = FurtherTurns(recorder, machine.devices, counts)
-    limit = TrialLimit(most, further, machine.devices)
+    limit = TrialLimit(most, further, machine.devices, last)
     recorder.start(running.namespace())
     limit.install()
     running.observe(CellProgress(recorder, limit, running.source), recorder, further, LoopEnds(limit))
@@ -110,7 +111,7 @@ def run_here(
     flops, moved = (0, 0) if costs is None else costs.of_one()
     cut = limit.left_a_call
     told = replace(told, flops=flops, moved=moved, assumes=counts and repeats, cut=cut)
-    return replace(told, grown=limit.grown, growing=limit.growing), view, running
+    return replace(told, grown=limit.grown, growing=limit.growing, left_after=limit.left_after), view, running
 
 
 def _to_its_end(running: Running) -> None:

@@ -11,11 +11,13 @@ from __future__ import annotations
 import builtins
 import os
 import pickle
+import select
 import signal
 import stat
 import sys
 import tempfile
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -25,6 +27,8 @@ from typing import IO, Any, NoReturn
 from gpumem_magic.devices import machines
 from gpumem_magic.devices.base import DeviceError
 from gpumem_magic.own_folders import own_folder
+from gpumem_magic.trials.ending import end_all, end_what_it_started, keep_below
+from gpumem_magic.trials.loaders import leave_workers
 
 _LENGTH = 8
 # What is read where nobody writes any more.
@@ -40,12 +44,18 @@ class NoTrial(DeviceError):
     """A process of its own is not to be had, or came to nothing. The text is one line."""
 
 
-def in_a_fork(work: Callable[[], Any]) -> Any:
+class TookTooLong(NoTrial):
+    """It was ended, as it took longer than it was given."""
+
+
+def in_a_fork(work: Callable[[], Any], seconds: float | None = None) -> Any:
     """What ``work()`` returns in a forked process, which has to be something that can be pickled.
 
-    Raises NoTrial where there is no fork, or where the process ended without an answer; what `work` raises is its own to catch.
+    seconds: it is ended after these. Raises NoTrial where there is no fork, or where the process ended without an answer; what
+    `work` raises is its own to catch.
     """
     refuse_where_impossible()
+    until = _until(seconds)
     with own_folder("gpumem-trial-") as folder:
         receiving, sending = os.pipe()
         child = status = 0
@@ -55,10 +65,10 @@ def in_a_fork(work: Callable[[], Any]) -> Any:
                 if not child:
                     _be_the_child(work, sending, folder)
             os.close(sending)
-            answer = _received(receiving)
+            answer = _received(receiving, until)
         finally:
             if child:
-                status = _ended(child)
+                status = end_all(child)
             for end in (receiving, sending):
                 with suppress(OSError):
                     os.close(end)
@@ -79,26 +89,36 @@ class SharedStart:
         data = None if head is None or self.has_copies else _read(replies, int.from_bytes(head, "little"))
         self.answer: Any = None if data is None else pickle.loads(data)
 
-    def of(self, wanted: Sequence[Any]) -> list[Any]:
+    def of(self, wanted: Sequence[Any], seconds: float | None = None) -> list[Any]:
         """What copies come to in which ``pause()`` returns one of these each, at the same time.
 
-        Raises NoTrial where one ends without an answer.
+        seconds: they are ended after these. Raises NoTrial where one ends without an answer.
         """
+        until = _until(seconds)
         with ExitStack() as stack:
             folders = [stack.enter_context(own_folder("gpumem-trial-")) for _ in wanted]
             statuses: list[int] = []
             try:
                 with suppress(BrokenPipeError):
                     _send(self._orders, pickle.dumps(list(zip(folders, wanted, strict=True))))
-                while len(statuses) < len(folders) and (number := self._number()) != _NOTHING_MORE:
-                    if number > 0:
-                        self._copies.append(number)
-                    else:
-                        statuses.append(-1 - number)
+                self._follow(statuses, len(folders), until)
+            except TookTooLong:
+                self._end_copies()
+                # What is told of them is told before anything of the next.
+                self._follow(statuses, len(folders))
+                raise
             finally:
                 self._end_copies()
             statuses += [0] * (len(folders) - len(statuses))
             return list(map(_answer_in, folders, statuses))
+
+    def _follow(self, statuses: list[int], count: int, until: float | None = None) -> None:
+        """Hears of copies until so many have ended."""
+        while len(statuses) < count and (number := self._number(until)) != _NOTHING_MORE:
+            if number > 0:
+                self._copies.append(number)
+            else:
+                statuses.append(-1 - number)
 
     def ended(self) -> None:
         """After the process has ended: its copies end, too, also those of which only the number was told."""
@@ -110,13 +130,13 @@ class SharedStart:
     def _end_copies(self) -> None:
         """And everything that they started."""
         for copy in self._copies:
-            _ended(copy)
+            end_all(copy)
         self._copies.clear()
 
-    def _number(self) -> int:
+    def _number(self, until: float | None = None) -> int:
         """A copy's number, or below 0 how the first ended of those that have not been told of."""
         with suppress(BlockingIOError):
-            return int.from_bytes(_read(self._replies, _LENGTH) or b"", "little", signed=True)
+            return int.from_bytes(_read(self._replies, _LENGTH, until) or b"", "little", signed=True)
         return _NOTHING_MORE
 
 
@@ -153,7 +173,7 @@ def shared_start(work: Callable[[Pause], Any]) -> Iterator[SharedStart]:
             yield start
         finally:
             if child:
-                _ended(child)
+                end_all(child)
             if start is not None:
                 start.ended()
 
@@ -193,13 +213,20 @@ def _no_interrupt() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _received(pipe: int) -> bytes | None:
+def _until(seconds: float | None) -> float | None:
+    return None if seconds is None else time.monotonic() + seconds
+
+
+def _received(pipe: int, until: float | None = None) -> bytes | None:
     """The answer; None where the process ended without one. Not to the end of the file: a grandchild may hold the other end."""
-    head = _read(pipe, _LENGTH)
+    head = _read(pipe, _LENGTH, until)
     return None if head is None else _read(pipe, int.from_bytes(head, "little"))
 
 
-def _read(pipe: int, count: int) -> bytes | None:
+def _read(pipe: int, count: int, until: float | None = None) -> bytes | None:
+    """until: by when it has to begin."""
+    if until is not None and not select.select([pipe], [], [], max(0.0, until - time.monotonic()))[0]:
+        raise TookTooLong("the trial took too long")
     pieces = []
     while count:
         piece = os.read(pipe, min(count, _PIECE))
@@ -215,22 +242,6 @@ def _send(pipe: int, data: bytes) -> None:
         file.write(len(data).to_bytes(_LENGTH, "little") + data)
 
 
-def _ended(child: int) -> int:
-    """Ends the process and everything that it started; how it ended."""
-    while True:
-        try:
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(child, signal.SIGKILL)
-            with suppress(ProcessLookupError):
-                os.kill(child, signal.SIGKILL)
-            with suppress(ChildProcessError):
-                return os.waitpid(child, 0)[1]
-            return 0
-        except KeyboardInterrupt:
-            # Once more: nothing stays behind. The first one is on its way already.
-            continue
-
-
 def _how_it_ended(status: int) -> str:
     if os.WIFSIGNALED(status) and os.WTERMSIG(status) != signal.SIGKILL:
         return f"was ended by {signal.Signals(os.WTERMSIG(status)).name}"
@@ -244,10 +255,13 @@ def _be_the_child(work: Callable[[], Any], pipe: int, folder: Path) -> NoReturn:
     status = 1
     try:
         os.setsid()
-        _end_with_the_parent()
+        keep_below()
+        leave_workers()
         _be_alone(folder)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-        _send(pipe, pickle.dumps(work(), pickle.HIGHEST_PROTOCOL))
+        answer = pickle.dumps(work(), pickle.HIGHEST_PROTOCOL)
+        end_what_it_started()
+        _send(pipe, answer)
         status = 0
     finally:
         # Whatever happened: what called us is the parent's, and never goes on here.
@@ -299,7 +313,7 @@ class Pause:
     def _be_a_copy(self, folder: Path) -> None:
         self._tell(os.getpid())
         os.setsid()
-        _end_with_the_parent()
+        keep_below()
         os.close(self._orders)
         answer = os.open(folder / _ANSWER, os.O_WRONLY | os.O_CREAT)
         # Where `_be_the_child` puts it.
@@ -317,17 +331,6 @@ def _threads() -> int:
         return len(os.listdir("/proc/self/task"))
     except OSError:
         return 1
-
-
-def _end_with_the_parent() -> None:
-    """Where the parent is killed, Linux kills the child."""
-    if not sys.platform.startswith("linux"):
-        return
-    import ctypes
-
-    set_death_signal = 1
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(set_death_signal, int(signal.SIGKILL))
 
 
 def _be_alone(folder: Path) -> None:

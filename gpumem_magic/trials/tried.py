@@ -51,7 +51,8 @@ class Tried:
     line, statement, iteration: where it failed; wanted: the request that failed; error: the first line of another error.
     notes: what its report says besides.
     kept: activations at the start of the first backward by the path of the module that made them, "" for none.
-    grown: what was held more after its last iteration than after the first; growing: what each still added when it was ended.
+    grown: what was held more after its last iteration than after the first; growing: what each still added when it was ended,
+    after `left_after` of them.
     flops, moved: of one iteration, where they were counted: FLOPs by PyTorch's formulas, bytes between host and device.
     """
 
@@ -81,6 +82,7 @@ class Tried:
     moved: int = 0
     grown: int = 0
     growing: int = 0
+    left_after: int = 0
     kept: Mapping[str, int] = field(default_factory=dict)
 
     @property

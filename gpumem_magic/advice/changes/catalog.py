@@ -1,4 +1,4 @@
-"""Every kind of change, in the order in which they are tried: what costs nothing first."""
+"""Every kind of change, in the order in which they are tried: what grows first, then what costs nothing."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from gpumem_magic.advice.evidence import Evidence
 from gpumem_magic.advice.proposal import Proposal
 
 IDEAS: tuple[Callable[[Evidence, CellDraft], Iterator[Proposal]], ...] = (
+    kept_results,
     allocator_settings,
     dropped,
     earlier,
     ways,
     no_graph,
-    kept_results,
     fused_attention,
     chunked_cross_entropy,
     recomputation,
