@@ -376,6 +376,22 @@ for i in range(4):
         optimizer.step()
         optimizer.zero_grad()
 """
+CONVOLVED = "conv = nn.Conv2d(1, 32, 3, padding=1).cuda()\nimage = torch.randn(1, 1, 512, 512)"
+FILLED = """
+with torch.no_grad():
+    out = torch.zeros(32, 512, 512, device="cuda")
+    for i in range(0, 512, 8):
+        out[:, i : i + 8] += conv(image[..., i : i + 8, :].cuda())[0]
+"""
+SEARCH = """
+for _ in range(3):
+    {first}model = net(1024)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.ones(1, 1024, device="cuda")).mean().backward()
+        optimizer.step()
+"""
 GUILTY += [
     Case(
         "checkpointed_whole",
@@ -392,10 +408,30 @@ GUILTY += [
         ),
         "(2, 1, 1, 512) to (2, 8, 512, 512)",
     ),
+    # nothing but an addition reads the copy
+    Case(
+        "expanded_copy",
+        (
+            'x = torch.randn(64, 1, 4096, device="cuda")\nbias = torch.randn(1, 64, 4096, device="cuda")',
+            "a = x.repeat(1, 64, 1)\nb = a + bias",
+        ),
+        "`a + bias` (line 3) reads one as it is",
+    ),
+    # ljwztc/CLIP-Driven-Universal-Model#55
+    Case("filled_in_parts", (CONVOLVED, FILLED), "the peak would be at most"),
+    # huggingface/transformers#13019
+    Case(
+        "model_built_again",
+        ("", "for _ in range(3):\n    model = net(1024)"),
+        "`del model` at the end of each turn: the peak would be 12.0 MiB, not 24.0 MiB",
+    ),
+    Case("model_built_again", ("", SEARCH.format(first="")), "`del model, optimizer` at the end of each turn"),
     # each keeps what it has computed
     Case("growth", (LAZY, "for one in lazy:\n    total = one.gram.sum().item()"), "(`return self.x @ self.x.T`)"),
 ]
 INNOCENT = [
+    # each part is read again
+    Case("", (CONVOLVED, FILLED.replace("+=", "= out[:, i : i + 8] +"))),
     Case("", (TRAIN, LOOP)),
     Case("", (TRAIN, LOOP + "\nlosses = []\nfor _ in range(4):\n    losses.append(model(x).mean().item())")),
     Case("", (TRAIN, "losses = []\nfor _ in range(4):\n    losses.append(model(x).mean().detach())")),
@@ -425,8 +461,6 @@ INNOCENT = [
     ),
     # batch norm is frozen, and the model trained
     Case("", (TRAIN + "model.eval()", "loss = model(x).mean()")),
-    # one network after the other
-    Case("", ("x = 1", "for _ in range(3):\n    model = net(1024)")),
     Case("", (TRAIN, "buffers = [mib(4) for _ in range(6)]")),
     Case("", (TRAIN, "for _ in range(6):\n    y = mib(4)")),
     Case("", (TRAIN, "model.eval()\nwith torch.no_grad():\n    output = model(x)")),
@@ -840,6 +874,24 @@ def test_who_works_on_some_of_the_rows_at_a_time_is_not_told_to(cell: str) -> No
         assert set(names(report)) <= {"steady", "grown_result"}
         assert "rows at a time" not in report.answer
         assert "part at a time" not in report.answer
+
+
+@pytest.mark.parametrize(
+    ("name", "cell"),
+    [
+        # a layer multiplies rows in one piece: it would copy the view
+        ("expanded_copy", "with torch.no_grad():\n    y = model(x[:, None].repeat(1, 64, 1))"),
+        # what is repeated is no single row
+        ("expanded_copy", "y = x.repeat(64, 1) + 1"),
+        ("model_built_again", SEARCH.format(first="model = optimizer = None\n    ")),
+    ],
+)
+def test_a_remedy_that_would_change_nothing_is_not_told(name: str, cell: str) -> None:
+    with notebook("A100-40GB,torch=2.13") as book:
+        book.cell("model = net()\nx = torch.randn(64, 512, device='cuda')")
+        report = book.measured(cell)
+        assert name not in names(report)
+        assert not [one for one in report.causes if not one.describes or "expand" in one.sentence]
 
 
 def test_every_detector_has_a_case() -> None:

@@ -35,6 +35,7 @@ DESCRIBING = frozenset(
         "held_over",
         "whole_batch",
         "joined",
+        "filled_in_parts",
         "grown_result",
         "wide_indices",
         "steady",

@@ -58,6 +58,25 @@ def alive_in_shapes(scene: Scene, fits: Callable[[Birth], bool]) -> list[list[Al
     return sorted((list(its.values()) for its in found.values() if its), key=lambda its: -its[0].bytes)
 
 
+def reader_of_a_view(scene: Scene, alike: Alike) -> str:
+    """What reads it next, if that would take an expanded view as it is (number by number): ```a + bias` (line 3)``; else ""."""
+    size = prod(alike.shape)
+    for event, birth in births_in_order(scene):
+        shapes = [shape for shape, _ in birth.inputs]
+        if event > alike.event and any(prod(shape) == size for shape in shapes):
+            takes = alike.shape in shapes and _goes_by_numbers(birth.kernel)
+            return made_by(scene, Alike(birth.shape or (), 1, 0, birth, event)) if takes else ""
+    return ""
+
+
+def _goes_by_numbers(kernel: str) -> bool:
+    """Whether an operator works on each number by itself, however they lie; the others may need a copy in one piece."""
+    packet = getattr(torch.ops.aten, kernel, None)
+    return packet is not None and any(
+        torch.Tag.pointwise in getattr(packet, overload).tags for overload in packet.overloads()
+    )
+
+
 def squeezed(shape: tuple[int, ...]) -> tuple[int, ...]:
     """The shape without dimensions of 1."""
     return tuple(length for length in shape if length != 1)

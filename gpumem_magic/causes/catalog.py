@@ -52,6 +52,7 @@ DETECTORS: tuple[Detector, ...] = (
     untrained.untrained_gradients,
     untrained.wasted_gradients,
     copies.built_again,
+    copies.built_beside,
     copies.left_over,
     copies.held_checkpoint,
     copies.loaded_to_device,
@@ -73,6 +74,7 @@ DETECTORS: tuple[Detector, ...] = (
     operators.grown_results,
     operators.wide_copies,
     joins.joined_in_a_loop,
+    joins.filled_in_parts,
     shapes.attention_scores,
     shapes.dominating_layer,
     shapes.wide_numbers,
@@ -104,6 +106,8 @@ _ALLOCATORS = "fragmentation"
 _FIRST = "retry_in_except"
 # A smaller batch is always another way: told where nothing is to be mended, and after all else.
 _LAST = "whole_batch"
+# Small at this peak, and more with every iteration.
+_GROWING = frozenset({"growth", "kept_graphs"})
 # A cause that another one explains better is not told twice.
 _COVERED = {
     "growth": ("kept_errors", "gradients_with_graphs"),
@@ -136,11 +140,12 @@ _COVERED_IF_AS_LARGE = {
 def find_causes(scene: Scene) -> tuple[list[Cause], list[str]]:
     """What the detectors found; and, for each that failed, a line about it. A detector's failure is not the others'."""
     found, failures = answers_of(DETECTORS, scene)
+    failed = scene.report.error is not None
+    found = [replace(one, describes=one.describes or _describes(one.name, failed)) for one in found]
+    found = [one for one in found if one.describes or one.name in _GROWING or scene.is_large(one.bytes)]
     names = {one.name for one in found}
     found = [one for one in found if not names.intersection(_COVERED.get(one.name, ()))]
     found = [one for one in found if not _is_the_same(one, found)]
-    failed = scene.report.error is not None
-    found = [replace(one, describes=one.describes or _describes(one.name, failed)) for one in found]
     if scene.report.error is None and any(not one.describes for one in found):
         found = [one for one in found if one.name not in (_LAST, _SOUND)]
     return sorted(found, key=lambda one: _rank(one, _explained(found), scene.report.error)), failures

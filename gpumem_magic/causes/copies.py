@@ -7,16 +7,18 @@ import re
 import textwrap
 from bisect import bisect_left
 from collections.abc import Iterator
+from dataclasses import replace
 
 from gpumem_magic.causes.model import LEAST, Scene, partnered, requested
 from gpumem_magic.causes.program import Written
 from gpumem_magic.owners.model import Held, Root, size_of
-from gpumem_magic.report.model import Cause
+from gpumem_magic.report.model import LABELS, OF_A_MODEL, Cause
 from gpumem_magic.snapshot.timeline import Allocation
-from gpumem_magic.units import human
+from gpumem_magic.units import human, listed
 
 # The names in front of a call of something that loads, each time that one stands there.
 _LOADED = re.compile(r"\b(\w+)\s*=\s*(?=[^\n]*\bload\w*\s*\()")
+_WHOLE = frozenset({"torch.nn.modules.module.Module", "torch.optim.optimizer.Optimizer"})
 _LOAD = re.compile(r"\btorch\.load\s*\((?P<arguments>[^\n]*)")
 
 
@@ -62,7 +64,7 @@ def loaded_to_device(scene: Scene) -> Iterator[Cause]:
 
 def built_again(scene: Scene) -> Iterator[Cause]:
     """A model built while the one from an earlier run was still there."""
-    parameters = [one for one in scene.timeline.allocations if scene.labels[one.index].category == "parameters"]
+    parameters = [one for one in scene.timeline.allocations if _is_weight(scene, one)]
     parameters.sort(key=lambda one: one.born)
     births = [one.born for one in parameters]
     for point, begin, end in scene.statements:
@@ -97,6 +99,70 @@ def built_again(scene: Scene) -> Iterator[Cause]:
             continue
         yield Cause("model_built_again", text, remedy, size_of(both))
         return
+
+
+def built_beside(scene: Scene) -> Iterator[Cause]:
+    """Each turn of a loop builds a model before it lets go of the last turn's, which makes the peak what it is."""
+    born_last = max((one.born for one in scene.timeline.allocations if _is_weight(scene, one)), default=-1)
+    for turns in scene.loops:
+        if born_last < turns[0].end:
+            continue
+        early: list[Allocation] = []
+        largest: list[Allocation] = []
+        born = 0
+        for turn in turns[1:]:
+            new = [one for one in scene.living_in(turn.end, "parameters") if turn.start <= one.born]
+            if not new:
+                continue
+            old = [
+                one
+                for one in scene.living_in(new[-1].born, *OF_A_MODEL)
+                if turns[0].start <= one.born < turn.start and one.freed is not None and one.freed < turn.end
+            ]
+            if any(_is_weight(scene, one) for one in old):
+                # As if they had gone when the turn before ended.
+                early += [replace(one, born=turn.start - 1) for one in old]
+                largest = max(largest, old, key=size_of)
+                born = new[0].born
+        if size_of(largest) < LEAST:
+            continue
+        highest, _ = scene.highest_without(early)
+        saved = scene.report.peak.allocated - highest
+        if saved < scene.part_of_peak(20):
+            continue
+        point = scene.tensors.statement_at(born) if scene.tensors is not None else None
+        line = f" (line {point.line}, `{_short(point.statement)}`)" if point is not None else ""
+        kinds = {scene.labels[one.index].category for one in largest}
+        its = [LABELS[name] for name in OF_A_MODEL[1:] if name in kinds]
+        yield Cause(
+            "model_built_again",
+            f"Each turn of the loop builds a model{line} while the one of the turn before is still on the device: "
+            f"{human(size_of(largest))}{f' with its {listed(its)}' if its else ''}.",
+            f"{_letting_go(scene, born)} at the end of each turn: the peak would be "
+            f"{human(highest)}, not {human(scene.report.peak.allocated)}.",
+            saved,
+        )
+        return
+
+
+def _is_weight(scene: Scene, one: Allocation) -> bool:
+    return scene.labels[one.index].category == "parameters"
+
+
+def _letting_go(scene: Scene, born: int) -> str:
+    """What to type so that a model that was made from an event on, and its optimizer, are gone, by their places at the end."""
+    wholes = dict.fromkeys(
+        whole.place
+        for one in scene.held
+        if one.kind in ("parameter", "optimizer_state")
+        and (made := scene.alive.get(one.address)) is not None
+        and made.born >= born
+        if (whole := next((each for each in one.trail if _WHOLE.intersection(each.bases)), None)) is not None
+    )
+    names = sorted(place for place in wholes if place.isidentifier())
+    attributes = sorted(place for place in wholes if all(map(str.isidentifier, place.split("."))) and "." in place)
+    code = [f"del {', '.join(names)}"] * bool(names) + [f"{' = '.join([*attributes, 'None'])}"] * bool(attributes)
+    return f"`{'; '.join(code)}`" if code else "Let go of it and of its optimizer"
 
 
 def left_over(scene: Scene) -> Iterator[Cause]:

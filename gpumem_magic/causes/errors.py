@@ -23,8 +23,6 @@ def kept_errors(scene: Scene) -> Iterator[Cause]:
         errors = {station.node: station.place for one in its for station in one.trail if _ERROR in station.bases}
         number = scene.holdings.number(name)
         freed = size_of(scene.freed([number])) if number is not None else 0
-        if freed < scene.part_of_peak(20):
-            return
         place = scene.program.adding(name)
         at = f" ({place.words}, `{place.shown}`)" if place is not None else ""
         what = f"{counted(len(errors), 'caught error')}" if len(errors) > 1 else "a caught error"

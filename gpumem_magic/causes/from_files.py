@@ -27,6 +27,7 @@ def explained(report: ReportData, view: DeviceView, annotated: Iterable[tuple[st
     recording = replace(view.recording, spans=tuple(_phases(view, annotated)))
     scene = Scene(recording, view.device, view.timeline, view.labels, report)
     causes, failures = answers_of(_DETECTORS, scene)
+    causes = [one for one in causes if one.describes or scene.is_large(one.bytes)]
     causes.sort(key=lambda one: (one.describes, -one.bytes))
     report = replace(report, remarks=(*causes, *report.remarks, *failures))
     return replace(report, answer=answer_of(report))

@@ -16,6 +16,7 @@ from gpumem_magic.causes.places import (
     advice_known,
     base,
     detach,
+    general,
     is_part,
     quoted,
     release,
@@ -31,7 +32,6 @@ from gpumem_magic.recording.model import BACKWARD, FORWARD, Span
 from gpumem_magic.report.model import Cause
 from gpumem_magic.units import human
 
-_INDEX = re.compile(r"\[[^\[\]]*\d[^\[\]]*\]")
 # The kinds of roots that have a name in the program.
 _NAMES = frozenset({"variable", "module"})
 # So many equal steps are no accident.
@@ -208,8 +208,8 @@ def _growth_of(scene: Scene, iterations: Sequence[Iteration]) -> Cause | None:
         return None
     addresses = {one.address for one in alive}
     made = {one.address for one in scene.alive.values() if one.born >= iterations[0].start}
-    kept = {_general(one) for one in scene.held if one.address in addresses}
-    found = spots(one for one in scene.held if one.address in made and _general(one) in kept)
+    kept = {general(one) for one in scene.held if one.address in addresses}
+    found = spots(one for one in scene.held if one.address in made and general(one) in kept)
     each = sum(last) // len(last)
     text = f"Each iteration leaves {human(each)} more allocated than the previous one ({len(steps)} iterations)"
     if found and all(scene.holdings.roots[one.roots[0]].kind == "cycle" for one in found[0].held):
@@ -264,10 +264,6 @@ def _less(scene: Scene, spot: Spot) -> str:
     return f"{now}; better, {host}." if now else f"Better {host}."
 
 
-def _general(one: Held) -> str:
-    return _INDEX.sub("[]", base(one))
-
-
 def graph_without_backward(scene: Scene) -> Iterator[Cause]:
     """Forwards whose graph something keeps, where no backward is meant to follow: in evaluation mode, or again and again where
     nothing is trained."""
@@ -280,7 +276,7 @@ def graph_without_backward(scene: Scene) -> Iterator[Cause]:
     ours = [one for one in scene.held if one.kind == "graph" and _born(scene, one) >= starts[0]]
     freed = size_of(ours)
     kept = len({bisect_right(starts, _born(scene, one)) for one in ours})
-    if freed < max(LEAST, scene.part_of_peak(20)):
+    if freed < LEAST:
         return
     if backwards:
         # A single one may be the next iteration's, of a model that is trained in evaluation mode.
@@ -330,8 +326,6 @@ def gradients_with_graphs(scene: Scene) -> Iterator[Cause]:
     lost = [one for one in scene.holdings.lost if one.device == scene.device and one.address in scene.alive]
     # What a cycle in C++ keeps has no name any more.
     gone = sum(one.size for one in lost if scene.alive[one.address].born >= 0)
-    if size_of(kept) + gone < scene.part_of_peak(20):
-        return
     calls = scene.program.calls("backward", "create_graph")
     if not calls:
         return

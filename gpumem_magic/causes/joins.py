@@ -1,7 +1,8 @@
-"""Tensors that are joined, so that the parts and the whole, or the old and the new, are there at once."""
+"""Parts that become a whole on the device: joined, so that both are there at once, or written into one that waits for them."""
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 from itertools import pairwise
@@ -10,9 +11,14 @@ from gpumem_magic.causes.alike import Alike, births_in_order, bytes_of, made_by
 from gpumem_magic.causes.libraries import gathering
 from gpumem_magic.causes.model import Scene
 from gpumem_magic.devices.base import Birth
+from gpumem_magic.owners.model import size_of
+from gpumem_magic.recording.model import BACKWARD
 from gpumem_magic.report.model import Cause
-from gpumem_magic.units import human
+from gpumem_magic.snapshot.timeline import Allocation
+from gpumem_magic.units import human, listed
 
+# What makes a tensor that holds nothing yet, by the name that users know.
+_BLANK = re.compile(r"(?:new_)?(?:zeros|empty|ones|full)(?:_like)?$")
 # So many tensors that are joined are the parts of a result.
 _PARTS = 3
 
@@ -82,3 +88,35 @@ def _joined_once(scene: Scene) -> Iterator[Cause]:
                 describes=True,
             )
             return
+
+
+def filled_in_parts(scene: Scene) -> Iterator[Cause]:
+    """Tensors that a loop fills part by part and that nothing reads before it ends: they could wait on the host."""
+    if scene.tensors is None or scene.spans(BACKWARD):
+        return
+    births = scene.recording.logs[scene.device].births
+    found: dict[str, Allocation] = {}
+    places: list[str] = []
+    for one in scene.timeline.live_at(scene.moment):
+        birth = births.get(one.born) if one.size >= scene.part_of_peak(20) else None
+        name = scene.tensors.keeper(one, scene.moment)[1] if birth is not None and _BLANK.match(birth.operator) else ""
+        place = scene.program.filling(name) if name.isidentifier() else None
+        if place is not None:
+            found[name] = one
+            places.append(place.words)
+    total = size_of(found.values())
+    if 3 * total < scene.report.peak.allocated or not total:
+        return
+    highest, _ = scene.highest_without(found.values())
+    if scene.report.error is None and 2 * (scene.report.peak.allocated - highest) < total:
+        return
+    them, take = ("them", "take") if len(found) > 1 else ("it", "takes")
+    then = f"the peak would be at most {human(highest)}" if scene.report.error is None else f"{human(total)} less here"
+    yield Cause(
+        "filled_in_parts",
+        f"{listed([f'`{name}`' for name in found])} {take} {human(total)} on the device while a loop fills {them} part by part "
+        f"({listed(list(dict.fromkeys(places)))}), and reads nothing of {them}.",
+        f"Make {them} on the host and put each part there (`.cpu()`): {then}.",
+        total,
+        describes=True,
+    )

@@ -79,7 +79,7 @@ def copied_weights(scene: Scene) -> Iterator[Cause]:
     ]
     copies = partnered(others, _shape, map(_shape, weights))
     calls = [one for name in ("deepcopy", "clone", "state_dict") for one in scene.program.calls(name)]
-    if not calls or 10 * size_of(copies) < size_of(weights) or size_of(copies) < scene.part_of_peak(20):
+    if not calls or 10 * size_of(copies) < size_of(weights):
         return
     yield Cause(
         "copied_weights",

@@ -35,7 +35,7 @@ def summed_losses(scene: Scene) -> Iterator[Cause]:
     if "log_prob" in scene.typed:
         # What the return of an episode weighs is known at its end only.
         return
-    if len(parts) < _PARTS or total - max(parts.values()) < scene.part_of_peak(20):
+    if len(parts) < _PARTS:
         return
     row = next((point for point, begin, end in scene.statements if begin <= scene.saved_at <= end), None)
     calls = [one for one in scene.program.calls("backward") if not one.where]
@@ -229,7 +229,7 @@ def kept_by_retain_graph(scene: Scene) -> Iterator[Cause]:
         ]
         if size_of(left) > worst:
             worst, call = size_of(left), row
-    if call is None or worst < scene.part_of_peak(20):
+    if call is None:
         return
     yield Cause(
         "retained_graph",

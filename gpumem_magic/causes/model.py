@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 # Below this nothing is worth a sentence.
 LEAST = MIB
+# Less than one part in so many of the peak is not what somebody looks for.
+_LARGE = 20
 
 _Thing = TypeVar("_Thing")
 _Trait = TypeVar("_Trait")
@@ -123,6 +125,12 @@ class Scene:
     def part_of_peak(self, share: int) -> int:
         """One part in so many of the peak, at least what is worth a sentence, in bytes."""
         return max(LEAST, self.report.peak.allocated // share)
+
+    def is_large(self, size: int) -> bool:
+        """Whether it is worth a cause: a part of the peak that somebody would want back, or enough for a request that failed."""
+        least = self.part_of_peak(_LARGE)
+        wanted = self.report.error.wanted if self.report.error is not None else None
+        return size >= (least if wanted is None else min(least, max(LEAST, wanted)))
 
     def spans(self, *kinds: str) -> list[Span]:
         return [

@@ -15,6 +15,7 @@ from gpumem_magic.causes.alike import (
     births_in_order,
     bytes_of,
     made_by,
+    reader_of_a_view,
     shape_words,
     size_words,
     squeezed,
@@ -225,7 +226,13 @@ def _expanded_copy(scene: Scene, alike: Alike) -> Cause | None:
     elif birth.place is not None and _HEADS.search(f"{birth.place.function} {birth.place.own_function} {words}"):
         remedy = "`scaled_dot_product_attention` with `enable_gqa=True` takes fewer key and value heads as they are."
     elif birth.kernel == "repeat":
-        remedy = "`.expand` is a view and takes nothing, where the result is only read."
+        padded = (1,) * (len(alike.shape) - len(small)) + small
+        one_to_many = all(few in (1, many) for few, many in zip(padded, alike.shape, strict=True))
+        reader = reader_of_a_view(scene, alike) if one_to_many else ""
+        if not reader:
+            # What needs its rows in one piece would copy the view.
+            return None
+        remedy = f"With `.expand` it would be a view, which takes nothing: {reader} reads one as it is."
         told = f"{what} repeats {shape_words(small)} to {shape_words(alike.shape)}: {size_words(alike)}."
     else:
         remedy = (

@@ -26,17 +26,20 @@ _REGISTERED = re.compile(r"(?P<handle>\w+)\s*=\s*\w[^=]*\.register_\w*hook\(")
 _PART = 4
 # More places than a sentence tells.
 _MANY = 3
+_MODULE = "torch.nn.modules.module.Module"
 _CONTAINERS = ("builtins.list", "builtins.dict", "collections.deque", "builtins.set")
 
 
 @dataclass(frozen=True)
 class Spot:
     """Memory that one place of the program keeps. place: in the program's words, of the first of several. container: the list or
-    dictionary that holds all of it, None where there is none."""
+    dictionary that holds all of it, None where there is none. of: the module whose gradients all of it are, "" for what else
+    there is."""
 
     place: str
     held: tuple[Held, ...]
     container: Station | None
+    of: str = ""
 
     @property
     def size(self) -> int:
@@ -62,7 +65,7 @@ def spots(held: Iterable[Held]) -> list[Spot]:
     """The places of these, those with most first. What differs by an index or a key is one place."""
     groups: dict[str, list[Held]] = {}
     for one in held:
-        groups.setdefault(_INDEX.sub("[]", base(one)), []).append(one)
+        groups.setdefault(general(one), []).append(one)
     found = [_spot(group) for group in groups.values()]
     # What has many keys in one dictionary goes by the dictionary's name.
     named: dict[str, list[Held]] = {}
@@ -73,6 +76,19 @@ def spots(held: Iterable[Held]) -> list[Spot]:
     return sorted(found, key=lambda one: -one.size)
 
 
+def general(one: Held) -> str:
+    """A place without the indices and keys in it; a gradient's is its module's."""
+    return _INDEX.sub("[]", f"{module_of(one)}.grad" if one.kind == "gradient" else base(one))
+
+
+def module_of(one: Held) -> str:
+    """The variable, or the attribute of one that is no module itself, under which a module is known."""
+    modules = [station.place for station in one.trail if _MODULE in station.bases]
+    if len(modules) > 1 and one.trail and _MODULE in one.trail[0].bases:
+        return modules[0]
+    return modules[0] if modules else one.place.partition(".")[0]
+
+
 def base(one: Held) -> str:
     """The place of what keeps an allocation; of a graph's, of the tensor that keeps the graph."""
     return one.place.removeprefix("graph of ").partition(": ")[0]
@@ -81,6 +97,9 @@ def base(one: Held) -> str:
 def _spot(group: Sequence[Held]) -> Spot:
     places = {base(one) for one in group}
     first = min(places, key=lambda words: (len(words), words))
+    if group[0].kind == "gradient" and len(places) > 1 and len(of := {module_of(one) for one in group}) == 1:
+        (module,) = of
+        return Spot(module, tuple(group), None, of=module)
     trails = [one.trail for one in group if one.trail]
     common: list[Station] = []
     for stations in zip(*trails, strict=False):
@@ -112,10 +131,14 @@ def together(found: Sequence[Spot]) -> list[Spot]:
 def told(found: Sequence[Spot], most: int = 2) -> str:
     """```avg_p.target` (256 MiB) and `avg_p.preds` (128 MiB)``; one alone without its size."""
     if len(found) == 1:
-        return quoted(found[0].place)
-    words = [f"{quoted(one.place)} ({human(one.size)})" for one in found[:most]]
+        return _named(found[0])
+    words = [f"{_named(one)} ({human(one.size)})" for one in found[:most]]
     more = f" and {counted(len(found) - most, 'other place')}" if len(found) > most else ""
     return (" and ".join(words) if not more else ", ".join(words)) + more
+
+
+def _named(spot: Spot) -> str:
+    return f"the gradients of {quoted(spot.of)}" if spot.of else quoted(spot.place)
 
 
 def quoted(place: str) -> str:
@@ -144,6 +167,11 @@ def release(scene: Scene, spot: Spot) -> str:
     """What to type to let go of what a spot keeps, with what that frees; "" where nothing is known that frees it."""
     if (known := advice(_trail(spot))) is not None:
         return known
+    if spot.of and _WRITTEN.match(spot.of):
+        its = (one for one in scene.held if one.kind == "gradient" and one.trail and module_of(one) == spot.of)
+        freed = _here(scene, scene.holdings.freed_by_emptying(frozenset(one.trail[-1].node for one in its)))
+        if freed >= LEAST:
+            return f"`{spot.of}.zero_grad()` frees {human(freed)}"
     if spot.container is not None and _WRITTEN.match(spot.container.place):
         freed = _here(scene, scene.holdings.freed_by_emptying([spot.container.node]))
         if freed >= max(LEAST, spot.size // 2):

@@ -25,6 +25,7 @@ _ADDING_ONE = frozenset({"append", "appendleft", "add", "push"})
 _MAGIC = re.compile(r"^(\s*)[!%].*$", re.M)
 _HOOKS = re.compile(r"register_\w*hook$")
 _SHORT = 60
+_LOOPS = (ast.For, ast.While)
 
 
 @dataclass(frozen=True)
@@ -158,6 +159,17 @@ class ProgramText:
                 return one.place(result)
         return None
 
+    def filling(self, name: str) -> Written | None:
+        """The last statement in a loop that gives a variable's parts their values, where nothing else in the loop names it."""
+        for one in self._mentioning(name):
+            for loop in (node for top in _parsed(one.source) for node in ast.walk(top) if isinstance(node, _LOOPS)):
+                inside = list(ast.walk(loop))
+                writes = [node for node in inside if isinstance(node, ast.stmt) and _fills(node, name)]
+                named = sum(isinstance(node, ast.Name) and node.id == name for node in inside)
+                if writes and named == len(writes):
+                    return one.place(writes[-1])
+        return None
+
     def using(self, name: str) -> Written | None:
         """The last statement of the cell that calls a variable's method, or hands it to a function."""
         for one in self.cells[:1]:
@@ -279,6 +291,18 @@ def _adds(node: ast.stmt, wanted: str, certain: bool) -> bool:
             if mentions or (not certain and not _is_empty(node.value)):
                 return True
     return False
+
+
+def _fills(node: ast.stmt, name: str) -> bool:
+    """``out[a:b] = part``, ``out[a:b] += part``; not ``out[:] = whole``."""
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AugAssign) else []
+    return any(
+        isinstance(one, ast.Subscript)
+        and isinstance(one.value, ast.Name)
+        and one.value.id == name
+        and ast.unparse(one.slice) not in (":", "...")
+        for one in targets
+    )
 
 
 def _is_empty(value: ast.expr) -> bool:

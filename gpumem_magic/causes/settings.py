@@ -22,8 +22,6 @@ def idle_checkpointing(scene: Scene) -> Iterator[Cause]:
     if not scene.idle_checkpointing or not scene.spans(BACKWARD) or scene.spans(RECOMPUTATION):
         return
     kept = size_of(scene.living_in(scene.moment, "activations"))
-    if kept < scene.part_of_peak(20):
-        return
     name = min(scene.idle_checkpointing)
     yield Cause(
         "idle_checkpointing",

@@ -46,7 +46,7 @@ def late_zero_grad(scene: Scene) -> Iterator[Cause]:
         late = partnered(late, requested, map(requested, scene.living_in(begin, "parameters")))
         if worst is None or size_of(late) > worst[0]:
             worst = size_of(late), forward
-    if worst is None or worst[0] < scene.part_of_peak(20):
+    if worst is None:
         return
     yield Cause(
         "late_zero_grad",
@@ -80,8 +80,6 @@ def missing_zero_grad(scene: Scene) -> Iterator[Cause]:
         ):
             worst = max(worst, size_of(stayed))
             times += 1
-    if worst < scene.part_of_peak(20):
-        return
     yield Cause(
         "missing_zero_grad",
         f"Gradients ({human(worst)}) were kept from each step through the next forward and backward, which added "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from gpumem_magic.causes.model import LEAST, Scene, partnered, requested
-from gpumem_magic.causes.places import quoted
+from gpumem_magic.causes.places import module_of, quoted
 from gpumem_magic.owners.model import Held, size_of
 from gpumem_magic.recording.model import BACKWARD, OPTIMIZER, Span
 from gpumem_magic.report.model import Cause
@@ -25,11 +25,11 @@ def untrained_gradients(scene: Scene) -> Iterator[Cause]:
     trained: set[str] = set()
     for one in parameters.values():
         if (one.device, one.address) in known:
-            trained.add(_module(one))
+            trained.add(module_of(one))
     for one in scene.held:
         owner = parameters.get(one.place.removesuffix(_GRADIENT)) if one.kind == "gradient" else None
         if owner is not None and (owner.device, owner.address) not in known and _is_certain(scene, one):
-            loose.setdefault(_module(owner), []).append(one)
+            loose.setdefault(module_of(owner), []).append(one)
     for module, gradients in sorted(loose.items(), key=lambda pair: -size_of(pair[1])):
         addresses = {parameters[one.place.removesuffix(_GRADIENT)].address for one in gradients}
         live = {one.address: one for one in scene.timeline.live_at(scene.saved_at)} if scene.saved else {}
@@ -105,8 +105,6 @@ def wasted_gradients(scene: Scene) -> Iterator[Cause]:
                 saved = 0 if again else _saved_for(scene, name, begin)
                 worst[name] = max(worst.get(name, 0), size_of(lost) + saved)
     for name, size in sorted(worst.items(), key=lambda pair: -pair[1])[:1]:
-        if size < scene.part_of_peak(20):
-            return
         module = _module_of(scene, name)
         what = quoted(module) if module else f"the parameters of {quoted(name)}"
         calls = (
@@ -144,16 +142,8 @@ def _saved_for(scene: Scene, name: str, begin: int) -> int:
 def _module_of(scene: Scene, optimizer: str) -> str:
     """The module whose parameters an optimizer steps, where it is one."""
     known = scene.holdings.optimizers[optimizer]
-    names = {_module(one) for one in scene.held if one.kind == "parameter" and (one.device, one.address) in known}
+    names = {module_of(one) for one in scene.held if one.kind == "parameter" and (one.device, one.address) in known}
     return names.pop() if len(names) == 1 else ""
-
-
-def _module(one: Held) -> str:
-    """The variable, or the attribute of one that is no module itself, under which a module is known."""
-    modules = [station.place for station in one.trail if "torch.nn.modules.module.Module" in station.bases]
-    if len(modules) > 1 and one.trail and "torch.nn.modules.module.Module" in one.trail[0].bases:
-        return modules[0]
-    return modules[0] if modules else one.place.partition(".")[0]
 
 
 def _is_certain(scene: Scene, gradient: Held) -> bool:

@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from gpumem_magic.allocator.verdict import CAPACITY, FRAGMENTATION
 from gpumem_magic.looks.decisions import may_be_of_a_value
 from gpumem_magic.report.failure import failed_request, failed_row
-from gpumem_magic.report.model import LABELS, OF_A_MODEL, Peak, ReportData, Row, TensorGroup
-from gpumem_magic.units import amount
+from gpumem_magic.report.model import LABELS, OF_A_MODEL, OUTSIDE_CATEGORIES, Peak, ReportData, Row, TensorGroup
+from gpumem_magic.units import MIB, amount
 
 # Groups are told until they are so much of what is allocated, in per cent, and at most so many; fewer where a sentence says what
 # to do, which is not to be buried. A table has the others.
@@ -26,6 +26,8 @@ _LISTS_HOLDERS = "memory_ran_out"
 _TELLS_TEMPORARIES = "optimizer_temporaries"
 # It says that nothing is wrong.
 _SOUND = "steady"
+# What these say of each iteration is so however many there are.
+_OF_EACH = frozenset({"growth", "kept_graphs"})
 _REAL = "`%gpumem_device NAME,values=real` computes values"
 # What a value that nobody knows may have done, the graver first; and the same behind another.
 _DOUBTS = {
@@ -59,7 +61,7 @@ _NUMBERS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight"
 
 def answer_of(report: ReportData) -> str:
     """From the report's own figures and causes, with a word about what unknown values may have done to it: before them where they
-    may be others, behind them where only selections may be smaller, or a loop longer whose iterations are all alike."""
+    may be others, behind them where only selections may be smaller, or a loop longer of whose iterations the answer is."""
     doubt, grave = _doubt(report)
     said = (doubt, _plain(report)) if grave else (_plain(report), doubt)
     return " ".join(filter(None, said))
@@ -87,7 +89,8 @@ def _doubt(report: ReportData) -> tuple[str, bool]:
     more = f" and {len(deciding) - 1} more" if len(deciding) > 1 else ""
     place = _read_at(next(one.line for one in deciding if one.decides == first))
     doubt = f"{said}: {how} a value that the virtual GPU does not know, read at {place}{more}; {_REAL}."
-    mild = _MILD | {"loop"} if any(cause.name == _SOUND for cause in report.shown_causes) else _MILD
+    causes = [cause.name for cause in report.shown_causes]
+    mild = _MILD | {"loop"} if _SOUND in causes or _OF_EACH.intersection(causes[:1]) else _MILD
     return doubt, not mild.issuperset(kinds)
 
 
@@ -143,9 +146,10 @@ def _composed(report: ReportData, words: str, told: Sequence[str], sound: Sequen
     sentences += sound
     size, on = amount(report.peak.allocated), _on(report)
     where = f" at {report.peak.where}{_since(report)}" if report.peak.where else ""
-    if not words:
-        return " ".join([*sentences, *told, f"Peak {size}{on}{where}."])
-    return " ".join([*sentences, f"Of {size} at the peak{on}, {words}.", *told, *([f"Peak{where}."] if where else [])])
+    sentences += [*told, f"Peak {size}{on}{where}."] if not words else [f"Of {size} at the peak{on}, {words}.", *told]
+    sentences += [f"Peak{where}."] if words and where else []
+    sentences += [f"On cuda:{one.device.index} the peak is {amount(one.peak.allocated)}." for one in report.devices]
+    return " ".join(sentences)
 
 
 def _on(report: ReportData) -> str:
@@ -188,8 +192,12 @@ def _request(report: ReportData) -> str:
         split = found.cause in (CAPACITY, FRAGMENTATION) and found.spare is not None and found.spare >= 0
         in_pieces = f", in pieces of at most {amount(piece)}" if split else ""
         words.append(f"free {amount(found.free + found.cached)}{in_pieces}")
+    state = _failed(report)
     total = f" of {amount(report.device.capacity)}" if report.device.capacity else ""
-    return "; ".join([*words, f"allocated {amount(_failed(report).allocated)}{total}."])
+    # Free and allocated memory alone would not add up to the device's.
+    outside = [(LABELS[name], state.categories.get(name) or 0) for name in OUTSIDE_CATEGORIES]
+    beside = ", ".join(f"{label} {amount(size)}" for label, size in outside if size >= MIB)
+    return "; ".join([*words, f"allocated {amount(state.allocated)}{total}{f' ({beside})' if beside else ''}."])
 
 
 def _failed(report: ReportData) -> Row | Peak:

@@ -99,7 +99,10 @@ def _beside(report: ReportData) -> str:
     sizes = [(name, last.categories.get(name) or 0) for name in CATEGORIES if name not in ALLOCATED_CATEGORIES]
     labels = LABELS | {"cached": "cached but free"}
     words = [f"{labels[name]} {amount(size)}" for name, size in sizes if size >= MIB]
-    return f"; at the end {', '.join([f'allocated {amount(last.allocated)}', *words])}"
+    # Somebody who sees it for the first time wonders.
+    normal = ". Cached memory is for PyTorch's next tensors, which is normal"
+    chiefly = report.error is None and 2 * (last.categories.get("cached") or 0) > (last.device_used or 0)
+    return f"; at the end {', '.join([f'allocated {amount(last.allocated)}', *words])}{normal if chiefly else ''}"
 
 
 def change(line: Line) -> str:
