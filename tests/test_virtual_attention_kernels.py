@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from asked_for import made
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gpumem_magic.virtual import gpu
@@ -98,3 +100,38 @@ def test_an_order_of_the_programs_own() -> None:
             names.append(type(F.scaled_dot_product_attention(*inputs).grad_fn).__name__)
     assert names == ["ScaledDotProductCudnnAttentionBackward0", "ScaledDotProductEfficientAttentionBackward0"]
     assert type(F.scaled_dot_product_attention(*inputs).grad_fn).__name__ == "ScaledDotProductFlashAttentionBackward0"
+
+
+@pytest.mark.parametrize(
+    ("device", "backend", "dtype", "more"),
+    [
+        ("A100-40GB,torch=2.9", SDPBackend.EFFICIENT_ATTENTION, torch.float32, []),
+        ("A100-40GB,torch=2.2", SDPBackend.EFFICIENT_ATTENTION, torch.float32, []),
+        ("A100-40GB,torch=2.5", SDPBackend.FLASH_ATTENTION, torch.float16, []),
+        ("A100-40GB,torch=2.7", SDPBackend.FLASH_ATTENTION, torch.float16, [16, 8]),
+    ],
+)
+def test_seeds_of_dropout_are_where_the_recordings_version_has_them(
+    device: str, backend: Any, dtype: Any, more: list[int]
+) -> None:
+    """Recordings: OPT with 2.9 and Llama with 2.2 (memory-efficient), Qwen2 with 2.5 (flash). 2.7: pull request 146372."""
+    gpu.turn_on(device)
+    query = torch.randn(1, 8, 96, 64, device="cuda", dtype=dtype, requires_grad=True)
+    with sdpa_kernel(backend):
+        sizes = made(lambda: F.scaled_dot_product_attention(query, query, query, dropout_p=0.1).sum().backward())
+    assert sizes[:2] == [8 * 96 * 64 * dtype.itemsize, 8 * 96 * 4]
+    assert sizes[2 : 2 + len(more)] == more
+    assert sizes.count(8) == len(more) // 2
+
+
+def test_seeds_of_dropout_are_on_the_device_while_a_graph_is_captured() -> None:
+    gpu.turn_on("A100-40GB,torch=2.5")
+    query = torch.zeros(1, 8, 96, 64, device="cuda", dtype=torch.float16)
+
+    def captured() -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph), sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            F.scaled_dot_product_attention(query, query, query, dropout_p=0.1)
+        return graph
+
+    assert len(made(captured)) == 4

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from asked_for import made
 
 from gpumem_magic.virtual import gpu
 
@@ -242,6 +243,8 @@ def test_copies_of_objects_share_what_the_originals_share() -> None:
     twin = copy.deepcopy(layer)
     assert isinstance(twin.weight, torch.nn.Parameter)
     assert copy.copy(x).data_ptr() == x.data_ptr()
+    # What `_tensor.py` asks for, and a recording of a state dict's copies shows: the storage, and one element for its tensor.
+    assert made(lambda: copy.deepcopy(torch.Tensor.detach(x))) == [1 << 20, 4]
     with pytest.raises(RuntimeError, match="graph leaves"):
         copy.deepcopy(layer.weight * 2)
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from asked_for import made
 from torch import nn
 from torch_versions import BIAS_WORKSPACE, WORKSPACES_ARE_KEPT
 
@@ -196,3 +197,17 @@ def test_contexts_are_the_measured_ones_of_the_same_gpu_where_there_are_any() ->
     other = context("T4", (7, 5), (1, 4), False)
     assert (other.nbytes, other.is_estimate) == (877 * MIB, True)
     assert "2080 Ti" in other.source
+
+
+@pytest.mark.parametrize(
+    ("device", "sizes"),
+    [
+        ("A100-40GB,torch=2.9", [WORKSPACE, MIB]),  # As a recording of OPT shows.
+        ("A100-40GB,torch=2.6", [MIB, WORKSPACE]),
+    ],
+)
+def test_a_workspace_of_cublaslts_that_is_kept_comes_after_that_of_its_handle(device: str, sizes: list[int]) -> None:
+    gpu.turn_on(device)
+    x, layer = torch.zeros(64, 512, device="cuda"), nn.Linear(512, 512, device="cuda")
+    with torch.no_grad():
+        assert made(lambda: layer(x)) == [64 * 512 * 4, *sizes]

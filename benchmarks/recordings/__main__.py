@@ -1,6 +1,6 @@
 """Public programs on the virtual GPU, beside the recordings that their authors made of them on real ones.
 
-    python benchmarks/recordings --repositories DIR [--only TEXT] [--details N] [--page PATH] [--keep FOLDER]
+    python benchmarks/recordings --repositories DIR [--only TEXT ...] [--details N] [--page PATH] [--keep FOLDER]
 
 DIR holds the programs' repositories as git keeps them (``DIR/owner+name/repo``, ``DIR/owner/name`` or ``DIR/owner/name.git``).
 Each program is laid out in a scratch folder and run unmodified, and the two recordings are compared allocation by allocation. A
@@ -19,8 +19,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from gpumem_magic.snapshot.pairing import Pairing, Recorded, pair
 
 HERE = Path(__file__).resolve().parent
 RECORDINGS = HERE.parents[2] / "shared" / "data" / "snapshots"
-TEXT = (".py", ".toml", ".json", ".yaml", ".yml", ".txt", ".cfg")
+TEXT = (".py", ".ipynb", ".toml", ".json", ".yaml", ".yml", ".txt", ".cfg")
 
 
 @dataclass(frozen=True)
@@ -60,67 +61,91 @@ def main() -> int:
         "--repositories", metavar="DIR", type=Path, required=True, help="the programs' git repositories"
     )
     parser.add_argument("--recordings", metavar="DIR", type=Path, default=RECORDINGS, help="the real recordings")
-    parser.add_argument("--only", metavar="TEXT", default="", help="cases with TEXT in recording or repository")
+    parser.add_argument("--only", metavar="TEXT", nargs="+", help="cases with a TEXT in recording or repository")
     parser.add_argument("--details", metavar="N", type=int, default=6, help="kinds of difference that are listed")
     parser.add_argument("--page", metavar="PATH", type=Path, help="also write the documentation's table to PATH")
     parser.add_argument("--keep", metavar="FOLDER", type=Path, help="also keep the virtual recordings in FOLDER")
     options = parser.parse_args()
     cases = tomllib.loads((HERE / "cases.toml").read_text(encoding="utf-8"))["case"]
     results = []
-    for case in cases:
-        if options.only not in f"{case['recording']} {case['repository']}":
-            continue
-        try:
-            result = run(case, options.repositories, options.recordings, options.keep)
-        except Skip as why:
-            print(f"\n{case['recording']}: left out: {why}", flush=True)
-            continue
-        results.append(result)
-        print(f"\n{case['recording']}  ({case['repository']}, {case['device']}; {result.seconds:.0f} s)")
-        print("\n".join(words(result.real, result.virtual, result.pairing, options.details)), flush=True)
-    if options.page is not None:
-        options.page.write_text(table(results), encoding="utf-8")
+    for program in cases:
+        of_one_run = [{**program, **other} for other in ({}, *program.get("also", ()))]
+        wanted = [case for case in of_one_run if is_wanted(case, options.only)]
+        for case, result in run(wanted, options.repositories, options.recordings, options.keep):
+            if isinstance(result, Skip):
+                print(f"\n{case['recording']}: left out: {result}", flush=True)
+                continue
+            results.append(result)
+            print(f"\n{case['recording']}  ({case['repository']}, {case['device']}; {result.seconds:.0f} s)")
+            print("\n".join(words(result.real, result.virtual, result.pairing, options.details)), flush=True)
+            if options.page is not None:
+                options.page.write_text(table(results), encoding="utf-8")
     return 0 if results else 1
 
 
-def run(case: Mapping[str, Any], repositories: Path, recordings: Path, keep: Path | None = None) -> Result:
+def is_wanted(case: Mapping[str, Any], texts: Sequence[str] | None) -> bool:
+    return texts is None or any(text in f"{case['recording']} {case['repository']}" for text in texts)
+
+
+def run(
+    cases: Sequence[Mapping[str, Any]], repositories: Path, recordings: Path, keep: Path | None = None
+) -> Iterator[tuple[Mapping[str, Any], Result | Skip]]:
+    """Runs the program of these cases once, and compares each with the snapshot that is its own."""
     with tempfile.TemporaryDirectory() as scratch:
-        recording = recording_of(case, repositories, recordings, Path(scratch))
-        folder = Path(scratch, "program")
-        lay_out(repository(repositories, case["repository"]), case["commit"], folder)
-        # A repository may have a folder that is called like a package: an empty `path` keeps its root off the import path.
-        path = [str(folder / one) for one in (".", *case.get("path", ())) if case.get("path") != []]
-        for number, other in enumerate(case.get("beside", ())):
-            place = Path(scratch, f"beside{number}")
-            lay_out(repository(repositories, other["repository"]), other["commit"], place)
-            path.append(str(place / other["path"]))
-        for before, after in case.get("change", ()):
-            script = folder / case["script"]
-            script.write_text(script.read_text(encoding="utf-8").replace(before, after), encoding="utf-8")
-        for name in case.get("folders", ()):
-            (folder / name).mkdir(parents=True, exist_ok=True)
-        kept = Path(scratch, "kept")
-        kept.mkdir()
-        began = time.perf_counter()
-        done = subprocess.run(
-            [sys.executable, HERE / "program.py", json.dumps({**case, "path": path}), kept],
-            cwd=folder,
-            env={**os.environ, **case.get("environment", {})},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        seconds = time.perf_counter() - began
-        written = sorted(kept.iterdir())
-        wanted = case.get("dump", len(written)) - 1
-        if done.returncode or not 0 <= wanted < len(written):
-            last = (done.stderr.strip().splitlines() or ["it wrote no snapshot"])[-1]
-            raise Skip(f"the program failed: {last}")
-        if keep is not None:
-            keep.mkdir(parents=True, exist_ok=True)
-            shutil.copy(written[wanted], keep / case["recording"].removesuffix(".gz"))
-        real, virtual = recorded(str(recording)), recorded(str(written[wanted]))
-    return Result(case, real, virtual, pair(real, virtual), seconds)
+        try:
+            written, seconds = snapshots(cases, repositories, Path(scratch)) if cases else ([], 0.0)
+        except Skip as why:
+            yield from ((case, why) for case in cases)
+            return
+        for case in cases:
+            try:
+                mine = written[case.get("dump", len(written)) - 1]
+                if keep is not None:
+                    keep.mkdir(parents=True, exist_ok=True)
+                    shutil.copy(mine, keep / case["recording"].removesuffix(".gz"))
+                real = recorded(str(recording_of(case, repositories, recordings, Path(scratch))))
+                virtual = recorded(str(mine))
+                yield case, Result(case, real, virtual, pair(real, virtual), seconds)
+            except Skip as why:
+                yield case, why
+
+
+def snapshots(cases: Sequence[Mapping[str, Any]], repositories: Path, scratch: Path) -> tuple[list[Path], float]:
+    """The snapshots that the cases' program writes on the virtual GPU, in their order, and the seconds that it took."""
+    case = cases[0]
+    folder = scratch / "program"
+    lay_out(repository(repositories, case["repository"]), case["commit"], folder)
+    # A repository may have a folder that is called like a package: an empty `path` keeps its root off the import path.
+    path = [str(folder / one) for one in (".", *case.get("path", ())) if case.get("path") != []]
+    for number, other in enumerate(case.get("beside", ())):
+        place = scratch / f"beside{number}"
+        lay_out(repository(repositories, other["repository"]), other["commit"], place)
+        path.append(str(place / other["path"]))
+    for before, after in case.get("change", ()):
+        script = folder / case["script"]
+        text = script.read_text(encoding="utf-8")
+        if before not in text:
+            raise Skip(f"{case['script']} has no line to change that reads: {before.strip()}")
+        script.write_text(text.replace(before, after), encoding="utf-8")
+    for name in case.get("folders", ()):
+        (folder / name).mkdir(parents=True, exist_ok=True)
+    kept = scratch / "kept"
+    kept.mkdir()
+    last = max((one["dump"] for one in cases), default=None) if all("dump" in one for one in cases) else None
+    began = time.perf_counter()
+    done = subprocess.run(
+        [sys.executable, HERE / "program.py", json.dumps({**case, "path": path, "dump": last}), kept],
+        cwd=folder,
+        env={**os.environ, **case.get("environment", {})},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    written = sorted(kept.iterdir())
+    if done.returncode or len(written) < (last or 1):
+        why = (done.stderr.strip().splitlines() or ["it wrote no snapshot"])[-1]
+        raise Skip(f"the program failed: {why}")
+    return written, time.perf_counter() - began
 
 
 def recording_of(case: Mapping[str, Any], repositories: Path, recordings: Path, scratch: Path) -> Path:
@@ -158,16 +183,22 @@ def repository(folder: Path, name: str) -> Path:
 def lay_out(source: Path, commit: str, target: Path) -> None:
     """Writes a commit's sources. Large files may be missing from a copy, and are not needed."""
     git = ["git", "-C", str(source)]
-    listed = subprocess.run([*git, "ls-tree", "-r", "--name-only", commit], capture_output=True, text=True, check=False)
+    listed = subprocess.run([*git, "ls-tree", "-r", "-z", commit], capture_output=True, check=False)
     if listed.returncode:
         raise Skip(f"{source} has no commit {commit}")
-    for name in listed.stdout.splitlines():
-        if name.endswith(TEXT):
-            found = subprocess.run([*git, "show", f"{commit}:{name}"], capture_output=True, check=False)
-            if not found.returncode:
-                place = target / name
-                place.parent.mkdir(parents=True, exist_ok=True)
-                place.write_bytes(found.stdout)
+    entries = [entry.decode().split("\t") for entry in listed.stdout.split(b"\0") if entry]
+    wanted = [(about.split()[2], name) for about, name in entries if name.endswith(TEXT)]
+    asked = "".join(f"{blob}\n" for blob, _ in wanted).encode()
+    answer = BytesIO(
+        subprocess.run([*git, "cat-file", "--batch"], input=asked, capture_output=True, check=False).stdout
+    )
+    for _, name in wanted:
+        about = answer.readline().split()
+        if len(about) == 3:  # Otherwise it says that the file is missing.
+            place = target / name
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.write_bytes(answer.read(int(about[2])))
+            answer.readline()
 
 
 def name_of(case: Mapping[str, Any]) -> str:

@@ -7,7 +7,8 @@ Started by ``python benchmarks/recordings`` in the program's folder. Weights sta
 
 from __future__ import annotations
 
-import importlib
+import importlib.machinery
+import importlib.metadata
 import json
 import os
 import runpy
@@ -23,6 +24,9 @@ from gpumem_magic.virtual import gpu
 
 
 def main(case: dict[str, Any], kept: Path) -> None:
+    for name, version in case.get("packages", {}).items():
+        if importlib.metadata.version(name) != version:
+            sys.exit(f"it needs {name} {version}")
     for name in dir(torch.nn.init):
         if name.endswith("_") and not name.startswith("_"):
             setattr(torch.nn.init, name, lambda tensor, *args, **kwargs: tensor)
@@ -33,7 +37,7 @@ def main(case: dict[str, Any], kept: Path) -> None:
         try:
             importlib.import_module(name)
         except ImportError:
-            sys.modules[name] = MagicMock(name=name, __spec__=None)
+            sys.modules[name] = MagicMock(name=name, __spec__=importlib.machinery.ModuleSpec(name, None))
     gpu.turn_on(case["device"])
     _keep_snapshots(kept, case.get("dump"))
     if "entry" in case:

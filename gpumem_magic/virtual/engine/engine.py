@@ -71,6 +71,9 @@ SPARSE: dict[Any, Callable[..., Any]] = {}
 # What kernels take once their result is there: rules ``rule(engine, func, args, kwargs, out, device)``, which return the bytes of
 # the blocks that are held until the kernel ends. With `special`: ``@special(*functions, table=BESIDE)``.
 BESIDE: dict[Any, Callable[..., Sequence[int]]] = {}
+# Operators of which some results are on the host, where the fake mode has all on the device: rules
+# ``rule(engine, func, out, device)``, which give the results as they are. With `special`, too.
+ON_HOST: dict[Any, Callable[..., Any]] = {}
 
 
 def special(
@@ -283,6 +286,8 @@ class Engine:
         """The ordinary way: shape by the fake mode, memory for every storage that is new in the result, and then what the
         kernel takes besides."""
         out = self.fake_call(func, args, kwargs)
+        if func in ON_HOST:
+            out = ON_HOST[func](self, func, out, device)
         allocates = self._allocates.get(func)
         if allocates is None:
             allocates = self._allocates[func] = may_allocate(func)

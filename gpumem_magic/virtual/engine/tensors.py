@@ -315,7 +315,8 @@ class VirtualTensor(FakeTensor):
             if flat is None:
                 flat = self.new_empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),), (1,)).clone()
                 storages[storage._cdata] = flat
-            copy = self.new_empty(0).set_(flat.untyped_storage(), self.storage_offset(), self.size(), self.stride())
+            # As PyTorch: a tensor of one element, which the copied storage then takes the place of.
+            copy = self.new_empty(()).set_(flat.untyped_storage(), self.storage_offset(), self.size(), self.stride())
         copy.requires_grad_(self.requires_grad)
         memo[id(self)] = copy
         copy.__dict__.update(deepcopy(own_attributes(self), memo))

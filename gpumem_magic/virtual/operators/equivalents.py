@@ -115,7 +115,7 @@ def _noise(query: Any, key: Any, p: float) -> Any:
     return noise.div_(1 - p) if p < 1 else noise
 
 
-@equivalent(_aten._scaled_dot_product_flash_attention.default, gives=6)
+@equivalent(_aten._scaled_dot_product_flash_attention.default, gives=1)
 def _flash(
     query: Any, key: Any, value: Any, dropout_p: float = 0.0, is_causal: bool = False, return_debug_mask: bool = False,
     *, scale: float | None = None,
@@ -125,7 +125,7 @@ def _flash(
     return (out, sums, *[None] * 7), noise
 
 
-@equivalent(_aten._scaled_dot_product_flash_attention_backward.default, takes=12)
+@equivalent(_aten._scaled_dot_product_flash_attention_backward.default, takes=5)
 def _flash_backward(
     noise: Any, gradient: Any, query: Any, key: Any, value: Any, out: Any, sums: Any, seq_q: Any, seq_k: Any, max_q: Any,
     max_k: Any, dropout_p: float, is_causal: bool, *seeds: Any, scale: float | None = None,
@@ -133,7 +133,7 @@ def _flash_backward(
     return _AttentionCall(query, key, value, None, is_causal, scale, noise).backward(gradient, out, sums, False)[:3]
 
 
-@equivalent(_aten._scaled_dot_product_efficient_attention.default, gives=2)
+@equivalent(_aten._scaled_dot_product_efficient_attention.default, gives=1)
 def _efficient(
     query: Any, key: Any, value: Any, bias: Any, wanted: bool, dropout_p: float = 0.0, is_causal: bool = False,
     *, scale: float | None = None,
@@ -143,7 +143,7 @@ def _efficient(
     return (out, F.pad(sums, (0, -sums.shape[-1] % 32)) if wanted else None, None, None), noise
 
 
-@equivalent(_aten._scaled_dot_product_efficient_attention_backward.default, takes=7)
+@equivalent(_aten._scaled_dot_product_efficient_attention_backward.default, takes=6)
 def _efficient_backward(
     noise: Any, gradient: Any, query: Any, key: Any, value: Any, bias: Any, out: Any, sums: Any, seed: Any, offset: Any,
     dropout_p: float, wanted: Any, is_causal: bool = False, *, scale: float | None = None,

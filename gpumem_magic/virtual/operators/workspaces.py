@@ -51,6 +51,7 @@ class Workspaces:
         self._stream_of = stream_of
         self._workspaces: dict[tuple[str, int, int, int], int] = {}
         self._policies = [_policy(device) for device in devices]
+        self._orders = [_in_order(policy) for policy in self._policies]
         self._versions = [parse_version(version_text(device)) for device in devices]
 
     def after(self, func: Any, args: Sequence[Any], device: int) -> None:
@@ -59,15 +60,15 @@ class Workspaces:
             return
         policy = self._policies[device]
         by_lt = policy.lt_bytes and (func in _LT or (func in _WITH_BIAS and adds_bias(args, self._versions[device])))
-        # cuBLASLt's workspace is there when it asks for the handle, to which cuBLAS's belongs.
-        passing = self._take("cublaslt", device, policy.lt_bytes, policy.lt_persistent) if by_lt else 0
+        passing: list[int] = []
         try:
-            address = self._take("cublas", device, policy.cublas_bytes, policy.cublas_persistent)
+            for library, size, persistent in self._orders[device]:
+                if by_lt or library == "cublas":
+                    passing.append(self._take(library, device, size, persistent))
         finally:
-            if passing:
-                self._free(device, passing)
-        if address:
-            self._free(device, address)
+            for address in passing:
+                if address:
+                    self._free(device, address)
 
     def _take(self, library: str, device: int, size: int, persistent: bool) -> int:
         """The address of a workspace for this call alone; 0 where there is none, or one that stays."""
@@ -89,6 +90,17 @@ class Workspaces:
         persistent, self._workspaces = self._workspaces, {}
         for (_, device, _, _), address in persistent.items():
             self._free(device, address)
+
+
+def _in_order(policy: BlasPolicy) -> list[tuple[str, int, bool]]:
+    """(library, bytes, whether it is kept) in the order in which a product of cuBLASLt's takes them.
+
+    A workspace that is kept is kept for a handle, with which cuBLAS's own comes (``CublasHandlePool.cpp``; a recording with 2.9).
+    One for the call is there before the handle is asked for (``CUDABlas.cpp``).
+    """
+    lt = ("cublaslt", policy.lt_bytes, policy.lt_persistent)
+    cublas = ("cublas", policy.cublas_bytes, policy.cublas_persistent)
+    return [cublas, lt] if policy.lt_persistent else [lt, cublas]
 
 
 def adds_bias(args: Sequence[Any], version: Version) -> bool:
