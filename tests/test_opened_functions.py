@@ -309,3 +309,31 @@ def test_what_a_function_gathers_until_it_ends_is_a_cause(tmp_path: Path, body: 
     assert [one["name"] for one in found if one["name"] == "growth"] == causes, done.stderr
     if causes:
         assert "`evaluate(net, batches)` (line 11) lets go of it only as it ends" in done.stderr.replace("\n  ", " ")
+
+
+@pytest.mark.parametrize(("trials", "garbage"), [(1, []), (3, [2 * 32])])
+def test_a_cycle_blames_a_script_for_what_was_garbage_at_its_peak(
+    tmp_path: Path, trials: int, garbage: list[int]
+) -> None:
+    """Models that refer to themselves, as those of PyTorch's FSDP do: the last one is in use at the peak."""
+    path, out = tmp_path / "train.py", tmp_path / "out.json"
+    path.write_text(
+        "import gc, torch\n"
+        "def train():\n"
+        "    model = torch.nn.Linear(2048, 4096, bias=False).cuda()\n"
+        "    model.me = [model]\n"
+        "    for _ in range(2):\n"
+        "        model(torch.randn(64, 2048, device='cuda')).sum().backward()\n"
+        "        model.zero_grad()\n"
+        "def main():\n"
+        f"    for _ in range({trials}):\n"
+        "        train()\n"
+        "gc.disable()\n"
+        "main()\n"
+    )
+    command = [sys.executable, "-m", "gpumem_magic.cli", "run", "--device", "T4", "--json", str(out), str(path)]
+    subprocess.run(command, check=True, capture_output=True)
+    report = json.loads(out.read_text())
+    assert [one["bytes"] >> 20 for one in report["causes"] if one["name"] == "reference_cycle"] == garbage
+    if not garbage:
+        assert "cycle" not in report["answer"] + str(report["peak"]["tensors"])

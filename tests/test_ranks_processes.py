@@ -152,3 +152,55 @@ def test_a_folder_of_snapshots_is_a_report_of_ranks(tmp_path: Path, capsys: pyte
     assert [(row["rank"], row["peak_allocated"]) for row in ranks["rows"]] == [(1, 12 << 20), (0, 4 << 20)]
     assert "Rank 1 peaks highest, at 12.0 MiB" in capsys.readouterr().out
     assert "Rank 1 peaks highest" in page.read_text("utf-8")
+
+
+def test_a_rank_that_does_not_hear_ctrl_c_reports_beside_its_program(tmp_path: Path) -> None:
+    """As under a launcher of the user's own, which sends the Ctrl-C on and then waits: the program is in a call of C's."""
+    script, target = tmp_path / "train.py", tmp_path / "rank-0.json"
+    script.write_text(
+        "import ctypes\n"
+        "from gpumem_magic.session import rank_process\n"
+        "rank_process.DEAF = 0.2\n"
+        "import torch\n"
+        "kept = torch.empty(1 << 20, device='cuda')\n"
+        "library, lock = ctypes.CDLL(None), ctypes.create_string_buffer(64)\n"
+        "library.pthread_mutex_lock(lock)\n"
+        "print('waits', flush=True)\n"
+        "library.pthread_mutex_lock(lock)\n"
+    )
+    around = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "GPUMEM_RANKS_FOLDER": str(tmp_path)}
+    command = [sys.executable, "-m", "gpumem_magic.cli", "run", "--device", "T4", str(script)]
+    with subprocess.Popen(command, env={**os.environ, **around}, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        over = time.monotonic() + 120
+        while rank_files.read(tmp_path)[0].state == RUNNING and time.monotonic() < over:
+            time.sleep(0.05)
+        (found,) = rank_files.read(tmp_path)
+        assert process.poll() is None, "its program is left alone"
+        process.terminate()
+    assert (found.state, found.where, target.exists()) == ("ended", "train.py:9", True)
+    assert found.report is not None
+    assert found.report.peak.allocated == 4 << 20
+    assert process.returncode == 128 + signal.SIGTERM
+
+
+def test_ctrl_c_ends_a_rank_and_is_no_failure_of_its_own(tmp_path: Path) -> None:
+    import gpumem_magic
+    from gpumem_magic.session import device
+    from gpumem_magic.session.rank_process import RankProcess, place_of
+
+    error: BaseException | None = None
+    try:
+        with gpumem_magic.measure("T4") as measured:
+            raise KeyboardInterrupt
+    except KeyboardInterrupt as caught:
+        error = caught
+    finally:
+        device.off()
+    rank = RankProcess(tmp_path, 0, 0, 2)
+    rank.end(measured.report, where=place_of(error))
+    (found,) = rank_files.read(tmp_path)
+    assert found.state == "ended"
+    assert found.where.startswith("test_ranks_processes.py:")

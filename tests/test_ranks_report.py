@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 from matplotlib.patches import Rectangle
@@ -12,6 +13,7 @@ from gpumem_magic.report.ranks import ENDED, GONE, RUNNING
 from gpumem_magic.report.side_by_side import OfRank, state_of, together
 from gpumem_magic.user_report import Report
 from gpumem_magic.views.html import card
+from gpumem_magic.views.ranks import table
 from gpumem_magic.views.text import render
 
 
@@ -87,6 +89,21 @@ def test_who_hangs_is_told_from_those_who_wait() -> None:
     alike = Report.of(together([OfRank(rank, ENDED, trainer(), places[0]) for rank in range(2)], 2))
     assert alike.ranks is not None
     assert alike.ranks.answer.startswith("Ranks 0-1 were ended. Both ranks peak at ")
+
+
+def test_the_table_has_the_largest_categories_beside_those_that_differ() -> None:
+    def rank(number: int, **sizes: int) -> OfRank:
+        whole = trainer()
+        sizes = {"optimizer_state": 3000, "gradients": 900, "parameters": 900, **sizes}
+        peak = replace(whole.peak, categories={name: size << 20 for name, size in sizes.items()})
+        return OfRank(number, state_of(whole), replace(whole, peak=replace(peak, allocated=6000 << 20)))
+
+    ran = [rank(0, inputs=128, activations=1100, rounding=1), rank(1, activations=700, rounding=2)]
+    found = Report.of(together(ran, 2))
+    assert found.ranks is not None
+    heads = table(found.ranks)[0]
+    # Rounding differs, too, but by nothing that a reader would see.
+    assert heads[3:-1] == ["parameters", "optimizer state", "inputs", "activations"]
 
 
 def test_of_virtual_ranks_only_those_that_ran_are_told() -> None:

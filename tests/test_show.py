@@ -562,6 +562,17 @@ def test_a_part_of_a_category_without_a_name_is_called_a_part() -> None:
     assert told == "1,200 MiB are parameters of `net`; 1,024 MiB are parameters (of 2,224 MiB in all)"
 
 
+def test_the_last_part_of_a_category_is_told_with_all_of_it_where_more_is_left() -> None:
+    parts = [TensorGroup(size * MIB, 4, "parameters", kept_by=name) for name, size in (("net", 1200), ("ema", 1024))]
+    states = TensorGroup(1000 * MIB, 4, "optimizer_state", kept_by="AdamW")
+    sizes = {"parameters": 3000 * MIB, "optimizer_state": 1001 * MIB}
+    told = in_words([*parts, states], sizes)
+    assert told == (
+        "1,200 MiB are parameters of `net`; 1,024 MiB are parameters of `ema` (of 3,000 MiB in all); "
+        "1,000 MiB are optimizer state of `AdamW`"
+    )
+
+
 def test_json_on_standard_output_is_all_that_is_there(
     show: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

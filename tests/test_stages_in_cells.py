@@ -71,7 +71,7 @@ def test_an_optimizers_states_are_compared_with_its_own_parameters(book: Noteboo
         "for _ in range(2):\n    model(x[:8]).sum().backward()\n    optimizer.step()",
     )
     (states,) = (one for one in report.causes if one.name == "optimizer_states")
-    assert "2 x the 16.0 MiB of the parameters" in states.text
+    assert "2 x the 16.0 MiB of the parameters that it steps" in states.text
 
 
 def test_a_budget_names_the_largest_part(book: Notebook) -> None:

@@ -27,6 +27,7 @@ from gpumem_magic.recording.model import (
     KEPT_BY_NAME,
     NOT_KEPT,
     NOT_KNOWN,
+    OF_A_CYCLE,
     Checkpoint,
     Hold,
     Recording,
@@ -109,6 +110,9 @@ class Tensors:
             name = ""
         holds = self._holds.get(one.index, ())
         at_end = next((hold for hold in holds if hold.position == len(self._log.events)), None)
+        if at_end is not None and at_end.place.startswith(OF_A_CYCLE) and self.is_newest(one, position):
+            # What kept it then was let go of later.
+            at_end = None
         label = self._labels[one.index]
         # A loop's variable names each parameter in turn: what keeps them is their model.
         if at_end is not None and (not name or at_end.place.startswith(name) or label.category in _OF_A_MODULE):
@@ -137,6 +141,14 @@ class Tensors:
             if label.category in ("temporaries", "activation_gradients") or self._is_passing(one):
                 return NOT_KEPT, ""
         return NOT_KNOWN, ""
+
+    def is_newest(self, one: Allocation, position: int) -> bool:
+        """Whether it holds a model's parameter, and none of the same name was seen after it up to a position: programs work with
+        their newest model."""
+        name = self._labels[one.index].name
+        seen = self._parameters_seen.get(name or "", ())
+        last = bisect_right(seen, position, key=itemgetter(0)) - 1
+        return last >= 0 and seen[last][1] == one.index
 
     def _has_still(self, name: str, one: Allocation, position: int) -> bool:
         """Whether an allocation is among those that a name was last seen to hold, up to a position."""
@@ -188,6 +200,16 @@ class Tensors:
         for look, allocation in zip(looks, self._tenants((one.address, one.position) for one in looks), strict=True):
             if allocation is not None:
                 found[allocation.index].append((look.position, look.name or ""))
+        return found
+
+    @cached_property
+    def _parameters_seen(self) -> Mapping[str, Sequence[tuple[int, int]]]:
+        """A parameter's name within its model -> the positions at which one of that name was seen, each with its allocation."""
+        looks = [one for one in self._recording.sightings if one.device == self._device and one.role == "parameter"]
+        found: dict[str, list[tuple[int, int]]] = defaultdict(list)
+        for look, allocation in zip(looks, self._tenants((one.address, one.position) for one in looks), strict=True):
+            if allocation is not None:
+                found[look.name or ""].append((look.position, allocation.index))
         return found
 
     @cached_property

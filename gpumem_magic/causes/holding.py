@@ -6,14 +6,16 @@ import re
 from collections.abc import Iterator
 
 from gpumem_magic.causes.model import LEAST, Scene
+from gpumem_magic.looks.code import cell_of
 from gpumem_magic.owners.holders import joined
 from gpumem_magic.owners.model import Held, size_of
-from gpumem_magic.recording.model import FORWARD, Sighting
+from gpumem_magic.recording.model import FORWARD, OF_A_CYCLE, Sighting
 from gpumem_magic.report.model import Cause
+from gpumem_magic.snapshot.timeline import Allocation
 from gpumem_magic.units import MIB, human
 
 _DELETED = re.compile(r"^del\s+(?P<names>[\w\s,.\[\]'\"]+)$")
-_CYCLE = re.compile(r"a reference cycle \((?P<way>.*)\)$")
+_CYCLE = re.compile(rf"{OF_A_CYCLE} \((?P<way>.*)\)$")
 # What nvidia-smi goes on showing is worth a word only where someone would wonder.
 _WONDER = 64 * MIB
 
@@ -46,8 +48,9 @@ def reference_cycle(scene: Scene) -> Iterator[Cause]:
     for one in scene.held:
         root = scene.holdings.roots[one.roots[0]]
         allocation = scene.alive.get(one.address)
-        if root.kind == "cycle" and allocation is not None and allocation.born >= 0:
-            held.setdefault(root.name, []).append(one)
+        if root.kind != "cycle" or allocation is None or allocation.born < 0 or _costs_nothing(scene, allocation):
+            continue
+        held.setdefault(root.name, []).append(one)
     everything = [one for its in held.values() for one in its]
     if size_of(everything) < max(LEAST, scene.timeline.allocated_at(scene.end) // 20):
         return
@@ -62,6 +65,13 @@ def reference_cycle(scene: Scene) -> Iterator[Cause]:
         f"`%gpumem_free cycles` frees it; without the cycle ({breaks}), it would be freed at once.",
         size_of(everything),
     )
+
+
+def _costs_nothing(scene: Scene, one: Allocation) -> bool:
+    """Whether a script still worked with it at its peak, and has ended since. (After a cell others follow.)"""
+    file = scene.recording.own_file
+    is_script = bool(file) and not cell_of(file)
+    return is_script and scene.tensors is not None and scene.tensors.is_newest(one, scene.peak)
 
 
 def _breaking(way: str) -> str:

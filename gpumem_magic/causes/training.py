@@ -113,7 +113,11 @@ def optimizer_states(scene: Scene) -> Iterator[Cause]:
             continue
         times = round(size_of(new) / parameters)
         near = times >= 1 and _is_near(size_of(new), times * parameters)
-        whole = f", {times} x the {human(parameters)} of the parameters" if near else ""
+        # (Beside copies that are whole for a moment, or parameters that nobody steps, it would be a figure of its own.)
+        of_all = _is_near(parameters, size_of(scene.living_in(scene.moment, "parameters")))
+        whole = (
+            f", {times} x the {human(parameters)} of the parameters{'' if of_all else ' that it steps'}" if near else ""
+        )
         yield Cause(
             "optimizer_states",
             f"The first step of {step.label} allocated its states, which stay: {human(size_of(new))}{whole}.",

@@ -29,12 +29,11 @@ from gpumem_magic.recording.script import ScriptRun, as_main
 from gpumem_magic.report.script_words import told_of_a_script
 from gpumem_magic.session import device as chosen_device
 from gpumem_magic.session import recording
-from gpumem_magic.session.rank_process import ALONE, RankProcess, from_environment
+from gpumem_magic.session.rank_process import ALONE, RankProcess, from_environment, place_of
 from gpumem_magic.tracebacks import leave_out_ours, traceback_of
 
 if TYPE_CHECKING:
-    from gpumem_magic.tracebacks import leave_out_ours
-from gpumem_magic.user_report import Report
+    from gpumem_magic.user_report import Report
 
 # What starts a program's processes, each as a command of its own: by their modules, and by the names of their commands.
 _LAUNCHERS = {
@@ -83,9 +82,10 @@ def run(options: argparse.Namespace) -> int:
     options.device = device_of_a_rank(options.device, rank)
     found = _open(parser, options, script)
     if rank is not None:
-        rank.begin(lambda: None if found is None else found.close())
+        rank.begin(lambda: None if found is None else found.close(), lambda: show(rank.folder, whole))
     status = 0
     early = True
+    where = ""
     one: Any = None
     with as_main(path, options.arguments, spec) as main_module, ExitStack() as around:
         machine = chosen_device.virtual()
@@ -112,6 +112,7 @@ def run(options: argparse.Namespace) -> int:
             report = _close(found, script, error if fails else None, main_module.__dict__)
             status = _exit_status(error.code)
         except BaseException as error:
+            where = place_of(error)
             traceback = script.own_frames(error.__traceback__)
             report = _close(found, script, error, main_module.__dict__)
             _flush()
@@ -132,7 +133,7 @@ def run(options: argparse.Namespace) -> int:
         if report is not None:
             hand_over(report, written_to, line="" if silent else _of_one_rank(rank, report))
         if rank is not None:
-            _answer(rank, report, one, whole)
+            _answer(rank, report, one, whole, where)
     except KeyboardInterrupt:
         say("interrupted before the report was complete")
     return status
@@ -171,10 +172,10 @@ def _stand_in(text: str) -> tuple[Any, str | None]:
         ) from None
 
 
-def _answer(rank: RankProcess, report: Any, one: Any, written_to: Mapping[str, Path]) -> None:
+def _answer(rank: RankProcess, report: Any, one: Any, written_to: Mapping[str, Path], where: str) -> None:
     """Writes a rank's report, and shows all ranks' where it is the last to end."""
     try:
-        rank.end(report, () if one is None else one.groups)
+        rank.end(report, () if one is None else one.groups, where=where)
         if rank.is_last():
             show(rank.folder, written_to)
     except Exception as error:

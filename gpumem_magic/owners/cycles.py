@@ -21,6 +21,7 @@ from gpumem_magic.owners.model import Root
 from gpumem_magic.owners.ring import ring_words
 from gpumem_magic.owners.roots import FREE_CYCLES
 from gpumem_magic.owners.traversal import Locate, Place, Traversal, located
+from gpumem_magic.recording.model import OF_A_CYCLE
 
 _MEMBERS = 4
 
@@ -135,8 +136,8 @@ def _words(things: list[Any]) -> str:
     nothing else."""
     ring = ring_words(things)
     if ring:
-        return f"a reference cycle ({ring})"
+        return f"{OF_A_CYCLE} ({ring})"
     kinds = list(dict.fromkeys(name_of_class(type(one)) for one in things if not is_a(one, (torch.Tensor, type))))
     telling = [kind for kind in kinds if kind not in ("dict", "list", "tuple", "cell", "set")] or kinds
     more = ", ..." if len(telling) > _MEMBERS else ""
-    return f"a reference cycle ({', '.join(telling[:_MEMBERS])}{more})" if telling else "a reference cycle"
+    return f"{OF_A_CYCLE} ({', '.join(telling[:_MEMBERS])}{more})" if telling else OF_A_CYCLE

@@ -97,6 +97,8 @@ class Sighting:
 
 # What keeps a tensor: a variable's name, a list or dictionary that a name leads to, autograd's graph, or nothing: a temporary.
 KEPT_BY_NAME, KEPT_BY_LIST, KEPT_BY_GRAPH, NOT_KEPT, NOT_KNOWN = "name", "list", "backward", "temporary", "unknown"
+# How the place of what only its own references keep begins.
+OF_A_CYCLE = "a reference cycle"
 
 
 @dataclass(frozen=True)

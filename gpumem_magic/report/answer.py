@@ -209,7 +209,7 @@ def in_words(groups: Sequence[TensorGroup], categories: Mapping[str, int | None]
 
     categories: all that is allocated, since small groups are left out of a long list. most: how many groups are told."""
     total = sum(one.bytes for one in groups)
-    told: list[str] = []
+    told: list[tuple[int, list[TensorGroup]]] = []
     left = total
     alike = _alike(groups)
     lists = Counter(members[0].category for members in alike)
@@ -221,9 +221,17 @@ def in_words(groups: Sequence[TensorGroup], categories: Mapping[str, int | None]
     for size, members in sorted(zip(sizes, alike, strict=True), key=lambda one: _rank(*one))[:most]:
         if told and (100 * (total - left) >= _ENOUGH * total or 20 * size < total):
             break
-        told.append(_words(members, size, categories.get(members[0].category) or 0))
+        told.append((size, members))
         left -= size
-    return "; ".join(told)
+    words: list[str] = []
+    untold = dict(categories)
+    for size, members in told:
+        untold[members[0].category] = (untold.get(members[0].category) or 0) - size
+    for size, members in reversed(told):
+        # What is left of a category is told behind its last part, so that a table's figure is here, too.
+        whole, more = categories.get(members[0].category) or 0, untold.pop(members[0].category, 0) or 0
+        words.append(_words(members, size, whole if _is_nameless(members) or 20 * more >= whole else 0))
+    return "; ".join(reversed(words))
 
 
 def _rank(size: int, members: Sequence[TensorGroup]) -> float:
@@ -251,14 +259,15 @@ def _is_nameless(members: Sequence[TensorGroup]) -> bool:
 
 
 def _words(members: Sequence[TensorGroup], size: int, whole: int) -> str:
-    """whole: what their category has, of which a part without a name is told as such."""
+    """whole: what their category has, where they are to be told as a part of it; else 0."""
     first = members[0]
-    if _is_nameless(members) and amount(whole) != amount(size) and whole > size:
-        return f"{amount(size)} are {LABELS[first.category]} (of {amount(whole)} in all)"
+    part = f" (of {amount(whole)} in all)" if whole > size and amount(whole) != amount(size) else ""
+    if part and _is_nameless(members):
+        return f"{amount(size)} are {LABELS[first.category]}{part}"
     if first.category in OF_A_MODEL:
         link = ", kept by" if re.search(r"[.\[]", first.kept_by) else " of"
         of = f"{link} `{first.kept_by}`" if first.kept_by else ""
-        return f"{amount(size)} are {LABELS[first.category]}{of}"
+        return f"{amount(size)} are {LABELS[first.category]}{of}{part}"
     place = _place(members)
     if first.shape is None:
         return f"{amount(size)} are {LABELS[first.category]}{_EXPLAINED.get(first.category, '')}{place}"

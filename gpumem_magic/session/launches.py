@@ -25,7 +25,7 @@ from gpumem_magic.recording import under_way
 from gpumem_magic.report.model import ReportData
 from gpumem_magic.report.side_by_side import together
 from gpumem_magic.session import device as choosing
-from gpumem_magic.session.rank_process import RankProcess, line_of
+from gpumem_magic.session.rank_process import RankProcess, place_of
 from gpumem_magic.user_report import Report
 
 _PLAIN = "from multiprocessing.spawn import spawn_main; spawn_main("
@@ -176,18 +176,9 @@ def as_rank(rank: RankProcess, begin: Callable[[], OwnRecording], run: Callable[
     finally:
         rank.leaves()
         try:
-            where = "" if failure is None else _place(failure)
-            rank.end(None if recording is None else recording.close(failure), where=where)
+            rank.end(None if recording is None else recording.close(failure), where=place_of(failure))
         except Exception as error:
             _say(rank, "the report could not be made", error)
-
-
-def _place(failure: BaseException) -> str:
-    """The program's line that it comes from."""
-    trace = failure.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    return "" if trace is None else line_of(trace.tb_frame)
 
 
 def _say(rank: RankProcess, what: str, error: Exception) -> None:

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 FOLDER, ALONE = "GPUMEM_RANKS_FOLDER", "GPUMEM_RANK_ALONE"
 # How long the program has to end after SIGTERM, in seconds, before its report is made beside it: a collective hears no signal.
 GRACE = 3.0
+# The same after Ctrl-C, which a program may well go on after. (PyTorch's launcher kills it after 30.)
+DEAF = 10.0
 _STATUS = 128 + signal.SIGTERM
 _OWN = str(Path(__file__).parents[1]) + os.sep
 
@@ -51,10 +53,10 @@ class RankProcess:
         self._written = False
         self._watch: _SignalWatch | None = None
 
-    def begin(self, close: Callable[[], Report | None]) -> None:
-        """close: makes the report where a signal ends the process."""
+    def begin(self, close: Callable[[], Report | None], show: Callable[[], None] = lambda: None) -> None:
+        """close: makes the report where a signal ends the process; show: that of all ranks, where this one is the last."""
         rank_files.write(self.folder, self._number, self.file)
-        self._watch = _SignalWatch(lambda: self._ended_by_signal(close), self._forked)
+        self._watch = _SignalWatch(lambda: self._ended_by_signal(close, show), self._forked)
         self._watch.begin()
 
     def leaves(self) -> None:
@@ -70,13 +72,14 @@ class RankProcess:
     def end(
         self, report: Report | None, groups: Sequence[tuple[str, tuple[int, ...]]] = (), *, where: str = ""
     ) -> None:
-        """Writes the report; a rank that a signal ended says so. where: it failed, as far as that is known."""
+        """Writes the report; a rank that a signal ended, Ctrl-C too, says so. where: it failed, as far as that is known."""
         with self._making:
             if self._written:
                 return
             self._written = True
-            state = ENDED if self.was_ended or report is None else state_of(report)
-            where = self._watch.where if self._watch is not None and self._watch.rang else where
+            ended = self.was_ended or report is None or _was_interrupted(report)
+            state = ENDED if ended or report is None else state_of(report)
+            where = self._watch.where or where if self._watch is not None and ended else where
             self.file = replace(self.file, state=state, report=report, where=where, groups=tuple(groups))
             rank_files.write(self.folder, self._number, self.file)
         if self._watch is not None:
@@ -94,7 +97,7 @@ class RankProcess:
             return False
         return True
 
-    def _ended_by_signal(self, close: Callable[[], Report | None]) -> None:
+    def _ended_by_signal(self, close: Callable[[], Report | None], show: Callable[[], None]) -> None:
         report = None
         try:
             report = close()
@@ -102,6 +105,8 @@ class RankProcess:
             print(f"gpumem: rank {self.file.rank}'s report is not whole ({swallowed(error)})", file=sys.stderr)
         try:
             self.end(report)
+            if self.is_last():
+                show()
         except Exception as error:
             swallowed(error)
 
@@ -136,7 +141,8 @@ class _SignalWatch:
     """SIGTERM, as launchers end ranks with it: the program has a moment to leave, then its report is made beside it.
 
     rang: whether it came. where: what the program did then. A program's own handler stays what it is; one that came with the
-    fork, where `inherited`, is called. There Ctrl-C, which reaches all processes of a notebook, is noted, too.
+    fork, where `inherited`, is called. There Ctrl-C, which reaches all processes of a notebook, is noted, too. Elsewhere it is
+    where the program does not hear it: in a collective that waits for ever, say.
     """
 
     def __init__(self, give_up: Callable[[], None], inherited: bool) -> None:
@@ -189,16 +195,20 @@ class _SignalWatch:
 
     def _listen(self, reading: int) -> None:
         """Beside the program: Python's own handler runs only between two of its lines."""
+        told = False
         try:
             while rung := os.read(reading, 64):
                 asked = signal.SIGTERM in rung and signal.getsignal(signal.SIGTERM) == self._leave
-                if asked or (self._inherited and signal.SIGINT in rung):
-                    now = line_of(sys._current_frames().get(self._main or 0))
+                if signal.SIGINT in rung:
+                    self.where = self._line()
+                if asked or (signal.SIGINT in rung and (self._inherited or self._is_deaf())):
                     if not self.rang:
-                        self.rang, self.where = True, now
-                    del now
+                        self.rang, self.where = True, self._line()
+                    if not asked and not self._inherited:
+                        told = True
+                        self._give_up()
                 if asked:
-                    if not self.over.wait(GRACE):
+                    if told or not self.over.wait(GRACE):
                         self._give_up()
                         os._exit(_STATUS)
                     return
@@ -206,10 +216,35 @@ class _SignalWatch:
             with suppress(OSError):
                 os.close(reading)
 
+    def _line(self) -> str:
+        return line_of(sys._current_frames().get(self._main or 0))
+
+    def _is_deaf(self) -> bool:
+        """Whether the program stays in one and the same call, so that Python could not tell it of a signal."""
+
+        def place() -> tuple[int, int] | None:
+            frame = sys._current_frames().get(self._main or 0)
+            return None if frame is None else (id(frame), frame.f_lasti)
+
+        before = place()
+        return not self.over.wait(DEAF) and place() == before
+
 
 def _is_command(file: str) -> bool:
     """Whether it is the file of the command ``gpumem``, which installers write."""
     return file in sys.orig_argv[:2] and os.path.basename(file) == "gpumem"
+
+
+def _was_interrupted(report: Report) -> bool:
+    return report.error is not None and report.error.type == "KeyboardInterrupt"
+
+
+def place_of(failure: BaseException | None) -> str:
+    """The program's line that it comes from."""
+    trace = None if failure is None else failure.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return "" if trace is None else line_of(trace.tb_frame)
 
 
 def line_of(frame: FrameType | None) -> str:

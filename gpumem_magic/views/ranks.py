@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from gpumem_magic.report.model import ALLOCATED_CATEGORIES, LABELS
 from gpumem_magic.report.ranks import DONE, ENDED, FAILED, GONE, OUT_OF_MEMORY, RUNNING, RankRow, Ranks
-from gpumem_magic.report.side_by_side import ranks_in_words
+from gpumem_magic.report.side_by_side import ALIKE, ranks_in_words
 from gpumem_magic.units import mib
 
 STATE_WORDS = {
@@ -41,18 +41,15 @@ def names(first: RankRow, members: Sequence[RankRow]) -> str:
 
 
 def table(ranks: Ranks) -> list[list[str]]:
-    """Heads and lines: the ranks, what became of them, MiB at the peak, reserved, in the categories that differ most, and the
-    statement of the peak."""
+    """Heads and lines: the ranks, what became of them, MiB at the peak, reserved, in the categories that differ most (beside
+    them the largest), and the statement of the peak."""
     lines = families(ranks)[:MOST]
     shown = [first for first, _ in lines]
-    spread = {
-        name: max(sizes) - min(sizes)
-        for name in ALLOCATED_CATEGORIES
-        if any(sizes := [one.categories.get(name, 0) for one in shown])
-    }
-    largest = {name: max(one.categories.get(name, 0) for one in shown) for name in spread}
-    chosen = sorted(spread, key=lambda name: (-spread[name], -largest[name]))[:_CATEGORIES]
-    chosen = [name for name in ALLOCATED_CATEGORIES if name in chosen]
+    sizes = {name: [one.categories.get(name, 0) for one in shown] for name in ALLOCATED_CATEGORIES}
+    spread = {name: max(each) - min(each) for name, each in sizes.items() if any(each)}
+    alike = max(one.peak_allocated or 0 for one in shown) / ALIKE
+    order = sorted(spread, key=lambda name: (-spread[name] if spread[name] > alike else 0, -max(sizes[name])))
+    chosen = [name for name in ALLOCATED_CATEGORIES if name in order[:_CATEGORIES]]
     heads = ["MiB", "", "peak", "reserved", *(LABELS[name] for name in chosen), "at"]
     rows = [
         [
