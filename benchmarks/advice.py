@@ -74,7 +74,7 @@ def main() -> int:
         begun = time.perf_counter()
         code = cell.replace("n = 1\n", f"n = {VALUE}\n", 1)
         try:
-            found = advised(CellTrials(shell, DEVICE, 0), code, lambda words: None)
+            found = advised(CellTrials(shell, DEVICE, 0), code, lambda words: None, minutes=60)
         except CellFails as error:
             print(f"{name:20} {error}", flush=True)
             continue

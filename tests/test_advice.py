@@ -352,6 +352,62 @@ def test_what_grows_is_run_to_its_end_and_what_keeps_it_is_changed() -> None:
             assert other.measured(found.best.code).peak.allocated == found.best.need.allocated
 
 
+OF_PARTS = """
+model = nn.Linear(512, 8192).cuda()
+optimizer = torch.optim.SGD(model.parameters())
+last_rows = []
+for step in range(400):
+    out = model(torch.randn(64, 512, device="cuda"))
+    loss = out.square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    last_rows.append(out[-1])
+"""
+
+
+def test_a_row_of_each_result_keeps_all_of_it_and_growing_cells_are_compared_after_as_many_turns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("gpumem_magic.trials.loops._MANY_EVENTS", 1500)
+    with notebook("virtual:1GiB,context=0MiB,idle=0MiB") as book:
+        book.cell("%%gpumem --advise -o advice\n" + OF_PARTS)
+        advice = book.shell.user_ns.pop("advice")
+        found = advice.found
+    count = found.base.run.left_after
+    assert MOST_ITERATIONS < count < 400
+    assert found.base.run.growing == 64 * 8192 * 4
+    growing = [one.run for one in found.outcomes if one.run.growing == found.base.run.growing]
+    assert growing
+    assert {one.left_after for one in growing} == {count}
+    (cloned,) = [one for one in found.outcomes if one.name == ".detach().clone() on what goes into last_rows"]
+    assert cloned.run.growing == 8192 * 4
+    (moved,) = [one for one in found.outcomes if one.name == ".detach().cpu() on what goes into last_rows"]
+    assert moved.run.growing == 0
+    first, second = str(advice).splitlines()[:2]
+    assert ".detach().clone() on what goes into last_rows" in first
+    assert "each iteration adds 32.0 KiB" in first
+    assert second.startswith(f"As it is, its first {count} iterations fit on a card of 1GiB (")
+    assert ", and each still adds " in second
+
+
+def test_what_takes_too_long_is_ended_and_named_and_what_was_not_begun_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpumem_magic.advice.advise._SECONDS", 3)
+    monkeypatch.setattr("gpumem_magic.advice.advise._TIMES_LONGER", 0)
+    slow = "import time\nif optimizer.defaults['fused']:\n    time.sleep(1000)\n"
+    cell = GROWING.replace("losses, kept", f"{slow}losses, kept").replace("range(60)", "range(4)")
+    with notebook(SMALL) as book:
+        book.cell("%%gpumem --advise -o advice\n" + cell)
+        advice = book.shell.user_ns.pop("advice")
+        assert "Ended after 3 s, before it could say anything: fused=True." in str(advice)
+        assert "foreach=False" in [one.name for one in advice.found.outcomes]
+        monkeypatch.setattr("gpumem_magic.advice.advise.MINUTES", 0.0001)
+        book.cell("%%gpumem --advise -o advice\n" + cell)
+        found = book.shell.user_ns.pop("advice")
+        assert "fused=True, foreach=False" in str(found).partition("Not begun any more, for want of time")[2]
+        assert not found.found.outcomes
+
+
 def test_a_loop_that_only_prepares_is_never_cut_short() -> None:
     """It has more turns than iterations are wanted."""
     code = (

@@ -22,7 +22,7 @@ _MOST_SETS = 6
 # Of the peak, in bytes: less is nothing saved.
 _LEAST = 1 / 200
 MINUTES = 5
-"""After these no further change is begun."""
+"""When trials have taken so much of the processor, no further change is begun."""
 # A changed cell may take longer than the cell as it is: so many times, and a minute in any case.
 _TIMES_LONGER, _SECONDS = 5, 60
 
@@ -71,7 +71,7 @@ class CellFails(ValueError):
 
 
 def advised(trials: CellTrials, code: str, say: Say, minutes: float = MINUTES) -> Advised:
-    """code: the cell as Python. Raises DeviceError, and CellFails."""
+    """code: the cell as Python. minutes: `MINUTES`, or others. Raises DeviceError, and CellFails."""
     with trials.begun(code) as begun:
         return _AdviceSearch(begun, code, say, minutes).found()
 
@@ -80,8 +80,7 @@ class _AdviceSearch:
     def __init__(self, trials: CellTrials, code: str, say: Say, minutes: float) -> None:
         self.trials, self.code, self.say = trials, code, say
         self.tried: list[Tried] = []
-        self._begun = time.monotonic()
-        self._until = self._begun + 60 * minutes
+        self._left = 60 * minutes
         # What bounds a changed cell's run, once the cell as it is has been run: `CellTrials.run` says which.
         self._last: int | None = None
         self._seconds: float | None = None
@@ -95,7 +94,7 @@ class _AdviceSearch:
         outcomes, left_out = [], []
         for place, one in enumerate(wanted, 1):
             self._place = f" (change {place} of {len(wanted)})"
-            if time.monotonic() > self._until:
+            if self._left < 0:
                 left_out.append(one.name)
             elif (outcome := self._outcome([one])) is not None:
                 outcomes.append(outcome)
@@ -110,10 +109,12 @@ class _AdviceSearch:
         self.say(f"Trial {len(self.tried) + 1} on a virtual {self.trials.device}: {name}{self._place} …")
         found, seen = self.trials.run(code, conf, wide=wide, last=self._last, seconds=self._seconds)
         self.tried.append(found)
+        self._left -= found.seconds
         return found, seen
 
     def _base(self) -> tuple[ChangeOutcome, Evidence]:
         name = "the cell as it is"
+        begun = time.monotonic()
         run, seen = self._run(name, self.code)
         need = run
         if run.ending == MEMORY:
@@ -123,7 +124,7 @@ class _AdviceSearch:
             at = f" (line {failed.line})" if failed.line else ""
             raise CellFails(f"the cell raises {failed.error}{at}")
         self._last = need.left_after or None
-        self._seconds = max(_SECONDS, _TIMES_LONGER * (time.monotonic() - self._begun))
+        self._seconds = max(_SECONDS, _TIMES_LONGER * (time.monotonic() - begun))
         return ChangeOutcome((), self.code, run, need), seen
 
     def _outcome(self, chosen: Sequence[Proposal]) -> ChangeOutcome | None:
@@ -144,6 +145,7 @@ class _AdviceSearch:
                 need = self.base.need if code == self.code else self._run(name, code, conf, wide=True)[0]
         except TookTooLong:
             self._too_long.append(name)
+            self._left -= self._seconds or 0
             return None
         return ChangeOutcome(tuple(chosen), code, run, need)
 
@@ -157,13 +159,19 @@ class _AdviceSearch:
             return min(fitting, key=self._price)
         return self._set_that_fits(outcomes)
 
-    def _price(self, one: ChangeOutcome) -> tuple[int, int, int, int, int]:
-        """What a set costs: first what becomes of the results, then what is computed and moved besides, then lines."""
+    def _growth(self, one: ChangeOutcome) -> int:
+        """How much of the growth it leaves, in twentieths: what goes on growing fits for so many iterations only."""
+        growing = self.base.need.growing
+        return round(20 * one.need.growing / growing) if growing else 0
+
+    def _price(self, one: ChangeOutcome) -> tuple[int, int, int, int, int, int]:
+        """What a set costs: first whether it still grows, what becomes of the results, then what is computed and moved besides,
+        then lines."""
         base = self.base.need
-        flops = max(0, one.need.flops - base.flops)
+        flops, moved = max(0, one.need.flops - base.flops), max(0, one.need.moved - base.moved)
         percent = round(100 * flops / base.flops) if base.flops else 0
         return (
-            RESULTS.index(one.results), percent, max(0, one.need.moved - base.moved), len(one.proposals), one.run.used,
+            self._growth(one), RESULTS.index(one.results), percent, moved, len(one.proposals), one.run.used,
         )  # fmt: skip
 
     def saves(self, one: ChangeOutcome) -> bool:
@@ -177,12 +185,12 @@ class _AdviceSearch:
     def _most_room(self, outcomes: Sequence[ChangeOutcome]) -> ChangeOutcome | None:
         """All that keep the results and save something, one after the other, while each saves more."""
         useful = [one for one in outcomes if one.run.fits and self.saves(one) and one.results != DIFFERENT]
-        useful.sort(key=lambda one: (one.run.used, self._price(one)))
+        useful.sort(key=lambda one: (self._growth(one), one.run.used, self._price(one)))
         if not useful:
             return None
         best = useful[0]
         for one in useful[1:_MOST_SETS]:
-            if (one.conf and best.conf) or time.monotonic() > self._until:
+            if (one.conf and best.conf) or self._left < 0:
                 continue
             both = self._outcome([*best.proposals, *one.proposals])
             if both is not None and both.run.fits and both.run.used < best.run.used:
@@ -192,7 +200,7 @@ class _AdviceSearch:
     def _set_that_fits(self, outcomes: Sequence[ChangeOutcome]) -> ChangeOutcome | None:
         """The cheap ones that save something first, together, until they fit; then without each that is not needed. Where none
         fits: the set that comes nearest."""
-        useful = sorted((one for one in outcomes if one.need.ending != ERROR), key=lambda one: self._price(one)[:4])
+        useful = sorted((one for one in outcomes if one.need.ending != ERROR), key=lambda one: self._price(one)[:5])
         useful = [one for one in useful if self.saves(one)] + [one for one in useful if not self.saves(one)]
         if not useful:
             return None
@@ -201,7 +209,7 @@ class _AdviceSearch:
         left = _MOST_SETS
         for one in useful[1:]:
             (more,) = one.proposals
-            if not left or found.run.fits or time.monotonic() > self._until:
+            if not left or found.run.fits or self._left < 0:
                 break
             if any(_exclude(more, other) for other in chosen):
                 continue
@@ -217,7 +225,7 @@ class _AdviceSearch:
                     found = outcome
         if found.run.fits:
             for more in found.proposals[:-1]:
-                if time.monotonic() > self._until:
+                if self._left < 0:
                     break
                 fewer = self._outcome([other for other in found.proposals if other is not more])
                 if fewer is not None and fewer.run.fits:

@@ -110,7 +110,8 @@ class Advice:
         if best is None:
             yield f"No change that was run makes the cell {'smaller' if base.run.fits else f'fit on {card}'}."
         elif best.run.fits and not base.run.fits:
-            yield f"With {best.name}, the cell fits on {card} ({of_the_card(best.run)}){self._consequences(best)}."
+            fits = _fits(best.run, "the cell")
+            yield f"With {best.name}, {fits} on {card} ({of_the_card(best.run)}){self._consequences(best)}."
         elif best.run.fits:
             yield (
                 f"With {best.name}, nvidia-smi's highest is {human(best.run.used)} instead of "
@@ -123,15 +124,21 @@ class Advice:
             )
         if base.run.fits:
             taken = human(base.run.allocated)
-            yield f"As it is, it fits on {card} ({of_the_card(base.run)}); its tensors take {taken} at the peak."
-        else:
+            adds = f", and each still adds {human(base.run.growing)}" if base.run.growing else ""
             yield (
-                f"As it is, it {failure_in_words(base.run)}; its tensors would take {human(base.need.allocated)} at the peak."
+                f"As it is, {_fits(base.run)} on {card} ({of_the_card(base.run)}){adds}; its tensors take {taken} at the peak."
             )
+        else:
+            length = f" of {base.need.left_after} iterations, and more for more" if base.need.growing else ""
+            taken = human(base.need.allocated)
+            yield f"As it is, it {failure_in_words(base.run)}; its tensors would take {taken} at the peak{length}."
 
     def _consequences(self, one: ChangeOutcome) -> str:
         words = [f"the results are {one.results}"]
         words += [but.but for but in one.proposals if but.but]
+        if self.found.base.need.growing:
+            grows = f"each iteration adds {human(one.need.growing)}"
+            words.append(grows if one.need.growing else "its memory no longer grows")
         costs = self._costs(one)
         return "; " + ", ".join(words) + (f"; it costs {costs}" if costs else "")
 
@@ -204,10 +211,6 @@ class Advice:
         count, base = counted(len(self.found.tried), "trial"), self.found.base.need
         length = f"for {MOST_ITERATIONS} of them, or to its end where its memory grew"
         if base.growing:
-            yield (
-                f"As it is, each iteration still added {human(base.growing)} when its loop was left, after {base.left_after}: "
-                "more of them take more."
-            )
             length = f"or for {MOST_ITERATIONS} of them, {base.left_after} where its memory grew"
         yield (
             f"Each change was made to a copy of the cell and run on a virtual {self.found.device}, in {count}, until its "
@@ -242,6 +245,11 @@ class Advice:
     def _pictured(self) -> list[tuple[str, Tried]]:
         changes = ((_in_a_row(one), one.need) for one in self._shown_changes())
         return [("as it is", self.found.base.need), *changes]
+
+
+def _fits(one: Tried, subject: str = "it") -> str:
+    """What was run of it."""
+    return f"its first {counted(one.left_after, 'iteration')} fit" if one.growing else f"{subject} fits"
 
 
 def _in_a_row(one: ChangeOutcome) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,8 +23,10 @@ from gpumem_magic.looks.tensors import (
     nbytes,
     no_dispatch,
     no_functions,
+    pieces,
     shape,
     states_of,
+    storage,
     table,
 )
 from gpumem_magic.recording.model import BACKWARD
@@ -58,8 +60,8 @@ class NamedModule:
 class Evidence:
     """allocated, reserved: at the peak, in bytes. batches: names of tensors on the device whose first sizes are alike, and that
     size. bfloat16: whether the card computes in it by itself. host: free memory there, in bytes. grown: by how much more was held
-    after the last iteration than after the first. tensors: names of those on the device; lists: names, and what tensors
-    on the device in them take."""
+    after the last iteration than after the first. tensors: names of those on the device; lists: names, and what tensors on the
+    device in them keep; of_parts: those of which most is kept for a part of a tensor, as `logits[-1]`."""
 
     categories: Mapping[str, int]
     allocated: int
@@ -77,6 +79,7 @@ class Evidence:
     grown: int = 0
     tensors: tuple[str, ...] = ()
     lists: Mapping[str, int] = field(default_factory=dict)
+    of_parts: frozenset[str] = frozenset()
 
     def share(self, category: str) -> float:
         """Of what is allocated at the peak."""
@@ -103,6 +106,8 @@ def evidence_of(view: DeviceView, names: frozenset[str], namespace: Mapping[str,
         modules = _distinct({name: thing for name, thing in found.items() if is_module(thing)})
         optimizers = _distinct({name: thing for name, thing in found.items() if is_optimizer(thing)})
         batches, size = _batches(found)
+        lists = {name: list(filter(_on_device, thing)) for name, thing in found.items() if type(thing) is list}
+        kept = {name: _kept(tensors) for name, tensors in lists.items()}
         state = sum(
             tensor.untyped_storage().nbytes()
             for optimizer in optimizers.values()
@@ -126,12 +131,15 @@ def evidence_of(view: DeviceView, names: frozenset[str], namespace: Mapping[str,
             state=state,
             grown=grown,
             tensors=tuple(name for name, thing in found.items() if _on_device(thing)),
-            lists={
-                name: sum(map(nbytes, filter(_on_device, thing)))
-                for name, thing in found.items()
-                if type(thing) is list
-            },
+            lists=kept,
+            of_parts=frozenset(name for name, tensors in lists.items() if 2 * sum(map(nbytes, tensors)) < kept[name]),
         )
+
+
+def _kept(tensors: Iterable[torch.Tensor]) -> int:
+    """What their storages take, those of views counted once."""
+    storages = [storage(part) for one in tensors for part in pieces(one)]
+    return sum({one._cdata: one.nbytes() for one in storages}.values())
 
 
 def _distinct(found: dict[str, Any]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.machinery import SourceFileLoader
+from statistics import fmean
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -88,10 +89,15 @@ class TrialLimit(IterationLimit):
         worth = _MANY_EVENTS if growth > _GROWTH * before else CHEAP_EVENTS
         if growth > 0 and (count < self._last if self._last is not None else self._further.events < worth):
             return False
-        if growth > 0:
-            self.growing = growth // (len(self._held) - half)
-            self.left_after = self.left_after or count
+        if half:
+            self._note_growth(self._held[:half], self._held[half:], count)
         return True
+
+    def _note_growth(self, first: Sequence[int], second: Sequence[int], count: int) -> None:
+        """Sizes may differ from iteration to iteration, so that one of the later ones has more by chance."""
+        if min(second) > fmean(first):
+            self.growing = round((fmean(second) - fmean(first)) * 2 / (len(first) + len(second)))
+            self.left_after = self.left_after or count
 
     def _note_held(self) -> None:
         self._held.append(sum(device.allocator.allocated for device in self._devices))

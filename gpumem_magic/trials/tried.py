@@ -53,6 +53,7 @@ class Tried:
     kept: activations at the start of the first backward by the path of the module that made them, "" for none.
     grown: what was held more after its last iteration than after the first; growing: what each still added when it was ended,
     after `left_after` of them.
+    seconds: of the processor that it took, where that was asked.
     flops, moved: of one iteration, where they were counted: FLOPs by PyTorch's formulas, bytes between host and device.
     """
 
@@ -83,6 +84,7 @@ class Tried:
     grown: int = 0
     growing: int = 0
     left_after: int = 0
+    seconds: float = field(default=0, compare=False)
     kept: Mapping[str, int] = field(default_factory=dict)
 
     @property

@@ -34,7 +34,10 @@ def kept_results(seen: Evidence, draft: CellDraft) -> Iterator[Proposal]:
     def on_the_device(name: str, value: ast.expr) -> bool:
         return name in heavy and (with_graphs(name, value) or called(value) == "detach")
 
-    ways = [(".detach()", with_graphs)]
+    def a_part(name: str, value: ast.expr) -> bool:
+        return name in seen.of_parts and on_the_device(name, value)
+
+    ways = [(".detach()", with_graphs), (".detach().clone()", a_part)]
     # In the trial it is the host's memory, too.
     ways += [(".detach().cpu()", on_the_device)] * (seen.grown < seen.host // 2)
     for how, wanted in ways:
