@@ -106,7 +106,7 @@ def test_an_order_of_the_programs_own() -> None:
     ("device", "backend", "dtype", "more"),
     [
         ("A100-40GB,torch=2.9", SDPBackend.EFFICIENT_ATTENTION, torch.float32, []),
-        ("A100-40GB,torch=2.2", SDPBackend.EFFICIENT_ATTENTION, torch.float32, []),
+        ("A100-40GB,torch=2.1", SDPBackend.EFFICIENT_ATTENTION, torch.float32, []),
         ("A100-40GB,torch=2.5", SDPBackend.FLASH_ATTENTION, torch.float16, []),
         ("A100-40GB,torch=2.7", SDPBackend.FLASH_ATTENTION, torch.float16, [16, 8]),
     ],
@@ -114,7 +114,7 @@ def test_an_order_of_the_programs_own() -> None:
 def test_seeds_of_dropout_are_where_the_recordings_version_has_them(
     device: str, backend: Any, dtype: Any, more: list[int]
 ) -> None:
-    """Recordings: OPT with 2.9 and Llama with 2.2 (memory-efficient), Qwen2 with 2.5 (flash). 2.7: pull request 146372."""
+    """Recordings: OPT with 2.9 and Llama with 2.1 (memory-efficient), Qwen2 with 2.5 (flash). 2.7: pull request 146372."""
     gpu.turn_on(device)
     query = torch.randn(1, 8, 96, 64, device="cuda", dtype=dtype, requires_grad=True)
     with sdpa_kernel(backend):

@@ -36,8 +36,8 @@ def attention(backend: Any, *, dtype: Any, tokens: int, heads: int = 32, size: i
 
 
 def test_efficient_attentions_gradient_is_as_recorded() -> None:
-    gpu.turn_on("A100-40GB,torch=2.2")
-    # From a recording of a 1.1-billion-parameter Llama with torch 2.2.
+    gpu.turn_on("A100-40GB,torch=2.1")
+    # From a recording of a 1.1-billion-parameter Llama with torch 2.1.
     assert attention(SDPBackend.EFFICIENT_ATTENTION, dtype=torch.float32, tokens=1000) == [
         8192000, 8192000, 8192000, 8192000, 128000, 128000, 8396800,
     ]  # fmt: skip

@@ -66,6 +66,8 @@ def test_the_current_device() -> None:
         with torch.cuda.device(0):
             assert zeros(1).device.index == 0
             assert torch.cuda.current_device() == 0
+        # As bitsandbytes asks.
+        assert torch.cuda.get_device_capability(torch.cuda.device(0)) == torch.cuda.get_device_capability(0)
         with torch.cuda.device_of(zeros(1, "cuda:0")):
             assert torch.cuda.current_device() == 0
         assert torch.cuda.current_device() == 1

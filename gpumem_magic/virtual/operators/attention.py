@@ -6,7 +6,7 @@ math, cuDNN; the user's switches and order (`torch.nn.attention.sdpa_kernel`, `t
 modelled: PyTorch's taste for cuDNN on H100 with the newest of its versions, which keeps what flash keeps.
 
 Where a kernel's random numbers began stands on the host, unless a graph is captured (``attention.cu`` in
-ATen/native/transformers/cuda; recordings with 2.2 and 2.9); flash has it on the device since 2.7, drawn or not (pull request
+ATen/native/transformers/cuda; recordings with 2.1 and 2.9); flash has it on the device since 2.7, drawn or not (pull request
 146372).
 """
 

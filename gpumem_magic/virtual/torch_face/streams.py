@@ -25,7 +25,7 @@ CURRENT = StreamState()
 
 
 def device_index(device: Any) -> int:
-    """The index that a device argument means (int, "cuda:1", torch.device, None for the current one).
+    """The index that a device argument means (int, "cuda:1", torch.device, torch.cuda.device, None for the current one).
 
     Raises ValueError for a device that is not CUDA.
     """
@@ -35,6 +35,8 @@ def device_index(device: Any) -> int:
         return CURRENT.device if device < 0 else device
     if isinstance(device, str):
         device = torch.device(device)
+    if isinstance(device, DeviceContext):
+        return device.idx
     if device.type != "cuda":
         raise ValueError(f"Expected a cuda device, but got: {device}")
     return CURRENT.device if device.index is None else int(device.index)

@@ -1,0 +1,78 @@
+"""`benchmarks/recordings`: a program out of a repository, run once and compared with each of its recordings."""
+
+from __future__ import annotations
+
+import hashlib
+import runpy
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+FOLDER = Path(__file__).resolve().parents[1] / "benchmarks" / "recordings"
+PROGRAM = """
+import torch
+torch.cuda.memory._record_memory_history()
+x = torch.zeros(1000, device="cuda")
+torch.cuda.memory._dump_snapshot("first.pickle")
+y = torch.zeros(SIZE, device="cuda")
+torch.cuda.memory._dump_snapshot("second.pickle")
+"""
+
+
+@pytest.fixture(scope="module")
+def tool() -> dict[str, Any]:
+    return runpy.run_path(str(FOLDER / "__main__.py"), run_name="recordings")
+
+
+def commit(repository: Path, **files: bytes) -> str:
+    git = ["git", "-C", str(repository), "-c", "user.name=a", "-c", "user.email=a@b"]
+    if not repository.exists():
+        repository.mkdir(parents=True)
+        subprocess.run([*git, "init", "-q"], check=True)
+    for name, content in files.items():
+        (repository / f"{name.replace('_', '.')}").write_bytes(content)
+    subprocess.run([*git, "add", "."], check=True)
+    subprocess.run([*git, "commit", "-qm", "one"], check=True)
+    return subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
+
+
+def test_one_run_is_compared_with_all_of_its_recordings(tool: dict[str, Any], tmp_path: Path) -> None:
+    place = tmp_path / "someone" / "nets"
+    case: dict[str, Any] = {
+        "repository": "someone/nets", "script": "program.py", "arguments": [], "device": "T4",
+        "change": [["SIZE", "2000"]], "recorded_at": "HEAD", "commit": commit(place, program_py=PROGRAM.encode()),
+    }  # fmt: skip
+    written, _ = tool["snapshots"]([case], tmp_path, tmp_path / "scratch")
+    real = [path.read_bytes() for path in written]
+    commit(place, first_pickle=real[0], second_pickle=real[1])
+    recordings = [
+        {"recording": name, "file": f"{name}.pickle", "sha256": hashlib.sha256(content).hexdigest(), "dump": number}
+        for number, (name, content) in enumerate(zip(("first", "second"), real, strict=True), 1)
+    ]
+    other = {**recordings[1], "recording": "changed since", "sha256": "0"}
+    cases = [{**case, **one} for one in (*recordings, other)]
+    found = [result for _, result in tool["run"](cases, tmp_path, tmp_path)]
+    assert [len(result.pairing.a) for result in found[:2]] == [1, 2]
+    assert [result.pairing.matched for result in found[:2]] == [1.0, 1.0]
+    assert "checksum" in str(found[2])
+    rows = tool["table"](found[:2]).splitlines()[2:]
+    assert [row.split(" | ")[:3] for row in rows] == [["| someone: first", "T4", "1"], ["| someone: second", "T4", "2"]]
+
+
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [({"change": [["no such line", ""]]}, "no such line"), ({"packages": {"torch": "0.1"}}, "it needs torch 0.1")],
+)
+def test_what_cannot_be_run_is_left_out_with_the_reason(
+    tool: dict[str, Any], tmp_path: Path, more: dict[str, Any], why: str
+) -> None:
+    text = PROGRAM.replace("SIZE", "1").encode()
+    case = {
+        "repository": "someone/nets", "script": "program.py", "arguments": [], "device": "T4", "recording": "none",
+        "commit": commit(tmp_path / "someone" / "nets", program_py=text), **more,
+    }  # fmt: skip
+    [(_, found)] = tool["run"]([case], tmp_path, tmp_path)
+    assert isinstance(found, tool["Skip"])
+    assert why in str(found)
