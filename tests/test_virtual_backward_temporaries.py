@@ -172,6 +172,17 @@ def test_indices_on_the_host_come_to_the_device() -> None:
     assert made(lambda: rows.index_put_((places,), values)) == [24]
 
 
+def test_indices_on_the_host_are_made_one_list_there_where_values_are_added_up() -> None:
+    """As a recording of a cross entropy by `logits[torch.arange(512), targets]` shows, with 2.6 on an H100."""
+    gpu.turn_on("H100,torch=2.6")
+    logits = torch.zeros(512, 10000, device="cuda", requires_grad=True)
+    targets = torch.zeros(512, dtype=torch.int64, device="cuda")
+    chosen = logits[torch.arange(512), targets]
+    gradient = torch.ones_like(chosen)
+    # The gradient; the host's list, the other wrapped around and multiplied; two more and the places, and CUB's.
+    assert made(lambda: torch.autograd.grad(chosen, logits, gradient)) == [512 * 10000 * 4, *[4096] * 6, 1]
+
+
 @pytest.mark.parametrize(
     ("loss", "sizes", "kept"),
     [

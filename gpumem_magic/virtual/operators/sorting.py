@@ -202,18 +202,19 @@ def _bytes(tensor: Any) -> int:
 # ---- writing through indices
 
 
-def _accumulate(engine: Engine, device: int, places: int, lists: int, rows: int, copied: int) -> None:
+def _accumulate(engine: Engine, device: int, places: int, on_host: Sequence[bool], rows: int, copied: int) -> None:
     """What `index_put_` holds with accumulation, which sorts the places so that each is written once (``Indexing.cu``).
 
-    places: how many are written; lists: how many index tensors say which; rows: how many there are to choose from; copied: bytes
-    of the values where they have to be laid out anew.
+    places: how many are written; on_host: for each index tensor that says which, whether it is on the host; rows: how many there
+    are to choose from; copied: bytes of the values where they have to be laid out anew.
     """
     listed = places * _INDEX
     with ExitStack() as held:
-        for number in range(lists):
-            # Each index is wrapped around, then multiplied, and added to the first.
+        for number, at_home in enumerate(on_host):
+            # Each index is wrapped around, then multiplied, and added to the first; on the host where it is there, and then copied.
             with ExitStack() as passing:
-                passing.enter_context(engine.scratch(device, listed))
+                if not at_home:
+                    passing.enter_context(engine.scratch(device, listed))
                 (passing if number else held).enter_context(engine.scratch(device, listed))
         bits = max(1, (rows - 1).bit_length())
         with holding(engine, device, [copied, listed, listed, listed, radix_bytes(places, _INDEX, _INDEX, bits)]):
@@ -229,10 +230,13 @@ def _index_put(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -
     out = engine.run(func, args, kwargs, device)
     given = [(index, dim) for index, dim in _with_dims(indices) if isinstance(index, torch.Tensor)]
     shapes: list[tuple[int, ...]] = []
+    on_host: list[bool] = []
     found = moved = 0
     chosen_dims = []
     for index, dim in given:
         chosen_dims += list(range(dim, dim + _width(index)))
+        at_home = not isinstance(index, VirtualTensor)
+        on_host += [at_home] * _width(index)
         if _is_mask(index):
             count = _positions(index, source)
             found += count * index.dim() * _INDEX
@@ -240,12 +244,13 @@ def _index_put(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -
         else:
             shapes.append(tuple(index.shape))
             # Those on the host come to the device first.
-            moved += 0 if isinstance(index, VirtualTensor) else index.numel() * _INDEX
+            moved += at_home * index.numel() * _INDEX
     if not given or (found and not accumulate and len(given) == 1 and source.numel() == 1):
         # One value for the places of a mask is filled in without looking for them.
         return out
-    with holding(engine, device, [found, moved]):
-        if accumulate or torch.are_deterministic_algorithms_enabled():
+    sorts = accumulate or torch.are_deterministic_algorithms_enabled()
+    with holding(engine, device, [found, 0 if sorts else moved]):
+        if sorts:
             places = prod(torch.broadcast_shapes(*shapes))
             rows = prod(target.shape[dim] for dim in chosen_dims)
             values_there = places * (target.numel() // max(1, rows))
@@ -256,7 +261,7 @@ def _index_put(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -
             laid_out = [] if target.is_contiguous() and adjacent else [target.numel() * target.element_size()]
             with holding(engine, device, laid_out):
                 if values_there:
-                    _accumulate(engine, device, places, len(shapes), rows, copied)
+                    _accumulate(engine, device, places, on_host, rows, copied)
     return out
 
 
