@@ -211,7 +211,7 @@ def _accumulate(engine: Engine, device: int, places: int, on_host: Sequence[bool
     listed = places * _INDEX
     with ExitStack() as held:
         for number, at_home in enumerate(on_host):
-            # Each index is wrapped around, then multiplied, and added to the first; on the host where it is there, and then copied.
+            # Each index is wrapped around, then multiplied, and added to the first; where it is on the host, there, and copied.
             with ExitStack() as passing:
                 if not at_home:
                     passing.enter_context(engine.scratch(device, listed))
