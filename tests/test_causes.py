@@ -421,11 +421,11 @@ GUILTY += [
     Case("filled_in_parts", (CONVOLVED, FILLED), "the peak would be at most"),
     # huggingface/transformers#13019
     Case(
-        "model_built_again",
+        "built_beside",
         ("", "for _ in range(3):\n    model = net(1024)"),
         "`del model` at the end of each turn: the peak would be 12.0 MiB, not 24.0 MiB",
     ),
-    Case("model_built_again", ("", SEARCH.format(first="")), "`del model, optimizer` at the end of each turn"),
+    Case("built_beside", ("", SEARCH.format(first="")), "`del model, optimizer` at the end of each turn"),
     # each keeps what it has computed
     Case("growth", (LAZY, "for one in lazy:\n    total = one.gram.sum().item()"), "(`return self.x @ self.x.T`)"),
 ]
@@ -883,7 +883,7 @@ def test_who_works_on_some_of_the_rows_at_a_time_is_not_told_to(cell: str) -> No
         ("expanded_copy", "with torch.no_grad():\n    y = model(x[:, None].repeat(1, 64, 1))"),
         # what is repeated is no single row
         ("expanded_copy", "y = x.repeat(64, 1) + 1"),
-        ("model_built_again", SEARCH.format(first="model = optimizer = None\n    ")),
+        ("built_beside", SEARCH.format(first="model = optimizer = None\n    ")),
     ],
 )
 def test_a_remedy_that_would_change_nothing_is_not_told(name: str, cell: str) -> None:

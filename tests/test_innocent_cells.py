@@ -36,6 +36,7 @@ DESCRIBING = frozenset(
         "whole_batch",
         "joined",
         "filled_in_parts",
+        "built_beside",
         "grown_result",
         "wide_indices",
         "steady",

@@ -135,12 +135,13 @@ def built_beside(scene: Scene) -> Iterator[Cause]:
         kinds = {scene.labels[one.index].category for one in largest}
         its = [LABELS[name] for name in OF_A_MODEL[1:] if name in kinds]
         yield Cause(
-            "model_built_again",
+            "built_beside",
             f"Each turn of the loop builds a model{line} while the one of the turn before is still on the device: "
             f"{human(size_of(largest))}{f' with its {listed(its)}' if its else ''}.",
             f"{_letting_go(scene, born)} at the end of each turn: the peak would be "
             f"{human(highest)}, not {human(scene.report.peak.allocated)}.",
             saved,
+            describes=True,
         )
         return
 
