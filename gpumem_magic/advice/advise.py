@@ -10,7 +10,7 @@ from gpumem_magic.advice.changes.catalog import proposals
 from gpumem_magic.advice.draft import Unchangeable
 from gpumem_magic.advice.evidence import Evidence
 from gpumem_magic.advice.proposal import DIFFERENT, RESULTS, Proposal
-from gpumem_magic.advice.trial import CellTrials
+from gpumem_magic.advice.trial import MOST_ITERATIONS, CellTrials
 from gpumem_magic.trials.process import TookTooLong
 from gpumem_magic.trials.tried import ERROR, MEMORY, Tried
 from gpumem_magic.units import listed
@@ -123,8 +123,12 @@ class _AdviceSearch:
             failed = run if run.ending == ERROR else need
             at = f" (line {failed.line})" if failed.line else ""
             raise CellFails(f"the cell raises {failed.error}{at}")
-        self._last = need.left_after or None
         self._seconds = max(_SECONDS, _TIMES_LONGER * (time.monotonic() - begun))
+        self._last = need.left_after or None
+        if run.fits and run.left_after > MOST_ITERATIONS:
+            # It goes on so: all are compared after fewer.
+            self._last = MOST_ITERATIONS
+            run = need = self._run(f"{name}, for fewer iterations", self.code)[0]
         return ChangeOutcome((), self.code, run, need), seen
 
     def _outcome(self, chosen: Sequence[Proposal]) -> ChangeOutcome | None:

@@ -136,11 +136,13 @@ class Advice:
     def _consequences(self, one: ChangeOutcome) -> str:
         words = [f"the results are {one.results}"]
         words += [but.but for but in one.proposals if but.but]
+        parts = [", ".join(words)]
         if self.found.base.need.growing:
-            grows = f"each iteration adds {human(one.need.growing)}"
-            words.append(grows if one.need.growing else "its memory no longer grows")
-        costs = self._costs(one)
-        return "; " + ", ".join(words) + (f"; it costs {costs}" if costs else "")
+            added = one.need.growing
+            parts.append(f"each iteration still adds {human(added)}" if added else "its memory no longer grows")
+        if costs := self._costs(one):
+            parts.append(f"it costs {costs}")
+        return "".join(f"; {part}" for part in parts)
 
     def _how(self) -> str:
         best = self.found.best
@@ -211,7 +213,8 @@ class Advice:
         count, base = counted(len(self.found.tried), "trial"), self.found.base.need
         length = f"for {MOST_ITERATIONS} of them, or to its end where its memory grew"
         if base.growing:
-            length = f"or for {MOST_ITERATIONS} of them, {base.left_after} where its memory grew"
+            longer = f", {base.left_after} where its memory grew" if base.left_after > MOST_ITERATIONS else ""
+            length = f"or for {MOST_ITERATIONS} of them{longer}"
         yield (
             f"Each change was made to a copy of the cell and run on a virtual {self.found.device}, in {count}, until its "
             f"iterations repeated exactly, {length}."
