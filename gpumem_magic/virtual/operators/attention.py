@@ -5,9 +5,9 @@ C++ sees meta tensors and would always take the math path, which writes the whol
 math, cuDNN; the user's switches and order (`torch.nn.attention.sdpa_kernel`, `torch.backends.cuda.enable_*_sdp`) count. Not
 modelled: PyTorch's taste for cuDNN on H100 with the newest of its versions, which keeps what flash keeps.
 
-Where a kernel's random numbers began stands on the host, unless a graph is captured (``attention.cu`` in
-ATen/native/transformers/cuda; recordings with 2.1 and 2.9); flash has it on the device since 2.7, drawn or not (pull request
-146372).
+Where the memory-efficient kernel's random numbers began stands on the host, unless a graph is captured (``attention.cu`` in
+ATen/native/transformers/cuda; recordings with 2.1 and 2.9). Flash has it on the device, drawn or not, since 2.7 (pull request
+146372); not modelled is that it had it on the host before, in another shape, which code of today's compiler would not take.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from gpumem_magic.private import aten as _aten
 from gpumem_magic.virtual.engine.engine import ON_HOST, Engine, special
 from gpumem_magic.virtual.engine.half_precision import HALF
 
-_FLASH_ON_DEVICE_FROM = (2, 7)
 FLASH, EFFICIENT, MATH, CUDNN = "flash", "efficient", "math", "cudnn"
 # The numbers of `torch.nn.attention.SDPBackend`.
 _KERNELS = {0: MATH, 1: FLASH, 2: EFFICIENT, 3: CUDNN}
@@ -174,16 +173,10 @@ def _without_autograd(engine: Engine, func: Any, args: Any, kwargs: Any, device:
 
 
 @special(
-    _aten._scaled_dot_product_efficient_attention.default, _aten._efficient_attention_forward.default,
-    _aten._scaled_dot_product_flash_attention.default, _aten._flash_attention_forward.default,
-    table=ON_HOST,
+    _aten._scaled_dot_product_efficient_attention.default, _aten._efficient_attention_forward.default, table=ON_HOST
 )  # fmt: skip
 def _with_seeds(engine: Engine, func: Any, out: Any, device: int) -> Any:
     """The results, with the seed and the offset of random numbers where CUDA has them."""
-    flash = "flash" in func._opname
-    if flash and engine.memory.torch_version(device) >= _FLASH_ON_DEVICE_FROM:
-        return out
     if torch.cuda.is_current_stream_capturing():
         return out
-    first = 6 if func is _aten._scaled_dot_product_flash_attention.default else 2
-    return (*out[:first], *(torch.empty((), dtype=torch.long) for _ in range(2)), *out[first + 2 :])
+    return (*out[:2], *(torch.empty((), dtype=torch.long) for _ in range(2)), *out[4:])

@@ -115,7 +115,7 @@ def _noise(query: Any, key: Any, p: float) -> Any:
     return noise.div_(1 - p) if p < 1 else noise
 
 
-@equivalent(_aten._scaled_dot_product_flash_attention.default, gives=1)
+@equivalent(_aten._scaled_dot_product_flash_attention.default, gives=6)
 def _flash(
     query: Any, key: Any, value: Any, dropout_p: float = 0.0, is_causal: bool = False, return_debug_mask: bool = False,
     *, scale: float | None = None,
@@ -125,7 +125,7 @@ def _flash(
     return (out, sums, *[None] * 7), noise
 
 
-@equivalent(_aten._scaled_dot_product_flash_attention_backward.default, takes=5)
+@equivalent(_aten._scaled_dot_product_flash_attention_backward.default, takes=12)
 def _flash_backward(
     noise: Any, gradient: Any, query: Any, key: Any, value: Any, out: Any, sums: Any, seq_q: Any, seq_k: Any, max_q: Any,
     max_k: Any, dropout_p: float, is_causal: bool, *seeds: Any, scale: float | None = None,
