@@ -562,6 +562,15 @@ def test_a_part_of_a_category_without_a_name_is_called_a_part() -> None:
     assert told == "1,200 MiB are parameters of `net`; 1,024 MiB are parameters (of 2,224 MiB in all)"
 
 
+def test_parameters_that_are_whole_for_a_moment_are_told_so() -> None:
+    groups = [
+        TensorGroup(1025 * MIB, 32, "parameters"),
+        TensorGroup(1024 * MIB, 3, "parameters", kept_by="fully_shard"),
+    ]
+    told = in_words(groups, {"parameters": 2049 * MIB}, most=1)
+    assert told == "1,024 MiB are parameters that `fully_shard` gathered for layers at work (of 2,049 MiB in all)"
+
+
 def test_the_last_part_of_a_category_is_told_with_all_of_it_where_more_is_left() -> None:
     parts = [TensorGroup(size * MIB, 4, "parameters", kept_by=name) for name, size in (("net", 1200), ("ema", 1024))]
     states = TensorGroup(1000 * MIB, 4, "optimizer_state", kept_by="AdamW")

@@ -141,6 +141,13 @@ def test_sharded_parameters_are_whole_only_while_they_are_needed() -> None:
     gc.collect()
     states = torch.cuda.memory_allocated() - before
     assert 2 * 4 * MIB <= states < 2 * 4 * MIB + 4 * MIB
+    larger = nn.Sequential(*[nn.Linear(1024, 1024, bias=False) for _ in range(4)]).cuda()
+    for layer in (*larger, larger):
+        fsdp.fully_shard(layer)
+    with gpumem_magic.measure() as measured, torch.no_grad():
+        larger(torch.rand(2, 1024, device="cuda"))
+    whole = [one.bytes for one in measured.report.peak.tensors if one.kept_by == "fully_shard"]
+    assert 4 * MIB <= sum(whole) <= 3 * 4 * MIB, "by name, beside the pieces"
 
 
 def test_distributed_tensors_are_where_their_pieces_are() -> None:

@@ -172,16 +172,20 @@ _OF_SHARING = {
 
 # Where C++ asks for it; what else they do, other functions of Python's do for them.
 _INNERMOST = ("_ddp_init_helper", "_pre_forward")
+_OF_FLAT_ONES = ("_alloc_padded_unsharded_flat_param", "_use_low_precision_shard")
+# Who gathers whole parameters for the layers at work, FSDP2 and FSDP1.
+GATHERERS = ("fully_shard", "FullyShardedDataParallel")
 
 
 def of_sharing(functions: Sequence[str]) -> tuple[str, str | None] | None:
-    """The category of what these functions asked for (`Birth.sharing`), and what holds it where no object of Python's does; None
-    where they say nothing."""
+    """The category of what these functions asked for (`Birth.sharing`), and who holds it where no name of the program's does;
+    None where they say nothing."""
     for place, name in enumerate(functions):
         if name in _INNERMOST:
             return None if place else (_OF_SHARING[name], "DistributedDataParallel")
         if name in _OF_SHARING:
-            return _OF_SHARING[name], None
+            category = _OF_SHARING[name]
+            return category, GATHERERS[name in _OF_FLAT_ONES] if category == "parameters" else None
     return None
 
 

@@ -17,7 +17,7 @@ from operator import itemgetter
 
 from gpumem_magic.attribution.owners import tenants
 from gpumem_magic.attribution.phase_map import PhaseMap, phases_on
-from gpumem_magic.attribution.sites import is_library, is_python
+from gpumem_magic.attribution.sites import GATHERERS, is_library, is_python
 from gpumem_magic.devices.base import Birth, CodePlace, DeviceLog, Label
 from gpumem_magic.looks.code import PASSED_OVER, TORCH, cell_of, line_at, whose
 from gpumem_magic.recording.model import (
@@ -124,7 +124,7 @@ class Tensors:
             place = self._parameters.get(label.name, "") if label.category == "gradients" else label.name
             # ``0.weight`` is a name within a model that nobody names.
             return KEPT_BY_NAME, place if place.partition(".")[0].isidentifier() else ""
-        if label.name and label.evidence == "stack" and label.category == "gradients":
+        if label.name and label.evidence == "stack" and (label.category == "gradients" or label.name in GATHERERS):
             return KEPT_BY_NAME, label.name
         saved = next((hold for hold in holds if hold.keeper == KEPT_BY_GRAPH), None)
         if saved is None and label.category == "activations":

@@ -11,6 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
 from gpumem_magic.allocator.verdict import CAPACITY, FRAGMENTATION
+from gpumem_magic.attribution.sites import GATHERERS
 from gpumem_magic.looks.decisions import may_be_of_a_value
 from gpumem_magic.report.failure import failed_request, failed_row
 from gpumem_magic.report.model import LABELS, OF_A_MODEL, OUTSIDE_CATEGORIES, Peak, ReportData, Row, TensorGroup
@@ -235,8 +236,11 @@ def in_words(groups: Sequence[TensorGroup], categories: Mapping[str, int | None]
 
 
 def _rank(size: int, members: Sequence[TensorGroup]) -> float:
-    """The largest first; a library's own memory, which nobody can make smaller, behind what is about as large."""
-    return -size / 2 if members[0].category == "workspace" else -size
+    """The largest first; a library's own memory, which nobody can make smaller, and what has no name, behind what is about as
+    large."""
+    if members[0].category == "workspace":
+        return -size / 2
+    return -0.95 * size if _is_nameless(members) else -size
 
 
 def _alike(groups: Sequence[TensorGroup]) -> list[list[TensorGroup]]:
@@ -267,6 +271,7 @@ def _words(members: Sequence[TensorGroup], size: int, whole: int) -> str:
     if first.category in OF_A_MODEL:
         link = ", kept by" if re.search(r"[.\[]", first.kept_by) else " of"
         of = f"{link} `{first.kept_by}`" if first.kept_by else ""
+        of = f" that `{first.kept_by}` gathered for layers at work" if first.kept_by in GATHERERS else of
         return f"{amount(size)} are {LABELS[first.category]}{of}{part}"
     place = _place(members)
     if first.shape is None:

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+from gpumem_magic.attribution.sites import GATHERERS
 from gpumem_magic.attribution.tensors import TensorFacts, common_path
 from gpumem_magic.attribution.view import DeviceView
 from gpumem_magic.recording.model import KEPT_BY_NAME
@@ -60,7 +61,7 @@ def _across_lines(groups: Iterable[list[_Member]]) -> list[list[_Member]]:
 def _kind(facts: TensorFacts, keeper: str, place: str) -> tuple[object, ...]:
     """What members of a group have in common."""
     if facts.category in OF_A_MODEL:
-        return facts.category, _owner(place) if "." in place or "[" in place else ""
+        return facts.category, _owner(place) if "." in place or "[" in place or place in GATHERERS else ""
     return replace(facts, module="", inputs=()), keeper
 
 
