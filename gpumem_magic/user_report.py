@@ -16,6 +16,7 @@ from gpumem_magic.report.model import ReportData, Row, TensorGroup
 from gpumem_magic.report.rows import MOST
 from gpumem_magic.report.schema import report_from_dict, report_to_dict
 from gpumem_magic.units import mib
+from gpumem_magic.views.quiet import quiet
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -68,6 +69,7 @@ class Report(ReportData):
 
         return cls.of(load(path))
 
+    @quiet()
     def plot(self, *, rows: int | None = MOST, dark: bool = False) -> Figure:
         """The picture as a matplotlib Figure, made without pyplot: nothing global changes, nothing is shown.
 

@@ -20,9 +20,10 @@ import generate
 import hostile_snapshots
 import sources
 from cells import Comparison, story
-from compare import Difference, differences, without_chance
+from compare import Difference, differences, explained, without_chance
 from interrupts import SCENARIOS, Interrupts
 from run import Case, Kind, Zygote
+from state import described
 
 pytest.importorskip("torch")
 pytestmark = pytest.mark.skipif(not hasattr(__import__("os"), "pidfd_open"), reason="forks and waits as only Linux can")
@@ -96,6 +97,7 @@ def test_what_nothing_settles_differs_in_plain_runs(zygote: Zygote, cell: str, i
         ("%time y = 1", "last_expr"),
         (">>> y = 1\n>>> 1 / 0\n>>> z = 2\n>>> w = 3", "last_expr"),
         ("y = 1\nx: int", "last_expr_or_assign"),
+        ("import os.path\n   ...: < {1: 2}", "last_expr"),
     ],
 )
 def test_cells_that_are_hard_to_compare(zygote: Zygote, cell: str, interactivity: str) -> None:
@@ -122,6 +124,18 @@ def test_generated_cells_are_the_same_measured(zygote: Zygote) -> None:
     stories = [story(one) for one in comparison.found if one["comes again"]]
     assert not stories, "\n".join(stories)
     assert comparison.counts["cells"] > 40
+
+
+def test_last_digits_are_explained_where_lapack_works_and_nowhere_else() -> None:
+    torch = __import__("torch")
+    value, near, other = (described(torch.tensor([1.0, one])) for one in (2.0, 2.000001, 2.1))
+    for cell, measured, is_explained in (
+        ("torch.linalg.lstsq(A, B)", near, True),
+        ("torch.linalg.lstsq(A, B)", other, False),
+        ("A + B", near, False),
+    ):
+        one = Difference("/shell/namespace/X", value, measured)
+        assert (explained(one, [cell], {"cells": []}) is not None) is is_explained
 
 
 def test_beside_what_differs_by_chance_a_difference_is_seen() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import logging
 import re
 import sys
 from dataclasses import replace
@@ -336,3 +337,13 @@ def test_ipython_takes_the_bundle():
     data, metadata = formatters.DisplayFormatter().mimebundle_formatter(samples.small())
     assert set(data) == {"text/plain", "text/html", "image/png"}
     assert set(metadata) == {"image/png"}
+
+
+@pytest.mark.usefixtures("notebook")
+def test_a_program_that_logs_everything_reads_nothing_of_our_pictures(caplog):
+    caplog.set_level(logging.DEBUG)
+    level = logging.getLogger("matplotlib").level
+    samples.colab()._repr_mimebundle_()
+    samples.colab().diff(samples.small())._repr_mimebundle_()
+    assert not [record for record in caplog.records if record.name.startswith(("matplotlib", "PIL"))]
+    assert logging.getLogger("matplotlib").level == level

@@ -149,3 +149,37 @@ def test_the_peak_is_right_beside_each(trouble: str) -> None:
         assert 1 << 30 <= report.peak.allocated < (1 << 30) + MIB
         assert [point.line for point in report.checkpoints if point.kind == "statement"] == [2, 3, 4]
         assert not [note for note in report.notes if "failed" in note]
+
+
+FEW_FRAMES = """import sys
+def allowed(limit):
+    try:
+        sys.setrecursionlimit(limit)
+    except RecursionError:
+        return False
+    return True
+def deep(left):
+    return left if not left else deep(left - 1)
+found = []
+before = sys.getrecursionlimit()
+try:
+    least = next(limit for limit in range(9, before) if allowed(limit))
+    for room in (5, 20, 80):
+        sys.setrecursionlimit(least + room)
+        found.append(room)
+        while len(found) < room:
+            found.append(deep(2))
+finally:
+    sys.setrecursionlimit(before)
+made = mib(64)
+"""
+
+
+def test_a_program_that_allows_itself_few_frames_has_them() -> None:
+    with notebook() as book:
+        report = book.measured(FEW_FRAMES)
+        assert report.error is None, report.error
+        assert len(book.shell.user_ns["found"]) == 80
+        # What follows is told again.
+        assert report.checkpoints[-1].allocated == 64 * MIB
+        assert any(row.statement == "made = mib(64)" for row in report.checkpoints)

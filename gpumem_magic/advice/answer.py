@@ -16,6 +16,7 @@ from gpumem_magic.trials.tried import ERROR, MEMORY, Tried
 from gpumem_magic.units import counted, human
 from gpumem_magic.views.display import HTML, PLAIN, asked_for, in_terminal
 from gpumem_magic.views.lines import table, text_width
+from gpumem_magic.views.quiet import quiet
 from gpumem_magic.views.sheet import Sheet
 
 if TYPE_CHECKING:
@@ -74,6 +75,7 @@ class Advice:
         """The same as text."""
         return json.dumps(self.to_dict(), indent=1)
 
+    @quiet()
     def plot(self, *, dark: bool = False) -> Figure:
         """What each change leaves at the peak, by category, as a matplotlib Figure, made without pyplot."""
         from gpumem_magic.advice.picture import draw
@@ -85,6 +87,7 @@ class Advice:
         blocks = ["\n".join(self._head()), self._how(), body, "\n".join(self._after())]
         return "\n\n".join(block for block in blocks if block)
 
+    @quiet()
     def _repr_mimebundle_(
         self, include: Container[str] | None = None, exclude: Container[str] | None = None
     ) -> dict[str, Any]:

@@ -17,7 +17,9 @@ from gpumem_magic.views.palette import ON_DARK, ON_LIGHT, Inks
 from gpumem_magic.views.pen import WIDTH, patterned
 from gpumem_magic.views.stacked import as_html, card_in_short, legend, seen_of, without_frame
 
-_ROW, _MARGIN, _MOST, _LONGEST = 0.36, 1.1, 12, 40
+# In inches: a row, what is above and below the rows, and a name in the legend.
+_ROW, _ABOVE, _BELOW, _NAME = 0.36, 0.6, 0.5, 0.24
+_MOST, _LONGEST = 12, 40
 
 
 def element(rows: Sequence[tuple[str, Tried]], device: str, capacity: int) -> str:
@@ -40,11 +42,12 @@ def draw(rows: Sequence[tuple[str, Tried]], device: str, capacity: int, *, dark:
 
 
 def _drawn(rows: Sequence[tuple[str, Tried]], device: str, capacity: int, inks: Inks) -> Figure:
-    height = _MARGIN + _ROW * len(rows)
-    figure = bars.ReportFigure(figsize=(WIDTH, height), dpi=100, facecolor=inks.paper)
-    axes: Any = figure.add_axes((0.33, 0.5 / height, 0.47, 1 - _MARGIN / height))
     held = [{name: size for name, size in one.categories.items() if name != "cached"} for _, one in rows]
     seen = seen_of(held, capacity)
+    bars_high = _ROW * len(rows)
+    height = _ABOVE + max(bars_high + _BELOW, _NAME * len(seen) + 0.1)
+    figure = bars.ReportFigure(figsize=(WIDTH, height), dpi=100, facecolor=inks.paper)
+    axes: Any = figure.add_axes((0.33, 1 - (_ABOVE + bars_high) / height, 0.47, bars_high / height))
     longest = 0
     for place, sizes in enumerate(held):
         left = 0
@@ -63,5 +66,5 @@ def _drawn(rows: Sequence[tuple[str, Tried]], device: str, capacity: int, inks: 
     marks = ticks(top)
     axes.set_xticks([size for size, _ in marks], [name for _, name in marks])
     without_frame(axes, inks)
-    legend(axes, seen, inks, wide=1.4, step=0.24 / (height - _MARGIN + 0.01))
+    legend(axes, seen, inks, wide=1.4, step=_NAME / bars_high)
     return figure

@@ -12,8 +12,10 @@ from gpumem_magic.views import explain
 from gpumem_magic.views.lines import SizeFormat
 from gpumem_magic.views.pages import CSS_WIDTH, card, image
 from gpumem_magic.views.palette import ALARM, PAPER, QUIET, TEXT
+from gpumem_magic.views.quiet import quiet
 
 
+@quiet()
 def still(investigation: Investigation) -> dict[str, Any]:
     """A display bundle: HTML with the picture and the sentences, and plain text. The text alone where nothing can be drawn."""
     text = investigation.text()

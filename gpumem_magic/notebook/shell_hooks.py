@@ -135,10 +135,17 @@ def _with_suggestion(error: Any, magics: Mapping[str, Iterable[str]]) -> Any:
     return UsageError(f"{said.rstrip('.')}{hint}") if hint else error
 
 
+_PROMPTS = (">>> ", re.compile(r"(>>>|\.\.\.)( |$)")), ("In [1]: ", re.compile(r"In \[\d+\]: |\s*\.{3,}: ?"))
+
+
 def _behind_a_remark(code: str) -> str:
-    """A comment stands for the magic's line; IPython takes away the indentation that the first line has."""
+    """A comment stands for the magic's line. IPython takes away the indentation that the first line has, and prompts where one of
+    the first two lines has one."""
     first = next((line for line in code.splitlines() if line.strip()), "")
-    return f"{first[: len(first) - len(first.lstrip())]}#\n{code}"
+    prompt = ""
+    for line in code.splitlines()[1:2]:
+        prompt = next((one for one, pattern in _PROMPTS if pattern.match(line)), "")
+    return f"{first[: len(first) - len(first.lstrip())]}{prompt}#\n{code}"
 
 
 def _is_cell_magic(call: ast.Call) -> bool:

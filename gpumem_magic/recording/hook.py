@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from types import CodeType, TracebackType
+from types import CodeType, FrameType, TracebackType
 from typing import Protocol
 
 from gpumem_magic.failures import from_handler, swallows
@@ -29,6 +29,8 @@ Place = tuple[Statement, tuple[int, ...], tuple[int, ...]]
 QUIET_TURNS = 32
 QUIET_STATEMENTS = 64
 LOOK_SECONDS = 0.02
+# Frames that telling takes at most, beyond those of the cell, a kernel's among them.
+_ROOM = 150
 
 _RESTS: dict[str, Callable[[], Rest]] = {"for": ForRest, "while": WhileRest}
 
@@ -109,6 +111,8 @@ class StatementHook:
         self._sites = sites
         self._observer: CellObserver | None = observer
         self._builtins = OwnBuiltins()
+        # Where the program allows itself fewer frames, what it does is not told: none would be left for that.
+        self._least_limit = _depth() + _ROOM
         self._codes = codes
         self._headers = [replace(site.statement, header=True) for site in sites]
         self._own_lines = [tuple(sites[loop].statement.line for loop in site.loops) for site in sites]
@@ -146,6 +150,8 @@ class StatementHook:
 
     def before(self, index: int) -> None:
         __tracebackhide__ = True
+        if sys.getrecursionlimit() < self._least_limit:
+            return
         if self._resting:
             self._count_untold()
         if self._pending is not None:
@@ -163,6 +169,8 @@ class StatementHook:
 
     def after(self, index: int) -> None:
         __tracebackhide__ = True
+        if sys.getrecursionlimit() < self._least_limit:
+            return
         if self._resting:
             self._count_untold()
         if self._pending is not None:
@@ -186,7 +194,9 @@ class StatementHook:
         """A function that may be opened was called. True: it runs untold, and does not call `leaves`."""
         __tracebackhide__ = True
         caller = self._began
-        if caller is None or self._observer is None or not self._calls.may_begin(index):
+        if caller is None or self._observer is None or sys.getrecursionlimit() < self._least_limit:
+            return True
+        if not self._calls.may_begin(index):
             return True
         self._calls.begin(index, caller, (self._iteration(caller), self._lines(caller)))
         return False
@@ -198,6 +208,8 @@ class StatementHook:
 
     def header(self, index: int) -> None:
         __tracebackhide__ = True
+        if sys.getrecursionlimit() < self._least_limit:
+            return
         if self._resting:
             self._count_untold()
         if self._pending is not None:
@@ -208,12 +220,15 @@ class StatementHook:
 
     def counted(self, index: int) -> None:
         """A ``while`` is about to make a test that is told, or a loop is over."""
-        if self._resting:
+        if self._resting and sys.getrecursionlimit() >= self._least_limit:
             self._count_untold()
 
     def next_iteration(self, index: int) -> bool:
         """The head of an iteration of the loop `index`. True: leave the loop."""
         __tracebackhide__ = True
+        if sys.getrecursionlimit() < self._least_limit:
+            self._counters[index] += 1
+            return False
         self._rests[index].is_told()
         if self._resting:
             self._count_untold()
@@ -414,6 +429,15 @@ class StatementHook:
             raise error
         self._observer = None
         self.failure = f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def _depth() -> int:
+    """How many frames the caller is in."""
+    frame: FrameType | None = sys._getframe()
+    count = 0
+    while frame is not None:
+        frame, count = frame.f_back, count + 1
+    return count
 
 
 def without_hooks(traceback: TracebackType | None) -> None:

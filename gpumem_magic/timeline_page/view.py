@@ -20,6 +20,7 @@ from gpumem_magic.units import human
 from gpumem_magic.views.display import HTML, PLAIN, PNG, asked_for, in_terminal
 from gpumem_magic.views.elements import DARK_PAGES, LIGHT_PAGES
 from gpumem_magic.views.explain import answer
+from gpumem_magic.views.quiet import quiet
 
 HEIGHT = 980
 # A frame of its own does not see the theme of the page around it: this, on the frame, tells it, now and when it changes.
@@ -53,6 +54,7 @@ class TimelineView:
         """Writes the page; `path` then holds all of it, or what it held before. Raises OSError."""
         replace_file(path, lambda file: file.write(self.to_html().encode()))
 
+    @quiet()
     def to_png(self) -> tuple[bytes, int, int]:
         """The still picture, its width and its height in pixels."""
         from gpumem_magic.timeline_page.figure import png

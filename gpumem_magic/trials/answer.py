@@ -11,6 +11,7 @@ from gpumem_magic.trials.search import SearchResult
 from gpumem_magic.trials.tried import ERROR, Tried
 from gpumem_magic.units import GIB, amount, counted, human, listed
 from gpumem_magic.views.display import HTML, PLAIN, asked_for, in_terminal
+from gpumem_magic.views.quiet import quiet
 from gpumem_magic.views.sheet import Sheet
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ class Fits:
         """Every run, in order."""
         return tuple(one for case in self.cases for one in case.found.tried)
 
+    @quiet()
     def plot(self, *, dark: bool = False) -> Figure:
         """Memory over the value as a matplotlib Figure, made without pyplot: all cards in one, a panel for each value of a second
         name."""
@@ -59,6 +61,7 @@ class Fits:
     def __repr__(self) -> str:
         return str(self._sheet())
 
+    @quiet()
     def _repr_mimebundle_(
         self, include: Container[str] | None = None, exclude: Container[str] | None = None
     ) -> dict[str, Any]:
@@ -116,7 +119,7 @@ class Fits:
         run = {one.values[self.name] for one in found.tried}
         left = [value for value in found.values if low < value < high and value not in run]
         if len(left) > _FEW:
-            return f"Between {low:,} and {high:,} {len(left):,} values were not run"
+            return f"{len(left):,} values between {low:,} and {high:,} were not run"
         return (
             f"{listed([f'{value:,}' for value in left])} {'was' if len(left) == 1 else 'were'} not run" if left else ""
         )

@@ -12,6 +12,7 @@ from gpumem_magic.report.tensors import groups_at
 from gpumem_magic.units import MIB, amount, human
 from gpumem_magic.views.display import HTML, PLAIN, asked_for, in_terminal
 from gpumem_magic.views.explain import device_name, failure_word, highest_in_use
+from gpumem_magic.views.quiet import quiet
 from gpumem_magic.views.sheet import Sheet
 
 if TYPE_CHECKING:
@@ -49,12 +50,14 @@ class Comparison:
             data[HTML] = "".join(one._sheet().html(between=one._picture()) for one in (self, *self.devices))
         return {kind: text for kind, text in data.items() if kind in wanted}
 
+    @quiet()
     def plot(self, *, dark: bool = False) -> Figure:
         """Both reports' bars at the peak and at the end as a matplotlib Figure, made without pyplot."""
         from gpumem_magic.views.compared_picture import draw
 
         return draw(self.first, self.second, dark=dark)
 
+    @quiet()
     def _picture(self) -> str:
         from gpumem_magic.views.compared_picture import element
 

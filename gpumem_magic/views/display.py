@@ -17,6 +17,7 @@ from gpumem_magic.report.rows import MOST
 from gpumem_magic.views import explain
 from gpumem_magic.views.html import Picture, card
 from gpumem_magic.views.pages import CSS_WIDTH
+from gpumem_magic.views.quiet import quiet
 from gpumem_magic.views.text import render
 
 PLAIN, HTML, PNG = "text/plain", "text/html", "image/png"
@@ -60,6 +61,7 @@ def mimebundle(
     return data, metadata
 
 
+@quiet()
 def picture(report: ReportData, *, bare: bool = False, most: int | None = MOST) -> Picture | None:
     """The picture, without title and words if bare. None where nothing was on the device, or, with a warning, if it cannot be
     drawn: the text still can."""

@@ -27,6 +27,7 @@ from gpumem_magic.views.layout import palette_image
 from gpumem_magic.views.lines import MARKED, PEAK, Line, SizeFormat, columns, shown_lines
 from gpumem_magic.views.palette import ON_DARK, ON_LIGHT, Inks
 from gpumem_magic.views.pen import LINE, MARGIN, SIZE, WIDTH, Pen, Scale, missing_letters_allowed
+from gpumem_magic.views.quiet import quiet
 from gpumem_magic.views.ranks import MOST as MOST_RANKS
 from gpumem_magic.views.ranks import STATE_WORDS, families, names
 from gpumem_magic.views.ranks import heading as whose_report
@@ -107,6 +108,7 @@ class _File(io.BytesIO):
     __hash__ = io.BytesIO.__hash__
 
 
+@quiet()
 def few_colours(raw: bytes, inks: Inks = ON_LIGHT) -> tuple[bytes, int, int]:
     """A PNG with the palette's colours only, and its width and height in pixels."""
     image = Image.open(io.BytesIO(raw)).convert("RGB").quantize(palette=palette_image(inks), dither=Image.Dither.NONE)
@@ -115,6 +117,7 @@ def few_colours(raw: bytes, inks: Inks = ON_LIGHT) -> tuple[bytes, int, int]:
     return small.getvalue(), image.width, image.height
 
 
+@quiet()
 def rendered(figure: Figure, dpi: int, inks: Inks = ON_LIGHT) -> bytes:
     """The figure as a PNG on paper."""
     raw = _File()

@@ -11,11 +11,13 @@ from typing import Any
 from gpumem_magic.failures import swallowed
 from gpumem_magic.views.pages import card, image
 from gpumem_magic.views.palette import TEXT
+from gpumem_magic.views.quiet import quiet
 from gpumem_magic.widgets.samples import Samples, summary
 
 _CSS_WIDTH = 860
 
 
+@quiet()
 def left_behind(samples: Samples) -> dict[str, Any]:
     """A display bundle: HTML with the picture, and plain text. The text alone where the picture can't be drawn."""
     words = summary(samples)

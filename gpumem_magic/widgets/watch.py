@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from gpumem_magic.failures import swallowed
 from gpumem_magic.uninterrupted import whole
+from gpumem_magic.views.quiet import quiet
 from gpumem_magic.widgets.columns import SENT
 from gpumem_magic.widgets.fronts import Front, LineFront, StaticFront, SummaryFront, WidgetFront
 from gpumem_magic.widgets.observer import Observer
@@ -40,6 +41,7 @@ _changing = threading.RLock()
 class WatchSamples(Samples):
     """All that a watch kept, and its picture."""
 
+    @quiet()
     def plot(self) -> Figure:
         """The chart as a matplotlib figure, one panel a device."""
         from gpumem_magic.widgets.watch_figure import draw

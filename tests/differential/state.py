@@ -23,7 +23,7 @@ from typing import Any
 
 DEEPEST = 5
 LONGEST = 60
-TEXT = 2000
+TEXT = 50_000
 PARTS = 3000
 
 _MEMBERS = (
@@ -182,7 +182,10 @@ def _tensor(torch: Any, value: Any) -> str:
             and value.layout is torch.strided
             and value.numel() < 10_000
         ):
-            words += " " + _digest(repr(value.detach().resolve_conj().resolve_neg().tolist()))
+            values = value.detach().resolve_conj().resolve_neg()
+            words += " " + _digest(repr(values.tolist()))
+            if values.is_floating_point():
+                words += " about " + _digest(" ".join(f"{one:.3g}" for one in values.flatten().tolist()))
     return words
 
 

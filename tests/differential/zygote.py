@@ -242,6 +242,7 @@ class Child:
         self._limit(request)
         os.chdir(request["folder"])
         random.seed(5)  # Python seeds it anew in every child
+        share_counts()
         files = [
             os.open(f"{request['result']}.{number}", os.O_CREAT | os.O_RDWR | os.O_TRUNC, 0o600) for number in (1, 2)
         ]
@@ -334,6 +335,24 @@ def litter(amount: int) -> None:
     for _ in range(amount):
         one: list[Any] = []
         one.append(one)
+
+
+def share_counts() -> None:
+    """Of what Python itself holds anywhere, small numbers among them, nobody owns a count of references: `sys.getrefcount` gives one
+    figure, as it does from Python 3.12 on. The package's rows are full of zeros."""
+    if sys.version_info >= (3, 12):
+        return
+    real = sys.getrefcount
+    held_here = 0
+
+    def getrefcount(thing: object, /) -> int:
+        if thing is None or type(thing) is bool or (type(thing) is int and -5 <= thing <= 256):
+            return (1 << 32) - 1
+        return real(thing) - held_here
+
+    probe = object()
+    held_here = getrefcount(probe) - real(probe)
+    sys.getrefcount = getrefcount
 
 
 def with_first_line(cell: str, magic: str | None, interactivity: str = "last_expr") -> str:
