@@ -219,6 +219,11 @@ NODES = "for _ in range(3):\n    node = Node(torch.randn(1024, 1024, 64, device=
 GUILTY += [
     Case("missing_zero_grad", (TRAIN, FORGOTTEN), "never calls `zero_grad`"),
     Case("missing_zero_grad", (TRAIN.replace("SGD", "Adam"), FORGOTTEN), "`optimizer.zero_grad()` right after"),
+    Case(
+        "missing_zero_grad",
+        (TRAIN.replace("SGD", "Adam").replace("optimizer", "opt"), FORGOTTEN.replace("optimizer", "opt")),
+        "`opt.zero_grad()` right after `opt.step()`",
+    ),
     Case("reference_cycle", (NODE, NODES), "768 MiB is held only by reference cycles: Node.me -> Node"),
     Case("reference_cycle", (NODE, NODES), "%gpumem_free cycles"),
     # forum threads that end with "restart the kernel": what is full, and what could go

@@ -48,11 +48,12 @@ def late_zero_grad(scene: Scene) -> Iterator[Cause]:
             worst = size_of(late), forward
     if worst is None:
         return
+    name = _optimizer(scene)
     yield Cause(
         "late_zero_grad",
         f"Gradients of the previous iteration ({human(worst[0])}) were still allocated during forward: "
         "`zero_grad` was called late.",
-        "Call `optimizer.zero_grad()` before forward, or right after `optimizer.step()`.",
+        f"Call `{name}.zero_grad()` before forward, or right after `{name}.step()`.",
         worst[0],
     )
 
@@ -80,14 +81,21 @@ def missing_zero_grad(scene: Scene) -> Iterator[Cause]:
         ):
             worst = max(worst, size_of(stayed))
             times += 1
+    name = _optimizer(scene)
     yield Cause(
         "missing_zero_grad",
         f"Gradients ({human(worst)}) were kept from each step through the next forward and backward, which added "
         f"to them ({counted(times, 'time')}): the cell never calls `zero_grad`.",
-        "Call `optimizer.zero_grad()` right after `optimizer.step()`: it frees them; without it, gradients add "
+        f"Call `{name}.zero_grad()` right after `{name}.step()`: it frees them; without it, gradients add "
         "up over all steps.",
         worst,
     )
+
+
+def _optimizer(scene: Scene) -> str:
+    """The name of the one that steps, as the program has it; where there are several, or none is known, what they are called."""
+    names = {step.label for step in scene.spans(OPTIMIZER) if step.label in scene.holdings.optimizers}
+    return names.pop() if len(names) == 1 else "optimizer"
 
 
 def _added_to(scene: Scene, stayed: list[Allocation], begin: int, end: int) -> list[Allocation]:

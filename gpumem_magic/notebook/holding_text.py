@@ -168,7 +168,8 @@ def _links(holdings: Holdings) -> str:
     gradients = size_of(one for one in holdings.held if one.kind == "gradient")
     freed = size_of(holdings.freed_by_zero_grad())
     if gradients:
-        clears = f"; `optimizer.zero_grad()` frees {human(freed)}" if freed else ""
+        name = next(iter(holdings.optimizers)) if len(holdings.optimizers) == 1 else "optimizer"
+        clears = f"; `{name}.zero_grad()` frees {human(freed)}" if freed else ""
         lines.append(f"Gradients: {human(gradients)}{clears}.")
     graphs = size_of(one for one in holdings.held if one.kind == "graph")
     if graphs:
