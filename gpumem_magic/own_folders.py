@@ -21,13 +21,24 @@ _LOCKED = "gpumem-lock"
 def own_folder(prefix: str) -> Iterator[Path]:
     """A folder of the block's own, in the usual place."""
     clear_away(tempfile.gettempdir(), prefix, _LOCKED)
-    with tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True) as name:
+    name = tempfile.mkdtemp(prefix=prefix)
+    try:
         file = os.open(os.path.join(name, _LOCKED), os.O_WRONLY | os.O_CREAT)
         try:
             lock(file)
             yield Path(name)
         finally:
             os.close(file)
+    finally:
+        _remove(name)
+
+
+def _remove(folder: str) -> None:
+    try:
+        shutil.rmtree(folder, ignore_errors=True)
+    except KeyboardInterrupt:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
 
 
 def lock(file: int) -> bool:

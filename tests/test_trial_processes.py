@@ -157,15 +157,15 @@ def test_an_interrupt_ends_the_trial_and_what_it_started(tmp_path: Path) -> None
 LEAVING = """
 import multiprocessing, os, pathlib, subprocess, time
 from multiprocessing import shared_memory
-n = 4
 detached = subprocess.Popen(["sleep", "1000"], start_new_session=True)
 orphan = subprocess.run(["sh", "-c", "setsid sleep 1000 >/dev/null 2>&1 & echo $!"], capture_output=True, text=True)
 common = shared_memory.SharedMemory(create=True, size=1000)
 lock = multiprocessing.get_context("spawn").Lock()
+with open(NOTE + ".left", "a") as file:
+    print(detached.pid, orphan.stdout.strip(), common.name, lock._semlock.name, file=file)
+n = 4
 kept = torch.ones(n, 1 << 20, device="cuda")
-note = pathlib.Path(NOTE)
-note.with_suffix(".new").write_text(f"{detached.pid} {orphan.stdout.strip()} {common.name} {lock._semlock.name}")
-note.with_suffix(".new").rename(note)
+pathlib.Path(NOTE).write_text("here")
 """
 
 
@@ -180,14 +180,65 @@ def test_what_a_trial_starts_and_shares_goes_with_it(
     with interrupted_once(note) if is_interrupted else nullcontext():
         said = book.cell(f"%%gpumem {flags} -q\n{cell}")
     assert ("KeyboardInterrupt" in said) is is_interrupted
-    first, second, *shared = note.read_text().split()
-    deadline = time.monotonic() + 60
-    while is_running(int(first)) or is_running(int(second)):
-        assert time.monotonic() < deadline, "a process that the trial started still runs"
-        time.sleep(0.01)
-    assert len(shared) == 2
-    assert not [name for name in shared if Path("/dev/shm", name.strip("/")).exists()]
+    left = [line.split() for line in note.with_suffix(".left").read_text().splitlines()]
+    # With `--fit` also before the name matters, in the process that would have been copied.
+    assert len(left) == (2 if "fit" in flags else 1)
+    for first, second, *shared in left:
+        deadline = time.monotonic() + 60
+        while is_running(int(first)) or is_running(int(second)):
+            assert time.monotonic() < deadline, "a process that the trial started still runs"
+            time.sleep(0.01)
+        assert len(shared) == 2
+        assert not [name for name in shared if Path("/dev/shm", name.strip("/")).exists()]
     assert not left_behind()
+
+
+# Where the words of a place stand, Ctrl-C is pressed: before the name matters, among a loader's workers, while a file is written.
+PLACES = """
+import pathlib, tempfile, time
+from torch.utils.data import DataLoader
+model = nn.Linear(8, 8).cuda()
+BEFORE
+n = 4
+for x in DataLoader([torch.ones(8)] * 40, batch_size=n, num_workers=2):
+    y = model(x.cuda()).sum()
+    WORKERS
+y.backward()
+with tempfile.NamedTemporaryFile("w", delete=False) as file:
+    file.write("half")
+    torch.save(model.state_dict(), SAVED)
+    WRITING
+"""
+
+
+@pytest.mark.parametrize("flags", ["--fit n=1..40", "--advise"])
+@pytest.mark.parametrize("place", ["BEFORE", "WORKERS", "WRITING"])
+def test_ctrl_c_anywhere_leaves_the_notebook_as_it_was(place: str, flags: str, book: Notebook, tmp_path: Path) -> None:
+    note, saved = tmp_path / "note", tmp_path / "saved.pt"
+    saved.write_text("mine")
+    book.cell("from torch.utils.data import DataLoader\nunderway = iter(DataLoader(list(range(40)), num_workers=1))")
+    machine, names = gpu.current(), book.shell.user_ns
+    assert machine is not None
+    before = dict(names), machine.devices[0].segments(), threads_and_files()
+    cell = PLACES.replace("SAVED", repr(str(saved)))
+    for word in ("BEFORE", "WORKERS", "WRITING"):
+        stays = f"pathlib.Path({str(note)!r}).write_text('here'); time.sleep(1000)"
+        cell = cell.replace(word, stays if word == place else "pass")
+    with interrupted_once(note):
+        said = book.cell(f"%%gpumem {flags} -q -o answer\n{cell}")
+    assert "KeyboardInterrupt" in said
+    assert {name for name in names if names[name] is not before[0].get(name)} - {"In", "Out"} <= {
+        name for name in names if name.startswith("_")
+    }
+    assert (machine.devices[0].segments(), threads_and_files()) == before[1:]
+    assert saved.read_text() == "mine"
+    assert set(left_behind()) <= set(map(str, loader_workers(names["underway"])))
+    assert next(names["underway"]) == 0
+    book.cell("del underway")
+
+
+def threads_and_files() -> tuple[int, list[str]]:
+    return threading.active_count(), sorted(os.listdir("/proc/self/fd"))
 
 
 @pytest.mark.parametrize("flags", ["--fit n=1..2", "--advise"])

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 # Processes that unlink the semaphores and shared memory of others once these are gone, and end then. So long they may take.
-_CLEARING, _CLEARING_SECONDS = (b"resource_tracker", b"torch_shm_manager"), 2.0
+_CLEARING, _CLEARING_SECONDS = (b"resource_tracker", b"torch_shm_manager"), 20.0
 _LOOK_SECONDS = 0.005
 # Of Linux' prctl.
 _SET_DEATH_SIGNAL, _SET_CHILD_SUBREAPER = 1, 36
@@ -57,7 +57,7 @@ def end_all(child: int) -> int:
 
 
 def end_what_it_started() -> None:
-    """In a trial: before its answer is told."""
+    """In a trial, before it ends: afterwards nobody knows whose they were."""
     for one in _below(os.getpid()):
         if not _clears(one):
             _send(one, signal.SIGKILL)

@@ -259,8 +259,10 @@ def _be_the_child(work: Callable[[], Any], pipe: int, folder: Path) -> NoReturn:
         leave_workers()
         _be_alone(folder)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-        answer = pickle.dumps(work(), pickle.HIGHEST_PROTOCOL)
-        end_what_it_started()
+        try:
+            answer = pickle.dumps(work(), pickle.HIGHEST_PROTOCOL)
+        finally:
+            end_what_it_started()
         _send(pipe, answer)
         status = 0
     finally:
@@ -281,6 +283,7 @@ class Pause:
 
     def __call__(self) -> Any:
         if not self._is_alone():
+            end_what_it_started()
             os._exit(1)
         os.write(self._replies, bytes(_LENGTH))
         while (order := _received(self._orders)) is not None:
