@@ -9,7 +9,8 @@ import pytest
 from matplotlib.patches import Rectangle
 from report_samples import colab, trainer
 
-from gpumem_magic.report.ranks import ENDED, GONE, RUNNING
+from gpumem_magic.report.model import ReportError
+from gpumem_magic.report.ranks import DONE, ENDED, GONE, RUNNING
 from gpumem_magic.report.side_by_side import OfRank, state_of, together
 from gpumem_magic.user_report import Report
 from gpumem_magic.views.html import card
@@ -89,6 +90,17 @@ def test_who_hangs_is_told_from_those_who_wait() -> None:
     alike = Report.of(together([OfRank(rank, ENDED, trainer(), places[0]) for rank in range(2)], 2))
     assert alike.ranks is not None
     assert alike.ranks.answer.startswith("Ranks 0-1 were ended. Both ranks peak at ")
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"), [("KeyboardInterrupt", "Of 1 MiB."), ("ValueError", "ValueError at line 9. Of 1 MiB.")]
+)
+def test_what_ended_a_rank_from_outside_is_told_once(kind: str, told: str) -> None:
+    whole = replace(trainer(), error=ReportError(kind, "", 9), answer=f"{kind} at line 9. Of 1 MiB.")
+    found = together([OfRank(0, DONE, trainer()), OfRank(1, ENDED, whole, "train.py:9")], 2)
+    assert found.ranks is not None
+    said = next(row.said for row in found.ranks.rows if row.rank == 1)
+    assert said == f"Rank 1 was ended while it was at train.py:9. {told}"
 
 
 def test_the_table_has_the_largest_categories_beside_those_that_differ() -> None:

@@ -20,6 +20,8 @@ _STATE_WORDS = {
     ENDED: "was ended",
     RUNNING: "has not answered",
 }
+# What ends a program from outside is raised in it.
+_OF_AN_END = frozenset({"SystemExit", "KeyboardInterrupt"})
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,9 @@ def _row(one: OfRank, like: int | None, first: OfRank) -> RankRow:
         return RankRow(one.rank, one.state, like, True, None, None, None, {}, one.where, said, "")
     said = report.answer
     if one.state == ENDED:
+        error = report.error
+        if error is not None and error.type in _OF_AN_END:
+            said = said.removeprefix(f"{error.type}{error.at}. ")
         said = f"Rank {one.rank} was ended{f' while it was at {one.where}' if one.where else ''}. {said}"
     states: list[Row | Peak] = [*report.checkpoints, report.peak]
     used = [state.device_used for state in states if state.device_used is not None]
