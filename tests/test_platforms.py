@@ -20,27 +20,36 @@ PACKAGE = Path(__file__).parents[1] / "gpumem_magic"
 # What Windows or macOS lack -> the only files that may speak of it.
 ONLY_IN = {
     # (Who runs on a GPU; and the memory that a host has left.)
-    # Whether a rank that has ended only waits to be asked after; without it, it counts as alive. How many threads a process has.
-    r"/proc\b": {"devices/driver.py", "virtual/engine/host_memory.py", "files/rank_files.py", "trials/process.py"},
+    # Whether a rank that has ended only waits to be asked after; without it, it counts as alive. How many threads a process has,
+    # and what a trial's has started; without it, what has its session ends.
+    r"/proc\b": {
+        "devices/driver.py",
+        "virtual/engine/host_memory.py",
+        "files/rank_files.py",
+        "trials/process.py",
+        "trials/ending.py",
+    },
     r"\bimport_module\(\"pwd\"\)|^\s*import pwd|from pwd ": {"devices/driver.py"},
     r"\bos\.fork\b|register_at_fork|\bos\.killpg\b|\bos\.getuid\b|\bos\.geteuid\b|import resource": {
         # Trials are refused in one line without `os.fork`; ranks of one user find each other only where users have numbers;
         # groups of processes are those that PyTorch's launcher, or a trial, has started. What forks waits for the virtual device.
         "virtual/gpu.py",
         "trials/process.py",
+        "trials/ending.py",
         "session/rank_process.py",
         "commands/launch.py",
     },
     r"\bfcntl\b": {"virtual/card/smi.py", "own_folders.py"},
     r"signal\.(?!SIGINT\b|getsignal\b|Signals\b|strsignal\b)[A-Z]\w*|\bos\.kill\b": {
         "trials/process.py",
+        "trials/ending.py",
         "session/rank_process.py",
         "commands/launch.py",
         "files/rank_files.py",
     },
     r"\bos\.name\b": {"virtual/card/smi.py"},
     # (A trial asks Linux to end it with its parent.)
-    r"\bsys\.platform\b": {"virtual/card/calibration.py", "trials/process.py"},
+    r"\bsys\.platform\b": {"virtual/card/calibration.py", "trials/ending.py"},
     r"environ\[\"PATH\"\]": {"virtual/card/smi.py", "patching.py"},
 }
 
