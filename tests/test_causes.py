@@ -430,6 +430,14 @@ GUILTY += [
         ("", "for _ in range(3):\n    model = net(1024)"),
         "`del model` at the end of each turn: the peak would be 12.0 MiB, not 24.0 MiB",
     ),
+    Case(
+        "built_beside",
+        (
+            "class Keeper:\n    pass",
+            "for _ in range(3):\n    model = net(1024)\n    keeper = Keeper()\n    keeper.net = model",
+        ),
+        "`del keeper, model` at the end of each turn",
+    ),
     Case("built_beside", ("", SEARCH.format(first="")), "`del model, optimizer` at the end of each turn"),
     # each keeps what it has computed
     Case("growth", (LAZY, "for one in lazy:\n    total = one.gram.sum().item()"), "(`return self.x @ self.x.T`)"),

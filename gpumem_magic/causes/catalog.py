@@ -116,6 +116,7 @@ _COVERED = {
     "optimizer_states": ("optimizer_history",),
     "map_location_missing": ("held_checkpoint",),
     "all_pairs": ("attention_scores",),
+    "built_beside": ("left_over_copy",),
     "pinned_by_view": ("growth",),
     "varying_sizes": ("joined_in_a_loop", "growth", "kept_graphs"),
     "kept_by_hook": ("growth", "kept_graphs"),

@@ -152,15 +152,19 @@ def _is_weight(scene: Scene, one: Allocation) -> bool:
 
 def _letting_go(scene: Scene, born: int) -> str:
     """What to type so that a model that was made from an event on, and its optimizer, are gone, by their places at the end."""
-    wholes = dict.fromkeys(
-        whole.place
+    its = [
+        one
         for one in scene.held
         if one.kind in ("parameter", "optimizer_state")
         and (made := scene.alive.get(one.address)) is not None
         and made.born >= born
-        if (whole := next((each for each in one.trail if _WHOLE.intersection(each.bases)), None)) is not None
-    )
-    names = sorted(place for place in wholes if place.isidentifier())
+    ]
+    found = (next((each for each in one.trail if _WHOLE.intersection(each.bases)), None) for one in its)
+    wholes = {whole.place for whole in found if whole is not None}
+    # All who reach it have to let go: a pipeline that was given the model, too.
+    roots = {scene.holdings.roots[number] for one in its for number in one.roots}
+    reached = {root.name for root in roots if root.kind == "variable"} - {place.partition(".")[0] for place in wholes}
+    names = sorted(place for place in wholes | reached if place.isidentifier())
     attributes = sorted(place for place in wholes if all(map(str.isidentifier, place.split("."))) and "." in place)
     code = [f"del {', '.join(names)}"] * bool(names) + [f"{' = '.join([*attributes, 'None'])}"] * bool(attributes)
     return f"`{'; '.join(code)}`" if code else "Let go of it and of its optimizer"
