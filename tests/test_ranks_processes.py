@@ -158,14 +158,15 @@ def test_a_rank_that_does_not_hear_ctrl_c_reports_beside_its_program(tmp_path: P
     """As under a launcher of the user's own, which sends the Ctrl-C on and then waits: the program is in a call of C's."""
     script, target = tmp_path / "train.py", tmp_path / "rank-0.json"
     script.write_text(
-        "import ctypes\n"
+        "import ctypes, threading\n"
         "from gpumem_magic.session import rank_process\n"
         "rank_process.DEAF = 0.2\n"
         "import torch\n"
         "kept = torch.empty(1 << 20, device='cuda')\n"
         "library, lock = ctypes.CDLL(None), ctypes.create_string_buffer(64)\n"
         "library.pthread_mutex_lock(lock)\n"
-        "print('waits', flush=True)\n"
+        # (Once it is in that call: before, it hears.)
+        "threading.Timer(2, print, ('waits',), {'flush': True}).start()\n"
         "library.pthread_mutex_lock(lock)\n"
     )
     around = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "GPUMEM_RANKS_FOLDER": str(tmp_path)}
