@@ -20,7 +20,7 @@ Say = Callable[[str], None]
 # A set that fits is looked for in so many runs.
 _MOST_SETS = 6
 # Of the peak, in bytes: less is nothing saved.
-_LEAST = 1 / 200
+LEAST = 1 / 200
 MINUTES = 5
 """When trials have taken so much of the processor, no further change is begun."""
 # A changed cell may take longer than the cell as it is: so many times, and a minute in any case.
@@ -145,8 +145,8 @@ class _AdviceSearch:
             run, _ = self._run(name, code, conf)
             need = run
             if run.ending == MEMORY:
-                # Settings of the allocator change no tensor.
-                need = self.base.need if code == self.code else self._run(name, code, conf, wide=True)[0]
+                # Settings of the allocator change no tensor, but what its blocks have beside them.
+                need = self._run(name, code, conf, wide=True)[0]
         except TookTooLong:
             self._too_long.append(name)
             self._left -= self._seconds or 0
@@ -180,7 +180,7 @@ class _AdviceSearch:
 
     def saves(self, one: ChangeOutcome) -> bool:
         """Whether it makes anything better: the memory needed, or what the allocator takes from the card for it."""
-        least = _LEAST * self.base.need.allocated
+        least = LEAST * self.base.need.allocated
         return one.need.ending != ERROR and (
             one.need.allocated <= self.base.need.allocated - least
             or (one.run.fits and self.base.run.fits and one.run.used <= self.base.run.used - least)
@@ -224,7 +224,7 @@ class _AdviceSearch:
                 # What saves next to nothing more is no part of what comes nearest.
                 if (
                     outcome.run.fits
-                    or outcome.need.allocated <= found.need.allocated - _LEAST * self.base.need.allocated
+                    or outcome.need.allocated <= found.need.allocated - LEAST * self.base.need.allocated
                 ):
                     found = outcome
         if found.run.fits:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Container, Iterator
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from gpumem_magic.advice.advise import Advised, ChangeOutcome
+from gpumem_magic.advice.advise import LEAST, Advised, ChangeOutcome
 from gpumem_magic.advice.proposal import DIFFERENT, ROUNDING, SAME
 from gpumem_magic.advice.trial import MOST_ITERATIONS
 from gpumem_magic.trials.answer import card_in_words, failure_in_words, of_the_card
@@ -187,7 +187,7 @@ class Advice:
         base = self.found.base
         if one.need.ending == ERROR:
             return False
-        return one.need.allocated < base.need.allocated or (
+        return one.need.allocated <= (1 - LEAST) * base.need.allocated or (
             one.run.fits and (not base.run.fits or one.run.used < base.run.used)
         )
 
