@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from causes_cells import Notebook, notebook
+from small_card import SMALL
 
 import gpumem_magic
 from gpumem_magic.advice.advise import ChangeOutcome
@@ -27,7 +28,6 @@ from gpumem_magic.advice.evidence import Evidence, NamedModule
 from gpumem_magic.advice.proposal import ROUNDING, SAME
 from gpumem_magic.advice.trial import MOST_ITERATIONS
 
-SMALL = "virtual:256MiB,context=0MiB,idle=0MiB"
 LOOP = """
 for step in range(4):
     optimizer.zero_grad()

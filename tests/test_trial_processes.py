@@ -19,27 +19,17 @@ from typing import Any
 
 import pytest
 import torch
-from causes_cells import Notebook, notebook
+from causes_cells import Notebook
 from left_behind import is_running, left_behind
+from small_card import own_temporaries, small_notebook
 
 from gpumem_magic.own_folders import own_folder
 from gpumem_magic.trials import process
 from gpumem_magic.trials.process import NoTrial, in_a_fork
 from gpumem_magic.virtual import gpu
 
-SMALL = "virtual:256MiB,context=0MiB,idle=0MiB"
-
-
-@pytest.fixture(autouse=True)
-def _own_temporaries(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Others run trials on this computer, too."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path_factory.mktemp("own")))
-
-
-@pytest.fixture(scope="module")
-def book() -> Iterator[Notebook]:
-    with notebook(SMALL) as found:
-        yield found
+_own_temporaries = pytest.fixture(autouse=True)(own_temporaries)
+book = pytest.fixture(scope="module")(small_notebook)
 
 
 def test_what_a_logger_says_in_a_trial_is_not_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 from causes_cells import Notebook, notebook
 from IPython.core.inputtransformer2 import TransformerManager
 from left_behind import left_behind
+from small_card import SMALL, own_temporaries, small_notebook
 
 import gpumem_magic
 from gpumem_magic.devices.base import DeviceError
@@ -31,7 +32,6 @@ from gpumem_magic.trials.tried import ERROR, FITS, MEMORY, Tried
 from gpumem_magic.trials.values import VaryError, varied, with_values
 from gpumem_magic.virtual import gpu
 
-SMALL = "virtual:256MiB,context=0MiB,idle=0MiB"
 # 32 MiB of weights, gradients and one moment each; then 3 MiB a row, about.
 CELL = """
 batch_size = 4
@@ -45,16 +45,8 @@ for step in range(12):
 """
 
 
-@pytest.fixture(autouse=True)
-def _own_temporaries(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Others run trials on this computer, too."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path_factory.mktemp("own")))
-
-
-@pytest.fixture(scope="module")
-def shared() -> Iterator[Notebook]:
-    with notebook(SMALL) as found:
-        yield found
+_own_temporaries = pytest.fixture(autouse=True)(own_temporaries)
+shared = pytest.fixture(scope="module")(small_notebook)
 
 
 @pytest.fixture
