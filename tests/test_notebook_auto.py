@@ -110,7 +110,7 @@ def test_without_a_device_nothing_is_recorded(book: Notebook) -> None:
     [
         ("%gpumem_auto maybe", "invalid choice: 'maybe'"),
         ("%gpumem_history all", "%gpumem_history: unrecognized arguments: all"),
-        ("%gpumem_history", "`%gpumem_auto on` records those that follow"),
+        ("%gpumem_history", "it shows the cells since `%gpumem_auto on`, and that has not been run"),
         ("%gpumem --budget 10GB x = 1", "write GiB"),
         ("%gpumem --max-delta lots x = 1", "not a size"),
     ],

@@ -17,10 +17,12 @@ from typing import Any
 
 import pages_own_tests
 import pytest
+from causes_cells import notebook
 from hostile_snapshots import MARKUP, recording, with_markup
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import gpumem_magic
 from gpumem_magic.attribution.ledger import TENANT_CATEGORIES
 from gpumem_magic.attribution.view import DeviceView
 from gpumem_magic.files.loaded import position_of, report_of, views_of
@@ -28,7 +30,7 @@ from gpumem_magic.snapshot.files import read
 from gpumem_magic.timeline_page import page as page_module
 from gpumem_magic.timeline_page.data import page_data, plain, script_json
 from gpumem_magic.timeline_page.page import document
-from gpumem_magic.timeline_page.source import source_of
+from gpumem_magic.timeline_page.source import TimelineMark, source_of
 from gpumem_magic.timeline_page.view import TimelineView, timeline_of_files
 from gpumem_magic.user_report import Report, load
 
@@ -170,6 +172,31 @@ def test_the_marks_of_a_file_are_errors_and_ranges(tmp_path: Path) -> None:
     assert [(mark.words, mark.kind) for mark in source.marks] == [("out of memory", "error"), ("epoch 3", "range")]
     assert source.marks[0].position == 10
     assert "out of memory" in document("a run", [source])
+
+
+def test_the_marks_of_a_cell_say_during_which_statement_an_event_came(monkeypatch: pytest.MonkeyPatch) -> None:
+    cell = "%%gpumem\nn = 1\na = torch.ones(256, device='cuda')\nb = a.repeat(4)\n"
+    with notebook("virtual:64MiB,context=0MiB,idle=0MiB") as book:
+        book.cell(cell + "c = torch.ones(1 << 30, device='cuda')")
+        report = gpumem_magic.last_report()
+    assert report is not None
+
+    def names(marks: Sequence[TimelineMark]) -> list[str]:
+        return [mark.words.split(" = ")[0] for mark in marks]
+
+    (source,) = report.timeline().sources
+    events = source.view.log.events
+    assert names(source.marks) == ["a", "b", "c", "failed: c"], "n = 1 asked for nothing"
+    during = {
+        event.size: names([mark for mark in source.marks if mark.position <= number])[-1]
+        for number, event in enumerate(events)
+        if event.action == "alloc"
+    }
+    assert (during[1024], during[4096]) == ("a", "b")
+    # Too many for a chart: what follows has no words, and where it failed is kept.
+    monkeypatch.setattr("gpumem_magic.timeline_page.source._MOST_MARKS", 1)
+    (source,) = report.timeline().sources
+    assert names(source.marks) == ["a", "", "failed: c"]
 
 
 def test_the_page_opens_where_it_is_asked_to(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import { inPlaces } from "../place.js";
 const SVG = "http" + "://www.w3.org/2000/svg"; // the name of the drawing elements; nothing is loaded from there
 export const PACE = 1400; // ms for each step while it plays
 const STRIP_HEIGHT = 46;
+const NEAR = 0.6; // of the card: where a step fills that much of it, the card's end is in the picture
 
 // ---- words and numbers
 
@@ -33,9 +34,16 @@ export function beside(steps, step, way) {
 
 export const clamp = (step, count) => Math.min(Math.max(Number.isFinite(step) ? Math.round(step) : 0, 0), count - 1);
 
-/** The parts of the bar: [{name, label, colour, start, size}], bottom (left) first, as shares of the capacity. */
+/** What the picture's width stands for, in bytes, at every step: the most that any has in use, or the card where that comes near its end
+    or a request failed. */
+export function scaleOf(facts) {
+  const most = Math.max(1, ...facts.steps.flatMap(({ used, published, peak, reserved }) => [used, published ?? 0, peak, reserved]));
+  return facts.wanted || most > NEAR * facts.capacity ? Math.max(facts.capacity, most) : most;
+}
+
+/** The parts of the bar: [{name, label, colour, start, size}], bottom (left) first, as shares of the width. */
 export function barOf(facts, step) {
-  const scale = Math.max(facts.capacity, facts.steps[step].used, 1);
+  const scale = scaleOf(facts);
   const parts = [];
   let start = 0;
   for (const kind of facts.kinds) {
@@ -56,7 +64,7 @@ export function stripOf(facts, step, width, gap = 1.5) {
   const most = Math.max(...facts.steps.map((one) => one.strip?.length ?? 0));
   // With many segments the gaps would eat the picture.
   const between = Math.min(gap, (0.25 * width) / Math.max(most, 1));
-  const perByte = (width - between * most) / Math.max(facts.capacity, ...facts.steps.map((one) => one.reserved), 1);
+  const perByte = (width - between * most) / scaleOf(facts);
   const segments = [];
   let x = 0;
   for (const number of strip) {
@@ -87,7 +95,8 @@ export function largestHole(strip) {
 /** [term, figure] beside the bar. */
 export function figuresOf(facts, step) {
   const { smi, published, change, allocated, reserved, peak } = facts.steps[step];
-  const rows = [["nvidia-smi", smi === null ? "n/a" : `${mib(smi)} MiB`]];
+  const card = scaleOf(facts) < facts.capacity ? ` of ${mib(facts.capacity)}` : "";
+  const rows = [["nvidia-smi", smi === null ? "n/a" : `${mib(smi)}${card} MiB`]];
   if (facts.steps.some((one) => one.published !== null)) {
     const off = published === null || smi === null ? "" : ` (ours is ${mib(smi - published, true)})`;
     rows.push(["published", published === null ? "–" : `${mib(published)} MiB${off}`]);
@@ -277,7 +286,8 @@ export class View {
     this.slider.value = String(step);
     this.slider.setAttribute("aria-valuetext", positionWords(facts, step));
     this.title.textContent = `${step + 1} of ${facts.steps.length}: ${one.title}`;
-    this.words.textContent = one.words.join(" ");
+    // Between backticks stands code.
+    this.words.replaceChildren(...one.words.join(" ").split("`").map((text, at) => (at % 2 ? element("code", {}, text) : text)));
     this.figures.replaceChildren(...figuresOf(facts, step).flatMap(([term, figure]) => {
       const key = term.replace(" ", "-");
       return [element("dt", { "data-term": key }, term), element("dd", { "data-figure": key }, figure)];
@@ -303,7 +313,7 @@ export class View {
   drawBar(step) {
     const { facts, width } = this;
     const one = facts.steps[step];
-    const scale = Math.max(facts.capacity, one.used, 1);
+    const scale = scaleOf(facts);
     const at = (bytes) => (width * bytes) / scale;
     this.bar.setAttribute("viewBox", `0 0 ${width} 44`);
     this.bar.setAttribute("width", String(width));
@@ -313,7 +323,7 @@ export class View {
     const drawn = parts.map((part) => shape("rect", {
       x: part.start * width, y: 8, width: Math.max(part.size * width - 0.6, 0.4), height: 26, fill: part.colour, "data-kind": part.name,
     }, shape("title", {}, `${part.label}: ${mib(part.bytes)} MiB`)));
-    const lines = [shape("line", { x1: at(facts.capacity) - 0.5, x2: at(facts.capacity) - 0.5, y1: 2, y2: 40, class: "gpumem-capacity" })];
+    const lines = this.card(one, at(facts.capacity));
     if (one.published !== null) {
       lines.push(shape("path", { d: `M${at(one.published)} 34 l-5 9 h10 z`, class: "gpumem-published" },
         shape("title", {}, `published: ${mib(one.published)} MiB`)));
@@ -324,6 +334,18 @@ export class View {
         shape("title", {}, `allocated at once inside this statement: ${mib(one.peak)} MiB`)));
     }
     this.bar.replaceChildren(...drawn, ...lines);
+  }
+
+  /** The card's end where the picture reaches it, else how much of the card is in use, as a thin line beneath. */
+  card(one, end) {
+    const { facts, width } = this;
+    if (end <= width) return [shape("line", { x1: end - 0.5, x2: end - 0.5, y1: 2, y2: 40, class: "gpumem-capacity" })];
+    const share = (width * one.used) / facts.capacity;
+    return [
+      shape("rect", { x: 0, y: 39, width, height: 4, class: "gpumem-card" },
+        shape("title", {}, `${mib(one.used)} of ${mib(facts.capacity)} MiB of the card are in use`)),
+      shape("rect", { x: 0, y: 39, width: share, height: 4, class: "gpumem-card-used" }),
+    ];
   }
 
   drawStrip(step, one) {

@@ -35,6 +35,12 @@ class Step:
         return f"{iteration} {self.line.text}" if iteration else self.line.text
 
     @property
+    def heading(self) -> str:
+        """The same alone, where no column of numbers explains the first: ``output = model(input, comb), iteration 2``."""
+        turn = self.line.iteration.removesuffix(":")
+        return f"{self.line.text}, iteration {turn}" if turn else self.line.text
+
+    @property
     def is_quiet(self) -> bool:
         """Nothing moved, and nobody else's figure is there: arrows pass over it."""
         return self.line.moved_nothing and self.published is None
@@ -125,7 +131,7 @@ def _step(step: Step, segments: dict[SegmentStrip, int]) -> dict[str, Any]:
     return {
         "kind": row.kind,
         "quiet": step.is_quiet,
-        "title": step.title,
+        "title": step.heading,
         "line": row.line,
         "last": row.line + row.statement.strip().count("\n"),
         "used": step.line.used,

@@ -150,7 +150,7 @@ def history() -> CellHistory:
 def history_sheet() -> Sheet:
     """What every recorded cell did. Raises UsageError where there is none, and none to come."""
     if not _history.records and _auto is None:
-        raise UsageError("no cell has been recorded: `%gpumem_auto on` records those that follow")
+        raise UsageError("it shows the cells since `%gpumem_auto on`, and that has not been run")
     return sheet(_history.records, _history.left_out)
 
 

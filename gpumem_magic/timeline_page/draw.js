@@ -251,7 +251,7 @@ function drawMarks(context, box, { device, view }, xOf, { quiet, alarm }) {
   context.textAlign = "left";
   context.textBaseline = "bottom";
   for (const [position, words, kind] of device.marks) {
-    if (position < view.x0 || position > view.x1) continue;
+    if (!words || position < view.x0 || position > view.x1) continue;
     const x = xOf(position + 0.5);
     const bad = kind === "error";
     context.fillStyle = bad ? alarm : quiet;

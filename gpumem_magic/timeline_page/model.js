@@ -58,6 +58,7 @@ export class Device {
   constructor(data) {
     Object.assign(this, { name: data.name, notes: data.notes, marks: data.marks, reasons: data.reasons, events: data.events });
     this.opensAt = data.opensAt;
+    this.statements = data.marks.filter(([, , kind]) => kind === "statement");
     this.stacks = data.stacks;
     [this.heads, this.alike, this.answer] = [data.heads, data.alike, data.answer];
     this.strings = data.strings;
@@ -99,6 +100,16 @@ export class Device {
     this.scratch = new Int32Array(count + 1);
     this.sweep = new Sweep(this);
     this.peak = this.highest(0, this.events);
+  }
+
+  /** The statement during which an event came, where the recording is of a cell; "" elsewhere. */
+  statementAt(event) {
+    let [low, high] = [0, this.statements.length];
+    while (low < high) {
+      const middle = (low + high) >> 1;
+      if (this.statements[middle][0] <= event) low = middle + 1; else high = middle;
+    }
+    return low ? this.statements[low - 1][1] : "";
   }
 
   /** The heights of the stack at every position, of what is not hidden, and where each interval is highest. */

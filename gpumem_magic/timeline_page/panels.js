@@ -12,6 +12,7 @@ const SIZES = 3; // of a group
 const KINDS = ["", "other", "other"]; // a stack's own frames, the libraries', the native ones
 const NARROWEST = 1.5; // pixels of a part of the flame graph
 const FLAME_ROW = 22;
+const NO_STACK = "no stack";
 
 export const moment = (position) => (position ? `after event ${count(position - 1)}` : "at the start");
 
@@ -44,7 +45,13 @@ export class Words {
   /** The line of the program that is innermost in a stack, or what else tells the most. */
   head(stack) {
     const { device } = this.machine;
-    return stack < 0 || device.heads[stack] < 0 ? "no stack" : device.strings[device.heads[stack]];
+    return stack < 0 || device.heads[stack] < 0 ? NO_STACK : device.strings[device.heads[stack]];
+  }
+
+  /** The same of an event: a stack, or else the statement that ran then. */
+  placeAt(event, stack) {
+    const head = this.head(stack);
+    return head === NO_STACK ? this.machine.device.statementAt(event) || head : head;
   }
 
   origin = (one) => this.head(this.machine.device.stack[one]);
@@ -169,7 +176,7 @@ export class Panels {
     const events = eventsAround(device, this.extents.get(device), position, EVENTS);
     const rows = events.map(({ event, action, one, size }) => {
       const button = this.make("button", "", { type: "button" });
-      const place = one < 0 ? "" : action.startsWith("free") ? this.words.head(device.freedBy[one]) : this.words.origin(one);
+      const place = one < 0 ? "" : this.words.placeAt(event, (action.startsWith("free") ? device.freedBy : device.stack)[one]);
       const what = one < 0 ? "" : `${this.words.label(device.category[one])} · ${short(place)}`;
       button.append(this.make("span", count(event), { className: "number" }), this.make("span", action),
         this.make("span", size ? human(size) : "", { className: "size" }), this.make("span", what, { className: "what", title: place }));
@@ -219,7 +226,7 @@ export class Panels {
       head.append(button);
       const why = device.reason[first] < 0 ? this.data.evidence[device.evidence[first]] : device.reasons[device.reason[first]];
       row.append(head, this.make("td", many), this.make("td", [this.words.label(device.category[first]), holder].filter(Boolean).join(", "), { title: why }),
-        this.make("td", stack === "no stack" && holder ? "" : short(stack), { title: stack }), this.make("td", end));
+        this.make("td", stack === NO_STACK && holder ? "" : short(stack), { title: stack }), this.make("td", end));
       row.setAttribute("aria-current", String(at >= 0));
       // Pressed again, it goes on to the next of the group.
       row.addEventListener("click", () => this.act(this.machine.select(group.members[(at + 1) % group.count])));

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gpumem_magic.attribution.view import DeviceView
+from gpumem_magic.recording.model import Checkpoint
 
 # More words than this over a chart say nothing.
 _MOST_MARKS = 2000
@@ -12,7 +14,7 @@ _MOST_MARKS = 2000
 
 @dataclass(frozen=True)
 class TimelineMark:
-    """A moment with a name. kind: "statement" (after it), "error" (memory ran out), "range" (where it or a phase starts)."""
+    """A moment with a name. kind: "statement", "range" (where one, or a phase, starts), "error" (memory ran out)."""
 
     position: int
     words: str
@@ -35,22 +37,37 @@ def source_of(view: DeviceView, name: str) -> TimelineSource:
     """A device of a recording. name: what the reader calls it."""
     recording, device = view.recording, view.device
     if recording.was_watched:
-        marks = [
-            TimelineMark(
-                point.moment.positions[device],
-                point.label if point.kind != "error" else f"failed: {point.label}",
-                "error" if point.kind == "error" else "statement",
-            )
-            for point in recording.checkpoints
-            if point.kind in ("statement", "error")
-        ]
+        marks = _statements(recording.checkpoints, device)
     else:
         failed = [index for index, event in enumerate(view.log.events) if event.action == "oom"]
-        marks = [TimelineMark(index, "out of memory", "error") for index in failed[-_MOST_MARKS:]]
+        marks = [TimelineMark(index, "out of memory", "error") for index in failed]
     marks += [
         TimelineMark(span.start.positions[device], span.label, "range")
         for span in recording.spans
         if device in span.start.positions
     ]
-    marks.sort(key=lambda mark: mark.position)
-    return TimelineSource(name, view, tuple(marks[:_MOST_MARKS]))
+    errors = [mark for mark in marks if mark.kind == "error"][-_MOST_MARKS:]
+    marks = sorted((mark for mark in marks if mark.kind != "error"), key=lambda mark: mark.position)
+    if len(marks) > _MOST_MARKS:
+        # What follows belongs to none of those that are kept.
+        marks[_MOST_MARKS:] = [TimelineMark(marks[_MOST_MARKS].position, "", "statement")]
+    return TimelineSource(name, view, tuple(sorted([*errors, *marks], key=lambda mark: mark.position)))
+
+
+def _statements(checkpoints: Sequence[Checkpoint], device: int) -> list[TimelineMark]:
+    """Where each statement starts in which the device's log grew, and where one failed. What ran without a row has no words."""
+    marks = []
+    start = 0
+    for point in checkpoints:
+        end = point.moment.positions[device]
+        begin = start if point.begin is None else point.begin.positions[device]
+        if begin > start:
+            marks.append(TimelineMark(start, "", "statement"))
+            start = begin
+        if point.kind in ("statement", "error"):
+            if end > start:
+                marks.append(TimelineMark(start, point.label, "statement"))
+            if point.kind == "error":
+                marks.append(TimelineMark(end, f"failed: {point.label}", "error"))
+        start = end
+    return marks

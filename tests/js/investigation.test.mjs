@@ -3,7 +3,7 @@ import assert from "node:assert/strict";
 import { test } from "node:test";
 
 import {
-  barOf, beside, clamp, figuresOf, largestHole, legendOf, positionWords, stepForKey, stripOf, stripWords,
+  barOf, beside, clamp, figuresOf, largestHole, legendOf, positionWords, scaleOf, stepForKey, stripOf, stripWords,
 } from "../../gpumem_magic/investigation/stepper.js";
 import { MIB, mib } from "../../gpumem_magic/units.js";
 
@@ -63,6 +63,16 @@ test("a bar's parts touch each other and add up to what is in use", () => {
   const full = facts();
   full.steps[0].used = 2000 * MIB; // more than the card has: a limit of another kind
   assert.ok(barOf(full, 0).every(({ start, size }) => start + size <= 1));
+});
+
+test("a small program fills the picture on a large card; the card's end is there where it is near, or where a request failed", () => {
+  const small = facts({ capacity: 40000 * MIB, wanted: null, steps: [step(), step({ used: 500 * MIB, peak: 300 * MIB })] });
+  assert.equal(scaleOf(small), 500 * MIB);
+  assert.ok(Math.abs(barOf(small, 0).at(-1).start + barOf(small, 0).at(-1).size - 0.8) < 1e-9, "one scale for all steps");
+  assert.equal(Object.fromEntries(figuresOf(small, 0))["nvidia-smi"], "400 of 40,000 MiB");
+  assert.equal(scaleOf({ ...small, capacity: 800 * MIB }), 800 * MIB);
+  assert.equal(scaleOf({ ...small, wanted: MIB }), 40000 * MIB);
+  assert.equal(scaleOf({ ...small, capacity: 450 * MIB }), 500 * MIB, "more than the card has is drawn whole");
 });
 
 test("a strip is to scale, within its width, and keeps its scale from step to step", () => {

@@ -369,6 +369,12 @@ test("marks, the moment and the outline are drawn over the stack; errors in the 
   assert.ok(calls.some(([name]) => name === "fill"));
 });
 
+test("an event belongs to the statement that ran then, where one is known", () => {
+  const d = small({ marks: [[1, "a = f()", "statement"], [2, "phase", "range"], [3, "", "statement"], [4, "b = g()", "statement"], [5, "out of memory", "error"]] });
+  assert.deepEqual([0, 1, 2, 3, 4, 5].map((event) => d.statementAt(event)), ["", "a = f()", "a = f()", "", "b = g()", "b = g()"]);
+  assert.equal(small().statementAt(3), "");
+});
+
 test("an empty recording is a page too", () => {
   const m = new Machine([device([], 0, { extents: [] })], 2);
   for (const key of ["ArrowUp", "ArrowRight", "+", "-", "0", "p", "End", "]"]) m.key(key, true);
