@@ -64,6 +64,8 @@ def test_ranks_that_end_early_are_named_and_the_other_reports(
     for said in ("Rank 1 ran out of memory", "rank 2 ended without a word"):
         assert said in ranks["answer"]
         assert said in shown
+    # Whichever is first: its barrier, or the launcher.
+    assert "rank 0 then failed" in ranks["answer"] or "the launcher then ended rank 0" in ranks["answer"]
     assert left_behind(target) == []
 
 
@@ -205,3 +207,39 @@ def test_ctrl_c_ends_a_rank_and_is_no_failure_of_its_own(tmp_path: Path) -> None
     (found,) = rank_files.read(tmp_path)
     assert found.state == "ended"
     assert found.where.startswith("test_ranks_processes.py:")
+
+
+@pytest.mark.parametrize("ends_first", [False, True])
+def test_a_rank_knows_whose_end_came_before_it_was_ended_or_failed(ends_first: bool, tmp_path: Path) -> None:
+    """ends_first: its program had failed already when the signal came, which is then not what ended it."""
+    import gpumem_magic
+    from gpumem_magic.session import device
+    from gpumem_magic.session.rank_process import RankProcess
+
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    host = os.uname().nodename
+    rank_files.write(tmp_path, 1, RankFile(1, 4, RUNNING, host, gone.pid))
+    rank_files.write(tmp_path, 2, RankFile(2, 4, "failed", host, gone.pid))
+    rank_files.write(tmp_path, 3, RankFile(3, 4, DONE, host, gone.pid))
+    rank = RankProcess(tmp_path, 0, 0, 4)
+    rank.begin(lambda: None)
+    assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+    try:
+        with gpumem_magic.measure("T4") as measured:
+            if ends_first:
+                rank.leaves()
+                os.kill(os.getpid(), signal.SIGTERM)
+                raise RuntimeError("Connection closed by peer")
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(60)
+    except (SystemExit, RuntimeError):
+        pass
+    finally:
+        device.off()
+        rank.leaves()
+        rank.end(measured.report)
+    found = rank_files.read(tmp_path)[0]
+    # Others that failed did so for themselves, as far as this one knows.
+    assert (found.state, found.after) == (("failed", (1,)) if ends_first else ("ended", (1, 2)))
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

@@ -10,7 +10,7 @@ from matplotlib.patches import Rectangle
 from report_samples import colab, trainer
 
 from gpumem_magic.report.model import ReportError
-from gpumem_magic.report.ranks import DONE, ENDED, GONE, RUNNING
+from gpumem_magic.report.ranks import DONE, ENDED, FAILED, GONE, RUNNING
 from gpumem_magic.report.side_by_side import OfRank, state_of, together
 from gpumem_magic.user_report import Report
 from gpumem_magic.views.html import card
@@ -101,6 +101,26 @@ def test_what_ended_a_rank_from_outside_is_told_once(kind: str, told: str) -> No
     assert found.ranks is not None
     said = next(row.said for row in found.ranks.rows if row.rank == 1)
     assert said == f"Rank 1 was ended while it was at train.py:9. {told}"
+
+
+def test_whose_end_came_first_is_told_first() -> None:
+    ended = OfRank(0, ENDED, trainer(), "train.py:9", (2,))
+    failing = replace(trainer(), error=ReportError("RuntimeError", "", 9))
+    ran = [
+        ended,
+        OfRank(1, FAILED, failing, "", (2,)),
+        OfRank(2, GONE, None),
+        OfRank(3, ENDED, trainer(), "train.py:9"),
+    ]
+    found = together(ran, 4)
+    assert found.ranks is not None
+    told = "Rank 2 ended without a word (killed, as by `kill -9` or for memory of the host); rank 3 was ended; "
+    assert found.ranks.answer.startswith(f"{told}rank 1 then failed; the launcher then ended rank 0. ")
+    said = next(row.said for row in found.ranks.rows if row.rank == 0)
+    assert said.startswith("Rank 0 was ended by the launcher after rank 2 while it was at train.py:9. ")
+    alone = together(ran, 4, virtual=True)
+    assert alone.ranks is not None
+    assert "then" not in alone.ranks.answer, "each ran alone"
 
 
 def test_the_table_has_the_largest_categories_beside_those_that_differ() -> None:

@@ -8,6 +8,7 @@ import re
 import signal
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -114,15 +115,26 @@ def test_one_out_of_memory_and_one_that_waits(book: Notebook) -> None:
     assert "The allocator emptied its cache to make room." in report.notes
 
 
-def test_a_status_is_a_failure_unless_it_is_zero(book: Notebook) -> None:
-    book.cell("def leaves(rank):\n    raise SystemExit(3 * rank)")
-    said = book.cell("%%gpumem -q -o report\nmp.start_processes(leaves, nprocs=2, start_method='fork')")
+def test_a_status_is_a_failure_unless_it_is_zero(book: Notebook, tmp_path: Path) -> None:
+    book.cell(
+        "import os\n"
+        "from gpumem_magic.files.rank_files import is_alive\n"
+        "def leaves(rank, place):\n"
+        "    if rank == 0:\n"
+        "        place.symlink_to(str(os.getpid()))\n"
+        # (PyTorch ends the other, once this one has failed.)
+        "    while rank and (not place.is_symlink() or is_alive(int(os.readlink(place)))):\n"
+        "        pass\n"
+        "    raise SystemExit(3 * rank)"
+    )
+    book.shell.user_ns["place"] = tmp_path / "first"
+    said = book.cell("%%gpumem -q -o report\nmp.start_processes(leaves, (place,), 2, start_method='fork')")
     assert "process 1 terminated with exit code 3" in said
     report = found(book)
     assert report.ranks is not None
     first, second = report.ranks.rows
     assert (first.rank, first.state, second.rank, second.state) == (1, FAILED, 0, DONE)
-    assert first.where.endswith(":2")
+    assert first.where.endswith(":8")
 
 
 def test_one_killed_and_one_that_waits(book: Notebook) -> None:

@@ -25,7 +25,8 @@ _NAME = re.compile(r"rank-\d{1,9}\.json")
 
 @dataclass(frozen=True)
 class RankFile:
-    """One rank's file. groups: of ranks, that it made, with what its program calls them."""
+    """One rank's file. groups: of ranks, that it made, with what its program calls them. after: ranks that had come to a bad end
+    when this one failed or was ended."""
 
     rank: int
     world: int
@@ -35,6 +36,7 @@ class RankFile:
     where: str = ""
     groups: tuple[tuple[str, tuple[int, ...]], ...] = ()
     report: ReportData | None = None
+    after: tuple[int, ...] = ()
 
     @property
     def known(self) -> OfRank:
@@ -42,7 +44,7 @@ class RankFile:
         state = self.state
         if state == RUNNING and self.host == socket.gethostname() and not is_alive(self.process):
             state = GONE
-        return OfRank(self.rank, state, self.report, self.where)
+        return OfRank(self.rank, state, self.report, self.where, self.after)
 
 
 def is_alive(process: int) -> bool:
@@ -72,6 +74,7 @@ def write(folder: Path, number: int, file: RankFile) -> None:
         "process": file.process,
         "where": file.where,
         "groups": [[name, list(ranks)] for name, ranks in file.groups],
+        "after": list(file.after),
         "report": None if file.report is None else report_to_dict(file.report),
     }
     content = json.dumps(data, allow_nan=False).encode()
@@ -106,6 +109,7 @@ def _read_one(path: Path) -> RankFile:
             str(data["where"])[:500],
             tuple((str(words), _numbers(ranks)) for words, ranks in data["groups"]),
             report,
+            _numbers(data.get("after", [])),
         )
     except KeyError as error:
         raise ValueError(f"{name}: no rank's report: the key {error} is missing") from None
@@ -124,7 +128,7 @@ def _number(data: dict[str, Any], key: str) -> int:
 
 def _numbers(values: Sequence[Any]) -> tuple[int, ...]:
     if not isinstance(values, list) or not all(type(value) is int for value in values):
-        raise ValueError("no rank's report: a group's ranks are no numbers")
+        raise ValueError("no rank's report: ranks that are no numbers")
     return tuple(values)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 from gpumem_magic.report.answer import in_words
@@ -26,12 +27,14 @@ _OF_AN_END = frozenset({"SystemExit", "KeyboardInterrupt"})
 
 @dataclass(frozen=True)
 class OfRank:
-    """What is known of one rank. report: None where it never made one. where: the line that it was in when it was ended."""
+    """What is known of one rank. report: None where it never made one. where: the line that it was in when it was ended.
+    after: the ranks whose end came before it failed or was ended, and may be why."""
 
     rank: int
     state: str
     report: ReportData | None
     where: str = ""
+    after: tuple[int, ...] = ()
 
     @property
     def peak(self) -> int:
@@ -47,7 +50,7 @@ def state_of(report: ReportData) -> str:
 
 def alike(one: OfRank, other: OfRank) -> bool:
     """Whether two ranks have the same memory, category for category, and came to the same end."""
-    if (one.state, one.where) != (other.state, other.where):
+    if (one.state, one.where, one.after) != (other.state, other.where, other.after):
         return False
     if one.report is None or other.report is None:
         return one.report is other.report
@@ -66,6 +69,9 @@ def together(
     """The worst rank's report, with all ranks in `ranks`. taken: ranks that did not run -> the one that each is taken to be
     alike. Raises ValueError where no rank made a report."""
     taken = taken or {}
+    if virtual:
+        # Each ran alone: none ended for another.
+        found = [replace(one, after=()) for one in found]
     known = [one for one in found if one.report is not None]
     if not known:
         raise ValueError("no rank made a report")
@@ -87,7 +93,9 @@ def together(
         world, virtual, "", tuple(rows), min(peaks), round(mean), max(peaks), max(peaks) / mean - 1 if mean else None
     )
     assert first.report is not None
-    return replace(first.report, ranks=replace(ranks, answer=_answer(ranks, _places(found))))
+    followers = frozenset(one.rank for one in found if one.after)
+    whole = replace(ranks, answer=_answer(ranks, followers, _places(found)))
+    return replace(first.report, answer=_own_answer(first), ranks=whole)
 
 
 def _likes(found: Sequence[OfRank]) -> dict[int, int | None]:
@@ -111,12 +119,10 @@ def _row(one: OfRank, like: int | None, first: OfRank) -> RankRow:
     if report is None:
         said = f"Rank {one.rank} {_STATE_WORDS.get(one.state, one.state)}{f' at {one.where}' if one.where else ''}."
         return RankRow(one.rank, one.state, like, True, None, None, None, {}, one.where, said, "")
-    said = report.answer
+    said = _own_answer(one)
     if one.state == ENDED:
-        error = report.error
-        if error is not None and error.type in _OF_AN_END:
-            said = said.removeprefix(f"{error.type}{error.at}. ")
-        said = f"Rank {one.rank} was ended{f' while it was at {one.where}' if one.where else ''}. {said}"
+        why = f" by the launcher after {ranks_in_words(one.after).lower()}" if one.after else ""
+        said = f"Rank {one.rank} was ended{why}{f' while it was at {one.where}' if one.where else ''}. {said}"
     states: list[Row | Peak] = [*report.checkpoints, report.peak]
     used = [state.device_used for state in states if state.device_used is not None]
     differs = "" if like is not None or one is first else _differs(one, first)
@@ -133,6 +139,15 @@ def _row(one: OfRank, like: int | None, first: OfRank) -> RankRow:
         said,
         differs,
     )
+
+
+def _own_answer(one: OfRank) -> str:
+    """Without what was raised to end it."""
+    assert one.report is not None
+    error, said = one.report.error, one.report.answer
+    if one.state == ENDED and error is not None and error.type in _OF_AN_END:
+        return said.removeprefix(f"{error.type}{error.at}. ")
+    return said
 
 
 def _reserved(report: ReportData) -> int:
@@ -172,18 +187,23 @@ def _only(groups: Sequence[TensorGroup], others: Sequence[TensorGroup]) -> list[
     ]
 
 
-def _answer(ranks: Ranks, places: str) -> str:
+def _answer(ranks: Ranks, followers: Set[int], places: str) -> str:
+    """followers: ranks whose end came after that of others."""
     rows = ranks.rows
     troubles: list[str] = []
-    for state in STATES:
-        members = [row.rank for row in rows if row.state == state]
+    for follow, state in itertools.product((False, True), STATES):
+        members = [row.rank for row in rows if row.state == state and (row.rank in followers) == follow]
         if not members or state == DONE:
             continue
         words = "ran out of memory" if state == OUT_OF_MEMORY else _STATE_WORDS[state]
         if len(members) > 1:
             words = words.replace("was ", "were ").replace("has ", "have ")
         named = ranks_in_words(members)
-        troubles.append(f"{named.lower() if troubles else named} {words}")
+        named = named.lower() if troubles else named
+        if not follow:
+            troubles.append(f"{named} {words}")
+        else:
+            troubles.append(f"the launcher then ended {named}" if state == ENDED else f"{named} then {words}")
     lead = f"{'; '.join(troubles)}. " if troubles else ""
     lead += places
     answered = [row for row in rows if row.peak_allocated is not None]

@@ -22,7 +22,7 @@ from gpumem_magic.failures import swallowed
 from gpumem_magic.files import rank_files
 from gpumem_magic.files.rank_files import RankFile
 from gpumem_magic.looks.code import is_library_file
-from gpumem_magic.report.ranks import ENDED, RUNNING
+from gpumem_magic.report.ranks import ENDED, FAILED, GONE, OUT_OF_MEMORY, RUNNING
 from gpumem_magic.report.side_by_side import state_of
 
 if TYPE_CHECKING:
@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 
 # What our launchers tell the processes that they start.
 FOLDER, ALONE = "GPUMEM_RANKS_FOLDER", "GPUMEM_RANK_ALONE"
+# What a rank may have been ended for, or have failed for: its launcher ends it after another's end, a collective fails when a
+# rank is no more. Ranks that fail alike do so each for itself.
+_CAUSES = {ENDED: (FAILED, OUT_OF_MEMORY, GONE), FAILED: (OUT_OF_MEMORY, GONE)}
 # How long the program has to end after SIGTERM, in seconds, before its report is made beside it: a collective hears no signal.
 GRACE = 3.0
 # The same after Ctrl-C, which a program may well go on after. (PyTorch's launcher kills it after 30.)
@@ -80,7 +83,8 @@ class RankProcess:
             ended = self.was_ended or report is None or _was_interrupted(report)
             state = ENDED if ended or report is None else state_of(report)
             where = self._watch.where or where if self._watch is not None and ended else where
-            self.file = replace(self.file, state=state, report=report, where=where, groups=tuple(groups))
+            after = self._ranks_that_went(_CAUSES[state]) if state in _CAUSES else ()
+            self.file = replace(self.file, state=state, report=report, where=where, groups=tuple(groups), after=after)
             rank_files.write(self.folder, self._number, self.file)
         if self._watch is not None:
             self._watch.end()
@@ -96,6 +100,12 @@ class RankProcess:
         except FileExistsError:
             return False
         return True
+
+    def _ranks_that_went(self, states: Sequence[str]) -> tuple[int, ...]:
+        """Those among the others that came to one of these ends by now."""
+        with suppress(OSError, ValueError):
+            return tuple(one.rank for one in rank_files.read(self.folder) if one.known.state in states)
+        return ()
 
     def _ended_by_signal(self, close: Callable[[], Report | None], show: Callable[[], None]) -> None:
         report = None
@@ -140,9 +150,9 @@ def _common_folder() -> Path | None:
 class _SignalWatch:
     """SIGTERM, as launchers end ranks with it: the program has a moment to leave, then its report is made beside it.
 
-    rang: whether it came. where: what the program did then. A program's own handler stays what it is; one that came with the
-    fork, where `inherited`, is called. There Ctrl-C, which reaches all processes of a notebook, is noted, too. Elsewhere it is
-    where the program does not hear it: in a collective that waits for ever, say.
+    rang: whether it came before the program had ended. where: what the program did then. A program's own handler stays what it
+    is; one that came with the fork, where `inherited`, is called. There Ctrl-C, which reaches all processes of a notebook, is
+    noted, too. Elsewhere it is where the program does not hear it: in a collective that waits for ever, say.
     """
 
     def __init__(self, give_up: Callable[[], None], inherited: bool) -> None:
@@ -202,7 +212,7 @@ class _SignalWatch:
                 if signal.SIGINT in rung:
                     self.where = self._line()
                 if asked or (signal.SIGINT in rung and (self._inherited or self._is_deaf())):
-                    if not self.rang:
+                    if not self.rang and not self.over.is_set():
                         self.rang, self.where = True, self._line()
                     if not asked and not self._inherited:
                         told = True
