@@ -15,6 +15,7 @@ import os
 from collections import Counter
 from pathlib import Path
 
+from gpumem_magic.attribution.sites import folded
 from gpumem_magic.attribution.view import DeviceView
 from gpumem_magic.files.loaded import views_of
 from gpumem_magic.snapshot.files import SnapshotFileError, read
@@ -82,9 +83,9 @@ def _line(view: DeviceView, name: str) -> tuple[int, int]:
 
 def _why(view: DeviceView) -> None:
     sizes: Counter[tuple[str, tuple[str, ...]]] = Counter()
-    for one in view.largest(view.peak[1], 100_000):
-        if one.category == "unknown":
-            sizes[one.why, one.stack] += one.requested
+    for one in view.timeline.live_at(view.peak[1]):
+        if view.labels[one.index].category == "unknown":
+            sizes[view.why(one), tuple(folded(view.frames_of(one)))] += one.requested
     for (why, stack), size in sizes.most_common(6):
         print(f"{size / MIB:12,.1f} MiB {why}")
         for line in stack:

@@ -6,14 +6,17 @@ import json
 import re
 import shutil
 import struct
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import gpumem_magic
-from gpumem_magic.report.json_schema import json_schema
 
 HERE = Path(__file__).resolve().parent
+# Sphinx does not look beside this file.
+sys.path.insert(0, str(HERE))
+from json_schema import json_schema  # noqa: E402
 
 project = "gpumem_magic"
 author = copyright = "The gpumem_magic developers"

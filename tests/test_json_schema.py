@@ -10,16 +10,17 @@ from typing import Any
 import pytest
 import report_samples
 from hostile_snapshots import recording
+from project_scripts import load as load_script
 from test_show import saved
 
 from gpumem_magic import cli
 from gpumem_magic.files.loaded import views_of
-from gpumem_magic.report.json_schema import json_schema
 from gpumem_magic.snapshot.files import read
 from gpumem_magic.user_report import Report, load
 
 jsonschema = pytest.importorskip("jsonschema")
 DOCS = Path(__file__).resolve().parents[1] / "docs"
+json_schema = load_script(DOCS / "json_schema.py").json_schema
 SHARED = DOCS.parents[1] / "shared" / "data" / "snapshots"
 
 

@@ -288,13 +288,13 @@ def test_what_was_in_use_at_most_is_not_what_was_at_the_allocated_peak():
 
 
 def test_what_a_statement_added():
-    changes = [explain.change(line) for line in lines(samples.colab())]
-    assert changes[0] == ""
-    assert changes[3] == "+78 MiB: inputs 78"
-    assert changes[7] == "+6,292 MiB: optimizer state 4,784, cached 1,508"
-    assert changes[8] == "no change"
-    assert changes[9] == "+18 MiB: activations +2,270, cached -2,252"
-    assert changes[10] == "no change: activations -2,270, cached +2,270"
+    moves = [explain.moves(line) for line in lines(samples.colab())]
+    assert moves[0] == ""
+    assert moves[3] == "inputs 78"
+    assert moves[7] == "optimizer state 4,784, cached 1,508"
+    assert moves[8] == ""
+    assert moves[9] == "activations +2,270, cached -2,252"
+    assert moves[10] == "activations -2,270, cached +2,270"
 
 
 def failing(**error):

@@ -146,10 +146,6 @@ class Heap:
         """The largest cached free block that a request on `stream` could be given (0: none)."""
         return max(self._small.largest(stream), self._large.largest(stream))
 
-    def block_size(self, address: int) -> int:
-        """The size of the allocated block at `address`. Raises ValueError where there is none."""
-        return self._block_at(address).size
-
     # Segments.
 
     def _add_segment(

@@ -59,7 +59,6 @@ class Balance:
     evidence: kind of evidence -> requested bytes that rest on it.
     """
 
-    position: int
     requested: Mapping[str, int]
     evidence: Mapping[str, int]
     allocated: int
@@ -114,7 +113,6 @@ class Ledger:
                 allocated += size
                 upcoming += 1
             balances[position] = Balance(
-                position,
                 dict(zip(TENANT_CATEGORIES, requested, strict=True)),
                 dict(zip(KINDS_OF_EVIDENCE, evidence, strict=True)),
                 allocated,

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 
 from gpumem_magic.attribution.categories import attribute
 from gpumem_magic.attribution.from_stacks import Attribution, attribute_by_stacks
 from gpumem_magic.attribution.ledger import Ledger, Outside
-from gpumem_magic.attribution.sites import folded
 from gpumem_magic.attribution.tensors import Tensors
 from gpumem_magic.devices.base import Label
 from gpumem_magic.recording.model import Moment, Recording
@@ -18,23 +16,6 @@ from gpumem_magic.snapshot.model import Frame
 from gpumem_magic.snapshot.recount import Extent
 from gpumem_magic.snapshot.timeline import Allocation, Timeline
 from gpumem_magic.snapshot.unpickle import SnapshotFileError, one_line
-
-
-@dataclass(frozen=True)
-class LargeAllocation:
-    """An allocation that is live at a position. Sizes are bytes; born and freed are indices of events (-1: before the
-    recording; None: never). stack: lines for a reader, innermost first, library frames folded. why: how the category is known, or
-    why it is not, where no live object told it. name: of what held it, where objects were seen."""
-
-    requested: int
-    size: int
-    category: str
-    evidence: str
-    why: str
-    born: int
-    freed: int | None
-    stack: tuple[str, ...]
-    name: str | None = None
 
 
 class DeviceView:
@@ -126,27 +107,6 @@ class DeviceView:
         balance = self.ledger.at([position])[position]
         known = {name: size for name, size in balance.categories(Outside()).items() if size is not None}
         return {**known, "allocated": balance.allocated, "reserved": balance.reserved}
-
-    def largest(self, position: int, count: int = 10) -> list[LargeAllocation]:
-        """The largest allocations that are live at a position, largest first."""
-        live = sorted(self.timeline.live_at(position), key=lambda one: (-one.requested, one.index))[:count]
-        found = []
-        for one in live:
-            label, frames = self.labels[one.index], self.frames_of(one)
-            found.append(
-                LargeAllocation(
-                    one.requested,
-                    one.size,
-                    label.category,
-                    label.evidence,
-                    self.why(one),
-                    one.born,
-                    one.freed,
-                    tuple(folded(frames)) if frames else (),
-                    label.name,
-                )
-            )
-        return found
 
     def why(self, one: Allocation) -> str:
         """How its category is known, or why it is not, as what is said of it; "" where live objects told it."""

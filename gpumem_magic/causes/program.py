@@ -216,14 +216,6 @@ class ProgramText:
                             return one.place(node)
         return None
 
-    def at(self, line: int) -> Written | None:
-        """The cell's statement at a line, as its rows count them."""
-        for one in self.cells[:1]:
-            for node in one.statements:
-                if node.lineno + one.ahead <= line <= (node.end_lineno or node.lineno) + one.ahead:
-                    return one.place(node)
-        return None
-
     def handlers(self) -> list[tuple[int, int]]:
         """The cell's own ``except`` blocks: their first and last lines."""
         found = []

@@ -63,15 +63,6 @@ class LoadedSnapshot:
     devices: tuple[Beginning, ...]
     extra: Mapping[str, Any] | None = None
 
-    @property
-    def has_frames(self) -> bool:
-        return any(device.has_frames for device in self.devices)
-
-    @property
-    def complete(self) -> bool:
-        """Whether every device's trace begins with an empty allocator, so that it tells all."""
-        return bool(self.devices) and all(device.kind == "empty" for device in self.devices)
-
 
 def read(path: str | os.PathLike[str]) -> LoadedSnapshot:
     """The snapshot in a file: a pickle, a JSON text, or a page of PyTorch's memory_viz with one in it, gzipped or not.

@@ -105,19 +105,11 @@ def _beside(report: ReportData) -> str:
     return f"; at the end {', '.join([f'allocated {amount(last.allocated)}', *words])}{normal if chiefly else ''}"
 
 
-def change(line: Line) -> str:
-    """What a line added and which categories moved: ``+6,292 MiB: optimizer state 4,752, cached 1,540``.
-
-    The three largest moves are named and the rest summed up; what is below half a MiB is left out.
-    """
-    if line.before is None:
-        return ""
-    total = f"{mib(line.change or 0, signed=True)} MiB" if abs(line.change or 0) >= MIB / 2 else "no change"
-    return f"{total}: {words}" if (words := moves(line)) else total
-
-
 def moves(line: Line) -> str:
-    """The categories of `change`, without the total; empty where none moved by half a MiB."""
+    """Which categories a line moved: ``optimizer state 4,752, cached 1,540``; "" where none moved by half a MiB.
+
+    The three largest moves are named and the rest summed up.
+    """
     if line.before is None:
         return ""
     sizes = [(name, _move(line.before, line.row, name)) for name in CATEGORIES]

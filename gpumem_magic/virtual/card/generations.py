@@ -86,11 +86,10 @@ def blas_policy(version: Version, cublas_bytes: int, environment: Mapping[str, s
 
 @dataclass(frozen=True)
 class Context:
-    """This process's memory outside PyTorch's allocator on one kind of device, and where the figure is from."""
+    """This process's memory outside PyTorch's allocator on one kind of device."""
 
     nbytes: int
     is_estimate: bool
-    source: str
 
 
 @dataclass(frozen=True)
@@ -100,15 +99,14 @@ class _Measured:
     version: Version
     lazy: bool
     mib: int
-    source: str
 
 
 def _measured() -> Iterator[_Measured]:
     """The rows of ``contexts.txt``: nvidia-smi's figures without PyTorch's segments. Kernels were loaded all at once before 1.13,
     and since then on first use. Without a card, the figure is for others of its kind."""
     for line in Path(__file__).with_name("contexts.txt").read_text("utf-8").splitlines()[1:]:
-        card, capability, version, kernels, mib, source = line.split(None, 5)
-        yield _Measured(card, parse_version(capability), parse_version(version), kernels == "lazy", int(mib), source)
+        card, capability, version, kernels, mib, _ = line.split(None, 5)
+        yield _Measured(card, parse_version(capability), parse_version(version), kernels == "lazy", int(mib))
 
 
 _MEASURED = tuple(_measured())
@@ -131,7 +129,7 @@ def context(key: str, capability: tuple[int, int], version: Version, lazy: bool)
 
     best = min((entry for entry in _MEASURED if entry.lazy == lazy), key=distance)
     near = key == best.card and _generation(best.version) == _generation(version)
-    return Context(best.mib * MIB, not near, f"{best.source}, with torch {best.version[0]}.{best.version[1]}")
+    return Context(best.mib * MIB, not near)
 
 
 def _generation(version: Version) -> int:

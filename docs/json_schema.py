@@ -1,6 +1,6 @@
 """The JSON schema of a report: what `report.save` and `gpumem show --json` write, made from the dataclasses themselves.
 
-python -m gpumem_magic.report.json_schema > docs/report.schema.json
+`conf.py` writes it beside the pages: `report.schema.json`.
 """
 
 from __future__ import annotations
