@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
 from gpumem_magic.allocator.caching import CachingAllocator
 from gpumem_magic.allocator.memory import DeviceMemory
 from gpumem_magic.devices.base import Counters, DeviceFacts, DeviceLog, Label
+from gpumem_magic.devices.reads import Reads
 from gpumem_magic.recording.model import Checkpoint, Moment, Recording, Sighting, Span
 from gpumem_magic.units import GIB, MIB
 
@@ -91,15 +91,9 @@ class FakeMachine:
     def __init__(self, *devices: FakeDevice) -> None:
         self.devices = devices or (FakeDevice(),)
         self.places: dict[int, tuple[int, int]] = {}
-        self.stand_ins: Counter[tuple[str, int]] = Counter()
-        self.supplied: Counter[tuple[str, int]] = Counter()
-        self.marks_of_reads: Counter[tuple[str, int, str]] = Counter()
-        self.stacks_of_reads: dict[tuple[str, int], tuple[tuple[str, int], ...]] = {}
+        self.reads = Reads()
 
     def settle(self) -> None:
-        pass
-
-    def note_caught(self) -> None:
         pass
 
     def notes(self) -> list[str]:

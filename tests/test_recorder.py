@@ -234,13 +234,13 @@ def test_spans_are_in_the_order_in_which_they_began() -> None:
 
 def test_stand_ins_are_those_of_this_recording() -> None:
     machine = FakeMachine()
-    machine.stand_ins["/home/me/trainer.py", 9] += 5
+    machine.reads.counts["/home/me/trainer.py", 9] += 5
     recorder = Recorder(machine, primary=0, own_file="<cell 3>")
     recorder.start()
-    machine.stand_ins["/home/me/trainer.py", 9] += 2
-    machine.stand_ins["<cell 3>", 4] += 1
-    machine.stand_ins["C:\\Temp\\ipykernel_7\\88.py", 6] += 1
-    machine.stand_ins["<ipython-input-12-0b1c>", 33] += 1
+    machine.reads.counts["/home/me/trainer.py", 9] += 2
+    machine.reads.counts["<cell 3>", 4] += 1
+    machine.reads.counts["C:\\Temp\\ipykernel_7\\88.py", 6] += 1
+    machine.reads.counts["<ipython-input-12-0b1c>", 33] += 1
     stand_ins = {stand_in.line: stand_in.count for stand_in in recorder.finish().stand_ins}
     assert stand_ins == {"trainer.py:9": 2, "4": 1, "another cell, line 6": 1, "In [12], line 33": 1}
 

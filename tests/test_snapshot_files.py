@@ -268,7 +268,6 @@ def test_the_version_follows_from_the_keys(tmp_path: Path, without: tuple[str, .
 def test_an_empty_recording(tmp_path: Path) -> None:
     loaded = read(saved(tmp_path, {"segments": [], "device_traces": [[], []]}))
     assert loaded.devices == ()
-    assert loaded.devices == ()
 
 
 # What is refused

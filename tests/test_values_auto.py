@@ -282,7 +282,7 @@ def test_the_way_is_that_of_a_run_on_the_host(program: Callable[[str], object], 
     wanted = program("cpu")
     machine = gpu.turn_on(f"T4,values={values}")
     assert program("cuda") == wanted
-    assert not machine.stand_ins
+    assert not machine.reads.counts
     assert not machine.engine.largest_sizes
 
 
@@ -300,19 +300,19 @@ def test_what_unknown_values_are_written_into_is_unknown(machine: gpu.VirtualMac
     part += torch.rand(2, device="cuda")
     x[0] = 3
     x.sum().item()
-    assert sum(machine.stand_ins.values()) == 1
+    assert sum(machine.reads.counts.values()) == 1
     x.zero_()
     assert part.tolist() == [0, 0]
     x.uniform_()
     part.tolist()
-    assert sum(machine.stand_ins.values()) == 2
+    assert sum(machine.reads.counts.values()) == 2
 
 
 def test_asking_for_a_shape_makes_nothing_known(machine: gpu.VirtualMachine) -> None:
     loss = torch.rand(300, 300, device="cuda").requires_grad_().square().mean()
     loss.backward()
     loss.item()
-    assert sum(machine.stand_ins.values()) == 1
+    assert sum(machine.reads.counts.values()) == 1
 
 
 def test_nothing_is_drawn_from_the_hosts_generator(machine: gpu.VirtualMachine) -> None:
@@ -332,10 +332,10 @@ def test_a_captured_graph_leaves_nothing_known_that_it_writes(machine: gpu.Virtu
         weight += 1
     weight.zero_()
     assert weight.tolist() == [0, 0, 0]
-    before = sum(machine.stand_ins.values())
+    before = sum(machine.reads.counts.values())
     graph.replay()
     weight.tolist()
-    assert sum(machine.stand_ins.values()) == before + 1
+    assert sum(machine.reads.counts.values()) == before + 1
 
 
 def test_large_tensors_take_nothing_of_the_host(machine: gpu.VirtualMachine) -> None:

@@ -64,7 +64,7 @@ def test_what_is_taken_for_granted_holds(
 ) -> None:
     x, y = torch.rand(size, device="cuda"), torch.rand(size, device="cuda")
     assert bool(check(x, y)) is answer
-    assert sum(machine.stand_ins.values()) == 1, "the line is listed"
+    assert sum(machine.reads.counts.values()) == 1, "the line is listed"
 
 
 @pytest.mark.parametrize("size", SIZES[1:])
@@ -80,7 +80,7 @@ def test_what_is_known_is_answered_from_what_is_known(machine: gpu.VirtualMachin
     assert not (labels > 0).all()
     assert (labels == 2).any()
     assert torch.isfinite(torch.tensor(float("inf"), device="cuda")).logical_not()
-    assert not machine.stand_ins
+    assert not machine.reads.counts
 
 
 def test_tensors_of_other_shapes_are_not_equal() -> None:

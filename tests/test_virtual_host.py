@@ -290,7 +290,7 @@ def test_lines_that_read_a_value_are_listed(machine: gpu.VirtualMachine) -> None
         pytest.fail("a stand-in is zero")
     x.cpu()  # copies
     x.tolist()  # lists
-    found = {line: count for (file, line), count in machine.stand_ins.items() if file == __file__}
+    found = {line: count for (file, line), count in machine.reads.counts.items() if file == __file__}
     assert found == {line_of("reads"): 4, line_of("compares"): 1, line_of("copies"): 1, line_of("lists"): 1}
 
 
@@ -301,7 +301,7 @@ def test_a_host_program_is_not_touched(machine: gpu.VirtualMachine) -> None:
     assert x.grad.tolist() == [0.0, 2.0, 4.0, 6.0]
     assert x.max().item() == 3.0
     assert torch.save is not None
-    assert not machine.stand_ins
+    assert not machine.reads.counts
     assert torch.cuda.memory_allocated() == 0
 
 

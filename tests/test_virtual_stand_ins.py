@@ -105,7 +105,7 @@ def test_for_a_tensor_and_what_is_made_of_it(machine: gpu.VirtualMachine) -> Non
     assert loss.item() == 2.5
     assert loss > 2
     assert (loss * 2).item() == 5.0
-    assert sum(machine.supplied.values()) == sum(machine.stand_ins.values()) == 3
+    assert sum(machine.reads.supplied.values()) == sum(machine.reads.counts.values()) == 3
     loss.normal_()
     assert loss.item() == 0.0
     gpumem_magic.stand_in(1.5, tensor=loss)

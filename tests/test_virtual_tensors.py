@@ -227,9 +227,9 @@ def test_small_values_from_the_host_are_known(machine: gpu.VirtualMachine) -> No
     times = torch.linspace(0, 25, 1000).cuda().type_as(boxes)
     assert (times[1:] > times[:-1]).all()
     assert x[torch.tensor([True, False, True], device="cuda")].shape == (2,)
-    assert not machine.stand_ins
+    assert not machine.reads.counts
     assert torch.rand(3, device="cuda").sum().item() == 0.0
-    assert sum(machine.stand_ins.values()) == 1
+    assert sum(machine.reads.counts.values()) == 1
 
 
 def test_copies_of_objects_share_what_the_originals_share() -> None:

@@ -154,7 +154,7 @@ def main() -> int:
                 difflib.unified_diff(wanted[name].split(" "), found.split(" "), "host", "virtual", lineterm="", n=2)
             )
         )
-    print(f"{same} of {len(chosen)} programs print the same; {sum(machine.stand_ins.values())} stand-ins were read")
+    print(f"{same} of {len(chosen)} programs print the same; {sum(machine.reads.counts.values())} stand-ins were read")
     return int(same < len(chosen))
 
 

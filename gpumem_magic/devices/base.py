@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from gpumem_magic.snapshot.model import Segment, TraceEvent
 from gpumem_magic.snapshot.rules import DEFAULT_SETTINGS, AllocatorSettings
+
+if TYPE_CHECKING:
+    from gpumem_magic.devices.reads import Reads
 
 
 class DeviceError(Exception):
@@ -220,27 +222,9 @@ class Machine(Protocol):
         """A device's segments and labels of the same moment, also from another thread."""
 
     @property
-    def stand_ins(self) -> Counter[tuple[str, int]]:
-        """(file name, line) of the user's code -> how often a device value was read there that does not exist.
-
-        Only grows; a recorder takes the difference. Empty on a real machine, which has the values.
-        """
-
-    @property
-    def supplied(self) -> Counter[tuple[str, int]]:
-        """The same for reads of values that the user supplied; they are among the `stand_ins`."""
-
-    @property
-    def marks_of_reads(self) -> Counter[tuple[str, int, str]]:
-        """How often a line that is in `stand_ins` read a whole number (``(file, line, "whole")``), and how often an error came of
-        what it read that the program caught (``"caught"``), or it was a size (``"sized"``). Only grows."""
-
-    @property
-    def stacks_of_reads(self) -> Mapping[tuple[str, int], tuple[tuple[str, int], ...]]:
-        """From which lines of the program a line that is in `stand_ins` was called first; behind an optimizer's own that read."""
-
-    def note_caught(self) -> None:
-        """To be called where the program may handle an error: marks the lines that it came of."""
+    def reads(self) -> Reads | None:
+        """Which lines of the program read values that do not exist; only grows: a recorder takes the difference. None on a real
+        machine, which has the values."""
 
     def notes(self) -> list[str]:
         """What a reader of the figures must know about how they came to be."""

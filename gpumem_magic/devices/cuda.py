@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any
@@ -285,6 +284,9 @@ class CudaDevice:
 class CudaMachine:
     """The GPUs that `torch.cuda` sees. ring: how many events of history are kept per device."""
 
+    # All values are there.
+    reads = None
+
     def __init__(
         self,
         torch: Any,
@@ -312,24 +314,6 @@ class CudaMachine:
 
     def look(self, device: Device) -> tuple[tuple[Segment, ...], Mapping[int, Label]]:
         return device.segments(), device.labels
-
-    @property
-    def stand_ins(self) -> Counter[tuple[str, int]]:
-        """None: the values are there."""
-        return Counter()
-
-    supplied = stand_ins
-
-    @property
-    def marks_of_reads(self) -> Counter[tuple[str, int, str]]:
-        return Counter()
-
-    @property
-    def stacks_of_reads(self) -> Mapping[tuple[str, int], tuple[tuple[str, int], ...]]:
-        return {}
-
-    def note_caught(self) -> None:
-        """Nothing is read that does not exist."""
 
     def current_device(self) -> int:
         """The number of the current device; 0 while CUDA is not in use, as asking would change that."""

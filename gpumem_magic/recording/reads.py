@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
-from gpumem_magic.devices.base import Machine
+from gpumem_magic.devices.reads import Reads
 from gpumem_magic.looks.decisions import (
     checks_for_none,
     chooses_a_way,
@@ -20,31 +20,28 @@ _Line = tuple[str, int]
 
 
 class ReadsWithin:
-    """Of a machine, from when this is made; the machine counts since it was turned on."""
+    """Of a machine's reads, those from when this is made; the machine counts since it was turned on."""
 
-    def __init__(self, machine: Machine) -> None:
-        self._machine = machine
-        self._before = Counter(machine.stand_ins)
-        self._supplied_before = Counter(machine.supplied)
-        machine.note_caught()
-        self._marks_before = machine.marks_of_reads.copy()
+    def __init__(self, reads: Reads) -> None:
+        self._reads = reads
+        self._before = reads.counts.copy()
+        self._supplied_before = reads.supplied.copy()
+        reads.note_caught()
+        self._marks_before = reads.marks.copy()
 
     def stand_ins(self, place_of: Callable[[str, int], str]) -> tuple[StandIn, ...]:
         """Those since then. place_of: a file and a line as the report writes them."""
-        machine = self._machine
-        read = Counter(machine.stand_ins)
-        read.subtract(self._before)
-        machine.note_caught()
-        marks = machine.marks_of_reads - self._marks_before
+        read = self._reads.counts - self._before
+        self._reads.note_caught()
+        marks = self._reads.marks - self._marks_before
         places: Counter[str] = Counter()
         by_user: Counter[str] = Counter()
         decides: dict[str, str] = {}
         for (file, line), count in sorted(read.items()):
-            if count > 0:
-                place = place_of(file, line)
-                places[place] += count
-                by_user[place] += machine.supplied[file, line] - self._supplied_before[file, line]
-                decides[place] = decides.get(place) or _made_of((file, line), marks, machine.stacks_of_reads)
+            place = place_of(file, line)
+            places[place] += count
+            by_user[place] += self._reads.supplied[file, line] - self._supplied_before[file, line]
+            decides[place] = decides.get(place) or _made_of((file, line), marks, self._reads.stacks)
         return tuple(StandIn(place, count, by_user[place], decides[place]) for place, count in places.items())
 
 

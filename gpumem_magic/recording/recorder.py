@@ -141,7 +141,8 @@ class Recorder:
         """
         try:
             with self._guard("starting"):
-                self._reads = ReadsWithin(self._machine)
+                reads = self._machine.reads
+                self._reads = None if reads is None else ReadsWithin(reads)
                 self._machine_notes_before = self._machine.notes()
             self._machine.settle()
             for device in self._machine.devices:
@@ -181,9 +182,9 @@ class Recorder:
         with self._guard("a checkpoint"):
             if self._phases is not None:
                 self._phases.statement_ended()
-            if header:
+            if header and self._machine.reads is not None:
                 # (It may be an `except`.)
-                self._machine.note_caught()
+                self._machine.reads.note_caught()
             moment = self._moment()
             if self._checkpoints and moment.positions != self._checkpoints[-1].moment.positions:
                 self.moves += 1

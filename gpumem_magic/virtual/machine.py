@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -32,6 +31,7 @@ from gpumem_magic import private
 from gpumem_magic.allocator.failure import DeviceOutOfMemory, oom_text
 from gpumem_magic.allocator.settings import EnvironmentSettings
 from gpumem_magic.devices.base import Birth, Device, DeviceError, Label
+from gpumem_magic.devices.reads import Reads
 from gpumem_magic.patching import Patches
 from gpumem_magic.snapshot.model import Segment
 from gpumem_magic.units import counted
@@ -124,23 +124,8 @@ class VirtualMachine:
             return self.engine.table.by_module()
 
     @property
-    def stand_ins(self) -> Counter[tuple[str, int]]:
-        return self.engine.reads.counts
-
-    @property
-    def supplied(self) -> Counter[tuple[str, int]]:
-        return self.engine.reads.supplied
-
-    @property
-    def marks_of_reads(self) -> Counter[tuple[str, int, str]]:
-        return self.engine.reads.marks
-
-    @property
-    def stacks_of_reads(self) -> Mapping[tuple[str, int], tuple[tuple[str, int], ...]]:
-        return self.engine.reads.stacks
-
-    def note_caught(self) -> None:
-        self.engine.reads.note_caught()
+    def reads(self) -> Reads:
+        return self.engine.reads
 
     def settle(self) -> None:
         with self.engine.uninterrupted, self.engine.lock:
