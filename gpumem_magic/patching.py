@@ -80,8 +80,11 @@ class Patches:
         self._undo.append(take_out)
         getattr(owner, name).insert(at, item)
 
-    def kernels(self, key: str, kernels: Iterable[tuple[Any, Callable[..., Any]]]) -> None:
-        """Gives PyTorch's operators other kernels for a dispatch key. Kernels that others register later go first, and stay."""
+    def kernels(self, key: str, kernels: Iterable[tuple[Any, Callable[..., Any]]], with_keys: bool = False) -> None:
+        """Gives PyTorch's operators other kernels for a dispatch key. Kernels that others register later go first, and stay.
+
+        with_keys: a call's keys come as the first argument.
+        """
         from torch.library import Library
 
         library = Library("aten", "IMPL")
@@ -90,7 +93,7 @@ class Patches:
             # PyTorch warns of what is meant here: that a kernel is replaced.
             warnings.simplefilter("ignore")
             for operator, kernel in kernels:
-                library.impl(operator, kernel, key, allow_override=True)
+                library.impl(operator, kernel, key, with_keyset=with_keys, allow_override=True)
 
     def environment(self, name: str, value: str) -> None:
         """Sets an environment variable."""

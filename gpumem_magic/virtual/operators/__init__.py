@@ -7,6 +7,7 @@ A rule is a function under `special` (`engine.engine`) in the module that fits:
   `group_norm`, `layer_norm`, `attention_gradients`, `made_of_others`, `fourier`, `linear_algebra`, `temporaries` (the rest);
   what is added in place: `gradients_that_meet`;
 * operators that C++ puts together differently for CUDA: `composites`, `attention`, `written_gradients`;
+  what older versions keep: `kept_inputs`;
 * tensors and processes: `factories`, `sparse`, `autocast`, `collectives`.
 
 `workspaces` is cuBLAS's memory, which is kept after the operator.
