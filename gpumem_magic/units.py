@@ -1,4 +1,4 @@
-"""Bytes to words. MiB = 2^20 and GiB = 2^30 everywhere in the package, always written out."""
+"""Bytes, counts and shapes to words. MiB = 2^20 and GiB = 2^30 everywhere in the package, always written out."""
 
 from __future__ import annotations
 
@@ -36,6 +36,11 @@ def counted(number: int, one: str, several: str | None = None) -> str:
 def listed(words: Sequence[str], joint: str = "and") -> str:
     """``a, b and c``."""
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} {joint} {words[-1]}"
+
+
+def shape_words(shape: Sequence[int]) -> str:
+    """As a tuple: ``(8, 1024)``, ``(8,)``."""
+    return f"({', '.join(map(str, shape))}{',' if len(shape) == 1 else ''})"
 
 
 def amount(size: int) -> str:

@@ -287,7 +287,7 @@ class CachingAllocator(ReleasingHeap):
         block = self._attempt(pool, rounded, stream, frames)
         if block is None and not pool.group.is_private:
             block = self._find_elsewhere(pool, key, rounded, stream)
-        if block is None and self._release_available(pool, key, rounded, stream):
+        if block is None and self._release_available(pool, rounded, stream):
             block = self._attempt(pool, rounded, stream, frames)
         if block is None and not under_way:
             self.empty_cache()

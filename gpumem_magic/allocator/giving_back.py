@@ -115,7 +115,7 @@ class ReleasingHeap(CheckpointedHeap):
             if begin < end:
                 self._unmap(block, begin, end)
 
-    def _release_available(self, pool: Pool, key: int, rounded: int, stream: int) -> bool:
+    def _release_available(self, pool: Pool, rounded: int, stream: int) -> bool:
         """With a split limit: gives back one cached oversize block that would do, or several that do together."""
         least = self._max_split
         if least == UNLIMITED:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 
@@ -108,10 +108,6 @@ def made_by(scene: Scene, alike: Alike) -> str:
     words = facts.expression or facts.statement or facts.operator
     inner = f", {facts.inner}" if facts.inner else ""
     return f"`{words}` (line {facts.line}{inner})" if facts.line else f"`{words}`{inner}"
-
-
-def shape_words(shape: Sequence[int]) -> str:
-    return f"({', '.join(map(str, shape))}{',' if len(shape) == 1 else ''})"
 
 
 def size_words(alike: Alike) -> str:

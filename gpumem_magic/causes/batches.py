@@ -54,7 +54,7 @@ def _too_many(scene: Scene, wanted: int) -> Iterator[Cause]:
         return
     yield Cause(
         "whole_batch",
-        f"The batch of {batch.items:,} items{_where(scene, failed)} takes {human(size)} up to here, "
+        f"The batch of {batch.items:,} items{_where(failed)} takes {human(size)} up to here, "
         f"{human(size // batch.items)} an item.",
         f"A smaller batch helps: {fits:,} items would get past this request, though later ones may need more room.",
         size,
@@ -147,6 +147,6 @@ def _gathers(scene: Scene, parts: list[Allocation]) -> bool:
     return 10 * most < 9 * size_of(parts) or any(len(places) > _FORWARDS_AT_ONCE for places in of_models.values())
 
 
-def _where(scene: Scene, birth: Birth | None) -> str:
+def _where(birth: Birth | None) -> str:
     place = birth.place if birth is not None else None
     return f" in `{place.expression}`" if place is not None and place.expression else ""

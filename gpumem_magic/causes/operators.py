@@ -16,7 +16,6 @@ from gpumem_magic.causes.alike import (
     bytes_of,
     made_by,
     reader_of_a_view,
-    shape_words,
     size_words,
     squeezed,
 )
@@ -24,7 +23,7 @@ from gpumem_magic.causes.model import Scene
 from gpumem_magic.devices.base import Birth
 from gpumem_magic.recording.model import BACKWARD
 from gpumem_magic.report.model import Cause
-from gpumem_magic.units import human
+from gpumem_magic.units import human, shape_words
 
 # A result is so many times larger than all that it was made of.
 _TIMES = 4

@@ -68,7 +68,7 @@ def details(holdings: Holdings, name: str, limit: int | None = SHOWN) -> Sheet |
     of_it = f", {human(rounding)} of it rounding" if rounding >= _SEEN else ""
     lines = [f"{name} keeps {human(size_of(found))} in {counted(len(found), 'allocation')}{of_it}."]
     if number is not None:
-        lines += _of_root(holdings, number, found)
+        lines += _of_root(holdings, number)
     rows = [("MiB", "what", "", "also held by")]
     groups = _alike(found)
     for group in groups[:limit]:
@@ -146,7 +146,7 @@ def unknown_name(holdings: Holdings, name: str, variables: Container[str]) -> st
     ) + hint
 
 
-def _of_root(holdings: Holdings, number: int, found: Sequence[Held]) -> list[str]:
+def _of_root(holdings: Holdings, number: int) -> list[str]:
     one = next((each for each in holders(holdings) if each.name == holdings.roots[number].name), None)
     if one is None:
         return []

@@ -33,7 +33,7 @@ def garbage_holding(locate: Locate, walk: Traversal, blocks: Mapping[Place, Any]
     candidates = _closure(unseen, _starting_points(unseen, locate, walk, blocks))
     garbage = _only_held_by_each_other(unseen, candidates)
     found = []
-    for group in _groups(unseen, candidates, garbage):
+    for group in _groups(candidates, garbage):
         things = list(map(unseen.__getitem__, group))
         found.append((Root(_words(things), "cycle", FREE_CYCLES), things))
     return found
@@ -108,7 +108,7 @@ def _only_held_by_each_other(unseen: list[Any], candidates: Mapping[int, list[in
     return candidates.keys() - outside
 
 
-def _groups(unseen: list[Any], candidates: Mapping[int, list[int]], garbage: set[int]) -> list[list[int]]:
+def _groups(candidates: Mapping[int, list[int]], garbage: set[int]) -> list[list[int]]:
     """The garbage in connected groups."""
     near: dict[int, set[int]] = {number: set() for number in garbage}
     for number in garbage:

@@ -15,7 +15,7 @@ from gpumem_magic.attribution.sites import GATHERERS
 from gpumem_magic.looks.decisions import may_be_of_a_value
 from gpumem_magic.report.failure import failed_request, failed_row
 from gpumem_magic.report.model import LABELS, OF_A_MODEL, OUTSIDE_CATEGORIES, Peak, ReportData, Row, TensorGroup
-from gpumem_magic.units import MIB, amount
+from gpumem_magic.units import MIB, amount, shape_words
 
 # Groups are told until they are so much of what is allocated, in per cent, and at most so many; fewer where a sentence says what
 # to do, which is not to be buried. A table has the others.
@@ -186,7 +186,7 @@ def _request(report: ReportData) -> str:
     error, found = report.error, failed_request(report)
     assert error is not None
     asked = error.asked
-    tensor = f" for a {_shape(asked.shape)} {asked.dtype} tensor" if asked is not None else ""
+    tensor = f" for a {shape_words(asked.shape)} {asked.dtype} tensor" if asked is not None else ""
     words = [f"Wanted {amount(error.requested or 0)}{tensor}"]
     if found is not None and found.free is not None and found.cached is not None:
         piece = max(found.free, error.largest_free or 0)
@@ -282,11 +282,8 @@ def _words(members: Sequence[TensorGroup], size: int, whole: int) -> str:
     count = sum(one.count for one in members)
     kind = "tensor" if count == 1 else "tensors"
     number = _NUMBERS[count] if count < len(_NUMBERS) else f"{count:,}"
-    return f"{amount(size)} are {number} {_shape(first.shape)} {first.dtype} {kind}{place}{_kept(members) or _labels(members)}"
-
-
-def _shape(shape: Sequence[int]) -> str:
-    return f"({', '.join(map(str, shape))}{',' if len(shape) == 1 else ''})"
+    told = f"{number} {shape_words(first.shape)} {first.dtype} {kind}"
+    return f"{amount(size)} are {told}{place}{_kept(members) or _labels(members)}"
 
 
 def _place(members: Sequence[TensorGroup]) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from gpumem_magic.report.failure import failed_row
 from gpumem_magic.report.model import ALLOCATED_CATEGORIES, LABELS, ReportData, TensorGroup
-from gpumem_magic.units import counted, listed, mib
+from gpumem_magic.units import counted, listed, mib, shape_words
 from gpumem_magic.views import explain
 
 MOST_CAUSES = 3
@@ -121,9 +121,8 @@ def _tensors(group: TensorGroup) -> str:
     what = LABELS[group.category]
     if group.shape is None:
         return f"{group.count:,} × {what}" if group.count > 1 else what
-    shape = f"({', '.join(map(str, group.shape))}{',' if len(group.shape) == 1 else ''})"
     times = f"{group.count:,} × " if group.count > 1 else ""
-    return f"{times}{shape} {group.dtype}".strip() + f": {what}"
+    return f"{times}{shape_words(group.shape)} {group.dtype}".strip() + f": {what}"
 
 
 def _made(group: TensorGroup, only: bool) -> str:

@@ -100,7 +100,7 @@ def in_full(report: ReportData, *, width: int | None = None, ascii_only: bool = 
         _wrap(explain.answer(report), width),
         _wrap(explain.headline(report), width),
         "\n".join(_wrap(sentence, width) for sentence in words),
-        _categories(report, width),
+        _categories(report),
         "\n".join(_fitting(line, width) for line in inside_lines(report.inside)),
         *(in_full(other, width=width, ascii_only=ascii_only) for other in report.devices),
     ]
@@ -248,7 +248,7 @@ def _most_of(sizes: Sequence[tuple[str, int]], begin: int, end: int) -> str:
     return found
 
 
-def _categories(report: ReportData, width: int) -> str:
+def _categories(report: ReportData) -> str:
     """Before, peak and after of every category that has bytes, with the change from before to after."""
     before = next((row for row in report.checkpoints if row.kind == "before"), None)
     after = report.checkpoints[-1] if report.checkpoints else None

@@ -11,17 +11,15 @@ import torch
 import torch.utils._device
 
 import gpumem_magic.virtual.operators.attention_gradients
-import gpumem_magic.virtual.operators.batch_norm
 import gpumem_magic.virtual.operators.convolutions
 import gpumem_magic.virtual.operators.copies
 import gpumem_magic.virtual.operators.data_dependent
 import gpumem_magic.virtual.operators.equivalents
 import gpumem_magic.virtual.operators.fourier
-import gpumem_magic.virtual.operators.group_norm
-import gpumem_magic.virtual.operators.layer_norm
 import gpumem_magic.virtual.operators.linear_algebra
 import gpumem_magic.virtual.operators.losses
 import gpumem_magic.virtual.operators.made_of_others
+import gpumem_magic.virtual.operators.norms
 import gpumem_magic.virtual.operators.reductions
 import gpumem_magic.virtual.operators.shapes
 import gpumem_magic.virtual.operators.sorting

@@ -3,8 +3,8 @@
 A rule is a function under `special` (`engine.engine`) in the module that fits:
 
 * results: `shapes` (PyTorch has no rule), `data_dependent` (values, and sizes that depend on values), `checks` (comparisons);
-* memory beside the results: `copies` (into another layout), `sorting`, `reductions`, `convolutions` with `cudnn`, `batch_norm`,
-  `group_norm`, `layer_norm`, `attention_gradients`, `made_of_others`, `fourier`, `linear_algebra`, `temporaries` (the rest);
+* memory beside the results: `copies` (into another layout), `sorting`, `reductions`, `convolutions` with `cudnn`, `norms`,
+  `attention_gradients`, `made_of_others`, `fourier`, `linear_algebra`, `temporaries` (the rest);
   what is added in place: `gradients_that_meet`;
 * operators that C++ puts together differently for CUDA: `composites`, `attention`, `written_gradients`;
   what older versions keep: `kept_inputs`;

@@ -67,17 +67,24 @@ class AutocastKernels:
     # ---- policies
 
     def _lower(self, operator: Any) -> Callable[..., Any]:
-        def kernel(*args: Any, **kwargs: Any) -> Any:
-            dtype = torch.get_autocast_dtype("cuda")
-            with torch._C._ExcludeDispatchKeyGuard(self._without_autocast):
-                return operator(*self._cast(args, dtype), **self._cast_named(kwargs, dtype))
-
-        return kernel
+        return self._cast_first(operator, lambda given: torch.get_autocast_dtype("cuda"))
 
     def _float32(self, operator: Any) -> Callable[..., Any]:
+        return self._cast_first(operator, lambda given: torch.float32)
+
+    def _widest(self, operator: Any) -> Callable[..., Any]:
+        def widest(given: tuple[Any, ...]) -> torch.dtype:
+            is_wide = any(tensor.dtype == torch.float32 for tensor in _castables(given))
+            return torch.float32 if is_wide else torch.get_autocast_dtype("cuda")
+
+        return self._cast_first(operator, widest)
+
+    def _cast_first(self, operator: Any, dtype_for: Callable[[tuple[Any, ...]], torch.dtype]) -> Callable[..., Any]:
         def kernel(*args: Any, **kwargs: Any) -> Any:
+            dtype = dtype_for((*args, *kwargs.values()))
             with torch._C._ExcludeDispatchKeyGuard(self._without_autocast):
-                return operator(*self._cast(args, torch.float32), **self._cast_named(kwargs, torch.float32))
+                cast = self._cast(args, dtype)
+                return operator(*cast, **dict(zip(kwargs, self._cast(kwargs.values(), dtype), strict=True)))
 
         return kernel
 
@@ -90,20 +97,7 @@ class AutocastKernels:
 
         return kernel
 
-    def _widest(self, operator: Any) -> Callable[..., Any]:
-        def kernel(*args: Any, **kwargs: Any) -> Any:
-            dtype = torch.get_autocast_dtype("cuda")
-            if any(tensor.dtype == torch.float32 for tensor in _castables((*args, *kwargs.values()))):
-                dtype = torch.float32
-            with torch._C._ExcludeDispatchKeyGuard(self._without_autocast):
-                return operator(*self._cast(args, dtype), **self._cast_named(kwargs, dtype))
-
-        return kernel
-
     # ---- casting
-
-    def _cast_named(self, kwargs: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-        return dict(zip(kwargs, self._cast(tuple(kwargs.values()), dtype), strict=True))
 
     def _cast(self, args: Any, dtype: torch.dtype) -> list[Any]:
         return [self._cast_one(arg, dtype) for arg in args]

@@ -23,7 +23,7 @@ from gpumem_magic.private import aten as _aten
 from gpumem_magic.virtual.engine.engine import Engine, special
 from gpumem_magic.virtual.engine.half_precision import HALF
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
-from gpumem_magic.virtual.operators.batch_norm import by_cudnn
+from gpumem_magic.virtual.operators.norms import by_cudnn
 
 
 def dropout(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:

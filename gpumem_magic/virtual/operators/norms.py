@@ -1,0 +1,96 @@
+"""What normalisations take while they run: batch norms that cuDNN runs, group norms, and the gradients of layer norms."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import torch
+
+from gpumem_magic.private import aten as _aten
+from gpumem_magic.virtual.engine.engine import BESIDE, Engine, special
+from gpumem_magic.virtual.engine.half_precision import accumulator
+from gpumem_magic.virtual.engine.modes import pushed
+from gpumem_magic.virtual.operators.copies import laid_out
+
+# Of layer norms.
+_FROM = (2, 8)
+_FEW_ROWS = 64 * 1024
+_COLUMNS_OF_A_BLOCK, _ROWS_OF_A_BLOCK, _MOST_BLOCKS = 32, 32, 32 * 1024
+
+
+def by_cudnn(input: Any, weight: Any, mean: Any, training: bool) -> bool:
+    """Whether a batch norm with these goes to cuDNN."""
+    if weight is None or input.dim() < 3 or not torch.backends.cudnn.enabled or (mean is None and not training):
+        return False
+    if torch.bfloat16 in (input.dtype, weight.dtype):
+        return False
+    return bool(input.dtype != torch.float16 or weight.dtype == torch.float32)
+
+
+@special(_aten.native_batch_norm_backward.default, table=BESIDE)
+def _batch_backward(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> list[int]:
+    """cuDNN makes the gradients of weight and bias also where nobody wants them: a frozen layer makes both and drops them.
+
+    After ``_select_batch_norm_backend`` in ATen/native/Normalization.cpp and ``cudnn/BatchNorm.cpp``. Recorded on a GPU.
+    """
+    _, input, weight, mean, _, _, _, training, _, wanted = args
+    if not training or not by_cudnn(input, weight, mean, training):
+        return []
+    parts = [input if wanted[0] else None, *[weight if is_wanted else None for is_wanted in wanted[1:]]]
+    dropped = [tensor for tensor, made in zip((input, weight, weight), parts, strict=True) if made is None]
+    return [tensor.numel() * tensor.element_size() for tensor in dropped]
+
+
+@special(_aten.native_group_norm.default, table=BESIDE)
+def _group_forward(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> list[int]:
+    """With a weight or a bias: what each sample's channels are multiplied by and moved by. One value for each needs less.
+
+    ``group_norm_kernel.cu`` in ATen/native/cuda. All are float32 for half precision, and are held until the kernels are on their
+    way.
+    """
+    input, weight, bias, samples, channels, inner = args[:6]
+    if not samples or inner == 1 or (weight is None and bias is None):
+        return []
+    return [samples * channels * accumulator(input.dtype).itemsize] * 2
+
+
+@special(_aten.native_group_norm_backward.default, table=BESIDE)
+def _group_backward(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> list[int]:
+    """Adds up the gradient, and its product with the input, over each channel and each group."""
+    input, (weight, samples, channels, inner, groups, wanted) = args[1], args[4:10]
+    item = accumulator(input.dtype).itemsize
+    by_channel, by_group = samples * channels * item, samples * groups * item
+    sums = [] if inner == 1 else [by_channel] * 2
+    if not wanted[0]:
+        return sums
+    factors = [] if inner == 1 or weight is None else [by_channel]
+    return sums + [by_group] * 2 + factors
+
+
+@special(_aten.native_layer_norm_backward.default)
+def _layer_backward(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    """The gradients of weight and bias, where there are many more rows than columns, are added up in parts, then the parts.
+
+    ``layer_norm_kernel.cu`` in ATen/native/cuda, `LaunchGammaBetaBackwardCUDAKernel`: above 65,536 rows, and with few enough
+    columns for the card, there is a row of each gradient for up to 32 rows of the input, and a second tensor for each gradient in
+    place of the first. The first stages of Swin and ConvNeXt are such, most language models are not. Read in the newest version;
+    taken to be there from 2.8 on.
+    """
+    out = laid_out(engine, func, args, kwargs, device, (0, 1))
+    input, columns = args[1], prod(args[2])
+    rows = input.numel() // max(1, columns)
+    processors = engine.memory.processors(device)[0]
+    few_columns = columns // _COLUMNS_OF_A_BLOCK < processors // 2
+    if rows <= _FEW_ROWS or not few_columns or engine.memory.torch_version(device) < _FROM:
+        return out
+    across = -(-columns // _COLUMNS_OF_A_BLOCK)
+    down = min(_MOST_BLOCKS // across, -(-rows // _ROWS_OF_A_BLOCK))
+    gradients = list(out)
+    del out
+    with pushed(engine.mode):
+        parts = [None if one is None else one.new_empty(down, columns) for one in gradients[1:]]
+        for place, part in enumerate(parts, 1):
+            if part is not None:
+                gradients[place] = part.sum(0).view(gradients[place].shape)
+    return tuple(gradients)
