@@ -243,3 +243,24 @@ def test_a_rank_knows_whose_end_came_before_it_was_ended_or_failed(ends_first: b
     # Others that failed did so for themselves, as far as this one knows.
     assert (found.state, found.after) == (("failed", (1,)) if ends_first else ("ended", (1, 2)))
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+@pytest.mark.parametrize("how", ["--ranks", "--nproc"])
+def test_a_command_that_a_scheduler_ends_leaves_no_rank_behind(how: str, tmp_path: Path) -> None:
+    script, target = tmp_path / "train.py", tmp_path / "report.json"
+    script.write_text(
+        "import pathlib, time, torch\n"
+        "kept = torch.empty(1 << 20, device='cuda')\n"
+        f"pathlib.Path({str(tmp_path / 'waits')!r}).touch()\n"
+        "time.sleep(600)\n"
+    )
+    command = [sys.executable, "-m", "gpumem_magic.cli", "run", how, "2", "--device", "T4", "--json", str(target)]
+    around = {**os.environ, "GPUMEM_TEST_MARK": str(target)}
+    with subprocess.Popen([*command, str(script)], env=around, stderr=subprocess.DEVNULL) as process:
+        while not (tmp_path / "waits").exists() and process.poll() is None:
+            time.sleep(0.02)
+        process.terminate()
+    assert process.returncode == 130
+    assert left_behind(target) == []
+    ended = [row for row in json.loads(target.read_text("utf-8"))["ranks"]["rows"] if row["state"] == "ended"]
+    assert ended[0]["where"] == "train.py:4"

@@ -7,9 +7,10 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
 from gpumem_magic.commands.common import INTERRUPTED
@@ -50,6 +51,23 @@ def folder_of_ranks() -> AbstractContextManager[Path]:
     return own_folder("gpumem-ranks-")
 
 
+@contextmanager
+def ending_as_after_ctrl_c() -> Iterator[None]:
+    """SIGTERM too, as job schedulers end a command with it, is a KeyboardInterrupt: what was started ends with this command."""
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    ours = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    if ours:
+        signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        if ours:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
 def run_processes(options: argparse.Namespace) -> int:
     """`torchrun --standalone` with this command in each process. The exit status is its own; 124 where time ran out."""
     count: int = options.nproc
@@ -63,7 +81,7 @@ def run_processes(options: argparse.Namespace) -> int:
         str(count),
         "--no-python",
     ]
-    with folder_of_ranks() as folder:
+    with folder_of_ranks() as folder, ending_as_after_ctrl_c():
         process = subprocess.Popen(
             [*command, *arguments_of(options, for_ranks(options.device, count))],
             env={**os.environ, FOLDER: str(folder)},
@@ -80,7 +98,7 @@ def run_processes(options: argparse.Namespace) -> int:
 
 def wait(processes: Sequence[subprocess.Popen[bytes]], limit: float | None, at_last: Callable[[], None]) -> int:
     """Until all have ended, or are ended. Their first status that is not 0; 124 where the limit, in seconds, was over, 130 after
-    Ctrl-C."""
+    Ctrl-C or SIGTERM."""
     over = None if limit is None else time.monotonic() + limit
     status = 0
     try:

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from gpumem_magic.commands.common import INTERRUPTED
-from gpumem_magic.commands.launch import TIMED_OUT, arguments_of, end, folder_of_ranks
+from gpumem_magic.commands.launch import TIMED_OUT, arguments_of, end, ending_as_after_ctrl_c, folder_of_ranks
 from gpumem_magic.commands.shown_ranks import show
 from gpumem_magic.commands.written import targets
 from gpumem_magic.files import rank_files
@@ -43,7 +43,7 @@ def run(options: argparse.Namespace) -> int:
     """The first status of a rank that is not 0; 124 where time ran out."""
     written_to = targets(options)
     named = asked(options)
-    with folder_of_ranks() as folder:
+    with folder_of_ranks() as folder, ending_as_after_ctrl_c():
         crew = _RankProcesses(options, folder)
         taken: Mapping[int, int] = {}
         try:
