@@ -188,6 +188,11 @@ def test_which_lines_end_a_loop(tmp_path: Path, code: str, line: int, decides: b
         ("for y in x.tolist():\n    if y < 3:\n        bad += 1\n        continue\n    train(y)", True),
         ("for y in x.tolist():\n    train(y)\n    if y < 3:\n        bad += 1\n        continue\n    print(y)", False),
         ("y = x.item()\ndef run():\n    if y < 3:\n        return\n    train(y)", True),
+        ("match x.item():\n    case 0: train(z)\n    case _: print(z)", True),
+        ("match x.item():\n    case 0: print(z)\n    case _: y = 1", False),
+        ("y = x.item()\ntry:\n    assert y < 1\n    train(z)\nexcept AssertionError: evaluate(z)", True),
+        ("y = x.item()\ntry:\n    if y > 1: raise ValueError\n    train(z)\nexcept ValueError: evaluate(z)", True),
+        ("assert x.item() < 1\ntrain(z)", False),
         ("y = x.item()\ndef run():\n    if y < 3:\n        return\n    print(y)", False),
     ],
 )
@@ -224,6 +229,13 @@ def test_which_lines_choose_an_object(tmp_path: Path, code: str, chooses: bool) 
         ("y = x.numpy()\nkept = y[y > 2]\nz = torch.from_numpy(kept).cuda()", True),
         ("y = x.numpy()\nkept = y[y > 2]\nz = np.stack(kept)", False),
         ("y = x.numpy()\nkept = np.where(y > 2)[0]\nz = y[kept]", False),
+        ("y = x.cpu()\nkept = (y > 2).nonzero().squeeze(1)\nz = rows[kept]", True),
+        ("y = (x.cpu() > 2) & other\nz = rows[y]", True),
+        ("y = (x.cpu() > 2) & other\nz = torch.tensor(y)", False),
+        ("y = x.cpu() * 2\nz = rows[y]", False),
+        ("y = x.numpy()\nz = torch.from_numpy(rows[y > 2])", True),
+        ("y = x.numpy()\nz = y[y > 2].mean()", False),
+        ("y = x.numpy()\norder = np.argsort(-y)\nz = torch.tensor(order)", False),
         ("y = x.tolist()\nkept = [one for one in y if one > 2]\nz = torch.tensor(kept)", True),
         ("y = x.tolist()\nkept = [one + 2 for one in y]\nz = torch.tensor(kept)", False),
         ("y = [one for one in x.tolist() if one not in kept]\nkept += y[:20]\nz = rows[kept]", True),
@@ -302,6 +314,29 @@ def test_which_lines_make_a_size(tmp_path: Path, code: str, makes: bool) -> None
     place = tmp_path / "program.py"
     place.write_text(code, "utf-8")
     assert makes_a_size(str(place), 1) is makes
+
+
+@pytest.mark.parametrize(
+    ("code", "makes"),
+    [
+        ("y = x.item()\nz = torch.zeros(int(y * 100))", True),
+        ("z = torch.zeros(2 ** int(math.log2(x.item() + 4)))", True),
+        ("def make(n):\n    return torch.zeros(n)\ny = x.item()\nmake(500 if y > 1 else 5)", True),
+        ("y = x.item()\nn = 500 if y > 1 and z else 5\nz = torch.zeros(n)", True),
+        ("y = x.tolist()\nplace = bisect.bisect(y, 3.0)\nz = rows[:place]", True),
+        ("y = x.numpy()\nfor place in np.argsort(-y)[:3]:\n    z = torch.zeros(widths[place])", True),
+        ("y = json.loads(json.dumps(x.tolist()))\nz = torch.zeros(9 if max(y) > 1 else 3)", True),
+        ("y = x.item()\nz = F.interpolate(rows, scale_factor=y)", True),
+        ("y = x.item()\nz = torch.full((9,), y)", False),
+        ("y = x.item()\nz = torch.zeros(int(rows.shape[0]))\nprint(y)", False),
+        ("y, n = x.item(), int(rows.size(0))\nprint(round(y, 2))\nz = torch.zeros(k)", False),
+    ],
+)
+def test_which_lines_make_a_size_of_numbers_that_are_not_whole(tmp_path: Path, code: str, makes: bool) -> None:
+    place = tmp_path / "program.py"
+    place.write_text(code, "utf-8")
+    line = next(number for number, text in enumerate(code.splitlines(), 1) if "x." in text)
+    assert makes_a_size(str(place), line, whole=False) is makes
 
 
 def test_which_errors_come_of_a_read(tmp_path: Path) -> None:

@@ -31,8 +31,8 @@ _OF_GRAPHS = (
     "leaf Variable",
 )
 # What a value flows into is as far from it as the farthest step on the way.
-_VALUE, _COUNT, _WAY, _TOLD = range(4)
-_STEPS = {"value": _VALUE, "argument": _VALUE, "count": _COUNT, "way": _WAY, "told": _TOLD}
+_VALUE, _WHOLE, _COUNT, _WAY, _TOLD = range(5)
+_STEPS = {"value": _VALUE, "argument": _VALUE, "whole": _WHOLE, "count": _COUNT, "way": _WAY, "told": _TOLD}
 
 
 def may_be_of_a_value(kind: str, message: str) -> bool:
@@ -52,10 +52,15 @@ def ends_a_loop(file: str, line: int, callers: Sequence[str] = (), sized: bool =
 def makes_a_size(file: str, line: int, callers: Sequence[str] = (), whole: bool = True) -> bool:
     """Whether a size may be made of the number that this line reads. whole: one that may be a size itself."""
     reached = _reached(file, line, callers)
-    return any(
-        reached.has(test, _VALUE if whole else _COUNT, _COUNT) or (whole and test[1].reads and reached.stands_in(test))
+    if any(
+        reached.has(test, _VALUE if whole else _WHOLE, _COUNT) or (whole and test[1].reads and reached.stands_in(test))
         for test in reached.tests("size")
-    ) or (whole and any(map(reached.stands_in, reached.tests("sized"))))
+    ):
+        return True
+    rounded = reached.tests("rounded")
+    return any(reached.has(test, _VALUE, _COUNT) or reached.stands_in(test) for test in rounded) or (
+        whole and any(map(reached.stands_in, reached.tests("sized")))
+    )
 
 
 def chooses_a_way(file: str, line: int, callers: Sequence[str] = ()) -> bool:
@@ -171,9 +176,15 @@ class _Reached:
         return False
 
     def holds(self) -> bool:
-        """Whether as much is taken of something else as a list holds, whose length is reached."""
+        """Whether as much is taken of something else as a list holds, whose length is reached, or as a mask selects."""
         reached = {key for _, key, _ in self._found}
         return any(
+            test.decides == "selected"
+            and test.but.isdisjoint(reached)
+            and self.has((number, test.source), _VALUE, _TOLD)
+            for number, one in enumerate(self._files)
+            for test in one.tests
+        ) or any(
             self._follows(test.source, number, flows.length(key), level)
             for number, one in enumerate(self._files)
             for test in one.tests

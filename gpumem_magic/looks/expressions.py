@@ -30,6 +30,14 @@ _SELECTING = frozenset((
 # What holds each key once; its methods that are given keys.
 _KEYED = frozenset(("set", "dict", "defaultdict", "Counter", "OrderedDict"))
 _GIVEN_KEYS = frozenset(("add", "update", "setdefault", "discard", "remove"))
+# What makes a whole number, or the place of something, of what is none.
+_WHOLE = frozenset((
+    "int", "round", "floor", "ceil", "trunc", "argsort", "argmax", "argmin", "argpartition", "topk", "multinomial", "index",
+    "bisect", "bisect_left", "bisect_right", "searchsorted", "bucketize", "digitize", "choice", "choices", "most_common",
+))  # fmt: skip
+_OF_SHAPE = frozenset(("shape", "size", "numel", "len", "ndim", "dim"))
+# What compares each element with something.
+_COMPARING = frozenset(("gt", "lt", "ge", "le", "eq", "ne", "isin", "logical_and", "logical_or", "logical_not", "bool"))
 # What makes a tensor as long as what it is made of, but for libraries of the host.
 _OF_CONTENTS = frozenset(("tensor", "as_tensor", "from_numpy", "stack", "cat", "index_select"))
 _COPYING = frozenset(("list", "tuple", "sorted", "reversed", "array", "asarray", "from_numpy", "tensor", "as_tensor"))
@@ -77,12 +85,7 @@ def called(call: ast.Call) -> str:
 
 
 def checks(test: ast.expr) -> bool:
-    words = (
-        one.attr if isinstance(one, ast.Attribute) else one.id
-        for one in ast.walk(test)
-        if isinstance(one, (ast.Attribute, ast.Name))
-    )
-    return any(_CHECK.search(word) for word in words)
+    return any(map(_CHECK.search, _words(test)))
 
 
 def is_number(node: ast.expr) -> bool:
@@ -133,7 +136,44 @@ def selections(node: ast.expr) -> Iterator[ast.expr]:
             and called(one) in _SELECTING
             and not (called(one) == "where" and len(one.args) > 1)
         ):
-            yield from one.args
+            yield from one.args or ([one.func.value] if isinstance(one.func, ast.Attribute) else ())
+
+
+def whole_numbers(node: ast.AST) -> Iterator[ast.expr]:
+    """What decides about whole numbers in an expression, where that is no number of its kind: rounded ones, places of values, and
+    one or the other of two."""
+    for one in ast.walk(node):
+        if isinstance(one, ast.IfExp):
+            yield one.test
+        elif isinstance(one, ast.Call) and called(one) in _WHOLE and not (called(one) == "round" and len(one.args) > 1):
+            yield from (part for part in _taken(one) if not _OF_SHAPE.intersection(_words(part)))
+
+
+def _taken(call: ast.Call) -> Sequence[ast.expr]:
+    """A call's arguments, and what it is a method of."""
+    return [*arguments(call), *([call.func.value] if isinstance(call.func, ast.Attribute) else ())]
+
+
+def _words(node: ast.AST) -> Iterator[str]:
+    return (
+        one.attr if isinstance(one, ast.Attribute) else one.id
+        for one in ast.walk(node)
+        if isinstance(one, (ast.Attribute, ast.Name))
+    )
+
+
+def is_mask(node: ast.expr) -> bool:
+    """Whether an expression compares, as an index of the elements for which that is true."""
+    if isinstance(node, ast.Compare):
+        return not isinstance(node.ops[0], (ast.Is, ast.IsNot, ast.In, ast.NotIn))
+    if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.BitAnd, ast.BitOr)):
+        return is_mask(node.left) or is_mask(node.right)
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Invert):
+        return is_mask(node.operand)
+    if isinstance(node, ast.Call):
+        method = isinstance(node.func, ast.Attribute)
+        return called(node) in _COMPARING or (method and is_mask(node.func.value))  # type: ignore[attr-defined]
+    return False
 
 
 def as_long_as(node: ast.expr) -> Iterator[ast.expr]:

@@ -25,6 +25,7 @@ from gpumem_magic.looks.expressions import (
     dotted,
     functions_asked,
     inside,
+    is_mask,
     is_number,
     keyed_names,
     keys_given,
@@ -33,11 +34,13 @@ from gpumem_magic.looks.expressions import (
     makes_of_contents,
     selections,
     targets,
+    whole_numbers,
     works,
 )
 
 # A name in a scope (its first line, 0 of a module) of a file; an attribute (``.best``), a function's result (``best()``) and its
-# arguments (``best(0``, ``best(limit``), which have no scope. ``seen[]`` is what is in ``seen``, ``seen#`` its length.
+# arguments (``best(0``, ``best(limit``), which have no scope. ``seen[]`` is what is in ``seen``, ``seen#`` its length, ``seen?``
+# how many it selects as a mask.
 Key = tuple[int, str]
 _Scope = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -52,6 +55,8 @@ _OF_SIZES = (
     "reshape", "expand", "repeat", "new_zeros", "new_ones", "new_empty", "new_full", "resize_", "unflatten", "narrow", "split",
     "tile", "broadcast_to",
 )  # fmt: skip
+# What takes factors that sizes are multiplied with.
+_SCALING = ("interpolate", "upsample", "resize")
 # What makes a number of a tensor, or a tensor of one number.
 _READS = (
     "item", "int", "float", "bool", "tolist", "numpy", "max", "min", "sum", "amax", "amin", "argmax", "prod", "count_nonzero",
@@ -83,7 +88,8 @@ class Uses(NamedTuple):
 
 
 class Flow(NamedTuple):
-    """kind: what is set holds the "value" (an "argument" does), a "count" or a "way" follows from a test, an object is "told"."""
+    """kind: what is set holds the "value" (an "argument" does), a "whole" number made of it, a "count" or a "way" follows from a
+    test, an object is "told"."""
 
     source: Uses
     sets: tuple[Key, ...]
@@ -92,9 +98,9 @@ class Flow(NamedTuple):
 
 class Test(NamedTuple):
     """decides: "loop" (its end), "each" (how often it runs, by a length), "branch", "check" (the same, for numbers that are none)
-    or "size" ("sized": by any value), or a "wait" with the line of a ``while``: its test, or all that end it where it has none. A
-    value may have chosen the object that is "called", or "asked" to do something. As much is taken of something else (but: what
-    that is) as is "held".
+    or "size" ("sized": by any value; "rounded": what whole numbers are made of), or a "wait" with the line of a ``while``: its
+    test, or all that end it where it has none. A value may have chosen the object that is "called", or "asked" to do something.
+    As much is taken of something else (but: what that is) as is "held", or "selected" by a comparison.
     """
 
     source: Uses
@@ -225,6 +231,8 @@ class _FlowReader:
                 self._flow(node.value, names)
                 for one in selections(node.value):
                     self._flow(one, (*names, *map(length, names)), "count")
+                if is_mask(node.value):
+                    self._flow(node.value, tuple(map(_mask, names)), "count")
                 for one in as_long_as(node.value):
                     self._flows.append(Flow(self._lengths(one), tuple(map(length, names)), "value"))
                 if any(map(functions_asked, calls(node.value))):
@@ -245,43 +253,65 @@ class _FlowReader:
             self._call(node)
         elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load):
             self._test(node.slice, "held", but=node.value)
+            for one in node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]:
+                if is_mask(one):
+                    self._test(one, "selected", but=node.value)
+                elif name := dotted(one):
+                    mask = self._uses(one)._replace(keys=frozenset([_mask(self._key(name))]))
+                    self._tests.append(Test(mask, "selected", self._uses(node.value).keys))
         elif isinstance(node, ast.Slice):
             for bound in (node.lower, node.upper):
                 if bound is not None:
-                    self._test(bound, "size")
+                    self._size(bound)
         elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
             self._told(node.value)
-        elif isinstance(node, (ast.If, ast.IfExp, ast.While)):
-            self._branches(node, scope, loop)
+        elif isinstance(node, ast.IfExp):
+            self._branches(node, node.test, [[node.body], [node.orelse]], scope, loop)
+        elif isinstance(node, (ast.If, ast.While)):
+            self._branches(node, node.test, [node.body, node.orelse], scope, loop)
+        elif isinstance(node, ast.Match):
+            self._branches(node, node.subject, [case.body for case in node.cases], scope, loop)
+        elif isinstance(node, ast.Try) and node.handlers:
+            for tried in (one for part in node.body for one in ast.walk(part)):
+                if isinstance(tried, ast.Assert) or (
+                    isinstance(tried, ast.If) and isinstance(tried.body[0], ast.Raise)
+                ):
+                    self._test(tried.test, "branch")
 
-    def _branches(self, node: ast.If | ast.IfExp | ast.While, scope: _Scope, loop: _Loop | None) -> None:
-        branches = [[node.body], [node.orelse]] if isinstance(node, ast.IfExp) else [node.body, node.orelse]
+    def _branches(
+        self,
+        node: ast.If | ast.IfExp | ast.While | ast.Match,
+        test: ast.expr,
+        branches: Sequence[Sequence[ast.AST]],
+        scope: _Scope,
+        loop: _Loop | None,
+    ) -> None:
         inner = [one for branch in branches for part in branch for one in ast.walk(part)]
         ends = isinstance(node, ast.While) or (loop is not None and any(isinstance(one, LEAVES) for one in inner))
         skips = leaves_work(node, inner, scope.body if loop is None else loop.body, loop is not None)
         around = node if isinstance(node, ast.While) else loop
         if ends and isinstance(around, ast.While) and (around is node) is not isinstance(around.test, ast.Constant):
-            self._test(node.test, f"wait {around.lineno}")
-        if checks(node.test):
+            self._test(test, f"wait {around.lineno}")
+        if checks(test):
             if skips or any(isinstance(one, ast.Break) for one in inner) or any(map(works, branches)):
-                self._test(node.test, "check")
+                self._test(test, "check")
             return
         if ends:
-            self._test(node.test, "loop")
+            self._test(test, "loop")
         if skips or (not isinstance(node, ast.While) and any(map(works, branches))):
-            self._test(node.test, "branch")
+            self._test(test, "branch")
         for one in inner:
             if isinstance(one, _ASSIGNMENTS):
                 counts = isinstance(one, ast.AugAssign) or (one.value is not None and is_number(one.value))
-                self._flow(node.test, tuple(self._targets(one)), "count" if counts else "way")
+                self._flow(test, tuple(self._targets(one)), "count" if counts else "way")
             elif isinstance(one, ast.Return) and isinstance(scope, _FUNCTIONS) and isinstance(one.value, ast.Constant):
-                self._flow(node.test, ((0, f"{scope.name}()"),), "way")
+                self._flow(test, ((0, f"{scope.name}()"),), "way")
             elif (
                 isinstance(one, ast.Call)
                 and isinstance(one.func, ast.Attribute)
                 and one.func.attr in ("append", "extend")
             ):
-                self._holds(node.test, one.func.value)
+                self._holds(test, one.func.value)
 
     def _call(self, call: ast.Call) -> None:
         name = called(call)
@@ -306,7 +336,15 @@ class _FlowReader:
             if name == "one_hot":
                 self._test(call, "sized")
             for argument in arguments(call):
-                self._test(argument, "size")
+                self._size(argument)
+        elif name in _SCALING:
+            for argument in arguments(call)[1:]:
+                self._test(argument, "rounded")
+
+    def _size(self, of: ast.expr) -> None:
+        self._test(of, "size")
+        for one in whole_numbers(of):
+            self._test(one, "rounded")
 
     def _holds(self, source: ast.expr, into: ast.expr) -> None:
         """How much `into` holds goes by an expression."""
@@ -323,6 +361,8 @@ class _FlowReader:
     def _flow(self, source: ast.expr, sets: tuple[Key, ...], kind: str = "value") -> None:
         if sets:
             self._flows.append(Flow(self._uses(source), sets, kind))
+            if kind in ("value", "argument"):
+                self._flows += [Flow(self._uses(one), sets, "whole") for one in whole_numbers(source)]
 
     def _test(self, source: ast.expr, decides: str, but: ast.expr | None = None) -> None:
         but_keys = frozenset() if but is None else self._uses(but).keys
@@ -365,6 +405,10 @@ class _FlowReader:
     def _targets(self, node: ast.Assign | ast.AugAssign | ast.AnnAssign | ast.NamedExpr) -> Iterator[Key]:
         for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
             yield from map(self._key, targets(target))
+
+
+def _mask(key: Key) -> Key:
+    return key[0], f"{key[1]}?"
 
 
 def _asked(key: Key, asked: str) -> Iterator[Key]:
