@@ -4,6 +4,7 @@ replaces parts of other packages or puts them back."""
 from __future__ import annotations
 
 import _signal  # type: ignore[import-not-found]
+import os
 import threading
 import time
 from types import FrameType
@@ -12,6 +13,8 @@ from typing import Any
 # Those of `signal` look for enumerations, which takes longer than what they do.
 _get, _set, _raise = _signal.getsignal, _signal.signal, _signal.raise_signal
 _USUAL = _signal.default_int_handler
+_this_thread = threading.get_ident
+_main = threading.main_thread().ident
 _INTERRUPT = int(_signal.SIGINT)
 
 
@@ -33,7 +36,7 @@ class Uninterrupted:
         self._handler = self._hear
 
     def __enter__(self) -> None:
-        if threading.get_ident() != threading.main_thread().ident:
+        if _this_thread() != _main:
             return
         if not self._depth:
             if _get(_INTERRUPT) is not _USUAL:
@@ -43,7 +46,7 @@ class Uninterrupted:
         self._depth += 1
 
     def __exit__(self, *_: Any) -> None:
-        if not self._depth or threading.get_ident() != threading.main_thread().ident:
+        if not self._depth or _this_thread() != _main:
             return
         self._depth -= 1
         if not self._depth and _get(_INTERRUPT) is self._handler:
@@ -64,6 +67,15 @@ class Uninterrupted:
         elif self._came is None:
             self._came = now
 
+
+def _note_main_thread() -> None:
+    """In a new process: once, as blocks are entered at each operator."""
+    global _main
+    _main = threading.main_thread().ident
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_note_main_thread)
 
 # For what replaces and puts back.
 whole = Uninterrupted("gpumem_magic.", patience=3.0)

@@ -53,7 +53,7 @@ PROGRAMS = [
     numerics.boolean_masks, numerics.sorting, numerics.sizes_from_values, numerics.sparse_matrices,
     numerics.embeddings_with_sparse_gradients, numerics.distributions, numerics.sampling, numerics.metropolis, numerics.jacobians,
     numerics.per_sample_gradients, numerics.gradient_penalty, numerics.runge_kutta_with_steps_that_adapt, numerics.neural_ode,
-    numerics.k_means, numerics.integers_and_bits, networks.mnist, networks.resnet, networks.channels_last,
+    numerics.k_means, numerics.integers_and_bits, numerics.other_looks, networks.mnist, networks.resnet, networks.channels_last,
     networks.depthwise_and_dilated, networks.normalisations, networks.losses, networks.style_transfer,
     networks.boxes_and_suppression, networks.language_model_by_lstm, networks.sine_waves_by_cells,
     networks.translation_with_attention, networks.packed_sequences, networks.speech_by_ctc, networks.small_gpt,

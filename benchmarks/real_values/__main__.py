@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import difflib
+import functools
 import inspect
 import io
 import statistics
@@ -71,35 +72,41 @@ def plain(text: str) -> str:
 
 
 def overhead() -> None:
-    """How long operators take on the host and on the virtual GPU, in turn; medians."""
+    """How long operators take on the host and on the virtual GPU, in turn, by one thread: the first quartile of sixty."""
+    torch.set_num_threads(1)
     cases: dict[str, Callable[[str], Callable[[], object]]] = {
-        "add, 1 MiB": lambda device: _binary(torch.add, 512, device),
-        "add, 16 MiB": lambda device: _binary(torch.add, 2048, device),
-        "matrix product, 1 MiB": lambda device: _binary(torch.mm, 512, device),
-        "softmax, 4 MiB": lambda device: _unary(lambda x: x.softmax(-1), 1024, device),
-        "in place, 4 MiB": lambda device: _unary(lambda x: x.mul_(1.0), 1024, device),
-        "convolution, 4 MiB": _convolution,
-        "training step, weights of 4 MiB": _training,
+        f"{name}, {side * side // 2**18} MiB": functools.partial(_prepared, operator, side)
+        for side in (512, 1024, 2048)
+        for name, operator in OPERATORS.items()
     }
+    cases |= {"convolution, 4 MiB": _convolution, "training step, weights of 4 MiB": _training}
     print(f"{'':<36}{'host, ms':>12}{'values=real, ms':>18}{'ratio':>8}")
     for name, make in cases.items():
         sides = [make("cpu"), make("cuda")]
         times: list[list[float]] = [[], []]
-        for _ in range(15):
+        for _ in range(60):
             for side, run in enumerate(sides):
                 began = time.perf_counter()
                 run()
                 times[side].append(time.perf_counter() - began)
-        host, ours = (statistics.median(one[2:]) * 1000 for one in times)
-        print(f"{name:<36}{host:>12.2f}{ours:>18.2f}{ours / host:>8.2f}")
+        host, ours = (statistics.quantiles(one)[0] * 1000 for one in times)
+        print(f"{name:<36}{host:>12.3f}{ours:>18.3f}{ours / host:>8.2f}")
 
 
-def _unary(operator: Callable[[torch.Tensor], object], side: int, device: str) -> Callable[[], object]:
-    x = torch.randn(side, side, device=device)
-    return lambda: operator(x)
+OPERATORS: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
+    "add": torch.add,
+    "times a number": lambda x, _: x * 2.0,
+    "relu": lambda x, _: x.relu(),
+    "gelu": lambda x, _: F.gelu(x),
+    "softmax": lambda x, _: x.softmax(-1),
+    "sum": lambda x, _: x.sum(),
+    "cat": lambda x, y: torch.cat([x, y]),
+    "in place": lambda x, _: x.mul_(1.0),
+    "to half precision": lambda x, _: x.half(),
+}
 
 
-def _binary(operator: Callable[..., object], side: int, device: str) -> Callable[[], object]:
+def _prepared(operator: Callable[[torch.Tensor, torch.Tensor], object], side: int, device: str) -> Callable[[], object]:
     x, y = torch.randn(side, side, device=device), torch.randn(side, side, device=device)
     return lambda: operator(x, y)
 

@@ -432,3 +432,33 @@ def integers_and_bits(device: str) -> None:
         x % 7,
         x.view(torch.int8),
     )
+
+
+def other_looks(device: str) -> None:
+    """Tensors that have been read, and look at their memory in another way afterwards."""
+
+    def read() -> torch.Tensor:
+        x = torch.arange(6.0, device=device).view(2, 3) + 1
+        print(x.sum().item())
+        return x
+
+    turned, longer, moved, emptied = read(), read(), read(), read()
+    turned.t_().unsqueeze_(0)
+    longer.resize_(4, 2)[3] = 7
+    moved.data = torch.ones(3, 2, device=device).t()
+    emptied.untyped_storage().resize_(0)
+    emptied.untyped_storage().resize_(24)
+    print((turned * 2).tolist(), (longer * 2).tolist(), (moved * 2).tolist(), emptied.fill_(2).mul(2).tolist())
+    print((longer.resize_(2, 3) * 3).tolist(), (read().set_(torch.ones(4, device=device)) * 2).tolist())
+    numbers = torch.complex(read(), read())
+    print((numbers * 1).conj().add(1).tolist(), (numbers.conj().imag * 2).tolist(), (numbers.imag * 2).tolist())
+    weight = read().requires_grad_()
+    with torch.inference_mode():
+        doubled = weight * 2
+    (weight * 2).sum().backward()
+    weight.data.mul_(2)
+    print(weight.tolist(), weight.grad.tolist(), (doubled + 1).tolist())
+    same, part = read(), read()
+    for one in (same.contiguous(), same.to(torch.float32), part[1:]):
+        one += 1
+    print(same.tolist(), (part + 0).tolist(), (part[0].expand(4, 3) + 0).tolist())

@@ -22,7 +22,8 @@ _OTHERS = ("aten::lift", "aten::as_strided", "aten::resize", "aten::set_")
 # No shape depends on the numbers that they are given, which are others at each step of an optimizer.
 _OF_EACH_ELEMENT = ("aten::_foreach_", "aten::_fused_")
 _MOST = 50_000
-_empty = torch._C._VariableFunctions.empty_strided
+# C++'s own, past what calls it in Python and what is put in its place while a device is on.
+_empty, _make_subclass = torch._C._VariableFunctions.empty_strided, torch._C.TensorBase._make_subclass
 # Of a tensor: size, stride, type, the number of the argument whose storage it shares (None: its own), how far behind that it
 # begins, and its device. A number alone: that argument.
 _Made = tuple[Any, Any, torch.dtype, int | None, int, torch.device] | int | None
@@ -130,7 +131,7 @@ class AlikeCalls:
 
     def around(self, meta: torch.Tensor, device: torch.device) -> VirtualTensor:
         """A virtual tensor around a plain meta tensor, as `FakeTensor` makes one, in less than half of its time."""
-        tensor: VirtualTensor = torch.Tensor._make_subclass(
+        tensor: VirtualTensor = _make_subclass(
             VirtualTensor, meta, meta.requires_grad, dispatch_device=True, device_for_backend_keys=device
         )
         torch._C._set_throw_on_mutable_data_ptr(tensor)

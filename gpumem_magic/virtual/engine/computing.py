@@ -94,8 +94,11 @@ class ComputingEngine(Engine):
     def _call(self, func: Any, args: Any, kwargs: Any, device: int) -> HostCall:
         found = EQUIVALENT.get(func)
         taken = None if found is None or found.takes is None else self.twins.placement(args[found.takes])
-        host_kwargs = {name: on_host(self.twins, arg) for name, arg in kwargs.items()} if kwargs else {}
-        return HostCall(func, [on_host(self.twins, arg) for arg in args], host_kwargs, device, taken)
+        twins, host_kwargs = self.twins, kwargs
+        if kwargs:
+            host_kwargs = {name: on_host(twins, arg) for name, arg in kwargs.items()}
+        hosts = [twins.view(arg) if type(arg) is VirtualTensor else on_host(twins, arg) for arg in args]
+        return HostCall(func, hosts, host_kwargs, device, taken)
 
     def _computed(self, func: Any, args: Any, kwargs: Any, device: int) -> tuple[HostCall, Any, Any]:
         with host_only():
@@ -114,9 +117,9 @@ class ComputingEngine(Engine):
 
     def _put(self, out: Any, call: HostCall, result: Any, kept: Any) -> None:
         """The same, inside `host_only`."""
-        if not call.func._schema.returns:
+        if out is None:
             return
-        given = call.storages()
+        given = (*call.args, *call.kwargs.values()) if call.kwargs else call.args
         if type(out) is VirtualTensor and type(result) is torch.Tensor:
             same = self.twins.keep(out, result, given)
         else:

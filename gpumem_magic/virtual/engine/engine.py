@@ -11,8 +11,8 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from typing import Any, NoReturn
+from contextlib import contextmanager
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch._C._autograd import _get_sequence_nr
@@ -92,6 +92,17 @@ def special(
     return register
 
 
+class _Met(NamedTuple):
+    """What is true of each call of an operator: the rules for it, and what it does with memory."""
+
+    handler: Callable[..., Any] | None
+    composite: bool
+    on_host: Callable[..., Any] | None
+    allocates: bool
+    resizes: bool
+    beside: Callable[..., Sequence[int]] | None
+
+
 class Engine:
     """Runs operators on virtual tensors. One lock: the allocators and the fake mode's caches have one user at a time."""
 
@@ -121,9 +132,7 @@ class Engine:
         self.unknown: set[str] = set()
         self.holds_sparse = False
         self.attend: Callable[..., Any] = _no_attention
-        self._allocates: dict[Any, bool] = {}
-        self._resizes: set[Any] = set()
-        self._composite: dict[Any, bool] = {}
+        self._met: dict[Any, _Met] = {}
 
     # ---- tensors
 
@@ -263,47 +272,47 @@ class Engine:
         if self.holds_sparse and any_sparse(args):
             sparse_handler: Callable[..., Any] = SPARSE.get(func, _no_sparse)
             return sparse_handler(self, func, args, kwargs, device)
-        special_handler = SPECIAL.get(func)
-        if special_handler is not None:
-            return special_handler(self, func, args, kwargs, device)
+        met = self._met.get(func) or self._meet(func)
+        if met.handler is not None:
+            return met.handler(self, func, args, kwargs, device)
         rule = kernel_rules.for_operator(func)
         if rule is not None:
             with pushed(self.mode):
                 return rule(*args, **kwargs)
-        if self._is_made_of_others(func):
+        if met.composite:
             # Below autograd (in inference mode, in distributed tensors' code) they come whole; each part may allocate.
             with pushed(self.mode):
                 return run_in_parts(func, args, kwargs)
         return self.run(func, args, kwargs, device)
 
-    def _is_made_of_others(self, func: Any) -> bool:
-        found = self._composite.get(func)
-        if found is None:
-            found = self._composite[func] = is_made_of_others(func)
-        return found
+    def _meet(self, func: Any) -> _Met:
+        allocates = may_allocate(func)
+        met = self._met[func] = _Met(
+            SPECIAL.get(func),
+            is_made_of_others(func),
+            ON_HOST.get(func),
+            allocates,
+            not allocates and may_resize(func),
+            BESIDE.get(func),
+        )
+        return met
 
     def run(self, func: Any, args: Any, kwargs: Any, device: int) -> Any:
         """The ordinary way: shape by the fake mode, memory for every storage that is new in the result, and then what the
         kernel takes besides."""
         out = self.fake_call(func, args, kwargs)
-        if func in ON_HOST:
-            out = ON_HOST[func](self, func, out, device)
-        allocates = self._allocates.get(func)
-        if allocates is None:
-            allocates = self._allocates[func] = may_allocate(func)
-            if not allocates and may_resize(func):
-                self._resizes.add(func)
-        self.settle(out, allocates)
-        if not allocates and func in self._resizes:
+        met = self._met.get(func) or self._meet(func)
+        if met.on_host is not None:
+            out = met.on_host(self, func, out, device)
+        self.settle(out, met.allocates)
+        if met.resizes:
             self._follow_resized(out)
-        rule = BESIDE.get(func)
-        if rule is None:
-            self.memory.after_operator(func, args, device)
-        else:
-            with ExitStack() as held:
-                for size in rule(self, func, args, kwargs, out, device):
-                    held.enter_context(self.scratch(device, size))
+        sizes = () if met.beside is None else met.beside(self, func, args, kwargs, out, device)
+        if sizes:
+            with self.scratch(device, *sizes):
                 self.memory.after_operator(func, args, device)
+        else:
+            self.memory.after_operator(func, args, device)
         return out
 
     def fake_call(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -437,16 +446,18 @@ class Engine:
             ) from None
 
     @contextmanager
-    def scratch(self, device: int, nbytes: int) -> Iterator[None]:
-        """Memory that a kernel holds while it runs."""
-        address = self.memory.malloc(device, nbytes) if nbytes else 0
-        if nbytes and self.memory.is_large(device, nbytes):
-            self.memory.born(device, self.births.of(STATE.call, None))
+    def scratch(self, device: int, *sizes: int) -> Iterator[None]:
+        """Blocks that a kernel holds while it runs, taken in this order and given back in the other."""
+        taken = []
         try:
+            for nbytes in filter(None, sizes):
+                taken.append(self.memory.malloc(device, nbytes))
+                if self.memory.is_large(device, nbytes):
+                    self.memory.born(device, self.births.of(STATE.call, None))
             yield
         finally:
-            if nbytes:
-                self.memory.free(device, address)
+            while taken:
+                self.memory.free(device, taken.pop())
 
     # ---- values
 

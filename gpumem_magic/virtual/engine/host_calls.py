@@ -13,7 +13,7 @@ from gpumem_magic.virtual.engine.half_precision import HALF
 from gpumem_magic.virtual.engine.random import DeviceRandom
 from gpumem_magic.virtual.engine.refusals import CannotRun
 from gpumem_magic.virtual.engine.storage import Placement
-from gpumem_magic.virtual.engine.twins import leaves, mapped
+from gpumem_magic.virtual.engine.twins import mapped
 
 _Function = Callable[..., Any]
 
@@ -73,38 +73,34 @@ class HostCall(NamedTuple):
             result = found.function(*kept, *self.args, **self.kwargs)
         return (result, None) if found.gives is None else result
 
-    def storages(self) -> set[int]:
-        """The storages (`_cdata`) of the arguments: no result may take one of them over."""
-        found: set[int] = set()
-        for arg in (*self.args, *self.kwargs.values()):
-            for leaf in leaves(arg):
-                if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
-                    found.add(leaf.untyped_storage()._cdata)
-        return found
 
-
-_WITHOUT_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 _AUTOGRAD = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradCPU) | torch._C.DispatchKeySet(
     torch._C.DispatchKey.ADInplaceOrView
 )
+
+
+def _keys_above_host() -> torch._C.DispatchKeySet:
+    """Those of modes, of autograd and of autocast."""
+    before = torch._C._dispatch_tls_local_exclude_set()
+    with torch._C._DisableTorchDispatch(), torch._C._AutoDispatchBelowAutograd():
+        own = torch._C._dispatch_tls_local_exclude_set() - before
+    return own | torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+
+
+_ABOVE_HOST = _keys_above_host()
 
 
 class host_only:
     """Inside, operators run on the host's tensors, and nobody's modes see them. A class, as a generator takes longer."""
 
     def __enter__(self) -> None:
-        self._guards = (
-            torch._C._DisableTorchDispatch(),
-            torch._C.DisableTorchFunction(),
-            torch._C._AutoDispatchBelowAutograd(),
-            torch._C._ExcludeDispatchKeyGuard(_WITHOUT_AUTOCAST),
-        )
-        for guard in self._guards:
-            guard.__enter__()
+        self._keys, self._functions = torch._C._ExcludeDispatchKeyGuard(_ABOVE_HOST), torch._C.DisableTorchFunction()
+        self._keys.__enter__()
+        self._functions.__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        for guard in reversed(self._guards):
-            guard.__exit__(*error)
+        self._functions.__exit__(*error)
+        self._keys.__exit__(*error)
 
 
 @contextmanager

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 from gpumem_magic.units import MIB, human
 
 # Smaller requests are added up, and looked at together: reading takes longer than most operators.
 _LOOKED_AT = 64 * MIB
+# How soon again, in seconds: a program can't write much in that time.
+_LOOKED_AGAIN = 0.01
 # What is left to others.
 _SPARED = 256 * MIB
 
@@ -47,13 +50,17 @@ class HostMemory:
 
     def __init__(self) -> None:
         self._since = 0
+        self._looked = 0.0
 
     def ask(self, nbytes: int) -> None:
         """Raises HostMemoryFull where so many bytes more do not fit into the host's memory."""
         self._since += nbytes
         if self._since < _LOOKED_AT:
             return
-        self._since = 0
+        now = time.monotonic()
+        if nbytes < _LOOKED_AT and now - self._looked < _LOOKED_AGAIN:
+            return
+        self._since, self._looked = 0, now
         left = available()
         if left is not None and nbytes + _SPARED > left:
             raise HostMemoryFull(

@@ -118,7 +118,7 @@ class KnownEngine(ComputingEngine):
         with self.lock, torch._C.DisableTorchFunctionSubclass(), host_only():
             placement = self.twins.placement(tensor)
             placement.twin = None
-            self.twins.keep(tensor, host.detach(), {host.untyped_storage()._cdata})
+            self.twins.keep(tensor, host.detach(), (host,))
             placement.sure, placement.supplied = sure, supplied
         tensor.__dict__[KNOWN] = True
 

@@ -70,13 +70,15 @@ def with_dispatch_of_its_own(types: Any) -> bool:
 
     Not PyTorch's nested tensors, which are refused in words of our own.
     """
-    return any(
-        kind is not torch.Tensor
-        and not issubclass(kind, FakeTensor)
-        and kind.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl
-        and kind.__name__ != "NestedTensor"
-        for kind in types
-    )
+    for kind in types:
+        if (
+            not issubclass(kind, FakeTensor)
+            and kind is not torch.Tensor
+            and kind.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl
+            and kind.__name__ != "NestedTensor"
+        ):
+            return True
+    return False
 
 
 def answer_device(tensor: Any) -> torch.device:

@@ -40,17 +40,17 @@ class RealTable(StorageTable):
     """The storages of a device that computes: what is taken there has to fit into the host's memory, too."""
 
     def __init__(self, memory: Memory) -> None:
-        super().__init__(memory.malloc, memory.free)
-        self._host = HostMemory()
+        host = HostMemory()
+
+        def malloc(device: int, nbytes: int) -> int:
+            host.ask(nbytes)
+            return memory.malloc(device, nbytes)
+
+        super().__init__(malloc, memory.free)
 
     def find(self, storage: Any) -> Placement | None:
         found = self._placements.get(storage._cdata)
         return None if found is None or found.watch() is None else found
-
-    def adopt(self, storage: Any, device: int, node: int = 0) -> bool:
-        if self.find(storage) is None:
-            self._host.ask(storage.nbytes())
-        return super().adopt(storage, device, node)
 
 
 class RealEngine(ComputingEngine):
@@ -121,7 +121,7 @@ class RealEngine(ComputingEngine):
             if self.tape is not None:
                 self.tape.append((call, self.twins.view(tensor), None))
             else:
-                self.twins.keep(tensor, call.run(self.random)[0], set())
+                self.twins.keep(tensor, call.run(self.random)[0], ())
 
     def replay(self, tape: Tape) -> None:
         """Computes what was captured."""

@@ -23,14 +23,14 @@ class Placement:
     """Where a storage's memory is: device index, address, bytes asked for (the storage's size then).
 
     node: a number for the node of the backward pass that made it; 0 outside of one. twin: the host storage with the same bytes,
-    on a device that computes; None before something is read or written. kept: what an operator left for its gradient. sure,
-    supplied: of a twin's values, whether none was guessed, and whether one came from the user. module: the `id` of the module
-    whose result it is, where compiled code made it; else 0. overwritten: what PyTorch says to who uses it, where a later run
-    of a CUDA graph has taken its memory; else "".
+    on a device that computes; None before something is read or written. host: a tensor on the twin, which serves again who looks
+    at it in the same way. kept: what an operator left for its gradient. sure, supplied: of a twin's values, whether none was
+    guessed, and whether one came from the user. module: the `id` of the module whose result it is, where compiled code made it;
+    else 0. overwritten: what PyTorch says to who uses it, where a later run of a CUDA graph has taken its memory; else "".
     """
 
     __slots__ = (
-        "address", "device", "kept", "module", "nbytes", "node", "overwritten", "supplied", "sure", "twin", "watch",
+        "_twin", "address", "device", "host", "kept", "module", "nbytes", "node", "overwritten", "supplied", "sure", "watch",
     )  # fmt: skip
 
     def __init__(self, device: int, address: int, nbytes: int, watch: _StorageReference, node: int) -> None:
@@ -39,12 +39,21 @@ class Placement:
         self.nbytes = nbytes
         self.watch = watch
         self.node = node
-        self.twin: Any = None
+        self.twin = None
         self.kept: Any = None
         self.sure = True
         self.supplied = False
         self.module = 0
         self.overwritten = ""
+
+    @property
+    def twin(self) -> Any:
+        return self._twin
+
+    @twin.setter
+    def twin(self, twin: Any) -> None:
+        self._twin: Any = twin
+        self.host: Any = None
 
 
 class StorageTable:

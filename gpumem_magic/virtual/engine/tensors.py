@@ -27,6 +27,7 @@ from gpumem_magic.virtual.engine.modes import (
     with_dispatch_of_its_own,
 )
 
+_NOTHING = nullcontext()
 # What runs no Python of the program's, so that it is over soon.
 _OF_C = (BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType)
 
@@ -184,7 +185,7 @@ class VirtualTensor(FakeTensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         engine = _engine_among(args, kwargs)
-        if engine is None or any(_speaks_for_itself(kind) for kind in types):
+        if engine is None or (types != _OURS and any(_speaks_for_itself(kind) for kind in types)):
             return NotImplemented
         try:
             if func in engine.seen:
@@ -192,7 +193,7 @@ class VirtualTensor(FakeTensor):
                 if found is not None:
                     return found
             # C++ asks Python for an operator's rule where it can't pass on an exception: a Ctrl-C there would end the process.
-            waits = engine.uninterrupted if is_a(func, _OF_C) else nullcontext()
+            waits = engine.uninterrupted if is_a(func, _OF_C) else _NOTHING
             with waits, pushed(engine.mode):
                 return func(*args, **(kwargs or {}))
         except Exception as error:
@@ -408,6 +409,9 @@ TYPE_NAMES = {
 
 # Tensor's own handler and Parameter's: anything else that overrides functions must get its turn first.
 _PLAIN_HANDLERS = {torch.Tensor.__torch_function__.__func__, VirtualTensor.__torch_function__.__func__}  # type: ignore[attr-defined]
+
+
+_OURS = (VirtualTensor,)
 
 
 def _speaks_for_itself(kind: type) -> bool:

@@ -61,21 +61,27 @@ class Twins:
             return torch.sparse_coo_tensor(
                 self.view(indices), self.view(values), tensor.size(), check_invariants=False
             )._coalesced_(self._is_coalesced(tensor))
-        blank = _empty((0,), dtype=tensor.dtype, device=_CPU)
         storage = tensor.untyped_storage()
+        placement = self._placed(tensor, storage)
+        host: torch.Tensor | None = placement.host
+        if host is not None and _is_seen_as(tensor, host):
+            return host
+        blank = _empty((0,), dtype=tensor.dtype, device=_CPU)
         # As large as the device's is now.
-        twin = self.of(self._placed(tensor, storage), storage.nbytes())
-        host: torch.Tensor = _set(blank, twin, tensor.storage_offset(), tensor.size(), tensor.stride())
+        twin = self.of(placement, storage.nbytes())
+        made: torch.Tensor = _set(blank, twin, tensor.storage_offset(), tensor.size(), tensor.stride())
         if tensor.is_conj():
-            torch._C._set_conj(host, True)
+            torch._C._set_conj(made, True)
         if tensor.is_neg():
-            torch._C._set_neg(host, True)
-        return host
+            torch._C._set_neg(made, True)
+        if host is None:
+            _serve_again(placement, made)
+        return made
 
-    def keep(self, tensor: Any, result: torch.Tensor, given: set[int]) -> bool:
+    def keep(self, tensor: Any, result: torch.Tensor, given: Any) -> bool:
         """Has the values of a device tensor be those of a host tensor, whose memory may be taken over.
 
-        given: the storages (`_cdata`) of the arguments that the result was made from. False where the shapes differ.
+        given: what the result was made from, whose memory may not. False where the shapes differ.
         """
         if tensor.layout is not torch.strided:
             if result.layout is torch.strided:
@@ -96,28 +102,51 @@ class Twins:
         if result._is_zerotensor():
             # (It has no memory at all.)
             result = _aten.zeros.default(result.size(), dtype=result.dtype)
-        placement = self.placement(tensor)
+        storage = tensor.untyped_storage()
+        placement = self._placed(tensor, storage)
         theirs = result.untyped_storage()
-        if placement.twin is not None and placement.twin._cdata == theirs._cdata:
+        if placement.twin is not None:
+            if placement.twin._cdata == theirs._cdata:
+                return True
+        elif _is_seen_as(tensor, result) and theirs.nbytes() >= storage.nbytes() and not _is_of(theirs._cdata, given):
+            placement.twin = theirs
+            _serve_again(placement, result)
             return True
         if tensor.size() != result.size():
             if result.numel() == 0:
                 # A result that nobody asked for; it is not left to chance what is there.
                 self.view(tensor).zero_()
             return not tensor.numel() or not result.numel()
-        if (
-            placement.twin is None
-            and theirs._cdata not in given
-            and tensor.dtype == result.dtype
-            and tensor.stride() == result.stride()
-            and tensor.storage_offset() == result.storage_offset()
-            and theirs.nbytes() >= tensor.untyped_storage().nbytes()
-            and (tensor.is_conj(), tensor.is_neg()) == (result.is_conj(), result.is_neg())
-        ):
-            placement.twin = theirs
-            return True
         self.view(tensor).copy_(result)
         return True
+
+
+def _is_seen_as(tensor: Any, host: torch.Tensor) -> bool:
+    """Whether a host tensor looks at its storage as a device's does at its own."""
+    return (
+        host.dtype is tensor.dtype
+        and host.size() == tensor.size()
+        and host.stride() == tensor.stride()
+        and host.storage_offset() == tensor.storage_offset()
+        and not (tensor.is_neg() or tensor.is_conj() or host.is_neg() or host.is_conj())
+    )
+
+
+def _serve_again(placement: Placement, host: torch.Tensor) -> None:
+    """Keeps a host tensor with the storage that it looks at, if it may be used wherever that is."""
+    if type(host) is torch.Tensor and not host.is_inference():
+        placement.host = host
+
+
+def _is_of(storage: int, given: Any) -> bool:
+    """Whether a storage (its `_cdata`) is that of one of the arguments."""
+    for one in given:
+        if isinstance(one, torch.Tensor):
+            if one.layout is torch.strided and one.untyped_storage()._cdata == storage:
+                return True
+        elif isinstance(one, (list, tuple)) and _is_of(storage, one):
+            return True
+    return False
 
 
 def _padded(indices: torch.Tensor, values: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:

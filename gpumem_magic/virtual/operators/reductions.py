@@ -8,6 +8,7 @@ the work is split follows from shape, strides and size of the elements, and from
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
 
@@ -15,7 +16,6 @@ import torch
 
 from gpumem_magic.virtual.engine.engine import BESIDE, Engine, special
 from gpumem_magic.virtual.engine.half_precision import HALF
-from gpumem_magic.virtual.operators.sorting import holding
 
 _aten = torch.ops.aten
 
@@ -210,27 +210,40 @@ def _reduce(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device:
     accumulator = kernel.accumulator or (4 if half and kernel.accumulator is None else item)
     if kernel is _WELFORD and source.dtype == torch.float64:
         accumulator *= 2
-    strides = [stride * item for stride in source.stride()]
-    whole = _plan(source.shape, strides, _dims(func, args, kwargs, source.dim()))
-    plans = _indexable(whole)
+    dims = _dims(func, args, kwargs, source.dim())
+    processors = engine.memory.processors(device)
+    each = _shared(source.shape, source.stride(), dims, item, kernel.at_once, accumulator, processors)
     # Several kernels add to what cannot hold their sum.
-    sums = first.numel() * accumulator if len(plans) > 1 and half and first.dtype == source.dtype else 0
-    with holding(engine, device, [size for size in (copied, sums) if size]):
-        for plan in plans:
-            shared = split(plan, item, kernel.at_once, accumulator, *engine.memory.processors(device))
-            if shared is not None:
-                with holding(engine, device, shared):
-                    pass
+    sums = first.numel() * accumulator if len(each) > 1 and half and first.dtype == source.dtype else 0
+    with engine.scratch(device, copied, sums):
+        for shared in filter(None, each):
+            with engine.scratch(device, *shared):
+                pass
     return ()
 
 
-def _dims(func: Any, args: Any, kwargs: Any, count: int) -> set[int]:
+@lru_cache(maxsize=1024)
+def _shared(
+    shape: Sequence[int],
+    strides: Sequence[int],
+    dims: frozenset[int],
+    item: int,
+    at_once: int,
+    accumulator: int,
+    processors: tuple[int, int],
+) -> list[tuple[int, ...]]:
+    """For each kernel of a reduction, what its blocks share (`split`); nothing where one block does all the work."""
+    whole = _plan(shape, [stride * item for stride in strides], dims)
+    return [split(plan, item, at_once, accumulator, *processors) or () for plan in _indexable(whole)]
+
+
+def _dims(func: Any, args: Any, kwargs: Any, count: int) -> frozenset[int]:
     """The dimensions that are reduced: all where none are named."""
     place = _DIM_PLACE.get(func, 1)
     given = None if func in _OF_ALL else args[place] if len(args) > place else kwargs.get("dim")
     if given is None or (isinstance(given, (list, tuple)) and not given):
-        return set(range(count))
-    return {dim % max(1, count) for dim in (given if isinstance(given, (list, tuple)) else (given,))}
+        return frozenset(range(count))
+    return frozenset(dim % max(1, count) for dim in (given if isinstance(given, (list, tuple)) else (given,)))
 
 
 def _indexable(plan: _Plan) -> list[_Plan]:

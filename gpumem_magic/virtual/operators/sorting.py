@@ -8,7 +8,7 @@ After ``Sort.cpp``, ``SortStable.cu``, ``TensorTopK.cpp``, ``UniqueCub.cu`` and 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack
 from math import ceil, log, log2, prod
 from typing import Any
 
@@ -31,13 +31,9 @@ _ONE_TILE, _NOMINAL_ONE = 256, 19
 _TILE, _NOMINAL = 384, 21
 
 
-@contextmanager
-def holding(engine: Engine, device: int, sizes: Sequence[int]) -> Iterator[None]:
+def holding(engine: Engine, device: int, sizes: Sequence[int]) -> AbstractContextManager[None]:
     """Blocks of these sizes, allocated in this order and freed together. Raises out of memory as the device would."""
-    with ExitStack() as held:
-        for size in sizes:
-            held.enter_context(engine.scratch(device, size))
-        yield
+    return engine.scratch(device, *sizes)
 
 
 def radix_bytes(count: int, key: int, value: int, bits: int | None = None) -> int:
