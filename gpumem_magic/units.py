@@ -57,3 +57,11 @@ def allocator_text(size: int) -> str:
     if size <= GIB:
         return f"{size / MIB:.2f} MiB"
     return f"{size / GIB:.2f} GiB"
+
+
+def percent(part: int, whole: int) -> str:
+    """``7 %``, and not ``100 %`` for what is nearly so."""
+    share = 100 * part / whole
+    if 0 < share < 1:
+        return "<1 %"
+    return f"{99 if 99 <= share < 100 else round(share)} %"

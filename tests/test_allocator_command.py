@@ -18,7 +18,7 @@ from gpumem_magic.snapshot.model import ACTIVE, INACTIVE, LARGE_POOL, Block, Seg
 from gpumem_magic.snapshot.rules import DEFAULT_SETTINGS
 from gpumem_magic.units import GIB, MIB, human, mib
 from gpumem_magic.user_report import Report, load
-from gpumem_magic.views import explain
+from gpumem_magic.views import explain, what_failed
 
 RECORDINGS = Path(__file__).resolve().parents[2] / "shared" / "data" / "snapshots"
 _STEPS = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
@@ -238,7 +238,7 @@ def test_a_file_that_ends_out_of_memory_says_why(failed: str) -> None:
     found = report.error.verdict
     assert found is not None
     assert found.cause == "fragmentation"
-    verdict = explain.verdict(report)
+    verdict = what_failed.verdict(report)
     assert verdict is not None
     assert f"{mib(WEIGHT)} MiB wanted" in verdict
     assert "Fragmentation is the cause" in verdict
@@ -268,7 +268,7 @@ def test_the_verdict_is_saved_with_the_report(failed: str) -> None:
 
 def test_too_big_is_said_so(tmp_path: Path) -> None:
     report = load(save(tmp_path / "small.pickle", train(1, available=8192 * MIB)))
-    verdict = explain.verdict(report)
+    verdict = what_failed.verdict(report)
     assert verdict is not None
     assert "even with perfect packing" in verdict
     assert "No allocator setting can make up for the missing memory." in explain.remarks(report)

@@ -15,7 +15,7 @@ import gpumem_magic
 from gpumem_magic.report.failure import failed_request
 from gpumem_magic.units import MIB
 from gpumem_magic.user_report import Report
-from gpumem_magic.views import explain
+from gpumem_magic.views import explain, what_failed
 
 SETUP = """
 import torch
@@ -75,7 +75,7 @@ def test_a_failed_cell_says_who_splits_the_place(shell: Any) -> None:
     assert outcomes["garbage_collection_threshold:0.8"] == (False, 0)
     # The eight small ones, the scratch memory, and what is kept.
     assert found.requests == 10
-    verdict = explain.verdict(report)
+    verdict = what_failed.verdict(report)
     assert verdict is not None
     assert "fragmentation is the cause" in verdict.lower()
     assert "with perfect packing, 160 MiB (16 % of the device) would be left." in verdict
@@ -120,8 +120,8 @@ def test_a_limit_that_the_program_set_has_its_figure(shell: Any) -> None:
     found = report.error.verdict
     assert found is not None
     assert (found.cause, found.limit, found.free) == ("limit", 500 * MIB, 600 * MIB)
-    assert explain.verdict(report) is not None
-    assert "this process may reserve only 500 MiB" in str(explain.verdict(report))
+    assert what_failed.verdict(report) is not None
+    assert "this process may reserve only 500 MiB" in str(what_failed.verdict(report))
 
 
 def test_where_the_limit_is_lifted_again_there_is_none(shell: Any) -> None:

@@ -31,7 +31,7 @@ from gpumem_magic.trials import cards
 from gpumem_magic.trials.tried import MEMORY
 from gpumem_magic.units import MIB
 from gpumem_magic.user_report import Report
-from gpumem_magic.views import explain
+from gpumem_magic.views import explain, what_failed
 
 NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
 NOTEBOOK = NOTEBOOKS / "02_colab_investigation.ipynb"
@@ -123,7 +123,7 @@ def test_the_message_is_the_published_one_within_a_hundredth(run: tuple[Report, 
 
 
 def test_the_tool_names_the_cause_by_itself(run: tuple[Report, str]) -> None:
-    words = explain.verdict(run[0])
+    words = what_failed.verdict(run[0])
     assert words is not None
     assert "fragmentation is the cause" in words
     found, error = failed_request(run[0]), run[0].error

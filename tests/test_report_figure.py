@@ -21,7 +21,7 @@ from matplotlib.patches import Rectangle
 from PIL import Image
 
 from gpumem_magic.report.model import ALLOCATED_CATEGORIES, CATEGORIES, LABELS, TensorGroup
-from gpumem_magic.views import explain, layout
+from gpumem_magic.views import layout, what_failed
 from gpumem_magic.views.figure import MAX_ROWS, draw, png
 from gpumem_magic.views.lines import shown_lines
 from gpumem_magic.views.palette import (
@@ -107,11 +107,11 @@ def test_the_words_of_the_picture():
         assert word in words
     for word in ("2,393", "9,687", "14,439", "13,100", "before", "after", "at the peak", "4 GiB", "2,376 wanted"):
         assert word in words
-    assert explain.failure(samples.colab()) in words
+    assert what_failed.failure(samples.colab()) in words
     assert any("stand-ins" in word for word in words)
-    assert " ".join(explain.obstacle(samples.colab()))[:60] in " ".join(words)
+    assert " ".join(what_failed.obstacle(samples.colab()))[:60] in " ".join(words)
     bare = texts(draw(samples.colab(), title=False, words=False))
-    assert explain.failure(samples.colab()) not in bare
+    assert what_failed.failure(samples.colab()) not in bare
     assert not any("perfect packing" in word for word in bare)
 
 

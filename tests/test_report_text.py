@@ -13,7 +13,7 @@ from gpumem_magic.devices.base import DeviceFacts
 from gpumem_magic.recording.model import StandIn
 from gpumem_magic.report.failure import failed_request
 from gpumem_magic.report.model import ALLOCATED_CATEGORIES, CATEGORIES, Cause, Folded, ReportError, Skipped, TensorGroup
-from gpumem_magic.views import explain
+from gpumem_magic.views import explain, what_failed
 from gpumem_magic.views.lines import Line, columns, first_line, fit, lines, shown_lines, wrap
 from gpumem_magic.views.palette import ASCII_LETTERS, LETTERS
 from gpumem_magic.views.story import lead_of, story_of
@@ -308,7 +308,7 @@ def test_fragmentation():
     found = failed_request(smaller)
     assert found is not None
     assert (found.cause, found.free, found.spare) == ("fragmentation", 183 * MIB, (183 + 2539 - 1876) * MIB)
-    assert explain.verdict(smaller) == (
+    assert what_failed.verdict(smaller) == (
         "Out of memory at line 17: 1,876 MiB wanted. There were 183 MiB free on the device, and 2,539 MiB cached but free "
         "(largest piece 1,700 MiB). Fragmentation, not size: with perfect packing, 846 MiB would be left."
     )
@@ -319,18 +319,18 @@ def test_a_full_device_is_not_called_fragmented():
     found = failed_request(samples.colab())
     assert found is not None
     assert (found.cause, found.spare) == ("capacity", (183 + 2539 - 2376) * MIB)
-    assert explain.verdict(samples.colab()) == (
+    assert what_failed.verdict(samples.colab()) == (
         "Out of memory at line 17: 2,376 MiB wanted. There were 183 MiB free on the device, and 2,539 MiB cached but free "
         "(largest piece 2,252 MiB). Nearly full: even with perfect packing, only 346 MiB (2 % of the device) would be left."
     )
 
 
 def test_size():
-    verdict = explain.verdict(failing(requested=4000 * MIB, rounded=4000 * MIB, segment=4000 * MIB))
+    verdict = what_failed.verdict(failing(requested=4000 * MIB, rounded=4000 * MIB, segment=4000 * MIB))
     assert "Too big for the device: even with perfect packing, 1,278 MiB would be missing." in verdict
     assert verdict.endswith("The largest share: optimizer state, 4,784 MiB.")
     huge = 40_000 * MIB
-    verdict = explain.verdict(failing(requested=huge, rounded=huge, segment=huge))
+    verdict = what_failed.verdict(failing(requested=huge, rounded=huge, segment=huge))
     assert verdict.endswith("Too big for the device: it has 16,159 MiB in all.")
 
 
@@ -341,11 +341,13 @@ def test_a_file_without_the_row_of_its_error():
     for cause in ("capacity", "other_process"):
         error = replace(report.error, verdict=replace(found, cause=cause))
         rows = tuple(row for row in report.checkpoints if row.kind != "error")
-        assert explain.verdict(replace(report, error=error, checkpoints=rows)).endswith("1,278 MiB would be missing.")
+        assert what_failed.verdict(replace(report, error=error, checkpoints=rows)).endswith(
+            "1,278 MiB would be missing."
+        )
 
 
 def test_rounding_and_segment_are_said_where_they_differ():
-    verdict = explain.verdict(failing(requested=1025 * MIB, rounded=1026 * MIB, segment=1028 * MIB))
+    verdict = what_failed.verdict(failing(requested=1025 * MIB, rounded=1026 * MIB, segment=1028 * MIB))
     assert "1,025 MiB wanted (rounded to 1,026 MiB, a segment of 1,028 MiB)." in verdict
 
 
@@ -360,20 +362,20 @@ def test_no_cause_is_given_where_the_figures_do_not_show_one():
     rows = tuple(replace(row, device_used=None) for row in report.checkpoints)
     blind = replace(report, checkpoints=rows)
     assert failed_request(blind).cause == "unknown"
-    assert "free on the device" not in explain.verdict(blind)
-    assert "Fragmentation" not in explain.verdict(blind)
+    assert "free on the device" not in what_failed.verdict(blind)
+    assert "Fragmentation" not in what_failed.verdict(blind)
     # No size at all.
     unknown = failing(requested=None)
     assert failed_request(unknown) is None
-    assert explain.verdict(unknown) == "OutOfMemoryError at line 17: CUDA out of memory."
-    assert explain.failure_word(unknown) == "out of memory"
+    assert what_failed.verdict(unknown) == "OutOfMemoryError at line 17: CUDA out of memory."
+    assert what_failed.failure_word(unknown) == "out of memory"
 
 
 def test_other_errors_and_none():
     error = ReportError("ValueError", "no such thing\nsecond line", None)
-    assert explain.verdict(replace(samples.small(), error=error)) == "ValueError: no such thing"
-    assert explain.failure_word(replace(samples.small(), error=error)) == "ValueError"
-    assert explain.verdict(samples.small()) is None
+    assert what_failed.verdict(replace(samples.small(), error=error)) == "ValueError: no such thing"
+    assert what_failed.failure_word(replace(samples.small(), error=error)) == "ValueError"
+    assert what_failed.verdict(samples.small()) is None
     assert failed_request(samples.small()) is None
 
 
@@ -436,7 +438,7 @@ def test_evidence_and_alt_text():
         "Stacked bars of GPU memory by category, after each of 11 statements. Out of memory at line 17"
     )
     assert "Largest at the peak: optimizer state 4,784 MiB, temporaries 4,752 MiB, parameters 2,392 MiB." in alt
-    assert alt.endswith(explain.verdict(samples.colab()))
+    assert alt.endswith(what_failed.verdict(samples.colab()))
 
 
 def test_device_names():

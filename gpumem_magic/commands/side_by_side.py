@@ -45,7 +45,7 @@ def readable_files(paths: Sequence[str], device: int | None, at: str) -> tuple[d
 def print_side_by_side(files: dict[str, ReadFile], at: str, moment: str) -> None:
     """The table, then each device whose recording has a failed request, with what it says of it."""
     from gpumem_magic.files.loaded import position_of, report_of
-    from gpumem_magic.views.explain import verdict
+    from gpumem_magic.views.what_failed import verdict
 
     columns: list[tuple[str, dict[str, int], str]] = []
     failures = []

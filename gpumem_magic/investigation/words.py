@@ -5,7 +5,7 @@ from __future__ import annotations
 from gpumem_magic.investigation.memory_map import FREE, WAITING, SegmentPiece, Strip
 from gpumem_magic.report.model import LABELS, ReportData
 from gpumem_magic.units import amount, counted, mib
-from gpumem_magic.views import explain
+from gpumem_magic.views import explain, what_failed
 from gpumem_magic.views.lines import Line
 
 KIND_WORDS = LABELS | {FREE: "cached, free", WAITING: "freed, waiting for a stream"}
@@ -20,7 +20,7 @@ def sentences(report: ReportData, line: Line, before: Strip | None, now: Strip |
         used = row.reserved if row.device_used is None else row.device_used
         return [f"At the start, {amount(used)} is in use."]
     if row.kind == "error":
-        return [explain.verdict(report) or "The program failed here."]
+        return [what_failed.verdict(report) or "The program failed here."]
     if line.moved_nothing or (row.kind == "after" and row.categories == line.before.categories):
         return ["No memory moved."]
     found = [_figures(line)]

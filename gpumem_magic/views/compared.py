@@ -11,9 +11,10 @@ from gpumem_magic.report.model import ALLOCATED_CATEGORIES, CATEGORIES, LABELS, 
 from gpumem_magic.report.tensors import groups_at
 from gpumem_magic.units import MIB, amount, human
 from gpumem_magic.views.display import HTML, PLAIN, asked_for, in_terminal
-from gpumem_magic.views.explain import device_name, failure_word, highest_in_use
+from gpumem_magic.views.explain import device_name, highest_in_use
 from gpumem_magic.views.quiet import quiet
 from gpumem_magic.views.sheet import Sheet
+from gpumem_magic.views.what_failed import failure_word
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -21,7 +21,7 @@ from PIL import Image
 from gpumem_magic.report.model import ALLOCATED_CATEGORIES, CATEGORIES, LABELS, Peak, ReportData, Row
 from gpumem_magic.report.ranks import DONE, RankRow, Ranks
 from gpumem_magic.report.rows import MOST
-from gpumem_magic.views import explain
+from gpumem_magic.views import explain, what_failed
 from gpumem_magic.views.bars import BarLine, Bars
 from gpumem_magic.views.layout import palette_image
 from gpumem_magic.views.lines import MARKED, PEAK, Line, SizeFormat, columns, shown_lines
@@ -212,7 +212,7 @@ class _Drawing(Pen):
         return {"size": size, "mono": True} if line.is_statement else {"size": size, "style": "italic"}
 
     def _suffix(self, line: Line) -> str:
-        return f"  {explain.failure_word(self.report)}" if line.row.kind == "error" and line.depth == 0 else ""
+        return f"  {what_failed.failure_word(self.report)}" if line.row.kind == "error" and line.depth == 0 else ""
 
     def _row_tops(self, start: float) -> list[float]:
         tops = []

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from gpumem_magic.report.failure import failed_row
 from gpumem_magic.report.model import ALLOCATED_CATEGORIES, LABELS, ReportData, TensorGroup
 from gpumem_magic.units import counted, listed, mib, shape_words
-from gpumem_magic.views import explain
+from gpumem_magic.views import explain, what_failed
 
 MOST_CAUSES = 3
 _MOST_NOTES = 3
@@ -46,7 +46,9 @@ def story_of(report: ReportData) -> Story:
     notes = [" ".join(one.split()) for one in report.remarks if isinstance(one, str)]
     notes = [note for note in notes if note not in answer]
     most = _MOST_NOTES if explain.used_device(report) else len(notes)
-    obstacle = [sentence for sentence in explain.obstacle(report, told=bool(report.answer)) if sentence not in answer]
+    obstacle = [
+        sentence for sentence in what_failed.obstacle(report, told=bool(report.answer)) if sentence not in answer
+    ]
     told = [*left[:room], *explain.caveats(report), *notes[:most]]
     return Story(answer, " ".join(obstacle), tuple(told), (*left[room:], *explain.particulars(report), *notes[most:]))
 

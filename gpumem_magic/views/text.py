@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from gpumem_magic.report.model import ALLOCATED_CATEGORIES, CATEGORIES, LABELS, ReportData
 from gpumem_magic.report.ranks import Ranks
 from gpumem_magic.report.rows import MOST
-from gpumem_magic.views import explain, ranks
+from gpumem_magic.views import explain, ranks, what_failed
 from gpumem_magic.views.inside import inside_lines
 from gpumem_magic.views.lines import MARKED, PEAK, Line, SizeFormat, columns, fit, lines, shown_lines, text_width, wrap
 from gpumem_magic.views.palette import ASCII_LETTERS, LETTERS
@@ -93,7 +93,7 @@ def _ranks(found: Ranks, width: int) -> list[str]:
 def in_full(report: ReportData, *, width: int | None = None, ascii_only: bool = False) -> str:
     """What a report says besides its rows: everything that is folded in it, categories, modules, how the bytes are known."""
     width = text_width(width)
-    words = [verdict] if (verdict := explain.verdict(report)) else []
+    words = [verdict] if (verdict := what_failed.verdict(report)) else []
     words += explain.remarks(report)
     words += [sentence] if (sentence := explain.evidence(report)) else []
     blocks = [
@@ -207,7 +207,7 @@ def _name(line: Line, report: ReportData, width: int) -> str:
     failed = line.row.kind == "error"
     iteration = f"{line.iteration} " if line.iteration else ""
     name = f"{'  ' * line.depth}{'! ' if failed else ''}{iteration}{line.text}"
-    word = f"  {explain.failure_word(report)}" if failed and not line.depth else ""
+    word = f"  {what_failed.failure_word(report)}" if failed and not line.depth else ""
     # The verdict below says it too, so the word yields to the statement.
     return name + word if columns(name + word) <= width else name
 
