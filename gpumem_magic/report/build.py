@@ -6,10 +6,8 @@ note names the gap.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from dataclasses import replace
 from math import prod
 
 from gpumem_magic.allocator.seed import seed_of
@@ -21,20 +19,10 @@ from gpumem_magic.attribution.view import DeviceView
 from gpumem_magic.devices.base import Label
 from gpumem_magic.recording.model import Checkpoint, CompiledCode, Failure, Recording
 from gpumem_magic.report.answer import answer_of
-from gpumem_magic.report.folding import (
-    Gap,
-    LoopIteration,
-    LoopRow,
-    fold_rows,
-    folds_of,
-    gaps_between,
-    same_moves,
-    shown_iterations,
-    unseen_of,
-)
-from gpumem_magic.report.model import LABELS, SKIPPED, Folded, Peak, ReportData, ReportError, Row, Skipped, TensorKind
+from gpumem_magic.report.drafts import RowDraft, RowDrafts, ends
+from gpumem_magic.report.model import LABELS, SKIPPED, Peak, ReportData, ReportError, Row, TensorKind
 from gpumem_magic.report.notes import event_in_words, notes_of, place_of
-from gpumem_magic.report.parts import Part, StatementInterval, parts_of, with_failing_place
+from gpumem_magic.report.parts import Part, StatementInterval
 from gpumem_magic.report.tensors import groups_at
 from gpumem_magic.snapshot.timeline import Allocation
 
@@ -88,16 +76,6 @@ def report_of(
     return replace(report, source=view, answer=answer_of(report))
 
 
-@dataclass
-class _Draft:
-    """A row before its figures: what it shows and which interval of the log it is about."""
-
-    point: Checkpoint
-    interval: StatementInterval
-    parts: list[Part]
-    gap: Skipped | None = None
-
-
 class _Builder:
     """Makes the report of one device."""
 
@@ -112,11 +90,12 @@ class _Builder:
         self._balances: dict[int, Balance] = {}
 
     def report(self, *, lines: bool = True) -> ReportData:
-        drafts = self._drafts()
+        made = RowDrafts(self.view, self.points)
+        drafts = made.drafts()
         span = StatementInterval(self.device, drafts[0].point.moment, drafts[-1].point.moment)
         highest, peak_position = self.timeline.peak(span.start_position, span.end_position)
         where = self._where(drafts, peak_position)
-        shown, folds = self._folded(drafts) if lines else (_ends(drafts), [])
+        shown, folds = made.folded(drafts) if lines else (ends(drafts), [])
         self._balances = self.view.ledger.at([peak_position, *_positions(shown)])
         rows = tuple(self._row(draft, with_parts=lines) for draft in shown)
         peak = self._balances[peak_position]
@@ -139,143 +118,14 @@ class _Builder:
             evidence=peak.evidence,
             retries=self._retries(),
             stand_ins=self.recording.stand_ins if self.device == self.recording.primary else (),
-            folded=tuple(self._with_left_out(shown, folds)),
+            folded=tuple(made.with_left_out(shown, folds)),
             remarks=tuple(notes_of(self.view, peak_position)),
             compiled=self.recording.compiled if self.recording.compiled != CompiledCode() else None,
         )
 
     # Rows
 
-    def _drafts(self) -> list[_Draft]:
-        points = self.points
-        drafts = []
-        for before, point in zip((points[0], *points), points, strict=False):
-            interval = StatementInterval(self.device, point.begin or before.moment, point.moment)
-            drafts.append(_Draft(point, interval, []))
-        starts = [span.start.tick for span in self.recording.spans]
-        for draft in drafts[1:]:
-            # Those that began after the statement did and before it ended, by the recorder's ticks.
-            first = bisect_right(starts, draft.interval.begin.tick)
-            last = bisect_right(starts, draft.interval.end.tick)
-            if inside := self.recording.spans[first:last]:
-                draft.parts = parts_of(draft.interval, inside, failed=draft.point.kind == "error")
-            error = self.recording.error
-            if draft.point.kind == "error" and error is not None and error.module:
-                place = f"{error.module}, {error.operator}" if error.operator else error.module
-                draft.parts = with_failing_place(draft.parts, draft.interval, place)
-        return drafts
-
-    def _folded(self, drafts: list[_Draft]) -> tuple[list[_Draft], list[Folded]]:
-        rows = [
-            LoopRow(
-                number,
-                draft.point.loops,
-                draft.point.iteration,
-                self.timeline.peak(draft.interval.start_position, draft.interval.end_position)[0],
-                self.timeline.allocated_at(draft.interval.start_position),
-                self.timeline.allocated_at(draft.interval.end_position),
-                draft.point.line,
-                draft.point.begin is None,
-            )
-            for number, draft in enumerate(drafts)
-        ]
-        keys, folds = fold_rows(rows)
-        # The row of an error is never folded away: it is in the last iteration.
-        gaps = {gap.after: gap for gap in gaps_between(rows, keys)}
-        totals: dict[int, list[int]] = {}
-        shown: list[_Draft] = []
-        for place, key in enumerate(keys):
-            draft = drafts[key]
-            draft.parts = self._fold_parts(draft.parts, draft.point.line, totals)
-            shown.append(draft)
-            if key in gaps:
-                shown.append(self._left_out(gaps[key], draft, drafts[keys[place + 1]]))
-        return shown, [*folds, *folds_of(totals)]
-
-    def _left_out(self, gap: Gap, before: _Draft, following: _Draft) -> _Draft:
-        """The row of iterations that have none of their own."""
-        loops = following.point.loops[: gap.depth + 1]
-        point = Checkpoint(
-            SKIPPED,
-            _numbers(gap.skipped),
-            "",
-            loops[-1] if loops else 0,
-            following.interval.begin,
-            (*following.point.iteration[: gap.depth], gap.skipped.first),
-            loops,
-        )
-        interval = StatementInterval(self.device, before.point.moment, following.interval.begin)
-        return _Draft(point, interval, [], gap.skipped)
-
-    def _with_left_out(self, shown: list[_Draft], folds: list[Folded]) -> list[Folded]:
-        """Of a long run, the recording itself holds only some of the iterations."""
-        found = {fold.line: fold for fold in folds}
-        for line, count in self.recording.left_out.items():
-            if line not in found:
-                points = [one.point for one in shown if line in one.point.loops and one.point.kind != SKIPPED]
-                iterations = {point.iteration[: point.loops.index(line) + 1] for point in points}
-                found[line] = Folded(line, len(iterations), len(iterations))
-            found[line] = replace(found[line], total=found[line].total + count)
-        return list(found.values())
-
-    def _fold_parts(self, parts: list[Part], line: int, totals: dict[int, list[int]]) -> list[Part]:
-        """Iterations inside a call are folded as those of a loop."""
-        iterations = [part for part in parts if part.kind == "iteration"]
-        chosen = shown_iterations([self._as_iteration(part) for part in iterations])
-        if iterations:
-            total = totals.setdefault(line, [0, 0])
-            total[0] += len(iterations) + sum(part.skipped for part in iterations)
-            total[1] += len(chosen)
-        gaps = self._gaps(iterations, chosen)
-        left_out = {id(part) for number, part in enumerate(iterations) if number not in set(chosen)}
-        found: list[Part] = []
-        for part in parts:
-            if id(part) in left_out:
-                continue
-            part.parts = self._fold_parts(part.parts, line, totals)
-            found += [gaps[id(part)], part] if id(part) in gaps else [part]
-        return found
-
-    def _gaps(self, iterations: Sequence[Part], chosen: Sequence[int]) -> dict[int, Part]:
-        """By the iteration after them, what stands for those that are missing before it."""
-        rows = [row for place, part in enumerate(iterations) for row in self._as_rows(part, place)]
-        unseen = unseen_of(row.peak for row in rows)
-        found: dict[int, Part] = {}
-        for first, second in pairwise(chosen):
-            last, following = iterations[first], iterations[second]
-            missing = iterations[first + 1 : second]
-            if not missing and not following.skipped:
-                continue
-            whole = not any(part.skipped for part in (*missing, following))
-            like = self._as_rows(last, 0)
-            alike = whole and all(same_moves(like, self._as_rows(part, 0), unseen) for part in missing)
-            gap = Skipped(last.number + 1, following.number - 1, last.number if alike else None)
-            found[id(following)] = Part(
-                SKIPPED, _numbers(gap), last.end, following.start, last.ends, following.begins, gap=gap
-            )
-        return found
-
-    def _as_rows(self, iteration: Part, key: int) -> list[LoopRow]:
-        """An iteration inside a call, as folding sees it: itself and its phases."""
-        return [
-            LoopRow(
-                key,
-                (),
-                (),
-                self.timeline.peak(part.start, part.end)[0],
-                self.timeline.allocated_at(part.start),
-                self.timeline.allocated_at(part.end),
-            )
-            for part in (iteration, *iteration.parts)
-        ]
-
-    def _as_iteration(self, part: Part) -> LoopIteration:
-        return LoopIteration(
-            self.timeline.peak(part.start, part.end)[0],
-            self.timeline.allocated_at(part.end) - self.timeline.allocated_at(part.start),
-        )
-
-    def _row(self, draft: _Draft, *, with_parts: bool) -> Row:
+    def _row(self, draft: RowDraft, *, with_parts: bool) -> Row:
         point, interval = draft.point, draft.interval
         told = point.moment.counters.get(self.device)
         # Its own moment's counters: another moment at the same position may have seen the context grow.
@@ -317,7 +167,7 @@ class _Builder:
 
     # The error
 
-    def _error(self, drafts: list[_Draft]) -> ReportError | None:
+    def _error(self, drafts: list[RowDraft]) -> ReportError | None:
         error = _error(self.recording.error, self.device)
         failed = next((draft for draft in reversed(drafts) if draft.point.kind == "error"), None)
         requested = None if error is None else error.requested
@@ -351,7 +201,7 @@ class _Builder:
             return not self.timeline.unmatched and not self.timeline.unplaced
         return seed_of(self.log.final, self.log.events, self.log.settings).reason is None
 
-    def _earlier(self, drafts: list[_Draft], failed: Checkpoint) -> list[range] | None:
+    def _earlier(self, drafts: list[RowDraft], failed: Checkpoint) -> list[range] | None:
         """The events of earlier runs of the failed statement; None where it is in no loop of the cell's own."""
         if not failed.iteration:
             return None
@@ -360,7 +210,7 @@ class _Builder:
         ]
         return [range(run.start_position, run.end_position) for run in runs]
 
-    def _in_words(self, life: Allocation, drafts: list[_Draft]) -> str:
+    def _in_words(self, life: Allocation, drafts: list[RowDraft]) -> str:
         """An allocation for a reader: ```output` (activations) of output = model(input) in iteration 2, line 9``; where no
         statements are known, ``activations of train.py:14 forward``."""
         label = self.view.labels[life.index]
@@ -375,7 +225,7 @@ class _Builder:
 
     # The peak
 
-    def _where(self, drafts: list[_Draft], position: int) -> str:
+    def _where(self, drafts: list[RowDraft], position: int) -> str:
         if not self.recording.was_watched:
             return event_in_words(position, len(self.timeline))
         for draft in drafts:
@@ -386,11 +236,7 @@ class _Builder:
         return _words(drafts[0], [])
 
 
-def _numbers(gap: Skipped) -> str:
-    return f"iteration {gap.first:,}" if gap.first == gap.last else f"iterations {gap.first:,}-{gap.last:,}"
-
-
-def _positions(drafts: Iterable[_Draft]) -> Iterator[int]:
+def _positions(drafts: Iterable[RowDraft]) -> Iterator[int]:
     for draft in drafts:
         yield draft.interval.end_position
         todo = list(draft.parts)
@@ -408,22 +254,13 @@ def _path(parts: list[Part], position: int) -> list[Part]:
     return []
 
 
-def _words(draft: _Draft, path: list[Part]) -> str:
+def _words(draft: RowDraft, path: list[Part]) -> str:
     """``optimizer.step() in iteration 1, line 14``, or ``trainer.train(), iteration 2, backward``; empty where it has no name."""
     point = draft.point
     if point.kind == "before":
         return "the start"
     place = [] if point.kind == "after" else [place_of(point, with_line=not path)]
     return ", ".join([*place, *(part.label for part in path)])
-
-
-def _ends(drafts: list[_Draft]) -> list[_Draft]:
-    """The rows of a report without lines. What lies between two of them belongs to the later one."""
-    shown = [draft for draft in drafts if draft.point.kind in ("before", "error", "after")]
-    for before, draft in pairwise(shown):
-        draft.interval = StatementInterval(draft.interval.device, before.point.moment, draft.point.moment)
-        draft.parts = []
-    return shown
 
 
 def _error(failure: Failure | None, device: int) -> ReportError | None:

@@ -34,10 +34,11 @@ def statement_rows(measured: Measured) -> list[Any]:
     """With all rows: folded iterations are built again from the recording."""
     from gpumem_magic.attribution.view import DeviceView
     from gpumem_magic.report.build import _Builder, _positions
+    from gpumem_magic.report.drafts import RowDrafts
 
     view = DeviceView(measured.recording, measured.recording.primary)
     builder = _Builder(view, measured.recording.checkpoints, 0)
-    drafts = builder._drafts()
+    drafts = RowDrafts(view, measured.recording.checkpoints).drafts()
     builder._balances = view.ledger.at(_positions(drafts))
     return [builder._row(draft, with_parts=False) for draft in drafts if draft.point.kind == "statement"]
 
