@@ -31,10 +31,18 @@ def report() -> Iterator[Any]:
             said.append(torch._dynamo.graph_break())
             return y.cos().tanh().sum()
 
+        @torch.compile
+        def in_a_loop(x: torch.Tensor) -> torch.Tensor:
+            for _ in range(2):
+                x = x.sin()
+                said.append(x.mean().item())
+            return x
+
         again = torch.compile(torch.nn.Linear(64, 32).cuda())
         x = torch.rand(MIB, device="cuda", requires_grad=True)
         with gpumem_magic.measure() as measured:
             loss(x).backward()
+            in_a_loop(x)
             for rows in (16, 32):
                 again(torch.rand(rows, 64, device="cuda"))
         yield measured.report
@@ -49,6 +57,13 @@ def test_breaks_are_said_with_their_lines_and_reasons(report: Any) -> None:
     assert "graphs break" in str(report)
 
 
+def test_what_was_not_compiled_is_said_with_the_line_and_the_reason(report: Any) -> None:
+    (note,) = (one for one in report.notes if "could not compile" in one)
+    assert "`said.append(x.mean().item())`" in note
+    assert "test_compiled_report.py:" in note
+    assert "Tensor.item()" in note or "loop" in note
+
+
 def test_what_was_compiled_again_is_said_with_the_reason(report: Any) -> None:
     (note,) = (one for one in report.notes if "compiled again" in one)
     assert "a module of PyTorch's 1 time" in note
@@ -60,7 +75,7 @@ def test_the_same_as_plain_data(report: Any) -> None:
     (one,) = data["compiled"]["breaks"]
     assert one["count"] == 1
     assert data["compiled"]["graphs"] == 4
-    assert data["compiled"]["again"][0]["count"] == 1
+    assert data["compiled"]["again"][0]["count"] == data["compiled"]["failed"][0]["count"] == 1
     assert report_from_dict(data).compiled == report.compiled
 
 

@@ -179,6 +179,17 @@ def test_a_librarys_frame_that_tells_is_shown() -> None:
     ]
 
 
+def test_a_library_around_compiled_code_tells_nothing() -> None:
+    stack = (
+        Frame("/tmp/torchinductor_me/ab/cab.py", "call", 80),
+        Frame("/env/site-packages/torch/_inductor/output_code.py", "__call__", 650),
+        Frame("/env/site-packages/transformers/utils/generic.py", "wrapper", 937),
+        OWN,
+    )
+    assert sites.folded(stack)[-1] == "/home/me/train.py:9 <module>"
+    assert not [line for line in sites.folded(stack) if "generic.py" in line]
+
+
 def one_view(path: Path) -> DeviceView:
     return views_of(read(path))[0]
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from functools import lru_cache
 
-from gpumem_magic.looks.code import is_library_file, is_sharing_file
+from gpumem_magic.looks.code import is_compiler_file, is_library_file, is_sharing_file
 from gpumem_magic.recording.model import BACKWARD, FORWARD, OPTIMIZER
 from gpumem_magic.snapshot.model import Frame
 from gpumem_magic.units import counted
@@ -276,7 +276,7 @@ def _holding(frames: Sequence[Frame]) -> Frame | None:
 def _telling(python: Sequence[Frame]) -> list[Frame]:
     """The library's frame, within the program's own, that says what went on: of an installed package, or an optimizer's."""
     for frame in python:
-        if not is_library(frame):
+        if not is_library(frame) or is_compiler_file(frame.filename):
             return []
         kind = _sign(frame.filename, frame.name)[1]
         if kind in (OPTIMIZER, PARAMETERS, ZEROED) or _PACKAGE.search(frame.filename):

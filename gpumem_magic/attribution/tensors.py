@@ -19,7 +19,7 @@ from gpumem_magic.attribution.owners import tenants
 from gpumem_magic.attribution.phase_map import PhaseMap, phases_on
 from gpumem_magic.attribution.sites import GATHERERS, is_library, is_python
 from gpumem_magic.devices.base import Birth, CodePlace, DeviceLog, Label
-from gpumem_magic.looks.code import PASSED_OVER, TORCH, cell_of, line_at, whose
+from gpumem_magic.looks.code import PASSED_OVER, TORCH, cell_of, is_compiler_file, line_at, whose
 from gpumem_magic.recording.model import (
     BACKWARD,
     KEPT_BY_GRAPH,
@@ -325,12 +325,13 @@ def _of_stack(frames: tuple[Frame, ...]) -> Birth | None:
     """What a stack says, innermost frame first: where in the program it was, and which function of PyTorch's was called."""
     python = [frame for frame in frames if is_python(frame)]
     inner = own = None
-    function = ""
+    function, compiled = "", False
     for frame in python:
         if not is_library(frame):
             inner, own = inner or frame, frame
             break
-        if inner is None:
+        compiled = compiled or is_compiler_file(frame.filename)
+        if inner is None and not compiled:
             kind = whose(frame.filename)
             if kind is TORCH or "/torch/" in frame.filename.replace("\\", "/"):
                 if os.path.basename(frame.filename) == "functional.py":

@@ -25,6 +25,8 @@ _GENERATED = re.compile(r"[/\\]torchinductor_[^/\\]+[/\\]")
 _SHARING_FILE = re.compile(
     r"(?:^|[/\\])torch[/\\](?:distributed[/\\](?:(?:fsdp|pipelining)[/\\]|utils\.py$)|nn[/\\]parallel[/\\]distributed\.py$)"
 )
+# What of PyTorch's runs the code that its compiler generated.
+_COMPILER_FILE = re.compile(r"(?:^|[/\\])torch[/\\]_inductor[/\\]")
 _LONGEST = 100
 _CELL = re.compile(r"^<ipython-input-(\d+)-|[/\\]?ipykernel_\d+[/\\]")
 
@@ -57,6 +59,11 @@ def is_library_file(filename: str) -> bool:
 def is_sharing_file(filename: str) -> bool:
     """Whether it is PyTorch's code that shares memory among ranks."""
     return _SHARING_FILE.search(filename) is not None
+
+
+def is_compiler_file(filename: str) -> bool:
+    """Whether it is PyTorch's code that runs what its compiler generated. A library's function around it says nothing of it."""
+    return _COMPILER_FILE.search(filename) is not None
 
 
 def whose(filename: str) -> str:

@@ -1,7 +1,9 @@
-"""What PyTorch's compiler says of its work while a recording runs: where its graphs ended early, what it compiled again."""
+"""What PyTorch's compiler says of its work while a recording runs: where its graphs ended early, what it could not compile, and
+what it compiled again."""
 
 from __future__ import annotations
 
+import linecache
 import os
 import sys
 from collections import Counter
@@ -34,7 +36,10 @@ class CompilerTables:
                 frame = one.user_stack[-1]
                 breaks[place(frame.filename, frame.lineno or 0), frame.line or "", _head(one.reason)] += 1
         again: dict[tuple[str, str], list[str]] = {}
+        failed: Counter[tuple[str, str, str]] = Counter()
         for one in _since(self._compiled, _metrics()):
+            if _is_failure(one):
+                failed[_failure(one, place)] += 1
             reason = getattr(one, "recompile_reason", None) or ""
             if reason and one.co_filename and not any(word in reason for word in _OURS):
                 # (A module of PyTorch's own, such as `nn.Linear`, goes through a function of the compiler's.)
@@ -48,7 +53,24 @@ class CompilerTables:
             max(0, _graphs() - self._graphs),
             tuple(CompilerPlace(*key, count) for key, count in breaks.items()),
             tuple(CompilerPlace(*key, reasons[-1], len(reasons)) for key, reasons in again.items()),
+            tuple(CompilerPlace(*key, count) for key, count in failed.items()),
         )
+
+
+def _is_failure(one: Any) -> bool:
+    """Whether a function was not compiled although there was something to compile."""
+    kind, reason = getattr(one, "fail_type", None), getattr(one, "fail_reason", None) or ""
+    # (A function that does nothing with tensors is skipped, too. Before 2.13 so is one that breaks its graph within a loop.)
+    return bool(kind and one.co_filename) and (kind != "SkipFrame" or "graph break" in reason)
+
+
+def _failure(one: Any, place: Callable[[str, int], str]) -> tuple[str, str, str]:
+    """Where, the line or the function's name, and why."""
+    file, line = one.fail_user_frame_filename, one.fail_user_frame_lineno
+    reason = _head(one.fail_reason or "")
+    if not (file and line):
+        return place(one.co_filename, one.co_firstlineno or 0), one.co_name or "", reason
+    return place(file, line), linecache.getline(file, line).strip(), reason
 
 
 def _is_torchs(one: Any) -> bool:

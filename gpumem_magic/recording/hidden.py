@@ -8,6 +8,7 @@ import torch
 
 from gpumem_magic.looks.objects import attribute, name_of_class
 from gpumem_magic.patching import Patches
+from gpumem_magic.recording.model import CompiledCode
 
 
 class Hidden:
@@ -57,12 +58,13 @@ class Hidden:
         """A module of the notebook, called or not."""
         self._unseen = self._unseen or attribute(module, "_compiled_call_impl") is not None
 
-    def notes(self) -> list[str]:
+    def notes(self, compiled: CompiledCode) -> list[str]:
         found = []
-        if self._compiled:
+        # (A model whose every function was given up is not.)
+        if self._compiled and (self._graphs or compiled.graphs or not compiled.failed):
             found.append(
-                "A compiled model ran (torch.compile): its compiler decides what is kept for backward and reuses buffers, and "
-                "what happens inside it has no parts here."
+                "A compiled model ran: its compiler decides what is kept for backward and reuses buffers, and what happens "
+                "inside it has no parts here."
             )
         if self._unseen:
             found.append(

@@ -229,12 +229,14 @@ class CompilerPlace:
 class CompiledCode:
     """What torch.compile did during the recording. graphs: how many it took. breaks: where one ended before its function did.
 
-    again: functions that it compiled once more, for other inputs than before; `reason` is the last one.
+    again: functions that it compiled once more, for other inputs than before; `reason` is the last one. failed: where it gave a
+    function up, which then runs eagerly as a whole.
     """
 
     graphs: int = 0
     breaks: tuple[CompilerPlace, ...] = ()
     again: tuple[CompilerPlace, ...] = ()
+    failed: tuple[CompilerPlace, ...] = field(default=(), metadata={"only_with": "failed"})
 
 
 @dataclass(frozen=True)

@@ -293,7 +293,7 @@ class Recorder:
             with self._guard("looking for what is hidden"):
                 for seen in self._witness.modules():
                     self._phases.hidden.exists(seen)
-                for note in self._phases.hidden.notes():
+                for note in self._phases.hidden.notes(compiled):
                     self._guard.add_note(note)
         finally:
             self.put_back()

@@ -85,8 +85,14 @@ def place_of(point: Checkpoint, *, with_line: bool = True) -> str:
 
 
 def _compiled(done: CompiledCode) -> list[str]:
-    """Where torch.compile's graphs break, which costs memory, and what was compiled again."""
+    """Where torch.compile's graphs break, which costs memory, what it could not compile, and what was compiled again."""
     found = []
+    if done.failed:
+        places = [f"{_named(one)} ({one.reason.rstrip('.')})" for one in done.failed]
+        found.append(
+            f"torch.compile could not compile the code around {_few(places)}. What it does not compile runs eagerly, and nothing "
+            "there is fused."
+        )
     if done.breaks:
         places = [f"{_named(one)} ({one.reason.rstrip('.')})" for one in done.breaks]
         found.append(

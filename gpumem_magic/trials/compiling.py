@@ -123,8 +123,10 @@ class Compared:
         if failed:
             return f"{'; '.join(failed)}."
         changes = moves(self.eager.categories, self.compiled.categories, max(before, now))
-        if not changes:
+        if not changes and amount(before) == amount(now):
             return f"Compiled and eagerly it peaks alike, at {amount(now)} allocated."
+        if not changes:
+            return f"Compiled it peaks at {amount(now)} allocated, eagerly at {amount(before)}: nearly the same."
         return f"Compiled it peaks at {amount(now)} allocated, eagerly at {amount(before)}: {changes}."
 
     def _categories(self) -> Iterator[tuple[str, int, int]]:

@@ -16,13 +16,23 @@ from torch._C import _current_autograd_node
 
 from gpumem_magic.devices.base import Birth, CodePlace
 from gpumem_magic.looks import tensors
-from gpumem_magic.looks.code import LIBRARY, OWN, PASSED_OVER, TORCH, expression_at, is_sharing_file, line_at, whose
+from gpumem_magic.looks.code import (
+    LIBRARY,
+    OWN,
+    PASSED_OVER,
+    TORCH,
+    expression_at,
+    is_compiler_file,
+    is_sharing_file,
+    line_at,
+    whose,
+)
 
 # Python functions of PyTorch's that users call by their names.
 _FUNCTIONS = re.compile(r"[/\\]torch[/\\](?:nn[/\\])?functional\.py$")
 _BACKWARD_FILE = re.compile(r"[/\\]torch[/\\]autograd[/\\]graph\.py$")
 _ENGINE = "_engine_run_backward"
-_FUNCTION, _GRAPH, _SHARING = "function", "graph", "sharing"
+_FUNCTION, _GRAPH, _SHARING, _COMPILER = "function", "graph", "sharing", "compiler"
 _MOST_SHARING = 4
 _MOST_INPUTS = 8
 # Alike births are kept once; so many different ones are a program's whose shapes never repeat.
@@ -92,7 +102,7 @@ class Births:
         functions that share memory among ranks (see `Birth`); of the last two alone, where nobody needs to know who called."""
         frame: FrameType | None = sys._getframe(2)
         inner: FrameType | None = None
-        function, in_engine = "", False
+        function, in_engine, compiled = "", False, False
         sharing: tuple[str, ...] = ()
         known = self._whose
         while frame is not None:
@@ -102,7 +112,9 @@ class Births:
                 return self._known_place(inner or frame, frame, function), function, in_engine, sharing
             if inner is None:
                 if kind is LIBRARY:
-                    inner = frame
+                    inner = None if compiled else frame
+                elif kind is _COMPILER:
+                    compiled = True
                 elif kind is _FUNCTION:
                     function = code.co_name
                 elif kind is _GRAPH and code.co_name == _ENGINE:
@@ -124,6 +136,8 @@ class Births:
                 kind = _GRAPH
             elif is_sharing_file(filename):
                 kind = _SHARING
+            elif is_compiler_file(filename):
+                kind = _COMPILER
         self._whose[filename] = kind
         return kind
 
