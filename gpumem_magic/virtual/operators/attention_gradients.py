@@ -16,7 +16,6 @@ import torch
 from gpumem_magic.private import aten as _aten
 from gpumem_magic.virtual.engine.engine import BESIDE, Engine, special
 from gpumem_magic.virtual.engine.half_precision import HALF
-from gpumem_magic.virtual.operators.sorting import holding
 
 _FLOAT = 4
 # Of a block of the query's gradient: a lock, a counter, and room up to 16 bytes.
@@ -97,7 +96,7 @@ def _efficient(engine: Engine, device: int, shape: Heads, dtype: Any, dropout: b
         else:
             # The result times its gradient, summed up and laid out anew; in float32.
             copies = 3 if half else 1
-            with holding(engine, device, [*[sums * shape.size] * copies, sums]):
+            with engine.scratch(device, *[sums * shape.size] * copies, sums):
                 held.enter_context(engine.scratch(device, sums))
         held.enter_context(engine.scratch(device, workspace_bytes(shape, kernel, half)))
     return ()

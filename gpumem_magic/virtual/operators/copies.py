@@ -19,7 +19,7 @@ import torch
 from gpumem_magic.private import aten as _aten
 from gpumem_magic.private import overloads
 from gpumem_magic.virtual.engine.engine import BESIDE, Engine, special
-from gpumem_magic.virtual.operators.sorting import holding, is_dense
+from gpumem_magic.virtual.operators.sorting import is_dense
 from gpumem_magic.virtual.operators.written_gradients import IN_PLACE, writes_into_zeros
 
 # Which arguments are copied unless they are contiguous, before the results are there.
@@ -69,7 +69,7 @@ def laid_out(engine: Engine, func: Any, args: Any, kwargs: Any, device: int, pla
     sizes = [_bytes(args[place]) for place in places if not args[place].is_contiguous()]
     if not sizes:
         return engine.run(func, args, kwargs, device)
-    with holding(engine, device, sizes):
+    with engine.scratch(device, *sizes):
         return engine.run(func, args, kwargs, device)
 
 
@@ -99,7 +99,7 @@ def _nearest(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device
 @special(_aten.embedding.default)
 def _embedding(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     """Rows by one list of indices, which is a copy where they do not lie as one."""
-    with holding(engine, device, [] if _lies_in_one_row(args[1]) else [_bytes(args[1])]):
+    with engine.scratch(device, 0 if _lies_in_one_row(args[1]) else _bytes(args[1])):
         return engine.run(func, args, kwargs, device)
 
 
@@ -169,7 +169,7 @@ def _masked_scatter(engine: Engine, func: Any, args: Any, kwargs: Any, device: i
     count = target.numel()
     mask_is_plain = mask.shape == target.shape and mask.is_contiguous()
     copied = 0 if source.is_contiguous() else _bytes(source)
-    with holding(engine, device, [count * 8, 0 if mask_is_plain else count, copied]):
+    with engine.scratch(device, count * 8, 0 if mask_is_plain else count, copied):
         return out
 
 
@@ -184,7 +184,7 @@ def _multinomial(engine: Engine, func: Any, args: Any, kwargs: Any, device: int)
     else:
         # Exponential draws for each weight, and the highest quotients where there are several.
         held = [_bytes(weights), out.numel() * weights.element_size() if count > 1 else 0]
-    with holding(engine, device, held):
+    with engine.scratch(device, *held):
         return out
 
 
@@ -193,7 +193,7 @@ def _norms(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> An
     tensors = args[0]
     pieces = max((-(-tensor.numel() // _PIECE) for tensor in tensors), default=0)
     item = 8 if any(tensor.dtype == torch.float64 for tensor in tensors) else 4
-    with holding(engine, device, [len(tensors) * pieces * item]):
+    with engine.scratch(device, len(tensors) * pieces * item):
         return engine.run(func, args, kwargs, device)
 
 

@@ -16,7 +16,6 @@ import torch
 
 from gpumem_magic.private import aten as _aten
 from gpumem_magic.virtual.engine.engine import Engine, special
-from gpumem_magic.virtual.operators.sorting import holding
 
 _MOST_AT_ONCE = 3
 
@@ -82,23 +81,23 @@ def _by_turns(
     """The result, beside what each step copies first, and beside a second buffer where there are several steps."""
     if len(copies) == 1:
         out = run()
-        with holding(engine, device, copies):
+        with engine.scratch(device, *copies):
             return out
     if into_second:
-        with holding(engine, device, [buffer]):
-            with holding(engine, device, copies[:1]):
+        with engine.scratch(device, buffer):
+            with engine.scratch(device, *copies[:1]):
                 pass
             out = run()
             for copied in copies[1:]:
-                with holding(engine, device, [copied]):
+                with engine.scratch(device, copied):
                     pass
         return out
     out = run()
-    with holding(engine, device, copies[:1]):
+    with engine.scratch(device, *copies[:1]):
         pass
-    with holding(engine, device, [buffer]):
+    with engine.scratch(device, buffer):
         for copied in copies[1:]:
-            with holding(engine, device, [copied]):
+            with engine.scratch(device, copied):
                 pass
     return out
 
@@ -141,10 +140,10 @@ def _to_real(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> 
     plain = torch.empty(source.shape, device="meta").stride() if at_once else None
     lying = _lying(source, plain)
     copies = [] if at_once else lying.copies(dims[:-1], size)
-    with holding(engine, device, [size]):
-        with holding(engine, device, [size] if len(copies) > 1 else []):
+    with engine.scratch(device, size):
+        with engine.scratch(device, size if len(copies) > 1 else 0):
             for copied in copies:
-                with holding(engine, device, [copied]):
+                with engine.scratch(device, copied):
                     pass
-        with holding(engine, device, [size if lying.is_copied(dims if at_once else dims[-1:]) else 0]):
+        with engine.scratch(device, size if lying.is_copied(dims if at_once else dims[-1:]) else 0):
             return out

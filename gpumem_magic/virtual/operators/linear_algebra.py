@@ -19,7 +19,6 @@ from gpumem_magic.private import aten as _aten
 from gpumem_magic.virtual.engine.engine import BESIDE, Engine, special
 from gpumem_magic.virtual.engine.modes import pushed
 from gpumem_magic.virtual.operators.data_dependent import _placed
-from gpumem_magic.virtual.operators.sorting import holding
 
 _ADDRESS = _INDEX = 8
 _PIVOT = _CODE = 4
@@ -45,7 +44,7 @@ def _takes_workspace(engine: Engine, device: int) -> None:
 
 def _by_cublas(engine: Engine, device: int, batch: int, lists: int) -> None:
     """A function for many matrices at once, which takes lists of their addresses."""
-    with holding(engine, device, [batch * _ADDRESS] * lists):
+    with engine.scratch(device, *([batch * _ADDRESS] * lists)):
         _takes_workspace(engine, device)
 
 
@@ -91,20 +90,20 @@ def _solve(engine: Engine, device: int, factors: Any, right: Sequence[int], tran
         return
     solver = _solver(size, width, batch, transposed)
     if solver == _CUSOLVER:
-        with holding(engine, device, [_CODE]):
+        with engine.scratch(device, _CODE):
             return
     one = batch * size * factors.element_size()
-    with holding(engine, device, [one * size, batch * size * _PIVOT] if batch != _batch(factors.shape) else []):
+    with engine.scratch(device, *([one * size, batch * size * _PIVOT] if batch != _batch(factors.shape) else [])):
         if solver == _CUBLAS:
             _by_cublas(engine, device, batch, 2)
             return
         # The pivots become a permutation, by which the right-hand side is put in order in a copy.
         with _permutation(engine, device, size, batch):
             order = [] if transposed else [size * _INDEX, batch * size * _INDEX, one * width]
-            with holding(engine, device, order):
+            with engine.scratch(device, *order):
                 for _ in range(2):
                     _solve_triangular(engine, device, size, batch)
-            with holding(engine, device, [one * width] if transposed else []):
+            with engine.scratch(device, one * width if transposed else 0):
                 return
 
 
@@ -133,7 +132,7 @@ def _lu_factor(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, devi
 def _lu(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> tuple[int, ...]:
     matrices = args[0]
     batch = _batch(matrices.shape)
-    with holding(engine, device, [batch * min(matrices.shape[-2:]) * _PIVOT, batch * _CODE]):
+    with engine.scratch(device, batch * min(matrices.shape[-2:]) * _PIVOT, batch * _CODE):
         _factorize(engine, device, matrices)
         if args[1] if len(args) > 1 else kwargs.get("pivot", True):
             with _permutation(engine, device, matrices.shape[-2], batch):
@@ -153,7 +152,7 @@ def _lu_unpack(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, devi
 def _lu_solve(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> tuple[int, ...]:
     factors = args[0]
     left, adjoint = kwargs.get("left", True), kwargs.get("adjoint", False)
-    with holding(engine, device, [] if factors.mT.is_contiguous() else [_bytes(factors)]):
+    with engine.scratch(device, 0 if factors.mT.is_contiguous() else _bytes(factors)):
         _solve(engine, device, factors, (out if left else out.mT).shape, adjoint == left)
     return ()
 
@@ -172,7 +171,7 @@ def _solve_by_lu(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, de
 @special(_aten.linalg_inv_ex.default, table=BESIDE)
 def _inverse(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> tuple[int, ...]:
     matrices = args[0]
-    with holding(engine, device, [_bytes(matrices), matrices[..., 0].numel() * _PIVOT]):
+    with engine.scratch(device, _bytes(matrices), matrices[..., 0].numel() * _PIVOT):
         _factorize(engine, device, matrices)
         _solve(engine, device, matrices, matrices.shape, _is_solved_transposed(matrices))
     return ()
@@ -182,7 +181,7 @@ def _inverse(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device
 def _determinant(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> tuple[int, ...]:
     """From the diagonal of one factor, and whether rows were exchanged an odd number of times."""
     factors, pivots = out[-2:]
-    with holding(engine, device, [_batch(factors.shape) * _CODE]):
+    with engine.scratch(device, _batch(factors.shape) * _CODE):
         _factorize(engine, device, args[0])
         diagonal = factors.diagonal(0, -2, -1)
         with pushed(engine.mode):
@@ -218,10 +217,10 @@ def _solve_by_cholesky(engine: Engine, device: int, matrices: Any) -> None:
     batch = _batch(matrices.shape)
     if batch == 1 or engine.memory.torch_version(device) < _CHOLESKY_BY_CUSOLVER_FROM:
         # cuSOLVER's code of errors, and the copy that is worked in.
-        with holding(engine, device, [_CODE] * (batch == 1) + [_bytes(matrices)]):
+        with engine.scratch(device, *([_CODE] * (batch == 1) + [_bytes(matrices)])):
             return
     for _ in range(2):
-        with holding(engine, device, _copied_unless_plain(matrices, batch)):
+        with engine.scratch(device, *_copied_unless_plain(matrices, batch)):
             _solve_triangular(engine, device, matrices.shape[-1], batch)
 
 
@@ -229,8 +228,8 @@ def _solve_by_cholesky(engine: Engine, device: int, matrices: Any) -> None:
 def _cholesky_inverse(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> list[int]:
     matrices = args[0]
     if engine.memory.torch_version(device) < _CHOLESKY_BY_CUSOLVER_FROM:
-        return [_bytes(matrices), *([_CODE] if _batch(matrices.shape) == 1 else [])]
-    with holding(engine, device, [_bytes(matrices)]):
+        return [_bytes(matrices), _CODE if _batch(matrices.shape) == 1 else 0]
+    with engine.scratch(device, _bytes(matrices)):
         _solve_by_cholesky(engine, device, matrices)
     return []
 
@@ -238,7 +237,7 @@ def _cholesky_inverse(engine: Engine, func: Any, args: Any, kwargs: Any, out: An
 @special(_aten.linalg_solve_triangular.default, table=BESIDE)
 def _triangular(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> tuple[int, ...]:
     batch = _batch(out.shape)
-    with holding(engine, device, _copied_unless_plain(args[0], batch)):
+    with engine.scratch(device, *_copied_unless_plain(args[0], batch)):
         _solve_triangular(engine, device, args[0].shape[-1], batch)
     return ()
 
@@ -258,7 +257,7 @@ def _reflect(engine: Engine, device: int, rows: int, batch: int) -> None:
     if rows <= 256 and batch >= max(2, rows // 16):
         _by_cublas(engine, device, batch, 2)
     else:
-        with holding(engine, device, [_CODE]):
+        with engine.scratch(device, _CODE):
             pass
 
 
@@ -281,9 +280,9 @@ def _qr(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int
     held = [batch * min(rows, columns) * matrices.element_size()]
     if not (wants_first and first.shape[-1] == columns) and second.shape[-2] != rows:
         held.append(_bytes(matrices))
-    with holding(engine, device, held):
+    with engine.scratch(device, *held):
         _reflect(engine, device, rows, batch)
-        with holding(engine, device, [_CODE] if wants_first else []):
+        with engine.scratch(device, _CODE if wants_first else 0):
             pass
     return ()
 
@@ -295,7 +294,7 @@ def _householder(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, de
 
 @special(_aten.ormqr.default, table=BESIDE)
 def _ormqr(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> list[int]:
-    return [*([] if args[0].mT.is_contiguous() else [_bytes(args[0])]), _CODE]
+    return [0 if args[0].mT.is_contiguous() else _bytes(args[0]), _CODE]
 
 
 @special(_aten.linalg_lstsq.default)
@@ -310,10 +309,10 @@ def _least_squares(engine: Engine, func: Any, args: Any, kwargs: Any, device: in
     def made(*shape: int, dtype: torch.dtype = matrices.dtype) -> Any:
         return _placed(engine, shape, dtype, device)
 
-    with holding(engine, device, [max(1, _batch(matrices.shape)) * _CODE]):
+    with engine.scratch(device, max(1, _batch(matrices.shape)) * _CODE):
         # Worked out in a copy of the right-hand side, column by column.
         solution = made(*batch, *width, max(rows, columns)).narrow(-1, 0, columns)
-        with holding(engine, device, [_bytes(matrices)]):
+        with engine.scratch(device, _bytes(matrices)):
             if matrices.numel() and right.numel():
                 _by_reflections(engine, device, matrices, prod(batch))
             residuals = made(*batch, *width) if rows > columns else made(0)
@@ -326,14 +325,14 @@ def _by_reflections(engine: Engine, device: int, matrices: Any, batch: int) -> N
     few, given, item = min(rows, columns), _batch(matrices.shape), matrices.element_size()
     spread = [] if batch == given else [batch * rows * columns * item]
     if columns <= rows <= 256 and batch >= max(2, rows // 16):
-        with holding(engine, device, spread):
+        with engine.scratch(device, *spread):
             _by_cublas(engine, device, batch, 2)
         return
     turned = [_bytes(matrices)] if rows < columns else []
-    with holding(engine, device, [given * few * item, *turned]):
+    with engine.scratch(device, given * few * item, *turned):
         _reflect(engine, device, max(rows, columns), given)
-        with holding(engine, device, [*spread, *([batch * few * item] if spread else [])]):
-            with holding(engine, device, [_CODE]):
+        with engine.scratch(device, *spread, batch * few * item if spread else 0):
+            with engine.scratch(device, _CODE):
                 pass
             _solve_triangular(engine, device, few, batch)
 
@@ -378,14 +377,14 @@ def _exponential(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, de
         return ()
     matrices = _batch(out.shape)
     norms, places = matrices * out.element_size(), matrices * _INDEX
-    with holding(engine, device, [size]):
+    with engine.scratch(device, size):
         pass
     # Those of large norms, the exponents and powers of their scales, and themselves scaled.
     scaled = [norms, places, size, norms, size, places, places, size]
-    with holding(engine, device, [*scaled, _COEFFICIENTS * out.dtype.to_real().itemsize, 5 * size]):
+    with engine.scratch(device, *scaled, _COEFFICIENTS * out.dtype.to_real().itemsize, 5 * size):
         # Of the powers the first is made of ones.
-        with holding(engine, device, [size]):
+        with engine.scratch(device, size):
             pass
-        with holding(engine, device, [5 * size]):
+        with engine.scratch(device, 5 * size):
             _takes_workspace(engine, device)
     return ()

@@ -8,7 +8,7 @@ After ``Sort.cpp``, ``SortStable.cu``, ``TensorTopK.cpp``, ``UniqueCub.cu`` and 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from math import ceil, log, log2, prod
 from typing import Any
 
@@ -29,11 +29,6 @@ _INDEX = 8
 # CUB's threads of one tile, and values of four bytes for each of them: where one tile is enough, and where it is not.
 _ONE_TILE, _NOMINAL_ONE = 256, 19
 _TILE, _NOMINAL = 384, 21
-
-
-def holding(engine: Engine, device: int, sizes: Sequence[int]) -> AbstractContextManager[None]:
-    """Blocks of these sizes, allocated in this order and freed together. Raises out of memory as the device would."""
-    return engine.scratch(device, *sizes)
 
 
 def radix_bytes(count: int, key: int, value: int, bits: int | None = None) -> int:
@@ -78,9 +73,9 @@ def _hold_for_sort(engine: Engine, device: int, source: Any, dim: int) -> None:
     dim %= source.dim()
     by_last = source.stride(dim) == 1 and is_dense(source)
     held, steps = sort_blocks(source.numel(), source.shape[dim], source.element_size(), by_last)
-    with holding(engine, device, held):
+    with engine.scratch(device, *held):
         for step in steps:
-            with holding(engine, device, step):
+            with engine.scratch(device, *step):
                 pass
 
 
@@ -111,13 +106,13 @@ def _topk(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any
     dim = args[2] if len(args) > 2 else kwargs.get("dim", -1)
     in_order = args[4] if len(args) > 4 else kwargs.get("sorted", True)
     chosen, indices = out = engine.run(func, args, kwargs, device)
-    with holding(engine, device, [] if source.is_contiguous() else [source.numel() * source.element_size()]):
+    with engine.scratch(device, 0 if source.is_contiguous() else source.numel() * source.element_size()):
         pass
     if in_order and chosen.dim() and chosen.shape[dim] > MOST_IN_PLACE:
-        with holding(engine, device, [_bytes(indices), _bytes(chosen)]):
+        with engine.scratch(device, _bytes(indices), _bytes(chosen)):
             _hold_for_sort(engine, device, chosen, dim)
             # The indices are picked in the new order.
-            with holding(engine, device, [_bytes(indices)]):
+            with engine.scratch(device, _bytes(indices)):
                 pass
     return out
 
@@ -139,12 +134,12 @@ def _distinct(engine: Engine, device: int, source: Any, flags: Any, is_sorted: b
         if not is_sorted:
             held.enter_context(engine.scratch(device, count * item))
             # With the inverse: the places in order, and where they went.
-            with holding(engine, device, lists):
-                held.enter_context(holding(engine, device, lists))
-                with holding(engine, device, [radix_bytes(count, item, _INDEX if lists else 0)]):
+            with engine.scratch(device, *lists):
+                held.enter_context(engine.scratch(device, *lists))
+                with engine.scratch(device, radix_bytes(count, item, _INDEX if lists else 0)):
                     pass
         inverse = _placed(engine, tuple(source.shape) if lists else (0,), torch.int64, device)
-        with holding(engine, device, [size // 2 for size in lists] if is_sorted else lists):
+        with engine.scratch(device, *([size // 2 for size in lists] if is_sorted else lists)):
             pass
         found = _placed(engine, (most,), source.dtype, device)
         with engine.scratch(device, _INDEX):
@@ -166,10 +161,10 @@ def _unique_along(engine: Engine, func: Any, args: Any, kwargs: Any, device: int
     listed = most * _INDEX
     shape = list(source.shape)
     shape[dim] = count = engine.selected("unique", most)
-    with holding(engine, device, [0 if source.movedim(dim, 0).is_contiguous() else _bytes(source), listed]):
-        with holding(engine, device, [listed] if flags.get("return_inverse") else []):
+    with engine.scratch(device, 0 if source.movedim(dim, 0).is_contiguous() else _bytes(source), listed):
+        with engine.scratch(device, listed if flags.get("return_inverse") else 0):
             inverse = _placed(engine, (most if flags.get("return_inverse") else 0,), torch.int64, device)
-        with holding(engine, device, [listed + _INDEX] if flags.get("return_counts") else []):
+        with engine.scratch(device, listed + _INDEX if flags.get("return_counts") else 0):
             counts = _placed(engine, (count if flags.get("return_counts") else 0,), torch.int64, device)
         return _placed(engine, tuple(shape), source.dtype, device), inverse, counts
 
@@ -183,7 +178,7 @@ def hold_for_shuffle(engine: Engine, device: int, numbers: Any) -> None:
     bits = min(64, ceil(log2(count - (6 * count**2 + 1) / (12 * log(0.9)))))
     key = 4 if bits <= 32 else 8
     sizes = [count * item, count * key, count * key, radix_bytes(count, key, item, bits)]
-    with holding(engine, device, sizes):
+    with engine.scratch(device, *sizes):
         pass
 
 
@@ -213,7 +208,7 @@ def _accumulate(engine: Engine, device: int, places: int, on_host: Sequence[bool
                     passing.enter_context(engine.scratch(device, listed))
                 (passing if number else held).enter_context(engine.scratch(device, listed))
         bits = max(1, (rows - 1).bit_length())
-        with holding(engine, device, [copied, listed, listed, listed, radix_bytes(places, _INDEX, _INDEX, bits)]):
+        with engine.scratch(device, copied, listed, listed, listed, radix_bytes(places, _INDEX, _INDEX, bits)):
             pass
 
 
@@ -245,7 +240,7 @@ def _index_put(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -
         # One value for the places of a mask is filled in without looking for them.
         return out
     sorts = accumulate or torch.are_deterministic_algorithms_enabled()
-    with holding(engine, device, [found, 0 if sorts else moved]):
+    with engine.scratch(device, found, 0 if sorts else moved):
         if sorts:
             places = prod(torch.broadcast_shapes(*shapes))
             rows = prod(target.shape[dim] for dim in chosen_dims)
@@ -255,7 +250,7 @@ def _index_put(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -
             )
             adjacent = chosen_dims == list(range(chosen_dims[0], chosen_dims[-1] + 1))
             laid_out = [] if target.is_contiguous() and adjacent else [target.numel() * target.element_size()]
-            with holding(engine, device, laid_out):
+            with engine.scratch(device, *laid_out):
                 if values_there:
                     _accumulate(engine, device, places, on_host, rows, copied)
     return out

@@ -22,7 +22,7 @@ from gpumem_magic.private import aten as _aten
 from gpumem_magic.virtual.engine.engine import BESIDE, Engine, special
 from gpumem_magic.virtual.engine.half_precision import HALF, accumulator
 from gpumem_magic.virtual.engine.modes import pushed
-from gpumem_magic.virtual.operators.sorting import holding, radix_bytes
+from gpumem_magic.virtual.operators.sorting import radix_bytes
 
 # The most indices of an embedding that the kernel without a sort is used for.
 MOST_UNSORTED = 3072
@@ -57,13 +57,13 @@ def _by_sorting(
         sums = [parts * item] + ([rows * width * 4] if gradient.dtype in HALF else [])
     else:
         sums = [parts * width * accumulator(gradient.dtype).itemsize]
-    with holding(engine, device, [listed, listed]):
-        with holding(engine, device, [listed, radix_bytes(count, item, item)]):
+    with engine.scratch(device, listed, listed):
+        with engine.scratch(device, listed, radix_bytes(count, item, item)):
             pass
-        with holding(engine, device, [listed] if by_frequency else []):
+        with engine.scratch(device, listed if by_frequency else 0):
             out = engine.run(func, args, kwargs, device)
             lists = [listed, _COUNTER_BYTES, runs * item, runs * item, _COUNTER_BYTES, parts * item]
-            with holding(engine, device, lists + sums):
+            with engine.scratch(device, *(lists + sums)):
                 return out
 
 
@@ -75,7 +75,7 @@ def _copies(*tensors: Any) -> list[int]:
 def _embedding_backward(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     gradient, indices, rows, *rest = args
     by_frequency = bool(rest[1]) if len(rest) > 1 else bool(kwargs.get("scale_grad_by_freq", False))
-    with holding(engine, device, _copies(indices, gradient)):
+    with engine.scratch(device, *_copies(indices, gradient)):
         if indices.numel() <= MOST_UNSORTED and not by_frequency:
             return engine.run(func, args, kwargs, device)
         return _by_sorting(engine, func, args, kwargs, device, rows, by_frequency, bags=False)
@@ -85,10 +85,10 @@ def _embedding_backward(engine: Engine, func: Any, args: Any, kwargs: Any, devic
 def _bag_backward(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     """Of an embedding bag."""
     gradient, indices, _, _, _, rows, by_frequency, mode, *_ = args
-    with holding(engine, device, _copies(gradient)):
+    with engine.scratch(device, *_copies(gradient)):
         if mode == _MAX or not indices.numel():
             return engine.run(func, args, kwargs, device)
-        with holding(engine, device, _copies(indices)):
+        with engine.scratch(device, *_copies(indices)):
             return _by_sorting(engine, func, args, kwargs, device, rows, by_frequency, bags=True)
 
 
