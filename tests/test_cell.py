@@ -40,8 +40,8 @@ def fail(shell: Any, body: str) -> tuple[BaseException, Any]:
         run.run()
     found = run.failed(caught.value.__traceback__)
     assert found is not None
-    statement, iteration, loops = found
-    return caught.value, (statement.line, statement.text, iteration, loops)
+    text, *rest = found
+    return caught.value, (rest[0], text, *rest[1:])
 
 
 # ---- rows

@@ -113,7 +113,7 @@ def test_an_error_is_shown_once_as_python_shows_it(
     assert ours == plain.stderr + "<<report>>\n"
     ((error, failed),) = session.closed
     assert error == "ZeroDivisionError('division by zero')"
-    assert (failed[0].text, failed[1:]) == ("f(1 - i)", ((2,), (4,)))
+    assert (failed[0], failed[2:]) == ("f(1 - i)", ((2,), (4,)))
 
 
 def test_sys_exit_is_no_failure_of_the_script(session: FakeSession, script: Write) -> None:

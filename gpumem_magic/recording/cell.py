@@ -18,6 +18,7 @@ from typing import Any
 from gpumem_magic.patching import OwnBuiltins
 from gpumem_magic.recording.hook import CellObserver, StatementHook, may_end, new_hook_name
 from gpumem_magic.recording.instrument import COMPOUND, Instrumenter, Statement, with_constants
+from gpumem_magic.recording.model import Failed
 from gpumem_magic.recording.quiet import no_warnings_of
 from gpumem_magic.recording.source import Source, align
 from gpumem_magic.recording.statement_run import StatementRun, Value
@@ -227,8 +228,8 @@ class CellRun:
                 raise
         return self._value.value if self._shows_value else None
 
-    def failed(self, traceback: TracebackType | None) -> tuple[Statement, tuple[int, ...], tuple[int, ...]] | None:
-        """Which statement an error came through, in which iteration, and the lines of the loops around it."""
+    def failed(self, traceback: TracebackType | None) -> Failed | None:
+        """Which statement an error came through."""
         return None if self._hook is None else self._hook.failed(traceback, self._codes)
 
     def silence(self) -> None:

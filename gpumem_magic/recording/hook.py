@@ -15,6 +15,7 @@ from typing import Protocol
 from gpumem_magic.failures import from_handler, swallows
 from gpumem_magic.patching import OwnBuiltins
 from gpumem_magic.recording.instrument import Site, Statement, rest_name, turn_name
+from gpumem_magic.recording.model import Failed
 from gpumem_magic.recording.opened_calls import OpenedCalls
 from gpumem_magic.recording.rest import MOST_TURNS, ForRest, Rest, WhileRest
 from gpumem_magic.recording.source import Position
@@ -356,11 +357,13 @@ class StatementHook:
         if self._devices is not None and iteration and (not header or place[0].kind == "while"):
             self._devices.left_out(loops[-1], -1)
 
-    def failed(
-        self, traceback: TracebackType | None, codes: Collection[CodeType]
-    ) -> tuple[Statement, tuple[int, ...], tuple[int, ...]] | None:
-        """The statement of the program (whose module-level code is `codes`) that an error came through, its iteration and
-        the lines of its loops. None where the error did not come from the program. Keeps nothing of the traceback."""
+    def failed(self, traceback: TracebackType | None, codes: Collection[CodeType]) -> Failed | None:
+        """The statement of the program (whose module-level code is `codes`) that an error came through. None where the error
+        did not come from the program. Keeps nothing of the traceback."""
+        place = self._left(traceback, codes)
+        return None if place is None else (place[0].text, place[0].line, *place[1:])
+
+    def _left(self, traceback: TracebackType | None, codes: Collection[CodeType]) -> Place | None:
         while traceback is not None and traceback.tb_frame.f_code not in codes:
             traceback = traceback.tb_next
         if traceback is None:
@@ -388,7 +391,7 @@ class StatementHook:
 
     def leave(self, traceback: TracebackType | None, codes: Collection[CodeType]) -> None:
         """Tells the observer that the statement which `failed` would name is over."""
-        left = self.failed(traceback, codes)
+        left = self._left(traceback, codes)
         if left is not None:
             self._tell(*left)
 

@@ -23,6 +23,9 @@ PHASES = frozenset({FORWARD, BACKWARD, OPTIMIZER, RECOMPUTATION})
 AUTOCAST_ENDS = "autocast ends"
 """The kind of a span in which autocast lets go of what it keeps, where there are weights that it casts."""
 
+Failed = tuple[str, int, tuple[int, ...], tuple[int, ...]]
+"""The statement that an error came through: its text, line and iteration, and the lines of the loops around it."""
+
 NOBODY = -1
 """Stands for no module where a module's number could."""
 

@@ -31,6 +31,7 @@ from gpumem_magic.recording.log_positions import PositionTranslator
 from gpumem_magic.recording.model import (
     Checkpoint,
     CompiledCode,
+    Failed,
     Failure,
     ModuleTrace,
     Moment,
@@ -48,9 +49,6 @@ from gpumem_magic.snapshot.timeline import Timeline
 
 if TYPE_CHECKING:
     from gpumem_magic.recording.instrument import Statement
-
-Failed = tuple[str, int, tuple[int, ...], tuple[int, ...]]
-"""The failing statement: its text, line, iteration, and the lines of its loops."""
 
 
 class Recorder:

@@ -16,7 +16,8 @@ from types import CodeType, ModuleType, TracebackType
 from gpumem_magic.recording.cell import names_in
 from gpumem_magic.recording.functions import opened_functions
 from gpumem_magic.recording.hook import CellObserver, StatementHook, may_end, new_hook_name
-from gpumem_magic.recording.instrument import Instrumenter, Statement, with_constants
+from gpumem_magic.recording.instrument import Instrumenter, with_constants
+from gpumem_magic.recording.model import Failed
 from gpumem_magic.recording.source import Source
 
 Change = Callable[[ast.Module, str], Callable[[CodeType], CodeType]]
@@ -76,8 +77,8 @@ class ScriptRun:
         """Runs it in the module `main` (see `as_main`). Raises what the script raises, SystemExit included."""
         exec(self._code, main.__dict__)
 
-    def failed(self, traceback: TracebackType | None) -> tuple[Statement, tuple[int, ...], tuple[int, ...]] | None:
-        """Which statement an error came through, in which iteration, and the lines of the loops around it."""
+    def failed(self, traceback: TracebackType | None) -> Failed | None:
+        """Which statement an error came through."""
         return None if self._hook is None else self._hook.failed(traceback, {self._code})
 
     def own_frames(self, traceback: TracebackType | None) -> TracebackType | None:

@@ -17,8 +17,7 @@ from gpumem_magic.uninterrupted import whole
 
 if TYPE_CHECKING:
     from gpumem_magic.causes.why import Why
-    from gpumem_magic.recording.instrument import Statement
-    from gpumem_magic.recording.model import Recording
+    from gpumem_magic.recording.model import Failed, Recording
     from gpumem_magic.recording.recorder import Recorder
     from gpumem_magic.report.model import ReportData
     from gpumem_magic.user_report import Report
@@ -84,7 +83,7 @@ class ActiveRecording:
     def close(
         self,
         error: BaseException | None = None,
-        failed: tuple[Statement, tuple[int, ...], tuple[int, ...]] | None = None,
+        failed: Failed | None = None,
         user_ns: Mapping[str, Any] | None = None,
     ) -> Report:
         """Ends the recording and makes the report, which becomes `last_report()`. The error is read and not kept."""
@@ -94,7 +93,7 @@ class ActiveRecording:
     def _closed(
         self,
         error: BaseException | None,
-        failed: tuple[Statement, tuple[int, ...], tuple[int, ...]] | None,
+        failed: Failed | None,
         user_ns: Mapping[str, Any] | None,
     ) -> Report:
         global _last
@@ -104,15 +103,11 @@ class ActiveRecording:
 
         under_way.end()
         self._launches.put_back()
-        place = None
-        if failed is not None:
-            statement, iteration, loops = failed
-            place = (statement.text, statement.line, iteration, loops)
         try:
             with no_automatic_collection():
                 # Its patches came last, and go first.
                 self._why.stop(user_ns, error)
-                recording = self._recorder.finish(error, place, user_ns)
+                recording = self._recorder.finish(error, failed, user_ns)
         finally:
             self.put_back()
         recording = replace(recording, primary=self._primary(recording), holds=self._why.holds(recording.logs))

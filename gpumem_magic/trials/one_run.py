@@ -11,6 +11,7 @@ from gpumem_magic.allocator.settings import parse
 from gpumem_magic.attribution.view import DeviceView
 from gpumem_magic.recording import under_way
 from gpumem_magic.recording.failure import is_out_of_memory
+from gpumem_magic.recording.model import Failed
 from gpumem_magic.recording.progress import CellProgress, StopRun
 from gpumem_magic.recording.quiet import no_automatic_collection
 from gpumem_magic.recording.recorder import Recorder
@@ -24,7 +25,7 @@ from gpumem_magic.trials.counting import goes_by_its_count, with_functions
 from gpumem_magic.trials.further_turns import FurtherTurns
 from gpumem_magic.trials.loops import LoopEnds, TrialLimit
 from gpumem_magic.trials.process import Pause, in_a_fork, last_words, shared_start
-from gpumem_magic.trials.programs import Place, Running, Subject, Variable
+from gpumem_magic.trials.programs import Running, Subject, Variable
 from gpumem_magic.trials.saved_files import keep_apart
 from gpumem_magic.trials.tried import ERROR, FITS, MEMORY, Course, Share, Tried
 from gpumem_magic.virtual.engine.device import VirtualDevice
@@ -91,7 +92,7 @@ def run_here(
     running.observe(CellProgress(recorder, limit, running.source), recorder, further, LoopEnds(limit))
     costs = Costs(machine.engine, lambda: len(recorder.iterations)) if with_costs else None
     error: BaseException | None = None
-    place: Place | None = None
+    place: Failed | None = None
     try:
         _to_its_end(running)
     except BaseException as raised:

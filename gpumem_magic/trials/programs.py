@@ -12,6 +12,7 @@ from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from gpumem_magic.recording.cell import CellRun, PreparedCell
+from gpumem_magic.recording.model import Failed
 from gpumem_magic.recording.script import ScriptRun, as_main
 from gpumem_magic.trials.before_values import untouched
 from gpumem_magic.trials.counting import own_functions
@@ -22,13 +23,9 @@ if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
 
     from gpumem_magic.recording.hook import CellObserver
-    from gpumem_magic.recording.instrument import Statement
     from gpumem_magic.recording.recorder import Recorder
     from gpumem_magic.trials.further_turns import FurtherTurns
     from gpumem_magic.trials.loops import LoopEnds
-
-Place = tuple[str, int, tuple[int, ...], tuple[int, ...]]
-"""A statement's text, line and iteration, and the lines of the loops around it."""
 
 
 class Running(Protocol):
@@ -47,7 +44,7 @@ class Running(Protocol):
     def run(self) -> None:
         """Raises what the program raises."""
 
-    def failed(self, traceback: TracebackType | None) -> Place | None: ...
+    def failed(self, traceback: TracebackType | None) -> Failed | None: ...
 
 
 Ask = Callable[[], Mapping[str, int]]
@@ -144,8 +141,8 @@ class _RunningCell:
     def run(self) -> None:
         self._run.run()
 
-    def failed(self, traceback: TracebackType | None) -> Place | None:
-        return _place(self._run.failed(traceback))
+    def failed(self, traceback: TracebackType | None) -> Failed | None:
+        return self._run.failed(traceback)
 
 
 class ScriptProgram:
@@ -204,8 +201,8 @@ class _RunningScript:
     def run(self) -> None:
         self._script.run(self._main)
 
-    def failed(self, traceback: TracebackType | None) -> Place | None:
-        return _place(self._script.failed(traceback))
+    def failed(self, traceback: TracebackType | None) -> Failed | None:
+        return self._script.failed(traceback)
 
 
 class StepProgram:
@@ -263,17 +260,10 @@ class _RunningStep:
                 # It steps no optimizer: its calls are the iterations.
                 recorder.iteration_ended()
 
-    def failed(self, traceback: TracebackType | None) -> Place | None:
+    def failed(self, traceback: TracebackType | None) -> Failed | None:
         line = 0
         while traceback is not None:
             if traceback.tb_frame.f_code.co_filename == self.filename:
                 line = traceback.tb_lineno or line
             traceback = traceback.tb_next
         return linecache.getline(self.filename, line).strip(), line, (self._calls,), (0,)
-
-
-def _place(failed: tuple[Statement, tuple[int, ...], tuple[int, ...]] | None) -> Place | None:
-    if failed is None:
-        return None
-    statement, iteration, loops = failed
-    return statement.text, statement.line, iteration, loops
