@@ -23,7 +23,7 @@ from torch import nn
 from gpumem_magic.virtual import gpu
 
 # Published: a GTX 1650, of the same generation, and cards that are not named. Small values say that no mask is needed.
-LLAMA_CARD, OTHER_CARD = "T4,values=auto", "A100-80GB"
+LLAMA_CARD, OTHER_CARD = "T4,torch=2.14,values=auto", "A100-80GB"
 Run = Callable[[], int]
 
 

@@ -113,6 +113,14 @@ def test_seeds_of_dropout_are_on_the_host_as_recordings_show(device: str) -> Non
     assert 8 not in sizes
 
 
+def test_seeds_are_on_the_device_as_published_peaks_of_new_versions_show() -> None:
+    gpu.turn_on("T4,torch=2.14")
+    query = torch.randn(1, 8, 96, 64, device="cuda", requires_grad=True)
+    with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
+        sizes = made(lambda: F.scaled_dot_product_attention(query, query, query).sum().backward())
+    assert sizes[:4] == [8 * 96 * 64 * 4, 8 * 96 * 4, 8, 8]
+
+
 def test_seeds_of_dropout_are_on_the_device_while_a_graph_is_captured() -> None:
     gpu.turn_on("A100-40GB")
     query = torch.zeros(1, 8, 96, 64, device="cuda")
