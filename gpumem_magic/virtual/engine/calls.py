@@ -40,6 +40,11 @@ def _means_virtual(device: torch.device) -> bool:
     return device.type in ("cuda", "meta") and not STATE.depth
 
 
+def bytes_of(tensor: torch.Tensor) -> int:
+    """What its elements take, however they lie."""
+    return int(tensor.numel() * tensor.element_size())
+
+
 def any_sparse(args: Any) -> bool:
     for arg in args:
         if isinstance(arg, VirtualTensor):

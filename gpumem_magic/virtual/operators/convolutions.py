@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from gpumem_magic.private import aten as _aten
+from gpumem_magic.virtual.engine.calls import bytes_of
 from gpumem_magic.virtual.engine.engine import Engine, special
 from gpumem_magic.virtual.engine.half_precision import HALF
 from gpumem_magic.virtual.engine.memory import Convolution
@@ -38,7 +39,7 @@ def layout_of(input: torch.Tensor, weight: torch.Tensor) -> torch.memory_format:
 
 def _copy_bytes(tensor: torch.Tensor, layout: torch.memory_format) -> int:
     """What a copy in the layout takes; 0 where the tensor has it."""
-    return 0 if tensor.is_contiguous(memory_format=layout) else tensor.numel() * tensor.element_size()
+    return 0 if tensor.is_contiguous(memory_format=layout) else bytes_of(tensor)
 
 
 class _Call:

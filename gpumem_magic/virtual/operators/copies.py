@@ -18,6 +18,7 @@ import torch
 
 from gpumem_magic.private import aten as _aten
 from gpumem_magic.private import overloads
+from gpumem_magic.virtual.engine.calls import bytes_of
 from gpumem_magic.virtual.engine.engine import BESIDE, Engine, special
 from gpumem_magic.virtual.operators.sorting import is_dense
 from gpumem_magic.virtual.operators.written_gradients import IN_PLACE, writes_into_zeros
@@ -66,7 +67,7 @@ def _laid_out(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) ->
 
 def laid_out(engine: Engine, func: Any, args: Any, kwargs: Any, device: int, places: Sequence[int]) -> Any:
     """Runs an operator beside copies of those arguments (their `places`) that are not contiguous."""
-    sizes = [_bytes(args[place]) for place in places if not args[place].is_contiguous()]
+    sizes = [bytes_of(args[place]) for place in places if not args[place].is_contiguous()]
     if not sizes:
         return engine.run(func, args, kwargs, device)
     with engine.scratch(device, *sizes):
@@ -75,12 +76,12 @@ def laid_out(engine: Engine, func: Any, args: Any, kwargs: Any, device: int, pla
 
 @special(*_PRODUCTS, table=BESIDE)
 def _product(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> list[int]:
-    return [_bytes(args[place]) for place in _PRODUCTS[func] if not _lies_right(args[place])]
+    return [bytes_of(args[place]) for place in _PRODUCTS[func] if not _lies_right(args[place])]
 
 
 @special(*_LAID_OUT_AFTER, table=BESIDE)
 def _laid_out_after(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> list[int]:
-    return [] if args[0].is_contiguous() else [_bytes(args[0])]
+    return [] if args[0].is_contiguous() else [bytes_of(args[0])]
 
 
 @special(*_NEAREST, table=BESIDE)
@@ -92,14 +93,14 @@ def _nearest(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device
             return []
         last = torch.channels_last
         if out.shape[1] >= _CHANNELS and not out.is_contiguous() and out.is_contiguous(memory_format=last):
-            return [] if source.is_contiguous(memory_format=last) else [_bytes(source)]
-    return [_bytes(tensor) for tensor in (out, source) if not tensor.is_contiguous()]
+            return [] if source.is_contiguous(memory_format=last) else [bytes_of(source)]
+    return [bytes_of(tensor) for tensor in (out, source) if not tensor.is_contiguous()]
 
 
 @special(_aten.embedding.default)
 def _embedding(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     """Rows by one list of indices, which is a copy where they do not lie as one."""
-    with engine.scratch(device, 0 if _lies_in_one_row(args[1]) else _bytes(args[1])):
+    with engine.scratch(device, 0 if _lies_in_one_row(args[1]) else bytes_of(args[1])):
         return engine.run(func, args, kwargs, device)
 
 
@@ -117,7 +118,7 @@ def _scan(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: i
     source = args[0]
     converted = source.dtype != out.dtype
     laid_out = not source.is_contiguous() and (is_dense(source) or not converted)
-    return [_bytes(out)] * (converted + laid_out) if source.dim() else []
+    return [bytes_of(out)] * (converted + laid_out) if source.dim() else []
 
 
 @special(_aten.mode.default, table=BESIDE)
@@ -128,7 +129,7 @@ def _mode(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: i
     if not source.dim() or source.shape[dim] == 1:
         return []
     plain = source.transpose(dim, -1).is_contiguous() and source.shape[dim] <= _LONGEST_MODE
-    return [] if plain else [_bytes(source)]
+    return [] if plain else [bytes_of(source)]
 
 
 def staged_bytes(on_device: Any, on_host: Any, non_blocking: bool = False) -> int:
@@ -139,7 +140,7 @@ def staged_bytes(on_device: Any, on_host: Any, non_blocking: bool = False) -> in
     if non_blocking and on_device.dtype != on_host.dtype:
         return int(on_device.numel() * on_host.element_size())
     alike = on_device.stride() == on_host.stride() and on_device.shape == on_host.shape and is_dense(on_device)
-    return 0 if on_device.is_contiguous() or (alike and on_device.dtype == on_host.dtype) else _bytes(on_device)
+    return 0 if on_device.is_contiguous() or (alike and on_device.dtype == on_host.dtype) else bytes_of(on_device)
 
 
 def fits_blas(shape: Sequence[int], stride: Sequence[int]) -> bool:
@@ -168,7 +169,7 @@ def _masked_scatter(engine: Engine, func: Any, args: Any, kwargs: Any, device: i
     out = engine.run(func, args, kwargs, device)
     count = target.numel()
     mask_is_plain = mask.shape == target.shape and mask.is_contiguous()
-    copied = 0 if source.is_contiguous() else _bytes(source)
+    copied = 0 if source.is_contiguous() else bytes_of(source)
     with engine.scratch(device, count * 8, 0 if mask_is_plain else count, copied):
         return out
 
@@ -180,10 +181,10 @@ def _multinomial(engine: Engine, func: Any, args: Any, kwargs: Any, device: int)
     out = engine.run(func, args, kwargs, device)
     if again and count > 1:
         # The weights, in shares, and their sums from the first on.
-        held = [_bytes(weights)] * 3
+        held = [bytes_of(weights)] * 3
     else:
         # Exponential draws for each weight, and the highest quotients where there are several.
-        held = [_bytes(weights), out.numel() * weights.element_size() if count > 1 else 0]
+        held = [bytes_of(weights), out.numel() * weights.element_size() if count > 1 else 0]
     with engine.scratch(device, *held):
         return out
 
@@ -195,7 +196,3 @@ def _norms(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> An
     item = 8 if any(tensor.dtype == torch.float64 for tensor in tensors) else 4
     with engine.scratch(device, len(tensors) * pieces * item):
         return engine.run(func, args, kwargs, device)
-
-
-def _bytes(tensor: Any) -> int:
-    return int(tensor.numel() * tensor.element_size())

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from gpumem_magic.private import aten as _aten
 from gpumem_magic.private import overloads
 from gpumem_magic.virtual.engine import supplied, values
-from gpumem_magic.virtual.engine.calls import users_line
+from gpumem_magic.virtual.engine.calls import bytes_of, users_line
 from gpumem_magic.virtual.engine.engine import Engine, special
 from gpumem_magic.virtual.engine.mismatch import refuse_mixed_devices
 from gpumem_magic.virtual.engine.modes import STATE, origin
@@ -260,7 +260,7 @@ def _ctc_loss(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) ->
 def _ctc_loss_backward(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     """The gradient, and a second table like the forward pass's while it is worked out."""
     log_probs, log_alpha = args[1], args[6]
-    with engine.scratch(device, log_alpha.numel() * log_alpha.element_size()):
+    with engine.scratch(device, bytes_of(log_alpha)):
         return _placed(engine, tuple(log_probs.shape), log_probs.dtype, device)
 
 

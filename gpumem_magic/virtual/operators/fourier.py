@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from gpumem_magic.private import aten as _aten
+from gpumem_magic.virtual.engine.calls import bytes_of
 from gpumem_magic.virtual.engine.engine import Engine, special
 
 _MOST_AT_ONCE = 3
@@ -66,10 +67,6 @@ def _lying(tensor: Any, stride: Sequence[int] | None = None) -> _Lying:
     return _Lying(tensor.shape, stride or tensor.stride(), tensor.dtype in (torch.float16, torch.complex32))
 
 
-def _bytes(tensor: Any) -> int:
-    return int(tensor.numel() * tensor.element_size())
-
-
 def _at_once(dims: Sequence[int]) -> bool:
     """Whether a transform from or to real numbers is one step."""
     return len(dims) <= _MOST_AT_ONCE and list(dims[:2]) != [0, 1]
@@ -105,12 +102,12 @@ def _by_turns(
 @special(_aten._fft_c2c.default)
 def _complex(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     source, dims = args[:2]
-    copies = _lying(source).copies(dims, _bytes(source))
+    copies = _lying(source).copies(dims, bytes_of(source))
 
     def run() -> Any:
         return engine.run(func, args, kwargs, device)
 
-    return _by_turns(engine, device, run, copies, _bytes(source), len(copies) % 2 == 0) if copies else run()
+    return _by_turns(engine, device, run, copies, bytes_of(source), len(copies) % 2 == 0) if copies else run()
 
 
 @special(_aten._fft_r2c.default)
@@ -121,7 +118,7 @@ def _from_real(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -
     lying = _lying(source)
     at_once = _at_once(dims)
     first = lying.is_copied(dims if at_once else dims[-1:], half if onesided or not at_once else whole)
-    copies = [_bytes(source) if first else 0]
+    copies = [bytes_of(source) if first else 0]
     numbers = source.numel() // max(1, whole)
     if not at_once:
         copies += lying.copies(dims[:-1], numbers * half * 2 * source.element_size())
@@ -134,7 +131,7 @@ def _from_real(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -
 @special(_aten._fft_c2r.default)
 def _to_real(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     source, dims = args[:2]
-    size = _bytes(source)
+    size = bytes_of(source)
     out = engine.run(func, args, kwargs, device)
     at_once = _at_once(dims)
     plain = torch.empty(source.shape, device="meta").stride() if at_once else None

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from gpumem_magic.private import aten as _aten
+from gpumem_magic.virtual.engine.calls import bytes_of
 from gpumem_magic.virtual.engine.engine import BESIDE, Engine, special
 from gpumem_magic.virtual.engine.modes import pushed
 from gpumem_magic.virtual.operators.data_dependent import _placed
@@ -31,10 +32,6 @@ _CHOLESKY_BY_CUSOLVER_FROM = (2, 13)
 
 def _batch(shape: Sequence[int]) -> int:
     return prod(shape[:-2])
-
-
-def _bytes(tensor: Any) -> int:
-    return int(tensor.numel() * tensor.element_size())
 
 
 def _takes_workspace(engine: Engine, device: int) -> None:
@@ -152,7 +149,7 @@ def _lu_unpack(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, devi
 def _lu_solve(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> tuple[int, ...]:
     factors = args[0]
     left, adjoint = kwargs.get("left", True), kwargs.get("adjoint", False)
-    with engine.scratch(device, 0 if factors.mT.is_contiguous() else _bytes(factors)):
+    with engine.scratch(device, 0 if factors.mT.is_contiguous() else bytes_of(factors)):
         _solve(engine, device, factors, (out if left else out.mT).shape, adjoint == left)
     return ()
 
@@ -171,7 +168,7 @@ def _solve_by_lu(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, de
 @special(_aten.linalg_inv_ex.default, table=BESIDE)
 def _inverse(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> tuple[int, ...]:
     matrices = args[0]
-    with engine.scratch(device, _bytes(matrices), matrices[..., 0].numel() * _PIVOT):
+    with engine.scratch(device, bytes_of(matrices), matrices[..., 0].numel() * _PIVOT):
         _factorize(engine, device, matrices)
         _solve(engine, device, matrices, matrices.shape, _is_solved_transposed(matrices))
     return ()
@@ -217,7 +214,7 @@ def _solve_by_cholesky(engine: Engine, device: int, matrices: Any) -> None:
     batch = _batch(matrices.shape)
     if batch == 1 or engine.memory.torch_version(device) < _CHOLESKY_BY_CUSOLVER_FROM:
         # cuSOLVER's code of errors, and the copy that is worked in.
-        with engine.scratch(device, *([_CODE] * (batch == 1) + [_bytes(matrices)])):
+        with engine.scratch(device, *([_CODE] * (batch == 1) + [bytes_of(matrices)])):
             return
     for _ in range(2):
         with engine.scratch(device, *_copied_unless_plain(matrices, batch)):
@@ -228,8 +225,8 @@ def _solve_by_cholesky(engine: Engine, device: int, matrices: Any) -> None:
 def _cholesky_inverse(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> list[int]:
     matrices = args[0]
     if engine.memory.torch_version(device) < _CHOLESKY_BY_CUSOLVER_FROM:
-        return [_bytes(matrices), _CODE if _batch(matrices.shape) == 1 else 0]
-    with engine.scratch(device, _bytes(matrices)):
+        return [bytes_of(matrices), _CODE if _batch(matrices.shape) == 1 else 0]
+    with engine.scratch(device, bytes_of(matrices)):
         _solve_by_cholesky(engine, device, matrices)
     return []
 
@@ -279,7 +276,7 @@ def _qr(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int
     batch, wants_first = _batch(matrices.shape), bool(first.numel())
     held = [batch * min(rows, columns) * matrices.element_size()]
     if not (wants_first and first.shape[-1] == columns) and second.shape[-2] != rows:
-        held.append(_bytes(matrices))
+        held.append(bytes_of(matrices))
     with engine.scratch(device, *held):
         _reflect(engine, device, rows, batch)
         with engine.scratch(device, _CODE if wants_first else 0):
@@ -294,7 +291,7 @@ def _householder(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, de
 
 @special(_aten.ormqr.default, table=BESIDE)
 def _ormqr(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> list[int]:
-    return [0 if args[0].mT.is_contiguous() else _bytes(args[0]), _CODE]
+    return [0 if args[0].mT.is_contiguous() else bytes_of(args[0]), _CODE]
 
 
 @special(_aten.linalg_lstsq.default)
@@ -312,7 +309,7 @@ def _least_squares(engine: Engine, func: Any, args: Any, kwargs: Any, device: in
     with engine.scratch(device, max(1, _batch(matrices.shape)) * _CODE):
         # Worked out in a copy of the right-hand side, column by column.
         solution = made(*batch, *width, max(rows, columns)).narrow(-1, 0, columns)
-        with engine.scratch(device, _bytes(matrices)):
+        with engine.scratch(device, bytes_of(matrices)):
             if matrices.numel() and right.numel():
                 _by_reflections(engine, device, matrices, prod(batch))
             residuals = made(*batch, *width) if rows > columns else made(0)
@@ -328,7 +325,7 @@ def _by_reflections(engine: Engine, device: int, matrices: Any, batch: int) -> N
         with engine.scratch(device, *spread):
             _by_cublas(engine, device, batch, 2)
         return
-    turned = [_bytes(matrices)] if rows < columns else []
+    turned = [bytes_of(matrices)] if rows < columns else []
     with engine.scratch(device, given * few * item, *turned):
         _reflect(engine, device, max(rows, columns), given)
         with engine.scratch(device, *spread, batch * few * item if spread else 0):
@@ -342,7 +339,7 @@ def _by_reflections(engine: Engine, device: int, matrices: Any, batch: int) -> N
 
 @special(_aten._linalg_eigh.default, table=BESIDE)
 def _eigh(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> list[int]:
-    copied = [] if out[1].numel() else [_bytes(args[0])]
+    copied = [] if out[1].numel() else [bytes_of(args[0])]
     return [*copied, _batch(args[0].shape) * _CODE]
 
 
@@ -363,7 +360,7 @@ def _svd(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: in
         sides = {"gesvdj": [rows * few, columns * few], "gesvda": [batch * rows * columns, batch * few**2]}.get(
             driver, []
         )
-    return [batch * _CODE, _bytes(matrices), *(side * item for side in sides)]
+    return [batch * _CODE, bytes_of(matrices), *(side * item for side in sides)]
 
 
 # ---- functions of matrices
@@ -372,7 +369,7 @@ def _svd(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: in
 @special(_aten.linalg_matrix_exp.default, table=BESIDE)
 def _exponential(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> tuple[int, ...]:
     """The most: by products up to the eighteenth power, of matrices that are made smaller first."""
-    size = _bytes(out)
+    size = bytes_of(out)
     if out.shape[-1] == 1 or not size:
         return ()
     matrices = _batch(out.shape)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from gpumem_magic.private import aten as _aten
+from gpumem_magic.virtual.engine.calls import bytes_of
 from gpumem_magic.virtual.engine.engine import BESIDE, Engine, special
 from gpumem_magic.virtual.engine.half_precision import accumulator
 from gpumem_magic.virtual.engine.modes import pushed
@@ -39,7 +40,7 @@ def _batch_backward(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any,
         return []
     parts = [input if wanted[0] else None, *[weight if is_wanted else None for is_wanted in wanted[1:]]]
     dropped = [tensor for tensor, made in zip((input, weight, weight), parts, strict=True) if made is None]
-    return [tensor.numel() * tensor.element_size() for tensor in dropped]
+    return [bytes_of(tensor) for tensor in dropped]
 
 
 @special(_aten.native_group_norm.default, table=BESIDE)

@@ -16,6 +16,7 @@ import torch
 
 from gpumem_magic.private import aten as _aten
 from gpumem_magic.virtual.engine import values
+from gpumem_magic.virtual.engine.calls import bytes_of
 from gpumem_magic.virtual.engine.engine import Engine, special
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
 from gpumem_magic.virtual.operators.written_gradients import IN_PLACE, writes_into_zeros
@@ -106,13 +107,13 @@ def _topk(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any
     dim = args[2] if len(args) > 2 else kwargs.get("dim", -1)
     in_order = args[4] if len(args) > 4 else kwargs.get("sorted", True)
     chosen, indices = out = engine.run(func, args, kwargs, device)
-    with engine.scratch(device, 0 if source.is_contiguous() else source.numel() * source.element_size()):
+    with engine.scratch(device, 0 if source.is_contiguous() else bytes_of(source)):
         pass
     if in_order and chosen.dim() and chosen.shape[dim] > MOST_IN_PLACE:
-        with engine.scratch(device, _bytes(indices), _bytes(chosen)):
+        with engine.scratch(device, bytes_of(indices), bytes_of(chosen)):
             _hold_for_sort(engine, device, chosen, dim)
             # The indices are picked in the new order.
-            with engine.scratch(device, _bytes(indices)):
+            with engine.scratch(device, bytes_of(indices)):
                 pass
     return out
 
@@ -161,7 +162,7 @@ def _unique_along(engine: Engine, func: Any, args: Any, kwargs: Any, device: int
     listed = most * _INDEX
     shape = list(source.shape)
     shape[dim] = count = engine.selected("unique", most)
-    with engine.scratch(device, 0 if source.movedim(dim, 0).is_contiguous() else _bytes(source), listed):
+    with engine.scratch(device, 0 if source.movedim(dim, 0).is_contiguous() else bytes_of(source), listed):
         with engine.scratch(device, listed if flags.get("return_inverse") else 0):
             inverse = _placed(engine, (most if flags.get("return_inverse") else 0,), torch.int64, device)
         with engine.scratch(device, listed + _INDEX if flags.get("return_counts") else 0):
@@ -184,10 +185,6 @@ def hold_for_shuffle(engine: Engine, device: int, numbers: Any) -> None:
 
 def _placed(engine: Engine, shape: tuple[int, ...], dtype: torch.dtype, device: int) -> Any:
     return torch.empty(shape, dtype=dtype, device=torch.device("cuda", device))
-
-
-def _bytes(tensor: Any) -> int:
-    return int(tensor.numel() * tensor.element_size())
 
 
 # ---- writing through indices
@@ -249,7 +246,7 @@ def _index_put(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -
                 0 if source.numel() == values_there and source.is_contiguous() else values_there * source.element_size()
             )
             adjacent = chosen_dims == list(range(chosen_dims[0], chosen_dims[-1] + 1))
-            laid_out = [] if target.is_contiguous() and adjacent else [target.numel() * target.element_size()]
+            laid_out = [] if target.is_contiguous() and adjacent else [bytes_of(target)]
             with engine.scratch(device, *laid_out):
                 if values_there:
                     _accumulate(engine, device, places, on_host, rows, copied)

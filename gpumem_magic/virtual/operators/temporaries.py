@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from gpumem_magic.private import aten as _aten
+from gpumem_magic.virtual.engine.calls import bytes_of
 from gpumem_magic.virtual.engine.engine import BESIDE, Engine, special
 from gpumem_magic.virtual.engine.half_precision import HALF, accumulator
 from gpumem_magic.virtual.engine.modes import pushed
@@ -68,7 +69,7 @@ def _by_sorting(
 
 
 def _copies(*tensors: Any) -> list[int]:
-    return [one.numel() * one.element_size() for one in tensors if not one.is_contiguous()]
+    return [bytes_of(one) for one in tensors if not one.is_contiguous()]
 
 
 @special(_aten.embedding_dense_backward.default)
