@@ -114,6 +114,16 @@ def own_attributes(tensor: torch.Tensor) -> dict[str, Any]:
     return {name: value for name, value in tensor.__dict__.items() if name not in _FAKE_ATTRIBUTES}
 
 
+def _like(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """The other: a parameter where the tensor is one, tracked where it is, and with what the program put on it."""
+    if isinstance(tensor, torch.nn.Parameter):
+        other = torch.nn.Parameter(other, requires_grad=tensor.requires_grad)
+    else:
+        other.requires_grad_(tensor.requires_grad)
+    other.__dict__.update(own_attributes(tensor))
+    return other
+
+
 class _StoragesBeingSaved(threading.local):
     """While `torch.save` runs in a thread: the host storages that stand for device storages, and where those are."""
 
@@ -327,23 +337,12 @@ class VirtualTensor(FakeTensor):
 
     def __copy__(self) -> Any:
         """A tensor of its own on the same storage."""
-        copy = self.detach()
-        if isinstance(self, torch.nn.Parameter):
-            copy = torch.nn.Parameter(copy, requires_grad=self.requires_grad)
-        else:
-            copy.requires_grad_(self.requires_grad)
-        copy.__dict__.update(own_attributes(self))
-        return copy
+        return _like(self, self.detach())
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickles as a host tensor of zeros: there are no values. `torch.save` has its own, careful way (see `saving`)."""
         host = self.detach().cpu() if self.layout is not torch.strided else _host_twin(self)
-        if isinstance(self, torch.nn.Parameter):
-            host = torch.nn.Parameter(host, requires_grad=self.requires_grad)
-        else:
-            host.requires_grad_(self.requires_grad)
-        host.__dict__.update(own_attributes(self))
-        return host.__reduce_ex__(protocol)
+        return _like(self, host).__reduce_ex__(protocol)
 
     def pin_memory(self, *args: Any) -> Any:
         raise RuntimeError(f"cannot pin '{self.type()}' only dense CPU tensors can be pinned")
