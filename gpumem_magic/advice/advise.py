@@ -20,7 +20,7 @@ Say = Callable[[str], None]
 # A set that fits is looked for in so many runs.
 _MOST_SETS = 6
 # Of the peak, in bytes: less is nothing saved.
-LEAST = 1 / 200
+_LEAST = 1 / 200
 MINUTES = 5
 """When trials have taken so much of the processor, no further change is begun."""
 # A changed cell may take longer than the cell as it is: so many times, and a minute in any case.
@@ -49,6 +49,15 @@ class ChangeOutcome:
     @property
     def name(self) -> str:
         return listed([one.name for one in self.proposals]) if self.proposals else ""
+
+    def saves(self, base: ChangeOutcome) -> bool:
+        """Whether it makes anything better than the cell as it is: the memory needed, what the allocator takes from the card for
+        it, or that it fits."""
+        least = _LEAST * base.need.allocated
+        return self.need.ending != ERROR and (
+            self.need.allocated <= base.need.allocated - least
+            or (self.run.fits and (not base.run.fits or self.run.used <= base.run.used - least))
+        )
 
 
 @dataclass(frozen=True)
@@ -178,17 +187,9 @@ class _AdviceSearch:
             self._growth(one), RESULTS.index(one.results), percent, moved, len(one.proposals), one.run.used,
         )  # fmt: skip
 
-    def saves(self, one: ChangeOutcome) -> bool:
-        """Whether it makes anything better: the memory needed, or what the allocator takes from the card for it."""
-        least = LEAST * self.base.need.allocated
-        return one.need.ending != ERROR and (
-            one.need.allocated <= self.base.need.allocated - least
-            or (one.run.fits and self.base.run.fits and one.run.used <= self.base.run.used - least)
-        )
-
     def _most_room(self, outcomes: Sequence[ChangeOutcome]) -> ChangeOutcome | None:
         """All that keep the results and save something, one after the other, while each saves more."""
-        useful = [one for one in outcomes if one.run.fits and self.saves(one) and one.results != DIFFERENT]
+        useful = [one for one in outcomes if one.run.fits and one.saves(self.base) and one.results != DIFFERENT]
         useful.sort(key=lambda one: (self._growth(one), one.run.used, self._price(one)))
         if not useful:
             return None
@@ -205,7 +206,7 @@ class _AdviceSearch:
         """The cheap ones that save something first, together, until they fit; then without each that is not needed. Where none
         fits: the set that comes nearest."""
         useful = sorted((one for one in outcomes if one.need.ending != ERROR), key=lambda one: self._price(one)[:5])
-        useful = [one for one in useful if self.saves(one)] + [one for one in useful if not self.saves(one)]
+        useful = [one for one in useful if one.saves(self.base)] + [one for one in useful if not one.saves(self.base)]
         if not useful:
             return None
         found = min(useful, key=lambda one: one.need.allocated)
@@ -224,7 +225,7 @@ class _AdviceSearch:
                 # What saves next to nothing more is no part of what comes nearest.
                 if (
                     outcome.run.fits
-                    or outcome.need.allocated <= found.need.allocated - LEAST * self.base.need.allocated
+                    or outcome.need.allocated <= found.need.allocated - _LEAST * self.base.need.allocated
                 ):
                     found = outcome
         if found.run.fits:
@@ -234,7 +235,7 @@ class _AdviceSearch:
                 fewer = self._outcome([other for other in found.proposals if other is not more])
                 if fewer is not None and fewer.run.fits:
                     found = fewer
-        return found if found.run.fits or self.saves(found) else None
+        return found if found.run.fits or found.saves(self.base) else None
 
 
 def _exclude(one: Proposal, other: Proposal) -> bool:

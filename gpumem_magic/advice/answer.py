@@ -8,7 +8,7 @@ from collections.abc import Callable, Container, Iterator
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from gpumem_magic.advice.advise import LEAST, Advised, ChangeOutcome
+from gpumem_magic.advice.advise import Advised, ChangeOutcome
 from gpumem_magic.advice.proposal import DIFFERENT, ROUNDING, SAME
 from gpumem_magic.advice.trial import MOST_ITERATIONS
 from gpumem_magic.trials.answer import card_in_words, failure_in_words, of_the_card
@@ -166,7 +166,7 @@ class Advice:
         return [_HEADS, *rows, *(self._row(one) for one in self._shown_changes())]
 
     def _shown_changes(self) -> list[ChangeOutcome]:
-        useful = [one for one in self.found.outcomes if self._helps(one)]
+        useful = [one for one in self.found.outcomes if one.saves(self.found.base)]
         useful.sort(key=lambda one: (not one.run.fits, one.need.allocated))
         best = self.found.best
         return [*useful, *([best] if best is not None and len(best.proposals) > 1 else [])]
@@ -183,14 +183,6 @@ class Advice:
             self._costs(one),
         ]
 
-    def _helps(self, one: ChangeOutcome) -> bool:
-        base = self.found.base
-        if one.need.ending == ERROR:
-            return False
-        return one.need.allocated <= (1 - LEAST) * base.need.allocated or (
-            one.run.fits and (not base.run.fits or one.run.used < base.run.used)
-        )
-
     def _costs(self, one: ChangeOutcome) -> str:
         base = self.found.base.need
         words = []
@@ -203,9 +195,11 @@ class Advice:
     def _after(self) -> Iterator[str]:
         for one in self.found.outcomes:
             for each in one.proposals:
-                if each.but and self._helps(one):
+                if each.but and one.saves(self.found.base):
                     yield f"* {each.name}: {each.but}."
-        without = [one.name for one in self.found.outcomes if one.need.ending != ERROR and not self._helps(one)]
+        without = [
+            one.name for one in self.found.outcomes if one.need.ending != ERROR and not one.saves(self.found.base)
+        ]
         if without:
             yield f"Run, and of no help: {', '.join(without)}."
         for one in self.found.outcomes:
