@@ -12,10 +12,9 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch._C import _current_autograd_node
+from torch._C import _current_autograd_node, _len_torch_function_stack
 
 from gpumem_magic.devices.base import Birth, CodePlace
-from gpumem_magic.looks import tensors
 from gpumem_magic.looks.code import (
     LIBRARY,
     OWN,
@@ -27,6 +26,8 @@ from gpumem_magic.looks.code import (
     line_at,
     whose,
 )
+from gpumem_magic.looks.tensors import no_dispatch, no_functions
+from gpumem_magic.virtual.engine.tensors import VirtualTensor
 
 # Python functions of PyTorch's that users call by their names.
 _FUNCTIONS = re.compile(r"[/\\]torch[/\\](?:nn[/\\])?functional\.py$")
@@ -37,47 +38,79 @@ _MOST_SHARING = 4
 _MOST_INPUTS = 8
 # Alike births are kept once; so many different ones are a program's whose shapes never repeat.
 _MOST = 50_000
+# Where there are only these, and no mode of functions, reading a tensor's looks runs no code but PyTorch's.
+_ASKS_NOBODY = frozenset((VirtualTensor, torch.Tensor, type(None), bool, int, float, str, torch.dtype))
+
+# The frames of the engine's own at least, from `Births._way` on to where the program may be: each costs time to look at.
+# `forward` and `_handle`; `of` and who asks it, then `perform` and `_handle`; `of` and who asks it.
+_OPERATOR, _ALLOCATING, _FACTORY = 3, 5, 3
+
+# Where the program is, the function of PyTorch's that it called, whether it is autograd's engine that runs, and the functions
+# that share memory among ranks (see `Birth`).
+_Way = tuple[CodePlace | None, str, bool, tuple[str, ...]]
+# An operator under way, its arguments, and the way to it where that is known by now.
+Call = tuple[Any, Any, Any, _Way | None]
+
+
+class _FrameKinds(dict[str, str]):
+    """By file, whose code it is, "" for what is passed over: asked of each frame between an operator and the program."""
+
+    def __missing__(self, filename: str) -> str:
+        kind = whose(filename)
+        if kind is TORCH:
+            kind = PASSED_OVER
+            if _FUNCTIONS.search(filename):
+                kind = _FUNCTION
+            elif _BACKWARD_FILE.search(filename):
+                kind = _GRAPH
+            elif is_sharing_file(filename):
+                kind = _SHARING
+            elif is_compiler_file(filename):
+                kind = _COMPILER
+        found = self[filename] = "" if kind is PASSED_OVER else kind
+        return found
 
 
 class Births:
     """What one engine's operators tell."""
 
     def __init__(self) -> None:
-        self._whose: dict[str, str] = {}
+        self._whose = _FrameKinds()
         self._places: dict[tuple[Any, ...], CodePlace] = {}
         self._births: dict[tuple[Any, ...], Birth] = {}
-        self._kernels: dict[Any, str] = {}
+        # By an operator's id, with itself, so that no other has that: operators are hashed by Python.
+        self._kernels: dict[int, tuple[str, Any]] = {}
         # The number of a node -> the kernel that it belongs to, the operator's name, and where that was called.
         self._nodes: dict[int, tuple[str, str, CodePlace | None]] = {}
 
-    def forward(self, func: Any, number: int) -> None:
-        """Autograd has made the node of this number for an operator that runs now."""
+    def forward(self, func: Any, number: int) -> _Way:
+        """Autograd has made the node of this number for an operator that runs now: the way to it."""
         if len(self._nodes) > 2 * _MOST:
             self._nodes.clear()
-        place, function, _, _ = self._place()
+        way = self._way(_OPERATOR)
         kernel = self._kernel(func)
-        self._nodes[number] = kernel, _plain(function or kernel), place
+        self._nodes[number] = kernel, _plain(way[1] or kernel), way[0]
+        return way
 
-    def of(self, call: tuple[Any, Any, Any] | None, tensor: torch.Tensor | None, maker: str = "") -> Birth:
-        """Of an allocation under way. call: the operator and its arguments; maker: a factory's name, where there is no operator;
-        tensor: what it holds, None for what a kernel works with."""
+    def of(self, call: Call | None, tensor: torch.Tensor | None, maker: str = "") -> Birth:
+        """Of an allocation under way. maker: a factory's name, where there is no operator; tensor: what it holds, None for what a
+        kernel works with."""
         node = _current_autograd_node()
         name, known = ("", None) if node is None else self._behind(node)
-        place, function, in_engine, sharing = self._place(stops_at_engine=known is not None and known[2] is not None)
-        kernel = maker if call is None else self._kernel(call[0])
+        if call is None:
+            way, kernel = self._way(_FACTORY), maker
+        else:
+            way = call[3] or self._way(_ALLOCATING, known is not None and known[2] is not None)
+            kernel = self._kernel(call[0])
+        place, function, in_engine, sharing = way
         if not in_engine:
             name = ""
         elif known is None:
             name = name or "backward"
         else:
             function, place = known[1], known[2] or place
-        inputs: list[tuple[Any, ...]] = []
-        with tensors.no_functions(), tensors.no_dispatch():
-            if call is not None:
-                _collect((*call[1], *call[2].values()), inputs)
-            look = None if tensor is None else (tensor.shape, tensor.dtype)
         # As PyTorch has them, which costs little; in Python's numbers once for all alike.
-        key = function or kernel, kernel, look, tuple(inputs), place, name, sharing
+        key = function or kernel, kernel, *_looks(call, tensor), place, name, sharing
         birth = self._births.get(key)
         if birth is None:
             if len(self._births) > _MOST:
@@ -92,56 +125,42 @@ class Births:
         return name, known if known is not None and _is_of(name, known[0]) else None
 
     def _kernel(self, func: Any) -> str:
-        found = self._kernels.get(func)
+        found = self._kernels.get(id(func))
         if found is None:
-            found = self._kernels[func] = _kernel(func)
-        return found
+            found = self._kernels[id(func)] = _kernel(func), func
+        return found[0]
 
-    def _place(self, stops_at_engine: bool = False) -> tuple[CodePlace | None, str, bool, tuple[str, ...]]:
-        """Where the program is, the function of PyTorch's that it called, whether it is autograd's engine that runs, and the
-        functions that share memory among ranks (see `Birth`); of the last two alone, where nobody needs to know who called."""
-        frame: FrameType | None = sys._getframe(2)
+    def _way(self, inside: int, stops_at_engine: bool = False) -> _Way:
+        """The way from the program to the operator; of the engine and the sharing functions alone where nobody needs to know who
+        called. inside: so many frames are the virtual GPU's own for sure, from this one on."""
+        frame: FrameType | None = sys._getframe(inside)
         inner: FrameType | None = None
         function, in_engine, compiled = "", False, False
         sharing: tuple[str, ...] = ()
         known = self._whose
         while frame is not None:
             code = frame.f_code
-            kind = known.get(code.co_filename) or self._kind_of(code.co_filename)
-            if kind is OWN:
-                return self._known_place(inner or frame, frame, function), function, in_engine, sharing
-            if inner is None:
-                if kind is LIBRARY:
-                    inner = None if compiled else frame
-                elif kind is _COMPILER:
-                    compiled = True
-                elif kind is _FUNCTION:
-                    function = code.co_name
-                elif kind is _GRAPH and code.co_name == _ENGINE:
-                    if stops_at_engine:
-                        return None, "", True, sharing
-                    function, in_engine = "", True
-                elif kind is _SHARING and len(sharing) < _MOST_SHARING:
-                    sharing = (*sharing, code.co_name)
+            kind = known[code.co_filename]
+            if kind:
+                if kind is OWN:
+                    return self._known_place(inner or frame, frame), function, in_engine, sharing
+                if inner is None:
+                    if kind is LIBRARY:
+                        inner = None if compiled else frame
+                    elif kind is _COMPILER:
+                        compiled = True
+                    elif kind is _FUNCTION:
+                        function = code.co_name
+                    elif kind is _GRAPH and code.co_name == _ENGINE:
+                        if stops_at_engine:
+                            return None, "", True, sharing
+                        function, in_engine = "", True
+                    elif kind is _SHARING and len(sharing) < _MOST_SHARING:
+                        sharing = (*sharing, code.co_name)
             frame = frame.f_back
-        return (None if inner is None else self._known_place(inner, None, function)), function, in_engine, sharing
+        return (None if inner is None else self._known_place(inner, None)), function, in_engine, sharing
 
-    def _kind_of(self, filename: str) -> str:
-        kind = whose(filename)
-        if kind is TORCH:
-            kind = PASSED_OVER
-            if _FUNCTIONS.search(filename):
-                kind = _FUNCTION
-            elif _BACKWARD_FILE.search(filename):
-                kind = _GRAPH
-            elif is_sharing_file(filename):
-                kind = _SHARING
-            elif is_compiler_file(filename):
-                kind = _COMPILER
-        self._whose[filename] = kind
-        return kind
-
-    def _known_place(self, inner: FrameType, own: FrameType | None, function: str) -> CodePlace:
+    def _known_place(self, inner: FrameType, own: FrameType | None) -> CodePlace:
         key = _key(inner) if own is None or own is inner else (*_key(inner), *_key(own))
         place = self._places.get(key)
         if place is None:
@@ -199,6 +218,21 @@ _SPOKEN = {
 def _is_of(node: str, kernel: str) -> bool:
     """Whether a node's name (``LogSoftmaxBackward0``) is that of a kernel's (``_log_softmax``)."""
     return node.lower().startswith(kernel.rpartition("::")[2].replace("_", "").lower()) or "Backward" not in node
+
+
+def _looks(call: Call | None, tensor: torch.Tensor | None) -> tuple[Any, tuple[Any, ...]]:
+    """The shape and type of what is made (None for what a kernel works with); the looks of the tensors among the arguments."""
+    values = (tensor,) if call is None else (tensor, *call[1], *call[2].values())
+    if _ASKS_NOBODY.issuperset(map(type, values)) and not _len_torch_function_stack():
+        return _read(*values)
+    with no_functions(), no_dispatch():
+        return _read(*values)
+
+
+def _read(tensor: torch.Tensor | None, *values: Any) -> tuple[Any, tuple[Any, ...]]:
+    inputs: list[tuple[Any, ...]] = []
+    _collect(values, inputs)
+    return None if tensor is None else (tensor.shape, tensor.dtype), tuple(inputs)
 
 
 def _collect(values: Any, found: list[tuple[Any, ...]]) -> None:

@@ -33,7 +33,7 @@ from gpumem_magic.private import aten as _aten
 from gpumem_magic.uninterrupted import Uninterrupted
 from gpumem_magic.virtual.engine import contractions, indexing, kernel_rules, supplied
 from gpumem_magic.virtual.engine.alike import AlikeCalls
-from gpumem_magic.virtual.engine.births import Births
+from gpumem_magic.virtual.engine.births import Births, Call
 from gpumem_magic.virtual.engine.calls import (
     any_sparse,
     device_among,
@@ -123,6 +123,8 @@ class Engine:
         self.mode = OperatorMode(self.handle)
         self.table = StorageTable(memory.malloc, memory.free)
         self.births = Births()
+        # The operator that runs while a log does; those that it is made of come inside it.
+        self._under_way: Call | None = None
         self.reads = Reads()
         self.largest_sizes: Counter[str] = Counter()
         # Sizes that have no upper bound: what was assumed.
@@ -247,16 +249,17 @@ class Engine:
             if self.table.holds_overwritten:
                 self.refuse_overwritten(args, kwargs)
             STATE.last_device = device
-            if STATE.call is not None or not self.memory.is_recorded(device):
+            if self._under_way is not None or not self.memory.is_recorded(device):
                 return self.perform(func, args, kwargs, device)
-            if not STATE.backward and (number := _get_sequence_nr()) != STATE.sequence:
+            way = None
+            if (number := _get_sequence_nr()) != STATE.sequence and not STATE.backward:
                 STATE.sequence = number
-                self.births.forward(func, number - 1)
-            STATE.call = func, args, kwargs
+                way = self.births.forward(func, number - 1)
+            self._under_way = func, args, kwargs, way
             try:
                 return self.perform(func, args, kwargs, device)
             finally:
-                STATE.call = None
+                self._under_way = None
 
     def refuse_overwritten(self, *arguments: Any) -> None:
         """Raises what PyTorch says of a CUDA graph's result whose memory a later run has taken."""
@@ -395,7 +398,7 @@ class Engine:
             failed = False
         finally:
             if (failed or is_new) and self.memory.is_large(device, storage.nbytes()):
-                self.memory.born(device, self.births.of(STATE.call, tensor, maker))
+                self.memory.born(device, self.births.of(self._under_way, tensor, maker))
 
     def resized(self, storage: Any) -> None:
         """After a storage's size changed, of whatever device it is; the device's logs are told of a large one that was empty."""
@@ -403,7 +406,7 @@ class Engine:
         was_empty = placement is not None and not placement.nbytes
         self.table.resized(storage)
         if placement is not None and was_empty and self.memory.is_large(placement.device, placement.nbytes):
-            self.memory.born(placement.device, self.births.of(STATE.call, None, "resize_"))
+            self.memory.born(placement.device, self.births.of(self._under_way, None, "resize_"))
 
     def _strided_parts(self, tensor: FakeTensor) -> tuple[Any, ...]:
         """The tensors that hold the memory: the tensor itself, or a sparse tensor's indices and values."""
@@ -453,7 +456,7 @@ class Engine:
             for nbytes in filter(None, sizes):
                 taken.append(self.memory.malloc(device, nbytes))
                 if self.memory.is_large(device, nbytes):
-                    self.memory.born(device, self.births.of(STATE.call, None))
+                    self.memory.born(device, self.births.of(self._under_way, None))
             yield
         finally:
             while taken:

@@ -34,8 +34,8 @@ _plain_dispatch = FakeTensorMode.dispatch
 class ThreadState(threading.local):
     """What each thread is doing: inside a fake kernel, how deep in fake dispatch, in a backward pass, on which device last,
 
-    how the memory that it asks for next came to be wanted (`DeviceLog.origins`), the operator that runs, with its arguments, and
-    how far autograd had counted its nodes when one was last noted.
+    how the memory that it asks for next came to be wanted (`DeviceLog.origins`), and how far autograd had counted its nodes when
+    one was last noted.
     """
 
     in_kernel = False
@@ -44,7 +44,6 @@ class ThreadState(threading.local):
     sequence = -1
     last_device = 0
     origin = "compute"
-    call: tuple[Any, Any, Any] | None = None
 
 
 STATE = ThreadState()
