@@ -783,7 +783,7 @@ GUILTY += [
     Case(
         "kept_errors",
         (RAISING, "try:\n    bad()\nexcept ZeroDivisionError as error:\n    errors.append(error)"),
-        "`errors`",
+        "`errors[0]` (line 5, `errors.append(error)`) is a caught error",
     ),
     Case(
         "autocast_copies",

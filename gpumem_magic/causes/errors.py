@@ -2,34 +2,82 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 from gpumem_magic.causes.model import Scene
-from gpumem_magic.causes.places import quoted
-from gpumem_magic.owners.model import Held, size_of
+from gpumem_magic.causes.places import Spot, added, quoted
+from gpumem_magic.owners.model import ERROR, TRACEBACK, Held, Station, size_of
 from gpumem_magic.report.model import Cause
 from gpumem_magic.units import counted, human
 
-_ERROR = "builtins.BaseException"
-
 
 def kept_errors(scene: Scene) -> Iterator[Cause]:
-    """A variable, or a list, that holds an error with its traceback."""
+    """A variable, or what it holds, that keeps an error with its traceback, or a traceback."""
     held: dict[str, list[Held]] = {}
     for one in scene.held:
-        if scene.holdings.roots[one.roots[0]].kind == "variable" and any(_ERROR in at.bases for at in one.trail):
-            held.setdefault(scene.holdings.roots[one.roots[0]].name, []).append(one)
+        root = scene.holdings.roots[one.roots[0]]
+        if root.kind == "variable" and one.in_traceback:
+            held.setdefault(root.name, []).append(one)
     for name, its in sorted(held.items(), key=lambda pair: -size_of(pair[1]))[:1]:
-        errors = {station.node: station.place for one in its for station in one.trail if _ERROR in station.bases}
+        outermost = list({(first := _outermost(one)).node: first for one in its}.values())
         number = scene.holdings.number(name)
-        freed = size_of(scene.freed([number])) if number is not None else 0
-        place = scene.program.adding(name)
+        gone = scene.freed([number]) if number is not None else []
+        freed = size_of(gone)
+        shown = outermost[0].place if len(outermost) == 1 else name
+        place = added(scene, Spot(shown, tuple(its), None))
         at = f" ({place.words}, `{place.shown}`)" if place is not None else ""
-        what = f"{counted(len(errors), 'caught error')}" if len(errors) > 1 else "a caught error"
         yield Cause(
             "kept_errors",
-            f"{quoted(name)}{at} keeps {what} with {'tracebacks' if len(errors) > 1 else 'its traceback'}, which hold"
-            f"{'' if len(errors) > 1 else 's'} the local variables of the functions that failed: {human(freed)}.",
-            f"Keep the text (`str(error)`), or `error.with_traceback(None)`; `del {name}` frees {human(freed)}.",
+            f"{quoted(shown)}{at} {_what(outermost)} the local variables of the functions that failed: {human(freed)}"
+            f"{_chiefly(its, freed)}.",
+            # (A function that keeps in a variable what it caught is on a cycle with its own frame.)
+            f"{_without(scene, its, freed)}`del {name}` "
+            f"{'and `gc.collect()` free' if any(one.cyclic for one in gone) else 'frees'} {human(freed)}.",
             freed,
         )
+
+
+def _outermost(one: Held) -> Station:
+    return next(at for at in one.trail if _is(at, ERROR, TRACEBACK))
+
+
+def _is(station: Station, *kinds: str) -> bool:
+    return any(kind in station.bases for kind in kinds)
+
+
+def _what(outermost: Sequence[Station]) -> str:
+    errors = any(_is(one, ERROR) for one in outermost)
+    if len(outermost) > 1:
+        told = (
+            f"{counted(len(outermost), 'caught error')}: their tracebacks hold" if errors else "tracebacks, which hold"
+        )
+        return f"keeps {told}"
+    return f"is {'a caught error: its traceback holds' if errors else 'a traceback, which holds'}"
+
+
+def _chiefly(held: Sequence[Held], freed: int) -> str:
+    """The local variable that has most of it, if that is at least half."""
+    sizes = Counter[str]()
+    for one in held:
+        place = next((after.place for frame, after in pairwise(one.trail) if "builtins.frame" in frame.bases), "")
+        sizes[place.partition(", in ")[0].removeprefix("local ")] += one.size
+    place, size = sizes.most_common(1)[0]
+    if not place or 2 * size < freed:
+        return ""
+    return f", in {place}" if size == freed else f", {human(size)} of it in {place}"
+
+
+def _without(scene: Scene, held: Sequence[Held], freed: int) -> str:
+    """What to keep in place of an error, as far as that frees the memory: what caused it has a traceback of its own."""
+    if not any(_is(station, ERROR) for one in held for station in one.trail):
+        return ""
+    own = {
+        after.node
+        for one in held
+        for error, after in pairwise(one.trail)
+        if error is _outermost(one) and _is(after, TRACEBACK)
+    }
+    enough = size_of(scene.holdings.freed_by_emptying(own)) >= freed
+    return f"Keep the text (`str(error)`){', or `error.with_traceback(None)`' if enough else ' in its place'}; "

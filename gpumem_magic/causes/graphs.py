@@ -42,7 +42,12 @@ _A_NUMBER = 16
 
 def graphs_alive(scene: Scene) -> Iterator[Cause]:
     """What keeps the graphs of several iterations: a list of losses, a running total of them, a state that is carried along."""
-    graphs = [one for one in scene.held if one.kind == "graph" and scene.holdings.roots[one.roots[0]].kind in _NAMES]
+    # (Of those in a traceback `kept_errors` tells: nobody detaches what a function that failed called its own.)
+    graphs = [
+        one
+        for one in scene.held
+        if one.kind == "graph" and scene.holdings.roots[one.roots[0]].kind in _NAMES and not one.in_traceback
+    ]
     told_apart = [one if _graphs_of(scene, one) >= 2 else _with_shared(scene, one, graphs) for one in spots(graphs)]
     counted = [(one, _graphs_of(scene, one)) for one in told_apart]
     found = [one for one, count in counted if count >= 2]

@@ -29,7 +29,8 @@ def pinned(scene: Scene) -> Iterator[Cause]:
         roots = sorted({number for one in freed for number in one.roots})
         names = [scene.holdings.roots[number].name for number in roots]
         which = f" ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})" if kind == "out" else ""
-        largest = freed[0].place
+        # Whose traceback it is in has been said.
+        largest = freed[0].place.replace(f", in {names[0]}", "")
         if scene.report.error is not None and scene.left.told and kind == "traceback":
             largest = f"what {scene.left.told} {'hold' if ' and ' in scene.left.told else 'holds'}"
         remedy = "`%gpumem_free out cache`" if kind == "out" else "`%gpumem_free`"

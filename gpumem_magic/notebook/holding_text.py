@@ -25,6 +25,8 @@ _HEADS = {
     "activations": "activations",
 }
 _UNNAMED = "Nothing is on the device."
+# Stations on the way to a list's own element.
+_ELEMENT = 2
 # Rounding that the figures show: they have one digit.
 _SEEN = 51 * KIB
 
@@ -157,8 +159,13 @@ def _of_root(holdings: Holdings, number: int) -> list[str]:
     if one.together and one.together_frees > one.frees:
         steps = "`, then `".join(map(_typed, one.together))
         lines.append(f"`{steps}` frees {human(one.together_frees)}.")
+    graphs = [each for each in holdings.reached(number) if each.kind == "graph"]
+    if any(each.in_traceback for each in graphs):
+        # Nobody can detach what a function that failed called its own.
+        return lines
     if one.kind == "variable" and (detached := size_of(freed_by_detaching(holdings, number))):
-        lines.append(f"Detaching frees {human(detached)}: {detach_words(one.name, one.type)}.")
+        its_own = all(len(each.trail) <= _ELEMENT for each in graphs)
+        lines.append(f"Detaching frees {human(detached)}: {detach_words(one.name, one.type if its_own else '')}.")
     return lines
 
 

@@ -13,6 +13,8 @@ from gpumem_magic.snapshot.timeline import Allocation
 # What can be let go of without touching a variable, in this order.
 FREEABLE = ("traceback", "out", "cycles", "cache")
 FREE_TRACEBACK = "%gpumem_free traceback"
+# Among a station's bases.
+ERROR, TRACEBACK = "builtins.BaseException", "builtins.traceback"
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,11 @@ class Held:
     layer: str = ""
     seen: int = 0
     trail: tuple[Station, ...] = ()
+
+    @property
+    def in_traceback(self) -> bool:
+        """Whether it lies in a function that an error left, whose local variables nobody can assign to any more."""
+        return any(TRACEBACK in station.bases for station in self.trail)
 
 
 @dataclass(frozen=True)

@@ -42,8 +42,9 @@ _TABLES = ("_parameters", "_buffers", "_modules")
 _LONGEST = 60
 _ID = 1 << 40
 _GRAPH = "graph of "
-# On the way from a traceback to a frame.
-_FRAMES = re.compile(r"(\.tb_next)*\.tb_frame$")
+# What a function calls its own, and the rest of the place: an element of it is written within the first.
+_OF_FUNCTION = re.compile(r"((?:local|closure variable) `[^`]*)(`.*)", re.DOTALL)
+_TRACEBACK = "traceback"
 
 
 class Namer:
@@ -100,12 +101,26 @@ class Namer:
             self._inside[parent] = self._read_labels(parent, holder)
         label = self._inside[parent].get(id(thing), "")
         if label.startswith(" "):
-            return f"{label[1:]} of {_FRAMES.sub('', start)}"
-        return start + label
+            return f"{label[1:]}{self._within(parent)}"
+        return _joined(start, label)
+
+    def _within(self, number: int) -> str:
+        """Where a function is, or its frame: `` of hook``, ``, in the traceback of error``."""
+        if not is_a(self._walk.objects[number], types.FrameType):
+            return f" of {self._places[number]}"
+        first = number
+        while is_a(self._walk.objects[above := self._parent[first]], types.TracebackType):
+            first = above
+        start = self._places[first]
+        if first == number or start.endswith(_TRACEBACK):
+            return f", in {start}"
+        if is_a(self._walk.objects[above], BaseException):
+            return f", in the {_TRACEBACK} of {self._places[above]}"
+        return f", in the {_TRACEBACK} {start}"
 
     def _graph_place(self, start: str, kind: str, parent: int, number: int) -> str:
         if kind == "grad":
-            return f"{start}.grad"
+            return _joined(start, ".grad")
         if kind == "graph":
             return start if start.startswith(_GRAPH) else f"{_GRAPH}{start}"
         base = start.partition(": ")[0]
@@ -184,6 +199,11 @@ class Namer:
         if tensors.is_tensor(key) and number in self._parent and parent not in self.path(number):
             return self.place(number)
         return name_of_class(type(key))
+
+
+def _joined(start: str, label: str) -> str:
+    found = _OF_FUNCTION.fullmatch(start)
+    return f"{start}{label}" if found is None else f"{found[1]}{label}{found[2]}"
 
 
 def _cut(words: str) -> str:

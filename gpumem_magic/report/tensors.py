@@ -109,21 +109,34 @@ def _group(members: Sequence[_Member]) -> TensorGroup:
 
 
 def places_in_words(places: Sequence[str]) -> str:
-    """Several as one: ``losses[0…7]`` where only a number differs, else the first and how many more there are."""
-    distinct = list(dict.fromkeys(place for place in places if place))
-    if len(distinct) <= 1:
-        return distinct[0] if distinct else ""
-    numbers = [_NUMBER.findall(place) for place in distinct]
-    if len({_NUMBER.sub("#", place) for place in distinct}) == 1:
-        columns = list(zip(*numbers, strict=True))
-        differing = [place for place, column in enumerate(columns) if len(set(column)) > 1]
-        if len(differing) == 1:
-            values = sorted(int(each[differing[0]]) for each in numbers)
-            parts = _NUMBER.split(distinct[0])
-            shown = [column[0] for column in columns]
-            shown[differing[0]] = f"{values[0]}…{values[-1]}"
-            return "".join(part + number for part, number in zip(parts, [*shown, ""], strict=True))
-    return f"{distinct[0]} and {len(distinct) - 1:,} more"
+    """Several as one: ``losses[0…7]`` where only a number differs, else most of them so, and how many more there are."""
+    alike: dict[str, list[str]] = defaultdict(list)
+    for place in dict.fromkeys(filter(None, places)):
+        alike[_NUMBER.sub("#", place)].append(place)
+    if not alike:
+        return ""
+    most = max(alike.values(), key=len)
+    words, told = _range(most), len(most)
+    if not words:
+        words, told = most[0], 1
+    more = sum(map(len, alike.values())) - told
+    return f"{words} and {more:,} more" if more else words
+
+
+def _range(places: Sequence[str]) -> str:
+    """``losses[0…7]`` for places that differ in one number; "" where they do in several."""
+    if len(places) == 1:
+        return places[0]
+    numbers = [_NUMBER.findall(place) for place in places]
+    columns = list(zip(*numbers, strict=True))
+    differing = [place for place, column in enumerate(columns) if len(set(column)) > 1]
+    if len(differing) != 1:
+        return ""
+    values = sorted(int(each[differing[0]]) for each in numbers)
+    shown = [column[0] for column in columns]
+    shown[differing[0]] = f"{values[0]}…{values[-1]}"
+    parts = _NUMBER.split(places[0])
+    return "".join(part + number for part, number in zip(parts, [*shown, ""], strict=True))
 
 
 def _rest(groups: Iterable[TensorGroup]) -> list[TensorGroup]:

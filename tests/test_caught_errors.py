@@ -1,0 +1,91 @@
+"""What a caught error keeps is said as the program knows it, and what is said to free it does."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from causes_cells import notebook
+
+from gpumem_magic.units import human
+
+SETUP = """
+import sys
+class Log: pass
+log = Log()
+def train(model):
+    activations = [torch.empty(64 << 18, device="cuda")]
+    loss = model(torch.ones(4096, 512, device="cuda")).sum()
+    raise RuntimeError("no")
+def attempt(model):
+    try:
+        train(model)
+    except RuntimeError as error:
+        caught = error
+    return caught
+model = net()
+"""
+_TRY = "try:\n    train(model)\nexcept RuntimeError as error:\n    "
+_LOCAL = "`activations` of train()"
+_PLAINLY = "error.with_traceback(None)"
+# The cell, what keeps it, and what lets go of the traceback alone; "" where that is not offered.
+CELLS = [
+    (_TRY + "saved = error", "`saved` (line 5, `saved = error`) is a caught error", "saved.with_traceback(None)"),
+    (
+        _TRY + "log.last = error",
+        "`log.last` (line 5, `log.last = error`) is a caught",
+        "log.last.with_traceback(None)",
+    ),
+    (
+        "errors = []\nfor _ in range(3):\n    " + _TRY.replace("\n", "\n    ") + "errors.append(error)",
+        "keeps 3 caught errors: their tracebacks hold",
+        "for one in errors: one.with_traceback(None)",
+    ),
+    (_TRY + "info = sys.exc_info()", "`info[2]`", ""),
+    (
+        _TRY + "told = error.__traceback__",
+        "`told` (line 5, `told = error.__traceback__`) is a traceback, which holds",
+        "",
+    ),
+    (
+        "saved = attempt(model)",
+        "`saved` (line 2, `saved = attempt(model)`) is a caught error",
+        "saved.with_traceback(None)",
+    ),
+    # What caused it has a traceback of its own.
+    (
+        "try:\n    try:\n        train(model)\n    except RuntimeError as error:\n        raise ValueError() from error\n"
+        "except ValueError as error:\n    saved = error",
+        "`saved` (line 8, `saved = error`) is a caught error",
+        "",
+    ),
+]
+
+
+@pytest.mark.parametrize(("cell", "says", "alone"), CELLS)
+def test_a_caught_error_is_named_and_its_remedy_frees_what_it_says(cell: str, says: str, alone: str) -> None:
+    with notebook("A100-40GB,torch=2.13") as book:
+        book.cell(SETUP)
+        report = book.measured(cell)
+        (cause,) = (one for one in report.causes if not one.describes)
+        assert cause.name == "kept_errors"
+        assert says in cause.text
+        assert _LOCAL in cause.text
+        assert (_PLAINLY in cause.remedy) == bool(alone)
+        before = book.allocated()
+        statements = re.search(r"`(del \w+)`(?: and `(gc.collect\(\))`)? frees? (.+)\.$", cause.remedy)
+        assert statements is not None, cause.remedy
+        if alone:
+            book.cell(alone)
+        else:
+            book.cell(statements[1])
+            if statements[2]:
+                book.cell(f"import gc; {statements[2]}")
+        assert human(before - book.allocated()) == statements[3]
+
+
+def test_nobody_is_told_to_detach_what_a_function_that_failed_called_its_own() -> None:
+    with notebook("A100-40GB,torch=2.13") as book:
+        book.cell(SETUP)
+        book.cell(CELLS[2][0])
+        assert "etach" not in book.cell("%gpumem_who errors")
