@@ -18,12 +18,14 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
 
-import torch
-
-from gpumem_magic.virtual import gpu
-
 
 def main(case: dict[str, Any], kept: Path) -> None:
+    for name in case.get("before_torch", ()):
+        importlib.import_module(name)
+    import torch
+
+    from gpumem_magic.virtual import gpu
+
     for name, version in case.get("packages", {}).items():
         if importlib.metadata.version(name) != version:
             sys.exit(f"it needs {name} {version}")
@@ -49,6 +51,8 @@ def main(case: dict[str, Any], kept: Path) -> None:
 
 def _keep_snapshots(kept: Path, last: int | None) -> None:
     """Copies each snapshot that is written, numbered in their order. The program ends after the last that is wanted."""
+    import torch
+
     memory: Any = torch.cuda.memory
     take, dump = memory._snapshot, memory._dump_snapshot
     count = [0]
