@@ -53,6 +53,19 @@ def test_what_is_fused_is_one_buffer() -> None:
     assert peak(lambda: wave(x)) == 32 * MIB
 
 
+def test_older_versions_leave_gradients_as_they_lie() -> None:
+    peaks = []
+    for version in ("2.11", "2.12"):
+        gpu.turn_off()
+        gpu.turn_on(f"A100-40GB,torch={version}")
+        torch._dynamo.reset()
+        x = torch.zeros(1024, 2048, device="cuda", requires_grad=True)
+        out = torch.compile(lambda x: x.sin().t())(x)
+        gradient = torch.zeros(2048, 1024, device="cuda")
+        peaks.append(peak(functools.partial(torch.autograd.grad, out, x, gradient)))
+    assert peaks == [8 * MIB, 16 * MIB]
+
+
 def products_are_kept(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     product = operator is torch.ops.aten.mm.default
     return CheckpointPolicy.MUST_SAVE if product else CheckpointPolicy.PREFER_RECOMPUTE

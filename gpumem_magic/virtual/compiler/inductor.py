@@ -35,6 +35,9 @@ _KEPT_IN = ("torch._inductor.utils", "torch._inductor.kernel.mm")
 _CACHED = type(functools.lru_cache(len))
 # No process waits to compile kernels.
 _SETTINGS = {"compile_threads": 1}
+# The versions, from one to before another, that leave gradients as they lie when they reach a compiled graph's backward. The
+# others lay them as the graph's results lay (`torch._functorch.config`; read in 2.10, 2.11, 2.12 and 2.13).
+_AS_THEY_LIE = (2, 10), (2, 12)
 # Whatever the program set: nothing is timed, and the generated function is Python's.
 _TRIALS = ("max_autotune", "max_autotune_gemm", "max_autotune_pointwise")
 _UNTIMED = {**dict.fromkeys(_TRIALS, False), "coordinate_descent_tuning": False}
@@ -102,6 +105,12 @@ def install(
     """Until the patches are undone, Inductor compiles for the virtual card."""
     engine = machine.engine
     _device(patches, str([device.model for device in machine.devices]))
+    if any(
+        _AS_THEY_LIE[0] <= engine.memory.torch_version(device.index) < _AS_THEY_LIE[1] for device in machine.devices
+    ):
+        _configure(
+            patches, importlib.import_module("torch._functorch.config"), "guess_tangent_strides_as_outputs", False
+        )
     _kernels(patches, engine)
     _buffers(patches, engine, current_device)
     _lowering(patches, otherwise, trials)
