@@ -7,9 +7,9 @@ modelled: PyTorch's taste for cuDNN on H100 with the newest of its versions, whi
 
 Where the memory-efficient kernel's random numbers began stands on the host, unless a graph is captured (``attention.cu`` in
 ATen/native/transformers/cuda; recordings with 2.1 and 2.9). From 2.14 on it stands on the device: that was not read in the
-source, but five published peaks are met to the byte with it there, and none without (`benchmarks/compiled_published.py`). Flash
-has it on the device, drawn or not, since 2.7 (pull request 146372); not modelled is that it had it on the host before, in another
-shape, which code of today's compiler would not take.
+source, but eight published peaks are met to the byte with it there; five of them were tried without and were not
+(`benchmarks/compiled_published.py`). Flash has it on the device, drawn or not, since 2.7 (pull request 146372); not modelled is
+that it had it on the host before, in another shape, which code of today's compiler would not take.
 """
 
 from __future__ import annotations
