@@ -210,6 +210,8 @@ def test_which_lines_choose_a_way(tmp_path: Path, code: str, chooses: bool) -> N
         ("def loss(net): return x.item()\nprint(min(nets, key=loss))", False),
         ("def loss(net): return x.item()\nbest = min(nets, key=size)\nbest(batch)", False),
         ("y = x.item()\nif y < least:\n    least, best = y, net\nbest(batch)", True),
+        ("y = x.item()\nif y > 2:\n    loss += margin - other\nloss.backward()", True),
+        ("y = x.item()\nif y > 2:\n    right += 1\nright.backward()", False),
         ("y = x.item()\nnets[y](batch)", True),
         ("y = x.item()\nprint(names[y])", False),
         ("y = x.cpu()\nz = y.mean()\nloss(y)", False),

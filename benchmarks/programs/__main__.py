@@ -175,9 +175,15 @@ def judged(one: Mapping[str, Any], options: argparse.Namespace) -> Outcome:
             real_peak=real.peak,
             way=way_taken(found, real),
             real="works" if not real.status else real.last_error,
-            same_output=same_text(real.out, on_host.out) if not on_host.status else None,
+            same_output=_prints_the_same(real, on_host),
         )
     return outcome
+
+
+def _prints_the_same(real: Run, on_host: Run) -> bool | None:
+    """None where that says nothing: it failed on the host, or was stopped after some iterations and printed then how it ended."""
+    same = None if on_host.status else same_text(real.out, on_host.out)
+    return None if same is False and "Stopped as asked" in real.err else same
 
 
 @contextmanager

@@ -195,7 +195,7 @@ def way_taken(guessed: Run, real: Run) -> str:
     """
     if real.status is None or guessed.status is None or not (real.report and guessed.report):
         return ""
-    lines = [[_NUMBER.sub("#", line) for line in _comparable(one.out)] for one in (guessed, real)]
+    lines = [[" ".join(_NUMBER.sub("#", line).split()) for line in _comparable(one.out)] for one in (guessed, real)]
     turns = [[row.get("iteration") for row in one.report["checkpoints"]][-1:] for one in (guessed, real)]
     peaks = [one.peak or 0 for one in (guessed, real)]
     if lines[0] == lines[1] and turns[0] == turns[1] and 100 * abs(peaks[0] - peaks[1]) <= peaks[1]:

@@ -304,6 +304,9 @@ class _FlowReader:
             if isinstance(one, _ASSIGNMENTS):
                 counts = isinstance(one, ast.AugAssign) or (one.value is not None and is_number(one.value))
                 self._flow(test, tuple(self._targets(one)), "count" if counts else "way")
+                if counts and isinstance(one.value, ast.BinOp):
+                    # (Of numbers, or of tensors.)
+                    self._flow(test, tuple(self._targets(one)), "way")
             elif isinstance(one, ast.Return) and isinstance(scope, _FUNCTIONS) and isinstance(one.value, ast.Constant):
                 self._flow(test, ((0, f"{scope.name}()"),), "way")
             elif (
