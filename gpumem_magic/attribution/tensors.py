@@ -93,12 +93,13 @@ class Tensors:
         return self._births[one.index]
 
     def statement_at(self, event: int) -> Checkpoint | None:
-        """The statement in which an event happened, where statements were seen."""
+        """The statement in which an event happened, where statements were seen, and the row of this one was kept."""
         ends, points = self._statements
         rank = bisect_right(ends, event)
-        return (
-            points[rank] if event >= 0 and rank < len(points) and points[rank].kind in ("statement", "error") else None
-        )
+        if event < 0 or rank == len(points) or points[rank].kind not in ("statement", "error"):
+            return None
+        begin = points[rank].begin
+        return points[rank] if begin is None or begin.positions.get(self._device, 0) <= event else None
 
     def keeper(self, one: Allocation, position: int) -> tuple[str, str]:
         """What keeps it at a position: one of the words of `recording.model`, and the place."""

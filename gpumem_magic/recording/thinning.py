@@ -237,18 +237,19 @@ def _numbered(spans: list[Span], skipped: Mapping[int, int], steps_gone: Mapping
     return spans
 
 
-def _outside(sightings: Iterable[Sighting], runs: Sequence[_RecordedIteration]) -> list[Sighting]:
-    """The looks that were not in a run. What lived on was seen again, or will be at the end."""
+def _outside(sightings: Sequence[Sighting], runs: Sequence[_RecordedIteration]) -> list[Sighting]:
+    """The looks that were not in a run, and of those in one the last at each address: what is kept for long is seen once."""
     edges: dict[int, tuple[list[int], list[int]]] = {}
+    last = {(look.device, look.address, look.role): number for number, look in enumerate(sightings)}
     found = []
-    for look in sightings:
+    for number, look in enumerate(sightings):
         if look.device not in edges:
             edges[look.device] = (
                 [run.begin.positions.get(look.device, 0) for run in runs],
                 [run.end.positions.get(look.device, 0) for run in runs],
             )
         begins, ends = edges[look.device]
-        number = bisect_left(begins, look.position) - 1
-        if number < 0 or look.position >= ends[number]:
+        rank = bisect_left(begins, look.position) - 1
+        if rank < 0 or look.position >= ends[rank] or last[look.device, look.address, look.role] == number:
             found.append(look)
     return found
