@@ -148,7 +148,7 @@ def test_between_two_events(show: Any, tmp_path: Path) -> None:
     view = views_of(read(path))[0]
     status, text, _ = show(path, "--between", "5", "20", "--top", "1")
     assert status == 0
-    assert "(at the highest between events 5 and 20" in text
+    assert "(at the highest after one of the events 5 to 20" in text
     best = max(range(6, 22), key=view.timeline.allocated_at)
     assert f"event {best - 1} of" in text or best == view.peak[1]
     for wrong in (("9", "3"), ("0", "99999"), ("-1", "3")):
@@ -611,3 +611,13 @@ def test_a_file_without_events_says_so(show: Any, tmp_path: Path) -> None:
     path = saved(tmp_path, {"segments": one_device()["segments"]})
     assert "no events, only a state" in show(path, "--between", "0", "1")[2]
     assert "no events, only a state" in show(path, "--events")[1]
+
+
+def test_the_picture_of_a_file(show: Any, tmp_path: Path) -> None:
+    path, picture = saved(tmp_path, one_device()), tmp_path / "peak.png"
+    assert show(path, "--png", str(picture))[0] == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    status, text, errors = show(path, path, "--png", str(picture))
+    assert (status, text) == (2, "")
+    assert "--png is for one file" in errors
+    assert show(path, "--png", str(path))[0] == 2, "the file that is read is not written over"

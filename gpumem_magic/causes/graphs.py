@@ -216,7 +216,7 @@ def _growth_of(scene: Scene, iterations: Sequence[Iteration]) -> Cause | None:
     kept = {general(one) for one in scene.held if one.address in addresses}
     found = spots(one for one in scene.held if one.address in made and general(one) in kept)
     each = sum(last) // len(last)
-    text = f"Each iteration leaves {human(each)} more allocated than the previous one ({len(steps)} iterations)"
+    text = f"Each iteration leaves {human(each)} more allocated than the previous one{scene.how_many(steps)}"
     if found and all(scene.holdings.roots[one.roots[0]].kind == "cycle" for one in found[0].held):
         # `reference_cycle` says more of it.
         return Cause("growth", "", "", left)

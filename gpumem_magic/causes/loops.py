@@ -151,8 +151,8 @@ def grown_in_call(scene: Scene) -> Iterator[Cause]:
             way = "`with torch.no_grad():` where no backward follows; else keep" if graph else "Keep"
             yield Cause(
                 "growth",
-                f"Each iteration leaves {human(sum(last) // len(last))} more allocated than the previous one "
-                f"({len(steps)} iterations), and `{_first(point)}` (line {point.line}) lets go of it only as it ends: "
+                f"Each iteration leaves {human(sum(last) // len(last))} more allocated than the previous one"
+                f"{scene.how_many(steps)}, and `{_first(point)}` (line {point.line}) lets go of it only as it ends: "
                 f"{human(size_of(held))} that its variables held.",
                 f"{way} only what is used later, on the host (`.detach().cpu()`).",
                 size_of(held),

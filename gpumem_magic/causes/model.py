@@ -170,6 +170,12 @@ class Scene:
             ends = self._loop_ends()
         return [Iteration(start, end) for start, end in zip([0, *ends], ends, strict=False)]
 
+    def how_many(self, iterations: Sequence[Any]) -> str:
+        """`` (47 iterations)``; "" where a long run's middle was not kept, and there were more."""
+        spans = self.recording.spans
+        left_out = self.recording.left_out or any(span.skipped or span.steps_left_out for span in spans)
+        return "" if left_out else f" ({len(iterations)} iterations)"
+
     @cached_property
     def forwards_of_a_statement(self) -> list[Iteration]:
         """The forwards of the statement that ran most of them, such as a call with a loop inside, as iterations."""

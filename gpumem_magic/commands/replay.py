@@ -115,10 +115,10 @@ def _text(results: list[dict[str, Any]]) -> str:
             lines.append(f"{name}{device}: not replayed: {result['why_not']}")
         elif "conf" not in result:
             verdict = "all agree" if result["agrees"] else f"first difference at event {result['first_difference']}"
-            lines.append(
-                f"{name}{device}: {result['placed']:,} of {result['allocations']:,} allocations placed, "
-                f"{result['decided']:,} of {result['decisions']:,} segment decisions: {verdict}"
-            )
+            placed = f"{result['placed']:,} of {result['allocations']:,} allocations placed"
+            decided = f"{result['decided']:,} of {result['decisions']:,} segment decisions"
+            # A recording in which no segment came or went proves nothing about them.
+            lines.append(f"{name}{device}: {', '.join([placed, *[decided] * bool(result['decisions'])])}: {verdict}")
         elif "cannot_tell" in result:
             lines.append(f"{name}{device}: {result['cannot_tell']}\n{_figures([('as recorded', result['was'])])}")
         else:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from gpumem_magic.commands.common import UNREADABLE, guarded
 from gpumem_magic.commands.side_by_side import print_refused, print_side_by_side, readable_files
+from gpumem_magic.commands.written import write_picture
 from gpumem_magic.snapshot.whole_file import check_target, printable
 
 if TYPE_CHECKING:
@@ -27,11 +28,14 @@ def run(options: argparse.Namespace) -> int:
         raise ValueError("--search, --between, --category and --events are for one file: name only one")
     if len(options.files) > 1 and options.redact:
         raise ValueError("--redact is for one file: name only one")
+    if len(options.files) > 1 and options.png:
+        raise ValueError("--png is for one file: name only one")
     if len(options.files) > 1 and options.json == "-":
         raise ValueError("--json -: standard output is for one file's report: name only one, or give a path")
     for option, target in (
         ("--json", None if options.json == "-" else options.json),
         ("--html", options.html),
+        ("--png", options.png),
         ("--redact", options.redact),
     ):
         check_target(option, target, options.files)
@@ -53,6 +57,8 @@ def run(options: argparse.Namespace) -> int:
         views = [views_of(loaded, options.device)]
         text, report = _report(loaded, views[0], options)
         print(text)
+    if options.png and report is not None:
+        write_picture(report, options.png)
     if options.html and views:
         from gpumem_magic.timeline_page.view import timeline_of_files, timeline_of_reports
 
@@ -115,4 +121,4 @@ def _highest_between(view: DeviceView, events: Sequence[int]) -> tuple[str, str]
     if not 0 <= begin <= end < view.end:
         raise ValueError(f"--between {begin} {end}: give two events from 0 to {view.end - 1}, the earlier first")
     position = view.timeline.peak(begin + 1, end + 1)[1]
-    return str(position - 1), f"at the highest between events {begin:,} and {end:,}"
+    return str(position - 1), f"at the highest after one of the events {begin:,} to {end:,}"

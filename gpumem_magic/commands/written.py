@@ -14,6 +14,7 @@ from gpumem_magic.failures import swallowed
 from gpumem_magic.snapshot.whole_file import check_target, replace_file
 
 if TYPE_CHECKING:
+    from gpumem_magic.report.model import ReportData
     from gpumem_magic.user_report import Report
 
 
@@ -25,7 +26,7 @@ def write_page(report: Report, path: str | os.PathLike[str]) -> None:
     replace_file(path, lambda file: file.write(content))
 
 
-def _write_picture(report: Report, path: str | os.PathLike[str]) -> None:
+def write_picture(report: ReportData, path: str | os.PathLike[str]) -> None:
     from gpumem_magic.views.figure import png
 
     content = png(report)[0]
@@ -39,7 +40,7 @@ def _write_json(report: Report, path: str | os.PathLike[str]) -> None:
 _WRITERS: Mapping[str, Callable[[Report, str | os.PathLike[str]], None]] = {
     "json": _write_json,
     "html": write_page,
-    "png": _write_picture,
+    "png": write_picture,
 }
 
 

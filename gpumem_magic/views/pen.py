@@ -74,6 +74,9 @@ class Pen:
         options = {"color": self.inks.text, "ha": "left", "va": "center_baseline", **options}
         # A dollar sign in somebody's code is a dollar sign, and no formula.
         text = text.replace("$", r"\$")
+        if not mono:
+            # Backticks say that something is code where a text can't: here nothing would change but the ticks.
+            text = text.replace("`", "")
         self.axes.text(x, y, text, family=self.mono if mono else self.sans, size=size, **options)
 
     def line(self, xs: Sequence[float], ys: Sequence[float], **options: Any) -> None:
