@@ -17,6 +17,7 @@ from gpumem_magic.units import counted, human
 _FOREACH = re.compile("_multi_tensor_")
 # The optimizer with a history, how long that usually is, and what is short.
 _WITH_HISTORY, _USUAL_HISTORY, _SHORT_HISTORY = "LBFGS", 100, 10
+_HAS_NONE = "with `fused=True` it has none"
 _HAVE_FUSED = frozenset({"_multi_tensor_adam", "_multi_tensor_adamw", "_multi_tensor_sgd"})
 
 
@@ -184,6 +185,8 @@ def optimizer_temporaries(scene: Scene) -> Iterator[Cause]:
                 f" in iteration {'.'.join(map(str, point.iteration))}" if point is not None and point.iteration else ""
             )
             remedy += f", but {human(highest)} are reached {where} all the same"
+        else:
+            remedy = remedy.replace(_HAS_NONE, f"{_HAS_NONE}: {human(highest)} is the highest then", 1)
         remedy = f"{remedy[0].upper()}{remedy[1:]}."
     yield Cause(
         "optimizer_temporaries",
@@ -207,7 +210,7 @@ def _without_temporaries(scene: Scene, used: list[Allocation], label: str) -> st
             return one_by_one
     # A name that the cell has lost, or that a library has, says nothing.
     kinds = {root.type for root in scene.holdings.roots if root.name == label and root.type}
-    ways = ["with `fused=True` it has none"] if kinds <= FUSED else []
+    ways = [_HAS_NONE] if kinds <= FUSED else []
     if kinds <= OPTIMIZERS and "foreach=False" not in scene.typed:
         ways.append(one_by_one)
     return ", and ".join(ways)
