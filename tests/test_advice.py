@@ -41,7 +41,7 @@ def seen(**more: Any) -> Evidence:
     found: dict[str, Any] = {
         "categories": {"activations": 50, "optimizer_state": 30, "gradients": 20},
         "allocated": 100, "cached": 10, "ran_backward": True, "names": frozenset({"model"}),
-        "modules": (NamedModule("model", (), False, False, "Sequential"),), "bfloat16": True,
+        "modules": (NamedModule("model", (), "", False, "Sequential"),), "bfloat16": True,
         "batches": ("x",), "batch_size": 8,
     }  # fmt: skip
     return Evidence(**{**found, **more})
@@ -59,7 +59,7 @@ def changed(idea: Any, code: str, **more: Any) -> list[str]:
 
 
 def test_adapters_are_made_below_their_import_and_where_an_optimizer_of_theirs_follows() -> None:
-    module = NamedModule("model", ("first", "last"), False, False, "Sequential")
+    module = NamedModule("model", ("first", "last"), "", False, "Sequential")
     make = "optimizer = torch.optim.Adam(model.parameters())\n"
     (text,) = changed(lora, f"import torch\nmodel = Net()\n{make}{LOOP}", modules=(module,), optimizers=("optimizer",))
     assert text.splitlines()[:4] == [
@@ -152,7 +152,7 @@ def test_forwards_are_wrapped() -> None:
     )
     with pytest.raises(Unchangeable, match="stands between"):
         changed(accumulation, LOOP.replace("    loss.back", "    print(x)\n    optimizer.zero_grad()\n    loss.back"))
-    loss = NamedModule("criterion", (), False, False, "MSELoss", has_parameters=False)
+    loss = NamedModule("criterion", (), "", False, "MSELoss", has_parameters=False)
     [text] = changed(compilation, "model = net()\ncriterion = MSELoss()\n", modules=(loss, *seen().modules))
     assert text == "model = net()\nmodel.compile()\ncriterion = MSELoss()\n"
     [text] = changed(no_graph, "import torch\nfor i in y:\n    out = model(i)\n", ran_backward=False)

@@ -185,7 +185,7 @@ class Advice:
 
     def _costs(self, one: ChangeOutcome) -> str:
         base = self.found.base.need
-        words = []
+        words = [each.costs for each in one.proposals if each.costs]
         if base.flops and (percent := round(100 * (one.need.flops - base.flops) / base.flops)) >= _LEAST_PERCENT:
             words.append(f"{percent} % more FLOPs")
         if (moved := one.need.moved - base.moved) > 0:

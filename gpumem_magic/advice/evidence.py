@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,29 +29,36 @@ from gpumem_magic.looks.tensors import (
     states_of,
     storage,
     table,
+    tensors_of,
 )
 from gpumem_magic.recording.model import BACKWARD
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
 
+# Of transformers, and of those that follow it.
+_SWITCH = "gradient_checkpointing_enable"
+
 
 @dataclass(frozen=True)
 class ModuleClass:
-    """The modules of a class inside a named one. activations: what they and their parts hold at the peak, in bytes."""
+    """The modules of a class inside a named one. activations: what they and their parts hold at the peak, in bytes. around:
+    the classes of which several stand side by side inside, where they do not themselves."""
 
     root: str
     name: str
     count: int
     activations: int
     normalizes_batches: bool
+    around: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
 class NamedModule:
-    """A module that has a name in the program. recomputes: whether it can recompute its activations by itself, when asked."""
+    """A module that has a name in the program. recomputes: the call of it, or of the model that it wraps, after which it
+    recomputes its activations by itself; "" where there is none."""
 
     name: str
     linears: tuple[str, ...]
-    recomputes: bool
+    recomputes: str
     normalizes_batches: bool
     kind: str
     has_parameters: bool = True
@@ -151,12 +159,26 @@ def _distinct(found: dict[str, Any]) -> dict[str, Any]:
 def _named(name: str, module: torch.nn.Module) -> NamedModule:
     inner = list(modules_in(module))
     linears = [path for path, one in inner if path and type(one) is torch.nn.Linear]
-    recomputes = any("gradient_checkpointing_enable" in vars(kind) for kind in type(module).__mro__) and bool(
-        getattr(type(module), "supports_gradient_checkpointing", False)
-    )
     normalizes = any(_normalizes(one) for _, one in inner)
     has_parameters = any(table(one, PARAMETERS) for _, one in inner)
-    return NamedModule(name, tuple(linears), recomputes, normalizes, name_of_class(type(module)), has_parameters)
+    return NamedModule(name, tuple(linears), _switch(inner), normalizes, name_of_class(type(module)), has_parameters)
+
+
+def _switch(inner: Sequence[tuple[str, torch.nn.Module]]) -> str:
+    """Of a module and all in it: the call of the outermost that can recompute. Wrappers are passed by, as they may not give what
+    is asked of them to what they wrap."""
+    for path, module in inner:
+        kind = type(module)
+        switch = next((vars(one)[_SWITCH] for one in kind.__mro__ if _SWITCH in vars(one)), None)
+        if not inspect.isfunction(switch) or not getattr(kind, "supports_gradient_checkpointing", False):
+            continue
+        # The reentrant kind needs inputs that require gradients, which those of frozen weights do not.
+        kwargs = "gradient_checkpointing_kwargs"
+        is_frozen = any(not one.requires_grad for _, one in tensors_of(module, PARAMETERS))
+        is_told = is_frozen and kwargs in inspect.signature(switch).parameters
+        words = f'{kwargs}={{"use_reentrant": False}}' if is_told else ""
+        return f"{path}.{_SWITCH}({words})".lstrip(".")
+    return ""
 
 
 def _classes(name: str, root: torch.nn.Module, by_module: Counter[str]) -> list[ModuleClass]:
@@ -170,12 +192,17 @@ def _classes(name: str, root: torch.nn.Module, by_module: Counter[str]) -> list[
         places.setdefault(kind, []).append(f"{name}.{path}")
         if any(_normalizes(one) for _, one in modules_in(module)):
             norms.add(kind)
+    side_by_side = [
+        kind for kind, paths in places.items() if len({path.rpartition(".")[0] for path in paths}) < len(paths)
+    ]
     found = []
     for kind, paths in places.items():
         if any(one != other and one.startswith(f"{other}.") for one in paths for other in paths):
             continue
         held = sum(size for place, size in by_module.items() if any(_is_in(place, path) for path in paths))
-        found.append(ModuleClass(name, kind, len(paths), held, kind in norms))
+        begins = () if kind in side_by_side else tuple(f"{path}." for path in paths)
+        around = frozenset(one for one in side_by_side if any(each.startswith(begins) for each in places[one]))
+        found.append(ModuleClass(name, kind, len(paths), held, kind in norms, around))
     return sorted(found, key=lambda one: -one.activations)
 
 

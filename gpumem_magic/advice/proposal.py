@@ -14,7 +14,8 @@ RESULTS = (SAME, ROUNDING, DIFFERENT)
 
 @dataclass(frozen=True)
 class Proposal:
-    """name: in a few words. results: one of the words above; but: under which condition, or what else changes.
+    """name: in a few words. results: one of the words above; but: under which condition, or what else changes. costs: what
+    neither FLOPs nor what is moved tell.
 
     edit: makes the change, and raises `Unchangeable` where the text does not allow it; None where the allocator's settings
     (`conf`) are the change.
@@ -25,6 +26,7 @@ class Proposal:
     edit: Callable[[CellDraft], None] | None = field(default=None, compare=False)
     conf: str = ""
     but: str = ""
+    costs: str = ""
 
     def made(self, code: str) -> str:
         """A program's text with the change. Raises Unchangeable."""

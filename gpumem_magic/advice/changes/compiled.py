@@ -17,7 +17,9 @@ def compilation(seen: Evidence, draft: CellDraft) -> Iterator[Proposal]:
         return
     # (A loss alone is a few operators: what it could save is in the model before it.)
     for module in (one for one in seen.modules if one.has_parameters):
-        yield Proposal(f"{module.name}.compile()", ROUNDING, partial(_compile_in_place, module.name))
+        yield Proposal(
+            f"{module.name}.compile()", ROUNDING, partial(_compile_in_place, module.name), costs="time to compile"
+        )
 
 
 def _compile_in_place(name: str, draft: CellDraft) -> None:

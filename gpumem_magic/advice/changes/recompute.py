@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 from gpumem_magic.advice.draft import CellDraft
-from gpumem_magic.advice.evidence import Evidence
+from gpumem_magic.advice.evidence import Evidence, ModuleClass
 from gpumem_magic.advice.proposal import DIFFERENT, SAME, Proposal
 
 _LEAST, _MOST = 0.05, 2
@@ -14,17 +14,16 @@ _IMPORT = "from torch.distributed.algorithms._checkpoint.checkpoint_wrapper impo
 
 
 def recomputation(seen: Evidence, draft: CellDraft) -> Iterator[Proposal]:
-    """Of the classes of modules that hold most."""
+    """By the model's own switch, else of the classes of modules that hold most."""
     if not seen.ran_backward or seen.share("activations") < _LEAST:
         return
     for module in seen.modules:
         if module.recomputes:
             yield Proposal(
-                f"{module.name}.gradient_checkpointing_enable()", SAME, partial(_enable, module.name),
-            )  # fmt: skip
+                f"gradient checkpointing of {module.name}", SAME, partial(_enable, module.name, module.recomputes)
+            )
             return
-    heavy = [one for one in seen.classes if one.activations > _LEAST * seen.allocated]
-    for one in sorted(heavy, key=lambda one: -one.activations)[:_MOST]:
+    for one in _chosen([one for one in seen.classes if one.activations > _LEAST * seen.allocated]):
         yield Proposal(
             f"recomputing the activations of {one.name} ({one.count} in {one.root})",
             DIFFERENT if one.normalizes_batches else SAME,
@@ -33,8 +32,15 @@ def recomputation(seen: Evidence, draft: CellDraft) -> Iterator[Proposal]:
         )
 
 
-def _enable(name: str, draft: CellDraft) -> None:
-    draft.behind(name, f"{name}.gradient_checkpointing_enable()", f"{name}.train()")
+def _chosen(heavy: Sequence[ModuleClass]) -> list[ModuleClass]:
+    """Those of modules that follow each other rather than of what is around them all, as a wrapper is, which would have the
+    activations of all again at once."""
+    names = {one.name for one in heavy}
+    return sorted((one for one in heavy if not one.around & names), key=lambda one: -one.activations)[:_MOST]
+
+
+def _enable(name: str, switch: str, draft: CellDraft) -> None:
+    draft.behind(name, f"{name}.{switch}", f"{name}.train()")
 
 
 def _wrap(root: str, kind: str, draft: CellDraft) -> None:
