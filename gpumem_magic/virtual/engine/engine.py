@@ -481,8 +481,18 @@ class Engine:
     def supply(self, tensor: VirtualTensor, host: torch.Tensor) -> None:
         """The user says what its values are."""
 
-    def fill(self, tensor: VirtualTensor, make: Callable[[], torch.Tensor], device: int, name: str) -> None:
-        """A new tensor has the values of one that is made on the host. name: the factory's."""
+    def fill(
+        self,
+        tensor: VirtualTensor,
+        make: Callable[[], torch.Tensor],
+        one: Callable[[], torch.Tensor | None],
+        device: int,
+        name: str,
+    ) -> None:
+        """A new tensor has the values of one that is made on the host.
+
+        one() gives one element, where all are equal. name: the factory's.
+        """
 
     def blank(self, tensor: VirtualTensor) -> None:
         """A new tensor has no values yet."""

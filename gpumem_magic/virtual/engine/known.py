@@ -3,7 +3,8 @@
 A storage has a twin on the host while its values are known: those that were copied from the host or made of constants, and all
 that is computed from them, up to a size. An operator with an unknown argument makes unknown results, and what it writes into is
 known no longer. Where all is tiny, an unknown argument counts as what it is guessed to be, and the result is not *sure*:
-who reads it reads a stand-in. Nothing is drawn from the host's random generator.
+who reads it reads a stand-in. What is of equal elements is known in any size (`uniform`). Nothing is drawn from the host's random
+generator.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 
 from gpumem_magic.failures import is_own_failure
 from gpumem_magic.private import aten as _aten
-from gpumem_magic.virtual.engine import guesses, values
+from gpumem_magic.virtual.engine import guesses, uniform, values
 from gpumem_magic.virtual.engine.computing import (
     ComputingEngine,
     dim_of_size,
@@ -28,6 +29,7 @@ from gpumem_magic.virtual.engine.refusals import CannotRun
 from gpumem_magic.virtual.engine.storage import Placement, StorageTable
 from gpumem_magic.virtual.engine.tensors import GUESS, KNOWN, VirtualTensor
 from gpumem_magic.virtual.engine.twins import leaves, mapped, on_host
+from gpumem_magic.virtual.engine.uniform import Uniform
 from gpumem_magic.virtual.engine.values import Known
 from gpumem_magic.virtual.engine.ways import OF_SHAPES, OVERWRITING, SENDING, Way, way_of, written_by
 
@@ -65,14 +67,18 @@ class KnownEngine(ComputingEngine):
             if placement is None:
                 return None
             with host_only():
-                return Known(self.twins.view(tensor), placement.sure, placement.supplied)
+                equal = type(placement.twin) is Uniform
+                host = placement.twin.seen_as(tensor) if equal else self.twins.view(tensor)
+                return Known(host, placement.sure, placement.supplied)
 
     def _placed_and_known(self, tensor: Any) -> Placement | None:
         """The placement of a dense tensor's storage where that has a twin."""
         placement = self.table.find(tensor.untyped_storage())
         if placement is None or placement.twin is None or placement.twin is values.BLANK:
             return None
-        return None if placement.watch() is None else placement
+        if placement.watch() is None or (type(placement.twin) is Uniform and not placement.twin.fits(tensor)):
+            return None
+        return placement
 
     def host_of(self, tensor: VirtualTensor) -> torch.Tensor | None:
         found = self.known(tensor)
@@ -86,9 +92,21 @@ class KnownEngine(ComputingEngine):
         free = not self._nested and self.tape is None
         return free and tensor.layout is torch.strided and self.bounds.hold(tensor)
 
-    def fill(self, tensor: VirtualTensor, make: Callable[[], torch.Tensor], device: int, name: str) -> None:
+    def fill(
+        self,
+        tensor: VirtualTensor,
+        make: Callable[[], torch.Tensor],
+        one: Callable[[], torch.Tensor | None],
+        device: int,
+        name: str,
+    ) -> None:
         draws = name.startswith(_DRAWING)
-        if not draws and self._may_learn(tensor):
+        if not draws and not self.bounds.hold(tensor):
+            with host_only():
+                element = one()
+            if element is not None and not self._nested and self.tape is None and uniform.is_whole(tensor):
+                self._have_equal(tensor, element)
+        elif not draws and self._may_learn(tensor):
             with host_only():
                 host = make()
             self.learn(tensor, host)
@@ -106,7 +124,7 @@ class KnownEngine(ComputingEngine):
     def twin_of(self, storage: Any) -> Any:
         """The host's bytes of a storage on a device, where all of them are known for sure."""
         placement = self.table.find(storage)
-        if placement is None or placement.twin in (None, values.BLANK) or not placement.sure:
+        if placement is None or not isinstance(placement.twin, torch.UntypedStorage) or not placement.sure:
             return None
         return placement.twin if placement.twin.nbytes() >= storage.nbytes() else None
 
@@ -120,6 +138,17 @@ class KnownEngine(ComputingEngine):
             placement.twin = None
             self.twins.keep(tensor, host.detach(), (host,))
             placement.sure, placement.supplied = sure, supplied
+        tensor.__dict__[KNOWN] = True
+
+    def _have_equal(self, tensor: VirtualTensor, element: torch.Tensor, supplied: bool = False) -> None:
+        """All elements of a tensor that is whole are equal to this one."""
+        if self.bounds.hold(tensor):
+            # That may be written part by part.
+            self._have(tensor, element.expand(tensor.size()), supplied=supplied)
+            return
+        placement = self.twins.placement(tensor)
+        placement.twin = Uniform(element, tensor.untyped_storage().nbytes())
+        placement.sure, placement.supplied = True, supplied
         tensor.__dict__[KNOWN] = True
 
     def blank(self, tensor: VirtualTensor) -> None:
@@ -201,11 +230,56 @@ class KnownEngine(ComputingEngine):
                 ahead = self._attempt(found, func, args, kwargs, device)
             if ahead is not None and self._kept(out, ahead, found):
                 return out
+        if way.equal and self._are_equal(func, args, kwargs, out, device):
+            return out
         if way.writes:
             self._drop(func, args, kwargs)
         if way.guess is not None and self.bounds.guess:
             guesses.note(way.guess, self.fresh, out, args, kwargs)
         return out
+
+    def _are_equal(self, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> bool:
+        """Has the elements of a result be known where they are all equal, since those of each argument are."""
+        if self.tape is not None or not isinstance(out, VirtualTensor) or out.layout is not torch.strided:
+            return False
+        written = written_by(func, args, kwargs)
+        tensors = [leaf for leaf in leaves([*args, *kwargs.values()]) if isinstance(leaf, torch.Tensor)]
+        of_no_matter = tensors[:1] if func in OVERWRITING or func in OF_SHAPES else []
+        read = tensors[len(of_no_matter) :]
+        if any(one is not out for one in written) or any(map(_is_unknown, read)):
+            return False
+        found = _Arguments(written)
+        with self.lock, torch._C.DisableTorchFunctionSubclass(), host_only():
+            for leaf in of_no_matter:
+                found.given[id(leaf)] = _aten.zeros.default((1,) * leaf.dim(), dtype=leaf.dtype)
+            for leaf in read:
+                element = self._element(leaf, found)
+                if element is None:
+                    return False
+                found.given[id(leaf)] = element.view((1,) * leaf.dim())
+        done = self._attempt(found, func, *uniform.for_one(func, args, kwargs), device)
+        if done is None or type(done[1]) is not torch.Tensor or done[1].dtype is not out.dtype:
+            return False
+        with self.lock, torch._C.DisableTorchFunctionSubclass(), host_only():
+            element = uniform.element_of(done[1])
+            if element is None:
+                return False
+            if uniform.is_whole(out):
+                self._have_equal(out, element, found.supplied)
+                return True
+            # A part was overwritten with what is all around it.
+            around = self._placed_and_known(out) if written else None
+            return around is not None and type(around.twin) is Uniform and around.twin.holds(element) and around.sure
+
+    def _element(self, leaf: torch.Tensor, found: _Arguments) -> torch.Tensor | None:
+        """A copy of what all elements of an argument surely are."""
+        if not isinstance(leaf, VirtualTensor):
+            return uniform.element_of(leaf)
+        known = self.known(leaf)
+        if known is None or not known.exact:
+            return None
+        found.supplied = found.supplied or known.supplied
+        return uniform.element_of(known.host)
 
     def fresh(self) -> float:
         """A number like a loss: small, positive, and smaller each time."""
@@ -268,10 +342,15 @@ class KnownEngine(ComputingEngine):
                     found.given[id(leaf)] = known.host
                     continue
             placement = self._placed_and_known(leaf)
+            equal = placement is not None and type(placement.twin) is Uniform
             if leaf is args[0] and self._is_overwritten(func, args):
-                if placement is None:
+                if placement is None or equal:
                     found.blank.append(leaf)
             elif placement is not None:
+                if equal:
+                    if any(leaf is one for one in found.written):
+                        return None
+                    found.given[id(leaf)] = placement.twin.seen_as(leaf)
                 found.sure = found.sure and placement.sure
                 found.supplied = found.supplied or placement.supplied
                 found.any = True
@@ -392,6 +471,13 @@ def any_known(args: Any) -> bool:
             # A host tensor's values are known.
             return True
     return False
+
+
+def _is_unknown(tensor: torch.Tensor) -> bool:
+    """Whether the values of an operator's argument cannot be known, at a glance."""
+    if isinstance(tensor, VirtualTensor):
+        return KNOWN not in tensor.__dict__
+    return type(tensor) not in (torch.Tensor, torch.nn.Parameter)
 
 
 def _mark_views(args: Any, out: Any) -> None:

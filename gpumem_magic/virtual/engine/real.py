@@ -114,7 +114,14 @@ class RealEngine(ComputingEngine):
                 raise RuntimeError("the storage is on no device")
             return self.twins.of(placement, storage.nbytes())
 
-    def fill(self, tensor: VirtualTensor, make: Callable[[], torch.Tensor], device: int, name: str) -> None:
+    def fill(
+        self,
+        tensor: VirtualTensor,
+        make: Callable[[], torch.Tensor],
+        one: Callable[[], torch.Tensor | None],
+        device: int,
+        name: str,
+    ) -> None:
         """Gives a new tensor the values of one that is made on the host."""
         with self.lock, host_only():
             call = HostCall(_Making(make), [], {}, device, None)

@@ -11,6 +11,8 @@ from collections import deque
 from collections.abc import Callable, Collection
 from typing import Any
 
+from gpumem_magic.virtual.engine.uniform import Uniform
+
 
 class _StorageReference(weakref.ref[Any]):
     """A weak reference to a storage which knows the storage's key after its death."""
@@ -153,6 +155,8 @@ class StorageTable:
             self._free(placement.device, placement.address)
         placement.address = address
         placement.nbytes = nbytes
+        if type(placement.twin) is Uniform:
+            placement.twin = None
 
     def find(self, storage: Any) -> Placement | None:
         return self._placements.get(storage._cdata)

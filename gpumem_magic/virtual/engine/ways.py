@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from gpumem_magic.private import overloads
-from gpumem_magic.virtual.engine import guesses, kernel_rules
+from gpumem_magic.virtual.engine import guesses, kernel_rules, uniform
 from gpumem_magic.virtual.engine.computing import comes_first, touches_values
 from gpumem_magic.virtual.engine.twins import leaves
 
@@ -21,7 +21,10 @@ SENDING = ("c10d", "_c10d_functional")
 
 
 class Way(NamedTuple):
-    """What an operator does with values. looks: it only gives other views. makes: values come of no tensor's."""
+    """What an operator does with values. looks: it only gives other views. makes: values come of no tensor's.
+
+    equal: of equal elements it makes equal ones.
+    """
 
     looks: bool
     writes: bool
@@ -29,12 +32,13 @@ class Way(NamedTuple):
     computes: bool
     first: bool
     guess: Callable[..., Any] | None
+    equal: bool
 
 
 def way_of(func: Any) -> Way:
     schema = getattr(func, "_schema", None)
     if schema is None:
-        return Way(True, False, False, False, False, None)
+        return Way(True, False, False, False, False, None, False)
     draws = torch.Tag.nondeterministic_seeded in func.tags
     gives = schema.is_mutable or any("Tensor" in str(value.type) for value in schema.returns)
     ours = kernel_rules.for_operator(func) is None or comes_first(func)
@@ -48,6 +52,7 @@ def way_of(func: Any) -> Way:
         computes=computes,
         first=comes_first(func) or torch.Tag.dynamic_output_shape in func.tags,
         guess=guesses.RULES.get(func),
+        equal=computes and uniform.follows(func),
     )
 
 

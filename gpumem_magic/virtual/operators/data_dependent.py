@@ -184,7 +184,7 @@ def _nonzero(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> 
     host = values.exact(args[0])
     if host is not None:
         _note_supplied(engine, args[0])
-        return _placed(engine, tuple(host.nonzero().shape), torch.int64, device)
+        return _placed(engine, (int(host.count_nonzero()), host.dim()), torch.int64, device)
     count = engine.selected("nonzero", args[0].numel())
     values.selects_all(args[0], count)
     return _placed(engine, (count, args[0].dim()), torch.int64, device)
@@ -358,8 +358,8 @@ def _index(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> An
         elif values.exact(index) is not None:
             _note_supplied(engine, index)
             scratch += index.numel() * index.dim() * 8
-            positions = values.exact(index).nonzero()  # type: ignore[union-attr]
-            expanded += [_blank(engine, (len(positions),), torch.int64, device) for _ in range(index.dim())]
+            count = int(values.exact(index).count_nonzero())  # type: ignore[union-attr]
+            expanded += [_blank(engine, (count,), torch.int64, device) for _ in range(index.dim())]
         elif isinstance(index, VirtualTensor):
             # CUDA finds the positions first, in memory that it gives back after.
             count = engine.selected("boolean mask", index.numel())

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -27,6 +28,7 @@ from gpumem_magic.virtual.engine.modes import (
 )
 from gpumem_magic.virtual.engine.refusals import refuse_device, refuse_fork, refuse_to_hold
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
+from gpumem_magic.virtual.engine.uniform import one_of_factory
 from gpumem_magic.virtual.operators.sorting import hold_for_shuffle
 
 _LIKE = ("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like")
@@ -258,7 +260,8 @@ class Factories:
         if "empty" in name:
             self._engine.blank(made)
         else:
-            self._engine.fill(made, lambda: original(*args, **on_host), index, name)
+            make, one = partial(original, *args, **on_host), partial(one_of_factory, original, args, on_host)
+            self._engine.fill(made, make, one, index, name)
         return made
 
     def _from_values(self, original: Callable[..., Any]) -> Callable[..., Any]:
