@@ -99,6 +99,14 @@ def test_cards_keep_their_options() -> None:
         cards.names_of("T5000")
 
 
+def test_how_a_program_runs_holds_for_other_cards_too(book: Notebook) -> None:
+    book.cell("%gpumem_device T4,context=300MiB,values=auto,torch=2.9")
+    assert cards.names_of("A100-40GB, RTX4090,values=real") == [
+        "A100-40GB,values=auto,torch=2.9",
+        "RTX4090,values=real,torch=2.9",
+    ], "the context is the card's"
+
+
 @pytest.mark.parametrize(
     ("cell", "changed"),
     [

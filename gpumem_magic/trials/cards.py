@@ -7,9 +7,13 @@ from gpumem_magic.devices.base import DeviceError
 from gpumem_magic.session import device as choosing
 from gpumem_magic.virtual.card import catalog
 
+# Options of a device that say how a program is run, and not what the card is.
+_OF_THE_SESSION = ("values", "torch", "loading")
+
 
 def names_of(text: str) -> list[str]:
-    """The cards of ``T4,A100-40GB`` or ``T4,context=400MiB,H100``: an option is the card's before it. Raises DeviceError."""
+    """The cards of ``T4,A100-40GB`` or ``T4,context=400MiB,H100``: an option is the card's before it. What was chosen for the
+    virtual device that is on, and is no property of a card, holds for all that say nothing else. Raises DeviceError."""
     found: list[str] = []
     for part in filter(None, (part.strip() for part in text.split(","))):
         if "=" in part and found:
@@ -18,7 +22,7 @@ def names_of(text: str) -> list[str]:
             found.append(part)
     if not found:
         raise DeviceError("name the cards, as T4,A100-40GB,H100")
-    return [_checked(name) for name in found]
+    return [_as_the_session(_checked(name)) for name in found]
 
 
 def _checked(name: str) -> str:
@@ -27,6 +31,14 @@ def _checked(name: str) -> str:
             f"{name} is a real device, and trials run on virtual ones: without a name, one like it is taken"
         )
     return name
+
+
+def _as_the_session(name: str) -> str:
+    machine = choosing.virtual()
+    chosen = [] if machine is None else machine.spec.text.split(",")[1:]
+    named = {option.partition("=")[0].strip() for option in name.split(",")}
+    keys = [(option.partition("=")[0].strip(), option) for option in chosen]
+    return ",".join([name, *(option for key, option in keys if key in _OF_THE_SESSION and key not in named)])
 
 
 def usual() -> str:
