@@ -107,7 +107,7 @@ def test_many_chosen_are_put_in_order_by_a_sort() -> None:
 
 
 def test_unique_values() -> None:
-    x = torch.zeros(1 << 18, dtype=torch.int64, device="cuda")
+    x = torch.empty(1 << 18, dtype=torch.int64, device="cuda")
     n = 1 << 18
     # The sorted copy, and CUB's; the result comes after CUB's is gone.
     assert scratch(lambda: torch.unique(x)) == n * 8 + blocks(radix_bytes(n, 8, 0)) - n * 8
@@ -134,7 +134,7 @@ def test_neighbours_that_are_the_same() -> None:
 
 
 def test_rows_that_are_the_same() -> None:
-    rows = torch.zeros(100, 50, device="cuda")
+    rows = torch.empty(100, 50, device="cuda")
     assert made(lambda: torch.unique(rows, dim=0)) == [800, 20_000]
     # Columns are laid out as rows first; places and where they go, then one place more than there are.
     found = made(lambda: torch.unique(rows, dim=1, return_inverse=True, return_counts=True))
@@ -174,7 +174,7 @@ def test_a_draw_from_a_distribution() -> None:
 
 
 def test_a_masks_places_are_numbers_for_each_dimension() -> None:
-    mask = torch.zeros(256, 1024, dtype=torch.bool, device="cuda")
+    mask = torch.empty(256, 1024, dtype=torch.bool, device="cuda")
     x = torch.zeros(256, 1024, device="cuda")
     assert scratch(lambda: torch.masked_select(x, mask)) == 256 * 1024 * 2 * 8
 
@@ -229,7 +229,7 @@ def test_indices_that_are_apart_turn_the_target_around() -> None:
 def test_without_accumulation_only_a_masks_places_are_found() -> None:
     target = torch.zeros(4096, 64, device="cuda")
     places = torch.zeros(4096, dtype=torch.int64, device="cuda")
-    mask = torch.zeros(4096, dtype=torch.bool, device="cuda")
+    mask = torch.empty(4096, dtype=torch.bool, device="cuda")
     rows = torch.zeros(1000, 64, device="cuda")
 
     def by_places() -> None:
