@@ -34,6 +34,7 @@ ONLY_IN = {
         # Trials are refused in one line without `os.fork`; ranks of one user find each other only where users have numbers;
         # groups of processes are those that PyTorch's launcher, or a trial, has started. What forks waits for the virtual device.
         "virtual/gpu.py",
+        "uninterrupted.py",
         "trials/process.py",
         "trials/ending.py",
         "session/rank_process.py",

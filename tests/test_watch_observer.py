@@ -405,13 +405,11 @@ def test_a_cell_that_ends_in_a_pause_is_relabelled_there(machine: Any) -> None:
 
 
 def test_the_failing_statement_is_a_mark(machine: Any) -> None:
-    from gpumem_magic.recording.instrument import Statement
     from gpumem_magic.session import recording as session
 
     observer = Observer(machines.in_use, time.time, 256)
     recording = session.open_recording()
     observer.observe()
-    failed = Statement(7, 7, "1 / 0", "expression", 0)
-    recording.close(ZeroDivisionError("division by zero"), (failed, (), ()))
+    recording.close(ZeroDivisionError("division by zero"), ("1 / 0", 7, (), ()))
     (mark,) = observer.observe().marks
     assert (mark.kind, mark.label, mark.line) == ("checkpoint", "1 / 0", 7)
