@@ -33,6 +33,7 @@ from torch.optim import optimizer as optim
 from torch.utils import _foreach_utils
 
 from gpumem_magic import measure
+from gpumem_magic.devices import machines
 from gpumem_magic.units import MIB
 from gpumem_magic.virtual import gpu
 from gpumem_magic.virtual.engine import engine
@@ -171,17 +172,34 @@ def ours(case: Case, hooks: bool = False) -> Bytes:
     }
 
 
+def _forget_operators() -> None:
+    """An engine asks each operator's rules once."""
+    machine = machines.in_use()
+    if machine is not None:
+        machine.engine._met.clear()  # type: ignore[attr-defined]
+
+
 @contextmanager
 def _as_counted_on_fakes(apart: bool) -> Iterator[None]:
     """Without what other tools do not see: what reductions share, and, if `apart`, gradients that are added in place."""
-    shared = {function: engine.BESIDE.pop(function) for function in reductions.KERNELS}
+    meet = engine.Engine._meet
+
+    def without(self: Any, function: Any) -> Any:
+        met = meet(self, function)
+        if function in reductions.KERNELS:
+            met = self._met[function] = met._replace(beside=None)
+        return met
+
+    _forget_operators()
+    engine.Engine._meet = without  # type: ignore[method-assign]
     is_free = gradients_that_meet.is_free
     if apart:
         gradients_that_meet.is_free = lambda tensor: False
     try:
         yield
     finally:
-        engine.BESIDE.update(shared)
+        engine.Engine._meet = meet  # type: ignore[method-assign]
+        _forget_operators()
         gradients_that_meet.is_free = is_free
 
 
