@@ -175,8 +175,9 @@ def optimizer_temporaries(scene: Scene) -> Iterator[Cause]:
         number = bisect_right(starts, one.born) - 1
         return scene.labels[one.index].category == "temporaries" and number >= 0 and one.born < ends[number]
 
-    remedy = _without_temporaries(scene, used, steps[place].label)
-    if remedy:
+    ways = _without_temporaries(scene, used, steps[place].label)
+    remedy = ", and ".join(ways)
+    if ways:
         highest, at = scene.highest_without(filter(is_a_steps, scene.timeline.allocations))
         if 2 * (scene.report.peak.allocated - highest) < size_of(used):
             point = scene.tensors.statement_at(at - 1) if scene.tensors is not None else None
@@ -185,8 +186,8 @@ def optimizer_temporaries(scene: Scene) -> Iterator[Cause]:
                 f" in iteration {'.'.join(map(str, point.iteration))}" if point is not None and point.iteration else ""
             )
             remedy += f", but {human(highest)} are reached {where} all the same"
-        else:
-            remedy = remedy.replace(_HAS_NONE, f"{_HAS_NONE}: {human(highest)} is the highest then", 1)
+        elif ways[0] is _HAS_NONE:
+            remedy = ", and ".join([f"{_HAS_NONE}: {human(highest)} is the highest then", *ways[1:]])
         remedy = f"{remedy[0].upper()}{remedy[1:]}."
     yield Cause(
         "optimizer_temporaries",
@@ -197,7 +198,7 @@ def optimizer_temporaries(scene: Scene) -> Iterator[Cause]:
     )
 
 
-def _without_temporaries(scene: Scene, used: list[Allocation], label: str) -> str:
+def _without_temporaries(scene: Scene, used: list[Allocation], label: str) -> list[str]:
     """Which of an optimizer's settings are without these. In a file, its functions' names say which it has; a step of the user's
     own has none."""
     one_by_one = "with `foreach=False` it has those of one parameter at a time"
@@ -205,15 +206,15 @@ def _without_temporaries(scene: Scene, used: list[Allocation], label: str) -> st
         events = scene.recording.logs[scene.device].events
         running = {name for one in used for frame in events[one.born].frames if _FOREACH.match(name := frame.name)}
         if not running:
-            return ""
+            return []
         if not running <= _HAVE_FUSED:
-            return one_by_one
+            return [one_by_one]
     # A name that the cell has lost, or that a library has, says nothing.
     kinds = {root.type for root in scene.holdings.roots if root.name == label and root.type}
     ways = [_HAS_NONE] if kinds <= FUSED else []
     if kinds <= OPTIMIZERS and "foreach=False" not in scene.typed:
         ways.append(one_by_one)
-    return ", and ".join(ways)
+    return ways
 
 
 def _is_near(one: int, other: int) -> bool:

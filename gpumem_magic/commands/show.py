@@ -26,10 +26,9 @@ def run(options: argparse.Namespace) -> int:
 
     if len(options.files) > 1 and (options.search or options.between or options.category or options.events):
         raise ValueError("--search, --between, --category and --events are for one file: name only one")
-    if len(options.files) > 1 and options.redact:
-        raise ValueError("--redact is for one file: name only one")
-    if len(options.files) > 1 and options.png:
-        raise ValueError("--png is for one file: name only one")
+    for flag, given in (("--redact", options.redact), ("--png", options.png)):
+        if len(options.files) > 1 and given:
+            raise ValueError(f"{flag} is for one file: name only one")
     if len(options.files) > 1 and options.json == "-":
         raise ValueError("--json -: standard output is for one file's report: name only one, or give a path")
     for option, target in (

@@ -44,6 +44,7 @@ from gpumem_magic.virtual.engine.calls import (
     run_in_parts,
     users_line,
 )
+from gpumem_magic.virtual.engine.host_calls import FactoryCall
 from gpumem_magic.virtual.engine.memory import Memory
 from gpumem_magic.virtual.engine.mismatch import (
     in_cudas_words,
@@ -481,18 +482,8 @@ class Engine:
     def supply(self, tensor: VirtualTensor, host: torch.Tensor) -> None:
         """The user says what its values are."""
 
-    def fill(
-        self,
-        tensor: VirtualTensor,
-        make: Callable[[], torch.Tensor],
-        one: Callable[[], torch.Tensor | None],
-        device: int,
-        name: str,
-    ) -> None:
-        """A new tensor has the values of one that is made on the host.
-
-        one() gives one element, where all are equal. name: the factory's.
-        """
+    def fill(self, tensor: VirtualTensor, call: FactoryCall, device: int) -> None:
+        """A new tensor has the values of one that is made on the host."""
 
     def blank(self, tensor: VirtualTensor) -> None:
         """A new tensor has no values yet."""

@@ -166,3 +166,23 @@ def _in_float32(func: Any, args: Any, kwargs: Any) -> Any:
         for arg, wide in widened:
             arg.copy_(wide)
     return mapped(narrow, out)
+
+
+class FactoryCall:
+    """What makes a new tensor on the host, as an operator without arguments that may draw random numbers."""
+
+    tags = (torch.Tag.nondeterministic_seeded,)
+
+    def __init__(self, original: Callable[..., torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._original, self._args, self._kwargs = original, args, kwargs
+        self.name: str = getattr(original, "__name__", "")
+
+    def __call__(self) -> torch.Tensor:
+        return self._original(*self._args, **self._kwargs)
+
+    def one(self) -> torch.Tensor | None:
+        """What `torch.zeros`, `ones` and `full` fill a tensor with, without the tensor. None for other factories."""
+        if self.name not in ("zeros", "ones", "full"):
+            return None
+        named = {key: value for key, value in self._kwargs.items() if key not in ("size", "names", "out", "layout")}
+        return self._original((), *(self._args[1:] if self.name == "full" else ()), **named)

@@ -9,7 +9,6 @@ generator.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from gpumem_magic.virtual.engine.computing import (
     has_values,
     runs_in_parts,
 )
-from gpumem_magic.virtual.engine.host_calls import HostCall, host_only
+from gpumem_magic.virtual.engine.host_calls import FactoryCall, HostCall, host_only
 from gpumem_magic.virtual.engine.memory import Memory
 from gpumem_magic.virtual.engine.refusals import CannotRun
 from gpumem_magic.virtual.engine.storage import Placement, StorageTable
@@ -92,26 +91,19 @@ class KnownEngine(ComputingEngine):
         free = not self._nested and self.tape is None
         return free and tensor.layout is torch.strided and self.bounds.hold(tensor)
 
-    def fill(
-        self,
-        tensor: VirtualTensor,
-        make: Callable[[], torch.Tensor],
-        one: Callable[[], torch.Tensor | None],
-        device: int,
-        name: str,
-    ) -> None:
-        draws = name.startswith(_DRAWING)
+    def fill(self, tensor: VirtualTensor, call: FactoryCall, device: int) -> None:
+        draws = call.name.startswith(_DRAWING)
         if not draws and not self.bounds.hold(tensor):
             with host_only():
-                element = one()
+                element = call.one()
             if element is not None and not self._nested and self.tape is None and uniform.is_whole(tensor):
                 self._have_equal(tensor, element)
         elif not draws and self._may_learn(tensor):
             with host_only():
-                host = make()
+                host = call()
             self.learn(tensor, host)
         elif draws and self.bounds.guess:
-            guess = guesses.of_factory(name)
+            guess = guesses.of_factory(call.name)
             if guess is not None:
                 tensor.__dict__[GUESS] = guess
 

@@ -6,7 +6,6 @@ values are exact. Operators that only CUDA has run by an equivalent (`equivalent
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from gpumem_magic.virtual.engine.computing import (
     runs_in_parts,
     touches_values,
 )
-from gpumem_magic.virtual.engine.host_calls import HostCall, host_only
+from gpumem_magic.virtual.engine.host_calls import FactoryCall, HostCall, host_only
 from gpumem_magic.virtual.engine.host_memory import HostMemory
 from gpumem_magic.virtual.engine.memory import Memory
 from gpumem_magic.virtual.engine.refusals import CannotRun
@@ -114,21 +113,14 @@ class RealEngine(ComputingEngine):
                 raise RuntimeError("the storage is on no device")
             return self.twins.of(placement, storage.nbytes())
 
-    def fill(
-        self,
-        tensor: VirtualTensor,
-        make: Callable[[], torch.Tensor],
-        one: Callable[[], torch.Tensor | None],
-        device: int,
-        name: str,
-    ) -> None:
+    def fill(self, tensor: VirtualTensor, call: FactoryCall, device: int) -> None:
         """Gives a new tensor the values of one that is made on the host."""
         with self.lock, host_only():
-            call = HostCall(_Making(make), [], {}, device, None)
+            made = HostCall(call, [], {}, device, None)
             if self.tape is not None:
-                self.tape.append((call, self.twins.view(tensor), None))
+                self.tape.append((made, self.twins.view(tensor), None))
             else:
-                self.twins.keep(tensor, call.run(self.random)[0], ())
+                self.twins.keep(tensor, made.run(self.random)[0], ())
 
     def replay(self, tape: Tape) -> None:
         """Computes what was captured."""
@@ -164,15 +156,3 @@ class RealEngine(ComputingEngine):
                 for leaf in leaves(out):
                     if isinstance(leaf, VirtualTensor):
                         self.twins.view(leaf).zero_()
-
-
-class _Making:
-    """What makes a new tensor, as an operator that may draw random numbers."""
-
-    tags = (torch.Tag.nondeterministic_seeded,)
-
-    def __init__(self, make: Callable[[], torch.Tensor]) -> None:
-        self._make = make
-
-    def __call__(self) -> torch.Tensor:
-        return self._make()

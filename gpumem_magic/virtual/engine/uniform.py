@@ -101,13 +101,3 @@ def is_whole(tensor: Any) -> bool:
                 return False
             dense *= size
     return True
-
-
-def one_of_factory(original: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor | None:
-    """What `torch.zeros`, `ones` and `full` fill a tensor with, without the tensor. None for other factories."""
-    name = getattr(original, "__name__", "")
-    if name not in ("zeros", "ones", "full"):
-        return None
-    named = {key: value for key, value in kwargs.items() if key not in ("size", "names", "out", "layout")}
-    made: torch.Tensor = original((), *(args[1:] if name == "full" else ()), **named)
-    return made

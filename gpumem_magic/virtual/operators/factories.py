@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -17,6 +16,7 @@ import torch.utils._device
 from gpumem_magic.patching import Patches, warnings_remembered
 from gpumem_magic.private import overloads
 from gpumem_magic.virtual.engine.engine import SPARSE, Engine, special
+from gpumem_magic.virtual.engine.host_calls import FactoryCall
 from gpumem_magic.virtual.engine.modes import (
     META,
     STATE,
@@ -28,7 +28,6 @@ from gpumem_magic.virtual.engine.modes import (
 )
 from gpumem_magic.virtual.engine.refusals import refuse_device, refuse_fork, refuse_to_hold
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
-from gpumem_magic.virtual.engine.uniform import one_of_factory
 from gpumem_magic.virtual.operators.sorting import hold_for_shuffle
 
 _LIKE = ("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like")
@@ -260,8 +259,7 @@ class Factories:
         if "empty" in name:
             self._engine.blank(made)
         else:
-            make, one = partial(original, *args, **on_host), partial(one_of_factory, original, args, on_host)
-            self._engine.fill(made, make, one, index, name)
+            self._engine.fill(made, FactoryCall(original, args, on_host), index)
         return made
 
     def _from_values(self, original: Callable[..., Any]) -> Callable[..., Any]:
