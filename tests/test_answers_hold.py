@@ -200,8 +200,8 @@ avg = [p.detach().clone() for p in net_.parameters()]
         (
             "padding = torch.ones(4, 1024, dtype=torch.bool, device='cuda')",
             "mask = padding[:, None, None, :].expand(4, 16, 1024, 1024).reshape(64, 1024, 1024)\nmask = mask.float()",
-            "2 of that shape, whatever their type, at once are 320 MiB",
-            "shape at once",
+            "2 of that shape at once (1 in bool and 1 in float32) are 320 MiB",
+            "shape at once are",
         ),
     ],
 )

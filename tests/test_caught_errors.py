@@ -89,3 +89,39 @@ def test_nobody_is_told_to_detach_what_a_function_that_failed_called_its_own() -
         book.cell(SETUP)
         book.cell(CELLS[2][0])
         assert "etach" not in book.cell("%gpumem_who errors")
+
+
+def test_a_retry_in_a_functions_except_block_is_told_with_its_line_and_retrying_afterwards_helps() -> None:
+    attempt = (
+        "def step(size):\n    h = torch.empty(size, device='cuda', dtype=torch.uint8)\n"
+        "    return h, torch.empty(size, device='cuda', dtype=torch.uint8)\n"
+    )
+    inside = (
+        "def find(size):\n    while True:\n        try:\n            return step(size)\n"
+        "        except RuntimeError as error:\n            step(size // 2)\n            size //= 2"
+    )
+    afterwards = (
+        "def find(size):\n    while True:\n        failed = False\n        try:\n            return step(size)\n"
+        "        except RuntimeError as error:\n            failed = True\n        step(size // 2)\n        size //= 2"
+    )
+    with notebook("T4") as book:
+        book.cell(attempt)
+        report = book.measured(f"{inside}\nbest = find(8 << 30)")
+        [cause] = [one for one in report.causes if one.name == "retry_in_except"]
+        assert cause.text.startswith("Line 7 (`step(size // 2)`) runs inside the `except` block")
+        assert "8.0 GiB" in cause.text.replace("8,192 MiB", "8.0 GiB")
+        book.cell(inside)
+        report = book.measured("best = find(8 << 30)")
+        [cause] = [one for one in report.causes if one.name == "retry_in_except"]
+        assert re.match(r"In \[\d+\], line 6 \(`step\(size // 2\)`\) runs inside", cause.text)
+        report = book.measured(f"{afterwards}\nbest = find(8 << 30)")
+        assert not [one for one in report.causes if one.name == "retry_in_except"]
+
+
+def test_a_list_of_tuples_is_not_offered_what_a_list_of_tensors_is() -> None:
+    with notebook("T4") as book:
+        book.cell("model = net()\nx = torch.ones(4096, 512, device='cuda')")
+        report = book.measured("kept = []\nfor turn in range(4):\n    kept.append((turn, model(x).mean()))")
+        text = str(report)
+        assert "kept.append((turn" in text
+        assert "one.detach() for one in kept" not in text

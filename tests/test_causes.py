@@ -14,6 +14,7 @@ from causes_cells import SETUP, names, notebook
 
 from gpumem_magic import causes
 from gpumem_magic.causes import catalog, shortage
+from gpumem_magic.causes.program import Written, read_program
 from gpumem_magic.units import human
 
 
@@ -35,6 +36,9 @@ x = torch.randn(512, 512, device="cuda")
 """
 
 LOOP = "for _ in range(4):\n    optimizer.zero_grad()\n    loss = model(x).mean()\n    loss.backward()\n    optimizer.step()"
+
+SCORED = "part = torch.empty(size, 512, device='cuda')\n    right = model(part).argmax(1).sum().item()"
+NUMBERS = "\nlosses = []\nfor _ in range(4):\n    loss = model(x).mean()\n    losses.append(loss.{taken})\n    loss.backward()"
 
 WHOLE = """
 import torch.utils.checkpoint
@@ -64,6 +68,11 @@ GUILTY = [
     Case("kept_graphs", (TRAIN, "log = {}\nfor i in range(4):\n    log[i] = model(x).mean()"), "`log`"),
     # pytorch/pytorch#20275: memory rises with each iteration, as results stay on the device
     Case("growth", (TRAIN, "kept = []\nfor _ in range(6):\n    kept.append(mib(4))"), "held by `kept`"),
+    Case(
+        "growth",
+        (TRAIN, "for i in range(6):\n    globals()[f'part_{i}'] = mib(4)"),
+        "6 variables, `part_0` to `part_5`",
+    ),
     # A metric's list has as much in its own tensors as in their graphs: who only detaches them still grows.
     Case(
         "growth",
@@ -85,6 +94,53 @@ GUILTY = [
         "held by `outs`",
     ),
     Case("missing_no_grad", (TRAIN, "model.eval()\noutput = model(x)"), "`model` is in evaluation mode"),
+    # What a loop gathered, until a later statement or the end of a function lets go of it.
+    Case(
+        "growth",
+        (
+            "kept = []",
+            "for _ in range(8):\n    kept.append(mib(8))\nparts = [one.sum().item() for one in kept]\ndel kept",
+        ),
+        "and `del kept` (line 5) lets go of it: 56.0 MiB",
+    ),
+    Case(
+        "growth",
+        (
+            TRAIN,
+            "def scores():\n    with torch.no_grad():\n        kept = [model(x) for _ in range(8)]\n"
+            "    return [one.sum().item() for one in kept]\nfound = scores()",
+        ),
+        "`found = scores()` (line 6) lets go of it only as it ends",
+    ),
+    # An optimizer that gets more and more parameters: it has no `clear()`.
+    Case(
+        "growth",
+        (
+            TRAIN,
+            "for _ in range(6):\n    more = nn.Linear(512, 512).cuda()\n    optimizer.add_param_group("
+            "{'params': more.parameters()})\n"
+            "    loss = model(more(x)).mean()\n    optimizer.zero_grad()\n    loss.backward()\n    optimizer.step()",
+        ),
+        "`del optimizer` frees",
+    ),
+    # Nothing of the graph is kept, and each layer's results are there while it runs.
+    Case(
+        "missing_no_grad",
+        (TRAIN, f"{LOOP}\nfor part in x.repeat(4, 1).split(len(x)):\n    right = model(part).argmax(1).sum().item()"),
+        "`model(part)` (line 8) saves",
+    ),
+    Case(
+        "missing_no_grad",
+        (TRAIN, "model.eval()\ndef score(x):\n    return model(x).mean().item()", "for _ in range(2):\n    score(x)"),
+        "`model(x)` (line 3, In [",
+    ),
+    # The very first batch does not fit; the loop around it neither goes backward nor steps.
+    Case(
+        "missing_no_grad",
+        (TRAIN, f"{LOOP}\nmodel.eval()\nfor size in (2_000_000, 1):\n    {SCORED}"),
+        "`model` is in evaluation mode, yet `model(part)` (line 10) keeps a graph, though no backward follows",
+        device="T4",
+    ),
     Case("missing_no_grad", (TRAIN, "model.eval()\nfor _ in range(3):\n    out = model(x)"), "`out` keeps a graph"),
     Case(
         "late_zero_grad",
@@ -163,6 +219,72 @@ GUILTY = [
             "model(x).mean().backward()\noptimizer.step()",
         ),
         "2 x the",
+    ),
+    Case(
+        "double_precision",
+        (
+            "deep = nn.Sequential(*[nn.Linear(512, 512) for _ in range(4)]).double().cuda()",
+            "out = deep(torch.randn(4096, 512, dtype=torch.float64, device='cuda'))",
+        ),
+        "line 2",
+    ),
+    # https://github.com/karpathy/nanoGPT/issues/158: two names for one checkpoint
+    Case(
+        "held_checkpoint",
+        (
+            "import io\nfile = io.BytesIO()\ntorch.save({'model': net().state_dict()}, file)\nfile.seek(0)",
+            "model = net()\ncheckpoint = torch.load(file, map_location='cuda')\nstate = checkpoint['model']\n"
+            "model.load_state_dict(state)",
+        ),
+        "`del checkpoint, state`",
+    ),
+    Case(
+        "idle_states",
+        (
+            TRAIN,
+            "before = torch.optim.Adam(model.parameters())\nmodel(x).mean().backward()\nbefore.step()\n"
+            "optimizer = torch.optim.AdamW(model.parameters())\nmodel(x).mean().backward()\noptimizer.step()",
+        ),
+        "`before`",
+    ),
+    # https://github.com/WenjieDu/PyPOTS/issues/599
+    Case(
+        "idle_states",
+        (
+            TRAIN + "optimizer = torch.optim.Adam(model.parameters())\nmodel(x).mean().backward()\noptimizer.step()",
+            "model.cpu()\nother = net()",
+        ),
+        "not on this device any more",
+    ),
+    Case(
+        "gradients_in_evaluation",
+        (
+            TRAIN.replace("net()", "net(1024)").replace("512, 512", "512, 1024"),
+            "model(x).mean().backward()\noptimizer.step()\noptimizer.zero_grad(set_to_none=False)\n"
+            "with torch.no_grad():\n    model(torch.cat([x] * 8))",
+        ),
+        "(line 4) fills them with zeros",
+    ),
+    # https://github.com/basiclab/GNGAN-PyTorch/issues/2
+    Case(
+        "input_gradients",
+        (
+            TRAIN + "images = [mib(4).view(-1, 512) for _ in range(4)]",
+            "for one in images:\n    one.requires_grad_()\n    optimizer.zero_grad()\n    model(one).mean().backward()\n"
+            "    optimizer.step()",
+        ),
+        "line 3",
+    ),
+    # https://github.com/TransformerLensOrg/TransformerLens/pull/493
+    Case(
+        "alike_buffers",
+        (
+            "class Masked(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+            "        self.register_buffer('mask', torch.ones(4096, 4096).tril().bool())\n"
+            "    def forward(self, x):\n        return x.masked_fill(self.mask[:8, :8], 0)",
+            "masked = nn.Sequential(*[Masked() for _ in range(4)]).cuda()\nmasked(torch.zeros(8, 8, device='cuda'))",
+        ),
+        "In [3], line 4",
     ),
     Case("wide_numbers", ("import numpy as np", "x = torch.from_numpy(np.zeros((1024, 1024))).cuda()"), "`x`"),
     Case(
@@ -446,8 +568,18 @@ INNOCENT = [
     # each part is read again
     Case("", (CONVOLVED, FILLED.replace("+=", "= out[:, i : i + 8] +"))),
     Case("", (TRAIN, LOOP)),
-    Case("", (TRAIN, LOOP + "\nlosses = []\nfor _ in range(4):\n    losses.append(model(x).mean().item())")),
-    Case("", (TRAIN, "losses = []\nfor _ in range(4):\n    losses.append(model(x).mean().detach())")),
+    Case("", (TRAIN, LOOP + NUMBERS.format(taken="item()"))),
+    Case("", (TRAIN, NUMBERS.format(taken="detach()"))),
+    Case(
+        "",
+        (
+            TRAIN,
+            LOOP
+            + "\nmodel.eval()\nwith torch.no_grad():\n    for _ in range(4):\n        right = model(x).argmax(1).sum().item()",
+        ),
+    ),
+    # (Nothing is trained: it tries a forward.)
+    Case("", (TRAIN, "losses = []\nfor _ in range(4):\n    losses.append(model(x).mean().item())")),
     Case("", (TRAIN, "losses = [model(x).mean() for _ in range(2)]\nsum(losses).backward()\ndel losses")),
     # one graph, of which several numbers are made; a state that is carried on
     Case("", (TRAIN, "y = model(x)\nloss = y.mean() + y.pow(2).mean() + y.abs().mean()\nloss.backward()")),
@@ -814,8 +946,6 @@ INNOCENT += [
     # one forward, whose loss a next cell's backward uses
     Case("", (TRAIN + "model.eval()", "loss = nn.functional.cross_entropy(model(x), x[:, 0].long())")),
     Case("", (GAN, GAN_STEP.format(detached=".detach()", again="fake"))),
-    # a critic's gradients are in the way of the generator's, in every program
-    Case("", (GAN, GAN_STEP.format(detached=".detach()", again="G(z)"))),
     Case("", (TRAINER, "trainer(eval_accumulation_steps=1).evaluate()")),
     Case("", ("", "row = mib(32)[:1024].clone()\ny = row + 1")),
     Case("", ("", "parts = mib(64).chunk(8)\ny = parts[0] + 1")),
@@ -837,6 +967,84 @@ INNOCENT += [
         ),
     ),
 ]
+
+SAMPLED = """
+head = nn.Linear(64, 4096).cuda()
+def sample(steps):
+    scores = []
+    with torch.no_grad():
+        for _ in range(steps):
+            scores.append({kept})
+    return torch.stack(scores, 1).mean()
+tokens = torch.randn(8, 128, 64, device="cuda")
+"""
+# A checkpoint every other step; a number that is only shown; parts of one batch; a trainer that resumed.
+SAVING = (
+    "saved = []\nfor step in range(8):\n    optimizer.zero_grad()\n    model(x).mean().backward()\n    optimizer.step()\n"
+    "    if step % 2:\n        saved.append({{k: v.{kept} for k, v in model.state_dict().items()}})"
+)
+SHOWN = (
+    "for _ in range(3):\n    optimizer.zero_grad()\n    out = model(x)\n    loss = out.mean()\n    {before}\n"
+    "    loss.backward()\n    optimizer.step()\n    print(float(spread))"
+)
+SPREAD = "spread = -(out.softmax(-1) * out.log_softmax(-1)).sum(-1).mean()"
+MICRO = (
+    "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\nfor _ in range(3):\n"
+    "    outs = [model(part) for part in x.repeat(32, 1).chunk({parts})]\n"
+    "    torch.cat(outs).pow(2).mean().backward()\n    optimizer.step()\n    optimizer.zero_grad()"
+)
+RESUMED = """
+import io
+file = io.BytesIO()
+torch.save(net().state_dict(), file)
+class Trainer:
+    def __init__(self):
+        file.seek(0)
+        self.model = net()
+        {keep} = torch.load(file, map_location="cuda")
+        self.model.load_state_dict({keep})
+"""
+GUILTY += [
+    Case("growth", (SAMPLED.format(kept="head(tokens)[:, -1]"), "out = sample(12)"), "`.clone()` it"),
+    Case("growth", (TRAIN, SAVING.format(kept="clone()")), "Every 2 iterations"),
+    Case("unused_graphs", (TRAIN, SHOWN.format(before=SPREAD)), "no backward goes through"),
+    # the critic's own batch of fakes, which it takes detached
+    Case("unused_graphs", (GAN, GAN_STEP.format(detached=".detach()", again="G(z)")), "torch.no_grad()"),
+    Case("waiting_graphs", (TRAIN, MICRO.format(parts=8)), "8 forwards of `model`"),
+    Case("held_checkpoint", (RESUMED.format(keep="self.state"), "trainer = Trainer()"), "`trainer.state = None`"),
+]
+INNOCENT += [
+    Case("", (SAMPLED.format(kept="head(tokens[:, -1])"), "out = sample(12)")),
+    Case("", (TRAIN, SAVING.format(kept="cpu()"))),
+    Case("", (TRAIN, SHOWN.format(before=f"with torch.no_grad():\n        {SPREAD}"))),
+    Case("", (RESUMED.format(keep="state"), "trainer = Trainer()")),
+]
+
+
+def test_a_batch_and_its_losses_are_one_forwards() -> None:
+    """The batch is there before its forward begins, the losses after it has ended: a list of them keeps one graph."""
+    with notebook("A100-40GB,torch=2.13") as book:
+        book.cell(TRAIN + "y = torch.randn(2048, 512)")
+        report = book.measured(
+            "for _ in range(3):\n    out = model(y.cuda())\n    losses = [(out - i).pow(2).mean() for i in range(3)]\n"
+            "    optimizer.zero_grad()\n    sum(losses).backward(retain_graph=True)\n    optimizer.step()"
+        )
+        assert "kept_graphs" not in names(report), report.causes
+        assert "retained_graph" in names(report), report.causes
+
+
+def test_what_is_trained_on_is_no_unused_graph() -> None:
+    """What a number that is shown was made of, where the loss has it, too."""
+    with notebook("A100-40GB,torch=2.13") as book:
+        book.cell(TRAIN)
+        report = book.measured(SHOWN.format(before=f"{SPREAD}\n    loss = loss - spread"))
+        assert "unused_graphs" not in names(report)
+        assert "waiting_graphs" not in names(book.measured(MICRO.format(parts=2)))
+        # A sum's backward makes nothing anew: it is used all the same.
+        report = book.measured(
+            "for _ in range(3):\n    out = model(x) + x\n    out.mean().backward()\n    optimizer.step()"
+        )
+        assert "unused_graphs" not in names(report)
 
 
 @pytest.mark.parametrize("case", GUILTY, ids=[f"{number}-{case.tells}" for number, case in enumerate(GUILTY)])
@@ -897,6 +1105,19 @@ def test_who_works_on_some_of_the_rows_at_a_time_is_not_told_to(cell: str) -> No
         # what is repeated is no single row
         ("expanded_copy", "y = x.repeat(64, 1) + 1"),
         ("built_beside", SEARCH.format(first="model = optimizer = None\n    ")),
+        # two that step in turn; an input that is trained
+        (
+            "idle_states",
+            "both = [kind(model.parameters()) for kind in (torch.optim.Adam, torch.optim.AdamW)]\nfirst, second = both\n"
+            "for _ in range(3):\n    for one in both:\n        one.zero_grad()\n        model(x).mean().backward()\n"
+            "        one.step()",
+        ),
+        (
+            "input_gradients",
+            "images = mib(8).view(-1, 512)\nimages.requires_grad_()\noptimizer = torch.optim.Adam([images])\n"
+            "for _ in range(3):\n    optimizer.zero_grad()\n    model.requires_grad_(False)(images).mean().backward()\n"
+            "    optimizer.step()",
+        ),
     ],
 )
 def test_a_remedy_that_would_change_nothing_is_not_told(name: str, cell: str) -> None:
@@ -961,6 +1182,65 @@ def test_an_adapter_is_not_said_to_save_what_the_frozen_layers_behind_it_do() ->
         report = book.measured("model(input_ids=tokens, labels=tokens).loss.backward()")
         assert report.peak.categories["activations"] > report.peak.peak_allocated / 2
         assert "dominating_layer" not in {cause.name for cause in report.causes}
+
+
+def test_an_optimizer_of_ones_own_is_not_offered_settings_that_it_lacks() -> None:
+    with notebook("T4") as book:
+        book.cell(
+            "class Own(torch.optim.Optimizer):\n    def __init__(self, weights):\n        super().__init__(weights, {})\n"
+            "    @torch.no_grad()\n    def step(self):\n        made = [w.grad.sign() for w in self.param_groups[0]['params']]\n"
+            "        torch._foreach_add_(self.param_groups[0]['params'], made, alpha=-0.1)\n"
+            "def train(model, x):\n    own = Own(model.parameters())\n    model(x).mean().backward()\n    own.step()\n"
+            "model, x = net(1024), torch.randn(4, 1024, device='cuda')"
+        )
+        [cause] = [one for one in book.measured("train(model, x)").causes if one.name == "optimizer_temporaries"]
+        assert "Own" in cause.sentence
+        assert not cause.remedy
+
+
+@pytest.mark.parametrize(
+    "after",
+    ["    total = total + loss\ntotal.backward()\noptimizer.step()", "    loss.backward()\n    optimizer.step()"],
+)
+def test_what_fails_on_the_way_to_a_backward_is_no_evaluation(after: str) -> None:
+    with notebook("T4") as book:
+        book.cell(TRAIN)
+        report = book.measured(
+            "total = 0\nmodel.eval()\nfor size in (2_000_000, 3_000_000):\n"
+            f"    part = torch.empty(size, 512, device='cuda')\n    loss = model(part).mean()\n{after}"
+        )
+        assert report.to_dict()["error"]
+        assert "missing_no_grad" not in {one.name for one in report.causes}
+
+
+def test_a_loop_only_looks_where_no_backward_follows_it() -> None:
+    text = (
+        "for x in xs:\n    {0}\n    for y in ys:\n        model(y)\n{1}\ndef f():\n    for x in xs:\n        model(x)\n"
+    )
+    program = read_program(text.format("loss.backward()", "print(1)"), {})
+    assert program.loop_only_looks(Written("", 4, ""))
+    assert program.loop_only_looks(Written("", 8, ""))
+    assert not program.loop_only_looks(Written("", 2, ""))
+    assert not program.loop_only_looks(Written("", 5, ""))
+    program = read_program(text.format("pass", "total.backward()"), {})
+    assert not program.loop_only_looks(Written("", 4, ""))
+
+
+def test_an_attribute_carries_a_state_on_where_its_own_class_says_so() -> None:
+    program = read_program(
+        "class Counter:\n    def step(self):\n        self.seen = self.seen + 1\n"
+        "class Cell:\n    def step(self, x):\n        self.state = self.mix(x, self.state)\n",
+        {},
+    )
+    found = [program.carried(kind) for kind in ("Sequential", "Counter", "Cell")]
+    assert [one and one[0] for one in found] == [None, "seen", "state"]
+
+
+def test_a_view_of_what_was_written_to_since_hides_nobody() -> None:
+    with notebook("T4") as book:
+        book.cell("w = torch.randn(4, 6, device='cuda', requires_grad=True)")
+        report = book.measured("rows = w.cumsum(-1).view(2, 12)\npart = rows[..., :3]\npart /= 3")
+        assert not [note for note in report.notes if "failed" in note], report.notes
 
 
 def test_a_loop_whose_first_statement_fails_has_no_iterations() -> None:

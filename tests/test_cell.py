@@ -83,6 +83,46 @@ def test_every_row_began(shell: Any) -> None:
     ]
 
 
+def test_what_an_error_left_has_its_row_before_what_handles_it(shell: Any) -> None:
+    _, seen = observe(
+        shell,
+        """
+        import contextlib
+        for i in range(2):
+            try:
+                a = 1 // i
+            except ZeroDivisionError:
+                a = 0
+            finally:
+                b = a
+        try:
+            try:
+                {}[1]
+            finally:
+                c = 1
+        except KeyError:
+            d = 1
+        with contextlib.suppress(IndexError):
+            [][1]
+        if a:
+            b = 2
+        """,
+    )
+    assert [row[:3] for row in seen.rows] == [
+        (2, "import contextlib", ()),
+        (5, "a = 1 // i", (1,)),
+        (7, "a = 0", (1,)),
+        (9, "b = a", (1,)),
+        (5, "a = 1 // i", (2,)),
+        (9, "b = a", (2,)),
+        (12, "{}[1]", ()),
+        (14, "c = 1", ()),
+        (16, "d = 1", ()),
+        (18, "[][1]", ()),
+        (20, "b = 2", ()),
+    ]
+
+
 def test_nested_loops_count_from_one_outermost_first(shell: Any) -> None:
     _, seen = observe(
         shell,

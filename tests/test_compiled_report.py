@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import json
 import warnings
 from collections.abc import Iterator
@@ -103,3 +105,83 @@ def test_what_compiled_code_keeps_is_its_modules() -> None:
             assert [[inner.activations for inner in one.children] for one in top.children] == [[8 * MIB] * 2, [8 * MIB]]
     finally:
         gpu.turn_off()
+
+
+class Block(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = torch.nn.Linear(512, 1024, bias=False)
+        self.down = torch.nn.Linear(1024, 512, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.up(x).sin())  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("in_place", [False, True], ids=["a break behind each", "compiled in place"])
+def test_alike_blocks_that_share_a_graph_keep_their_own(in_place: bool) -> None:
+    """Dynamo makes one graph of all of them, with the modules of the first that it met."""
+
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = torch.nn.ModuleList(Block() for _ in range(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                x = block(x)
+                torch._dynamo.graph_break()
+            return x
+
+    gpu.turn_on("A100-40GB")
+    try:
+        net = Net().cuda()
+        x = torch.rand(4096, 512, device="cuda", requires_grad=True)
+        if in_place:
+            for block in net.blocks:
+                block.compile()
+        run = net if in_place else torch.compile(net)
+        with gpumem_magic.measure() as measured:
+            run(x).sum().backward()
+        sizes = [
+            next(inner.activations for inner in one.children if inner.name == "up")
+            for top in measured.report.layers().children
+            if top.name != "outside modules"
+            for one in top.children[0].children
+        ]
+        assert sizes == [16 * MIB] * 4, measured.report.layers()
+    finally:
+        gpu.turn_off()
+
+
+def test_a_function_compiled_too_often_and_an_error_of_the_compiler() -> None:
+    """Beyond its limit Dynamo runs a function eagerly; what ended the program did not run eagerly."""
+    machine = gpu.turn_on("A100-40GB")
+    config = importlib.import_module("torch._dynamo.config")
+
+    @torch.compile(backend="eager", dynamic=False)
+    def scaled(x: torch.Tensor, times: int) -> torch.Tensor:
+        return x * times
+
+    @torch.compile(backend="eager")
+    def product(x: torch.Tensor) -> torch.Tensor:
+        return x.sin() @ x
+
+    try:
+        x = torch.rand(4, 8, device="cuda")
+        with config.patch(recompile_limit=2), gpumem_magic.measure() as limited:
+            for times in range(4):
+                scaled(x, times)
+        with gpumem_magic.measure() as caught, contextlib.suppress(RuntimeError):
+            product(x)
+        with pytest.raises(RuntimeError), gpumem_magic.measure() as ended:
+            torch.compile(lambda value: torch._dynamo.graph_break(), backend="eager", fullgraph=True)(x)
+    finally:
+        gpu.turn_off()
+    assert machine.notes() == []
+    (failed,) = limited.report.compiled.failed
+    (again,) = limited.report.compiled.again
+    assert (failed.text, failed.place) == (again.text, again.place)
+    assert failed.text == "scaled"
+    assert "limit" in failed.reason
+    assert again.reason == "times == 0"
+    assert not any("runs eagerly" in note for note in [*caught.report.notes, *ended.report.notes])

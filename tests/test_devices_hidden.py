@@ -76,12 +76,30 @@ def test_a_model_that_was_compiled_before_is_not_compiled_again(counters: Any) -
 
 
 def test_a_module_compiled_in_place_is_named(counters: Any) -> None:
-    model = net()
+    class Model(nn.Sequential):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x)  # type: ignore[no-any-return]
+
+    model = Model(nn.Linear(4, 4), nn.ReLU())
     model.compile(backend="eager")
     recording = record(lambda fake: steps(model), {"model": model})
+    assert counters["stats"]["unique_graphs"]
     assert [span.kind for span in recording.spans if span.kind == "backward"] == ["backward"] * 2
-    assert any("module.compile()" in note for note in recording.notes)
+    assert any("compiled in place (`module.compile()`)" in note for note in recording.notes)
     assert not counters["graph_break"]
+
+
+def test_layers_of_pytorchs_compiled_in_place_are_said_to_run_eagerly(counters: Any) -> None:
+    def layer() -> nn.Module:
+        return nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)
+
+    model = layer()
+    model.compile(backend="eager")
+    (note,) = (one for one in record(lambda fake: steps(model), {"model": model}).notes if "compile" in one)
+    assert "compiles nothing" in note
+    assert not counters["stats"]["unique_graphs"]
+    steps(torch.compile(layer(), backend="eager"))
+    assert counters["stats"]["unique_graphs"], "what the note recommends"
 
 
 def test_other_peoples_global_hooks_are_still_warned_about(counters: Any) -> None:
@@ -113,7 +131,7 @@ def test_cuda_graphs_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
 
     recording = record(program)
     assert graph.replayed == 3
-    assert any("CUDA graphs: 1 captured, 3 replays" in note for note in recording.notes)
+    assert any("CUDA graphs ran (1 capture, 3 replays)" in note for note in recording.notes)
     assert dict(vars(Graph)) == before
 
 

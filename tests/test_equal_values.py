@@ -48,7 +48,7 @@ def test_what_differs_is_unknown(machine: gpu.VirtualMachine) -> None:
 
 
 def test_a_part_that_is_written_ends_it_for_all_views(machine: gpu.VirtualMachine) -> None:
-    mask = torch.ones(8, 1024, dtype=torch.int64, device="cuda")
+    mask = torch.ones(8, 1 << 16, dtype=torch.int64, device="cuda")
     row = mask[1]
     row[3:5] = 1
     mask += 1
@@ -56,7 +56,7 @@ def test_a_part_that_is_written_ends_it_for_all_views(machine: gpu.VirtualMachin
     row.zero_()
     assert element(machine, mask) is None
     assert element(machine, row) is None
-    mask.copy_(torch.full((8, 1024), 7))
+    mask.copy_(torch.full((8, 1 << 16), 7))
     assert element(machine, row) == 7
     mask.view(torch.int32)[0, 0] = 1
     assert element(machine, mask) is None

@@ -39,6 +39,10 @@ DESCRIBING = frozenset(
         "built_beside",
         "grown_result",
         "wide_indices",
+        "double_precision",
+        "gradients_in_evaluation",
+        "alike_buffers",
+        "waiting_graphs",
         "steady",
     }
 )

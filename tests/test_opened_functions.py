@@ -122,6 +122,42 @@ def test_the_statements_of_functions_are_told_with_the_loops_around_their_calls(
     assert run(TRAINING, opens=False)[0].rows == ["seen = []", "main()"]  # type: ignore[union-attr]
 
 
+def test_what_an_error_left_has_a_row_also_in_a_function_that_was_opened(run: Run) -> None:
+    text = """
+    def train(n):
+        for k in (1, n):
+            kept = 1 / k
+        return kept
+    def main():
+        for n in (0, 1):
+            try:
+                train(n)
+            except ZeroDivisionError:
+                again = True
+        with contextlib.suppress(KeyError):
+            {}[1]
+    main()
+    """
+    told = run(f"import contextlib\n{textwrap.dedent(text)}")[0]
+    assert told is not None
+    assert told.rows == [
+        "import contextlib",
+        "train: kept = 1 / k 1.1",
+        "train: kept = 1 / k 1.2",
+        "main: again = True 1",
+        "train: kept = 1 / k 2.1",
+        "train: kept = 1 / k 2.2",
+        "train: return kept 2",
+        "main: end of train(n) 2",
+        "main: {}[1]",
+        "end of main()",
+    ]
+    # Nobody caught it: it is told once, as what failed.
+    told = run("def train(n):\n    for k in (1, n):\n        kept = 1 / k\ntrain(0)\n")[0]
+    assert told is not None
+    assert told.rows == ["train: kept = 1 / k 1"]
+
+
 @pytest.mark.parametrize(
     ("text", "opened"),
     [

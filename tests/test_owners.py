@@ -225,8 +225,18 @@ def test_a_reference_cycle_is_found_when_asked(machine: Any) -> None:
             ("Node.me -> Node",),
         ),
         ("def make():\n    a = [mib(8)]\n    a.append(a)\nmake()", ("list",)),
+        (
+            "class Net(torch.nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+            "        self.part = torch.nn.Identity()\n        self.kept = mib(8)\n"
+            "        def remember(*_):\n            self.seen = 1\n        self.part.register_forward_hook(remember)\nNet()",
+            (
+                "Net.part -> Identity._forward_hooks -> remember's self -> Net",
+                "Identity._forward_hooks -> remember's self -> Net.part -> Identity",
+                "remember's self -> Net.part -> Identity._forward_hooks -> remember",
+            ),
+        ),
     ],
-    ids=["two objects", "slots", "a list"],
+    ids=["two objects", "slots", "a list", "a hook that uses its module"],
 )
 def test_a_cycle_is_told_by_the_way_it_runs(machine: Any, code: str, words: tuple[str, ...]) -> None:
     holdings = find_owners(machine, ran(code), cycles=True)
@@ -356,6 +366,8 @@ def test_holders_and_cycles_are_what_plain_reachability_says(case: tuple[int, li
     reached = graph.reachable()
     on_cycle = {node for node in reached if any(node in graph.reachable([child]) for child in children[node])}
     assert graph.behind_cycles() == graph.reachable(on_cycle)
+    times = [child for held in children.values() for child in held]
+    assert graph.held_once(range(count)) == {one for one in range(count) if times.count(one) == 1 and one not in order}
 
 
 DATA = """

@@ -132,3 +132,15 @@ schedule.step(*(() if rank else (given,)), target=given)
 def test_what_does_not_go_together_is_one_line(flags: str, book: Notebook) -> None:
     assert "UsageError: %%gpumem" in book.cell(f"%%gpumem {flags}\nn = 1")
     assert "n" not in book.shell.user_ns
+
+
+def test_a_notebook_with_a_process_group_is_told_in_one_line_and_ranks_run_without_it(book: Notebook) -> None:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        said = book.cell("%%gpumem -q --ranks 4" + CELL)
+        assert "UsageError: %%gpumem --ranks: this notebook's process has a process group already" in said
+        assert "twice" not in said
+        assert torch.distributed.is_initialized()
+    finally:
+        torch.distributed.destroy_process_group()
+    assert book.cell("%%gpumem -q --ranks 4" + CELL) == "['from rank 0'] 4 4\n"

@@ -63,6 +63,70 @@ PROGRAMS = [
 ]  # fmt: skip
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("of", [torch.softmax, torch.log_softmax])
+def test_softmax_of_half_precision_is_float32_where_autocast_asks(of: Callable[..., Any], dtype: torch.dtype) -> None:
+    start = torch.linspace(-3, 3, 20).view(4, 5)
+    found = {}
+    for device in ("cpu", "cuda"):
+        if device == "cuda":
+            gpu.turn_on("T4,values=real")
+        x = start.to(device, dtype).requires_grad_()
+        with torch.autocast(device, dtype):
+            y = of(x, -1) if device == "cuda" else of(x, -1, dtype=torch.float32)
+        assert y.dtype == torch.float32
+        y.square().sum().backward()
+        found[device] = y.detach().cpu(), x.grad.cpu()
+    for one, other in zip(*found.values(), strict=True):
+        assert one.dtype == other.dtype
+        assert torch.allclose(one.float(), other.float(), atol=4e-3)
+    with torch.autocast("cuda", dtype):
+        torch.nn.functional.cross_entropy(start.to("cuda", dtype), torch.arange(4, device="cuda"))
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+def test_types_that_only_cudas_kernels_take() -> None:
+    gpu.turn_on("T4,values=real")
+    experts = torch.tensor([0, 1, 1, 3], device="cuda", dtype=torch.int32)
+    counted = torch.histc(experts, bins=4, min=0, max=3)
+    assert (counted.dtype, counted.tolist()) == (torch.int32, [1, 2, 0, 1])
+    # (Whole numbers, as CUDA reckons: none falls below its bin by rounding.)
+    assert torch.histc(torch.arange(49, device="cuda"), bins=49, min=0, max=49).tolist() == [1] * 49
+    flags = torch.tensor([True, False], device="cuda")
+    assert flags.abs().tolist() == flags.abs_().tolist() == [True, False]
+    assert torch.tensor([1 + 1j, float("nan")], device="cuda").nansum().item() == 1 + 1j
+    wave = torch.arange(8.0, device="cuda").half()
+    spectrum = torch.fft.rfft(wave)
+    assert spectrum.dtype == torch.complex32
+    back = torch.fft.irfft(spectrum)
+    assert back.dtype == torch.float16
+    assert torch.allclose(back.float(), wave.float(), atol=0.02)
+
+
+@pytest.mark.parametrize("device", ["T4", "T4,values=real"])
+def test_what_cuda_has_no_kernel_for_is_an_error_as_there(device: str) -> None:
+    gpu.turn_on(device)
+    whole = torch.ones(2, 3, 3, device="cuda", dtype=torch.int64)
+    for product, kernel in (
+        (lambda: whole[0] @ whole[1], "\"addmm_cuda\" not implemented for 'Long'"),
+        (lambda: whole @ whole, "\"baddbmm_cuda\" not implemented for 'Long'"),
+        (lambda: whole[0] @ whole[0, 0], "\"addmv_impl_cuda\" not implemented for 'Long'"),
+        (lambda: whole[0, 0] @ whole[0, 1], "\"dot\" not implemented for 'Long'"),
+        (lambda: whole[0].bool() @ whole[1].bool(), "\"addmm_cuda\" not implemented for 'Bool'"),
+    ):
+        with pytest.raises(NotImplementedError) as error:
+            product()
+        assert str(error.value) == kernel
+    with pytest.raises(
+        NotImplementedError, match=r"^Could not run 'aten::histogram.bin_ct' with arguments from the 'CUDA' backend"
+    ):
+        torch.histogram(whole.float(), 10)
+    assert torch.histogram(whole.float().cpu(), 10).hist.shape == (10,)
+    assert F.max_pool2d(whole.float(), 2).shape == (2, 1, 1)
+    assert (whole[0].float() @ whole[1].float()).shape == (3, 3)
+    assert (whole[0, :0] @ whole[1]).shape == (0, 3)
+
+
 @pytest.fixture
 def one_thread() -> Iterator[None]:
     """The order in which threads add numbers up shows in the last digit."""

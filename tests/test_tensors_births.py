@@ -6,10 +6,12 @@ import gc
 import sys
 import weakref
 
+import pytest
 from causes_cells import notebook
 
 from gpumem_magic.report.model import TensorGroup, TensorKind
 from gpumem_magic.units import MIB
+from gpumem_magic.virtual.engine import births
 
 DEVICE = "T4,torch=2.13"
 
@@ -62,6 +64,32 @@ def test_modules_keepers_and_failures() -> None:
     failed = groups_of([train, "kept = [model(x).detach() for _ in range(3)]\nbig = mib(20000)"], "failure")
     held = next(one for one in failed if one.keeper == "list")
     assert (held.count, held.kept_by) == (3, "kept[0…2]")
+
+
+def test_a_call_that_looks_like_an_earlier_one_is_told_alike_without_a_look_at_its_arguments(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looked: list[object] = []
+    look = births._inputs
+    monkeypatch.setattr(births, "_inputs", lambda call: (looked.append(call[0]), look(call))[1])
+    step = "    y = torch.softmax(x @ w, -1)\n    y.sum().backward()\n    w.grad = None\n    del y"
+    told, looks = [], []
+    with notebook(DEVICE) as book:
+        book.cell('x, w = (torch.empty(512, 512, device="cuda", requires_grad=r) for r in (False, True))')
+        for turns in (2, 2, 6):
+            looked.clear()
+            report = book.measured(f"for _ in range({turns}):\n{step}")
+            told.append([(one.operator, one.shape, one.inputs, one.line) for one in report.tensors("peak")])
+            # (Softmax's backward copies its spread gradient meanwhile: it is worked out anew each time.)
+            looks.append(sum("backward" not in str(one) for one in looked))
+        # (The first cell makes a workspace.) Another cell is another place, each more turn the same one.
+        assert looks[1] == looks[2] > 0
+        assert told[1] == told[2]
+        # Of another shape it is another.
+        book.cell('x = torch.empty(1024, 512, device="cuda")')
+        other = book.measured(f"for _ in range(2):\n{step}").tensors("peak")
+        made = next(one for one in other if one.operator == "softmax" and not one.backward)
+        assert (made.shape, made.inputs) == ((1024, 512), (TensorKind((1024, 512), "float32"),))
 
 
 def test_nothing_is_kept_of_the_program() -> None:

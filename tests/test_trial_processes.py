@@ -22,6 +22,8 @@ import torch
 from causes_cells import Notebook
 from left_behind import is_running, left_behind
 from small_card import own_temporaries, small_notebook
+from torch.utils.data import DataLoader
+from torch.utils.data._utils.signal_handling import _set_worker_pids
 
 from gpumem_magic.own_folders import own_folder
 from gpumem_magic.trials import process
@@ -256,6 +258,19 @@ def test_workers_of_the_notebooks_loaders_go_on(flags: str, book: Notebook) -> N
     assert next(names["underway"])[0, 0] == 2
     book.cell("del loader, underway")
     assert not any(map(is_running, workers))
+
+
+def test_an_iterator_may_begin_where_one_of_the_notebooks_lay() -> None:
+    """PyTorch notes an iterator's workers by its address."""
+    underway = [iter(DataLoader([torch.ones(8)] * 9, num_workers=1))]
+    next(underway[0])
+
+    def at_its_address() -> None:
+        address = id(underway.pop())
+        _set_worker_pids(address, (os.getpid(),))
+
+    in_a_fork(at_its_address)
+    next(underway[0])
 
 
 def loader_workers(iterator: Any) -> list[int]:

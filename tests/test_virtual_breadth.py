@@ -268,7 +268,6 @@ def test_graphs_take_memory_of_their_own_once(machine: gpu.VirtualMachine) -> No
     assert allocated() == captured
     pools = {tuple(segment["segment_pool_id"]) for segment in torch.cuda.memory_snapshot()}
     assert pools == {(0, 0), tuple(graph.pool())}
-    assert "CUDA graphs ran eagerly" in machine.notes()[0]
     del y
     graph.reset()
     torch.cuda.empty_cache()

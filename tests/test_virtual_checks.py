@@ -33,6 +33,8 @@ ANSWERS: list[tuple[Callable[[torch.Tensor, torch.Tensor], torch.Tensor | bool],
     (lambda x, y: x.isfinite().all(), True),
     (lambda x, y: (x == 50256).all(), False),
     (lambda x, y: (x == y).all(), False),
+    (lambda x, y: (x == x).all(), True),
+    (lambda x, y: (x != x).any(), False),
     (lambda x, y: torch.isclose(x, y).all(), True),
     (lambda x, y: torch.equal(x, y), True),
     (lambda x, y: torch.allclose(x, y), True),
@@ -152,3 +154,40 @@ def test_a_number_is_a_device(move: Callable[[nn.Module], nn.Module]) -> None:
     model = move(nn.Linear(2, 2))
     assert model.weight.device == torch.device("cuda", 0)
     assert model.to(torch.float64).weight.dtype == torch.float64
+
+
+def _asserts_on_one_line(x: torch.Tensor, y: torch.Tensor) -> None:
+    assert (x == y).all()
+
+
+def _asserts_that_not(x: torch.Tensor, y: torch.Tensor) -> None:
+    assert not (x == y).all(), "equal"
+
+
+def _asserts_on_several(x: torch.Tensor, y: torch.Tensor) -> None:
+    assert (x != y).any() and (x == 3).any(), (  # noqa: PT018
+        "a message on a line of its own"
+    )
+
+
+@pytest.mark.parametrize("asserts", [_asserts_on_one_line, _asserts_that_not, _asserts_on_several])
+def test_what_a_program_asserts_holds(asserts: Callable[..., None]) -> None:
+    asserts(torch.randn(300, device="cuda"), torch.randn(300, device="cuda"))
+
+
+def test_what_is_compared_after_it_was_read_is_not_taken_to_hold() -> None:
+    x = torch.randn(300, device="cuda")
+    with pytest.raises(AssertionError):
+        assert (x == 1).all().item() is True
+
+
+def test_a_distribution_of_the_hosts_takes_samples_of_the_device() -> None:
+    # It checks that each number is equal to itself.
+    torch.distributions.Normal(0.0, 1.0).log_prob(torch.randn(300, device="cuda"))
+
+
+def test_a_mask_that_is_only_guessed_selects_as_many_of_one_tensor_as_of_another() -> None:
+    x = torch.randn(8, 4, device="cuda")[:, torch.tensor([1, 3], device="cuda")]
+    wide = torch.randn(8, 2, 300, device="cuda")
+    mask = x / x >= 1
+    assert len(x[mask]) == len(wide[mask, :]) == x.numel()

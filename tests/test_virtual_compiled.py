@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import importlib
+import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import gpumem_magic
@@ -344,6 +346,48 @@ def test_vmap_and_attention_without_a_mask_are_in_one_graph(machine: gpu.Virtual
         torch.compile(flex_attention, fullgraph=True, backend=backend)(query, query, query).sum().backward()
         assert query.grad is not None
     assert machine.notes() == []
+
+
+def test_scans_in_several_blocks_are_compiled_without_triton(machine: gpu.VirtualMachine) -> None:
+    modules = set(sys.modules)
+    x = torch.rand(2048, 64, device="cuda")
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        fast = torch.compile(lambda value: wave(wave(value).cumsum(0)))
+        values = x.to(dtype)
+        fast(values)
+        # Beside the result, the buffer that the scan writes, and a little for its blocks: `wave` is fused on both sides.
+        assert peak(lambda: fast(values)) < 2.5 * values.nbytes  # noqa: B023
+    assert machine.notes() == []
+    assert not [name for name in set(sys.modules) - modules if name.partition(".")[0] == "triton"]
+
+
+def test_tensors_that_wrap_others_are_compiled(machine: gpu.VirtualMachine) -> None:
+    x, y = (torch.rand(MIB, device="cuda") for _ in range(2))
+    pair = TwoTensor(x, y).requires_grad_()  # type: ignore[no-untyped-call]
+    fast = torch.compile(lambda value: (value.sin() * 2).exp().sum())
+    with warnings.catch_warnings():
+        # PyTorch's own, on this class and its cache.
+        warnings.filterwarnings("ignore", "TwoTensor does not implement")
+        fast(pair).backward()
+    assert isinstance(pair.grad, TwoTensor)
+    pair.grad = None
+    # The two gradients, and what the forward keeps of each.
+    assert peak(lambda: fast(pair).backward()) <= 4 * 4 * MIB + 4096
+    assert machine.notes() == []
+
+
+def test_a_value_that_compiled_code_reads_is_read_at_the_programs_line(machine: gpu.VirtualMachine) -> None:
+    def selected(rows: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        count = mask.sum().item()
+        torch._check(count >= 0)
+        return rows[mask].sum() + count
+
+    config = importlib.import_module("torch._dynamo.config")
+    with config.patch(capture_scalar_outputs=True, capture_dynamic_output_shape_ops=True):
+        rows, mask = torch.rand(4096, 8, device="cuda"), torch.rand(4096, device="cuda") > 0.5
+        torch.compile(selected, fullgraph=True)(rows, mask)
+    ((file, _),) = machine.reads.counts
+    assert file == __file__
 
 
 def test_what_a_checkpoint_computes_anew_stays_compiled(machine: gpu.VirtualMachine) -> None:

@@ -48,6 +48,16 @@ def test_for_everything_by_kind() -> None:
     assert host.tolist() == [2.5, 2.5]
 
 
+def test_positions_and_tokens_of_long_sequences_are_known(machine: gpu.VirtualMachine) -> None:
+    """Libraries decide by them whether sequences were packed, padded or shifted: a guess would take another attention mask."""
+    positions = torch.arange(16_384, device="cuda")[None]
+    steps = torch.diff(positions, prepend=positions[:, :1] - 1, dim=-1)
+    assert ((steps != 1).cumsum(-1)[:, -1] == 0).all()
+    tokens = torch.arange(8 * 2048).view(8, 2048).cuda() % 100
+    assert int((tokens == 0).sum()) == 164
+    assert not machine.reads.counts
+
+
 def test_known_values_stay_what_they_are() -> None:
     gpumem_magic.stand_in(2.5)
     assert torch.tensor(4.0, device="cuda").item() == 4.0

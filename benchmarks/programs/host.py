@@ -56,6 +56,8 @@ def main() -> None:
         setattr(torch.cuda, name, lambda *args, **kwargs: 0)
     for name in ("Float", "Long", "Int", "Byte", "Bool", "Half", "Double"):
         setattr(torch.cuda, f"{name}Tensor", getattr(torch, f"{name}Tensor"))
+    # (The compiler would look for this module's names in the program, which is `__main__` then.)
+    torch.compiler.set_stance("force_eager")
     del sys.argv[0]
     sys.path[0] = sys.argv[0].rpartition("/")[0]
     with OnHost():

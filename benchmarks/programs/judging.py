@@ -21,8 +21,10 @@ from typing import Any, NoReturn
 HERE = Path(__file__).resolve().parent
 # The lines that differ between any two runs: times, rates, and the device's own name and memory.
 _OF_THE_MOMENT = re.compile(
-    r"time|\bsec|seconds|\bms\b|/s\b|it/s|s/it|elapsed|cuda|device|memory|GPU|accelerator|MB|MiB", re.I
+    r"time|\bsec|seconds|\bms\b|/s\b|it/s|s/it|elapsed|cuda|device|memory|GPU|\bCPU\b|accelerator|MB|MiB|\bSPS\b|\dd:\d",
+    re.I,
 )
+_CLOCK = re.compile(r"\b\d+:\d\d:\d\ds?\b")
 _NUMBER = re.compile(r"[-+]?(\d[\d.,]*(e[-+]?\d+)?|\binf\b|\bnan\b) *", re.I)
 
 
@@ -204,5 +206,5 @@ def way_taken(guessed: Run, real: Run) -> str:
 
 
 def _comparable(text: str) -> list[str]:
-    lines = [line.rstrip() for part in text.splitlines() for line in part.split("\r")]
-    return [line for line in lines if line.strip() and not _OF_THE_MOMENT.search(line)]
+    lines = [line for part in text.splitlines() for line in part.split("\r")]
+    return [_CLOCK.sub("", line).rstrip() for line in lines if line.strip() and not _OF_THE_MOMENT.search(line)]

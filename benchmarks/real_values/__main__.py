@@ -5,8 +5,8 @@
 The programs are in `basics`, `numerics`, `networks` and `deciding`: small ones in the shape of PyTorch's tutorials and
 examples, each a function of the device. They print losses, predictions, choices and counts; what they print must be the same to
 the last digit that is printed. ``--ways`` runs them with stand-ins and with values=auto instead, and says which go another way
-than with real values though the report's first line has no word about it. ``--overhead`` times operators on tensors above 1 MiB
-on the host and on the virtual GPU, in turn.
+than with real values though the report's first line has no word about it. ``--overhead`` times operators on tensors of 1 to 16
+MiB on the host and on the virtual GPU, in turn, and says from which size on each takes at most twice as long.
 """
 
 from __future__ import annotations
@@ -74,14 +74,15 @@ def plain(text: str) -> str:
 def overhead() -> None:
     """How long operators take on the host and on the virtual GPU, in turn, by one thread: the first quartile of sixty."""
     torch.set_num_threads(1)
-    cases: dict[str, Callable[[str], Callable[[], object]]] = {
-        f"{name}, {side * side // 2**18} MiB": functools.partial(_prepared, operator, side)
-        for side in (512, 1024, 2048)
+    cases: dict[tuple[str, str], Callable[[str], Callable[[], object]]] = {
+        (name, f"{mib} MiB"): functools.partial(_prepared, operator, mib)
+        for mib in (1, 2, 3, 4, 6, 8, 16)
         for name, operator in OPERATORS.items()
     }
-    cases |= {"convolution, 4 MiB": _convolution, "training step, weights of 4 MiB": _training}
+    cases |= {("convolution", "4 MiB"): _convolution, ("training step", "weights of 4 MiB"): _training}
+    ratios: dict[str, dict[str, float]] = {}
     print(f"{'':<36}{'host, ms':>12}{'values=real, ms':>18}{'ratio':>8}")
-    for name, make in cases.items():
+    for (name, size), make in cases.items():
         sides = [make("cpu"), make("cuda")]
         times: list[list[float]] = [[], []]
         for _ in range(60):
@@ -90,7 +91,13 @@ def overhead() -> None:
                 run()
                 times[side].append(time.perf_counter() - began)
         host, ours = (statistics.quantiles(one)[0] * 1000 for one in times)
-        print(f"{name:<36}{host:>12.3f}{ours:>18.3f}{ours / host:>8.2f}")
+        ratios.setdefault(name, {})[size] = ours / host
+        print(f"{f'{name}, {size}':<36}{host:>12.3f}{ours:>18.3f}{ours / host:>8.2f}")
+    for name, found in ratios.items():
+        sizes = list(found)
+        too_slow = [number for number, size in enumerate(sizes) if found[size] > 2]
+        within = sizes[max(too_slow, default=-1) + 1 :]
+        print(f"{name}: at most twice the host's time {f'from {within[0]} on' if within else 'at none of these sizes'}")
 
 
 OPERATORS: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
@@ -106,8 +113,8 @@ OPERATORS: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
 }
 
 
-def _prepared(operator: Callable[[torch.Tensor, torch.Tensor], object], side: int, device: str) -> Callable[[], object]:
-    x, y = torch.randn(side, side, device=device), torch.randn(side, side, device=device)
+def _prepared(operator: Callable[[torch.Tensor, torch.Tensor], object], mib: int, device: str) -> Callable[[], object]:
+    x, y = torch.randn(256 * mib, 1024, device=device), torch.randn(256 * mib, 1024, device=device)
     return lambda: operator(x, y)
 
 

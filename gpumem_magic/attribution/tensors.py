@@ -106,9 +106,10 @@ class Tensors:
         names = self._names.get(one.index, ())
         earlier = bisect_right(names, position, key=itemgetter(0))
         name = names[earlier - 1][1] if earlier else names[0][1] if names else ""
+        let_go = ""
         if earlier and not self._has_still(name, one, position):
             # By then it was another's.
-            name = ""
+            name, let_go = "", name
         holds = self._holds.get(one.index, ())
         at_end = next((hold for hold in holds if hold.position == len(self._log.events)), None)
         if at_end is not None and at_end.place.startswith(OF_A_CYCLE) and self.is_newest(one, position):
@@ -120,7 +121,7 @@ class Tensors:
             return at_end.keeper, at_end.place
         if name:
             return (KEPT_BY_LIST if "[" in name else KEPT_BY_NAME), name
-        if label.name and label.evidence == "identity":
+        if label.name and label.evidence == "identity" and label.name != let_go:
             # A gradient that is gone by the end is called as its parameter is within the model, which has no name of its own.
             place = self._parameters.get(label.name, "") if label.category == "gradients" else label.name
             # ``0.weight`` is a name within a model that nobody names.

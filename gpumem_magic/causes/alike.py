@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 
 import torch
 
 from gpumem_magic.causes.model import Scene
 from gpumem_magic.devices.base import Birth
-from gpumem_magic.units import human
+from gpumem_magic.snapshot.timeline import Allocation
+from gpumem_magic.units import human, listed
 
 # What has a tensor's shape and is none of its copies.
 _OF_TRAINING = frozenset({"parameters", "buffers", "gradients", "optimizer_state"})
@@ -19,49 +21,51 @@ _OF_TRAINING = frozenset({"parameters", "buffers", "gradients", "optimizer_state
 
 @dataclass(frozen=True)
 class Alike:
-    """What is alive in one shape: how many, and bytes; and the operator that made the first of them, at an event."""
+    """What is alive in one shape: how many, bytes, and the types where they are known; and the operator that made the first of
+    them, at an event."""
 
     shape: tuple[int, ...]
     count: int
     bytes: int
     birth: Birth
     event: int
-
-
-def births_in_order(scene: Scene) -> list[tuple[int, Birth]]:
-    return sorted(scene.recording.logs[scene.device].births.items())
+    types: tuple[str, ...] = ()
 
 
 def alive_in_shapes(scene: Scene, fits: Callable[[Birth], bool]) -> list[list[Alike]]:
     """The shapes in which a good part of the memory is alive, largest first, each with the forward operators that fit: of a
-    kernel the last, and the last kernel first."""
+    kernel the last; what made most first, then the last."""
     births = scene.recording.logs[scene.device].births
-    counts: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    counts: dict[tuple[int, ...], list[tuple[int, str]]] = defaultdict(list)
     trained = {one.born for one in scene.timeline.allocations if scene.labels[one.index].category in _OF_TRAINING}
     for one in scene.timeline.live_at(scene.moment):
         birth = births.get(one.born)
         if birth is not None and birth.shape is not None and one.born not in trained:
-            counts[_any_view(birth.shape)].append(one.size)
+            counts[_any_view(birth.shape)].append((one.size, birth.dtype))
     failed = births.get(scene.moment - 1)
     error = scene.report.error
     if failed is not None and failed.shape is not None and error is not None and error.wanted is not None:
-        counts[_any_view(failed.shape)].append(error.wanted)
+        counts[_any_view(failed.shape)].append((error.wanted, failed.dtype))
     least = scene.part_of_peak(10)
-    large = {shape: sizes for shape, sizes in counts.items() if sum(sizes) >= least}
+    sizes = {shape: sum(size for size, _ in its) for shape, its in counts.items()}
+    large = {shape: tuple(dtype for _, dtype in counts[shape]) for shape, size in sizes.items() if size >= least}
     found: dict[tuple[int, ...], dict[str, Alike]] = defaultdict(dict)
-    for event, birth in reversed(births_in_order(scene)) if large else ():
+    for event, birth in reversed(scene.births) if large else ():
         if event >= scene.moment or birth.shape is None or birth.node or event in trained:
             continue
         key = _any_view(birth.shape)
         if key in large and birth.kernel not in found[key] and fits(birth):
-            found[key][birth.kernel] = Alike(birth.shape, len(large[key]), sum(large[key]), birth, event)
-    return sorted((list(its.values()) for its in found.values() if its), key=lambda its: -its[0].bytes)
+            found[key][birth.kernel] = Alike(birth.shape, len(large[key]), sizes[key], birth, event, large[key])
+    ordered = (
+        sorted(its.values(), key=lambda one: -bytes_of(one.shape, one.birth.dtype)) for its in found.values() if its
+    )
+    return sorted(ordered, key=lambda its: -its[0].bytes)
 
 
 def reader_of_a_view(scene: Scene, alike: Alike) -> str:
     """What reads it next, if that would take an expanded view as it is (number by number): ```a + bias` (line 3)``; else ""."""
     size = prod(alike.shape)
-    for event, birth in births_in_order(scene):
+    for event, birth in scene.births:
         shapes = [shape for shape, _ in birth.inputs]
         if event > alike.event and any(prod(shape) == size for shape in shapes):
             takes = alike.shape in shapes and _goes_by_numbers(birth.kernel)
@@ -82,6 +86,7 @@ def squeezed(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(length for length in shape if length != 1)
 
 
+@lru_cache(maxsize=4096)
 def _any_view(shape: tuple[int, ...]) -> tuple[int, ...]:
     """The shape as alike ones have it, whatever their views: batch and heads in one."""
     found = squeezed(shape)
@@ -96,8 +101,7 @@ def bytes_of(shape: tuple[int, ...], dtype: str) -> int:
 def made_by(scene: Scene, alike: Alike) -> str:
     """```pred - y` (line 4)``, with the inner place where the line only leads to it."""
     one = next((each for each in scene.timeline.allocations if each.born == alike.event), None)
-    facts = scene.tensors.facts(one) if scene.tensors is not None and one is not None else None
-    if facts is None:
+    if one is None or not (words := made_at(scene, one)):
         # The request that failed has no allocation.
         place = alike.birth.place
         words = (place.expression or place.text) if place is not None else alike.birth.operator
@@ -105,17 +109,28 @@ def made_by(scene: Scene, alike: Alike) -> str:
         own = place is not None and place.own_file == scene.recording.own_file
         number = place.own_line if own and place is not None else line
         return f"`{words}` (line {number})" if number else f"`{words}`"
+    return words
+
+
+def made_at(scene: Scene, one: Allocation) -> str:
+    """The same of one allocation; "" where nothing is known of it."""
+    facts = scene.tensors.facts(one) if scene.tensors is not None else None
+    if facts is None:
+        return ""
     words = facts.expression or facts.statement or facts.operator
     inner = f", {facts.inner}" if facts.inner else ""
     return f"`{words}` (line {facts.line}{inner})" if facts.line else f"`{words}`{inner}"
 
 
 def size_words(alike: Alike) -> str:
-    """``1,526 MiB in float32, and 4 of that shape at once are 6,104 MiB``."""
+    """``1,526 MiB in float32, and 4 of that shape at once are 6,104 MiB``; of several types, how many of each."""
     size = bytes_of(alike.shape, alike.birth.dtype)
     each = f"{human(size)} in {alike.birth.dtype}"
     if alike.count == 1:
         return each
     # A mask of the same shape, its copy in float32.
-    types = "" if 0 <= alike.bytes - alike.count * size <= alike.bytes // 50 else ", whatever their type,"
-    return f"{each}, and {alike.count} of that shape{types} at once are {human(alike.bytes)}"
+    of_each = Counter(alike.types)
+    types = (
+        f" ({listed([f'{count} in {dtype}' for dtype, count in of_each.most_common()])})" if len(of_each) > 1 else ""
+    )
+    return f"{each}, and {alike.count} of that shape at once{types} are {human(alike.bytes)}"

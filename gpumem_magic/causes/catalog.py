@@ -12,6 +12,7 @@ from gpumem_magic.causes import (
     errors,
     graphs,
     holding,
+    idle,
     joins,
     kept,
     loops,
@@ -22,6 +23,8 @@ from gpumem_magic.causes import (
     shortage,
     training,
     untrained,
+    unused_graphs,
+    waiting,
 )
 from gpumem_magic.causes.model import Detector, Scene, answers_of
 from gpumem_magic.report.model import Cause, ReportError
@@ -38,6 +41,8 @@ DETECTORS: tuple[Detector, ...] = (
     graphs.graphs_alive,
     graphs.gradients_with_graphs,
     loops.summed_losses,
+    waiting.unused_graphs,
+    waiting.waiting_graphs,
     loops.kept_by_retain_graph,
     loops.held_over,
     loops.steady,
@@ -48,7 +53,7 @@ DETECTORS: tuple[Detector, ...] = (
     kept.kept_by_hook,
     errors.kept_errors,
     several_devices.gathered,
-    graphs.graph_without_backward,
+    unused_graphs.missing_no_grad,
     untrained.untrained_gradients,
     untrained.wasted_gradients,
     copies.built_again,
@@ -61,6 +66,10 @@ DETECTORS: tuple[Detector, ...] = (
     holding.reference_cycle,
     training.late_zero_grad,
     training.missing_zero_grad,
+    idle.idle_states,
+    idle.gradients_in_evaluation,
+    idle.input_gradients,
+    idle.alike_buffers,
     training.optimizer_history,
     training.optimizer_states,
     training.optimizer_temporaries,
@@ -97,6 +106,10 @@ DESCRIBING = frozenset(
         "autocast_copies",
         "optimizer_history",
         "left_over_copy",
+        "double_precision",
+        "gradients_in_evaluation",
+        "alike_buffers",
+        "waiting_graphs",
         _SOUND,
         shortage.NAME,
     }
@@ -110,7 +123,7 @@ _LAST = "whole_batch"
 _GROWING = frozenset({"growth", "kept_graphs"})
 # A cause that another one explains better is not told twice.
 _COVERED = {
-    "growth": ("kept_errors", "gradients_with_graphs"),
+    "growth": ("kept_errors", "gradients_with_graphs", "input_gradients"),
     "retained_graph": ("kept_graphs", "gradients_with_graphs"),
     "dominating_layer": ("attention_scores",),
     "optimizer_states": ("optimizer_history",),
@@ -118,6 +131,8 @@ _COVERED = {
     "all_pairs": ("attention_scores",),
     "built_beside": ("left_over_copy",),
     "pinned_by_view": ("growth",),
+    "unused_graphs": ("growth", "kept_graphs", "missing_no_grad", "retained_graph", "gradients_with_graphs"),
+    "waiting_graphs": ("summed_losses", "kept_graphs", "growth", "unused_graphs"),
     "varying_sizes": ("joined_in_a_loop", "growth", "kept_graphs"),
     "kept_by_hook": ("growth", "kept_graphs"),
     "kept_errors": ("retry_in_except",),

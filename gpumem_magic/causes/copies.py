@@ -19,28 +19,57 @@ from gpumem_magic.units import human, listed
 # The names in front of a call of something that loads, each time that one stands there.
 _LOADED = re.compile(r"\b(\w+)\s*=\s*(?=[^\n]*\bload\w*\s*\()")
 _WHOLE = frozenset({"torch.nn.modules.module.Module", "torch.optim.optimizer.Optimizer"})
+_PARTS = frozenset({"dict", "OrderedDict", "list", "tuple", "Tensor"})
 _LOAD = re.compile(r"\btorch\.load\s*\((?P<arguments>[^\n]*)")
 
 
 def held_checkpoint(scene: Scene) -> Iterator[Cause]:
-    """A variable that something was loaded into, and that still holds the same weights as a model's, by shape and type."""
+    """A variable, or an object's attribute, that something was loaded into, and that still holds the same weights as a
+    model's, by shape and type."""
     loaded = frozenset(_LOADED.findall(scene.typed))
     weights = [_shape(one) for one in scene.held if one.kind == "parameter"]
-    for number, root in enumerate(scene.holdings.roots):
-        if root.kind != "variable" or root.name not in loaded:
-            continue
-        copies = [one for one in scene.freed([number]) if one.kind == "tensor"]
+    for place, names, gone in _holding_loaded(scene, loaded):
+        copies = [one for one in gone if one.kind == "tensor" and one.device == scene.device]
         same = partnered(copies, _shape, weights)
         if size_of(same) < LEAST or 2 * size_of(same) < size_of(copies):
             continue
+        others = f" ({listed([f'`{name}`' for name in names[1:]])}, too)" if names[1:] else ""
+        root, _, attribute = place.partition(".")
+        let_go = f"del {', '.join(names)}" if names else f"{place} = None"
         yield Cause(
             "held_checkpoint",
-            f"`{root.name}`{_at(scene.program.adding(root.name))} still holds a checkpoint that was loaded to the device, "
-            "although the model already "
-            f"has its weights: {human(size_of(copies))}.",
-            f'`{root.statement}` frees {human(size_of(copies))}; better, load it to the host with `map_location="cpu"`.',
+            f"`{place}`{_at(scene.program.adding(root, attribute.rpartition('.')[2]))} still holds a checkpoint that was "
+            f"loaded to the device{others}, although the model already has its weights: {human(size_of(copies))}.",
+            f'`{let_go}` frees {human(size_of(copies))}; better, load it to the host with `map_location="cpu"`.',
             size_of(copies),
         )
+        return
+
+
+def _holding_loaded(scene: Scene, loaded: frozenset[str]) -> Iterator[tuple[str, list[str], list[Held]]]:
+    """Of each variable of these names, and each attribute, the place, the variables that have to let go together, and what they
+    would free."""
+    roots = scene.holdings.roots
+    for number, root in enumerate(roots):
+        if root.kind == "variable" and root.name in loaded:
+            numbers = _names_of(scene, number)
+            yield root.name, [roots[each].name for each in numbers], scene.freed(numbers)
+    stations = {
+        station.node: station.place
+        for one in scene.held
+        if one.kind == "tensor"
+        for station in one.trail
+        if "." in station.place and station.place.rpartition(".")[2] in loaded
+    }
+    for node, place in stations.items():
+        yield place, [], scene.holdings.freed_by_replacing([node])
+
+
+def _names_of(scene: Scene, number: int) -> list[int]:
+    """A variable, and those that hold parts of the same: `state` of ``state = checkpoint["model"]``."""
+    roots = scene.holdings.roots
+    shared = {each for one in scene.holdings.reached(number) if one.kind == "tensor" for each in one.roots}
+    return [number, *sorted(one for one in shared - {number} if roots[one].type in _PARTS)]
 
 
 def loaded_to_device(scene: Scene) -> Iterator[Cause]:

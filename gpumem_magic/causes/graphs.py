@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from gpumem_magic.causes.alike import made_at
 from gpumem_magic.causes.libraries import clearing_hook
 from gpumem_magic.causes.model import LEAST, Iteration, Scene
 from gpumem_magic.causes.places import (
@@ -15,6 +16,7 @@ from gpumem_magic.causes.places import (
     added,
     advice_known,
     base,
+    common_stem,
     detach,
     general,
     is_part,
@@ -26,16 +28,18 @@ from gpumem_magic.causes.places import (
     told,
 )
 from gpumem_magic.causes.program import Written, put_into
-from gpumem_magic.owners.holders import detach_words
+from gpumem_magic.owners.holders import ELEMENT, detach_words
 from gpumem_magic.owners.model import Held, Root, by_root, size_of
 from gpumem_magic.recording.model import BACKWARD, FORWARD, Span
 from gpumem_magic.report.model import Cause
-from gpumem_magic.units import human
+from gpumem_magic.units import human, listed
 
 # The kinds of roots that have a name in the program.
 _NAMES = frozenset({"variable", "module"})
 # So many equal steps are no accident.
 _EQUAL_ITERATIONS = 3
+# What is done now and then is done so often.
+_EVERY = (2, 3, 4, 5, 10)
 # Bytes of a complex number in double precision.
 _A_NUMBER = 16
 
@@ -69,11 +73,12 @@ def graphs_alive(scene: Scene) -> Iterator[Cause]:
     place = added(scene, main)
     # An object that carries a state on, in an attribute of its own.
     roots = [one for one in scene.holdings.roots if one.name in others and one.type not in ("", "Tensor")]
-    state = scene.program.carried() if roots else None
+    states = ((one.name, scene.program.carried(one.type)) for one in roots)
+    owner, state = next(((name, state) for name, state in states if state is not None), ("", None))
     if state is not None:
         attribute, place = state
-        carrier = f"{roots[0].name}.{attribute}"
-        names = [one for one in [main.place, *others] if one != roots[0].name]
+        carrier = f"{owner}.{attribute}"
+        names = [one for one in [main.place, *others] if one != owner]
         rest = f"{', '.join(map(quoted, names[:3]))} {'reaches' if len(names) == 1 else 'reach'}"
         yield Cause(
             "kept_graphs",
@@ -92,7 +97,7 @@ def graphs_alive(scene: Scene) -> Iterator[Cause]:
         "kept_graphs",
         f"{told(found)}{at} {keep} the graphs of {count} iterations alive{also}: {human(freed)} that were saved for "
         f"backward{none}.",
-        _detaching(scene, main, place, list(dict.fromkeys([*others, *_roots_beside(scene, found)])), freed),
+        _detaching(scene, found, place, list(dict.fromkeys([*others, *_roots_beside(scene, found)])), freed),
         freed,
     )
 
@@ -129,13 +134,18 @@ def _graphs_of(scene: Scene, spot: Spot) -> int:
     ends = [one.end for one in scene.iterations]
     iterations = {bisect_left(ends, birth + 1) for birth in born} if ends else set()
     turns = {turn for birth in born if (turn := scene.turn_of(birth))}
-    starts = sorted(map(scene.start_of, scene.spans(FORWARD)))
+    spans = sorted((scene.start_of(one), scene.end_of(one)) for one in scene.spans(FORWARD))
     parts = len({base(one) for one in spot.held})
-    forwards = len({bisect_right(starts, birth) for birth in born}) if starts else parts
+    # What lies around a forward, its batch and its loss, is no other one's.
+    numbers = ((bisect_right(spans, (birth, scene.end)) - 1, birth) for birth in born)
+    within = {number for number, birth in numbers if number >= 0 and birth < spans[number][1]}
+    forwards = len(within) if spans else parts
     return max(min(parts, forwards), len(iterations), len(turns))
 
 
-def _detaching(scene: Scene, spot: Spot, place: Written | None, others: list[str], freed: int) -> str:
+def _detaching(scene: Scene, found: Sequence[Spot], place: Written | None, others: list[str], freed: int) -> str:
+    spot, *more = found
+    places = [one.place for one in (spot, *more) if one.root == spot.root]
     number = scene.holdings.number(spot.root)
     root = scene.holdings.roots[number] if number is not None else None
     if spot.container is None and root is not None and root.type != "Tensor":
@@ -159,16 +169,17 @@ def _detaching(scene: Scene, spot: Spot, place: Written | None, others: list[str
             f"leave it out, and carry on `.detach().requires_grad_()`{now}."
         )
     numbers = _keeps_numbers(scene, spot)
-    if place is not None and spot.holds_directly and (what := put_into(place.statement)):
+    if place is not None and len(places) == 1 and spot.holds_directly and (what := put_into(place.statement)):
         value = f" (or `{what}.item()`, if its value is all you need)" if numbers else ""
         return f"Put `{what}.detach()` there{value}{now}."
     goes = "goes into" if spot.container is not None else "is given to"
-    return f"`.detach()` what {goes} {quoted(spot.place)}{' (`.item()` for a number)' if numbers else ''}{now}."
+    return f"`.detach()` what {goes} {listed(list(map(quoted, places)))}{' (`.item()` for a number)' if numbers else ''}{now}."
 
 
 def _detached_by_name(scene: Scene, spot: Spot, root: Root, others: list[str]) -> str | None:
     """What detaches a variable, or a list and the tensors in it with names of their own; None where others reach the graphs."""
-    if spot.place != spot.root:
+    # (Only of the elements themselves: a list of tuples is another.)
+    if spot.place != spot.root or any(len(one.trail) > ELEMENT for one in spot.held):
         return None
     own = detach_words(root.name, root.type)
     if not others:
@@ -188,14 +199,22 @@ def _keeps_numbers(scene: Scene, spot: Spot) -> bool:
 
 def growth(scene: Scene) -> Iterator[Cause]:
     """What each iteration leaves behind, where the last ones all left the same and it is still there."""
-    for iterations in (scene.iterations or scene.forwards_of_a_statement, *scene.loops):
-        if (found := _growth_of(scene, iterations)) is not None:
+    loops = [scene.iterations or scene.forwards_of_a_statement, *scene.loops]
+    # What only every few iterations leave behind (checkpoints, say) is looked for last.
+    for every, iterations in [(1, one) for one in loops] + [(every, one) for every in _EVERY for one in loops]:
+        if (found := _growth_of(scene, _joined(iterations, every), every)) is not None:
             if found.text:
                 yield found
             return
 
 
-def _growth_of(scene: Scene, iterations: Sequence[Iteration]) -> Cause | None:
+def _joined(iterations: Sequence[Iteration], every: int) -> list[Iteration]:
+    """So many iterations as one, counted from the last."""
+    ends = range(len(iterations) - 1, every - 2, -every)
+    return [Iteration(iterations[end - every + 1].start, iterations[end].end) for end in reversed(ends)]
+
+
+def _growth_of(scene: Scene, iterations: Sequence[Iteration], every: int) -> Cause | None:
     """What one loop's iterations leave behind. Without text where another cause says it."""
     if len(iterations) < _EQUAL_ITERATIONS + 1:
         return None
@@ -214,9 +233,16 @@ def _growth_of(scene: Scene, iterations: Sequence[Iteration]) -> Cause | None:
     addresses = {one.address for one in alive}
     made = {one.address for one in scene.alive.values() if one.born >= iterations[0].start}
     kept = {general(one) for one in scene.held if one.address in addresses}
-    found = spots(one for one in scene.held if one.address in made and general(one) in kept)
+    stem = common_stem(kept)
+    found = spots(
+        one
+        for one in scene.held
+        if one.address in made and (general(one) in kept or (stem and common_stem([general(one)]) == stem))
+    )
     each = sum(last) // len(last)
     text = f"Each iteration leaves {human(each)} more allocated than the previous one{scene.how_many(steps)}"
+    if every > 1:
+        text = f"Every {every} iterations leave {human(each)} more allocated than those before"
     if found and all(scene.holdings.roots[one.roots[0]].kind == "cycle" for one in found[0].held):
         # `reference_cycle` says more of it.
         return Cause("growth", "", "", left)
@@ -228,6 +254,9 @@ def _growth_of(scene: Scene, iterations: Sequence[Iteration]) -> Cause | None:
     total = sum(one.size for one in main)
     place = added(scene, main[0])
     at = f", put there at {place.words} (`{place.shown}`)" if place is not None else ""
+    largest = max(alive, key=lambda one: one.size)
+    if not at and scene.tensors is not None and (line := scene.tensors.facts(largest).line):
+        at = f", made at line {line}"
     return Cause(
         "growth",
         f"{text}: it is held by {told(main)}{at}.",
@@ -269,29 +298,34 @@ def _less(scene: Scene, spot: Spot) -> str:
     return f"{now}; better, {host}." if now else f"Better {host}."
 
 
-def graph_without_backward(scene: Scene) -> Iterator[Cause]:
+def graph_without_backward(scene: Scene) -> Cause | None:
     """Forwards whose graph something keeps, where no backward is meant to follow: in evaluation mode, or again and again where
     nothing is trained."""
     backwards = scene.spans(BACKWARD)
     last = max(map(scene.end_of, backwards), default=0)
     forwards = [one for one in scene.spans(FORWARD) if scene.start_of(one) >= last]
     if not forwards:
-        return
+        return None
     starts = sorted(map(scene.start_of, forwards))
     ours = [one for one in scene.held if one.kind == "graph" and _born(scene, one) >= starts[0]]
     freed = size_of(ours)
     kept = len({bisect_right(starts, _born(scene, one)) for one in ours})
     if freed < LEAST:
-        return
+        return None
+    place = scene.left.place if scene.report.error is not None else None
+    only_looks = place is not None and scene.program.loop_only_looks(place)
+    if place is not None and not only_looks and scene.program.trains(place):
+        # It failed on the way to a backward.
+        return None
     if backwards:
         # A single one may be the next iteration's, of a model that is trained in evaluation mode.
-        if kept < 2 or not _trained_places(scene):
-            return
+        if (kept < 2 and not only_looks) or not _trained_places(scene):
+            return None
     elif _may_train(scene, forwards):
-        return
+        return None
     elif not scene.evaluating and any(_graphs_of(scene, spot) >= 2 for spot in spots(ours)[:1]):
         # Losses that are kept or added up: `graphs_alive` says which.
-        return
+        return None
     root = scene.holdings.roots[by_root(ours).most_common(1)[0][0]]
     graphs = kept if backwards else max(_graphs_of(scene, spot) for spot in spots(ours))
     what = f"the graphs of {graphs} iterations" if graphs > 1 else "a graph"
@@ -301,9 +335,12 @@ def graph_without_backward(scene: Scene) -> Iterator[Cause]:
     names = ", ".join(f"`{name}`" for name in evaluating[:3])
     why = f"{names} {'is' if len(evaluating) == 1 else 'are'} in evaluation mode, yet " if names else ""
     keeper, keeps = quoted(root.name), "keeps"
-    if root.kind == "traceback" and scene.left.told:
-        keeper, keeps = scene.left.told, "keep" if " and " in scene.left.told else "keeps"
-    yield Cause(
+    if root.kind == "traceback":
+        made = made_at(scene, scene.alive[max(ours, key=lambda one: one.size).address]) if not scene.left.told else ""
+        keeper, keeps = scene.left.told or keeper, "keep" if " and " in scene.left.told else "keeps"
+        if made:
+            keeper, at = made, ""
+    return Cause(
         "missing_no_grad",
         f"{why}{keeper} {keeps} {what}{at}, though no backward follows: {human(freed)}.",
         "Evaluate inside `with torch.inference_mode():` (or `torch.no_grad()`).",

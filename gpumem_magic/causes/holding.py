@@ -9,6 +9,7 @@ from gpumem_magic.causes.model import LEAST, Scene
 from gpumem_magic.looks.code import cell_of
 from gpumem_magic.owners.holders import joined
 from gpumem_magic.owners.model import Held, size_of
+from gpumem_magic.owners.ring import OF_CLOSURE
 from gpumem_magic.recording.model import FORWARD, OF_A_CYCLE, Sighting
 from gpumem_magic.report.model import Cause
 from gpumem_magic.snapshot.timeline import Allocation
@@ -57,7 +58,9 @@ def reference_cycle(scene: Scene) -> Iterator[Cause]:
         return
     names = sorted(held, key=lambda name: -size_of(held[name]))
     ways = [found["way"] for name in names if (found := _CYCLE.match(name))]
-    told = f": {', '.join(ways[:2])}{', ...' if len(ways) > 2 else ''}" if ways else ""
+    cycles = len({one.roots[0] for one in everything})
+    alike = f" ({cycles} alike)" if cycles > 1 and len(names) == len(ways) == 1 else ""
+    told = f": {', '.join(ways[:2])}{', ...' if len(ways) > 2 else alike}" if ways else ""
     breaks = next(filter(None, map(_breaking, ways)), "a `weakref.ref` in place of one link")
     yield Cause(
         "reference_cycle",
@@ -78,6 +81,9 @@ def _costs_nothing(scene: Scene, one: Allocation) -> bool:
 def _breaking(way: str) -> str:
     """How the last link of a cycle would not be there; "" where it is not told. A long way is cut in its middle."""
     *before, back, _ = ["", *way.split(" -> ")]
+    function, of_closure, variable = back.partition(OF_CLOSURE)
+    if of_closure:
+        return f"let `{function}` use a `weakref.ref` of `{variable}`"
     if "." not in back or back == "...":
         return ""
     kind, _, name = back.rpartition(".")

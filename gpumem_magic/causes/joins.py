@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from itertools import pairwise
 
-from gpumem_magic.causes.alike import Alike, births_in_order, bytes_of, made_by
+from gpumem_magic.causes.alike import Alike, bytes_of, made_by
 from gpumem_magic.causes.libraries import gathering
 from gpumem_magic.causes.model import Scene
 from gpumem_magic.devices.base import Birth
@@ -26,7 +26,7 @@ _PARTS = 3
 def joined_in_a_loop(scene: Scene) -> Iterator[Cause]:
     """`x = torch.cat([x, new])` in a loop: the old and the new are there at once."""
     places: dict[object, list[tuple[int, Birth]]] = defaultdict(list)
-    for event, birth in births_in_order(scene):
+    for event, birth in scene.births:
         if birth.kernel == "cat" and birth.place is not None and event < scene.moment:
             places[birth.place].append((event, birth))
     for made in places.values():
@@ -58,7 +58,7 @@ def joined_in_a_loop(scene: Scene) -> Iterator[Cause]:
             "joined_in_a_loop",
             f"{where} needs the old tensor and the new one at once, and copies all of the old one every time: "
             f"{human(old.size)} and {human(new.size)} at the peak.",
-            "Collect the parts in a list and `torch.cat` them once, or preallocate the result and write into it.",
+            "Preallocate the result and write each part into it, or collect the parts on the host (`.cpu()`).",
             old.size,
         )
         return

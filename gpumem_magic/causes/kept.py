@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from gpumem_magic.causes.model import Scene, partnered
 from gpumem_magic.causes.places import Spot, added, is_part, quoted, release, spots, taking_off
 from gpumem_magic.owners.model import Held, size_of
-from gpumem_magic.recording.model import FORWARD
+from gpumem_magic.recording.model import BACKWARD, FORWARD
 from gpumem_magic.report.failure import failed_request
 from gpumem_magic.report.model import Cause
+from gpumem_magic.snapshot.timeline import Allocation
 from gpumem_magic.units import counted, human
 
 _CACHE = "transformers.cache_utils.Cache"
@@ -97,7 +98,7 @@ def pinned_by_view(scene: Scene) -> Iterator[Cause]:
         one for one in scene.held if is_part(one) and scene.holdings.roots[one.roots[0]].kind in ("variable", "module")
     ]
     for spot in spots(views)[:1]:
-        freed = size_of(one for one in scene.holdings.freed_by_emptying(spot.tensors) if one.device == scene.device)
+        freed = size_of(one for one in scene.holdings.freed_by_replacing(spot.tensors) if one.device == scene.device)
         seen = sum(one.seen for one in spot.held)
         if freed - seen < scene.part_of_peak(10):
             return
@@ -161,6 +162,15 @@ def key_value_cache(scene: Scene) -> Iterator[Cause]:
     used = None if place is None else scene.program.using(place.partition(".")[0].partition("[")[0])
     at = f" ({used.words})" if used is not None else ""
     grows = any((birth := births.get(one.born)) is not None and birth.kernel == "cat" for one in cached)
+    if _trains_without(scene, cached):
+        yield Cause(
+            "key_value_cache",
+            f"The key-value cache{'' if place is None else f' {quoted(place)}'}{at} still keeps {human(size_of(cached))} in "
+            f"{counted(len(cached), 'tensor')} while the model is trained, which needs none of it.",
+            f"Let go of it when the generation has ended{'' if place is None else f' (`{place} = None`, and so on)'}.",
+            size_of(cached),
+        )
+        return
     yield Cause(
         "key_value_cache",
         f"The key-value cache{'' if place is None else f' {quoted(place)}'}{at} keeps {human(size_of(cached))} in "
@@ -170,6 +180,20 @@ def key_value_cache(scene: Scene) -> Iterator[Cause]:
         "smaller batch, a quantized cache or fewer key-value heads make it smaller.",
         size_of(cached),
     )
+
+
+def _trains_without(scene: Scene, cached: list[Allocation]) -> bool:
+    """Whether the moment lies in a step of training that began after all of a cache was made."""
+    backward = next((one for one in scene.spans(BACKWARD) if scene.end_of(one) >= scene.moment), None)
+    if backward is None:
+        return False
+    begin, end = scene.start_of(backward), scene.end_of(backward)
+    used = [
+        one
+        for one in scene.living_in(scene.moment, "activations")
+        if one.freed is not None and begin <= one.freed <= end
+    ]
+    return bool(used) and max(one.born for one in cached) < min(one.born for one in used)
 
 
 def _cache_of(held: Held) -> str:

@@ -1,14 +1,18 @@
-"""The program's own functions that an error left, and which of their variables had graphs."""
+"""The program's own functions that an error left: which of their variables had graphs, and whether one handled another error."""
 
 from __future__ import annotations
 
+import os
 from itertools import islice
+from types import FrameType
 from typing import Any
 
 from gpumem_magic.causes.model import LeftFunctions
+from gpumem_magic.causes.program import Written
 from gpumem_magic.looks import tensors
-from gpumem_magic.looks.code import OWN, whose
+from gpumem_magic.looks.code import OWN, cell_of, line_at, whose
 from gpumem_magic.looks.objects import is_sequence, locals_of, members, traceback_of
+from gpumem_magic.tracebacks import context_of
 
 # So many elements of a list are looked at.
 _ELEMENTS = 100
@@ -17,10 +21,21 @@ _ELEMENTS = 100
 def left_functions(error: BaseException) -> LeftFunctions:
     """What the frames of its traceback say."""
     found = LeftFunctions()
+    handling = _frames_that_handle(error)
+    measured = ""
     traceback = traceback_of(error)
     while traceback is not None:
-        frame, traceback = traceback.tb_frame, traceback.tb_next
-        if whose(frame.f_code.co_filename) != OWN or frame.f_code.co_name.startswith("<"):
+        frame, line, traceback = traceback.tb_frame, traceback.tb_lineno, traceback.tb_next
+        file = frame.f_code.co_filename
+        if whose(file) != OWN:
+            continue
+        # (The cell or script that runs is the first that an error's way leads through.)
+        measured = measured or file
+        where = "" if file == measured else cell_of(file) or os.path.basename(file)
+        found.place = Written(where, line, line_at(file, line))
+        if frame in handling:
+            found.retry = found.place
+        if frame.f_code.co_name.startswith("<"):
             continue
         variables = locals_of(frame)
         found.modules.update({name: one for name, one in variables.items() if tensors.is_module(one)})
@@ -29,6 +44,19 @@ def left_functions(error: BaseException) -> LeftFunctions:
             alone = [name for name, one in variables.items() if _has_graph(one)]
         if lists or alone:
             found.graphs.setdefault(frame.f_code.co_name, (*lists, *alone))
+    return found
+
+
+def _frames_that_handle(error: BaseException) -> list[FrameType]:
+    """The frames that had caught another error when this one was raised: their calls that failed first begin its traceback."""
+    found: list[FrameType] = []
+    seen = {id(error)}
+    handled = context_of(error)
+    while handled is not None and id(handled) not in seen:
+        seen.add(id(handled))
+        if (first := traceback_of(handled)) is not None:
+            found.append(first.tb_frame)
+        handled = context_of(handled)
     return found
 
 

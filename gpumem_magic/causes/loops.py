@@ -7,10 +7,11 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator
 
+from gpumem_magic.causes.alike import made_at
 from gpumem_magic.causes.model import LEAST, Scene
 from gpumem_magic.causes.places import quoted
-from gpumem_magic.owners.model import size_of
-from gpumem_magic.recording.model import BACKWARD, KEPT_BY_LIST, KEPT_BY_NAME, Checkpoint
+from gpumem_magic.owners.model import ERROR, size_of
+from gpumem_magic.recording.model import BACKWARD, FORWARD, KEPT_BY_LIST, KEPT_BY_NAME, Checkpoint
 from gpumem_magic.report.model import LABELS, OF_A_MODEL, Cause
 from gpumem_magic.snapshot.timeline import Allocation
 from gpumem_magic.units import human, listed
@@ -119,26 +120,28 @@ def held_over(scene: Scene) -> Iterator[Cause]:
 
 
 def grown_in_call(scene: Scene) -> Iterator[Cause]:
-    """What each iteration of a loop in a script's function left behind, until the function ended and let go of it."""
-    ends = [row for row in scene.statements if row[0].label.endswith(f"end of {_first(row[0])}")]
+    """What each iteration of a loop left behind, until a statement after the loop let go of it: the end of the function that it
+    is in, or ``del``."""
     trained = [scene.start_of(one) for one in scene.spans(BACKWARD)]
-    for iterations in scene.loops:
+    for iterations in (scene.forwards_of_a_statement, *scene.loops):
         steps = [scene.timeline.allocated_at(one.end) - scene.timeline.allocated_at(one.start) for one in iterations]
         last = steps[-_EQUAL:]
         if len(steps) <= _EQUAL or min(last) < LEAST or max(last) > 1.5 * min(last):
             continue
+        over = iterations[-1].end
         made = [
             one
-            for one in scene.timeline.live_at(iterations[-1].end)
+            for one in scene.timeline.live_at(over)
             if iterations[-_EQUAL].start <= one.born < iterations[-1].start and one.freed is not None
         ]
-        for point, begin, stop in ends:
-            gone = [one for one in made if one.freed is not None and begin <= one.freed <= stop]
-            # A backward before it needs what the loop gathered.
-            if 2 * size_of(gone) < sum(last[:-1]) or any(iterations[-1].end <= one <= begin for one in trained):
+        for point, begin, stop in scene.statements:
+            gone = [one for one in made if one.freed is not None and max(begin, over) <= one.freed <= stop]
+            # A backward before it, or in it, needs what the loop gathered.
+            if 2 * size_of(gone) < sum(last[:-1]) or any(over <= one <= stop for one in trained):
                 continue
             first = iterations[0].end
-            living = scene.timeline.live_at(begin)
+            # (What happens before it in the same statement, a function's loop, is not yet its end.)
+            living = scene.timeline.live_at(max(begin, over))
             held = [
                 one
                 for one in living
@@ -147,14 +150,26 @@ def grown_in_call(scene: Scene) -> Iterator[Cause]:
                 and one.freed <= stop
                 and scene.labels[one.index].category not in OF_A_MODEL
             ]
+            following = (one for one in scene.timeline.allocations if over <= one.born <= stop)
+            if any(2 * one.size >= size_of(held) for one in following):
+                # They were needed as one.
+                continue
             graph = 2 * sum(scene.labels[one.index].category == "activations" for one in gone) > len(gone)
+            graph &= any(span.graph for span in scene.spans(FORWARD))
             way = "`with torch.no_grad():` where no backward follows; else keep" if graph else "Keep"
+            its_end = point.label.endswith(f"end of {_first(point)}") or begin < over
+            ends = f"`{_first(point)}` (line {point.line}) lets go of it{' only as it ends' if its_end else ''}"
+            ours = f": {human(size_of(held))} that its variables held" if its_end else f": {human(size_of(held))}"
+            made_there = made_at(scene, max(held, key=lambda one: one.size)) if not its_end or begin < over else ""
+            what = f", made by {made_there}," if made_there else ""
+            view = (
+                "; a slice keeps all of its tensor: `.clone()` it" if made_there and scene.reads_last_position else ""
+            )
             yield Cause(
                 "growth",
                 f"Each iteration leaves {human(sum(last) // len(last))} more allocated than the previous one"
-                f"{scene.how_many(steps)}, and `{_first(point)}` (line {point.line}) lets go of it only as it ends: "
-                f"{human(size_of(held))} that its variables held.",
-                f"{way} only what is used later, on the host (`.detach().cpu()`).",
+                f"{scene.how_many(steps)}{what or ','} and {ends}{ours}.",
+                f"{way} only what is used later, on the host (`.detach().cpu()`){view}.",
                 size_of(held),
             )
             return
@@ -166,38 +181,45 @@ def _first(point: Checkpoint) -> str:
 
 def retry_while_handling(scene: Scene) -> Iterator[Cause]:
     """Work inside an ``except`` block, while the error's traceback still holds what the failed attempt made."""
-    for first, last in scene.program.handlers():
+    error, retry = scene.report.error, scene.left.retry
+    if error is not None and error.wanted and retry is not None:
+        # What the error was handling is behind it.
+        behind = [one for one in scene.held if sum(ERROR in station.bases for station in one.trail) > 1]
+        roots = [scene.holdings.roots[number].kind for one in behind for number in one.roots]
+        if size_of(behind) >= scene.part_of_peak(10) and {*roots} == {"traceback"}:
+            yield _retried(f"{retry.words[0].upper()}{retry.words[1:]} (`{retry.shown}`)", size_of(behind))
+            return
+    for tried, first, last in scene.program.handlers():
         places = [place for place, (point, _, _) in enumerate(scene.points) if first <= point.line <= last]
-        if not places:
+        if not places or scene.points[places[-1]][0].kind == "error":
             continue
-        # The failed statement has no row of its own: its memory is in that of the block's first.
-        begin, end = scene.points[places[0]][1], scene.points[places[-1]][2]
-        if scene.points[places[-1]][0].kind == "error":
-            known = scene.points[places[0]][2] if len(places) > 1 else begin
-            held = [one for one in scene.timeline.live_at(known) if one.born >= begin]
-        else:
-            # The block's end lets go of the error.
-            after = scene.points[places[-1] + 1 :]
-            stop = after[0][2] if after else scene.end
-            held = [
-                one
-                for one in scene.timeline.live_at(end)
-                if one.born >= begin and one.freed is not None and one.freed <= stop
-            ]
+        attempt = places[0]
+        while attempt and tried <= scene.points[attempt - 1][0].line < first:
+            attempt -= 1
+        begin, end = scene.points[attempt][1], scene.points[places[-1]][2]
+        # The block's end lets go of the error.
+        after = scene.points[places[-1] + 1 :]
+        stop = after[0][2] if after else scene.end
+        held = [
+            one
+            for one in scene.timeline.live_at(end)
+            if one.born >= begin and one.freed is not None and one.freed <= stop
+        ]
         latest = max((one.born for one in held), default=end)
         work = [one for one in scene.timeline.allocations if latest < one.born < end]
-        failed = scene.report.error is not None and scene.report.error.wanted
-        if size_of(held) < scene.part_of_peak(10) or not (failed or size_of(work) >= LEAST):
-            continue
-        line = scene.points[places[-1]][0].line
-        yield Cause(
-            "retry_in_except",
-            f"Line {line} runs inside the `except` block, where the caught error's traceback still holds what the failed "
-            f"attempt made: {human(size_of(held))} (local variables of the functions that it left).",
-            "Retry after the `except` block: set a flag in it (`failed = True`); the memory is free again once it has ended.",
-            size_of(held),
-        )
-        return
+        if size_of(held) >= scene.part_of_peak(10) and size_of(work) >= LEAST:
+            yield _retried(f"Line {scene.points[places[-1]][0].line}", size_of(held))
+            return
+
+
+def _retried(line: str, held: int) -> Cause:
+    return Cause(
+        "retry_in_except",
+        f"{line} runs inside the `except` block, where the caught error's traceback still holds what the failed attempt made: "
+        f"{human(held)} (local variables of the functions that it left).",
+        "Retry after the `except` block: set a flag in it (`failed = True`); the memory is free again once it has ended.",
+        held,
+    )
 
 
 def kept_by_retain_graph(scene: Scene) -> Iterator[Cause]:

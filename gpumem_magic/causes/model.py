@@ -9,8 +9,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from gpumem_magic.attribution.tensors import Tensors
-from gpumem_magic.causes.program import ProgramText
-from gpumem_magic.devices.base import Label
+from gpumem_magic.causes.program import ProgramText, Written
+from gpumem_magic.devices.base import Birth, Label
 from gpumem_magic.failures import swallows
 from gpumem_magic.owners.model import Held, Holdings
 from gpumem_magic.recording.model import FORWARD, OPTIMIZER, Checkpoint, Recording, Span
@@ -41,10 +41,13 @@ class Iteration:
 @dataclass
 class LeftFunctions:
     """graphs: of each function, outermost first, the variables that had graphs, lists first. modules: those that were variables
-    there, for a look, not to be kept."""
+    there, for a look, not to be kept. place: the innermost line of theirs. retry: where it failed
+    while another error was handled."""
 
     graphs: dict[str, tuple[str, ...]] = field(default_factory=dict)
     modules: dict[str, Any] = field(default_factory=dict)
+    place: Written | None = None
+    retry: Written | None = None
 
     @property
     def told(self) -> str:
@@ -104,6 +107,11 @@ class Scene:
     def peak(self) -> int:
         """The position of the peak."""
         return self.timeline.peak(0, self.end)[1]
+
+    @cached_property
+    def births(self) -> list[tuple[int, Birth]]:
+        """How allocations came to be, by the events, in order."""
+        return sorted(self.recording.logs[self.device].births.items())
 
     @cached_property
     def alive(self) -> dict[int, Allocation]:

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import ast
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from math import prod
-
-import torch
 
 from gpumem_magic.causes.alike import (
     Alike,
     alive_in_shapes,
-    births_in_order,
     bytes_of,
     made_by,
     reader_of_a_view,
     size_words,
-    squeezed,
 )
 from gpumem_magic.causes.model import Scene
+from gpumem_magic.causes.pairs import COPIES, MULTIPLIES, PRODUCTS, broadcast, is_in_parts, pairs
 from gpumem_magic.devices.base import Birth
 from gpumem_magic.recording.model import BACKWARD
 from gpumem_magic.report.model import Cause
@@ -27,21 +23,15 @@ from gpumem_magic.units import human, shape_words
 
 # A result is so many times larger than all that it was made of.
 _TIMES = 4
-# What is made so often, a few rows each time, is made in parts.
-_PARTS = 3
-_COPIES = frozenset({"clone", "_to_copy", "copy", "repeat", "contiguous", "copy_"})
-_PRODUCTS = frozenset({"mm", "bmm", "matmul", "baddbmm", "dot", "ger", "outer", "addr"})
-_MULTIPLIES = re.compile(r"@|\b(?:matmul|b?mm|einsum|outer|inner|tensordot|ger|cdist)\s*\(")
 # These make much of little wherever they are used; a recurrent layer's kernel keeps every step's states for its backward.
 _ALWAYS_GROW = re.compile(r"conv|embedding|arange|linspace|addmm|_rnn")
-_DISTANCES = re.compile(r"cdist|pairwise|euclidean")
 _HEADS = re.compile(r"repeat_kv|attention")
-_MEANT = re.compile(r"\bNone\b|unsqueeze|\[\s*:\s*,")
 _HALVES = frozenset({"float16", "bfloat16"})
+# The dimensions of several images.
+_IMAGES = 4
 _FILLED = frozenset({"new_zeros", "zeros", "zeros_like", "empty", "new_empty"})
 # A vocabulary, rather than features.
 _WORDS = 4096
-_MOST_NAMES = 40
 _BEFORE_THE_HEAD = "Take the last position before the head (`hidden[:, -1:]`; in transformers `logits_to_keep=1`)"
 
 
@@ -49,7 +39,7 @@ def grown_results(scene: Scene) -> Iterator[Cause]:
     """A broadcast, all pairs, a copy of an expanded tensor, one-hot numbers; of each place the largest."""
     told: set[object] = set()
     for alikes in alive_in_shapes(scene, lambda birth: _is_grown(birth) or _is_one_hot(birth)):
-        kinds = ((kind, one) for kind in (_one_hot, _broadcast, _expanded_copy, _pairs, _other) for one in alikes)
+        kinds = ((kind, one) for kind in (_one_hot, broadcast, _expanded_copy, pairs, _other) for one in alikes)
         for kind, alike in kinds:
             cause = kind(scene, alike)
             if cause is not None and (alike.birth.place or alike.event) not in told:
@@ -131,94 +121,24 @@ def _positions_unread(scene: Scene, shape: tuple[int, ...]) -> int:
     if len(shape) == 3:
         return shape[1] if shape[1] > 1 else 0
     # Batch and position in one: told apart by another tensor of the same rows.
-    shapes = [birth.shape for _, birth in births_in_order(scene)] + [one.shape for one in scene.held]
+    shapes = [birth.shape for _, birth in scene.births] + [one.shape for one in scene.held]
     told = (each for each in shapes if each is not None and len(each) == 3 and each[0] * each[1] == shape[0])
     return next((each[1] for each in told if each[1] > 1), 0)
-
-
-# In words
-
-
-def _operands(expression: str) -> list[str]:
-    """The two operands of an expression in its own words: ``a - b``, ``a.sub(b)``, ``f(a, b)``; [] for another one."""
-    try:
-        node = ast.parse(expression, mode="eval").body
-    except (SyntaxError, ValueError, MemoryError, RecursionError):
-        return []
-    found: list[ast.expr] = []
-    if isinstance(node, ast.BinOp):
-        found = [node.left, node.right]
-    elif isinstance(node, ast.Compare) and len(node.comparators) == 1:
-        found = [node.left, node.comparators[0]]
-    elif isinstance(node, ast.Call):
-        of = [node.func.value] if isinstance(node.func, ast.Attribute) else []
-        modules = ("torch", "F", "functional", "nn")
-        found = [*(one for one in of if ast.unparse(one).rpartition(".")[2] not in modules), *node.args][:2]
-    words = [ast.unparse(one) for one in found]
-    return words if len(words) == 2 and max(map(len, words)) <= _MOST_NAMES else []
 
 
 # The kinds
 
 
-def _broadcast(scene: Scene, alike: Alike) -> Cause | None:
-    birth = alike.birth
-    shapes = [shape for shape, _ in birth.inputs if prod(shape) > 1]
-    if birth.kernel in _PRODUCTS or birth.kernel in _COPIES or len(shapes) < 2 or _joint(shapes) != alike.shape:
-        return None
-    first, second = sorted(shapes[:2], key=lambda shape: -prod(shape)) if len(shapes) > 2 else shapes[:2]
-    if _is_in_parts(scene, alike):
-        return None
-    expression = birth.place.expression if birth.place is not None else ""
-    what = made_by(scene, alike)
-    pair = f"{shape_words(first)} with {shape_words(second)}"
-    told = f"{what} broadcasts {pair} to {shape_words(alike.shape)}: {size_words(alike)}."
-    same = squeezed(first) == squeezed(second)
-    if same and not _MEANT.search(expression) and (len(first) != len(second) or birth.operator.endswith("loss")):
-        return Cause("broadcast", told, _squeeze(first, second, _operands(expression)), alike.bytes)
-    remedy = "Work on some of the rows at a time, if every pair is meant; else give both the same shape."
-    if len(alike.shape) >= 3 and first[-1] == second[-1]:
-        names = ", ".join(re.sub(r"\[.*\]$|\.unsqueeze\(.*\)$", "", name) for name in _operands(expression)) or "a, b"
-        remedy = f"`torch.cdist({names})` gives distances between all pairs without it; or work on some of the rows at a time."
-    return Cause("all_pairs", told, remedy, alike.bytes)
-
-
-def _squeeze(first: tuple[int, ...], second: tuple[int, ...], names: list[str]) -> str:
-    """What makes the two shapes the same: without the dimension of 1, or with it in the other."""
-    number = 0 if first and first[-1] == 1 else 1
-    shape, other = (first, second) if number == 0 else (second, first)
-    if shape and shape[-1] == 1:
-        name = names[number] if names else "the first" if number == 0 else "the second"
-        call = (
-            f"`{name}.squeeze({len(shape) - 1})`"
-            if names and name.isidentifier()
-            else f"`.squeeze({len(shape) - 1})` of {name}"
-        )
-        other = squeezed(other)
-        return (
-            f"Unless every pair is meant, the result is wrong, too: {call} gives both the shape {shape_words(other)}."
-        )
-    return "Unless every pair is meant, the result is wrong, too: give both the same shape (`squeeze` or `unsqueeze`)."
-
-
-def _joint(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...] | None:
-    """The shape to which they broadcast."""
-    try:
-        return tuple(torch.broadcast_shapes(*shapes))
-    except RuntimeError:
-        return None
-
-
 def _expanded_copy(scene: Scene, alike: Alike) -> Cause | None:
     birth = alike.birth
-    if birth.kernel not in _COPIES or len(birth.inputs) < 1:
+    if birth.kernel not in COPIES or len(birth.inputs) < 1:
         return None
     words = birth.place.expression or birth.place.text if birth.place is not None else ""
     what, small = made_by(scene, alike), birth.inputs[0][0]
     if prod(small) >= prod(alike.shape):
         return None
     told = f"{what} expands {shape_words(small)} to {shape_words(alike.shape)} and copies it: {size_words(alike)}."
-    if _MULTIPLIES.search(words):
+    if MULTIPLIES.search(words):
         remedy = (
             "`torch.einsum`, or `torch.bmm` with the expanded dimension among the rows, multiplies without the copy."
         )
@@ -238,27 +158,6 @@ def _expanded_copy(scene: Scene, alike: Alike) -> Cause | None:
             "Leave it expanded (a view takes nothing): let the next operator broadcast, without reshaping it before."
         )
     return Cause("expanded_copy", told, remedy, alike.bytes)
-
-
-def _is_in_parts(scene: Scene, alike: Alike) -> bool:
-    """Whether some rows at a time are worked on already: again and again, of a few rows with many, none kept for a backward."""
-    sizes = sorted(prod(shape) for shape, _ in alike.birth.inputs if prod(shape) > 1)
-    if scene.report.error is not None or len(sizes) < 2 or 2 * sizes[0] > sizes[-1]:
-        return False
-    births = scene.recording.logs[scene.device].births
-    place = alike.birth.place
-    its = [
-        one
-        for one in scene.timeline.allocations
-        if (birth := births.get(one.born)) is not None
-        and (birth.place, birth.kernel, birth.shape) == (place, alike.birth.kernel, alike.birth.shape)
-    ]
-    if place is None or len(its) < _PARTS:
-        return False
-    trains = any(its[0].born <= scene.start_of(one) <= its[-1].born for one in scene.spans(BACKWARD))
-    # The next one is made while a name still has the last.
-    gone = all(one.freed is not None and one.freed <= later.born for one, later in zip(its, its[2:], strict=False))
-    return gone and not trains
 
 
 def _is_one_hot(birth: Birth) -> bool:
@@ -290,41 +189,24 @@ def _one_hot(scene: Scene, alike: Alike) -> Cause | None:
     )
 
 
-def _pairs(scene: Scene, alike: Alike) -> Cause | None:
-    birth = alike.birth
-    words = f"{birth.operator} {birth.place.expression or birth.place.text if birth.place is not None else ''}"
-    distances = _DISTANCES.search(birth.operator) is not None
-    shape = alike.shape
-    square = len(shape) >= 2 and min(shape[-2:]) >= 256
-    if not square or not (distances or (birth.kernel in _PRODUCTS and _MULTIPLIES.search(words))):
-        return None
-    if alike.bytes < scene.part_of_peak(3) or _is_in_parts(scene, alike):
-        return None
-    shapes = " and ".join(shape_words(one) for one, _ in birth.inputs[:2])
-    return Cause(
-        "all_pairs",
-        f"{made_by(scene, alike)} makes one number for every pair, {shape_words(shape)} from {shapes}: {size_words(alike)}.",
-        "Work on some of the rows at a time, and keep of each part only what is needed (its `topk`, its sum).",
-        alike.bytes,
-    )
-
-
 def _other(scene: Scene, alike: Alike) -> Cause | None:
     """What other operator makes much of little: no fault, and often the reason."""
     birth = alike.birth
-    if birth.kernel in _PRODUCTS or _ALWAYS_GROW.search(birth.kernel) or alike.bytes < scene.part_of_peak(4):
+    if birth.kernel in PRODUCTS or _ALWAYS_GROW.search(birth.kernel) or alike.bytes < scene.part_of_peak(4):
         return None
     times = bytes_of(alike.shape, birth.dtype) // max(1, _given(birth))
     given = " and ".join(shape_words(one) for one, _ in birth.inputs[:2])
     if birth.inputs[0][0] == alike.shape:
         given = birth.inputs[0][1]
     remedy = "Work on a part at a time, or make it smaller before."
-    if _is_in_parts(scene, alike):
+    if is_in_parts(scene, alike):
         remedy = "Fewer at a time take less."
     elif birth.kernel == "im2col":
         remedy = "Where the windows are multiplied with weights, `F.conv2d` does it without storing them."
     elif birth.kernel.startswith("upsample"):
         remedy = "A convolution to fewer channels before it, or a smaller size, makes it smaller."
+        if len(alike.shape) == _IMAGES and alike.shape[0] > 1 and not scene.spans(BACKWARD):
+            remedy = f"One of the {alike.shape[0]} images at a time makes {human(alike.bytes // alike.shape[0])} of it."
     return Cause(
         "grown_result",
         f"{made_by(scene, alike)} makes {shape_words(alike.shape)} from {given}, "

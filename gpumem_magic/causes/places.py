@@ -18,6 +18,7 @@ from gpumem_magic.units import counted, human
 _INDEX = re.compile(r"\[[^\[\]]*\d[^\[\]]*\]")
 _KEY = re.compile(r"\[[^\[\]]*\]")
 _KEYS = re.compile(r"\[('[^']*'|\"[^\"]*\")\]")
+_NUMBERED = re.compile(r"([A-Za-z_]\w*?)(\d+)")
 _NUMBERS = re.compile(r"(?:\[\d+\])+$")
 _WRITTEN = re.compile(r"[A-Za-z_]\w*(?:\.\w+|\[(?:'[^']*'|\"[^\"]*\"|-?[\d.]+)\])*$")
 # Of one module: what is made for several is a list.
@@ -27,6 +28,7 @@ _PART = 4
 # More places than a sentence tells.
 _MANY = 3
 _MODULE = "torch.nn.modules.module.Module"
+_OPTIMIZER = "torch.optim.optimizer.Optimizer"
 _CONTAINERS = ("builtins.list", "builtins.dict", "collections.deque", "builtins.set")
 
 
@@ -34,12 +36,13 @@ _CONTAINERS = ("builtins.list", "builtins.dict", "collections.deque", "builtins.
 class Spot:
     """Memory that one place of the program keeps. place: in the program's words, of the first of several. container: the list or
     dictionary that holds all of it, None where there is none. of: the module whose gradients all of it are, "" for what else
-    there is."""
+    there is. names: of variables that differ by a number, all."""
 
     place: str
     held: tuple[Held, ...]
     container: Station | None
     of: str = ""
+    names: tuple[str, ...] = ()
 
     @property
     def size(self) -> int:
@@ -106,7 +109,10 @@ def _spot(group: Sequence[Held]) -> Spot:
         if any(one.node != stations[0].node for one in stations):
             break
         common.append(stations[0])
-    container = next((one for one in reversed(common) if any(base in _CONTAINERS for base in one.bases)), None)
+    container = next((one for one in reversed(common) if _is_container(one)), None)
+    if any(_OPTIMIZER in one.bases for one in common):
+        # Nobody clears an optimizer's own.
+        container = None
     if container is not None and first.startswith(container.place):
         rest = first[len(container.place) :]
         if len(places) > 1:
@@ -118,14 +124,29 @@ def _spot(group: Sequence[Held]) -> Spot:
     return Spot(first, tuple(group), container)
 
 
+def _is_container(station: Station) -> bool:
+    return any(base in _CONTAINERS for base in station.bases)
+
+
 def together(found: Sequence[Spot]) -> list[Spot]:
-    """Many places in one list or dictionary, such as the weights of the models in it, as that list."""
+    """Many places in one list or dictionary, such as the weights of the models in it, as that list; and variables that differ by
+    a number as one place."""
+    if len(found) >= _MANY and (stem := common_stem([one.place for one in found])):
+        names = tuple(sorted((one.place for one in found), key=lambda name: int(name.removeprefix(stem))))
+        return [Spot(names[0], tuple(each for one in found for each in one.held), None, names=names)]
     if len(found) < _MANY and all(_WRITTEN.match(one.place) for one in found):
         return list(found)
     whole = _spot([one for spot in found for one in spot.held])
     if whole.container is None or not _WRITTEN.match(whole.container.place):
         return list(found)
     return [replace(whole, place=whole.container.place)]
+
+
+def common_stem(names: Iterable[str]) -> str:
+    """What variables that differ by a number have in common, such as ``part_``; "" for others."""
+    matches = [_NUMBERED.fullmatch(name) for name in names]
+    stems = {"" if match is None else match[1] for match in matches}
+    return stems.pop() if len(stems) == 1 else ""
 
 
 def told(found: Sequence[Spot], most: int = 2) -> str:
@@ -138,6 +159,8 @@ def told(found: Sequence[Spot], most: int = 2) -> str:
 
 
 def _named(spot: Spot) -> str:
+    if spot.names:
+        return f"{len(spot.names)} variables, `{spot.names[0]}` to `{spot.names[-1]}` ({human(spot.size)})"
     return f"the gradients of {quoted(spot.of)}" if spot.of else quoted(spot.place)
 
 
@@ -169,17 +192,22 @@ def release(scene: Scene, spot: Spot) -> str:
         return known
     if spot.of and _WRITTEN.match(spot.of):
         its = (one for one in scene.held if one.kind == "gradient" and one.trail and module_of(one) == spot.of)
-        freed = _here(scene, scene.holdings.freed_by_emptying(frozenset(one.trail[-1].node for one in its)))
+        freed = _here(scene, scene.holdings.freed_by_replacing(one.trail[-1].node for one in its))
         if freed >= LEAST:
             return f"`{spot.of}.zero_grad()` frees {human(freed)}"
-    if spot.container is not None and _WRITTEN.match(spot.container.place):
+    # (Inputs have gradients, too: who lets go of those keeps the inputs.)
+    in_list = spot.container is not None and any(one.kind != "gradient" for one in spot.held)
+    if in_list and spot.container is not None and _WRITTEN.match(spot.container.place):
         freed = _here(scene, scene.holdings.freed_by_emptying([spot.container.node]))
         if freed >= max(LEAST, spot.size // 2):
             return f"`{spot.container.place}.clear()` frees {human(freed)}"
     if _WRITTEN.match(spot.place) and len(spot.tensors) == 1 and spot.place != spot.root:
-        freed = _here(scene, scene.holdings.freed_by_emptying(spot.tensors))
+        freed = _here(scene, scene.holdings.freed_by_replacing(spot.tensors))
         if freed >= LEAST:
             return f"`{spot.place} = None` frees {human(freed)}"
+    if spot.names:
+        numbers = [number for name in spot.names if (number := scene.holdings.number(name)) is not None]
+        return f"`del {', '.join(spot.names)}` frees {human(size_of(scene.freed(numbers)))}"
     roots = {one.roots for one in spot.held}
     number, *others = roots.pop()
     if not roots and not others and (statement := scene.holdings.roots[number].statement):

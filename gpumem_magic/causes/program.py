@@ -24,8 +24,10 @@ _ADDING = frozenset(
 _ADDING_ONE = frozenset({"append", "appendleft", "add", "push"})
 _MAGIC = re.compile(r"^(\s*)[!%].*$", re.M)
 _HOOKS = re.compile(r"register_\w*hook$")
+_TRAINS = re.compile(r"backward|step|fit|train(?!ing)")
 _SHORT = 60
 _LOOPS = (ast.For, ast.While)
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 @dataclass(frozen=True)
@@ -72,15 +74,10 @@ class Text:
         _simple(_parsed(self.source), True, found)
         return found
 
-    def around(self, line: int) -> list[str]:
-        """The names of the functions around a line."""
-        functions = (
-            node
-            for top in _parsed(self.source)
-            for node in ast.walk(top)
-            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
-        )
-        return [one.name for one in functions if one.lineno <= line <= (one.end_lineno or one.lineno)]
+    def around(self, line: int, kinds: tuple[Any, ...] = _FUNCTIONS) -> list[str]:
+        """The names of the functions (or classes) around a line."""
+        named = (node for top in _parsed(self.source) for node in ast.walk(top) if isinstance(node, kinds))
+        return [one.name for one in named if one.lineno <= line <= (one.end_lineno or one.lineno)]
 
     def cached(self, name: str) -> ast.stmt | None:
         """The last ``return`` of a property whose value its object keeps."""
@@ -142,6 +139,11 @@ class ProgramText:
                 found.append(Text(re.split(r"[/\\]", file)[-1], "".join(lines)))
         return found[:_FILES]
 
+    def matches(self, pattern: re.Pattern[str], place: Written) -> bool:
+        """Whether a pattern is found in the cells, or in the file in which a statement stands."""
+        texts = (one for one in chain(self.cells, self._modules) if not one.is_file or one.where == place.where)
+        return any(pattern.search(one.source) for one in texts)
+
     def adding(self, name: str, attribute: str = "", key: str = "") -> Written | None:
         """Where the program puts something into what a variable, or its attribute, holds: the last place in the cell, else in
         a function. `lit` and ``outs`` find ``self.outs.append(...)``; with a key, first what puts it under that one."""
@@ -191,15 +193,17 @@ class ProgramText:
             )
         ]
 
-    def carried(self) -> tuple[str, Written] | None:
-        """An object's attribute that is made from itself (``self.h = self.cell(x, self.h)``), and where."""
+    def carried(self, kind: str) -> tuple[str, Written] | None:
+        """An attribute of a class's objects that is made from itself (``self.h = self.cell(x, self.h)``), and where."""
         for one in self._mentioning("self"):
             for node in one.everywhere:
                 target = node.targets[0] if isinstance(node, ast.Assign) else None
                 if not isinstance(node, ast.Assign) or not isinstance(target, ast.Attribute):
                     continue
                 again = [part for part in ast.walk(node.value) if isinstance(part, ast.Attribute)]
-                if any(part.attr == target.attr and ast.dump(part.value) == ast.dump(target.value) for part in again):
+                whole = ast.dump(target.value)
+                from_itself = any(part.attr == target.attr and ast.dump(part.value) == whole for part in again)
+                if from_itself and kind in one.around(node.lineno, (ast.ClassDef,)):
                     return target.attr, one.place(node)
         return None
 
@@ -216,8 +220,32 @@ class ProgramText:
                             return one.place(node)
         return None
 
-    def handlers(self) -> list[tuple[int, int]]:
-        """The cell's own ``except`` blocks: their first and last lines."""
+    def loop_only_looks(self, place: Written) -> bool:
+        """Whether neither the innermost loop around a line nor what follows it (in its function) has a backward or a step."""
+        for one in self.cells:
+            if one.where != place.where:
+                continue
+            line = place.line - one.ahead
+            around = [
+                node
+                for top in _parsed(one.source)
+                for node in ast.walk(top)
+                if isinstance(node, (*_LOOPS, *_FUNCTIONS)) and node.lineno <= line <= (node.end_lineno or node.lineno)
+            ]
+            around.sort(key=lambda node: node.lineno)
+            if around and isinstance(around[-1], _LOOPS):
+                functions = [node for node in around if isinstance(node, _FUNCTIONS)]
+                end = functions[-1].end_lineno if functions else None
+                lines = one.source.splitlines()[around[-1].lineno - 1 : end]
+                return not _TRAINS.search("\n".join(lines))
+        return False
+
+    def trains(self, place: Written) -> bool:
+        """Whether the text that a line is in has a backward or a step anywhere."""
+        return any(one.where == place.where and _TRAINS.search(one.source) for one in self.cells)
+
+    def handlers(self) -> list[tuple[int, int, int]]:
+        """The cell's own ``except`` blocks: the first line of what is tried, and their own first and last lines."""
         found = []
         for one in self.cells[:1]:
             for node in (inner for top in _parsed(one.source) for inner in ast.walk(top)):
@@ -225,7 +253,7 @@ class ProgramText:
                     continue
                 for handler in node.handlers:
                     last = max(inner.end_lineno or inner.lineno for inner in handler.body)
-                    found.append((handler.lineno + one.ahead, last + one.ahead))
+                    found.append((node.body[0].lineno + one.ahead, handler.lineno + one.ahead, last + one.ahead))
         return found
 
 

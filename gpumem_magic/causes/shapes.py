@@ -27,8 +27,10 @@ _LEAST_LENGTH = 128
 
 
 def wide_numbers(scene: Scene) -> Iterator[Cause]:
-    """Tensors of float64 in a program that never asked for it: NumPy's default came along."""
+    """Tensors of float64: in a program that never asked for it, NumPy's default came along; in another they are told where they
+    are most of the peak."""
     if _ON_PURPOSE.search(scene.typed):
+        yield from _double(scene)
         return
     wide = [one for one in scene.held if one.dtype in _WIDE and one.kind != "workspace"]
     if size_of(wide) < scene.part_of_peak(100):
@@ -41,6 +43,33 @@ def wide_numbers(scene: Scene) -> Iterator[Cause]:
         f"`{name.partition('.')[0].partition('[')[0]}` as {_WIDE[first.dtype]} (`.float()`, or `dtype=` where it is made) "
         f"saves {human(size_of(wide) // 2)}.",
         size_of(wide) // 2,
+    )
+
+
+def _double(scene: Scene) -> Iterator[Cause]:
+    """A model in it: somebody who made both fit may not know what it costs."""
+    if not any(one.kind == "parameter" and one.dtype in _WIDE for one in scene.held):
+        return
+    births = scene.recording.logs[scene.device].births
+    types = {one.address: one.dtype for one in scene.held}
+    wide = Counter[str]()
+    for one in scene.timeline.live_at(scene.moment):
+        birth = births.get(one.born)
+        wide[types.get(one.address, "") if birth is None or birth.shape is None else birth.dtype] += one.size
+    dtype = max(_WIDE, key=lambda one: wide[one])
+    if wide[dtype] < scene.part_of_peak(2):
+        return
+    written = (one.place(node) for one in scene.program.cells for node in one.everywhere)
+    asked = next((one for one in written if _ON_PURPOSE.search(one.statement)), None)
+    at = f" (`{asked.shown}`, {asked.words})" if asked is not None else ""
+    yield Cause(
+        "double_precision",
+        f"{human(wide[dtype])} of the peak's {human(scene.report.peak.allocated)} are {dtype}{at}, twice what {_WIDE[dtype]} "
+        "takes.",
+        f"Where {_WIDE[dtype]} is enough, have both the data and the model in it (`.float()`): about "
+        f"{human(wide[dtype] // 2)} less.",
+        wide[dtype] // 2,
+        describes=True,
     )
 
 

@@ -113,7 +113,10 @@ def optimizer_states(scene: Scene) -> Iterator[Cause]:
         its = scene.holdings.optimizers.get(step.label, frozenset())
         living = scene.living_in(end, "parameters")
         # Of an optimizer that a name is known of, its own: another model may be there, too.
-        parameters = size_of(one for one in living if not its or (scene.device, one.address) in its)
+        ours = [one for one in living if not its or (scene.device, one.address) in its]
+        parameters = size_of(ours)
+        # What has moved since is not among them.
+        all_of_them = not its or len(ours) == len(its)
         # A step of one's own may make its states anew each time.
         instead = (
             one for one in scene.living_in(begin, "optimizer_state") if one.freed is not None and one.freed < end
@@ -121,7 +124,7 @@ def optimizer_states(scene: Scene) -> Iterator[Cause]:
         if size_of(new) - size_of(instead) < scene.part_of_peak(10) or not parameters:
             continue
         times = round(size_of(new) / parameters)
-        near = times >= 1 and _is_near(size_of(new), times * parameters)
+        near = all_of_them and times >= 1 and _is_near(size_of(new), times * parameters)
         # (Beside copies that are whole for a moment, or parameters that nobody steps, it would be a figure of its own.)
         of_all = _is_near(parameters, size_of(scene.living_in(scene.moment, "parameters")))
         whole = (
@@ -207,10 +210,11 @@ def _without_temporaries(scene: Scene, used: list[Allocation], label: str) -> li
         running = {name for one in used for frame in events[one.born].frames if _FOREACH.match(name := frame.name)}
         if not running:
             return []
-        if not running <= _HAVE_FUSED:
-            return [one_by_one]
-    # A name that the cell has lost, or that a library has, says nothing.
-    kinds = {root.type for root in scene.holdings.roots if root.name == label and root.type}
+        return [_HAS_NONE, one_by_one] if running <= _HAVE_FUSED else [one_by_one]
+    # (A step of no known variable's goes by its class.) Of a name that the cell has lost nothing is known.
+    kinds = {root.type for root in scene.holdings.roots if root.name == label and root.type} or {
+        label.partition(" (")[0]
+    }
     ways = [_HAS_NONE] if kinds <= FUSED else []
     if kinds <= OPTIMIZERS and "foreach=False" not in scene.typed:
         ways.append(one_by_one)

@@ -43,7 +43,8 @@ def untrained_gradients(scene: Scene) -> Iterator[Cause]:
             continue
         # The cell's own call first.
         calls = sorted(scene.program.calls(module.rpartition(".")[2]), key=lambda one: one.where != "")
-        at = f" ({calls[0].words}, `{calls[0].shown}`)" if calls else ""
+        call = calls[0] if calls else scene.program.using(module)
+        at = f" ({call.words}, `{call.shown}`)" if call is not None else ""
         partly = ", in part," if module in trained else ""
         graph = f", and {human(kept)} of its activations are kept for backward" if kept >= LEAST else ""
         yield Cause(

@@ -74,7 +74,15 @@ def _flag(name: str) -> Callable[[torch.Tensor], bool]:
     return lambda tensor: bool(read(tensor))
 
 
-is_leaf, requires_grad = _flag("is_leaf"), _flag("requires_grad")
+requires_grad = _flag("requires_grad")
+
+
+def is_leaf(tensor: torch.Tensor) -> bool:
+    """A view of what was written to since is none: PyTorch would make its node anew, and run the view for that."""
+    try:
+        return bool(_BASE.is_leaf.__get__(tensor))
+    except NotImplementedError:
+        return False
 
 
 def is_view(tensor: torch.Tensor) -> bool:
@@ -86,7 +94,11 @@ is_cuda, is_meta = _flag("is_cuda"), _flag("is_meta")
 
 
 def grad_fn(tensor: torch.Tensor) -> Any:
-    return _BASE.grad_fn.__get__(tensor)
+    """None of a view of what was written to since, as for `is_leaf`."""
+    try:
+        return _BASE.grad_fn.__get__(tensor)
+    except NotImplementedError:
+        return None
 
 
 def is_sparse(tensor: torch.Tensor) -> bool:

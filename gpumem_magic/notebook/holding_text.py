@@ -6,7 +6,7 @@ import re
 from collections.abc import Container, Sequence
 from typing import TYPE_CHECKING
 
-from gpumem_magic.owners.holders import Holder, detach_words, freed_by_detaching, holders, matching
+from gpumem_magic.owners.holders import ELEMENT, Holder, detach_words, freed_by_detaching, holders, matching
 from gpumem_magic.owners.model import FREE_TRACEBACK, Held, Holdings, size_of
 from gpumem_magic.owners.tree import COLUMNS, Branch
 from gpumem_magic.report.tensors import places_in_words
@@ -25,8 +25,6 @@ _HEADS = {
     "activations": "activations",
 }
 _UNNAMED = "Nothing is on the device."
-# Stations on the way to a list's own element.
-_ELEMENT = 2
 # Rounding that the figures show: they have one digit.
 _SEEN = 51 * KIB
 
@@ -164,7 +162,7 @@ def _of_root(holdings: Holdings, number: int) -> list[str]:
         # Nobody can detach what a function that failed called its own.
         return lines
     if one.kind == "variable" and (detached := size_of(freed_by_detaching(holdings, number))):
-        its_own = all(len(each.trail) <= _ELEMENT for each in graphs)
+        its_own = all(len(each.trail) <= ELEMENT for each in graphs)
         lines.append(f"Detaching frees {human(detached)}: {detach_words(one.name, one.type if its_own else '')}.")
     return lines
 

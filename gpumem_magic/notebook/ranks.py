@@ -26,6 +26,11 @@ def ranks(shell: Any, cell: PreparedCell, options: argparse.Namespace) -> None:
     for name in _NOT_WITH:
         if getattr(options, name):
             raise UsageError(f"%%gpumem: --ranks and --{name.replace('_', '-')} do not go together")
+    if _has_a_group():
+        raise UsageError(
+            "%%gpumem --ranks: this notebook's process has a process group already, which no rank can share. Call "
+            "`torch.distributed.destroy_process_group()` in a cell before, and `init_process_group` inside this one"
+        )
     how = CellFlags(not options.no_lines, options.max_iterations, options.until_repeat)
     try:
         report, printed = report_of_ranks(shell, cell, options.ranks, options.as_ranks, options.device, how)
@@ -35,3 +40,9 @@ def ranks(shell: Any, cell: PreparedCell, options: argparse.Namespace) -> None:
     if printed:
         print(printed, end="")
     give_report(shell, report, options)
+
+
+def _has_a_group() -> bool:
+    from torch import distributed
+
+    return distributed.is_available() and distributed.is_initialized()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 Edge = tuple[int, int]
@@ -69,6 +70,11 @@ class HoldGraph:
                 for child in self._children.get(node, ()):
                     reached[child] = reached.get(child, 0) | of_group
         return reached
+
+    def held_once(self, nodes: Iterable[int]) -> frozenset[int]:
+        """Those of the nodes that one other node holds, and no root."""
+        times = Counter(child for held in self._children.values() for child in held)
+        return frozenset(one for one in nodes if times[one] == 1 and one not in self._roots)
 
     def behind_cycles(self) -> set[int]:
         """The nodes that are on a reference cycle, or held by one."""

@@ -10,6 +10,9 @@ from gpumem_magic.owners.model import Held, Holdings, size_of
 # More than so many holders of one allocation together are nobody's statement.
 _MOST_TOGETHER = 6
 
+# The stations of a trail that ends at a variable's own tensor, or at an element of the list or dictionary that it is.
+ELEMENT = 2
+
 
 @dataclass(frozen=True)
 class Holder:

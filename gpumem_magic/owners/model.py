@@ -145,6 +145,10 @@ class Holdings:
         still_reachable = self.graph.reachable(closed=frozenset(nodes))
         return [one for one in self.held if one.node >= 0 and one.node not in still_reachable]
 
+    def freed_by_replacing(self, nodes: Iterable[int]) -> list[Held]:
+        """What would be freed if the place that holds each of these objects got another value (``self.cache = None``)."""
+        return self.freed_by_emptying(self.graph.held_once(nodes))
+
     def freed_by_detaching(self, nodes: Iterable[int]) -> list[Held]:
         """What would be freed if these tensors let go of their graphs (``loss.detach()``)."""
         still_reachable = self.graph.reachable(without=("graph",), of=frozenset(nodes))

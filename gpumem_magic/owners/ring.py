@@ -6,12 +6,13 @@ import gc
 from collections import deque
 from collections.abc import Sequence
 from itertools import pairwise
-from types import CellType
+from types import CellType, FunctionType
 from typing import Any
 
 import torch
 
-from gpumem_magic.looks.objects import is_a, members, name_of_class, shown, text
+from gpumem_magic.looks import tensors
+from gpumem_magic.looks.objects import is_a, members, module_of_class, name_of_class, shown, text
 from gpumem_magic.owners.naming import attribute_labels, is_id
 
 _PLAIN = (dict, list, tuple, set, torch.Tensor, type)
@@ -19,6 +20,9 @@ _PLAIN = (dict, list, tuple, set, torch.Tensor, type)
 _MOST = 5000
 _LONGEST = 24
 _MOST_STATIONS = 4
+_TABLES = {"._modules", "._parameters", "._buffers"}
+# What stands between a function and the variable outside it that it uses.
+OF_CLOSURE = "'s "
 
 
 def ring_words(things: Sequence[Any]) -> str:
@@ -27,13 +31,17 @@ def ring_words(things: Sequence[Any]) -> str:
         return ""
     number_of = {id(thing): number for number, thing in enumerate(things)}
     referents: dict[int, list[int]] = {}
-    for start, thing in enumerate(things):
-        if is_a(thing, _PLAIN) or type(thing) is CellType:
-            continue
+    # An object of the program's before one of PyTorch's and a function, so that cycles alike have the same words.
+    starts = [number for number, one in enumerate(things) if not is_a(one, _PLAIN) and type(one) is not CellType]
+    for start in sorted(starts, key=lambda number: _is_tool(things[number])):
         way = _way_back(start, things, number_of, referents)
         if way:
             return _told([things[number] for number in way])
     return ""
+
+
+def _is_tool(thing: Any) -> bool:
+    return is_a(thing, FunctionType) or module_of_class(type(thing)).startswith("torch.")
 
 
 def _way_back(
@@ -60,14 +68,29 @@ def _way_back(
 
 
 def _told(way: Sequence[Any]) -> str:
-    stations = [name_of_class(type(way[0]))]
+    stations = [_station(way[0])]
+    owner = way[0]
     for holder, held in pairwise(way):
-        stations[-1] += _label(holder, held)
-        if not is_a(held, _PLAIN):
-            stations.append(name_of_class(type(held)))
+        label = _closed_over(owner, held) if is_a(owner, FunctionType) else _label(holder, held)
+        # Attributes and hooks of a module read as the program wrote them, not as PyTorch's dictionaries.
+        is_inner = tensors.is_module(owner) and (label in _TABLES or stations[-1].endswith("_hooks"))
+        stations[-1] += "" if is_inner else label
+        if not is_a(held, _PLAIN) and type(held) is not CellType:
+            stations.append(_station(held))
+            owner = held
     if len(stations) > _MOST_STATIONS:
         stations[_MOST_STATIONS - 1 : -1] = ["..."]
     return " -> ".join(stations)
+
+
+def _station(thing: Any) -> str:
+    return text(thing.__name__) if is_a(thing, FunctionType) else name_of_class(type(thing))
+
+
+def _closed_over(function: FunctionType, held: Any) -> str:
+    """How a function has one of its cells, past the tuple of them."""
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=False)
+    return next((f"{OF_CLOSURE}{name}" for name, cell in cells if cell is held), "")
 
 
 def _label(holder: Any, held: Any) -> str:

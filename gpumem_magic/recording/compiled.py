@@ -17,6 +17,10 @@ from gpumem_magic.recording.model import CompiledCode, CompilerPlace
 _TABLES = "torch._dynamo.utils"
 # What is ours and makes the same code for the device again: a trial's process has one thread, a recording hooks into modules.
 _OURS = ("num_threads", "_global_forward_hooks", "_global_forward_pre_hooks")
+# What Dynamo answers by running the function eagerly. Other failures are raised, unless its setting suppresses them
+# (`torch._dynamo.convert_frame`; a function that does nothing with tensors is skipped, too; before 2.13 so is one that breaks its
+# graph within a loop).
+_RUNS_EAGERLY = ("SkipFrame", "Unsupported", "UserError")
 
 
 class CompilerTables:
@@ -37,18 +41,19 @@ class CompilerTables:
                 breaks[place(frame.filename, frame.lineno or 0), frame.line or "", _head(one.reason)] += 1
         again: dict[tuple[str, str], list[str]] = {}
         failed: Counter[tuple[str, str, str]] = Counter()
-        for one in _since(self._compiled, _metrics()):
+        compiled = _metrics()
+        functions = {_function(one): one for one in compiled if one.co_filename}
+        for one in _since(self._compiled, compiled):
+            reason = getattr(one, "recompile_reason", None) or ""
             if _is_failure(one):
                 failed[_failure(one, place)] += 1
-            reason = getattr(one, "recompile_reason", None) or ""
-            if reason and one.co_filename and not any(word in reason for word in _OURS):
-                # (A module of PyTorch's own, such as `nn.Linear`, goes through a function of the compiler's.)
-                key = (
-                    ("", "")
-                    if _is_torchs(one)
-                    else (place(one.co_filename, one.co_firstlineno or 0), one.co_name or "")
-                )
-                again.setdefault(key, []).append(_head(reason.partition(": ")[2] or reason))
+            elif reason and not one.co_filename and _function(one) in functions:
+                # As often as Dynamo compiles one function: its limit ends before the function's name is noted.
+                where, name = _named(functions[_function(one)], place)
+                failed[where, name, _head(one.fail_reason or reason)] += 1
+            elif reason and one.co_filename and not any(word in reason for word in _OURS):
+                words = _head(reason.partition(": ")[2] or reason).partition(" # ")[0].strip()
+                again.setdefault(_named(one, place), []).append(words)
         return CompiledCode(
             max(0, _graphs() - self._graphs),
             tuple(CompilerPlace(*key, count) for key, count in breaks.items()),
@@ -60,8 +65,20 @@ class CompilerTables:
 def _is_failure(one: Any) -> bool:
     """Whether a function was not compiled although there was something to compile."""
     kind, reason = getattr(one, "fail_type", None), getattr(one, "fail_reason", None) or ""
-    # (A function that does nothing with tensors is skipped, too. Before 2.13 so is one that breaks its graph within a loop.)
-    return bool(kind and one.co_filename) and (kind != "SkipFrame" or "graph break" in reason)
+    runs = kind in _RUNS_EAGERLY or getattr(one, "config_suppress_errors", False)
+    return bool(kind and one.co_filename and runs) and (kind != "SkipFrame" or "graph break" in reason)
+
+
+def _function(one: Any) -> str:
+    """Dynamo's number for the function: what was compiled of it has this and a number of its own."""
+    return str(getattr(one, "compile_id", None) or "").partition("/")[0]
+
+
+def _named(one: Any, place: Callable[[str, int], str]) -> tuple[str, str]:
+    """Where a function is, and its name; a module of PyTorch's own, such as `nn.Linear`, goes through one of the compiler's."""
+    if one.co_filename.startswith(os.path.dirname(torch.__file__)):
+        return "", ""
+    return place(one.co_filename, one.co_firstlineno or 0), one.co_name or ""
 
 
 def _failure(one: Any, place: Callable[[str, int], str]) -> tuple[str, str, str]:
@@ -71,10 +88,6 @@ def _failure(one: Any, place: Callable[[str, int], str]) -> tuple[str, str, str]
     if not (file and line):
         return place(one.co_filename, one.co_firstlineno or 0), one.co_name or "", reason
     return place(file, line), linecache.getline(file, line).strip(), reason
-
-
-def _is_torchs(one: Any) -> bool:
-    return bool(one.co_filename.startswith(os.path.dirname(torch.__file__)))
 
 
 def _since(before: list[Any], now: list[Any]) -> list[Any]:

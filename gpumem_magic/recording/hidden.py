@@ -9,6 +9,7 @@ import torch
 from gpumem_magic.looks.objects import attribute, name_of_class
 from gpumem_magic.patching import Patches
 from gpumem_magic.recording.model import CompiledCode
+from gpumem_magic.units import counted
 
 
 class Hidden:
@@ -18,6 +19,7 @@ class Hidden:
         self._compiled = False
         self._graphs = False
         self._unseen = False
+        self._passed_over = False
         self._captures = 0
         self._replays = 0
 
@@ -56,7 +58,9 @@ class Hidden:
 
     def exists(self, module: torch.nn.Module) -> None:
         """A module of the notebook, called or not."""
-        self._unseen = self._unseen or attribute(module, "_compiled_call_impl") is not None
+        if attribute(module, "_compiled_call_impl") is not None:
+            self._passed_over = self._passed_over or _is_pytorchs(module)
+            self._unseen = self._unseen or not _is_pytorchs(module)
 
     def notes(self, compiled: CompiledCode) -> list[str]:
         found = []
@@ -66,14 +70,29 @@ class Hidden:
                 "A compiled model ran: its compiler decides what is kept for backward and reuses buffers, and what happens "
                 "inside it has no parts here."
             )
+        if self._passed_over and self.eager(compiled.graphs):
+            found.append(
+                "`module.compile()` of PyTorch's own layers, such as `nn.TransformerEncoderLayer`, compiles nothing: the "
+                "compiler passes over a call that begins in PyTorch's code. They ran eagerly; "
+                "`torch.compile(module)` compiles them."
+            )
         if self._unseen:
             found.append(
                 "A module was compiled in place (`module.compile()`): its forward is not seen, so that what was born in it may "
                 "be `unknown` or `temporaries`."
             )
         if self._captures or self._replays:
+            captures, replays = counted(self._captures, "capture"), counted(self._replays, "replay")
             found.append(
-                f"CUDA graphs: {self._captures:,} captured, {self._replays:,} replays. A replay works in memory that its capture "
-                "took from a private pool, and allocates nothing: what lives in that pool when is not seen."
+                f"CUDA graphs ran ({captures}, {replays}). A replay allocates nothing: it works in the private pool that its "
+                "capture took, and what lives there when is not seen."
             )
         return found
+
+
+def _is_pytorchs(module: torch.nn.Module) -> bool:
+    """Whether its forward and those of all modules in it are PyTorch's, which Dynamo compiles only within code of others."""
+    return not any(
+        "forward" in vars(one) or not str(getattr(type(one).forward, "__module__", "")).startswith("torch.")
+        for one in module.modules()
+    )

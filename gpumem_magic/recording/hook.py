@@ -122,6 +122,8 @@ class StatementHook:
         self._opened = False
         # The statement that has begun, if nothing was told since.
         self._began: int | None = None
+        # Where an error left a function that was opened, until the error is caught.
+        self._interrupted: Place | None = None
         self._counters = [0] * len(sites)
         self._seen: list[tuple[int, ...] | None] = [None] * len(sites)
         self._current = 0
@@ -157,6 +159,8 @@ class StatementHook:
             self._count_untold()
         if self._pending is not None:
             self._tell_pending()
+        if self._began is not None or self._interrupted is not None:
+            self._tell_interrupted(index)
         self._counters[index] = 0
         self._current = self._began = index
         self._opened = False
@@ -176,6 +180,8 @@ class StatementHook:
             self._count_untold()
         if self._pending is not None:
             self._tell_pending()
+        if self._interrupted is not None:
+            self._tell_interrupted(index)
         # What happened in a function that was opened has rows: the call has one where there is more.
         opened, self._opened = self._opened, False
         statement = self._sites[index].statement
@@ -200,10 +206,14 @@ class StatementHook:
         if not self._calls.may_begin(index):
             return True
         self._calls.begin(index, caller, (self._iteration(caller), self._lines(caller)))
+        self._began = None
         return False
 
     def leaves(self) -> None:
         """The function that was opened last is over."""
+        began = self._began
+        if began is not None and self._interrupted is None:
+            self._interrupted, self._began = self._place_of(began), None
         self._current = self._calls.end()
         self._opened = True
 
@@ -215,9 +225,23 @@ class StatementHook:
             self._count_untold()
         if self._pending is not None:
             self._tell_pending()
+        if self._began != index or self._interrupted is not None:
+            self._tell_interrupted(index)
         self._current = index
         self._seen[index] = iteration = self._iteration(index)
         self._tell(self._headers[index], iteration, self._lines(index))
+
+    def _tell_interrupted(self, index: int) -> None:
+        """What began and did not end was left by an error that the program has caught: it has its row before `index` goes on."""
+        place, self._interrupted = self._interrupted, None
+        if place is None and self._began is not None and self._began != index:
+            place = self._place_of(self._began)
+        if place is not None:
+            self._tell(*place)
+
+    def _place_of(self, index: int) -> Place:
+        """Of a statement that has begun."""
+        return self._sites[index].statement, self._seen[index] or (), self._lines(index)
 
     def counted(self, index: int) -> None:
         """A ``while`` is about to make a test that is told, or a loop is over."""

@@ -98,6 +98,11 @@ class Witness:
             self._see_caches({**_arguments(module, args), **kwargs})
             self._see_caches(out)
 
+    def has_graph(self, out: Any) -> bool:
+        """Whether autograd recorded what a forward gave."""
+        with no_functions(), no_dispatch():
+            return any(tensors.grad_fn(tensor) is not None for _, tensor in tensors_in(out, "", ROW_LIMIT))
+
     def backward_ended(self) -> None:
         """The gradients of every parameter known so far."""
         self._now.clear()
@@ -264,7 +269,7 @@ class Witness:
                 # No event since the last look under this name: the same tenant.
                 if self._last_look.get(place) != look:
                     self._last_look[place] = look
-                    self._add(look, "named" if tensors.grad_fn(tensor) is None else "output", place)
+                    self._add(look, "named" if tensors.is_leaf(tensor) else "output", place)
         self._see_caches(value, name)
 
     def _see_caches(self, value: Any, name: str = "") -> None:
@@ -272,7 +277,7 @@ class Witness:
             self._see(tensor, "kv_cache", place)
 
     def _see_argument(self, tensor: torch.Tensor, name: str | None) -> None:
-        if tensors.grad_fn(tensor) is None:
+        if tensors.is_leaf(tensor):
             self._see(tensor, "input", name)
 
     def _see(self, tensor: torch.Tensor, role: str, name: str | None) -> None:

@@ -6,7 +6,7 @@ user's; spans are pairs of moments with a meaning (forward, backward, ...); sigh
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -69,7 +69,7 @@ class Span:
     recomputation: forward work that activation checkpointing does again inside a backward. failed: an exception left it.
     Iterations are not recorded: they follow from the optimizer's steps. skipped: how many iterations of a long run were left
     out just before it. steps_left_out: how many steps of the first optimizer went with these, and with iterations that had rows
-    of their own.
+    of their own. graph: whether autograd had recorded what a forward gave.
     """
 
     kind: str
@@ -79,6 +79,7 @@ class Span:
     failed: bool = False
     skipped: int = 0
     steps_left_out: int = 0
+    graph: bool = False
 
 
 @dataclass(frozen=True)
@@ -193,7 +194,7 @@ class ModuleTrace:
     def at(self, device: int, event: int) -> int | None:
         """The number of the innermost module that was at work at an event of a device's log; None for none."""
         switches = self.switches.get(device, ())
-        rank = bisect_right(switches, event, key=lambda switch: switch[0])
+        rank = bisect_left(switches, (event + 1, NOBODY))
         number = switches[rank - 1][1] if rank else NOBODY
         return None if number == NOBODY else number
 

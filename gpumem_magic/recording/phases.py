@@ -171,10 +171,10 @@ class Phases:
         self._open.append(one)
         return one
 
-    def _close(self, one: _Open, *, failed: bool = False) -> None:
+    def _close(self, one: _Open, *, failed: bool = False, graph: bool = False) -> None:
         if any(other is one for other in self._open):
             self._open = [other for other in self._open if other is not one]
-            self.spans.append(Span(one.kind, one.label, one.start, self._moment(), failed))
+            self.spans.append(Span(one.kind, one.label, one.start, self._moment(), failed, graph=graph))
             self._grown()
 
     def _is_open(self, kind: str) -> bool:
@@ -258,7 +258,7 @@ class Phases:
                 return
             # PyTorch calls us with the result, or, when an exception is on its way, with None.
             failed = rest[-1] is None and sys.exc_info()[1] is not None
-            self._close(one, failed=failed)
+            self._close(one, failed=failed, graph=one.kind == FORWARD and self._witness.has_graph(rest[-1]))
             if one.kind == FORWARD and len(rest) > 1:
                 self._witness.forward_ended(rest[0], module, args, rest[-1])
 

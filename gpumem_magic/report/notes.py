@@ -19,7 +19,9 @@ def notes_of(view: DeviceView, peak_position: int) -> list[str]:
     """The notes of one device's report; the recorder's own stand first, in the primary device's."""
     recording, device, timeline = view.recording, view.device, view.timeline
     notes = list(recording.notes) if device == recording.primary else []
-    notes += _compiled(recording.compiled) if device == recording.primary else []
+    if device == recording.primary:
+        ended = recording.error is not None and recording.error.type.startswith("torch._dynamo.")
+        notes += _compiled(recording.compiled, ended)
     notes += _retries(recording, device)
     notes += _context_growth(recording, device)
     notes += _repetition(recording, device)
@@ -84,14 +86,16 @@ def place_of(point: Checkpoint, *, with_line: bool = True) -> str:
     return f"{words}, line {point.line}" if point.line and with_line else words
 
 
-def _compiled(done: CompiledCode) -> list[str]:
-    """Where torch.compile's graphs break, which costs memory, what it could not compile, and what was compiled again."""
+def _compiled(done: CompiledCode, ended: bool) -> list[str]:
+    """Where torch.compile's graphs break, which costs memory, what it could not compile, and what was compiled again.
+
+    ended: the compiler's own error ended the program, so that nothing ran eagerly in its place."""
     found = []
     if done.failed:
         places = [f"{_named(one)} ({one.reason.rstrip('.')})" for one in done.failed]
         found.append(
-            f"torch.compile could not compile the code around {_few(places)}. What it does not compile runs eagerly, and nothing "
-            "there is fused."
+            f"torch.compile could not compile the code around {_few(places)}."
+            + " What it does not compile runs eagerly, and nothing there is fused." * (not ended)
         )
     if done.breaks:
         places = [f"{_named(one)} ({one.reason.rstrip('.')})" for one in done.breaks]

@@ -23,7 +23,8 @@ ALIKE = "alike"  # turns of a loop, each of which moved memory as the first did;
 REST = "rest"  # turns like another one that is shown, or turns without rows
 
 MOST = 30
-_NUMBERED = re.compile(r"(.*\D)(\d+)", re.DOTALL)
+# ``layers.2``, ``forward of Block (2)``.
+_NUMBERED = re.compile(r"(.*\D)(\d+)\)?", re.DOTALL)
 # One part in so many of the highest allocated bytes is less than a letter or a hairline of a bar.
 _STILL = 400
 _PHASES = ("forward", "backward", "optimizer")  # the first word of a phase's label

@@ -43,6 +43,10 @@ def leave_workers() -> None:
     def _shutdown_workers(self: Any) -> None:
         if not _is_anothers(self):
             end(self)
+        elif self._worker_pids_set:
+            # This process's note of them is by the iterator's address, which another one may have next.
+            self._worker_pids_set = False
+            loading._utils.signal_handling._remove_worker_pids(id(self))
 
     loader.__iter__, iterator._next_data, iterator._shutdown_workers = __iter__, _next_data, _shutdown_workers
 

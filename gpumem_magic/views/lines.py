@@ -5,6 +5,7 @@ Here, and only here, is decided which rows are shown, what a row is called and h
 
 from __future__ import annotations
 
+import re
 import shutil
 import unicodedata
 from collections.abc import Container, Sequence
@@ -20,6 +21,7 @@ _LEAST_CELL = 12
 PEAK = "peak"  # the kind of the line that shows the report's peak; no row of the schema has it
 ELLIPSIS = "…"
 MARKED = "the peak within the row"  # what the mark beside a bar says
+_NUMBERED = re.compile(r"(.*) \(\d+\)", re.DOTALL)  # the second and further calls of one kind in a statement
 _TOLD = 100  # what the turns of a loop keep is said from one part in so many of the peak
 
 
@@ -110,7 +112,8 @@ def words_of(entry: Entry) -> str:
     words = turns_in_words(entry)
     if not entry.in_call:
         return words
-    stem = "iteration" if entry.turns == 1 else "iterations"
+    named = _NUMBERED.fullmatch(entry.row.label)
+    stem = named[1] if named else "iteration" if entry.turns == 1 else "iterations"
     number = f"{entry.first:,}" if entry.turns == 1 else f"{entry.first:,}-{entry.last:,}"
     return f"{stem} {number}: {words}"
 

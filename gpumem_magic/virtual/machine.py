@@ -153,10 +153,6 @@ class VirtualMachine:
                 f"on a GPU: {'; '.join(sizes)}."
             )
         found += self.compiler.notes()
-        if engine.captures and not engine.computes:
-            found.append(
-                f"CUDA graphs ran eagerly while they were captured ({engine.captures}), and not again in replays."
-            )
         if engine.kernels_not_run:
             found.append(
                 f"Kernels written in Triton were not run ({counted(engine.kernels_not_run, 'launch', 'launches')}): "

@@ -241,7 +241,7 @@ def test_streams_and_graphs() -> None:
     for row in measured.report.checkpoints:
         check_row(row)
     assert not any("add up" in note for note in measured.report.notes), measured.report.notes
-    assert any("CUDA graphs: 1 captured, 1 replays" in note for note in measured.report.notes)
+    assert any("CUDA graphs ran (1 capture, 1 replay)" in note for note in measured.report.notes)
     del captured, graph
 
 

@@ -3,6 +3,6 @@
 Memory of compiled programs is decided on the host, from shapes: AOTAutograd's partitioner chooses what is kept for backward,
 Inductor fuses buffers away, reuses and frees them, and writes a Python function that asks for each one. `tracing` lets the
 compiler trace tensors of the card, `dynamo` lets it see virtual tensors as the program's own, and `inductor` answers for the
-card and its kernels: those that Inductor generates are neither compiled nor launched, all others go their eager ways. `whose`
-knows the modules of what a graph returns.
+card. The `kernels` that Inductor generates are neither compiled nor launched, all others go their eager ways. `whose` knows
+the modules of what a graph returns.
 """

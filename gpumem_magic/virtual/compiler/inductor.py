@@ -1,8 +1,7 @@
-"""Inductor for a card that is not there: what it asks of the device, and what it does with the kernels that it generates.
+"""Inductor for a card that is not there: what it asks of the device, and the function that it generates.
 
 The generated Python function runs: it asks for each buffer, gives it back or uses it again, and calls products, convolutions and
-attention as eager code does. Triton's kernels in between write into buffers that exist, so they take no memory: they are
-neither compiled nor launched.
+attention as eager code does. Triton's kernels in between (`kernels`) write into buffers that exist, so they take no memory.
 """
 
 from __future__ import annotations
@@ -12,13 +11,13 @@ import importlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from gpumem_magic.failures import swallowed
 from gpumem_magic.patching import Patches
+from gpumem_magic.virtual.compiler import kernels
 from gpumem_magic.virtual.compiler.whose import Whose
 from gpumem_magic.virtual.engine.device import MachineForTorch
 from gpumem_magic.virtual.engine.engine import Engine
@@ -44,20 +43,6 @@ _UNTIMED = {**dict.fromkeys(_TRIALS, False), "coordinate_descent_tuning": False}
 _PYTHON = {"cpp_wrapper": False}
 _UNKEPT = {"fx_graph_cache": False}
 _TAG = "cache_key_tag"
-
-
-class _Launch:
-    """A kernel of Triton's that is not launched. It would write into buffers that are there, whose values are known no longer."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-
-    def run(self, *args: Any, **kwargs: Any) -> None:
-        for arg in args:
-            if isinstance(arg, VirtualTensor):
-                self._engine.forget(arg)
-
-    __call__ = run
 
 
 class Trials:
@@ -111,7 +96,7 @@ def install(
         _configure(
             patches, importlib.import_module("torch._functorch.config"), "guess_tangent_strides_as_outputs", False
         )
-    _kernels(patches, engine)
+    kernels.install(patches, engine)
     _buffers(patches, engine, current_device)
     _lowering(patches, otherwise, trials)
     trials.install(patches)
@@ -161,37 +146,6 @@ def _configure(patches: Patches, config: Any, name: str, value: Any) -> None:
 
     patches.also_undo(put_back)
     setattr(config, name, value)
-
-
-def _kernels(patches: Patches, engine: Engine) -> None:
-    triton = importlib.import_module("torch.utils._triton")
-    scheduler = importlib.import_module("torch._inductor.scheduler")
-    patches.set(scheduler, "has_triton", lambda *args: True)
-    patches.set(triton, "triton_hash_with_backend", lambda *args: "")
-    compiling = importlib.import_module("torch._inductor.async_compile").AsyncCompile
-    patches.set(compiling, "triton", lambda self, kernel_name, source_code, device_str="cuda": _Launch(engine))
-    selection = importlib.import_module("torch._inductor.select_algorithm")
-    files = selection.PyCodeCache
-
-    class Unread(files):  # type: ignore[misc, valid-type]
-        """A template's kernel is a file in the compiler's folder that nobody imports: it begins with Triton."""
-
-        @classmethod
-        def load(cls, code: str, extra: str = "", *args: Any, **kwargs: Any) -> Any:
-            key, path = files.write(code, extra)
-            return SimpleNamespace(key=key, __file__=path)
-
-    patches.set(selection, "PyCodeCache", Unread)
-    wrapper = importlib.import_module("torch._inductor.codegen.wrapper").PythonWrapperCodegen
-    graph = importlib.import_module("torch._inductor.virtualized").V
-
-    def write_header(self: Any) -> None:
-        """Without Triton itself, which the generated function does not need."""
-        line = graph.graph.device_ops.import_get_raw_stream_as("get_raw_stream")
-        if not self.imports.contains(line):
-            self.imports.writeline(line)
-
-    patches.set(wrapper, "write_triton_header_once", write_header)
 
 
 def _buffers(patches: Patches, engine: Engine, current_device: Callable[[], int]) -> None:

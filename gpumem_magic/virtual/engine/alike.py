@@ -7,6 +7,7 @@ virtual device are dense as a rule, without symbols, and of one class. What is k
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,6 +30,14 @@ _empty, _make_subclass = torch._C._VariableFunctions.empty_strided, torch._C.Ten
 _Made = tuple[Any, Any, torch.dtype, int | None, int, torch.device] | int | None
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class Answer:
+    """What an operator gives whenever its arguments look so. kind: list or tuple, None for a single result."""
+
+    kind: Any
+    made: list[_Made]
+
+
 class AlikeCalls:
     """Results of operators by their arguments' looks. To be asked under the engine's lock, with overrides and modes off."""
 
@@ -36,7 +45,7 @@ class AlikeCalls:
         self._fake = fake
         # Whether an operator's results follow from looks, and whether numbers are among these.
         self._ways: dict[Any, tuple[bool, bool]] = {}
-        self._found: dict[tuple[Any, ...], tuple[Any, list[_Made]]] = {}
+        self._found: dict[tuple[Any, ...], Answer] = {}
         self._attributes: dict[torch.device, dict[str, Any]] = {}
 
     def looks(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, ...] | None:
@@ -56,14 +65,15 @@ class AlikeCalls:
                 return None
         return tuple(key)
 
-    def found(self, looks: tuple[Any, ...], args: Any, kwargs: Any) -> tuple[Any] | None:
-        """(what the operator gives,) where that is known."""
+    def found(self, looks: tuple[Any, ...], args: Any, kwargs: Any) -> tuple[Any, Answer] | None:
+        """What the operator gives now, and whenever its arguments look so, where that is known."""
         known = self._found.get(looks)
         if known is None:
             return None
-        kind, made = known
+        kind, made = known.kind, known.made
         args = _all_of(args, kwargs)
-        return (self._make(made[0], args) if kind is None else kind([self._make(one, args) for one in made]),)
+        out = self._make(made[0], args) if kind is None else kind([self._make(one, args) for one in made])
+        return out, known
 
     def learn(self, looks: tuple[Any, ...], func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """That is what it gave."""
@@ -87,7 +97,7 @@ class AlikeCalls:
                 taken.add(storage)
         if len(self._found) >= _MOST:
             self._found.clear()
-        self._found[looks] = kind, made
+        self._found[looks] = Answer(kind, made)
 
     def _describe(self, key: list[Any], args: Any, numbers: bool) -> bool:
         for arg in args:

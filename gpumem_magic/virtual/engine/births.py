@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import re
 import sys
+from dataclasses import dataclass
+from functools import lru_cache
 from types import FrameType
 from typing import Any
 
@@ -27,6 +29,7 @@ from gpumem_magic.looks.code import (
     whose,
 )
 from gpumem_magic.looks.tensors import no_dispatch, no_functions
+from gpumem_magic.virtual.engine.alike import Answer
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
 
 # Python functions of PyTorch's that users call by their names.
@@ -45,11 +48,22 @@ _ASKS_NOBODY = frozenset((VirtualTensor, torch.Tensor, type(None), bool, int, fl
 # `forward` and `_handle`; `of` and who asks it, then `perform` and `_handle`; `of` and who asks it.
 _OPERATOR, _ALLOCATING, _FACTORY = 3, 5, 3
 
-# Where the program is, the function of PyTorch's that it called, whether it is autograd's engine that runs, and the functions
-# that share memory among ranks (see `Birth`).
-_Way = tuple[CodePlace | None, str, bool, tuple[str, ...]]
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Path:
+    """Where the program is, the function of PyTorch's that it called, whether it is autograd's engine that runs, and the
+    functions that share memory among ranks (see `Birth`). One object for all alike."""
+
+    place: CodePlace | None
+    function: str
+    in_engine: bool
+    sharing: tuple[str, ...]
+
+
 # An operator under way, its arguments, and the way to it where that is known by now.
-Call = tuple[Any, Any, Any, _Way | None]
+Call = tuple[Any, Any, Any, _Path | None]
+# The kernel that a node of autograd's belongs to, and the way to its forward.
+_Forward = tuple[str, _Path]
 
 
 class _FrameKinds(dict[str, str]):
@@ -76,53 +90,47 @@ class Births:
 
     def __init__(self) -> None:
         self._whose = _FrameKinds()
-        self._places: dict[tuple[Any, ...], CodePlace] = {}
+        self._ways: dict[tuple[Any, ...], _Path] = {}
         self._births: dict[tuple[Any, ...], Birth] = {}
         # By an operator's id, with itself, so that no other has that: operators are hashed by Python.
         self._kernels: dict[int, tuple[str, Any]] = {}
-        # The number of a node -> the kernel that it belongs to, the operator's name, and where that was called.
-        self._nodes: dict[int, tuple[str, str, CodePlace | None]] = {}
+        # By a node's number.
+        self._nodes: dict[int, _Forward] = {}
 
-    def forward(self, func: Any, number: int) -> _Way:
+    def forward(self, func: Any, number: int) -> _Path:
         """Autograd has made the node of this number for an operator that runs now: the way to it."""
         if len(self._nodes) > 2 * _MOST:
             self._nodes.clear()
         way = self._way(_OPERATOR)
-        kernel = self._kernel(func)
-        self._nodes[number] = kernel, _plain(way[1] or kernel), way[0]
+        self._nodes[number] = self._kernel(func), way
         return way
 
-    def of(self, call: Call | None, tensor: torch.Tensor | None, maker: str = "") -> Birth:
-        """Of an allocation under way. maker: a factory's name, where there is no operator; tensor: what it holds, None for what a
-        kernel works with."""
+    def of(self, call: Call | None, answer: Answer | None, tensor: torch.Tensor | None, maker: str = "") -> Birth:
+        """Of an allocation under way. answer: what the call has in common with all that look alike, where that is known: it
+        spares a look at the arguments. tensor: what it holds, None for what a kernel works with. maker: a factory's name, where
+        there is no operator."""
         node = _current_autograd_node()
-        name, known = ("", None) if node is None else self._behind(node)
+        name, forward = "", None
+        if node is not None:
+            name, forward = node.name(), self._nodes.get(node._sequence_nr())
+            if forward is not None and not _is_of(name, forward[0]):
+                forward = None
+        what: Any
         if call is None:
-            way, kernel = self._way(_FACTORY), maker
+            way, what = self._way(_FACTORY), maker
         else:
-            way = call[3] or self._way(_ALLOCATING, known is not None and known[2] is not None)
-            kernel = self._kernel(call[0])
-        place, function, in_engine, sharing = way
-        if not in_engine:
-            name = ""
-        elif known is None:
-            name = name or "backward"
-        else:
-            function, place = known[1], known[2] or place
-        # As PyTorch has them, which costs little; in Python's numbers once for all alike.
-        key = function or kernel, kernel, *_looks(call, tensor), place, name, sharing
+            way = call[3] or self._way(_ALLOCATING, forward is not None and forward[1].place is not None)
+            what = answer or (self._kernel(call[0]), _inputs(call))
+        # As PyTorch has them, which costs little; in Python's numbers and words once for all alike.
+        look = None if tensor is None else _look(tensor)
+        key = what, look, way, name, forward
         birth = self._births.get(key)
         if birth is None:
             if len(self._births) > _MOST:
                 self._births.clear()
-            birth = self._births[key] = _birth(*key)
+            kernel = maker if call is None else self._kernel(call[0])
+            birth = self._births[key] = _birth(kernel, look, () if call is None else _inputs(call), way, name, forward)
         return birth
-
-    def _behind(self, node: Any) -> tuple[str, tuple[str, str, CodePlace | None] | None]:
-        """The name of a graph's node, and what its forward noted: the kernel, its operator's name and where that was called."""
-        name = node.name()
-        known = self._nodes.get(node._sequence_nr())
-        return name, known if known is not None and _is_of(name, known[0]) else None
 
     def _kernel(self, func: Any) -> str:
         found = self._kernels.get(id(func))
@@ -130,7 +138,7 @@ class Births:
             found = self._kernels[id(func)] = _kernel(func), func
         return found[0]
 
-    def _way(self, inside: int, stops_at_engine: bool = False) -> _Way:
+    def _way(self, inside: int, stops_at_engine: bool = False) -> _Path:
         """The way from the program to the operator; of the engine and the sharing functions alone where nobody needs to know who
         called. inside: so many frames are the virtual GPU's own for sure, from this one on."""
         frame: FrameType | None = sys._getframe(inside)
@@ -143,7 +151,7 @@ class Births:
             kind = known[code.co_filename]
             if kind:
                 if kind is OWN:
-                    return self._known_place(inner or frame, frame), function, in_engine, sharing
+                    break
                 if inner is None:
                     if kind is LIBRARY:
                         inner = None if compiled else frame
@@ -152,27 +160,32 @@ class Births:
                     elif kind is _FUNCTION:
                         function = code.co_name
                     elif kind is _GRAPH and code.co_name == _ENGINE:
-                        if stops_at_engine:
-                            return None, "", True, sharing
                         function, in_engine = "", True
+                        if stops_at_engine:
+                            frame = None
+                            break
                     elif kind is _SHARING and len(sharing) < _MOST_SHARING:
                         sharing = (*sharing, code.co_name)
             frame = frame.f_back
-        return (None if inner is None else self._known_place(inner, None)), function, in_engine, sharing
+        key = _key(inner), _key(frame), function, in_engine, sharing
+        way = self._ways.get(key)
+        if way is None:
+            if len(self._ways) > _MOST:
+                self._ways.clear()
+            way = self._ways[key] = _Path(_place(inner or frame, frame), function, in_engine, sharing)
+        return way
 
-    def _known_place(self, inner: FrameType, own: FrameType | None) -> CodePlace:
-        key = _key(inner) if own is None or own is inner else (*_key(inner), *_key(own))
-        place = self._places.get(key)
-        if place is None:
-            if len(self._places) > _MOST:
-                self._places.clear()
-            place = self._places[key] = CodePlace(
-                inner.f_code.co_filename,
-                inner.f_lineno or 0,
-                inner.f_code.co_name,
-                *(("", 0, "", "", "") if own is None else _own(own)),
-            )
-        return place
+
+def _place(inner: FrameType | None, own: FrameType | None) -> CodePlace | None:
+    if inner is None:
+        return None
+    code = inner.f_code
+    return CodePlace(
+        code.co_filename,
+        inner.f_lineno or 0,
+        code.co_name,
+        *(("", 0, "", "", "") if own is None else _own(own)),
+    )
 
 
 def _own(frame: FrameType) -> tuple[str, int, str, str, str]:
@@ -180,7 +193,9 @@ def _own(frame: FrameType) -> tuple[str, int, str, str, str]:
     return code.co_filename, line, code.co_name, line_at(code.co_filename, line), expression_at(code, frame.f_lasti)
 
 
-def _key(frame: FrameType) -> tuple[Any, ...]:
+def _key(frame: FrameType | None) -> tuple[Any, ...] | None:
+    if frame is None:
+        return None
     code = frame.f_code
     # (The statements of a cell are compiled one by one: their instructions are counted from the same start.)
     return code.co_filename, frame.f_lineno, code.co_name, frame.f_lasti
@@ -215,24 +230,30 @@ _SPOKEN = {
 }
 
 
+@lru_cache(maxsize=4096)
 def _is_of(node: str, kernel: str) -> bool:
     """Whether a node's name (``LogSoftmaxBackward0``) is that of a kernel's (``_log_softmax``)."""
     return node.lower().startswith(kernel.rpartition("::")[2].replace("_", "").lower()) or "Backward" not in node
 
 
-def _looks(call: Call | None, tensor: torch.Tensor | None) -> tuple[Any, tuple[Any, ...]]:
-    """The shape and type of what is made (None for what a kernel works with); the looks of the tensors among the arguments."""
-    values = (tensor,) if call is None else (tensor, *call[1], *call[2].values())
-    if _ASKS_NOBODY.issuperset(map(type, values)) and not _len_torch_function_stack():
-        return _read(*values)
+def _look(tensor: torch.Tensor) -> tuple[Any, Any]:
+    """The shape and type of what is made."""
+    if type(tensor) in _ASKS_NOBODY and not _len_torch_function_stack():
+        return tensor.shape, tensor.dtype
     with no_functions(), no_dispatch():
-        return _read(*values)
+        return tensor.shape, tensor.dtype
 
 
-def _read(tensor: torch.Tensor | None, *values: Any) -> tuple[Any, tuple[Any, ...]]:
-    inputs: list[tuple[Any, ...]] = []
-    _collect(values, inputs)
-    return None if tensor is None else (tensor.shape, tensor.dtype), tuple(inputs)
+def _inputs(call: Call) -> tuple[tuple[Any, ...], ...]:
+    """The looks of the tensors among the arguments."""
+    values = (*call[1], *call[2].values())
+    found: list[tuple[Any, ...]] = []
+    if _ASKS_NOBODY.issuperset(map(type, values)) and not _len_torch_function_stack():
+        _collect(values, found)
+    else:
+        with no_functions(), no_dispatch():
+            _collect(values, found)
+    return tuple(found)
 
 
 def _collect(values: Any, found: list[tuple[Any, ...]]) -> None:
@@ -248,24 +269,25 @@ def _collect(values: Any, found: list[tuple[Any, ...]]) -> None:
 
 
 def _birth(
-    operator: str,
-    kernel: str,
-    look: Any,
-    inputs: tuple[tuple[Any, ...], ...],
-    place: CodePlace | None,
-    node: str,
-    sharing: tuple[str, ...],
+    kernel: str, look: Any, inputs: tuple[tuple[Any, ...], ...], way: _Path, node: str, forward: _Forward | None
 ) -> Birth:
+    function, place = way.function, way.place
+    if not way.in_engine:
+        node = ""
+    elif forward is None:
+        node = node or "backward"
+    else:
+        function, place = forward[1].function or forward[0], forward[1].place or place
     shape, dtype = look or (None, None)
     return Birth(
-        _plain(operator),
+        _plain(function or kernel),
         kernel,
         None if shape is None else tuple(map(int, shape)),
         _type(dtype),
         tuple((_held_shape(lengths, strides), _type(its)) for lengths, strides, its in inputs),
         place,
         node,
-        sharing,
+        way.sharing,
     )
 
 

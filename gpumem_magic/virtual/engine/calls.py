@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from gpumem_magic.looks.code import TORCH, whose
 from gpumem_magic.virtual.engine.modes import STATE
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
 
@@ -94,8 +95,9 @@ def users_line() -> tuple[str, int]:
     """(file name, line) of the innermost frame outside of torch and of this package."""
     frame = sys._getframe(1)
     while frame is not None:
-        name = frame.f_globals.get("__name__", "")
-        if not name.startswith(("torch.", "gpumem_magic.", "contextlib")) and name != "torch":
+        # (What PyTorch's compiler generated may have no module; its file says whose it is.)
+        name = frame.f_globals.get("__name__") or whose(frame.f_code.co_filename)
+        if not name.startswith(("torch.", "gpumem_magic.", "contextlib")) and name != TORCH:
             return frame.f_code.co_filename, frame.f_lineno or 0
         if frame.f_back is None:
             break

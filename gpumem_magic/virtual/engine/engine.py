@@ -32,7 +32,7 @@ from gpumem_magic.looks.objects import attribute, is_a
 from gpumem_magic.private import aten as _aten
 from gpumem_magic.uninterrupted import Uninterrupted
 from gpumem_magic.virtual.engine import contractions, indexing, kernel_rules, supplied
-from gpumem_magic.virtual.engine.alike import AlikeCalls
+from gpumem_magic.virtual.engine.alike import AlikeCalls, Answer
 from gpumem_magic.virtual.engine.births import Births, Call
 from gpumem_magic.virtual.engine.calls import (
     any_sparse,
@@ -126,11 +126,12 @@ class Engine:
         self.births = Births()
         # The operator that runs while a log does; those that it is made of come inside it.
         self._under_way: Call | None = None
+        # What it gives for all arguments like its own, once that is known.
+        self._answer: Answer | None = None
         self.reads = Reads()
         self.largest_sizes: Counter[str] = Counter()
         # Sizes that have no upper bound: what was assumed.
         self.other_sizes: Counter[str] = Counter()
-        self.captures = 0
         self.kernels_not_run = 0
         self.unknown: set[str] = set()
         self.holds_sparse = False
@@ -260,7 +261,7 @@ class Engine:
             try:
                 return self.perform(func, args, kwargs, device)
             finally:
-                self._under_way = None
+                self._under_way = self._answer = None
 
     def refuse_overwritten(self, *arguments: Any) -> None:
         """Raises what PyTorch says of a CUDA graph's result whose memory a later run has taken."""
@@ -328,6 +329,9 @@ class Engine:
                 looks = self.alike.looks(func, args, kwargs)
                 found = None if looks is None else self.alike.found(looks, args, kwargs)
             if found is not None:
+                call = self._under_way
+                if call is not None and call[1] is args and call[0] is func and call[2] is kwargs:
+                    self._answer = found[1]
                 return found[0]
         finally:
             STATE.depth -= 1
@@ -399,7 +403,7 @@ class Engine:
             failed = False
         finally:
             if (failed or is_new) and self.memory.is_large(device, storage.nbytes()):
-                self.memory.born(device, self.births.of(self._under_way, tensor, maker))
+                self.memory.born(device, self.births.of(self._under_way, self._answer, tensor, maker))
 
     def resized(self, storage: Any) -> None:
         """After a storage's size changed, of whatever device it is; the device's logs are told of a large one that was empty."""
@@ -407,7 +411,7 @@ class Engine:
         was_empty = placement is not None and not placement.nbytes
         self.table.resized(storage)
         if placement is not None and was_empty and self.memory.is_large(placement.device, placement.nbytes):
-            self.memory.born(placement.device, self.births.of(self._under_way, None, "resize_"))
+            self.memory.born(placement.device, self.births.of(self._under_way, self._answer, None, "resize_"))
 
     def _strided_parts(self, tensor: FakeTensor) -> tuple[Any, ...]:
         """The tensors that hold the memory: the tensor itself, or a sparse tensor's indices and values."""
@@ -457,7 +461,7 @@ class Engine:
             for nbytes in filter(None, sizes):
                 taken.append(self.memory.malloc(device, nbytes))
                 if self.memory.is_large(device, nbytes):
-                    self.memory.born(device, self.births.of(self._under_way, None))
+                    self.memory.born(device, self.births.of(self._under_way, self._answer, None))
             yield
         finally:
             while taken:

@@ -120,15 +120,19 @@ def _computed(func: Any, args: Any, kwargs: Any) -> Any:
         return func(*args, **kwargs)
     except NotImplementedError as error:
         decomposed = decomposition_table.get(func)
-        if decomposed is not None:
+        if decomposed is not None and func._schema.name not in _OTHERS_IN:
             return decomposed(*args, **kwargs)
-        if "not implemented for" in str(error):
-            return _in_float32(func, args, kwargs)
-        refuse_to_compute(func, "the host has no kernel for it")
+        if not _lacks_type(error):
+            refuse_to_compute(func, "the host has no kernel for it")
     except RuntimeError as error:
-        if "not implemented for" not in str(error):
+        if not _lacks_type(error):
             raise
-    return _in_float32(func, args, kwargs)
+    return _in_wider_type(func, args, kwargs)
+
+
+def _lacks_type(error: RuntimeError) -> bool:
+    """Whether the host has a kernel, but for other types."""
+    return "not implemented for" in str(error) or "doesn't support tensors of type" in str(error)
 
 
 def refuse_to_compute(func: Any, reason: str) -> NoReturn:
@@ -138,29 +142,46 @@ def refuse_to_compute(func: Any, reason: str) -> NoReturn:
     ) from None
 
 
-def _in_float32(func: Any, args: Any, kwargs: Any) -> Any:
-    """For an operator that the host has no half-precision kernel for: in float32, and rounded."""
+_HALF_IN: dict[Any, torch.dtype] = {**dict.fromkeys(HALF, torch.float32), torch.complex32: torch.complex64}
+# Real numbers may have complex results, and the other way around.
+_OF_HALF_IN = {torch.float32: torch.float16, torch.complex64: torch.complex32}
+# Other types that CUDA's kernels take and the host's do not, by operator. (PyTorch's tests say what each takes; what neither
+# takes stays an error.)
+_BOOL_IN = {torch.bool: torch.uint8}
+_INTEGERS_IN = dict.fromkeys((torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64), torch.float64)
+_OTHERS_IN: dict[str, dict[Any, torch.dtype]] = {
+    "aten::abs": _BOOL_IN,
+    "aten::abs_": _BOOL_IN,
+    "aten::histc": _INTEGERS_IN,
+}
+
+
+def _in_wider_type(func: Any, args: Any, kwargs: Any) -> Any:
+    """For an operator whose kernel on the host takes fewer types than CUDA's: in a wider one, and rounded."""
+    wider = _HALF_IN | _OTHERS_IN.get(func._schema.name, {})
     widened: list[tuple[torch.Tensor, torch.Tensor]] = []
-    kinds: list[torch.dtype] = []
+    narrower: dict[torch.dtype, torch.dtype] = {}
 
     def widen(arg: Any) -> Any:
-        if isinstance(arg, torch.Tensor) and arg.dtype in HALF:
-            kinds.append(arg.dtype)
-            wide = arg.float()
+        if isinstance(arg, torch.Tensor) and arg.dtype in wider:
+            wide = arg.to(wider[arg.dtype])
+            narrower.setdefault(wide.dtype, arg.dtype)
             widened.append((arg, wide))
             return wide
-        return torch.float32 if arg in HALF else arg
+        return wider.get(arg, arg) if isinstance(arg, torch.dtype) else arg
 
     def narrow(result: Any) -> Any:
-        if isinstance(result, torch.Tensor) and result.dtype == torch.float32:
-            mine = next((arg for arg, wide in widened if wide is result), None)
-            return result.to(kinds[0]) if mine is None else mine
+        if isinstance(result, torch.Tensor) and result.dtype in narrower:
+            same = next((arg for arg, wide in widened if wide is result), None)
+            return result.to(narrower[result.dtype]) if same is None else same
         return result
 
     wide_args = mapped(widen, args)
     wide_kwargs = {name: mapped(widen, value) for name, value in kwargs.items()}
-    if not kinds:
+    if not widened:
         return func(*args, **kwargs)
+    if not _OF_HALF_IN.keys().isdisjoint(narrower):
+        narrower = _OF_HALF_IN | narrower
     out = func(*wide_args, **wide_kwargs)
     if func._schema.is_mutable:
         for arg, wide in widened:

@@ -30,7 +30,7 @@ from gpumem_magic.virtual.engine.tensors import GUESS, KNOWN, VirtualTensor
 from gpumem_magic.virtual.engine.twins import leaves, mapped, on_host
 from gpumem_magic.virtual.engine.uniform import Uniform
 from gpumem_magic.virtual.engine.values import Known
-from gpumem_magic.virtual.engine.ways import OF_SHAPES, OVERWRITING, SENDING, Way, way_of, written_by
+from gpumem_magic.virtual.engine.ways import OF_SHAPES, OVERWRITING, SENDING, Way, sized_by_values, way_of, written_by
 
 # The largest view of known values that an operator is run on, in elements: more than is kept, for sums over what is expanded.
 _MOST_READ = 1 << 20
@@ -206,7 +206,8 @@ class KnownEngine(ComputingEngine):
         """Runs an operator, and runs it on the host as well where that is possible and cheap."""
         found = self._all_known(func, args, kwargs) if way.computes and self.tape is None else None
         ahead = None
-        if found is not None and way.first:
+        # (A size that is only guessed is not the one that the same mask gives elsewhere: `Engine.selected`.)
+        if found is not None and way.first and (found.sure or not sized_by_values(func)):
             ahead = self._ahead = self._attempt(found, func, args, kwargs, device)
             self._along = dim_of_size(func, args, kwargs)
         try:

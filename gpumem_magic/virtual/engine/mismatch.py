@@ -69,21 +69,48 @@ def is_device_mismatch(error: Exception) -> bool:
 # Matrix products: the positions of the two matrices among the arguments.
 _PRODUCTS = {_aten.mm.default: 0, _aten.addmm.default: 1, _aten.bmm.default: 0, _aten.baddbmm.default: 1}
 _BATCHED = {_aten.bmm.default, _aten.baddbmm.default}
+# What CUDA's kernels that take no integers and no flags are called in the error for these.
+_OF_FLOATS = {
+    _aten.mm.default: "addmm_cuda", _aten.addmm.default: "addmm_cuda", _aten.bmm.default: "baddbmm_cuda",
+    _aten.baddbmm.default: "baddbmm_cuda", _aten.mv.default: "addmv_impl_cuda", _aten.addmv.default: "addmv_impl_cuda",
+    _aten.dot.default: "dot", _aten.vdot.default: "vdot",
+    _aten.max_pool2d_with_indices.default: "max_pool2d_with_indices_out_cuda_frame",
+    _aten.avg_pool2d.default: "avg_pool2d_out_cuda_frame",
+}  # fmt: skip
+_FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128}
+# What PyTorch has for the host alone, of what programs call.
+_NOT_ON_CUDA = {
+    *overloads("histogram.bin_ct histogram.bins_tensor _histogramdd_bin_edges _histogramdd_from_bin_cts"),
+    *overloads("_histogramdd_from_bin_tensors to_mkldnn"),
+}
 _CONVOLUTIONS = {_aten.convolution.default, _aten._convolution.default}
 
 
 def refuse_mixed_types(func: Any, args: Any) -> None:
-    """Raises CUDA's RuntimeError for matrices, or input and weight, of different types: shape rules do not look at that."""
+    """Raises CUDA's error for matrices, or input and weight, of different types, and for integers and flags where there are no
+    kernels for them: shape rules do not look at that. For an operator without any, too."""
+    if func in _NOT_ON_CUDA:
+        raise NotImplementedError(
+            f"Could not run '{func.name().removesuffix('.default')}' with arguments from the 'CUDA' backend. This could be "
+            "because the operator doesn't exist for this backend."
+        )
     first = _PRODUCTS.get(func)
     if first is not None:
         left, right = args[first], args[first + 1]
         if left.dtype != right.dtype:
-            names = _SCALAR_NAMES.get(left.dtype, str(left.dtype)), _SCALAR_NAMES.get(right.dtype, str(right.dtype))
+            names = _scalar_name(left.dtype), _scalar_name(right.dtype)
             if func in _BATCHED:
                 raise RuntimeError(f"expected scalar type {names[0]} but found {names[1]}")
             raise RuntimeError(f"mat1 and mat2 must have the same dtype, but got {names[0]} and {names[1]}")
     elif func in _CONVOLUTIONS and args[0].dtype != args[1].dtype:
         _refuse_weight(*args[:2])
+    kernel = _OF_FLOATS.get(func)
+    if (
+        kernel is not None
+        and args[0].dtype not in _FLOATS
+        and all(arg.numel() for arg in args[:2] if isinstance(arg, torch.Tensor))
+    ):
+        raise NotImplementedError(f"\"{kernel}\" not implemented for '{_scalar_name(args[0].dtype)}'")
 
 
 def _refuse_weight(input: Any, weight: Any) -> NoReturn:
@@ -91,7 +118,7 @@ def _refuse_weight(input: Any, weight: Any) -> NoReturn:
 
 
 def _type_name(tensor: Any) -> str:
-    name = _SCALAR_NAMES.get(tensor.dtype, str(tensor.dtype))
+    name = _scalar_name(tensor.dtype)
     return f"torch.{'cuda.' if tensor.device.type == 'cuda' else ''}{name}Tensor"
 
 
@@ -165,7 +192,16 @@ _SCALAR_NAMES = {
     torch.float64: "Double",
     torch.int64: "Long",
     torch.int32: "Int",
+    torch.int16: "Short",
+    torch.int8: "Char",
+    torch.uint8: "Byte",
+    torch.bool: "Bool",
+    torch.complex32: "ComplexHalf",
 }
+
+
+def _scalar_name(dtype: torch.dtype) -> str:
+    return _SCALAR_NAMES.get(dtype) or str(dtype).removeprefix("torch.").capitalize()
 
 
 def _refuse(func: Any, name: str, odd: torch.device, common: torch.device) -> None:

@@ -132,13 +132,13 @@ class OperatorMode(TorchDispatchMode):
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if types and with_dispatch_of_its_own(types):
-            # It unwraps its tensors, and brings them here.
-            return NotImplemented
         try:
             # A fake mode of PyTorch's own lies below all others: what is made under it has no memory.
             if _len_torch_dispatch_stack() and (types or torch._C._get_dispatch_mode(_FAKE) is not None):
                 return func(*args, **(kwargs or {}))
+            if types and with_dispatch_of_its_own(types):
+                # It unwraps its tensors, and brings them here.
+                return NotImplemented
             return self._handle(func, types, args, kwargs or {})
         except Exception as error:
             __tracebackhide__, args, kwargs = True, (), {}

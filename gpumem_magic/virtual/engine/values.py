@@ -63,8 +63,9 @@ class Bounds(NamedTuple):
 
 
 # What ``values=auto`` follows, and ``values=stand-in``: the flags, counters, times and boxes without which libraries go astray.
+# Integers of both: the tokens and positions of a batch, by which they tell packed and padded sequences.
 AUTO = Bounds(floats=1 << 16, integers=1 << 18)
-FEW = Bounds(floats=1024, integers=1024, guess=False)
+FEW = Bounds(floats=1024, integers=1 << 18, guess=False)
 
 
 def known(tensor: Any) -> Known | None:

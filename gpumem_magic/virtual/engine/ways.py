@@ -50,10 +50,14 @@ def way_of(func: Any) -> Way:
         writes=schema.is_mutable,
         makes=computes and (constant or func in OF_SHAPES or func in OVERWRITING),
         computes=computes,
-        first=comes_first(func) or torch.Tag.dynamic_output_shape in func.tags,
+        first=comes_first(func) or sized_by_values(func),
         guess=guesses.RULES.get(func),
         equal=computes and uniform.follows(func),
     )
+
+
+def sized_by_values(func: Any) -> bool:
+    return torch.Tag.dynamic_output_shape in func.tags
 
 
 def written_by(func: Any, args: Any, kwargs: Any) -> list[Any]:

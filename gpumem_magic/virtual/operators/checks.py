@@ -80,7 +80,11 @@ def _compare(of_one: Callable[[Any, Any], bool]) -> Callable[..., Any]:
         out = engine.run(func, args, kwargs, device)
         if func.overloadpacket in _EQUAL:
             if args[0] is args[1]:
-                # A number that is none differs from itself.
+                # Only a number that is none differs from itself.
+                if func.overloadpacket is _aten.eq:
+                    _mark(out)
+                    if out.numel() == 1 and values.known(out) is None:
+                        _say(out, True)
                 return out
         else:
             _mark(out)

@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from gpumem_magic.private import aten as _aten
 from gpumem_magic.private import overloads
 from gpumem_magic.virtual.engine import supplied, values
+from gpumem_magic.virtual.engine.asserts import asserted
 from gpumem_magic.virtual.engine.calls import bytes_of, users_line
 from gpumem_magic.virtual.engine.engine import Engine, special
 from gpumem_magic.virtual.engine.mismatch import refuse_mixed_devices
@@ -33,6 +34,10 @@ def _read_scalar(engine: Engine, func: Any, args: Any, kwargs: Any, device: int)
     if given is not None:
         engine.count_stand_in(by_user=True)
         return supplied.scalar(given, args[0].dtype)
+    held = asserted(*users_line()) if args[0].dtype == torch.bool else None
+    if held is not None:
+        engine.count_stand_in(dtype=args[0].dtype)
+        return held
     if found is not None:
         value = found.host.item()
         if isinstance(value, int) or cmath.isfinite(value):

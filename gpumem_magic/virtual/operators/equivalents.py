@@ -39,6 +39,32 @@ def _log_sigmoid_backward(gradient: Any, input: Any, buffer: Any) -> Any:
     return _aten.log_sigmoid_backward.default(gradient, input, _aten.log_sigmoid_forward.default(input)[1])
 
 
+@equivalent(_aten.nansum.default)
+def _nansum(input: Any, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Any:
+    """CUDA's takes complex numbers, too."""
+    if not input.is_complex():
+        return _aten.nansum.default(input, dim, keepdim, dtype=dtype)
+    return input.masked_fill(input.isnan(), 0).sum(dim, keepdim, dtype=dtype)
+
+
+# ---- softmax, which CUDA gives as float32 for half precision (autocast asks for that)
+
+
+def _softmax_of(func: Any) -> Any:
+    return lambda input, dim, to_float: func(input.float() if to_float else input, dim, False)
+
+
+def _softmax_gradient_of(func: Any) -> Any:
+    return lambda gradient, output, dim, dtype: func(gradient, output, dim, gradient.dtype).to(dtype)
+
+
+for _forward, _backward in (
+    (_aten._softmax.default, _aten._softmax_backward_data.default),
+    (_aten._log_softmax.default, _aten._log_softmax_backward_data.default),
+):
+    equivalent(_forward)(_softmax_of(_forward))
+    equivalent(_backward)(_softmax_gradient_of(_backward))
+
 # ---- attention: the kernels of CUDA's, by the host's own kernel or by the matrices one after the other
 
 

@@ -110,7 +110,6 @@ class Graph:
         if isinstance(self._machine.engine, ComputingEngine):
             self._tape = self._machine.engine.tape = []
         CAPTURING.graphs += 1
-        self._machine.engine.captures += 1
 
     def capture_end(self) -> None:
         if not self._captures or self._pool is None:

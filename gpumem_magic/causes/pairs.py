@@ -1,0 +1,195 @@
+"""What is broadcast, or made for every pair of rows."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Sequence
+from math import prod
+
+import torch
+
+from gpumem_magic.causes.alike import Alike, made_by, size_words, squeezed
+from gpumem_magic.causes.model import Scene
+from gpumem_magic.recording.model import BACKWARD
+from gpumem_magic.report.model import Cause
+from gpumem_magic.units import shape_words
+
+COPIES = frozenset({"clone", "_to_copy", "copy", "repeat", "contiguous", "copy_"})
+PRODUCTS = frozenset({"mm", "bmm", "matmul", "baddbmm", "dot", "ger", "outer", "addr"})
+MULTIPLIES = re.compile(r"@|\b(?:matmul|b?mm|einsum|outer|inner|tensordot|ger|cdist)\s*\(")
+# What is made so often, a few rows each time, is made in parts.
+_PARTS = 3
+# Pairs that are meant are worth a word where they take one part in so many of the peak.
+_SHARE = 3
+_DISTANCES = re.compile(r"cdist|pairwise|euclidean")
+_MEANT = re.compile(r"\bNone\b|unsqueeze|\[\s*:\s*,")
+_INDEXED = re.compile(r"\[.*\]$|\.unsqueeze\(.*\)$")
+_MOST_NAMES = 40
+
+
+def broadcast(scene: Scene, alike: Alike) -> Cause | None:
+    birth = alike.birth
+    shapes = [shape for shape, _ in birth.inputs if prod(shape) > 1]
+    if birth.kernel in PRODUCTS or birth.kernel in COPIES or len(shapes) < 2 or _joint(shapes) != alike.shape:
+        return None
+    first, second = sorted(shapes[:2], key=lambda shape: -prod(shape)) if len(shapes) > 2 else shapes[:2]
+    if is_in_parts(scene, alike):
+        return None
+    expression = birth.place.expression if birth.place is not None else ""
+    what = made_by(scene, alike)
+    pair = f"{shape_words(first)} with {shape_words(second)}"
+    told = f"{what} broadcasts {pair} to {shape_words(alike.shape)}: {size_words(alike)}."
+    same = squeezed(first) == squeezed(second)
+    if same and not _MEANT.search(expression) and (len(first) != len(second) or birth.operator.endswith("loss")):
+        return Cause("broadcast", told, _squeeze(first, second, _operands(expression)), alike.bytes)
+    if alike.bytes < scene.part_of_peak(_SHARE):
+        # Meant, and one thing among others.
+        return None
+    return Cause("all_pairs", told, _fewer(scene, alike, (first, second)), alike.bytes)
+
+
+def _fewer(scene: Scene, alike: Alike, shapes: tuple[tuple[int, ...], ...]) -> str:
+    """What to do about pairs that are meant."""
+    birth = alike.birth
+    if line := _diagonal(scene, alike):
+        return (
+            f"Only the diagonal of its result is read (line {line}): give each row its own partner, without the broadcast, and "
+            "no other pairs are made."
+        )
+    rows = _rows_at_a_time(scene, alike)
+    if len(alike.shape) >= 3 and shapes[0][-1] == shapes[1][-1] and birth.kernel == "sub" and _is_summed(scene, alike):
+        expression = birth.place.expression if birth.place is not None else ""
+        names = [
+            (_INDEXED.sub("", words), _INDEXED.search(words) is not None or len(shape) < len(alike.shape))
+            for words, shape in zip(_operands(expression), shapes, strict=False)
+        ]
+        whole = bool(names) and all(small for _, small in names)
+        them = (
+            f"`torch.cdist({', '.join(name for name, _ in names)})`"
+            if whole
+            else "`torch.cdist` of both, not expanded,"
+        )
+        return f"{them} gives distances between all pairs without it; or {rows}."
+    return f"{rows[0].upper()}{rows[1:]}, if every pair is meant; else give both the same shape."
+
+
+def _rows_at_a_time(scene: Scene, alike: Alike) -> str:
+    """A graph keeps each part for its backward."""
+    trains = any(scene.start_of(one) > alike.event for one in scene.spans(BACKWARD))
+    return f"work on some of the rows at a time{', each part with a backward of its own' if trains else ''}"
+
+
+def _is_summed(scene: Scene, alike: Alike) -> bool:
+    """Whether its last dimension goes in a sum or a norm, as far as that is known: distances."""
+    if scene.report.error is not None:
+        return True
+    later = (birth for event, birth in scene.births if event > alike.event and not birth.node)
+    return any(one.shape == alike.shape[:-1] and alike.shape in (shape for shape, _ in one.inputs) for one in later)
+
+
+def _diagonal(scene: Scene, alike: Alike) -> int:
+    """The line of the cell that takes the diagonal of what a function makes of it, and nothing else of that; else 0."""
+    place = alike.birth.place
+    one = next((each for each in scene.timeline.allocations if each.born == alike.event), None)
+    facts = scene.tensors.facts(one) if scene.tensors is not None and one is not None else None
+    if facts is None or place is None:
+        return 0
+    try:
+        calls = [node for node in ast.walk(ast.parse(facts.statement.strip())) if isinstance(node, ast.Call)]
+    except (SyntaxError, ValueError, MemoryError, RecursionError):
+        return 0
+    for call in calls:
+        if ast.unparse(call.func).rpartition(".")[2] not in ("diag", "diagonal"):
+            continue
+        of = next(iter(call.args), call.func.value if isinstance(call.func, ast.Attribute) else None)
+        made = ast.unparse(of.func).rpartition(".")[2] if isinstance(of, ast.Call) else ""
+        if made and made == place.function.rpartition(".")[2]:
+            return facts.line
+    return 0
+
+
+def _squeeze(first: tuple[int, ...], second: tuple[int, ...], names: list[str]) -> str:
+    """What makes the two shapes the same: without the dimension of 1, or with it in the other."""
+    number = 0 if first and first[-1] == 1 else 1
+    shape, other = (first, second) if number == 0 else (second, first)
+    if shape and shape[-1] == 1:
+        name = names[number] if names else "the first" if number == 0 else "the second"
+        call = (
+            f"`{name}.squeeze({len(shape) - 1})`"
+            if names and name.isidentifier()
+            else f"`.squeeze({len(shape) - 1})` of {name}"
+        )
+        other = squeezed(other)
+        return (
+            f"Unless every pair is meant, the result is wrong, too: {call} gives both the shape {shape_words(other)}."
+        )
+    return "Unless every pair is meant, the result is wrong, too: give both the same shape (`squeeze` or `unsqueeze`)."
+
+
+def _joint(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...] | None:
+    """The shape to which they broadcast."""
+    try:
+        return tuple(torch.broadcast_shapes(*shapes))
+    except RuntimeError:
+        return None
+
+
+def pairs(scene: Scene, alike: Alike) -> Cause | None:
+    birth = alike.birth
+    words = f"{birth.operator} {birth.place.expression or birth.place.text if birth.place is not None else ''}"
+    distances = _DISTANCES.search(birth.operator) is not None
+    shape = alike.shape
+    square = len(shape) >= 2 and min(shape[-2:]) >= 256
+    if not square or not (distances or (birth.kernel in PRODUCTS and MULTIPLIES.search(words))):
+        return None
+    if alike.bytes < scene.part_of_peak(_SHARE) or is_in_parts(scene, alike):
+        return None
+    rows = _rows_at_a_time(scene, alike)
+    shapes = " and ".join(shape_words(one) for one, _ in birth.inputs[:2])
+    return Cause(
+        "all_pairs",
+        f"{made_by(scene, alike)} makes one number for every pair, {shape_words(shape)} from {shapes}: {size_words(alike)}.",
+        f"{rows[0].upper()}{rows[1:]}, and keep of each part only what is needed (its `topk`, its sum).",
+        alike.bytes,
+    )
+
+
+def is_in_parts(scene: Scene, alike: Alike) -> bool:
+    """Whether some rows at a time are worked on already: again and again, of a few rows with many, none kept for a backward."""
+    sizes = sorted(prod(shape) for shape, _ in alike.birth.inputs if prod(shape) > 1)
+    if scene.report.error is not None or len(sizes) < 2 or 2 * sizes[0] > sizes[-1]:
+        return False
+    births = scene.recording.logs[scene.device].births
+    place = alike.birth.place
+    its = [
+        one
+        for one in scene.timeline.allocations
+        if (birth := births.get(one.born)) is not None
+        and (birth.place, birth.kernel, birth.shape) == (place, alike.birth.kernel, alike.birth.shape)
+    ]
+    if place is None or len(its) < _PARTS:
+        return False
+    trains = any(its[0].born <= scene.start_of(one) <= its[-1].born for one in scene.spans(BACKWARD))
+    # The next one is made while a name still has the last.
+    gone = all(one.freed is not None and one.freed <= later.born for one, later in zip(its, its[2:], strict=False))
+    return gone and not trains
+
+
+def _operands(expression: str) -> list[str]:
+    """The two operands of an expression in its own words: ``a - b``, ``a.sub(b)``, ``f(a, b)``; [] for another one."""
+    try:
+        node = ast.parse(expression, mode="eval").body
+    except (SyntaxError, ValueError, MemoryError, RecursionError):
+        return []
+    found: list[ast.expr] = []
+    if isinstance(node, ast.BinOp):
+        found = [node.left, node.right]
+    elif isinstance(node, ast.Compare) and len(node.comparators) == 1:
+        found = [node.left, node.comparators[0]]
+    elif isinstance(node, ast.Call):
+        of = [node.func.value] if isinstance(node.func, ast.Attribute) else []
+        modules = ("torch", "F", "functional", "nn")
+        found = [*(one for one in of if ast.unparse(one).rpartition(".")[2] not in modules), *node.args][:2]
+    words = [ast.unparse(one) for one in found]
+    return words if len(words) == 2 and max(map(len, words)) <= _MOST_NAMES else []

@@ -1,0 +1,75 @@
+"""Graphs that go away unused: an evaluation that keeps nothing of them, and still has every layer's results while it runs."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
+from collections.abc import Iterator
+
+from gpumem_magic.causes.alike import made_at
+from gpumem_magic.causes.graphs import graph_without_backward
+from gpumem_magic.causes.model import Scene
+from gpumem_magic.causes.program import Written
+from gpumem_magic.owners.model import size_of
+from gpumem_magic.recording.model import BACKWARD, FORWARD
+from gpumem_magic.report.model import Cause
+from gpumem_magic.snapshot.timeline import Allocation
+from gpumem_magic.units import human
+
+# What a layer reads and what it makes live without a graph, too.
+_IN_WORK = 2
+# So many of the largest say where.
+_LARGEST = 8
+
+
+def missing_no_grad(scene: Scene) -> Iterator[Cause]:
+    """Forwards that save for a backward that never comes: something keeps their graphs, or they fill the peak and go."""
+    kept = graph_without_backward(scene)
+    if kept is not None:
+        yield kept
+    elif scene.spans(BACKWARD) or scene.evaluating:
+        # (Where nothing is trained or evaluated, a cell may just try a forward.)
+        yield from _at_the_peak(scene)
+
+
+def _at_the_peak(scene: Scene) -> Iterator[Cause]:
+    unused = [one for its in _saved_in_vain(scene) for one in its[:-_IN_WORK]]
+    here = [one for one in unused if one.born < scene.moment and (one.freed is None or one.freed >= scene.moment)]
+    if size_of(here) < scene.part_of_peak(10):
+        return
+    highest, _ = scene.highest_without(unused)
+    if 2 * (scene.report.peak.allocated - highest) < size_of(here):
+        return
+    places = {made_at(scene, one) for one in sorted(here, key=lambda one: -one.size)[:_LARGEST]}
+    point = scene.tensors.statement_at(here[-1].born) if scene.tensors is not None else None
+    # Where these are of several lines of a model's own, it goes by the statement that called it.
+    made = places.pop()
+    if places and point is not None:
+        called = Written("", point.line, point.statement)
+        made = f"`{called.shown}` ({called.words})"
+    yield Cause(
+        "missing_no_grad",
+        f"{made} saves {human(size_of(here))} for a backward that never comes: autograd is on there.",
+        "Run it inside `with torch.no_grad():`.",
+        size_of(here),
+    )
+
+
+def _saved_in_vain(scene: Scene) -> list[list[Allocation]]:
+    """Of each forward that autograd recorded, what outlived it, had no name in the cell, and went before any backward began; as
+    it was made."""
+    recorded = sorted((scene.start_of(one), scene.end_of(one)) for one in scene.spans(FORWARD) if one.graph)
+    begins = [begin for begin, _ in recorded]
+    backwards = sorted(map(scene.start_of, scene.spans(BACKWARD)))
+    found: dict[int, list[Allocation]] = defaultdict(list)
+    for one in scene.timeline.allocations if recorded else ():
+        label = scene.labels[one.index]
+        if label.category != "activations" or label.name or one.freed is None:
+            continue
+        number = bisect_right(begins, one.born) - 1
+        if number < 0 or not one.born < recorded[number][1] < one.freed:
+            continue
+        following = bisect_left(backwards, recorded[number][1])
+        if following == len(backwards) or backwards[following] >= one.freed:
+            found[number].append(one)
+    return list(found.values())

@@ -1,0 +1,113 @@
+"""Graphs that wait for a backward: those of many forwards for one, and some through which none ever goes."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import replace
+
+from gpumem_magic.causes.model import LEAST, Scene
+from gpumem_magic.causes.places import quoted
+from gpumem_magic.devices.base import Birth
+from gpumem_magic.owners.model import size_of
+from gpumem_magic.recording.model import BACKWARD, FORWARD, KEPT_BY_LIST, KEPT_BY_NAME
+from gpumem_magic.report.model import Cause
+from gpumem_magic.snapshot.timeline import Allocation
+from gpumem_magic.units import human, listed
+
+# A model's two views of a batch, or a real and a generated one, are often meant.
+_FORWARDS = 5
+
+
+def waiting_graphs(scene: Scene) -> Iterator[Cause]:
+    """At the peak, the graphs of many forwards of one model, all of which one backward then uses up."""
+    backward = next((one for one in scene.spans(BACKWARD) if scene.end_of(one) >= scene.moment), None)
+    if backward is None or backward.failed:
+        return
+    begin, end = scene.start_of(backward), scene.end_of(backward)
+    forwards = sorted((scene.start_of(one), scene.end_of(one), one.label) for one in scene.spans(FORWARD))
+    found: dict[str, dict[int, list[Allocation]]] = defaultdict(lambda: defaultdict(list))
+    for one in scene.living_in(min(begin, scene.moment), "activations"):
+        number = bisect_right(forwards, (one.born, scene.end)) - 1
+        # What follows a forward (its loss, what becomes of the weights) is counted with it.
+        if one.freed is not None and begin <= one.freed <= end and number >= 0:
+            found[forwards[number][2]][number].append(one)
+    label, its = max(found.items(), key=lambda pair: sum(map(size_of, pair[1].values())), default=("", {}))
+    sizes = sorted(map(size_of, its.values()))
+    if len(sizes) < _FORWARDS or sum(sizes) < scene.part_of_peak(4):
+        return
+    row = next((point for point, start, stop in scene.statements if start <= begin <= stop), None)
+    at = f" (line {row.line})" if row is not None else ""
+    yield Cause(
+        "waiting_graphs",
+        f"{len(sizes)} forwards of {quoted(label)} come before one backward{at}, and the graphs of all of them live until then: "
+        f"{human(sum(sizes))}.",
+        "Where their losses are only added up, `.backward()` after each keeps one graph at a time; else fewer at once take "
+        "less, and `torch.utils.checkpoint` around each keeps its inputs only.",
+        sum(sizes) - sizes[-1],
+        describes=True,
+    )
+
+
+def unused_graphs(scene: Scene) -> Iterator[Cause]:
+    """What a statement keeps for backward, though neither the next backward nor any other goes through it."""
+    backwards = sorted((scene.start_of(one), scene.end_of(one)) for one in scene.spans(BACKWARD) if not one.failed)
+    tensors = scene.tensors
+    if not backwards or tensors is None:
+        return
+    births = scene.recording.logs[scene.device].births
+    # Certain of the last turn's, by what holds them at the end; those before are alike.
+    in_graphs = {
+        _line(birth)
+        for one in scene.held
+        if one.kind == "graph"
+        and (made := scene.alive.get(one.address)) is not None
+        and (birth := births.get(made.born)) is not None
+    } - {_line(birth) for birth in births.values() if birth.node}
+    rows: dict[int, list[Allocation]] = defaultdict(list)
+    for one in scene.timeline.allocations:
+        birth = births.get(one.born)
+        point = tensors.statement_at(one.born) if birth is not None and _line(birth) in in_graphs else None
+        number = bisect_left(backwards, (one.born, 0))
+        if point is None or number == len(backwards) or scene.labels[one.index].category != "activations":
+            continue
+        done = backwards[number][1]
+        # What goes inside a backward was used by it.
+        if one.freed is not None and (one.freed <= done or _is_in(one.freed, backwards)):
+            continue
+        # A name keeps what it names in any case.
+        if tensors.keeper(one, done)[0] not in (KEPT_BY_NAME, KEPT_BY_LIST):
+            rows[point.line].append(one)
+    lines = sorted(rows)
+    kept = [one for its in rows.values() for one in its]
+    if (
+        size_of(one for one in kept if one.born < scene.moment and (one.freed is None or one.freed > scene.moment))
+        < LEAST
+    ):
+        return
+    ends = sorted(stop for _, _, stop in scene.statements)
+    after = [replace(one, born=ends[bisect_right(ends, one.born)]) for one in kept]
+    highest, _ = scene.highest_without(after)
+    saved = scene.report.peak.allocated - highest
+    if saved < scene.part_of_peak(20):
+        return
+    statements = {point.line: point.statement.strip().partition("\n")[0] for point, _, _ in scene.statements}
+    words = listed([f"`{statements[line]}`" for line in lines[:2] if line in statements])
+    where = f"line{'s' if len(lines) > 1 else ''} {listed([str(line) for line in lines])}"
+    yield Cause(
+        "unused_graphs",
+        f"{words} ({where}) keep{'' if len(lines) > 1 else 's'} a graph that no backward goes through, also while the next "
+        f"ones run: {human(saved)} of the peak.",
+        f"Compute it inside `with torch.no_grad():`; the peak would be at most {human(highest)}.",
+        saved,
+    )
+
+
+def _line(birth: Birth) -> tuple[str, int]:
+    return ("", 0) if birth.place is None else (birth.place.own_file, birth.place.own_line)
+
+
+def _is_in(position: int, spans: list[tuple[int, int]]) -> bool:
+    number = bisect_right(spans, (position, position)) - 1
+    return number >= 0 and spans[number][0] <= position <= spans[number][1]
