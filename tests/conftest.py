@@ -8,6 +8,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -47,6 +48,39 @@ def pytest_runtest_setup() -> None:
         _modules_looked_at = len(sys.modules)
         gc.collect()
         gc.freeze()
+
+
+# What made the virtual device that a module's tests find on, and that device.
+_kept: list[tuple[pytest.FixtureDef[Any], Any, Any]] = []
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any], request: Any) -> Iterator[None]:
+    before = _virtual_machine()
+    made = yield
+    machine = _virtual_machine()
+    if fixturedef.scope == "module" and machine is not None and machine is not before:
+        _kept[:] = [(fixturedef, request, machine)]
+    return made
+
+
+def pytest_fixture_post_finalizer(fixturedef: pytest.FixtureDef[Any]) -> None:
+    if _kept and _kept[0][0] is fixturedef:
+        _kept.clear()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown() -> Iterator[None]:
+    """Tests run in any order: behind one that put another device in place of its module's, that is made anew for the next."""
+    yield
+    if _kept and _virtual_machine() is not _kept[0][2]:
+        fixturedef, request, _ = _kept[0]
+        fixturedef.finish(request)
+
+
+def _virtual_machine() -> Any:
+    machines = sys.modules.get("gpumem_magic.devices.machines")
+    return None if machines is None else machines.virtual()
 
 
 @pytest.fixture(autouse=True)
