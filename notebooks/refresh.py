@@ -35,6 +35,8 @@ _PLACES = [
     (re.compile(r"[A-Z][a-z][a-z](?:_\d\d){4}\b"), "MONTH_DAY_HOUR_MINUTE_SECOND"),
     (re.compile(r"\b\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\b"), "DATE TIME"),
 ]
+# A new release of a library moves its lines; what is said of them stays.
+_LINE_OF_A_FILE = re.compile(r"(?<=\.py):\d+")
 # What C++ libraries write of their own accord, with the hour and the process.
 _NOISE = re.compile(r"^(?:USDT:|(?:\[rank\d+\]:)?\[W\d{4} ).*\n*", re.MULTILINE)
 
@@ -113,7 +115,8 @@ def _without_places(text: str) -> str:
 
 
 def told(notebook: Any) -> list[list[str]]:
-    """What the outputs of each code cell tell a reader, less what differs from run to run (pictures' bytes, widgets' numbers)."""
+    """What the outputs of each code cell tell a reader, less what differs from run to run and from release to release
+    of a library (pictures' bytes, widgets' numbers, numbers of lines in files)."""
     return [
         ["varies"]
         if "varies" in cell.metadata.get("tags", ())
@@ -125,14 +128,14 @@ def told(notebook: Any) -> list[list[str]]:
 
 def _told(output: Any) -> str:
     if output.output_type == "stream":
-        return f"{output.name}: {output.text}"
+        return f"{output.name}: {_LINE_OF_A_FILE.sub('', output.text)}"
     if output.output_type == "error":
         return f"error: {output.ename}: {output.evalue}"
     kinds = sorted(output.data)
     if _WIDGETS in kinds:
         return "widget"
     words = [str(output.data[kind]) for kind in ("text/plain", "text/html") if kind in kinds]
-    text = _PICTURE.sub("base64,…", "\n".join(words))
+    text = _LINE_OF_A_FILE.sub("", _PICTURE.sub("base64,…", "\n".join(words)))
     return f"{', '.join(kinds)}: {re.sub(r'width:[0-9.]+px|height:[0-9.]+px|data-place=.[0-9a-f]+.', '', text)}"
 
 
