@@ -1,12 +1,12 @@
 """Torchtitan, unmodified, on virtual ranks: the peak that a rank reserves, against the project's published tables.
 
     git clone https://github.com/pytorch/torchtitan && git -C torchtitan checkout 9dec370
-    python benchmarks/torchtitan.py torchtitan [--only "8B on 8"] [--expandable] [--root-stays-whole]
+    git clone https://github.com/pytorch/ao && git -C ao checkout eab345c
+    PYTHONPATH=ao python benchmarks/torchtitan.py torchtitan [--only "8B on 8"] [--expandable] [--root-stays-whole]
 
-That is the commit of the published runs (torchtitan's benchmarks/llama3_h100_202412_torchtitan.md). It needs torchdata, datasets,
-tensorboard, tiktoken and triton. The text that it trains on and the tokenizer, of Llama's size, are made here: sizes do not
-depend on what they hold. Rows with Float8 are listed and not run: torchao at the published commit, eab345c, stops here in the
-first forward ("parameters should be materialized from meta device"); why is not known.
+Those are the commits of the published runs (torchtitan's benchmarks/llama3_h100_202412_torchtitan.md). It needs torchdata,
+datasets, tensorboard, tiktoken and triton. The text that it trains on and the tokenizer, of Llama's size, are made here: sizes do
+not depend on what they hold. Torchao, for the rows with Float8, is told of one operator that PyTorch has since 2.11.
 
 The published figures are of long runs. Here a row takes a few steps, and says from which one on what is reserved rests (Adam's
 states are made in the first). PyTorch is today's; that of the published runs kept the root's parameters whole between forward and
@@ -38,38 +38,65 @@ class Row(NamedTuple):
     ranks: int
     words: str
     published: float  # GiB, the highest that the allocator had reserved on any rank
-    flags: tuple[str, ...] | None = None  # None: not run
+    flags: tuple[str, ...]
     asked: str = "0"  # such as 0,255,511
 
 
 _COMPILED = ("--training.compile",)
 _SHORT = ("--training.batch_size", "2")
+# Weights travel as Float8, too, as in torchtitan's docs/float8.md.
+_FLOAT8 = (
+    *_COMPILED,
+    "--float8.enable_float8_linear",
+    "--float8.enable_fsdp_float8_all_gather",
+    "--float8.precompute_float8_dynamic_scale_for_fsdp",
+)
+_ASYNC = ("--experimental.enable_async_tensor_parallel",)
+
+
+def _long(batch: int, tokens: int, context: int) -> tuple[str, ...]:
+    """Full checkpointing, and sequences that several ranks share."""
+    return (
+        *("--training.batch_size", str(batch), "--training.seq_len", str(tokens)),
+        *("--experimental.context_parallel_degree", str(context), "--activation_checkpoint.mode", "full", *_FLOAT8),
+    )
+
+
+def _pipeline(schedule: str) -> tuple[str, ...]:
+    return (
+        *("--experimental.pipeline_parallel_degree", "8", "--experimental.pipeline_parallel_schedule", schedule),
+        *_ASYNC,
+    )
+
+
+# The first rank of each of the eight pieces of the pipeline.
+_PIECES = ",".join(str(64 * piece) for piece in range(8))
 ROWS = (
     Row("8b", 8, "FSDP", 82.4, _SHORT),
     Row("8b", 8, "FSDP, compiled", 77.0, (*_SHORT, *_COMPILED)),
-    Row("8b", 8, "FSDP, compiled, Float8", 76.8),
-    Row("8b", 8, "FSDP 8, 32,768 tokens, Float8", 83.9),
-    Row("8b", 8, "FSDP 4, CP 2, 65,536, Float8", 84.2),
-    Row("8b", 8, "FSDP 2, CP 4, 131,072, Float8", 84.0),
-    Row("8b", 8, "CP 8, 262,144, Float8", 84.5),
+    Row("8b", 8, "FSDP, compiled, Float8", 76.8, (*_SHORT, *_FLOAT8)),
+    Row("8b", 8, "FSDP 8, 32,768 tokens, Float8", 83.9, _long(1, 32_768, 1)),
+    Row("8b", 8, "FSDP 4, CP 2, 65,536, Float8", 84.2, _long(1, 65_536, 2)),
+    Row("8b", 8, "FSDP 2, CP 4, 131,072, Float8", 84.0, _long(1, 131_072, 4)),
+    Row("8b", 8, "CP 8, 262,144, Float8", 84.5, _long(1, 262_144, 8)),
     Row("8b", 128, "FSDP", 67.0, _SHORT),
     Row("8b", 128, "FSDP, compiled", 62.0, (*_SHORT, *_COMPILED)),
-    Row("8b", 128, "FSDP, compiled, Float8", 61.8),
-    Row("70b", 256, "FSDP 32, TP 8, Float8", 71.9),
-    Row("70b", 256, "the same, asynchronous TP", 67.6),
-    Row("405b", 512, "FSDP 8, TP 8, PP 8, 1F1B, Float8", 82.5),
-    Row("405b", 512, "the same, interleaved 1F1B", 72.7),
-    Row("405b", 512, "1F1B, 32,768 tokens, Float8", 75.3),
-    Row("405b", 512, "FSDP 4, CP 2, 65,536, Float8", 75.9),
-    Row("405b", 512, "FSDP 2, CP 4, 131,072, Float8", 77.1),
-    Row("405b", 512, "CP 8, 262,144, Float8", 84.9),
+    Row("8b", 128, "FSDP, compiled, Float8", 61.8, (*_SHORT, *_FLOAT8)),
+    Row("70b", 256, "FSDP 32, TP 8, Float8", 71.9, _long(16, 8192, 1)),
+    Row("70b", 256, "asynchronous TP, Float8", 67.6, (*_long(16, 8192, 1), *_ASYNC)),
+    Row("405b", 512, "FSDP 8, TP 8, PP 8, 1F1B, Float8", 82.5, (*_long(32, 8192, 1), *_pipeline("1F1B")), _PIECES),
+    Row("405b", 512, "interleaved 1F1B, Float8", 72.7, (*_long(32, 8192, 1), *_pipeline("Interleaved1F1B")), _PIECES),
+    Row("405b", 512, "1F1B, 32,768 tokens, Float8", 75.3, (*_long(8, 32_768, 1), *_pipeline("1F1B")), _PIECES),
+    Row("405b", 512, "FSDP 4, CP 2, 65,536, Float8", 75.9, (*_long(8, 65_536, 2), *_pipeline("1F1B")), _PIECES),
+    Row("405b", 512, "FSDP 2, CP 4, 131,072, Float8", 77.1, (*_long(8, 131_072, 4), *_pipeline("1F1B")), _PIECES),
+    Row("405b", 512, "CP 8, 262,144, Float8", 84.9, (*_long(8, 262_144, 8), *_pipeline("1F1B")), _PIECES),
 )
 # The published runs had H100 with 96 GB.
 DEVICE = "H100,total=95GiB"
 STEPS = 4
 # `fully_shard(..., reshard_after_forward=True)` did until June 2025 what None does today (PyTorch's pull request 154704).
 ROOT_STAYS_WHOLE = """
-import functools, runpy, sys
+import functools
 import torch.distributed._composable.fsdp as fsdp
 
 today = fsdp.fully_shard
@@ -79,6 +106,24 @@ def fully_shard(*args, reshard_after_forward=True, **kwargs):
     return today(*args, reshard_after_forward=None if reshard_after_forward is True else reshard_after_forward, **kwargs)
 
 fsdp.fully_shard = fully_shard
+"""
+# An operator of PyTorch 2.11 and later, which torchao of the time does not know; as today's torchao has it.
+KNOWN_TO_FLOAT8 = """
+import torch
+import torch.distributed._functional_collectives
+from torchao.float8.float8_ops import implements
+from torchao.float8.float8_tensor import Float8Tensor
+
+def wrapped(operator, args, kwargs=None):
+    tensor = args[0]
+    return Float8Tensor(
+        operator(tensor._data), tensor._scale, tensor._orig_dtype, tensor._linear_mm_config, tensor._gemm_input_role
+    )
+
+implements([torch.ops._c10d_functional._wrap_tensor_autograd.default])(wrapped)
+"""
+THEN = """
+import runpy, sys
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
@@ -118,10 +163,10 @@ def configuration(model: str, folder: Path, checkout: Path) -> list[str]:
 
 def rests_from(log: str) -> int:
     """The step from which on what torchtitan prints as memory stays as it is at the end, on each rank that ran."""
-    printed = re.findall(r"step: *(\d+) .*memory: *([\d.]+)GiB", log)
-    starts = [place for place, (step, _) in enumerate(printed) if step == "1"]
-    ranks = [printed[start:end] for start, end in itertools.pairwise([*starts, len(printed)])]
-    return max(1 + sum(size != rank[-1][1] for _, size in rank) for rank in ranks)
+    printed: dict[str, list[str]] = {}
+    for rank, size in re.findall(r"^\[rank(\d+)\]:.*step: *\d+ .*memory: *([\d.]+)GiB", log, re.MULTILINE):
+        printed.setdefault(rank, []).append(size)
+    return max(1 + sum(size != sizes[-1] for size in sizes) for sizes in printed.values())
 
 
 class Measured(NamedTuple):
@@ -183,29 +228,25 @@ def main() -> None:
     options = parser.parse_args()
     checkout = options.checkout.resolve()
     settings = "expandable_segments:True" if options.expandable else ""
-    print("Llama 3.1; local batch 2 and 8,192 tokens where rows run; GiB reserved at the peak")
+    print("Llama 3.1; GiB reserved at the peak, of the rank that reserves most")
     print(
         f"{'model on ranks':<15}{'run':<34}{'published':>10}{'here':>8}{'off by':>9}{'from step':>11}{'seconds':>9}{'CPU s':>7}"
         f"{'host GiB':>10}"
     )
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        train = str(checkout / "train.py")
-        start = [train]
-        if options.root_stays_whole:
-            (folder / "then.py").write_text(ROOT_STAYS_WHOLE, "utf-8")
-            start = [str(folder / "then.py"), "--", train]
         general = prepare(folder)
         for row in ROWS:
             label = f"{row.model.upper()} on {row.ranks}"
             if options.only not in f"{label} {row.words}":
                 continue
             words = f"{label:<15}{row.words:<34}{row.published:>10.1f}"
-            if row.flags is None:
-                print(f"{words}  not run: Float8")
-                continue
             own = [*configuration(row.model, folder, checkout), *row.flags]
-            program = [*start, *([] if options.root_stays_whole else ["--"]), *general, *own]
+            first = [ROOT_STAYS_WHOLE] if options.root_stays_whole else []
+            if "Float8" in row.words:
+                first.append(KNOWN_TO_FLOAT8)
+            (folder / "then.py").write_text("".join([*first, THEN]), "utf-8")
+            program = [str(folder / "then.py"), "--", str(checkout / "train.py"), *general, *own]
             measured = measure(row, folder, program, settings, checkout)
             here = max(measured.reserved.values())
             print(

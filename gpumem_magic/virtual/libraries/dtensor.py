@@ -8,21 +8,16 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any
 
-import torch
-
 from gpumem_magic.patching import Patches
-from gpumem_magic.virtual.engine.tensors import VirtualTensor
 
 
 def prepare(module: ModuleType, patches: Patches) -> None:
     kind: Any = module.DTensor
 
     def follow(name: str) -> None:
-        before = getattr(torch.Tensor, name)
-
         def get(self: Any) -> Any:
-            piece = self._local_tensor
-            return getattr(piece, name) if isinstance(piece, VirtualTensor) else before.__get__(self)
+            # Of a piece of the program's own class, too: it knows what it wraps.
+            return getattr(self._local_tensor, name)
 
         patches.set(kind, name, property(get))
 

@@ -10,6 +10,7 @@ from gpumem_magic.virtual.libraries import (
     flash,
     flex,
     hugging_face,
+    repeated_draws,
     triton_kernels,
 )
 from gpumem_magic.virtual.libraries import vision as vision  # (whose rule is registered with its import)
@@ -23,6 +24,7 @@ _PREPARE: dict[str, Prepare] = {
     "torch.distributed.tensor._api": dtensor.prepare,
     "torch.export._trace": exporting.prepare,
     "torch.nn.attention.flex_attention": flex.prepare,
+    "torch._prims.rng_prims": repeated_draws.prepare,
     "transformers.utils.import_utils": hugging_face.prepare,
     "triton.runtime.jit": triton_kernels.quiet("JITFunction"),
     "triton.runtime.autotuner": triton_kernels.quiet("Autotuner"),

@@ -279,6 +279,17 @@ class Generator(torch.Generator, metaclass=_GeneratorKind):
         self.manual_seed(int(state.view(torch.int64)[0]))
         return self
 
+    def clone_state(self) -> Any:
+        """A generator of the same device in the same state: compiled code takes one for each draw that backward repeats."""
+        return type(self)(self.device).graphsafe_set_state(self)
+
+    def graphsafe_get_state(self) -> Any:
+        return self.clone_state()
+
+    def graphsafe_set_state(self, state: Any) -> Any:
+        torch._C.Generator.set_state(self, torch._C.Generator.get_state(state))
+        return self
+
 
 def rng_state(seed: int) -> torch.Tensor:
     """The state of a CUDA generator with this seed and offset 0: 16 bytes."""
