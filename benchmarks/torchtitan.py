@@ -163,10 +163,11 @@ def configuration(model: str, folder: Path, checkout: Path) -> list[str]:
 
 def rests_from(log: str) -> int:
     """The step from which on what torchtitan prints as memory stays as it is at the end, on each rank that ran."""
-    printed: dict[str, list[str]] = {}
-    for rank, size in re.findall(r"^\[rank(\d+)\]:.*step: *\d+ .*memory: *([\d.]+)GiB", log, re.MULTILINE):
-        printed.setdefault(rank, []).append(size)
-    return max(1 + sum(size != sizes[-1] for size in sizes) for sizes in printed.values())
+    printed: dict[int, list[str]] = {}
+    for step, size in re.findall(r"step: *(\d+) .*memory: *([\d.]+)GiB", log):
+        printed.setdefault(int(step), []).append(size)
+    sizes = {step: sorted(of_ranks) for step, of_ranks in printed.items()}
+    return 1 + max((step for step in sizes if sizes[step] != sizes[max(sizes)]), default=0)
 
 
 class Measured(NamedTuple):

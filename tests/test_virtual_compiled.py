@@ -403,6 +403,49 @@ def test_what_a_checkpoint_computes_anew_stays_compiled(machine: gpu.VirtualMach
     assert machine.notes() == []
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"dynamic": True},
+        {"mode": "reduce-overhead"},
+        {"backend": "aot_eager"},
+        {"backend": "aot_eager_decomp_partition"},
+    ],
+    ids=str,
+)
+def test_draws_that_backward_repeats_stay_compiled(machine: gpu.VirtualMachine, settings: dict[str, Any]) -> None:
+    def inner(x: torch.Tensor) -> torch.Tensor:
+        heads = x.view(2, 512, 4, 64).transpose(1, 2)
+        attended = F.scaled_dot_product_attention(heads, heads, heads, is_causal=True, dropout_p=0.1)
+        noise = torch.rand(256, device="cuda", dtype=x.dtype)
+        return F.dropout(attended.transpose(1, 2).reshape(2, 512, 256), 0.5) * noise
+
+    def recomputed(x: torch.Tensor) -> Any:
+        return checkpoint(inner, x, use_reentrant=False)
+
+    x = torch.rand(2, 512, 256, device="cuda", dtype=torch.float16, requires_grad=True)
+    fast, plain = torch.compile(recomputed, **settings), torch.compile(inner, **settings)
+
+    def kept(run: Callable[[torch.Tensor], torch.Tensor]) -> int:
+        for _ in range(3):
+            x.grad = None
+            before = torch.cuda.memory_allocated()
+            out = run(x)
+            forward = torch.cuda.memory_allocated() - before
+            out.sum().backward()
+            del out
+        return forward
+
+    if "mode" in settings:  # (its pool holds what is kept)
+        assert kept(fast) <= kept(plain)
+        assert len(in_graphs()) == 1
+    else:
+        assert kept(fast) < kept(plain)
+    assert x.grad is not None
+    assert machine.notes() == []
+
+
 def test_the_backend_of_cuda_graphs_alone(machine: gpu.VirtualMachine) -> None:
     x = torch.rand(4 * MIB, device="cuda")
     fast = torch.compile(wave, backend="cudagraphs")

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 import gpumem_magic
 from gpumem_magic.virtual import gpu
@@ -156,3 +157,58 @@ def test_distributed_tensors_are_where_their_pieces_are() -> None:
     x = tensors.distribute_tensor(torch.rand(4, 4, device="cuda"), mesh, [tensors.Shard(0)])
     assert (x.device, x.is_cuda, x.is_meta) == (torch.device("cuda", 0), True, False)
     assert (x @ x).full_tensor().is_cuda
+
+
+class Cast(torch.Tensor):
+    """A weight that is sent in another type, as torchao's Float8 weights are."""
+
+    inner: torch.Tensor
+
+    @staticmethod
+    def __new__(cls: Any, inner: torch.Tensor) -> Any:
+        return torch.Tensor._make_wrapper_subclass(
+            cls, inner.shape, inner.stride(), dtype=inner.dtype, device=inner.device, requires_grad=inner.requires_grad
+        )
+
+    def __init__(self, inner: torch.Tensor) -> None:
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map_only(Cast, lambda cast: cast.inner, (args, kwargs or {}))
+        out = func(*args, **kwargs)
+        return tree_map_only(torch.Tensor, Cast, out) if func in KEEP_THE_CLASS else out
+
+    def __tensor_flatten__(self) -> Any:
+        return ["inner"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: Any, meta: Any, size: Any, stride: Any) -> Any:
+        return Cast(inner["inner"])
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> Any:
+        return (self.inner.to(torch.float8_e4m3fn),), None
+
+    def fsdp_post_all_gather(self, gathered: Any, metadata: Any, dtype: Any, *, out: Any = None) -> Any:
+        return None if out is not None else (gathered[0].to(dtype), gathered)
+
+
+KEEP_THE_CLASS = {
+    getattr(torch.ops.aten, name).default
+    for name in ("empty_like", "new_zeros", "copy_", "view", "as_strided", "_to_copy", "clone", "detach")
+} | {torch.ops.aten.slice.Tensor, torch.ops.aten.split.Tensor}
+
+
+def test_sharded_weights_of_a_class_of_the_programs_own_come_from_meta() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(2)))
+    for layer in model:
+        layer.weight = nn.Parameter(Cast(layer.weight.detach()))
+        importlib.import_module("torch.distributed.fsdp").fully_shard(layer)
+    model.to_empty(device="cuda")
+    weight: Any = model[0].weight
+    assert type(weight._local_tensor) is Cast
+    assert (weight.device, weight.is_cuda, weight.is_meta) == (torch.device("cuda", 0), True, False)
+    assert torch.cuda.memory_allocated() == 2 * MIB
+    model(torch.zeros(8, 512, device="cuda")).sum().backward()
+    assert weight.grad.device == weight.device
