@@ -6,7 +6,8 @@
 
 Those are the commits of the published runs (torchtitan's benchmarks/llama3_h100_202412_torchtitan.md). It needs torchdata,
 datasets, tensorboard, tiktoken and triton. The text that it trains on and the tokenizer, of Llama's size, are made here: sizes do
-not depend on what they hold. Torchao, for the rows with Float8, is told of one operator that PyTorch has since 2.11.
+not depend on what they hold. For the rows with Float8, two changes of PyTorch's since then
+are met: torchao is told of a new operator, and a buffer on meta may be selected from (both would stop a card, too).
 
 The published figures are of long runs. Here a row takes a few steps, and says from which one on what is reserved rests (Adam's
 states are made in the first). PyTorch is today's; that of the published runs kept the root's parameters whole between forward and
@@ -121,6 +122,17 @@ def wrapped(operator, args, kwargs=None):
     )
 
 implements([torch.ops._c10d_functional._wrap_tensor_autograd.default])(wrapped)
+"""
+# Torchtitan shares out a buffer of the whole model, which stays on meta where a pipeline cuts it: PyTorch selects from it now.
+SELECTED_ON_META = """
+import torch
+
+select = torch.index_select
+
+def index_select(tensor, dim, index, **kwargs):
+    return select(tensor, dim, index.to("meta") if tensor.is_meta else index, **kwargs)
+
+torch.index_select = index_select
 """
 THEN = """
 import runpy, sys
@@ -245,7 +257,7 @@ def main() -> None:
             own = [*configuration(row.model, folder, checkout), *row.flags]
             first = [ROOT_STAYS_WHOLE] if options.root_stays_whole else []
             if "Float8" in row.words:
-                first.append(KNOWN_TO_FLOAT8)
+                first += [KNOWN_TO_FLOAT8, SELECTED_ON_META]
             (folder / "then.py").write_text("".join([*first, THEN]), "utf-8")
             program = [str(folder / "then.py"), "--", str(checkout / "train.py"), *general, *own]
             measured = measure(row, folder, program, settings, checkout)
