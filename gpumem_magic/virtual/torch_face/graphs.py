@@ -94,11 +94,9 @@ class Graph:
         self._device = 0
         self._captures = False
         self._tape: list[Any] = []
-        self._generators: list[torch.Generator] = []
 
     def register_generator_state(self, generator: torch.Generator) -> None:
-        """Its draws are part of the graph. (The two numbers for which a card then takes 512 bytes each are not counted.)"""
-        self._generators.append(generator)
+        """Nothing to do: no replay draws. (The two numbers for which a card then takes 512 bytes each are not counted.)"""
 
     def capture_begin(self, pool: PoolId | None = None, *args: Any, **kwargs: Any) -> None:
         if self._captures or self._pool is not None:
@@ -140,7 +138,6 @@ class Graph:
     def reset(self) -> None:
         pool, self._pool = self._pool, None
         self._tape = []
-        self._generators.clear()
         if pool is not None and not self._machine.engine.closed_because:
             with self._machine.engine.lock:
                 self._machine.devices[self._device].allocator.release_pool(pool)
