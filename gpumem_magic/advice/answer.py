@@ -116,10 +116,7 @@ class Advice:
             fits = _fits(best.run, "the cell")
             yield f"With {best.name}, {fits} on {card} ({of_the_card(best.run)}){self._consequences(best)}."
         elif best.run.fits:
-            yield (
-                f"With {best.name}, nvidia-smi's highest is {human(best.run.used)} instead of "
-                f"{human(base.run.used)}{self._consequences(best)}."
-            )
+            yield f"With {best.name}, {self._smaller(best)}{self._consequences(best)}."
         else:
             yield (
                 f"Nothing that was run makes the cell fit on {card}. Nearest comes {best.name}: "
@@ -135,6 +132,17 @@ class Advice:
             length = f" of {base.need.left_after} iterations, and more for more" if base.need.growing else ""
             taken = human(base.need.allocated)
             yield f"As it is, it {failure_in_words(base.run)}; its tensors would take {taken} at the peak{length}."
+
+    def _smaller(self, one: ChangeOutcome) -> str:
+        """What the change makes smaller: what the card shows, or only what the tensors need of it.
+
+        The allocator takes memory from the card in segments, so a small saving may leave these as they are.
+        """
+        now, then = human(one.run.used), human(self.found.base.run.used)
+        if now != then:
+            return f"nvidia-smi's highest is {now} instead of {then}"
+        taken, before = human(one.need.allocated), human(self.found.base.need.allocated)
+        return f"tensors take {taken} at the peak instead of {before}, and nvidia-smi's highest stays {now}"
 
     def _consequences(self, one: ChangeOutcome) -> str:
         words = [f"the results are {one.results}"]
