@@ -711,6 +711,17 @@ INNOCENT += [
 COLUMN = 'pred = torch.empty(8192, 1, device="cuda", requires_grad=True)\ny = torch.empty(8192, device="cuda")'
 POINTS = 'x = torch.empty(2048, 64, device="cuda")\ny = torch.empty(3000, 64, device="cuda")'
 HALF = 'head = nn.Linear(256, 32000, bias=False).cuda().half()\nhidden = torch.randn(4, 512, 256, device="cuda").half()'
+# Under autocast softmax has its input in float32; what is alive at the peak was never anything else.
+INNOCENT.append(
+    Case(
+        "",
+        (
+            'head = nn.Linear(256, 32000).cuda()\nhidden = torch.randn(2048, 256, device="cuda")',
+            "with torch.no_grad():\n    with torch.autocast('cuda', torch.bfloat16):\n        p = head(hidden).softmax(-1)\n"
+            "    del p\n    p = head(hidden).softmax(-1)\n    q = head(-hidden).softmax(-1)",
+        ),
+    )
+)
 TABLE = (
     "table = nn.Embedding(400000, 64).cuda()\noptimizer = torch.optim.SGD(table.parameters(), lr=0.1)\n"
     'rows = torch.randint(0, 400000, (512,), device="cuda")'

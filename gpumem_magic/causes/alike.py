@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -35,17 +36,11 @@ class Alike:
 def alive_in_shapes(scene: Scene, fits: Callable[[Birth], bool]) -> list[list[Alike]]:
     """The shapes in which a good part of the memory is alive, largest first, each with the forward operators that fit: of a
     kernel the last; what made most first, then the last."""
-    births = scene.recording.logs[scene.device].births
     counts: dict[tuple[int, ...], list[tuple[int, str]]] = defaultdict(list)
-    trained = {one.born for one in scene.timeline.allocations if scene.labels[one.index].category in _OF_TRAINING}
-    for one in scene.timeline.live_at(scene.moment):
-        birth = births.get(one.born)
-        if birth is not None and birth.shape is not None and one.born not in trained:
-            counts[_any_view(birth.shape)].append((one.size, birth.dtype))
-    failed = births.get(scene.moment - 1)
-    error = scene.report.error
-    if failed is not None and failed.shape is not None and error is not None and error.wanted is not None:
-        counts[_any_view(failed.shape)].append((error.wanted, failed.dtype))
+    trained = _trained(scene)
+    for event, size, birth in _alive(scene):
+        if event not in trained:
+            counts[_any_view(birth.shape or ())].append((size, birth.dtype))
     least = scene.part_of_peak(10)
     sizes = {shape: sum(size for size, _ in its) for shape, its in counts.items()}
     large = {shape: tuple(dtype for _, dtype in counts[shape]) for shape, size in sizes.items() if size >= least}
@@ -60,6 +55,47 @@ def alive_in_shapes(scene: Scene, fits: Callable[[Birth], bool]) -> list[list[Al
         sorted(its.values(), key=lambda one: -bytes_of(one.shape, one.birth.dtype)) for its in found.values() if its
     )
     return sorted(ordered, key=lambda its: -its[0].bytes)
+
+
+def behind(scene: Scene, alike: Alike, fits: Callable[[Birth], bool]) -> Alike | None:
+    """Of what is alive in the shape, and in the type of the operator's result, that in which such an operator had a part: it made
+    it, or ran before it in the same statement. None where it had a part in nothing."""
+    shape, dtype = _any_view(alike.shape), alike.birth.dtype
+    events = [
+        event
+        for event, birth in scene.births
+        if birth.shape is not None and _any_view(birth.shape) == shape and fits(birth)
+    ]
+    bytes_, found = 0, []
+    for event, size, birth in _alive(scene):
+        if birth.dtype != dtype or _any_view(birth.shape or ()) != shape:
+            continue
+        before = bisect_right(events, event)
+        if before and events[before - 1] >= scene.start_of_row(event):
+            bytes_ += size
+            found.append(events[before - 1])
+    if not found:
+        return None
+    last = max(found)
+    birth = scene.recording.logs[scene.device].births[last]
+    return Alike(birth.shape or (), len(found), bytes_, birth, last)
+
+
+def _alive(scene: Scene) -> Iterator[tuple[int, int, Birth]]:
+    """The event, the bytes and how it came to be, of each tensor that is alive, or that the request that failed was for."""
+    births = scene.recording.logs[scene.device].births
+    for one in scene.timeline.live_at(scene.moment):
+        birth = births.get(one.born)
+        if birth is not None and birth.shape is not None:
+            yield one.born, one.size, birth
+    failed = births.get(scene.moment - 1)
+    error = scene.report.error
+    if failed is not None and failed.shape is not None and error is not None and error.wanted is not None:
+        yield scene.moment - 1, error.wanted, failed
+
+
+def _trained(scene: Scene) -> set[int]:
+    return {one.born for one in scene.timeline.allocations if scene.labels[one.index].category in _OF_TRAINING}
 
 
 def reader_of_a_view(scene: Scene, alike: Alike) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -164,6 +165,11 @@ class Scene:
                 found.append((point, before, now))
                 before = now
         return found
+
+    def start_of_row(self, position: int) -> int:
+        """The position at the start of the row in which a position lies, the end of the row before."""
+        row = bisect_right(self.points, position, key=lambda each: each[2])
+        return self.points[min(row, len(self.points) - 1)][1] if self.points else 0
 
     @property
     def statements(self) -> list[tuple[Checkpoint, int, int]]:

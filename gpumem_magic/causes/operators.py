@@ -9,6 +9,7 @@ from math import prod
 from gpumem_magic.causes.alike import (
     Alike,
     alive_in_shapes,
+    behind,
     bytes_of,
     made_by,
     reader_of_a_view,
@@ -51,7 +52,10 @@ def grown_results(scene: Scene) -> Iterator[Cause]:
 
 def wide_copies(scene: Scene) -> Iterator[Cause]:
     """A large tensor of 16-bit numbers that is copied to float32; and logits of positions that nobody reads."""
-    for alike, *_ in alive_in_shapes(scene, _is_widened):
+    for last, *_ in alive_in_shapes(scene, _is_widened):
+        alike = behind(scene, last, _is_widened)
+        if alike is None or alike.bytes < scene.part_of_peak(10):
+            continue
         birth = alike.birth
         width = birth.inputs[0][1]
         each = bytes_of(alike.shape, birth.dtype)
