@@ -38,6 +38,9 @@ x = torch.randn(512, 512, device="cuda")
 LOOP = "for _ in range(4):\n    optimizer.zero_grad()\n    loss = model(x).mean()\n    loss.backward()\n    optimizer.step()"
 
 SCORED = "part = torch.empty(size, 512, device='cuda')\n    right = model(part).argmax(1).sum().item()"
+SAMPLING = (
+    "kept, state = [], x.repeat(8, 1)\nfor _ in range(64):\n    state = model(state)\n    kept.append(state.cpu())"
+)
 NUMBERS = "\nlosses = []\nfor _ in range(4):\n    loss = model(x).mean()\n    losses.append(loss.{taken})\n    loss.backward()"
 
 WHOLE = """
@@ -141,6 +144,15 @@ GUILTY = [
         "`model` is in evaluation mode, yet `model(part)` (line 10) keeps a graph, though no backward follows",
         device="T4",
     ),
+    # A sampler that carries its state on runs out of memory, and the program has no backward left to run.
+    Case(
+        "missing_no_grad",
+        (TRAIN, f"{LOOP}\n{SAMPLING}"),
+        "keeps the graphs of ",
+        device="virtual:1GiB",
+    ),
+    # The same in time: one says what to detach, and how no graph would be made.
+    Case("kept_graphs", (TRAIN, f"{LOOP}\n{SAMPLING.replace('64', '4')}"), "inside `with torch.no_grad():`"),
     Case("missing_no_grad", (TRAIN, "model.eval()\nfor _ in range(3):\n    out = model(x)"), "`out` keeps a graph"),
     Case(
         "late_zero_grad",
@@ -1222,6 +1234,39 @@ def test_what_fails_on_the_way_to_a_backward_is_no_evaluation(after: str) -> Non
         )
         assert report.to_dict()["error"]
         assert "missing_no_grad" not in {one.name for one in report.causes}
+
+
+def test_pictures_on_the_host_are_not_said_to_be_numbers() -> None:
+    with notebook("T4") as book:
+        book.cell(TRAIN)
+        report = book.measured(f"{LOOP}\n{SAMPLING.replace('64', '4')}")
+        [cause] = [one for one in report.causes if one.name == "kept_graphs"]
+        assert "Put `state.cpu().detach()` there" in cause.remedy
+        assert "item()" not in cause.remedy
+
+
+def test_what_a_later_backward_needs_is_no_evaluation() -> None:
+    with notebook("virtual:1GiB") as book:
+        book.cell(TRAIN)
+        report = book.measured(f"{LOOP}\n{SAMPLING}\nsum(kept).sum().backward()")
+        assert report.to_dict()["error"]
+        assert "missing_no_grad" not in {one.name for one in report.causes}
+
+
+def test_a_backward_may_follow_in_each_function_on_the_way() -> None:
+    text = (
+        "def sample(model):\n    for t in ts:\n        x = model(x)\n    return x\n"
+        "def train(model):\n    sample(model)\n    loss.backward()\n"
+        "for epoch in epochs:\n    for x in xs:\n        sample(model)\n    {0}\nsample(model)\n"
+    )
+    inner = Written("", 3, "")
+    idle, trained = (read_program(text.format(one), {}) for one in ("print(1)", "optimizer.step()"))
+    assert not idle.may_go_backward([inner])
+    assert not idle.may_go_backward([Written("", 10, ""), inner])
+    assert trained.may_go_backward([Written("", 10, ""), inner])
+    assert not trained.may_go_backward([Written("", 12, ""), inner])
+    assert trained.may_go_backward([Written("", 6, ""), inner])
+    assert idle.may_go_backward([Written("elsewhere.py", 3, ""), inner])
 
 
 def test_a_loop_only_looks_where_no_backward_follows_it() -> None:

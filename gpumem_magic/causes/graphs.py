@@ -97,9 +97,18 @@ def graphs_alive(scene: Scene) -> Iterator[Cause]:
         "kept_graphs",
         f"{told(found)}{at} {keep} the graphs of {count} iterations alive{also}: {human(freed)} that were saved for "
         f"backward{none}.",
-        _detaching(scene, found, place, list(dict.fromkeys([*others, *_roots_beside(scene, found)])), freed),
+        _detaching(scene, found, place, list(dict.fromkeys([*others, *_roots_beside(scene, found)])), freed)
+        + _without_autograd(scene, found),
         freed,
     )
+
+
+def _without_autograd(scene: Scene, found: Sequence[Spot]) -> str:
+    """Another way, where all of these were made after the last backward: they may be for none."""
+    last = max(map(scene.end_of, scene.spans(BACKWARD)), default=0)
+    if any(_born(scene, one) < last for spot in found for one in spot.held):
+        return ""
+    return " Where no backward is to follow, run it inside `with torch.no_grad():`, and nothing is saved for one."
 
 
 def _roots_beside(scene: Scene, found: Sequence[Spot]) -> list[str]:
@@ -194,7 +203,7 @@ def _detached_by_name(scene: Scene, spot: Spot, root: Root, others: list[str]) -
 def _keeps_numbers(scene: Scene, spot: Spot) -> bool:
     """Whether what lies at a place are numbers, losses say, as far as is known."""
     own = [one for one in scene.held if one.kind == "tensor" and one.place.startswith(spot.place)]
-    return all(one.requested <= _A_NUMBER for one in own)
+    return bool(own) and all(one.requested <= _A_NUMBER for one in own)
 
 
 def growth(scene: Scene) -> Iterator[Cause]:
@@ -319,7 +328,8 @@ def graph_without_backward(scene: Scene) -> Cause | None:
         return None
     if backwards:
         # A single one may be the next iteration's, of a model that is trained in evaluation mode.
-        if (kept < 2 and not only_looks) or not _trained_places(scene):
+        told_by_mode = (kept >= 2 or only_looks) and _trained_places(scene)
+        if not told_by_mode and not (kept >= 2 and _ends_without_backward(scene)):
             return None
     elif _may_train(scene, forwards):
         return None
@@ -343,9 +353,15 @@ def graph_without_backward(scene: Scene) -> Cause | None:
     return Cause(
         "missing_no_grad",
         f"{why}{keeper} {keeps} {what}{at}, though no backward follows: {human(freed)}.",
-        "Evaluate inside `with torch.inference_mode():` (or `torch.no_grad()`).",
+        f"{'Evaluate' if names else 'Run it'} inside `with torch.inference_mode():` (or `torch.no_grad()`).",
         freed,
     )
+
+
+def _ends_without_backward(scene: Scene) -> bool:
+    """Whether it failed where nothing that was still to run, in any of the functions that led there, goes backward."""
+    left = scene.left
+    return bool(left.way) and not left.called_back and not scene.program.may_go_backward(left.way)
 
 
 def _trained_places(scene: Scene) -> bool:

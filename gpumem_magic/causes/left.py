@@ -10,7 +10,7 @@ from typing import Any
 from gpumem_magic.causes.model import LeftFunctions
 from gpumem_magic.causes.program import Written
 from gpumem_magic.looks import tensors
-from gpumem_magic.looks.code import OWN, cell_of, line_at, whose
+from gpumem_magic.looks.code import LIBRARY, OWN, cell_of, line_at, whose
 from gpumem_magic.looks.objects import is_sequence, locals_of, members, traceback_of
 from gpumem_magic.tracebacks import context_of
 
@@ -23,18 +23,23 @@ def left_functions(error: BaseException) -> LeftFunctions:
     found = LeftFunctions()
     handling = _frames_that_handle(error)
     measured = ""
+    in_library = False
     traceback = traceback_of(error)
     while traceback is not None:
         frame, line, traceback = traceback.tb_frame, traceback.tb_lineno, traceback.tb_next
         file = frame.f_code.co_filename
-        if whose(file) != OWN:
+        if (its := whose(file)) != OWN:
+            # (What lies before the first is the shell.)
+            in_library = in_library or (its == LIBRARY and bool(measured))
             continue
+        found.called_back = in_library
         # (The cell or script that runs is the first that an error's way leads through.)
         measured = measured or file
         where = "" if file == measured else cell_of(file) or os.path.basename(file)
-        found.place = Written(where, line, line_at(file, line))
+        place = Written(where, line, line_at(file, line))
+        found.way.append(place)
         if frame in handling:
-            found.retry = found.place
+            found.retry = place
         if frame.f_code.co_name.startswith("<"):
             continue
         variables = locals_of(frame)

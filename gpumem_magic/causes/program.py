@@ -5,11 +5,11 @@ from __future__ import annotations
 import ast
 import linecache
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 from gpumem_magic.looks.objects import attribute, attributes, entry, is_a, text
 from gpumem_magic.recording.model import Checkpoint
@@ -50,6 +50,13 @@ class Written:
         return line if len(line) <= _SHORT else f"{line[: _SHORT - 1]}…"
 
 
+class StillToRun(NamedTuple):
+    """What is still to run from a line on. in_loop: whether a loop is around the line."""
+
+    source: str
+    in_loop: bool
+
+
 @dataclass(frozen=True)
 class Text:
     """where: as a place's. ahead: lines in front of the text, such as the magic's own. whole: whether what stands outside of
@@ -78,6 +85,22 @@ class Text:
         """The names of the functions (or classes) around a line."""
         named = (node for top in _parsed(self.source) for node in ast.walk(top) if isinstance(node, kinds))
         return [one.name for one in named if one.lineno <= line <= (one.end_lineno or one.lineno)]
+
+    def rest(self, line: int, *, outermost: bool = False) -> StillToRun:
+        """What is still to run from a line on in its function, or outside of functions: from the head of the innermost (or the
+        outermost) loop around it."""
+        around = [
+            node
+            for top in _parsed(self.source)
+            for node in ast.walk(top)
+            if isinstance(node, (*_LOOPS, *_FUNCTIONS)) and node.lineno <= line <= (node.end_lineno or node.lineno)
+        ]
+        around.sort(key=lambda node: node.lineno)
+        functions = [number for number, node in enumerate(around) if isinstance(node, _FUNCTIONS)]
+        loops = around[functions[-1] + 1 :] if functions else around
+        first = loops[0 if outermost else -1].lineno if loops else line
+        end = around[functions[-1]].end_lineno if functions else None
+        return StillToRun("\n".join(self.source.splitlines()[first - 1 : end]), bool(loops))
 
     def cached(self, name: str) -> ast.stmt | None:
         """The last ``return`` of a property whose value its object keeps."""
@@ -222,22 +245,17 @@ class ProgramText:
 
     def loop_only_looks(self, place: Written) -> bool:
         """Whether neither the innermost loop around a line nor what follows it (in its function) has a backward or a step."""
-        for one in self.cells:
-            if one.where != place.where:
-                continue
-            line = place.line - one.ahead
-            around = [
-                node
-                for top in _parsed(one.source)
-                for node in ast.walk(top)
-                if isinstance(node, (*_LOOPS, *_FUNCTIONS)) and node.lineno <= line <= (node.end_lineno or node.lineno)
-            ]
-            around.sort(key=lambda node: node.lineno)
-            if around and isinstance(around[-1], _LOOPS):
-                functions = [node for node in around if isinstance(node, _FUNCTIONS)]
-                end = functions[-1].end_lineno if functions else None
-                lines = one.source.splitlines()[around[-1].lineno - 1 : end]
-                return not _TRAINS.search("\n".join(lines))
+        rest = next((one.rest(place.line - one.ahead) for one in self.cells if one.where == place.where), None)
+        return rest is not None and rest.in_loop and not _TRAINS.search(rest.source)
+
+    def may_go_backward(self, way: Sequence[Written]) -> bool:
+        """Whether one of the functions that lead to a line has a backward or a step in what it would run next: in its rest and in
+        the loops around its line. Where a text is not known, it may."""
+        texts = {one.where: one for one in reversed([*self.cells, *self._modules])}
+        for place in way:
+            one = texts.get(place.where)
+            if one is None or _TRAINS.search(one.rest(place.line - one.ahead, outermost=True).source):
+                return True
         return False
 
     def trains(self, place: Written) -> bool:
