@@ -156,6 +156,18 @@ def test_a_number_is_a_device(move: Callable[[nn.Module], nn.Module]) -> None:
     assert model.to(torch.float64).weight.dtype == torch.float64
 
 
+@pytest.mark.parametrize(
+    "move",
+    [lambda model, tensor: model.to(tensor), lambda model, tensor: model.to(tensor=tensor)],
+)
+def test_a_tensor_is_a_device_and_a_type(move: Callable[[nn.Module, torch.Tensor], nn.Module]) -> None:
+    model = move(nn.BatchNorm1d(2), torch.empty(0, device="cuda", dtype=torch.float64))
+    for tensor in (model.weight, model.running_mean):
+        assert tensor.device == torch.device("cuda", 0)
+        assert tensor.dtype == torch.float64
+    assert torch.cuda.memory_allocated() == 5 * 512
+
+
 def _asserts_on_one_line(x: torch.Tensor, y: torch.Tensor) -> None:
     assert (x == y).all()
 

@@ -16,6 +16,33 @@ class Plain(torch.Tensor):
     """A subclass that only has another name."""
 
 
+class Labelled(torch.Tensor):
+    """Hands a label on to what is made of it, as images with metadata do."""
+
+    label: str
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = super().__torch_function__(func, types, args, kwargs or {})
+        if isinstance(out, Labelled):
+            out.label = next(arg.label for arg in args if isinstance(arg, Labelled))
+        return out
+
+
+class Bag:
+    """No tensor, and has a table of what functions of PyTorch's make of it, as dictionaries of tensors do."""
+
+    def __init__(self, inner: torch.Tensor) -> None:
+        self.inner = inner
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return TABLE[func](*args, **(kwargs or {})) if func in TABLE else NotImplemented
+
+
+TABLE: dict[Any, Any] = {}
+
+
 class Wrapped(torch.Tensor):
     """Holds another tensor, as quantised weights do."""
 
@@ -57,6 +84,71 @@ def test_a_plain_subclass_goes_to_the_device() -> None:
     moved = torch.zeros(3).as_subclass(Plain).cuda()
     assert moved.is_cuda
     assert (moved + 1).device == torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_what_is_made_of_a_subclass_is_of_its_class(device: str) -> None:
+    made = torch.ones(3, device=device).as_subclass(Plain)
+    assert isinstance(made, Plain)
+    assert isinstance(made.exp(), Plain)
+    assert isinstance(torch.stack([made, made]), Plain)
+    assert all(isinstance(one, Plain) for one in made)
+    made += 1
+    assert isinstance(made, Plain)
+    # There and back, and PyTorch's own class again.
+    assert type(made.cpu()) is Plain
+    assert isinstance(made.cpu().to(device), Plain)
+    assert made.cpu().to(device).device.type == device
+    plain = made.as_subclass(torch.Tensor)
+    assert not isinstance(plain, Plain)
+    assert not isinstance(plain + 1, Plain)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_subclass_with_a_word_of_its_own_has_it_on_the_device_too(device: str) -> None:
+    weight = torch.ones(2, 2, device=device, requires_grad=True)
+    made = (weight * 2).as_subclass(Labelled)
+    made.label = "first"
+    product = (made + 1) @ weight
+    assert product.label == "first"
+    assert made[0].label == made.detach().cpu().label == made.detach().cpu().to(device).label == "first"
+    assert torch.nn.Linear(2, 2, device=device)(made).label == "first"
+    product.sum().backward()
+    assert weight.grad is not None
+    assert not isinstance(weight.grad, Labelled)
+
+
+def test_a_subclass_takes_no_memory_of_its_own() -> None:
+    tensor = torch.ones(1024, device="cuda")
+    before = torch.cuda.memory_allocated()
+    made = tensor.as_subclass(Plain)
+    assert torch.cuda.memory_allocated() == before
+    assert made.data_ptr() == tensor.data_ptr()
+
+
+@pytest.mark.parametrize("when", ["before", "while"])
+def test_a_table_of_functions_knows_those_that_were_replaced(when: str) -> None:
+    if when == "before":
+        gpu.turn_off()
+    TABLE.clear()
+    TABLE[torch.zeros_like] = lambda bag, device=None: Bag(torch.zeros_like(bag.inner, device=device))
+    if when == "before":
+        gpu.turn_on("2xT4")
+    bag = Bag(torch.ones(2, device="cuda:1"))
+    found: Any = torch.zeros_like
+    assert found(bag).inner.device == torch.device("cuda", 1)
+    assert found(bag, device="cuda").inner.device == torch.device("cuda", 0)
+    assert found(bag, device="cpu").inner.device == torch.device("cpu")
+    with pytest.raises(TypeError, match="ones_like"):
+        torch.ones_like(bag)  # type: ignore[call-overload]
+    with pytest.raises(TypeError, match="zeros_like"):
+        torch.zeros_like(3)  # type: ignore[call-overload]
+
+
+def test_a_tensors_class_is_pytorchs_by_its_name() -> None:
+    # Libraries that know arrays of many kinds (opt_einsum, autoray) look the module up.
+    kind = type(torch.ones(2, device="cuda"))
+    assert (kind.__module__, kind.__name__) == ("torch", "Tensor")
 
 
 def test_a_wrapper_goes_to_the_device_and_its_inside_is_what_costs() -> None:

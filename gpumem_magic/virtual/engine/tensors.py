@@ -192,11 +192,20 @@ class VirtualTensor(FakeTensor):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """All is there already."""
 
+    # Whether results of operators on it are of its class, too: it is one of the program's own (`wrappers`).
+    keeps_class = False
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         engine = _engine_among(args, kwargs)
-        if engine is None or (types != _OURS and any(_speaks_for_itself(kind) for kind in types)):
+        if engine is None:
             return NotImplemented
+        if types != _OURS:
+            if cls.keeps_class:
+                # What PyTorch does for such a class: the results are of it.
+                func, args, kwargs = _plain_handler, (cls, func, types, args, kwargs or {}), {}
+            elif any(_speaks_for_itself(kind) for kind in types):
+                return NotImplemented
         try:
             if func in engine.seen:
                 found = engine.otherwise(func, args)
@@ -373,6 +382,10 @@ class VirtualTensor(FakeTensor):
         raise BufferError(_NO_MEMORY)
 
 
+# Libraries that know arrays of many kinds (opt_einsum, autoray) go by where a class says that it is from.
+VirtualTensor.__module__, VirtualTensor.__name__, VirtualTensor.__qualname__ = "torch", "Tensor", "Tensor"
+
+
 def _with_device(text: str, words: list[str]) -> str:
     """The text of a host tensor as that of one on the device: its device comes after the values, its gradient's words last.
 
@@ -406,8 +419,9 @@ TYPE_NAMES = {
     torch.bool: "torch.cuda.BoolTensor",
 }
 
+_plain_handler = torch.Tensor.__torch_function__.__func__  # type: ignore[attr-defined]
 # Tensor's own handler and Parameter's: anything else that overrides functions must get its turn first.
-_PLAIN_HANDLERS = {torch.Tensor.__torch_function__.__func__, VirtualTensor.__torch_function__.__func__}  # type: ignore[attr-defined]
+_PLAIN_HANDLERS = {_plain_handler, VirtualTensor.__torch_function__.__func__}  # type: ignore[attr-defined]
 
 
 _OURS = (VirtualTensor,)

@@ -41,6 +41,8 @@ _QUANTISED = ("_empty_affine_quantized", "_empty_per_channel_affine_quantized")
 _LEFT_ALONE = ("from_file", "from_numpy", "frombuffer", "sparse_coo_tensor")
 
 
+# Tensors of other classes may have a word in what is done with them.
+_PLAIN = (torch.Tensor, torch.nn.Parameter, VirtualTensor)
 # Where PyTorch keeps the fake mode that is active, if one is; ours never is.
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
 
@@ -120,6 +122,21 @@ def _shares(original: Callable[..., Any]) -> Callable[..., Any]:
         return found.clone() if copy else found
 
     return with_the_same_memory
+
+
+def _by_our_name(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """What a class that is no tensor (a dictionary of tensors) makes of a function of PyTorch's that was replaced.
+
+    PyTorch hands it the function that was there before; the class may know the one that it has read from PyTorch's module. To be
+    called while a TypeError is handled, which goes on where there is no such class.
+    """
+    if not _speaks_though_no_tensor(args):
+        raise
+    return torch.overrides.handle_torch_function(getattr(torch, original.__name__), args[:1], *args, **kwargs)
+
+
+def _speaks_though_no_tensor(args: Any) -> bool:
+    return bool(args) and not isinstance(args[0], torch.Tensor) and hasattr(type(args[0]), "__torch_function__")
 
 
 def _cuda(
@@ -217,8 +234,14 @@ class Factories:
 
     def _maker(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def make_one(*args: Any, **kwargs: Any) -> Any:
-            if "device" not in kwargs and "pin_memory" not in kwargs:
-                return original(*args, **kwargs)
+            try:
+                if "device" not in kwargs and "pin_memory" not in kwargs:
+                    return original(*args, **kwargs)
+                return make_there(args, kwargs)
+            except TypeError:
+                return _by_our_name(original, args, kwargs)
+
+        def make_there(args: Any, kwargs: dict[str, Any]) -> Any:
             device = kwargs.get("device")
             if kwargs.get("pin_memory"):
                 kwargs["pin_memory"] = False  # pinning needs a driver
@@ -235,6 +258,8 @@ class Factories:
                     kwargs["device"] = traced
                 elif _means_meta(device):
                     args = tuple(plain_meta(arg) if isinstance(arg, VirtualTensor) else arg for arg in args)
+                return original(*args, **kwargs)
+            if original.__name__ in _LIKE and _speaks_though_no_tensor(args):
                 return original(*args, **kwargs)
             return self.make(original, index, args, kwargs)
 
@@ -384,7 +409,7 @@ class Factories:
                 args = (device, *args[1:])
             else:
                 kwargs["device"] = device
-            with pushed(factories._engine.mode):
+            with pushed(factories._engine.mode, overrides=type(self) not in _PLAIN):
                 return original(self, *args, **kwargs)
 
         factories = self

@@ -21,7 +21,7 @@ from gpumem_magic.virtual.operators.convolutions import layout_of
 
 def install(patches: Patches, computes: bool) -> None:
     """computes: whether tensors on the devices have values, which may be looked at."""
-    for step in (_profiler, _ctc_loss, _device_numbers, _convolution_formats):
+    for step in (_profiler, _ctc_loss, _devices_of_modules, _convolution_formats):
         patches.attempt(step)
     for step in () if computes else (_distributions, checks.install):
         patches.attempt(step)
@@ -155,8 +155,9 @@ def _ctc_loss(patches: Patches) -> None:
     patches.set(torch, "ctc_loss", ctc_loss)
 
 
-def _device_numbers(patches: Patches) -> None:
-    """``model.to(0)``: C++ would ask for an accelerator that it does not have."""
+def _devices_of_modules(patches: Patches) -> None:
+    """``model.to(0)``: C++ would ask for an accelerator that it does not have. ``model.to(tensor)``: C++ would give the device
+    that it was told of the tensor."""
     original: Any = torch._C._nn._parse_to
 
     def parse_to(*args: Any, **kwargs: Any) -> Any:
@@ -164,7 +165,9 @@ def _device_numbers(patches: Patches) -> None:
             args = (torch.device("cuda", args[0]), *args[1:])
         elif type(kwargs.get("device")) is int:
             kwargs["device"] = torch.device("cuda", kwargs["device"])
-        return original(*args, **kwargs)
+        found = original(*args, **kwargs)
+        like = args[0] if args else kwargs.get("tensor")
+        return (like.device, *found[1:]) if isinstance(like, VirtualTensor) else found
 
     patches.set(torch._C._nn, "_parse_to", parse_to)
 

@@ -1,8 +1,10 @@
-"""Tensor classes of the program's own that wrap tensors: quantised weights, pairs, tensors with metadata.
+"""Tensor classes of the program's own: those that wrap tensors (quantised weights, pairs), and those that are tensors (images
+with metadata).
 
-PyTorch makes them with `Tensor._make_wrapper_subclass`, on the device of what they wrap. A build for the host has nothing to ask
-about ``cuda`` below Python, and its autograd ends the process where it tries. So here, too, C++ is told
-``meta:i``, and Python is told ``cuda:i``.
+PyTorch makes the former with `Tensor._make_wrapper_subclass`, on the device of what they wrap. A build for the host has nothing
+to ask about ``cuda`` below Python, and its autograd ends the process where it tries. So here, too, C++ is told
+``meta:i``, and Python is told ``cuda:i``. The latter are made by `Tensor.as_subclass` and `Tensor._make_subclass`: C++ gives an
+object a class where it has none yet, and a virtual tensor has one.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ from gpumem_magic.virtual.engine.tensors import VirtualTensor
 
 # The name under which a wrapper's own dictionary keeps the number of its device.
 _DEVICE = "_gpumem_device"
+# The name under which a class for virtual tensors keeps the program's own, which tensors on the host are of.
+_OWN = "_gpumem_own"
 
 
 def install(patches: Patches) -> None:
@@ -45,15 +49,32 @@ def install(patches: Patches) -> None:
         return plain(cls, data, *args, **kwargs)
 
     patches.set(torch.Tensor, "_make_subclass", staticmethod(make_subclass))
+    same: Any = torch.Tensor.as_subclass
+
+    def as_subclass(self: Any, cls: Any) -> Any:
+        if not isinstance(self, VirtualTensor):
+            return same(self, vars(cls).get(_OWN, cls))
+        tensor = torch.ops.aten.alias.default(self)
+        tensor.__class__ = _joined(cls)
+        return tensor
+
+    patches.set(torch.Tensor, "as_subclass", as_subclass)
 
 
 @functools.lru_cache(maxsize=64)
 def _joined(cls: Any) -> type:
     """A class that is the program's own first, and a virtual tensor where that one says nothing."""
-    own: dict[str, Any] = {"__module__": cls.__module__}
+    if issubclass(VirtualTensor, cls):
+        return VirtualTensor
+    if issubclass(cls, VirtualTensor):
+        joined: type = cls
+        return joined
+    own: dict[str, Any] = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, _OWN: cls}
     if cls.__torch_function__ is torch._C._disabled_torch_function_impl:
         # Parameters have none, and would hide the virtual tensor's.
         own["__torch_function__"] = vars(VirtualTensor)["__torch_function__"]
+    else:
+        own["keeps_class"] = True
     made: type = type(cls)(cls.__name__, (cls, VirtualTensor), own)
     return made
 
