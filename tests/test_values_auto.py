@@ -365,6 +365,16 @@ def test_guesses_keep_programs_on_their_way(machine: gpu.VirtualMachine) -> None
     assert len(set(losses)) == 9
 
 
+def test_bounds_hold_for_what_is_guessed(machine: gpu.VirtualMachine) -> None:
+    unknown = torch.randn(300, 300, device="cuda")
+    assert unknown.clip(min=3).max().item() >= 3
+    assert unknown.clamp(-5, -4).max().item() == -4
+    assert unknown.clamp_max(-2.0).mean().item() <= -2
+    # What is within them stays.
+    assert torch.sigmoid(unknown).clamp(0, 1).mean().item() == 0.5
+    assert 0 < unknown.square().mean().clamp(max=100).item() < 100
+
+
 def test_a_solver_takes_its_steps_where_the_slopes_are_unknown(machine: gpu.VirtualMachine) -> None:
     layer = nn.Linear(4, 4).cuda()
     state, time, step, taken = torch.randn(6, 4, device="cuda"), torch.zeros((), device="cuda"), 0.01, 0

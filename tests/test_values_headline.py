@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 import textwrap
 import warnings
 from collections.abc import Iterator
@@ -47,6 +49,20 @@ def test_an_error_behind_a_stand_in_names_it_and_the_way_out() -> None:
     assert first.startswith("This may have failed because of a value that the virtual GPU does not know, read at ")
     assert '`measure(device="NAME,values=real")` computes values.' in first
     assert for_a_script("`%gpumem_device NAME,values=real` computes") == "`--device NAME,values=real` computes"
+
+
+def test_an_error_is_put_down_to_the_value_that_was_read_last(tmp_path: Path) -> None:
+    # Of the files by their names the other would be the last one.
+    (tmp_path / "a_solver.py").write_text("def step(error):\n    value = error.max().item()\n    return 1 / value\n")
+    (tmp_path / "train.py").write_text(
+        "import torch, a_solver\nx = torch.rand(300, 300, device='cuda')\nprint(x.sum().item())\na_solver.step(x)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "gpumem_magic", "run", "--device", "T4", "train.py"],
+        cwd=tmp_path, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert "ZeroDivisionError" in done.stderr
+    assert "does not know, read at `a_solver.py:2`" in " ".join(done.stderr.split())
 
 
 def test_an_error_of_another_kind_is_not_put_down_to_values() -> None:

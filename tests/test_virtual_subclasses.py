@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -116,6 +117,17 @@ def test_a_subclass_with_a_word_of_its_own_has_it_on_the_device_too(device: str)
     product.sum().backward()
     assert weight.grad is not None
     assert not isinstance(weight.grad, Labelled)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_attributes_of_a_subclass_are_copied_with_all_that_they_hold(device: str) -> None:
+    tensor = torch.ones(3, device=device).as_subclass(Labelled)
+    tensor.label = "first"
+    other = torch.zeros(2, device=device).as_subclass(Labelled)
+    other.__dict__.update(copy.deepcopy(tensor.__dict__))
+    assert (other + 1).label == "first"
+    assert other.device == tensor.device
+    assert other.shape == (2,)
 
 
 def test_a_subclass_takes_no_memory_of_its_own() -> None:

@@ -6,7 +6,8 @@ DIR holds the programs' repositories as git keeps them (``DIR/owner+name/repo``,
 ``programs.toml`` says which, and what is run. Each program is laid out in a scratch folder and run by ``gpumem run``, with values
 that are stand-ins, and judged:
 
-works          it ended as it should (or its time was up while it ran), with stand-ins or, if it fails so, with values=auto
+works          it ended as it should (or its time was up while it ran), with stand-ins or, if it fails so, with values=auto, or
+               with values=real where the report says that this is needed
 its own fault  it fails the same way on the host, where nothing is virtual
 refused        the virtual GPU said in one line what it cannot do, and what to do instead
 wrong          anything else
@@ -155,13 +156,15 @@ def judged(one: Mapping[str, Any], options: argparse.Namespace) -> Outcome:
         if on_host.status and on_host.last_error.split(":")[0] == error.split(":")[0]:
             verdict = "its own fault"
         else:
-            with_values = _once(one, source, f"{device},values=auto", options, "auto")
-            if not with_values.status:
-                found, values = with_values, "auto"
-            elif "own_fault" in one:
-                verdict = "its own fault"
+            ways = ["auto", *["real"] * ("values=real" in found.report.get("answer", ""))]
+            for values in ways:
+                with_values = _once(one, source, f"{device},values={values}", options, values)
+                if not with_values.status:
+                    found = with_values
+                    break
             else:
-                verdict = "refused" if is_refusal(found) else "wrong"
+                values = "stand-in"
+                verdict = "its own fault" if "own_fault" in one else "refused" if is_refusal(found) else "wrong"
     outcome = Outcome(
         one["repository"], one["name"], one["domain"], verdict, error, found.seconds, found.host_bytes,
         found.peak, values=values, answer=found.report.get("answer", ""), day=date.today().isoformat(),
@@ -244,7 +247,8 @@ def counts(outcomes: list[Outcome]) -> str:
     compared = [one for one in outcomes if one.same_output is not None]
     words = [f"{number[verdict]} {verdict}" for verdict in VERDICTS]
     late = sum(one.verdict == "works" and not one.ended for one in outcomes)
-    words[0] += f" ({late} until their time was up, {sum(_by_auto(one) for one in outcomes)} with values=auto)"
+    words[0] += f" ({late} until their time was up, {_with(outcomes, 'auto')} with values=auto"
+    words[0] += f", {needed} with values=real)" if (needed := _with(outcomes, "real")) else ")"
     same = sum(bool(one.same_output) for one in compared)
     real = f"; with values=real {same} of {len(compared)} print what the CPU prints" if compared else ""
     ways = Counter(one.way for one in outcomes if one.way)
@@ -253,8 +257,8 @@ def counts(outcomes: list[Outcome]) -> str:
     return f"{len(outcomes)} programs: {', '.join(words)}{real}"
 
 
-def _by_auto(one: Outcome) -> bool:
-    return one.verdict == "works" and one.values == "auto"
+def _with(outcomes: list[Outcome], values: str) -> int:
+    return sum(one.verdict == "works" and one.values == values for one in outcomes)
 
 
 def page(outcomes: list[Outcome]) -> str:

@@ -31,6 +31,8 @@ class Reads:
         self.supplied: Counter[_Line] = Counter()
         self.marks: Counter[tuple[str, int, str]] = Counter()
         self.stacks: dict[_Line, tuple[_Line, ...]] = {}
+        # The line that read last.
+        self.latest: _Line | None = None
         # The error (`id`) that the program handles, and that was looked at.
         self._seen = 0
 
@@ -41,6 +43,7 @@ class Reads:
         if by_user:
             self.supplied[line] += 1
             return
+        self.latest = line
         if sized:
             self.marks[line[0], line[1], "sized"] += 1
         if dtype is not None and not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool):

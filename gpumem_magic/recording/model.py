@@ -150,7 +150,7 @@ class StandIn:
     supplied: how many of these were values that the user supplied. decides: what may be made
     of what the line reads: that a "loop" ends, a "size", an error that is caught ("except"), the way of an ``if`` ("branch"), or
     which object is called ("choice"); or something is selected by it ("selection": on the device as much as there can be), or it
-    is only checked for numbers that are none ("check").
+    is only checked for numbers that are none ("check"). latest: nothing was read after it.
     """
 
     line: str
@@ -163,6 +163,7 @@ class StandIn:
             "one_of": ("except", "loop", "size", "branch", "choice", "selection", "check"),
         },
     )
+    latest: bool = field(default=False, metadata={"only_with": "latest"})
 
 
 @dataclass(frozen=True)

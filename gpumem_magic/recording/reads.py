@@ -42,7 +42,11 @@ class ReadsWithin:
             places[place] += count
             by_user[place] += self._reads.supplied[file, line] - self._supplied_before[file, line]
             decides[place] = decides.get(place) or _made_of((file, line), marks, self._reads.stacks)
-        return tuple(StandIn(place, count, by_user[place], decides[place]) for place, count in places.items())
+        last = self._reads.latest
+        latest = place_of(*last) if last is not None and last in read else None
+        return tuple(
+            StandIn(place, count, by_user[place], decides[place], place == latest) for place, count in places.items()
+        )
 
 
 def _made_of(read: _Line, marks: Counter[tuple[str, int, str]], stacks: Mapping[_Line, Sequence[_Line]]) -> str:

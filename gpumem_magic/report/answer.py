@@ -74,7 +74,8 @@ def _doubt(report: ReportData) -> tuple[str, bool]:
     read = [one for one in report.stand_ins if one.supplied < one.count]
     error = report.error
     if error is not None and error.requested is None and may_be_of_a_value(error.type, error.message) and read:
-        guilty = next((one for one in read if error.line is not None and one.line == str(error.line)), read[-1])
+        latest = next((one for one in read if one.latest), read[-1])
+        guilty = next((one for one in read if error.line is not None and one.line == str(error.line)), latest)
         place = _read_at(guilty.line)
         return (
             f"This may have failed because of a value that the virtual GPU does not know, read at {place}: {_REAL}.",

@@ -106,6 +106,29 @@ def _same_and_place(fresh: Any, out: Any, args: Any, kwargs: Any) -> Any:
     return (of(args[0]), 0.0) if isinstance(out, (tuple, list)) else _same(fresh, out, args, kwargs)
 
 
+@_for("clamp clamp_ clip clip_ clamp_min clamp_min_")
+def _at_least(fresh: Any, out: Any, args: Any, kwargs: Any) -> Any:
+    least = of(args[1] if len(args) > 1 else kwargs.get("min"))
+    return _bounded(fresh, out, args, least, of(args[2] if len(args) > 2 else kwargs.get("max")))
+
+
+@_for("clamp_max clamp_max_")
+def _at_most(fresh: Any, out: Any, args: Any, kwargs: Any) -> Any:
+    return _bounded(fresh, out, args, None, of(args[1] if len(args) > 1 else kwargs.get("max")))
+
+
+def _bounded(fresh: Any, out: Any, args: Any, least: Any, most: Any) -> Any:
+    found = _same(fresh, out, args, {})
+    # (A bound may be a tensor, of numbers that nobody guessed.)
+    bounds = [bound for bound in (least, most) if isinstance(bound, (int, float))]
+    if isinstance(found, str) or not bounds:
+        return found
+    value = 0.0 if found is None else found
+    value = max(value, least) if least in bounds else value
+    value = min(value, most) if most in bounds else value
+    return None if found is None and not value else value
+
+
 @_for("copy_")
 def _copied(fresh: Any, out: Any, args: Any, kwargs: Any) -> Guess:
     return of(args[1]) if isinstance(args[1], VirtualTensor) else None

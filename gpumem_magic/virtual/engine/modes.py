@@ -99,6 +99,10 @@ class HostlessFakeMode(FakeTensorMode):
     def in_kernel_invocation(self, value: bool) -> None:
         STATE.in_kernel = value
 
+    def __deepcopy__(self, memo: Any) -> HostlessFakeMode:
+        """Tensors hold it among their attributes, which programs copy that hand metadata on."""
+        return self
+
     def dispatch(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
