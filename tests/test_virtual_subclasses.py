@@ -114,6 +114,9 @@ def test_a_subclass_with_a_word_of_its_own_has_it_on_the_device_too(device: str)
     assert product.label == "first"
     assert made[0].label == made.detach().cpu().label == made.detach().cpu().to(device).label == "first"
     assert torch.nn.Linear(2, 2, device=device)(made).label == "first"
+    # Where it is already, too, and with another type.
+    assert made.to(device).label == made.to(device, torch.float64).label == "first"
+    assert made.to(device, torch.float64).device.type == device
     product.sum().backward()
     assert weight.grad is not None
     assert not isinstance(weight.grad, Labelled)

@@ -90,9 +90,9 @@ def overhead(word: str) -> None:
             f"{name}: at most twice the host's time {f'from {within[0]} MiB on' if within else 'at none of these sizes'}"
         )
     if found:
-        within = sum(ratio <= 2 for ratio in found.values())
+        fast = sum(ratio <= 2 for ratio in found.values())
         median = statistics.median(found.values())
-        print(f"{within} of {len(found)} programs take at most twice the host's time, the median {median:.2f}")
+        print(f"{fast} of {len(found)} programs take at most twice the host's time, the median {median:.2f}")
 
 
 def _timed(name: str, make: Callable[[str], Callable[[], object]], times: int) -> float:

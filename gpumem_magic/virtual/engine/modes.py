@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -173,15 +173,15 @@ def origin(kind: str) -> Iterator[None]:
 
 
 class pushed:
-    """The mode on top of this thread's dispatch modes, with tensor subclasses' own function overrides off (overrides: on).
+    """The mode on top of this thread's dispatch modes, with tensor subclasses' own function overrides off.
 
     `torch._C._push_on_torch_dispatch_stack` is what `TorchDispatchMode.__enter__` ends in; entering the slow way, or a generator,
     would cost more than the operator. Twice would hand each operator to the mode again from inside its own handling.
     """
 
-    def __init__(self, mode: TorchDispatchMode, *, overrides: bool = False) -> None:
+    def __init__(self, mode: TorchDispatchMode) -> None:
         self._mode = mode
-        self._off = nullcontext() if overrides else torch._C.DisableTorchFunctionSubclass()
+        self._off = torch._C.DisableTorchFunctionSubclass()
 
     def __enter__(self) -> None:
         on_top = _len_torch_dispatch_stack()

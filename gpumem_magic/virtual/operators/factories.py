@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch.utils._device
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from gpumem_magic.patching import Patches, warnings_remembered
 from gpumem_magic.private import overloads
@@ -41,8 +42,8 @@ _QUANTISED = ("_empty_affine_quantized", "_empty_per_channel_affine_quantized")
 _LEFT_ALONE = ("from_file", "from_numpy", "frombuffer", "sparse_coo_tensor")
 
 
-# Tensors of other classes may have a word in what is done with them.
-_PLAIN = (torch.Tensor, torch.nn.Parameter, VirtualTensor)
+# Tensors of other classes may have a word in what is done with them. (That of parameters without a size is kept elsewhere.)
+_PLAIN = (torch.Tensor, torch.nn.Parameter, UninitializedParameter, UninitializedBuffer, VirtualTensor)
 # Where PyTorch keeps the fake mode that is active, if one is; ours never is.
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
 
@@ -402,6 +403,9 @@ class Factories:
                 elif isinstance(self, VirtualTensor) and _means_meta(first):
                     self = plain_meta(self)
                 return original(self, *args, **kwargs)
+            if type(self) not in _PLAIN and torch.overrides.has_torch_function((self,)):
+                # The class has its word first, and comes back without it.
+                return torch.overrides.handle_torch_function(torch.Tensor.to, (self,), self, *args, **kwargs)
             _check_kind(self)
             # Not cuda:i: C++ would initialise CUDA, and remember for good that it has.
             device = torch.device("meta", index)
@@ -409,7 +413,7 @@ class Factories:
                 args = (device, *args[1:])
             else:
                 kwargs["device"] = device
-            with pushed(factories._engine.mode, overrides=type(self) not in _PLAIN):
+            with pushed(factories._engine.mode):
                 return original(self, *args, **kwargs)
 
         factories = self
