@@ -133,6 +133,15 @@ def test_attributes_of_a_subclass_are_copied_with_all_that_they_hold(device: str
     assert other.shape == (2,)
 
 
+def test_a_copy_on_the_host_given_a_device_tensors_class_stays_on_the_host() -> None:
+    tensor = torch.ones(3, device="cuda")
+    for kind in (type(tensor), type(tensor.as_subclass(Plain))):
+        host = torch.full((3,), 2.0).as_subclass(kind)
+        assert host.device == torch.device("cpu")
+        assert host.tolist() == [2, 2, 2]
+    assert type(torch.ones(3).as_subclass(type(tensor))) is torch.Tensor
+
+
 def test_a_subclass_takes_no_memory_of_its_own() -> None:
     tensor = torch.ones(1024, device="cuda")
     before = torch.cuda.memory_allocated()

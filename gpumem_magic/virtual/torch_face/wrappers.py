@@ -53,7 +53,7 @@ def install(patches: Patches) -> None:
 
     def as_subclass(self: Any, cls: Any) -> Any:
         if not isinstance(self, VirtualTensor):
-            return same(self, vars(cls).get(_OWN, cls))
+            return same(self, torch.Tensor if cls is VirtualTensor else vars(cls).get(_OWN, cls))
         tensor = torch.ops.aten.alias.default(self)
         tensor.__class__ = _joined(cls)
         return tensor
