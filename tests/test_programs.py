@@ -72,6 +72,7 @@ def test_a_repository_is_laid_out_without_what_a_copy_lacks(modules: dict[str, A
 
 def test_outputs_are_compared_as_far_as_both_go(modules: dict[str, Any]) -> None:
     same = modules["judging"].same_text
+    assert same("[Batch 0/3] [loss: 2.35] ETA: 0:00:01.175411", "[Batch 0/3] [loss: 2.35] ETA: 0:00:02.5") is True
     assert same("loss 1.0\nloss 0.5\n", "loss 1.0\nloss 0.5\nloss 0.25\n")
     assert not same("loss 1.0\n", "loss 1.1\n")
     assert same("loss 1.0\ntook 3 seconds\n", "loss 1.0\ntook 9 seconds\n")

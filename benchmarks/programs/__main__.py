@@ -96,7 +96,11 @@ def main() -> int:
     parser.add_argument(
         "--seconds", metavar="N", type=float, default=1e9, help="of the processor's time, for each at most"
     )
-    parser.add_argument("--fork", action="store_true", help="import once what nearly all programs import: much faster")
+    parser.add_argument(
+        "--fork",
+        action="store_true",
+        help="import once what nearly all programs import: much faster, and all begin with the same random numbers",
+    )
     parser.add_argument("--logs", metavar="FOLDER", type=Path, help="keep what the programs print in FOLDER")
     options = parser.parse_args()
     sys.path[1:1] = options.packages

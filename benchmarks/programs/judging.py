@@ -7,6 +7,7 @@ import io
 import json
 import multiprocessing.process
 import os
+import random
 import re
 import runpy
 import signal
@@ -18,13 +19,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+import numpy as np
+
 HERE = Path(__file__).resolve().parent
 # The lines that differ between any two runs: times, rates, and the device's own name and memory.
 _OF_THE_MOMENT = re.compile(
     r"time|\bsec|seconds|\bms\b|/s\b|it/s|s/it|elapsed|cuda|device|memory|GPU|\bCPU\b|accelerator|MB|MiB|\bSPS\b|\dd:\d",
     re.I,
 )
-_CLOCK = re.compile(r"\b\d+:\d\d:\d\ds?\b")
+_CLOCK = re.compile(r"\b\d+:\d\d:\d\d(\.\d+)?s?\b")
 _NUMBER = re.compile(r"[-+]?(\d[\d.,]*(e[-+]?\d+)?|\binf\b|\bnan\b) *", re.I)
 
 
@@ -127,6 +130,9 @@ def _become(
             del sys.modules[name]
     sys.path[:] = ["", *packages, str(HERE), *(one for one in sys.path[1:] if one not in packages and one != str(HERE))]
     sys.argv = [module, *words]
+    # PyTorch's own numbers begin alike in each process; so that those of Python and NumPy do, too.
+    random.seed(0)
+    np.random.seed(0)
     # The streams write through, as Python's do without a buffer.
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
