@@ -153,6 +153,31 @@ def run(kind: str) -> None:
         dcp.load(state, checkpoint_id=sys.argv[3])
         set_model_state_dict(model, state)
         train(model, torch.optim.AdamW(model.parameters()))
+    elif kind == "batch_norm":
+        # By the name of the group's backend, statistics are gathered in one tensor or in a list of them.
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.Linear(SIZE, SIZE), nn.BatchNorm1d(SIZE)))
+        train(nn.parallel.DistributedDataParallel(model.to(device)), torch.optim.SGD(model.parameters(), 0.1))
+        gathered = torch.distributed.nn.functional.all_gather(torch.rand(SIZE, SIZE, device=device, requires_grad=True))
+        sum(gathered).sum().backward()  # type: ignore[union-attr]
+    elif kind == "zero_gathered":
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        model = nn.parallel.DistributedDataParallel(layers().to(device))
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam)
+        train(model, optimizer)
+        optimizer.consolidate_state_dict(1)
+        if rank == 1:
+            assert len(optimizer.state_dict()["state"]) == len(list(model.parameters())), "every rank's"
+    elif kind == "save_checkpoint":
+        import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint.state_dict import get_model_state_dict
+        from torch.distributed.fsdp import fully_shard
+
+        model = fully_shard(layers().to(device))
+        train(model, torch.optim.AdamW(model.parameters()))
+        state = get_model_state_dict(model)
+        dcp.save(state, checkpoint_id=sys.argv[2] + "-saved")
+        dcp.load(state, checkpoint_id=sys.argv[2] + "-saved")
     elif kind == "tensor_parallel":
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module

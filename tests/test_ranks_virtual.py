@@ -66,6 +66,9 @@ def test_a_rank_alone_allocates_what_it_does_among_others(tmp_path: Path, capfd:
         "context_parallel",
         "expert_parallel",
         "load_checkpoint",
+        "save_checkpoint",
+        "batch_norm",
+        "zero_gathered",
         "tensor_parallel",
         "pipeline",
     ]

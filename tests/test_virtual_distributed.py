@@ -84,6 +84,75 @@ def test_a_group_of_ones_own_and_what_a_program_asks() -> None:
         other = dist.new_group([0], backend="nccl")
     dist.all_reduce(torch.rand(3, device="cuda"), group=other)
     assert (dist.get_rank(), dist.get_world_size()) == (0, 1)
+    # A program takes another way with gloo; a group for the host goes on to be one.
+    assert dist.get_backend() == dist.get_backend(other) == dist.Backend.NCCL
+    assert dist.group.WORLD._get_backend_name() == "nccl"
+    host = dist.new_group([0], backend="gloo")
+    assert (dist.get_backend(host), host._get_backend_name()) == ("gloo", "gloo")
+
+
+def test_what_is_waited_for_lies_where_it_lay() -> None:
+    functional = torch.ops._c10d_functional
+    name = dist.group.WORLD.group_name
+    x = torch.rand(MIB // 4, device="cuda")
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    gathered = functional.all_gather_into_tensor(x, 1, name)
+    waited = functional.wait_tensor(gathered)
+    assert waited.data_ptr() == gathered.data_ptr()
+    assert functional.all_gather_into_tensor_out(x, 1, name, out=gathered).data_ptr() == gathered.data_ptr()
+    if hasattr(functional, "reduce_scatter_tensor_out"):
+        scattered = functional.reduce_scatter_tensor_out(x, "sum", 1, name, out=gathered)
+        assert scattered.data_ptr() == gathered.data_ptr()
+        del scattered
+    assert torch.cuda.max_memory_allocated() == torch.cuda.memory_allocated() == before + MIB
+    del gathered, waited
+    # As distributed tensors do it: a copy of it, and the gathered one is let go.
+    module = importlib.import_module("torch.distributed._functional_collectives")
+    gather = getattr(module, "all_gather_single", None) or module.all_gather_tensor
+    copied = gather(x, 0, dist.group.WORLD) + 0
+    assert torch.cuda.max_memory_allocated() == before + 2 * MIB
+    assert torch.cuda.memory_allocated() == before + MIB
+    del copied
+
+
+def test_products_that_overlap_with_sending_gather_beside_the_allocator() -> None:
+    module = importlib.import_module("torch.distributed._symmetric_memory")
+    name = dist.group.WORLD.group_name
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        module.enable_symm_mem_for_group(name)
+    x = torch.rand(2, 512, 1024, dtype=torch.bfloat16, device="cuda")
+    weight = torch.rand(1024, 512, dtype=torch.bfloat16, device="cuda")
+    before, free = torch.cuda.memory_allocated(), torch.cuda.mem_get_info()[0]
+    reserved = torch.cuda.memory_reserved()
+    torch.cuda.reset_peak_memory_stats()
+    gathered, (product,) = torch.ops.symm_mem.fused_all_gather_matmul(x, [weight], 1, name)
+    # x is laid out by its second dimension for it, 2 MiB; all of x is gathered, 2 MiB; the product has 1 MiB.
+    assert (gathered.shape, product.shape) == ((2, 512, 1024), (2, 512, 512))
+    assert torch.cuda.memory_allocated() - before == 3 * MIB
+    assert torch.cuda.max_memory_allocated() - before == 5 * MIB
+    # What other cards read has the 2 MiB of x, and signals behind them: two pieces of the driver's.
+    taken = free - torch.cuda.mem_get_info()[0] - (torch.cuda.memory_reserved() - reserved)
+    assert taken == 4 * MIB
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    reduced = torch.ops.symm_mem.fused_matmul_reduce_scatter(x, weight, "sum", 1, name)
+    # x by its second dimension, what each rank's part is the sum of, and that.
+    assert (reduced.shape, reduced.is_contiguous()) == ((2, 512, 512), True)
+    assert torch.cuda.memory_allocated() - before == MIB
+    assert torch.cuda.max_memory_allocated() - before == 4 * MIB
+    # The program's own.
+    own = module.empty(1000, device="cuda")
+    handle = module.rendezvous(own, name)
+    assert (handle.rank, handle.world_size, handle.buffer_size) == (0, 1, 4000)
+    assert handle.get_buffer(0, (2, 3), torch.bfloat16, 4).shape == (2, 3)
+    with pytest.raises(RuntimeError, match="exceeds the allocated size"):
+        handle.get_buffer(0, (1001,), torch.float32)
+    assert module.rendezvous(x, name) is None
+    del own, handle
+    gc.collect()
+    assert free - torch.cuda.mem_get_info()[0] - (torch.cuda.memory_reserved() - reserved) == taken
 
 
 def test_batches_are_normalised_together() -> None:

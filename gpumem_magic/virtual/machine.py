@@ -195,6 +195,9 @@ class VirtualMachine:
     def born(self, device: int, birth: Birth) -> None:
         self._devices[device].born(birth)
 
+    def take_beside(self, device: int, nbytes: int) -> None:
+        self._devices[device].take_beside(nbytes)
+
     def record_stream(self, device: int, address: int, stream: int) -> None:
         self._devices[device].allocator.record_stream(address, stream)
 

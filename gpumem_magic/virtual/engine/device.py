@@ -86,6 +86,7 @@ class VirtualDevice:
         self.model = model
         self.uuid = catalog.device_uuid(model.name, index)
         self.in_use = False
+        self._beside = 0
         addresses = FirstFitAddresses(BASE_ADDRESS + index * _ADDRESS_STEP)
         self.memory = DeviceMemory(model.total_bytes, model.idle_bytes, addresses)
         self.allocator = CachingAllocator(index, self.memory, settings.settings)
@@ -101,7 +102,8 @@ class VirtualDevice:
         return DeviceFacts(model.name, "virtual", self.index, self.uuid, model.total_bytes, model.smi_total_bytes)
 
     def context_bytes(self) -> int:
-        return self.model.context_bytes if self.in_use else 0
+        """With what libraries have from the driver themselves."""
+        return (self.model.context_bytes if self.in_use else 0) + self._beside
 
     def process_bytes(self) -> int:
         return self.context_bytes() + self.allocator.reserved
@@ -113,7 +115,15 @@ class VirtualDevice:
         """The CUDA context is there from the first use of the device."""
         if not self.in_use:
             self.in_use = True
-            self.memory.outside = self.model.idle_bytes + self.model.context_bytes
+            self.memory.outside = self.model.idle_bytes + self.context_bytes()
+
+    def take_beside(self, nbytes: int) -> None:
+        """A library takes memory from the driver; less than nothing is given back."""
+        self.use()
+        if nbytes > self.memory.free:
+            raise RuntimeError("CUDA driver error: out of memory")
+        self._beside += nbytes
+        self.memory.outside = self.model.idle_bytes + self.context_bytes()
 
     def become(self, model: catalog.GpuModel) -> None:
         """Another card, with the memory as it lies."""
@@ -121,7 +131,7 @@ class VirtualDevice:
         self.uuid = catalog.device_uuid(model.name, self.index)
         self.memory.total = model.total_bytes
         self.memory.address_space = model.total_bytes + model.total_bytes // 8
-        self.memory.outside = model.idle_bytes + (model.context_bytes if self.in_use else 0)
+        self.memory.outside = model.idle_bytes + self.context_bytes()
 
     def counters(self) -> Counters:
         allocator = self.allocator

@@ -50,6 +50,10 @@ class Memory(Protocol):
     def born(self, device: int, birth: Birth) -> None:
         """How the last allocation of the device, or its last failed request, came to be."""
 
+    def take_beside(self, device: int, nbytes: int) -> None:
+        """Memory that a library takes from the driver, beside the allocator; less than nothing is given back. Raises out of
+        memory as the driver would."""
+
     def record_stream(self, device: int, address: int, stream: int) -> None: ...
 
     def after_operator(self, func: Any, args: Sequence[Any], device: int) -> None:

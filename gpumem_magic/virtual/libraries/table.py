@@ -11,6 +11,8 @@ from gpumem_magic.virtual.libraries import (
     flex,
     hugging_face,
     repeated_draws,
+    sharded_states,
+    symmetric_memory,
     triton_kernels,
 )
 from gpumem_magic.virtual.libraries import vision as vision  # (whose rule is registered with its import)
@@ -21,6 +23,8 @@ _PREPARE: dict[str, Prepare] = {
     "bitsandbytes.backends.cuda.ops": bits.prepare_cuda,
     "flash_attn.flash_attn_interface": flash.prepare,
     "xformers.ops.fmha": efficient.prepare,
+    "torch.distributed.optim.zero_redundancy_optimizer": sharded_states.prepare,
+    "torch.distributed._symmetric_memory": symmetric_memory.prepare,
     "torch.distributed.tensor._api": dtensor.prepare,
     "torch.export._trace": exporting.prepare,
     "torch.nn.attention.flex_attention": flex.prepare,

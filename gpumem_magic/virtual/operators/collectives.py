@@ -13,9 +13,11 @@ from typing import Any
 
 import torch
 
+from gpumem_magic.private import aten as _aten
 from gpumem_magic.virtual.engine import values
 from gpumem_magic.virtual.engine.engine import Engine, special
 from gpumem_magic.virtual.engine.host_calls import equivalent
+from gpumem_magic.virtual.engine.modes import pushed
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
 from gpumem_magic.virtual.engine.twins import mapped
 
@@ -34,10 +36,10 @@ _RESULTS: dict[int, list[weakref.ref[torch.Tensor]]] = {}
 _ASKED_FOR = 64
 
 
-def _operators(names: tuple[str, ...]) -> Iterator[Any]:
+def _operators(names: tuple[str, ...], home: Any = torch.ops.c10d) -> Iterator[Any]:
     """The operators of that name in this PyTorch: a build without `torch.distributed` has none."""
     for name in names:
-        packet = getattr(torch.ops.c10d, name, None)
+        packet = getattr(home, name, None)
         if packet is not None:
             yield packet.default
 
@@ -53,6 +55,23 @@ def _exchange(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) ->
 def _receive(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     _forget(args[0])
     return _exchange(engine, func, args, kwargs, device)
+
+
+def _waited(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    """The tensor itself (``Functional.cpp``). PyTorch's shape rule makes another one, which would take memory."""
+    return args[0]
+
+
+def _wrapped(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    """On a device a tensor that waits when it is used, on the same memory (2.11 and newer). Here nothing is waited for."""
+    with pushed(engine.mode):
+        return _aten.alias.default(args[0])
+
+
+def _written(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    """What was given to be written to; that, too, PyTorch's shape rules make anew."""
+    _forget(kwargs["out"])
+    return kwargs["out"]
 
 
 def finished() -> Any:
@@ -122,7 +141,12 @@ _FUNCTIONAL = (
     "reduce_scatter_tensor_coalesced", "all_to_all_single", "broadcast",
 )  # fmt: skip
 
+_WRITING = ("all_gather_into_tensor_out", "reduce_scatter_tensor_out")
+
 if torch.distributed.is_available():
+    special(*_operators(("wait_tensor",), torch.ops._c10d_functional))(_waited)
+    special(*_operators(("_wrap_tensor_autograd",), torch.ops._c10d_functional))(_wrapped)
+    special(*_operators(_WRITING, torch.ops._c10d_functional))(_written)
     special(*_operators(_IN_PLACE))(_exchange)
     special(*_operators(_RECEIVING))(_receive)
     for _operator in _operators(_IN_PLACE + _RECEIVING):

@@ -5,6 +5,7 @@ PyTorch's `fake` backend lets host tensors' collectives return at once; those of
 
 from __future__ import annotations
 
+import importlib
 import os
 import pickle
 import zlib
@@ -94,8 +95,12 @@ def one_of_many(rank: int, world: int, folder: Path | None = None, patience: flo
 def _install(patches: Patches, alone: Alone) -> None:
     from torch.distributed import distributed_c10d as module
 
-    makers = {"init_process_group": _first_group, "new_group": _further_group, "get_backend": _as_asked} | _OBJECTS
+    makers = {"init_process_group": _first_group, "new_group": _further_group} | _OBJECTS
     everywhere(patches, module, {name: partial(make, alone) for name, make in makers.items()})
+    # Outside of the module it is another function already (`communication`).
+    for home in (module, torch.distributed):
+        everywhere(patches, home, {"get_backend": partial(_as_asked, alone)})
+    patches.attempt(_checkpoints)
     processes: Any = torch.multiprocessing
     patches.set(processes, "spawn", _in_this_process(alone, processes.spawn))
 
@@ -256,6 +261,23 @@ def _all_of(group: Any) -> str:
     """A group's name for letters to all of it, which is the same on each of its ranks."""
     ranks = torch.distributed.get_process_group_ranks(group)
     return f"all{zlib.crc32(repr(ranks).encode()):08x}"
+
+
+def _checkpoints(patches: Patches) -> None:
+    """A rank saves and loads its own pieces; that a plan lacks the others' is no mistake of the program's."""
+    planner = importlib.import_module("torch.distributed.checkpoint.default_planner")
+    wrapper = importlib.import_module("torch.distributed.checkpoint.utils")._DistWrapper
+    validate, make = planner._validate_global_plan, wrapper.__init__
+
+    def init(self: Any, group: Any, use_dist: bool, coordinator_rank: int) -> None:
+        make(self, group, False, coordinator_rank)
+
+    def validate_global_plan(*args: Any) -> Any:
+        # True where nothing is wrong; since 2.13 a list of what is.
+        return [] if isinstance(validate(*args), list) else True
+
+    patches.set(wrapper, "__init__", init)
+    patches.set(planner, "_validate_global_plan", validate_global_plan)
 
 
 # ---- a program that starts its ranks itself

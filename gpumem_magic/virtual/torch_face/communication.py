@@ -152,27 +152,51 @@ def _handles(patches: Patches) -> None:
 def _process_groups(patches: Patches) -> None:
     """Where a program asks for NCCL, which needs GPUs, gloo stands for it."""
     module = importlib.import_module("torch.distributed.distributed_c10d")
+    # The groups for which the program asked for NCCL, by name.
+    asked: set[str] = set()
 
     def with_gloo(original: Any) -> Any:
         signature = inspect.signature(original)
+        first = original.__name__ == "init_process_group"
 
         @functools.wraps(original)
         def instead(*args: Any, **kwargs: Any) -> Any:
             given = signature.bind(*args, **kwargs)
             backend = given.arguments.get("backend")
+            if first:
+                asked.clear()
             ours = backend is None or "nccl" in str(backend).lower()
             if not ours:
                 return original(*args, **kwargs)
             if backend is not None:
                 warnings.warn("a virtual GPU has no NCCL: gloo is used instead", stacklevel=3)
-            if backend is not None or original.__name__ == "init_process_group":
+            if backend is not None or first:
                 given.arguments["backend"] = "gloo"
             # Gloo has no device to connect before it is used, and no options of NCCL's.
             given.arguments.pop("device_id", None)
             given.arguments.pop("pg_options", None)
-            return original(*given.args, **given.kwargs)
+            made = original(*given.args, **given.kwargs)
+            group = torch.distributed.group.WORLD if first else made
+            inherits = backend is None and not first
+            if isinstance(group, torch.distributed.ProcessGroup) and (
+                not inherits or torch.distributed.group.WORLD.group_name in asked  # type: ignore[union-attr]
+            ):
+                asked.add(group.group_name)
+            return made
 
         return instead
+
+    def as_asked(original: Any) -> Any:
+        """A program takes its way by the backend's name (and so does PyTorch, outside of its module for groups): that of a
+        card."""
+
+        @functools.wraps(original)
+        def get_backend(group: Any = None) -> Any:
+            found = original(group)
+            one = torch.distributed.group.WORLD if group is None else group
+            return torch.distributed.Backend.NCCL if getattr(one, "group_name", "") in asked else found
+
+        return get_backend
 
     def on_host(original: Any) -> Any:
         """Objects are sent as the host's bytes: those of a virtual device hold nothing."""
@@ -189,13 +213,21 @@ def _process_groups(patches: Patches) -> None:
     everywhere(patches, module, dict.fromkeys(("init_process_group", "new_group"), with_gloo))
     names = ("broadcast_object_list", "send_object_list", "recv_object_list")
     everywhere(patches, module, dict.fromkeys(names, on_host))
-    # Not in the module itself, which would look for NCCL's types.
+    # Not in the module itself, which asks what it can send.
+    everywhere(patches, module, {"get_backend": as_asked}, inside=False)
+    group: Any = module.ProcessGroup
+    named = group._get_backend_name
+    patches.set(group, "_get_backend_name", lambda one: "nccl" if one.group_name in asked else named(one))
+    # That, too, would look there for NCCL's types.
     patches.set(torch.distributed, "is_nccl_available", lambda: True)
 
 
-def everywhere(patches: Patches, module: Any, makers: Mapping[str, Callable[[Any], Any]]) -> None:
-    """Replaces functions of PyTorch's `module`, for which its other modules have names of their own (device meshes do)."""
+def everywhere(patches: Patches, module: Any, makers: Mapping[str, Callable[[Any], Any]], inside: bool = True) -> None:
+    """Replaces functions of PyTorch's `module`, for which its other modules have names of their own (device meshes do).
+
+    inside: in the module itself, too."""
     others = [other for place, other in objects.items(sys.modules) if place.startswith("torch.distributed")]
+    others = [other for other in others if inside or other is not module]
     for name, make in makers.items():
         original = getattr(module, name)
         replacement = make(original)
