@@ -6,6 +6,7 @@ import copy
 import io
 import math
 import pickle
+import warnings
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -267,13 +268,36 @@ def data_that_was_exchanged(device: str) -> object:
     return view.item(), a.sum().item()
 
 
+def places_in_lists_and_tuples(device: str) -> object:
+    x = torch.arange(24.0, device=device).reshape(2, 4, 3)
+    found = [x[:, (1, 3)], x[:, [1, 3]], x[(0, 1), (2, 3)], x[..., (0, 2)], x[:, range(1, 3)], x[0, [(1, 2), (0, 1)]]]
+    found += [x[:, (True, False, True, False)], x[[False, True]]]
+    with warnings.catch_warnings():
+        # That a list of lists is an index for two dimensions is to change one day.
+        warnings.simplefilter("ignore")
+        found.append(x[[[0, 1], [3, 2]]])
+    x[:, (1, 3)] = 0
+    x[..., (0,)] += 5
+    return [one.tolist() for one in found], x.tolist()
+
+
 PROGRAMS: list[Callable[[str], object]] = [
     times_of_a_solver, steps_that_adapt, classes_of_the_labels, classes_in_inference_mode, lengths_and_masks, second_order,
     early_stopping, suppressed_boxes, tokens_until_the_end, shortest_ways, fixed_point, decibels, graph_of_components,
     values_that_went_by_the_host, written_part_by_part, a_schedule_on_the_device, repeated_by_counts, clusters,
     per_sample_gradients, loss_scale, saved_and_loaded, matrix_is_definite, bisection, sampled_by_their_sums,
-    data_that_was_exchanged,
+    data_that_was_exchanged, places_in_lists_and_tuples,
 ]  # fmt: skip
+
+
+def test_a_list_of_flags_selects_as_many_of_unknown_values_as_it_says() -> None:
+    gpu.turn_on("T4")
+    x = torch.randn(300, 4, 300, device="cuda")
+    assert x[:, (True, False, True, False)].shape == (300, 2, 300)
+    assert x[[True] * 7 + [False] * 293].shape == (7, 4, 300)
+    assert x[:, [[True, False, False]] * 0].shape == (300, 0, 300)
+    assert x[True].shape == (1, 300, 4, 300)
+    x[:, [True, False, False, True]] = 0
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)

@@ -63,7 +63,7 @@ class ComputingEngine(Engine):
         assigns = func is torch.Tensor.__setitem__
         if not assigns and func is not torch.Tensor.__getitem__:
             return super().otherwise(func, args)
-        index = _with_tensors(args[1]) if self.follows(args[0]) else args[1]
+        index = _with_tensors(args[1]) if self.follows(args[0]) or _has_flags(args[1]) else args[1]
         if index is args[1]:
             return None if assigns else super().otherwise(func, args)
         if not assigns:
@@ -198,12 +198,34 @@ def has_values(func: Any, args: Any, out: Any) -> bool:
     )
 
 
+# A list with one of these is an index for several dimensions, if it is short enough.
+_MORE_THAN_NUMBERS = (torch.Tensor, list, tuple, range, slice, type(None), type(Ellipsis))
+_MOST_DIMS = 32
+
+
 def _with_tensors(index: Any) -> Any:
-    """An index with host tensors in place of lists of numbers."""
-    if type(index) is tuple:
-        items = tuple(_with_tensors(item) for item in index)
-        return items if any(map(operator.is_not, items, index)) else index
-    if isinstance(index, (list, range)) or type(index).__name__ == "ndarray":
+    """An index with host tensors in place of lists of numbers, and of tuples of them where it is a tuple itself."""
+    if type(index) is list and len(index) < _MOST_DIMS and any(isinstance(one, _MORE_THAN_NUMBERS) for one in index):
+        # As `treatSequenceAsTuple` in PyTorch's python_variable_indexing.cpp has it (tried with 2.13).
+        return tuple(_as_tensor(item) for item in index)
+    if type(index) is not tuple:
+        return _as_tensor(index)
+    items = tuple(_as_tensor(item) for item in index)
+    return items if any(map(operator.is_not, items, index)) else index
+
+
+def _has_flags(index: Any) -> bool:
+    """Whether an index selects by a list of flags: how many they select is known, whatever they select from."""
+    for item in index if type(index) is tuple else (index,):
+        while type(item) in (list, tuple) and item:
+            item = item[0]
+        if type(item) is bool and item is not index:
+            return True
+    return False
+
+
+def _as_tensor(index: Any) -> Any:
+    if isinstance(index, (list, tuple, range)) or type(index).__name__ == "ndarray":
         numbers = list(index) if isinstance(index, range) else index
         return torch.as_tensor(numbers, dtype=None if len(index) else torch.int64)
     return index
