@@ -428,3 +428,16 @@ def test_zero_grad_frees_the_gradients_that_optimizers_know_and_no_more(machine:
     )
     assert size_of(one for one in found.held if one.kind == "gradient") == 3 * MIB
     assert [one.place for one in found.freed_by_zero_grad()] == ["m.weight.grad"]
+
+
+@pytest.mark.filterwarnings("ignore:TwoTensor does not implement")
+def test_parameters_that_wrap_others_are_where_the_others_are(machine: Any) -> None:
+    """So that nobody says that an optimizer's parameters have left the device: `DTensor`, by PyTorch's own class for tests."""
+    namespace = ran(
+        "from torch.testing._internal.two_tensor import TwoTensor\n"
+        "both = torch.nn.Parameter(TwoTensor(mib(1), mib(2).view(2, -1)[0]))\n"
+        "optimizer = torch.optim.SGD([both], lr=0.1)\n"
+    )
+    inside = {(0, one.data_ptr()) for one in (namespace["both"].a, namespace["both"].b)}
+    assert find_owners(machine, namespace).optimizers == {"optimizer": frozenset(inside)}
+    assert inside == {(one.device, one.address) for one in find_owners(machine, namespace).held}

@@ -393,6 +393,7 @@ def test_operators_of_the_compiler_run_or_say_what_to_do_instead() -> None:
     class Strange(torch._ops.HigherOrderOperator):
         def __init__(self) -> None:
             super().__init__("strange")
+            self.fallthrough(torch._C.DispatchKey.AutogradCUDA)  # type: ignore[no-untyped-call]
 
         def __call__(self, x: torch.Tensor) -> torch.Tensor:
             return super().__call__(x)

@@ -256,6 +256,31 @@ def test_trials_of_max_autotune_take_what_they_compare(machine: gpu.VirtualMachi
     assert f"trials took {trial / MIB:.1f} MiB at most" in took
 
 
+def test_products_that_a_card_may_pad(
+    machine: gpu.VirtualMachine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """4095 numbers a row in half precision are no multiple of 16 bytes. Forced, both inputs are copied."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    x, weight = (torch.rand(4095, 4095, device="cuda", dtype=torch.float16) for _ in range(2))
+    for _ in range(2):  # from the compiler's cache, too
+        gpu.turn_off()
+        machine = gpu.turn_on("A100-40GB")
+        x, weight = (torch.rand(4095, 4095, device="cuda", dtype=torch.float16) for _ in range(2))
+        fast = torch.compile(lambda value: value @ weight)  # noqa: B023
+        fast(x)
+        assert peak(lambda: fast(x)) == 32 * MIB  # noqa: B023
+        (note,) = machine.notes()
+        assert "(1 kind of products): a card may time those padded" in note
+    forced = torch.compile(lambda value: value @ weight, options={"force_shape_pad": True})
+    forced(x)
+    assert peak(lambda: forced(x)) > 90 * MIB
+    gpu.turn_off()
+    machine = gpu.turn_on("A100-40GB")
+    x = torch.rand(4096, 4096, device="cuda", dtype=torch.float16)
+    torch.compile(lambda value: value @ value)(x)
+    assert machine.notes() == []
+
+
 def test_a_graph_that_the_compiler_makes_anew_is_no_failure(machine: gpu.VirtualMachine) -> None:
     x = torch.rand(100, 8, device="cuda")
     torch._dynamo.mark_dynamic(x, 0)
@@ -332,6 +357,40 @@ def test_cuda_graphs_keep_a_pool_and_replays_take_nothing(machine: gpu.VirtualMa
     assert not [note for note in machine.notes() if "torch.compile" in note]
 
 
+@pytest.mark.parametrize("settings", [{}, {"backend": "aot_eager"}], ids=str)
+def test_branches_and_loops_have_gradients(machine: gpu.VirtualMachine, settings: dict[str, Any]) -> None:
+    operators = importlib.import_module("torch._higher_order_ops")
+    x = torch.rand(4, 1 << 18, device="cuda", requires_grad=True)
+
+    def branch(x: torch.Tensor) -> torch.Tensor:
+        return torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,))  # type: ignore[no-any-return]
+
+    def sums(x: torch.Tensor) -> Any:
+        return operators.scan(lambda carry, row: (carry + row, carry * row), torch.zeros_like(x[0]), x)[1]
+
+    for program in (branch, sums):
+        fast = torch.compile(program, **settings)
+        fast(x).sum().backward()
+        assert x.grad is not None
+        assert peak(lambda: fast(x).sum().backward()) >= x.nbytes  # noqa: B023
+        x.grad = None
+    gc.collect()
+    assert torch.cuda.memory_allocated() == x.nbytes
+
+
+def test_what_a_branch_outside_of_compiled_code_traces_holds_no_memory() -> None:
+    x = torch.rand(MIB, device="cuda", requires_grad=True)
+    after = []
+    for _ in range(3):
+        out = torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,))
+        out.sum().backward()
+        x.grad = None
+        after.append(torch.cuda.memory_allocated())
+    # The result, the predicates and sums of a few bytes.
+    assert after[0] >= 2 * x.nbytes
+    assert max(after) < 3 * x.nbytes
+
+
 def test_vmap_and_attention_without_a_mask_are_in_one_graph(machine: gpu.VirtualMachine) -> None:
     def rowwise(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return torch.vmap(lambda row: (row @ weight).relu())(x)
@@ -401,6 +460,22 @@ def test_what_a_checkpoint_computes_anew_stays_compiled(machine: gpu.VirtualMach
         step().sum().backward()
         assert peak(lambda: step().sum().backward()) < peak(lambda: run(x).sum().backward())  # noqa: B023
     assert machine.notes() == []
+
+
+def test_a_checkpoints_policy_sees_the_first_run_of_a_compiled_part() -> None:
+    fast = torch.compile(wave, backend="aot_eager")
+    x = torch.rand(1024, device="cuda", requires_grad=True)
+    seen: list[str] = []
+
+    def keep(policy: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        seen.append(operator.__name__)
+        return CheckpointPolicy.MUST_SAVE
+
+    for _ in range(2):
+        seen.clear()
+        selective = functools.partial(create_selective_checkpoint_contexts, keep)
+        checkpoint(fast, x, use_reentrant=False, context_fn=selective).sum().backward()
+        assert seen == ["sin.default", "exp.default", "cos.default", "tanh.default"]
 
 
 @pytest.mark.parametrize(

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
+
+import torch
 
 from gpumem_magic.attribution.categories import workspace_sizes
 from gpumem_magic.devices.base import Machine
 from gpumem_magic.looks import tensors
-from gpumem_magic.looks.objects import attribute
+from gpumem_magic.looks.objects import attribute, attributes, slots
 from gpumem_magic.owners.cycles import garbage_holding
 from gpumem_magic.owners.graph import HoldGraph
 from gpumem_magic.owners.layers import Layers
@@ -190,9 +192,20 @@ def _optimizers(walk: Traversal, namer: Namer, numbers: Iterable[int]) -> dict[s
     for number in numbers:
         thing = walk.objects[number]
         if tensors.is_optimizer(thing):
-            places = (located(walk.locate, one) for one in tensors.parameters_of(thing))
-            found[namer.place(number)] = frozenset(place for place in places if place is not None)
+            places = (_places(walk, one) for one in tensors.parameters_of(thing))
+            found[namer.place(number)] = frozenset(chain.from_iterable(places))
     return found
+
+
+def _places(walk: Traversal, tensor: torch.Tensor) -> Iterator[Place]:
+    """Where a tensor's memory lies. One without memory of its own (`DTensor`) is where the tensors inside it lie."""
+    place = located(walk.locate, tensor)
+    if place is not None:
+        yield place
+        return
+    for inside in (*attributes(tensor).values(), *slots(tensor)):
+        if tensors.is_tensor(inside):
+            yield from _places(walk, inside)
 
 
 def _seen(views: Iterable[Any]) -> int:

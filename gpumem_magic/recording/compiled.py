@@ -38,7 +38,9 @@ class CompilerTables:
         for one in _since(self._breaks, _table("graph_break_reasons")):
             if one.user_stack:
                 frame = one.user_stack[-1]
-                breaks[place(frame.filename, frame.lineno or 0), frame.line or "", _head(one.reason)] += 1
+                # (Without a line where it is the compiler that cuts: between DistributedDataParallel's buckets.)
+                where = place(frame.filename, frame.lineno) if frame.lineno else ""
+                breaks[where, frame.line or "", _head(one.reason)] += 1
         again: dict[tuple[str, str], list[str]] = {}
         failed: Counter[tuple[str, str, str]] = Counter()
         compiled = _metrics()

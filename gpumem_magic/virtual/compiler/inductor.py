@@ -18,6 +18,8 @@ import torch
 from gpumem_magic.failures import swallowed
 from gpumem_magic.patching import Patches
 from gpumem_magic.virtual.compiler import kernels
+from gpumem_magic.virtual.compiler.padding import Padding
+from gpumem_magic.virtual.compiler.settings import configure
 from gpumem_magic.virtual.compiler.whose import Whose
 from gpumem_magic.virtual.engine.device import MachineForTorch
 from gpumem_magic.virtual.engine.engine import Engine
@@ -85,6 +87,7 @@ def install(
     current_device: Callable[[], int],
     otherwise: Counter[str],
     trials: Trials,
+    padding: Padding,
     whose: Whose,
 ) -> None:
     """Until the patches are undone, Inductor compiles for the virtual card."""
@@ -93,14 +96,16 @@ def install(
     if any(
         _AS_THEY_LIE[0] <= engine.memory.torch_version(device.index) < _AS_THEY_LIE[1] for device in machine.devices
     ):
-        _configure(
+        configure(
             patches, importlib.import_module("torch._functorch.config"), "guess_tangent_strides_as_outputs", False
         )
     kernels.install(patches, engine)
     _buffers(patches, engine, current_device)
-    _lowering(patches, otherwise, trials)
+    _lowering(patches, otherwise, trials, padding)
     trials.install(patches)
-    whose.install(patches, importlib.import_module("torch._inductor.output_code").CompiledFxGraph)
+    compiled = importlib.import_module("torch._inductor.output_code").CompiledFxGraph
+    padding.install(patches, compiled)
+    whose.install(patches, compiled)
 
 
 def _device(patches: Patches, cards: str) -> None:
@@ -122,30 +127,12 @@ def _device(patches: Patches, cards: str) -> None:
     patches.also_undo(forget)
     forget()
     config = importlib.import_module("torch._inductor.config")
-    autograd = importlib.import_module("torch._functorch.config")
     for name, value in _SETTINGS.items():
-        _configure(patches, config, name, value)
+        configure(patches, config, name, value)
     # What the compiler keeps on disk is never taken for a card that is there, or for another one.
     package = importlib.import_module("gpumem_magic")
     ours = f"{torch.compiler.config.cache_key_tag} gpumem_magic {package.__version__} {cards}"
-    _configure(patches, torch.compiler.config, _TAG, ours)
-    # A check that runs the first call of each graph under a mode of its own.
-    if hasattr(autograd, "check_custom_op_aliasing"):
-        _configure(patches, autograd, "check_custom_op_aliasing", False)
-
-
-def _configure(patches: Patches, config: Any, name: str, value: Any) -> None:
-    """A setting, until the patches are undone or somebody else sets it."""
-    section, _, last = name.rpartition(".")
-    config, name = (getattr(config, section), last) if section else (config, name)
-    before = getattr(config, name)
-
-    def put_back() -> None:
-        if getattr(config, name) == value:
-            setattr(config, name, before)
-
-    patches.also_undo(put_back)
-    setattr(config, name, value)
+    configure(patches, torch.compiler.config, _TAG, ours)
 
 
 def _buffers(patches: Patches, engine: Engine, current_device: Callable[[], int]) -> None:
@@ -184,7 +171,7 @@ def _buffers(patches: Patches, engine: Engine, current_device: Callable[[], int]
         patches.set(guards, "assert_alignment", assert_alignment)
 
 
-def _lowering(patches: Patches, otherwise: Counter[str], trials: Trials) -> None:
+def _lowering(patches: Patches, otherwise: Counter[str], trials: Trials, padding: Padding) -> None:
     config = importlib.import_module("torch._inductor.config")
     compiler = importlib.import_module("torch._inductor.compile_fx")
     output = importlib.import_module("torch._inductor.output_code")
@@ -205,6 +192,7 @@ def _lowering(patches: Patches, otherwise: Counter[str], trials: Trials) -> None
             return output.MockFXGraphCacheOutput(gm=lambda inputs: torch.fx.Interpreter(graph).run(*inputs))
         if isinstance(compiled, output.CompiledFxGraph):
             Whose.note(graph, compiled)
+            padding.note(compiled)
         return compiled
 
     patches.set(compiler, "fx_codegen_and_compile", fx_codegen_and_compile)

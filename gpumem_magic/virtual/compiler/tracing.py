@@ -16,6 +16,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from gpumem_magic.patching import Patches
+from gpumem_magic.virtual.compiler.settings import configure
 from gpumem_magic.virtual.engine.modes import DEVICE_QUERY, META, cuda_for_meta, is_ours
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
 
@@ -70,6 +71,22 @@ def install(patches: Patches) -> None:
         return graph
 
     patches.set(proxies, "dispatch_trace", dispatch_trace)
+    snapshot = proxies.snapshot_fake
+
+    def snapshot_fake(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        """A trace that runs with the program's own tensors (`torch.cond` outside of compiled code) notes of each what one is
+        like. As of a card's tensors, that note holds no memory."""
+        if not isinstance(tensor, VirtualTensor):
+            return snapshot(tensor, *args, **kwargs)
+        with FakeTensorMode(allow_fallback_kernels=True):
+            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+
+    patches.set(proxies, "snapshot_fake", snapshot_fake)
+    settings = importlib.import_module("torch._functorch.config")
+    if hasattr(settings, "check_custom_op_aliasing"):
+        # A check that runs the first call of each graph under a mode of its own, which passes over virtual tensors: modes of
+        # the program's below it would not see what that call runs.
+        configure(patches, settings, "check_custom_op_aliasing", False)
 
 
 def _is_on(kind: str) -> property:

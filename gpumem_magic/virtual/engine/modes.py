@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch._C import _get_dispatch_stack_at, _len_torch_dispatch_stack  # the active dispatch modes
+from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -114,12 +115,26 @@ class HostlessFakeMode(FakeTensorMode):
         return _plain_dispatch(self, func, types, args, kwargs or {})
 
 
+def _step_by_step(func: HigherOrderOperator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """A higher-order operator by PyTorch's own rule for where no mode is on."""
+    rule = func.py_kernels.get(torch._C.DispatchKey.CompositeExplicitAutograd)
+    if rule is None:
+        raise NotImplementedError(
+            f"the virtual GPU cannot run {func.__name__}, which only PyTorch's compiler understands. "
+            "Use ordinary operators and Python's own if and for, or a real GPU."
+        )
+    return rule(*args, **kwargs)
+
+
 class OperatorMode(TorchDispatchMode):
     """Hands every operator of the code that it is pushed around to `handle`.
 
     Modes of the program's own that lie below (counters, selective activation checkpointing) get their turn first: they hand on
-    what they have seen, and the virtual tensors among the arguments bring it back here.
+    what they have seen, and the virtual tensors among the arguments bring it back here. A higher-order operator (`torch.cond`),
+    for which PyTorch asks each mode, runs step by step, by its own rule.
     """
+
+    supports_higher_order_operators = True
 
     def __init__(self, handle: Callable[..., Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -140,6 +155,8 @@ class OperatorMode(TorchDispatchMode):
             # A fake mode of PyTorch's own lies below all others: what is made under it has no memory.
             if _len_torch_dispatch_stack() and (types or torch._C._get_dispatch_mode(_FAKE) is not None):
                 return func(*args, **(kwargs or {}))
+            if not types and isinstance(func, HigherOrderOperator):
+                return _step_by_step(func, args, kwargs or {})
             if types and with_dispatch_of_its_own(types):
                 # It unwraps its tensors, and brings them here.
                 return NotImplemented

@@ -172,11 +172,6 @@ def _host_twin(tensor: VirtualTensor) -> torch.Tensor:
     return host
 
 
-def _plain_rule(func: Any) -> Any:
-    """PyTorch's own way of running a higher-order operator (`torch.cond`) step by step; None where it has none."""
-    return getattr(func, "py_kernels", {}).get(torch._C.DispatchKey.CompositeExplicitAutograd)
-
-
 class VirtualTensor(FakeTensor):
     """A tensor on ``cuda:i`` of the virtual GPU.
 
@@ -216,18 +211,10 @@ class VirtualTensor(FakeTensor):
             with waits, pushed(engine.mode):
                 return func(*args, **(kwargs or {}))
         except Exception as error:
-            refused = isinstance(error, NotImplementedError) and "HigherOrderOperator" in str(error)
-            if refused and (plain := _plain_rule(func)) is not None:
-                return plain(*args, **(kwargs or {}))
             __tracebackhide__, args, kwargs = True, (), {}
             if isinstance(error, RuntimeError) and error.args and "meta:" in str(error.args[0]):
                 # C++ names the device that it was told of.
                 error.args = (_META_NAME.sub(r"cuda:\1", str(error.args[0])), *error.args[1:])
-            if refused:
-                raise NotImplementedError(
-                    f"the virtual GPU cannot run {getattr(func, '__name__', func)}, which only PyTorch's compiler understands. "
-                    "Use ordinary operators and Python's own if and for, or a real GPU."
-                ) from None
             raise (cut_below_c if is_a(func, _OF_C) else cut)(error)  # noqa: B904
 
     @classmethod
