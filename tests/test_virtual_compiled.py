@@ -16,11 +16,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import gpumem_magic
 from gpumem_magic.virtual import gpu
+from gpumem_magic.virtual.compiler import tracing
 
 MIB = 1 << 20
 
@@ -66,6 +69,22 @@ def test_older_versions_leave_gradients_as_they_lie() -> None:
         gradient = torch.zeros(2048, 1024, device="cuda")
         peaks.append(peak(functools.partial(torch.autograd.grad, out, x, gradient)))
     assert peaks == [8 * MIB, 16 * MIB]
+
+
+def test_example_inputs_are_the_traces_own_where_pytorch_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As 2.9 and 2.10 do: tensors of another fake mode than the trace's are refused."""
+
+    def refuse(inputs: object) -> None:
+        raise AssertionError("of another mode")
+
+    monkeypatch.setattr(torch._guards, "detect_fake_mode", refuse)
+    x, mode = torch.rand(6, 4, device="cuda").t(), FakeTensorMode(shape_env=ShapeEnv())
+    with torch._guards.tracing(torch._guards.TracingContext(mode)):
+        made, number = tracing.of_the_trace([x, 3])
+    assert type(made) is FakeTensor
+    assert made.fake_mode is mode
+    assert (made.shape, made.stride(), made.device, number) == (x.shape, x.stride(), x.device, 3)
+    assert tracing.of_the_trace([x])[0] is x
 
 
 def products_are_kept(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,11 @@ def main() -> int:
                 continue
             results.append(result)
             print(f"\n{case['recording']}  ({case['repository']}, {case['device']}; {result.seconds:.0f} s)")
+            compiler = case.get("compiler")
+            if compiler and not version("torch").startswith(f"{compiler}."):
+                print(
+                    f"Compiled by PyTorch {version('torch')}; the recording's program by {compiler}, which may fuse otherwise."
+                )
             print("\n".join(words(result.real, result.virtual, result.pairing, options.details)), flush=True)
             if options.page is not None:
                 options.page.write_text(table(results), encoding="utf-8")

@@ -20,6 +20,7 @@ from gpumem_magic.patching import Patches
 from gpumem_magic.virtual.compiler import kernels
 from gpumem_magic.virtual.compiler.padding import Padding
 from gpumem_magic.virtual.compiler.settings import configure
+from gpumem_magic.virtual.compiler.tracing import of_the_trace
 from gpumem_magic.virtual.compiler.whose import Whose
 from gpumem_magic.virtual.engine.device import MachineForTorch
 from gpumem_magic.virtual.engine.engine import Engine
@@ -37,8 +38,8 @@ _CACHED = type(functools.lru_cache(len))
 # No process waits to compile kernels.
 _SETTINGS = {"compile_threads": 1}
 # The versions, from one to before another, that leave gradients as they lie when they reach a compiled graph's backward. The
-# others lay them as the graph's results lay (`torch._functorch.config`; read in 2.10, 2.11, 2.12 and 2.13).
-_AS_THEY_LIE = (2, 10), (2, 12)
+# others lay them as the graph's results lay (`torch._functorch.config`; read in 2.9 to 2.13).
+_AS_THEY_LIE = (2, 9), (2, 12)
 # Whatever the program set: nothing is timed, and the generated function is Python's.
 _TRIALS = ("max_autotune", "max_autotune_gemm", "max_autotune_pointwise")
 _UNTIMED = {**dict.fromkeys(_TRIALS, False), "coordinate_descent_tuning": False}
@@ -93,12 +94,11 @@ def install(
     """Until the patches are undone, Inductor compiles for the virtual card."""
     engine = machine.engine
     _device(patches, str([device.model for device in machine.devices]))
-    if any(
-        _AS_THEY_LIE[0] <= engine.memory.torch_version(device.index) < _AS_THEY_LIE[1] for device in machine.devices
-    ):
-        configure(
-            patches, importlib.import_module("torch._functorch.config"), "guess_tangent_strides_as_outputs", False
-        )
+    versions = [engine.memory.torch_version(device.index) for device in machine.devices]
+    older = any(_AS_THEY_LIE[0] <= version < _AS_THEY_LIE[1] for version in versions)
+    configure(
+        patches, importlib.import_module("torch._functorch.config"), "guess_tangent_strides_as_outputs", not older
+    )
     kernels.install(patches, engine)
     _buffers(patches, engine, current_device)
     _lowering(patches, otherwise, trials, padding)
@@ -226,7 +226,7 @@ def compile_with(
     tag = f"{torch.compiler.config.cache_key_tag} {whose.begins(model)}"
     try:
         with importlib.import_module("torch.compiler.config").patch({_TAG: tag}):
-            return call(wrapper, model, inputs, **kwargs)
+            return call(wrapper, model, of_the_trace(inputs), **kwargs)
     except (torch.OutOfMemoryError, RestartAnalysis):
         # (The second is no failure: Dynamo makes the graph anew, with what it has learnt.)
         raise

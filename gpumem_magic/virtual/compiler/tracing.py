@@ -87,6 +87,42 @@ def install(patches: Patches) -> None:
         # A check that runs the first call of each graph under a mode of its own, which passes over virtual tensors: modes of
         # the program's below it would not see what that call runs.
         configure(patches, settings, "check_custom_op_aliasing", False)
+    backends = importlib.import_module("torch._dynamo.backends.common")
+    compile_ = backends.aot_module_simplified
+
+    def aot_module_simplified(module: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        return compile_(module, of_the_trace(inputs), *args, **kwargs)
+
+    patches.set(backends, "aot_module_simplified", aot_module_simplified)
+
+
+def of_the_trace(inputs: Any) -> Any:
+    """A graph's example inputs, virtual tensors as fake ones of the trace's own mode.
+
+    2.9 and 2.10 refuse fake tensors of another mode (`torch/_functorch/_aot_autograd/frontend_utils.py`, `process_inputs`, and
+    `detect_fake_mode`); 2.13 takes them anew itself.
+    """
+    guards = importlib.import_module("torch._guards")
+    tracing = guards.TracingContext.try_get()
+    if tracing is None or tracing.fake_mode is None:
+        return inputs
+    try:
+        guards.detect_fake_mode(inputs)
+    except AssertionError:
+        return [
+            _traced(one, tracing.fake_mode, tracing.tensor_to_context.get(one))
+            if isinstance(one, VirtualTensor)
+            else one
+            for one in inputs
+        ]
+    return inputs
+
+
+def _traced(tensor: torch.Tensor, mode: FakeTensorMode, context: Any) -> torch.Tensor:
+    """context: which of its sizes Dynamo took for symbols."""
+    if context is None:
+        return mode.from_tensor(tensor, static_shapes=True)
+    return mode.from_tensor(tensor, symbolic_context=context, source=context.tensor_source, trace=False)
 
 
 def _is_on(kind: str) -> property:
