@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.nn.functional as F
+from asked_for import made
 
 from gpumem_magic.units import MIB
 from gpumem_magic.virtual import gpu
@@ -90,3 +91,33 @@ def test_the_hosts_own_operators_are_back_afterwards() -> None:
     y = F.dropout(torch.ones(1000), 0.5)
     assert set(y.tolist()) <= {0.0, 2.0}
     gpu.turn_on("T4")
+
+
+@pytest.mark.parametrize(("dtype", "kept"), [(torch.float32, 0), (torch.bfloat16, 16 * 4)])
+def test_batch_norm_in_evaluation_keeps_what_its_kernel_returns(dtype: torch.dtype, kept: int) -> None:
+    """cuDNN's has no mean and deviation, which PyTorch's own kernel has (bfloat16 goes there): two of each channel's."""
+    layer = torch.nn.BatchNorm2d(16).cuda().eval()
+    x = torch.zeros(4, 16, 8, 8, device="cuda", dtype=dtype)
+    assert made(lambda: layer(x)) == [x.numel() * dtype.itemsize, *[kept] * (2 if kept else 0)]
+
+
+def test_batch_norm_of_too_many_samples_is_not_cudnns() -> None:
+    layer = torch.nn.BatchNorm1d(2).cuda().eval()
+    x = torch.zeros(65536, 2, 1, device="cuda")
+    assert made(lambda: layer(x[:-1])) == [65535 * 2 * 4]
+    assert made(lambda: layer(x)) == [65536 * 2 * 4, 8, 8]
+
+
+def test_autocast_casts_the_last_argument_first() -> None:
+    layer = torch.nn.Linear(8, 16).cuda()
+    x = torch.zeros(32, 8, device="cuda")
+    with torch.autocast("cuda", torch.float16):
+        asked = made(lambda: layer(x))
+    assert asked[:4] == [16 * 2, 16 * 8 * 2, 32 * 8 * 2, 32 * 16 * 2], "bias, weight, input, result"
+
+
+def test_autocast_casts_a_list_in_its_order() -> None:
+    first, second = torch.zeros(4, 8, device="cuda"), torch.zeros(8, 16, device="cuda")
+    with torch.autocast("cuda", torch.float16):
+        asked = made(lambda: torch.einsum("ab,bc->ac", first, second))
+    assert asked[:2] == [4 * 8 * 2, 8 * 16 * 2]

@@ -119,6 +119,7 @@ def test_winograds_tiles(way: str) -> None:
         {"last": True},
         {"dtype": torch.half, "last": True},
         {"dtype": torch.half, "groups": 2},
+        {"dtype": torch.half, "weight": (24, 16, 1, 1)},
         {"weight": (24, 16, 3, 3, 3), "fine": (4, 16, 8, 8, 8), "coarse": (4, 24, 8, 8, 8), "stride": (1, 1, 1)},
     ],
 )

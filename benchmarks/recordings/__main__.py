@@ -31,6 +31,8 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
+import traces
+
 from gpumem_magic.commands.diff_events import recorded, words
 from gpumem_magic.snapshot.pairing import Pairing, Recorded, pair
 
@@ -109,8 +111,13 @@ def run(
                 if keep is not None:
                     keep.mkdir(parents=True, exist_ok=True)
                     shutil.copy(mine, keep / case["recording"].removesuffix(".gz"))
-                real = recorded(str(recording_of(case, repositories, recordings, Path(scratch))))
+                file = recording_of(case, repositories, recordings, Path(scratch))
                 virtual = recorded(str(mine))
+                if case.get("trace"):
+                    real, addressed = traces.read(file)
+                    virtual = traces.in_blocks(virtual, addressed)
+                else:
+                    real = recorded(str(file))
                 yield case, Result(case, real, virtual, pair(real, virtual), seconds)
             except Skip as why:
                 yield case, why
@@ -166,7 +173,7 @@ def recording_of(case: Mapping[str, Any], repositories: Path, recordings: Path, 
         )
         if found.returncode:
             raise Skip(f"{case['repository']} has no {place} here")
-        content, path = found.stdout, scratch / "real.pickle"
+        content, path = found.stdout, scratch / "real"
         path.write_bytes(content)
     elif not path.exists():
         raise Skip(f"the recording is not in {recordings}")

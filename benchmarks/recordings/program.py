@@ -42,6 +42,8 @@ def main(case: dict[str, Any], kept: Path) -> None:
             sys.modules[name] = MagicMock(name=name, __spec__=importlib.machinery.ModuleSpec(name, None))
     gpu.turn_on(case["device"])
     _keep_snapshots(kept, case.get("dump"))
+    if case.get("trace"):
+        _keep_profiles()
     if "entry" in case:
         exec(compile(case["entry"], "entry", "exec"), {"__name__": "__main__"})
         return
@@ -75,6 +77,27 @@ def _keep_snapshots(kept: Path, last: int | None) -> None:
         return found
 
     memory._dump_snapshot, memory._snapshot = dump_snapshot, snapshot
+
+
+def _keep_profiles() -> None:
+    """What the profiler would trace, as a snapshot for each time that it runs. It does not run itself."""
+    import torch
+    import torch.profiler as profilers
+
+    memory: Any = torch.cuda.memory
+
+    def start(profiler: Any) -> None:
+        memory._record_memory_history(None)
+        memory._record_memory_history()
+
+    def stop(profiler: Any) -> None:
+        memory._dump_snapshot()
+        memory._record_memory_history(None)
+
+    base: Any = profilers.profiler._KinetoProfile
+    base.prepare_trace, base.start_trace, base.stop_trace = lambda profiler: None, start, stop
+    for name in ("key_averages", "events", "export_chrome_trace", "export_stacks", "export_memory_timeline"):
+        setattr(base, name, MagicMock())
 
 
 if __name__ == "__main__":

@@ -147,7 +147,7 @@ def pair(one: Recorded, other: Recorded) -> Pairing:
         for number, (side, events) in enumerate(zip((one, other), sides, strict=True))
     ]
     places = None
-    if not one.start and not other.start:
+    if not any(side.start or side.timeline.unplaced for side in (one, other)):
         places = [_places(side) for side in (one, other)]
     return Pairing(
         sides[0],

@@ -44,7 +44,15 @@ from gpumem_magic.virtual.engine.known import KnownEngine
 from gpumem_magic.virtual.engine.memory import Convolution
 from gpumem_magic.virtual.engine.real import RealEngine
 from gpumem_magic.virtual.libraries.table import libraries
-from gpumem_magic.virtual.operators import composites, cudnn, gradients_that_meet, kept_inputs, recurrent, workspaces
+from gpumem_magic.virtual.operators import (
+    composites,
+    cudnn,
+    encoder_layers,
+    gradients_that_meet,
+    kept_inputs,
+    recurrent,
+    workspaces,
+)
 from gpumem_magic.virtual.operators.attention import Attention
 from gpumem_magic.virtual.operators.autocast import AutocastKernels
 from gpumem_magic.virtual.operators.factories import Factories
@@ -248,6 +256,7 @@ class VirtualMachine:
             attempt(graphs.install, self, self.face.stream_of)
             attempt(self._autocast.install)
             attempt(self.attention.install)
+            attempt(encoder_layers.install)
             attempt(composites.install)
             attempt(kept_inputs.install, [self.torch_version(gpu.index) for gpu in self._devices])
             rocm = any(generations.is_rocm(workspaces.version_text(device)) for device in self._devices)

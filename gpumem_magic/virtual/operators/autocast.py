@@ -8,7 +8,7 @@ cast once in a region and kept until it ends, which is memory that shows in the 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -83,8 +83,8 @@ class AutocastKernels:
         def kernel(*args: Any, **kwargs: Any) -> Any:
             dtype = dtype_for((*args, *kwargs.values()))
             with torch._C._ExcludeDispatchKeyGuard(self._without_autocast):
-                cast = self._cast(args, dtype)
-                return operator(*cast, **dict(zip(kwargs, self._cast(kwargs.values(), dtype), strict=True)))
+                named = self._cast(list(kwargs.values()), dtype)
+                return operator(*self._cast(args, dtype), **dict(zip(kwargs, named, strict=True)))
 
         return kernel
 
@@ -99,12 +99,18 @@ class AutocastKernels:
 
     # ---- casting
 
-    def _cast(self, args: Any, dtype: torch.dtype) -> list[Any]:
-        return [self._cast_one(arg, dtype) for arg in args]
+    def _cast(self, args: Sequence[Any], dtype: torch.dtype) -> list[Any]:
+        """An operator's arguments, the last one first: a bias, a weight, the input.
+
+        ``cached_cast(type, args, device_type)...`` in ATen/autocast_mode.h, as GCC evaluates a call's
+        arguments. Recorded with 2.5.
+        """
+        return [self._cast_one(arg, dtype) for arg in reversed(args)][::-1]
 
     def _cast_one(self, arg: Any, dtype: torch.dtype) -> Any:
         if isinstance(arg, (list, tuple)):
-            return type(arg)(self._cast(arg, dtype)) if type(arg) in (list, tuple) else arg
+            # Those of a list in their order.
+            return type(arg)([self._cast_one(one, dtype) for one in arg]) if type(arg) in (list, tuple) else arg
         if not _castable(arg) or arg.dtype == dtype:
             return arg
         keep = (

@@ -6,7 +6,6 @@ import cmath
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensor
 
 from gpumem_magic.private import aten as _aten
@@ -273,54 +272,6 @@ def _ctc_loss_backward(engine: Engine, func: Any, args: Any, kwargs: Any, device
 def _left_aligned(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> bool:
     """Nested tensors have sizes that depend on values; the dense way gives the same results."""
     return False
-
-
-@special(_aten._transformer_encoder_layer_fwd.default)
-def _encoder_layer(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
-    """The fast path of an encoder layer in inference, as the steps that it is made of."""
-    (source, size, heads, qkv_weight, qkv_bias, proj_weight, proj_bias, use_gelu, norm_first, eps, norm1_weight, norm1_bias,
-     norm2_weight, norm2_bias, ff1_weight, ff1_bias, ff2_weight, ff2_bias, *rest) = args  # fmt: skip
-    mask = rest[0] if rest else kwargs.get("mask")
-    x = source
-
-    def attend(y: Any) -> Any:
-        return _attention(y, size, heads, qkv_weight, qkv_bias, proj_weight, proj_bias, mask)
-
-    def feed_forward(y: Any) -> Any:
-        hidden = F.linear(y, ff1_weight, ff1_bias)
-        return F.linear(F.gelu(hidden) if use_gelu else hidden.relu_(), ff2_weight, ff2_bias)
-
-    if norm_first:
-        x = x + attend(F.layer_norm(x, (size,), norm1_weight, norm1_bias, eps))
-        return feed_forward(F.layer_norm(x, (size,), norm2_weight, norm2_bias, eps)).add_(x)
-    x = F.layer_norm(attend(x).add_(x), (size,), norm1_weight, norm1_bias, eps)
-    return F.layer_norm(feed_forward(x).add_(x), (size,), norm2_weight, norm2_bias, eps)
-
-
-def _attention(
-    x: Any, size: int, heads: int, qkv_weight: Any, qkv_bias: Any, proj_weight: Any, proj_bias: Any, mask: Any
-) -> Any:
-    batch, length, _ = x.shape
-    split = F.linear(x, qkv_weight, qkv_bias).view(batch, length, 3, heads, size // heads)
-    query, key, value = split.permute(2, 0, 3, 1, 4)
-    if mask is not None and mask.dim() == 2 and mask.shape == (batch, length):
-        mask = mask.view(batch, 1, 1, length)
-    allowed = None if mask is None else mask.logical_not().expand(batch, heads, length, length)
-    out = F.scaled_dot_product_attention(query, key, value, allowed)
-    return F.linear(out.transpose(1, 2).reshape(batch, length, size), proj_weight, proj_bias)
-
-
-@special(_aten._native_multi_head_attention.default)
-def _native_attention(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
-    """The fast path of multi-head attention in inference, likewise."""
-    query, _, _, size, heads, qkv_weight, qkv_bias, proj_weight, proj_bias, *rest = args
-    mask = rest[0] if rest else kwargs.get("mask")
-    need_weights = rest[1] if len(rest) > 1 else kwargs.get("need_weights", True)
-    average = rest[2] if len(rest) > 2 else kwargs.get("average_attn_weights", True)
-    batch, length, _ = query.shape
-    out = _attention(query, size, heads, qkv_weight, qkv_bias, proj_weight, proj_bias, mask)
-    shape = (batch, length, length) if average else (batch, heads, length, length)
-    return out, _placed(engine, shape if need_weights else (0,), query.dtype, device)
 
 
 @special(_aten._grouped_mm.default)

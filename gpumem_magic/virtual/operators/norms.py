@@ -20,13 +20,29 @@ _FEW_ROWS = 64 * 1024
 _COLUMNS_OF_A_BLOCK, _ROWS_OF_A_BLOCK, _MOST_BLOCKS = 32, 32, 32 * 1024
 
 
+# The largest batches that go to cuDNN, in training and in evaluation.
+_MOST_SAMPLES = {True: 880801, False: 65535}
+
+
 def by_cudnn(input: Any, weight: Any, mean: Any, training: bool) -> bool:
-    """Whether a batch norm with these goes to cuDNN."""
+    """Whether a batch norm with these goes to cuDNN (`_select_batch_norm_backend` in ATen/native/Normalization.cpp)."""
     if weight is None or input.dim() < 3 or not torch.backends.cudnn.enabled or (mean is None and not training):
+        return False
+    if input.shape[0] > _MOST_SAMPLES[bool(training)]:
         return False
     if torch.bfloat16 in (input.dtype, weight.dtype):
         return False
     return bool(input.dtype != torch.float16 or weight.dtype == torch.float32)
+
+
+@special(_aten.native_batch_norm.default)
+def _batch_forward(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    """In evaluation cuDNN returns a mean and a deviation of no elements (``cudnn/BatchNorm.cpp``). Recorded with 2.5."""
+    input, weight, _, mean, _, training = args[:6]
+    if training or not by_cudnn(input, weight, mean, training):
+        return engine.run(func, args, kwargs, device)
+    out = torch.empty_like(input)
+    return out, *(torch.empty(0, dtype=weight.dtype, device=out.device) for _ in range(2))
 
 
 @special(_aten.native_batch_norm_backward.default, table=BESIDE)

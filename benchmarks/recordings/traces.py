@@ -1,0 +1,69 @@
+"""Memory events of the profiler's traces (`profile_memory=True`), as a recording that is compared like a snapshot's.
+
+Each event has the size of the block that the allocator gave, not what was asked for; the virtual side is told in blocks, too.
+Where a trace has no addresses (those of PyTorch 1.9), a free is that of the youngest block of its size, on both sides.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from gpumem_magic.snapshot.model import ACTIVE, Block, Frame, Segment, TraceEvent
+from gpumem_magic.snapshot.pairing import Recorded
+from gpumem_magic.snapshot.timeline import Timeline
+
+# `c10::DeviceType` of CUDA.
+_CUDA = 1
+
+
+def read(path: Path, device: int = 0) -> tuple[Recorded, bool]:
+    """A trace's recording of that card, and whether it has addresses. Raises ValueError where it has no memory events."""
+    content = path.read_bytes()
+    trace = json.loads(gzip.decompress(content) if content[:2] == b"\x1f\x8b" else content)
+    found = [event["args"] for event in trace["traceEvents"] if event.get("name") == "[memory]"]
+    found = [one for one in found if (one["Device Type"], one["Device Id"]) == (_CUDA, device)]
+    if not found:
+        raise ValueError("the trace has no memory events of the card")
+    addressed = all("Addr" in one for one in found)
+    return _of_blocks(((one.get("Addr", 0), one["Bytes"]) for one in found), addressed), addressed
+
+
+def in_blocks(recording: Recorded, addressed: bool) -> Recorded:
+    """A snapshot's recording as a trace has it: the sizes of its blocks."""
+    changes: list[tuple[int, int, int]] = []
+    for life in recording.timeline.allocations:
+        if life.born >= 0:
+            changes.append((life.born, life.address, life.size))
+        if life.freed is not None:
+            changes.append((life.freed, life.address, -life.size))
+    frames = {index: event.frames for index, event in enumerate(recording.events)}
+    changes.sort()
+    return _of_blocks(
+        ((address, size) for _, address, size in changes), addressed, [frames[event] for event, _, _ in changes]
+    )
+
+
+def _of_blocks(
+    changes: Iterable[tuple[int, int]], addressed: bool, frames: Sequence[tuple[Frame, ...]] = ()
+) -> Recorded:
+    """From (address, bytes), frees below 0. Each block has a place of its own; what was not allocated here was there before."""
+    events, start = [], []
+    live: dict[int, list[int]] = defaultdict(list)
+    for number, (address, size) in enumerate(changes):
+        key = address if addressed else abs(size)
+        stack = frames[number] if frames else ()
+        place = (number + 1) << 40
+        if size > 0:
+            live[key].append(place)
+            events.append(TraceEvent("alloc", place, size, frames=stack))
+            continue
+        if live[key]:
+            place = live[key].pop()
+        else:
+            start.append(Segment(0, place, -size, 0, "large", (Block(place, -size, -size, ACTIVE),)))
+        events += [TraceEvent(action, place, -size, frames=stack) for action in ("free_requested", "free_completed")]
+    return Recorded(start, events, Timeline(start, events))

@@ -1,0 +1,109 @@
+"""The fast path of PyTorch's attention and encoder layers in inference: what CUDA makes of it, worked out from its source."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from asked_for import made, steps
+from torch import nn
+
+from gpumem_magic.virtual import gpu
+
+BATCH, LENGTH, HEADS, SIZE = 4, 16, 8, 64
+ROWS = BATCH * LENGTH
+# Of float32 values.
+RESULT, QKV, SCORES = ROWS * SIZE * 4, 3 * ROWS * SIZE * 4, BATCH * HEADS * LENGTH * LENGTH * 4
+WEIGHTS = BATCH * LENGTH * LENGTH * 4
+# cuBLASLt's, for a product with a bias.
+LT = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def machine() -> Iterator[gpu.VirtualMachine]:
+    yield gpu.turn_on("A100-40GB,torch=2.2")
+    gpu.turn_off()
+
+
+def attention() -> nn.MultiheadAttention:
+    return nn.MultiheadAttention(SIZE, HEADS, batch_first=True).cuda().eval()
+
+
+def tokens() -> torch.Tensor:
+    return torch.zeros(BATCH, LENGTH, SIZE, device="cuda")
+
+
+def warm(layer: nn.Module, *args: Any, **kwargs: Any) -> list[int]:
+    """What the second call asks for: cuBLAS has its workspace then."""
+    with torch.no_grad():
+        layer(*args, **kwargs)
+        return made(lambda: layer(*args, **kwargs))
+
+
+def test_with_weights_all_are_in_one_buffer_and_scores_are_overwritten() -> None:
+    """The products, the buffer of queries, keys and values, the scores, the context's copy, the result, the weights' mean."""
+    x = tokens()
+    assert warm(attention(), x, x, x) == [QKV, QKV, SCORES, RESULT, RESULT, LT, WEIGHTS]
+
+
+def test_each_is_let_go_as_soon_as_cuda_does() -> None:
+    layer, x = attention(), tokens()
+    with torch.no_grad():
+        layer(x, x, x)
+        taken = steps(lambda: layer(x, x, x))
+    assert taken[:3] == [("alloc", QKV), ("alloc", QKV), ("free_requested", QKV)]
+    end = [("free_requested", LT), ("free_requested", RESULT), ("alloc", WEIGHTS)]
+    assert taken[7:] == [*end, ("free_requested", SCORES), ("free_requested", QKV)]
+
+
+def test_without_weights_a_fused_kernel_is_taken() -> None:
+    x = tokens()
+    fused = warm(attention(), x, x, x, need_weights=False)
+    assert fused[0] == QKV
+    assert SCORES not in fused
+
+
+def test_a_mask_takes_a_softmax_of_its_own() -> None:
+    """The module makes the mask numbers, expanded to every head; the kernel makes them one byte each again."""
+    x, mask = tokens(), torch.zeros(LENGTH, LENGTH, dtype=torch.bool, device="cuda")
+    asked = warm(attention(), x, x, x, attn_mask=mask, need_weights=False)
+    assert asked == [LENGTH * LENGTH * 4, QKV, QKV, SCORES, SCORES // 4, SCORES, RESULT, RESULT, LT]
+
+
+def test_keys_of_another_tensor_are_projected_apart_and_joined() -> None:
+    x, other = tokens(), tokens()
+    # Not self-attention: `nn.MultiheadAttention` itself does not go this way.
+    layer = attention()
+    with torch.no_grad():
+        args = (SIZE, HEADS, layer.in_proj_weight, layer.in_proj_bias, layer.out_proj.weight, layer.out_proj.bias)
+        torch._native_multi_head_attention(x, other, other, *args)
+        asked = made(lambda: torch._native_multi_head_attention(x, other, other, *args))
+    assert asked == [RESULT, 2 * RESULT, QKV, QKV, SCORES, RESULT, RESULT, LT, WEIGHTS]
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_an_encoder_layer_adds_in_place(first: bool) -> None:
+    layer = nn.TransformerEncoderLayer(SIZE, HEADS, 4 * SIZE, batch_first=True, norm_first=first).cuda().eval()
+    x = tokens()
+    attend = [*warm(layer.self_attn, x, x, x, need_weights=False)]
+    norm, net = [RESULT, ROWS * 4, ROWS * 4], [4 * RESULT, LT, RESULT, LT]
+    expected = [*norm, *attend, *norm, *net] if first else [*attend, *norm, *net, *norm]
+    assert [one for one in warm(layer, x) if one] == expected
+
+
+def test_training_and_gradients_take_the_ordinary_way() -> None:
+    x = tokens()
+    layer = attention()
+    ordinary = made(lambda: layer(x, x, x))
+    assert ordinary[:2] != [QKV, QKV]
+
+
+def test_a_class_of_the_programs_own_is_still_asked() -> None:
+    class Own(torch.Tensor):
+        pass
+
+    own = torch.zeros(2, 2).as_subclass(Own)
+    assert torch.overrides.has_torch_function((own,))
+    assert torch.overrides.has_torch_function((tokens(),)), "outside these modules nothing changed"
