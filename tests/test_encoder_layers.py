@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -107,3 +109,16 @@ def test_a_class_of_the_programs_own_is_still_asked() -> None:
     own = torch.zeros(2, 2).as_subclass(Own)
     assert torch.overrides.has_torch_function((own,))
     assert torch.overrides.has_torch_function((tokens(),)), "outside these modules nothing changed"
+
+
+@pytest.mark.timeout(300)
+def test_compiled_it_is_one_graph() -> None:
+    counters = importlib.import_module("torch._dynamo.utils").counters
+    layer, x = nn.TransformerEncoderLayer(SIZE, HEADS, batch_first=True).cuda().eval(), tokens()
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        layer(x)
+        counters.clear()
+        torch.compile(layer, backend="aot_eager")(x)
+    assert not counters["graph_break"]
+    assert counters["stats"]["unique_graphs"] == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import runpy
 import subprocess
 from pathlib import Path
@@ -23,7 +24,9 @@ torch.cuda.memory._dump_snapshot("second.pickle")
 
 @pytest.fixture(scope="module")
 def tool() -> dict[str, Any]:
-    return runpy.run_path(str(FOLDER / "__main__.py"), run_name="recordings")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(FOLDER))
+        return runpy.run_path(str(FOLDER / "__main__.py"), run_name="recordings")
 
 
 def commit(repository: Path, **files: bytes) -> str:
@@ -76,3 +79,30 @@ def test_what_cannot_be_run_is_left_out_with_the_reason(
     [(_, found)] = tool["run"]([case], tmp_path, tmp_path)
     assert isinstance(found, tool["Skip"])
     assert why in str(found)
+
+
+PROFILED = """
+import torch
+x = torch.zeros(1000, device="cuda")
+with torch.profiler.profile(profile_memory=True) as profiler:
+    y = torch.zeros(2000, device="cuda")
+    del x
+profiler.export_chrome_trace("trace.json")
+print(profiler.key_averages().table())
+"""
+
+
+def test_what_the_profiler_traces_is_compared_with_a_trace(tool: dict[str, Any], tmp_path: Path) -> None:
+    """4,000 bytes are there before, 8,000 are made: blocks of 4,096 and 8,192."""
+    events = [{"Addr": 2, "Bytes": 8192}, {"Addr": 1, "Bytes": -4096}]
+    made = [{"name": "[memory]", "args": {"Device Type": 1, "Device Id": 0, **one}} for one in events]
+    trace = json.dumps({"traceEvents": made}).encode()
+    repository = tmp_path / "somebody" / "program"
+    head = commit(repository, **{"program.py": PROFILED.encode(), "trace.json": trace})
+    case = {
+        "recording": "trace", "sha256": hashlib.sha256(trace).hexdigest(), "repository": "somebody/program", "commit": head,
+        "file": "trace.json", "script": "program.py", "arguments": [], "trace": True, "device": "T4",
+    }  # fmt: skip
+    ((_, result),) = tool["run"]([case], tmp_path, tmp_path)
+    assert (result.pairing.matched, result.pairing.freed_alike) == (1.0, 1)
+    assert (result.real.growth_at_end, result.virtual.growth_at_end) == (4096, 4096)

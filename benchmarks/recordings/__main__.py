@@ -231,7 +231,8 @@ def table(results: Sequence[Result]) -> str:
         sizes = (
             (real.growth_at_peak, virtual.growth_at_peak),
             (real.growth_at_end, virtual.growth_at_end),
-            (real.peak_reserved, virtual.peak_reserved),
+            # (A trace's recording has no segments.)
+            (0 if case.get("trace") else real.peak_reserved, virtual.peak_reserved),
         )
         cells = [
             f"{case['repository'].partition('/')[0]}: {name_of(case)}",

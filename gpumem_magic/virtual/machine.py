@@ -250,13 +250,13 @@ class VirtualMachine:
             communication.install(self._patches, self.engine)
             install_engine_hooks(self._patches, self.engine)
             attempt(self.face.install)
+            attempt(encoder_layers.install)  # The compiler, which looks at it, comes after.
             attempt(self.compiler.install)
             if isinstance(self.engine, RealEngine):
                 attempt(random_numbers.install, self.engine.random, len(self._devices))
             attempt(graphs.install, self, self.face.stream_of)
             attempt(self._autocast.install)
             attempt(self.attention.install)
-            attempt(encoder_layers.install)
             attempt(composites.install)
             attempt(kept_inputs.install, [self.torch_version(gpu.index) for gpu in self._devices])
             rocm = any(generations.is_rocm(workspaces.version_text(device)) for device in self._devices)

@@ -6,6 +6,8 @@ import importlib
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from gpumem_magic.patching import Patches
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
 from gpumem_magic.virtual.operators.factories import Factories
@@ -37,7 +39,19 @@ def install(patches: Patches, factories: Factories) -> None:
     for path in _PASSED_OVER:
         patches.insert(rules, "SKIP_DIRS", path.as_posix())
     patches.set(factories, "traces", True)
+    _know_who_asks(patches, rules)
     _forget()
+
+
+def _know_who_asks(patches: Patches, rules: Any) -> None:
+    """What stands for `torch.overrides.has_torch_function` (`operators.encoder_layers`) is that function to Dynamo, too."""
+    functions = importlib.import_module("torch._dynamo.variables.torch").TorchInGraphFunctionVariable
+    plain, ours = torch._C._has_torch_function, torch.overrides.has_torch_function
+    handlers = functions._get_handlers()
+    # Its list has the one that was in place when it was made.
+    handler = handlers.get(plain) or handlers[ours]
+    handlers.update({plain: handler, ours: handler})
+    patches.insert(rules, "torch_name_rule_map", {"torch.overrides.has_torch_function": functions})
 
 
 def _forget() -> None:

@@ -8,8 +8,9 @@ modelled: PyTorch's taste for cuDNN on H100 with the newest of its versions, whi
 Where the memory-efficient kernel's random numbers began stands on the host, unless a graph is captured (``attention.cu`` in
 ATen/native/transformers/cuda; recordings with 2.1 and 2.9). From 2.14 on it stands on the device: that was not read in the
 source, but eight published peaks are met to the byte with it there; five of them were tried without and were not
-(`benchmarks/compiled_published.py`). Flash has it on the device, drawn or not, since 2.7 (pull request 146372); not modelled is
-that it had it on the host before, in another shape, which code of today's compiler would not take.
+(`benchmarks/compiled_published.py`). Flash has it on the device, drawn or not, since 2.7 (pull request 146372). Before, it had it
+on the host unless a graph is captured (``flash_api.cpp``; a recording with 2.5); there it has today's shape, which compiled code
+asks for.
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ from gpumem_magic.patching import Patches
 from gpumem_magic.private import aten as _aten
 from gpumem_magic.virtual.engine.engine import ON_HOST, Engine, special
 from gpumem_magic.virtual.engine.half_precision import HALF
+from gpumem_magic.virtual.engine.tensors import VirtualTensor
 
 _SEEDS_ON_DEVICE_FROM = (2, 14)
+_FLASH_SEEDS_ON_DEVICE_FROM = (2, 7)
 FLASH, EFFICIENT, MATH, CUDNN = "flash", "efficient", "math", "cudnn"
 # The numbers of `torch.nn.attention.SDPBackend`.
 _KERNELS = {0: MATH, 1: FLASH, 2: EFFICIENT, 3: CUDNN}
@@ -183,3 +186,20 @@ def _with_seeds(engine: Engine, func: Any, out: Any, device: int) -> Any:
     if torch.cuda.is_current_stream_capturing() or engine.memory.torch_version(device) >= _SEEDS_ON_DEVICE_FROM:
         return out
     return (*out[:2], *(torch.empty((), dtype=torch.long) for _ in range(2)), *out[4:])
+
+
+@special(_aten._scaled_dot_product_flash_attention.default, _aten._flash_attention_forward.default, table=ON_HOST)
+def _flash_with_seeds(engine: Engine, func: Any, out: Any, device: int) -> Any:
+    """Likewise of flash. (What computes on the host as well keeps them where its own operator has them.)"""
+    newer = engine.memory.torch_version(device) >= _FLASH_SEEDS_ON_DEVICE_FROM
+    if newer or engine.computes or torch.cuda.is_current_stream_capturing():
+        return out
+    # The last but the mask for debugging.
+    return (*out[:-3], *(torch.empty(one.shape, dtype=one.dtype) for one in out[-3:-1]), out[-1])
+
+
+@special(_aten._scaled_dot_product_flash_attention_backward.default, _aten._flash_attention_backward.default)
+def _flash_backward(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    """Seeds may stand on the host; for the shapes of the gradients anything of the device's stands for them."""
+    seeds = [one if isinstance(one, VirtualTensor) else args[5] for one in args[12:14]]
+    return engine.run(func, (*args[:12], *seeds, *args[14:]), kwargs, device)
