@@ -24,7 +24,7 @@ import numpy as np
 HERE = Path(__file__).resolve().parent
 # The lines that differ between any two runs: times, rates, and the device's own name and memory.
 _OF_THE_MOMENT = re.compile(
-    r"time|\bsec|seconds|\bms\b|/s\b|it/s|s/it|elapsed|cuda|device|memory|GPU|\bCPU\b|accelerator|MB|MiB|\bSPS\b|\dd:\d",
+    r"time|\bsec|seconds|\bms\b|\dms\b|/s\b|it/s|s/it|elapsed|cuda|device|memory|GPU|\bCPU\b|accelerator|MB|MiB|\bSPS\b|\dd:\d",
     re.I,
 )
 _CLOCK = re.compile(r"\b\d+:\d\d:\d\d(\.\d+)?s?\b")
