@@ -3,6 +3,7 @@
     git clone https://github.com/pytorch/torchtitan && git -C torchtitan checkout 9dec370
     git clone https://github.com/pytorch/ao && git -C ao checkout eab345c
     PYTHONPATH=ao python benchmarks/torchtitan.py torchtitan [--only "8B on 8"] [--expandable] [--root-stays-whole]
+        [--pipelining FOLDER] [--as RANKS] [--steps N]
 
 Those are the commits of the published runs (torchtitan's benchmarks/llama3_h100_202412_torchtitan.md). It needs torchdata,
 datasets, tensorboard, tiktoken and triton. The text that it trains on and the tokenizer, of Llama's size, are made here: sizes do
@@ -11,7 +12,9 @@ are met: torchao is told of a new operator, and a buffer on meta may be selected
 
 The published figures are of long runs. Here a row takes a few steps, and says from which one on what is reserved rests (Adam's
 states are made in the first). PyTorch is today's; that of the published runs kept the root's parameters whole between forward and
-backward: `--root-stays-whole` has it so.
+backward: `--root-stays-whole` has it so. Its pipelines kept what each stage gave until the step's end; with `--pipelining` they
+are those of such a folder, `torch/distributed/pipelining` unpacked from a wheel of 2.7, say. With these a stage of 1F1B asks
+nothing of later ones, so that the first can run alone (`--as 0`); today's eight wait for each other.
 
 The published runs do not say which allocator settings they had. With PyTorch's own, ordinary segments, the rows of one dimension
 are met; with the `expandable_segments:True` of torchtitan's script for one machine (`--expandable`) they are missed by 2 to 4 %.
@@ -134,6 +137,16 @@ def index_select(tensor, dim, index, **kwargs):
 
 torch.index_select = index_select
 """
+# The pipelines of another version.
+PIPELINES_OF = """
+import importlib.util, sys
+import torch.distributed
+
+name, folder = "torch.distributed.pipelining", {folder!r}
+found = importlib.util.spec_from_file_location(name, folder + "/__init__.py", submodule_search_locations=[folder])
+torch.distributed.pipelining = sys.modules[name] = importlib.util.module_from_spec(found)
+found.loader.exec_module(sys.modules[name])
+"""
 THEN = """
 import runpy, sys
 sys.argv = sys.argv[1:]
@@ -142,7 +155,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 VOCABULARY = 128_000
 
 
-def prepare(folder: Path) -> list[str]:
+def prepare(folder: Path, steps: int) -> list[str]:
     """Writes a text and a tokenizer, and returns the arguments that every row has."""
     data = folder / "tests" / "assets" / "c4_test"
     data.mkdir(parents=True)
@@ -160,7 +173,7 @@ def prepare(folder: Path) -> list[str]:
     tokenizer = folder / "tokenizer.model"
     tokenizer.write_text("\n".join(words) + "\n", "utf-8")
     return [
-        "--training.dataset", "c4_test", "--training.steps", str(STEPS), "--training.warmup_steps", "1",
+        "--training.dataset", "c4_test", "--training.steps", str(steps), "--training.warmup_steps", "1",
         "--metrics.log_freq", "1", "--model.tokenizer_path", str(tokenizer),
     ]  # fmt: skip
 
@@ -190,9 +203,8 @@ class Measured(NamedTuple):
     host: float
 
 
-def measure(row: Row, folder: Path, program: list[str], settings: str, checkout: Path) -> Measured:
-    """The peaks of reserved memory, from which step on it rests, and what it took: seconds, CPU seconds, GiB of the host.
-    Exits where it does not rest."""
+def measure(row: Row, folder: Path, program: list[str], settings: str, checkout: Path, steps: int) -> Measured:
+    """The peaks of reserved memory, from which step on it rests, and what it took: seconds, CPU seconds, GiB of the host."""
     target, log = folder / "row.json", folder / "row.log"
     target.unlink(missing_ok=True)
     command = [
@@ -224,8 +236,8 @@ def measure(row: Row, folder: Path, program: list[str], settings: str, checkout:
     if any(one["state"] != "done" for one in rows):
         sys.exit(said[-3000:])
     rests = rests_from(said)
-    if rests == STEPS:
-        sys.exit(f"{row.words} on {row.ranks} ranks: what is reserved still rises in step {STEPS}")
+    if rests == steps:
+        print(f"{row.words} on {row.ranks} ranks: what is reserved still rises in step {steps}")
     reserved = {one["rank"]: one["peak_reserved"] / (1 << 30) for one in rows}
     return Measured(reserved, rests, time.monotonic() - began, busy, after.ru_maxrss / (1 << 20))
 
@@ -238,6 +250,13 @@ def main() -> None:
     parser.add_argument(
         "--root-stays-whole", action="store_true", help="between forward and backward, as in PyTorch of the time"
     )
+    parser.add_argument(
+        "--pipelining", type=Path, metavar="FOLDER", help="torch/distributed/pipelining of another version"
+    )
+    parser.add_argument(
+        "--as", dest="ranks", metavar="RANKS", help="which ranks run, such as 0,64; by default each row's own"
+    )
+    parser.add_argument("--steps", type=int, default=STEPS, metavar="N")
     options = parser.parse_args()
     checkout = options.checkout.resolve()
     settings = "expandable_segments:True" if options.expandable else ""
@@ -248,7 +267,7 @@ def main() -> None:
     )
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        general = prepare(folder)
+        general = prepare(folder, options.steps)
         for row in ROWS:
             label = f"{row.model.upper()} on {row.ranks}"
             if options.only not in f"{label} {row.words}":
@@ -256,11 +275,14 @@ def main() -> None:
             words = f"{label:<15}{row.words:<34}{row.published:>10.1f}"
             own = [*configuration(row.model, folder, checkout), *row.flags]
             first = [ROOT_STAYS_WHOLE] if options.root_stays_whole else []
+            if options.pipelining is not None and "1F1B" in " ".join(own):
+                first.append(PIPELINES_OF.format(folder=str(options.pipelining.resolve())))
             if "Float8" in row.words:
                 first += [KNOWN_TO_FLOAT8, SELECTED_ON_META]
             (folder / "then.py").write_text("".join([*first, THEN]), "utf-8")
             program = [str(folder / "then.py"), "--", str(checkout / "train.py"), *general, *own]
-            measured = measure(row, folder, program, settings, checkout)
+            row = row._replace(asked=options.ranks or row.asked)
+            measured = measure(row, folder, program, settings, checkout, options.steps)
             here = max(measured.reserved.values())
             print(
                 f"{words}{here:>8.1f}{100 * (here / row.published - 1):>8.1f}%{measured.rests:>11}{measured.seconds:>9.0f}"
