@@ -91,6 +91,8 @@ def test_another_way_is_silent_unless_the_report_says_so(modules: dict[str, Any]
     real = went("epoch 1: loss 0.25, 12/64 right\n", 1000)
     assert judging.way_taken(went("epoch 1: loss 0, 64/64 right\n", 1009), real) == "same"
     assert judging.way_taken(went("epoch 1: loss 0, 64/64 right\nearly\n", 1000), real) == "silent"
+    arrays = [went(text, 1000) for text in ("[[0. 0.]\n [0. 0.]]\n", "[[ 0.5  -1.25]\n [-3.    4.  ]]\n")]
+    assert judging.way_taken(*arrays) == "same"
     assert judging.way_taken(went(real.out, 1020), real) == "silent"
     assert judging.way_taken(went(real.out, 1000, turns=1), real) == "silent"
     assert judging.way_taken(went("", 1, "It goes by a value that the virtual GPU does not know."), real) == "said"

@@ -29,6 +29,8 @@ _OF_THE_MOMENT = re.compile(
 )
 _CLOCK = re.compile(r"\b\d+:\d\d:\d\d(\.\d+)?s?\b")
 _NUMBER = re.compile(r"[-+]?(\d[\d.,]*(e[-+]?\d+)?|\binf\b|\bnan\b) *", re.I)
+# NumPy fills numbers up with spaces, each array as its longest.
+_BESIDE_NUMBERS = re.compile(r"\s*([\[\]#]|\s)\s*")
 
 
 @dataclass(frozen=True)
@@ -203,7 +205,9 @@ def way_taken(guessed: Run, real: Run) -> str:
     """
     if real.status is None or guessed.status is None or not (real.report and guessed.report):
         return ""
-    lines = [[" ".join(_NUMBER.sub("#", line).split()) for line in _comparable(one.out)] for one in (guessed, real)]
+    lines = [
+        [_BESIDE_NUMBERS.sub(r"\1", _NUMBER.sub("#", line)) for line in _comparable(one.out)] for one in (guessed, real)
+    ]
     turns = [[row.get("iteration") for row in one.report["checkpoints"]][-1:] for one in (guessed, real)]
     peaks = [one.peak or 0 for one in (guessed, real)]
     if lines[0] == lines[1] and turns[0] == turns[1] and 100 * abs(peaks[0] - peaks[1]) <= peaks[1]:
