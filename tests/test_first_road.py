@@ -362,6 +362,22 @@ reached = epoch
     assert [row.iteration for row in rows(report(), "optimizer.step")] == [(1, 1), (1, 2), (2, 1)]
 
 
+def test_a_loop_that_only_prepares_on_the_host_is_not_ended(shell: Any) -> None:
+    run(shell, "%gpumem_device T4")
+    cell = """%%gpumem --max-iterations 3
+import torch
+data = []
+for k in range(20):
+    data.append(torch.full((4,), float(k)))
+for row in data:
+    out = row.cuda()
+"""
+    result, _ = run(shell, cell)
+    assert result.success
+    assert len(shell.user_ns["data"]) == 20
+    assert shell.user_ns["row"][0] == 2
+
+
 def test_stop_once_iterations_repeat(shell: Any) -> None:
     run(shell, TRAIN)
     run(shell, "%gpumem_device T4")

@@ -24,20 +24,27 @@ from gpumem_magic.units import counted
 
 
 class IterationLimit:
-    """Decides when a run is long enough: after `most` iterations (None: no limit), or when `repeating` says so."""
+    """Decides when a run is long enough: after `most` iterations (None: no limit), or when `repeating` says so.
 
-    def __init__(self, most: int | None, repeating: Callable[[], bool] = lambda: False) -> None:
+    position: how far the devices' logs have come, in all. A loop that makes none of them longer is not ended: it only prepares.
+    """
+
+    def __init__(
+        self, most: int | None, repeating: Callable[[], bool] = lambda: False, position: Callable[[], int] = lambda: 0
+    ) -> None:
         self.stopped = False
         self.steps = 0
         # Iterations of a loop without steps, after which it ended.
         self._turns = 0
         self._most = most
         self._repeating = repeating
+        self._position = position
         self._first: weakref.ref[Any] | None = None
         self._step_statement: int | None = None
         self._statement: int | None = None
         self._thread = threading.get_ident()
-        self._at_start: dict[int, int] = {}
+        # Of each loop, the steps and the position at its start.
+        self._at_start: dict[int, tuple[int, int]] = {}
         self._handles: list[Any] = []
 
     def install(self) -> None:
@@ -58,16 +65,17 @@ class IterationLimit:
     def statement_began(self, statement: Statement) -> None:
         self._statement = statement.index
         if statement.kind in ("for", "while"):
-            self._at_start[statement.index] = self.steps
+            self._at_start[statement.index] = self.steps, self._position()
 
     def should_end(self, loop: Statement, iteration: tuple[int, ...], steps_expected: bool) -> bool:
         """Whether the loop, which begins this iteration, is to end. steps_expected: its body calls an optimizer's step."""
-        stepped_in_loop = self.steps > self._at_start.get(loop.index, 0)
+        steps, position = self._at_start.get(loop.index, (0, 0))
+        stepped_in_loop = self.steps > steps
         if self._enough() and stepped_in_loop:
             self.stopped = True
             return True
         counts_turns = not stepped_in_loop and not steps_expected and len(iteration) == 1
-        if counts_turns and self._at_most(iteration[0] - 1):
+        if counts_turns and self._at_most(iteration[0] - 1) and self._position() > position:
             self.stopped, self._turns = True, iteration[0] - 1
             return True
         return False

@@ -63,7 +63,11 @@ class ActiveRecording:
         self._lines, self._source = lines, source
         self._why.read(source)
         if max_iterations is not None or until_repeat:
-            self._limit = IterationLimit(max_iterations, lambda: until_repeat and self._recorder.alike >= ENOUGH)
+            self._limit = IterationLimit(
+                max_iterations,
+                lambda: until_repeat and self._recorder.alike >= ENOUGH,
+                lambda: sum(map(self._recorder.position, self._recorder.logs)),
+            )
             self._limit.install()
         return CellProgress(self._recorder, self._limit, source)
 
