@@ -74,3 +74,161 @@ def test_where_algorithms_are_deterministic_an_element_fills_the_rows() -> None:
     finally:
         settings.fill_uninitialized_memory = True
         torch.use_deterministic_algorithms(False)
+
+
+# ---- gradients that do not lie plainly
+
+IMAGE = 4 * 8 * 16 * 16 * 4
+QUARTER = IMAGE // 4
+
+
+def image(layout: torch.memory_format = torch.contiguous_format) -> torch.Tensor:
+    return torch.zeros(4, 8, 16, 16, device="cuda").to(memory_format=layout).requires_grad_()
+
+
+def of_spread(out: torch.Tensor, x: torch.Tensor) -> list[int]:
+    """The gradient for a gradient that is one number for all."""
+    gradient = torch.ones((), device="cuda").expand(out.shape)
+    return made(lambda: torch.autograd.grad(out, x, gradient))
+
+
+def test_pools_and_enlargements_lay_out_the_gradient_once_theirs_is_there() -> None:
+    for pool in (F.max_pool2d, F.avg_pool2d):
+        x = image()
+        assert of_spread(pool(x, 2), x) == [IMAGE, QUARTER]
+        x = image(torch.channels_last)
+        assert of_spread(pool(x, 2), x) == [IMAGE, QUARTER]
+        # In the order of the channels that the image has.
+        out = pool(x, 2)
+        plain, last = torch.zeros(out.shape, device="cuda"), torch.zeros_like(out)
+        assert made(lambda out=out, x=x, plain=plain: torch.autograd.grad(out, x, plain)) == [IMAGE, QUARTER]  # type: ignore[misc]
+        out = pool(x, 2)
+        assert made(lambda out=out, x=x, last=last: torch.autograd.grad(out, x, last)) == [IMAGE]  # type: ignore[misc]
+    x = image()
+    assert of_spread(F.adaptive_avg_pool2d(x, 8), x) == [IMAGE, QUARTER]
+    assert of_spread(F.adaptive_max_pool2d(x, 8), x) == [IMAGE, QUARTER]
+    for mode in ("bilinear", "bicubic"):
+        assert of_spread(F.interpolate(x, scale_factor=2, mode=mode), x) == [IMAGE, 4 * IMAGE]
+    # What averages to a size of its own leaves channels where they lie.
+    x = image(torch.channels_last)
+    assert of_spread(F.adaptive_avg_pool2d(x, 8), x) == [IMAGE]
+
+
+def test_pools_of_what_lies_across_lay_it_out() -> None:
+    x = image().detach().transpose(2, 3)
+    assert made(lambda: F.max_pool2d(x, 2)) == [QUARTER, 2 * QUARTER, IMAGE]
+    assert made(lambda: F.avg_pool2d(x, 2)) == [QUARTER, IMAGE]
+    # Before the result, in this one.
+    assert made(lambda: F.adaptive_avg_pool2d(x, 8)) == [IMAGE, QUARTER]
+    assert made(lambda: F.adaptive_avg_pool2d(image(torch.channels_last).detach(), 8))[-1] == QUARTER
+    assert made(lambda: x.roll(1, 0)) == [IMAGE, IMAGE]
+
+
+def test_normalisations_lay_out_the_gradient_last() -> None:
+    x = torch.zeros(64, 128, device="cuda", requires_grad=True)
+    weight = torch.ones(128, device="cuda", requires_grad=True)
+    out = F.layer_norm(x, (128,), weight, weight)
+    gradient = torch.ones((), device="cuda").expand(64, 128)
+    assert made(lambda: torch.autograd.grad(out, (x, weight), gradient)) == [32768, 512, 512, 32768]
+    assert of_spread(x.softmax(1), x) == of_spread(x.log_softmax(1), x) == [32768, 32768]
+
+
+def test_columns_of_an_image_are_made_by_resizing() -> None:
+    x = image().detach()
+    columns = 4 * 72 * 196 * 4
+    # As large as the image first.
+    assert made(lambda: F.unfold(x, 3)) == [IMAGE, columns]
+    wide = torch.zeros(4, 72, 196, device="cuda")
+    # What becomes smaller keeps its memory.
+    assert made(lambda: F.fold(wide, 16, 3)) == [columns]
+
+
+def test_a_batch_norm_over_samples_has_sums_for_the_gradient() -> None:
+    norm = torch.nn.BatchNorm1d(256, device="cuda")
+    x = torch.zeros(4096, 256, device="cuda", requires_grad=True)
+    gradient = torch.zeros_like(x)
+    # 16 blocks of 16 x 16 rows and 32 columns: four sums for each, and a semaphore for each of eight columns of blocks.
+    out = norm(x)
+    assert made(lambda: norm(x))[-5:] == [4096 * 1024, 1024, 1024, 4 * 256 * 16 * 4, 32]
+    parameters = (x, *norm.parameters())
+    assert made(lambda: torch.autograd.grad(out, parameters, gradient)) == [
+        1024, 1024, 1024, 1024, 2 * 256 * 16 * 4, 32, 4096 * 1024
+    ]  # fmt: skip
+    # Too few rows for several blocks.
+    few = torch.zeros(64, 256, device="cuda", requires_grad=True)
+    assert made(lambda: norm(few))[-3:] == [64 * 1024, 1024, 1024]
+
+
+def test_a_group_norm_of_single_values_adds_up_by_channel_too() -> None:
+    x = torch.zeros(4, 32, device="cuda", requires_grad=True)
+    weight = torch.ones(32, device="cuda", requires_grad=True)
+    out = F.group_norm(x, 8, weight, weight)
+    seed = torch.zeros_like(out)
+    assert made(lambda: torch.autograd.grad(out, (x, weight), seed))[:7] == [512, 128, 128, 512, 512, 128, 128]
+
+
+def test_the_gradient_of_a_cross_entropy_with_logits_is_worked_out_in_one_tensor() -> None:
+    x = torch.zeros(100, 10, device="cuda", requires_grad=True)
+    target = torch.zeros(100, 10, device="cuda")
+    weight = torch.ones(10, device="cuda")
+    loss = F.binary_cross_entropy_with_logits(x, target)
+    assert made(lambda: torch.autograd.grad(loss, x, torch.ones((), device="cuda"))) == [4, 4000]
+    weighted = F.binary_cross_entropy_with_logits(x, target, weight, pos_weight=weight)
+    # The target times its weight; one more than that; the scores' sigmoid.
+    assert made(lambda: torch.autograd.grad(weighted, x, torch.ones((), device="cuda"))) == [4, 4000, 4000, 4000]
+    again = F.binary_cross_entropy_with_logits(x, target)
+    (gradient,) = torch.autograd.grad(again, x, create_graph=True)
+    gradient.sum().backward()
+    assert x.grad is not None
+
+
+def test_classes_become_ones_in_zeros() -> None:
+    classes = torch.zeros(100, dtype=torch.int64, device="cuda")
+    assert made(lambda: F.one_hot(classes, 10)) == [8000]
+    # The highest is looked for.
+    assert made(lambda: F.one_hot(classes)) == [8, 800]
+    assert F.one_hot(classes.view(10, 10), 3).shape == (10, 10, 3)
+    with pytest.raises(RuntimeError, match="empty tensor"):
+        F.one_hot(classes[:0])
+
+
+def test_means_of_what_is_scattered_are_counted() -> None:
+    x = torch.zeros(100, 16, device="cuda")
+    places = torch.zeros(50, 16, dtype=torch.int64, device="cuda")
+    values = torch.zeros(50, 16, device="cuda")
+    # A one for each value, how many come to each place, and which have none.
+    assert made(lambda: x.scatter_reduce(0, places, values, "mean")) == [6400, 3200, 6400, 1600]
+    assert made(lambda: x.scatter_reduce(0, places, values, "amax")) == [6400]
+
+
+def test_few_elements_are_compared_with_each() -> None:
+    x = torch.zeros(100, dtype=torch.int64, device="cuda")
+    assert made(lambda: torch.isin(x, x[:3])) == [100, 300, 100]
+
+
+def test_repetitions_have_their_ends_summed_up() -> None:
+    x = torch.zeros(100, 16, device="cuda")
+    often = torch.ones(100, dtype=torch.int64, device="cuda")
+    # One tile of 896 sums of eight bytes; the rows; they themselves.
+    assert made(lambda: x.repeat_interleave(often, 0, output_size=200)) == [800, 768 + 256 + 255, 1600, 200 * 64]
+
+
+def test_alignments_have_lengths_and_beginnings_on_the_device() -> None:
+    scores = torch.zeros(50, 4, 20, device="cuda", requires_grad=True)
+    targets = torch.zeros(4, 10, dtype=torch.int64, device="cuda")
+    lengths = (torch.full((4,), 50), torch.full((4,), 10))
+    out = F.ctc_loss(scores, targets, *lengths, reduction="none")
+    table = 4 * 50 * 21 * 4
+    assert made(lambda: F.ctc_loss(scores, targets, *lengths, reduction="none"))[:5] == [32, 32, 32, table, 16]
+    seed = torch.zeros(4, device="cuda")
+    assert made(lambda: torch.autograd.grad(out, scores, seed))[-5:] == [32, 32, 32, table, 16_000]
+
+
+def test_the_gradient_of_a_masked_scatters_source_is_chosen_by_the_mask() -> None:
+    words = torch.zeros(4, 100, device="cuda")
+    images = torch.zeros(400, device="cuda", requires_grad=True)
+    mask = torch.empty(4, 100, dtype=torch.bool, device="cuda")
+    out = words.masked_scatter(mask, images)
+    sizes = made(lambda: torch.autograd.grad(out, images, torch.zeros_like(words)))
+    # The seed; the count, its storage, the positions in two dimensions, their tiles, and what is there.
+    assert sizes == [1600, 4, 1, 6400, 512 + 256 + 255, 1600]

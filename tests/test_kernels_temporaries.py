@@ -38,47 +38,60 @@ def test_few_indices_need_nothing_beside_the_gradient() -> None:
     assert of_gradient(3072) == [1000 * 64 * 4]
 
 
-# To sort 4096 indices: the sorted ones, where each stood, and for a moment where they stand and CUB's storage: eight
-# histograms of 2048 bytes, two tiles of 1024, both lists again, eight counters of 4 bytes in a block of 256, 255 bytes to
-# round up the start.
-SORT = [32768, 32768, 32768, 16384 + 2048 + 2 * 32768 + 256 + 255]
+def sorting(passes: int) -> list[int]:
+    """To sort 4096 indices: the sorted ones, where each stood, and for a moment where they stand and CUB's storage.
+
+    That is a histogram of 2048 bytes for each pass, two tiles of 1024, both lists again where there are several, the passes'
+    counters in a block of 256, 255 bytes to round up the start.
+    """
+    return [32768, 32768, 32768, passes * 2048 + 2048 + (2 * 32768 if passes > 1 else 0) + 256 + 255]
+
+
+# Then where runs begin, and how many there are. They are found with a list of their numbers and CUB's four tiles of 192 x 7, each
+# with 16 bytes, 32 before them. The parts of up to a thousand runs, and where they begin: two tiles of 896, or one.
+FOUND = [32768, 8, 32768, 768 + 256 + 255]
+COUNTED = 768 + 256 + 255
 
 
 @pytest.mark.parametrize(
     ("dtype", "accumulated"), [(torch.float32, 4), (torch.float16, 4), (torch.bfloat16, 4), (torch.float64, 8)]
 )
 def test_more_are_sorted_and_their_runs_added_up_in_parts(dtype: torch.dtype, accumulated: int) -> None:
-    # At most 1000 runs, and so 409 + 1000 parts of up to ten.
-    lists = [32768, 8, 8000, 8000, 8, 1409 * 8]
-    assert of_gradient(4096, dtype=dtype) == [*SORT, 1000 * 64 * dtype.itemsize, *lists, 1409 * 64 * accumulated]
+    # At most 1000 runs, and so 409 + 1000 parts of up to ten. A thousand rows have ten bits: two passes.
+    lists = [*FOUND, 8000, 8000, COUNTED, 8, 1409 * 8]
+    assert of_gradient(4096, dtype=dtype) == [*sorting(2), 1000 * 64 * dtype.itemsize, *lists, 1409 * 64 * accumulated]
 
 
 def test_few_rows_are_added_up_in_the_gradient() -> None:
     # Ten runs of 64 threads are 10 blocks; 419 parts are more than four for each.
-    lists = [32768, 8, 80, 80, 8, 419 * 8, 419 * 8]
-    assert of_gradient(4096, 10) == [*SORT, 10 * 64 * 4, *lists]
-    assert of_gradient(4096, 10, torch.float16) == [*SORT, 10 * 64 * 2, *lists, 10 * 64 * 4]
+    lists = [*FOUND, 80, 80, COUNTED, 8, 419 * 8, 419 * 8]
+    assert of_gradient(4096, 10) == [*sorting(1), 10 * 64 * 4, *lists]
+    assert of_gradient(4096, 10, torch.float16) == [*sorting(1), 10 * 64 * 2, *lists, 10 * 64 * 4]
     torch.use_deterministic_algorithms(True)
     try:
-        assert of_gradient(4096, 10) == [*SORT, 10 * 64 * 4, *lists[:-1], 419 * 64 * 4]
+        assert of_gradient(4096, 10) == [*sorting(1), 10 * 64 * 4, *lists[:-1], 419 * 64 * 4]
     finally:
         torch.use_deterministic_algorithms(False)
 
 
-def test_earlier_versions_keep_the_parts_of_few_rows() -> None:
+def test_earlier_versions_keep_the_parts_of_few_rows_and_sort_by_all_bits() -> None:
     gpu.turn_off()
     gpu.turn_on("A100-40GB,torch=2.10,context=0MiB")
-    assert of_gradient(4096, 10) == [*SORT, 10 * 64 * 4, 32768, 8, 80, 80, 8, 419 * 8, 419 * 64 * 4]
+    # Numbers of four bytes, in three tiles of 256 x 7.
+    lists = [32768, 8, 32768, 768 + 255, 80, 80, 768 + 255, 8, 419 * 8]
+    assert of_gradient(4096, 10) == [*sorting(8), 10 * 64 * 4, *lists, 419 * 64 * 4]
 
 
 def test_scaling_by_frequency_sorts_always_and_counts() -> None:
     # Up to 2304 pairs of eight bytes each are one tile of CUB's.
-    lists = [8192, 8, 8000, 8000, 8, 1102 * 8]
+    lists = [8192, 8, 8192, COUNTED, 8000, 8000, COUNTED, 8, 1102 * 8]
     assert of_gradient(1024, by_frequency=True) == [8192, 8192, 8192, 1, 8192, 256000, *lists, 1102 * 64 * 4]
 
 
 def test_indices_of_four_bytes_make_shorter_lists() -> None:
-    assert of_gradient(4096, index=torch.int32)[5:] == [16384, 8, 4000, 4000, 8, 1409 * 4, 1409 * 64 * 4]
+    # One tile of 1920 sums of four bytes: 33 states of eight.
+    found = [16384, 8, 16384, 768 + 256 + 255, 4000, 4000, 512 + 256 + 255, 8]
+    assert of_gradient(4096, index=torch.int32)[5:] == [*found, 1409 * 4, 1409 * 64 * 4]
 
 
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
@@ -86,8 +99,14 @@ def test_a_bag_sorts_always_and_has_parts_unless_it_takes_the_largest(mode: str)
     bag = nn.EmbeddingBag(10, 64, mode=mode, device="cuda")
     gradient = torch.ones(2, 64, device="cuda")
     out = bag(torch.zeros(1000, dtype=torch.int64, device="cuda"), torch.tensor([0, 500], device="cuda"))
-    parts = [8000, 8000, 8000, 1, 2560, 8000, 8, 80, 80, 8, 110 * 8, 110 * 64 * 4]
+    parts = [8000, 8000, 8000, 1, 2560, 8000, 8, 8000, COUNTED, 80, 80, COUNTED, 8, 110 * 8, 110 * 64 * 4]
     assert made(lambda: out.backward(gradient)) == ([2560] if mode == "max" else parts)
+
+
+def test_a_bag_has_its_size_and_each_indexs_bag_before_its_result() -> None:
+    bag = nn.EmbeddingBag(10, 64, mode="sum", device="cuda")
+    indices, starts = torch.zeros(1000, dtype=torch.int64, device="cuda"), torch.tensor([0, 500], device="cuda")
+    assert made(lambda: bag(indices, starts)) == [16, 8000, 512]
 
 
 def test_a_gradient_that_is_not_contiguous_is_copied_first() -> None:
@@ -98,6 +117,8 @@ def test_a_gradient_that_is_not_contiguous_is_copied_first() -> None:
 
 
 def test_what_does_not_fit_is_out_of_memory_and_all_is_given_back() -> None:
+    # A version that sorts by all bits.
+    gpu.turn_on("A100-40GB,total=1GiB,context=0MiB,torch=2.11")
     table = nn.Embedding(128, 1024, device="cuda")
     tokens = torch.zeros(8, 1024, 8, dtype=torch.int64, device="cuda")
     gradient = torch.zeros(1, device="cuda").expand(*tokens.shape, 1024)

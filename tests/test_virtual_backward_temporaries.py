@@ -93,8 +93,9 @@ def test_shared_keys_have_a_gradient_for_each_query_head_first() -> None:
 # ---- batch norm, dropout, products with a bias
 
 
-@pytest.mark.parametrize(("dims", "extra"), [(4, 2), (2, 0)])
-def test_a_frozen_batch_norm_of_cudnns_makes_gradients_that_nobody_wants(dims: int, extra: int) -> None:
+# PyTorch's own kernel, for two dimensions, makes two sums, which its gradient in `eval` needs as well.
+@pytest.mark.parametrize(("dims", "extra", "in_eval"), [(4, 2, 0), (2, 2, 2)])
+def test_a_frozen_batch_norm_of_cudnns_makes_gradients_that_nobody_wants(dims: int, extra: int, in_eval: int) -> None:
     gpu.turn_on("T4")
     norm = torch.nn.BatchNorm2d(64).cuda() if dims == 4 else torch.nn.BatchNorm1d(64).cuda()
     x = torch.randn((8, 64, 4, 4)[:dims], device="cuda", requires_grad=True)
@@ -108,7 +109,7 @@ def test_a_frozen_batch_norm_of_cudnns_makes_gradients_that_nobody_wants(dims: i
     sizes = made(run)
     assert sizes.count(256) == 2 + extra
     norm.eval()
-    assert made(run).count(256) <= 2
+    assert made(run).count(256) <= 2 + in_eval
 
 
 def test_dropout_makes_its_mask_first() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from asked_for import made
+from asked_for import made, steps
 from hypothesis import given
 from hypothesis import strategies as st
 from scratch_memory import scratch
@@ -16,7 +16,12 @@ from scratch_memory import scratch
 import gpumem_magic
 from gpumem_magic.virtual import gpu
 from gpumem_magic.virtual.operators.copies import fits_blas
-from gpumem_magic.virtual.operators.sorting import radix_bytes, sort_blocks
+from gpumem_magic.virtual.operators.cub import Cub
+from gpumem_magic.virtual.operators.sorting import sort_blocks
+
+# That of PyTorch 2.13 on the card of the tests, and what it sorts in.
+CUB = Cub((3, 0), (8, 0), (108, 2048))
+radix_bytes = CUB.radix_sort
 
 
 @pytest.fixture(autouse=True)
@@ -61,19 +66,26 @@ def test_few_long_rows_are_sorted_together() -> None:
 
 def test_many_long_rows_are_sorted_by_segments() -> None:
     x = torch.zeros(128, 8192, device="cuda")
-    assert scratch(lambda: x.sort()) == x.numel() * (8 + 4 + 8)
+    assert scratch(lambda: x.sort()) == x.numel() * 8 + blocks(x.numel() * (4 + 8) + 255)
 
 
 def test_rows_that_lie_apart_are_gathered_first() -> None:
     x = torch.zeros(8192, 128, device="cuda")
     count = x.numel()
-    assert scratch(lambda: x.sort(dim=0)) == count * (4 + 4 + 8) + count * (8 + 4 + 8)
+    assert scratch(lambda: x.sort(dim=0)) == count * (4 + 4 + 8) + count * 8 + blocks(count * (4 + 8) + 255)
 
 
-def test_bytes_need_one_pass_and_no_copy() -> None:
+def test_few_very_long_rows_are_sorted_one_after_the_other() -> None:
+    x = torch.zeros(3, 1_000_000, device="cuda")
+    # The places of one row, and for each what CUB takes: four histograms of 2048 bytes, 326 tiles of 3072, both lists again
+    # (keys of four bytes, 4,000,000 of them, places of eight), four counters in 256 bytes, and up to 255 bytes in front.
+    cub = 8192 + 326 * 1024 + 4_000_000 + 8_000_000 + 256 + 255
+    assert made(x.sort)[2:] == [8_000_000, cub, cub, cub]
+
+
+def test_bytes_are_counted_by_blocks() -> None:
     x = torch.zeros(1 << 20, dtype=torch.uint8, device="cuda")
     assert scratch(lambda: x.sort()) == (1 << 20) * 8 + blocks(radix_bytes(1 << 20, 1, 8))
-    assert radix_bytes(1 << 20, 1, 8) < 1 << 19
 
 
 def test_argsort_lets_go_of_the_values() -> None:
@@ -84,53 +96,105 @@ def test_argsort_lets_go_of_the_values() -> None:
 @given(st.integers(1, 300), st.integers(1, 20000), st.sampled_from([1, 2, 4, 8]), st.booleans())
 def test_a_sort_holds_between_one_row_and_nine_copies(rows: int, row: int, item: int, by_last: bool) -> None:
     count = rows * row
-    held, steps = sort_blocks(count, row, item, by_last)
+    held, steps = sort_blocks(CUB, count, row, item, by_last)
     most = sum(held) + max(map(sum, steps))
     assert all(size >= 0 for size in [*held, *(size for step in steps for size in step)])
-    assert row * 8 <= most <= 9 * count * 8
+    # What CUB takes beside the copies are tables: 4 MiB and 55 KiB for keys of two bytes.
+    assert row * 8 <= most <= 9 * count * 8 + 4_500_000
 
 
 # ---- choosing
 
 
-def test_few_chosen_need_nothing() -> None:
-    x = torch.zeros(64, 100_000, device="cuda")
+def test_few_chosen_of_short_rows_need_nothing() -> None:
+    x = torch.zeros(64, 7_999, device="cuda")
     assert scratch(lambda: x.topk(50)) == 0
-    assert scratch(lambda: x.t().topk(50, dim=0)) == 64 * 100_000 * 4
+    assert scratch(lambda: x.t().topk(50, dim=0)) == blocks(64 * 7_999 * 4)
+
+
+@pytest.mark.parametrize(
+    ("slices", "size", "shared"),
+    [
+        (1, 19_999, False), (1, 20_000, True), (20, 19_999, False), (21, 10_000, True), (40, 9_999, False), (41, 8_000, True),
+        (80, 7_999, False), (81, 5_000, True), (199, 4_999, False), (200, 3_000, True), (799, 2_999, False), (800, 800, True),
+        (4_000, 799, False), (4_001, 400, True), (4_001, 399, False),
+    ],
+)  # fmt: skip
+def test_several_blocks_choose_from_one_long_row(slices: int, size: int, shared: bool) -> None:
+    x = torch.zeros(slices, size, dtype=torch.float16, device="cuda")
+    assert (len(made(lambda: x.topk(2))) > 2) is shared
+
+
+# 108 multiprocessors run six blocks of 256 threads with 40 registers each. 8 x 128,000 elements are 6.2 for each of their 165,888
+# threads, so seven; 72 blocks of 1792 for each slice. A histogram of two bytes for each digit and block; sums of four bytes.
+CHOSEN = [8 * 50 * 4, 8 * 50 * 8]
+COUNTED = [576 * 256 * 2, 576 * 4, 576 * 4]
+# One tile of 2304 blocks, and 32 states before it: 16 bytes each, then its key's 4.
+BY_KEY = [768 + 256 + 255] * 2
+
+
+@pytest.mark.parametrize(
+    ("version", "known"),
+    [
+        ("2.6", [32, 32, 32, 32]),
+        ("2.7", [32, 32, 64, 64]),
+        # No semaphores, but each digit's sum in each slice.
+        ("2.11", [32, 64, 64]),
+    ],
+)
+def test_what_blocks_that_choose_together_share(version: str, known: list[int]) -> None:
+    gpu.turn_on(f"virtual:8GiB,context=0MiB,torch={version}")
+    x = torch.zeros(8, 128_000, device="cuda")
+    sums = [8 * 256 * 4] if version == "2.11" else []
+    assert made(lambda: x.topk(50)) == [*CHOSEN, *known, COUNTED[0], *sums, *COUNTED[1:], *BY_KEY]
 
 
 def test_many_chosen_are_put_in_order_by_a_sort() -> None:
     x = torch.zeros(100_000, device="cuda")
     k = 50_000
     assert scratch(lambda: x.topk(k)) == blocks(k * 8, k * 4, k * 8, radix_bytes(k, 4, 8))
-    assert scratch(lambda: x.topk(k, sorted=False)) == 0
+    assert scratch(lambda: x.topk(k, sorted=False)) < 1 << 17
 
 
 def test_unique_values() -> None:
     x = torch.empty(1 << 18, dtype=torch.int64, device="cuda")
-    n = 1 << 18
-    # The sorted copy, and CUB's; the result comes after CUB's is gone.
-    assert scratch(lambda: torch.unique(x)) == n * 8 + blocks(radix_bytes(n, 8, 0)) - n * 8
-    # With the inverse: where everything was, where everything goes, the sorted copy and what CUB takes, less the two results.
-    expected = n * 8 * (1 + 2) + blocks(radix_bytes(n, 8, 8)) - 2 * n * 8
-    assert scratch(lambda: torch.unique(x, return_inverse=True)) == expected
+    n = (1 << 18) * 8
+    # The sorted copy, CUB's, the result, how many there are, and the tiles of 192 x 10 that choose those which differ from
+    # the one before: 137 of 8 bytes, 32 before them, aligned to 256 twice.
+    differing = 1536 + 256 + 255
+    assert made(x.unique) == [n, radix_bytes(1 << 18, 8, 0), n, 8, differing]
+    # With the inverse: the sorted copy, the places, where they were. Then where each goes, whether it is another than the one
+    # before, and the sums of that: 69 tiles of 320 x 12, in four bytes each.
+    assert made(lambda: x.unique(return_inverse=True)) == [
+        n, n, n, radix_bytes(1 << 18, 8, 8), n, n, 1024 + 256 + 255, n, 8, differing
+    ]  # fmt: skip
+    # Counts instead: the runs are found in 342 tiles of 128 x 6, of 16 bytes.
+    assert made(lambda: x.unique(return_counts=True)) == [n, radix_bytes(1 << 18, 8, 0), n, 8, n, 6144 + 255]
+
+
+def test_unique_flags_are_counted() -> None:
+    x = torch.empty(5000, dtype=torch.bool, device="cuda")
+    # How many are true (eight blocks of 256 threads at a time on each multiprocessor, five times), the two values, how often
+    # each comes, and what each is.
+    counts = 4 * 108 * 8 * 5
+    assert made(lambda: x.unique(return_inverse=True)) == [4, counts + 128 + 255, 2, 16, 40_000]
 
 
 def test_a_permutation_sorts_by_random_keys() -> None:
-    # Numbers in order, keys, keys in order. 16 bits are enough for 100 of them; 100,000 take 36, in keys of eight bytes and five
-    # passes: five histograms, 27 tiles of 3840, both lists again, five counters, and up to 255 bytes in front.
-    assert made(lambda: torch.randperm(100, device="cuda")) == [800, 800, 400, 400, 1]
+    # The keys' range, numbers in order, keys, keys in order. 16 bits are enough for 100 of them; 100,000 take 36, in keys of
+    # eight bytes and five passes: five histograms, 27 tiles of 3840, both lists again, five counters, and 255 bytes in front.
+    assert made(lambda: torch.randperm(100, device="cuda")) == [800, 8, 800, 400, 400, 1]
     cub = 5 * 2048 + 27 * 1024 + 2 * 800_000 + 256 + 255
-    assert made(lambda: torch.randperm(100_000, device="cuda")) == [800_000] * 4 + [cub]
+    assert made(lambda: torch.randperm(100_000, device="cuda")) == [800_000, 8, *[800_000] * 3, cub]
 
 
 def test_neighbours_that_are_the_same() -> None:
     x = torch.rand(1000, device="cuda")
-    # The values and how many there are.
-    assert made(lambda: torch.unique_consecutive(x)) == [4000, 8]
-    # Where each went, and before that whether it differs, in four bytes; the counts at the end.
+    # The values, how many there are, and one tile's state of eight bytes with 32 before it.
+    assert made(lambda: torch.unique_consecutive(x)) == [4000, 8, 512 + 256 + 255]
+    # Where each went, and before that whether it differs, in four bytes, and their sums; the counts at the end: two tiles.
     with_all = made(lambda: torch.unique_consecutive(x, return_inverse=True, return_counts=True))
-    assert with_all == [8000, 4000, 4000, 8, 8000]
+    assert with_all == [8000, 4000, 512 + 256 + 255, 4000, 8, 8000, 768 + 255]
 
 
 def test_rows_that_are_the_same() -> None:
@@ -165,18 +229,83 @@ def test_the_median_of_numbers_sorts_them_and_counts_those_that_are_none() -> No
 
 
 def test_a_draw_from_a_distribution() -> None:
-    weights = torch.zeros(4, 50_000, device="cuda")
-    one = blocks(4 * 50_000 * 4)
-    assert scratch(lambda: torch.multinomial(weights, 1)) == one
+    weights = torch.zeros(4, 5_000, device="cuda")
+    one = blocks(4 * 5_000 * 4)
     assert scratch(lambda: torch.multinomial(weights, 20, replacement=True)) == 3 * one
-    # The result, a draw for each weight, and the twenty highest quotients.
-    assert made(lambda: torch.multinomial(weights, 20)) == [4 * 20 * 8, 4 * 50_000 * 4, 4 * 20 * 4]
+    # The result. The lowest and the highest weight, whether they are allowed, and both. The sum of each row, whether it is
+    # zero, whether any is, that none is. A draw for each weight; and the twenty highest quotients.
+    checked = [4, 4, 1, 1, 1, 16, 4, 1, 1]
+    assert made(lambda: torch.multinomial(weights, 1)) == [4 * 8, *checked, 80_000]
+    assert made(lambda: torch.multinomial(weights, 20)) == [4 * 20 * 8, *checked, 80_000, 4 * 20 * 4]
+    # One row needs no "any".
+    assert made(lambda: torch.multinomial(weights[0], 1)) == [8, 4, 4, 1, 1, 1, 4, 1, 1, 20_000]
+
+
+def test_older_draws_look_for_the_highest_first_and_read_the_answers() -> None:
+    gpu.turn_on("virtual:8GiB,context=0MiB,torch=2.11")
+    weights = torch.zeros(4, 5_000, device="cuda")
+    assert made(lambda: torch.multinomial(weights, 1)) == [32, 4, 1, 4, 1, 1, 16, 4, 1, 1, 80_000]
+    gpu.turn_on("virtual:8GiB,context=0MiB,torch=2.4")
+    weights = torch.zeros(4, 5_000, device="cuda")
+    assert made(lambda: torch.multinomial(weights, 1)) == [32, 4, 1, 4, 1, 1, 16, 4, 1, 80_000]
+
+
+def test_bins_look_for_the_ends_first() -> None:
+    x = torch.zeros(1000, dtype=torch.int64, device="cuda")
+    y = torch.zeros(1000, device="cuda")
+    assert made(lambda: x.bincount(minlength=16)) == [8, 8, 128]
+    assert made(lambda: y.histc(16)) == [64, 4, 4]
+    assert made(lambda: y.histc(16, 0, 1)) == [64]
+    assert made(lambda: y[:0].histc(16)) == [64]
+
+
+# ---- what a mask chooses
+
+# 256 x 1024 elements are counted by up to eight blocks of 256 threads on each of 108 multiprocessors, five times as many as run
+# at a time, with a sum of four bytes each (17,280, rounded up to 256). Then 114 tiles of 384 x 6 are chosen, with states of
+# eight bytes and 32 before them (1,280, with another 256 to align them in CUB 3).
+COUNTING = [4, 17_408 + 255]
+CHOOSING = 1_280 + 256 + 255
 
 
 def test_a_masks_places_are_numbers_for_each_dimension() -> None:
     mask = torch.empty(256, 1024, dtype=torch.bool, device="cuda")
     x = torch.zeros(256, 1024, device="cuda")
-    assert scratch(lambda: torch.masked_select(x, mask)) == 256 * 1024 * 2 * 8
+    count = 256 * 1024
+    places = count * 2 * 8
+    assert made(lambda: x[mask]) == made(lambda: x.masked_select(mask)) == [*COUNTING, places, CHOOSING, count * 4]
+    assert made(lambda: mask.nonzero()) == [*COUNTING, places, CHOOSING]
+    # Those of one dimension lie together.
+    assert mask.nonzero().stride() == (1, count)
+    # What lies across, and a mask for several, are laid out first.
+    assert made(lambda: mask.t().nonzero())[0] == made(lambda: x.masked_select(mask[:1]))[0] == count
+
+
+def test_few_elements_are_counted_by_one_block() -> None:
+    # 16 elements for each of 256 threads.
+    assert made(torch.empty(4096, device="cuda").nonzero)[:2] == [4, 1]
+    assert made(torch.empty(4097, device="cuda").nonzero)[:2] == [4, 17_408 + 255]
+    assert made(torch.ones((), device="cuda").nonzero) == [4, 1]
+    assert made(torch.empty(0, 3, device="cuda").nonzero) == [4, 1, 256 + 256 + 255]
+
+
+def test_older_searches_keep_the_counts_storage_until_the_next_is_there() -> None:
+    mask = torch.empty(100, dtype=torch.bool, device="cuda")
+    count, sum_, places, choice = [("alloc", 4)], ("alloc", 1), ("alloc", 800), ("alloc", 512 + 255)
+    back = {size: ("free_requested", size) for size in (4, 1, 512 + 255)}
+    gpu.turn_on("virtual:8GiB,context=0MiB,torch=2.5")
+    mask = torch.empty(100, dtype=torch.bool, device="cuda")
+    assert steps(mask.nonzero) == [*count, sum_, places, choice, back[1], back[767], back[4]]
+    gpu.turn_on("virtual:8GiB,context=0MiB,torch=2.6")
+    mask = torch.empty(100, dtype=torch.bool, device="cuda")
+    assert steps(mask.nonzero) == [*count, sum_, back[1], places, choice, back[767], back[4]]
+
+
+def test_a_list_of_fixed_length_has_each_blocks_count() -> None:
+    # 123 tiles of 8192, on 216 blocks at a time for flags and 108 for numbers: then two for each, so 62 blocks.
+    flags = torch.empty(1_000_000, dtype=torch.bool, device="cuda")
+    assert made(lambda: torch.nonzero_static(flags, size=10)) == [80, 123 * 4, 123 * 8]
+    assert made(lambda: torch.nonzero_static(flags.float(), size=10))[1:] == [80, 62 * 4, 62 * 8]
 
 
 # ---- writing through indices
@@ -242,8 +371,9 @@ def test_without_accumulation_only_a_masks_places_are_found() -> None:
         target[mask] = 0.0
 
     assert scratch(by_places) == 512
-    assert scratch(by_mask) == blocks(1000 * 8)
-    assert scratch(filled) <= 512
+    assert made(by_mask) == [4, 1, 1000 * 8, 512 + 256 + 255]
+    # A number stays on the host.
+    assert made(filled) == []
 
 
 def test_a_mask_with_known_values_is_counted() -> None:
@@ -254,7 +384,7 @@ def test_a_mask_with_known_values_is_counted() -> None:
     def write() -> None:
         target[mask] = rows
 
-    assert scratch(write) == 512
+    assert made(write)[2] == 16 * 8
 
 
 def test_determinism_sorts_always() -> None:
@@ -278,15 +408,32 @@ def test_a_masked_scatter_counts_for_every_element() -> None:
     images = torch.zeros(128, 1024, dtype=torch.bfloat16, device="cuda")
     mask = torch.zeros(2, 512, dtype=torch.bool, device="cuda")[..., None]
     count = words.numel()
-    # The counts, and the mask laid out for all of them.
-    assert scratch(lambda: words.masked_scatter(mask, images)) == count * 8 + count
+    # The counts, and the mask laid out for all of them; 1171 tiles of 896 with states of 16 bytes, and 32 before them.
+    tiles = 19_456 + 256 + 255
+    assert made(lambda: words.masked_scatter(mask, images)) == [count * 2, count * 8, count, tiles]
     whole = mask.expand_as(words).contiguous()
-    assert scratch(lambda: words.masked_scatter(whole, images)) == count * 8
+    assert made(lambda: words.masked_scatter(whole, images)) == [count * 2, count * 8, tiles]
 
     def in_place() -> None:
         words.masked_scatter_(whole, images)
 
-    assert scratch(in_place) == count * 8
+    assert made(in_place) == [count * 8, tiles]
+
+
+def test_numbers_that_are_assigned_stay_on_the_host() -> None:
+    x = torch.zeros(100, 16, device="cuda")
+    places = torch.zeros(10, dtype=torch.int64, device="cuda")
+
+    def write(index: Any) -> Callable[[], None]:
+        def assign() -> None:
+            x[index] = 1.0
+
+        return assign
+
+    mask = x > 0
+    assert made(write(3)) == made(write(slice(3, 5))) == made(write(mask)) == []
+    # Through indices it comes to the device.
+    assert made(write(places)) == made(write((slice(None), places))) == [4]
 
 
 # ---- gradients that are written in place

@@ -17,7 +17,7 @@ from gpumem_magic.virtual.engine.memory import Memory
 from gpumem_magic.virtual.engine.random import DeviceRandom
 from gpumem_magic.virtual.engine.refusals import refuse_to_hold
 from gpumem_magic.virtual.engine.storage import Placement, StorageTable
-from gpumem_magic.virtual.engine.tensors import OTHERWISE, VirtualTensor
+from gpumem_magic.virtual.engine.tensors import VirtualTensor
 from gpumem_magic.virtual.engine.twins import Twins, leaves, on_host
 
 # Operators whose rule here is made of others, which are computed one by one.
@@ -36,8 +36,6 @@ _CHECKS = set(overloads("_assert_async _assert_async.msg _linalg_check_errors"))
 
 class ComputingEngine(Engine):
     """Runs operators on virtual tensors, and on those of their twins that it keeps."""
-
-    seen = OTHERWISE | {torch.Tensor.__setitem__}
 
     def __init__(self, memory: Memory, device_count: int, table: StorageTable) -> None:
         super().__init__(memory, device_count)
@@ -65,7 +63,7 @@ class ComputingEngine(Engine):
             return super().otherwise(func, args)
         index = _with_tensors(args[1]) if self.follows(args[0]) or _has_flags(args[1]) else args[1]
         if index is args[1]:
-            return None if assigns else super().otherwise(func, args)
+            return super().otherwise(func, args)
         if not assigns:
             return args[0][index]
         args[0][index] = args[2]

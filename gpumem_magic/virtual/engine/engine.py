@@ -207,9 +207,11 @@ class Engine:
     # ---- operators
 
     def otherwise(self, func: Any, args: Any) -> Any:
-        """What one of `OTHERWISE` gives where the device runs it in another way; else None."""
+        """What one of `OTHERWISE` gives where the device runs it in another way; else None (False after an assignment)."""
         if func is torch.nn.functional.linear:
             return contractions.with_bias_in_place(*args)
+        if func is torch.Tensor.__setitem__:
+            return indexing.assigned_from_host(*args)
         device = device_among(args, None)
         if device is None or device >= self.device_count:
             return None

@@ -1,7 +1,11 @@
-"""``x[:, -1]`` as PyTorch before 2.9 ran it: a slice that takes all of a dimension is an operator of its own.
+"""Indexing that a device does in another way.
 
-Its gradient is a tensor of the full size, which later versions do not make (``applySlice`` in ATen/TensorIndexing.h compared the
-slice's end, the largest integer, with the dimension's length).
+A number that is assigned (``x[mask] = 0``) stays on the host until a kernel takes it (`valueToTensor` in
+torch/csrc/autograd/python_variable_indexing.cpp); where C++ sees another device than CUDA it makes a tensor of it there.
+
+``x[:, -1]`` as PyTorch before 2.9 ran it: a slice that takes all of a dimension is an operator of its own. Its gradient is a
+tensor of the full size, which later versions do not make (``applySlice`` in ATen/TensorIndexing.h compared the end, the largest
+integer, with the dimension's length).
 """
 
 from __future__ import annotations
@@ -11,8 +15,18 @@ from typing import Any
 
 import torch
 
+from gpumem_magic.virtual.engine.tensors import VirtualTensor
+
 # The first PyTorch that leaves such slices out.
 LEFT_OUT_FROM = (2, 9)
+
+
+def assigned_from_host(tensor: Any, index: Any, value: Any) -> Any:
+    """Assigns a number; None where the value is none, or the tensor is not on the device."""
+    if not isinstance(value, (int, float, complex)) or not isinstance(tensor, VirtualTensor):
+        return None
+    tensor[index] = torch.scalar_tensor(value, dtype=tensor.dtype)
+    return False
 
 
 def with_full_slices(tensor: Any, index: Any) -> Any:

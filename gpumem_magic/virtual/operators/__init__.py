@@ -3,11 +3,10 @@
 A rule is a function under `special` (`engine.engine`) in the module that fits:
 
 * results: `shapes` (PyTorch has no rule), `data_dependent` (values, and sizes that depend on values), `checks` (comparisons);
-* memory beside the results: `copies` (into another layout), `sorting`, `reductions`, `convolutions` with `cudnn`, `norms`,
-  `attention_gradients`, `made_of_others`, `fourier`, `linear_algebra`, `temporaries` (the rest);
-  what is added in place: `gradients_that_meet`;
-* operators that C++ puts together differently for CUDA: `composites`, `attention`, `encoder_layers`,
-  `written_gradients`;
+* memory beside the results: `copies` (into another layout), `sorting` and `positions` (masks) with `cub`, `reductions`,
+  `convolutions` with `cudnn`, `norms`, `attention_gradients`, `made_of_others`, `fourier`, `linear_algebra`,
+  `temporaries` (the rest); what is added in place: `gradients_that_meet`;
+* operators that C++ puts together differently for CUDA: `composites`, `attention`, `encoder_layers`, `written_gradients`;
   what older versions keep: `kept_inputs`;
 * tensors and processes: `factories`, `sparse`, `autocast`, `collectives`.
 

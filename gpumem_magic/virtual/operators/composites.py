@@ -23,6 +23,7 @@ from gpumem_magic.private import aten as _aten
 from gpumem_magic.virtual.engine.engine import Engine, special
 from gpumem_magic.virtual.engine.half_precision import HALF
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
+from gpumem_magic.virtual.operators.copies import laid_out
 from gpumem_magic.virtual.operators.norms import by_cudnn
 
 
@@ -138,6 +139,16 @@ def batch_norm(
     return kernel(input, weight, bias, mean, variance, training, momentum, eps)[0]  # type: ignore[no-any-return]
 
 
+def one_hot(self: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
+    """Ones written into zeros (``Onehot.cpp``); elsewhere every class is compared with every number."""
+    if not self.numel() and num_classes <= 0:
+        raise RuntimeError("Can not infer total number of classes from empty tensor.")
+    if num_classes == -1:
+        num_classes = int(self.max().item()) + 1
+    out = self.new_zeros((*self.shape, num_classes))
+    return out.scatter_(-1, self.unsqueeze(-1), 1) if self.numel() else out
+
+
 def singular_values(A: torch.Tensor, *, driver: str | None = None) -> torch.Tensor:
     return _aten._linalg_svd.default(A, False, _may_have_gradient(A), driver=driver)[1]  # type: ignore[no-any-return]
 
@@ -160,6 +171,7 @@ _WAYS: dict[Any, Callable[..., torch.Tensor]] = {
     _aten.dropout.default: dropout,
     _aten.softmax.int: softmax,
     _aten.log_softmax.int: log_softmax,
+    _aten.one_hot.default: one_hot,
 }
 # Kernels of CUDA's own, which below autograd are the operator itself.
 _KERNELS: dict[Any, Callable[..., Any]] = {
@@ -192,4 +204,5 @@ def _without_autograd(engine: Engine, func: Any, args: Any, kwargs: Any, device:
 
 @special(*_KERNELS)
 def _whole(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
-    return engine.run(func, args, kwargs, device)
+    is_norm = _KERNELS[func] is rms_norm
+    return laid_out(engine, func, args, kwargs, device, (0,) if is_norm else ())

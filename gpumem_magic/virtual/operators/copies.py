@@ -1,6 +1,7 @@
 """Kernels that copy what they are given before they start, and those that draw or add up in memory of their own.
 
-After ATen/native/cuda: ``SoftMax.cu``, ``layer_norm_kernel.cu``, ``ReflectionPad.cu``, ``ReplicationPadding.cu``,
+After ATen/native/cuda: ``SoftMax.cu``, ``layer_norm_kernel.cu``, ``DilatedMaxPool2d.cu``, ``AveragePool2d.cu`` and their like,
+``Im2Col.cu``, ``Col2Im.cu``, ``ReflectionPad.cu``, ``ReplicationPadding.cu``,
 ``UpSampleNearest2d.cu``, ``UpSampleNearest3d.cu``, ``ScanKernels.cpp``, ``Sorting.cpp`` and ``TensorModeKernel.cpp`` want plain
 layouts, ``Embedding.cpp`` one list of indices; ``Resize.h`` fills what grows, where algorithms are deterministic; ``Copy.cu``
 takes plain tensors between host and device; ``Blas.cpp`` one dimension of each matrix whose elements lie side by side;
@@ -20,21 +21,24 @@ from gpumem_magic.private import aten as _aten
 from gpumem_magic.private import overloads
 from gpumem_magic.virtual.engine.calls import bytes_of
 from gpumem_magic.virtual.engine.engine import BESIDE, Engine, special
-from gpumem_magic.virtual.operators.sorting import is_dense
+from gpumem_magic.virtual.engine.half_precision import HALF, accumulator
+from gpumem_magic.virtual.engine.modes import pushed
+from gpumem_magic.virtual.operators.cub import cub_of
+from gpumem_magic.virtual.operators.positions import blocks_in_turn
+from gpumem_magic.virtual.operators.sorting import hold_for_selection, is_dense
 from gpumem_magic.virtual.operators.written_gradients import IN_PLACE, writes_into_zeros
 
 # Which arguments are copied unless they are contiguous, before the results are there.
 _LAID_OUT: dict[Any, tuple[int, ...]] = {
-    _aten._softmax.default: (0,),
-    _aten._log_softmax.default: (0,),
-    _aten._softmax_backward_data.default: (0, 1),
-    _aten._log_softmax_backward_data.default: (0, 1),
     _aten.native_layer_norm.default: (0,),
     _aten.native_group_norm.default: (0,),
     _aten.native_group_norm_backward.default: (0, 1),
     _aten.kthvalue.default: (0,),
     _aten.median.dim: (0,),
     _aten.nanmedian.dim: (0,),
+    _aten.roll.default: (0,),
+    _aten._adaptive_avg_pool3d.default: (0,),
+    _aten.fractional_max_pool2d_backward.default: (0,),
 }
 _PRODUCTS: dict[Any, tuple[int, int]] = {
     _aten.mm.default: (0, 1),
@@ -43,19 +47,45 @@ _PRODUCTS: dict[Any, tuple[int, int]] = {
     _aten.baddbmm.default: (1, 2),
 }
 # The same, once they are there.
-_LAID_OUT_AFTER = (
-    *overloads(
-        "reflection_pad1d reflection_pad2d reflection_pad3d reflection_pad1d_backward reflection_pad2d_backward"
+_LAID_OUT_AFTER: dict[Any, tuple[int, ...]] = {
+    **dict.fromkeys(
+        (
+            *overloads(
+                "reflection_pad1d reflection_pad2d reflection_pad3d reflection_pad1d_backward reflection_pad2d_backward"
+            ),
+            *overloads(
+                "reflection_pad3d_backward replication_pad2d replication_pad3d cummax cummin _softmax _log_softmax"
+            ),
+            *overloads("max_pool3d_with_indices max_pool3d_with_indices_backward avg_pool3d avg_pool3d_backward"),
+            *overloads(
+                "adaptive_max_pool2d adaptive_max_pool3d adaptive_max_pool2d_backward adaptive_max_pool3d_backward"
+            ),
+            *overloads(
+                "_adaptive_avg_pool3d_backward upsample_nearest1d _upsample_nearest_exact1d upsample_linear1d_backward"
+            ),
+            *overloads("upsample_bicubic2d_backward upsample_trilinear3d_backward _upsample_bilinear2d_aa_backward"),
+            *overloads("nll_loss2d_forward nll_loss_backward"),
+        ),
+        (0,),
     ),
-    *overloads("reflection_pad3d_backward replication_pad2d replication_pad3d logcumsumexp cummax cummin"),
-)
+    _aten._softmax_backward_data.default: (0, 1),
+    _aten._log_softmax_backward_data.default: (0, 1),
+}
+# The same, but in the order of the channels that another argument has, or this one itself.
+_LAID_OUT_LIKE: dict[Any, int] = {
+    **dict.fromkeys(overloads("max_pool2d_with_indices avg_pool2d upsample_bilinear2d_backward"), 0),
+    **dict.fromkeys(overloads("max_pool2d_with_indices_backward avg_pool2d_backward _adaptive_avg_pool2d_backward"), 1),
+}
 _NEAREST = overloads(
     "upsample_nearest2d upsample_nearest2d_backward _upsample_nearest_exact2d _upsample_nearest_exact2d_backward "
     "upsample_nearest3d _upsample_nearest_exact3d"
 )
+_SMOOTHED = overloads("_upsample_bilinear2d_aa _upsample_bicubic2d_aa")
 # The fewest channels for which a kernel of channels-last tensors enlarges them.
 _CHANNELS = 4
 _PIECE = 65536
+# `multinomial`: since when the device checks the weights, and looks for the lowest and the highest together.
+_CHECKED_ON_DEVICE_FROM, _ENDS_AT_ONCE_FROM = (2, 5), (2, 12)
 # The longest row whose most frequent value is found without sorting.
 _LONGEST_MODE = 2048
 
@@ -81,7 +111,53 @@ def _product(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device
 
 @special(*_LAID_OUT_AFTER, table=BESIDE)
 def _laid_out_after(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> list[int]:
-    return [] if args[0].is_contiguous() else [bytes_of(args[0])]
+    return [bytes_of(args[place]) for place in _LAID_OUT_AFTER[func] if not args[place].is_contiguous()]
+
+
+@special(*_LAID_OUT_LIKE, table=BESIDE)
+def _laid_out_like(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> list[int]:
+    source, like = args[0], args[_LAID_OUT_LIKE[func]]
+    is_last = like.dim() == 4 and not like.is_contiguous() and like.is_contiguous(memory_format=torch.channels_last)
+    if is_last and func is _aten._adaptive_avg_pool2d_backward.default:
+        return []
+    layout = torch.channels_last if is_last else torch.contiguous_format
+    return [] if source.is_contiguous(memory_format=layout) else [bytes_of(source)]
+
+
+@special(_aten._adaptive_avg_pool2d.default)
+def _averaged(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    source = args[0]
+    is_last = source.dim() == 4 and source.is_contiguous(memory_format=torch.channels_last)
+    return laid_out(engine, func, args, kwargs, device, () if is_last else (0,))
+
+
+@special(*_SMOOTHED, table=BESIDE)
+def _smoothed(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> list[int]:
+    return [bytes_of(tensor) for tensor in (out, args[0]) if not tensor.is_contiguous()]
+
+
+@special(_aten.im2col.default)
+def _columns(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    """The result is made as large as the argument, and then as large as it has to be."""
+    source = args[0]
+    with engine.scratch(device, bytes_of(source), 0 if source.is_contiguous() else bytes_of(source)):
+        return engine.run(func, args, kwargs, device)
+
+
+@special(_aten.col2im.default)
+def _image(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    """Likewise; what is smaller keeps that memory."""
+    source = args[0]
+    shape = engine.fake_call(func, args, kwargs).shape
+    out = torch.empty(source.shape, dtype=source.dtype, device=torch.device("cuda", device))
+    with engine.scratch(device, 0 if source.is_contiguous() else bytes_of(source)):
+        return out.resize_(shape)
+
+
+@special(_aten.multi_margin_loss.default, table=BESIDE)
+def _margins(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> list[int]:
+    """Each sample's share, before they are added up."""
+    return [args[0].shape[0] * out.element_size()] if not out.dim() and args[0].dim() == 2 else []
 
 
 @special(*_NEAREST, table=BESIDE)
@@ -112,13 +188,41 @@ def _rows(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: i
     return [out.element_size()] if fills and out.numel() else []
 
 
-@special(_aten.cumsum.default, _aten.cumprod.default, table=BESIDE)
+@special(*overloads("cumsum cumprod cumsum_ cumprod_"), table=BESIDE)
 def _scan(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> list[int]:
-    """In the result's type, then side by side."""
+    """In the result's type, then side by side; one row alone is CUB's (``ScanUtils.cuh``)."""
     source = args[0]
+    if not source.dim() or not source.numel():
+        return []
     converted = source.dtype != out.dtype
     laid_out = not source.is_contiguous() and (is_dense(source) or not converted)
-    return [bytes_of(out)] * (converted + laid_out) if source.dim() else []
+    return [bytes_of(out)] * (converted + laid_out) + _of_one_row(engine, device, func, args, kwargs, out)
+
+
+@special(_aten.logcumsumexp.default, table=BESIDE)
+def _scan_of_logarithms(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> list[int]:
+    source = args[0]
+    if not source.dim() or not source.numel():
+        return []
+    copied = [] if source.is_contiguous() else [bytes_of(source)]
+    return copied + _of_one_row(engine, device, func, args, kwargs, out)
+
+
+_SUMS = frozenset(overloads("cumsum cumsum_"))
+_IN_ORDER_FROM = (2, 6)
+
+
+def _of_one_row(engine: Engine, device: int, func: Any, args: Any, kwargs: Any, out: Any) -> list[int]:
+    dim = args[1] if len(args) > 1 else kwargs["dim"]
+    if out.numel() != out.shape[dim]:
+        return []
+    item, version = out.element_size(), engine.memory.torch_version(device)
+    is_class = out.dtype in HALF or out.is_complex()
+    in_order = func in _SUMS and torch.are_deterministic_algorithms_enabled() and version >= _IN_ORDER_FROM
+    if in_order and (out.is_floating_point() or out.is_complex()):
+        # Each block's sum (``inclusive_deterministic_scan`` in ATen/cuda/cub.cuh).
+        return [item * blocks_in_turn(out.numel(), engine.memory.processors(device)[0])]
+    return [cub_of(engine, device).scan(out.numel(), item, not is_class)]
 
 
 @special(_aten.mode.default, table=BESIDE)
@@ -170,7 +274,8 @@ def _masked_scatter(engine: Engine, func: Any, args: Any, kwargs: Any, device: i
     count = target.numel()
     mask_is_plain = mask.shape == target.shape and mask.is_contiguous()
     copied = 0 if source.is_contiguous() else bytes_of(source)
-    with engine.scratch(device, count * 8, 0 if mask_is_plain else count, copied):
+    scan = cub_of(engine, device).scan(count, 8) if count else 0
+    with engine.scratch(device, count * 8, 0 if mask_is_plain else count, copied, scan):
         return out
 
 
@@ -181,12 +286,66 @@ def _multinomial(engine: Engine, func: Any, args: Any, kwargs: Any, device: int)
     out = engine.run(func, args, kwargs, device)
     if again and count > 1:
         # The weights, in shares, and their sums from the first on.
-        held = [bytes_of(weights)] * 3
-    else:
-        # Exponential draws for each weight, and the highest quotients where there are several.
-        held = [bytes_of(weights), out.numel() * weights.element_size() if count > 1 else 0]
-    with engine.scratch(device, *held):
-        return out
+        with engine.scratch(device, *[bytes_of(weights)] * 3):
+            return out
+    with pushed(engine.mode):
+        checks = _checks(engine.memory.torch_version(device), weights)
+    engine.table.drain()
+    # Exponential draws for each weight, and the highest quotients where there are several.
+    with engine.scratch(device, bytes_of(weights), out.numel() * weights.element_size() if count > 1 else 0):
+        if count > 1:
+            hold_for_selection(engine, device, weights, -1)
+    del checks
+    return out
+
+
+def _checks(version: tuple[int, int], weights: Any) -> Any:
+    """That all weights are finite, none is negative, and each row has one (``Distributions.cpp``): what is held to the end.
+
+    Up to 2.4 the host read both answers; since 2.5 the device looks at them itself.
+    """
+    is_at_once = version >= _ENDS_AT_ONCE_FROM
+    lowest, highest = weights.aminmax() if is_at_once else (None, weights.max())
+    finite = highest < float("inf")
+    lowest = weights.min() if lowest is None else lowest
+    positive = lowest >= 0
+    valid = finite & positive
+    del positive
+    if not is_at_once:
+        del lowest, finite, highest
+        lowest = highest = None
+    finite = None
+    if version < _CHECKED_ON_DEVICE_FROM:
+        valid = None
+    sums = weights.sum() if weights.dim() == 1 else weights.sum(1)
+    is_none = sums == 0
+    empty = is_none.any() if weights.dim() > 1 else is_none
+    del is_none, sums
+    if version < _CHECKED_ON_DEVICE_FROM:
+        return None
+    empty.logical_not()
+    return highest, lowest, valid, empty
+
+
+@special(_aten.scatter_reduce.two, _aten.scatter_reduce_.two, table=BESIDE)
+def _scattered(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> list[int]:
+    """A mean: how many values come to each place, and where none does (``TensorAdvancedIndexing.cpp``)."""
+    if args[4] != "mean":
+        return []
+    return [bytes_of(args[3]), bytes_of(out), out.numel()]
+
+
+@special(_aten.isin.Tensor_Tensor, table=BESIDE)
+def _is_in(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> list[int]:
+    """Each element is compared with each, where these are few (``TensorCompare.cpp``); what sorts them is not known here."""
+    elements, tested = args[0].numel(), args[1].numel()
+    return [elements * tested, elements] if tested < 10 * elements**0.145 else []
+
+
+@special(_aten.renorm.default, table=BESIDE)
+def _renormed(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> list[int]:
+    """The norms."""
+    return [args[0].shape[args[2]] * accumulator(args[0].dtype).itemsize]
 
 
 @special(_aten._foreach_norm.Scalar)

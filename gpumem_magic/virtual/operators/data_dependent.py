@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import cmath
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -15,9 +16,10 @@ from gpumem_magic.virtual.engine.asserts import asserted
 from gpumem_magic.virtual.engine.calls import bytes_of, users_line
 from gpumem_magic.virtual.engine.engine import Engine, special
 from gpumem_magic.virtual.engine.mismatch import refuse_mixed_devices
-from gpumem_magic.virtual.engine.modes import STATE, origin
+from gpumem_magic.virtual.engine.modes import STATE, origin, pushed
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
 from gpumem_magic.virtual.operators.copies import staged_bytes
+from gpumem_magic.virtual.operators.positions import hold_while_found
 
 # ---- values
 
@@ -75,6 +77,9 @@ def _note_supplied(engine: Engine, *tensors: Any) -> None:
 def _assert_nothing(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> None:
     """A check of values, of which there are none."""
 
+
+# Since when the lowest and the highest element are looked for together (``SummaryOps.cu``).
+_AT_ONCE_FROM = (2, 12)
 
 # ---- copies
 
@@ -183,28 +188,45 @@ def _placed(engine: Engine, shape: tuple[int, ...], dtype: torch.dtype, device: 
     return tensor
 
 
+def _found(engine: Engine, device: int, source: Any, count: int) -> Any:
+    """The positions of so many elements, those of each dimension side by side."""
+
+    def make() -> Any:
+        tensor = _blank(engine, (source.dim(), count), torch.int64, device).t_()
+        engine.settle(tensor)
+        return tensor
+
+    return hold_while_found(engine, device, source, make)
+
+
+def _hold_positions(engine: Engine, device: int, mask: Any, count: int, held: ExitStack) -> None:
+    """Holds the positions of a mask, after the search for them."""
+    listed = count * mask.dim() * 8
+    hold_while_found(engine, device, mask, lambda: held.enter_context(engine.scratch(device, listed)))
+
+
 @special(_aten.nonzero.default)
 def _nonzero(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     host = values.exact(args[0])
     if host is not None:
         _note_supplied(engine, args[0])
-        return _placed(engine, (int(host.count_nonzero()), host.dim()), torch.int64, device)
+        return _found(engine, device, args[0], int(host.count_nonzero()))
     count = engine.selected("nonzero", args[0].numel())
     values.selects_all(args[0], count)
-    return _placed(engine, (count, args[0].dim()), torch.int64, device)
+    return _found(engine, device, args[0], count)
 
 
 @special(_aten.masked_select.default)
 def _masked_select(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
-    elements = torch.broadcast_shapes(args[0].shape, args[1].shape).numel()
+    shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
     refuse_mixed_devices(func, args, kwargs)
     mask = values.exact(args[1])
-    known = None if mask is None else int(mask.expand(torch.broadcast_shapes(args[0].shape, args[1].shape)).sum())
-    count = engine.selected("masked_select", elements) if known is None else known
+    known = None if mask is None else int(mask.expand(shape).sum())
+    count = engine.selected("masked_select", shape.numel()) if known is None else known
     _note_supplied(engine, args[1])
     # The places are found first, one number for each dimension.
-    dims = max(args[0].dim(), args[1].dim())
-    with engine.scratch(device, count * dims * 8):
+    with ExitStack() as held:
+        _hold_positions(engine, device, args[1].expand(shape or (1,)), count, held)
         return _placed(engine, (count,), args[0].dtype, device)
 
 
@@ -221,7 +243,35 @@ def _bincount(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) ->
         engine.count_stand_in(sized=True)
         size = max(least, 1)
     dtype = torch.int64 if weights is None else torch.float32 if weights.dtype == torch.float32 else torch.float64
-    return _placed(engine, (size,), dtype, device)
+    if not args[0].numel():
+        return _placed(engine, (size,), dtype, device)
+    # The lowest and the highest are looked for first: one after the other, since 2.12 at once, and then held to the end.
+    ends = _ends(engine, device, args[0])
+    out = _placed(engine, (size,), dtype, device)
+    del ends
+    return out
+
+
+def _ends(engine: Engine, device: int, source: Any) -> Any:
+    """The lowest and the highest element, if both are there at the end."""
+    with pushed(engine.mode):
+        if engine.memory.torch_version(device) >= _AT_ONCE_FROM:
+            return source.aminmax()
+        source.min()
+        source.max()
+    engine.table.drain()
+    return None
+
+
+@special(_aten.histc.default)
+def _histogram(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    """Without a range of its own, from the lowest element to the highest."""
+    low = args[2] if len(args) > 2 else kwargs.get("min", 0)
+    high = args[3] if len(args) > 3 else kwargs.get("max", 0)
+    out = engine.run(func, args, kwargs, device)
+    if low == high and args[0].numel():
+        _ends(engine, device, args[0])
+    return out
 
 
 @special(_aten._pack_padded_sequence.default)
@@ -254,17 +304,17 @@ def _ctc_loss(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) ->
     host = values.exact(target_lengths) if isinstance(target_lengths, VirtualTensor) else target_lengths
     longest = targets.shape[-1] if host is None else max((int(length) for length in host), default=0)
     batch = log_probs.shape[1] if log_probs.dim() == 3 else 1
-    return (
-        _placed(engine, (batch,), log_probs.dtype, device),
-        _placed(engine, (batch, log_probs.shape[0], 2 * longest + 1), log_probs.dtype, device),
-    )
+    # The lengths of both, and where each target begins, come to the device.
+    with engine.scratch(device, *[batch * 8] * 3):
+        table = _placed(engine, (batch, log_probs.shape[0], 2 * longest + 1), log_probs.dtype, device)
+        return _placed(engine, (batch,), log_probs.dtype, device), table
 
 
 @special(_aten._ctc_loss_backward.default, _aten._ctc_loss_backward.Tensor)
 def _ctc_loss_backward(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     """The gradient, and a second table like the forward pass's while it is worked out."""
     log_probs, log_alpha = args[1], args[6]
-    with engine.scratch(device, bytes_of(log_alpha)):
+    with engine.scratch(device, *[log_alpha.shape[0] * 8] * 3, bytes_of(log_alpha)):
         return _placed(engine, tuple(log_probs.shape), log_probs.dtype, device)
 
 
@@ -297,7 +347,12 @@ def _repeat_interleave(engine: Engine, func: Any, args: Any, kwargs: Any, device
         engine.other_sizes["of `repeat_interleave` each element once"] += 1
         engine.count_stand_in(sized=True)
         size = args[0].numel()
-    return _placed(engine, (size,), torch.int64, device)
+    # Where each one's repetitions end (``Repeat.h`` in ATen/native).
+    with pushed(engine.mode):
+        ends = args[0].cumsum(0) if args[0].numel() else None
+    out = _placed(engine, (size,), args[0].dtype, device)
+    del ends
+    return out
 
 
 @special(_aten.index.Tensor)
@@ -306,24 +361,25 @@ def _index(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> An
     if not isinstance(source, VirtualTensor):
         raise RuntimeError("indices should be either on cpu or on the same device as the indexed tensor (cpu)")
     expanded: list[Any] = []
-    scratch = 0
-    for index in indices:
-        if index is None or index.dtype not in (torch.bool, torch.uint8):
-            expanded.append(index)
-            scratch += 0 if index is None or isinstance(index, VirtualTensor) else index.numel() * 8
-        elif values.exact(index) is not None:
-            _note_supplied(engine, index)
-            scratch += index.numel() * index.dim() * 8
-            count = int(values.exact(index).count_nonzero())  # type: ignore[union-attr]
-            expanded += [_blank(engine, (count,), torch.int64, device) for _ in range(index.dim())]
-        elif isinstance(index, VirtualTensor):
-            # CUDA finds the positions first, in memory that it gives back after.
-            count = engine.selected("boolean mask", index.numel())
-            values.selects_all(index, count)
-            scratch += count * index.dim() * 8
-            expanded += [_blank(engine, (count,), torch.int64, device) for _ in range(index.dim())]
-        else:
-            expanded += list(index.nonzero(as_tuple=True))
-            scratch += sum(found.numel() * 8 for found in expanded[-index.dim() :])
-    with engine.scratch(device, scratch):
+    with ExitStack() as held:
+        on_host = 0
+        for index in indices:
+            if index is None or index.dtype not in (torch.bool, torch.uint8):
+                expanded.append(index)
+                on_host += 0 if index is None or isinstance(index, VirtualTensor) else index.numel() * 8
+            elif isinstance(index, VirtualTensor):
+                # CUDA finds the positions first, in memory that it gives back after.
+                host = values.exact(index)
+                if host is not None:
+                    _note_supplied(engine, index)
+                    count = int(host.count_nonzero())
+                else:
+                    count = engine.selected("boolean mask", index.numel())
+                    values.selects_all(index, count)
+                _hold_positions(engine, device, index, count, held)
+                expanded += [_blank(engine, (count,), torch.int64, device) for _ in range(index.dim())]
+            else:
+                expanded += list(index.nonzero(as_tuple=True))
+                on_host += sum(found.numel() * 8 for found in expanded[-index.dim() :])
+        held.enter_context(engine.scratch(device, on_host))
         return engine.run(func, (source, expanded), kwargs, device)

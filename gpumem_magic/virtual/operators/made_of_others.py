@@ -22,7 +22,7 @@ from gpumem_magic.virtual.engine.modes import pushed
 _OPERATORS = overloads(
     "binary_cross_entropy_with_logits soft_margin_loss soft_margin_loss.out soft_margin_loss_backward "
     "soft_margin_loss_backward.grad_input logsumexp logsumexp.out _euclidean_dist dist _trilinear _safe_softmax isinf mvlgamma "
-    "ldexp.Tensor affine_grid_generator linalg_pinv.atol_rtol_tensor cholesky_solve"
+    "ldexp.Tensor affine_grid_generator linalg_pinv.atol_rtol_tensor cholesky_solve masked_scatter_backward"
 )
 
 

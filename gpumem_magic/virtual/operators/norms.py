@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from gpumem_magic.private import aten as _aten
+from gpumem_magic.private import overloads
 from gpumem_magic.virtual.engine.calls import bytes_of
 from gpumem_magic.virtual.engine.engine import BESIDE, Engine, special
 from gpumem_magic.virtual.engine.half_precision import accumulator
@@ -78,36 +79,96 @@ def _group_backward(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any,
     input, (weight, samples, channels, inner, groups, wanted) = args[1], args[4:10]
     item = accumulator(input.dtype).itemsize
     by_channel, by_group = samples * channels * item, samples * groups * item
-    sums = [] if inner == 1 else [by_channel] * 2
+    sums = [by_channel] * 2
     if not wanted[0]:
         return sums
     factors = [] if inner == 1 or weight is None else [by_channel]
     return sums + [by_group] * 2 + factors
 
 
-@special(_aten.native_layer_norm_backward.default)
+# Rows and columns of a batch norm whose channels lie last (`flexible_launch_configs` in Normalization.cuh).
+_TILE, _MOST_THREADS, _ROWS_OF_A_THREAD, _MOST_DOWN, _FEWEST_DOWN = 32, 512, 16, 128, 8
+
+
+def _channels_lie_last(tensor: Any) -> bool:
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.dim())
+    if last is not None and tensor.is_contiguous(memory_format=last):
+        return True
+    return bool(tensor.is_contiguous() and tensor.stride(1) == 1)
+
+
+def _shared_by_blocks(input: Any, sums: int) -> list[int]:
+    """What blocks of rows share, with so many sums for each channel, and a semaphore for each block of columns."""
+    channels = input.shape[1]
+    rows = input.numel() // max(1, channels)
+    if not rows:
+        return []
+    across = min(_power_of_two(channels), _TILE)
+    down = min(_power_of_two(-(-rows // _ROWS_OF_A_THREAD)), _MOST_THREADS // across)
+    if across * down != _MOST_THREADS:
+        across = min(_power_of_two(channels), _MOST_THREADS // down)
+    blocks = min(-(-rows // (down * _ROWS_OF_A_THREAD)), _MOST_DOWN)
+    if blocks < _FEWEST_DOWN:
+        return []
+    return [sums * channels * blocks * accumulator(input.dtype).itemsize, -(-channels // across) * 4]
+
+
+def _power_of_two(number: int) -> int:
+    return 1 << (max(1, number).bit_length() - 1)
+
+
+@special(_aten.native_batch_norm.default, table=BESIDE)
+def _batch_forward(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> list[int]:
+    """PyTorch's own kernel for channels that lie last, or samples of one value for each channel: ``Normalization.cuh``."""
+    input, weight, _, mean, _, training = args[:6]
+    if not training or by_cudnn(input, weight, mean, training) or not _channels_lie_last(input):
+        return []
+    return _shared_by_blocks(input, 4)
+
+
+@special(_aten.native_batch_norm_backward.default)
+def _batch_own_backward(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    """The same kernel's gradient: the sums that the input's gradient needs, those of weight and bias, and then the first."""
+    gradient, input, weight, mean, _, _, _, training, _, wanted = args
+    if by_cudnn(input, weight, mean, training) or not wanted[0] or not _channels_lie_last(input):
+        return engine.run(func, args, kwargs, device)
+    each = input.shape[1] * accumulator(input.dtype).itemsize
+    with engine.scratch(device, each, each):
+        out = engine.fake_call(func, args, kwargs)
+        engine.settle(tuple(one for one in out[1:] if one is not None))
+        with engine.scratch(device, *(_shared_by_blocks(input, 2) if _channels_lie_last(gradient) else [])):
+            pass
+        engine.settle(out[0])
+    return out
+
+
+_RMS_BACKWARD = tuple(overloads("_fused_rms_norm_backward") if hasattr(_aten, "_fused_rms_norm_backward") else ())
+
+
+@special(_aten.native_layer_norm_backward.default, *_RMS_BACKWARD)
 def _layer_backward(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     """The gradients of weight and bias, where there are many more rows than columns, are added up in parts, then the parts.
 
     ``layer_norm_kernel.cu`` in ATen/native/cuda, `LaunchGammaBetaBackwardCUDAKernel`: above 65,536 rows, and with few enough
     columns for the card, there is a row of each gradient for up to 32 rows of the input, and a second tensor for each gradient in
-    place of the first. The first stages of Swin and ConvNeXt are such, most language models are not. Read in the newest version;
-    taken to be there from 2.8 on.
+    place of the first. The first stages of Swin and ConvNeXt are such, most language models are not. In 2.13 and 2.8, and not in
+    2.6. The gradient that comes is laid out once the results are there.
     """
-    out = laid_out(engine, func, args, kwargs, device, (0, 1))
-    input, columns = args[1], prod(args[2])
-    rows = input.numel() // max(1, columns)
-    processors = engine.memory.processors(device)[0]
-    few_columns = columns // _COLUMNS_OF_A_BLOCK < processors // 2
-    if rows <= _FEW_ROWS or not few_columns or engine.memory.torch_version(device) < _FROM:
-        return out
-    across = -(-columns // _COLUMNS_OF_A_BLOCK)
-    down = min(_MOST_BLOCKS // across, -(-rows // _ROWS_OF_A_BLOCK))
-    gradients = list(out)
-    del out
-    with pushed(engine.mode):
-        parts = [None if one is None else one.new_empty(down, columns) for one in gradients[1:]]
-        for place, part in enumerate(parts, 1):
-            if part is not None:
-                gradients[place] = part.sum(0).view(gradients[place].shape)
-    return tuple(gradients)
+    out = laid_out(engine, func, args, kwargs, device, (1,))
+    gradient, input, columns = args[0], args[1], prod(args[2])
+    with engine.scratch(device, 0 if gradient.is_contiguous() else bytes_of(gradient)):
+        rows = input.numel() // max(1, columns)
+        processors = engine.memory.processors(device)[0]
+        few_columns = columns // _COLUMNS_OF_A_BLOCK < processors // 2
+        if rows <= _FEW_ROWS or not few_columns or engine.memory.torch_version(device) < _FROM:
+            return out
+        across = -(-columns // _COLUMNS_OF_A_BLOCK)
+        down = min(_MOST_BLOCKS // across, -(-rows // _ROWS_OF_A_BLOCK))
+        gradients = list(out)
+        del out
+        with pushed(engine.mode):
+            parts = [None if one is None else one.new_empty(down, columns) for one in gradients[1:]]
+            for place, part in enumerate(parts, 1):
+                if part is not None:
+                    gradients[place] = part.sum(0).view(gradients[place].shape)
+        return tuple(gradients)

@@ -36,11 +36,13 @@ class _Plan(NamedTuple):
 
 class _ReductionKernel(NamedTuple):
     """accumulator: bytes of a partial result; None: an element's (float32 for half precision), 0: an element's in any case.
-    at_once: how many elements a thread loads at once. in_results_type: whether an input of another type is converted first."""
+    at_once: how many elements a thread loads at once. in_results_type: whether an input of another type is converted first.
+    results: how many partial results there are of each."""
 
     accumulator: int | None = None
     at_once: int = _VECTOR
     in_results_type: bool = False
+    results: int = 1
 
 
 def split(
@@ -173,6 +175,7 @@ KERNELS: dict[Any, _ReductionKernel] = {
     _aten.amin.default: _ITEM,
     _aten.max.default: _ITEM,
     _aten.min.default: _ITEM,
+    _aten.aminmax.default: _ReductionKernel(accumulator=0, results=2),
     _aten.any.default: _ReductionKernel(accumulator=1),
     _aten.any.dim: _ReductionKernel(accumulator=1),
     _aten.all.default: _ReductionKernel(accumulator=1),
@@ -208,6 +211,7 @@ def _reduce(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device:
         item = first.element_size()
         copied = source.numel() * item
     accumulator = kernel.accumulator or (4 if half and kernel.accumulator is None else item)
+    accumulator *= kernel.results
     if kernel is _WELFORD and source.dtype == torch.float64:
         accumulator *= 2
     dims = _dims(func, args, kwargs, source.dim())

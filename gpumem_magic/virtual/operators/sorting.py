@@ -1,8 +1,8 @@
 """What kernels that sort hold while they run: `sort`, `topk`, `unique`, `randperm`, writing through indices with accumulation.
 
-After ``Sort.cpp``, ``SortStable.cu``, ``TensorTopK.cpp``, ``UniqueCub.cu`` and ``Indexing.cu`` in ATen/native/cuda. Rows of up to
-4096 are sorted in place. What CUB's radix sort takes follows from ``dispatch_radix_sort.cuh``; recorded on GPUs: 72,191 bytes for
-4096 pairs of eight bytes each by two passes, 138,751 for 8192 (`radix_bytes`).
+After ``Sort.cpp``, ``SortStable.cu``, ``TensorTopK.cpp``, ``TensorTopK.cu``, ``UniqueCub.cu`` and ``Indexing.cu`` in
+ATen/native/cuda. Rows of up to 4096 are sorted in place. What CUB takes is in `cub`; recorded on GPUs: 72,191 bytes for 4096
+pairs of eight bytes each by two passes, 138,751 for 8192.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from gpumem_magic.virtual.engine import values
 from gpumem_magic.virtual.engine.calls import bytes_of
 from gpumem_magic.virtual.engine.engine import Engine, special
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
+from gpumem_magic.virtual.operators.cub import Cub, cub_of
+from gpumem_magic.virtual.operators.positions import hold_while_found
 from gpumem_magic.virtual.operators.written_gradients import IN_PLACE, writes_into_zeros
 
 # The longest row that is sorted in place.
@@ -27,29 +29,9 @@ MOST_IN_PLACE = 4096
 _LONG_ROW = 1_000_000
 _MANY_ROWS = 128
 _INDEX = 8
-# CUB's threads of one tile, and values of four bytes for each of them: where one tile is enough, and where it is not.
-_ONE_TILE, _NOMINAL_ONE = 256, 19
-_TILE, _NOMINAL = 384, 21
 
 
-def radix_bytes(count: int, key: int, value: int, bits: int | None = None) -> int:
-    """What CUB takes to sort `count` keys of `key` bytes with `value` bytes each, by their lowest `bits`.
-
-    Few are sorted in one tile, for which PyTorch asks for one byte. More take a histogram of eight-byte numbers for each pass
-    over eight bits, one of four-byte numbers for each tile, a counter for each pass, and with several passes a second copy of
-    all; each rounded to 256 bytes. Tiles are those of Ampere and newer (``tuning_radix_sort.cuh``).
-    """
-    widest = max(key, value, 4)
-    if count <= _ONE_TILE * max(1, _NOMINAL_ONE * 4 // widest):
-        return 1
-    passes = -(-(8 * key if bits is None else bits) // 8)
-    tiles = -(-count // (_TILE * max(1, _NOMINAL * 4 // widest)))
-    copies = (count * key, count * value) if passes > 1 else ()
-    parts: tuple[int, ...] = (passes * 2048, tiles * 1024, *copies, passes * 4)
-    return 255 + sum(-(-part // 256) * 256 for part in parts)
-
-
-def sort_blocks(count: int, row: int, item: int, by_last: bool) -> tuple[list[int], list[list[int]]]:
+def sort_blocks(cub: Cub, count: int, row: int, item: int, by_last: bool) -> tuple[list[int], list[list[int]]]:
     """Blocks held throughout a sort, and those held in addition, step by step. Bytes, in the order of the allocations.
 
     count: of elements; row: how many are sorted together; item: bytes of each; by_last: whether rows lie together in memory.
@@ -59,13 +41,13 @@ def sort_blocks(count: int, row: int, item: int, by_last: bool) -> tuple[list[in
     held = [] if by_last else [count * item, count * item, count * _INDEX]
     rows = count // row
     if rows == 1 or row >= _LONG_ROW:
-        return [*held, row * _INDEX], [[radix_bytes(row, item, _INDEX)]]
+        return [*held, row * _INDEX], [[cub.radix_sort(row, item, _INDEX)]] * rows
     if rows < _MANY_ROWS:
         # By value with (row, place) beside each, then by row; the sorted keys are not kept.
         pairs = count * 2 * 4
-        return [*held, pairs, pairs], [[count * item, radix_bytes(count, item, 8)], [radix_bytes(count, 8, 0, 32)]]
-    # A sort by segments has no histograms.
-    return [*held, count * _INDEX], [[count * (item + _INDEX) if item > 1 else 0]]
+        by_row = cub.radix_sort(count, 8, 0, rows.bit_length())
+        return [*held, pairs, pairs], [[count * item, cub.radix_sort(count, item, 8)], [by_row]]
+    return [*held, count * _INDEX], [[cub.segmented_sort(count, item, _INDEX)]]
 
 
 def _hold_for_sort(engine: Engine, device: int, source: Any, dim: int) -> None:
@@ -73,7 +55,8 @@ def _hold_for_sort(engine: Engine, device: int, source: Any, dim: int) -> None:
         return
     dim %= source.dim()
     by_last = source.stride(dim) == 1 and is_dense(source)
-    held, steps = sort_blocks(source.numel(), source.shape[dim], source.element_size(), by_last)
+    cub = cub_of(engine, device)
+    held, steps = sort_blocks(cub, source.numel(), source.shape[dim], source.element_size(), by_last)
     with engine.scratch(device, *held):
         for step in steps:
             with engine.scratch(device, *step):
@@ -108,7 +91,7 @@ def _topk(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any
     in_order = args[4] if len(args) > 4 else kwargs.get("sorted", True)
     chosen, indices = out = engine.run(func, args, kwargs, device)
     with engine.scratch(device, 0 if source.is_contiguous() else bytes_of(source)):
-        pass
+        hold_for_selection(engine, device, source, dim)
     if in_order and chosen.dim() and chosen.shape[dim] > MOST_IN_PLACE:
         with engine.scratch(device, bytes_of(indices), bytes_of(chosen)):
             _hold_for_sort(engine, device, chosen, dim)
@@ -118,6 +101,39 @@ def _topk(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any
     return out
 
 
+# Rows of one slice that several blocks work on: up to so many slices, from so many elements on.
+_SHARED_FROM = ((20, 20_000), (40, 10_000), (80, 8_000), (199, 5_000), (799, 3_000), (4_000, 800), (2**32 - 1, 400))
+_THREADS, _REGISTERS, _FEWEST_ITEMS, _MOST_ITEMS = 256, 40, 4, 64
+_REGISTERS_OF_PROCESSOR = 65_536
+_DIGITS = 256
+
+
+def hold_for_selection(engine: Engine, device: int, source: Any, dim: int) -> None:
+    """What `topk` holds where several blocks count the digits of one slice (``sbtopk`` and ``mbtopk`` in ``TensorTopK.cu``)."""
+    if not source.dim() or not source.numel():
+        return
+    size = source.shape[dim]
+    slices = source.numel() // size
+    if size < next(fewest for most, fewest in _SHARED_FROM if slices <= most):
+        return
+    item, version, cub = source.element_size(), engine.memory.torch_version(device), cub_of(engine, device)
+    at_a_time = cub.processors[0] * (_REGISTERS_OF_PROCESSOR // (_REGISTERS * _THREADS)) * _THREADS
+    items = max(_FEWEST_ITEMS, min(-(-size * slices // at_a_time), _MOST_ITEMS))
+    blocks = slices * -(-size // (items * _THREADS))
+    # The k-th value, how many are still to be found, and the digits known so far: of this pass, and since 2.7 of the next.
+    key, passes = max(4, item), 2 if version >= (2, 7) else 1
+    known = [passes * 4 * slices, passes * key * slices]
+    counts = [blocks * _DIGITS * 2]
+    if version >= (2, 11):
+        counts.append(slices * _DIGITS * 4)
+    else:
+        known.insert(0, 4 * slices)
+    with engine.scratch(device, item * slices, *known, *counts, 4 * blocks, 4 * blocks):
+        for _ in range(2):
+            with engine.scratch(device, cub.running_sums_by_key(blocks)):
+                pass
+
+
 @special(_aten._unique2.default)
 def _unique(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     flags = dict(zip(("sorted", "return_inverse", "return_counts"), args[1:], strict=False)) | kwargs
@@ -125,27 +141,52 @@ def _unique(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> A
 
 
 def _distinct(engine: Engine, device: int, source: Any, flags: Any, is_sorted: bool) -> Any:
-    """The most that there can be: every element once. The values keep room for that many anyway."""
+    """The most that there can be: every element once. Values and counts keep room for that many anyway."""
     count, item = source.numel(), source.element_size()
     most = engine.selected("unique", count)
-    lists = [count * _INDEX] if flags.get("return_inverse") else []
+    counted, inverted = bool(flags.get("return_counts")), bool(flags.get("return_inverse"))
+    if source.dtype == torch.bool and count:
+        return _distinct_flags(engine, device, source, most, inverted, counted)
+    cub, listed = cub_of(engine, device), count * _INDEX
+    inverse = None
     with ExitStack() as held:
         if not source.is_contiguous():
             held.enter_context(engine.scratch(device, count * item))
         if not is_sorted:
             held.enter_context(engine.scratch(device, count * item))
             # With the inverse: the places in order, and where they went.
-            with engine.scratch(device, *lists):
-                held.enter_context(engine.scratch(device, *lists))
-                with engine.scratch(device, radix_bytes(count, item, _INDEX if lists else 0)):
+            with ExitStack() as places:
+                if inverted:
+                    places.enter_context(engine.scratch(device, listed))
+                    held.enter_context(engine.scratch(device, listed))
+                with engine.scratch(device, cub.radix_sort(count, item, _INDEX if inverted else 0) if count else 0):
                     pass
-        inverse = _placed(engine, tuple(source.shape) if lists else (0,), torch.int64, device)
-        with engine.scratch(device, *([size // 2 for size in lists] if is_sorted else lists)):
-            pass
-        found = _placed(engine, (most,), source.dtype, device)
+        if inverted:
+            inverse = _placed(engine, tuple(source.shape), torch.int64, device)
+            numbers = cub.scan(count, 4, by_sum=True) if count else 0
+            with engine.scratch(device, listed // 2 if is_sorted else listed, numbers):
+                pass
+        found = _placed(engine, (count,), source.dtype, device)
         with engine.scratch(device, _INDEX):
-            counts = _placed(engine, (most if flags.get("return_counts") else 0,), torch.int64, device)
-    return found, inverse, counts
+            counts = _placed(engine, (count if counted else 0,), torch.int64, device)
+            with engine.scratch(device, cub.runs(count) if counted else cub.differing(count, item)):
+                pass
+    found.resize_((most,))
+    counts.resize_((most if counted else 0,))
+    return found, _placed(engine, (0,), torch.int64, device) if inverse is None else inverse, counts
+
+
+def _distinct_flags(engine: Engine, device: int, source: Any, most: int, inverted: bool, counted: bool) -> Any:
+    """The true ones are counted: no sort."""
+    count = source.numel()
+    with engine.scratch(device, 0 if source.is_contiguous() else count), engine.scratch(device, 4):
+        with engine.scratch(device, cub_of(engine, device).sum(count)):
+            pass
+        found, counts = _placed(engine, (2,), torch.bool, device), _placed(engine, (2,), torch.int64, device)
+        inverse = _placed(engine, tuple(source.shape) if inverted else (0,), torch.int64, device)
+    found.resize_((min(most, 2),))
+    counts.resize_((min(most, 2),))
+    return found, inverse, counts if counted else _placed(engine, (0,), torch.int64, device)
 
 
 @special(_aten.unique_consecutive.default, _aten.unique_dim.default)
@@ -171,14 +212,19 @@ def _unique_along(engine: Engine, func: Any, args: Any, kwargs: Any, device: int
 
 
 def hold_for_shuffle(engine: Engine, device: int, numbers: Any) -> None:
-    """What `randperm` holds: the numbers in order, and random keys by which these are sorted (``Randperm.cu``)."""
+    """What `randperm` holds: the numbers in order, and random keys by which these are sorted (``Randperm.cu``).
+
+    The keys' range comes first, for a moment.
+    """
     count, item = numbers.numel(), numbers.element_size()
     if not count:
         return
     # So many bits that with nine in ten no two keys are the same.
     bits = min(64, ceil(log2(count - (6 * count**2 + 1) / (12 * log(0.9)))))
     key = 4 if bits <= 32 else 8
-    sizes = [count * item, count * key, count * key, radix_bytes(count, key, item, bits)]
+    with engine.scratch(device, _INDEX):
+        pass
+    sizes = [count * item, count * key, count * key, cub_of(engine, device).radix_sort(count, key, item, bits)]
     with engine.scratch(device, *sizes):
         pass
 
@@ -190,11 +236,21 @@ def _placed(engine: Engine, shape: tuple[int, ...], dtype: torch.dtype, device: 
 # ---- writing through indices
 
 
-def _accumulate(engine: Engine, device: int, places: int, on_host: Sequence[bool], rows: int, copied: int) -> None:
+def _accumulate(
+    engine: Engine,
+    device: int,
+    places: int,
+    on_host: Sequence[bool],
+    rows: int,
+    copied: int,
+    is_checked: bool,
+    positions: ExitStack,
+) -> None:
     """What `index_put_` holds with accumulation, which sorts the places so that each is written once (``Indexing.cu``).
 
     places: how many are written; on_host: for each index tensor that says which, whether it is on the host; rows: how many there
-    are to choose from; copied: bytes of the values where they have to be laid out anew.
+    are to choose from; copied: bytes of the values where they have to be laid out anew; is_checked: whether the host looks at the
+    lowest and the highest index; positions: those of masks, which are given back before the sort.
     """
     listed = places * _INDEX
     with ExitStack() as held:
@@ -202,10 +258,33 @@ def _accumulate(engine: Engine, device: int, places: int, on_host: Sequence[bool
             # Each index is wrapped around, then multiplied, and added to the first; where it is on the host, there, and copied.
             with ExitStack() as passing:
                 if not at_home:
+                    if is_checked:
+                        _hold_ends(engine, device)
                     passing.enter_context(engine.scratch(device, listed))
                 (passing if number else held).enter_context(engine.scratch(device, listed))
+        positions.close()
         bits = max(1, (rows - 1).bit_length())
-        with engine.scratch(device, copied, listed, listed, listed, radix_bytes(places, _INDEX, _INDEX, bits)):
+        sorting = cub_of(engine, device).radix_sort(places, _INDEX, _INDEX, bits)
+        with engine.scratch(device, copied, listed, listed, listed, sorting):
+            pass
+
+
+# Since when each end is compared on the device, and since when both are looked for at once.
+_COMPARED_FROM, _BOTH_ENDS_FROM = (2, 4), (2, 12)
+
+
+def _hold_ends(engine: Engine, device: int) -> None:
+    """The highest and the lowest index, each compared with what is allowed."""
+    version = engine.memory.torch_version(device)
+    compared = [1] if version >= _COMPARED_FROM else []
+    if version >= _BOTH_ENDS_FROM:
+        with engine.scratch(device, _INDEX, _INDEX):
+            for size in compared * 2:
+                with engine.scratch(device, size):
+                    pass
+        return
+    for _ in range(2):
+        with engine.scratch(device, _INDEX, *compared):
             pass
 
 
@@ -213,44 +292,59 @@ def _accumulate(engine: Engine, device: int, places: int, on_host: Sequence[bool
 def _index_put(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     target, indices, source = args[:3]
     accumulate = args[3] if len(args) > 3 else kwargs.get("accumulate", False)
+    is_checked = func is not _aten._index_put_impl_.default or not (args[4] if len(args) > 4 else kwargs.get("unsafe"))
     if func in IN_PLACE and writes_into_zeros():
-        func = IN_PLACE[func]
+        # (A gradient's own indices are in range.)
+        func, is_checked = IN_PLACE[func], False
     out = engine.run(func, args, kwargs, device)
     given = [(index, dim) for index, dim in _with_dims(indices) if isinstance(index, torch.Tensor)]
-    shapes: list[tuple[int, ...]] = []
-    on_host: list[bool] = []
-    found = moved = 0
-    chosen_dims = []
-    for index, dim in given:
-        chosen_dims += list(range(dim, dim + _width(index)))
-        at_home = not isinstance(index, VirtualTensor)
-        on_host += [at_home] * _width(index)
-        if _is_mask(index):
-            count = _positions(index, source)
-            found += count * index.dim() * _INDEX
-            shapes += [(count,)] * index.dim()
-        else:
-            shapes.append(tuple(index.shape))
-            # Those on the host come to the device first.
-            moved += at_home * index.numel() * _INDEX
-    if not given or (found and not accumulate and len(given) == 1 and source.numel() == 1):
+    if len(given) == 1 and _is_mask(given[0][0]) and not accumulate and source.numel() == 1:
         # One value for the places of a mask is filled in without looking for them.
         return out
-    sorts = accumulate or torch.are_deterministic_algorithms_enabled()
-    with engine.scratch(device, found, 0 if sorts else moved):
-        if sorts:
-            places = prod(torch.broadcast_shapes(*shapes))
-            rows = prod(target.shape[dim] for dim in chosen_dims)
-            values_there = places * (target.numel() // max(1, rows))
-            copied = (
-                0 if source.numel() == values_there and source.is_contiguous() else values_there * source.element_size()
-            )
-            adjacent = chosen_dims == list(range(chosen_dims[0], chosen_dims[-1] + 1))
-            laid_out = [] if target.is_contiguous() and adjacent else [bytes_of(target)]
-            with engine.scratch(device, *laid_out):
-                if values_there:
-                    _accumulate(engine, device, places, on_host, rows, copied)
+    shapes: list[tuple[int, ...]] = []
+    on_host: list[bool] = []
+    moved = 0
+    chosen_dims = []
+    with ExitStack() as positions:
+        for index, dim in given:
+            chosen_dims += list(range(dim, dim + _width(index)))
+            at_home = not isinstance(index, VirtualTensor)
+            on_host += [at_home] * _width(index)
+            if _is_mask(index):
+                count = _positions(index, source)
+                listed = count * index.dim() * _INDEX
+                if at_home:
+                    positions.enter_context(engine.scratch(device, listed))
+                else:
+                    _hold_positions(engine, device, index, listed, positions)
+                shapes += [(count,)] * index.dim()
+            else:
+                shapes.append(tuple(index.shape))
+                # Those on the host come to the device first.
+                moved += at_home * index.numel() * _INDEX
+        if not given:
+            return out
+        if not isinstance(source, VirtualTensor):
+            # A number comes to the device.
+            positions.enter_context(engine.scratch(device, source.element_size()))
+        if not (accumulate or torch.are_deterministic_algorithms_enabled()):
+            with engine.scratch(device, moved):
+                return out
+        places = prod(torch.broadcast_shapes(*shapes))
+        rows = prod(target.shape[dim] for dim in chosen_dims)
+        values_there = places * (target.numel() // max(1, rows))
+        is_plain = source.numel() == values_there and source.is_contiguous()
+        copied = 0 if is_plain else values_there * source.element_size()
+        adjacent = chosen_dims == list(range(chosen_dims[0], chosen_dims[-1] + 1))
+        laid_out = [] if target.is_contiguous() and adjacent else [bytes_of(target)]
+        with engine.scratch(device, *laid_out):
+            if values_there:
+                _accumulate(engine, device, places, on_host, rows, copied, is_checked, positions)
     return out
+
+
+def _hold_positions(engine: Engine, device: int, mask: Any, listed: int, held: ExitStack) -> None:
+    hold_while_found(engine, device, mask, lambda: held.enter_context(engine.scratch(device, listed)))
 
 
 def _is_mask(index: Any) -> bool:

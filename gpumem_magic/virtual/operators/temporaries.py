@@ -5,7 +5,9 @@ The dense gradient of an embedding, or of an embedding bag (``Embedding.cu``, ``
 place. More, and a bag's in any case, are sorted first, with a list of where they stood. Each run of one index is then added up in
 parts of ten: lists of runs and of parts, which are as long as they can become, and a row of the accumulation type (float32 for
 half precision) for each part. From 2.11 on, an embedding with few rows adds up into the gradient itself, or into one of float32.
-What CUB takes to find the runs is not known here; it is small, and gone before the rows come. A bag of maxima needs none of this.
+What CUB takes to find the runs and to count their parts is in `cub`; what it takes to count how often each index comes
+(``scale_grad_by_freq``) is not known here. Since 2.12 only the bits that a row's number has are sorted. A bag of maxima needs
+none of this.
 
 A number to the power of a tensor comes to the device in a tensor of its own (``Pow.cpp`` in ATen/native).
 
@@ -23,7 +25,7 @@ from gpumem_magic.virtual.engine.calls import bytes_of
 from gpumem_magic.virtual.engine.engine import BESIDE, Engine, special
 from gpumem_magic.virtual.engine.half_precision import HALF, accumulator
 from gpumem_magic.virtual.engine.modes import pushed
-from gpumem_magic.virtual.operators.sorting import radix_bytes
+from gpumem_magic.virtual.operators.cub import cub_of
 
 # The most indices of an embedding that the kernel without a sort is used for.
 MOST_UNSORTED = 3072
@@ -31,6 +33,7 @@ _COUNTER_BYTES = 8
 _INDICES_OF_A_PART = 10
 # Adding up without rows for the parts: since when, threads of a warp and of a block, blocks of a multiprocessor that are few.
 _FUSED_FROM = (2, 11)
+_FEWER_BITS_FROM = (2, 12)
 _WARP, _MOST_THREADS, _FEW_BLOCKS = 32, 1024, 4
 _MAX = 2
 
@@ -58,14 +61,21 @@ def _by_sorting(
         sums = [parts * item] + ([rows * width * 4] if gradient.dtype in HALF else [])
     else:
         sums = [parts * width * accumulator(gradient.dtype).itemsize]
+    cub, is_newest = cub_of(engine, device), engine.memory.torch_version(device) >= _FEWER_BITS_FROM
     with engine.scratch(device, listed, listed):
-        with engine.scratch(device, listed, radix_bytes(count, item, item)):
+        bits = rows.bit_length() if is_newest else None
+        with engine.scratch(device, listed, cub.radix_sort(count, item, item, bits)):
             pass
         with engine.scratch(device, listed if by_frequency else 0):
             out = engine.run(func, args, kwargs, device)
-            lists = [listed, _COUNTER_BYTES, runs * item, runs * item, _COUNTER_BYTES, parts * item]
-            with engine.scratch(device, *(lists + sums)):
-                return out
+            with engine.scratch(device, listed, _COUNTER_BYTES):
+                with engine.scratch(device, listed, cub.first_of_each(count, item, item if is_newest else 4)):
+                    pass
+                with engine.scratch(device, runs * item, runs * item):
+                    with engine.scratch(device, cub.scan(runs, item)):
+                        pass
+                    with engine.scratch(device, _COUNTER_BYTES, parts * item, *sums):
+                        return out
 
 
 def _copies(*tensors: Any) -> list[int]:
@@ -80,6 +90,14 @@ def _embedding_backward(engine: Engine, func: Any, args: Any, kwargs: Any, devic
         if indices.numel() <= MOST_UNSORTED and not by_frequency:
             return engine.run(func, args, kwargs, device)
         return _by_sorting(engine, func, args, kwargs, device, rows, by_frequency, bags=False)
+
+
+@special(_aten._embedding_bag.default, _aten._embedding_bag_forward_only.default)
+def _bag(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    """The bags' sizes first, then which bag each index is in, then the result."""
+    out = engine.fake_call(func, args, kwargs)
+    engine.settle((out[2], out[1], out[0], out[3]))
+    return out
 
 
 @special(_aten._embedding_bag_dense_backward.default)

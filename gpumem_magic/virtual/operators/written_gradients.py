@@ -2,6 +2,8 @@
 
 C++ takes another way for subclasses of tensors (``areAnyTensorSubclassLike`` in ``FunctionsManual.cpp``):
 there the zeros stay, and the gradient is written into a copy of them. On a device there is no copy, so there is none here.
+
+Likewise the gradient of `binary_cross_entropy_with_logits`, which is worked out in one tensor.
 """
 
 from __future__ import annotations
@@ -11,8 +13,10 @@ from typing import Any
 import torch
 
 from gpumem_magic.private import overloads
+from gpumem_magic.virtual.engine.calls import node_now
 from gpumem_magic.virtual.engine.engine import Engine, special
 from gpumem_magic.virtual.engine.modes import STATE
+from gpumem_magic.virtual.engine.tensors import VirtualTensor
 
 # What C++ calls for subclasses, and for others.
 IN_PLACE: dict[Any, Any] = dict(
@@ -46,3 +50,25 @@ _ELSEWHERE = overloads("index_put masked_scatter")
 @special(*(function for function in IN_PLACE if function not in _ELSEWHERE))
 def _written(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     return engine.run(IN_PLACE[func] if writes_into_zeros() else func, args, kwargs, device)
+
+
+_IN_ONE_TENSOR = "BinaryCrossEntropyWithLogitsBackward0"
+_STEPS: dict[Any, Any] = dict(
+    zip(overloads("sub.Tensor mul.Tensor"), overloads("sub_.Tensor mul_.Tensor"), strict=True)
+)
+
+
+@special(*_STEPS)
+def _step(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    if STATE.backward and _is_worked_out_here(engine, args):
+        return engine.run(_STEPS[func], args, kwargs, device)
+    return engine.run(func, args, kwargs, device)
+
+
+def _is_worked_out_here(engine: Engine, args: Any) -> bool:
+    """Whether the first argument is the gradient that the node which runs is working out."""
+    node = None if torch.is_grad_enabled() else _current_node()
+    if node is None or node.name() != _IN_ONE_TENSOR or not isinstance(args[0], VirtualTensor):
+        return False
+    placement = engine.table.find(args[0].untyped_storage())
+    return placement is not None and placement.node == node_now()

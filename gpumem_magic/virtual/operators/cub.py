@@ -1,0 +1,194 @@
+"""What CUB takes while it scans, selects, counts runs, adds up and sorts: its "temporary storage", in bytes.
+
+Every algorithm asks for its parts as one block, each rounded up to 256 bytes, with 255 bytes more to align the first. How many
+tiles the work is cut into follows from threads and items of the policy for the card's generation (``tuning_*.cuh`` and
+``dispatch_*.cuh`` in cub/device/dispatch); a tile that others look back at has a state of so many bytes
+(``single_pass_scan_operators.cuh``). A policy of its own is for compute capability 8.0 and for 9.0 and newer, since CUB 2.2; 8.6
+and 8.9 have the default. CUB is that of the CUDA toolkit which PyPI's wheels of a PyTorch are built with.
+
+Checked with PyTorch's own CUDA builds of 2.1, 2.4, 2.6, 2.8, 2.9, 2.11 and 2.13 by what they ask the allocator for, as cards of
+capability 7.5, 8.0, 8.6, 9.0 and 10.0, over a CUDA runtime in which no kernel runs. What a kernel's registers and shared memory
+allow to run at once is not the runtime's answer there: it is read from the compiled kernels (2.6, for 8.0 and 8.6).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from gpumem_magic.virtual.engine.engine import Engine
+
+# Of CUB: tile states of one word are aligned twice from here on, and policies for cards newer than 9.0 came.
+_THREE = (3, 0)
+# Policies of generations, and wider words for values of one byte.
+_TUNED = (2, 3)
+# What is selected by key may be more than 31 bits count.
+_LONG_OFFSETS_BY_KEY = (2, 7)
+# The CUB of a PyTorch and of those that follow it.
+_OF_PYTORCH = (((2, 11), (3, 0)), ((2, 8), (2, 7)), ((2, 7), (2, 5)), ((2, 5), (2, 3)))
+_OLDEST = (2, 0)
+# States before the first tile's, for a warp to look at.
+_PADDING = 32
+_SUBSCRIPTIONS = 5
+_OFFSET = 8
+
+# Threads and items of a tile, by the element's size. Selecting by flags, and those that differ from the one before.
+_FLAGGED = {
+    80: {1: (224, 20), 2: (256, 20), 4: (320, 10), 8: (384, 6)},
+    90: {1: (448, 20), 2: (448, 20), 4: (384, 15), 8: (384, 11)},
+    100: {1: (896, 20), 2: (256, 22), 4: (512, 14), 8: (320, 11)},
+}
+_DIFFERING = {
+    80: {1: (992, 20), 2: (576, 14), 4: (256, 18), 8: (192, 10)},
+    90: {1: (256, 22), 2: (256, 22), 4: (384, 17), 8: (384, 11)},
+    100: {1: (384, 22), 2: (256, 22), 4: (384, 15), 8: (384, 11)},
+}
+# Scans with a sum of CUB's own, and the first of each key with a value of so many bytes.
+_SUMS = {80: {4: (320, 12), 8: (288, 22)}, 90: {4: (128, 24), 8: (224, 24)}}
+_BY_KEY = {
+    80: {(4, 4): (256, 11), (8, 4): (256, 7), (8, 8): (192, 7)},
+    90: {(4, 4): (512, 14), (8, 4): (640, 7), (8, 8): (448, 11)},
+}
+# Radix sorts on 9.0 and newer, of keys of one or two bytes, with values of eight and without.
+_SMALL_KEYS = {(1, 8): (384, 18), (2, 8): (512, 23), (1, 0): (512, 19), (2, 0): (512, 19)}
+_ONE_TILE, _NOMINAL_ONE = 256, 19
+_DIGITS_AT_ONCE = 8
+
+
+def blob(*parts: int) -> int:
+    """One block for parts that each start at a multiple of 256."""
+    return 255 + sum(_up(part, 256) for part in parts)
+
+
+class Cub(NamedTuple):
+    """CUB as a version of PyTorch has it, on a card with so many multiprocessors, and so many threads of each."""
+
+    version: tuple[int, int]
+    capability: tuple[int, int]
+    processors: tuple[int, int]
+
+    @property
+    def _tuned_for(self) -> int:
+        """The generation whose policies count: 80, 90 or 100; 0 for the default."""
+        if self.version < _TUNED:
+            return 0
+        if self.capability >= (10, 0) and self.version >= _THREE:
+            return 100
+        return 90 if self.capability >= (9, 0) else 80 if self.capability == (8, 0) else 0
+
+    def _states(self, tiles: int, item: int, is_one_word: bool = True) -> int:
+        """What tiles take that look back at each other's sum of `item` bytes."""
+        count = tiles + _PADDING
+        old = self.version < _TUNED
+        if not is_one_word:
+            status = 1 if old else 4
+            return blob(status * count, item * count, item * count)
+        words = {1: 2 if old else 4, 2: 4, 4: 8, 8: 16}[item]
+        return blob(words * count) if self.version >= _THREE else words * count
+
+    def scan(self, count: int, item: int, is_number: bool = True, by_sum: bool = False) -> int:
+        """Running results of `item` bytes each.
+
+        is_number: whether C++ itself knows the type; of half precision and complex numbers it is a class. by_sum: whether CUB's
+        own sum is taken, for which there are policies.
+        """
+        tuned = _SUMS.get(min(self._tuned_for, 90), {}).get(item) if by_sum and is_number else None
+        threads, items = tuned or (128, 15)
+        tiles = _parts(count, threads * _memory_bound(items, item))
+        return blob(self._states(tiles, item, is_number))
+
+    def flagged(self, count: int, item: int) -> int:
+        """Those of `count` elements whose flag is set."""
+        return self._selected(count, item, _FLAGGED)
+
+    def differing(self, count: int, item: int) -> int:
+        """Those of `count` elements that differ from the one before."""
+        return self._selected(count, item, _DIFFERING)
+
+    def _selected(self, count: int, item: int, policies: dict[int, dict[int, tuple[int, int]]]) -> int:
+        threads, items = policies.get(self._tuned_for, {}).get(item) or (128, min(10, max(1, 40 // item)))
+        return blob(self._states(_parts(count, threads * items), 4))
+
+    def runs(self, count: int) -> int:
+        """The runs of equal elements, with their lengths in eight bytes."""
+        return blob(16 * (_parts(count, 128 * 6) + _PADDING))
+
+    def first_of_each(self, count: int, key: int, value: int) -> int:
+        """The first of each run of equal keys, with its value."""
+        threads, items = _BY_KEY.get(min(self._tuned_for, 90), {}).get((key, value)) or (64, max(1, 44 // key))
+        offset = 8 if self.version >= _LONG_OFFSETS_BY_KEY else 4
+        return blob(self._states(_parts(count, threads * items), offset))
+
+    def running_sums_by_key(self, count: int) -> int:
+        """Sums of four bytes that begin anew with each key of four bytes."""
+        tiles = _parts(count, 256 * 9)
+        return blob(16 * (tiles + _PADDING), 4 * tiles)
+
+    def sum(self, count: int) -> int:
+        """One sum of four bytes, of a block's sums each. Eight blocks of 256 threads run at a time where there is room."""
+        if count <= 256 * 16:
+            return 1
+        processors, threads = self.processors
+        return blob(4 * processors * (threads // 256) * _SUBSCRIPTIONS)
+
+    def radix_sort(self, count: int, key: int, value: int, bits: int | None = None) -> int:
+        """Keys with a value of `value` bytes each (0: without), by their lowest `bits`.
+
+        Few are sorted in one tile, for which PyTorch asks for one byte. More take a histogram of eight-byte numbers for each pass
+        over eight bits, one of four-byte numbers for each tile, a counter for each pass, and with several passes a second copy of
+        all. Small keys are counted by passes over fewer bits before 9.0, in a table for each block that runs at a time.
+        """
+        widest = max(key, value)
+        if count <= _ONE_TILE * max(1, _NOMINAL_ONE * 4 // max(4, widest)):
+            return 1
+        copies = (count * key, count * value)
+        newest = self._tuned_for >= 90
+        if key < 4 and not newest:
+            return blob(self._table_of_counts(key), *copies)
+        passes = _parts(8 * key if bits is None else bits, _DIGITS_AT_ONCE)
+        threads, items = self._sorting(key, value, newest)
+        items = max(1, items * 4 // max(4, widest))
+        # What is sorted lies in 48 KiB of shared memory.
+        threads = min(threads, (49152 // (max(4, widest) * items) + 31) // 32 * 32)
+        tiles = _parts(count, threads * items)
+        return blob(passes * 256 * _OFFSET, tiles * 1024, *(copies if passes > 1 else ()), passes * 4)
+
+    def _sorting(self, key: int, value: int, newest: bool) -> tuple[int, int]:
+        """Threads, and items of four bytes."""
+        if newest:
+            if key < 4:
+                return _SMALL_KEYS[key, 8 if value else 0]
+            if key == 4:
+                return 384, 19 if not value else 17 if value < 8 else 29
+            return 384, 24 if value == 8 else 30
+        if self.capability >= (8, 0):
+            return 384, 17 if key == 4 and value else 21
+        return 256, 46 if key == value == 4 else 23
+
+    def _table_of_counts(self, key: int) -> int:
+        """One block of 512 threads runs at a time, or of 256; of 128 for keys of one byte there are two."""
+        digits, blocks = (128, 1) if key > 1 else (32, 2)
+        return _OFFSET * (self.processors[0] * blocks * _SUBSCRIPTIONS * digits + 512 * 11)
+
+    def segmented_sort(self, count: int, key: int, value: int) -> int:
+        """Many rows, each for itself: a second copy of all."""
+        return blob(count * key, count * value)
+
+
+def cub_of(engine: Engine, device: int) -> Cub:
+    memory = engine.memory
+    of_torch = memory.torch_version(device)
+    version = next((cub for since, cub in _OF_PYTORCH if of_torch >= since), _OLDEST)
+    return Cub(version, memory.capability(device), memory.processors(device))
+
+
+def _memory_bound(items: int, item: int) -> int:
+    """Items of a thread, where a policy counts those of four bytes."""
+    return max(1, min(items * 4 // item, items * 2))
+
+
+def _up(number: int, step: int) -> int:
+    return _parts(number, step) * step
+
+
+def _parts(number: int, size: int) -> int:
+    return -(-number // size)
