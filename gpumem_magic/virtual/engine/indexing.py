@@ -25,7 +25,7 @@ def assigned_from_host(tensor: Any, index: Any, value: Any) -> Any:
     """Assigns a number; None where the value is none, or the tensor is not on the device."""
     if not isinstance(value, (int, float, complex)) or not isinstance(tensor, VirtualTensor):
         return None
-    tensor[index] = torch.scalar_tensor(value, dtype=tensor.dtype)
+    tensor[index] = torch.scalar_tensor(value, dtype=tensor.dtype, device="cpu")
     return False
 
 
