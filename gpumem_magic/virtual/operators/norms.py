@@ -118,7 +118,7 @@ def _power_of_two(number: int) -> int:
 
 
 @special(_aten.native_batch_norm.default, table=BESIDE)
-def _batch_forward(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> list[int]:
+def _batch_own_forward(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> list[int]:
     """PyTorch's own kernel for channels that lie last, or samples of one value for each channel: ``Normalization.cuh``."""
     input, weight, _, mean, _, training = args[:6]
     if not training or by_cudnn(input, weight, mean, training) or not _channels_lie_last(input):
