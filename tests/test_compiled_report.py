@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
+import traceback
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -57,6 +58,42 @@ def test_breaks_are_said_with_their_lines_and_reasons(report: Any) -> None:
     assert "test_compiled_report.py:" in note
     assert "Call to `torch._dynamo.graph_break()`" in note
     assert "graphs break" in str(report)
+
+
+def test_a_line_that_breaks_twice_is_named_once() -> None:
+    """Where the program branches by a value, within a function that is called and when that is compiled by itself."""
+    gpu.turn_on("A100-40GB")
+    try:
+
+        def chosen(x: torch.Tensor) -> torch.Tensor:
+            if x.sin().sum() > 0:
+                return x.cos()
+            return x.tanh()
+
+        fast = torch.compile(lambda x: chosen(x).exp(), backend="aot_eager")
+        with gpumem_magic.measure() as measured:
+            fast(torch.rand(64, device="cuda"))
+        (one,) = measured.report.compiled.breaks
+        assert (one.text, one.reason, one.count) == ("if x.sin().sum() > 0:", "Data-dependent branching", 2)
+    finally:
+        gpu.turn_off()
+
+
+def test_where_the_compiler_cuts_by_itself_is_said_without_a_line() -> None:
+    """As between the buckets of DistributedDataParallel (`torch/_dynamo/backends/distributed.py`)."""
+    tables = importlib.import_module("torch._dynamo.utils")
+    reasons = importlib.import_module("torch._dynamo.output_graph").GraphCompileReason
+    gpu.turn_on("A100-40GB")
+    try:
+        with gpumem_magic.measure() as measured:
+            torch.rand(MIB, device="cuda")
+            tables.graph_break_reasons.append(
+                reasons("DDPOptimizer intentional graph-break", [traceback.FrameSummary(__file__, 0, "DDPOptimizer")])
+            )
+        (note,) = (one for one in measured.report.notes if "graphs break" in one)
+        assert "graphs break at places of its own (DDPOptimizer intentional graph-break): nothing" in note
+    finally:
+        gpu.turn_off()
 
 
 def test_what_was_not_compiled_is_said_with_the_line_and_the_reason(report: Any) -> None:

@@ -40,7 +40,7 @@ class CompilerTables:
                 frame = one.user_stack[-1]
                 # (Without a line where it is the compiler that cuts: between DistributedDataParallel's buckets.)
                 where = place(frame.filename, frame.lineno) if frame.lineno else ""
-                breaks[where, frame.line or "", _head(one.reason)] += 1
+                breaks[where, frame.line or "", _words(_head(one.reason))] += 1
         again: dict[tuple[str, str], list[str]] = {}
         failed: Counter[tuple[str, str, str]] = Counter()
         compiled = _metrics()
@@ -109,6 +109,12 @@ def _metrics() -> list[Any]:
 def _graphs() -> int:
     counters = getattr(sys.modules.get(_TABLES), "counters", {})
     return int(counters["stats"]["unique_graphs"]) if "stats" in counters else 0
+
+
+def _words(reason: str) -> str:
+    """Why a graph broke. For a branch by a tensor's value the compiler has two ways to say it, one of them its own jargon
+    (`torch._dynamo.symbolic_convert.generic_jump`)."""
+    return "Data-dependent branching" if reason.startswith("generic_jump TensorVariable") else reason
 
 
 def _head(text: str) -> str:

@@ -98,10 +98,8 @@ def _compiled(done: CompiledCode, ended: bool) -> list[str]:
             + " What it does not compile runs eagerly, and nothing there is fused." * (not ended)
         )
     if done.breaks:
-        reasons = [one.reason.rstrip(".") for one in done.breaks]
         places = [
-            f"{_named(one)} ({why})" if one.place else f"places of its own ({why})"
-            for one, why in zip(done.breaks, reasons, strict=True)
+            f"{_named(one) if one.place else 'places of its own'} ({one.reason.rstrip('.')})" for one in done.breaks
         ]
         found.append(
             f"torch.compile's graphs break at {_few(places)}: nothing is fused across a break, and what passes it is written out "
