@@ -232,3 +232,11 @@ def test_the_gradient_of_a_masked_scatters_source_is_chosen_by_the_mask() -> Non
     sizes = made(lambda: torch.autograd.grad(out, images, torch.zeros_like(words)))
     # The seed; the count, its storage, the positions in two dimensions, their tiles, and what is there.
     assert sizes == [1600, 4, 1, 6400, 512 + 256 + 255, 1600]
+
+
+def test_the_sum_in_a_logarithm_of_a_sum_is_shared_by_blocks() -> None:
+    x = torch.zeros(1_000_000, device="cuda")
+    shared = made(x.sum)[1:]
+    assert len(shared) == 2
+    # The highest, and what its blocks share; the exponentials; then their sum is written where it belongs.
+    assert made(lambda: x.logsumexp(0))[-2:] == shared

@@ -165,6 +165,7 @@ _ITEM = _ReductionKernel(accumulator=0)
 KERNELS: dict[Any, _ReductionKernel] = {
     _aten.sum.default: _SUM,
     _aten.sum.dim_IntList: _SUM,
+    _aten.sum.IntList_out: _SUM,
     _aten.nansum.default: _SUM,
     _aten.mean.default: _SUM,
     _aten.mean.dim: _SUM,
