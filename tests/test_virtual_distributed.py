@@ -110,10 +110,31 @@ def test_what_is_waited_for_lies_where_it_lay() -> None:
     # As distributed tensors do it: a copy of it, and the gathered one is let go.
     module = importlib.import_module("torch.distributed._functional_collectives")
     gather = getattr(module, "all_gather_single", None) or module.all_gather_tensor
-    copied = gather(x, 0, dist.group.WORLD) + 0
+    torch.cuda.reset_peak_memory_stats()
+    held = gather(x, 0, dist.group.WORLD)
+    assert torch.cuda.max_memory_allocated() == before + MIB
+    copied = held + 0
+    del held
     assert torch.cuda.max_memory_allocated() == before + 2 * MIB
     assert torch.cuda.memory_allocated() == before + MIB
     del copied
+
+
+def test_where_a_device_computes_what_is_gathered_has_values() -> None:
+    dist.destroy_process_group()
+    gpu.turn_off()
+    gpu.turn_on("A100-40GB,values=real")
+    with pytest.warns(UserWarning, match="gloo is used instead"):
+        dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    x, weight = torch.rand(2, 8, 16, device="cuda"), torch.rand(16, 4, device="cuda")
+    module = importlib.import_module("torch.distributed._functional_collectives")
+    gather = getattr(module, "all_gather_single", None) or module.all_gather_tensor
+    assert torch.equal(gather(x, 0, dist.group.WORLD) + 0, x)
+    name = dist.group.WORLD.group_name
+    importlib.import_module("torch.distributed._symmetric_memory")
+    gathered, (product,) = torch.ops.symm_mem.fused_all_gather_matmul(x, [weight], 1, name)
+    assert torch.equal(gathered, x)
+    assert torch.allclose(product, x @ weight)
 
 
 def test_products_that_overlap_with_sending_gather_beside_the_allocator() -> None:

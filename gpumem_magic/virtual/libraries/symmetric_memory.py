@@ -17,6 +17,7 @@ import torch
 
 from gpumem_magic.patching import Patches
 from gpumem_magic.virtual.engine.engine import Engine
+from gpumem_magic.virtual.engine.host_calls import equivalent
 from gpumem_magic.virtual.engine.kernel_rules import built_in
 from gpumem_magic.virtual.engine.tensors import VirtualTensor, engine_of
 
@@ -129,6 +130,10 @@ def _stand_in(original: Any) -> Any:
 
 def prepare(module: ModuleType, patches: Patches) -> None:
     """For `torch.distributed._symmetric_memory`."""
+    for name, (_, plainly) in _FUSED.items():
+        # (The others' sums come in wrappers there, which are no memory of the host's: they stay zeros, and the report says so.)
+        if "all_gather" in name:
+            equivalent(getattr(torch.ops.symm_mem, name).default)(getattr(module, plainly))
     symmetric = _stand_in(module._SymmetricMemory)
     patches.set(module, "_SymmetricMemory", symmetric)
     # What it keeps of a card belongs to that one.

@@ -23,6 +23,7 @@ _PREPARE: dict[str, Prepare] = {
     "bitsandbytes.backends.cuda.ops": bits.prepare_cuda,
     "flash_attn.flash_attn_interface": flash.prepare,
     "xformers.ops.fmha": efficient.prepare,
+    "torch.distributed._functional_collectives": dtensor.prepare_collectives,
     "torch.distributed.optim.zero_redundancy_optimizer": sharded_states.prepare,
     "torch.distributed._symmetric_memory": symmetric_memory.prepare,
     "torch.distributed.tensor._api": dtensor.prepare,

@@ -13,11 +13,9 @@ from typing import Any
 
 import torch
 
-from gpumem_magic.private import aten as _aten
 from gpumem_magic.virtual.engine import values
 from gpumem_magic.virtual.engine.engine import Engine, special
 from gpumem_magic.virtual.engine.host_calls import equivalent
-from gpumem_magic.virtual.engine.modes import pushed
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
 from gpumem_magic.virtual.engine.twins import mapped
 
@@ -60,12 +58,6 @@ def _receive(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> 
 def _waited(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     """The tensor itself (``Functional.cpp``). PyTorch's shape rule makes another one, which would take memory."""
     return args[0]
-
-
-def _wrapped(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
-    """On a device a tensor that waits when it is used, on the same memory (2.11 and newer). Here nothing is waited for."""
-    with pushed(engine.mode):
-        return _aten.alias.default(args[0])
 
 
 def _written(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
@@ -145,7 +137,6 @@ _WRITING = ("all_gather_into_tensor_out", "reduce_scatter_tensor_out")
 
 if torch.distributed.is_available():
     special(*_operators(("wait_tensor",), torch.ops._c10d_functional))(_waited)
-    special(*_operators(("_wrap_tensor_autograd",), torch.ops._c10d_functional))(_wrapped)
     special(*_operators(_WRITING, torch.ops._c10d_functional))(_written)
     special(*_operators(_IN_PLACE))(_exchange)
     special(*_operators(_RECEIVING))(_receive)
