@@ -392,3 +392,38 @@ def test_gradients_of_the_host_are_what_they_are_and_draw_no_memory() -> None:
     deep.pow(2).sum().backward()
     assert torch.equal(x.grad, 2 * (torch.arange(3.0) + 3000))
     assert torch.cuda.memory_allocated() == before
+
+
+# ---- tensors of the host, like those of the device
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda one, **there: torch.empty_like(one, **there).zero_(),
+        lambda one, **there: torch.zeros_like(one, **there),
+        lambda one, **there: torch.ones_like(one, **there),
+        lambda one, **there: torch.rand_like(one, **there),
+        lambda one, **there: torch.randn_like(one, **there),
+        lambda one, **there: torch.full_like(one, 2.0, **there),
+        lambda one, **there: torch.zeros_like(input=one, **there),
+        lambda one, **there: one.new_zeros((4, 3), **there),
+        lambda one, **there: one.new_full((4, 3), 2.0, **there),
+    ],
+)
+@pytest.mark.parametrize("pinned", [False, True])
+def test_what_is_made_like_a_device_tensor_may_be_on_the_host(make: Any, pinned: bool) -> None:
+    like = torch.nn.Parameter(torch.ones(3, 4, device="cuda").t())
+    made = make(like, device="cpu", pin_memory=pinned)
+    assert type(made) is torch.Tensor
+    assert (made.device.type, tuple(made.shape)) == ("cpu", (4, 3))
+    # It computes with tensors of the host.
+    assert (made * torch.zeros(4, 3)).isfinite().all()
+
+
+def test_a_module_is_emptied_onto_the_host() -> None:
+    model = torch.nn.BatchNorm1d(4).cuda()
+    model.to_empty(device="cpu")
+    assert {type(one) for one in model.parameters()} == {torch.nn.Parameter}
+    assert {one.device.type for one in model.state_dict().values()} == {"cpu"}
+    assert torch.cuda.memory_allocated() == 0

@@ -61,6 +61,15 @@ def _wraps_others(arg: Any) -> bool:
     return isinstance(arg, torch.Tensor) and with_dispatch_of_its_own((type(arg),))
 
 
+def _on_host(original: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    """An ordinary tensor like one that may be virtual, of which only the shape and the type are looked at."""
+    if args and isinstance(args[0], VirtualTensor):
+        args = (plain_meta(args[0]), *args[1:])
+    elif isinstance(kwargs.get("input"), VirtualTensor):
+        kwargs["input"] = plain_meta(kwargs["input"])
+    return original(*args, **kwargs)
+
+
 def _unchecked(original: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     """A sparse tensor on the device, whose indices have no values that could be checked; 2.11 warns although it is told."""
     with warnings_remembered(), warnings.catch_warnings():
@@ -259,6 +268,8 @@ class Factories:
                     kwargs["device"] = traced
                 elif _means_meta(device):
                     args = tuple(plain_meta(arg) if isinstance(arg, VirtualTensor) else arg for arg in args)
+                elif original.__name__ in (*_LIKE, *_NEW) and torch._C._get_dispatch_mode(_FAKE) is None:
+                    return _on_host(original, args, kwargs)
                 return original(*args, **kwargs)
             if original.__name__ in _LIKE and _speaks_though_no_tensor(args):
                 return original(*args, **kwargs)
