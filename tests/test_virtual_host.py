@@ -427,3 +427,12 @@ def test_a_module_is_emptied_onto_the_host() -> None:
     assert {type(one) for one in model.parameters()} == {torch.nn.Parameter}
     assert {one.device.type for one in model.state_dict().values()} == {"cpu"}
     assert torch.cuda.memory_allocated() == 0
+
+
+def test_steps_between_numbers_of_the_device_are_on_the_host_unless_asked_for() -> None:
+    ends = torch.tensor([1.0, 4.0], device="cuda")
+    steps = torch.linspace(ends[0], ends[1], 4)
+    assert (type(steps), steps.tolist()) == (torch.Tensor, [1.0, 2.0, 3.0, 4.0])
+    assert torch.logspace(0, ends[0], 2).tolist() == [1.0, 10.0]
+    there = torch.linspace(0.0, ends[1], 3, device="cuda:1")
+    assert (there.device, there.tolist()) == (torch.device("cuda:1"), [0.0, 2.0, 4.0])

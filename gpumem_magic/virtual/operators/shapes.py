@@ -176,6 +176,20 @@ def _fill(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any
     return getattr(func.overloadpacket, "Scalar")(*before, value.item())  # noqa: B009
 
 
+@special(
+    *overloads("linspace.Tensor_Tensor linspace.Tensor_Scalar linspace.Scalar_Tensor"),
+    *overloads("logspace.Tensor_Tensor logspace.Tensor_Scalar logspace.Scalar_Tensor"),
+)
+def _steps_between(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    """Both ends are read (``RangeFactories.cpp``), and the result is on the host unless a device is asked for."""
+    ends = [one.item() if isinstance(one, torch.Tensor) else one for one in args[:2]]
+    by_numbers, args = func.overloadpacket.default, (*ends, *args[2:])
+    there = kwargs.get("device")
+    if there is None or there.type == "cpu":
+        return by_numbers(*args, **kwargs)
+    return engine.run(by_numbers, args, kwargs, device)
+
+
 @special(_aten._scaled_mm.out)
 def _scaled_into(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     """Of 8-bit products PyTorch knows the form without `out`; compiled code takes this one."""
