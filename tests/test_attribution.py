@@ -6,6 +6,7 @@ import re
 from contextlib import suppress
 
 import pytest
+from causes_cells import notebook
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from recording_fakes import FakeDevice, Tape
@@ -133,6 +134,29 @@ def test_what_is_born_in_backward_and_is_no_gradient() -> None:
     assert label_of(recording, gradient).category == "gradients"
     assert label_of(recording, again).category == "activations"
     assert label_of(recording, scratch).category == "temporaries"
+
+
+def test_what_backward_brings_back_from_the_host_are_activations() -> None:
+    tape = Tape()
+    with tape.span("backward"):
+        saved = tape.device.alloc(3 * MIB, "host_copy")
+        tape.device.free(saved)
+    assert label_of(tape.finish(), saved) == Label("activations", "lifetime", None)
+
+
+@pytest.mark.parametrize(
+    ("forward", "category"),
+    [
+        ("with torch.autograd.graph.save_on_cpu():\n    loss = weight.sin().sum()", "activations"),
+        # Here it is the gradient of what forward moved.
+        ("loss = (weight * 2).cpu().sum()", "activation_gradients"),
+    ],
+)
+def test_only_what_forward_saved_on_the_host_comes_back_as_activations(forward: str, category: str) -> None:
+    with notebook("T4") as book:
+        book.cell("weight = torch.ones(1 << 20, device='cuda', requires_grad=True)")
+        report = book.measured(f"{forward}\nloss.backward()")
+        assert [one.category for one in report.tensors() if one.operator == "to"] == [category]
 
 
 def test_the_innermost_phase_counts() -> None:

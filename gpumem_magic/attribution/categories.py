@@ -45,6 +45,8 @@ _IDENTITY = (
 )
 _HOLDING_NAMES = ("named", "output")
 _MADE = ("host_copy", "factory")
+# The node of what was moved in forward: its gradient comes from where the result was.
+_MOVES_BACK = "ToCopyBackward"
 
 
 def attribute(
@@ -262,7 +264,12 @@ def _activations(case: _Case) -> Label | None:
 
 def _activation_gradients(case: _Case) -> Label | None:
     if case.phase is not None and case.phase.kind == BACKWARD:
-        return Label("activation_gradients", "lifetime", case.name)
+        category = "activation_gradients"
+        node = "" if case.birth is None else case.birth.node
+        if case.origin == "host_copy" and not node.startswith(_MOVES_BACK):
+            # What forward had saved on the host (`save_on_cpu`), brought back for the operator that needs it.
+            category = "activations"
+        return Label(category, "lifetime", case.name)
     return None
 
 

@@ -120,6 +120,9 @@ class LiveLabels:
                 self._backward_begins()
         if event.action == "alloc":
             category = _ORIGINS.get(origin) or _OF_PHASE.get(phase or "", NOT_YET_KNOWN)
+            if phase == BACKWARD and origin == "host_copy":
+                # Saved on the host by forward, mostly.
+                category = "activations"
             self._live[event.address] = [event.size, 0, category, self.position]
             self._sums[category] += event.size
             if phase is None and category == NOT_YET_KNOWN and origin not in _MADE:
