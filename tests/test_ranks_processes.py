@@ -126,7 +126,8 @@ def test_a_rank_that_is_no_more_is_gone_and_one_that_runs_has_no_answer_yet(tmp_
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"[]", b"\xff", b'{"gpumem_rank": 1}', b'{"gpumem_rank": 1, "state": 5}', b"[" * 9999]
+    "content",
+    [b"", b"[]", b"\xff", b'{"gpumem_rank": 1}', b'{"gpumem_rank": 1, "state": 5}', b'{"schema": 1}', b"[" * 9999],
 )
 def test_a_file_that_is_no_ranks_is_one_line(
     content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -154,6 +155,24 @@ def test_a_folder_of_snapshots_is_a_report_of_ranks(tmp_path: Path, capsys: pyte
     assert [(row["rank"], row["peak_allocated"]) for row in ranks["rows"]] == [(1, 12 << 20), (0, 4 << 20)]
     assert "Rank 1 peaks highest, at 12.0 MiB" in capsys.readouterr().out
     assert "Rank 1 peaks highest" in page.read_text("utf-8")
+
+
+def test_reports_that_workers_saved_are_a_report_of_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import gpumem_magic
+    from gpumem_magic.session import device
+
+    for rank in (0, 2):
+        with gpumem_magic.measure("T4") as measured:
+            kept = torch.ones((rank + 1) << 20, device="cuda")
+        measured.report.save(tmp_path / f"rank-{rank}.json")
+        del kept
+    device.off()
+    assert cli.main(["ranks", str(tmp_path), "--json", str(tmp_path / "all.json")]) == 0
+    ranks = json.loads((tmp_path / "all.json").read_text("utf-8"))["ranks"]
+    assert ranks["world"] == 3
+    told = [(row["rank"], row["peak_allocated"]) for row in ranks["rows"] if row["peak_allocated"] is not None]
+    assert told == [(2, 12 << 20), (0, 4 << 20)]
+    assert "Rank 2" in capsys.readouterr().out
 
 
 def test_a_rank_that_does_not_hear_ctrl_c_reports_beside_its_program(tmp_path: Path) -> None:

@@ -20,7 +20,8 @@ from gpumem_magic.report.side_by_side import OfRank, state_of
 from gpumem_magic.snapshot.whole_file import printable, replace_file
 
 FORM = 1
-_NAME = re.compile(r"rank-\d{1,9}\.json")
+_NAME = re.compile(r"rank-(\d{1,9})\.json")
+_FORM_KEY = "gpumem_rank"
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ def is_alive(process: int) -> bool:
 def write(folder: Path, number: int, file: RankFile) -> None:
     """number: of the file, the rank's where it is known."""
     data: dict[str, Any] = {
-        "gpumem_rank": FORM,
+        _FORM_KEY: FORM,
         "rank": file.rank,
         "world": file.world,
         "state": file.state,
@@ -95,7 +96,9 @@ def _read_one(path: Path) -> RankFile:
         raise ValueError(f"{name} is larger than any rank's report")
     try:
         data = json.loads(content.decode())
-        if not isinstance(data, dict) or data.get("gpumem_rank") != FORM:
+        if isinstance(data, dict) and "schema" in data and _FORM_KEY not in data:
+            return _saved(path, report_from_dict(data))
+        if not isinstance(data, dict) or data.get(_FORM_KEY) != FORM:
             raise ValueError(f"no rank's report of form {FORM}")
         if data["state"] not in STATES:
             raise ValueError(f"the key 'state' is {data['state']!r:.40}")
@@ -117,6 +120,13 @@ def _read_one(path: Path) -> RankFile:
         raise ValueError(f"{name}: no rank's report: it is nested too deeply") from None
     except (TypeError, ValueError) as error:
         raise ValueError(f"{name}: {error}") from None
+
+
+def _saved(path: Path, report: ReportData) -> RankFile:
+    """A report that a worker saved under a rank's name: of a task that Dask or Ray ran, say."""
+    found = _NAME.fullmatch(path.name)
+    rank = int(found[1]) if found is not None else 0
+    return RankFile(rank, rank + 1, state_of(report), report=report)
 
 
 def _number(data: dict[str, Any], key: str) -> int:
