@@ -1,0 +1,136 @@
+"""What PyTorch's own CUDA build asks its allocator for, operator by operator, beside the virtual GPU. No GPU is needed.
+
+    python benchmarks/stand_in_runtime --python OTHER/bin/python [--card A100] [--only TEXT ...]
+
+OTHER is an environment with a CUDA build of PyTorch, as `pip install torch` makes it on Linux; its version is the one compared.
+ATen's, CUB's and the allocator's host code run over a CUDA runtime in which no kernel runs (`runtime.c`), built into a scratch
+folder with `cc` and that environment's headers. Each case of `cases.txt` runs in a forked child, here and there: what it
+allocates and frees, in order, is compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from building import HERE, Unfit, Wheel, build, wheel
+
+from gpumem_magic.virtual.card import catalog
+from gpumem_magic.virtual.card.models import GpuModel
+
+
+class Case(NamedTuple):
+    name: str
+    setup: str
+    expression: str
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python benchmarks/stand_in_runtime",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--python", metavar="OTHER", required=True, help="the Python of an environment with a CUDA build"
+    )
+    parser.add_argument("--card", default="A100", help="a card of `gpumem devices` (default: %(default)s)")
+    parser.add_argument("--only", metavar="TEXT", nargs="+", help="cases with a TEXT in their name")
+    options = parser.parse_args()
+    listed = read((HERE / "cases.txt").read_text(encoding="utf-8"))
+    wanted = [case for case in listed if options.only is None or any(text in case.name for text in options.only)]
+    if not wanted:
+        parser.error(f"no case has {' or '.join(options.only)} in its name")
+    try:
+        spec = catalog.parse(options.card)
+        if isinstance(spec, catalog.RealDevice):
+            raise Unfit(f"{options.card} is a real device; a card of the catalogue is needed")
+        model = spec.models[0]
+        other = wheel(options.python)
+        version = ".".join(other.version.split(".")[:2])
+        with tempfile.TemporaryDirectory() as scratch:
+            there = over_the_stand_in(options.python, other, model, wanted, Path(scratch))
+        here = run(sys.executable, wanted, f"{options.card},torch={version}", {})
+    except (Unfit, catalog.UnknownDevice) as why:
+        print(f"Not compared: {why}.", file=sys.stderr)
+        return 1
+    print(
+        f"PyTorch {other.version} over the stand-in runtime (A), {options.card},torch={version} on the virtual GPU (B)"
+    )
+    print("\n".join(words(wanted, there, here)))
+    return 0
+
+
+def read(text: str) -> list[Case]:
+    """`name: setup || expression`, a line each; told=N; first in the setup is the number that the host reads back."""
+    cases = []
+    for line in text.splitlines():
+        if line.strip() and not line.startswith("#"):
+            name, _, code = line.partition(": ")
+            setup, _, expression = code.rpartition(" || ")
+            cases.append(Case(name, setup, expression))
+    return cases
+
+
+def over_the_stand_in(python: str, other: Wheel, model: GpuModel, cases: list[Case], scratch: Path) -> dict[str, Any]:
+    described = {
+        "NAME": model.name,
+        "CAPABILITY": model.capability[0] * 10 + model.capability[1],
+        "TOTAL": model.total_bytes,
+        "MULTIPROCESSORS": model.multi_processor_count,
+        "THREADS": model.max_threads_per_multiprocessor,
+        "SHARED": model.shared_memory_per_multiprocessor,
+        "SHARED_OPTIN": model.shared_memory_per_block_optin,
+        "L2": model.l2_cache_bytes,
+    }
+    return run(python, cases, None, build(other, scratch) | {f"STAND_IN_{key}": str(v) for key, v in described.items()})
+
+
+def run(python: str, cases: list[Case], virtual: str | None, environment: dict[str, str]) -> dict[str, Any]:
+    with tempfile.NamedTemporaryFile() as out:
+        request = json.dumps({"cases": cases, "virtual": virtual})
+        command = [python, str(HERE / "running.py"), out.name]
+        everything = {**os.environ, **environment}
+        done = subprocess.run(command, input=request, env=everything, capture_output=True, text=True, check=False)
+        if done.returncode:
+            side = "on the virtual GPU" if virtual else "over the stand-in runtime"
+            raise Unfit(f"{side} nothing ran: {(done.stderr.strip().splitlines() or ['it ended without a word'])[-1]}")
+        return dict(json.loads(Path(out.name).read_text(encoding="utf-8")))
+
+
+def words(cases: list[Case], there: dict[str, Any], here: dict[str, Any]) -> list[str]:
+    """What differs, and the counts. A case that fails over the stand-in says nothing about the virtual GPU and is left out."""
+    ran = [case for case in cases if not isinstance(there[case.name], str)]
+    alike = [case for case in ran if sizes(there[case.name]) == sizes(here[case.name])]
+    with_frees = [case for case in alike if there[case.name] == here[case.name]]
+    lines = []
+    for case in ran:
+        if case not in with_frees:
+            kind = "frees in another order" if case in alike else "other allocations"
+            lines += [f"\n{case.name}: {kind}  ({case.setup} || {case.expression})"]
+            lines += [f"  A {shown(there[case.name])}", f"  B {shown(here[case.name])}"]
+    for case in cases:
+        if case not in ran:
+            lines.append(f"\n{case.name}: left out, over the stand-in runtime: {there[case.name]}")
+    return [
+        *lines,
+        f"\n{len(alike)} of {len(ran)} cases alike (allocations), {len(with_frees)} alike with their frees.",
+    ]
+
+
+def sizes(events: Any) -> Any:
+    return [size for what, size in events if what == "+"] if isinstance(events, list) else events
+
+
+def shown(events: Any) -> str:
+    return " ".join(f"{what}{number}" for what, number in events) if isinstance(events, list) else str(events)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
