@@ -180,7 +180,8 @@ def test_the_rows_that_are_kept_do_not_grow_with_the_loop(device: Any, flags: st
 
 
 def test_a_limit_on_iterations_still_ends_a_loop(device: Any) -> None:
-    report(device, "n = 0\nfor i in range(5_000):\n    n += 1\n", "--max-iterations 3000")
+    cell = "import torch\nn = 0\nfor i in range(5_000):\n    n += 1\n    if n == 1:\n        x = torch.ones(1, device='cuda')\n"
+    report(device, cell, "--max-iterations 3000")
     assert device.user_ns["n"] == 3_000
 
 

@@ -105,8 +105,8 @@ def graphs_alive(scene: Scene) -> Iterator[Cause]:
 
 def _without_autograd(scene: Scene, found: Sequence[Spot]) -> str:
     """Another way, where all of these were made after the last backward: they may be for none."""
-    last = max(map(scene.end_of, scene.spans(BACKWARD)), default=0)
-    if any(_born(scene, one) < last for spot in found for one in spot.held):
+    ends = [scene.end_of(one) for one in scene.spans(BACKWARD)]
+    if not ends or any(_born(scene, one) < max(ends) for spot in found for one in spot.held):
         return ""
     return " Where no backward is to follow, run it inside `with torch.no_grad():`, and nothing is saved for one."
 
