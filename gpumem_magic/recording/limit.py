@@ -29,9 +29,7 @@ class IterationLimit:
     position: how far the devices' logs have come, in all. A loop that makes none of them longer is not ended: it only prepares.
     """
 
-    def __init__(
-        self, most: int | None, repeating: Callable[[], bool] = lambda: False, position: Callable[[], int] = lambda: 0
-    ) -> None:
+    def __init__(self, most: int | None, repeating: Callable[[], bool], position: Callable[[], int]) -> None:
         self.stopped = False
         self.steps = 0
         # Iterations of a loop without steps, after which it ended.
@@ -44,7 +42,8 @@ class IterationLimit:
         self._statement: int | None = None
         self._thread = threading.get_ident()
         # Of each loop, the steps and the position at its start.
-        self._at_start: dict[int, tuple[int, int]] = {}
+        self._at_start: dict[int, int] = {}
+        self._position_at_start: dict[int, int] = {}
         self._handles: list[Any] = []
 
     def install(self) -> None:
@@ -65,20 +64,23 @@ class IterationLimit:
     def statement_began(self, statement: Statement) -> None:
         self._statement = statement.index
         if statement.kind in ("for", "while"):
-            self._at_start[statement.index] = self.steps, self._position()
+            self._at_start[statement.index] = self.steps
+            self._position_at_start[statement.index] = self._position()
 
     def should_end(self, loop: Statement, iteration: tuple[int, ...], steps_expected: bool) -> bool:
         """Whether the loop, which begins this iteration, is to end. steps_expected: its body calls an optimizer's step."""
-        steps, position = self._at_start.get(loop.index, (0, 0))
-        stepped_in_loop = self.steps > steps
+        stepped_in_loop = self.steps > self._at_start.get(loop.index, 0)
         if self._enough() and stepped_in_loop:
             self.stopped = True
             return True
         counts_turns = not stepped_in_loop and not steps_expected and len(iteration) == 1
-        if counts_turns and self._at_most(iteration[0] - 1) and self._position() > position:
+        if counts_turns and self._at_most(iteration[0] - 1) and self._moved_in(loop):
             self.stopped, self._turns = True, iteration[0] - 1
             return True
         return False
+
+    def _moved_in(self, loop: Statement) -> bool:
+        return self._position() > self._position_at_start.get(loop.index, 0)
 
     def _enough(self) -> bool:
         return self._at_most(self.steps) or self._repeating()

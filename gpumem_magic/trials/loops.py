@@ -56,7 +56,7 @@ class TrialLimit(IterationLimit):
     def __init__(
         self, most: int | None, further: FurtherTurns, devices: Sequence[VirtualDevice], last: int | None = None
     ) -> None:
-        super().__init__(most, further.are_known)
+        super().__init__(most, further.are_known, lambda: further.events)
         self._last = last
         self._further = further
         self._devices = devices
