@@ -95,6 +95,20 @@ class Patches:
             for operator, kernel in kernels:
                 library.impl(operator, kernel, key, with_keyset=with_keys, allow_override=True)
 
+    def entry(self, owner: dict[Any, Any], key: Any, value: Any) -> None:
+        """Puts an entry into a dictionary, in the place of what is there."""
+        before = owner.get(key, _MISSING)
+
+        def put_back() -> None:
+            if owner.get(key) is value:
+                if before is _MISSING:
+                    del owner[key]
+                else:
+                    owner[key] = before
+
+        self._undo.append(put_back)
+        owner[key] = value
+
     def environment(self, name: str, value: str) -> None:
         """Sets an environment variable."""
         before = os.environ.get(name)

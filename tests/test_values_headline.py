@@ -22,6 +22,7 @@ from gpumem_magic.looks.decisions import (
     chooses_a_way,
     chooses_an_object,
     ends_a_loop,
+    is_printed,
     leads_to,
     makes_a_size,
     selects,
@@ -268,6 +269,40 @@ def test_which_lines_select_on_the_host(tmp_path: Path, code: str, chooses: bool
     place = tmp_path / "program.py"
     place.write_text(code, "utf-8")
     assert selects(str(place), 1 + code.startswith("seen")) is chooses
+
+
+@pytest.mark.parametrize(
+    ("code", "printed"),
+    [
+        ("print(decode(x.tolist()))", True),
+        ("text = ''.join(letters[one] for one in x.tolist())\nprint(text)", True),
+        ("def told(text):\n    out.write(text)\ntold(decode(x.tolist()))", True),
+        ("def text():\n    return decode(x.tolist())\nprint(f'{text()}!')", True),
+        ("names = x.tolist()\nlogger.info('%s', names)", True),
+        ("names = x.tolist()\nother = len(rows)\nprint(other)", False),
+        ("names = x.tolist()\nscore(names)", False),
+        ("print(len(rows))\nrows = x.tolist()", False),
+    ],
+)
+def test_which_lines_are_printed(tmp_path: Path, code: str, printed: bool) -> None:
+    place = tmp_path / "program.py"
+    place.write_text(code, "utf-8")
+    line = next(number for number, text in enumerate(code.splitlines(), 1) if "x." in text)
+    assert is_printed(str(place), line) is printed
+
+
+def test_a_text_of_drawn_tokens_is_said_behind_the_answer(tmp_path: Path) -> None:
+    letters = "abc"
+    code = "print(''.join(letters[one % 3] for one in torch.multinomial(x[0].softmax(0), 9, True).tolist()))\n"
+    first = run(tmp_path, code, letters=letters)
+    assert first.startswith("Of ")
+    assert (
+        "The program prints something else on a GPU: it is made of a value that the virtual GPU does not know" in first
+    )
+    assert "read at `program.py:1`" in first
+    # One number is a number; tokens from the host are known.
+    for known in ("print(x.argmax().item())\n", "print(torch.tensor([1, 2]).to(x.device).tolist())\n"):
+        assert "prints" not in run(tmp_path, known)
 
 
 @pytest.mark.parametrize(

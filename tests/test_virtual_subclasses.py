@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import copyreg
+import io
+import pickle
 from collections.abc import Iterator
 from typing import Any
 
@@ -140,6 +143,34 @@ def test_a_copy_on_the_host_given_a_device_tensors_class_stays_on_the_host() -> 
         assert host.device == torch.device("cpu")
         assert host.tolist() == [2, 2, 2]
     assert type(torch.ones(3).as_subclass(type(tensor))) is torch.Tensor
+
+
+@pytest.mark.parametrize("where", ["cuda:1", "cpu"])
+def test_a_saved_tensor_of_a_class_comes_back_of_it_with_its_attributes(where: str) -> None:
+    tensor = torch.ones(3, device="cuda").as_subclass(Labelled)
+    tensor.label = "first"
+    file = io.BytesIO()
+    torch.save({"it": tensor, "view": tensor[1:]}, file)
+    file.seek(0)
+    loaded = torch.load(file, map_location=where, weights_only=False)
+    assert isinstance(loaded["it"], Labelled)
+    assert loaded["it"].label == loaded["view"].label == "first"
+    assert loaded["it"].device == torch.device(where)
+    assert (loaded["it"] + 1).label == "first"
+    assert loaded["it"].untyped_storage()._cdata == loaded["view"].untyped_storage()._cdata
+    assert type(pickle.loads(pickle.dumps(tensor))) is Labelled
+
+
+def test_classes_of_tensors_are_pickled_as_those_that_they_have_on_the_host() -> None:
+    tensor = torch.ones(3, device="cuda")
+    parameter = torch.nn.Parameter(tensor)
+    for kind, wanted in (
+        (type(tensor), torch.Tensor), (type(tensor.as_subclass(Plain)), Plain), (type(parameter), torch.Tensor),
+        (torch.Tensor, torch.Tensor), (torch.nn.Parameter, torch.nn.Parameter), (Plain, Plain),
+    ):  # fmt: skip
+        assert pickle.loads(pickle.dumps(kind)) is wanted
+    gpu.turn_off()
+    assert not {type(torch.Tensor), type(torch.nn.Parameter)} & copyreg.dispatch_table.keys()
 
 
 def test_a_subclass_takes_no_memory_of_its_own() -> None:

@@ -22,7 +22,8 @@ _Line = tuple[str, int]
 class Reads:
     """counts: how often each line read. supplied: how often it was given a value of the user's.
 
-    marks: how often it was a whole number ("whole"), a size ("sized"), or an error came of it that was caught ("caught").
+    marks: how often it was a whole number ("whole"), a list of them ("list"), a size ("sized"), or an error came of it that was
+    caught ("caught").
     stacks: where it was called from, at its first read: the program's places, behind an optimizer's own that read in its stead.
     """
 
@@ -36,7 +37,9 @@ class Reads:
         # The error (`id`) that the program handles, and that was looked at.
         self._seen = 0
 
-    def note(self, line: _Line, by_user: bool, dtype: torch.dtype | None, sized: bool = False) -> None:
+    def note(
+        self, line: _Line, by_user: bool, dtype: torch.dtype | None, sized: bool = False, several: bool = False
+    ) -> None:
         if line not in self.stacks:
             self.stacks[line] = tuple(_stack(line))
         self.counts[line] += 1
@@ -48,6 +51,8 @@ class Reads:
             self.marks[line[0], line[1], "sized"] += 1
         if dtype is not None and not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool):
             self.marks[line[0], line[1], "whole"] += 1
+            if several:
+                self.marks[line[0], line[1], "list"] += 1
         if self.counts[line] == _MANY and waits(*line):
             warnings.warn(
                 f"line {line[1]} of {os.path.basename(line[0])} has read values {_MANY:,} times that the virtual GPU does not "

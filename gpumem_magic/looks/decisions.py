@@ -3,7 +3,7 @@
 A loop ends by it, where it stands in the test of a ``while``, in a ``range``, or in the test of an ``if`` that leaves a loop; a
 size is made of it, where it stands among the arguments of what makes tensors and modules; a way is chosen by it, where it stands
 in the test of any other ``if`` with work in it or behind it; an object, where that is called; a selection, where a list is as
-long as values say. So does all that it flows into (`flows`).
+long as values say; and it may be printed. So does all that it flows into (`flows`).
 
 callers: further files, in which functions and attributes of these names are looked for. sized: the line makes a tensor whose
 length nobody knows.
@@ -87,6 +87,12 @@ def checks_for_none(file: str, line: int, callers: Sequence[str] = ()) -> bool:
     """Whether an ``if`` goes by a check of what this line reads for numbers that are none."""
     reached = _reached(file, line, callers)
     return any(reached.stands_in(test) or reached.has(test, _VALUE, _WAY) for test in reached.tests("check"))
+
+
+def is_printed(file: str, line: int, callers: Sequence[str] = ()) -> bool:
+    """Whether what this line reads is printed or written, or what is made of it."""
+    reached = _reached(file, line, callers)
+    return any(reached.stands_in(test) or reached.has(test, _VALUE, _WAY) for test in reached.tests("printed"))
 
 
 def leads_to(file: str, read: int, raised: int) -> bool:

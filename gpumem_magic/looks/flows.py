@@ -61,6 +61,10 @@ _SCALING = ("interpolate", "upsample", "resize")
 _READS = (
     "item", "int", "float", "bool", "tolist", "numpy", "max", "min", "sum", "amax", "amin", "argmax", "prod", "count_nonzero",
 )  # fmt: skip
+# What shows something to somebody, or writes it.
+_PRINTS = frozenset((
+    "print", "pprint", "write", "writelines", "writerow", "writerows", "display", "secho", "log", "debug", "info", "warning",
+))  # fmt: skip
 # Attributes of a tensor that hold its values, and what does not tell them.
 _ITSELF = frozenset(("data", "T"))
 _OF_SHAPE = frozenset(("shape", "ndim", "device", "dtype"))
@@ -100,7 +104,7 @@ class Test(NamedTuple):
     """decides: "loop" (its end), "each" (how often it runs, by a length), "branch", "check" (the same, for numbers that are none)
     or "size" ("sized": by any value; "rounded": what whole numbers are made of), or a "wait" with the line of a ``while``: its
     test, or all that end it where it has none. A value may have chosen the object that is "called", or "asked" to do something.
-    As much is taken of something else (but: what that is) as is "held", or "selected" by a comparison.
+    As much is taken of something else (but: what that is) as is "held", or "selected" by a comparison. It is "printed".
     """
 
     source: Uses
@@ -332,6 +336,9 @@ class _FlowReader:
             self._test(call.func if isinstance(call.func, ast.Name) else call.func.slice, "called")
         elif isinstance(call.func, ast.Attribute) and name not in QUIET:
             self._test(call.func.value, "asked")
+        if name in _PRINTS:
+            for argument in arguments(call):
+                self._test(argument, "printed")
         if makes_of_contents(call):
             for argument in call.args:
                 self._test(argument, "held")

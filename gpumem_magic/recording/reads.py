@@ -11,6 +11,7 @@ from gpumem_magic.looks.decisions import (
     chooses_a_way,
     chooses_an_object,
     ends_a_loop,
+    is_printed,
     makes_a_size,
     selects,
 )
@@ -51,7 +52,7 @@ class ReadsWithin:
 
 def _made_of(read: _Line, marks: Counter[tuple[str, int, str]], stacks: Mapping[_Line, Sequence[_Line]]) -> str:
     """What a line's reads decide (see `StandIn`), as far as the source and the reads' `marks` tell."""
-    caught, whole, sized = (marks[read[0], read[1], mark] for mark in ("caught", "whole", "sized"))
+    caught, whole, sized, listed = (marks[read[0], read[1], mark] for mark in ("caught", "whole", "sized", "list"))
     if caught:
         return "except"
     stack = stacks.get(read, ())
@@ -69,4 +70,7 @@ def _made_of(read: _Line, marks: Counter[tuple[str, int, str]], stacks: Mapping[
         return "choice"
     if sized or selects(*read, callers):
         return "selection"
-    return "check" if checks_for_none(*read, callers) else ""
+    if checks_for_none(*read, callers):
+        return "check"
+    # Tokens become a text, which looks like one; a single number is seen to be zero.
+    return "text" if listed and any(is_printed(*place) for place in (read, *stack[own:])) else ""

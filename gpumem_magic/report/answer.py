@@ -39,9 +39,10 @@ _DOUBTS = {
     "choice": ("Another object may be chosen on a GPU", "it goes by"),
     "selection": ("A selection may have another size on a GPU", "it goes by"),
     "check": ("A check for numbers that are not finite may find some on a GPU", "it goes by"),
+    "text": ("The program prints something else on a GPU", "it is made of"),
 }
 # The program's way is the same, as far as these tell.
-_MILD = frozenset({"selection", "check"})
+_MILD = frozenset({"selection", "check", "text"})
 _ALSO = {
     "loop": "and a loop end earlier or later",
     "size": "and sizes may be others",
@@ -49,6 +50,7 @@ _ALSO = {
     "choice": "and another object be chosen",
     "selection": "and a selection may have another size",
     "check": "and a check may find numbers that are not finite",
+    "text": "and what is printed be something else",
 }
 # What an error keeps was in use when it came, and is no reason for it.
 _KEPT_AFTERWARDS = "pinned_by_traceback"

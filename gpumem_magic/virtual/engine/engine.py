@@ -506,9 +506,12 @@ class Engine:
 
     # ---- values that do not exist
 
-    def count_stand_in(self, by_user: bool = False, dtype: torch.dtype | None = None, sized: bool = False) -> None:
-        """Notes the line of the user's program that reads a value now. by_user: one that the user supplied. sized: as a size."""
-        self.reads.note(users_line(), by_user, dtype, sized)
+    def count_stand_in(
+        self, by_user: bool = False, dtype: torch.dtype | None = None, sized: bool = False, several: bool = False
+    ) -> None:
+        """Notes the line of the user's program that reads a value now. by_user: one that the user supplied. sized: as a size.
+        several: more than one."""
+        self.reads.note(users_line(), by_user, dtype, sized, several)
 
     def selected(self, operator: str, largest: int) -> int:
         """How many elements an operator selects whose result depends on values: as many as the user said, or the most."""

@@ -83,6 +83,8 @@ def engine_of(tensor: VirtualTensor) -> TensorEngine:
     return engine
 
 
+# The name under which a class for virtual tensors keeps the program's own, which tensors on the host are of.
+OWN = "_gpumem_own"
 # The names under which a tensor's own dictionary keeps the class that it had on the host, that its values may be known, that
 # it holds the answers to a check, and what unknown values are taken to be.
 HOST_CLASS = "_gpumem_host_class"
@@ -114,9 +116,21 @@ def own_attributes(tensor: torch.Tensor) -> dict[str, Any]:
     return {name: value for name, value in tensor.__dict__.items() if name not in _FAKE_ATTRIBUTES}
 
 
+def own_class(kind: Any) -> Any:
+    """The class that tensors of a virtual device's class have on the host: PyTorch's, or the program's own."""
+    return getattr(kind, OWN, torch.Tensor)
+
+
 def _like(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """The other: a parameter where the tensor is one, tracked where it is, and with what the program put on it."""
-    if isinstance(tensor, torch.nn.Parameter):
+    """The other: of the tensor's class on the host, a parameter where the tensor is one, tracked where it is, and with what the
+    program put on it."""
+    own = own_class(type(tensor))
+    if own is not torch.Tensor and not isinstance(other, VirtualTensor):
+        other = other.as_subclass(own)
+        with torch._C.DisableTorchFunctionSubclass():
+            # (The class may ask for what the program put on it.)
+            other.requires_grad_(tensor.requires_grad)
+    elif isinstance(tensor, torch.nn.Parameter):
         other = torch.nn.Parameter(other, requires_grad=tensor.requires_grad)
     else:
         other.requires_grad_(tensor.requires_grad)

@@ -117,7 +117,8 @@ def _read_into(engine: Engine, source: Any, host: torch.Tensor) -> torch.Tensor:
     found = values.known(source)
     given = None if found is not None and found.exact else supplied.value_for(source.dtype, users_line)
     if found is None or not found.exact or found.supplied:
-        engine.count_stand_in(given is not None or (found is not None and found.exact), source.dtype)
+        by_user = given is not None or (found is not None and found.exact)
+        engine.count_stand_in(by_user, source.dtype, several=source.numel() > 1)
     if given is not None:
         return supplied.fill(given, host)
     if found is None:

@@ -7,6 +7,7 @@ overwritten, because it may hold a training run's only good copy, unless this pr
 
 from __future__ import annotations
 
+import copyreg
 import functools
 import importlib
 import importlib.util
@@ -14,6 +15,7 @@ import io
 import itertools
 import os
 import pickle
+import pkgutil
 import threading
 import warnings
 from collections.abc import Callable
@@ -22,7 +24,7 @@ from typing import Any
 import torch
 
 from gpumem_magic.patching import Patches
-from gpumem_magic.virtual.engine.tensors import VirtualTensor, engine_of, place_of, saved_storages
+from gpumem_magic.virtual.engine.tensors import VirtualTensor, engine_of, own_class, place_of, saved_storages
 
 SWITCH = "GPUMEM_SAVE_STAND_INS"
 
@@ -40,8 +42,18 @@ def install(patches: Patches, computes: bool) -> None:
     patches.set(torch.jit, "load", _load_script(torch.jit.load))
     scripted: Any = torch.jit.RecursiveScriptModule  # type: ignore[attr-defined]
     patches.set(scripted, "save", _save_script(scripted.save, written))
+    for kind in (type(torch.Tensor), type(torch.nn.Parameter)):
+        patches.entry(copyreg.dispatch_table, kind, _reduced_class)
     if importlib.util.find_spec("safetensors") is not None and not computes:
         _safetensors(patches, written)
+
+
+def _reduced_class(kind: type) -> Any:
+    """How pickles name a tensor class: of one on a virtual device, that which it has on the host."""
+    if not issubclass(kind, VirtualTensor):
+        return kind.__qualname__
+    own = own_class(kind)
+    return pkgutil.resolve_name, (f"{own.__module__}:{own.__qualname__}",)
 
 
 def _save(original: Callable[..., Any], written: set[str]) -> Callable[..., Any]:
@@ -274,8 +286,14 @@ class _Mover:
         if tensor.untyped_storage().nbytes() == tensor.nbytes:
             # An optimizer's count of its steps, which it divides by.
             engine_of(typed).learn(typed, tensor)  # type: ignore[arg-type]
-        moved: torch.Tensor = typed.requires_grad_(tensor.requires_grad)
-        if isinstance(tensor, torch.nn.Parameter):
-            moved = torch.nn.Parameter(typed, requires_grad=tensor.requires_grad)
+        with torch._C.DisableTorchFunctionSubclass():
+            moved: torch.Tensor
+            if type(tensor) is torch.nn.Parameter:
+                moved = torch.nn.Parameter(typed, requires_grad=tensor.requires_grad)
+            elif type(tensor) is torch.Tensor:
+                moved = typed.requires_grad_(tensor.requires_grad)
+            else:
+                moved = typed.as_subclass(type(tensor)).requires_grad_(tensor.requires_grad)
+        moved.__dict__.update(tensor.__dict__)
         self._moved[id(tensor)] = moved
         return moved

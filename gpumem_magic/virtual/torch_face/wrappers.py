@@ -15,12 +15,10 @@ from typing import Any
 import torch
 
 from gpumem_magic.patching import Patches
-from gpumem_magic.virtual.engine.tensors import VirtualTensor
+from gpumem_magic.virtual.engine.tensors import OWN, VirtualTensor
 
 # The name under which a wrapper's own dictionary keeps the number of its device.
 _DEVICE = "_gpumem_device"
-# The name under which a class for virtual tensors keeps the program's own, which tensors on the host are of.
-_OWN = "_gpumem_own"
 
 
 def install(patches: Patches) -> None:
@@ -53,7 +51,7 @@ def install(patches: Patches) -> None:
 
     def as_subclass(self: Any, cls: Any) -> Any:
         if not isinstance(self, VirtualTensor):
-            return same(self, torch.Tensor if cls is VirtualTensor else vars(cls).get(_OWN, cls))
+            return same(self, torch.Tensor if cls is VirtualTensor else vars(cls).get(OWN, cls))
         tensor = torch.ops.aten.alias.default(self)
         tensor.__class__ = _joined(cls)
         return tensor
@@ -69,7 +67,7 @@ def _joined(cls: Any) -> type:
     if issubclass(cls, VirtualTensor):
         joined: type = cls
         return joined
-    own: dict[str, Any] = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, _OWN: cls}
+    own: dict[str, Any] = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, OWN: cls}
     if cls.__torch_function__ is torch._C._disabled_torch_function_impl:
         # Parameters have none, and would hide the virtual tensor's.
         own["__torch_function__"] = vars(VirtualTensor)["__torch_function__"]
