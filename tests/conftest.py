@@ -19,6 +19,8 @@ settings.load_profile("shared-machine")
 
 # What `gpumem calibrate` measured on a developer's computer changes no test; tests of it name a file of their own.
 os.environ["GPUMEM_CALIBRATION"] = ""
+# Nor does a cuDNN that is installed there.
+os.environ["GPUMEM_CUDNN"] = ""
 # Nor that they run on CI, where pytest compares long texts that differ line by line and sign by sign, for hours.
 os.environ.pop("CI", None)
 # Nor does a terminal's width: processes that run tests side by side are told one.

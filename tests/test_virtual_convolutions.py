@@ -21,6 +21,7 @@ from gpumem_magic.virtual.engine.memory import Convolution
 from gpumem_magic.virtual.operators.cudnn import estimate
 
 A100 = (8, 0)
+BEFORE, TODAY = (2, 6), (2, 13)
 
 
 @pytest.fixture(autouse=True)
@@ -94,8 +95,8 @@ def test_a_two_dimensional_layer_in_half_precision_is_met_to_the_digit(on: Any) 
 
 def convolution(way: str = "forward", **changes: Any) -> Convolution:
     plain: dict[str, Any] = {
-        "fine": (4, 16, 32, 30), "weight": (24, 16, 3, 3), "coarse": (4, 24, 32, 30), "stride": (1, 1), "dilation": (1, 1),
-        "groups": 1, "dtype": torch.float32, "last": False,
+        "fine": (4, 16, 32, 30), "weight": (24, 16, 3, 3), "coarse": (4, 24, 32, 30), "stride": (1, 1), "padding": (1, 1),
+        "dilation": (1, 1), "groups": 1, "dtype": torch.float32, "last": False,
     }  # fmt: skip
     return Convolution(way, **{**plain, **changes})
 
@@ -104,7 +105,7 @@ def convolution(way: str = "forward", **changes: Any) -> Convolution:
 def test_winograds_tiles(way: str) -> None:
     # 8 x 8 tiles of 4 x 4 cover 32 x 30 points; each is 36 numbers for every channel.
     tiles = 4 * 8 * 8
-    assert estimate(convolution(way), A100) == 36 * 4 * (tiles * 16 + tiles * 24 + 16 * 24)
+    assert estimate(convolution(way), A100, BEFORE) == 36 * 4 * (tiles * 16 + tiles * 24 + 16 * 24)
 
 
 @pytest.mark.parametrize(
@@ -120,11 +121,17 @@ def test_winograds_tiles(way: str) -> None:
         {"dtype": torch.half, "last": True},
         {"dtype": torch.half, "groups": 2},
         {"dtype": torch.half, "weight": (24, 16, 1, 1)},
-        {"weight": (24, 16, 3, 3, 3), "fine": (4, 16, 8, 8, 8), "coarse": (4, 24, 8, 8, 8), "stride": (1, 1, 1)},
+        {
+            "weight": (24, 16, 3, 3, 3),
+            "fine": (4, 16, 8, 8, 8),
+            "coarse": (4, 24, 8, 8, 8),
+            "stride": (1, 1, 1),
+            "padding": (1, 1, 1),
+        },
     ],
 )
 def test_what_is_not_known_is_not_estimated(changes: dict[str, Any]) -> None:
-    assert estimate(convolution(**changes), A100) == 0
+    assert estimate(convolution(**changes), A100, BEFORE) == 0
 
 
 @pytest.mark.parametrize(
@@ -138,7 +145,7 @@ def test_what_is_not_known_is_not_estimated(changes: dict[str, Any]) -> None:
     ],
 )
 def test_tensor_cores_want_channels_last(dtype: torch.dtype, capability: tuple[int, int], copies: bool) -> None:
-    found = estimate(convolution(dtype=dtype, weight=(24, 16, 1, 1), stride=(2, 2)), capability)
+    found = estimate(convolution(dtype=dtype, weight=(24, 16, 1, 1), stride=(2, 2)), capability, BEFORE)
     assert found == (2 * (4 * 16 * 32 * 30 + 24 * 16 + 4 * 24 * 32 * 30) if copies else 0)
 
 
@@ -152,28 +159,100 @@ def test_the_estimate_is_bounded_and_grows_with_the_batch(
 ) -> None:
     def of(count: int) -> int:
         shapes = {"fine": (count, inside, height, width), "coarse": (count, outside, height, width)}
-        return estimate(convolution(weight=(outside, inside, 3, 3), dtype=dtype, **shapes), A100)
+        return estimate(convolution(weight=(outside, inside, 3, 3), dtype=dtype, **shapes), A100, BEFORE)
 
     assert of(batch) < of(batch + 1)
     # A tile of one point is 36 numbers, and no more than 16 tiles' worth is ever wasted.
     assert of(batch) <= 36 * dtype.itemsize * (batch * height * width * (inside + outside) + inside * outside)
 
 
+@pytest.mark.parametrize("version", [BEFORE, TODAY])
+@pytest.mark.parametrize(
+    ("given", "made", "forward", "back"),
+    [(30, 16, 82_880, 50_168), (16, 32, 51_328, 84_032), (32, 64, 205_056, 204_928)],
+)
+def test_fused_winograd_takes_what_a_recording_on_turing_shows(
+    version: tuple[int, int], given: int, made: int, forward: int, back: int
+) -> None:
+    """counterfactuals-convolutions-batch-1 of `benchmarks/recordings`: three layers on a TITAN RTX, with PyTorch 2.2."""
+    shapes = {"fine": (1, given, 64, 64), "weight": (made, given, 3, 3), "coarse": (1, made, 64, 64)}
+    assert estimate(convolution(**shapes), (7, 5), version) == forward
+    assert estimate(convolution("input", **shapes), (7, 5), version) == back
+    assert estimate(convolution("weight", **shapes), (7, 5), version) == 0
+
+
+# What cuDNN 9.20 answers (`benchmarks/convolution_plans.py`), to its own hundred or so bytes.
+RESNET = {"fine": (32, 64, 56, 56), "weight": (64, 64, 3, 3), "coarse": (32, 64, 56, 56)}
+PRODUCT = {"fine": (32, 64, 56, 56), "weight": (256, 64, 1, 1), "coarse": (32, 256, 56, 56), "padding": (0, 0)}
+FINE, NARROW, WIDE = 32 * 64 * 56 * 56, 64 * 64 * 9, 64 * 256
+
+
+@pytest.mark.parametrize(
+    ("call", "capability", "tf32", "elements"),
+    [
+        # In TF32 the input and the weight are rounded, and for the gradients the result's side is copied, too.
+        (convolution(**RESNET), A100, True, FINE + NARROW),
+        (convolution("input", **RESNET), A100, True, 2 * FINE + NARROW),
+        (convolution("weight", **RESNET), A100, True, 2 * FINE + NARROW),
+        (convolution(last=True, **RESNET), A100, True, FINE + NARROW),
+        (convolution("input", last=True, **RESNET), (8, 6), True, FINE + NARROW),
+        (convolution("weight", last=True, **RESNET), A100, True, 2 * FINE),
+        (convolution(last=True, **RESNET), (9, 0), True, 0),
+        (convolution(**RESNET), (9, 0), True, 2 * FINE + NARROW),
+        # Without TF32 Winograd is fused: 16 and 9 numbers for each pair of channels, and one for each result.
+        (convolution(**RESNET), A100, False, 64 * 64 * 25 + 64),
+        (convolution("input", **RESNET), (7, 5), True, 64 * 64 * 25 + 64),
+        (convolution("weight", **RESNET), (7, 5), True, 0),
+        (convolution(**RESNET), (9, 0), False, 0),
+        (convolution("weight", **RESNET), (9, 0), False, 0),
+        (convolution("weight", fine=(2, 128, 8, 8), weight=(8, 128, 3, 3), coarse=(2, 8, 8, 8)), (9, 0), False,
+         2 * 128 * 64 + 9 * 1024 + 2 * 8 * 64),
+        (convolution(last=True, **RESNET), (7, 0), True, 2 * FINE + NARROW),
+        (convolution("weight", last=True, **RESNET), (7, 0), True, 0),
+        (convolution(**PRODUCT), (7, 5), True, 0),
+        (convolution(**{**RESNET, "stride": (2, 2), "coarse": (32, 64, 28, 28)}), (7, 5), True, 0),
+        # In the plain layout half precision is copied; a weight of one point has both layouts.
+        (convolution(dtype=torch.half, **RESNET), A100, True, 2 * FINE + NARROW),
+        (convolution(dtype=torch.bfloat16, **PRODUCT), A100, True, 5 * FINE),
+        (convolution("weight", dtype=torch.half, **PRODUCT), (7, 5), False, 5 * FINE),
+        (convolution(dtype=torch.half, last=True, **RESNET), A100, True, 0),
+        (convolution(dtype=torch.bfloat16, **RESNET), (7, 5), True, 0),
+        # Three channels are padded to eight, but few summands are not worth the copies.
+        (convolution("weight", dtype=torch.half, fine=(2, 3, 8, 8), weight=(8, 3, 3, 3), coarse=(2, 8, 8, 8)), A100, True,
+         2 * 8 * 64 * 2 + 8 * 8 * 9),
+        (convolution(dtype=torch.half, fine=(2, 3, 8, 8), weight=(8, 3, 3, 3), coarse=(2, 8, 8, 8)), A100, True, 0),
+        (convolution(fine=(2, 3, 8, 8), weight=(8, 3, 3, 3), coarse=(2, 8, 8, 8)), A100, True, 0),
+        (convolution(groups=64, **{**RESNET, "weight": (64, 1, 3, 3)}), A100, True, 0),
+    ],
+)  # fmt: skip
+def test_today_it_is_copies_for_tensor_cores(
+    call: Convolution, capability: tuple[int, int], tf32: bool, elements: int
+) -> None:
+    assert estimate(call, capability, TODAY, tf32) == elements * call.dtype.itemsize
+
+
 # ---- on a device
 
 
 def test_a_call_holds_the_estimate_and_gives_it_back(on: Any) -> None:
-    on("T4")
-    layer = nn.Conv2d(16, 24, 3, padding=1, bias=False, device="cuda")
-    x = torch.zeros(4, 16, 32, 30, device="cuda", requires_grad=True)
-    expected = blocks(estimate(convolution(), (7, 5)))
-    assert scratch(lambda: layer(x)) == expected
+    on("A100-40GB,torch=2.13")
+    layer = nn.Conv2d(32, 24, 3, padding=1, bias=False, device="cuda")
+    x = torch.zeros(4, 32, 32, 30, device="cuda", requires_grad=True)
+    fine, narrow, coarse = 4 * 32 * 32 * 30 * 4, 32 * 24 * 9 * 4, 4 * 24 * 32 * 30 * 4
+    assert scratch(lambda: layer(x)) == blocks(fine + narrow)
     y = layer(x)
     seed = torch.zeros_like(y)
+    expected = blocks(fine + narrow + coarse)
     # The weight's gradient comes last, when both gradients are there.
     assert scratch(lambda: torch.autograd.grad(y, (x, layer.weight), seed, retain_graph=True)) == expected
     assert scratch(lambda: torch.autograd.grad(y, x, seed, retain_graph=True)) == expected
-    assert scratch(lambda: torch.autograd.grad(y, layer.weight, seed)) == expected
+    torch.backends.cudnn.allow_tf32 = False
+    try:
+        assert scratch(lambda: torch.autograd.grad(y, layer.weight, seed)) == 0
+        # 24 results are padded to 32.
+        assert scratch(lambda: layer(x)) == blocks(4 * (16 * 32 * 32 + 9 * 32 * 24 + 24))
+    finally:
+        torch.backends.cudnn.allow_tf32 = True
 
 
 def test_a_transposed_convolution_is_the_gradient_of_one(on: Any) -> None:
@@ -186,8 +265,8 @@ def test_a_transposed_convolution_is_the_gradient_of_one(on: Any) -> None:
 
 def test_one_dimension_too(on: Any) -> None:
     on("A100-40GB")
-    layer = nn.Conv1d(16, 32, 5, padding=2, bias=False, device="cuda", dtype=torch.bfloat16)
-    x = torch.zeros(4, 16, 1000, device="cuda", dtype=torch.bfloat16)
+    layer = nn.Conv1d(48, 32, 5, padding=2, bias=False, device="cuda", dtype=torch.bfloat16)
+    x = torch.zeros(4, 48, 1000, device="cuda", dtype=torch.bfloat16)
     assert scratch(lambda: layer(x)) == blocks(x.nbytes + layer.weight.nbytes + 4 * 32 * 1000 * 2)
 
 
@@ -207,7 +286,7 @@ def test_a_size_of_the_users(on: Any) -> None:
 
 
 def test_no_room_is_no_error_and_leaves_the_cache_alone(on: Any) -> None:
-    machine = on("virtual:128MiB,context=0")
+    machine = on("virtual:128MiB,context=0,torch=2.6")
     allocator = machine.devices[0].allocator
     layer = nn.Conv2d(64, 64, 3, padding=1, bias=False, device="cuda")
     x = torch.zeros(4, 64, 128, 128, device="cuda")
@@ -220,7 +299,7 @@ def test_no_room_is_no_error_and_leaves_the_cache_alone(on: Any) -> None:
 
 
 def test_a_limit_of_the_process_counts_as_no_room(on: Any) -> None:
-    on("virtual:1GiB,context=0")
+    on("virtual:1GiB,context=0,torch=2.6")
     layer = nn.Conv2d(64, 64, 3, padding=1, bias=False, device="cuda")
     x = torch.zeros(4, 64, 128, 128, device="cuda")
     torch.cuda.set_per_process_memory_fraction(0.1)
@@ -347,7 +426,7 @@ def notes_about_it(report: Report) -> list[str]:
 
 
 def test_the_report_says_what_is_an_estimate() -> None:
-    report = report_of("T4")
+    report = report_of("A100-40GB,torch=2.6")
     (note,) = notes_about_it(report)
     of_the_call = 36 * 4 * (8 * 16 * 16 * 64 + 32 * 32)
     assert report.peak.categories["workspace"] == of_the_call

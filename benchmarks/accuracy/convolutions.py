@@ -21,8 +21,9 @@ from accuracy.scores import Result
 from accuracy.table import Row
 from gpumem_magic.units import GIB, MIB
 
-# An A100-80GB with kernels loaded at once (the ml-engineering book); the study says neither its version nor its context.
-_A100 = "A100-40GB,context=1823MiB"
+# An A100-80GB with kernels loaded at once (the ml-engineering book); the study says neither its version nor its context. Its logs
+# are of 6 February 2025 at the latest, when 2.6 was the newest.
+_A100 = "A100-40GB,context=1823MiB,torch=2.6"
 
 
 @dataclass(frozen=True)

@@ -75,16 +75,16 @@ FITTED = (
         "pytorch issue 95024",
     ),
     Choice(
-        "convolutions of 3 x 3 in float32: Winograd with tiles of 4 x 4, not fused; one of four candidates",
+        "convolutions of 3 x 3 in TF32 before PyTorch 2.8: Winograd with tiles of 4 x 4, not fused; one of four candidates",
         "cudnn.py",
         "GPUMemNet's VGG-16; the sizes follow from the algorithm",
         "GPUMemNet's ResNet-50 and MobileNetV2",
     ),
     Choice(
-        "convolutions of 3 x 3 in float32 on one sample, before Ampere: weights transformed to 5 x 5, or laid out anew",
+        "convolutions since PyTorch 2.8, and of 3 x 3 in float32 without TF32 before: what cuDNN 9.20 answers, in short",
         "cudnn.py",
-        "one recording of three layers on a Turing card; one of its six sizes is not met",
-        "nothing: no other recording shows such a layer",
+        "cuDNN's answers for the layers of eight networks (`benchmarks/convolution_plans.py`)",
+        "its answers for those of six others, 9.10's, and a recording of three layers on a Turing card",
     ),
     Choice(
         "lazily loaded kernels: 300 MiB counts for compute capability 8.6 and 400 MiB for 7.5, though neither source "
@@ -135,8 +135,8 @@ NOT_KNOWN = (
     "fp16 autocast at batch 4 without checkpointing (row 7) is 3 % low: what torch 1.10's autocast kept beyond today's is not "
     "known.",
     "An LSTM's packed weights: cuDNN's buffer is about 100 KiB larger than the weights; its layout is cuDNN's own.",
-    "cuDNN's scratch memory for convolutions is an estimate for two of its ways, and nothing for the others; what its trials "
-    "take with torch.backends.cudnn.benchmark is not estimated.",
+    "cuDNN's scratch memory for convolutions is an estimate where cuDNN is not installed: before PyTorch 2.8 for two of its "
+    "ways, and nothing for the others. What its trials take with torch.backends.cudnn.benchmark is only known where it is.",
     "CUB's radix sort: how many keys it sorts without a second copy is not known, nor the size of its counters; both "
     "are left out.",
     "Compiled products in half precision whose sizes are no multiple of 8: a card pads them where trials say that it is quicker, "

@@ -208,7 +208,8 @@ def _with_options(model: GpuModel, given: dict[str, str]) -> GpuModel:
         elif name == "context":
             model = replace(model, context_bytes=parse_size(value), context_is_estimate=False, calibrated="")
         elif name == "cudnn":
-            model = replace(model, convolution_bytes=_convolution_bytes(value))
+            asks = value.casefold() != "estimate"
+            model = replace(model, convolution_bytes=_convolution_bytes(value), asks_cudnn=asks)
         elif name == "idle":
             model = replace(model, idle_bytes=parse_size(value))
         elif name == "total":
@@ -291,7 +292,8 @@ def describe() -> str:
         "Several: 2xT4. Options: T4,context=400MiB,total=14.7GiB,idle=2MiB. A real GPU: cuda, cuda:1.",
         "torch=1.10 takes the context and the library workspaces of another PyTorch version; loading=eager those of kernels that",
         "are loaded all at once (CUDA_MODULE_LOADING=EAGER).",
-        "cudnn=none leaves out the estimate of what cuDNN takes while it runs a convolution; cudnn=256MiB sets it.",
+        "cudnn=none leaves out what cuDNN takes while it runs a convolution; cudnn=256MiB sets it. Else cuDNN is asked where it",
+        "is installed, and it is an estimate elsewhere, or with cudnn=estimate.",
         "values=real computes all values on the host, with memory as before: T4,values=real. values=auto computes small ones",
         "that follow from known ones. Without either, a program that reads a value is given a stand-in.",
         '"about": nobody published the context of that GPU with lazily loaded kernels; measure yours and set context=.',

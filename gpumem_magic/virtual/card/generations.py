@@ -50,6 +50,20 @@ def cublas_workspace_bytes(version: Version, capability: tuple[int, int], rocm: 
     return LARGE_WORKSPACE if large else WORKSPACE
 
 
+def cudnn_version(version: Version) -> int | None:
+    """The cuDNN in PyTorch's wheels for Linux, as 920 for 9.20; None where it is not known. From their metadata."""
+    return {
+        (2, 6): 901,
+        (2, 7): 905,
+        (2, 8): 910,
+        (2, 9): 910,
+        (2, 10): 910,
+        (2, 11): 919,
+        (2, 12): 920,
+        (2, 13): 920,
+    }.get(version)
+
+
 @dataclass(frozen=True)
 class BlasPolicy:
     """How products get their workspaces. Sizes in bytes; kept: one for each handle and stream, else for one call."""

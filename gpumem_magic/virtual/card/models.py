@@ -39,8 +39,8 @@ class GpuModel:
     once the device is in use. cublas_workspace_bytes: one workspace in PyTorch's allocator, 0 for none.
     oom_text_version: the PyTorch version whose out-of-memory text is used; None for the installed one. torch_version: the version
     whose library workspaces are used; None likewise. convolution_bytes: what cuDNN takes for each convolution while it runs; None
-    for the estimate (see `cudnn`). calibrated: when and with what `gpumem calibrate` measured these figures on
-    this computer; empty for the catalogue's own.
+    for its own answer or the estimate (see `cudnn`). asks_cudnn: whether that is looked for. calibrated: when and with what
+    `gpumem calibrate` measured these figures on this computer; empty for the catalogue's own.
     """
 
     key: str
@@ -65,6 +65,7 @@ class GpuModel:
     oom_text_version: str | None = None
     torch_version: str | None = None
     convolution_bytes: int | None = None
+    asks_cudnn: bool = True
     calibrated: str = ""
 
     @property

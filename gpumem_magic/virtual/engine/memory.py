@@ -24,6 +24,7 @@ class Convolution:
     weight: tuple[int, ...]
     coarse: tuple[int, ...]
     stride: tuple[int, ...]
+    padding: tuple[int, ...]
     dilation: tuple[int, ...]
     groups: int
     dtype: torch.dtype

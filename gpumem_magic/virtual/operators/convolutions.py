@@ -66,7 +66,10 @@ class _Call:
             and weight.shape[0] % groups == 0
             and self.layout == torch.contiguous_format
         )
-        self.stride, self.dilation, self.groups = tuple(stride), tuple(dilation), groups
+        self.groups = groups
+        self.stride: tuple[int, ...] = tuple(stride)
+        self.padding: tuple[int, ...] = tuple(padding)
+        self.dilation: tuple[int, ...] = tuple(dilation)
 
     def by_cudnn(self) -> bool:
         if not torch.backends.cudnn.enabled or self.by_depth:
@@ -83,7 +86,8 @@ class _Call:
         if self.by_cudnn():
             last = self.layout != torch.contiguous_format
             shapes = (self.fine, tuple(self.weight.shape), self.coarse)
-            call = Convolution(way, *shapes, self.stride, self.dilation, self.groups, self.weight.dtype, last)
+            how = (self.stride, self.padding, self.dilation)
+            call = Convolution(way, *shapes, *how, self.groups, self.weight.dtype, last)
             self.engine.memory.convolve(self.device, call)
         elif not self.by_depth and self.needs_columns:
             with self.engine.scratch(self.device, self._column_bytes()):

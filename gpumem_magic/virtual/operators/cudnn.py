@@ -1,25 +1,31 @@
-"""cuDNN's scratch memory for convolutions: an estimate, since only cuDNN knows what it asks PyTorch's allocator for.
+"""cuDNN's scratch memory for convolutions: what cuDNN itself answers where it is installed (`cudnn_library`), else an estimate.
 
-Two ways of cuDNN's are estimated; for all others (kernels of one point, strides, groups, float64, channels last) nothing:
+Before PyTorch 2.8 (cuDNN 9.7 and older) two ways of cuDNN's are estimated; for all others (kernels of one point, strides, groups,
+float64, channels last) nothing:
 
 * float32, kernels of 3 x 3 without stride or dilation: Winograd's transform of 4 x 4 tiles, not fused. Each tile of 6 x 6 values
   is 36 numbers for every channel of what goes in and of what comes out, and 36 for each pair of channels. Not fitted: these are
   the algorithm's own sizes. Where it is judged: `benchmarks/accuracy`.
-  For one sample, before Ampere, only weights are transformed: what a recording of three layers on Turing shows, in five of six
-  sizes to the byte.
+  Before Ampere, and without TF32, it is fused with what follows, and only weights are transformed.
 * float16 and bfloat16 on tensor cores, in the plain layout: copies with the channels last of the input, the weight and the
   result. The published peak of a 3-D layer on an A100 (pytorch issue 95024) is met to the byte, those of a 2-D layer (123533) to
   the printed 0.01 GiB. Kernels of one point without stride are plain products: a trace of four such on an A100 shows
   none, and once 49,664 bytes.
 
+Since 2.8 the rules are a fit: what cuDNN 9.20 answers for the layers of eight networks on an A100, an RTX 3090, an H100 and a
+T4, in short, judged by those of six others and by 9.10 (`benchmarks/convolution_plans.py` asks again and says how they do).
+Tensor cores work with the channels last and, in TF32, with rounded values: hence the copies. Left out are the partial sums
+of a weight's gradient, which can be several times the weight, and what single kernels take for themselves.
+
 As PyTorch does in ``Conv_v8.cpp``: what has no room is no error, since cuDNN then takes a way that needs less; and with
 ``torch.backends.cudnn.benchmark`` the first call of each kind empties the cache after its trials. How much the trials themselves
-take is not estimated; there it can be all that is free.
+take is known where cuDNN answers; there it can be all that is free.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import count
 from math import ceil, prod
 from typing import Protocol
 
@@ -28,27 +34,38 @@ import torch
 from gpumem_magic.allocator.caching import CachingAllocator
 from gpumem_magic.snapshot.rules import round_size, segment_size
 from gpumem_magic.virtual.card.catalog import DeviceState
-from gpumem_magic.virtual.card.generations import is_rocm
+from gpumem_magic.virtual.card.generations import Version, cudnn_version, is_rocm, parse_version
 from gpumem_magic.virtual.engine.memory import Convolution
 from gpumem_magic.virtual.engine.modes import origin
+from gpumem_magic.virtual.operators import cudnn_library
 from gpumem_magic.virtual.operators.workspaces import version_text
 
 _TILE = 4
 # A tile of 4 x 4 results needs 6 x 6 values.
 _VALUES_OF_A_TILE = 36
-_FEW_RESULTS = 16
+# Tiles of 2 x 2 results, where Winograd is fused.
+_FUSED_VALUES = 16
+_FIRST_THAT_ANSWERS = (2, 8)
+"""The first PyTorch whose cuDNN (9.10) can be asked, and so could be learnt from."""
 
 
-def estimate(call: Convolution, capability: tuple[int, int]) -> int:
-    """Bytes that cuDNN takes for the call on a GPU of that compute capability, as far as they can be estimated; else 0."""
-    if call.groups != 1 or call.last:
+def estimate(call: Convolution, capability: tuple[int, int], version: Version, tf32: bool = True) -> int:
+    """Bytes that cuDNN of a PyTorch version takes for the call on a GPU of that compute capability, as far as they can be
+    estimated; else 0."""
+    if call.groups != 1:
         return 0
+    if version < _FIRST_THAT_ANSWERS:
+        return _before(call, capability, tf32)
     if call.dtype == torch.float32:
-        return _few(call) if call.fine[0] == 1 and capability < (8, 0) else _winograd(call)
-    first_with_tensor_cores = {torch.float16: (7, 0), torch.bfloat16: (8, 0)}.get(call.dtype)
-    if first_with_tensor_cores is None or capability < first_with_tensor_cores or _is_product(call):
+        return _in_tf32(call, capability) if tf32 and capability >= (8, 0) else _in_float32(call, capability)
+    if call.last or not _has_tensor_cores(call.dtype, capability):
         return 0
-    return sum(prod(shape) for shape in (call.fine, call.weight, call.coarse)) * call.dtype.itemsize
+    return _in_half_precision(call) if capability > (7, 0) else _in_channels_last(call)
+
+
+def _has_tensor_cores(dtype: torch.dtype, capability: tuple[int, int]) -> bool:
+    first = {torch.float16: (7, 0), torch.bfloat16: (8, 0)}.get(dtype)
+    return first is not None and capability >= first
 
 
 def _is_product(call: Convolution) -> bool:
@@ -59,16 +76,108 @@ def _is_plain(call: Convolution) -> bool:
     return call.kernel == (3, 3) and set(call.stride) == {1} and set(call.dilation) == {1}
 
 
-def _few(call: Convolution) -> int:
-    """One sample: only the weights are transformed, to 5 x 5 for each pair of channels, or laid out anew for few results."""
+def _fused_winograd(call: Convolution) -> int:
+    """The weights of a kernel of 3 x 3, laid out anew and transformed to 4 x 4, with one number for each result.
+
+    What cuDNN 9.10 and 9.20 answer wherever they choose it (720 times in the layers of `benchmarks/convolution_plans.py`), and
+    all six sizes of a recording on a Turing card with 8.9.
+    """
     if not _is_plain(call) or call.way == "weight":
         return 0
     given, made = call.fine[1], call.coarse[1]
     if call.way == "input":
         given, made = made, given
-    if made <= _FEW_RESULTS:
-        return given * made * 9 * 4 + made * 4 + 65536
-    return given * made * 25 * 4 + made * 4
+    return 4 * (_FUSED_VALUES * _padded(given, 8) * _padded(made, 32) + given * made * prod(call.kernel) + made)
+
+
+def _padded(channels: int, multiple: int) -> int:
+    return -(-channels // multiple) * multiple
+
+
+# Since 2.8.
+
+_FEW_CHANNELS = 16
+_FEW_CHANNELS_IN_HALF = 32
+_FEW_CHANNELS_OF_A_PRODUCT = 20
+_FEW_POINTS = 4
+_FEW_SUMMANDS = 192
+_MANY_SUMMANDS = 3200
+_FEW_SUMMANDS_OF_A_WEIGHT = 64
+_MANY_VALUES_OF_A_WEIGHT = 640
+
+
+def _copies(call: Convolution, multiple: int) -> tuple[int, int, int]:
+    """Bytes of the two sides and the weight between them, with channels in such multiples."""
+
+    size = call.dtype.itemsize
+    given, made = _padded(call.fine[1], multiple), _padded(call.coarse[1], multiple)
+    fine, coarse = (
+        shape[0] * channels * prod(shape[2:]) * size for shape, channels in ((call.fine, given), (call.coarse, made))
+    )
+    return fine, given * made * prod(call.kernel) * size, coarse
+
+
+def _in_tf32(call: Convolution, capability: tuple[int, int]) -> int:
+    """Copies in TF32; few summands aren't worth them. Hopper's kernels round what they read, and only want the channels last."""
+    fine, weight, coarse = _copies(call, 4)
+    given, made = call.fine[1], call.coarse[1]
+    summands = given * prod(call.kernel)
+    results = call.coarse[0] * prod(call.coarse[2:])
+    if call.last and capability >= (9, 0):
+        return 0
+    if call.way == "forward":
+        if summands < _FEW_SUMMANDS:
+            return 0
+        whole = summands >= _MANY_SUMMANDS or capability >= (9, 0)
+        return fine + weight + (coarse if whole and not call.last else 0)
+    if call.way == "input":
+        if call.last:
+            return weight + coarse
+        return 0 if given < _FEW_CHANNELS or results < _FEW_SUMMANDS_OF_A_WEIGHT else fine + weight + coarse
+    if results < _FEW_SUMMANDS_OF_A_WEIGHT or min(given, made) < _FEW_CHANNELS // 2:
+        return 0
+    return fine + coarse + (0 if call.last else weight)
+
+
+def _in_float32(call: Convolution, capability: tuple[int, int]) -> int:
+    """Winograd, fused. Its kernels and others want the plain layout. On Hopper it is never chosen."""
+    if capability >= (9, 0):
+        copied = call.way == "weight" and not call.last and call.fine[1] * prod(call.kernel) >= _MANY_VALUES_OF_A_WEIGHT
+        return sum(_copies(call, 4)) if copied else 0
+    if call.last:
+        copied = prod(call.kernel) > 1 and (call.way != "weight" or len(call.stride) > 2)
+        return sum(_copies(call, 4)) if copied else 0
+    return _fused_winograd(call)
+
+
+def _in_half_precision(call: Convolution) -> int:
+    """Copies with the channels last. A weight of one point needs none."""
+    fine, weight, coarse = _copies(call, 8)
+    given, made = call.fine[1], call.coarse[1]
+    if prod(call.kernel) == 1:
+        few = prod(call.coarse[2:]) < _FEW_POINTS
+        few |= call.way == "forward" and min(given, made) < _FEW_CHANNELS_OF_A_PRODUCT
+        return 0 if few else fine + coarse
+    if call.way == "forward" and given < _FEW_CHANNELS_IN_HALF:
+        return 0
+    return fine + weight + coarse
+
+
+# Before.
+
+
+def _before(call: Convolution, capability: tuple[int, int], tf32: bool) -> int:
+    if call.last:
+        return 0
+    if call.dtype == torch.float32:
+        return _winograd(call) if tf32 and capability >= (8, 0) else _fused_winograd(call)
+    return _in_channels_last(call) if _has_tensor_cores(call.dtype, capability) else 0
+
+
+def _in_channels_last(call: Convolution) -> int:
+    if _is_product(call):
+        return 0
+    return sum(prod(shape) for shape in (call.fine, call.weight, call.coarse)) * call.dtype.itemsize
 
 
 def _winograd(call: Convolution) -> int:
@@ -83,6 +192,24 @@ def _winograd(call: Convolution) -> int:
 class _DeviceWithAllocator(DeviceState, Protocol):
     @property
     def allocator(self) -> CachingAllocator: ...
+
+
+class _PlanSizes:
+    """What the plans for a call take, in the order in which they are tried: each is asked for when it is wanted first."""
+
+    def __init__(self, plans: Iterator[int], kind: str) -> None:
+        self.kind = kind
+        self._known: list[int] = []
+        self._plans = plans
+
+    def __iter__(self) -> Iterator[int]:
+        for number in count():
+            if number == len(self._known):
+                try:
+                    self._known.append(next(self._plans))
+                except StopIteration:
+                    return
+            yield self._known[number]
 
 
 class Scratch:
@@ -103,32 +230,65 @@ class Scratch:
         self._free = free
         self._stream_of = stream_of
         self._tried: set[tuple[int, Convolution]] = set()
-
-    def size(self, device: int, call: Convolution) -> int:
-        """Bytes for the call: the user's figure for the device, or the estimate."""
-        model = self._devices[device].model
-        if model.convolution_bytes is not None:
-            return model.convolution_bytes
-        if is_rocm(version_text(self._devices[device])):
-            return 0
-        return estimate(call, model.capability)
+        self._asked: dict[tuple[int, Convolution, bool, bool], _PlanSizes] = {}
 
     def take(self, device: int, call: Convolution) -> None:
         """For the time of a call. Nothing where there is no room, since cuDNN has ways that need none."""
-        size = self.size(device, call)
+        sizes = self._sizes(device, call)
         if torch.backends.cudnn.benchmark and (device, call) not in self._tried:
             self._tried.add((device, call))
-            self._briefly(device, size)
+            self._search(device, sizes)
             self._devices[device].allocator.empty_cache()
-        self._briefly(device, size)
+        for size in sizes:
+            if self._briefly(device, size, sizes.kind):
+                return
 
-    def _briefly(self, device: int, size: int) -> None:
-        if not size or not self._fits(device, size):
-            return
-        estimated = self._devices[device].model.convolution_bytes is None
-        with origin("estimate" if estimated else "workspace"):
-            address = self._malloc(device, size)
+    def _sizes(self, device: int, call: Convolution) -> _PlanSizes:
+        """The user's figure for the device; or what the installed cuDNN answers; or the estimate."""
+        model = self._devices[device].model
+        if model.convolution_bytes is not None:
+            return _PlanSizes(iter((model.convolution_bytes,)), "workspace")
+        text = version_text(self._devices[device])
+        if is_rocm(text):
+            return _PlanSizes(iter(()), "workspace")
+        library = cudnn_library.installed() if model.asks_cudnn else None
+        if library is not None:
+            key = (
+                device,
+                call,
+                _tf32(),
+                torch.backends.cudnn.deterministic or torch.are_deterministic_algorithms_enabled(),
+            )
+            if key not in self._asked:
+                kind = "workspace" if library.version // 100 == cudnn_version(parse_version(text)) else "estimate"
+                self._asked[key] = _PlanSizes(library.workspaces(call, model, *key[2:]), kind)
+            if any(True for _ in self._asked[key]):
+                return self._asked[key]
+        return _PlanSizes(iter((estimate(call, model.capability, parse_version(text), _tf32()),)), "estimate")
+
+    def _search(self, device: int, sizes: _PlanSizes) -> None:
+        """The trials share one block, as large as the largest plan that a free one has room for (`get_plans_from_find`)."""
+        allocator = self._devices[device].allocator
+        free, stream = allocator.memory.free, self._stream_of(device)
+        fitting = (size for size in sizes if size <= free or allocator.finds(size, stream) is not None)
+        most = max(fitting, default=0)
+        while most and not self._briefly(device, most, sizes.kind):
+            most //= 2
+
+    def _briefly(self, device: int, size: int, kind: str) -> bool:
+        """Whether there was room."""
+        if not size:
+            return True
+        if kind == "estimate" and not self._fits(device, size):
+            return False
+        try:
+            with origin(kind):
+                address = self._malloc(device, size)
+        except torch.OutOfMemoryError:
+            # PyTorch catches it and tries the next.
+            return False
         self._free(device, address)
+        return True
 
     def _fits(self, device: int, size: int) -> bool:
         """Whether the memory is there without emptying the cache, which an estimate must not bring about."""
@@ -139,3 +299,12 @@ class Scratch:
         needed = segment_size(round_size(size, settings), settings)
         within_limit = allocator.limit is None or allocator.reserved + needed <= allocator.limit
         return within_limit and needed <= allocator.memory.free
+
+
+def _tf32() -> bool:
+    """Whether float32 convolutions may run in TF32."""
+    try:
+        return bool(torch.backends.cudnn.allow_tf32)
+    except RuntimeError:
+        # Since 2.9 it can't be read where the newer settings say different things of convolutions and recurrent nets.
+        return bool(getattr(torch.backends.cudnn, "conv").fp32_precision == "tf32")  # noqa: B009
