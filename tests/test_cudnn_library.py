@@ -224,3 +224,18 @@ def test_the_answer_of_another_version_is_an_estimate(on: Any, version: str, is_
     assert measured.report is not None
     assert measured.report.peak.categories["workspace"] == 8 * MIB
     assert any("cuDNN's scratch memory" in note for note in measured.report.notes) is is_estimate
+
+
+@pytest.mark.parametrize(
+    ("version", "tells"), [("2.13", " beside the convolution's tensors."), ("2.5", "(an estimate).")]
+)
+def test_a_search_that_is_a_good_part_of_the_peak_is_named(on: Any, version: str, tells: str) -> None:
+    on(f"A100-40GB,torch={version}", Answering(92000, 8 * MIB, 64 * MIB))
+    torch.backends.cudnn.benchmark = True
+    with gpumem_magic.measure() as measured:
+        layer, x = layer_and_input()
+        layer(x)
+    assert measured.report is not None
+    (cause,) = [one for one in measured.report.causes if one.name == "convolution_scratch"]
+    assert cause.text.startswith("cuDNN works with 64.0 MiB")
+    assert cause.text.endswith(tells)

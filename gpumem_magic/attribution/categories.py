@@ -192,7 +192,9 @@ def _summed(case: _Case) -> Label | None:
 def _workspace(case: _Case) -> Label | None:
     if case.origin in ("estimate", "recurrent_scratch"):
         return Label("workspace", "inferred", "cuDNN, estimated")
-    if case.origin == "workspace" or any("cublas" in name.lower() or "cudnn" in name.lower() for name in case.stack):
+    if case.origin in ("workspace", "convolution_scratch") or any(
+        "cublas" in name.lower() or "cudnn" in name.lower() for name in case.stack
+    ):
         return Label("workspace", "stack")
     if case.allocation.requested in case.workspace_sizes and case.allocation.freed is None and not case.roles:
         return Label("workspace", "inferred")

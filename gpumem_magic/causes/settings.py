@@ -135,12 +135,17 @@ def dense_lookup_gradient(scene: Scene) -> Iterator[Cause]:
 def convolution_scratch(scene: Scene) -> Iterator[Cause]:
     """A good part of the moment is what cuDNN works with, which its search for the fastest way makes larger."""
     origins = scene.recording.logs[scene.device].origins
-    used = [one for one in scene.timeline.live_at(scene.moment) if origins.get(one.born) == "estimate"]
+    used = [
+        one
+        for one in scene.timeline.live_at(scene.moment)
+        if origins.get(one.born) in ("estimate", "convolution_scratch")
+    ]
+    estimated = any(origins.get(one.born) == "estimate" for one in used)
     if not scene.searches_convolutions or size_of(used) < scene.part_of_peak(5):
         return
     yield Cause(
         "convolution_scratch",
-        f"cuDNN works with {human(size_of(used))} beside the convolution's tensors (an estimate).",
+        f"cuDNN works with {human(size_of(used))} beside the convolution's tensors{' (an estimate)' if estimated else ''}.",
         "`torch.backends.cudnn.benchmark = False` lets it choose ways that need less.",
         size_of(used),
     )

@@ -101,7 +101,8 @@ class DeviceLog:
 
     start: the segments when the log began. events: since then; "position p" is the moment after the first p events.
     origins: index of an alloc event -> how the block came to be: "workspace" (a library's scratch memory), "estimate"
-    (likewise, of a size that only the library knows: a virtual device's estimate), "recurrent_scratch" and "recurrent_kept"
+    (likewise, of a size that only the library knows: a virtual device's estimate), "convolution_scratch" (likewise, and the
+    library told it), "recurrent_scratch" and "recurrent_kept"
     (the same for recurrent layers: while a call runs, and from forward to backward), "autocast" (a copy of a weight that autocast
     keeps), "host_copy" (a copy from the host),
     "factory" (torch.zeros, randn, empty and so on), "compute" (an operator's output or scratch), "summed" (a stand-in for

@@ -36,6 +36,7 @@ _ROLES = {
 _ORIGINS = {
     "workspace": "workspace",
     "estimate": "workspace",
+    "convolution_scratch": "workspace",
     "recurrent_scratch": "workspace",
     "autocast": "autocast_copies",
 }

@@ -260,7 +260,11 @@ class Scratch:
                 torch.backends.cudnn.deterministic or torch.are_deterministic_algorithms_enabled(),
             )
             if key not in self._asked:
-                kind = "workspace" if library.version // 100 == cudnn_version(parse_version(text)) else "estimate"
+                kind = (
+                    "convolution_scratch"
+                    if library.version // 100 == cudnn_version(parse_version(text))
+                    else "estimate"
+                )
                 self._asked[key] = _PlanSizes(library.workspaces(call, model, *key[2:]), kind)
             if any(True for _ in self._asked[key]):
                 return self._asked[key]
