@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,26 @@ def test_a_refusal_or_an_end_of_the_process_is_no_answer(library: AskedLibrary) 
     assert sizes(library, call()) != []
     assert sizes(library, call(), model=CATALOG["H100"]) == []
     # The process is gone.
+    assert sizes(library, call()) == []
+
+
+@needs_compiler
+def test_an_interrupted_question_is_asked_anew(library: AskedLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(self: AskedLibrary) -> str:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(AskedLibrary, "_line", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            sizes(library, call(last=True))
+    # It is not the answer to the first question.
+    assert sizes(library, call())[0] == 2_000_000 + 32 * 30
+
+
+def test_a_python_that_cannot_be_started_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    library = AskedLibrary("libcudnn.so.9")
+    assert library.version == 0
     assert sizes(library, call()) == []
 
 

@@ -230,7 +230,7 @@ class Scratch:
         self._free = free
         self._stream_of = stream_of
         self._tried: set[tuple[int, Convolution]] = set()
-        self._asked: dict[tuple[int, Convolution, bool, bool], _PlanSizes] = {}
+        self._asked: dict[tuple[int, Convolution, bool, bool], _PlanSizes | None] = {}
 
     def take(self, device: int, call: Convolution) -> None:
         """For the time of a call. Nothing where there is no room, since cuDNN has ways that need none."""
@@ -265,9 +265,12 @@ class Scratch:
                     if library.version // 100 == cudnn_version(parse_version(text))
                     else "estimate"
                 )
-                self._asked[key] = _PlanSizes(library.workspaces(call, model, *key[2:]), kind)
-            if any(True for _ in self._asked[key]):
-                return self._asked[key]
+                sizes = _PlanSizes(library.workspaces(call, model, *key[2:]), kind)
+                # Kept when the first is there: where somebody interrupts, it is asked again.
+                self._asked[key] = sizes if any(True for _ in sizes) else None
+            answered = self._asked[key]
+            if answered is not None:
+                return answered
         return _PlanSizes(iter((estimate(call, model.capability, parse_version(text), _tf32()),)), "estimate")
 
     def _search(self, device: int, sizes: _PlanSizes) -> None:

@@ -37,29 +37,36 @@ _FILES = ("libcudnn.so.9", "cudnn64_9.dll")
 
 
 class AskedLibrary:
-    """A process that asks cuDNN of the files. version: 92000 for 9.20.0; 0 where none of them can be asked."""
+    """A process that asks cuDNN of the files. version: 92000 for 9.20.0; 0 where none of them can be asked, or no more."""
 
     def __init__(self, *names: str) -> None:
+        self.version = 0
+        self._names = names
         self._lock = threading.Lock()
-        # It sees no device: a real one is not its business.
-        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-        self._process = subprocess.Popen(
-            [sys.executable, "-I", cudnn_answers.__file__, *names],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env=environment,
-            text=True,
-        )
         self._owner = os.getpid()
+        self._process: subprocess.Popen[str] | None = None
         atexit.register(self.close)
-        self.version = int(self._line() or 0)
+        self._start()
+
+    def _start(self) -> None:
+        with contextlib.suppress(OSError):
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", cudnn_answers.__file__, *self._names],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                # It sees no device: a real one is not its business. Nor is Ctrl-C.
+                env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+                start_new_session=True,
+                text=True,
+            )
+            self.version = int(self._line() or 0)
 
     def close(self) -> None:
-        if os.getpid() == self._owner:
-            atexit.unregister(self.close)
+        if self._process is not None and os.getpid() == self._owner:
             self._process.kill()
             self._process.communicate()
+            self._process = None
 
     def workspaces(self, call: Convolution, model: GpuModel, tf32: bool, deterministic: bool) -> Iterator[int]:
         """Bytes of each plan, in the order in which PyTorch tries them. None at all where cuDNN has no answer."""
@@ -73,14 +80,31 @@ class AskedLibrary:
         # A forked process would answer into its parent's pipe.
         if not self.version or os.getpid() != self._owner:
             return []
-        with self._lock, contextlib.suppress(OSError):
-            assert self._process.stdin is not None
-            self._process.stdin.write(json.dumps([described(model), request, every]) + "\n")
+        with self._lock:
+            if self._process is None:
+                self._start()
+            try:
+                line = self._answer(json.dumps([described(model), request, every]))
+            except BaseException:
+                # Interrupted: its answer would be taken for that to the next question. It is started again then.
+                self.close()
+                raise
+            if not line:
+                self.version = 0
+            return [int(size) for size in json.loads(line or "[]")]
+
+    def _answer(self, question: str) -> str:
+        """One line; empty where the process has ended."""
+        assert self._process is not None
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(question + "\n")
             self._process.stdin.flush()
-            return [int(size) for size in json.loads(self._line() or "[]")]
-        return []
+            return self._line()
+        return ""
 
     def _line(self) -> str:
+        assert self._process is not None
         assert self._process.stdout is not None
         return self._process.stdout.readline()
 
