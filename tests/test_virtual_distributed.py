@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map_only
 
 import gpumem_magic
 from gpumem_magic.virtual import gpu
+from gpumem_magic.virtual.torch_face.alone import one_of_many
 
 dist: Any = torch.distributed
 if not dist.is_available():
@@ -302,3 +303,23 @@ def test_sharded_weights_of_a_class_of_the_programs_own_come_from_meta() -> None
     assert torch.cuda.memory_allocated() == 2 * MIB
     model(torch.zeros(8, 512, device="cuda")).sum().backward()
     assert weight.grad.device == weight.device
+
+
+def test_a_pipelines_stages_vote_alike() -> None:
+    """On how they learn each other's shapes (2.13 and newer): what the others voted is no unknown value."""
+    stages = pytest.importorskip("torch.distributed.pipelining.stage")
+    if not hasattr(stages.PipelineStage, "_warmup_backward_result"):
+        pytest.skip("stages do not vote before PyTorch 2.13")
+    dist.destroy_process_group()
+    with one_of_many(0, 2):
+        dist.init_process_group("nccl")
+        stage = stages.PipelineStage(nn.Linear(4, 4, device="cuda"), 0, 2, torch.device("cuda", 0))
+        with gpumem_magic.measure() as measured:
+            stage._warmup_forward_vote(True)
+            vote = stage._warmup_backward_result()
+            dynamic = int(vote.item()) == 0
+        assert dynamic
+        assert measured.report.to_dict()["stand_ins"] == []
+        dist.destroy_process_group()
+    with pytest.warns(UserWarning, match="gloo is used instead"):
+        dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
