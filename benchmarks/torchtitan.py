@@ -186,17 +186,22 @@ def configuration(model: str, folder: Path, checkout: Path) -> list[str]:
     return ["--job.config_file", "row.toml"]
 
 
-def rests_from(log: str) -> int:
-    """The step from which on what torchtitan prints as memory stays as it is at the end, on each rank that ran."""
-    printed: dict[int, list[str]] = {}
+def printed(log: str) -> dict[int, list[float]]:
+    """What torchtitan prints as memory after each step, on each rank that ran."""
+    found: dict[int, list[float]] = {}
     for step, size in re.findall(r"step: *(\d+) .*memory: *([\d.]+)GiB", log):
-        printed.setdefault(int(step), []).append(size)
-    sizes = {step: sorted(of_ranks) for step, of_ranks in printed.items()}
+        found.setdefault(int(step), []).append(float(size))
+    return {step: sorted(sizes) for step, sizes in found.items()}
+
+
+def rests_from(sizes: dict[int, list[float]]) -> int:
+    """The step from which on they stay as they are at the end."""
     return 1 + max((step for step in sizes if sizes[step] != sizes[max(sizes)]), default=0)
 
 
 class Measured(NamedTuple):
     reserved: dict[int, float]  # of each rank that ran, GiB
+    first: float  # after the first step, GiB
     rests: int
     seconds: float
     busy: float
@@ -235,11 +240,14 @@ def measure(row: Row, folder: Path, program: list[str], settings: str, checkout:
     rows = [one for one in json.loads(target.read_text("utf-8"))["ranks"]["rows"] if one["measured"]]
     if any(one["state"] != "done" for one in rows):
         sys.exit(said[-3000:])
-    rests = rests_from(said)
+    sizes = printed(said)
+    rests = rests_from(sizes)
     if rests == steps:
         print(f"{row.words} on {row.ranks} ranks: what is reserved still rises in step {steps}")
     reserved = {one["rank"]: one["peak_reserved"] / (1 << 30) for one in rows}
-    return Measured(reserved, rests, time.monotonic() - began, busy, after.ru_maxrss / (1 << 20))
+    return Measured(
+        reserved, max(sizes.get(1, [0.0])), rests, time.monotonic() - began, busy, after.ru_maxrss / (1 << 20)
+    )
 
 
 def main() -> None:
@@ -261,10 +269,8 @@ def main() -> None:
     checkout = options.checkout.resolve()
     settings = "expandable_segments:True" if options.expandable else ""
     print("Llama 3.1; GiB reserved at the peak, of the rank that reserves most")
-    print(
-        f"{'model on ranks':<15}{'run':<34}{'published':>10}{'here':>8}{'off by':>9}{'from step':>11}{'seconds':>9}{'CPU s':>7}"
-        f"{'host GiB':>10}"
-    )
+    columns = f"{'published':>10}{'step 1':>8}{'here':>8}{'off by':>9}{'from step':>11}{'seconds':>9}{'CPU s':>7}{'host GiB':>10}"
+    print(f"{'model on ranks':<15}{'run':<34}{columns}")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         general = prepare(folder, options.steps)
@@ -284,11 +290,9 @@ def main() -> None:
             row = row._replace(asked=options.ranks or row.asked)
             measured = measure(row, folder, program, settings, checkout, options.steps)
             here = max(measured.reserved.values())
-            print(
-                f"{words}{here:>8.1f}{100 * (here / row.published - 1):>8.1f}%{measured.rests:>11}{measured.seconds:>9.0f}"
-                f"{measured.busy:>7.0f}{measured.host:>10.1f}",
-                flush=True,
-            )
+            figures = f"{measured.first:>8.1f}{here:>8.1f}{100 * (here / row.published - 1):>8.1f}%{measured.rests:>11}"
+            took = f"{measured.seconds:>9.0f}{measured.busy:>7.0f}{measured.host:>10.1f}"
+            print(f"{words}{figures}{took}", flush=True)
             if len(measured.reserved) > 1:
                 print("    " + ", ".join(f"rank {rank} {size:.1f}" for rank, size in measured.reserved.items()))
 
