@@ -1,10 +1,12 @@
 """Ranks that run alone against real processes of the same program, event for event of their allocators.
 
     python benchmarks/ranks_agree.py [--world 2] [--only pp_1f1b fsdp_tp ...]
+    python benchmarks/ranks_agree.py [--world 2] --script "train.py --its arguments"
 
 Each kind of parallelism, and combinations of them, trains a small model for a few steps: in as many processes as there are ranks,
 which talk by gloo, and in ranks that are each alone in a process (`gpumem run --ranks`). For each it prints the number of events
-(addresses, sizes and streams) and the highest allocated bytes of rank 0, and *same*, or what differs first.
+(addresses, sizes and streams) and the highest allocated bytes of rank 0, and *same*, or what differs first: also in what NCCL is
+said to take beside the allocator. With --script it is a program of anybody's, which starts its process group itself.
 """
 
 from __future__ import annotations
@@ -13,6 +15,8 @@ import argparse
 import gc
 import os
 import pickle
+import runpy
+import shlex
 import socket
 import subprocess
 import sys
@@ -20,6 +24,7 @@ import tempfile
 import traceback
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -267,38 +272,328 @@ def pp_fsdp_tp() -> None:
     staged("ScheduleInterleaved1F1B", 2, wrap, all_three["pp"].get_group())
 
 
-def program(names: list[str], place: str) -> None:
-    """What each of these kinds does to this rank's device goes into a file."""
+@kind
+def ddp_accumulated() -> None:
+    model = DistributedDataParallel(Net().cuda(), gradient_as_bucket_view=True)
+    train(model, before=lambda step: setattr(model, "require_backward_grad_sync", step % 2 == 1))
+
+
+@kind
+def ddp_checkpointed() -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    model = Net().cuda()
+    for block in model.blocks:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    train(DistributedDataParallel(model, static_graph=True))
+
+
+@kind
+def ddp_compiled() -> None:
+    train(torch.compile(DistributedDataParallel(Net().cuda())))
+
+
+@kind
+def ddp_averaged_later() -> None:
+    from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as hook
+
+    model = DistributedDataParallel(Net().cuda())
+    model.register_comm_hook(hook.PostLocalSGDState(None, None, 2), hook.post_localSGD_hook)
+    train(model)
+
+
+@kind
+def batch_norm_together() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Flatten(), nn.Linear(16 * 30 * 30, 10))
+    model = DistributedDataParallel(nn.SyncBatchNorm.convert_sync_batchnorm(model).cuda())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    for _ in range(3):
+        model(torch.rand(4, 3, 32, 32, device="cuda")).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@kind
+def fsdp_compiled() -> None:
+    model = Net().cuda()
+    for number, block in enumerate(model.blocks):
+        model.blocks[number] = torch.compile(block)
+    train(sharded(model))
+
+
+@kind
+def fsdp_ahead() -> None:
+    model = sharded(Net().cuda())
+    model.blocks[0].set_modules_to_forward_prefetch([model.blocks[1], model.blocks[2]])
+    train(model)
+
+
+@kind
+def fsdp_first_offloaded() -> None:
+    from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+    how = {"auto_wrap_policy": ModuleWrapPolicy({Block}), "cpu_offload": CPUOffload(True)}
+    train(FullyShardedDataParallel(Net(), device_id=torch.cuda.current_device(), **how))
+
+
+@kind
+def fsdp_saved() -> None:
+    import torch.distributed.checkpoint as saving
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    model = sharded(Net().cuda())
+    optimizer = torch.optim.AdamW(model.parameters())
+    train(model, optimizer, steps=1)
+    weights, states = get_state_dict(model, optimizer)
+    with tempfile.TemporaryDirectory() as folder:
+        places = [folder]
+        dist.broadcast_object_list(places, 0)
+        saving.save({"model": weights, "optimizer": states}, checkpoint_id=places[0])
+        saving.load({"model": weights, "optimizer": states}, checkpoint_id=places[0])
+        dist.barrier()
+    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=states)
+
+
+@kind
+def tp_by_hand() -> None:
+    """As Megatron-LM has it: an operator that sums going forward, and one that sums going back."""
+
+    class Sum(torch.autograd.Function):
+        @staticmethod
+        def forward(context: Any, x: torch.Tensor, there: bool) -> torch.Tensor:
+            context.there = there
+            if there:
+                x = x.clone()
+                dist.all_reduce(x)
+            return x
+
+        @staticmethod
+        def backward(context: Any, gradient: torch.Tensor) -> Any:
+            if not context.there:
+                gradient = gradient.contiguous()
+                dist.all_reduce(gradient)
+            return gradient, None
+
+    part = 4 * WIDTH // dist.get_world_size()
+    model = Net().cuda()
+    for block in model.blocks:
+        block.up, block.down = nn.Linear(WIDTH, part).cuda(), nn.Linear(part, WIDTH, bias=False).cuda()
+        up, down = block.up.forward, block.down.forward
+        block.up.forward = lambda x, up=up: up(Sum.apply(x, False))
+        block.down.forward = lambda x, down=down: Sum.apply(down(x), True)
+    train(model)
+
+
+@kind
+def tp_with_sequences() -> None:
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor import parallel as tp
+
+    ranks = mesh(dist.get_world_size(), names=("tp",))
+    model = Net().cuda()
+    first = tp.RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
+    last = tp.ColwiseParallel(input_layouts=Shard(1), use_local_output=False)
+    tp.parallelize_module(model, ranks, {"words": first, "out": last})
+    for block in model.blocks:
+        up, down = tp.ColwiseParallel(input_layouts=Shard(1)), tp.RowwiseParallel(output_layouts=Shard(1))
+        tp.parallelize_module(block, ranks, {"norm": tp.SequenceParallel(), "up": up, "down": down})
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+    for _ in range(3):
+        given = words()
+        with tp.loss_parallel():
+            error(model(given), given).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@kind
+def tp_compiled() -> None:
+    model = torch.compile(in_columns(Net().cuda(), mesh(dist.get_world_size(), names=("tp",))))
+    train(model, torch.optim.AdamW(model.parameters(), foreach=False))
+
+
+@kind
+def context_parallel() -> None:
+    from torch.distributed.tensor.experimental import context_parallel
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    ranks = mesh(dist.get_world_size(), names=("cp",))
+    shared = [torch.rand(2, 4, 256, 32, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+    for _ in range(2):
+        with context_parallel(ranks, buffers=shared, buffer_seq_dims=[2] * 3), sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            parts = [tensor.detach().clone().requires_grad_() for tensor in shared]
+            nn.functional.scaled_dot_product_attention(*parts, is_causal=True).sum().backward()
+
+
+@kind
+def experts() -> None:
+    import torch.distributed.nn.functional as functional
+
+    world = dist.get_world_size()
+    expert = nn.Linear(WIDTH, WIDTH).cuda()
+    given = torch.rand(8 * world, WIDTH, device="cuda", requires_grad=True)
+    for _ in range(2):
+        sent = functional.all_to_all_single(torch.empty_like(given), given)
+        functional.all_to_all_single(torch.empty_like(given), expert(sent)).sum().backward()
+
+
+@kind
+def experts_unevenly() -> None:
+    world, rank = dist.get_world_size(), dist.get_rank()
+    sizes = [1 + (rank + other) % 3 for other in range(world)]
+    given = torch.rand(sum(sizes), WIDTH, device="cuda")
+    received = torch.empty(sum(sizes), WIDTH, device="cuda")
+    dist.all_to_all_single(received, given, sizes, sizes)
+    dist.all_to_all([torch.empty(size, WIDTH, device="cuda") for size in sizes], list(given.split(sizes)))
+
+
+@kind
+def each_its_own() -> None:
+    """Ranks that need unlike amounts, and collectives that some take part in."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    kept = torch.empty(rank + 1, 1 << 18, device="cuda")
+    pairs = [dist.new_group([number, (number + 1) % world]) for number in range(0, world, 2)]
+    dist.all_reduce(kept[0], group=pairs[rank // 2])
+    if rank % 2 == 0:
+        kept = torch.cat([kept, kept])
+    dist.new_subgroups(2)
+    dist.barrier()
+
+
+@kind
+def objects_and_stores() -> None:
+    world, rank = dist.get_world_size(), dist.get_rank()
+    everybody: list[Any] = [None] * world
+    dist.all_gather_object(everybody, {"width": 5})
+    dist.gather_object({"width": 5}, everybody if rank == 0 else None, 0)
+    told = [{"width": 5}] if rank == 0 else [None]
+    dist.broadcast_object_list(told, 0)
+    given: list[Any] = [None]
+    dist.scatter_object_list(given, [3] * world if rank == 0 else None, 0)
+    dist.barrier()
+    kept = torch.empty(told[0]["width"] * given[0], 1 << 18, device="cuda")
+    dist.all_reduce(kept)
+
+
+@kind
+def plain_collectives() -> None:
+    world, rank = dist.get_world_size(), dist.get_rank()
+    x = torch.rand(1 << 16, device="cuda")
+    for one in (dist.all_reduce, lambda x: dist.broadcast(x, 0), lambda x: dist.reduce(x, world - 1)):
+        one(x)
+    parts = [torch.empty_like(x) for _ in range(world)]
+    dist.all_gather(parts, x)
+    dist.gather(x, parts if rank == 0 else None, 0)
+    dist.scatter(x, parts if rank == 0 else None, 0)
+    dist.reduce_scatter(x, parts)
+    if rank < 2:
+        (dist.send if rank == 0 else dist.recv)(x, 1 - rank)
+    around = [dist.P2POp(dist.isend, x, (rank + 1) % world), dist.P2POp(dist.irecv, x + 1, (rank - 1) % world)]
+    for work in dist.batch_isend_irecv(around):
+        work.wait()
+    work = dist.all_reduce(x, async_op=True)
+    meanwhile = torch.empty(1 << 18, device="cuda")
+    work.wait()
+    del meanwhile
+
+
+@kind
+def distributed_tensors() -> None:
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, zeros
+
+    ranks = mesh(dist.get_world_size(), names=("x",))
+    first = distribute_tensor(torch.rand(32, 48, device="cuda"), ranks, [Shard(0)])
+    kept = [first]
+    for how in (Replicate(), Shard(1), Shard(0), Replicate()):
+        kept.append(kept[-1].redistribute(ranks, [how]))
+    sums = DTensor.from_local(torch.rand(32, 48, device="cuda"), ranks, [Partial()])
+    kept += [sums.redistribute(ranks, [how]) for how in (Shard(0), Shard(1), Replicate())]
+    uneven = distribute_tensor(torch.rand(7, 5, device="cuda"), ranks, [Shard(0)])
+    kept += [uneven.full_tensor(), (uneven @ uneven.t()).full_tensor(), uneven.sum().full_tensor()]
+    kept += [zeros(9, 3, device_mesh=ranks, placements=[Shard(0)]), torch.cat([first, first]), first.t().contiguous()]
+    leaf = distribute_tensor(torch.rand(16, 16, device="cuda"), ranks, [Shard(0)]).requires_grad_()
+    (leaf.redistribute(ranks, [Replicate()]) * 2).sum().backward()
+
+
+@kind
+def three_dimensions() -> None:
+    world = dist.get_world_size()
+    ranks = mesh(world // 2 or 1, 2, 1, names=("copies", "shards", "tp"))
+    train(sharded(in_columns(Net().cuda(), ranks["tp"]), mesh=ranks["copies", "shards"]))
+
+
+@kind
+def pp_gpipe() -> None:
+    staged("ScheduleGPipe")
+
+
+@kind
+def pp_looped() -> None:
+    staged("ScheduleLoopedBFS", 2)
+
+
+@kind
+def pp_hugging_face() -> None:
+    """A model of transformers', cut by the tracing front of `torch.distributed.pipelining`."""
+    from torch.distributed import pipelining
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    world, rank = dist.get_world_size(), dist.get_rank()
+    config = GPT2Config(n_layer=world, n_embd=WIDTH, n_head=4, vocab_size=WORDS, use_cache=False)
+    config._attn_implementation = "eager"
+    model = GPT2LMHeadModel(config).eval()
+    cuts = {f"transformer.h.{number}": pipelining.SplitPoint.BEGINNING for number in range(1, world)}
+    given = torch.randint(0, WORDS, (8, 64))
+    cut = pipelining.pipeline(model, (given[:2],), split_spec=cuts)
+    device = torch.device("cuda", torch.cuda.current_device())
+    stage = cut.build_stage(rank, device)
+    steps = pipelining.ScheduleGPipe(stage, 4)
+    with torch.no_grad():
+        steps.step(*([given.to(device)] if rank == 0 else []))
+
+
+def program(names: list[str], place: str, script: str) -> None:
+    """What each of these kinds, or a script, does to this rank's device goes into a file."""
     from gpumem_magic.recording import under_way
 
     warnings.simplefilter("ignore")
     local = int(os.environ["LOCAL_RANK"])
     torch.cuda.set_device(local)
-    dist.init_process_group("nccl")
+    if not script:
+        dist.init_process_group("nccl")
     # When Python collects depends on how much it did, which is not the same alone.
     gc.disable()
     done: dict[str, Any] = {}
     before = 0
-    for name in names:
+    for name in [script] if script else names:
         failed = ""
         torch.cuda.reset_peak_memory_stats()
         try:
-            KINDS[name]()
-        except Exception as raised:
+            if script:
+                file, *sys.argv[1:] = shlex.split(script)
+                sys.path.insert(0, str(Path(file).resolve().parent))
+                runpy.run_path(file, run_name="__main__")
+            else:
+                KINDS[name]()
+        except (Exception, SystemExit) as raised:
             failed = "".join(traceback.format_exception_only(raised)).strip()
         gc.collect()
         log = under_way.current()._logs[local].growing.events
         events = [(event.action, event.size, event.address, event.stream) for event in log[before:]]
         before = len(log)
-        done[name] = failed, events, torch.cuda.max_memory_allocated()
+        free, total = torch.cuda.mem_get_info(local)
+        beside = total - free - torch.cuda.memory_reserved(local)
+        done[name] = failed, [*events, ("beside", beside, 0, 0)], torch.cuda.max_memory_allocated()
     Path(f"{place}-{os.environ['RANK']}").write_bytes(pickle.dumps(done))
-    dist.destroy_process_group()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 # ---- the comparison
 
 
-def run(world: int, names: list[str], place: Path) -> None:
+def run(world: int, names: list[str], script: str, place: Path) -> None:
     """The program, twice."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -307,8 +602,10 @@ def run(world: int, names: list[str], place: Path) -> None:
     command = [sys.executable, "-m", "gpumem_magic.cli", "run", "--device", f"{world}xA100-40GB"]
 
     def start(place: Path, more: dict[str, str], *flags: str) -> subprocess.Popen[bytes]:
-        words = [*command, *flags, __file__, "--", "--program", str(place), "--only", *names]
+        words = [*command, *flags, __file__, "--", "--program", str(place), "--script", script, "--only", *names]
         quiet = subprocess.DEVNULL
+        # Where the compiler finds a model that it made before, it doesn't trace its patterns, which takes a number on the device.
+        more = more | {"TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
         return subprocess.Popen(words, env={**os.environ, **more}, stdout=quiet, stderr=quiet)
 
     ranks = range(world)
@@ -334,22 +631,26 @@ def main() -> None:
     parser.add_argument("--world", type=int, default=2, help="how many ranks: 2 or 4")
     parser.add_argument("--only", nargs="*", metavar="KIND", default=list(KINDS), choices=list(KINDS))
     parser.add_argument("--program", help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--script", default="", metavar="WORDS", help="a program and its arguments, in place of the kinds"
+    )
     chosen = parser.parse_args()
     if chosen.program:
-        program(chosen.only, chosen.program)
+        program(chosen.only, chosen.program, chosen.script)
         return
+    names = [chosen.script] if chosen.script else chosen.only
     with tempfile.TemporaryDirectory() as folder:
-        run(chosen.world, chosen.only, Path(folder))
+        run(chosen.world, chosen.only, chosen.script, Path(folder))
         ways = [
             [pickle.loads(Path(folder, f"{way}-{rank}").read_bytes()) for way in ("real", "alone")]
             for rank in range(chosen.world)
         ]
     print(f"{'':<20} {'events':>7} {'peak':>12}  {chosen.world} ranks, bytes of rank 0")
-    for name in chosen.only:
+    for name in names:
         said = [told(real[name], alone[name]) for real, alone in ways]
         words = "same" if set(said) == {"same"} else "; ".join(f"rank {rank}: {one}" for rank, one in enumerate(said))
         _, events, peak = ways[0][0][name]
-        print(f"{name:<20} {len(events):>7,} {peak:>12,}  {words}")
+        print(f"{name:<20} {len(events) - 1:>7,} {peak:>12,}  {words}")
 
 
 if __name__ == "__main__":
