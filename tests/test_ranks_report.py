@@ -144,3 +144,13 @@ def test_of_virtual_ranks_only_those_that_ran_are_told() -> None:
     assert found.ranks is not None
     assert [row.rank for row in found.ranks.rows] == [3]
     assert "Rank 3 of 8:" in render(found)
+
+
+def test_ranks_whose_contexts_differ_are_alike() -> None:
+    """NCCL has more buffers on a rank with more neighbours; what is allocated is the same."""
+    one = trainer()
+    more = one.peak.categories | {"context": (one.peak.categories["context"] or 0) + one.peak.allocated}
+    other = replace(one, peak=replace(one.peak, categories=more))
+    shown = together([OfRank(0, DONE, one), OfRank(1, DONE, other)], 2)
+    assert shown.ranks is not None
+    assert [(row.rank, row.like, row.differs) for row in shown.ranks.rows] == [(0, None, ""), (1, 0, "")]

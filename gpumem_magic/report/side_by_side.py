@@ -21,6 +21,8 @@ _STATE_WORDS = {
     ENDED: "was ended",
     RUNNING: "has not answered",
 }
+# What a cache holds is the allocator's business, and a context differs with a rank's neighbours: NCCL's buffers are in it.
+_COMPARED = [name for name in LABELS if name not in ("cached", "context")]
 # What ends a program from outside is raised in it.
 _OF_AN_END = frozenset({"SystemExit", "KeyboardInterrupt"})
 
@@ -57,9 +59,7 @@ def alike(one: OfRank, other: OfRank) -> bool:
     first, second = one.report.peak, other.report.peak
     limit = max(first.allocated, second.allocated) / ALIKE
     sizes = [(first.allocated, second.allocated), (_reserved(one.report), _reserved(other.report))]
-    sizes += [
-        (first.categories.get(name) or 0, second.categories.get(name) or 0) for name in LABELS if name != "cached"
-    ]
+    sizes += [(first.categories.get(name) or 0, second.categories.get(name) or 0) for name in _COMPARED]
     return all(abs(a - b) <= limit for a, b in sizes)
 
 
@@ -160,11 +160,7 @@ def _differs(one: OfRank, first: OfRank) -> str:
         return ""
     mine, theirs = one.report.peak, first.report.peak
     limit = max(mine.allocated, theirs.allocated) / ALIKE
-    moved = {
-        name: (mine.categories.get(name) or 0) - (theirs.categories.get(name) or 0)
-        for name in LABELS
-        if name != "cached"
-    }
+    moved = {name: (mine.categories.get(name) or 0) - (theirs.categories.get(name) or 0) for name in _COMPARED}
     told = sorted(((size, name) for name, size in moved.items() if abs(size) > limit), key=lambda entry: -abs(entry[0]))
     if not told:
         return ""

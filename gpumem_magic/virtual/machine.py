@@ -55,6 +55,7 @@ from gpumem_magic.virtual.operators import (
 )
 from gpumem_magic.virtual.operators.attention import Attention
 from gpumem_magic.virtual.operators.autocast import AutocastKernels
+from gpumem_magic.virtual.operators.communicators import Communicators
 from gpumem_magic.virtual.operators.factories import Factories
 from gpumem_magic.virtual.torch_face import (
     communication,
@@ -89,6 +90,7 @@ class VirtualMachine:
         self.face = CudaFace(self)
         self.workspaces = workspaces.Workspaces(self._devices, self.malloc, self.face.stream_of, self.free)
         self.convolutions = cudnn.Scratch(self._devices, self.malloc, self.face.stream_of, self.free)
+        self.communication = Communicators(self.take_beside, lambda index: self._devices[index].model)
         self.attention = Attention(lambda index: self._devices[index].model.capability)
         self.engine.attend = self.attention.attend
         self.smi = VirtualSmi(self._devices)
@@ -160,7 +162,7 @@ class VirtualMachine:
                 "Sizes that depend on values are unknown on a virtual GPU, and these have no largest one and may be larger "
                 f"on a GPU: {'; '.join(sizes)}."
             )
-        found += self.compiler.notes()
+        found += self.compiler.notes() + self.communication.notes()
         if engine.kernels_not_run:
             found.append(
                 f"Kernels written in Triton were not run ({counted(engine.kernels_not_run, 'launch', 'launches')}): "
@@ -204,7 +206,9 @@ class VirtualMachine:
         self._devices[device].born(birth)
 
     def take_beside(self, device: int, nbytes: int) -> None:
-        self._devices[device].take_beside(nbytes)
+        gpu = self._devices[device]
+        gpu.take_beside(nbytes)
+        self.smi.update(device, gpu.used_bytes())
 
     def record_stream(self, device: int, address: int, stream: int) -> None:
         self._devices[device].allocator.record_stream(address, stream)

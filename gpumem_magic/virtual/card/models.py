@@ -40,7 +40,8 @@ class GpuModel:
     oom_text_version: the PyTorch version whose out-of-memory text is used; None for the installed one. torch_version: the version
     whose library workspaces are used; None likewise. convolution_bytes: what cuDNN takes for each convolution while it runs; None
     for its own answer or the estimate (see `cudnn`). asks_cudnn: whether that is looked for. calibrated: when and with what
-    `gpumem calibrate` measured these figures on this computer; empty for the catalogue's own.
+    `gpumem calibrate` measured these figures on this computer; empty for the catalogue's own. nvlinks: how many links to other cards
+    there are.
     """
 
     key: str
@@ -67,6 +68,7 @@ class GpuModel:
     convolution_bytes: int | None = None
     asks_cudnn: bool = True
     calibrated: str = ""
+    nvlinks: int = 0
 
     @property
     def driver_reserved_bytes(self) -> int:
@@ -109,5 +111,6 @@ def generic(total_bytes: int) -> GpuModel:
         total_bytes=total_bytes,
         smi_total_bytes=total_bytes,
         context_bytes=min(_LAZY_CONTEXT, total_bytes // 4),
+        nvlinks=0,
         note=f"no such GPU exists: the limits of an A100 (compute capability 8.0); {_LAZY_CONTEXT_NOTE}",
     )

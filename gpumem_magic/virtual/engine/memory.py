@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -35,8 +35,26 @@ class Convolution:
         return self.weight[2:]
 
 
+class Communication(Protocol):
+    """What NCCL takes from the driver, beside the allocator. together: whether calls are sent together just now."""
+
+    together: bool
+
+    def communicate(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], device: int) -> None:
+        """For a collective of `torch.distributed`'s, before it."""
+
+    def in_one_process(self, devices: Sequence[int]) -> None:
+        """For what this process sends between its own devices."""
+
+    def end(self, group: Any = None) -> None:
+        """After a group is no more; without one, after all are."""
+
+
 class Memory(Protocol):
     """What the engine asks of the devices."""
+
+    @property
+    def communication(self) -> Communication: ...
 
     def malloc(self, device: int, nbytes: int) -> int: ...
 

@@ -43,6 +43,7 @@ def _operators(names: tuple[str, ...], home: Any = torch.ops.c10d) -> Iterator[A
 
 
 def _exchange(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    engine.memory.communication.communicate(func, args, kwargs, device)
     returns = len(func._schema.returns)
     if not returns:
         return None
@@ -62,8 +63,14 @@ def _waited(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> A
 
 def _written(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     """What was given to be written to; that, too, PyTorch's shape rules make anew."""
+    engine.memory.communication.communicate(func, args, kwargs, device)
     _forget(kwargs["out"])
     return kwargs["out"]
+
+
+def _new(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    engine.memory.communication.communicate(func, args, kwargs, device)
+    return engine.run(func, args, kwargs, device)
 
 
 def finished() -> Any:
@@ -133,11 +140,13 @@ _FUNCTIONAL = (
     "reduce_scatter_tensor_coalesced", "all_to_all_single", "broadcast",
 )  # fmt: skip
 
+_IN_PLACE_FUNCTIONAL = ("all_reduce_", "all_reduce_coalesced_", "broadcast_")
 _WRITING = ("all_gather_into_tensor_out", "reduce_scatter_tensor_out")
 
 if torch.distributed.is_available():
     special(*_operators(("wait_tensor",), torch.ops._c10d_functional))(_waited)
     special(*_operators(_WRITING, torch.ops._c10d_functional))(_written)
+    special(*_operators(_FUNCTIONAL + _IN_PLACE_FUNCTIONAL, torch.ops._c10d_functional))(_new)
     special(*_operators(_IN_PLACE))(_exchange)
     special(*_operators(_RECEIVING))(_receive)
     for _operator in _operators(_IN_PLACE + _RECEIVING):

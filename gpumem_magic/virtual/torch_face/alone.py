@@ -40,13 +40,14 @@ class Alone:
 
     groups: what the program calls them and their ranks, in the order in which they were made.
 
-    unknown: where an object of another rank's was asked for -> how often.
+    unknown: where an object of another rank's was asked for -> how often. backends: what the program asked for, by group.
     """
 
     rank: int
     world: int
     groups: list[tuple[str, tuple[int, ...]]] = field(default_factory=list)
     unknown: Counter[tuple[str, str, int]] = field(default_factory=Counter)
+    backends: dict[str, str] = field(default_factory=dict)
     letters: Letters = field(default_factory=lambda: Letters(None))
 
     def hear(self, name: str, source: int, to: str) -> Any:
@@ -119,6 +120,8 @@ def _first_group(alone: Alone, original: Any) -> Any:
         size, rank = (alone.world if size < 0 else size), (alone.rank if rank < 0 else rank)
         named = {name: given[name] for name in ("timeout", "group_name") if name in given}
         original(backend="fake", store=FakeStore(), rank=rank, world_size=size, **named)
+        alone.backends.clear()
+        alone.backends[_name_of(None)] = _asked_for(given.get("backend"))
         alone.groups.append(("", tuple(range(size))))
 
     return init_process_group
@@ -129,14 +132,29 @@ def _further_group(alone: Alone, original: Any) -> Any:
 
     def new_group(*args: Any, **kwargs: Any) -> Any:
         given = dict(parameters.bind(*args, **kwargs).arguments)
-        for name in ("backend", "pg_options", "device_id"):
+        backend = given.pop("backend", None)
+        for name in ("pg_options", "device_id"):
             given.pop(name, None)
         ranks = given.get("ranks")
         members = range(torch.distributed.get_world_size()) if ranks is None else sorted(ranks)
         alone.groups.append((str(given.get("group_desc") or ""), tuple(members)))
-        return original(**given)
+        made = original(**given)
+        world = alone.backends.get(_name_of(None))
+        alone.backends[_name_of(made)] = _asked_for(backend) if backend is not None or world is None else world
+        return made
 
     return new_group
+
+
+def _name_of(group: Any) -> str:
+    one = torch.distributed.group.WORLD if group is None else group
+    return str(getattr(one, "group_name", ""))
+
+
+def _asked_for(backend: Any) -> str:
+    """The name of what sends a device's tensors: ``cuda:nccl,cpu:gloo`` asks for NCCL there, and so does no name."""
+    name = "" if backend is None else str(backend).lower()
+    return torch.distributed.Backend.NCCL if not name or "nccl" in name else name
 
 
 def _as_asked(alone: Alone, original: Any) -> Any:
@@ -144,7 +162,7 @@ def _as_asked(alone: Alone, original: Any) -> Any:
 
     def get_backend(group: Any = None) -> Any:
         found = original(group)
-        return torch.distributed.Backend.NCCL if found == "fake" else found
+        return alone.backends.get(_name_of(group), torch.distributed.Backend.NCCL) if found == "fake" else found
 
     return get_backend
 

@@ -11,7 +11,7 @@ import inspect
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -30,8 +30,8 @@ _NCCL = (2, 27, 5)
 def install(patches: Patches, engine: Engine) -> None:
     if torch.distributed.is_available():
         patches.attempt(data_parallel.install, engine)
-        patches.attempt(_process_groups)
-        patches.attempt(_handles)
+        patches.attempt(_process_groups, engine)
+        patches.attempt(_handles, engine)
     patches.set(torch.cuda.nccl, "is_available", _nccl_is_available(torch.cuda.nccl.is_available))
     patches.set(torch.cuda.nccl, "reduce", _nccl_reduce(torch.cuda.nccl.reduce))
     for name, function in {
@@ -49,7 +49,14 @@ def _on(tensor: torch.Tensor, index: int) -> torch.Tensor:
     return tensor.to(torch.device("cuda", index))
 
 
+def _connect(tensors: Sequence[torch.Tensor], devices: Sequence[int]) -> None:
+    """CUDA builds for Linux copy by NCCL (``comm.cpp``), which takes memory of its own on each device."""
+    if tensors and isinstance(tensors[0], VirtualTensor) and len(devices) > 1:
+        cast(Engine, engine_of(tensors[0])).memory.communication.in_one_process(devices)
+
+
 def _broadcast(tensor: torch.Tensor, devices: Sequence[int]) -> list[torch.Tensor]:
+    _connect([tensor], devices)
     return [_on(tensor, index) for index in devices]
 
 
@@ -58,6 +65,7 @@ def _broadcast_coalesced(
 ) -> list[list[torch.Tensor]]:
     """One list for each device. CUDA sends tensors together in a buffer of `buffer_size` bytes, of which copies are views."""
     copies: list[list[torch.Tensor]] = [list(tensors)]
+    _connect(tensors, devices)
     for index in devices[1:]:
         mine: list[torch.Tensor] = []
         for group in torch._utils._take_tensors(tensors, buffer_size):
@@ -108,6 +116,7 @@ def _nccl_reduce(original: Any) -> Any:
         if not any(isinstance(tensor, VirtualTensor) for tensor in inputs):
             original(inputs, output, root, *args, **kwargs)
             return
+        _connect(inputs, [tensor.get_device() for tensor in inputs])
         written = kwargs.get("outputs", output)
         if not isinstance(written, torch.Tensor):
             written = (written or inputs)[root]
@@ -131,7 +140,7 @@ def sum_up(written: Any, inputs: Any) -> None:
 # ---- groups
 
 
-def _handles(patches: Patches) -> None:
+def _handles(patches: Patches, engine: Engine) -> None:
     """What collectives return, each or several together, which gloo cannot send so: those of a device are done at once."""
     module: Any = importlib.import_module("torch._C._distributed_c10d")
     work, group = module.FakeWork, module.ProcessGroup
@@ -140,16 +149,21 @@ def _handles(patches: Patches) -> None:
     def _start_coalescing(self: Any, device: torch.device) -> None:
         if device.type != "cuda":
             start(self, device)
+        else:
+            engine.memory.communication.together = True
 
     def _end_coalescing(self: Any, device: torch.device) -> Any:
-        return end(self, device) if device.type != "cuda" else collectives.finished()
+        if device.type != "cuda":
+            return end(self, device)
+        engine.memory.communication.together = False
+        return collectives.finished()
 
     patches.set(work, "get_future", collectives.with_results(work.get_future))
     patches.set(group, "_start_coalescing", _start_coalescing)
     patches.set(group, "_end_coalescing", _end_coalescing)
 
 
-def _process_groups(patches: Patches) -> None:
+def _process_groups(patches: Patches, engine: Engine) -> None:
     """Where a program asks for NCCL, which needs GPUs, gloo stands for it."""
     module = importlib.import_module("torch.distributed.distributed_c10d")
     # The groups for which the program asked for NCCL, by name.
@@ -210,7 +224,32 @@ def _process_groups(patches: Patches) -> None:
 
         return instead
 
+    def giving_back(original: Any) -> Any:
+        @functools.wraps(original)
+        def destroy_process_group(group: Any = None) -> None:
+            original(group)
+            world = group is None or not torch.distributed.is_initialized()
+            engine.memory.communication.end(None if world else group)
+
+        return destroy_process_group
+
+    def together(original: Any) -> Any:
+        """NCCL sends these as one, through the group's communicator; gloo, which cannot, is given one after the other."""
+
+        @functools.wraps(original)
+        def batch_isend_irecv(p2p_op_list: Any) -> Any:
+            communication = engine.memory.communication
+            communication.together = True
+            try:
+                return original(p2p_op_list)
+            finally:
+                communication.together = False
+
+        return batch_isend_irecv
+
     everywhere(patches, module, dict.fromkeys(("init_process_group", "new_group"), with_gloo))
+    everywhere(patches, module, {"batch_isend_irecv": together})
+    everywhere(patches, module, {"destroy_process_group": giving_back})
     names = ("broadcast_object_list", "send_object_list", "recv_object_list")
     everywhere(patches, module, dict.fromkeys(names, on_host))
     # Not in the module itself, which asks what it can send.
