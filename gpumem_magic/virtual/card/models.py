@@ -40,8 +40,8 @@ class GpuModel:
     oom_text_version: the PyTorch version whose out-of-memory text is used; None for the installed one. torch_version: the version
     whose library workspaces are used; None likewise. convolution_bytes: what cuDNN takes for each convolution while it runs; None
     for its own answer or the estimate (see `cudnn`). asks_cudnn: whether that is looked for. calibrated: when and with what
-    `gpumem calibrate` measured these figures on this computer; empty for the catalogue's own. nvlinks: how many links to other cards
-    there are.
+    `gpumem calibrate` measured these figures on this computer; empty for the catalogue's own. nvlinks: how many links to other
+    cards there are.
     """
 
     key: str
