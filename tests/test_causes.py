@@ -475,6 +475,38 @@ GUILTY += [
         ),
         "held by `seen`",
     ),
+    # A state that the loop makes from itself: the results and the losses only reach the graphs through it.
+    Case(
+        "kept_graphs",
+        (
+            "import torch\ncell = torch.nn.LSTM(256, 512).cuda()\nx = torch.randn(64, 16, 256, device='cuda')\nh = None",
+            "total = 0\nfor _ in range(4):\n    out, h = cell(x, h)\n    loss = out.mean()\n    total += loss\n"
+            "    loss.backward(retain_graph=True)",
+        ),
+        "`h` (line 4, `out, h = cell(x, h)`) carries the graph on from each iteration to the next, so those of 4 iterations",
+    ),
+    # Out of memory in the middle of an iteration, which so leaves less than those before.
+    Case(
+        "growth",
+        (
+            TRAIN,
+            "kept = []\nfor _ in range(100):\n    big = torch.ones(2**23, device='cuda')\n    kept.append(big)\n"
+            "    kept.append(big.repeat(2))",
+        ),
+        "leaves 96.0 MiB more allocated than the previous one (7 iterations): it is held by `kept`, put there at line ",
+        "virtual:1GiB",
+    ),
+    # What two lists of a function held when it failed: by their names in it, and where they were filled.
+    Case(
+        "growth",
+        (
+            "wide = torch.nn.Linear(512, 8192).cuda()\nx = torch.randn(1024, 512, device='cuda')",
+            "def gather(count):\n    kept = {'first': [], 'second': []}\n    for _ in range(count):\n"
+            "        kept['first'].append(wide(x))\n        kept['second'].append(kept['first'][-1] * 2)\ngather(100)",
+        ),
+        "it is held by `kept['first']` of gather() (",
+        "virtual:1GiB",
+    ),
     # Validation after an epoch, between the optimizer's steps.
     Case(
         "kept_graphs",

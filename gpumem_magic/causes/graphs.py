@@ -29,7 +29,7 @@ from gpumem_magic.causes.places import (
 )
 from gpumem_magic.causes.program import Written, put_into
 from gpumem_magic.owners.holders import ELEMENT, detach_words
-from gpumem_magic.owners.model import Held, Root, by_root, size_of
+from gpumem_magic.owners.model import THIS_ERROR, Held, Root, by_root, size_of
 from gpumem_magic.recording.model import BACKWARD, FORWARD, Span
 from gpumem_magic.report.model import Cause
 from gpumem_magic.units import human, listed
@@ -88,6 +88,9 @@ def graphs_alive(scene: Scene) -> Iterator[Cause]:
             freed,
         )
         return
+    if (told_so := _state_carried_on(scene, main, others, count, freed)) is not None:
+        yield told_so
+        return
     at = f" ({place.words})" if place is not None else ""
     reach = "reaches" if len(others) == 1 else "reach"
     also = f" ({', '.join(map(quoted, others[:3]))} {reach} them, too)" if others else ""
@@ -99,6 +102,28 @@ def graphs_alive(scene: Scene) -> Iterator[Cause]:
         f"backward{none}.",
         _detaching(scene, found, place, list(dict.fromkeys([*others, *_roots_beside(scene, found)])), freed)
         + _without_autograd(scene, found),
+        freed,
+    )
+
+
+def _state_carried_on(scene: Scene, main: Spot, others: Sequence[str], count: int, freed: int) -> Cause | None:
+    """A variable that the loop makes from itself, where the graphs go by another one's name that only reaches them through it."""
+    names = [main.root, *others]
+    types = {one.name: one.type for one in scene.holdings.roots if one.kind == "variable" and one.name in names}
+    states = scene.program.carried_on(types)
+    if main.container is not None or not states or main.root in dict(states):
+        return None
+    (name, where), *_ = states
+    rest = [one for one in names if one != name]
+    reach = "reaches" if len(rest) == 1 else "reach"
+    also = [one for one in rest if scene.program.sums_up(one)]
+    added = f"; add numbers to {listed(list(map(quoted, also)))} (`.item()`)" if also else ""
+    return Cause(
+        "kept_graphs",
+        f"{quoted(name)} ({where.words}, `{where.shown}`) carries the graph on from each iteration to the next, so those of "
+        f"{count} iterations are alive ({', '.join(map(quoted, rest[:3]))} {reach} them, too): {human(freed)} that were saved for "
+        f"backward.",
+        f"{detach_words(name, types[name])} after each iteration ends the graph there{added}.",
         freed,
     )
 
@@ -208,7 +233,7 @@ def _keeps_numbers(scene: Scene, spot: Spot) -> bool:
 
 def growth(scene: Scene) -> Iterator[Cause]:
     """What each iteration leaves behind, where the last ones all left the same and it is still there."""
-    loops = [scene.iterations or scene.forwards_of_a_statement, *scene.loops]
+    loops = [scene.finished(one) for one in (scene.iterations or scene.forwards_of_a_statement, *scene.loops)]
     # What only every few iterations leave behind (checkpoints, say) is looked for last.
     for every, iterations in [(1, one) for one in loops] + [(every, one) for every in _EVERY for one in loops]:
         if (found := _growth_of(scene, _joined(iterations, every), every)) is not None:
@@ -287,7 +312,7 @@ def _is_trained_on(scene: Scene, last: Iteration, spot: Spot) -> bool:
 
 def _less(scene: Scene, spot: Spot) -> str:
     """What to do about a place that grows: what lets go of it now, and how it would not grow."""
-    now = release(scene, spot)
+    now = "" if scene.holdings.roots[spot.held[0].roots[0]].name == THIS_ERROR else release(scene, spot)
     if spot.held[0].kind == "gradient":
         return f"{now}." if now else ""
     if advice_known(spot):

@@ -27,6 +27,9 @@ def pinned(scene: Scene) -> Iterator[Cause]:
         freed = scene.freed(scene.holdings.of_kind(kind))
         if size_of(freed) < LEAST:
             continue
+        if kind == "traceback" and _is_script(scene):
+            # It goes with the script, and what its functions held has been said.
+            continue
         roots = sorted({number for one in freed for number in one.roots})
         names = [scene.holdings.roots[number].name for number in roots]
         which = f" ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})" if kind == "out" else ""
@@ -71,11 +74,14 @@ def reference_cycle(scene: Scene) -> Iterator[Cause]:
     )
 
 
+def _is_script(scene: Scene) -> bool:
+    file = scene.recording.own_file
+    return bool(file) and not cell_of(file)
+
+
 def _costs_nothing(scene: Scene, one: Allocation) -> bool:
     """Whether a script still worked with it at its peak, and has ended since. (After a cell others follow.)"""
-    file = scene.recording.own_file
-    is_script = bool(file) and not cell_of(file)
-    return is_script and scene.tensors is not None and scene.tensors.is_newest(one, scene.peak)
+    return _is_script(scene) and scene.tensors is not None and scene.tensors.is_newest(one, scene.peak)
 
 
 def _breaking(way: str) -> str:

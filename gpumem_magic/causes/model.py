@@ -198,11 +198,13 @@ class Scene:
 
     @cached_property
     def forwards_of_a_statement(self) -> list[Iteration]:
-        """The forwards of the statement that ran most of them, such as a call with a loop inside, as iterations."""
+        """The forwards of the statement that ran most of them, such as a call with a loop inside, as iterations; it may be the
+        one that failed."""
+        rows = [row for row in self.points if row[0].kind in ("statement", "error")]
         ends: dict[tuple[int, str], list[int]] = {}
         for span in self.spans(FORWARD):
             begin, end = self.start_of(span), self.end_of(span)
-            row = next((stop for _, start, stop in self.statements if start <= begin and end <= stop), None)
+            row = next((stop for _, start, stop in rows if start <= begin and end <= stop), None)
             if row is not None and not span.failed:
                 ends.setdefault((row, span.label), []).append(end)
         most = max(map(len, ends.values()), default=0)
@@ -221,6 +223,24 @@ class Scene:
             for depth in range(1, len(point.loops) + 1):
                 loops.setdefault(point.loops[:depth], {})[point.iteration[:depth]] = position
         return [sorted(ends.values()) for ends in loops.values()]
+
+    def finished(self, iterations: list[Iteration]) -> list[Iteration]:
+        """Without the last where the error ended it: what it leaves is less, or more."""
+        return iterations[:-1] if iterations and iterations[-1].end in self._cut_off else iterations
+
+    @cached_property
+    def _cut_off(self) -> frozenset[int]:
+        """Where the last statements ended of the iterations that the error left."""
+        found = set()
+        for error in (point for point, _, _ in self.points if point.kind == "error"):
+            for depth in range(1, len(error.loops) + 1):
+                theirs = (
+                    stop
+                    for point, _, stop in self.statements
+                    if point.loops[:depth] == error.loops[:depth] and point.iteration[:depth] == error.iteration[:depth]
+                )
+                found.add(max(theirs, default=-1))
+        return frozenset(found)
 
     @cached_property
     def loops(self) -> list[list[Iteration]]:

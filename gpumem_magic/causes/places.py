@@ -12,13 +12,16 @@ from dataclasses import dataclass, replace
 from gpumem_magic.causes.libraries import advice
 from gpumem_magic.causes.model import LEAST, Scene
 from gpumem_magic.causes.program import Written
-from gpumem_magic.owners.model import Held, Station, size_of
+from gpumem_magic.owners.model import THIS_ERROR, Held, Station, size_of
 from gpumem_magic.units import counted, human
 
 _INDEX = re.compile(r"\[[^\[\]]*\d[^\[\]]*\]")
 _KEY = re.compile(r"\[[^\[\]]*\]")
 _KEYS = re.compile(r"\[('[^']*'|\"[^\"]*\")\]")
 _NUMBERED = re.compile(r"([A-Za-z_]\w*?)(\d+)")
+# ``local `outs[0]` of run(), in this error's traceback``.
+_HERE = f", in {THIS_ERROR}"
+_OF_FUNCTION = re.compile(r"(?:local|closure variable) `(?P<variable>[^`]*)`(?P<function> of (?P<called>\w*).*)", re.DOTALL)
 _NUMBERS = re.compile(r"(?:\[\d+\])+$")
 _WRITTEN = re.compile(r"[A-Za-z_]\w*(?:\.\w+|\[(?:'[^']*'|\"[^\"]*\"|-?[\d.]+)\])*$")
 # Of one module: what is made for several is a list.
@@ -50,7 +53,7 @@ class Spot:
 
     @property
     def root(self) -> str:
-        return re.split(r"[.\[]", self.place, maxsplit=1)[0]
+        return _root(self.place)
 
     @property
     def holds_directly(self) -> bool:
@@ -97,6 +100,16 @@ def base(one: Held) -> str:
     return one.place.removeprefix("graph of ").partition(": ")[0]
 
 
+def variable_of(one: Held) -> str:
+    """```outs` of run()`` for what a function that has just failed kept in a variable; "" elsewhere."""
+    found = _OF_FUNCTION.fullmatch(base(one))
+    return "" if found is None else f"`{_root(found['variable'])}` of {found['called']}()"
+
+
+def _root(place: str) -> str:
+    return re.split(r"[.\[]", place, maxsplit=1)[0]
+
+
 def _spot(group: Sequence[Held]) -> Spot:
     places = {base(one) for one in group}
     first = min(places, key=lambda words: (len(words), words))
@@ -113,15 +126,24 @@ def _spot(group: Sequence[Held]) -> Spot:
     if any(_OPTIMIZER in one.bases for one in common):
         # Nobody clears an optimizer's own.
         container = None
-    if container is not None and first.startswith(container.place):
-        rest = first[len(container.place) :]
+    if container is not None and (rest := _within(first, container.place)) is not None:
         if len(places) > 1:
             # All of `avg_p.preds` and of `history`, with many keys, but `outs[0]['pred']`.
-            keys = {re.sub(r"\[\d+\]", "", place[len(container.place) :]) for place in places}
-            first = container.place if len(keys) > 1 or _NUMBERS.fullmatch(rest) else _NUMBERS.sub("", first)
+            keys = {re.sub(r"\[\d+\]", "", _within(place, container.place) or "") for place in places}
+            whole = len(keys) > 1 or _NUMBERS.fullmatch(rest)
+            first = container.place if whole else first.replace(rest, _NUMBERS.sub("", rest), 1)
         elif not _INDEX.fullmatch(rest):
             container = None
     return Spot(first, tuple(group), container)
+
+
+def _within(place: str, container: str) -> str | None:
+    """How a place goes on after a container's: ``[0]`` of ``outs[0]``; of a function's own variable, within its name. None where
+    it is another place."""
+    own, theirs = _OF_FUNCTION.fullmatch(place), _OF_FUNCTION.fullmatch(container)
+    if own is not None and theirs is not None and own["function"] == theirs["function"]:
+        place, container = own["variable"], theirs["variable"]
+    return place[len(container) :] if place.startswith(container) else None
 
 
 def _is_container(station: Station) -> bool:
@@ -165,7 +187,9 @@ def _named(spot: Spot) -> str:
 
 
 def quoted(place: str) -> str:
-    """A place in code's marks where it is something to type, else in words."""
+    """A place in code's marks where it is something to type, else in words: of a function that just failed, ```outs` of run()``."""
+    if place.endswith(_HERE):
+        return place.removesuffix(_HERE).removeprefix("local ")
     return f"`{place}`" if _WRITTEN.match(place) else place
 
 
@@ -174,14 +198,16 @@ def added(scene: Scene, spot: Spot) -> Written | None:
     if advice(_trail(spot)) is not None and (found := scene.program.using(spot.root)) is not None:
         # A library's own code adds it.
         return found
-    names = [name for name in re.split(r"[.\[\]'\" ]+", _KEY.sub("", spot.place)) if name.isidentifier()]
+    own = _OF_FUNCTION.fullmatch(spot.place)
+    place, function = (spot.place, "") if own is None else (own["variable"], own["called"])
+    names = [name for name in re.split(r"[.\[\]'\" ]+", _KEY.sub("", place)) if name.isidentifier()]
     if not names:
         return None
-    keys = _KEYS.findall(spot.place)
+    keys = _KEYS.findall(place)
     for attribute in reversed(names[1:]):
         if (found := scene.program.adding(names[0], attribute, keys[-1] if keys else "")) is not None:
             return found
-    if len(names) == 1 and (found := scene.program.adding(names[0], key=keys[-1] if keys else "")) is not None:
+    if len(names) == 1 and (found := scene.program.adding(names[0], key=keys[-1] if keys else "", function=function)):
         return found
     return scene.program.using(names[0]) if spot.place.startswith(names[0]) else None
 

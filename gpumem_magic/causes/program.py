@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import linecache
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import chain
@@ -27,6 +27,8 @@ _HOOKS = re.compile(r"register_\w*hook$")
 _TRAINS = re.compile(r"backward|step|fit|train(?!ing)")
 _SHORT = 60
 _LOOPS = (ast.For, ast.While)
+# What a tensor gives without its graph.
+_NO_GRAPH = frozenset(("detach", "detach_", "item", "tolist", "data", "shape", "size"))
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
@@ -85,6 +87,16 @@ class Text:
         """The names of the functions (or classes) around a line."""
         named = (node for top in _parsed(self.source) for node in ast.walk(top) if isinstance(node, kinds))
         return [one.name for one in named if one.lineno <= line <= (one.end_lineno or one.lineno)]
+
+    def belongs(self, node: ast.stmt, name: str, function: str) -> bool:
+        """Whether a variable in a statement is a function's own, or was handed on to another under the same name."""
+        around = [
+            one
+            for top in _parsed(self.source)
+            for one in ast.walk(top)
+            if isinstance(one, _FUNCTIONS) and one.lineno <= node.lineno <= (one.end_lineno or one.lineno)
+        ]
+        return any(one.name == function or name in {given.arg for given in one.args.args} for one in around)
 
     def rest(self, line: int, *, outermost: bool = False) -> StillToRun:
         """What is still to run from a line on in its function, or outside of functions: from the head of the innermost (or the
@@ -167,15 +179,19 @@ class ProgramText:
         texts = (one for one in chain(self.cells, self._modules) if not one.is_file or one.where == place.where)
         return any(pattern.search(one.source) for one in texts)
 
-    def adding(self, name: str, attribute: str = "", key: str = "") -> Written | None:
+    def adding(self, name: str, attribute: str = "", key: str = "", function: str = "") -> Written | None:
         """Where the program puts something into what a variable, or its attribute, holds: the last place in the cell, else in
-        a function. `lit` and ``outs`` find ``self.outs.append(...)``; with a key, first what puts it under that one."""
+        a function. `lit` and ``outs`` find ``self.outs.append(...)``; with a key, first what puts it under that one. function:
+        whose own variable it is, where it is one's."""
         wanted = attribute or name
         for certain in (True, False):
             for one in self._mentioning(wanted):
                 own = [node for node in one.statements if _adds(node, wanted, certain)]
                 # A variable of the same name in somebody else's function is another one.
-                own = [node for node in own if one.whole or attribute or (not one.is_file and _is_global(one, name))]
+                if function and not attribute:
+                    own = [node for node in own if one.belongs(node, name, function)] if certain else []
+                else:
+                    own = [node for node in own if one.whole or attribute or (not one.is_file and _is_global(one, name))]
                 keyed = [node for node in own if key and _mentions_key(node, wanted, key)]
                 if own:
                     return one.place((keyed or own)[-1])
@@ -229,6 +245,29 @@ class ProgramText:
                 if from_itself and kind in one.around(node.lineno, (ast.ClassDef,)):
                     return target.attr, one.place(node)
         return None
+
+    def carried_on(self, names: Collection[str]) -> list[tuple[str, Written]]:
+        """Those of these variables that a loop makes from themselves (``out, h = lstm(x, h)``), each with where; not sums, and not
+        what is detached there."""
+        found: dict[str, Written] = {}
+        for one in self.cells:
+            for loop in (node for top in _parsed(one.source) for node in ast.walk(top) if isinstance(node, _LOOPS)):
+                for node in ast.walk(loop):
+                    if isinstance(node, ast.Assign) and not isinstance(node.value, ast.BinOp):
+                        made = {part.id for target in node.targets for part in _plain_targets(target)}
+                        for name in made.intersection(names, _going_in(node.value)):
+                            found.setdefault(name, one.place(node))
+        return list(found.items())
+
+    def sums_up(self, name: str) -> bool:
+        """Whether the cell adds tensors to a variable (``total += loss``), not their numbers."""
+        return any(
+            isinstance(node, ast.AugAssign)
+            and isinstance(node.target, ast.Name)
+            and node.target.id == name
+            and bool(_going_in(node.value))
+            for node in (self.cells[0].everywhere if self.cells else ())
+        )
 
     def hook_of(self, place: Written) -> Written | None:
         """The statement that registers, as a hook, the function in which a statement stands."""
@@ -343,12 +382,27 @@ def _fills(node: ast.stmt, name: str) -> bool:
     )
 
 
+def _plain_targets(target: ast.expr) -> Iterator[ast.Name]:
+    """The variables among what is assigned to."""
+    for part in target.elts if isinstance(target, (ast.Tuple, ast.List)) else [target]:
+        if isinstance(part, ast.Name):
+            yield part
+        elif isinstance(part, (ast.Tuple, ast.List)):
+            yield from _plain_targets(part)
+
+
+def _going_in(value: ast.expr) -> set[str]:
+    """The variables in an expression, but for those of which it takes what has no graph (``h.detach()``, ``loss.item()``)."""
+    without = {id(part.value) for part in ast.walk(value) if isinstance(part, ast.Attribute) and part.attr in _NO_GRAPH}
+    return {part.id for part in ast.walk(value) if isinstance(part, ast.Name) and id(part) not in without}
+
+
 def _is_empty(value: ast.expr) -> bool:
     """``[]``, ``None``, ``0``, ``dict()``: how a name begins."""
     if isinstance(value, (ast.List, ast.Tuple, ast.Set)):
         return not value.elts
     if isinstance(value, ast.Dict):
-        return not value.keys
+        return all(map(_is_empty, value.values))
     return isinstance(value, ast.Constant) or (
         isinstance(value, ast.Call) and not value.args and _last(value.func) in ("list", "dict", "set", "deque")
     )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
 from gpumem_magic.allocator.verdict import CAPACITY
 from gpumem_magic.causes.model import LEAST, Scene
-from gpumem_magic.owners.model import Held, by_root, size_of
+from gpumem_magic.causes.places import variable_of
+from gpumem_magic.owners.model import THIS_ERROR, Held, size_of
 from gpumem_magic.report.failure import failed_request
 from gpumem_magic.report.model import Cause
 from gpumem_magic.units import human
@@ -22,8 +24,6 @@ _STATEMENTS = {
     "cycle": "`%gpumem_free cycles`",
 }
 _WHAT = {"out": "results in Out", "traceback": "an earlier error's traceback", "cycle": "reference cycles"}
-# The error that is on its way out now goes by itself, once nobody looks at it.
-THIS_ERROR = "this error's traceback"
 
 
 class _Suggestion(NamedTuple):
@@ -53,9 +53,11 @@ def memory_ran_out(scene: Scene) -> Iterator[Cause]:
 def _holders_in_words(scene: Scene, held: list[Held], begun: int, position: int) -> str:
     words = []
     rest = size_of(held)
-    for number, size in by_root(held).most_common(_NAMED):
-        root = scene.holdings.roots[number]
-        words.append(f"{f'`{root.name}`' if root.kind == 'variable' else root.name} {human(size)}")
+    sizes = Counter[str]()
+    for one in held:
+        sizes[_holder(scene, one)] += one.size
+    for holder, size in sizes.most_common(_NAMED):
+        words.append(f"{holder} {human(size)}")
         rest -= size
     if rest:
         words.append(f"others {human(rest)}")
@@ -71,6 +73,14 @@ def _holders_in_words(scene: Scene, held: list[Held], begun: int, position: int)
     text = f"Held when memory ran out ({human(total)} in tensors): {', '.join(words)}"
     text += f"; {human(own)} by the failing statement alone" if own >= LEAST else ""
     return f"{text}; {human(elsewhere)} by no Python object." if elsewhere >= LEAST else f"{text}."
+
+
+def _holder(scene: Scene, one: Held) -> str:
+    """The variable that it goes by, the notebook's or the failing function's, or what else keeps it."""
+    root = scene.holdings.roots[one.roots[0]]
+    if root.name == THIS_ERROR and (variable := variable_of(one)):
+        return variable
+    return f"`{root.name}`" if root.kind == "variable" else root.name
 
 
 def _what_to_do(savings: list[_Suggestion], missing: int | None) -> str:

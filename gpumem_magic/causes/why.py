@@ -26,7 +26,7 @@ from gpumem_magic.failures import swallows
 from gpumem_magic.looks import tensors
 from gpumem_magic.looks.objects import attribute, entry, is_a, items, text
 from gpumem_magic.owners.holders import holders
-from gpumem_magic.owners.model import Holdings
+from gpumem_magic.owners.model import Holdings, where_it_failed
 from gpumem_magic.owners.saved import Saved, saved_in_graph
 from gpumem_magic.owners.search import find_owners
 from gpumem_magic.owners.traversal import Place
@@ -121,7 +121,7 @@ class Why:
                     len(logs[one.device].events),
                     one.address,
                     _KEEPERS.get(one.kind, KEPT_BY_LIST if "[" in one.place else KEPT_BY_NAME),
-                    one.place,
+                    where_it_failed(one.place),
                     one.dtype,
                     one.shape,
                 )

@@ -114,6 +114,8 @@ def detach_words(name: str, kind: str) -> str:
     """What to type so that a variable (of the class `kind`) lets go of autograd's graph and keeps its values."""
     if kind == "list":
         return f"`{name} = [one.detach() for one in {name}]`"
+    if kind == "tuple":
+        return f"`{name} = tuple(one.detach() for one in {name})`"
     if kind == "dict":
         return f"`{name} = {{key: one.detach() for key, one in {name}.items()}}`"
     if kind == "Tensor":

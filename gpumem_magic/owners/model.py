@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -13,6 +14,9 @@ from gpumem_magic.snapshot.timeline import Allocation
 # What can be let go of without touching a variable, in this order.
 FREEABLE = ("traceback", "out", "cycles", "cache")
 FREE_TRACEBACK = "%gpumem_free traceback"
+# The root of the error that is on its way out now: it goes by itself, once nobody looks at it.
+THIS_ERROR = "this error's traceback"
+_HERE = re.compile(rf"local `([^`]*)` of (\w+)\(\), in {THIS_ERROR}")
 # Among a station's bases.
 ERROR, TRACEBACK = "builtins.BaseException", "builtins.traceback"
 
@@ -162,6 +166,11 @@ class Holdings:
 def size_of(allocations: Iterable[Held | Allocation]) -> int:
     """Bytes of the allocations' blocks."""
     return sum(one.size for one in allocations)
+
+
+def where_it_failed(place: str) -> str:
+    """A place's short form, ``outs[0] of run()``, where it is a variable's of a function that has just failed."""
+    return _HERE.sub(r"\1 of \2()", place)
 
 
 def by_root(held: Iterable[Held]) -> Counter[int]:

@@ -43,7 +43,7 @@ _LONGEST = 60
 _ID = 1 << 40
 _GRAPH = "graph of "
 # What a function calls its own, and the rest of the place: an element of it is written within the first.
-_OF_FUNCTION = re.compile(r"((?:local|closure variable) `[^`]*)(`.*)", re.DOTALL)
+_OF_FUNCTION = re.compile(r"((?:local|closure variable) `([^`]*))(`.*)", re.DOTALL)
 _TRACEBACK = "traceback"
 
 
@@ -197,13 +197,15 @@ class Namer:
         number = self._walk.number_of(key)
         # A parameter that only the optimizer knows is named through this very dictionary.
         if tensors.is_tensor(key) and number in self._parent and parent not in self.path(number):
-            return self.place(number)
+            place = self.place(number)
+            # Of a function's own variable its name is enough: whose it is, the whole place says.
+            return place if (of_function := _OF_FUNCTION.fullmatch(place)) is None else of_function[2]
         return name_of_class(type(key))
 
 
 def _joined(start: str, label: str) -> str:
     found = _OF_FUNCTION.fullmatch(start)
-    return f"{start}{label}" if found is None else f"{found[1]}{label}{found[2]}"
+    return f"{start}{label}" if found is None else f"{found[1]}{label}{found[3]}"
 
 
 def _cut(words: str) -> str:

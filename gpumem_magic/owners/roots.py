@@ -20,7 +20,7 @@ from gpumem_magic.looks.objects import (
     text,
     traceback_of,
 )
-from gpumem_magic.owners.model import FREE_TRACEBACK, Root
+from gpumem_magic.owners.model import FREE_TRACEBACK, THIS_ERROR, Root
 from gpumem_magic.owners.traversal import is_users_module, users_modules
 
 _CACHED = type(functools.lru_cache(str))
@@ -141,7 +141,7 @@ def _results(shell: Any, namespace: Mapping[str, Any]) -> Iterator[Rooted]:
 def _traceback(shell: Any, error: BaseException | None) -> Iterator[Rooted]:
     if error is not None:
         yield (
-            Root("this error's traceback", "traceback", FREE_TRACEBACK, class_name(error)),
+            Root(THIS_ERROR, "traceback", FREE_TRACEBACK, class_name(error)),
             [error, traceback_of(error)],
         )
     held = last_errors(shell)

@@ -10,14 +10,16 @@ import re
 import weakref
 from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from inspect import CO_NEWLOCALS
 from itertools import chain, islice
-from types import FunctionType
+from types import FrameType, FunctionType
 from typing import Any
 
 import torch
 
 from gpumem_magic.devices.base import Machine
 from gpumem_magic.looks import objects, tensors
+from gpumem_magic.looks.code import OWN, whose
 from gpumem_magic.looks.tensors import Named, no_dispatch, no_functions
 from gpumem_magic.recording import caches
 from gpumem_magic.recording.model import Sighting
@@ -136,8 +138,9 @@ class Witness:
                 else:
                     self._see_variable(name, value, ROW_LIMIT)
 
-    def cell_ended(self, namespace: Mapping[str, Any] | None) -> None:
-        """All modules and optimizers of the notebook, used or not, and the cell's variables."""
+    def cell_ended(self, namespace: Mapping[str, Any] | None, error: BaseException | None = None) -> None:
+        """All modules and optimizers of the notebook, used or not, the cell's variables, and those of the program's functions
+        that an error left."""
         self._now.clear()
         everything = self._namespace if namespace is None else namespace
         for _, value in objects.items(everything):
@@ -158,6 +161,8 @@ class Witness:
                 self._see_gradient(name, parameter)
             for name in self._names:
                 self._see_variable(name, objects.entry(everything, name), END_LIMIT)
+            for frame in _left_by(error):
+                self._see_variables_of(frame)
 
     def modules(self) -> list[torch.nn.Module]:
         """Those that were seen and are still there. For a look, not to be kept."""
@@ -272,6 +277,12 @@ class Witness:
                     self._add(look, "named" if tensors.is_leaf(tensor) else "output", place)
         self._see_caches(value, name)
 
+    def _see_variables_of(self, frame: FrameType) -> None:
+        """What a function that failed still held by a variable of its own. (Who searches for owners has the name.)"""
+        for value in objects.locals_of(frame).values():
+            for _, tensor in tensors_in(value, "", END_LIMIT):
+                self._see(tensor, "named" if tensors.is_leaf(tensor) else "output", None)
+
     def _see_caches(self, value: Any, name: str = "") -> None:
         for place, tensor in caches.keys_and_values(value, name, END_LIMIT):
             self._see(tensor, "kv_cache", place)
@@ -307,6 +318,16 @@ class Witness:
 
 
 _NEVER = (-1, -1)
+
+
+def _left_by(error: BaseException | None) -> Iterator[FrameType]:
+    """The frames of the program's own functions on an error's way. What stands outside of functions has the cell's variables."""
+    traceback = None if error is None else objects.traceback_of(error)
+    while traceback is not None:
+        code = traceback.tb_frame.f_code
+        if code.co_flags & CO_NEWLOCALS and whose(code.co_filename) == OWN:
+            yield traceback.tb_frame
+        traceback = traceback.tb_next
 
 
 def _arguments(module: torch.nn.Module, args: tuple[Any, ...]) -> dict[str, Any]:

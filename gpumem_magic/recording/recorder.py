@@ -268,7 +268,7 @@ class Recorder:
                 with self._guard("the last checkpoint"):
                     self._checkpoints.append(Checkpoint("after", "after", "", 0, self._moment()))
             with self._guard("looking at the variables at the end"):
-                self._witness.cell_ended(namespace)
+                self._witness.cell_ended(namespace, error)
             with self._guard("stopping the logs"):
                 logs = _stopped(self._logs)
             translator = PositionTranslator(logs)

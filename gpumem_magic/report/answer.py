@@ -273,7 +273,7 @@ def _words(members: Sequence[TensorGroup], size: int, whole: int) -> str:
         return f"{amount(size)} are {LABELS[first.category]}{part}"
     if first.category in OF_A_MODEL:
         link = ", kept by" if re.search(r"[.\[]", first.kept_by) else " of"
-        of = f"{link} `{first.kept_by}`" if first.kept_by else ""
+        of = f"{link} {_in_code(first.kept_by)}" if first.kept_by else ""
         of = f" that `{first.kept_by}` gathered for layers at work" if first.kept_by in GATHERERS else of
         return f"{amount(size)} are {LABELS[first.category]}{of}{part}"
     place = _place(members)
@@ -318,4 +318,10 @@ def _kept(members: Sequence[TensorGroup]) -> str:
         return ", kept for backward"
     if keeper not in ("name", "list") or not place:
         return ""
-    return f", kept by {place}" if "`" in place else f", kept by `{place}`"
+    return f", kept by {place if '`' in place else _in_code(place)}"
+
+
+def _in_code(place: str) -> str:
+    """```outs[0]` of run()`` of ``outs[0] of run()``."""
+    variable, of, function = place.partition(" of ")
+    return f"`{variable}`{of}{function}"
