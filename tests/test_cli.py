@@ -219,6 +219,32 @@ def test_where_measuring_fails_the_script_runs_plainly(
     assert "measuring stopped partway (RuntimeError: broken)" in captured.err
 
 
+def test_functions_that_ran_out_of_memory_are_told_by_their_variables(script: Write) -> None:
+    path = script(
+        "import torch\n"
+        "def step(model, optimizer, log):\n"
+        "    out = model(torch.randn(1024, 512, device='cuda'))\n"
+        "    out.mean().backward()\n"
+        "    optimizer.step()\n"
+        "    log['outs'].append(out)\n"
+        "def main():\n"
+        "    model = torch.nn.Linear(512, 8192).cuda()\n"
+        "    optimizer = torch.optim.Adam(model.parameters())\n"
+        "    log = {'outs': []}\n"
+        "    for _ in range(100):\n"
+        "        step(model, optimizer, log)\n"
+        "main()\n"
+    )
+    command = [sys.executable, "-m", "gpumem_magic", "run", str(path), "--device", "virtual:1GiB"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    said = " ".join(done.stdout.split()) + " ".join(done.stderr.split())
+    assert done.returncode == 1, said
+    assert "held by `log['outs']` of main(), put there at line 6 (`log['outs'].append(out)`)" in said
+    (held,) = [line for line in said.split("Held when memory ran out")[1:]]
+    assert "`log` of main()" in held and "`optimizer` of main() 32" in held and "`model` of main() 32" in held, held
+    assert "traceback pins" not in said and "unknown" not in said.lower(), said
+
+
 def test_devices_prints_the_catalogue(capsys: pytest.CaptureFixture[str]) -> None:
     from gpumem_magic.virtual.card.catalog import CATALOG
 

@@ -94,6 +94,12 @@ NAMES = [
         "local `big[0]['x']` of bad(), in the traceback told",
         8,
     ),
+    # A tensor as a key: its own name within the function is enough.
+    (
+        "def bad():\n    w = mib(1)\n    states = {w: [mib(8)]}\n    1 / 0\ntry:\n    bad()\nexcept Exception as e:\n    err = e",
+        "local `states[w][0]` of bad(), in the traceback of err",
+        8,
+    ),
     ("def f():\n    y = [mib(8)]\n    return lambda: y\ng = f()", "closure variable `y[0]` of g", 8),
     ("x = mib(8)[:4]", "x", 8),
 ]
