@@ -485,6 +485,17 @@ GUILTY += [
         ),
         "`h` (line 4, `out, h = cell(x, h)`) carries the graph on from each iteration to the next, so those of 4 iterations",
     ),
+    # The same in a function that runs out of memory: in its own words.
+    Case(
+        "kept_graphs",
+        (
+            "def train():\n    cell = torch.nn.LSTM(256, 512).cuda()\n    x = torch.randn(64, 64, 256, device='cuda')\n"
+            "    h = None\n    for _ in range(400):\n        out, h = cell(x, h)\n        out.mean().backward(retain_graph=True)",
+            "train()",
+        ),
+        "carries the graph on from each iteration to the next",
+        "virtual:1GiB",
+    ),
     # Out of memory in the middle of an iteration, which so leaves less than those before.
     Case(
         "growth",

@@ -240,9 +240,11 @@ def test_functions_that_ran_out_of_memory_are_told_by_their_variables(script: Wr
     said = " ".join(done.stdout.split()) + " ".join(done.stderr.split())
     assert done.returncode == 1, said
     assert "held by `log['outs']` of main(), put there at line 6 (`log['outs'].append(out)`)" in said
-    (held,) = [line for line in said.split("Held when memory ran out")[1:]]
-    assert "`log` of main()" in held and "`optimizer` of main() 32" in held and "`model` of main() 32" in held, held
-    assert "traceback pins" not in said and "unknown" not in said.lower(), said
+    (held,) = said.split("Held when memory ran out")[1:]
+    for variable in ("`log` of main()", "`optimizer` of main() 32", "`model` of main() 32"):
+        assert variable in held, held
+    assert "traceback pins" not in said
+    assert "unknown" not in said.lower(), said
 
 
 def test_devices_prints_the_catalogue(capsys: pytest.CaptureFixture[str]) -> None:

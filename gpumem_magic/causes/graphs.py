@@ -26,6 +26,7 @@ from gpumem_magic.causes.places import (
     taking_off,
     together,
     told,
+    variable_of,
 )
 from gpumem_magic.causes.program import Written, put_into
 from gpumem_magic.owners.holders import ELEMENT, detach_words
@@ -46,12 +47,7 @@ _A_NUMBER = 16
 
 def graphs_alive(scene: Scene) -> Iterator[Cause]:
     """What keeps the graphs of several iterations: a list of losses, a running total of them, a state that is carried along."""
-    # (Of those in a traceback `kept_errors` tells: nobody detaches what a function that failed called its own.)
-    graphs = [
-        one
-        for one in scene.held
-        if one.kind == "graph" and scene.holdings.roots[one.roots[0]].kind in _NAMES and not one.in_traceback
-    ]
+    graphs = [one for one in scene.held if one.kind == "graph" and _is_the_programs(scene, one)]
     told_apart = [one if _graphs_of(scene, one) >= 2 else _with_shared(scene, one, graphs) for one in spots(graphs)]
     counted = [(one, _graphs_of(scene, one)) for one in told_apart]
     found = [one for one, count in counted if count >= 2]
@@ -106,12 +102,22 @@ def graphs_alive(scene: Scene) -> Iterator[Cause]:
     )
 
 
+def _is_the_programs(scene: Scene, one: Held) -> bool:
+    """Whether a variable of the program keeps it, or one of a function of its own that has just failed. (Of what an earlier error
+    left `kept_errors` tells: nobody detaches that.)"""
+    root = scene.holdings.roots[one.roots[0]]
+    if root.name == THIS_ERROR:
+        return (found := variable_of(one)) is not None and found[1] in scene.left.graphs
+    return root.kind in _NAMES and not one.in_traceback
+
+
 def _state_carried_on(scene: Scene, main: Spot, others: Sequence[str], count: int, freed: int) -> Cause | None:
     """A variable that the loop makes from itself, where the graphs go by another one's name that only reaches them through it."""
-    names = [main.root, *others]
+    first, function = variable_of(main.held[0]) or (main.root, "")
+    names = list(dict.fromkeys([first, *others, *scene.left.graphs.get(function, ())]))
     types = {one.name: one.type for one in scene.holdings.roots if one.kind == "variable" and one.name in names}
-    states = scene.program.carried_on(types)
-    if main.container is not None or not states or main.root in dict(states):
+    states = scene.program.carried_on(names)
+    if main.container is not None or not states or first in dict(states):
         return None
     (name, where), *_ = states
     rest = [one for one in names if one != name]
@@ -121,9 +127,9 @@ def _state_carried_on(scene: Scene, main: Spot, others: Sequence[str], count: in
     return Cause(
         "kept_graphs",
         f"{quoted(name)} ({where.words}, `{where.shown}`) carries the graph on from each iteration to the next, so those of "
-        f"{count} iterations are alive ({', '.join(map(quoted, rest[:3]))} {reach} them, too): {human(freed)} that were saved for "
-        f"backward.",
-        f"{detach_words(name, types[name])} after each iteration ends the graph there{added}.",
+        f"{count} iterations are alive ({', '.join(map(quoted, rest[:3]))} {reach} them, too): {human(freed)} that were "
+        "saved for backward.",
+        f"{detach_words(name, types.get(name, ''))} after each iteration ends the graph there{added}.",
         freed,
     )
 

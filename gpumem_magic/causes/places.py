@@ -21,7 +21,9 @@ _KEYS = re.compile(r"\[('[^']*'|\"[^\"]*\")\]")
 _NUMBERED = re.compile(r"([A-Za-z_]\w*?)(\d+)")
 # ``local `outs[0]` of run(), in this error's traceback``.
 _HERE = f", in {THIS_ERROR}"
-_OF_FUNCTION = re.compile(r"(?:local|closure variable) `(?P<variable>[^`]*)`(?P<function> of (?P<called>\w*).*)", re.DOTALL)
+_OF_FUNCTION = re.compile(
+    r"(?:local|closure variable) `(?P<variable>[^`]*)`(?P<function> of (?P<called>\w*).*)", re.DOTALL
+)
 _NUMBERS = re.compile(r"(?:\[\d+\])+$")
 _WRITTEN = re.compile(r"[A-Za-z_]\w*(?:\.\w+|\[(?:'[^']*'|\"[^\"]*\"|-?[\d.]+)\])*$")
 # Of one module: what is made for several is a list.
@@ -100,10 +102,10 @@ def base(one: Held) -> str:
     return one.place.removeprefix("graph of ").partition(": ")[0]
 
 
-def variable_of(one: Held) -> str:
-    """```outs` of run()`` for what a function that has just failed kept in a variable; "" elsewhere."""
+def variable_of(one: Held) -> tuple[str, str] | None:
+    """``outs`` and ``run`` for what a variable of a function keeps, in a traceback; None elsewhere."""
     found = _OF_FUNCTION.fullmatch(base(one))
-    return "" if found is None else f"`{_root(found['variable'])}` of {found['called']}()"
+    return None if found is None else (_root(found["variable"]), found["called"])
 
 
 def _root(place: str) -> str:
@@ -187,7 +189,7 @@ def _named(spot: Spot) -> str:
 
 
 def quoted(place: str) -> str:
-    """A place in code's marks where it is something to type, else in words: of a function that just failed, ```outs` of run()``."""
+    """A place in code's marks where it is something to type, else in words: ```outs` of run()`` where that has just failed."""
     if place.endswith(_HERE):
         return place.removesuffix(_HERE).removeprefix("local ")
     return f"`{place}`" if _WRITTEN.match(place) else place

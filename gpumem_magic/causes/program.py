@@ -191,7 +191,9 @@ class ProgramText:
                 if function and not attribute:
                     own = [node for node in own if one.belongs(node, name, function)] if certain else []
                 else:
-                    own = [node for node in own if one.whole or attribute or (not one.is_file and _is_global(one, name))]
+                    own = [
+                        node for node in own if one.whole or attribute or (not one.is_file and _is_global(one, name))
+                    ]
                 keyed = [node for node in own if key and _mentions_key(node, wanted, key)]
                 if own:
                     return one.place((keyed or own)[-1])
@@ -247,7 +249,7 @@ class ProgramText:
         return None
 
     def carried_on(self, names: Collection[str]) -> list[tuple[str, Written]]:
-        """Those of these variables that a loop makes from themselves (``out, h = lstm(x, h)``), each with where; not sums, and not
+        """Those of these variables that a loop makes from themselves (``out, h = lstm(x, h)``), each with where; not sums, nor
         what is detached there."""
         found: dict[str, Written] = {}
         for one in self.cells:

@@ -78,8 +78,9 @@ def _holders_in_words(scene: Scene, held: list[Held], begun: int, position: int)
 def _holder(scene: Scene, one: Held) -> str:
     """The variable that it goes by, the notebook's or the failing function's, or what else keeps it."""
     root = scene.holdings.roots[one.roots[0]]
-    if root.name == THIS_ERROR and (variable := variable_of(one)):
-        return variable
+    if root.name == THIS_ERROR and (found := variable_of(one)) is not None:
+        variable, function = found
+        return f"`{variable}` of {function}()"
     return f"`{root.name}`" if root.kind == "variable" else root.name
 
 
