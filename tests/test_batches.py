@@ -20,6 +20,12 @@ target = torch.randint(0, 32000, ({items} * 40,)).cuda()
 loss = nn.functional.cross_entropy(torch.stack(steps, 1).flatten(0, 1), target)
 loss.backward()
 """
+# A loss that works with a copy of its own of a tensor that does not lie plainly.
+TRANSPOSED = """
+head = nn.Linear(256, 32000).cuda()
+x, target = torch.randn({items}, 40, 256).cuda(), torch.randint(0, 32000, ({items}, 40)).cuda()
+nn.functional.cross_entropy(head(x).transpose(1, 2), target).backward()
+"""
 # Weights of which each is made of those before it.
 COMPUTED = """
 own = nn.Sequential(nn.Linear(2048, 2048), nn.ReLU(), nn.Linear(2048, 2048)).cuda()
@@ -51,11 +57,12 @@ def of_the_batch(report: Report) -> Cause | None:
     return next((cause for cause in report.causes if cause.name == "whole_batch"), None)
 
 
-def test_half_the_batch_saves_what_is_said(book: Notebook) -> None:
+@pytest.mark.parametrize("cell", [STEPS, TRANSPOSED])
+def test_half_the_batch_saves_what_is_said(book: Notebook, cell: str) -> None:
     with book.forgetting():
-        whole = book.measured(STEPS.format(items=64))
+        whole = book.measured(cell.format(items=64))
     with book.forgetting():
-        half = book.measured(STEPS.format(items=32))
+        half = book.measured(cell.format(items=32))
     cause = of_the_batch(whole)
     assert cause is not None
     assert "The batch of 64 items takes " in cause.text

@@ -105,7 +105,16 @@ class _Batch:
         self.items = max(likely, key=lambda items: (inputs or sizes)[items], default=0)
 
     def parts_of(self, allocations: Iterable[Allocation]) -> list[Allocation]:
-        return [one for one in allocations if self._may_be(one) and self.has(self.births.get(one.born))]
+        known, shapeless = [], []
+        for one in filter(self._may_be, allocations):
+            birth = self.births.get(one.born)
+            if birth is not None and birth.shape is None:
+                shapeless.append(one)
+            elif self.has(birth):
+                known.append(one)
+        # What an operator takes for itself has no shape that anybody sees: as large as a batch's, it is one's.
+        sizes = {one.size for one in known}
+        return known + [one for one in shapeless if one.size in sizes]
 
     def has(self, birth: Birth | None) -> bool:
         """Whether what was made so has the batch's items in its first dimension."""
