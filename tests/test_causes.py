@@ -490,7 +490,8 @@ GUILTY += [
         "kept_graphs",
         (
             "def train():\n    cell = torch.nn.LSTM(256, 512).cuda()\n    x = torch.randn(64, 64, 256, device='cuda')\n"
-            "    h = None\n    for _ in range(400):\n        out, h = cell(x, h)\n        out.mean().backward(retain_graph=True)",
+            "    h, optimizer = None, torch.optim.SGD(cell.parameters())\n    for _ in range(400):\n        out, h = cell(x, h)\n"
+            "        out.mean().backward(retain_graph=True)\n        optimizer.step()",
             "train()",
         ),
         "carries the graph on from each iteration to the next",
