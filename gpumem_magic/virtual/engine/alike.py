@@ -43,20 +43,20 @@ class AlikeCalls:
 
     def __init__(self, fake: FakeTensorMode) -> None:
         self._fake = fake
-        # Whether an operator's results follow from looks, and whether numbers are among these.
-        self._ways: dict[Any, tuple[bool, bool]] = {}
+        # Whether an operator's results follow from looks, and whether numbers are among these. By its `id`, with the operator.
+        self._ways: dict[int, tuple[bool, bool, Any]] = {}
         self._found: dict[tuple[Any, ...], Answer] = {}
         self._attributes: dict[torch.device, dict[str, Any]] = {}
 
     def looks(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, ...] | None:
         """All that a result's looks depend on; None where something else may count."""
-        way = self._ways.get(func)
+        way = self._ways.get(id(func))
         if way is None:
-            way = self._ways[func] = _way_of(func)
-        follows, numbers = way
+            way = self._ways[id(func)] = (*_way_of(func), func)
+        follows, numbers, _ = way
         if not follows or STATE.in_kernel:
             return None
-        key: list[Any] = [func, torch.get_default_dtype(), torch.is_inference_mode_enabled()]
+        key: list[Any] = [id(func), torch.get_default_dtype(), torch.is_inference_mode_enabled()]
         if not self._describe(key, args, numbers):
             return None
         if kwargs:

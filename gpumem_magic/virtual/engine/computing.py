@@ -53,7 +53,8 @@ class ComputingEngine(Engine):
         # While a CUDA graph is captured: what its replays do to values.
         self.tape: list[Any] | None = None
         self._nested = False
-        self._ways: dict[Any, Any] = {}
+        # By the operator's `id`, with the operator.
+        self._ways: dict[int, Any] = {}
 
     def otherwise(self, func: Any, args: Any) -> Any:
         """``tensor[index]`` and ``tensor[index] = value`` where lists of numbers are in the index: C++ would make tensors of them
@@ -92,11 +93,14 @@ class ComputingEngine(Engine):
     def _call(self, func: Any, args: Any, kwargs: Any, device: int) -> HostCall:
         found = EQUIVALENT.get(func)
         taken = None if found is None or found.takes is None else self.twins.placement(args[found.takes])
-        twins, host_kwargs = self.twins, kwargs
+        return HostCall(func, *self._hosts(args, kwargs), device, taken)
+
+    def _hosts(self, args: Any, kwargs: Any) -> tuple[list[Any], Any]:
+        """The arguments on the host. To be called inside `host_only`."""
+        twins = self.twins
         if kwargs:
-            host_kwargs = {name: on_host(twins, arg) for name, arg in kwargs.items()}
-        hosts = [twins.view(arg) if type(arg) is VirtualTensor else on_host(twins, arg) for arg in args]
-        return HostCall(func, hosts, host_kwargs, device, taken)
+            kwargs = {name: on_host(twins, arg) for name, arg in kwargs.items()}
+        return [twins.view(arg) if type(arg) is VirtualTensor else on_host(twins, arg) for arg in args], kwargs
 
     def _computed(self, func: Any, args: Any, kwargs: Any, device: int) -> tuple[HostCall, Any, Any]:
         with host_only():

@@ -96,6 +96,7 @@ def special(
 class _Met(NamedTuple):
     """What is true of each call of an operator: the rules for it, and what it does with memory."""
 
+    func: Any
     handler: Callable[..., Any] | None
     composite: bool
     on_host: Callable[..., Any] | None
@@ -136,7 +137,8 @@ class Engine:
         self.unknown: set[str] = set()
         self.holds_sparse = False
         self.attend: Callable[..., Any] = _no_attention
-        self._met: dict[Any, _Met] = {}
+        # By the operator's `id`: PyTorch's own hash of it is Python's, and takes longer than looking it up.
+        self._met: dict[int, _Met] = {}
 
     # ---- tensors
 
@@ -279,7 +281,7 @@ class Engine:
         if self.holds_sparse and any_sparse(args):
             sparse_handler: Callable[..., Any] = SPARSE.get(func, _no_sparse)
             return sparse_handler(self, func, args, kwargs, device)
-        met = self._met.get(func) or self._meet(func)
+        met = self._met.get(id(func)) or self._meet(func)
         if met.handler is not None:
             return met.handler(self, func, args, kwargs, device)
         rule = kernel_rules.for_operator(func)
@@ -294,7 +296,8 @@ class Engine:
 
     def _meet(self, func: Any) -> _Met:
         allocates = may_allocate(func)
-        met = self._met[func] = _Met(
+        met = self._met[id(func)] = _Met(
+            func,
             SPECIAL.get(func),
             is_made_of_others(func),
             ON_HOST.get(func),
@@ -308,7 +311,7 @@ class Engine:
         """The ordinary way: shape by the fake mode, memory for every storage that is new in the result, and then what the
         kernel takes besides."""
         out = self.fake_call(func, args, kwargs)
-        met = self._met.get(func) or self._meet(func)
+        met = self._met.get(id(func)) or self._meet(func)
         if met.on_host is not None:
             out = met.on_host(self, func, out, device)
         self.settle(out, met.allocates)

@@ -31,8 +31,8 @@ class Equivalent(NamedTuple):
 
 
 EQUIVALENT: dict[Any, Equivalent] = {}
-# Of operators that were run: whether they have no equivalent, and draw no random numbers.
-_PLAIN: dict[Any, bool] = {}
+# Of operators that were run, by their `id`: whether they have no equivalent, and draw no random numbers; and the operator.
+_PLAIN: dict[int, tuple[bool, Any]] = {}
 
 
 def equivalent(*functions: Any, gives: int | None = None, takes: int | None = None) -> Callable[[_Function], _Function]:
@@ -46,6 +46,18 @@ def equivalent(*functions: Any, gives: int | None = None, takes: int | None = No
     return register
 
 
+def is_plain(func: Any) -> bool:
+    """Whether the host does as the operator says, and draws no random numbers."""
+    known = _PLAIN.get(id(func))
+    if known is not None:
+        return known[0]
+    draws = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
+    plain = not draws and func not in EQUIVALENT
+    if isinstance(func, torch._ops.OpOverload):
+        _PLAIN[id(func)] = plain, func
+    return plain
+
+
 class HostCall(NamedTuple):
     """An operator with its arguments on the host, which may be run again. taken: where something was kept for it."""
 
@@ -57,18 +69,12 @@ class HostCall(NamedTuple):
 
     def run(self, random: DeviceRandom) -> tuple[Any, Any]:
         """The results, and what is kept for a gradient. To be called inside `host_only`."""
-        plain = _PLAIN.get(self.func)
-        if plain is None:
-            draws = torch.Tag.nondeterministic_seeded in getattr(self.func, "tags", ())
-            plain = not draws and self.func not in EQUIVALENT
-            if isinstance(self.func, torch._ops.OpOverload):
-                _PLAIN[self.func] = plain
-        if plain:
-            return _computed(self.func, self.args, self.kwargs), None
+        if is_plain(self.func):
+            return computed(self.func, self.args, self.kwargs), None
         found = EQUIVALENT.get(self.func)
         with random.drawing(self.device):
             if found is None:
-                return _computed(self.func, self.args, self.kwargs), None
+                return computed(self.func, self.args, self.kwargs), None
             kept = () if self.taken is None else (self.taken.kept,)
             result = found.function(*kept, *self.args, **self.kwargs)
         return (result, None) if found.gives is None else result
@@ -115,7 +121,8 @@ def with_gradients() -> Iterator[None]:
         yield
 
 
-def _computed(func: Any, args: Any, kwargs: Any) -> Any:
+def computed(func: Any, args: Any, kwargs: Any) -> Any:
+    """A plain operator's results. To be called inside `host_only`."""
     try:
         return func(*args, **kwargs)
     except NotImplementedError as error:

@@ -31,7 +31,7 @@ _operators: dict[str, Callable[..., Any]] = {}
 _functions: dict[tuple[str, str], Callable[..., Any]] = {}
 # The same for operators of well-known libraries, from `libraries`: a user's rule goes first.
 _built_in: dict[str, Callable[..., Any]] = {}
-_built_in_for: dict[Any, Callable[..., Any] | None] = {}
+_built_in_for: dict[int, tuple[Any, Callable[..., Any] | None]] = {}
 # Where rules for functions are in force: the machine that is on registers its patches here.
 _active: list[Patches] = []
 
@@ -82,12 +82,13 @@ def for_operator(func: Any) -> Callable[..., Any] | None:
         if rule is not None:
             return rule
     try:
-        return _built_in_for[func]
+        return _built_in_for[id(func)][1]
     except KeyError:
         schema: Any = getattr(func, "_schema", None)
         # The overloads that write into a given tensor allocate nothing.
         plain = schema is not None and not schema.overload_name
-        found = _built_in_for[func] = _built_in.get(schema.name) if plain else None
+        found = _built_in.get(schema.name) if plain else None
+        _built_in_for[id(func)] = func, found
         return found
 
 

@@ -171,9 +171,10 @@ class KnownEngine(ComputingEngine):
         return KNOWN in tensor.__dict__
 
     def perform(self, func: Any, args: Any, kwargs: Any, device: int) -> Any:
-        way = self._ways.get(func)
-        if way is None:
-            way = self._ways[func] = way_of(func)
+        known = self._ways.get(id(func))
+        if known is None:
+            known = self._ways[id(func)] = way_of(func), func
+        way = known[0]
         if self._nested:
             return super().perform(func, args, kwargs, device)
         if way.looks:

@@ -22,7 +22,7 @@ from gpumem_magic.virtual.engine.computing import (
     runs_in_parts,
     touches_values,
 )
-from gpumem_magic.virtual.engine.host_calls import FactoryCall, HostCall, host_only
+from gpumem_magic.virtual.engine.host_calls import FactoryCall, HostCall, computed, host_only, is_plain, refuse_to_compute
 from gpumem_magic.virtual.engine.host_memory import HostMemory
 from gpumem_magic.virtual.engine.memory import Memory
 from gpumem_magic.virtual.engine.refusals import CannotRun
@@ -65,14 +65,14 @@ class RealEngine(ComputingEngine):
     # ---- operators
 
     def perform(self, func: Any, args: Any, kwargs: Any, device: int) -> Any:
-        way = self._ways.get(func)
+        way = self._ways.get(id(func))
         if way is None:
-            way = self._ways[func] = touches_values(func), comes_first(func)
-        computed, first = way
+            way = self._ways[id(func)] = touches_values(func), comes_first(func), func
+        touches, first, _ = way
         # (What only looks at a dense tensor is made anew of a sparse one.)
         sparse = self.holds_sparse and any_sparse(args)
-        in_parts = computed and torch.is_inference_mode_enabled() and runs_in_parts(func)
-        if self._nested or in_parts or not (computed or sparse):
+        in_parts = touches and torch.is_inference_mode_enabled() and runs_in_parts(func)
+        if self._nested or in_parts or not (touches or sparse):
             return super().perform(func, args, kwargs, device)
         self._nested = True
         try:
@@ -141,6 +141,9 @@ class RealEngine(ComputingEngine):
             return
         if kernel_rules.for_operator(func) is None:
             with host_only():
+                if type(out) is VirtualTensor and is_plain(func):
+                    self._compute_plainly(func, args, kwargs, out)
+                    return
                 found = self._run(func, args, kwargs, device)
                 # What was written in place lies in the twin.
                 if not (args and out is args[0] and found[1] is found[0].args[0] and out.layout is torch.strided):
@@ -156,3 +159,15 @@ class RealEngine(ComputingEngine):
                 for leaf in leaves(out):
                     if isinstance(leaf, VirtualTensor):
                         self.twins.view(leaf).zero_()
+
+    def _compute_plainly(self, func: Any, args: Any, kwargs: Any, out: VirtualTensor) -> None:
+        """Most operators: one result, of what the host's operator of the same name gives. Inside `host_only`."""
+        self.computed += 1
+        hosts, named = self._hosts(args, kwargs)
+        result = computed(func, hosts, named)
+        if args and out is args[0] and result is hosts[0] and out.layout is torch.strided:
+            # What was written in place lies in the twin.
+            return
+        given = (*hosts, *named.values()) if named else hosts
+        if type(result) is not torch.Tensor or not self.twins.keep(out, result, given):
+            refuse_to_compute(func, "its results have other sizes on the host")

@@ -64,7 +64,14 @@ class Twins:
         storage = tensor.untyped_storage()
         placement = self._placed(tensor, storage)
         host: torch.Tensor | None = placement.host
-        if host is not None and _is_seen_as(tensor, host):
+        if (
+            host is not None
+            and host.dtype is tensor.dtype
+            and host.size() == tensor.size()
+            and host.stride() == tensor.stride()
+            and host.storage_offset() == tensor.storage_offset()
+            and not (tensor.is_neg() or tensor.is_conj())
+        ):
             return host
         blank = _empty((0,), dtype=tensor.dtype, device=_CPU)
         # As large as the device's is now.
@@ -134,7 +141,7 @@ def _is_seen_as(tensor: Any, host: torch.Tensor) -> bool:
 
 def _serve_again(placement: Placement, host: torch.Tensor) -> None:
     """Keeps a host tensor with the storage that it looks at, if it may be used wherever that is."""
-    if type(host) is torch.Tensor and not host.is_inference():
+    if type(host) is torch.Tensor and not (host.is_inference() or host.is_neg() or host.is_conj()):
         placement.host = host
 
 
