@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import pickle
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -57,6 +57,34 @@ def test_initialisation_is_said_as_cuda_says_it() -> None:
     torch.cuda.ipc_collect()
     torch.cuda.set_sync_debug_mode("warn")
     assert torch.cuda.get_sync_debug_mode() == 0
+
+
+@pytest.mark.parametrize(
+    ("asks", "initialises"),
+    [
+        # As `torch.cuda` has it: whether the function, or what it calls, calls `_lazy_init`.
+        (lambda: torch.zeros(1, device="cuda"), True),
+        (lambda: torch.nn.Linear(1, 1).cuda(), True),
+        (lambda: torch.cuda.current_device(), True),
+        (lambda: torch.cuda.set_device(0), True),
+        (lambda: torch.cuda.get_device_name(), True),
+        (lambda: torch.cuda.is_bf16_supported(), True),
+        (lambda: torch.cuda.synchronize(), True),
+        (lambda: torch.cuda.current_stream(), True),
+        (lambda: torch.cuda.get_rng_state(), True),
+        (lambda: torch.cuda.is_available(), False),
+        (lambda: torch.cuda.device_count(), False),
+        (lambda: torch.cuda.memory_allocated(), False),
+        (lambda: torch.cuda.empty_cache(), False),
+        (lambda: torch.manual_seed(0), False),
+        (lambda: torch.zeros(1), False),
+    ],
+)
+def test_what_initialises_cuda(asks: Callable[[], object], initialises: bool) -> None:
+    gpu.turn_on("T4")
+    assert not torch.cuda.is_initialized()
+    asks()
+    assert torch.cuda.is_initialized() is initialises
 
 
 def test_the_current_device() -> None:

@@ -30,12 +30,21 @@ _empty, _make_subclass = torch._C._VariableFunctions.empty_strided, torch._C.Ten
 _Made = tuple[Any, Any, torch.dtype, int | None, int, torch.device] | int | None
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(eq=False, slots=True)
 class Answer:
-    """What an operator gives whenever its arguments look so. kind: list or tuple, None for a single result."""
+    """What an operator gives whenever its arguments look so. kind: list or tuple, None for a single result.
+
+    as_on_host: the host's result, which follows from looks as well, lies in new memory as the device's does.
+    """
 
     kind: Any
     made: list[_Made]
+    as_on_host: bool = False
+
+    def lies_as(self, host: torch.Tensor) -> bool:
+        """Whether a host's result, of arguments that look so, lies as the device's. (Settings may have changed its strides.)"""
+        made = self.made[0]
+        return self.as_on_host and type(made) is tuple and host.stride() == made[1] and host.size() == made[0]
 
 
 class AlikeCalls:

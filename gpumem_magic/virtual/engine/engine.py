@@ -129,6 +129,9 @@ class Engine:
         self._under_way: Call | None = None
         # What it gives for all arguments like its own, once that is known.
         self._answer: Answer | None = None
+        # What is given for the looks of arguments that somebody asks for, once they were met.
+        self._asked: Any = None
+        self._alike: Answer | None = None
         self.reads = Reads()
         self.largest_sizes: Counter[str] = Counter()
         # Sizes that have no upper bound: what was assumed.
@@ -337,6 +340,8 @@ class Engine:
                 call = self._under_way
                 if call is not None and call[1] is args and call[0] is func and call[2] is kwargs:
                     self._answer = found[1]
+                if args is self._asked:
+                    self._alike = found[1]
                 return found[0]
         finally:
             STATE.depth -= 1

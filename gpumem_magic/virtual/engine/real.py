@@ -19,10 +19,18 @@ from gpumem_magic.virtual.engine.computing import (
     comes_first,
     dim_of_size,
     has_values,
+    is_run_as_it_is,
     runs_in_parts,
     touches_values,
 )
-from gpumem_magic.virtual.engine.host_calls import FactoryCall, HostCall, computed, host_only, is_plain, refuse_to_compute
+from gpumem_magic.virtual.engine.host_calls import (
+    FactoryCall,
+    HostCall,
+    computed,
+    host_only,
+    is_plain,
+    refuse_to_compute,
+)
 from gpumem_magic.virtual.engine.host_memory import HostMemory
 from gpumem_magic.virtual.engine.memory import Memory
 from gpumem_magic.virtual.engine.refusals import CannotRun
@@ -67,14 +75,15 @@ class RealEngine(ComputingEngine):
     def perform(self, func: Any, args: Any, kwargs: Any, device: int) -> Any:
         way = self._ways.get(id(func))
         if way is None:
-            way = self._ways[id(func)] = touches_values(func), comes_first(func), func
-        touches, first, _ = way
+            way = self._ways[id(func)] = touches_values(func), comes_first(func), is_run_as_it_is(func), func
+        touches, first, as_it_is, _ = way
         # (What only looks at a dense tensor is made anew of a sparse one.)
         sparse = self.holds_sparse and any_sparse(args)
         in_parts = touches and torch.is_inference_mode_enabled() and runs_in_parts(func)
         if self._nested or in_parts or not (touches or sparse):
             return super().perform(func, args, kwargs, device)
         self._nested = True
+        self._asked = args if as_it_is else None
         try:
             if sparse or first:
                 self._ahead = self._computed(func, args, kwargs, device)
@@ -94,7 +103,7 @@ class RealEngine(ComputingEngine):
             return out
         finally:
             self._nested = False
-            self._ahead = None
+            self._ahead = self._asked = self._alike = None
 
     # ---- values
 
@@ -168,6 +177,12 @@ class RealEngine(ComputingEngine):
         if args and out is args[0] and result is hosts[0] and out.layout is torch.strided:
             # What was written in place lies in the twin.
             return
+        answer = self._alike
+        if answer is not None and answer.lies_as(result):
+            self.twins.take(out, result)
+            return
         given = (*hosts, *named.values()) if named else hosts
         if type(result) is not torch.Tensor or not self.twins.keep(out, result, given):
             refuse_to_compute(func, "its results have other sizes on the host")
+        if answer is not None:
+            answer.as_on_host = self.twins.has_taken(out, result)

@@ -85,6 +85,16 @@ class Twins:
             _serve_again(placement, made)
         return made
 
+    def take(self, tensor: Any, result: torch.Tensor) -> None:
+        """Takes over a host tensor's memory, which lies as that of a new device tensor (`has_taken`)."""
+        placement = self.placement(tensor)
+        placement.twin = result.untyped_storage()
+        placement.host = result
+
+    def has_taken(self, tensor: Any, result: torch.Tensor) -> bool:
+        """Whether `keep` has taken over the memory of a host tensor, which may be used again for the device's."""
+        return tensor.layout is torch.strided and self.placement(tensor).host is result
+
     def keep(self, tensor: Any, result: torch.Tensor, given: Any) -> bool:
         """Has the values of a device tensor be those of a host tensor, whose memory may be taken over.
 

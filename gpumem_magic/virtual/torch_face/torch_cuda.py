@@ -58,7 +58,7 @@ class CudaFace:
             "Stream": streams.Stream, "ExternalStream": streams.ExternalStream, "Event": streams.Event,
             "StreamContext": streams.StreamContext, "device": streams.DeviceContext, "device_of": streams.DeviceOf,
             "_DeviceGuard": streams.DeviceContext, "stream": streams.StreamContext, "set_stream": streams.set_stream,
-            "current_stream": streams.current_stream, "default_stream": streams.default_stream,
+            "current_stream": self._current_stream, "default_stream": streams.default_stream,
         }.items():  # fmt: skip
             _replace(patches, (torch.cuda, torch.cuda.streams), name, kind)
         patches.set(
@@ -103,7 +103,9 @@ class CudaFace:
         return True
 
     def is_initialized(self) -> bool:
-        return self._initialised and not self._is_in_bad_fork()
+        """As PyTorch has it: after the first tensor, and after what asks the driver about a device."""
+        used = self._initialised or any(gpu.in_use for gpu in self._machine.devices)
+        return used and not self._is_in_bad_fork()
 
     def _lazy_init(self) -> None:
         if self._is_in_bad_fork():
@@ -132,9 +134,15 @@ class CudaFace:
         return self._machine.devices[index]
 
     def current_device(self) -> int:
+        self._lazy_init()
         return CURRENT.device
 
+    def _current_stream(self, device: Any = None) -> streams.Stream:
+        self._lazy_init()
+        return streams.current_stream(device)
+
     def set_device(self, device: Any) -> None:
+        self._lazy_init()
         index = device_index(device)
         if not 0 <= index < len(self._machine.devices):
             refuse_device(index)
@@ -156,9 +164,11 @@ class CudaFace:
     # ---- what kind of device
 
     def get_device_name(self, device: Any = None) -> str:
+        self._lazy_init()
         return self._gpu(device).model.name
 
     def get_device_capability(self, device: Any = None) -> tuple[int, int]:
+        self._lazy_init()
         return self._gpu(device).model.capability
 
     def get_device_properties(self, device: Any = None) -> DeviceProperties:
@@ -200,7 +210,7 @@ class CudaFace:
         return self._gpu(device) is not self._gpu(peer_device)
 
     def is_bf16_supported(self, including_emulation: bool = True) -> bool:
-        return including_emulation or self.get_device_capability()[0] >= 8
+        return self.get_device_capability()[0] >= 8 or including_emulation
 
     def is_tf32_supported(self) -> bool:
         return self.get_device_capability()[0] >= 8
@@ -245,6 +255,7 @@ class CudaFace:
         return self._seeds[CURRENT.device]
 
     def get_rng_state(self, device: Any = "cuda") -> torch.Tensor:
+        self._lazy_init()
         return rng_state(self._seeds[self._gpu(device).index])
 
     def get_rng_state_all(self) -> list[torch.Tensor]:
