@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import importlib
+import sys
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -321,5 +323,47 @@ def test_a_pipelines_stages_vote_alike() -> None:
         assert dynamic
         assert measured.report.to_dict()["stand_ins"] == []
         dist.destroy_process_group()
+    with pytest.warns(UserWarning, match="gloo is used instead"):
+        dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+
+
+def test_numbers_that_deepspeed_compares_with_the_first_rank(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Stage 3 of its ZeRO: what the first rank sends is not known on the others, who put -1 there meanwhile."""
+    module = tmp_path / "deepspeed" / "runtime" / "zero" / "utils.py"
+    module.parent.mkdir(parents=True)
+    for folder in (module.parent, module.parent.parent, module.parent.parent.parent):
+        (folder / "__init__.py").write_text("", "utf-8")
+    module.write_text(
+        """
+import torch
+import torch.distributed as dist
+
+def assert_lst_len_same_as_other_ranks(lst):
+    told = torch.tensor(len(lst) if dist.get_rank() == 0 else -1, device="cuda")
+    dist.broadcast(told, src=0)
+    assert told.cpu().item() == len(lst)
+
+def get_lst_from_rank0(lst):
+    told = torch.tensor(lst if dist.get_rank() == 0 else [-1] * len(lst), device="cuda")
+    dist.broadcast(told, src=0)
+    return [number.item() for number in told.cpu()]
+""",
+        "utf-8",
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    dist.destroy_process_group()
+    with one_of_many(1, 2):
+        dist.init_process_group("nccl")
+        utils = importlib.import_module("deepspeed.runtime.zero.utils")
+        gc.collect()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        utils.assert_lst_len_same_as_other_ranks([3, 4])
+        assert utils.get_lst_from_rank0([3, 4]) == [3, 4]
+        assert torch.cuda.max_memory_allocated() == before + 512
+        assert torch.cuda.memory_allocated() == before
+        dist.destroy_process_group()
+    for name in [name for name in sys.modules if name.partition(".")[0] == "deepspeed"]:
+        del sys.modules[name]
     with pytest.warns(UserWarning, match="gloo is used instead"):
         dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from gpumem_magic.virtual.libraries import (
     bits,
+    deep_speed,
     dtensor,
     efficient,
     exporting,
@@ -22,6 +23,7 @@ from gpumem_magic.virtual.libraries.loading import Libraries, Prepare
 _PREPARE: dict[str, Prepare] = {
     "bitsandbytes.functional": bits.prepare,
     "bitsandbytes.backends.cuda.ops": bits.prepare_cuda,
+    "deepspeed.runtime.zero.utils": deep_speed.prepare,
     "flash_attn.flash_attn_interface": flash.prepare,
     "xformers.ops.fmha": efficient.prepare,
     "torch.distributed._functional_collectives": dtensor.prepare_collectives,
