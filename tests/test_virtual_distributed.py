@@ -182,7 +182,7 @@ def test_products_that_overlap_with_sending_gather_beside_the_allocator() -> Non
 def test_batches_are_normalised_together() -> None:
     plain = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     model = nn.SyncBatchNorm.convert_sync_batchnorm(plain).cuda()
-    wrapped = nn.parallel.DistributedDataParallel(model, device_ids=[0])
+    wrapped = nn.parallel.DistributedDataParallel(module=model, device_ids=[0])  # by name, as Lightning does
     for _ in range(2):
         wrapped(torch.rand(2, 4, device="cuda")).sum().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())

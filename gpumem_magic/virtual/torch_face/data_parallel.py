@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable
 from typing import Any
@@ -18,18 +19,20 @@ from gpumem_magic.virtual.engine.tensors import VirtualTensor
 def install(patches: Patches, engine: Engine) -> None:
     """The reducer makes its buckets in C++, and would compare the parameters' values with other processes'."""
     distributed: Any = importlib.import_module("torch.distributed")
-    module = importlib.import_module("torch.nn.parallel.distributed")
-    kind = module.DistributedDataParallel
+    home = importlib.import_module("torch.nn.parallel.distributed")
+    kind = home.DistributedDataParallel
     original_init = kind.__init__
     original_hook = kind.register_comm_hook
     exchange = _averaged if engine.computes else _as_it_is
 
-    def init(self: Any, wrapped: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
-        if not any(isinstance(p, VirtualTensor) for p in wrapped.parameters()):
-            original_init(self, wrapped, *args, **kwargs)
+    # (The arguments' names are PyTorch's: Lightning gives the model by its name.)
+    @functools.wraps(original_init)
+    def init(self: Any, module: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+        if not any(isinstance(p, VirtualTensor) for p in module.parameters()):
+            original_init(self, module, *args, **kwargs)
             return
         with pushed(engine.mode):
-            original_init(self, wrapped, *args, **kwargs)
+            original_init(self, module, *args, **kwargs)
         self._gpumem_exchange = _Exchange(exchange)
         if not self._comm_hooks:
             distributed._register_comm_hook(self.reducer, None, self._gpumem_exchange)
@@ -74,8 +77,8 @@ def install(patches: Patches, engine: Engine) -> None:
     patches.set(kind, "__init__", init)
     patches.set(kind, "register_comm_hook", register_comm_hook)
     for name, place in (("_verify_param_shape_across_processes", "tensors"), ("_sync_module_states", "module")):
-        if hasattr(module, name):
-            patches.set(module, name, skip_for_ours(getattr(module, name), place))
+        if hasattr(home, name):
+            patches.set(home, name, skip_for_ours(getattr(home, name), place))
 
 
 def _send_in_buckets(tensors: list[torch.Tensor], most: int) -> None:
