@@ -76,6 +76,62 @@ def test_where_algorithms_are_deterministic_an_element_fills_the_rows() -> None:
         torch.use_deterministic_algorithms(False)
 
 
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def test_results_that_begin_with_no_element_are_filled_where_algorithms_are_deterministic(deterministic: None) -> None:
+    x = torch.zeros(10, 10, device="cuda")
+    assert made(lambda: torch.arange(100, device="cuda")) == [800, 8]
+    assert made(lambda: torch.arange(0, 10, 0.5, device="cuda")) == [80, 4]
+    assert made(lambda: torch.eye(30, device="cuda")) == [3600, 4]
+    assert made(lambda: torch.where(x > 0, x, x)) == [100, 400, 4]
+    # Others are made in their size, and nothing grows from nothing to nothing.
+    assert made(lambda: torch.full((10, 10), 2.0, device="cuda")) == [400]
+    assert made(lambda: torch.arange(0, device="cuda")) == []
+
+
+def test_a_shuffle_is_filled_at_its_numbers(deterministic: None) -> None:
+    filled = made(lambda: torch.randperm(50, device="cuda"))
+    torch.use_deterministic_algorithms(False)
+    plain = made(lambda: torch.randperm(50, device="cuda"))
+    numbers = plain.index(400, 1)
+    assert filled == [*plain[: numbers + 1], 8, *plain[numbers + 1 :]]
+
+
+def test_a_pytorch_without_that_setting_fills_nothing() -> None:
+    gpu.turn_off()
+    gpu.turn_on("RTX3090,torch=2.0")
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert made(lambda: torch.arange(100, device="cuda")) == [800]
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_integers_between_floating_numbers_are_made_floating_first() -> None:
+    x = torch.zeros(1000, dtype=torch.int64, device="cuda")
+    assert made(lambda: torch.clamp(x, min=1.0)) == [4000, 4000]
+    assert made(lambda: x.clamp_max(2.0)) == [4000, 4000]
+    assert made(lambda: torch.clamp(x, min=1, max=2)) == [8000]
+    assert made(lambda: torch.clamp(x.float(), min=1.0)) == [4000, 4000]
+
+
+def test_scans_into_a_given_tensor_take_what_scans_take() -> None:
+    x = torch.zeros(500, device="cuda")
+    (result, scanning) = made(lambda: x.cumsum(0))
+    assert result == 2000
+    given = torch.zeros(500, 2, device="cuda")
+    assert made(lambda: torch.cumsum(x, 0, out=given.view(2, 500)[0])) == [scanning]
+    # Where the given tensor has gaps, the sums are made side by side first.
+    assert made(lambda: torch.cumsum(x, 0, out=given[:, 0])) == [2000, scanning]
+    wide = torch.zeros(500, dtype=torch.float64, device="cuda")
+    assert made(lambda: torch.cumsum(x, 0, out=wide))[0] == 4000
+
+
 # ---- gradients that do not lie plainly
 
 IMAGE = 4 * 8 * 16 * 16 * 4

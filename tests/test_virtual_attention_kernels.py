@@ -161,3 +161,17 @@ def test_where_flashs_random_numbers_began_is_on_the_device_since_2_7(version: s
     assert made(lambda: F.scaled_dot_product_attention(query, query, query)) == [MIB, 2 * 4 * 1024 * 4, *seeds]
     F.scaled_dot_product_attention(query, query, query).sum().backward()
     assert query.grad is not None
+
+
+@pytest.mark.parametrize(("version", "sizes"), [("2.5", [4096, 1024]), ("2.6", [4, 4, 4096])])
+@pytest.mark.parametrize("kernel", [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
+def test_a_mask_of_what_may_be_seen_becomes_one_that_is_added(version: str, sizes: list[int], kernel: Any) -> None:
+    """Since 2.6 it chooses between two numbers on the device; before, zeros are filled by the mask turned round."""
+    gpu.turn_on(f"A100-40GB,torch={version}")
+    query = torch.zeros(2, 4, 32, 64, device="cuda")
+    mask = torch.zeros(32, 32, dtype=torch.bool, device="cuda")
+    with sdpa_kernel(kernel):
+        taken = made(lambda: F.scaled_dot_product_attention(query, query, query, attn_mask=mask))
+    assert taken[: len(sizes)] == sizes
+    # The scaled query.
+    assert taken[len(sizes)] == query.nbytes

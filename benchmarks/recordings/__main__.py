@@ -112,12 +112,12 @@ def run(
                     keep.mkdir(parents=True, exist_ok=True)
                     shutil.copy(mine, keep / case["recording"].removesuffix(".gz"))
                 file = recording_of(case, repositories, recordings, Path(scratch))
-                virtual = recorded(str(mine))
+                virtual = recorded(str(mine), case.get("gpu"))
                 if case.get("trace"):
                     real, addressed = traces.read(file)
                     virtual = traces.in_blocks(virtual, addressed)
                 else:
-                    real = recorded(str(file))
+                    real = recorded(str(file), case.get("gpu"))
                 yield case, Result(case, real, virtual, pair(real, virtual), seconds)
             except Skip as why:
                 yield case, why
@@ -236,7 +236,7 @@ def table(results: Sequence[Result]) -> str:
         )
         cells = [
             f"{case['repository'].partition('/')[0]}: {name_of(case)}",
-            case["device"].replace(",torch=", ", "),
+            case["device"].replace(",torch=", ", ").partition(",total=")[0],
             f"{len(pairing.a):,}",
             *(f"{100 * share:.2f} %" for share in shares),
             *(f"{100 * (predicted / recorded - 1):+.3f} %" if recorded > 0 else "" for recorded, predicted in sizes),

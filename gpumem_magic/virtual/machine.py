@@ -91,7 +91,7 @@ class VirtualMachine:
         self.workspaces = workspaces.Workspaces(self._devices, self.malloc, self.face.stream_of, self.free)
         self.convolutions = cudnn.Scratch(self._devices, self.malloc, self.face.stream_of, self.free)
         self.communication = Communicators(self.take_beside, lambda index: self._devices[index].model)
-        self.attention = Attention(lambda index: self._devices[index].model.capability)
+        self.attention = Attention(self.capability, self.torch_version)
         self.engine.attend = self.attention.attend
         self.smi = VirtualSmi(self._devices)
         self.nvml = VirtualNvml(self._devices)

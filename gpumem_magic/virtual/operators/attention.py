@@ -29,6 +29,8 @@ from gpumem_magic.virtual.engine.tensors import VirtualTensor
 
 _SEEDS_ON_DEVICE_FROM = (2, 14)
 _FLASH_SEEDS_ON_DEVICE_FROM = (2, 7)
+# Since when a mask chooses between two numbers. (The builds of 2.6, 2.11 and 2.13 do, a recording with 2.8, too.)
+_CHOSEN_FROM = (2, 6)
 FLASH, EFFICIENT, MATH, CUDNN = "flash", "efficient", "math", "cudnn"
 # The numbers of `torch.nn.attention.SDPBackend`.
 _KERNELS = {0: MATH, 1: FLASH, 2: EFFICIENT, 3: CUDNN}
@@ -95,8 +97,11 @@ def _alignment(capability: tuple[int, int], dtype: torch.dtype) -> int:
 class Attention:
     """The operator for tensors of the virtual devices."""
 
-    def __init__(self, capability_of: Callable[[int], tuple[int, int]]) -> None:
+    def __init__(
+        self, capability_of: Callable[[int], tuple[int, int]], version_of: Callable[[int], tuple[int, int]]
+    ) -> None:
         self._capability_of = capability_of
+        self._version_of = version_of
 
     def install(self, patches: Patches) -> None:
         patches.kernels("AutogradCUDA", [(_aten.scaled_dot_product_attention.default, self.attend)])
@@ -125,6 +130,8 @@ class Attention:
         # (Of a tensor in a compiler's trace, Python's name for the device is C++'s; the index is the same.)
         device = next(t.device.index for t in (query, key, value) if t.device.index is not None)
         kernel = choose(self._capability_of(device), query, key, value, attn_mask, is_causal, enable_gqa)
+        if attn_mask is not None and attn_mask.dtype == torch.bool:
+            attn_mask = _additive(attn_mask, query.dtype, self._version_of(device))
         if kernel == MATH:
             return _aten._scaled_dot_product_attention_math.default(  # type: ignore[no-any-return]
                 query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
@@ -142,7 +149,7 @@ class Attention:
             return out[..., :size] if extra else out  # type: ignore[no-any-return]
         wanted = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
         if kernel == CUDNN:
-            bias = None if attn_mask is None else _additive(attn_mask, query)
+            bias = attn_mask
             if bias is not None:
                 bias = bias.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
             return _aten._scaled_dot_product_cudnn_attention.default(  # type: ignore[no-any-return]
@@ -154,18 +161,17 @@ class Attention:
         )[0]
 
 
-def _additive(mask: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
-    """What is added to the scores, for a mask of what may be seen."""
-    if mask.dtype != torch.bool:
-        return mask
-    return torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), float("-inf"))
+def _additive(mask: torch.Tensor, dtype: torch.dtype, version: tuple[int, int]) -> torch.Tensor:
+    """What is added to the scores, for a mask of what may be seen (``attention.cpp`` in ATen/native/transformers)."""
+    if version >= _CHOSEN_FROM:
+        return torch.where(mask, 0.0, torch.scalar_tensor(float("-inf"), dtype=dtype, device=mask.device))
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask.logical_not(), float("-inf"))
 
 
 def _efficient_mask(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None:
     """The mask as the memory-efficient kernel takes it: additive, expanded, rows padded to 16 elements' alignment in memory."""
     if mask is None:
         return None
-    mask = _additive(mask, query)
     extra = -mask.shape[-1] % 8
     if extra:
         mask = F.pad(mask, (0, extra))[..., : mask.shape[-1]]

@@ -3,8 +3,8 @@
 After ATen/native/cuda: ``SoftMax.cu``, ``layer_norm_kernel.cu``, ``DilatedMaxPool2d.cu``, ``AveragePool2d.cu`` and their like,
 ``Im2Col.cu``, ``Col2Im.cu``, ``ReflectionPad.cu``, ``ReplicationPadding.cu``,
 ``UpSampleNearest2d.cu``, ``UpSampleNearest3d.cu``, ``ScanKernels.cpp``, ``Sorting.cpp`` and ``TensorModeKernel.cpp`` want plain
-layouts, ``Embedding.cpp`` one list of indices; ``Resize.h`` fills what grows, where algorithms are deterministic; ``Copy.cu``
-takes plain tensors between host and device; ``Blas.cpp`` one dimension of each matrix whose elements lie side by side;
+layouts, ``Embedding.cpp`` one list of indices, ``TensorCompare.cpp`` numbers of its bounds' type; ``Copy.cu`` takes plain tensors
+between host and device; ``Blas.cpp`` one dimension of each matrix whose elements lie side by side;
 ``Distributions.cpp`` and ``MultinomialKernel.cu`` draw into tensors of the weights' size; ``ForeachReduceOp.cu`` adds up each
 tensor in pieces of 65536 elements; ``IndexKernel.cu`` counts the places of a `masked_scatter` in eight bytes for each element.
 """
@@ -23,6 +23,7 @@ from gpumem_magic.virtual.engine.calls import bytes_of
 from gpumem_magic.virtual.engine.engine import BESIDE, Engine, special
 from gpumem_magic.virtual.engine.half_precision import HALF, accumulator
 from gpumem_magic.virtual.engine.modes import pushed
+from gpumem_magic.virtual.operators import growing
 from gpumem_magic.virtual.operators.cub import cub_of
 from gpumem_magic.virtual.operators.positions import blocks_in_turn
 from gpumem_magic.virtual.operators.sorting import hold_for_selection, is_dense
@@ -141,7 +142,9 @@ def _columns(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> 
     """The result is made as large as the argument, and then as large as it has to be."""
     source = args[0]
     with engine.scratch(device, bytes_of(source), 0 if source.is_contiguous() else bytes_of(source)):
-        return engine.run(func, args, kwargs, device)
+        out = engine.run(func, args, kwargs, device)
+    growing.fill(engine, device, out.element_size())
+    return out
 
 
 @special(_aten.col2im.default)
@@ -180,23 +183,35 @@ def _embedding(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -
         return engine.run(func, args, kwargs, device)
 
 
-@special(_aten.embedding.default, _aten.index_select.default, table=BESIDE)
-def _rows(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> list[int]:
-    """Their result grows from nothing; where algorithms are deterministic, a tensor of one element comes first and fills it."""
-    settings: Any = torch.utils.deterministic
-    fills = torch.are_deterministic_algorithms_enabled() and settings.fill_uninitialized_memory
-    return [out.element_size()] if fills and out.numel() else []
+@special(
+    *overloads("embedding index_select where.self arange arange.start arange.start_step range range.step eye eye.m"),
+    table=BESIDE,
+)
+def _grown(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> list[int]:
+    """Their result grows from nothing."""
+    return [out.element_size()] if out.numel() and growing.fills(engine, device) else []
 
 
-@special(*overloads("cumsum cumprod cumsum_ cumprod_"), table=BESIDE)
+@special(*overloads("cumsum cumprod cumsum_ cumprod_ cumsum.out cumprod.out"), table=BESIDE)
 def _scan(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> list[int]:
-    """In the result's type, then side by side; one row alone is CUB's (``ScanUtils.cuh``)."""
+    """In the result's type, then side by side, as the result is; one row alone is CUB's (``ScanUtils.cuh``)."""
     source = args[0]
     if not source.dim() or not source.numel():
         return []
     converted = source.dtype != out.dtype
     laid_out = not source.is_contiguous() and (is_dense(source) or not converted)
-    return [bytes_of(out)] * (converted + laid_out) + _of_one_row(engine, device, func, args, kwargs, out)
+    copied = converted + laid_out + (not out.is_contiguous())
+    return [bytes_of(out)] * copied + _of_one_row(engine, device, func, args, kwargs, out)
+
+
+@special(*overloads("clamp clamp_min clamp_max"))
+def _clamp(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    """Integers between floating numbers are made floating first."""
+    bounds = (*args[1:], *kwargs.values())
+    if args[0].is_floating_point() or not any(isinstance(bound, float) for bound in bounds):
+        return engine.run(func, args, kwargs, device)
+    with engine.scratch(device, args[0].numel() * torch.get_default_dtype().itemsize):
+        return engine.run(func, args, kwargs, device)
 
 
 @special(_aten.logcumsumexp.default, table=BESIDE)
@@ -208,7 +223,7 @@ def _scan_of_logarithms(engine: Engine, func: Any, args: Any, kwargs: Any, out: 
     return copied + _of_one_row(engine, device, func, args, kwargs, out)
 
 
-_SUMS = frozenset(overloads("cumsum cumsum_"))
+_SUMS = frozenset(overloads("cumsum cumsum_ cumsum.out"))
 _IN_ORDER_FROM = (2, 6)
 
 

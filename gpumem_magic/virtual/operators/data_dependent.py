@@ -18,6 +18,7 @@ from gpumem_magic.virtual.engine.engine import Engine, special
 from gpumem_magic.virtual.engine.mismatch import refuse_mixed_devices
 from gpumem_magic.virtual.engine.modes import STATE, origin, pushed
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
+from gpumem_magic.virtual.operators import index_lists
 from gpumem_magic.virtual.operators.copies import staged_bytes
 from gpumem_magic.virtual.operators.positions import hold_while_found
 
@@ -364,10 +365,16 @@ def _index(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> An
     expanded: list[Any] = []
     with ExitStack() as held:
         on_host = 0
+        widened: list[int] = []
+        lies: list[index_lists.Lie] = []
         for index in indices:
-            if index is None or index.dtype not in (torch.bool, torch.uint8):
+            if index is None:
                 expanded.append(index)
-                on_host += 0 if index is None or isinstance(index, VirtualTensor) else index.numel() * 8
+            elif index.dtype not in (torch.bool, torch.uint8):
+                expanded.append(index)
+                on_host += index_lists.bytes_to_device(index)
+                widened.append(index_lists.bytes_widened(index))
+                lies.append(index_lists.lie_of(index))
             elif isinstance(index, VirtualTensor):
                 # CUDA finds the positions first, in memory that it gives back after.
                 host = values.exact(index)
@@ -379,8 +386,10 @@ def _index(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> An
                     values.selects_all(index, count)
                 _hold_positions(engine, device, index, count, held)
                 expanded += [_blank(engine, (count,), torch.int64, device) for _ in range(index.dim())]
+                lies += index_lists.lies_of_positions(count, index.dim())
             else:
                 expanded += list(index.nonzero(as_tuple=True))
                 on_host += sum(found.numel() * 8 for found in expanded[-index.dim() :])
-        held.enter_context(engine.scratch(device, on_host))
+                lies += [index_lists.lie_of(found) for found in expanded[-index.dim() :]]
+        held.enter_context(engine.scratch(device, on_host, *widened, *index_lists.bytes_laid_out(lies)))
         return engine.run(func, (source, expanded), kwargs, device)

@@ -29,8 +29,11 @@ from gpumem_magic.virtual.engine.modes import (
 )
 from gpumem_magic.virtual.engine.refusals import refuse_device, refuse_fork, refuse_to_hold
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
+from gpumem_magic.virtual.operators import growing
 from gpumem_magic.virtual.operators.sorting import hold_for_shuffle
 
+# Their result begins with no element.
+_GROWN = ("arange", "range", "eye")
 _LIKE = ("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like")
 _NEW = ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros")
 # Factories that must see values: made on the host, then copied, as the real ones are.
@@ -293,6 +296,8 @@ class Factories:
             made = self._engine.wrap(meta, index, name)
             if name == "randperm":
                 hold_for_shuffle(self._engine, index, made)
+            elif name in _GROWN and made.numel():
+                growing.fill(self._engine, index, made.element_size())
         if "empty" in name:
             self._engine.blank(made)
         else:

@@ -10,11 +10,10 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
-import torch
-
 from gpumem_magic.private import aten as _aten
 from gpumem_magic.virtual.engine.calls import bytes_of
 from gpumem_magic.virtual.engine.engine import BESIDE, Engine, special
+from gpumem_magic.virtual.operators import growing
 from gpumem_magic.virtual.operators.cub import cub_of
 
 _INDEX = 8
@@ -32,8 +31,6 @@ def hold_while_found(engine: Engine, device: int, mask: Any, make: Callable[[], 
     chunks = [count]
     if count >= _MOST_AT_ONCE:
         chunks = [min(_CHUNK, count - start) for start in range(0, count, _CHUNK)]
-    settings: Any = torch.utils.deterministic
-    fills = torch.are_deterministic_algorithms_enabled() and settings.fill_uninitialized_memory
     with engine.scratch(device, 0 if mask.is_contiguous() else bytes_of(mask), _COUNT * len(chunks)):
         counting = ExitStack()
         for chunk in chunks:
@@ -43,9 +40,7 @@ def hold_while_found(engine: Engine, device: int, mask: Any, make: Callable[[], 
             counting.close()
         found = make()
         with counting:
-            if fills:
-                with engine.scratch(device, _INDEX):
-                    pass
+            growing.fill(engine, device, _INDEX)
             for chunk in chunks if mask.dim() else ():
                 with engine.scratch(device, cub.flagged(chunk, _INDEX)):
                     counting.close()

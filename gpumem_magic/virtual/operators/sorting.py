@@ -19,6 +19,7 @@ from gpumem_magic.virtual.engine import values
 from gpumem_magic.virtual.engine.calls import bytes_of
 from gpumem_magic.virtual.engine.engine import Engine, special
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
+from gpumem_magic.virtual.operators import growing, index_lists
 from gpumem_magic.virtual.operators.cub import Cub, cub_of
 from gpumem_magic.virtual.operators.positions import hold_while_found
 from gpumem_magic.virtual.operators.written_gradients import IN_PLACE, writes_into_zeros
@@ -224,9 +225,11 @@ def hold_for_shuffle(engine: Engine, device: int, numbers: Any) -> None:
     key = 4 if bits <= 32 else 8
     with engine.scratch(device, _INDEX):
         pass
-    sizes = [count * item, count * key, count * key, cub_of(engine, device).radix_sort(count, key, item, bits)]
-    with engine.scratch(device, *sizes):
-        pass
+    with engine.scratch(device, count * item):
+        growing.fill(engine, device, item)
+        sorting = cub_of(engine, device).radix_sort(count, key, item, bits)
+        with engine.scratch(device, count * key, count * key, sorting):
+            pass
 
 
 def _placed(engine: Engine, shape: tuple[int, ...], dtype: torch.dtype, device: int) -> Any:
@@ -304,6 +307,8 @@ def _index_put(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -
     shapes: list[tuple[int, ...]] = []
     on_host: list[bool] = []
     moved = 0
+    widened: list[int] = []
+    lies: list[index_lists.Lie] = []
     chosen_dims = []
     with ExitStack() as positions:
         for index, dim in given:
@@ -318,18 +323,22 @@ def _index_put(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -
                 else:
                     _hold_positions(engine, device, index, listed, positions)
                 shapes += [(count,)] * index.dim()
+                lies += index_lists.lies_of_positions(count, index.dim())
             else:
                 shapes.append(tuple(index.shape))
                 # Those on the host come to the device first.
-                moved += at_home * index.numel() * _INDEX
+                moved += index_lists.bytes_to_device(index)
+                widened.append(0 if at_home and accumulate else index_lists.bytes_widened(index))
+                lies.append(index_lists.lie_of(index))
         if not given:
             return out
         if not isinstance(source, VirtualTensor):
             # A number comes to the device.
             positions.enter_context(engine.scratch(device, source.element_size()))
         if not (accumulate or torch.are_deterministic_algorithms_enabled()):
-            with engine.scratch(device, moved):
+            with engine.scratch(device, moved, *widened, *index_lists.bytes_laid_out(lies)):
                 return out
+        positions.enter_context(engine.scratch(device, *widened))
         places = prod(torch.broadcast_shapes(*shapes))
         rows = prod(target.shape[dim] for dim in chosen_dims)
         values_there = places * (target.numel() // max(1, rows))

@@ -10,7 +10,8 @@ import importlib
 import inspect
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -63,16 +64,29 @@ def _broadcast(tensor: torch.Tensor, devices: Sequence[int]) -> list[torch.Tenso
 def _broadcast_coalesced(
     tensors: Sequence[torch.Tensor], devices: Sequence[int], buffer_size: int
 ) -> list[list[torch.Tensor]]:
-    """One list for each device. CUDA sends tensors together in a buffer of `buffer_size` bytes, of which copies are views."""
-    copies: list[list[torch.Tensor]] = [list(tensors)]
+    """One list for each device. They go together in buffers, of which the copies are views (``comm.cpp`` in torch/csrc/cuda)."""
     _connect(tensors, devices)
-    for index in devices[1:]:
-        mine: list[torch.Tensor] = []
-        for group in torch._utils._take_tensors(tensors, buffer_size):
-            flat = torch._utils._flatten_dense_tensors(group)
-            mine += torch._utils._unflatten_dense_tensors(_on(flat, index), group)
-        copies.append(list(torch._utils._reorder_tensors_as(mine, tensors)))
-    return copies
+    copies: list[list[torch.Tensor]] = [[] for _ in devices[1:]]
+    for group in _groups(tensors, buffer_size):
+        flat = torch._utils._flatten_dense_tensors(group)
+        sent = [_on(flat, index) for index in devices[1:]]
+        for mine, buffer in zip(copies, sent, strict=True):
+            mine += torch._utils._unflatten_dense_tensors(buffer, group)
+    return [list(tensors), *(list(torch._utils._reorder_tensors_as(mine, tensors)) for mine in copies)]
+
+
+def _groups(tensors: Sequence[torch.Tensor], size: int) -> Iterator[list[torch.Tensor]]:
+    """The tensors of each type, in groups of at least `size` bytes (``tensor_flatten.cpp`` in torch/csrc/utils)."""
+    begun: dict[torch.dtype, list[torch.Tensor]] = {}
+    filled: Counter[torch.dtype] = Counter()
+    for tensor in tensors:
+        kind = tensor.dtype
+        begun.setdefault(kind, []).append(tensor)
+        filled[kind] += tensor.nbytes
+        if filled[kind] >= size:
+            del filled[kind]
+            yield begun.pop(kind)
+    yield from begun.values()
 
 
 def _scatter(

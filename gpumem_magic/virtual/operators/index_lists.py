@@ -1,0 +1,74 @@
+"""Lists of indices as the kernels of `x[i, j]` and `x[i, j] = ...` want them, and what is copied for that.
+
+After ``TensorAdvancedIndexingUtils.h`` in ATen/native and ``TensorAdvancedIndexing.cpp``: integers of 32 bits are made 64 bits
+wide, each list for itself. Several lists get one shape; where they do not lie alike then (one runs along the rows, another along
+the columns), each that is not contiguous is laid out anew. What is written with accumulation goes another way after the first
+step (``Indexing.cu``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import NamedTuple
+
+import torch
+
+from gpumem_magic.virtual.engine.tensors import VirtualTensor
+
+_INDEX = 8
+
+
+class Lie(NamedTuple):
+    """How a list of indices lies in memory."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+def lie_of(index: torch.Tensor) -> Lie:
+    return Lie(tuple(index.shape), tuple(index.stride()))
+
+
+def lies_of_positions(count: int, dims: int) -> list[Lie]:
+    """Of a mask's positions, which stand in one table: a list for each dimension."""
+    return [Lie((count,), (dims,))] * dims
+
+
+def bytes_to_device(index: torch.Tensor) -> int:
+    """Of a list on the host, as it comes to the device."""
+    return 0 if isinstance(index, VirtualTensor) else index.numel() * index.element_size()
+
+
+def bytes_widened(index: torch.Tensor) -> int:
+    return index.numel() * _INDEX if index.dtype == torch.int32 else 0
+
+
+def bytes_laid_out(lies: Sequence[Lie]) -> list[int]:
+    """For each list that has to be laid out anew."""
+    if len(lies) < 2:
+        return []
+    shape = torch.broadcast_shapes(*(lie.shape for lie in lies))
+    strides = [_expanded(lie, shape) for lie in lies]
+    if all(one == strides[0] for one in strides):
+        return []
+    return [prod(shape) * _INDEX for one in strides if not _is_contiguous(shape, one)]
+
+
+def _expanded(lie: Lie, shape: Sequence[int]) -> tuple[int, ...]:
+    missing = len(shape) - len(lie.shape)
+    strides = []
+    for dim, size in enumerate(shape):
+        own = lie.shape[dim - missing] if dim >= missing else 1
+        strides.append(0 if own == 1 and size != 1 else lie.strides[dim - missing] if dim >= missing else 0)
+    return tuple(strides)
+
+
+def _is_contiguous(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    expected = 1
+    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True

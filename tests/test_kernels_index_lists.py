@@ -1,0 +1,73 @@
+"""What looking up and writing by lists of indices takes beside its result, worked out by hand from the source."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from asked_for import made, steps
+
+from gpumem_magic.virtual import gpu
+from gpumem_magic.virtual.operators import index_lists
+
+
+@pytest.fixture(autouse=True)
+def device() -> Iterator[None]:
+    gpu.turn_on("A100-80GB")
+    yield
+    gpu.turn_off()
+
+
+def test_integers_of_32_bits_are_made_64_wide() -> None:
+    rows = torch.zeros(100, 16, device="cuda")
+    indices = torch.zeros(50, dtype=torch.int32, device="cuda")
+    # The wide list, the rows, and the list goes.
+    assert steps(lambda: rows[indices]) == [("alloc", 50 * 8), ("alloc", 50 * 16 * 4), ("free_requested", 50 * 8)]
+    assert made(lambda: rows[indices.long()[:0]]) == [50 * 8]
+    assert made(lambda: rows[indices, indices]) == [50 * 8, 50 * 8, 50 * 4]
+
+
+def test_such_integers_on_the_host_come_to_the_device_as_they_are() -> None:
+    rows = torch.zeros(100, 16, device="cuda")
+    assert made(lambda: rows[torch.zeros(50, dtype=torch.int32)]) == [50 * 4, 50 * 8, 50 * 16 * 4]
+    assert made(lambda: rows[torch.zeros(50, dtype=torch.int64)]) == [50 * 8, 50 * 16 * 4]
+
+
+def test_lists_that_lie_across_each_other_are_laid_out() -> None:
+    table = torch.zeros(8, 400, dtype=torch.bool, device="cuda")
+    down = torch.zeros(8, 1, dtype=torch.int64, device="cuda")
+    along = torch.zeros(400, dtype=torch.int64, device="cuda")
+    # Both get 8 x 400 places, one with steps of 1 and 0, the other with 0 and 1.
+    assert made(lambda: table[down, along]) == [8 * 400 * 8, 8 * 400 * 8, 8 * 400]
+    # Alike they stay as they are.
+    assert made(lambda: table[down.expand(8, 400), down.expand(8, 400)]) == [8 * 400]
+
+
+def test_only_what_is_not_contiguous_is_laid_out() -> None:
+    table = torch.zeros(8, 400, device="cuda")
+    plain = torch.zeros(5, 6, dtype=torch.int64, device="cuda")
+    turned = torch.zeros(6, 5, dtype=torch.int64, device="cuda").t()
+    assert made(lambda: table[plain, turned]) == [5 * 6 * 8, 5 * 6 * 4]
+
+
+def test_writing_takes_the_same() -> None:
+    rows = torch.zeros(100, 16, device="cuda")
+    indices = torch.zeros(50, dtype=torch.int32, device="cuda")
+    values = torch.zeros(50, 16, device="cuda")
+
+    def write() -> None:
+        rows[indices] = values
+
+    assert steps(write) == [("alloc", 50 * 8), ("free_requested", 50 * 8)]
+    accumulated = made(lambda: rows.index_put_((indices,), values, accumulate=True))
+    wide = made(lambda: rows.index_put_((indices.long(),), values, accumulate=True))
+    # `indices.long()` is the program's, and lasts; the operator's own copy comes at the same place.
+    assert accumulated == wide
+
+
+def test_positions_of_a_mask_stand_in_one_table() -> None:
+    lies = index_lists.lies_of_positions(30, 2)
+    assert index_lists.bytes_laid_out(lies) == []
+    # Beside a list of the program's, with steps of one, both columns are laid out.
+    assert index_lists.bytes_laid_out([*lies, index_lists.Lie((30,), (1,))]) == [30 * 8, 30 * 8]
