@@ -222,6 +222,12 @@ FINE, NARROW, WIDE = 32 * 64 * 56 * 56, 64 * 64 * 9, 64 * 256
          2 * 8 * 64 * 2 + 8 * 8 * 9),
         (convolution(dtype=torch.half, fine=(2, 3, 8, 8), weight=(8, 3, 3, 3), coarse=(2, 8, 8, 8)), A100, True, 0),
         (convolution(fine=(2, 3, 8, 8), weight=(8, 3, 3, 3), coarse=(2, 8, 8, 8)), A100, True, 0),
+        # In a kernel of 7 x 7 they are many again.
+        (convolution(dtype=torch.half, fine=(2, 3, 8, 8), weight=(8, 3, 7, 7), coarse=(2, 8, 8, 8)), A100, True,
+         2 * 8 * 64 * 2 + 8 * 8 * 49),
+        (convolution("weight", fine=(2, 3, 8, 8), weight=(8, 3, 3, 3), coarse=(2, 8, 8, 8)), A100, True, 0),
+        (convolution("weight", fine=(2, 3, 8, 8), weight=(8, 3, 7, 7), coarse=(2, 8, 8, 8)), A100, True,
+         2 * 64 * (4 + 8) + 4 * 8 * 49),
         (convolution(groups=64, **{**RESNET, "weight": (64, 1, 3, 3)}), A100, True, 0),
     ],
 )  # fmt: skip

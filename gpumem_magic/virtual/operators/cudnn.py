@@ -100,6 +100,7 @@ _FEW_CHANNELS = 16
 _FEW_CHANNELS_IN_HALF = 32
 _FEW_CHANNELS_OF_A_PRODUCT = 20
 _FEW_POINTS = 4
+_LARGE_KERNEL = 25
 _FEW_SUMMANDS = 192
 _MANY_SUMMANDS = 3200
 _FEW_SUMMANDS_OF_A_WEIGHT = 64
@@ -134,7 +135,8 @@ def _in_tf32(call: Convolution, capability: tuple[int, int]) -> int:
         if call.last:
             return weight + coarse
         return 0 if given < _FEW_CHANNELS or results < _FEW_SUMMANDS_OF_A_WEIGHT else fine + weight + coarse
-    if results < _FEW_SUMMANDS_OF_A_WEIGHT or min(given, made) < _FEW_CHANNELS // 2:
+    few = min(given, made) < _FEW_CHANNELS // 2 and prod(call.kernel) < _LARGE_KERNEL
+    if few or results < _FEW_SUMMANDS_OF_A_WEIGHT:
         return 0
     return fine + coarse + (0 if call.last else weight)
 
@@ -158,7 +160,7 @@ def _in_half_precision(call: Convolution) -> int:
         few = prod(call.coarse[2:]) < _FEW_POINTS
         few |= call.way == "forward" and min(given, made) < _FEW_CHANNELS_OF_A_PRODUCT
         return 0 if few else fine + coarse
-    if call.way == "forward" and given < _FEW_CHANNELS_IN_HALF:
+    if call.way == "forward" and given < _FEW_CHANNELS_IN_HALF and prod(call.kernel) < _LARGE_KERNEL:
         return 0
     return fine + weight + coarse
 
