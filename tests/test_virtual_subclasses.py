@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import copyreg
 import io
+import operator
 import pickle
 from collections.abc import Iterator
 from typing import Any
@@ -170,7 +171,34 @@ def test_classes_of_tensors_are_pickled_as_those_that_they_have_on_the_host() ->
     ):  # fmt: skip
         assert pickle.loads(pickle.dumps(kind)) is wanted
     gpu.turn_off()
-    assert not {type(torch.Tensor), type(torch.nn.Parameter)} & copyreg.dispatch_table.keys()
+    assert not {type(tensor).__class__, type(torch.Tensor), type(torch.nn.Parameter)} & copyreg.dispatch_table.keys()
+
+
+def test_types_of_tensors_equal_those_that_they_have_on_the_host() -> None:
+    """As programs ask that compare types by ``==``, or look for them in a list."""
+    tensor = torch.ones(3, device="cuda")
+    own = tensor.as_subclass(Plain)
+
+    class Further(type(own)):  # type: ignore[misc]
+        """Of the program's, made of what a tensor is of."""
+
+    for one, other, equal in (
+        (type(tensor), torch.Tensor, True), (torch.Tensor, type(tensor), True), (type(own), Plain, True),
+        (type(own), torch.Tensor, False), (type(tensor), Plain, False), (Further, Plain, False), (Further, type(own), False),
+    ):  # fmt: skip
+        assert operator.eq(one, other) is equal
+    assert type(tensor) in (torch.Tensor, list)
+    assert len({torch.Tensor: 1, type(tensor): 2}) == 2
+    assert isinstance(own, type(own))
+    assert isinstance(tensor, torch.Tensor)
+    assert not isinstance(torch.ones(3), type(tensor))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_what_is_not_quantised_is_dequantised_as_on_the_host(dtype: torch.dtype) -> None:
+    host = torch.ones(3, dtype=dtype).dequantize()
+    made = torch.ones(3, device="cuda", dtype=dtype).dequantize()
+    assert (made.dtype, made.device.type, made.shape) == (host.dtype, "cuda", host.shape)
 
 
 def test_a_subclass_takes_no_memory_of_its_own() -> None:

@@ -118,7 +118,7 @@ def own_attributes(tensor: torch.Tensor) -> dict[str, Any]:
 
 def own_class(kind: Any) -> Any:
     """The class that tensors of a virtual device's class have on the host: PyTorch's, or the program's own."""
-    return getattr(kind, OWN, torch.Tensor)
+    return getattr(kind, OWN)
 
 
 def _like(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
@@ -186,7 +186,20 @@ def _host_twin(tensor: VirtualTensor) -> torch.Tensor:
     return host
 
 
-class VirtualTensor(FakeTensor):
+class VirtualKind(type(torch.Tensor)):  # type: ignore[misc]
+    """Of classes of virtual tensors: they equal those that their tensors have on the host, as programs compare types by ``==``.
+
+    As keys they are apart: how tensors go to other processes is in a table by types, where both are.
+    """
+
+    def __eq__(cls, other: object) -> bool:
+        return other is cls or (other is not None and other is vars(cls).get(OWN))
+
+    def __hash__(cls) -> int:
+        return type.__hash__(cls)
+
+
+class VirtualTensor(FakeTensor, metaclass=VirtualKind):
     """A tensor on ``cuda:i`` of the virtual GPU.
 
     A fake tensor of PyTorch's own whose class was changed after it was made: `FakeTensor` itself stays as it is, for
@@ -200,6 +213,8 @@ class VirtualTensor(FakeTensor):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """All is there already."""
+
+    _gpumem_own = torch.Tensor
 
     # Whether results of operators on it are of its class, too: it is one of the program's own (`wrappers`).
     keeps_class = False

@@ -5,7 +5,8 @@ device. So it is run here as well, and its parts come to the virtual device one 
 and nothing else: of a binary cross-entropy with logits one number, where a card holds two tensors of the input's size. Only those
 are here that hold more than their results.
 
-The median of a whole tensor sorts it (``Sorting.cpp`` in ATen/native/cuda).
+The median of a whole tensor sorts it (``Sorting.cpp`` in ATen/native/cuda). What is not quantised is made float32 by `dequantize`
+(``quantized/QTensor.cpp``).
 """
 
 from __future__ import annotations
@@ -56,3 +57,9 @@ def _median(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> A
         if func is _aten.nanmedian.default:
             return _aten.index.Tensor(ordered, [((last - ordered.isnan().sum()) / 2).to(torch.int64)])
         return torch.where(ordered[-1].isnan(), ordered[-1], ordered[last // 2])
+
+
+@special(_aten.dequantize.self)
+def _dequantize(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    with pushed(engine.mode):
+        return args[0].to(torch.float32)

@@ -24,7 +24,14 @@ from typing import Any
 import torch
 
 from gpumem_magic.patching import Patches
-from gpumem_magic.virtual.engine.tensors import VirtualTensor, engine_of, own_class, place_of, saved_storages
+from gpumem_magic.virtual.engine.tensors import (
+    VirtualKind,
+    VirtualTensor,
+    engine_of,
+    own_class,
+    place_of,
+    saved_storages,
+)
 
 SWITCH = "GPUMEM_SAVE_STAND_INS"
 
@@ -42,7 +49,7 @@ def install(patches: Patches, computes: bool) -> None:
     patches.set(torch.jit, "load", _load_script(torch.jit.load))
     scripted: Any = torch.jit.RecursiveScriptModule  # type: ignore[attr-defined]
     patches.set(scripted, "save", _save_script(scripted.save, written))
-    for kind in (type(torch.Tensor), type(torch.nn.Parameter)):
+    for kind in (VirtualKind, type(torch.Tensor), type(torch.nn.Parameter)):
         patches.entry(copyreg.dispatch_table, kind, _reduced_class)
     if importlib.util.find_spec("safetensors") is not None and not computes:
         _safetensors(patches, written)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from gpumem_magic.patching import Patches
-from gpumem_magic.virtual.engine.tensors import OWN, VirtualTensor
+from gpumem_magic.virtual.engine.tensors import OWN, VirtualKind, VirtualTensor
 
 # The name under which a wrapper's own dictionary keeps the number of its device.
 _DEVICE = "_gpumem_device"
@@ -73,7 +73,10 @@ def _joined(cls: Any) -> type:
         own["__torch_function__"] = vars(VirtualTensor)["__torch_function__"]
     else:
         own["keeps_class"] = True
-    made: type = type(cls)(cls.__name__, (cls, VirtualTensor), own)
+    kind = type(cls)
+    if not issubclass(VirtualKind, kind):
+        kind = type(kind.__name__, (kind, VirtualKind), {})
+    made: type = kind(cls.__name__, (cls, VirtualTensor), own)
     return made
 
 
