@@ -32,24 +32,29 @@ def matrix(*shape: int) -> torch.Tensor:
     return torch.zeros(shape, device="cuda")
 
 
+# Whether any code says that it went wrong: of one matrix it is converted to a truth value.
+ONE_CODE, CODES = [1, 1], [1]
+
+
 def test_an_inverse_is_solved_for_in_place_beside_its_factors() -> None:
     # The result and a code; factors and pivots; the permutation; and the result once more, to be put in order.
-    assert made(lambda: linalg.inv(matrix(100, 100))) == [BYTES, BYTES, 4, BYTES, 400, 800, BYTES]
+    assert made(lambda: linalg.inv(matrix(100, 100))) == [BYTES, BYTES, 4, BYTES, 400, 800, BYTES, *ONE_CODE]
     assert scratch(lambda: linalg.inv(torch.zeros(1000, 1000, device="cuda"))) >= 2 * 4_000_000
     # In columns: the permutation's inverse comes from its places; the ordered copy is there before it is solved.
-    assert made(lambda: linalg.inv(matrix(100, 100).mT)) == [BYTES, BYTES, 4, BYTES, 400, 800, 800, 800, BYTES]
+    turned = made(lambda: linalg.inv(matrix(100, 100).mT))
+    assert turned == [BYTES, BYTES, 4, BYTES, 400, 800, 800, 800, BYTES, *ONE_CODE]
 
 
 def test_many_are_told_by_their_addresses() -> None:
     many = matrix(3, 100, 100)
     # cuBLAS factorizes them; of the first permutation each gets its own; eight or fewer of 64 and more are solved one by one.
-    factors = [3 * BYTES, 1200, 12, 24]
+    factors = [3 * BYTES, 1200, 12, 24, *CODES]
     assert made(lambda: linalg.lu_factor(many)) == factors
-    assert made(lambda: linalg.inv(many)) == [3 * BYTES, 12, 3 * BYTES, 1200, 24, 800, 2400, 3 * BYTES]
+    assert made(lambda: linalg.inv(many)) == [3 * BYTES, 12, 3 * BYTES, 1200, 24, 800, 2400, 3 * BYTES, *CODES]
     # MAGMA factorizes more of them, from 129 rows on, and those that are not square.
-    assert made(lambda: linalg.lu_factor(matrix(17, 100, 100)))[1:] == [17 * BYTES, 17 * 400, 17 * 4]
-    assert made(lambda: linalg.lu_factor(matrix(3, 129, 129)))[2:] == [3 * 129 * 4, 12]
-    assert made(lambda: linalg.cholesky(many)) == [3 * BYTES, 12, 24]
+    assert made(lambda: linalg.lu_factor(matrix(17, 100, 100)))[1:] == [17 * BYTES, 17 * 400, 17 * 4, *CODES]
+    assert made(lambda: linalg.lu_factor(matrix(3, 129, 129)))[2:] == [3 * 129 * 4, 12, *CODES]
+    assert made(lambda: linalg.cholesky(many)) == [3 * BYTES, 12, 24, *CODES]
 
 
 @pytest.mark.parametrize(
@@ -69,7 +74,8 @@ def test_the_way_to_solve_follows_from_the_sizes(size: int, width: int, batch: i
     left, right = matrix(batch, size, size), matrix(batch, size, width)
     by_cublas = [batch * 8] if batch > 1 else []
     results = [right.nbytes, left.nbytes, batch * size * 4, batch * 4]
-    assert made(lambda: linalg.solve(left, right)) == [*results, *by_cublas, *beside]
+    codes = CODES if batch > 1 else ONE_CODE
+    assert made(lambda: linalg.solve(left, right)) == [*results, *by_cublas, *beside, *codes]
 
 
 def test_one_matrix_for_many_right_hand_sides_is_spread() -> None:
@@ -78,7 +84,7 @@ def test_one_matrix_for_many_right_hand_sides_is_spread() -> None:
     right = matrix(3, 100, 3)
     order = [800, 2400, 800, 2400, right.nbytes]
     assert made(lambda: linalg.solve(matrix(100, 100), right))[1:] == [
-        right.nbytes, BYTES, 400, 4, *spread, 800, 2400, right.nbytes,
+        right.nbytes, BYTES, 400, 4, *spread, 800, 2400, right.nbytes, *ONE_CODE,
     ]  # fmt: skip
     assert made(lambda: linalg.lu_solve(factors, pivots, right)) == [right.nbytes, *spread, *order]
     assert made(lambda: linalg.solve_triangular(matrix(100, 100).expand(3, -1, -1), right, upper=True))[1:] == [
@@ -141,21 +147,22 @@ def test_vectors_are_made_only_for_a_gradient(with_gradient: bool) -> None:
     tall = matrix(100, 40).requires_grad_(with_gradient)
     square = matrix(100, 100).requires_grad_(with_gradient)
     # cuSOLVER wants room for the vectors in any case.
-    wanted = [16_000, 160, 6400, 4, 16_000] if with_gradient else [160, 4, 16_000, 16_000, 6400]
-    assert made(lambda: linalg.svdvals(tall)) == wanted
-    assert made(lambda: linalg.eigvalsh(square)) == [400, BYTES, 4]
+    wanted = [16_000, 6400, 160, 4, 16_000] if with_gradient else [160, 4, 16_000, 16_000, 6400]
+    assert made(lambda: linalg.svdvals(tall)) == [*wanted, *ONE_CODE]
+    vectors_or_copy = [BYTES, 400] if with_gradient else [400, BYTES]
+    assert made(lambda: linalg.eigvalsh(square)) == [*vectors_or_copy, 4, *ONE_CODE]
     kept = linalg.eigvalsh(square)
     assert (kept.grad_fn is not None) == with_gradient
 
 
 def test_singular_vectors_by_driver_and_size() -> None:
     tall = matrix(100, 40)
-    results = [16_000, 160, 6400, 4, 16_000]
+    results = [16_000, 6400, 160, 4, 16_000, *ONE_CODE]
     assert made(lambda: linalg.svd(tall, full_matrices=False)) == results
     assert made(lambda: linalg.svd(tall, full_matrices=False, driver="gesvd")) == results
     # Up to 32 rows and columns all vectors of the longer side are made.
     assert made(lambda: linalg.svd(matrix(5, 32, 8), full_matrices=False))[1:] == [
-        5 * 32 * 8 * 4, 5 * 8 * 4, 5 * 8 * 8 * 4, 20, 5 * 32 * 8 * 4, 5 * 32 * 32 * 4,
+        5 * 32 * 8 * 4, 5 * 8 * 8 * 4, 5 * 8 * 4, 20, 5 * 32 * 8 * 4, 5 * 32 * 32 * 4, *CODES,
     ]  # fmt: skip
 
 
@@ -171,5 +178,5 @@ def test_an_exponential_holds_five_powers_and_five_sums() -> None:
 def test_the_first_solution_takes_cublas_workspace() -> None:
     gpu.turn_off()
     gpu.turn_on("A100-40GB,torch=2.13,context=0MiB")
-    assert made(lambda: linalg.cholesky(matrix(100, 100))) == [BYTES, BYTES, 4]
+    assert made(lambda: linalg.cholesky(matrix(100, 100))) == [BYTES, BYTES, 4, *ONE_CODE]
     assert made(lambda: linalg.inv(matrix(100, 100))).count(8_519_680) == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import pickle
 import runpy
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 FOLDER = Path(__file__).resolve().parents[1] / "benchmarks" / "stand_in_runtime"
 
@@ -19,7 +21,8 @@ FOLDER = Path(__file__).resolve().parents[1] / "benchmarks" / "stand_in_runtime"
 def tool(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     monkeypatch.syspath_prepend(str(FOLDER))
     yield runpy.run_path(str(FOLDER / "__main__.py"), run_name="stand_in_runtime")
-    sys.modules.pop("building", None)
+    for module in ("building", "samples"):
+        sys.modules.pop(module, None)
 
 
 @pytest.fixture
@@ -103,3 +106,63 @@ def test_an_environment_that_does_not_fit_is_one_line(python: str, said: str) ->
     assert said in done.stderr
     assert done.stderr.startswith("Not compared: ")
     assert done.stderr.count("\n") == 1
+
+
+# ---- PyTorch's own samples
+
+
+def test_operators_that_differ_are_grouped_the_most_calls_first(tool: dict[str, Any]) -> None:
+    there = {
+        "add float32 0 forward": [["+", 4]],
+        "add float32 1 forward": [["+", 8]],
+        "mul float32 0 forward": [["+", 4], ["+", 8], ["-", 0], ["-", 1]],
+        "sub int64 0 forward": [["+", 4]],
+        "sub int64 0 backward": [["+", 4]],
+        "div float32 0 forward": "crashed with signal 11",
+        "exp float32 0 forward": [["+", 4]],
+    }
+    here = {
+        "add float32 0 forward": [["+", 12]],
+        "add float32 1 forward": [["+", 8]],
+        "mul float32 0 forward": [["+", 4], ["+", 8], ["-", 1], ["-", 0]],
+        "sub int64 0 forward": [],
+        "sub int64 0 backward": "RuntimeError: no",
+        "exp float32 0 forward": [["+", 4]],
+    }
+    lines = "\n".join(tool["grouped"](there, here)).split("\n\n")
+    assert lines == [
+        "\nsub: other allocations in 2  (int64 0 forward)\n  A +4\n  B ",
+        "add: other allocations in 1  (float32 0 forward)\n  A +4\n  B +12",
+        "mul: frees in another order in 1  (float32 0 forward)\n  A +4 +8 -0 -1\n  B +4 +8 -1 -0",
+        "Left out, since nothing of them runs over the stand-in runtime: div",
+        "3 of 6 calls alike (allocations), 2 alike with their frees; 4 operators.",
+    ]
+
+
+def test_a_solvers_workspace_is_said_to_be_empty(building: Any) -> None:
+    declared = """
+      cusolverStatus_t CUSOLVERAPI cusolverDnSgetrf_bufferSize(
+        cusolverDnHandle_t handle, int m, int n, float *A, int lda, int *Lwork, int *lwork);
+      cusolverStatus_t CUSOLVERAPI cusolverDnSgesvd_bufferSize(
+        cusolverDnHandle_t handle, int m, double tolerance, float *A, size_t *workspaceInBytes, size_t * bufferOnHost);
+    """
+    first, second, third = building.successes(
+        {"cusolverDnSgetrf_bufferSize", "cusolverDnSgesvd_bufferSize", "cusolverDnSgetrf"}, declared
+    ).splitlines()
+    places = "void *a0, void *a1, void *a2, void *a3, void *a4"
+    assert first == (f"int cusolverDnSgesvd_bufferSize({places}) {{ *(size_t *)a3 = 0; *(size_t *)a4 = 0; return 0; }}")
+    assert second == "int cusolverDnSgetrf() { return 0; }"
+    assert third == (f"int cusolverDnSgetrf_bufferSize({places}, void *a5, void *a6) {{ *(int *)a6 = 0; return 0; }}")
+
+
+def test_a_tensor_is_packed_with_the_way_it_lies(tool: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    samples = importlib.import_module("samples")
+    monkeypatch.setattr(torch.Tensor, "to", lambda self, device: self)
+    tensor = torch.arange(12.0).view(3, 4).t()[1:].requires_grad_()
+    packed = pickle.loads(pickle.dumps(samples.Packed(tensor)))
+    again = packed.unpacked()
+    assert torch.equal(again, tensor)
+    assert again.requires_grad
+    assert (again.stride(), again.storage_offset()) == (tensor.stride(), tensor.storage_offset()) == ((1, 4), 1)
+    with pytest.raises(TypeError, match="conjugated"):
+        samples.Packed(torch.zeros(2, dtype=torch.complex64).conj())

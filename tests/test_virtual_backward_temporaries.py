@@ -80,14 +80,15 @@ def test_flash_attentions_gradient_adds_up_in_float32() -> None:
     gpu.turn_on("A100-40GB")
     sizes = attention(SDPBackend.FLASH_ATTENTION, dtype=torch.bfloat16, tokens=1000, size=72)
     padded = 32 * 1000 * 72 * 2
-    assert sizes == [padded] * 3 + [32 * 1024 * 4, 32 * 1024 * 96 * 4]
+    # Heads lie before tokens here: the result's gradient and the result are laid out first.
+    assert sizes == [padded] * 2 + [padded] * 3 + [32 * 1024 * 4, 32 * 1024 * 96 * 4]
 
 
 def test_shared_keys_have_a_gradient_for_each_query_head_first() -> None:
     gpu.turn_on("A100-40GB")
     sizes = attention(SDPBackend.FLASH_ATTENTION, dtype=torch.bfloat16, tokens=1024, groups=8)
     whole = 32 * 1024 * 64 * 2
-    assert sizes == [whole, whole // 4, whole // 4, 32 * 1024 * 4, 32 * 1024 * 64 * 4, whole, whole]
+    assert sizes == [whole, whole, whole, whole // 4, whole // 4, 32 * 1024 * 4, 32 * 1024 * 64 * 4, whole, whole]
 
 
 # ---- batch norm, dropout, products with a bias

@@ -1,11 +1,11 @@
 """What PyTorch's own CUDA build asks its allocator for, operator by operator, beside the virtual GPU. No GPU is needed.
 
-    python benchmarks/stand_in_runtime --python OTHER/bin/python [--card A100] [--only TEXT ...]
+    python benchmarks/stand_in_runtime --python OTHER/bin/python [--card A100] [--only TEXT ...] [--opinfo]
 
 OTHER is an environment with a CUDA build of PyTorch, as `pip install torch` makes it on Linux; its version is the one compared.
 ATen's, CUB's and the allocator's host code run over a CUDA runtime in which no kernel runs (`runtime.c`), built into a scratch
 folder with `cc` and that environment's headers. Each case of `cases.txt` runs in a forked child, here and there: what it
-allocates and frees, in order, is compared.
+allocates and frees, in order, is compared. With --opinfo, the samples of PyTorch's own tests are, each with its gradients.
 
 It was run with 2.6, 2.11 and 2.13. With 2.1 it runs, too, but for gradients.
 """
@@ -43,30 +43,59 @@ def main() -> int:
         "--python", metavar="OTHER", required=True, help="the Python of an environment with a CUDA build"
     )
     parser.add_argument("--card", default="A100", help="a card of `gpumem devices` (default: %(default)s)")
-    parser.add_argument("--only", metavar="TEXT", nargs="+", help="cases with a TEXT in their name")
+    parser.add_argument("--only", metavar="TEXT", nargs="+", help="cases, or operators, with a TEXT in their name")
+    parser.add_argument(
+        "--opinfo",
+        action="store_true",
+        help="PyTorch's own samples of each operator in place of the cases, with gradients; both environments need expecttest",
+    )
+    parser.add_argument("--most", type=int, default=4, help="samples of an operator and a type (default: %(default)s)")
     options = parser.parse_args()
+    if options.opinfo:
+        return by_operator(options.python, options.card, options.only, options.most)
     listed = read((HERE / "cases.txt").read_text(encoding="utf-8"))
     wanted = [case for case in listed if options.only is None or any(text in case.name for text in options.only)]
     if not wanted:
         parser.error(f"no case has {' or '.join(options.only)} in its name")
     try:
-        spec = catalog.parse(options.card)
-        if isinstance(spec, catalog.RealDevice):
-            raise Unfit(f"{options.card} is a real device; a card of the catalogue is needed")
-        model = spec.models[0]
-        other = wheel(options.python)
-        version = ".".join(other.version.split(".")[:2])
-        with tempfile.TemporaryDirectory() as scratch:
-            there = over_the_stand_in(options.python, other, model, wanted, Path(scratch))
-        here = run(sys.executable, wanted, f"{options.card},torch={version}", {})
+        title, there, here = both(options.python, options.card, {"cases": wanted})
     except (Unfit, catalog.UnknownDevice) as why:
         print(f"Not compared: {str(why).rstrip('.')}.", file=sys.stderr)
         return 1
-    print(
-        f"PyTorch {other.version} over the stand-in runtime (A), {options.card},torch={version} on the virtual GPU (B)"
-    )
+    print(title)
     print("\n".join(words(wanted, there, here)))
     return 0
+
+
+def by_operator(python: str, card: str, only: list[str] | None, most: int) -> int:
+    try:
+        with tempfile.NamedTemporaryFile() as drawn:
+            request = json.dumps({"only": only, "most": most})
+            command = [sys.executable, str(HERE / "samples.py"), drawn.name]
+            done = subprocess.run(command, input=request, capture_output=True, text=True, check=False)
+            if done.returncode:
+                raise Unfit(f"no samples: {(done.stderr.strip().splitlines() or ['no word why'])[-1]}")
+            title, there, here = both(python, card, {"samples": drawn.name})
+    except (Unfit, catalog.UnknownDevice) as why:
+        print(f"Not compared: {str(why).rstrip('.')}.", file=sys.stderr)
+        return 1
+    print(title)
+    print("\n".join(grouped(there, here)))
+    return 0
+
+
+def both(python: str, card: str, request: dict[str, Any]) -> tuple[str, dict[str, Any], dict[str, Any]]:
+    """What is compared, in words, and the answers of both sides."""
+    spec = catalog.parse(card)
+    if isinstance(spec, catalog.RealDevice):
+        raise Unfit(f"{card} is a real device; a card of the catalogue is needed")
+    other = wheel(python)
+    version = ".".join(other.version.split(".")[:2])
+    with tempfile.TemporaryDirectory() as scratch:
+        there = over_the_stand_in(python, other, spec.models[0], request, Path(scratch))
+    here = run(sys.executable, request, f"{card},torch={version}", {})
+    title = f"PyTorch {other.version} over the stand-in runtime (A), {card},torch={version} on the virtual GPU (B)"
+    return title, there, here
 
 
 def read(text: str) -> list[Case]:
@@ -80,7 +109,9 @@ def read(text: str) -> list[Case]:
     return cases
 
 
-def over_the_stand_in(python: str, other: Wheel, model: GpuModel, cases: list[Case], scratch: Path) -> dict[str, Any]:
+def over_the_stand_in(
+    python: str, other: Wheel, model: GpuModel, request: dict[str, Any], scratch: Path
+) -> dict[str, Any]:
     described = {
         "NAME": model.name,
         "CAPABILITY": model.capability[0] * 10 + model.capability[1],
@@ -91,15 +122,17 @@ def over_the_stand_in(python: str, other: Wheel, model: GpuModel, cases: list[Ca
         "SHARED_OPTIN": model.shared_memory_per_block_optin,
         "L2": model.l2_cache_bytes,
     }
-    return run(python, cases, None, build(other, scratch) | {f"STAND_IN_{key}": str(v) for key, v in described.items()})
+    return run(
+        python, request, None, build(other, scratch) | {f"STAND_IN_{key}": str(v) for key, v in described.items()}
+    )
 
 
-def run(python: str, cases: list[Case], virtual: str | None, environment: dict[str, str]) -> dict[str, Any]:
+def run(python: str, request: dict[str, Any], virtual: str | None, environment: dict[str, str]) -> dict[str, Any]:
     with tempfile.NamedTemporaryFile() as out:
-        request = json.dumps({"cases": cases, "virtual": virtual})
+        asked = json.dumps({**request, "virtual": virtual})
         command = [python, str(HERE / "running.py"), out.name]
         everything = {**os.environ, **environment}
-        done = subprocess.run(command, input=request, env=everything, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, input=asked, env=everything, capture_output=True, text=True, check=False)
         if done.returncode:
             side = "on the virtual GPU" if virtual else "over the stand-in runtime"
             raise Unfit(f"{side} nothing ran: {(done.stderr.strip().splitlines() or ['it ended without a word'])[-1]}")
@@ -124,6 +157,34 @@ def words(cases: list[Case], there: dict[str, Any], here: dict[str, Any]) -> lis
         *lines,
         f"\n{len(alike)} of {len(ran)} cases alike (allocations), {len(with_frees)} alike with their frees.",
     ]
+
+
+def grouped(there: dict[str, Any], here: dict[str, Any]) -> list[str]:
+    """Operators that differ, those with the most calls first, with one call each; and the counts."""
+    ran = [name for name, events in there.items() if not isinstance(events, str)]
+    alike = {name for name in ran if sizes(there[name]) == sizes(here.get(name))}
+    with_frees = {name for name in alike if there[name] == here[name]}
+    groups: dict[tuple[bool, str], list[str]] = {}
+    for name in ran:
+        if name not in with_frees:
+            groups.setdefault((name in alike, operator_of(name)), []).append(name)
+    lines = []
+    for (only_frees, operator), names in sorted(groups.items(), key=lambda group: (group[0][0], -len(group[1]))):
+        kind = "frees in another order" if only_frees else "other allocations"
+        first = names[0]
+        lines.append(f"\n{operator}: {kind} in {len(names)}  ({first.partition(' ')[2]})")
+        lines += [f"  A {shown(there[first])}", f"  B {shown(here.get(first))}"]
+    operators = {operator_of(name) for name in ran}
+    failed = sorted({operator_of(name) for name in there} - operators)
+    if failed:
+        lines.append(f"\nLeft out, since nothing of them runs over the stand-in runtime: {', '.join(failed)}")
+    share = f"{len(alike)} of {len(ran)} calls alike (allocations), {len(with_frees)} alike with their frees"
+    return [*lines, f"\n{share}; {len(operators)} operators."]
+
+
+def operator_of(name: str) -> str:
+    """Of a call, whose name is ``operator type number way``."""
+    return name.split(" ")[0]
 
 
 def sizes(events: Any) -> Any:

@@ -63,7 +63,9 @@ def build(wheel: Wheel, folder: Path) -> dict[str, str]:
     own = set(re.findall(r" T (\w+)", _run(["nm", "--defined-only", str(runtime)], "no symbols can be read")))
     libraries = [str(path) for path in sorted((wheel.torch / "lib").glob("*.so"))]
     listing = _run(["nm", "-D", "--undefined-only", *libraries], "the wheel's symbols cannot be read")
-    stubs.write_text(successes(emulated(listing) - own), encoding="utf-8")
+    solver = _header(wheel, "cusolverDn.h")
+    declarations = solver.read_text(encoding="utf-8", errors="replace") if solver else ""
+    stubs.write_text("#include <stddef.h>\n" + successes(emulated(listing) - own, declarations), encoding="utf-8")
     _run([*compiler, "-shared", "-o", str(folder / "runtime.so"), str(runtime), str(stubs)], "stubs do not link")
     words = (_header(wheel, "cuda.h") or HERE).read_text(encoding="utf-8", errors="replace")
     stubs.write_text(successes(set(re.findall(r"\bcu[A-Z]\w*\b", words))), encoding="utf-8")
@@ -77,9 +79,28 @@ def emulated(listing: str) -> set[str]:
     return set(re.findall(rf" U (\w+)@+lib{EMULATED}\.so", listing))
 
 
-def successes(names: set[str]) -> str:
-    """C functions that return 0."""
-    return "".join(f"int {name}() {{ return 0; }}\n" for name in sorted(names))
+def successes(names: set[str], declarations: str = "") -> str:
+    """C functions that return 0, and write 0 where the declarations have them say how much a solver's workspace takes."""
+    written = []
+    for name in sorted(names):
+        sizes = _sizes_asked_for(name, declarations) if name.endswith("ufferSize") else []
+        arguments = ", ".join(f"void *a{place}" for place in range(max((place for place, _ in sizes), default=-1) + 1))
+        zeros = "".join(f"*({kind} *)a{place} = 0; " for place, kind in sizes)
+        written.append(f"int {name}({arguments}) {{ {zeros}return 0; }}\n")
+    return "".join(written)
+
+
+def _sizes_asked_for(name: str, declarations: str) -> list[tuple[int, str]]:
+    """Where in a function's arguments it writes how large a workspace has to be, and as which type."""
+    found = re.search(rf"\b{name}\s*\(([^)]*)\)", declarations)
+    # (Numbers that are no integers are passed apart from the others.)
+    whole = (
+        [one for one in found[1].split(",") if "*" in one or not re.search(r"\b(float|double)\b", one)] if found else []
+    )
+    asked = [
+        (place, re.search(r"\b(int|size_t)\s*\*\s*(?:lwork|workspace|buf)", one)) for place, one in enumerate(whole)
+    ]
+    return [(place, kind[1]) for place, kind in asked if kind]
 
 
 def _header(wheel: Wheel, name: str) -> Path | None:

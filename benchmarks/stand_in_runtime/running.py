@@ -1,26 +1,31 @@
 """Runs every case in a forked child of its own and writes what each asked the allocator for: python running.py OUT < JSON.
 
-JSON: {"cases": [[name, setup, expression], ...], "virtual": SPEC or null}. It runs in either environment, and so needs nothing
-but PyTorch.
+JSON: {"cases": [[name, setup, expression], ...], "virtual": SPEC or null}, or "samples": FILE in place of the cases (see
+samples.py), whose groups get a child each. It runs in either environment, and so needs nothing but PyTorch.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import pickle
 import re
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import samples
 import torch
 
 
 def main(out: str) -> None:
     asked = json.load(sys.stdin)
     warnings.simplefilter("ignore")
+    if "samples" in asked:
+        operators = {operator.formatted_name: operator.op for operator in samples.database()}
     if asked["virtual"]:
         from gpumem_magic.virtual import gpu
 
@@ -31,47 +36,105 @@ def main(out: str) -> None:
 
     else:
         begin = torch.cuda.init
-    nothing = forked(begin, "pass", "None")
+    (nothing,) = forked(lambda: run(begin, "pass", "None"))
     if isinstance(nothing, str):
         sys.exit(nothing)
-    answers = {name: forked(begin, *case) for name, *case in asked["cases"]}
+    if "samples" in asked:
+        groups = [group for group in pickle.loads(Path(asked["samples"]).read_bytes()) if group[0] in operators]
+        answers = sampled(begin, operators, groups)
+    else:
+        answers = {name: forked(lambda case=case: run(begin, *case))[0] for name, *case in asked["cases"]}
     Path(out).write_text(json.dumps(answers), encoding="utf-8")
 
 
-def forked(begin: Callable[[], object], setup: str, expression: str) -> Any:
-    """The events of a case, or one line about its failure: nothing that it does reaches the next. CUDA is begun
-    in the child only (`begin`): after a fork it would refuse to go on."""
+def sampled(begin: Callable[[], object], operators: dict[str, Any], groups: list[Any]) -> dict[str, Any]:
+    """The events of each sample's call and of its gradients, in one child until one crashes, and in another from the next on."""
+    every = [
+        (f"{name} {dtype} {number}", operators[name], *sample)
+        for name, dtype, drawn in groups
+        for number, sample in enumerate(drawn)
+    ]
+    answers: dict[str, Any] = {}
+    first = 0
+    while first < len(every):
+        found = forked(partial(run_samples, begin, every[first:]))
+        done = [answer for answer in found if not isinstance(answer, str)]
+        for (name, *_), answer in zip(every[first:], done, strict=False):
+            answers |= {f"{name} {way}": events for way, events in answer.items()}
+        first += len(done)
+        if first < len(every):
+            answers[f"{every[first][0]} forward"] = found[-1]
+            first += 1
+    return answers
+
+
+def run_samples(begin: Callable[[], object], every: list[Any]) -> Iterator[Any]:
+    begin()
+    # cuBLAS's workspace comes with the first product, and stays.
+    torch.mm(*[torch.zeros(8, 8, device="cuda")] * 2)
+    for _, operator, sample, with_gradients in every:
+        answer: dict[str, Any] = {}
+        try:
+            call, gradients = samples.call(operator, sample)
+            answer["forward"], result = recorded(call)
+            if with_gradients:
+                answer["backward"], result = recorded(partial(gradients, result))
+        except Exception as error:
+            answer["backward" if "forward" in answer else "forward"] = said(error)
+        call = gradients = result = None
+        yield answer
+
+
+def recorded(call: Callable[[], Any]) -> tuple[Any, Any]:
+    """What a call asks for, and its result."""
+    torch.cuda.synchronize()
+    torch.cuda.memory._record_memory_history(None)
+    torch.cuda.memory._record_memory_history(context=None)
+    result = call()
+    torch.cuda.synchronize()
+    return events(torch.cuda.memory._snapshot()["device_traces"][0]), result
+
+
+def forked(work: Callable[[], Iterable[Any]]) -> list[Any]:
+    """What a child's work yields, and a last line if it ended by a failure: nothing that it does reaches the next. CUDA is begun
+    in the child only: after a fork it would refuse to go on."""
     reading, writing = os.pipe()
     child = os.fork()
     if not child:
         try:
-            os.write(writing, json.dumps(run(begin, setup, expression)).encode())
+            with os.fdopen(writing, "w") as pipe:
+                try:
+                    for answer in work():
+                        print(json.dumps(answer), file=pipe, flush=True)
+                except Exception as error:
+                    print(json.dumps(said(error)), file=pipe)
         finally:
             os._exit(0)
     os.close(writing)
-    with os.fdopen(reading, "rb") as pipe:
-        answer = pipe.read()
+    with os.fdopen(reading) as pipe:
+        answers = [json.loads(line) for line in pipe]
     _, status = os.waitpid(child, 0)
-    return json.loads(answer) if answer else f"crashed with signal {status & 127}"
+    return [*answers, f"crashed with signal {status & 127}"] if status & 127 else answers
 
 
-def run(begin: Callable[[], object], setup: str, expression: str) -> Any:
+def said(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error)[:150].split())}"
+
+
+def run(begin: Callable[[], object], setup: str, expression: str) -> Iterator[Any]:
     told = re.match(r"told=(\d+);", setup)
     scope = {
-        "torch": torch, "F": torch.nn.functional, "r": zeros, "some": some, "d": "cuda", "h": torch.half, "bf": torch.bfloat16,
-        "i8": torch.int64, "i4": torch.int32, "bool": torch.bool,
+        "torch": torch, "F": torch.nn.functional, "r": zeros, "some": some, "opt": optimizer, "d": "cuda", "h": torch.half,
+        "bf": torch.bfloat16, "i8": torch.int64, "i4": torch.int32, "bool": torch.bool,
     }  # fmt: skip
-    try:
-        begin()
-        exec(setup[told.end() if told else 0 :].strip(), scope)
-        torch.cuda.memory._record_memory_history(context=None)
-        if told:
-            os.environ["STAND_IN_TOLD"] = told[1]
-        exec(f"out = ({expression.strip()})", scope)
-        torch.cuda.synchronize()
-        return events(torch.cuda.memory._snapshot()["device_traces"][0])
-    except Exception as error:
-        return f"{type(error).__name__}: {' '.join(str(error)[:150].split())}"
+    begin()
+    exec(setup[told.end() if told else 0 :].strip(), scope)
+    torch.cuda.memory._record_memory_history(context=None)
+    if told:
+        os.environ["STAND_IN_TOLD"] = told[1]
+    exec(f"out = ({expression.strip()})", scope)
+    torch.cuda.synchronize()
+    yield events(torch.cuda.memory._snapshot()["device_traces"][0])
 
 
 def zeros(*shape: int, dtype: torch.dtype = torch.float32, grad: bool = False) -> torch.Tensor:
@@ -83,6 +146,19 @@ def some(count: int, *shape: int, dtype: torch.dtype = torch.bool) -> torch.Tens
     host = torch.zeros(*shape, dtype=dtype)
     host.view(-1)[:count] = 1
     return host.to("cuda")
+
+
+def optimizer(
+    name: str, sizes: Any = ((100, 100), (100,), (3, 7), (1,)), dtype: Any = None, others: Any = None, **options: Any
+) -> Any:
+    """An optimizer whose parameters have gradients. others: the dtype of every other parameter."""
+    dtypes = [dtype, others or dtype] * len(sizes)
+    parameters = [
+        torch.nn.Parameter(torch.zeros(*size, dtype=of, device="cuda")) for size, of in zip(sizes, dtypes, strict=False)
+    ]
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    return getattr(torch.optim, name)(parameters, **options)
 
 
 def events(trace: list[dict[str, Any]]) -> list[tuple[str, int]]:

@@ -4,9 +4,6 @@
 
 Later versions swap them where the result then lies plainly (``sumproduct_pair`` in ATen/native/Linear.cpp, pull request
 161755). The older result lies transposed, as do the gradients that meet it, and so other tensors are copied.
-
-`linear` of an input that does not lie plainly: a product, to which the bias is added in place (``Linear.cpp``). For subclasses of
-tensors, which virtual ones are, C++ makes another tensor.
 """
 
 from __future__ import annotations
@@ -63,12 +60,3 @@ def unswapped(equation: str, left: Sequence[int], right: Sequence[int]) -> tuple
     summed = any(label in in_right and label not in output for label in in_left)
     swaps = summed and from_left and from_right and output.index(from_right[-1]) < output.index(from_left[0])
     return (",".join(names), output, "".join(both + from_left + from_right)) if swaps else None
-
-
-def with_bias_in_place(input: Any, weight: Any, bias: Any = None) -> Any:
-    """`linear` where a bias is added after the product; None where one call does both, or there is none."""
-    if bias is None or not isinstance(input, torch.Tensor) or input.dim() < 3 or input.is_contiguous():
-        return None
-    if torch.is_autocast_enabled("cuda") or torch._C._are_functorch_transforms_active():
-        return None
-    return torch.matmul(input, weight.t()).add_(bias)

@@ -213,8 +213,6 @@ class Engine:
 
     def otherwise(self, func: Any, args: Any) -> Any:
         """What one of `OTHERWISE` gives where the device runs it in another way; else None (False after an assignment)."""
-        if func is torch.nn.functional.linear:
-            return contractions.with_bias_in_place(*args)
         if func is torch.Tensor.__setitem__:
             return indexing.assigned_from_host(*args)
         device = device_among(args, None)
@@ -464,8 +462,8 @@ class Engine:
             ) from None
 
     @contextmanager
-    def scratch(self, device: int, *sizes: int) -> Iterator[None]:
-        """Blocks that a kernel holds while it runs, taken in this order and given back in the other."""
+    def scratch(self, device: int, *sizes: int, first_out: bool = False) -> Iterator[None]:
+        """Blocks that a kernel holds while it runs, taken in this order, given back in the other or (first_out) in this one."""
         taken = []
         try:
             for nbytes in filter(None, sizes):
@@ -474,6 +472,8 @@ class Engine:
                     self.memory.born(device, self.births.of(self._under_way, self._answer, None))
             yield
         finally:
+            if first_out:
+                taken.reverse()
             while taken:
                 self.memory.free(device, taken.pop())
 

@@ -98,7 +98,7 @@ _NO_MEMORY = (
 )
 
 # Functions that run in another way than here: in older versions, or for tensors that are no subclass.
-OTHERWISE = {torch.Tensor.__getitem__, torch.Tensor.__setitem__, torch.functional.einsum, torch.nn.functional.linear}
+OTHERWISE = {torch.Tensor.__getitem__, torch.Tensor.__setitem__, torch.functional.einsum}
 
 # What PyTorch's fake tensors keep in a tensor's own dictionary, apart from what users put there.
 _FAKE_ATTRIBUTES = {

@@ -15,7 +15,10 @@ asks for.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from math import ceil
 from typing import Any
 
 import torch
@@ -23,9 +26,11 @@ import torch.nn.functional as F
 
 from gpumem_magic.patching import Patches
 from gpumem_magic.private import aten as _aten
-from gpumem_magic.virtual.engine.engine import ON_HOST, Engine, special
+from gpumem_magic.virtual.engine.calls import bytes_of
+from gpumem_magic.virtual.engine.engine import BESIDE, ON_HOST, Engine, special
 from gpumem_magic.virtual.engine.half_precision import HALF
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
+from gpumem_magic.virtual.operators.attention_gradients import copies_by_token
 
 _SEEDS_ON_DEVICE_FROM = (2, 14)
 _FLASH_SEEDS_ON_DEVICE_FROM = (2, 7)
@@ -62,8 +67,7 @@ def choose(
             kinds = (*HALF, torch.float32) if capability >= (8, 0) else (torch.float16, torch.float32)
             step = _alignment(capability, query.dtype)
             aligned = query.shape[-1] % step == 0 and value.shape[-1] % step == 0
-            learned_mask = mask is not None and mask.requires_grad
-            if query.dtype in kinds and aligned and not learned_mask:
+            if query.dtype in kinds and aligned:
                 fits.add(EFFICIENT)
         if torch.backends.cuda.cudnn_sdp_enabled() and batches and (heads or enable_gqa):
             most = 256 if capability >= (9, 0) else 128
@@ -133,9 +137,10 @@ class Attention:
         if attn_mask is not None and attn_mask.dtype == torch.bool:
             attn_mask = _additive(attn_mask, query.dtype, self._version_of(device))
         if kernel == MATH:
-            return _aten._scaled_dot_product_attention_math.default(  # type: ignore[no-any-return]
-                query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
-            )[0]
+            with _masked_in_place():
+                return _aten._scaled_dot_product_attention_math.default(  # type: ignore[no-any-return]
+                    query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
+                )[0]
         size = query.shape[-1]
         scale = size**-0.5 if scale is None else scale
         if kernel == FLASH:
@@ -143,9 +148,13 @@ class Attention:
             extra = -size % 8
             if extra:
                 query, key, value = (F.pad(tensor, (0, extra)) for tensor in (query, key, value))
-            out = _aten._scaled_dot_product_flash_attention.default(
-                query, key, value, dropout_p, is_causal, False, scale=scale
-            )[0]
+            out = _first_of(
+                _aten._scaled_dot_product_flash_attention.default(
+                    query, key, value, dropout_p, is_causal, False, scale=scale
+                )
+            )
+            # What is padded goes from the last to the first.
+            del value, key, query
             return out[..., :size] if extra else out  # type: ignore[no-any-return]
         wanted = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
         if kernel == CUDNN:
@@ -155,10 +164,46 @@ class Attention:
             return _aten._scaled_dot_product_cudnn_attention.default(  # type: ignore[no-any-return]
                 query, key, value, bias, wanted, dropout_p, is_causal, False, scale=scale
             )[0]
-        mask = _efficient_mask(attn_mask, query, key)
-        return _aten._scaled_dot_product_efficient_attention.default(  # type: ignore[no-any-return]
-            query, key, value, mask, wanted, dropout_p, is_causal, scale=scale
-        )[0]
+        # (Under one name: what it is made from goes first.)
+        attn_mask = _efficient_mask(attn_mask, query, key)
+        return _first_of(  # type: ignore[no-any-return]
+            _aten._scaled_dot_product_efficient_attention.default(
+                query, key, value, attn_mask, wanted, dropout_p, is_causal, scale=scale
+            )
+        )
+
+
+class _Masking(threading.local):
+    """Whether this thread is in the math path, where C++ adds a mask to the scores in place, but for subclasses of tensors."""
+
+    within = False
+
+
+_MASKING = _Masking()
+
+
+@contextmanager
+def _masked_in_place() -> Iterator[None]:
+    before, _MASKING.within = _MASKING.within, True
+    try:
+        yield
+    finally:
+        _MASKING.within = before
+
+
+def is_mask_added(args: Any) -> bool:
+    """Whether a sum is that of scores and a mask in the math path."""
+    return _MASKING.within and len(args) == 2 and isinstance(args[1], VirtualTensor)
+
+
+def _first_of(results: Sequence[Any]) -> Any:
+    """The first of a kernel's results; the others go in their order, as C++ lets go of them."""
+    kept = list(results)
+    del results
+    first = kept[0]
+    for place in range(len(kept)):
+        kept[place] = None
+    return first
 
 
 def _additive(mask: torch.Tensor, dtype: torch.dtype, version: tuple[int, int]) -> torch.Tensor:
@@ -184,9 +229,19 @@ def _without_autograd(engine: Engine, func: Any, args: Any, kwargs: Any, device:
     return engine.attend(*args, **kwargs)
 
 
-@special(
-    _aten._scaled_dot_product_efficient_attention.default, _aten._efficient_attention_forward.default, table=ON_HOST
-)  # fmt: skip
+_EFFICIENT_FORWARD = (_aten._scaled_dot_product_efficient_attention.default, _aten._efficient_attention_forward.default)
+# The widest rows that the kernel keeps in registers.
+_WIDEST_ROW = 128
+
+
+@special(*_EFFICIENT_FORWARD, table=BESIDE)
+def _sums(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> list[int]:
+    """Wider rows of half precision are added up in float32 (``kernel_forward.h``, `kNeedsOutputAccumulatorBuffer`)."""
+    is_wide = max(args[0].shape[-1], args[2].shape[-1]) > _WIDEST_ROW
+    return [out[0].numel() * 4] if is_wide and args[0].dtype in HALF else []
+
+
+@special(*_EFFICIENT_FORWARD, table=ON_HOST)
 def _with_seeds(engine: Engine, func: Any, out: Any, device: int) -> Any:
     """The results, with the seed and the offset of random numbers where CUDA has them."""
     if torch.cuda.is_current_stream_capturing() or engine.memory.torch_version(device) >= _SEEDS_ON_DEVICE_FROM:
@@ -194,18 +249,69 @@ def _with_seeds(engine: Engine, func: Any, out: Any, device: int) -> Any:
     return (*out[:2], *(torch.empty((), dtype=torch.long) for _ in range(2)), *out[4:])
 
 
-@special(_aten._scaled_dot_product_flash_attention.default, _aten._flash_attention_forward.default, table=ON_HOST)
-def _flash_with_seeds(engine: Engine, func: Any, out: Any, device: int) -> Any:
-    """Likewise of flash. (What computes on the host as well keeps them where its own operator has them.)"""
+_SCALED_FLASH = _aten._scaled_dot_product_flash_attention.default
+
+
+@special(_SCALED_FLASH, _aten._flash_attention_forward.default)
+def _flash(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    """Likewise of flash. (What computes on the host as well keeps them where its own operator has them.)
+
+    With few queries and many keys blocks share a row: partial results and their sums, for each part of the keys
+    (`set_params_splitkv` in ``flash_api.cpp``). With dropout the seeds are made twice.
+    """
+    out = engine.fake_call(func, args, kwargs)
     newer = engine.memory.torch_version(device) >= _FLASH_SEEDS_ON_DEVICE_FROM
-    if newer or engine.computes or torch.cuda.is_current_stream_capturing():
-        return out
-    # The last but the mask for debugging.
-    return (*out[:-3], *(torch.empty(one.shape, dtype=one.dtype) for one in out[-3:-1]), out[-1])
+    engine.settle(out[:2])
+    place = 3 if func is _SCALED_FLASH else 7
+    dropout = args[place] if len(args) > place else kwargs.get("dropout_p", 0.0)
+    parts = _partial_results(engine, device, *args[:2]) if func is _SCALED_FLASH and not dropout else ()
+    with engine.scratch(device, *parts, first_out=newer):
+        if not newer and not engine.computes and not torch.cuda.is_current_stream_capturing():
+            # The last but the mask for debugging.
+            return (*out[:-3], *(torch.empty(one.shape, dtype=one.dtype) for one in out[-3:-1]), out[-1])
+        if dropout:
+            with engine.scratch(device, bytes_of(out[-3])):
+                engine.settle(out[-2])
+                engine.settle(out[-3])
+        engine.settle(out[-3:])
+    return out
+
+
+# The blocks of keys for each head size, queries of a block, the most parts, and how full all but the fullest must be.
+_ROWS_OF_PARTS, _MOST_PARTS, _FULL_ENOUGH, _NEARLY_FULL = 64, 128, 0.8, 0.85
+
+
+def _partial_results(engine: Engine, device: int, query: Any, key: Any) -> tuple[int, ...]:
+    batch, heads, queries, size = query.shape
+    if queries == 1 and heads > key.shape[1] and size % 8 == 0:
+        # One query for each of several heads that share keys: queries of one head.
+        heads, queries = key.shape[1], heads // key.shape[1]
+    columns = 256 if size <= 64 else 128 if size <= 128 else 64
+    rows = batch * heads * ceil(queries / _ROWS_OF_PARTS)
+    parts = parts_of_keys(rows, 2 * engine.memory.processors(device)[0], ceil(key.shape[2] / columns))
+    if parts == 1:
+        return ()
+    sums = parts * batch * heads * queries * 4
+    return sums, sums * (ceil(size / 32) * 32 if size <= 128 else ceil(size / 64) * 64)
+
+
+def parts_of_keys(rows: int, processors: int, blocks: int) -> int:
+    """How many parts fill the card best (`num_splits_heuristic`): the fewest that are nearly as good as the best."""
+    if rows >= _FULL_ENOUGH * processors:
+        return 1
+    filled = {}
+    for parts in range(1, min(_MOST_PARTS, processors, blocks) + 1):
+        if parts == 1 or ceil(blocks / parts) != ceil(blocks / (parts - 1)):
+            waves = rows * parts / processors
+            filled[parts] = waves / ceil(waves)
+    best = max(filled.values())
+    return next(parts for parts, share in filled.items() if share >= _NEARLY_FULL * best)
 
 
 @special(_aten._scaled_dot_product_flash_attention_backward.default, _aten._flash_attention_backward.default)
 def _flash_backward(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     """Seeds may stand on the host; for the shapes of the gradients anything of the device's stands for them."""
     seeds = [one if isinstance(one, VirtualTensor) else args[5] for one in args[12:14]]
-    return engine.run(func, (*args[:12], *seeds, *args[14:]), kwargs, device)
+    heads_first = func is _aten._scaled_dot_product_flash_attention_backward.default
+    with engine.scratch(device, *copies_by_token((args[0], args[4]), heads_first)):
+        return engine.run(func, (*args[:12], *seeds, *args[14:]), kwargs, device)

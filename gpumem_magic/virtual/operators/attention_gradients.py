@@ -3,17 +3,19 @@
 Memory-efficient: ``transformers/cuda/attention_backward.cu`` and ``mem_eff_attention/kernel_backward.h`` of ATen. A query's
 gradient is added up in blocks by kernels that each see a part of the keys; those of keys and values too, where they do not fit
 into registers. Recorded on a GPU (float32, 1000 tokens, 32 heads of 64): 128,000 bytes twice, and 8,396,800. Flash:
-``flash_api.cpp``, `mha_bwd`.
+``flash_api.cpp``, `mha_bwd`. Both want the result's gradient plain, token by token, and flash the result, too.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
 
 from gpumem_magic.private import aten as _aten
+from gpumem_magic.virtual.engine.calls import bytes_of
 from gpumem_magic.virtual.engine.engine import BESIDE, Engine, special
 from gpumem_magic.virtual.engine.half_precision import HALF
 
@@ -71,34 +73,69 @@ def _parts(number: int, size: int) -> int:
     return -(-number // size)
 
 
-@special(_aten._scaled_dot_product_efficient_attention_backward.default, table=BESIDE)
+# The dimensions, token by token, of what has its heads before its tokens.
+_BY_TOKEN = (0, 2, 1, 3)
+
+
+def copies_by_token(tensors: Sequence[Any], heads_first: bool) -> list[int]:
+    """Bytes of the copies of those tensors that do not lie plainly, token by token."""
+    return [bytes_of(one) for one in tensors if not _lies_by_token(one, heads_first)]
+
+
+def _lies_by_token(tensor: Any, heads_first: bool) -> bool:
+    if not heads_first or tensor.dim() != 4:
+        return bool(tensor.is_contiguous())
+    expected = 1
+    for dim in reversed(_BY_TOKEN):
+        if tensor.shape[dim] != 1:
+            if tensor.stride(dim) != expected:
+                return False
+            expected *= tensor.shape[dim]
+    return True
+
+
+_EFFICIENT = (
+    _aten._scaled_dot_product_efficient_attention_backward.default,
+    _aten._efficient_attention_backward.default,
+)
+
+
+@special(*_EFFICIENT)
+def _of_plain_gradient(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    with engine.scratch(device, *copies_by_token(args[:1], func is _EFFICIENT[0])):
+        return engine.run(func, args, kwargs, device)
+
+
+@special(_EFFICIENT[0], table=BESIDE)
 def _scaled(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> tuple[int, ...]:
-    query, key, dropout = args[1], args[2], args[9]
+    query, key, value, dropout = args[1], args[2], args[3], args[9]
     batch, heads, queries, size = query.shape
     shape = Heads(batch, heads, queries, key.shape[2], size)
-    return _efficient(engine, device, shape, query.dtype, bool(dropout))
+    return _efficient(engine, device, shape, value.shape[-1], query.dtype, bool(dropout))
 
 
-@special(_aten._efficient_attention_backward.default, table=BESIDE)
+@special(_EFFICIENT[1], table=BESIDE)
 def _plain(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> tuple[int, ...]:
-    query, key, dropout = args[1], args[2], args[11]
+    query, key, value, dropout = args[1], args[2], args[3], args[11]
     batch, queries, heads, size = query.shape
-    return _efficient(engine, device, Heads(batch, heads, queries, key.shape[1], size), query.dtype, bool(dropout))
+    shape = Heads(batch, heads, queries, key.shape[1], size)
+    return _efficient(engine, device, shape, value.shape[-1], query.dtype, bool(dropout))
 
 
-def _efficient(engine: Engine, device: int, shape: Heads, dtype: Any, dropout: bool) -> tuple[int, ...]:
+def _efficient(engine: Engine, device: int, shape: Heads, width: int, dtype: Any, dropout: bool) -> tuple[int, ...]:
+    """width: of a row of the result."""
     half, capability = dtype in HALF, engine.memory.capability(device)
-    kernel = kernel_for(capability, half, shape.size, dropout)
+    kernel = kernel_for(capability, half, max(shape.size, width), dropout)
     sums = shape.batch * shape.heads * shape.queries * _FLOAT
-    with ExitStack() as held:
-        if half and (kernel.in_registers or capability != (7, 0)):
-            held.enter_context(engine.scratch(device, sums))
-        else:
-            # The result times its gradient, summed up and laid out anew; in float32.
-            copies = 3 if half else 1
-            with engine.scratch(device, *[sums * shape.size] * copies, sums):
-                held.enter_context(engine.scratch(device, sums))
-        held.enter_context(engine.scratch(device, workspace_bytes(shape, kernel, half)))
+    products = []
+    if not half or not (kernel.in_registers or capability != (7, 0)):
+        # The result times its gradient, summed up and laid out anew; in float32.
+        products = [sums * width] * (3 if half else 1) + [sums]
+    # The sums go first.
+    with ExitStack() as workspace, ExitStack() as sums_of_rows:
+        with engine.scratch(device, *products):
+            sums_of_rows.enter_context(engine.scratch(device, sums))
+        workspace.enter_context(engine.scratch(device, workspace_bytes(shape, kernel, half)))
     return ()
 
 

@@ -84,7 +84,13 @@ class AutocastKernels:
             dtype = dtype_for((*args, *kwargs.values()))
             with torch._C._ExcludeDispatchKeyGuard(self._without_autocast):
                 named = self._cast(list(kwargs.values()), dtype)
-                return operator(*self._cast(args, dtype), **dict(zip(kwargs, named, strict=True)))
+                given = self._cast(args, dtype)
+                try:
+                    return operator(*given, **dict(zip(kwargs, named, strict=True)))
+                finally:
+                    # Made from the last to the first, they go from the first on.
+                    for place in range(len(given)):
+                        given[place] = None
 
         return kernel
 
@@ -105,7 +111,9 @@ class AutocastKernels:
         ``cached_cast(type, args, device_type)...`` in ATen/autocast_mode.h, as GCC evaluates a call's
         arguments. Recorded with 2.5.
         """
-        return [self._cast_one(arg, dtype) for arg in reversed(args)][::-1]
+        cast = [self._cast_one(arg, dtype) for arg in reversed(args)]
+        cast.reverse()
+        return cast
 
     def _cast_one(self, arg: Any, dtype: torch.dtype) -> Any:
         if isinstance(arg, (list, tuple)):

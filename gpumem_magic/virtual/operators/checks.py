@@ -20,6 +20,7 @@ from gpumem_magic.private import overloads
 from gpumem_magic.virtual.engine import guesses, values
 from gpumem_magic.virtual.engine.engine import Engine, special
 from gpumem_magic.virtual.engine.tensors import CHECKED, VirtualTensor, engine_of
+from gpumem_magic.virtual.operators.written_gradients import as_device_does
 
 
 def _below(left: Any, right: Any) -> bool:
@@ -108,7 +109,7 @@ for _packet, _rule in _OF_ONE.items():
 @special(*overloads("logical_not logical_and logical_or bitwise_not bitwise_and.Tensor bitwise_or.Tensor"))
 def _combine(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     checks = all(_is_check(side) for side in args[:2])
-    out = engine.run(func, args, kwargs, device)
+    out = engine.run(as_device_does(engine, func, args), args, kwargs, device)
     if checks:
         _mark(out)
     return out

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 
 from gpumem_magic.patching import Patches
 from gpumem_magic.private import aten as _aten
+from gpumem_magic.virtual.engine import values
 from gpumem_magic.virtual.engine.engine import Engine, special
 from gpumem_magic.virtual.engine.half_precision import HALF
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
@@ -139,6 +140,46 @@ def batch_norm(
     return kernel(input, weight, bias, mean, variance, training, momentum, eps)[0]  # type: ignore[no-any-return]
 
 
+def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Where one call can't do both, a product, to which the bias is added in place (``Linear.cpp``). For subclasses of tensors,
+    which virtual ones are, C++ makes another tensor."""
+    if (
+        bias is None
+        or input.dim() < 3
+        or input.is_contiguous()
+        or not isinstance(input, VirtualTensor)
+        or torch._C._are_functorch_transforms_active()
+    ):
+        usual = torch._C.DispatchKey.CompositeImplicitAutograd
+        return _aten.linear.default._op_dk(usual, input, weight, bias)  # type: ignore[no-any-return]
+    return torch.matmul(input, weight.t()).add_(bias)
+
+
+def cumprod_backward(grad: torch.Tensor, input: torch.Tensor, dim: int, output: torch.Tensor) -> torch.Tensor:
+    """The short way that there is without zeros (``FunctionsManual.cpp``), which values that are not known count as. C++ takes
+    the long one for subclasses of tensors."""
+    host = values.exact(input) if isinstance(input, VirtualTensor) else None
+    has_zeros = host is not None and bool((host == 0).any())
+    if torch.is_grad_enabled() or has_zeros or not isinstance(input, VirtualTensor):
+        usual = torch._C.DispatchKey.CompositeImplicitAutograd
+        return _aten.cumprod_backward.default._op_dk(usual, grad, input, dim, output)  # type: ignore[no-any-return]
+    if not input.dim() or input.numel() <= 1:
+        return grad
+    weighted = output.conj() * grad
+    zeros = input == 0
+    zeros.any()
+    turned = weighted.flip(dim)
+    sums = turned.cumsum(dim)
+    turned_back = sums.flip(dim)
+    # C++ lets go of the last first.
+    del sums
+    del turned
+    found = turned_back.div(input.conj())
+    del turned_back
+    del zeros
+    return found
+
+
 def one_hot(self: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
     """Ones written into zeros (``Onehot.cpp``); elsewhere every class is compared with every number."""
     if not self.numel() and num_classes <= 0:
@@ -168,6 +209,8 @@ _WAYS: dict[Any, Callable[..., torch.Tensor]] = {
     _aten.linalg_svdvals.default: singular_values,
     _aten.linalg_eigvalsh.default: eigenvalues,
     _aten.batch_norm.default: batch_norm,
+    _aten.linear.default: linear,
+    _aten.cumprod_backward.default: cumprod_backward,
     _aten.dropout.default: dropout,
     _aten.softmax.int: softmax,
     _aten.log_softmax.int: log_softmax,

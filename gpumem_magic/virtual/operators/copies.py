@@ -37,7 +37,6 @@ _LAID_OUT: dict[Any, tuple[int, ...]] = {
     _aten.kthvalue.default: (0,),
     _aten.median.dim: (0,),
     _aten.nanmedian.dim: (0,),
-    _aten.roll.default: (0,),
     _aten._adaptive_avg_pool3d.default: (0,),
     _aten.fractional_max_pool2d_backward.default: (0,),
 }
@@ -69,7 +68,6 @@ _LAID_OUT_AFTER: dict[Any, tuple[int, ...]] = {
         ),
         (0,),
     ),
-    _aten._softmax_backward_data.default: (0, 1),
     _aten._log_softmax_backward_data.default: (0, 1),
 }
 # The same, but in the order of the channels that another argument has, or this one itself.
@@ -105,6 +103,76 @@ def laid_out(engine: Engine, func: Any, args: Any, kwargs: Any, device: int, pla
         return engine.run(func, args, kwargs, device)
 
 
+@special(_aten.roll.default)
+def _rolled(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    """One dimension after the other (``TensorTransformations.h``), each from a plain tensor."""
+    source, shifts = args[:2]
+    dims = args[2] if len(args) > 2 else kwargs.get("dims", ())
+    if len(shifts) < 2 or len(shifts) != len(dims):
+        return laid_out(engine, func, args, kwargs, device, (0,))
+    with pushed(engine.mode):
+        for shift, dim in zip(shifts, dims, strict=True):
+            source = func(source, [shift], [dim])
+        return source
+
+
+@special(_aten.nll_loss2d_forward.default)
+def _loss_of_images(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    """The sum of weights first (``NLLLoss2d.cu``)."""
+    out = engine.fake_call(func, args, kwargs)
+    engine.settle(out[::-1])
+    with engine.scratch(device, *_laid_out_after(engine, func, args, kwargs, out, device)):
+        return out
+
+
+@special(_aten.searchsorted.Tensor, table=BESIDE)
+def _searched(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> list[int]:
+    """Plain tensors of one type on both sides (`searchsorted_maybe_trim_input_tensors` in ``BucketizationUtils.h``)."""
+    boundaries, wanted = args[:2]
+    both = torch.result_type(boundaries, wanted)
+    copied = [bytes_of(one) for one in (wanted, boundaries) if not one.is_contiguous()]
+    return copied + [one.numel() * both.itemsize for one in (wanted, boundaries) if one.dtype != both]
+
+
+@special(_aten.unfold_backward.default, table=BESIDE)
+def _of_windows(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> list[int]:
+    """The numbers of a dimension's places (``UnfoldBackward.h``)."""
+    return [args[1][args[2]] * 8] if out.dim() else []
+
+
+@special(_aten._cdist_backward.default, _aten._pdist_backward.default, table=BESIDE)
+def _of_distances(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> list[int]:
+    """What each distance gives to each coordinate (``DistanceKernel.cu``)."""
+    gradient, first = args[:2]
+    if not gradient.numel() or not first.numel():
+        return []
+    if func is _aten._pdist_backward.default:
+        return [(first.shape[0] - 1) * bytes_of(first)]
+    return [gradient.numel() * first.shape[-1] * first.element_size()]
+
+
+@special(_aten.index_reduce.default, _aten.index_reduce_.default, table=BESIDE)
+def _reduced_by_index(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> tuple[int, ...]:
+    """A mean: how many values come to each place, by adding ones, and where none does (``Indexing.cu``)."""
+    if args[4] == "mean":
+        with engine.scratch(device, bytes_of(out)):
+            for size in (bytes_of(args[3]), out.numel()):
+                with engine.scratch(device, size):
+                    pass
+    return ()
+
+
+@special(_aten.multilabel_margin_loss_forward.default)
+def _margins_of_labels(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    """Which are targets, each sample's share, and then the result (``MultiLabelMarginCriterion.cu``)."""
+    out = engine.fake_call(func, args, kwargs)
+    engine.settle(out[1])
+    is_summed = args[0].dim() == 2 and not out[0].dim()
+    with engine.scratch(device, args[0].shape[0] * out[0].element_size() if is_summed else 0):
+        engine.settle(out[0])
+    return out
+
+
 @special(*_PRODUCTS, table=BESIDE)
 def _product(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> list[int]:
     return [bytes_of(args[place]) for place in _PRODUCTS[func] if not _lies_right(args[place])]
@@ -113,6 +181,18 @@ def _product(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device
 @special(*_LAID_OUT_AFTER, table=BESIDE)
 def _laid_out_after(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> list[int]:
     return [bytes_of(args[place]) for place in _LAID_OUT_AFTER[func] if not args[place].is_contiguous()]
+
+
+@special(_aten._softmax_backward_data.default, table=BESIDE)
+def _softmax_backward(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> list[int]:
+    """The gradient times the result, and plain copies of that and of the result (``SoftMax.cu``)."""
+    gradient, result = args[:2]
+    size = result.numel() * max(gradient.element_size(), result.element_size())
+    if gradient.is_contiguous() and result.is_contiguous():
+        return [size]
+    product = engine.fake_call(_aten.mul.Tensor, (gradient, result), {})
+    copied = bytes_of(result) if not result.is_contiguous() else 0
+    return [size, 0 if product.is_contiguous() else size, copied]
 
 
 @special(*_LAID_OUT_LIKE, table=BESIDE)
@@ -141,7 +221,7 @@ def _smoothed(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, devic
 def _columns(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     """The result is made as large as the argument, and then as large as it has to be."""
     source = args[0]
-    with engine.scratch(device, bytes_of(source), 0 if source.is_contiguous() else bytes_of(source)):
+    with engine.scratch(device, bytes_of(source), 0 if source.is_contiguous() else bytes_of(source), first_out=True):
         out = engine.run(func, args, kwargs, device)
     growing.fill(engine, device, out.element_size())
     return out
@@ -365,8 +445,25 @@ def _renormed(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, devic
 
 @special(_aten._foreach_norm.Scalar)
 def _norms(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
-    tensors = args[0]
-    pieces = max((-(-tensor.numel() // _PIECE) for tensor in tensors), default=0)
-    item = 8 if any(tensor.dtype == torch.float64 for tensor in tensors) else 4
-    with engine.scratch(device, len(tensors) * pieces * item):
-        return engine.run(func, args, kwargs, device)
+    """A place for each piece of the largest; a norm of nothing is made last, and the one that was meant for it dropped."""
+    out = engine.fake_call(func, args, kwargs)
+    item = 8 if any(tensor.dtype == torch.float64 for tensor in args[0]) else 4
+    with engine.scratch(device, len(args[0]) * _pieces(args[0]) * item):
+        filled = [one for one, tensor in zip(out, args[0], strict=True) if tensor.numel()]
+        engine.settle(filled)
+        with engine.scratch(device, *[one.element_size() for one in out[len(filled) :]]):
+            engine.settle(out)
+    return out
+
+
+_LARGEST = tuple(overloads("_foreach_max") if hasattr(_aten, "_foreach_max") else ())
+
+
+@special(*_LARGEST, table=BESIDE)
+def _largest(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> list[int]:
+    """The largest of each piece."""
+    return [len(args[0]) * _pieces(args[0]) * args[0][0].element_size()]
+
+
+def _pieces(tensors: Sequence[Any]) -> int:
+    return max((-(-tensor.numel() // _PIECE) for tensor in tensors), default=0)

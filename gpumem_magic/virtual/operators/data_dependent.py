@@ -52,6 +52,7 @@ def _read_scalar(engine: Engine, func: Any, args: Any, kwargs: Any, device: int)
 @special(_aten.equal.default, _aten.allclose.default)
 def _equal(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> bool:
     refuse_mixed_devices(func, args, kwargs)
+    _compare(engine, func, args, kwargs)
     hosts = [values.exact(tensor) for tensor in args[:2]]
     if None not in hosts:
         _note_supplied(engine, *args[:2])
@@ -65,6 +66,27 @@ def _equal(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> bo
         return bool(func(*[found.host for found in known if found is not None], *args[2:], **kwargs))
     # Unknown values count as zeros, which are the same.
     return func is _aten.allclose.default or args[0].shape == args[1].shape
+
+
+def _compare(engine: Engine, func: Any, args: Any, kwargs: Any) -> None:
+    """All elements compared, and whether all are true (``Equal.cpp``, `allclose` in ``TensorCompare.cpp``).
+
+    Tensors on the same memory in the same layout are equal without a look at it.
+    """
+    first, second = args[:2]
+    exactly = func is _aten.equal.default
+    if exactly and (first.shape != second.shape or not first.numel() or _is_same(first, second)):
+        return
+    with pushed(engine.mode):
+        alike = first == second if exactly else torch.isclose(first, second, *args[2:], **kwargs)
+        alike.all()
+
+
+def _is_same(first: Any, second: Any) -> bool:
+    """Whether both show the same memory in the same way."""
+    storages = [tensor.untyped_storage()._cdata for tensor in (first, second)]
+    lies = [(tensor.storage_offset(), tensor.stride()) for tensor in (first, second)]
+    return storages[0] == storages[1] and lies[0] == lies[1]
 
 
 def _note_supplied(engine: Engine, *tensors: Any) -> None:

@@ -75,7 +75,9 @@ def _attend(
             queries, keys, values = parts.permute(2, 0, 3, 1, 4).unbind()
             out = F.scaled_dot_product_attention(queries, keys, values)
             out = out.transpose(1, 2).reshape(batch, length, size)
-            return F.linear(out, proj_weight, proj_bias), query.new_empty(0)
+            projected = F.linear(out, proj_weight, proj_bias)
+            del out
+            return projected, query.new_empty(0)
     projected = _projected(query, key, value, size, qkv_weight)
     parts = torch.empty(3, batch, heads, length, width, dtype=qkv_bias.dtype, device=query.device)
     del projected
@@ -138,7 +140,9 @@ def _encoder_layer(engine: Engine, func: Any, args: Any, kwargs: Any, device: in
         hidden = F.linear(y, ff1_weight, ff1_bias)
         # (The activation is the product's own, or done in place.)
         hidden = _aten.gelu_.default(hidden) if use_gelu else hidden.relu_()
-        return F.linear(hidden, ff2_weight, ff2_bias)
+        out = F.linear(hidden, ff2_weight, ff2_bias)
+        del hidden
+        return out
 
     x = attend(norm1(source) if norm_first else source).add_(source)
     if norm_first:

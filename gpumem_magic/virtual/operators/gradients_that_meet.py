@@ -18,6 +18,7 @@ from gpumem_magic.virtual.engine.calls import node_now
 from gpumem_magic.virtual.engine.engine import Engine, special
 from gpumem_magic.virtual.engine.modes import STATE
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
+from gpumem_magic.virtual.operators.attention import is_mask_added
 from gpumem_magic.virtual.operators.sorting import is_dense
 
 _aten = torch.ops.aten
@@ -56,6 +57,9 @@ def learn() -> None:
 @special(_aten.add.Tensor)
 def _add(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     if not STATE.backward or kwargs or torch.is_grad_enabled() or not _is_engines_sum(engine, args):
+        if is_mask_added(args):
+            # (A tensor of its own on the same memory: C++ makes it part of the graph.)
+            return engine.run(_aten.detach.default, (engine.run(_aten.add_.Tensor, args, kwargs, device),), {}, device)
         return engine.run(func, args, kwargs, device)
     if is_free(args[0]):
         return engine.run(_aten.add_.Tensor, args, kwargs, device)

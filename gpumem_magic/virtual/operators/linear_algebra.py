@@ -337,17 +337,41 @@ def _by_reflections(engine: Engine, device: int, matrices: Any, batch: int) -> N
 # ---- eigenvalues and singular values
 
 
-@special(_aten._linalg_eigh.default, table=BESIDE)
-def _eigh(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> list[int]:
-    copied = [] if out[1].numel() else [bytes_of(args[0])]
-    return [*copied, _batch(args[0].shape) * _CODE]
+def _look_at_codes(engine: Engine, device: int, count: int) -> None:
+    """Whether any code says that it went wrong; one alone is converted to a truth value."""
+    with engine.scratch(device, 1, 1 if count == 1 else 0):
+        pass
 
 
-@special(_aten._linalg_svd.default, table=BESIDE)
-def _svd(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> list[int]:
+@special(_aten._linalg_eigh.default)
+def _eigh(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    """The vectors come before the values (`_linalg_eigh` in ``BatchLinearAlgebra.cpp``)."""
+    out = engine.fake_call(func, args, kwargs)
+    engine.settle(out[::-1])
+    codes = _batch(args[0].shape)
+    if args[0].numel():
+        with engine.scratch(device, 0 if out[1].numel() else bytes_of(args[0]), codes * _CODE):
+            _look_at_codes(engine, device, codes)
+    return out
+
+
+@special(_aten._linalg_svd.default)
+def _svd_of(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    """The vectors of both sides come before the values (`_linalg_svd` in ``BatchLinearAlgebra.cpp``)."""
+    out = engine.fake_call(func, args, kwargs)
+    engine.settle((out[0], out[2], out[1]))
+    if args[0].numel():
+        codes = _batch(args[0].shape)
+        with engine.scratch(device, codes * _CODE):
+            with engine.scratch(device, *_svd(args, kwargs, out)):
+                pass
+            _look_at_codes(engine, device, codes)
+    return out
+
+
+def _svd(args: Any, kwargs: Any, out: Any) -> list[int]:
+    """A copy, which is worked in, and room for vectors that nobody asked for."""
     matrices, (left, _, right) = args[0], out
-    if not matrices.numel():
-        return []
     rows, columns = matrices.shape[-2:]
     few, batch, item = min(rows, columns), _batch(matrices.shape), matrices.element_size()
     sides: list[int] = []
@@ -360,7 +384,14 @@ def _svd(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: in
         sides = {"gesvdj": [rows * few, columns * few], "gesvda": [batch * rows * columns, batch * few**2]}.get(
             driver, []
         )
-    return [batch * _CODE, bytes_of(matrices), *(side * item for side in sides)]
+    return [bytes_of(matrices), *(side * item for side in sides)]
+
+
+@special(_aten._linalg_check_errors.default)
+def _check(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> None:
+    """Whether any code says that it went wrong (``BatchLinearAlgebra.cpp``). C++ asks no meta tensor."""
+    with pushed(engine.mode):
+        args[0].any()
 
 
 # ---- functions of matrices

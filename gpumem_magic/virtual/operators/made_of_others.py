@@ -19,6 +19,7 @@ from gpumem_magic.private import aten as _aten
 from gpumem_magic.private import overloads
 from gpumem_magic.virtual.engine.engine import Engine, special
 from gpumem_magic.virtual.engine.modes import pushed
+from gpumem_magic.virtual.engine.tensors import VirtualTensor
 
 _OPERATORS = overloads(
     "binary_cross_entropy_with_logits soft_margin_loss soft_margin_loss.out soft_margin_loss_backward "
@@ -45,6 +46,26 @@ _KEYS = {func: key for func in _OPERATORS if (key := _function_for_all(func)) is
 def _by_parts(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     with pushed(engine.mode), torch._C._AutoDispatchBelowAutograd():
         return func._op_dk(_KEYS[func], *args, **kwargs)
+
+
+_BY_LIST = dict(
+    zip(
+        overloads("_foreach_addcdiv.Tensor _foreach_addcdiv_.Tensor _foreach_addcmul.Tensor _foreach_addcmul_.Tensor"),
+        overloads(
+            "_foreach_addcdiv.ScalarList _foreach_addcdiv_.ScalarList _foreach_addcmul.ScalarList _foreach_addcmul_.ScalarList"
+        ),
+        strict=True,
+    )
+)
+
+
+@special(*_BY_LIST)
+def _with_numbers(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    """A host tensor of numbers, one for each tensor of the lists, is read (``ForeachOpsKernels.cpp``)."""
+    *lists, numbers = args
+    if isinstance(numbers, VirtualTensor):
+        raise RuntimeError("Expected scalars to be on CPU, got cuda instead.")
+    return engine.run(_BY_LIST[func], (*lists, numbers.tolist()), kwargs, device)
 
 
 @special(_aten.median.default, _aten.nanmedian.default)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from math import prod
 from typing import Any
 
@@ -74,16 +75,16 @@ def _group_forward(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, 
 
 
 @special(_aten.native_group_norm_backward.default, table=BESIDE)
-def _group_backward(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> list[int]:
+def _group_backward(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> tuple[int, ...]:
     """Adds up the gradient, and its product with the input, over each channel and each group."""
     input, (weight, samples, channels, inner, groups, wanted) = args[1], args[4:10]
     item = accumulator(input.dtype).itemsize
     by_channel, by_group = samples * channels * item, samples * groups * item
-    sums = [by_channel] * 2
-    if not wanted[0]:
-        return sums
-    factors = [] if inner == 1 or weight is None else [by_channel]
-    return sums + [by_group] * 2 + factors
+    with engine.scratch(device, by_channel, by_channel):
+        if wanted[0]:
+            with ExitStack() as factors, engine.scratch(device, by_group, by_group):
+                factors.enter_context(engine.scratch(device, 0 if inner == 1 or weight is None else by_channel))
+    return ()
 
 
 # Rows and columns of a batch norm whose channels lie last (`flexible_launch_configs` in Normalization.cuh).

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from gpumem_magic.private import overloads
 from gpumem_magic.virtual.engine.engine import BESIDE, Engine, special
 from gpumem_magic.virtual.engine.half_precision import HALF
 
@@ -161,12 +162,16 @@ _SUM = _ReductionKernel(in_results_type=True)
 _INDEXED = _ReductionKernel(accumulator=16)
 _WELFORD = _ReductionKernel(accumulator=16, at_once=2)
 _ITEM = _ReductionKernel(accumulator=0)
+_TRUTH = _ReductionKernel(accumulator=1)
+_COUNTS = set(overloads("count_nonzero count_nonzero.dim_IntList"))
 
 KERNELS: dict[Any, _ReductionKernel] = {
     _aten.sum.default: _SUM,
     _aten.sum.dim_IntList: _SUM,
     _aten.sum.IntList_out: _SUM,
     _aten.nansum.default: _SUM,
+    _aten.count_nonzero.default: _SUM,
+    _aten.count_nonzero.dim_IntList: _SUM,
     _aten.mean.default: _SUM,
     _aten.mean.dim: _SUM,
     _aten.prod.default: _SUM,
@@ -177,12 +182,12 @@ KERNELS: dict[Any, _ReductionKernel] = {
     _aten.max.default: _ITEM,
     _aten.min.default: _ITEM,
     _aten.aminmax.default: _ReductionKernel(accumulator=0, results=2),
-    _aten.any.default: _ReductionKernel(accumulator=1),
-    _aten.any.dim: _ReductionKernel(accumulator=1),
-    _aten.all.default: _ReductionKernel(accumulator=1),
-    _aten.all.dim: _ReductionKernel(accumulator=1),
-    _aten._is_any_true.default: _ReductionKernel(accumulator=1),
-    _aten._is_all_true.default: _ReductionKernel(accumulator=1),
+    _aten.any.default: _TRUTH,
+    _aten.any.dim: _TRUTH,
+    _aten.all.default: _TRUTH,
+    _aten.all.dim: _TRUTH,
+    _aten._is_any_true.default: _TRUTH,
+    _aten._is_all_true.default: _TRUTH,
     _aten.max.dim: _INDEXED,
     _aten.min.dim: _INDEXED,
     _aten.argmax.default: _INDEXED,
@@ -207,8 +212,14 @@ def _reduce(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device:
         return ()
     kernel = KERNELS[func]
     item, copied = source.element_size(), 0
+    if kernel is _TRUTH and source.numel() == 1:
+        # One number is converted, and no kernel of a reduction runs.
+        return () if source.dtype == torch.bool else (1,)
     half = source.dtype in HALF
-    if kernel.in_results_type and first.dtype != source.dtype and not (half and first.dtype == torch.float32):
+    if func in _COUNTS:
+        # What is added up are truth values.
+        item, copied, half = 8, source.numel() * 8, False
+    elif kernel.in_results_type and first.dtype != source.dtype and not (half and first.dtype == torch.float32):
         item = first.element_size()
         copied = source.numel() * item
     accumulator = kernel.accumulator or (4 if half and kernel.accumulator is None else item)
@@ -225,6 +236,13 @@ def _reduce(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device:
             with engine.scratch(device, *shared):
                 pass
     return ()
+
+
+@special(*_COUNTS)
+def _counted(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    """Which are not zero, and their sum (`count_nonzero_cuda` in ``TensorAdvancedIndexing.cpp``)."""
+    with engine.scratch(device, 0 if args[0].dtype == torch.bool else args[0].numel()):
+        return engine.run(func, args, kwargs, device)
 
 
 @lru_cache(maxsize=1024)

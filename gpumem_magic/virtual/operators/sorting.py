@@ -259,12 +259,15 @@ def _accumulate(
     with ExitStack() as held:
         for number, at_home in enumerate(on_host):
             # Each index is wrapped around, then multiplied, and added to the first; where it is on the host, there, and copied.
-            with ExitStack() as passing:
-                if not at_home:
-                    if is_checked:
-                        _hold_ends(engine, device)
-                    passing.enter_context(engine.scratch(device, listed))
-                (passing if number else held).enter_context(engine.scratch(device, listed))
+            if not at_home and is_checked:
+                _hold_ends(engine, device)
+            wrapped = 0 if at_home else listed
+            if number:
+                with engine.scratch(device, wrapped, listed, first_out=True):
+                    pass
+            else:
+                with engine.scratch(device, wrapped):
+                    held.enter_context(engine.scratch(device, listed))
         positions.close()
         bits = max(1, (rows - 1).bit_length())
         sorting = cub_of(engine, device).radix_sort(places, _INDEX, _INDEX, bits)
@@ -281,7 +284,7 @@ def _hold_ends(engine: Engine, device: int) -> None:
     version = engine.memory.torch_version(device)
     compared = [1] if version >= _COMPARED_FROM else []
     if version >= _BOTH_ENDS_FROM:
-        with engine.scratch(device, _INDEX, _INDEX):
+        with engine.scratch(device, _INDEX, _INDEX, first_out=True):
             for size in compared * 2:
                 with engine.scratch(device, size):
                     pass
@@ -301,8 +304,10 @@ def _index_put(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -
         func, is_checked = IN_PLACE[func], False
     out = engine.run(func, args, kwargs, device)
     given = [(index, dim) for index, dim in _with_dims(indices) if isinstance(index, torch.Tensor)]
-    if len(given) == 1 and _is_mask(given[0][0]) and not accumulate and source.numel() == 1:
-        # One value for the places of a mask is filled in without looking for them.
+    is_number = not isinstance(source, VirtualTensor)
+    on_device = [isinstance(index, VirtualTensor) and _is_mask(index) for index, _ in given]
+    if is_number and on_device == [True] and not accumulate and source.numel() == 1:
+        # A number for the places of a mask is filled in without looking for them, if the mask is on the device.
         return out
     shapes: list[tuple[int, ...]] = []
     on_host: list[bool] = []
@@ -318,7 +323,9 @@ def _index_put(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -
             if _is_mask(index):
                 count = _positions(index, source)
                 listed = count * index.dim() * _INDEX
-                if at_home:
+                if at_home and not (accumulate or torch.are_deterministic_algorithms_enabled()):
+                    moved += listed
+                elif at_home:
                     positions.enter_context(engine.scratch(device, listed))
                 else:
                     _hold_positions(engine, device, index, listed, positions)
@@ -332,7 +339,7 @@ def _index_put(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -
                 lies.append(index_lists.lie_of(index))
         if not given:
             return out
-        if not isinstance(source, VirtualTensor):
+        if is_number:
             # A number comes to the device.
             positions.enter_context(engine.scratch(device, source.element_size()))
         if not (accumulate or torch.are_deterministic_algorithms_enabled()):

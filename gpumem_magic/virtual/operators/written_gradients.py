@@ -3,7 +3,8 @@
 C++ takes another way for subclasses of tensors (``areAnyTensorSubclassLike`` in ``FunctionsManual.cpp``):
 there the zeros stay, and the gradient is written into a copy of them. On a device there is no copy, so there is none here.
 
-Likewise the gradient of `binary_cross_entropy_with_logits`, which is worked out in one tensor.
+Likewise the gradients of `binary_cross_entropy_with_logits`, which is worked out in one tensor, of `trace`, and of `max`, `min`,
+the medians of a whole tensor and `clamp` by tensors, which find in one tensor who shares in them.
 """
 
 from __future__ import annotations
@@ -52,23 +53,41 @@ def _written(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> 
     return engine.run(IN_PLACE[func] if writes_into_zeros() else func, args, kwargs, device)
 
 
-_IN_ONE_TENSOR = "BinaryCrossEntropyWithLogitsBackward0"
-_STEPS: dict[Any, Any] = dict(
-    zip(overloads("sub.Tensor mul.Tensor"), overloads("sub_.Tensor mul_.Tensor"), strict=True)
+_LOGITS = frozenset(("BinaryCrossEntropyWithLogitsBackward0",))
+# Which elements share in a gradient is found out in one tensor.
+_SHARED = frozenset(
+    f"{name}Backward{number}" for name in ("Max", "Min", "Median", "Nanmedian", "Clamp") for number in (0, 1)
 )
+_TRACE = frozenset(("TraceBackward0",))
+_STEPS: dict[Any, tuple[Any, frozenset[str]]] = {
+    function: (in_place, nodes)
+    for names, written, nodes in (
+        ("sub.Tensor mul.Tensor", "sub_.Tensor mul_.Tensor", _LOGITS),
+        ("logical_and logical_or", "logical_and_ logical_or_", _SHARED),
+        ("index_fill.int_Tensor", "index_fill_.int_Tensor", _TRACE),
+    )
+    for function, in_place in zip(overloads(names), overloads(written), strict=True)
+}
 
 
-@special(*_STEPS)
+@special(*(function for function in _STEPS if function not in overloads("logical_and logical_or")))
 def _step(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
-    if STATE.backward and _is_worked_out_here(engine, args):
-        return engine.run(_STEPS[func], args, kwargs, device)
-    return engine.run(func, args, kwargs, device)
+    return engine.run(as_device_does(engine, func, args), args, kwargs, device)
 
 
-def _is_worked_out_here(engine: Engine, args: Any) -> bool:
-    """Whether the first argument is the gradient that the node which runs is working out."""
+def as_device_does(engine: Engine, func: Any, args: Any) -> Any:
+    """The operator that a device runs for this one: the one in place where it is a step of such a gradient."""
+    if STATE.backward and func in _STEPS:
+        in_place, nodes = _STEPS[func]
+        if _is_worked_out_here(engine, args, nodes):
+            return in_place
+    return func
+
+
+def _is_worked_out_here(engine: Engine, args: Any, nodes: frozenset[str]) -> bool:
+    """Whether the first argument was made by the node which runs, and that is one of these."""
     node = None if torch.is_grad_enabled() else _current_node()
-    if node is None or node.name() != _IN_ONE_TENSOR or not isinstance(args[0], VirtualTensor):
+    if node is None or node.name() not in nodes or not isinstance(args[0], VirtualTensor):
         return False
     placement = engine.table.find(args[0].untyped_storage())
     return placement is not None and placement.node == node_now()
