@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import gpumem_magic
+from gpumem_magic.recording.limit import IterationLimit
 from gpumem_magic.report.schema import report_from_dict
 from gpumem_magic.virtual import gpu
 
@@ -222,3 +223,79 @@ def test_a_function_compiled_too_often_and_an_error_of_the_compiler() -> None:
     assert "limit" in failed.reason
     assert again.reason == "times == 0"
     assert not any("runs eagerly" in note for note in [*caught.report.notes, *ended.report.notes])
+
+
+def test_compiled_steps_are_seen() -> None:
+    """As steps, and by what ends a run after so many iterations."""
+    gpu.turn_on("A100-40GB")
+    try:
+        layer = torch.nn.Linear(64, 64).cuda()
+        optimizer = torch.optim.Adam(layer.parameters())
+        update = torch.compile(optimizer.step)
+        layer(torch.rand(2, 64, device="cuda")).sum().backward()
+        limit = IterationLimit(2, lambda: False, lambda: 0)
+        limit.install()
+        with gpumem_magic.measure() as measured:
+            update()
+            update()
+        limit.remove()
+        assert "Peak at\n  iteration 1, optimizer step." in str(measured.report)
+        assert limit.steps == 2
+    finally:
+        gpu.turn_off()
+
+
+class _InTwo(torch.nn.Module):
+    """Two layers with a graph break in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        middle = self.first(x).relu()
+        torch._dynamo.graph_break()
+        return self.second(middle)
+
+
+@pytest.mark.parametrize("first", ["measured", "plain"])
+def test_a_recording_is_no_reason_to_compile_again(first: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was compiled in a measured cell holds in the next one and outside of both, and its guards name nothing of ours."""
+    said: list[Any] = []
+    filters = importlib.import_module("torch._dynamo.guards").CheckFunctionManager
+    build = filters.build_guards
+
+    def build_guards(self: Any, guards: Any, *args: Any, **kwargs: Any) -> Any:
+        said.extend(str(guard) for guard in guards)
+        return build(self, guards, *args, **kwargs)
+
+    monkeypatch.setattr(filters, "build_guards", build_guards)
+    gpu.turn_on("A100-40GB")
+    try:
+        torch._dynamo.reset()
+        model = _InTwo().cuda()
+        optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+        fast, update = torch.compile(model, backend="aot_eager"), torch.compile(optimizer.step, backend="aot_eager")
+        x = torch.rand(4, 8, device="cuda")
+
+        def step() -> None:
+            fast(x).sum().backward()
+            update()
+            optimizer.zero_grad()
+
+        def measured() -> None:
+            with gpumem_magic.measure():
+                step()
+
+        # (SGD's momentum is there from the second step on, which is compiled again for it.)
+        for way in (measured, measured) if first == "measured" else (step, step):
+            way()
+        tables = importlib.import_module("torch._dynamo.utils")
+        graphs = tables.counters["stats"]["unique_graphs"]
+        for way in (measured, step, measured):
+            way()
+        assert tables.counters["stats"]["unique_graphs"] == graphs
+        assert said
+        assert not [one for one in said if "gpumem" in one]
+    finally:
+        gpu.turn_off()

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from gpumem_magic.looks.objects import attribute
+from gpumem_magic.patching import Patches
 from gpumem_magic.recording import torch_seams
 from gpumem_magic.recording.instrument import Statement
 from gpumem_magic.recording.progress import StopRun
@@ -45,13 +45,16 @@ class IterationLimit:
         self._at_start: dict[int, int] = {}
         self._position_at_start: dict[int, int] = {}
         self._handles: list[Any] = []
+        self._patches = Patches()
 
     def install(self) -> None:
-        self._handles.append(register_optimizer_step_post_hook(self._stepped))
+        torch_seams.watch_steps(self._patches, self._step_begins)
+        torch_seams.passed_over(self._before_forward.__func__, with_all_below=True)  # type: ignore[attr-defined]
         self._handles.append(register_module_forward_pre_hook(self._before_forward))
 
     def remove(self) -> None:
         torch_seams.remove_hooks(self, self._handles)
+        self._patches.undo()
 
     def ran(self) -> str:
         """How far a run that was stopped had come, in words."""
@@ -91,7 +94,10 @@ class IterationLimit:
 
     # ---- what PyTorch tells
 
-    def _stepped(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def _step_begins(self, optimizer: torch.optim.Optimizer) -> Callable[[bool], None]:
+        return lambda failed: None if failed else self._stepped(optimizer)
+
+    def _stepped(self, optimizer: torch.optim.Optimizer) -> None:
         if self._first is None or self._first() is None:
             self._first = weakref.ref(optimizer)
         if self._first() is optimizer:

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch.nn.modules import module as nn_module
-from torch.optim import optimizer as nn_optimizer
 
 from gpumem_magic.looks.objects import name_of_class
 from gpumem_magic.looks.tensors import as_written
@@ -39,9 +38,8 @@ from gpumem_magic.recording.modules import ModuleWatch
 # What Inductor compiled, where it runs outside all other phases.
 COMPILED = "compiled code"
 # PyTorch wraps these names around its own work; they are the phases themselves, or nothing that a user asked to see.
-_STEP_RANGE = "Optimizer.step#"
 _OWN_RANGES = (
-    _STEP_RANGE,
+    torch_seams.STEP_RANGE,
     "Optimizer.zero_grad#",
     "enumerate(DataLoader)#",
     "DistributedDataParallel.",
@@ -98,7 +96,7 @@ class Phases:
         self._running = True
         for task, install in (
             ("watching modules", self._watch_modules),
-            ("watching optimizers", self._watch_optimizers),
+            ("watching optimizers", lambda: torch_seams.watch_steps(self._patches, self._step_begins)),
             ("watching backward", lambda: torch_seams.watch_backward(self._patches, self._backward_begins)),
             (
                 "watching recomputation",
@@ -217,6 +215,9 @@ class Phases:
             nn_module.register_module_forward_hook(self._forward_ended, with_kwargs=True, always_call=True)
         )
         torch_seams.be_quiet_about_hooks(self._patches)
+        for hook in (self._forward_begins, self._forward_ended):
+            torch_seams.passed_over(hook.__func__, with_all_below=True)  # type: ignore[attr-defined]
+        torch_seams.hide_from_the_compiler(self._patches)
 
     def _forward_begins(self, module: torch.nn.Module, args: tuple[Any, ...]) -> None:
         # The compiler, which reads this as a part of the user's program, finds nothing to do.
@@ -308,36 +309,31 @@ class Phases:
 
     # Optimizers
 
-    def _watch_optimizers(self) -> None:
-        self._handles.append(nn_optimizer.register_optimizer_step_pre_hook(self._step_begins))
-        self._handles.append(nn_optimizer.register_optimizer_step_post_hook(self._step_ends))
-
-    def _step_begins(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if torch.compiler.is_compiling():
-            return
+    def _step_begins(self, optimizer: torch.optim.Optimizer) -> Callable[[bool], None]:
+        one: _Open | None = None
         with self._guard("the start of a step"):
-            self._begin(OPTIMIZER, self._label("optimizer", optimizer), id(optimizer))
+            one = self._begin(OPTIMIZER, self._label("optimizer", optimizer), id(optimizer))
             self._witness.step_begins(optimizer)
 
-    def _step_ends(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if torch.compiler.is_compiling():
-            return
-        with self._guard("the end of a step"):
-            one = self._innermost(OPTIMIZER, owner=id(optimizer))
-            if one is None:
-                return
-            self._close(one)
-            if self._first_optimizer is None:
-                self._first_optimizer = id(optimizer)
-            if self._first_optimizer == id(optimizer):
-                self._step_ended()
-            self._witness.step_ended(optimizer)
+        def ended(failed: bool) -> None:
+            if one is not None and self._running:
+                with self._guard("the end of a step"):
+                    self._close(one, failed=failed)
+                    if not failed:
+                        self._stepped(optimizer)
+
+        return ended
+
+    def _stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._first_optimizer is None:
+            self._first_optimizer = id(optimizer)
+        if self._first_optimizer == id(optimizer):
+            self._step_ended()
+        self._witness.step_ended(optimizer)
 
     # Ranges
 
     def _range_begins(self, name: str) -> Callable[[bool], None]:
-        if name.startswith(_STEP_RANGE):
-            return self._step_left
         if name.startswith(_OWN_RANGES):
             return torch_seams.not_watched
         return self.begin_range(name)
@@ -356,11 +352,3 @@ class Phases:
         with self._guard("the start of a range"):
             one = self._begin("range", name)
         return self._end_of(one, "a range")
-
-    def _step_left(self, failed: bool) -> None:
-        """PyTorch's own range around a step: only it sees a step that an exception leaves."""
-        if failed and self._running:
-            with self._guard("the end of a failed step"):
-                one = self._innermost(OPTIMIZER)
-                if one is not None:
-                    self._close(one, failed=True)

@@ -11,6 +11,7 @@ import itertools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
@@ -21,8 +22,13 @@ from torch.optim import optimizer as nn_optimizer
 from torch.utils.hooks import RemovableHandle
 
 from gpumem_magic import private
+from gpumem_magic.looks.objects import locals_of
 from gpumem_magic.patching import Patches
 
+# How PyTorch names its range around an optimizer's step; what follows is the class.
+STEP_RANGE = "Optimizer.step#"
+# From the range's beginning to the step that it is around, with what watches ranges in between.
+_FRAMES_TO_STEP = 8
 Around = Callable[[], Callable[[bool], None]]
 """Called at the beginning; what it returns is called at the end with whether an exception left."""
 
@@ -58,11 +64,13 @@ def uncompiled(call: Callable[..., Any]) -> Callable[..., Any]:
     return passed_over(called)
 
 
-def passed_over(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The compiler does not take the function's frames for the program's; those of what it calls, it may."""
+def passed_over(function: Callable[..., Any], *, with_all_below: bool = False) -> Callable[..., Any]:
+    """The compiler does not take the function's frames for the program's; those of what it calls, it may, unless
+    `with_all_below`."""
     frames = torch._C._dynamo.eval_frame
     action = frames._FrameAction
-    frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(action.SKIP, action.DEFAULT))
+    below = action.SKIP if with_all_below else action.DEFAULT
+    frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(action.SKIP, below))
     return function
 
 
@@ -96,6 +104,43 @@ def watch_ranges(patches: Patches, begins: Callable[[str], Callable[[bool], None
     _watch_context(patches, record_function, begins_one, key="_gpumem_magic_range")
 
 
+def watch_steps(patches: Patches, begins: Callable[[torch.optim.Optimizer], Callable[[bool], None]]) -> None:
+    """`begins` with the optimizer around every step: the range that PyTorch puts around it (`Optimizer.profile_hook_step`).
+
+    Not by PyTorch's global hooks of optimizers: a compiled step would take them for a part of the program, and be compiled
+    again wherever they are others. The function with the range is passed over meanwhile, so that the range is there; what it
+    calls is compiled as ever, since graphs end there anyway (`_use_grad_for_differentiable`)."""
+    private.require("recording.torch_seams:watch_steps")
+    around = nn_optimizer.Optimizer.profile_hook_step(len)
+    patches.also_undo(lambda: _seen_by_the_compiler(around))
+    _watchers_of_steps.append(passed_over(around))
+
+    def begins_one(one: Any) -> Callable[[bool], None]:
+        if str(one.name).startswith(STEP_RANGE):
+            frame: FrameType | None = sys._getframe(1)
+            for _ in range(_FRAMES_TO_STEP):
+                if frame is not None and frame.f_code.co_filename == nn_optimizer.__file__:
+                    optimizer = locals_of(frame).get("self")
+                    return begins(optimizer) if isinstance(optimizer, nn_optimizer.Optimizer) else not_watched
+                frame = frame and frame.f_back
+        return not_watched
+
+    _watch_context(patches, record_function, begins_one, key=f"_gpumem_magic_step_{next(_numbers)}")
+
+
+_watchers_of_steps: list[Callable[..., Any]] = []
+
+
+def _seen_by_the_compiler(around: Callable[..., Any]) -> None:
+    if around in _watchers_of_steps:
+        _watchers_of_steps.remove(around)
+    if not _watchers_of_steps:
+        # (All steps have one code.)
+        frames = torch._C._dynamo.eval_frame
+        default = frames._FrameAction.DEFAULT
+        frames.set_code_exec_strategy(around.__code__, frames._FrameExecStrategy(default, default))
+
+
 def watch_compiled(patches: Patches, begins: Around) -> None:
     """`begins` around every call of what Inductor compiled, also of graphs from before.
 
@@ -106,20 +151,74 @@ def watch_compiled(patches: Patches, begins: Around) -> None:
         graph = importlib.import_module(name).CompiledFxGraph
         patches.set(graph, "__call__", _around(graph.__call__, begins))
 
+    _when_imported(patches, name, install, (torch._TorchCompileInductorWrapper, "__call__"))
+
+
+def hide_from_the_compiler(patches: Patches) -> None:
+    """Our hooks of modules are not there while Dynamo traces a function and writes its guards, so that what it makes is what
+    it makes without us, and holds for the program with and without them: by `skip_nnmodule_hook_guards` it asks of no module
+    at each call whether there are hooks.
+
+    Where the program has global hooks of its own or wants those guards, they are traced as the program's. Modules that run in
+    another thread meanwhile are not seen."""
+    name = "torch._dynamo.convert_frame"
+
+    def install() -> None:
+        private.require("recording.torch_seams:hide_from_the_compiler")
+        module = importlib.import_module(name)
+        compile_ = module._compile
+
+        def compile_without(*args: Any, **kwargs: Any) -> Any:
+            with _hooks_away():
+                return compile_(*args, **kwargs)
+
+        patches.set(module, "_compile", compile_without)
+
+    wrappers = torch._TorchCompileInductorWrapper, torch._TorchCompileWrapper
+    _when_imported(patches, name, install, *((wrapper, "__init__") for wrapper in wrappers))
+
+
+def _when_imported(patches: Patches, name: str, install: Callable[[], None], *first: tuple[Any, str]) -> None:
+    """Calls `install` now if a module is imported, else before the first call of any of these: an owner and a function's name."""
     if name in sys.modules:
         install()
         return
-    first: Any = torch._TorchCompileInductorWrapper
-    original = first.__call__
     asked: list[bool] = []
 
-    def compile_first(*args: Any, **kwargs: Any) -> Any:
-        if not asked:
-            asked.append(True)
-            install()
-        return original(*args, **kwargs)
+    def installing(original: Callable[..., Any]) -> Callable[..., Any]:
+        def called(*args: Any, **kwargs: Any) -> Any:
+            if not asked:
+                asked.append(True)
+                install()
+            return original(*args, **kwargs)
 
-    patches.set(first, "__call__", compile_first)
+        return called
+
+    for owner, function in first:
+        patches.set(owner, function, installing(getattr(owner, function)))
+
+
+# The hooks that are away while the compiler traces: the table, the number and the hook.
+_away: list[tuple[dict[int, Any], int, Any]] = []
+
+
+@contextmanager
+def _hooks_away() -> Iterator[None]:
+    tables = _tables_of_hooks(nn_module)
+    ours = {number for table in tables for number, hook in table.items() if _is_ours(hook)}
+    guarded = not getattr(sys.modules.get("torch._dynamo.config"), "skip_nnmodule_hook_guards", True)
+    # (A trace within a trace finds none.)
+    if guarded or not ours or any(number not in ours for table in tables for number in table):
+        yield
+        return
+    for table in tables:
+        _away.extend((table, number, table.pop(number)) for number in ours & table.keys())
+    try:
+        yield
+    finally:
+        while _away:
+            table, number, hook = _away.pop()
+            table[number] = hook
 
 
 def not_watched(failed: bool) -> None:
@@ -134,12 +233,13 @@ def remove_hooks(owner: object, handles: list[Any]) -> None:
         for name in ("_global_forward_hooks_with_kwargs", "_global_forward_hooks_always_called"):
             getattr(nn_module, name, {}).pop(handles[-1].id, None)
         handles.pop()
-    tables = _tables_of_hooks(nn_module, nn_optimizer)
-    for number in {
-        number for table in tables for number, hook in table.items() if getattr(hook, "__self__", None) is owner
-    }:
+    tables = _tables_of_hooks(nn_module)
+    hooks = [*((number, hook) for table in tables for number, hook in table.items()), *(one[1:] for one in _away)]
+    numbers = {number for number, hook in hooks if getattr(hook, "__self__", None) is owner}
+    for number in numbers:
         for table in tables:
             table.pop(number, None)
+    _away[:] = [one for one in _away if one[1] not in numbers]
 
 
 @contextmanager
@@ -157,14 +257,9 @@ def uncounted_hooks() -> Iterator[None]:
 _numbers = itertools.count(1 << 48, 1 << 8)
 
 
-def _tables_of_hooks(*places: Any) -> list[dict[int, Any]]:
-    """PyTorch's private tables of global hooks, by number. All numbers come from one counter."""
-    return [
-        table
-        for place in places
-        for name, table in vars(place).items()
-        if name.startswith("_global_") and isinstance(table, dict)
-    ]
+def _tables_of_hooks(place: Any) -> list[dict[int, Any]]:
+    """A module's private tables of global hooks, by number. All numbers come from one counter."""
+    return [table for name, table in vars(place).items() if name.startswith("_global_") and isinstance(table, dict)]
 
 
 def be_quiet_about_hooks(patches: Patches) -> None:
@@ -209,18 +304,20 @@ def _watch_context(
     """Puts `begins` behind a context manager's entry, and what it returns before its exit."""
     enter: Callable[..., Any] = owner.__enter__
     leave: Callable[..., Any] = owner.__exit__
+    begin = uncompiled(begins)
+    end = uncompiled(lambda ended, failed: ended(failed))
 
     def watched_enter(self: Any) -> Any:
         result = enter(self)
-        vars(self).setdefault(key, []).append(begins(self))
+        vars(self).setdefault(key, []).append(begin(self))
         return result
 
     def watched_exit(self: Any, kind: Any, error: Any, traceback: Any) -> Any:
         # A manager that was entered before we came has nothing to end.
         waiting = vars(self).get(key)
         if waiting:
-            waiting.pop()(kind is not None)
+            end(waiting.pop(), kind is not None)
         return leave(self, kind, error, traceback)
 
-    patches.set(owner, "__enter__", watched_enter)
-    patches.set(owner, "__exit__", watched_exit)
+    patches.set(owner, "__enter__", passed_over(watched_enter))
+    patches.set(owner, "__exit__", passed_over(watched_exit))

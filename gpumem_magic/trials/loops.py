@@ -152,9 +152,9 @@ class TrialLimit(IterationLimit):
             size for one in self._devices for size in (one.allocator.allocated, one.allocator.peak_reserved)
         )
 
-    def _stepped(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+    def _stepped(self, optimizer: Any) -> None:
         before = self.steps
-        super()._stepped(optimizer, args, kwargs)
+        super()._stepped(optimizer)
         if self.steps > before:
             if self._begun is not None:
                 self._begun = None

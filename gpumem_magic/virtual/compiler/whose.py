@@ -1,14 +1,14 @@
 """Whose module's results a compiled graph returns, as Dynamo noted it, also where the graph comes from the compiler's cache.
 
 The cache keeps the modules' paths; which modules have these now is known whenever Dynamo has made a graph. Alike modules share
-one graph (`L['self'].norm` of each layer), so that a path is followed anew at each call.
+one graph (`L['self'].norm` of each layer, `L['fn'].0` of each model), so that a path is followed anew at each call.
 """
 
 from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
 from typing import Any
 
@@ -21,8 +21,9 @@ from gpumem_magic.virtual.engine.tensors import VirtualTensor
 
 # What a compiled graph has beside its own attributes, and takes into the cache.
 _PATHS = "gpumem_magic_paths"
-# The function's own module, and what is below it: ``L['self'].blocks.0``.
-_OF_SELF = re.compile(r"L\['self'\]((?:\.\w+)*)")
+# A variable of the compiled function's, or a global one, and what is below it: ``L['self'].blocks.0``.
+_PATH = re.compile(r"([LG])\['(\w+)'\]((?:\.\w+)*)")
+_Path = tuple[str, str, str]
 # The compiler's frames between its graph and the function, with room for some more.
 _MOST_FRAMES = 30
 
@@ -43,10 +44,9 @@ class Whose:
             paths = vars(graph).get(_PATHS, ())
             modules = [self._modules.get(path, 0) for path in paths]
             if any(modules):
-                below = [_OF_SELF.fullmatch(path) for path in paths]
-                graph.current_callable = self._saying(
-                    graph.current_callable, [(one, path and path[1]) for one, path in zip(modules, below, strict=True)]
-                )
+                found = [_PATH.fullmatch(path) for path in paths]
+                parts = [None if one is None else (one[1], one[2], one[3]) for one in found]
+                graph.current_callable = self._saying(graph.current_callable, list(zip(modules, parts, strict=True)))
 
         patches.set(compiled, "post_compile", post_compile)
 
@@ -63,10 +63,10 @@ class Whose:
         stacks = [list(_stack(one)) for one in (outputs if isinstance(outputs, (list, tuple)) else ())]
         setattr(compiled, _PATHS, [stack[-1][1] if stack else "" for stack in stacks])
 
-    def _saying(self, call: Callable[..., Any], modules: list[tuple[int, str | None]]) -> Callable[..., Any]:
+    def _saying(self, call: Callable[..., Any], modules: list[tuple[int, _Path | None]]) -> Callable[..., Any]:
         """Notes the results as their modules'. What passes through keeps the note that it has.
 
-        modules: as it was when Dynamo made the graph, and its path below the function's own module, None where it has none."""
+        modules: as it was when Dynamo made the graph, and its path, None where that is of another kind."""
         at_first = {path: module for module, path in modules if module and path is not None}
 
         def called(inputs: Any) -> Any:
@@ -87,21 +87,22 @@ def _stack(node: Any) -> Iterator[tuple[str, str]]:
             yield str(name).partition("@")[0], path
 
 
-def _followed(at_first: dict[str, int], frame: FrameType | None) -> dict[str, int]:
-    """The modules that have these paths now: below the module of the innermost frame around that has them all."""
+def _followed(at_first: dict[_Path, int], frame: FrameType | None) -> dict[_Path, int]:
+    """The modules that have these paths now: in the innermost frame around that has them all."""
     for _ in range(_MOST_FRAMES):
         if frame is None:
             break
-        own = locals_of(frame).get("self")
-        if isinstance(own, torch.nn.Module) and not isinstance(own, torch.fx.GraphModule):
-            found = {path: _below(own, path) for path in at_first}
-            if None not in found.values():
-                return {path: id(module) for path, module in found.items()}
+        variables = locals_of(frame)
+        found = {path: _at(path, variables if path[0] == "L" else frame.f_globals) for path in at_first}
+        if None not in found.values():
+            return {path: id(module) for path, module in found.items()}
         frame = frame.f_back
     return at_first
 
 
-def _below(module: Any, path: str) -> Any:
-    for name in path.split(".")[1:]:
-        module = None if module is None else module._modules.get(name)
-    return module
+def _at(path: _Path, variables: Mapping[str, Any]) -> torch.nn.Module | None:
+    _, name, below = path
+    module = variables.get(name)
+    for part in below.split(".")[1:]:
+        module = module._modules.get(part) if isinstance(module, torch.nn.Module) else None
+    return module if isinstance(module, torch.nn.Module) and not isinstance(module, torch.fx.GraphModule) else None
