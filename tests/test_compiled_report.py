@@ -58,7 +58,7 @@ def test_breaks_are_said_with_their_lines_and_reasons(report: Any) -> None:
     assert "`said.append(torch._dynamo.graph_break())`" in note
     assert "test_compiled_report.py:" in note
     assert "Call to `torch._dynamo.graph_break()`" in note
-    assert "graphs break" in str(report)
+    assert "graphs break" in str(report.explain())
 
 
 def test_a_line_that_breaks_twice_is_named_once() -> None:

@@ -189,6 +189,13 @@ def _summed(case: _Case) -> Label | None:
     return UNKNOWN if case.origin == "summed" else None
 
 
+def _trial(case: _Case) -> Label | None:
+    """What Inductor times a kernel with, when it is first launched."""
+    if case.origin == "trial" or "benchmark_gpu" in case.stack:
+        return Label("temporaries", "stack", "trials of a compiled kernel")
+    return None
+
+
 def _workspace(case: _Case) -> Label | None:
     if case.origin in ("estimate", "recurrent_scratch"):
         return Label("workspace", "inferred", "cuDNN, estimated")
@@ -289,6 +296,7 @@ def _temporaries(case: _Case) -> Label | None:
 _RULES = (
     _identity,
     _summed,
+    _trial,
     _workspace,
     _told,
     _shared,

@@ -21,6 +21,7 @@ from gpumem_magic.virtual.compiler import kernels
 from gpumem_magic.virtual.compiler.padding import Padding
 from gpumem_magic.virtual.compiler.settings import configure
 from gpumem_magic.virtual.compiler.tracing import of_the_trace
+from gpumem_magic.virtual.compiler.tuning import Tuning
 from gpumem_magic.virtual.compiler.whose import Whose
 from gpumem_magic.virtual.engine.device import MachineForTorch
 from gpumem_magic.virtual.engine.engine import Engine
@@ -89,6 +90,7 @@ def install(
     otherwise: Counter[str],
     trials: Trials,
     padding: Padding,
+    tuning: Tuning,
     whose: Whose,
 ) -> None:
     """Until the patches are undone, Inductor compiles for the virtual card."""
@@ -99,7 +101,7 @@ def install(
     configure(
         patches, importlib.import_module("torch._functorch.config"), "guess_tangent_strides_as_outputs", not older
     )
-    kernels.install(patches, engine)
+    kernels.install(patches, engine, tuning)
     _buffers(patches, engine, current_device)
     _lowering(patches, otherwise, trials, padding)
     trials.install(patches)

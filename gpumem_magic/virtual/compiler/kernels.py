@@ -11,6 +11,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from gpumem_magic.patching import Patches
+from gpumem_magic.virtual.compiler.tuning import Tuning
 from gpumem_magic.virtual.engine.engine import Engine
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
 
@@ -20,10 +21,15 @@ _BITS = re.compile(r"\d+")
 class _Launch:
     """A kernel of Triton's that is not launched. It would write into buffers that are there, whose values are known no longer."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, source: str, tuning: Tuning) -> None:
         self._engine = engine
+        self._source = source
+        self._tuning: Tuning | None = tuning
 
     def run(self, *args: Any, **kwargs: Any) -> None:
+        tuning, self._tuning = self._tuning, None
+        if tuning is not None:
+            tuning.first_launch(self._source, args)
         for arg in args:
             if isinstance(arg, VirtualTensor):
                 self._engine.forget(arg)
@@ -31,14 +37,18 @@ class _Launch:
     __call__ = run
 
 
-def install(patches: Patches, engine: Engine) -> None:
+def install(patches: Patches, engine: Engine, tuning: Tuning) -> None:
     """Until the patches are undone, kernels are written and not compiled."""
     triton = importlib.import_module("torch.utils._triton")
     scheduler = importlib.import_module("torch._inductor.scheduler")
     patches.set(scheduler, "has_triton", lambda *args: True)
     patches.set(triton, "triton_hash_with_backend", lambda *args: "")
     compiling = importlib.import_module("torch._inductor.async_compile").AsyncCompile
-    patches.set(compiling, "triton", lambda self, kernel_name, source_code, device_str="cuda": _Launch(engine))
+
+    def triton_kernel(self: Any, kernel_name: str, source_code: str, device_str: str = "cuda") -> _Launch:
+        return _Launch(engine, source_code, tuning)
+
+    patches.set(compiling, "triton", triton_kernel)
     selection = importlib.import_module("torch._inductor.select_algorithm")
     files = selection.PyCodeCache
 

@@ -1,7 +1,9 @@
 """Products whose sizes a card's kernels take slowly: Inductor times them padded, too, and takes the faster way.
 
-Here nothing is timed, and none is padded unless the program forces it (`force_shape_pad`). Which ones a card would have timed is
-kept, also for graphs from the compiler's cache. After `torch/_inductor/fx_passes/pad_mm.py`, the same in 2.9 to 2.13.
+Here nothing is timed. Those that a card would time are padded, which is what they are timed for: they are bound by computation,
+and the kernels for rows that do not begin at multiples of 16 bytes are the slower ones. A published run whose peak tells the two
+ways apart had padded them (`benchmarks/accuracy`, GPT-2 with 50,257 words). Which ones they are is kept, also for graphs from
+the compiler's cache. After `torch/_inductor/fx_passes/pad_mm.py`, the same in 2.9 to 2.13.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ class Padding:
 
         patches.set(compiled, "post_compile", post_compile)
         patches.set(padding, "has_triton", lambda: True)
-        patches.set(padding, "get_cached_should_pad", self._as_it_is)
+        patches.set(padding, "get_cached_should_pad", self._padded)
         if (decided := getattr(padding, "_should_pad", None)) is not None:
             # Without the table on disk, where a card's own trials are kept (2.11 and newer).
             patches.set(padding, "_should_pad", getattr(decided, "__wrapped__", decided))
@@ -43,7 +45,7 @@ class Padding:
         setattr(compiled, _UNTIMED, sorted(self._since_a_graph))
         self._since_a_graph.clear()
 
-    def _as_it_is(self, key: str) -> bool:
+    def _padded(self, key: str) -> bool:
         """Asked in place of the table of earlier trials, when only a trial is left to decide."""
         self._since_a_graph.add(key)
-        return False
+        return True

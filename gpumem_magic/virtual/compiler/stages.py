@@ -15,7 +15,7 @@ import torch
 from gpumem_magic import private
 from gpumem_magic.patching import Patches, warnings_remembered
 from gpumem_magic.units import counted, human
-from gpumem_magic.virtual.compiler import dynamo, graph_trees, inductor, padding, tracing, whose
+from gpumem_magic.virtual.compiler import dynamo, graph_trees, inductor, padding, tracing, tuning, whose
 from gpumem_magic.virtual.engine.device import MachineForTorch
 from gpumem_magic.virtual.operators.factories import Factories
 
@@ -37,6 +37,7 @@ class Compiler:
         self._otherwise: Counter[str] = Counter()
         self._trials = inductor.Trials()
         self._padding = padding.Padding()
+        self._tuning = tuning.Tuning(machine)
         self._whose = whose.Whose(self._engine)
 
     def install(self, patches: Patches) -> None:
@@ -55,7 +56,7 @@ class Compiler:
         def compile_with_inductor(wrapper: Any, *args: Any, **kwargs: Any) -> Any:
             if "inductor" not in self._ready:
                 self._ready.add("inductor")
-                parts = self._otherwise, self._trials, self._padding, self._whose
+                parts = self._otherwise, self._trials, self._padding, self._tuning, self._whose
                 patches.attempt(inductor.install, self._machine, self._current_device, *parts)
                 patches.attempt(graph_trees.name_what_is_skipped, self._otherwise)
             return inductor.compile_with(call, self._otherwise, self._whose, wrapper, *args, **kwargs)
@@ -96,11 +97,17 @@ class Compiler:
                 f"While it compiled, max-autotune's trials took {human(self._trials.most)} at most: copies of one product's "
                 "tensors, and as much as the card's cache."
             )
+        if self._tuning.kernels:
+            found.append(
+                f"{counted(self._tuning.kernels, 'kernel')} of compiled code {'was' if self._tuning.kernels == 1 else 'were'} "
+                f"tried in several ways at the first launch, as on a card that has not run it before: each trial takes "
+                f"{human(self._tuning.buffer)} meanwhile, to empty the card's cache with."
+            )
         if self._padding.untimed:
             found.append(
                 "Sizes of products in compiled code are no multiples of 16 bytes "
-                f"({counted(len(self._padding.untimed), 'kind')} of products): a card may time those padded, too, and take the "
-                "faster way. Here they stay as they are."
+                f"({counted(len(self._padding.untimed), 'kind')} of products): a card times those padded, too, and takes the "
+                "faster way. Here they are padded."
             )
         return found
 
