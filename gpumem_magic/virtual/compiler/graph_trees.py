@@ -15,12 +15,15 @@ from contextlib import suppress
 from typing import Any
 
 import torch
+from torch.torch_version import TorchVersion
 
 from gpumem_magic.allocator.blocks import PoolId
 from gpumem_magic.allocator.pool_checkpoints import PoolCheckpoint
 from gpumem_magic.patching import Patches
 from gpumem_magic.virtual.engine.device import MachineForTorch
 from gpumem_magic.virtual.engine.modes import META, made_plainly
+
+_BEFORE_2_10 = TorchVersion(torch.__version__) < "2.10"
 
 
 def install(patches: Patches, machine: MachineForTorch) -> None:
@@ -48,7 +51,9 @@ def install(patches: Patches, machine: MachineForTorch) -> None:
     def live_as_told(device: int, pool_id: PoolId, told: set[int]) -> bool:
         with engine.lock:
             engine.table.drain()
-            return bool(allocator(device).live_in(pool_id) == set(told))
+            live = allocator(device).live_in(pool_id)
+            # In 2.9 copies of inputs outlive the recording here; why is not known.
+            return bool(live >= told if _BEFORE_2_10 else live == told)
 
     def delete(address: int) -> None:
         with engine.lock:

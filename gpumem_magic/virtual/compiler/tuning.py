@@ -74,7 +74,7 @@ class _Config:
         vars(self).update(others)
 
 
-class _Names(dict[str, Any]):
+class _DecoratorNames(dict[str, Any]):
     """What a kernel's decorator may name. What decides nothing here is nothing."""
 
     def __missing__(self, name: str) -> Any:
@@ -91,7 +91,7 @@ def _ways(source: str) -> tuple[int, list[int]]:
     if called is None:
         return 1, []
     hints = importlib.import_module("torch._inductor.runtime.hints")
-    names = _Names(vars(hints), triton_heuristics=heuristics, set=set, dict=dict, __file__="")
+    names = _DecoratorNames(vars(hints), triton_heuristics=heuristics, set=set, dict=dict, __file__="")
     asked = {one.arg: one.value for one in called.keywords if one.arg}
     given = {name: eval(compile(ast.Expression(value), "", "eval"), {}, names) for name, value in asked.items()}
     inductors, signature = given.get("inductor_meta") or {}, list((given.get("triton_meta") or {}).get("signature", ()))
