@@ -58,7 +58,8 @@ def test_in_half_precision_the_kernel_makes_the_sums() -> None:
         ((8, 6), True, 80, Blocks(128, 64, True)),
         ((8, 0), False, 128, Blocks(128, 64, False)),
         ((7, 0), True, 128, Blocks(128, 64, True)),
-        ((7, 5), True, 256, Blocks(64, 64, False)),
+        ((7, 5), True, 128, Blocks(128, 64, True)),
+        ((7, 5), True, 256, Blocks(128, 64, False)),
         ((9, 0), True, 256, Blocks(128, 64, False)),
     ],
 )
