@@ -121,3 +121,17 @@ def test_autocast_casts_a_list_in_its_order() -> None:
     with torch.autocast("cuda", torch.float16):
         asked = made(lambda: torch.einsum("ab,bc->ac", first, second))
     assert asked[:2] == [4 * 8 * 2, 8 * 16 * 2]
+
+
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize(("version", "least"), [("2.8", []), ("2.11", [4])])
+def test_how_alike_rows_are_is_limited_by_a_number_of_the_host_in_older_versions(
+    version: str, least: list[int], inference: bool
+) -> None:
+    gpu.turn_off()
+    gpu.turn_on(f"A100-40GB,torch={version}")
+    x, y = torch.zeros(100, 1024, device="cuda"), torch.zeros(100, 1024, device="cuda")
+    row, whole = 100 * 4, 100 * 1024 * 4
+    with torch.inference_mode(inference):
+        # Each norm and a copy of it; both divided, their product, and its sums.
+        assert made(lambda: F.cosine_similarity(x, y)) == [row, row, row, row, *least, whole, whole, whole, row]

@@ -236,7 +236,7 @@ def table(results: Sequence[Result]) -> str:
         )
         cells = [
             f"{case['repository'].partition('/')[0]}: {name_of(case)}",
-            case["device"].replace(",torch=", ", ").partition(",total=")[0],
+            case["device"].replace(",torch=", ", ").partition(",total=")[0].partition(",context=")[0],
             f"{len(pairing.a):,}",
             *(f"{100 * share:.2f} %" for share in shares),
             *(f"{100 * (predicted / recorded - 1):+.3f} %" if recorded > 0 else "" for recorded, predicted in sizes),

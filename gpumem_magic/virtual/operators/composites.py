@@ -13,7 +13,7 @@ values come without vectors where no gradient needs these; C++ takes subclasses 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -21,9 +21,11 @@ import torch.nn.functional as F
 from gpumem_magic.patching import Patches
 from gpumem_magic.private import aten as _aten
 from gpumem_magic.virtual.engine import values
+from gpumem_magic.virtual.engine.calls import run_in_parts
 from gpumem_magic.virtual.engine.engine import Engine, special
 from gpumem_magic.virtual.engine.half_precision import HALF
-from gpumem_magic.virtual.engine.tensors import VirtualTensor
+from gpumem_magic.virtual.engine.modes import pushed
+from gpumem_magic.virtual.engine.tensors import VirtualTensor, engine_of
 from gpumem_magic.virtual.operators.copies import laid_out
 from gpumem_magic.virtual.operators.norms import by_cudnn
 
@@ -205,7 +207,40 @@ def _may_have_gradient(tensor: torch.Tensor) -> bool:
     return torch.autograd.forward_ad.unpack_dual(tensor).tangent is not None
 
 
+# Since when the least norm is a number on the device. (The builds of 2.11 and 2.13 have it there, that of 2.6 and a recording
+# with 2.8 do not; between them it is not known.)
+_LEAST_ON_DEVICE_FROM = (2, 9)
+
+
+def cosine_similarity(x1: torch.Tensor, x2: torch.Tensor, dim: int = 1, eps: float = 1e-8) -> torch.Tensor:
+    """With an older PyTorch the norms are limited by a number of the host's (``Distance.cpp``)."""
+    if not isinstance(x1, VirtualTensor) or _version_of(x1) >= _LEAST_ON_DEVICE_FROM:
+        usual = torch._C.DispatchKey.CompositeImplicitAutograd
+        return _aten.cosine_similarity.default._op_dk(usual, x1, x2, dim, eps)  # type: ignore[no-any-return]
+    return _limited_by_the_host(x1, x2, dim, eps)
+
+
+def _limited_by_the_host(x1: torch.Tensor, x2: torch.Tensor, dim: int = 1, eps: float = 1e-8) -> torch.Tensor:
+    kind = torch.result_type(x1, x2)
+    pair = torch.broadcast_tensors(x1.to(kind), x2.to(kind))
+    norms = [torch.linalg.vector_norm(one, 2, dim, keepdim=True).clone() for one in pair]
+    with torch.no_grad():
+        for norm in norms:
+            norm.clamp_min_(eps)
+    # What C++ makes in one expression goes at its end.
+    divided = [one / norm for one, norm in zip(pair, norms, strict=True)]
+    product = divided[0] * divided[1]
+    result: torch.Tensor = product.sum(dim)
+    del product, divided
+    return result
+
+
+def _version_of(tensor: VirtualTensor) -> tuple[int, int]:
+    return cast(Engine, engine_of(tensor)).memory.torch_version(tensor.get_device())
+
+
 _WAYS: dict[Any, Callable[..., torch.Tensor]] = {
+    _aten.cosine_similarity.default: cosine_similarity,
     _aten.linalg_svdvals.default: singular_values,
     _aten.linalg_eigvalsh.default: eigenvalues,
     _aten.batch_norm.default: batch_norm,
@@ -239,8 +274,16 @@ def _mask_first(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) 
     return out
 
 
+@special(_aten.cosine_similarity.default)
+def _alike(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    with pushed(engine.mode):
+        if engine.memory.torch_version(device) >= _LEAST_ON_DEVICE_FROM:
+            return run_in_parts(func, args, kwargs)
+        return _limited_by_the_host(*args, **kwargs)
+
+
 # (The number of classes is a value, which a device that computes knows for the operator's parts.)
-@special(*(func for func in _WAYS if func is not _aten.one_hot.default))
+@special(*(func for func in _WAYS if func not in (_aten.one_hot.default, _aten.cosine_similarity.default)))
 def _without_autograd(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     """In inference mode the operators come whole, below the key that they are registered for."""
     return _WAYS[func](*args, **kwargs)
