@@ -97,6 +97,8 @@ def test_distances_gradients_are_worked_out_coordinate_by_coordinate() -> None:
     x, y, gradient = zeros(10, 10, grad=True), zeros(5, 10), zeros(10, 5)
     out = torch.cdist(x, y, p=1.0)
     assert made(lambda: torch.autograd.grad(out, x, gradient)) == [400, 10 * 5 * 10 * 4]
+    counted = torch.cdist(x, y, p=0.0)
+    assert made(lambda: torch.autograd.grad(counted, x, gradient)) == [400]
     pairs = F.pdist(x)
     gradient = zeros(45)
     assert made(lambda: torch.autograd.grad(pairs, x, gradient)) == [400, 9 * 10 * 10 * 4]

@@ -142,11 +142,13 @@ def _of_windows(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, dev
 
 @special(_aten._cdist_backward.default, _aten._pdist_backward.default, table=BESIDE)
 def _of_distances(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> list[int]:
-    """What each distance gives to each coordinate (``DistanceKernel.cu``)."""
+    """What each distance gives to each coordinate (``DistanceKernel.cu``); those that only count differences give nothing."""
     gradient, first = args[:2]
-    if not gradient.numel() or not first.numel():
+    of_pairs = func is _aten._pdist_backward.default
+    power = args[2 if of_pairs else 3]
+    if not power or not gradient.numel() or not first.numel():
         return []
-    if func is _aten._pdist_backward.default:
+    if of_pairs:
         return [(first.shape[0] - 1) * bytes_of(first)]
     return [gradient.numel() * first.shape[-1] * first.element_size()]
 
