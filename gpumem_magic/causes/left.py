@@ -42,6 +42,7 @@ def left_functions(error: BaseException) -> LeftFunctions:
             found.retry = place
         if frame.f_code.co_name.startswith("<"):
             continue
+        found.functions.add(frame.f_code.co_name)
         variables = locals_of(frame)
         found.modules.update({name: one for name, one in variables.items() if tensors.is_module(one)})
         with tensors.no_functions(), tensors.no_dispatch():

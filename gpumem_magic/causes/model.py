@@ -42,11 +42,12 @@ class Iteration:
 @dataclass
 class LeftFunctions:
     """graphs: of each function, outermost first, the variables that had graphs, lists first. modules: those that were variables
-    there, for a look, not to be kept. way: the lines of theirs, outermost first. called_back: whether a library's code lies
-    between them, and may go on in its own way. retry: where it failed while another error was handled."""
+    there, for a look, not to be kept. functions: their names. way: the lines of theirs, outermost first. called_back: whether a
+    library's code lies between them, and may go on in its own way. retry: where it failed while another error was handled."""
 
     graphs: dict[str, tuple[str, ...]] = field(default_factory=dict)
     modules: dict[str, Any] = field(default_factory=dict)
+    functions: set[str] = field(default_factory=set)
     way: list[Written] = field(default_factory=list)
     called_back: bool = False
     retry: Written | None = None

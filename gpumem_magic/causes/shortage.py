@@ -80,7 +80,8 @@ def _holder(scene: Scene, one: Held) -> str:
     root = scene.holdings.roots[one.roots[0]]
     if root.name == THIS_ERROR and (found := variable_of(one)) is not None:
         variable, function = found
-        return f"`{variable}` of {function}()"
+        # What a library calls its own says nothing to the program's author.
+        return f"`{variable}` of {function}()" if function in scene.left.functions else "the call under way"
     return f"`{root.name}`" if root.kind == "variable" else root.name
 
 
