@@ -171,5 +171,6 @@ def test_only_the_math_kernel_writes_the_scores() -> None:
             F.scaled_dot_product_attention(q, k, v).sum().backward()
         assert q.grad is not None
         peaks[backend.name] = torch.cuda.max_memory_allocated() - before
-    assert peaks["FLASH_ATTENTION"] < scores / 2
+    # (Its gradient copies what lies in another order: a sixteenth of that each.)
+    assert peaks["FLASH_ATTENTION"] < scores * 5 / 8
     assert peaks["MATH"] > 2 * scores

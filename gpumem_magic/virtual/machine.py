@@ -71,6 +71,7 @@ from gpumem_magic.virtual.torch_face import (
 )
 from gpumem_magic.virtual.torch_face.captured import Captured
 from gpumem_magic.virtual.torch_face.hooks import install_engine_hooks
+from gpumem_magic.virtual.torch_face.streams import CURRENT
 from gpumem_magic.virtual.torch_face.torch_cuda import CudaFace
 
 
@@ -112,7 +113,8 @@ class VirtualMachine:
         return self._devices
 
     def current_device(self) -> int:
-        return self.face.current_device()
+        # (What a program asks for itself, brings CUDA into use.)
+        return CURRENT.device
 
     def look(self, device: Device) -> tuple[tuple[Segment, ...], Mapping[int, Label]]:
         with self.engine.lock:
