@@ -216,7 +216,7 @@ def in_tensors(report: Report) -> int:
 def test_bert_large_as_measured_by_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """PyTorch's MemTracker gives 11,968 MiB on fakes; CUDA's dropout keeps 60 MiB less in each of the 24 layers.
 
-    What sums share between blocks while they run, and what CUDA's gradient of softmax multiplies before it adds, fakes do not know.
+    What sums share between blocks while they run, and what CUDA's gradient of softmax multiplies first, fakes do not know.
     """
     whole = in_tensors(bert_large_for_two_steps())
     for function in (*reductions.KERNELS, torch.ops.aten._softmax_backward_data.default):
