@@ -299,3 +299,42 @@ def test_a_recording_is_no_reason_to_compile_again(first: str, monkeypatch: pyte
         assert not [one for one in said if "gpumem" in one]
     finally:
         gpu.turn_off()
+
+
+class _Hooked(torch.nn.Module):
+    """A layer with a hook, as tensor parallelism puts on layers: the code that runs hooks asks for global ones, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 8)
+        self.layer.register_forward_pre_hook(lambda module, inputs: (inputs[0] * 2,))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.layer(x).relu()
+
+
+@pytest.mark.parametrize("kept", ["in a variable", "in a global"])
+def test_layers_with_hooks_share_what_is_compiled_in_a_recording(kept: str) -> None:
+    """Twelve are more than PyTorch compiles anew before it gives up (`recompile_limit`)."""
+    gpu.turn_on("A100-40GB")
+    try:
+        torch._dynamo.reset()
+        layers = [_Hooked().cuda() for _ in range(12)]
+        x = torch.rand(4, 8, device="cuda", requires_grad=True)
+        if kept == "in a variable":
+            calls: list[Any] = [torch.compile(layer, backend="aot_eager", fullgraph=True) for layer in layers]
+        else:
+            names: dict[str, Any] = {"layer": layers[0]}
+            exec("def call(x):\n    return layer(x)", names)
+            calls = [torch.compile(names["call"], backend="aot_eager", fullgraph=True)] * 12
+        tables = importlib.import_module("torch._dynamo.utils")
+        before = tables.counters["stats"]["unique_graphs"]
+        with gpumem_magic.measure():
+            out = x
+            for call in calls:
+                out = call(out)
+            out.sum().backward()
+        # (The second layer's argument has a graph, the first one's is a leaf.)
+        assert tables.counters["stats"]["unique_graphs"] <= before + 2
+    finally:
+        gpu.turn_off()

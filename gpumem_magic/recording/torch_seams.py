@@ -9,9 +9,9 @@ from __future__ import annotations
 import importlib
 import itertools
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from types import FrameType
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from torch.optim import optimizer as nn_optimizer
 from torch.utils.hooks import RemovableHandle
 
 from gpumem_magic import private
+from gpumem_magic.looks import objects, tensors
 from gpumem_magic.looks.objects import locals_of
 from gpumem_magic.patching import Patches
 
@@ -29,6 +30,7 @@ from gpumem_magic.patching import Patches
 STEP_RANGE = "Optimizer.step#"
 # From the range's beginning to the step that it is around, with what watches ranges in between.
 _FRAMES_TO_STEP = 8
+_HOOKS_OF_A_MODULE = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 Around = Callable[[], Callable[[bool], None]]
 """Called at the beginning; what it returns is called at the end with whether an exception left."""
 
@@ -159,8 +161,9 @@ def hide_from_the_compiler(patches: Patches) -> None:
     it makes without us, and holds for the program with and without them: by `skip_nnmodule_hook_guards` it asks of no module
     at each call whether there are hooks.
 
-    Where the program has global hooks of its own or wants those guards, they are traced as the program's. Modules that run in
-    another thread meanwhile are not seen."""
+    Where the program has global hooks of its own or wants those guards, they are traced as the program's; so they are where one
+    of the modules has a hook (a tensor-parallel layer, say), since the code that runs it asks for global ones, too. Modules that
+    run in another thread meanwhile are not seen."""
     name = "torch._dynamo.convert_frame"
 
     def install() -> None:
@@ -168,9 +171,19 @@ def hide_from_the_compiler(patches: Patches) -> None:
         module = importlib.import_module(name)
         compile_ = module._compile
 
-        def compile_without(*args: Any, **kwargs: Any) -> Any:
-            with _hooks_away():
-                return compile_(*args, **kwargs)
+        def compile_without(
+            code: CodeType,
+            names: dict[str, Any],
+            variables: dict[str, Any],
+            builtins: Any,
+            closure: Any,
+            *more: Any,
+            **given: Any,
+        ) -> Any:
+            cells = [cell.cell_contents for cell in closure or () if _is_filled(cell)]
+            mentioned = [objects.entry(names, name) for name in code.co_names if name in names]
+            with nullcontext() if _any_has_hooks([*variables.values(), *mentioned, *cells]) else _hooks_away():
+                return compile_(code, names, variables, builtins, closure, *more, **given)
 
         patches.set(module, "_compile", compile_without)
 
@@ -200,6 +213,20 @@ def _when_imported(patches: Patches, name: str, install: Callable[[], None], *fi
 
 # The hooks that are away while the compiler traces: the table, the number and the hook.
 _away: list[tuple[dict[int, Any], int, Any]] = []
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not cell
+    except ValueError:
+        return False
+
+
+def _any_has_hooks(things: Iterable[Any]) -> bool:
+    """Whether one of these is a module that has hooks, itself or in a part of it."""
+    modules = filter(tensors.is_module, things)
+    parts = (part for module in modules for _, part in tensors.modules_in(module))
+    return any(objects.attribute(part, table) for part in parts for table in _HOOKS_OF_A_MODULE)
 
 
 @contextmanager
