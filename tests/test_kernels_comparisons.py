@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from asked_for import made, steps
+from asked_for import events, made, steps
 
 from gpumem_magic.virtual import gpu
 
@@ -28,17 +28,11 @@ def zeros(*shape: int, dtype: torch.dtype = torch.float32, grad: bool = False) -
 def sequence(run: Callable[[], Any]) -> str:
     """``+SIZE -NUMBER ...``: what is made, and the number of what is let go of."""
     found, live = [], {}
-    memory: Any = torch.cuda.memory
-    memory._record_memory_history()
-    kept = run()
-    trace = memory._snapshot()["device_traces"][0]
-    memory._record_memory_history(None)
-    del kept
-    for event in trace:
+    for event in events(run):
         if event["action"] == "alloc":
             live[event["addr"]] = len(found) - sum(step[0] == "-" for step in found)
             found.append(f"+{event['size']}")
-        elif event["action"] == "free_requested" and event["addr"] in live:
+        elif event["addr"] in live:
             found.append(f"-{live.pop(event['addr'])}")
     return " ".join(found)
 

@@ -38,6 +38,13 @@ def off() -> Iterator[None]:
     gpu.turn_off()
 
 
+def read_in(folder: Path, code: str) -> tuple[str, int]:
+    """A program's file, and the first of its lines that reads `x`."""
+    place = folder / "program.py"
+    place.write_text(code, "utf-8")
+    return str(place), next(number for number, text in enumerate(code.splitlines(), 1) if "x." in text)
+
+
 def unknown(*shape: int) -> torch.Tensor:
     return torch.rand(*(shape or (300, 300)), device="cuda")
 
@@ -285,10 +292,7 @@ def test_which_lines_select_on_the_host(tmp_path: Path, code: str, chooses: bool
     ],
 )
 def test_which_lines_are_printed(tmp_path: Path, code: str, printed: bool) -> None:
-    place = tmp_path / "program.py"
-    place.write_text(code, "utf-8")
-    line = next(number for number, text in enumerate(code.splitlines(), 1) if "x." in text)
-    assert is_printed(str(place), line) is printed
+    assert is_printed(*read_in(tmp_path, code)) is printed
 
 
 def test_a_text_of_drawn_tokens_is_said_behind_the_answer(tmp_path: Path) -> None:
@@ -317,10 +321,7 @@ def test_a_text_of_drawn_tokens_is_said_behind_the_answer(tmp_path: Path) -> Non
     ],
 )
 def test_which_lines_are_waited_for(tmp_path: Path, code: str, waited: bool) -> None:
-    place = tmp_path / "program.py"
-    place.write_text(code, "utf-8")
-    line = next(number for number, text in enumerate(code.splitlines(), 1) if "x." in text)
-    assert waits(str(place), line) is waited
+    assert waits(*read_in(tmp_path, code)) is waited
 
 
 def test_a_check_is_said_behind_the_answer(tmp_path: Path) -> None:
@@ -386,10 +387,7 @@ def test_which_lines_make_a_size(tmp_path: Path, code: str, makes: bool) -> None
     ],
 )
 def test_which_lines_make_a_size_of_numbers_that_are_not_whole(tmp_path: Path, code: str, makes: bool) -> None:
-    place = tmp_path / "program.py"
-    place.write_text(code, "utf-8")
-    line = next(number for number, text in enumerate(code.splitlines(), 1) if "x." in text)
-    assert makes_a_size(str(place), line, whole=False) is makes
+    assert makes_a_size(*read_in(tmp_path, code), whole=False) is makes
 
 
 def test_which_errors_come_of_a_read(tmp_path: Path) -> None:

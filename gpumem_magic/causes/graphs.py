@@ -75,11 +75,9 @@ def graphs_alive(scene: Scene) -> Iterator[Cause]:
         attribute, place = state
         carrier = f"{owner}.{attribute}"
         names = [one for one in [main.place, *others] if one != owner]
-        rest = f"{', '.join(map(quoted, names[:3]))} {'reaches' if len(names) == 1 else 'reach'}"
         yield Cause(
             "kept_graphs",
-            f"{quoted(carrier)} ({place.words}, `{place.shown}`) carries the graph on from each iteration to the next, so "
-            f"those of {count} iterations are alive ({rest} them, too): {human(freed)} that were saved for backward.",
+            _carried_on(carrier, place, names, count, freed),
             f"Carry on `{carrier}.detach()`: the graph then ends with its iteration, and `retain_graph=True` is not needed.",
             freed,
         )
@@ -102,6 +100,15 @@ def graphs_alive(scene: Scene) -> Iterator[Cause]:
     )
 
 
+def _carried_on(carrier: str, where: Written, names: Sequence[str], count: int, freed: int) -> str:
+    """names: the others that reach the graphs."""
+    rest = f"{', '.join(map(quoted, names[:3]))} {'reaches' if len(names) == 1 else 'reach'}"
+    return (
+        f"{quoted(carrier)} ({where.words}, `{where.shown}`) carries the graph on from each iteration to the next, so "
+        f"those of {count} iterations are alive ({rest} them, too): {human(freed)} that were saved for backward."
+    )
+
+
 def _is_the_programs(scene: Scene, one: Held) -> bool:
     """Whether a variable of the program keeps it, or one of a function of its own that has just failed. (Of what an earlier error
     left `kept_errors` tells: nobody detaches that.)"""
@@ -121,14 +128,11 @@ def _state_carried_on(scene: Scene, main: Spot, others: Sequence[str], count: in
         return None
     (name, where), *_ = states
     rest = [one for one in names if one != name]
-    reach = "reaches" if len(rest) == 1 else "reach"
     also = [one for one in rest if scene.program.sums_up(one)]
     added = f"; add numbers to {listed(list(map(quoted, also)))} (`.item()`)" if also else ""
     return Cause(
         "kept_graphs",
-        f"{quoted(name)} ({where.words}, `{where.shown}`) carries the graph on from each iteration to the next, so those of "
-        f"{count} iterations are alive ({', '.join(map(quoted, rest[:3]))} {reach} them, too): {human(freed)} that were "
-        "saved for backward.",
+        _carried_on(name, where, rest, count, freed),
         f"{detach_words(name, types.get(name, ''))} after each iteration ends the graph there{added}.",
         freed,
     )

@@ -85,29 +85,21 @@ class Text:
 
     def around(self, line: int, kinds: tuple[Any, ...] = _FUNCTIONS) -> list[str]:
         """The names of the functions (or classes) around a line."""
-        named = (node for top in _parsed(self.source) for node in ast.walk(top) if isinstance(node, kinds))
-        return [one.name for one in named if one.lineno <= line <= (one.end_lineno or one.lineno)]
+        return [one.name for one in self._around(line, kinds)]
+
+    def _around(self, line: int, kinds: tuple[Any, ...]) -> list[Any]:
+        found = (node for top in _parsed(self.source) for node in ast.walk(top) if isinstance(node, kinds))
+        return [one for one in found if one.lineno <= line <= (one.end_lineno or one.lineno)]
 
     def belongs(self, node: ast.stmt, name: str, function: str) -> bool:
         """Whether a variable in a statement is a function's own, or was handed on to another under the same name."""
-        around = [
-            one
-            for top in _parsed(self.source)
-            for one in ast.walk(top)
-            if isinstance(one, _FUNCTIONS) and one.lineno <= node.lineno <= (one.end_lineno or one.lineno)
-        ]
+        around = self._around(node.lineno, _FUNCTIONS)
         return any(one.name == function or name in {given.arg for given in one.args.args} for one in around)
 
     def rest(self, line: int, *, outermost: bool = False) -> StillToRun:
         """What is still to run from a line on in its function, or outside of functions: from the head of the innermost (or the
         outermost) loop around it."""
-        around = [
-            node
-            for top in _parsed(self.source)
-            for node in ast.walk(top)
-            if isinstance(node, (*_LOOPS, *_FUNCTIONS)) and node.lineno <= line <= (node.end_lineno or node.lineno)
-        ]
-        around.sort(key=lambda node: node.lineno)
+        around = sorted(self._around(line, (*_LOOPS, *_FUNCTIONS)), key=lambda node: node.lineno)
         functions = [number for number, node in enumerate(around) if isinstance(node, _FUNCTIONS)]
         loops = around[functions[-1] + 1 :] if functions else around
         first = loops[0 if outermost else -1].lineno if loops else line

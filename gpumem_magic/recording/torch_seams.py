@@ -10,7 +10,7 @@ import importlib
 import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from types import CodeType, FrameType
 from typing import Any
 
@@ -180,9 +180,9 @@ def hide_from_the_compiler(patches: Patches) -> None:
             *more: Any,
             **given: Any,
         ) -> Any:
-            cells = [cell.cell_contents for cell in closure or () if _is_filled(cell)]
             mentioned = [objects.entry(names, name) for name in code.co_names if name in names]
-            with nullcontext() if _any_has_hooks([*variables.values(), *mentioned, *cells]) else _hooks_away():
+            things = [*variables.values(), *mentioned, *_contents(closure or ())]
+            with nullcontext() if _any_has_hooks(things) else _hooks_away():
                 return compile_(code, names, variables, builtins, closure, *more, **given)
 
         patches.set(module, "_compile", compile_without)
@@ -215,11 +215,11 @@ def _when_imported(patches: Patches, name: str, install: Callable[[], None], *fi
 _away: list[tuple[dict[int, Any], int, Any]] = []
 
 
-def _is_filled(cell: Any) -> bool:
-    try:
-        return cell.cell_contents is not cell
-    except ValueError:
-        return False
+def _contents(cells: Iterable[Any]) -> Iterator[Any]:
+    """What a closure's variables hold, but for those without a value yet."""
+    for cell in cells:
+        with suppress(ValueError):
+            yield cell.cell_contents
 
 
 def _any_has_hooks(things: Iterable[Any]) -> bool:
