@@ -403,10 +403,3 @@ def test_operators_of_the_compiler_run_or_say_what_to_do_instead() -> None:
     assert (found.shape, found.device) == (x.shape, x.device)
     with pytest.raises(NotImplementedError, match=r"virtual GPU cannot run strange.*Python's own if and for"):
         Strange()(x)
-
-
-def test_a_model_on_the_device_is_not_exported() -> None:
-    layer = nn.Linear(4, 4)
-    torch.export.export(layer, (torch.rand(2, 4),))
-    with pytest.raises(NotImplementedError, match=r"cannot trace a model on the virtual GPU: export it from the host"):
-        torch.export.export(layer.cuda(), (rand(2, 4),))

@@ -101,7 +101,7 @@ class VirtualMachine:
         self._factories = Factories(self.engine, self.face.current_device)
         self._captured = Captured(self._factories)
         self.compiler = Compiler(self, self._factories, self.face.current_device)
-        self._libraries = libraries()
+        self._libraries = libraries({"torch.export._trace": self.compiler.ready_to_export})
 
     # ---- what a machine can be asked
 

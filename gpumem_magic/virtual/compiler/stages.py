@@ -8,6 +8,7 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -72,12 +73,22 @@ class Compiler:
         if self._engine.computes or any(private.lacking(private.place_of(step.install)) for step in (tracing, dynamo)):
             patches.attempt(run_eagerly, self._count)
             return
+        self._trace(patches)
+        patches.attempt(graph_trees.install, self._machine)
+
+    def _trace(self, patches: Patches) -> None:
         with warnings_remembered(), warnings.catch_warnings():
             # What PyTorch says of its own parts while they are imported.
             warnings.simplefilter("ignore", DeprecationWarning)
             tracing.install(patches)
             dynamo.install(patches, self._factories)
-        patches.attempt(graph_trees.install, self._machine)
+
+    def ready_to_export(self, module: ModuleType, patches: Patches) -> None:
+        """`torch.export` (and what is built on it) traces as `torch.compile` does, and what it makes runs operator by operator:
+        also where values are computed."""
+        self._prepare(patches)
+        if self._engine.computes:
+            self._trace(patches)
 
     def _count(self) -> None:
         self._eager_calls += 1

@@ -1,7 +1,6 @@
-"""`torch.export` (and what is built on it, such as `torch.onnx.export`) with a model on a virtual device.
+"""`torch.export` with a model on a virtual device: what its files hold, and what is built on it and needs more than there is.
 
-It traces a model with fake tensors of its own, on CUDA; a build for the host has no guard for that device, and the process ends
-in C++. So it is refused before.
+A trace is made as `torch.compile` makes its own (`compiler.stages`).
 """
 
 from __future__ import annotations
@@ -9,24 +8,38 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any
 
-import torch
-from torch.utils._pytree import tree_leaves
-
 from gpumem_magic.patching import Patches
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
+from gpumem_magic.virtual.libraries.loading import has_virtual
 
 
-def prepare(module: ModuleType, patches: Patches) -> None:
-    original: Any = getattr(module, "_export", None)
+def prepare_archive(module: ModuleType, patches: Patches) -> None:
+    """A virtual tensor is written as `torch.save` writes it, not as nothing. In 2.13 and newer; before, all tensors are."""
+    original = getattr(module, "_is_fake_tensor", None)
+    if original is not None:
+        patches.set(module, "_is_fake_tensor", lambda value: not isinstance(value, VirtualTensor) and original(value))
+
+
+def prepare_draft(module: ModuleType, patches: Patches) -> None:
+    _refuse(
+        module, patches, "draft_export", "it goes by values that operators give on the device. torch.export.export can"
+    )
+
+
+def prepare_ahead(module: ModuleType, patches: Patches) -> None:
+    why = "it needs the CUDA toolkit's compiler and a GPU. torch.compile(exported.module()) can be run here"
+    _refuse(module, patches, "compile_fx_aot", why, "AOTInductor")
+
+
+def _refuse(module: ModuleType, patches: Patches, name: str, why: str, called: str = "") -> None:
+    original: Any = getattr(module, name, None)
     if original is None:
         return
 
-    def export(mod: Any, *args: Any, **kwargs: Any) -> Any:
-        held = [*mod.parameters(), *mod.buffers()] if isinstance(mod, torch.nn.Module) else []
-        if any(isinstance(leaf, VirtualTensor) for leaf in (*held, *tree_leaves((args, kwargs)))):
-            raise NotImplementedError(
-                "torch.export cannot trace a model on the virtual GPU: export it from the host (model.cpu()), or on a real GPU."
-            )
+    def refused(mod: Any, *args: Any, **kwargs: Any) -> Any:
+        held = [*mod.parameters(), *mod.buffers()] if hasattr(mod, "parameters") else []
+        if has_virtual(held, args, kwargs):
+            raise NotImplementedError(f"{called or name} cannot take a model on the virtual GPU: {why}.")
         return original(mod, *args, **kwargs)
 
-    patches.set(module, "_export", export)
+    patches.set(module, name, refused)

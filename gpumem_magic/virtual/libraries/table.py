@@ -31,7 +31,9 @@ _PREPARE: dict[str, Prepare] = {
     "torch.distributed._symmetric_memory": symmetric_memory.prepare,
     "torch.distributed.pipelining.stage": pipelines.prepare,
     "torch.distributed.tensor._api": dtensor.prepare,
-    "torch.export._trace": exporting.prepare,
+    "torch._inductor.compile_fx": exporting.prepare_ahead,
+    "torch.export._draft_export": exporting.prepare_draft,
+    "torch.export.pt2_archive._package": exporting.prepare_archive,
     "torch.nn.attention.flex_attention": flex.prepare,
     "torch._prims.rng_prims": repeated_draws.prepare,
     "transformers.utils.import_utils": hugging_face.prepare,
@@ -40,6 +42,6 @@ _PREPARE: dict[str, Prepare] = {
 }
 
 
-def libraries() -> Libraries:
-    """To be installed with a virtual machine, and removed with it."""
-    return Libraries(_PREPARE)
+def libraries(more: dict[str, Prepare]) -> Libraries:
+    """To be installed with a virtual machine, and removed with it. more: what is prepared by the machine's own parts."""
+    return Libraries({**_PREPARE, **more})

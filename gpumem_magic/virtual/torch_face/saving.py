@@ -1,4 +1,4 @@
-"""`torch.save` and `torch.load` (and those of `torch.jit`) with tensors of a virtual device.
+"""`torch.save` and `torch.load` (and those of `torch.jit` and `torch.export`) with tensors of a virtual device.
 
 There are no values to save: what would be written is zeros. A new file is written, with a warning; a file that exists is not
 overwritten, because it may hold a training run's only good copy, unless this process wrote it itself or the environment variable
@@ -45,6 +45,8 @@ def install(patches: Patches, computes: bool) -> None:
     written: set[str] = set()
     patches.set(torch, "save", _save_values(torch.save) if computes else _save(torch.save, written))
     patches.set(torch, "load", _load(torch.load))
+    if not computes:
+        patches.set(torch.export, "save", _save_exported(torch.export.save, written))
     patches.set(torch.serialization, "location_tag", _location_tag(torch.serialization.location_tag))
     patches.set(torch.jit, "load", _load_script(torch.jit.load))
     scripted: Any = torch.jit.RecursiveScriptModule  # type: ignore[attr-defined]
@@ -85,6 +87,20 @@ def _save_values(original: Callable[..., Any]) -> Callable[..., Any]:
     def save(*args: Any, **kwargs: Any) -> Any:
         with saved_storages():
             return original(*args, **kwargs)
+
+    return save
+
+
+def _save_exported(original: Callable[..., Any], written: set[str]) -> Callable[..., Any]:
+    def save(ep: Any, f: Any, **kwargs: Any) -> None:
+        named = isinstance(f, (str, os.PathLike)) and any(
+            isinstance(held, VirtualTensor) for held in (*ep.state_dict.values(), *ep.constants.values())
+        )
+        if named:
+            _check(f, written)
+        original(ep, f, **kwargs)
+        if named:
+            _warn(f)
 
     return save
 
