@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import os
 import pickle
 import runpy
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -166,3 +168,46 @@ def test_a_tensor_is_packed_with_the_way_it_lies(tool: dict[str, Any], monkeypat
     assert (again.stride(), again.storage_offset()) == (tensor.stride(), tensor.storage_offset()) == ((1, 4), 1)
     with pytest.raises(TypeError, match="conjugated"):
         samples.Packed(torch.zeros(2, dtype=torch.complex64).conj())
+
+
+# ---- Many cases in one process
+
+
+@pytest.fixture
+def running(tool: dict[str, Any]) -> Iterator[Any]:
+    yield importlib.import_module("running")
+    sys.modules.pop("running", None)
+
+
+def test_cases_run_in_one_process_until_one_crashes_or_ends_it(running: Any) -> None:
+    def work(first: int) -> Iterator[Any]:
+        for number in range(first, 6):
+            if number == 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if number == 4:
+                os._exit(3)
+            yield os.getpid()
+
+    found = running.until_all_are_done(work, 6)
+    assert found[2] == f"crashed with signal {signal.SIGKILL.value}"
+    assert found[4] == "ended its process"
+    processes = found[:2] + found[3:4] + found[5:]
+    assert [processes.count(process) for process in processes] == [2, 2, 1, 1]
+    assert os.getpid() not in processes
+
+
+def test_a_case_that_fails_leaves_nothing_to_the_next(running: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(running, "first_products", lambda: None)
+    monkeypatch.setattr(running, "recorded", lambda call: ([call() or os.environ.get("STAND_IN_TOLD")], None))
+    begun: list[int] = []
+    cases = [
+        ("told=3; torch.use_deterministic_algorithms(True)", "1"),
+        ("torch.backends.cudnn.enabled = False", "missing"),
+        (
+            "x = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.enabled",
+            "0 / (x == (False, True) and 1)",
+        ),
+    ]
+    found = list(running.run(lambda: begun.append(1), cases))
+    assert begun == [1]
+    assert found == [["3"], "NameError: name 'missing' is not defined", [None]]

@@ -4,8 +4,8 @@
 
 OTHER is an environment with a CUDA build of PyTorch, as `pip install torch` makes it on Linux; its version is the one compared.
 ATen's, CUB's and the allocator's host code run over a CUDA runtime in which no kernel runs (`runtime.c`), built into a scratch
-folder with `cc` and that environment's headers. Each case of `cases.txt` runs in a forked child, here and there: what it
-allocates and frees, in order, is compared. With --opinfo, the samples of PyTorch's own tests are, each with its gradients.
+folder with `cc` and that environment's headers. The cases of `cases.txt` run here and there: what each allocates and frees, in
+order, is compared. With --opinfo, the samples of PyTorch's own tests are, each with its gradients.
 
 It was run with 2.6, 2.11 and 2.13. With 2.1 it runs, too, but for gradients.
 """

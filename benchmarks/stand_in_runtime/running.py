@@ -1,7 +1,8 @@
-"""Runs every case in a forked child of its own and writes what each asked the allocator for: python running.py OUT < JSON.
+"""Runs cases and writes what each asked the allocator for: python running.py OUT < JSON.
 
 JSON: {"cases": [[name, setup, expression], ...], "virtual": SPEC or null}, or "samples": FILE in place of the cases (see
-samples.py), whose groups get a child each. It runs in either environment, and so needs nothing but PyTorch.
+samples.py). They run in one forked child until one crashes, and in another from the next on. It runs in either environment, and
+so needs nothing but PyTorch.
 """
 
 from __future__ import annotations
@@ -36,42 +37,46 @@ def main(out: str) -> None:
 
     else:
         begin = torch.cuda.init
-    (nothing,) = forked(lambda: run(begin, "pass", "None"))
+    (nothing,) = forked(lambda: run(begin, [("pass", "None")]))
     if isinstance(nothing, str):
         sys.exit(nothing)
     if "samples" in asked:
         groups = [group for group in pickle.loads(Path(asked["samples"]).read_bytes()) if group[0] in operators]
         answers = sampled(begin, operators, groups)
     else:
-        answers = {name: forked(lambda case=case: run(begin, *case))[0] for name, *case in asked["cases"]}
+        cases = asked["cases"]
+        codes = [code for _, *code in cases]
+        found = until_all_are_done(lambda first: run(begin, codes[first:]), len(cases))
+        answers = {name: answer for (name, *_), answer in zip(cases, found, strict=True)}
     Path(out).write_text(json.dumps(answers), encoding="utf-8")
 
 
 def sampled(begin: Callable[[], object], operators: dict[str, Any], groups: list[Any]) -> dict[str, Any]:
-    """The events of each sample's call and of its gradients, in one child until one crashes, and in another from the next on."""
+    """The events of each sample's call and of its gradients."""
     every = [
         (f"{name} {dtype} {number}", operators[name], *sample)
         for name, dtype, drawn in groups
         for number, sample in enumerate(drawn)
     ]
     answers: dict[str, Any] = {}
-    first = 0
-    while first < len(every):
-        found = forked(partial(run_samples, begin, every[first:]))
-        done = [answer for answer in found if not isinstance(answer, str)]
-        for (name, *_), answer in zip(every[first:], done, strict=False):
-            answers |= {f"{name} {way}": events for way, events in answer.items()}
-        first += len(done)
-        if first < len(every):
-            answers[f"{every[first][0]} forward"] = found[-1]
-            first += 1
+    found = until_all_are_done(lambda first: run_samples(begin, every[first:]), len(every))
+    for (name, *_), answer in zip(every, found, strict=True):
+        of_ways = {"forward": answer} if isinstance(answer, str) else answer
+        answers |= {f"{name} {way}": events for way, events in of_ways.items()}
+    return answers
+
+
+def until_all_are_done(work: Callable[[int], Iterable[Any]], count: int) -> list[Any]:
+    """What each of so many gives, in one child until one crashes, and in another from the next on."""
+    answers: list[Any] = []
+    while len(answers) < count:
+        answers += forked(partial(work, len(answers)))
     return answers
 
 
 def run_samples(begin: Callable[[], object], every: list[Any]) -> Iterator[Any]:
     begin()
-    # cuBLAS's workspace comes with the first product, and stays.
-    torch.mm(*[torch.zeros(8, 8, device="cuda")] * 2)
+    first_products()
     for _, operator, sample, with_gradients in every:
         answer: dict[str, Any] = {}
         try:
@@ -82,6 +87,7 @@ def run_samples(begin: Callable[[], object], every: list[Any]) -> Iterator[Any]:
         except Exception as error:
             answer["backward" if "forward" in answer else "forward"] = said(error)
         call = gradients = result = None
+        torch.cuda.empty_cache()
         yield answer
 
 
@@ -96,8 +102,8 @@ def recorded(call: Callable[[], Any]) -> tuple[Any, Any]:
 
 
 def forked(work: Callable[[], Iterable[Any]]) -> list[Any]:
-    """What a child's work yields, and a last line if it ended by a failure: nothing that it does reaches the next. CUDA is begun
-    in the child only: after a fork it would refuse to go on."""
+    """What a child's work yields, and a last line if it ended by a failure. CUDA is begun in the child only: after a fork it
+    would refuse to go on."""
     reading, writing = os.pipe()
     child = os.fork()
     if not child:
@@ -114,27 +120,48 @@ def forked(work: Callable[[], Iterable[Any]]) -> list[Any]:
     with os.fdopen(reading) as pipe:
         answers = [json.loads(line) for line in pipe]
     _, status = os.waitpid(child, 0)
-    return [*answers, f"crashed with signal {status & 127}"] if status & 127 else answers
+    if not status:
+        return answers
+    return [*answers, f"crashed with signal {status & 127}" if status & 127 else "ended its process"]
 
 
 def said(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error)[:150].split())}"
 
 
-def run(begin: Callable[[], object], setup: str, expression: str) -> Iterator[Any]:
+def run(begin: Callable[[], object], cases: list[Any]) -> Iterator[Any]:
+    begin()
+    first_products()
+    for case in cases:
+        try:
+            answer = asked_for(*case)
+        except Exception as error:
+            answer = said(error)
+        os.environ.pop("STAND_IN_TOLD", None)
+        torch.use_deterministic_algorithms(False)
+        torch.backends.cudnn.enabled = True
+        # What no kernel writes is read as zero in fresh memory only.
+        torch.cuda.empty_cache()
+        yield answer
+
+
+def first_products() -> None:
+    """cuBLAS's workspaces come with the first product of a thread, and stay."""
+    one = torch.zeros(8, 8, device="cuda", requires_grad=True)
+    torch.mm(one, one).sum().backward()
+
+
+def asked_for(setup: str, expression: str) -> list[tuple[str, int]]:
+    """What an expression asks for after its setup."""
     told = re.match(r"told=(\d+);", setup)
     scope = {
         "torch": torch, "F": torch.nn.functional, "r": zeros, "some": some, "opt": optimizer, "d": "cuda", "h": torch.half,
         "bf": torch.bfloat16, "i8": torch.int64, "i4": torch.int32, "bool": torch.bool,
     }  # fmt: skip
-    begin()
     exec(setup[told.end() if told else 0 :].strip(), scope)
-    torch.cuda.memory._record_memory_history(context=None)
     if told:
         os.environ["STAND_IN_TOLD"] = told[1]
-    exec(f"out = ({expression.strip()})", scope)
-    torch.cuda.synchronize()
-    yield events(torch.cuda.memory._snapshot()["device_traces"][0])
+    return recorded(partial(exec, f"out = ({expression.strip()})", scope))[0]
 
 
 def zeros(*shape: int, dtype: torch.dtype = torch.float32, grad: bool = False) -> torch.Tensor:
