@@ -601,18 +601,26 @@ def run(world: int, names: list[str], script: str, place: Path) -> None:
     around["LOCAL_WORLD_SIZE"] = str(world)
     command = [sys.executable, "-m", "gpumem_magic.cli", "run", "--device", f"{world}xA100-40GB"]
 
-    def start(place: Path, more: dict[str, str], *flags: str) -> subprocess.Popen[bytes]:
-        words = [*command, *flags, __file__, "--", "--program", str(place), "--script", script, "--only", *names]
-        quiet = subprocess.DEVNULL
+    def start(way: str, more: dict[str, str], *flags: str) -> subprocess.Popen[bytes]:
+        words = [*command, *flags, __file__, "--", "--program", str(place / way), "--script", script, "--only", *names]
         # Where the compiler finds a model that it made before, it doesn't trace its patterns, which takes a number on the device.
         more = more | {"TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
-        return subprocess.Popen(words, env={**os.environ, **more}, stdout=quiet, stderr=quiet)
+        with open(place / f"{way}.log", "ab") as log:
+            return subprocess.Popen(words, env={**os.environ, **more}, stdout=log, stderr=log)
 
-    ranks = range(world)
-    ran = [start(place / "real", {**around, "RANK": str(one), "LOCAL_RANK": str(one)}) for one in ranks]
+    ran = [start("real", {**around, "RANK": str(one), "LOCAL_RANK": str(one)}) for one in range(world)]
     for process in ran:
         process.wait()
-    start(place / "alone", {}, "--ranks", str(world), "--as", f"0-{world - 1}").wait()
+    start("alone", {}, "--ranks", str(world), "--as", f"0-{world - 1}").wait()
+
+
+def results(place: Path, way: str, rank: int) -> Any:
+    """What a rank did. Ends the command where it never came so far, with what was said there."""
+    file = place / f"{way}-{rank}"
+    if not file.exists():
+        said = (place / f"{way}.log").read_text("utf-8", "replace")
+        sys.exit(f"{said[-3000:]}\nRank {rank} ({way}) did not come to the end.")
+    return pickle.loads(file.read_bytes())
 
 
 def told(real: Any, alone: Any) -> str:
@@ -640,11 +648,9 @@ def main() -> None:
         return
     names = [chosen.script] if chosen.script else chosen.only
     with tempfile.TemporaryDirectory() as folder:
-        run(chosen.world, chosen.only, chosen.script, Path(folder))
-        ways = [
-            [pickle.loads(Path(folder, f"{way}-{rank}").read_bytes()) for way in ("real", "alone")]
-            for rank in range(chosen.world)
-        ]
+        place = Path(folder)
+        run(chosen.world, chosen.only, chosen.script, place)
+        ways = [[results(place, way, rank) for way in ("real", "alone")] for rank in range(chosen.world)]
     print(f"{'':<20} {'events':>7} {'peak':>12}  {chosen.world} ranks, bytes of rank 0")
     for name in names:
         said = [told(real[name], alone[name]) for real, alone in ways]

@@ -231,6 +231,17 @@ def run(kind: str) -> None:
         everybody: list[Any] = [None] * world
         dist.all_gather_object(everybody, {"rank": rank})
         print(found, everybody)
+    elif kind == "stores":
+        store = dist.TCPStore("127.0.0.1", 29500, world, is_master=rank == 0)
+        if rank == 0:
+            store.set("shape", "3,4")
+        there = dist.PrefixStore("all", store).add("there", 1)
+        dist.monitored_barrier(dist.new_group(backend="gloo"))
+        print(store.get("shape").decode(), there)
+        try:
+            store.get("nobody's")
+        except dist.DistStoreError as error:
+            print(error)
 
 
 # When Python collects depends on how much it did, which is not the same alone.

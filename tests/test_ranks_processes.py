@@ -228,6 +228,15 @@ def test_ctrl_c_ends_a_rank_and_is_no_failure_of_its_own(tmp_path: Path) -> None
     assert found.where.startswith("test_ranks_processes.py:")
 
 
+def test_where_a_program_failed_is_not_where_it_handles_other_errors() -> None:
+    from gpumem_magic.session.rank_process import place_of
+
+    program = compile("try:\n    int('one')\nexcept KeyError:\n    pass\n", "train.py", "exec")
+    with pytest.raises(ValueError, match="one") as caught:
+        exec(program, {"__name__": "__main__"})
+    assert place_of(caught.value) == "train.py:2"
+
+
 @pytest.mark.parametrize("ends_first", [False, True])
 def test_a_rank_knows_whose_end_came_before_it_was_ended_or_failed(ends_first: bool, tmp_path: Path) -> None:
     """ends_first: its program had failed already when the signal came, which is then not what ended it."""

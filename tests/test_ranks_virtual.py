@@ -107,10 +107,13 @@ def test_ranks_that_are_alike_run_once(tmp_path: Path, capfd: pytest.CaptureFixt
 def test_objects_of_another_rank_are_that_ranks_and_one_without_memory_is_named(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    assert run_alone("objects,one_fails", "--ranks", "4", "--as", "1") == 1
+    assert run_alone("objects,stores,one_fails", "--ranks", "4", "--as", "1") == 1
     shown = capfd.readouterr()
     assert "Ranks 0-1 of 4 ran" in shown.err, "rank 1 waits for an object of rank 0, which runs too"
-    assert shown.out.splitlines() == ["['from rank 0'] [{'rank': 1}, {'rank': 1}, {'rank': 1}, {'rank': 1}]"]
+    objects, stored, refused = shown.out.splitlines()
+    assert objects == "['from rank 0'] [{'rank': 1}, {'rank': 1}, {'rank': 1}, {'rank': 1}]"
+    assert stored == "3,4 4", "what rank 0 set, and what all four added"
+    assert refused.startswith('rank 1 runs alone, and waits for "nobody\'s", which rank 0 was to set')
     assert "Rank 1 ran out of memory." in shown.err
     assert "not answered" not in shown.err, "nobody asked the others"
 

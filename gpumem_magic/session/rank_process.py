@@ -11,7 +11,8 @@ import socket
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -252,23 +253,32 @@ def _was_interrupted(report: Report) -> bool:
 def place_of(failure: BaseException | None) -> str:
     """The program's line that it comes from."""
     trace = None if failure is None else failure.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    return "" if trace is None else line_of(trace.tb_frame)
+    if trace is None:
+        return ""
+    # A frame goes on after an exception that it handles: where it was is in the trace.
+    return _place([*reversed([*traceback.walk_tb(trace)]), *_lines(trace.tb_frame.f_back)])
 
 
 def line_of(frame: FrameType | None) -> str:
     """``all_reduce (train.py:12)``: what of PyTorch's the program called, and where; "" outside of the program."""
+    return _place(_lines(frame))
+
+
+def _lines(frame: FrameType | None) -> Iterator[tuple[FrameType, int]]:
+    return traceback.walk_stack(frame) if frame is not None else iter(())
+
+
+def _place(lines: Iterable[tuple[FrameType, int]]) -> str:
+    """Of frames and their lines, from the innermost out."""
     called = ""
-    while frame is not None:
+    for frame, line in lines:
         module, file = str(frame.f_globals.get("__name__", "")), frame.f_code.co_filename
+        if file.startswith("<frozen runpy"):
+            break
         is_ours = module.startswith("gpumem_magic.") or file.startswith(_OWN) or _is_command(file)
         if not is_ours and not module.startswith("torch.") and not is_library_file(file):
-            place = f"{os.path.basename(file)}:{frame.f_lineno}"
+            place = f"{os.path.basename(file)}:{line}"
             return f"{called} ({place})" if called else place
         if module.startswith("torch.") and frame.f_code.co_name != "wrapper":
             called = frame.f_code.co_name
-        frame = frame.f_back
-        if frame is None or frame.f_code.co_filename.startswith("<frozen runpy"):
-            return ""
     return ""

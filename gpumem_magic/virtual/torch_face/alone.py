@@ -22,6 +22,7 @@ import torch
 
 from gpumem_magic.patching import Patches
 from gpumem_magic.virtual.engine.calls import users_line
+from gpumem_magic.virtual.torch_face import stores
 from gpumem_magic.virtual.torch_face.communication import everywhere
 from gpumem_magic.virtual.torch_face.letters import PATIENCE, Letters
 
@@ -96,11 +97,17 @@ def one_of_many(rank: int, world: int, folder: Path | None = None, patience: flo
 def _install(patches: Patches, alone: Alone) -> None:
     from torch.distributed import distributed_c10d as module
 
-    makers = {"init_process_group": _first_group, "new_group": _further_group} | _OBJECTS
+    store, connecting = stores.classes(alone.world, alone.rank, alone.letters)
+    everywhere(patches, module, {"init_process_group": partial(_first_group, alone, store)})
+    makers = {"new_group": _further_group} | _OBJECTS
     everywhere(patches, module, {name: partial(make, alone) for name, make in makers.items()})
+    # Nobody else is there who may not come.
+    group: Any = module.ProcessGroup
+    patches.set(group, "monitored_barrier", lambda *args, **kwargs: None)
     # Outside of the module it is another function already (`communication`).
     for home in (module, torch.distributed):
         everywhere(patches, home, {"get_backend": partial(_as_asked, alone)})
+    everywhere(patches, torch.distributed, {name: partial(_instead, kind) for name, kind in connecting.items()})
     patches.attempt(_checkpoints)
     processes: Any = torch.multiprocessing
     patches.set(processes, "spawn", _in_this_process(alone, processes.spawn))
@@ -109,9 +116,13 @@ def _install(patches: Patches, alone: Alone) -> None:
 # ---- groups
 
 
-def _first_group(alone: Alone, original: Any) -> Any:
-    from torch.testing._internal.distributed.fake_pg import FakeStore
+def _instead(kind: type[Any], original: Any) -> type[Any]:
+    return kind
 
+
+def _first_group(alone: Alone, store: Callable[[str], Any], original: Any) -> Any:
+    # Its import is what makes PyTorch know the backend.
+    importlib.import_module("torch.testing._internal.distributed.fake_pg")
     parameters = signature(original)
 
     def init_process_group(*args: Any, **kwargs: Any) -> None:
@@ -119,7 +130,7 @@ def _first_group(alone: Alone, original: Any) -> Any:
         size, rank = given.get("world_size", -1), given.get("rank", -1)
         size, rank = (alone.world if size < 0 else size), (alone.rank if rank < 0 else rank)
         named = {name: given[name] for name in ("timeout", "group_name") if name in given}
-        original(backend="fake", store=FakeStore(), rank=rank, world_size=size, **named)
+        original(backend="fake", store=given.get("store") or store("of the group"), rank=rank, world_size=size, **named)
         alone.backends.clear()
         alone.backends[_name_of(None)] = _asked_for(given.get("backend"))
         alone.groups.append(("", tuple(range(size))))

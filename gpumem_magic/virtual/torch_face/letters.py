@@ -1,10 +1,13 @@
-"""Objects that ranks send each other while each runs alone: files in a folder of their own. A rank that is asked for one starts.
+"""Objects that ranks send each other, or tell everybody, while each runs alone: files in a folder of their own. A rank that is
+asked for one starts.
 
 What a letter holds, the program's own processes wrote a moment ago; the folder is nobody else's.
 """
 
 from __future__ import annotations
 
+import hashlib
+import os
 import pickle
 import time
 from collections import Counter
@@ -32,10 +35,7 @@ class Letters:
             return
         number = self._sent[source, to]
         self._sent[source, to] += 1
-        whole = self._folder / f"letter-{source}-{to}-{number}"
-        beside = whole.with_suffix(".part")
-        beside.write_bytes(pickle.dumps(what))
-        beside.replace(whole)
+        _write(self._folder / f"letter-{source}-{to}-{number}", pickle.dumps(what))
 
     def receive(self, source: int, to: str) -> Any:
         """The next one. Raises LookupError where none comes."""
@@ -44,6 +44,27 @@ class Letters:
         number = self._received[source, to]
         self._received[source, to] += 1
         path = self._folder / f"letter-{source}-{to}-{number}"
+        self._wait_for(path, source)
+        return pickle.loads(path.read_bytes())
+
+    def tell(self, name: str, what: bytes) -> None:
+        """Everybody, also those that come later. Told again, it is what was told last."""
+        if self._folder is not None:
+            _write(self._folder / f"told-{hashlib.sha256(name.encode()).hexdigest()}", what)
+
+    def told(self, name: str, source: int | None = None) -> bytes:
+        """What somebody told everybody; source: who is waited for. Raises LookupError where nobody did."""
+        if self._folder is None:
+            raise LookupError
+        path = self._folder / f"told-{hashlib.sha256(name.encode()).hexdigest()}"
+        if source is not None:
+            self._wait_for(path, source)
+        elif not path.exists():
+            raise LookupError
+        return path.read_bytes()
+
+    def _wait_for(self, path: Path, source: int) -> None:
+        assert self._folder is not None
         if not path.exists():
             (self._folder / f"wanted-{source}").touch()
         limit = time.monotonic() + self._patience
@@ -53,7 +74,12 @@ class Letters:
             if time.monotonic() > limit:
                 raise LookupError
             time.sleep(_STEP)
-        return pickle.loads(path.read_bytes())
+
+
+def _write(whole: Path, content: bytes) -> None:
+    beside = whole.with_suffix(f".{os.getpid()}.part")
+    beside.write_bytes(content)
+    beside.replace(whole)
 
 
 def wanted(folder: Path) -> list[int]:
