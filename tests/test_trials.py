@@ -545,6 +545,19 @@ def test_a_scripts_arguments_are_varied(tmp_path: Path) -> None:
     assert done.stdout.startswith("--rows="), done.stdout
     assert "fails at line 5" in done.stdout
     assert "loud" not in done.stdout + done.stderr
+    # One that reads `--rows 5`, in two words, has not seen it: also a table of cards says so, and what to do.
+    script.write_text(
+        "import sys, torch\nn = int(sys.argv[-1]) if '--rows' in sys.argv else 7\nx = torch.zeros(n, 1 << 20, device='cuda')\n"
+    )
+    done = subprocess.run([*command, "--on", "virtual:256MiB,T4"], capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines()[1].startswith("No request of the script grows with --rows. "), done.stdout
+    assert done.stdout.splitlines()[1].endswith("give it once behind ` -- `: `-- --rows 100`.")
+    done = subprocess.run(
+        [*command, "--on", "virtual:256MiB", "--", "--rows", "8"], capture_output=True, text=True, check=False
+    )
+    assert done.stdout.startswith("--rows=48 fits on a card of 256MiB"), done.stdout
+    assert "At the peak tensors take 192 MiB: 4.0 MiB for each." in done.stdout
+    assert "Run on a virtual card of 256MiB, in " in done.stdout
     done = subprocess.run([*command, "--on", "T5000"], capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1

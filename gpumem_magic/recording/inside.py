@@ -14,10 +14,12 @@ import threading
 import types
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from typing import Any, cast
 
 from gpumem_magic.failures import swallows
 from gpumem_magic.looks.objects import attribute, is_a, name_of_class
+from gpumem_magic.recording.as_written import Definition, keep_for_compiler
 from gpumem_magic.recording.hook import new_hook_name
 from gpumem_magic.recording.instrument import Instrumenter, Site, with_constants
 from gpumem_magic.recording.source import Source
@@ -34,7 +36,6 @@ for _feature in __future__.all_feature_names:
     _FUTURES |= getattr(__future__, _feature).compiler_flag
 
 Begins = Callable[[str], Callable[[bool], None]]
-Definition = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 class InsideError(Exception):
@@ -110,6 +111,7 @@ def rewritten(function: types.FunctionType, begins: Begins) -> tuple[types.CodeT
     sites: list[Site] = []
 
     def tell(node: Definition, source: str) -> None:
+        written = deepcopy(node.body)
         instrumenter = Instrumenter(Source(source), hook_name, rests=False)
         body = instrumenter.module(node.body)
         sites.extend(instrumenter.sites)
@@ -119,6 +121,7 @@ def rewritten(function: types.FunctionType, begins: Begins) -> tuple[types.CodeT
             ast.Try(body=body[unchanged:] or [ast.Pass()], handlers=[], orelse=[], finalbody=[left]), node.body[0]
         )
         node.body = [*body[:unchanged], began, guarded]
+        keep_for_compiler(node, written)
 
     code = compiled_again(function, f"--into {function.__name__}", tell)
     teller = _Teller(function.__name__, sites, begins)
@@ -168,9 +171,11 @@ class _Teller:
         self._begins: Begins | None = begins
         self._failure: str | None = None
         self._told = Counter[int]()
+        self._has_begun = False
         self._local = threading.local()
 
     def began(self) -> None:
+        self._has_begun = True
         self._stack().append([])
 
     def left(self) -> None:
@@ -206,6 +211,10 @@ class _Teller:
     def notes(self) -> list[str]:
         """What is not shown, and why."""
         found = [] if self._failure is None else [f"--into {self._function} stopped partway ({self._failure})"]
+        if not self._has_begun:
+            found.append(
+                f"--into {self._function}: it was not called, or only as compiled code, whose statements have no rows"
+            )
         most = max(self._told.values(), default=0)
         if most > MOST:
             found.append(f"--into {self._function}: of {most:,} runs of a statement the first {MOST} are shown")

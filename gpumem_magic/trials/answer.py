@@ -87,6 +87,8 @@ class Fits:
         figures = range(self._cards > 1, len(rows[0]) - 1)
         bent = next((case for case in reversed(self.cases) if case.growth is not None and case.growth.bent), None)
         head = [self._summary(), *(() if bent is None else self._bent(bent, f"{self._place(bent).capitalize()}, the "))]
+        if all(case.found.is_constant for case in self.cases):
+            head.append(self._nothing_grows())
         return Sheet("\n".join(head), rows, figures=figures, after="\n".join(self._run_of_all()))
 
     @property
@@ -143,20 +145,32 @@ class Fits:
     def _growth(self, case: FitCase) -> Iterator[str]:
         growth, best = case.growth, case.found.best
         if case.found.is_constant:
-            yield (
-                f"No request of the {self._subject} grows with {self.name}. What was made before it with another value, as a "
-                "DataLoader, does not follow: make it in the same cell."
-                if self._subject == "cell"
-                else f"No request of the {self._subject} grows with {self.name}."
-            )
+            yield self._nothing_grows()
         elif growth is not None and best is not None and growth.per_unit > 0:
             tensors = f"At the peak tensors take {human(best.allocated)}"
             one_more = human(round(growth.per_unit))
             if growth.is_line(best.values[self.name], best.allocated):
-                yield f"{tensors}: {human(growth.constant)} whatever {self.name} is, and {one_more} for each. {_besides(best)}"
+                always = f"{human(growth.constant)} whatever {self.name} is, and " if growth.constant else ""
+                yield f"{tensors}: {always}{one_more} for each. {_besides(best)}"
             else:
                 yield f"{tensors}; one more {self.name} takes {one_more}. {_besides(best)}"
             yield from self._bent(case)
+
+    def _nothing_grows(self) -> str:
+        """That the value changes nothing, and how it may have missed its reader."""
+        said = f"No request of the {self._subject} grows with {self.name}."
+        if self._subject == "cell":
+            return (
+                f"{said} What was made before it with another value, as a DataLoader, does not follow: make it in the same "
+                "cell."
+            )
+        if self._subject == "script" and self.name.startswith("-"):
+            given = f"{self.name} {self.trials[-1].values[self.name]}"
+            return (
+                f"{said} Its trials got it in one word, as `{given.replace(' ', '=')}`. A script that reads `{given}`, in two, "
+                f"gets it so where you give it once behind ` -- `: `-- {given}`."
+            )
+        return said
 
     def _bent(self, case: FitCase, lead: str = "The ") -> Iterator[str]:
         for bent in () if case.growth is None else case.growth.bent:
@@ -177,7 +191,8 @@ class Fits:
         words = [f"{listed(fitting)} fit{'s' * (len(fitting) == 1)}"] if fitting else []
         words += [f"{listed(failing)} fail{'s' * (len(failing) == 1)}"] if failing else []
         count = counted(len(tried), "trial")
-        yield f"Run on a virtual {case.device}, in {count}: {', '.join(words)}. {self._ends(tried)}".rstrip()
+        card = card_in_words(case.device).partition(" ")[2] or case.device
+        yield f"Run on a virtual {card}, in {count}: {', '.join(words)}. {self._ends(tried)}".rstrip()
 
     def _ends(self, tried: Sequence[Tried]) -> str:
         fitting = [one for one in tried if one.fits]

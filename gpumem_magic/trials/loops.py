@@ -11,6 +11,7 @@ import itertools
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from copy import deepcopy
 from dataclasses import dataclass, field
 from importlib.machinery import SourceFileLoader
 from statistics import fmean
@@ -18,6 +19,7 @@ from types import CodeType, FunctionType
 from typing import Any
 
 from gpumem_magic.looks.code import OWN, whose
+from gpumem_magic.recording.as_written import Definition, keep_for_compiler
 from gpumem_magic.recording.hook import new_hook_name
 from gpumem_magic.recording.inside import InsideError, compiled_again
 from gpumem_magic.recording.instrument import Statement, with_constants
@@ -208,8 +210,8 @@ class _Endable(ast.NodeTransformer):
 
     def __init__(self, hook_name: str) -> None:
         self._hook_name = hook_name
-        # In so many functions.
-        self._depth = 0
+        # For each function that it is in: whether a loop of it was changed.
+        self._in_functions: list[bool] = []
         self._numbers = itertools.count()
 
     def in_definition(self, node: ast.AST, source: str) -> None:
@@ -221,10 +223,12 @@ class _Endable(ast.NodeTransformer):
     def visit_AsyncFunctionDef(self, node: ast.AsyncFunctionDef) -> ast.AST:
         return self._inside(node)
 
-    def _inside(self, node: ast.AST) -> ast.AST:
-        self._depth += 1
+    def _inside(self, node: Definition) -> ast.AST:
+        written = deepcopy(node.body)
+        self._in_functions.append(False)
         self.generic_visit(node)
-        self._depth -= 1
+        if self._in_functions.pop():
+            keep_for_compiler(node, written)
         return node
 
     def visit_For(self, node: ast.For) -> ast.AST | list[ast.AST]:
@@ -235,8 +239,9 @@ class _Endable(ast.NodeTransformer):
 
     def _loop(self, node: ast.For | ast.While) -> ast.AST | list[ast.AST]:
         self.generic_visit(node)
-        if not self._depth:
+        if not self._in_functions:
             return node
+        self._in_functions[-1] = True
         number = ast.Constant(next(self._numbers))
         head: list[ast.stmt] = [ast.If(self._call("ends", number), [ast.Break()], [])]
         if isinstance(node, ast.For):
