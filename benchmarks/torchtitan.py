@@ -137,6 +137,25 @@ def index_select(tensor, dim, index, **kwargs):
 
 torch.index_select = index_select
 """
+# What the compiler did with buffers in December 2024, and up to PyTorch 2.7: one that was no longer used stayed for the next of
+# its size, also where the highest need rises by that (`should_reuse_buffer` came later), and what a collective gave lived until
+# the next collective (`is_fake` came later, for dependencies that are there for the order only).
+BUFFERS_AS_THEN = """
+import torch._inductor.codegen.wrapper as wrapper
+import torch._inductor.comms as comms
+
+wrapper.AllocateLine.should_reuse_buffer = lambda line, free_line, size: True
+decide, dependency = comms.decide_global_ordering_of_comms, comms.WeakDep
+
+def decide_global_ordering_of_comms(*given):
+    comms.WeakDep = lambda name, mutating_buf, is_fake: dependency(name, mutating_buf)
+    try:
+        return decide(*given)
+    finally:
+        comms.WeakDep = dependency
+
+comms.decide_global_ordering_of_comms = decide_global_ordering_of_comms
+"""
 # The pipelines of another version.
 PIPELINES_OF = """
 import importlib.util, sys
@@ -258,6 +277,7 @@ def main() -> None:
     parser.add_argument(
         "--root-stays-whole", action="store_true", help="between forward and backward, as in PyTorch of the time"
     )
+    parser.add_argument("--buffers-as-then", action="store_true", help="in compiled code, as in PyTorch of the time")
     parser.add_argument(
         "--pipelining", type=Path, metavar="FOLDER", help="torch/distributed/pipelining of another version"
     )
@@ -281,6 +301,8 @@ def main() -> None:
             words = f"{label:<15}{row.words:<34}{row.published:>10.1f}"
             own = [*configuration(row.model, folder, checkout), *row.flags]
             first = [ROOT_STAYS_WHOLE] if options.root_stays_whole else []
+            if options.buffers_as_then:
+                first.append(BUFFERS_AS_THEN)
             if options.pipelining is not None and "1F1B" in " ".join(own):
                 first.append(PIPELINES_OF.format(folder=str(options.pipelining.resolve())))
             if "Float8" in row.words:

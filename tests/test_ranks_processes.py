@@ -175,6 +175,22 @@ def test_reports_that_workers_saved_are_a_report_of_ranks(tmp_path: Path, capsys
     assert "Rank 2" in capsys.readouterr().out
 
 
+def test_the_last_rank_of_a_computer_shows_those_that_are_there(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import torch\nkept = torch.ones(1 << 20, device='cuda')\n")
+    command = [sys.executable, "-m", "gpumem_magic.cli", "run", "--device", "T4", str(script)]
+    # Two launchers with two processes each; this is the second's.
+    around = {**os.environ, "TMPDIR": str(tmp_path), "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
+    first, second = (
+        subprocess.run(command, env={**around, "RANK": rank}, capture_output=True, text=True, check=True, timeout=300)
+        for rank in ("2", "3")
+    )
+    assert "ran on other computers" not in first.stderr
+    answer = " ".join(second.stderr.split())
+    assert "2 ranks peak at 4.0 MiB, within 0.5 %. Ranks 0-1 ran on other computers, which show theirs." in answer
+    assert "not answered" not in answer
+
+
 def test_a_rank_that_does_not_hear_ctrl_c_reports_beside_its_program(tmp_path: Path) -> None:
     """As under a launcher of the user's own, which sends the Ctrl-C on and then waits: the program is in a call of C's."""
     script, target = tmp_path / "train.py", tmp_path / "rank-0.json"

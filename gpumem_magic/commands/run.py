@@ -82,7 +82,7 @@ def run(options: argparse.Namespace) -> int:
     options.device = device_of_a_rank(options.device, rank)
     found = _open(parser, options, script)
     if rank is not None:
-        rank.begin(lambda: None if found is None else found.close(), lambda: show(rank.folder, whole))
+        rank.begin(lambda: None if found is None else found.close(), lambda: show(rank.folder, whole, elsewhere=True))
     status = 0
     early = True
     where = ""
@@ -152,10 +152,6 @@ def _launcher_of(options: argparse.Namespace) -> Callable[[argparse.Namespace], 
     if options.ranks:
         virtual_ranks.asked(options)
         return virtual_ranks.run
-    if options.nproc and (options.html or options.png):
-        raise ValueError(
-            "--html and --png are for one process; of several, `gpumem ranks FOLDER --html PATH` makes a page"
-        )
     if options.time_limit is not None and not options.nproc:
         raise ValueError("--time-limit is for --nproc and --ranks")
     return run_processes if options.nproc else None
@@ -177,7 +173,7 @@ def _answer(rank: RankProcess, report: Any, one: Any, written_to: Mapping[str, P
     try:
         rank.end(report, () if one is None else one.groups, where=where)
         if rank.is_last():
-            show(rank.folder, written_to)
+            show(rank.folder, written_to, elsewhere=True)
     except Exception as error:
         say(f"rank {rank.file.rank}'s report could not be written ({swallowed(error).splitlines()[0]})")
 

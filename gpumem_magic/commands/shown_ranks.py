@@ -16,20 +16,32 @@ if TYPE_CHECKING:
     from gpumem_magic.user_report import Report
 
 
-def report_of(files: Sequence[RankFile], *, virtual: bool = False, taken: Mapping[int, int] | None = None) -> Report:
-    """One report of all ranks. Raises ValueError where none of them made one."""
+def report_of(
+    files: Sequence[RankFile],
+    *,
+    virtual: bool = False,
+    taken: Mapping[int, int] | None = None,
+    elsewhere: bool = False,
+) -> Report:
+    """One report of all ranks. elsewhere: others, if there are any, are on other computers. Raises ValueError where none of them
+    made one."""
     from gpumem_magic.user_report import Report
 
     world = max(one.world for one in files)
-    return Report.of(together([one.known for one in files], world, virtual=virtual, taken=taken))
+    return Report.of(together([one.known for one in files], world, virtual=virtual, taken=taken, elsewhere=elsewhere))
 
 
 def show(
-    folder: Path, written_to: Mapping[str, Path], *, virtual: bool = False, taken: Mapping[int, int] | None = None
+    folder: Path,
+    written_to: Mapping[str, Path],
+    *,
+    virtual: bool = False,
+    taken: Mapping[int, int] | None = None,
+    elsewhere: bool = False,
 ) -> None:
     """Prints the ranks' one report to standard error, and writes it to its files; a line says why there is none."""
     try:
-        report = report_of(rank_files.read(folder), virtual=virtual, taken=taken)
+        report = report_of(rank_files.read(folder), virtual=virtual, taken=taken, elsewhere=elsewhere)
     except Exception as error:
         say(f"the ranks' reports could not be shown ({swallowed(error).splitlines()[0]})")
     else:

@@ -64,10 +64,15 @@ def alike(one: OfRank, other: OfRank) -> bool:
 
 
 def together(
-    found: Sequence[OfRank], world: int, *, virtual: bool = False, taken: Mapping[int, int] | None = None
+    found: Sequence[OfRank],
+    world: int,
+    *,
+    virtual: bool = False,
+    taken: Mapping[int, int] | None = None,
+    elsewhere: bool = False,
 ) -> ReportData:
     """The worst rank's report, with all ranks in `ranks`. taken: ranks that did not run -> the one that each is taken to be
-    alike. Raises ValueError where no rank made a report."""
+    alike. elsewhere: others are on other computers. Raises ValueError where no rank made a report."""
     taken = taken or {}
     if virtual:
         # Each ran alone: none ended for another.
@@ -84,8 +89,8 @@ def together(
         row = next(row for row in rows if row.rank == other)
         rows.append(replace(row, rank=rank, like=other if row.like is None else row.like, measured=False, differs=""))
     # Nobody waits for those that were not to run.
-    silent = [] if virtual else sorted(set(range(world)) - set(by_rank) - set(taken))
-    rows += [_row(OfRank(rank, RUNNING, None), None, first) for rank in silent]
+    others = [] if virtual else sorted(set(range(world)) - set(by_rank) - set(taken))
+    rows += [_row(OfRank(rank, RUNNING, None), None, first) for rank in others if not elsewhere]
     rows.sort(key=lambda row: (STATES.index(row.state), -_peak(row), row.rank))
     peaks = [row.peak_allocated for row in rows if row.peak_allocated is not None]
     mean = sum(peaks) / len(peaks)
@@ -94,7 +99,10 @@ def together(
     )
     assert first.report is not None
     followers = frozenset(one.rank for one in found if one.after)
-    whole = replace(ranks, answer=_answer(ranks, followers, _places(found)))
+    answer = _answer(ranks, followers, _places(found))
+    if elsewhere and others:
+        answer += f" {ranks_in_words(others)} ran on other computers, which show theirs."
+    whole = replace(ranks, answer=answer)
     return replace(first.report, answer=_own_answer(first), ranks=whole)
 
 

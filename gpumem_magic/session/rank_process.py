@@ -43,10 +43,11 @@ _OWN = str(Path(__file__).parents[1]) + os.sep
 
 
 class RankProcess:
-    """number: of its file, the rank as far as it is known when the process begins. forked: it has another's signal handlers."""
+    """number: of its file, the rank as far as it is known when the process begins. shows: how many ranks this computer has, where
+    the last of them to end shows them all; else 0. forked: it has another's signal handlers."""
 
     def __init__(
-        self, folder: Path, number: int, rank: int, world: int, *, shows: bool = False, forked: bool = False
+        self, folder: Path, number: int, rank: int, world: int, *, shows: int = 0, forked: bool = False
     ) -> None:
         self.folder = folder
         self.shows = shows
@@ -94,7 +95,7 @@ class RankProcess:
         """Whether every other rank has answered or is gone, and nobody has shown their reports yet."""
         found = rank_files.read(self.folder)
         others = [one.known for one in found if one.process != os.getpid()]
-        if not self.shows or len(found) < self.file.world or any(one.state == RUNNING for one in others):
+        if not self.shows or len(found) < self.shows or any(one.state == RUNNING for one in others):
             return False
         try:
             os.close(os.open(self.folder / "shown", os.O_CREAT | os.O_EXCL | os.O_WRONLY))
@@ -132,7 +133,11 @@ def from_environment() -> RankProcess | None:
         return None
     given = os.environ.pop(FOLDER, None)
     folder = Path(given) if given else _common_folder()
-    return None if folder is None else RankProcess(folder, rank, rank, world, shows=given is None)
+    if folder is None:
+        return None
+    here = os.environ.get("LOCAL_WORLD_SIZE", "")
+    here_of = min(int(here), world) if here.isdigit() else world
+    return RankProcess(folder, rank, rank, world, shows=0 if given else here_of)
 
 
 def _common_folder() -> Path | None:
