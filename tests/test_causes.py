@@ -1088,6 +1088,127 @@ INNOCENT += [
 ]
 
 
+# Where a function adds losses up, nothing but its result has their graphs.
+ADDING = """
+def evaluate(parts):
+    total = {{}}
+    for part in parts:
+        total["loss"] = total.get("loss", 0.0) + model(part).mean(){taken}
+    return total["loss"]
+"""
+VALIDATING = """
+class Trainer:
+    def __init__(self):
+        self.seen = []
+    def fit(self):
+        for _ in range(2):
+            model(x).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        with torch.no_grad():
+            for _ in range(4):
+                self.seen.append({{"out": model(torch.randn(4096, 512, device="cuda")){taken}}})
+trainer = Trainer()
+"""
+TRAINED = """
+body, head = net(1024), nn.Linear(1024, 1024).cuda()
+optimizer = torch.optim.Adam([*body.parameters(), *head.parameters()])
+x = torch.randn(64, 1024, device="cuda")
+def steps():
+    for _ in range(2):
+        head(body(x)).mean().backward()
+        optimizer.step()
+        {clearing}
+steps()
+"""
+FREEZING = "for p in body.parameters():\n    p.requires_grad = {value}\nsteps()"
+ONLY_MATH = """
+from torch.nn.attention import SDPBackend, sdpa_kernel
+q = torch.randn(1, 16, 8192, 64, device="cuda", dtype=torch.half)
+"""
+GUILTY += [
+    Case("growth", (TRAIN, ADDING.format(taken=""), "mean = evaluate(x.split(64))"), "in the graph of `mean`"),
+    Case("growth", (TRAIN, VALIDATING.format(taken=""), "trainer.fit()"), "`trainer.seen[0…3]['out']`"),
+    # The first ones of a sequence that grows are no small part of it.
+    Case(
+        "growth",
+        ("kept = ()", "for n in range(1, 16):\n    kept += (mib(n).view(n, -1)[-1],)"),
+        "keeps the whole tensor",
+        "A100-40GB,torch=2.13",
+    ),
+    Case(
+        "frozen_too_late",
+        (TRAINED.format(clearing="pass"), FREEZING.format(value=False)),
+        "`body` has parameters that require no gradient any more",
+    ),
+    Case(
+        "attention_scores",
+        (
+            ONLY_MATH,
+            "with sdpa_kernel(SDPBackend.MATH):\n    out = nn.functional.scaled_dot_product_attention(q, q, q)",
+        ),
+        "`sdpa_kernel(SDPBackend.MATH)` asks for PyTorch's plain kernel",
+        "virtual:3GiB",
+    ),
+    Case(
+        "one_hot",
+        (
+            'table = nn.Linear(9000, 64).cuda()\ny = torch.randint(0, 9000, (4096,), device="cuda")',
+            "h = table(nn.functional.one_hot(y, 9000).float())",
+        ),
+        "`F.embedding(numbers, weight.t())`",
+    ),
+    # Its memory is that of its input's size: virtual/operators/losses.py.
+    Case(
+        "pinned_by_view",
+        ('big = torch.randn(16 << 20, device="cuda")', "loss = nn.functional.mse_loss(big, big)\ny = loss + 1"),
+        "`loss` (line 2, `loss = nn.functional.mse_loss(big, big)`) is one number, and keeps 64.0 MiB",
+    ),
+]
+INNOCENT += [
+    Case("", (TRAIN, ADDING.format(taken=".item()"), "mean = evaluate(x.split(64))")),
+    Case("", (TRAIN, VALIDATING.format(taken=".cpu()"), "trainer.fit()")),
+    Case("", (TRAINED.format(clearing="optimizer.zero_grad()"), FREEZING.format(value=False))),
+]
+
+
+def test_what_is_frozen_too_late_is_not_stepped_without_its_gradients() -> None:
+    with notebook("A100-40GB,torch=2.13") as book:
+        book.cell(TRAINED.format(clearing="pass"))
+        report = book.measured(FREEZING.format(value=False))
+        (cause,) = [one for one in report.causes if one.name == "frozen_too_late"]
+        before = book.allocated()
+        book.cell("body.zero_grad()\noptimizer = torch.optim.Adam(head.parameters())\nsteps()")
+        assert before - book.allocated() == cause.bytes
+        assert "frozen_too_late" not in names(book.measured("steps()"))
+
+
+def test_what_is_frozen_in_turn_is_not_frozen_too_late() -> None:
+    """The next iteration trains it again."""
+    with notebook("A100-40GB,torch=2.13") as book:
+        book.cell(TRAINED.format(clearing="pass"))
+        assert "frozen_too_late" not in names(book.measured(f"on = False\n{FREEZING.format(value='on')}"))
+    with notebook("A100-40GB,torch=2.13") as book:
+        # By a library's own code, of which nothing is read: a backward adds to what is there.
+        book.cell(TRAINED.format(clearing="pass"))
+        turned = "for way in (True, False):\n    methodcaller('requires_grad_', way)(body)\n    way and steps()"
+        report = book.measured(f"from operator import methodcaller\n{turned}\noptimizer.step()")
+        assert report.error is None
+        assert "frozen_too_late" not in names(report)
+
+
+def test_the_copies_that_autocast_keeps_are_no_iteration_of_their_own() -> None:
+    """All graphs save the ones that the first forward made: a result of the last has one graph."""
+    with notebook("A100-40GB,torch=2.13") as book:
+        book.cell(TRAIN)
+        report = book.measured("with torch.autocast('cuda'):\n    for _ in range(3):\n        out = model(x)")
+        assert "kept_graphs" not in names(report)
+        report = book.measured(
+            "outs = []\nwith torch.autocast('cuda'):\n    for _ in range(3):\n        outs.append(model(x))"
+        )
+        assert "the graphs of 3 iterations" in " ".join(report.notes)
+
+
 def test_a_batch_and_its_losses_are_one_forwards() -> None:
     """The batch is there before its forward begins, the losses after it has ended: a list of them keeps one graph."""
     with notebook("A100-40GB,torch=2.13") as book:

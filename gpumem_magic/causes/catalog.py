@@ -56,6 +56,7 @@ DETECTORS: tuple[Detector, ...] = (
     unused_graphs.missing_no_grad,
     untrained.untrained_gradients,
     untrained.wasted_gradients,
+    untrained.frozen_too_late,
     copies.built_again,
     copies.built_beside,
     copies.left_over,

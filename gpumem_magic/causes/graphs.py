@@ -174,7 +174,7 @@ def _other_names(scene: Scene, main: Spot, held: Sequence[Held]) -> list[str]:
 def _graphs_of(scene: Scene, spot: Spot) -> int:
     """How many iterations' graphs a place keeps: of training's, or of the loop in which they were made; in a loop that nobody
     sees, as many as the place has parts, each of a forward of its own."""
-    born = [birth for one in spot.held if (birth := _born(scene, one)) >= 0]
+    born = [birth for one in spot.held if (birth := _born(scene, one)) >= 0 and not _is_shared(scene, one)]
     ends = [one.end for one in scene.iterations]
     iterations = {bisect_left(ends, birth + 1) for birth in born} if ends else set()
     turns = {turn for birth in born if (turn := scene.turn_of(birth))}
@@ -243,7 +243,7 @@ def _keeps_numbers(scene: Scene, spot: Spot) -> bool:
 
 def growth(scene: Scene) -> Iterator[Cause]:
     """What each iteration leaves behind, where the last ones all left the same and it is still there."""
-    loops = [scene.finished(one) for one in (scene.iterations or scene.forwards_of_a_statement, *scene.loops)]
+    loops = [scene.finished(one) for one in (scene.iterations, *scene.loops, scene.forwards_of_a_statement) if one]
     # What only every few iterations leave behind (checkpoints, say) is looked for last.
     for every, iterations in [(1, one) for one in loops] + [(every, one) for every in _EVERY for one in loops]:
         if (found := _growth_of(scene, _joined(iterations, every), every)) is not None:
@@ -298,15 +298,21 @@ def _growth_of(scene: Scene, iterations: Sequence[Iteration], every: int) -> Cau
     total = sum(one.size for one in main)
     place = added(scene, main[0])
     at = f", put there at {place.words} (`{place.shown}`)" if place is not None else ""
+    holder = "it is saved for a backward in the graph of" if _is_a_graph(main[0]) else "it is held by"
     largest = max(alive, key=lambda one: one.size)
     if not at and scene.tensors is not None and (line := scene.tensors.facts(largest).line):
         at = f", made at line {line}"
     return Cause(
         "growth",
-        f"{text}: it is held by {told(main)}{at}.",
+        f"{text}: {holder} {told(main)}{at}.",
         _less(scene, main[0]),
         total,
     )
+
+
+def _is_a_graph(spot: Spot) -> bool:
+    """Whether its graph is what a place keeps, but for a number or two of its own."""
+    return size_of(one for one in spot.held if one.kind != "graph") < LEAST
 
 
 def _is_trained_on(scene: Scene, last: Iteration, spot: Spot) -> bool:
@@ -325,9 +331,18 @@ def _less(scene: Scene, spot: Spot) -> str:
     now = "" if scene.holdings.roots[spot.held[0].roots[0]].name == THIS_ERROR else release(scene, spot)
     if spot.held[0].kind == "gradient":
         return f"{now}." if now else ""
+    if _is_a_graph(spot):
+        freed = detach(scene, [spot])
+        now = f" For now `{spot.place} = {spot.place}.detach()` frees {human(freed)}." if freed >= LEAST else ""
+        return (
+            "Where no backward is to follow, run it inside `with torch.no_grad():`; else run one in each iteration, or add "
+            f"up numbers (`.item()`).{now}"
+        )
     if advice_known(spot):
         return f"{now}."
-    if all(map(is_part, spot.held)):
+    parts = list(filter(is_part, spot.held))
+    # (The first ones of a sequence that grows are parts of little.)
+    if 10 * size_of(parts) >= 9 * spot.size:
         seen = human(sum(one.seen for one in spot.held))
         added_up = f"Each is a view ({seen} in all) that keeps the whole tensor it was taken from: add `.clone()`"
         return f"{added_up}; {now}." if now else f"{added_up}."
@@ -435,6 +450,12 @@ def gradients_with_graphs(scene: Scene) -> Iterator[Cause]:
         "(and `zero_grad()` for the parameters).",
         size_of(kept) + gone,
     )
+
+
+def _is_shared(scene: Scene, one: Held) -> bool:
+    """Whether it is autocast's copy of a weight: the first forward makes it, and the graphs of all later ones save it."""
+    allocation = scene.alive.get(one.address)
+    return allocation is not None and scene.labels[allocation.index].category == "autocast_copies"
 
 
 def _born(scene: Scene, one: Held) -> int:

@@ -14,6 +14,8 @@ from gpumem_magic.report.model import Cause
 from gpumem_magic.snapshot.timeline import Allocation
 from gpumem_magic.units import counted, human
 
+# Their results keep the memory of their inputs' size (`virtual/operators/losses.py`).
+_SHRUNK = frozenset({"mse_loss", "smooth_l1_loss"})
 _CACHE = "transformers.cache_utils.Cache"
 
 
@@ -105,6 +107,17 @@ def pinned_by_view(scene: Scene) -> Iterator[Cause]:
         place = added(scene, spot)
         at = f" ({place.words}, `{place.shown}`)" if place is not None else ""
         several = f", with {counted(len(spot.held) - 1, 'other')} like it," if len(spot.held) > 1 else ""
+        made = scene.alive.get(spot.held[0].address)
+        birth = scene.recording.logs[scene.device].births.get(made.born) if made is not None else None
+        if birth is not None and birth.kernel in _SHRUNK and not several:
+            yield Cause(
+                "pinned_by_view",
+                f"{quoted(spot.place)}{at} is one number, and keeps {human(spot.size)}: PyTorch makes the result of "
+                f"`{birth.kernel}` in the size of its input, and does not give back the rest.",
+                f"With `.clone()` it keeps the number only, which frees {human(freed - seen)}.",
+                freed - seen,
+            )
+            return
         verb = "are views" if several else "is a view"
         whole = "the tensors that they were taken from" if several else "the tensor that it was taken from"
         yield Cause(

@@ -176,11 +176,14 @@ def _one_hot(scene: Scene, alike: Alike) -> Cause | None:
     if not _is_one_hot(birth) or size < scene.part_of_peak(10):
         return None
     bytes_each = size // max(1, prod(alike.shape))
+    instead = "`F.cross_entropy` takes the class numbers as they are"
+    if multiplied := _multiplied(scene, alike):
+        instead = f"{multiplied} picks rows of the weights: `F.embedding(numbers, weight.t())` (an `nn.Embedding`) looks them up"
     if birth.dtype == "int64":
         return Cause(
             "one_hot",
             f"{made_by(scene, alike)} makes {shape_words(alike.shape)} of int64, 8 bytes for each class: {size_words(alike)}.",
-            "`F.cross_entropy` takes the class numbers as they are; where one-hot is needed, build it as bool or uint8 "
+            f"{instead}; where one-hot is needed, build it as bool or uint8 "
             "(`torch.zeros(n, classes, dtype=torch.bool).scatter_`), or for a part at a time.",
             alike.bytes,
         )
@@ -188,9 +191,19 @@ def _one_hot(scene: Scene, alike: Alike) -> Cause | None:
         "one_hot",
         f"{made_by(scene, alike)} makes {shape_words(alike.shape)} of {birth.dtype}, {bytes_each} bytes for each class, "
         f"and of int64 on the way, 8 bytes: {human(size)}.",
-        "`F.cross_entropy` takes the class numbers as they are, and `gather` picks the right classes' numbers without it.",
+        f"{instead}, and `gather` picks the right classes' numbers without it." if not multiplied else f"{instead}.",
         size,
     )
+
+
+def _multiplied(scene: Scene, alike: Alike) -> str:
+    """The product with weights that takes such a tensor in, or whose request failed; "" where none does."""
+    rows = prod(alike.shape[:-1]), alike.shape[-1]
+    for event, birth in scene.births:
+        taken = event >= alike.event and birth.kernel in ("mm", "addmm") and not birth.node
+        if taken and any(shape == rows for shape, _ in birth.inputs):
+            return made_by(scene, Alike(birth.shape or (), 1, 0, birth, event))
+    return ""
 
 
 def _other(scene: Scene, alike: Alike) -> Cause | None:

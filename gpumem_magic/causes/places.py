@@ -12,18 +12,16 @@ from dataclasses import dataclass, replace
 from gpumem_magic.causes.libraries import advice
 from gpumem_magic.causes.model import LEAST, Scene
 from gpumem_magic.causes.program import Written
-from gpumem_magic.owners.model import THIS_ERROR, Held, Station, size_of
+from gpumem_magic.owners.model import OF_FUNCTION, THIS_ERROR, Held, Station, size_of
+from gpumem_magic.report.tensors import number_range
 from gpumem_magic.units import counted, human
 
 _INDEX = re.compile(r"\[[^\[\]]*\d[^\[\]]*\]")
 _KEY = re.compile(r"\[[^\[\]]*\]")
 _KEYS = re.compile(r"\[('[^']*'|\"[^\"]*\")\]")
 _NUMBERED = re.compile(r"([A-Za-z_]\w*?)(\d+)")
-# ``local `outs[0]` of run(), in this error's traceback``.
+# How the place of a variable ends that is a function's which has just failed.
 _HERE = f", in {THIS_ERROR}"
-_OF_FUNCTION = re.compile(
-    r"(?:local|closure variable) `(?P<variable>[^`]*)`(?P<function> of (?P<called>\w*).*)", re.DOTALL
-)
 _NUMBERS = re.compile(r"(?:\[\d+\])+$")
 _WRITTEN = re.compile(r"[A-Za-z_]\w*(?:\.\w+|\[(?:'[^']*'|\"[^\"]*\"|-?[\d.]+)\])*$")
 # Of one module: what is made for several is a list.
@@ -104,7 +102,7 @@ def base(one: Held) -> str:
 
 def variable_of(one: Held) -> tuple[str, str] | None:
     """``outs`` and ``run`` for what a variable of a function keeps, in a traceback; None elsewhere."""
-    found = _OF_FUNCTION.fullmatch(base(one))
+    found = OF_FUNCTION.fullmatch(base(one))
     return None if found is None else (_root(found["variable"]), found["called"])
 
 
@@ -142,7 +140,7 @@ def _spot(group: Sequence[Held]) -> Spot:
 def _within(place: str, container: str) -> str | None:
     """How a place goes on after a container's: ``[0]`` of ``outs[0]``; of a function's own variable, within its name. None where
     it is another place."""
-    own, theirs = _OF_FUNCTION.fullmatch(place), _OF_FUNCTION.fullmatch(container)
+    own, theirs = OF_FUNCTION.fullmatch(place), OF_FUNCTION.fullmatch(container)
     if own is not None and theirs is not None and own["function"] == theirs["function"]:
         place, container = own["variable"], theirs["variable"]
     return place[len(container) :] if place.startswith(container) else None
@@ -185,7 +183,12 @@ def told(found: Sequence[Spot], most: int = 2) -> str:
 def _named(spot: Spot) -> str:
     if spot.names:
         return f"{len(spot.names)} variables, `{spot.names[0]}` to `{spot.names[-1]}` ({human(spot.size)})"
-    return f"the gradients of {quoted(spot.of)}" if spot.of else quoted(spot.place)
+    if spot.of:
+        return f"the gradients of {quoted(spot.of)}"
+    # Not the first one's place, where the next one's has another number: ``outs[0…7]['pred']``.
+    places = sorted({_NUMBERS.sub("", base(one)) for one in spot.held})
+    whole = number_range(places) if len(places) > 1 and _INDEX.search(spot.place) else ""
+    return f"`{whole}`" if whole else quoted(spot.place)
 
 
 def quoted(place: str) -> str:
@@ -200,7 +203,7 @@ def added(scene: Scene, spot: Spot) -> Written | None:
     if advice(_trail(spot)) is not None and (found := scene.program.using(spot.root)) is not None:
         # A library's own code adds it.
         return found
-    own = _OF_FUNCTION.fullmatch(spot.place)
+    own = OF_FUNCTION.fullmatch(spot.place)
     place, function = (spot.place, "") if own is None else (own["variable"], own["called"])
     names = [name for name in re.split(r"[.\[\]'\" ]+", _KEY.sub("", place)) if name.isidentifier()]
     if not names:

@@ -22,6 +22,7 @@ _INDICES = frozenset({"sort", "argsort", "topk", "nonzero", "randperm", "kthvalu
 # What a loss saves is no layer's.
 _LOSS = re.compile(r"loss|log_softmax|cross_entropy|kl_div")
 _WITHOUT_SCORES = '`torch.nn.functional.scaled_dot_product_attention` (`attn_implementation="sdpa"`) never stores them.'
+_ONLY_PLAIN = re.compile(r"sdpa_kernel\(\s*\[?\s*(?:\w+\.)*SDPBackend\.MATH\s*\]?\s*\)")
 # Square scores below this are small change.
 _LEAST_LENGTH = 128
 
@@ -138,7 +139,7 @@ def attention_scores(scene: Scene) -> Iterator[Cause]:
     length = scores[0][1] if scores else 0
     births = scene.recording.logs[scene.device].births
     birth = next((births[one.born] for one, _ in scores if one.born in births), None)
-    if not scene.saved and (made := _scores_at(scene)) is not None:
+    if not sizes and (made := _scores_that_failed(scene) or (None if scene.saved else _scores_at(scene))) is not None:
         birth, sizes, length = made
     where, remedy = ("", _WITHOUT_SCORES) if birth is None else _written(scene, birth)
     if not sizes or sum(sizes) < scene.part_of_peak(10):
@@ -150,6 +151,18 @@ def attention_scores(scene: Scene) -> Iterator[Cause]:
         remedy,
         sum(sizes),
     )
+
+
+def _scores_that_failed(scene: Scene) -> tuple[Birth, list[int], int] | None:
+    """The same where the request that failed was for the first of them: a square product, of an attention by its name."""
+    birth = scene.recording.logs[scene.device].births.get(scene.moment - 1)
+    error = scene.report.error
+    if error is None or not error.wanted or birth is None or birth.place is None or birth.kernel not in _PRODUCTS:
+        return None
+    shape, words = birth.shape or (), f"{birth.operator} {birth.place.expression} {birth.place.function}"
+    if len(shape) not in (3, 4) or not shape[-1] == shape[-2] >= _LEAST_LENGTH or "attention" not in words.lower():
+        return None
+    return birth, [error.wanted], shape[-1]
 
 
 def _scores_at(scene: Scene) -> tuple[Birth, list[int], int] | None:
@@ -193,6 +206,11 @@ def _written(scene: Scene, birth: Birth) -> tuple[str, str]:
     if birth.operator == "multi_head_attention_forward":
         return at, "`need_weights=False` in the call of `nn.MultiheadAttention` never stores them."
     if "scaled_dot_product_attention" in f"{birth.operator} {place.expression}":
+        if (asked := _ONLY_PLAIN.search(scene.typed)) is not None:
+            return (
+                at,
+                f"`{asked[0]}` asks for PyTorch's plain kernel: without it, a fused one is taken, which stores none.",
+            )
         return (
             at,
             "PyTorch took its plain kernel here: the fused ones, which store none, want inputs of four dimensions "

@@ -78,7 +78,7 @@ def missing_zero_grad(scene: Scene) -> Iterator[Cause]:
         if (
             stayed
             and 10 * size_of(new) < size_of(stayed)
-            and 2 * size_of(_added_to(scene, stayed, begin, end)) >= size_of(stayed)
+            and 2 * size_of(added_to(scene, stayed, begin, end)) >= size_of(stayed)
         ):
             worst = max(worst, size_of(stayed))
             times += 1
@@ -99,7 +99,7 @@ def _optimizer(scene: Scene) -> str:
     return names.pop() if len(names) == 1 else "optimizer"
 
 
-def _added_to(scene: Scene, stayed: list[Allocation], begin: int, end: int) -> list[Allocation]:
+def added_to(scene: Scene, stayed: list[Allocation], begin: int, end: int) -> list[Allocation]:
     """Those for which an interval made, and dropped again, something of the same size."""
     made = (one for one in scene.timeline.allocations if begin <= one.born < end)
     return partnered(stayed, requested, (one.requested for one in made if one.freed is not None and one.freed < end))

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from gpumem_magic.causes.model import LEAST, Scene, partnered, requested
 from gpumem_magic.causes.places import module_of, quoted
+from gpumem_magic.causes.training import added_to
 from gpumem_magic.owners.model import Held, size_of
 from gpumem_magic.recording.model import BACKWARD, OPTIMIZER, Span
 from gpumem_magic.report.model import Cause
-from gpumem_magic.units import human
+from gpumem_magic.units import human, listed
 
 _GRADIENT = ".grad"
+# Something in the program has them require gradients again: networks that are trained in turn.
+_UNFREEZES = re.compile(r"requires_grad(?:_\(\s*|\s*=\s*)(?!\s*False\b)|unfreeze")
 
 
 def untrained_gradients(scene: Scene) -> Iterator[Cause]:
@@ -57,6 +61,54 @@ def untrained_gradients(scene: Scene) -> Iterator[Cause]:
             size_of(gradients) + kept,
         )
         return
+
+
+def frozen_too_late(scene: Scene) -> Iterator[Cause]:
+    """Parameters that were frozen when they had gradients and states: an optimizer's step goes on by the old gradients."""
+    if not scene.holdings.frozen or _UNFREEZES.search(scene.typed):
+        return
+    steps = {span.label for span in scene.spans(OPTIMIZER) if not span.failed}
+    # Inside a function a step goes by its optimizer's class.
+    stepping = steps & scene.holdings.optimizers.keys() or (scene.holdings.optimizers.keys() if steps else set())
+    for optimizer in sorted(stepping):
+        known = scene.holdings.optimizers[optimizer] & scene.holdings.frozen
+        parameters = {
+            one.place: one for one in scene.held if one.kind == "parameter" and (one.device, one.address) in known
+        }
+        gradients = [
+            one
+            for one in scene.held
+            if one.kind == "gradient"
+            and one.place.removesuffix(_GRADIENT) in parameters
+            and (allocation := scene.alive.get(one.address)) is not None
+            and all(allocation.born < scene.start_of(span) for span in scene.spans(BACKWARD))
+        ]
+        # A backward that adds to some is one that trains them, whatever they are at the end.
+        ours = [scene.alive[one.address] for one in gradients]
+        passed = [(scene.start_of(span), scene.end_of(span)) for span in scene.spans(BACKWARD)]
+        if any(2 * size_of(added_to(scene, ours, begin, end)) >= size_of(ours) for begin, end in passed):
+            continue
+        frozen = [parameters[one.place.removesuffix(_GRADIENT)] for one in gradients]
+        states = [one for one in scene.held if one.kind == "optimizer_state" and _is_of(one, optimizer, frozen)]
+        if not gradients or size_of(gradients) + size_of(states) < scene.part_of_peak(20):
+            continue
+        # (A loop's variable may be the shortest name of one of them.)
+        modules = sorted({module_of(one) for one in frozen if len(one.trail) > 1}) or [module_of(frozen[0])]
+        beside = f", beside {human(size_of(states))} of states" if states else ""
+        yield Cause(
+            "frozen_too_late",
+            f"{listed(list(map(quoted, modules[:2])))} {'has' if len(modules) == 1 else 'have'} parameters that require no "
+            f"gradient any more, yet `{optimizer}` goes on stepping them by their last gradients: {human(size_of(gradients))} "
+            f"of gradients{beside}.",
+            f"Set the gradients to None when you freeze them (`{modules[0]}.zero_grad()`), and give the optimizer only what is "
+            "trained: one that is made anew has no states for the rest.",
+            size_of(gradients) + size_of(states),
+        )
+        return
+
+
+def _is_of(state: Held, optimizer: str, parameters: list[Held]) -> bool:
+    return any(state.place.startswith(f"{optimizer}.state[{one.place}]") for one in parameters)
 
 
 def wasted_gradients(scene: Scene) -> Iterator[Cause]:

@@ -16,7 +16,10 @@ FREEABLE = ("traceback", "out", "cycles", "cache")
 FREE_TRACEBACK = "%gpumem_free traceback"
 # The root of the error that is on its way out now: it goes by itself, once nobody looks at it.
 THIS_ERROR = "this error's traceback"
-_HERE = re.compile(rf"local `([^`]*)` of (\w+)\(\), in {THIS_ERROR}")
+# The place of what a function calls its own: ``local `outs[0]` of run(), in this error's traceback``.
+_OWN = r"(?:local|closure variable) `(?P<variable>[^`]*)`"
+OF_FUNCTION = re.compile(rf"{_OWN}(?P<function> of (?P<called>\w*).*)", re.DOTALL)
+_HERE = re.compile(rf"{_OWN} of (?P<called>\w+)\(\), in {THIS_ERROR}")
 # Among a station's bases.
 ERROR, TRACEBACK = "builtins.BaseException", "builtins.traceback"
 
@@ -93,13 +96,14 @@ class Lost:
 @dataclass(frozen=True)
 class Holdings:
     """The answer of one search. held: largest first. optimizers: an optimizer's name -> the addresses, by device, of the
-    parameters that it knows. seconds: what the search took."""
+    parameters that it knows. frozen: those of them that require no gradient. seconds: what the search took."""
 
     roots: tuple[Root, ...] = ()
     held: tuple[Held, ...] = ()
     lost: tuple[Lost, ...] = ()
     graph: HoldGraph = field(default_factory=lambda: HoldGraph([], {}, {}))
     optimizers: Mapping[str, frozenset[tuple[int, int]]] = field(default_factory=dict)
+    frozen: frozenset[tuple[int, int]] = frozenset()
     seconds: float = 0.0
     objects: int = 0
 
@@ -170,7 +174,7 @@ def size_of(allocations: Iterable[Held | Allocation]) -> int:
 
 def where_it_failed(place: str) -> str:
     """A place's short form, ``outs[0] of run()``, where it is a variable's of a function that has just failed."""
-    return _HERE.sub(r"\1 of \2()", place)
+    return _HERE.sub(r"\g<variable> of \g<called>()", place)
 
 
 def by_root(held: Iterable[Held]) -> Counter[int]:

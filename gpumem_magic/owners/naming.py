@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-import re
 import types
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -27,7 +26,7 @@ from gpumem_magic.looks.objects import (
     traceback_of,
 )
 from gpumem_magic.owners import autograd
-from gpumem_magic.owners.model import Root
+from gpumem_magic.owners.model import OF_FUNCTION, Root
 from gpumem_magic.owners.traversal import Traversal
 
 # What a step costs: a name through a module is better than one through an optimizer, and a graph is the last resort.
@@ -42,8 +41,6 @@ _TABLES = ("_parameters", "_buffers", "_modules")
 _LONGEST = 60
 _ID = 1 << 40
 _GRAPH = "graph of "
-# What a function calls its own, and the rest of the place: an element of it is written within the first.
-_OF_FUNCTION = re.compile(r"((?:local|closure variable) `([^`]*))(`.*)", re.DOTALL)
 _TRACEBACK = "traceback"
 
 
@@ -199,13 +196,15 @@ class Namer:
         if tensors.is_tensor(key) and number in self._parent and parent not in self.path(number):
             place = self.place(number)
             # Of a function's own variable its name is enough: whose it is, the whole place says.
-            return place if (of_function := _OF_FUNCTION.fullmatch(place)) is None else of_function[2]
+            return place if (of_function := OF_FUNCTION.fullmatch(place)) is None else of_function["variable"]
         return name_of_class(type(key))
 
 
 def _joined(start: str, label: str) -> str:
-    found = _OF_FUNCTION.fullmatch(start)
-    return f"{start}{label}" if found is None else f"{found[1]}{label}{found[3]}"
+    # An element of what a function calls its own is written beside the variable.
+    found = OF_FUNCTION.fullmatch(start)
+    end = len(start) if found is None else found.end("variable")
+    return f"{start[:end]}{label}{start[end:]}"
 
 
 def _cut(words: str) -> str:

@@ -61,7 +61,7 @@ def find_owners(
                 walk.add_root(root, values)
             walk.walk()
         with tensors.no_functions(), tensors.no_dispatch():
-            roots, held, graph, optimizers = _read(walk, blocks)
+            roots, held, graph, optimizers, frozen = _read(walk, blocks)
         objects = len(walk.objects)
     known = {(one.device, one.address) for one in held}
     workspace = Root("cuBLAS", "library", CLEAR_WORKSPACES)
@@ -80,7 +80,7 @@ def find_owners(
     held.sort(key=lambda one: (-one.size, _in_order(one.place)))
     lost.sort(key=lambda one: -one.size)
     seconds = time.perf_counter() - began
-    return Holdings(tuple(roots), tuple(held), tuple(lost), graph, optimizers, seconds, objects)
+    return Holdings(tuple(roots), tuple(held), tuple(lost), graph, optimizers, frozen, seconds, objects)
 
 
 def _looks_for_cycles(
@@ -122,7 +122,7 @@ def _blocks(machine: Machine) -> dict[Place, tuple[int, int]]:
 
 def _read(
     walk: Traversal, blocks: Mapping[Place, tuple[int, int]]
-) -> tuple[list[Root], list[Held], HoldGraph, dict[str, frozenset[Place]]]:
+) -> tuple[list[Root], list[Held], HoldGraph, dict[str, frozenset[Place]], frozenset[Place]]:
     """The walk as numbers and strings."""
     live = {place: number for place, number in walk.storages.items() if place in blocks}
     children, is_root = _leading_to(walk, list(live.values()))
@@ -165,7 +165,7 @@ def _read(
                 stations.to(namer.path(node)),
             )
         )
-    return [walk.objects[number] for number in numbers], held, graph, _optimizers(walk, namer, children)
+    return [walk.objects[number] for number in numbers], held, graph, *_optimizers(walk, namer, children)
 
 
 def _leading_to(walk: Traversal, storages: list[int]) -> tuple[dict[int, list[int]], list[int]]:
@@ -186,15 +186,19 @@ def _leading_to(walk: Traversal, storages: list[int]) -> tuple[dict[int, list[in
     return children, sorted(roots)
 
 
-def _optimizers(walk: Traversal, namer: Namer, numbers: Iterable[int]) -> dict[str, frozenset[Place]]:
-    """The name of each optimizer among these -> where the parameters lie that it knows."""
-    found = {}
+def _optimizers(
+    walk: Traversal, namer: Namer, numbers: Iterable[int]
+) -> tuple[dict[str, frozenset[Place]], frozenset[Place]]:
+    """The name of each optimizer among these -> where the parameters lie that it knows; and which of all require no gradient."""
+    found: dict[str, frozenset[Place]] = {}
+    frozen: set[Place] = set()
     for number in numbers:
         thing = walk.objects[number]
         if tensors.is_optimizer(thing):
-            places = (_places(walk, one) for one in tensors.parameters_of(thing))
-            found[namer.place(number)] = frozenset(chain.from_iterable(places))
-    return found
+            places = {one: tuple(_places(walk, one)) for one in tensors.parameters_of(thing)}
+            found[namer.place(number)] = frozenset(chain.from_iterable(places.values()))
+            frozen.update(chain.from_iterable(its for one, its in places.items() if not tensors.requires_grad(one)))
+    return found, frozenset(frozen)
 
 
 def _places(walk: Traversal, tensor: torch.Tensor) -> Iterator[Place]:

@@ -116,17 +116,19 @@ def places_in_words(places: Sequence[str]) -> str:
     if not alike:
         return ""
     most = max(alike.values(), key=len)
-    words, told = _range(most), len(most)
+    words, told = number_range(most), len(most)
     if not words:
         words, told = most[0], 1
     more = sum(map(len, alike.values())) - told
     return f"{words} and {more:,} more" if more else words
 
 
-def _range(places: Sequence[str]) -> str:
-    """``losses[0…7]`` for places that differ in one number; "" where they do in several."""
+def number_range(places: Sequence[str]) -> str:
+    """``losses[0…7]`` for places that differ in one number; "" where they do in several, or in more."""
     if len(places) == 1:
         return places[0]
+    if len({_NUMBER.sub("#", place) for place in places}) > 1:
+        return ""
     numbers = [_NUMBER.findall(place) for place in places]
     columns = list(zip(*numbers, strict=True))
     differing = [place for place, column in enumerate(columns) if len(set(column)) > 1]
