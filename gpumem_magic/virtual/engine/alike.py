@@ -66,23 +66,23 @@ class AlikeCalls:
         if not follows or STATE.in_kernel:
             return None
         key: list[Any] = [id(func), torch.get_default_dtype(), torch.is_inference_mode_enabled()]
-        if not self._describe(key, args, numbers):
+        if not self.describe(key, args, numbers):
             return None
         if kwargs:
             key.extend(kwargs)
-            if not self._describe(key, kwargs.values(), numbers):
+            if not self.describe(key, kwargs.values(), numbers):
                 return None
         return tuple(key)
 
-    def found(self, looks: tuple[Any, ...], args: Any, kwargs: Any) -> tuple[Any, Answer] | None:
-        """What the operator gives now, and whenever its arguments look so, where that is known."""
-        known = self._found.get(looks)
-        if known is None:
-            return None
-        kind, made = known.kind, known.made
+    def found(self, looks: tuple[Any, ...] | None) -> Answer | None:
+        """What is known of arguments that look so."""
+        return None if looks is None else self._found.get(looks)
+
+    def given(self, answer: Answer, args: Any, kwargs: Any) -> Any:
+        """What the operator gives now, of arguments that look so."""
+        kind, made = answer.kind, answer.made
         args = _all_of(args, kwargs)
-        out = self._make(made[0], args) if kind is None else kind([self._make(one, args) for one in made])
-        return out, known
+        return self._make(made[0], args) if kind is None else kind([self._make(one, args) for one in made])
 
     def learn(self, looks: tuple[Any, ...], func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """That is what it gave."""
@@ -108,7 +108,9 @@ class AlikeCalls:
             self._found.clear()
         self._found[looks] = Answer(kind, made)
 
-    def _describe(self, key: list[Any], args: Any, numbers: bool) -> bool:
+    def describe(self, key: list[Any], args: Any, numbers: bool, untracked: bool = False) -> bool:
+        """Puts the arguments' looks into a key, with the numbers among them or without. False where something else may count;
+        untracked: also where autograd follows one."""
         for arg in args:
             kind = type(arg)
             if kind is VirtualTensor:
@@ -117,6 +119,7 @@ class AlikeCalls:
                     or arg.layout is not torch.strided
                     or arg.is_neg()
                     or arg.is_conj()
+                    or (untracked and arg.requires_grad)
                 ):
                     return False
                 key += (arg.shape, arg.stride(), arg.dtype, arg.fake_device, arg.is_inference())
@@ -126,7 +129,7 @@ class AlikeCalls:
                 key += (kind, arg)
             elif kind is list or kind is tuple:
                 key += (kind, len(arg))
-                if not self._describe(key, arg, numbers):
+                if not self.describe(key, arg, numbers, untracked):
                     return False
             elif kind is torch.device and arg.index is not None:
                 key.append(arg)

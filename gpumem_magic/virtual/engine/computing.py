@@ -11,7 +11,7 @@ from gpumem_magic.private import aten as _aten
 from gpumem_magic.private import overloads
 from gpumem_magic.virtual.engine import kernel_rules
 from gpumem_magic.virtual.engine.calls import is_made_of_others
-from gpumem_magic.virtual.engine.engine import ON_HOST, SPECIAL, Engine
+from gpumem_magic.virtual.engine.engine import SPECIAL, Engine
 from gpumem_magic.virtual.engine.host_calls import EQUIVALENT, HostCall, host_only, refuse_to_compute
 from gpumem_magic.virtual.engine.memory import Memory
 from gpumem_magic.virtual.engine.random import DeviceRandom
@@ -176,9 +176,9 @@ def runs_in_parts(func: Any) -> bool:
     return not rule and is_made_of_others(func)
 
 
-def is_run_as_it_is(func: Any) -> bool:
-    """Whether the device's result is what the fake mode gives for the very arguments."""
-    return func not in SPECIAL and func not in ON_HOST and not is_made_of_others(func)
+def gives_one_tensor(func: Any) -> bool:
+    returns = func._schema.returns
+    return len(returns) == 1 and str(returns[0].type) == "Tensor"
 
 
 def comes_first(func: Any) -> bool:

@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     UnsupportedOperatorException,
 )
+from torch.autograd.graph import increment_version
 from torch.utils._pytree import tree_leaves
 
 from gpumem_magic.devices.reads import Reads
@@ -44,6 +45,7 @@ from gpumem_magic.virtual.engine.calls import (
     run_in_parts,
     users_line,
 )
+from gpumem_magic.virtual.engine.functions import FunctionCalls, Heard
 from gpumem_magic.virtual.engine.host_calls import FactoryCall
 from gpumem_magic.virtual.engine.memory import Memory
 from gpumem_magic.virtual.engine.mismatch import (
@@ -75,26 +77,34 @@ BESIDE: dict[Any, Callable[..., Sequence[int]]] = {}
 # Operators of which some results are on the host, where the fake mode has all on the device: rules
 # ``rule(engine, func, out, device)``, which give the results as they are. With `special`, too.
 ON_HOST: dict[Any, Callable[..., Any]] = {}
+# When an operator with a rule is like any other, and the rule would do nothing but run it: ``plain(engine, args, kwargs)``.
+PLAIN: dict[Any, Callable[..., bool]] = {}
 
 
 def special(
-    *functions: Any, table: dict[Any, Callable[..., Any]] = SPECIAL
+    *functions: Any, table: dict[Any, Callable[..., Any]] = SPECIAL, plain: Callable[..., bool] | None = None
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Registers ``handler(engine, func, args, kwargs, device)``, which runs in the place of these operators.
 
     `Engine.run` makes the results as it does for all others; `Engine.scratch` is memory that the kernel holds while it runs.
+    plain: see `PLAIN`; it is asked at each call, and has to be quick.
     """
 
     def register(handler: Callable[..., Any]) -> Callable[..., Any]:
         for function in functions:
             table[function] = handler
+            if plain is not None:
+                PLAIN[function] = plain
         return handler
 
     return register
 
 
 class _Met(NamedTuple):
-    """What is true of each call of an operator: the rules for it, and what it does with memory."""
+    """What is true of each call of an operator: the rules for it, and what it does with memory.
+
+    again: whether its results and its memory are the same for all arguments that look alike, unless `plain` says no.
+    """
 
     func: Any
     handler: Callable[..., Any] | None
@@ -103,6 +113,8 @@ class _Met(NamedTuple):
     allocates: bool
     resizes: bool
     beside: Callable[..., Sequence[int]] | None
+    again: bool
+    plain: Callable[..., bool] | None
 
 
 class Engine:
@@ -122,6 +134,7 @@ class Engine:
         self.fake = HostlessFakeMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
         self.fake.engine = self  # type: ignore[attr-defined]
         self.alike = AlikeCalls(self.fake)
+        self.functions = FunctionCalls(self.alike)
         self.mode = OperatorMode(self.handle)
         self.table = StorageTable(memory.malloc, memory.free)
         self.births = Births()
@@ -129,9 +142,6 @@ class Engine:
         self._under_way: Call | None = None
         # What it gives for all arguments like its own, once that is known.
         self._answer: Answer | None = None
-        # What is given for the looks of arguments that somebody asks for, once they were met.
-        self._asked: Any = None
-        self._alike: Answer | None = None
         self.reads = Reads()
         self.largest_sizes: Counter[str] = Counter()
         # Sizes that have no upper bound: what was assumed.
@@ -229,8 +239,17 @@ class Engine:
     def handle(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if func is DEVICE_QUERY:
             return answer_device(args[0]) if isinstance(args[0], VirtualTensor) else func(*args, **kwargs)
+        out = self._handled(func, args, kwargs)
+        if STATE.heard is not None:
+            STATE.heard.append(Heard(func, args, kwargs, out))
+        return out
+
+    def _handled(self, func: Any, args: Any, kwargs: Any) -> Any:
         device = device_among(args, kwargs)
         if device is None:
+            if func is _aten._local_scalar_dense.default and not isinstance(args[0], torch.Tensor):
+                # TorchScript reads a constant, which comes here as the number that it is.
+                return args[0]
             return func(*args, **kwargs)
         if self.closed_because:
             raise DeviceGone(self.closed_because)
@@ -240,6 +259,31 @@ class Engine:
             return self._unseen(func, args, kwargs, device)
         return self._handle(func, args, kwargs, device)
 
+    def at_once(self, looks: tuple[Any, ...], args: Any, kwargs: Any) -> Any:
+        """What a function gives that comes down to one operator, where that is known; else None."""
+        with torch._C.DisableTorchFunctionSubclass():
+            found = self.functions.found(looks, args, kwargs)
+            if found is None or self.closed_because:
+                return None
+            func, args, kwargs, way = found
+            out = self._handle(func, args, kwargs, way.device, way.answer)
+            if way.writes and not out.is_inference():
+                increment_version(out)
+            return out
+
+    def listen(self, looks: tuple[Any, ...], func: Any, args: Any, kwargs: Any) -> Any:
+        """Runs a function, and keeps what it came down to."""
+        before = STATE.heard
+        heard = STATE.heard = []
+        try:
+            with pushed(self.mode):
+                out = func(*args, **kwargs)
+        finally:
+            STATE.heard = before
+        met = self._met.get(id(heard[0].func)) if len(heard) == 1 else None
+        self.functions.learn(looks, func, args, kwargs, heard, met is not None and met.again, out)
+        return out
+
     def _unseen(self, func: Any, args: Any, kwargs: Any, device: int) -> Any:
         """Within code that Dynamo runs, and which compiles what it meets: a device is none of the program's code."""
         before = set_eval_frame(None)
@@ -248,7 +292,8 @@ class Engine:
         finally:
             set_eval_frame(before)
 
-    def _handle(self, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    def _handle(self, func: Any, args: Any, kwargs: Any, device: int, answer: Answer | None = None) -> Any:
+        """answer: what it gives for arguments that look so, where that is known by now."""
         if self.reads.counts:
             self.reads.note_caught()
         with self.uninterrupted, self.lock:
@@ -257,14 +302,14 @@ class Engine:
                 self.refuse_overwritten(args, kwargs)
             STATE.last_device = device
             if self._under_way is not None or not self.memory.is_recorded(device):
-                return self.perform(func, args, kwargs, device)
+                return self.perform(func, args, kwargs, device, answer)
             way = None
             if (number := _get_sequence_nr()) != STATE.sequence and not STATE.backward:
                 STATE.sequence = number
                 way = self.births.forward(func, number - 1)
             self._under_way = func, args, kwargs, way
             try:
-                return self.perform(func, args, kwargs, device)
+                return self.perform(func, args, kwargs, device, answer)
             finally:
                 self._under_way = self._answer = None
 
@@ -277,12 +322,15 @@ class Engine:
                 if placement is not None and placement.overwritten:
                     raise RuntimeError(placement.overwritten)
 
-    def perform(self, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    def perform(self, func: Any, args: Any, kwargs: Any, device: int, answer: Answer | None = None) -> Any:
         """An operator's results and its memory. To be called under the lock."""
         if self.holds_sparse and any_sparse(args):
             sparse_handler: Callable[..., Any] = SPARSE.get(func, _no_sparse)
             return sparse_handler(self, func, args, kwargs, device)
         met = self._met.get(id(func)) or self._meet(func)
+        found = self.again(met, func, args, kwargs, device, answer) if met.again else None
+        if found is not None:
+            return found[0]
         if met.handler is not None:
             return met.handler(self, func, args, kwargs, device)
         rule = kernel_rules.for_operator(func)
@@ -296,17 +344,44 @@ class Engine:
         return self.run(func, args, kwargs, device)
 
     def _meet(self, func: Any) -> _Met:
-        allocates = may_allocate(func)
+        allocates, handler, plain = may_allocate(func), SPECIAL.get(func), PLAIN.get(func)
+        resizes = not allocates and may_resize(func)
+        composite, on_host = is_made_of_others(func), ON_HOST.get(func)
+        again = (handler is None or plain is not None) and on_host is None and not (composite or resizes)
         met = self._met[id(func)] = _Met(
-            func,
-            SPECIAL.get(func),
-            is_made_of_others(func),
-            ON_HOST.get(func),
-            allocates,
-            not allocates and may_resize(func),
-            BESIDE.get(func),
+            func, handler, composite, on_host, allocates, resizes, BESIDE.get(func), again, plain
         )
         return met
+
+    def again(
+        self, met: _Met, func: Any, args: Any, kwargs: Any, device: int, answer: Answer | None
+    ) -> tuple[Any, Answer] | None:
+        """What `run` gives and takes, without asking for it, where arguments that look so were met; else None."""
+        if met.plain is not None and not met.plain(self, args, kwargs):
+            return None
+        if kernel_rules.for_operator(func) is not None:
+            return None
+        with tensors.no_functions(), tensors.no_dispatch():
+            answer = answer or self.alike.found(self.alike.looks(func, args, kwargs))
+            if answer is None:
+                return None
+            out = self.alike.given(answer, args, kwargs)
+        if self._under_way is not None:
+            self._note(answer, func, args, kwargs)
+        if met.allocates:
+            if type(out) is not VirtualTensor or self._under_way is not None:
+                self.settle(out)
+            else:
+                # (No log runs that would be told.)
+                self.table.adopt(out.untyped_storage(), out.fake_device.index, node_now() if STATE.backward else 0)
+        self._beside(met, func, args, kwargs, out, device)
+        return out, answer
+
+    def _note(self, answer: Answer, func: Any, args: Any, kwargs: Any) -> None:
+        """What the operator that is under way gives, if it is this one."""
+        call = self._under_way
+        if call is not None and call[1] is args and call[0] is func and call[2] is kwargs:
+            self._answer = answer
 
     def run(self, func: Any, args: Any, kwargs: Any, device: int) -> Any:
         """The ordinary way: shape by the fake mode, memory for every storage that is new in the result, and then what the
@@ -318,13 +393,17 @@ class Engine:
         self.settle(out, met.allocates)
         if met.resizes:
             self._follow_resized(out)
+        self._beside(met, func, args, kwargs, out, device)
+        return out
+
+    def _beside(self, met: _Met, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> None:
+        """What the kernel takes beside its results, and libraries after it."""
         sizes = () if met.beside is None else met.beside(self, func, args, kwargs, out, device)
         if sizes:
             with self.scratch(device, *sizes):
                 self.memory.after_operator(func, args, device)
         else:
             self.memory.after_operator(func, args, device)
-        return out
 
     def fake_call(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Runs the operator under the fake mode; host tensors among the arguments become fake host tensors."""
@@ -333,14 +412,10 @@ class Engine:
         try:
             with tensors.no_functions(), tensors.no_dispatch():
                 looks = self.alike.looks(func, args, kwargs)
-                found = None if looks is None else self.alike.found(looks, args, kwargs)
-            if found is not None:
-                call = self._under_way
-                if call is not None and call[1] is args and call[0] is func and call[2] is kwargs:
-                    self._answer = found[1]
-                if args is self._asked:
-                    self._alike = found[1]
-                return found[0]
+                answer = self.alike.found(looks)
+                if answer is not None:
+                    self._note(answer, func, args, kwargs)
+                    return self.alike.given(answer, args, kwargs)
         finally:
             STATE.depth -= 1
         args, hosts = self._fake_hosts(args)

@@ -58,6 +58,15 @@ def is_plain(func: Any) -> bool:
     return plain
 
 
+def plain_function(func: Any) -> _Function | None:
+    """What the host calls for an operator that draws no random numbers, and leaves nothing for its gradient; None for others."""
+    if is_plain(func):
+        return func  # type: ignore[no-any-return]
+    found = EQUIVALENT.get(func)
+    draws = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
+    return None if found is None or draws or found.gives is not None or found.takes is not None else found.function
+
+
 class HostCall(NamedTuple):
     """An operator with its arguments on the host, which may be run again. taken: where something was kept for it."""
 

@@ -16,6 +16,7 @@ import torch
 from gpumem_magic.failures import is_own_failure
 from gpumem_magic.private import aten as _aten
 from gpumem_magic.virtual.engine import guesses, uniform, values
+from gpumem_magic.virtual.engine.alike import Answer
 from gpumem_magic.virtual.engine.computing import (
     ComputingEngine,
     dim_of_size,
@@ -170,7 +171,7 @@ class KnownEngine(ComputingEngine):
     def follows(self, tensor: Any) -> bool:
         return KNOWN in tensor.__dict__
 
-    def perform(self, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    def perform(self, func: Any, args: Any, kwargs: Any, device: int, answer: Answer | None = None) -> Any:
         known = self._ways.get(id(func))
         if known is None:
             known = self._ways[id(func)] = way_of(func), func
@@ -193,7 +194,7 @@ class KnownEngine(ComputingEngine):
         try:
             if way.makes or any_known(args) or (kwargs and any_known(kwargs.values())):
                 return self._followed(way, func, args, kwargs, device)
-            out = super().perform(func, args, kwargs, device)
+            out = super().perform(func, args, kwargs, device, answer)
             if way.writes:
                 self._drop(func, args, kwargs)
             if way.guess is not None and self.bounds.guess:

@@ -35,8 +35,8 @@ _plain_dispatch = FakeTensorMode.dispatch
 class ThreadState(threading.local):
     """What each thread is doing: inside a fake kernel, how deep in fake dispatch, in a backward pass, on which device last,
 
-    how the memory that it asks for next came to be wanted (`DeviceLog.origins`), and how far autograd had counted its nodes when
-    one was last noted.
+    how the memory that it asks for next came to be wanted (`DeviceLog.origins`), how far autograd had counted its nodes when
+    one was last noted, and a list for the operators that run, where somebody listens.
     """
 
     in_kernel = False
@@ -45,6 +45,7 @@ class ThreadState(threading.local):
     sequence = -1
     last_device = 0
     origin = "compute"
+    heard: list[Any] | None = None
 
 
 STATE = ThreadState()

@@ -6,6 +6,7 @@ values are exact. Operators that only CUDA has run by an equivalent (`equivalent
 
 from __future__ import annotations
 
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -13,13 +14,14 @@ import torch
 from gpumem_magic.failures import is_own_failure
 from gpumem_magic.private import aten as _aten
 from gpumem_magic.virtual.engine import kernel_rules
+from gpumem_magic.virtual.engine.alike import Answer
 from gpumem_magic.virtual.engine.calls import any_sparse
 from gpumem_magic.virtual.engine.computing import (
     ComputingEngine,
     comes_first,
     dim_of_size,
+    gives_one_tensor,
     has_values,
-    is_run_as_it_is,
     runs_in_parts,
     touches_values,
 )
@@ -28,7 +30,7 @@ from gpumem_magic.virtual.engine.host_calls import (
     HostCall,
     computed,
     host_only,
-    is_plain,
+    plain_function,
     refuse_to_compute,
 )
 from gpumem_magic.virtual.engine.host_memory import HostMemory
@@ -72,18 +74,23 @@ class RealEngine(ComputingEngine):
 
     # ---- operators
 
-    def perform(self, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    def perform(self, func: Any, args: Any, kwargs: Any, device: int, answer: Answer | None = None) -> Any:
         way = self._ways.get(id(func))
         if way is None:
-            way = self._ways[id(func)] = touches_values(func), comes_first(func), is_run_as_it_is(func), func
-        touches, first, as_it_is, _ = way
+            way = self._ways[id(func)] = self._way_of(func)
+        touches, first, function, met = way
+        if function is not None and not self._nested and self.tape is None:
+            found = self.again(met, func, args, kwargs, device, answer)
+            if found is not None:
+                with host_only():
+                    self._compute_again(function, args, kwargs, *found)
+                return found[0]
         # (What only looks at a dense tensor is made anew of a sparse one.)
         sparse = self.holds_sparse and any_sparse(args)
         in_parts = touches and torch.is_inference_mode_enabled() and runs_in_parts(func)
         if self._nested or in_parts or not (touches or sparse):
             return super().perform(func, args, kwargs, device)
         self._nested = True
-        self._asked = args if as_it_is else None
         try:
             if sparse or first:
                 self._ahead = self._computed(func, args, kwargs, device)
@@ -103,7 +110,15 @@ class RealEngine(ComputingEngine):
             return out
         finally:
             self._nested = False
-            self._ahead = self._asked = self._alike = None
+            self._ahead = None
+
+    def _way_of(self, func: Any) -> tuple[Any, ...]:
+        """Whether an operator touches values; whether the host runs it first; what the host calls for it where all else follows
+        from how the arguments look; and what was met of it."""
+        touches, first = touches_values(func), comes_first(func)
+        met = self._met.get(id(func)) or self._meet(func)
+        again = met.again and touches and not first and gives_one_tensor(func)
+        return touches, first, plain_function(func) if again else None, met
 
     # ---- values
 
@@ -150,9 +165,6 @@ class RealEngine(ComputingEngine):
             return
         if kernel_rules.for_operator(func) is None:
             with host_only():
-                if type(out) is VirtualTensor and is_plain(func):
-                    self._compute_plainly(func, args, kwargs, out)
-                    return
                 found = self._run(func, args, kwargs, device)
                 # What was written in place lies in the twin.
                 if not (args and out is args[0] and found[1] is found[0].args[0] and out.layout is torch.strided):
@@ -169,20 +181,22 @@ class RealEngine(ComputingEngine):
                     if isinstance(leaf, VirtualTensor):
                         self.twins.view(leaf).zero_()
 
-    def _compute_plainly(self, func: Any, args: Any, kwargs: Any, out: VirtualTensor) -> None:
-        """Most operators: one result, of what the host's operator of the same name gives. Inside `host_only`."""
+    def _compute_again(self, func: Any, args: Any, kwargs: Any, out: VirtualTensor, answer: Answer) -> None:
+        """Most operators: one result, of what the host's function gives. Inside `host_only`."""
         self.computed += 1
-        hosts, named = self._hosts(args, kwargs)
-        result = computed(func, hosts, named)
-        if args and out is args[0] and result is hosts[0] and out.layout is torch.strided:
+        twins, named = self.twins, {}
+        # (Tensors that were met are dense, and neither negated nor conjugated.)
+        hosts = [twins.plainly(arg) if type(arg) is VirtualTensor else on_host(twins, arg) for arg in args]
+        if kwargs:
+            named = {name: on_host(twins, arg) for name, arg in kwargs.items()}
+        result = func(*hosts, **named) if isinstance(func, FunctionType) else computed(func, hosts, named)
+        if hosts and result is hosts[0] and out is args[0]:
             # What was written in place lies in the twin.
             return
-        answer = self._alike
-        if answer is not None and answer.lies_as(result):
+        if answer.lies_as(result):
             self.twins.take(out, result)
             return
         given = (*hosts, *named.values()) if named else hosts
         if type(result) is not torch.Tensor or not self.twins.keep(out, result, given):
             refuse_to_compute(func, "its results have other sizes on the host")
-        if answer is not None:
-            answer.as_on_host = self.twins.has_taken(out, result)
+        answer.as_on_host = self.twins.has_taken(out, result)

@@ -41,7 +41,9 @@ class Placement:
         self.nbytes = nbytes
         self.watch = watch
         self.node = node
-        self.twin = None
+        # (Past the property, which takes longer.)
+        self._twin: Any = None
+        self.host: Any = None
         self.kept: Any = None
         self.sure = True
         self.supplied = False
@@ -54,8 +56,8 @@ class Placement:
 
     @twin.setter
     def twin(self, twin: Any) -> None:
-        self._twin: Any = twin
-        self.host: Any = None
+        self._twin = twin
+        self.host = None
 
 
 class StorageTable:

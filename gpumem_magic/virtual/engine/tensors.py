@@ -36,6 +36,8 @@ class TensorEngine(Protocol):
     """What tensors, and kernels of libraries, ask of the engine that runs operators on them."""
 
     mode: OperatorMode
+    # What is known of the functions that come down to one operator (`FunctionCalls`).
+    functions: Any
     fake: HostlessFakeMode
     uninterrupted: Uninterrupted
     computes: bool
@@ -48,6 +50,12 @@ class TensorEngine(Protocol):
     unknown: set[str]
 
     def handle(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any: ...
+
+    def at_once(self, looks: tuple[Any, ...], args: Any, kwargs: Any) -> Any:
+        """What a function gives that comes down to one operator, where that is known; else None."""
+
+    def listen(self, looks: tuple[Any, ...], func: Any, args: Any, kwargs: Any) -> Any:
+        """Runs a function, and keeps what it came down to."""
 
     def address_of(self, tensor: VirtualTensor) -> int: ...
 
@@ -235,6 +243,15 @@ class VirtualTensor(FakeTensor, metaclass=VirtualKind):
                 found = engine.otherwise(func, args)
                 if found is not None:
                     return found
+            if type(func) in _OF_C and types == _OURS:
+                # (Which cannot run Python of the program's.)
+                looks = engine.functions.looks(func, args, kwargs)
+                if looks is not None:
+                    found = engine.at_once(looks, args, kwargs)
+                    if found is not None:
+                        return found
+                    with engine.uninterrupted:
+                        return engine.listen(looks, func, args, kwargs or {})
             # C++ asks Python for an operator's rule where it can't pass on an exception: a Ctrl-C there would end the process.
             waits = engine.uninterrupted if is_a(func, _OF_C) else _NOTHING
             with waits, pushed(engine.mode):

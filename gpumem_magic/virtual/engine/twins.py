@@ -54,6 +54,20 @@ class Twins:
             twin.resize_(nbytes)
         return twin  # type: ignore[no-any-return]
 
+    def plainly(self, tensor: Any) -> torch.Tensor:
+        """The same of a dense tensor that is neither negated nor conjugated by name."""
+        placement = self._table.find(tensor.untyped_storage())
+        host: torch.Tensor | None = None if placement is None else placement.host
+        if (
+            host is not None
+            and host.size() == tensor.size()
+            and host.stride() == tensor.stride()
+            and host.dtype is tensor.dtype
+            and host.storage_offset() == tensor.storage_offset()
+        ):
+            return host
+        return self._looked_at(tensor)
+
     def view(self, tensor: Any) -> torch.Tensor:
         """The host's view of a device tensor. To be called with dispatch off."""
         if tensor.layout is not torch.strided:
@@ -61,18 +75,13 @@ class Twins:
             return torch.sparse_coo_tensor(
                 self.view(indices), self.view(values), tensor.size(), check_invariants=False
             )._coalesced_(self._is_coalesced(tensor))
+        if not (tensor.is_neg() or tensor.is_conj()):
+            return self.plainly(tensor)
+        return self._looked_at(tensor)
+
+    def _looked_at(self, tensor: Any) -> torch.Tensor:
         storage = tensor.untyped_storage()
         placement = self._placed(tensor, storage)
-        host: torch.Tensor | None = placement.host
-        if (
-            host is not None
-            and host.dtype is tensor.dtype
-            and host.size() == tensor.size()
-            and host.stride() == tensor.stride()
-            and host.storage_offset() == tensor.storage_offset()
-            and not (tensor.is_neg() or tensor.is_conj())
-        ):
-            return host
         blank = _empty((0,), dtype=tensor.dtype, device=_CPU)
         # As large as the device's is now.
         twin = self.of(placement, storage.nbytes())
@@ -81,13 +90,14 @@ class Twins:
             torch._C._set_conj(made, True)
         if tensor.is_neg():
             torch._C._set_neg(made, True)
-        if host is None:
+        if placement.host is None:
             _serve_again(placement, made)
         return made
 
     def take(self, tensor: Any, result: torch.Tensor) -> None:
         """Takes over a host tensor's memory, which lies as that of a new device tensor (`has_taken`)."""
-        placement = self.placement(tensor)
+        storage = tensor.untyped_storage()
+        placement = self._table.find(storage) or self._placed(tensor, storage)
         placement.twin = result.untyped_storage()
         placement.host = result
 

@@ -19,6 +19,7 @@ from gpumem_magic.private import aten as _aten
 from gpumem_magic.private import overloads
 from gpumem_magic.virtual.engine import guesses, values
 from gpumem_magic.virtual.engine.engine import Engine, special
+from gpumem_magic.virtual.engine.modes import STATE
 from gpumem_magic.virtual.engine.tensors import CHECKED, VirtualTensor, engine_of
 from gpumem_magic.virtual.operators.written_gradients import as_device_does
 
@@ -76,6 +77,11 @@ def _number(value: Any) -> Any:
     return value
 
 
+def _says_nothing(engine: Engine, args: Any, kwargs: Any) -> bool:
+    """All values are known, and no gradient is worked out."""
+    return engine.computes and not STATE.backward
+
+
 def _compare(of_one: Callable[[Any, Any], bool]) -> Callable[..., Any]:
     def handler(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
         out = engine.run(func, args, kwargs, device)
@@ -103,10 +109,13 @@ def _compare(of_one: Callable[[Any, Any], bool]) -> Callable[..., Any]:
 
 
 for _packet, _rule in _OF_ONE.items():
-    special(_packet.Tensor, _packet.Scalar)(_compare(_rule))
+    special(_packet.Tensor, _packet.Scalar, plain=_says_nothing)(_compare(_rule))
 
 
-@special(*overloads("logical_not logical_and logical_or bitwise_not bitwise_and.Tensor bitwise_or.Tensor"))
+@special(
+    *overloads("logical_not logical_and logical_or bitwise_not bitwise_and.Tensor bitwise_or.Tensor"),
+    plain=_says_nothing,
+)
 def _combine(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     checks = all(_is_check(side) for side in args[:2])
     out = engine.run(as_device_does(engine, func, args), args, kwargs, device)
@@ -118,7 +127,7 @@ def _combine(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> 
 _ALL = (_aten.all.default, _aten.all.dim, _aten.all.dims, _aten._is_all_true.default)
 
 
-@special(*_ALL, _aten.any.default, _aten.any.dim, _aten.any.dims, _aten._is_any_true.default)
+@special(*_ALL, _aten.any.default, _aten.any.dim, _aten.any.dims, _aten._is_any_true.default, plain=_says_nothing)
 def _of_many(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     out = engine.run(func, args, kwargs, device)
     if _is_check(args[0]):

@@ -258,7 +258,11 @@ def _nearest(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device
     return [bytes_of(tensor) for tensor in (out, source) if not tensor.is_contiguous()]
 
 
-@special(_aten.embedding.default)
+def _is_plain_list(engine: Engine, args: Any, kwargs: Any) -> bool:
+    return bool(args[1].is_contiguous())
+
+
+@special(_aten.embedding.default, plain=_is_plain_list)
 def _embedding(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     """Rows by one list of indices, which is a copy where they do not lie as one."""
     with engine.scratch(device, 0 if _lies_in_one_row(args[1]) else bytes_of(args[1])):
@@ -286,7 +290,11 @@ def _scan(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: i
     return [bytes_of(out)] * copied + _of_one_row(engine, device, func, args, kwargs, out)
 
 
-@special(*overloads("clamp clamp_min clamp_max"))
+def _is_floating(engine: Engine, args: Any, kwargs: Any) -> bool:
+    return bool(args[0].is_floating_point())
+
+
+@special(*overloads("clamp clamp_min clamp_max"), plain=_is_floating)
 def _clamp(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     """Integers between floating numbers are made floating first."""
     bounds = (*args[1:], *kwargs.values())

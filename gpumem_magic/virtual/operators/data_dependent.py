@@ -107,7 +107,15 @@ _AT_ONCE_FROM = (2, 12)
 # ---- copies
 
 
-@special(_aten._to_copy.default)
+def _stays(engine: Engine, args: Any, kwargs: Any) -> bool:
+    """Whether a copy goes from a device to one."""
+    if not isinstance(args[0], VirtualTensor):
+        return False
+    target = kwargs.get("device")
+    return target is None or target.type == "cuda"
+
+
+@special(_aten._to_copy.default, plain=_stays)
 def _to_copy(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     source = args[0]
     target = kwargs.get("device")
@@ -183,7 +191,11 @@ def _set(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     return out
 
 
-@special(_aten.copy_.default)
+def _is_within(engine: Engine, args: Any, kwargs: Any) -> bool:
+    return isinstance(args[0], VirtualTensor) and isinstance(args[1], VirtualTensor)
+
+
+@special(_aten.copy_.default, plain=_is_within)
 def _copy(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     target = args[0]
     if isinstance(target, VirtualTensor):

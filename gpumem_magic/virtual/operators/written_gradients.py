@@ -48,7 +48,11 @@ def writes_into_zeros() -> bool:
 _ELSEWHERE = overloads("index_put masked_scatter")
 
 
-@special(*(function for function in IN_PLACE if function not in _ELSEWHERE))
+def is_no_gradient(engine: Engine, args: Any, kwargs: Any) -> bool:
+    return not STATE.backward
+
+
+@special(*(function for function in IN_PLACE if function not in _ELSEWHERE), plain=is_no_gradient)
 def _written(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     return engine.run(IN_PLACE[func] if writes_into_zeros() else func, args, kwargs, device)
 
@@ -70,7 +74,9 @@ _STEPS: dict[Any, tuple[Any, frozenset[str]]] = {
 }
 
 
-@special(*(function for function in _STEPS if function not in overloads("logical_and logical_or")))
+@special(
+    *(function for function in _STEPS if function not in overloads("logical_and logical_or")), plain=is_no_gradient
+)
 def _step(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     return engine.run(as_device_does(engine, func, args), args, kwargs, device)
 

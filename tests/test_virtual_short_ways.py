@@ -1,0 +1,305 @@
+"""The short way to an operator that was met before does what the long one does: the same memory, values and tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gpumem_magic.virtual import gpu
+from gpumem_magic.virtual.engine import kernel_rules
+from gpumem_magic.virtual.engine.engine import Engine
+from gpumem_magic.virtual.engine.functions import FunctionCalls
+from gpumem_magic.virtual.engine.refusals import DeviceGone
+
+Operator = Callable[[torch.Tensor, torch.Tensor], Any]
+
+# Of two tensors of one shape and type, each with several dimensions.
+OPERATORS: dict[str, Operator] = {
+    "add": torch.add,
+    "add with a factor": lambda x, y: torch.add(x, y, alpha=2),
+    "to itself": lambda x, _: x + x,
+    "reversed": lambda x, y: torch.sub(y, x),
+    "number": lambda x, _: x * 3,
+    "number first": lambda x, _: 2 - x,
+    "compare": lambda x, y: x > y,
+    "where": lambda x, y: torch.where(x > y, x, y),
+    "relu": lambda x, _: x.relu(),
+    "clamp": lambda x, _: x.clamp(0, 1),
+    "half": lambda x, _: x.half(),
+    "to": lambda x, _: x.to(torch.float64),
+    "sum": lambda x, _: x.sum(),
+    "sum along": lambda x, _: x.sum(-1, keepdim=True),
+    "mean": lambda x, _: x.double().mean(0),
+    "largest": lambda x, _: x.max(),
+    "largest along": lambda x, _: x.max(0),
+    "softmax": lambda x, _: x.double().softmax(-1),
+    "cat": lambda x, y: torch.cat([x, y]),
+    "cat the other way": lambda x, y: torch.cat([y, x], -1),
+    "stack": lambda x, y: torch.stack((x, y)),
+    "in place": lambda x, _: x.mul_(2),
+    "in place of two": lambda x, y: x.add_(y),
+    "copied": lambda x, y: x.copy_(y),
+    "filled": lambda x, _: x.fill_(3),
+    "into": lambda x, y: torch.add(x, y, out=torch.empty_like(x)),
+    "view": lambda x, _: x.flatten()[1:],
+    "transposed": lambda x, _: x.transpose(0, -1) + 1,
+    "part": lambda x, y: x[0] + y[:1],
+    "part in place": lambda x, y: x[0].add_(y[0]),
+    "broadcast": lambda x, y: x + y[..., :1],
+    "product": lambda x, y: x.double().flatten(1) @ y.double().flatten(1).t(),
+    "cumulated": lambda x, _: x.cumsum(0),
+    "sorted": lambda x, _: x.sort(),
+    "picked": lambda x, _: x[torch.tensor([0, 0], device=x.device)],
+    "masked": lambda x, y: x.masked_fill(x > y, 0),
+    "each": lambda x, y: torch._foreach_add([x, y], 1.0 if x.is_floating_point() else 1),
+    "norm": lambda x, _: F.layer_norm(x.double(), x.shape[1:]),
+    "alike": lambda x, _: torch.zeros_like(x),
+    "none of it": lambda x, _: x.contiguous(),
+    "channels last": lambda x, _: x.clone(memory_format=torch.preserve_format),
+}  # fmt: skip
+
+
+@contextmanager
+def the_long_way() -> Iterator[None]:
+    """Inside, nothing that was met before shortens an operator's way."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Engine, "again", lambda *_: None)
+        patch.setattr(FunctionCalls, "looks", lambda *_: None)
+        yield
+
+
+def told(out: Any, x: torch.Tensor, y: torch.Tensor) -> list[Any]:
+    """What a program may see of results, and of the arguments after them."""
+    parts = list(out) if isinstance(out, (tuple, list)) else [out]
+    return [
+        (
+            part.shape, part.stride(), part.storage_offset(), part.dtype, str(part.device), part.requires_grad, part.is_leaf,
+            part.is_inference(), None if part.is_inference() else (part._version, part._is_view()), part is x,
+            part.untyped_storage()._cdata == x.untyped_storage()._cdata, part.untyped_storage().nbytes(), part.tolist(),
+        )
+        for part in (*parts, x, y)
+    ]  # fmt: skip
+
+
+def run(values: str, names: list[str], make: Callable[[str], list[torch.Tensor]], device: str = "cuda") -> Any:
+    """What each operator gives, and the allocator's events, with the arguments made anew before each."""
+    machine = gpu.turn_on(f"T4,values={values}") if device == "cuda" else None
+    try:
+        x, y = make(device)
+        first = x.clone()
+        log = None if machine is None else machine.devices[0].start_log()
+        seen = []
+        for name in names:
+            seen.append(told(OPERATORS[name](x, y), x, y))
+            with torch.no_grad():
+                x = first.clone()
+        if machine is None or log is None:
+            return seen, []
+        del x, y, first
+        machine.settle()
+        return seen, [(event.action, event.size, event.address) for event in log.events]
+    finally:
+        if machine is not None:
+            gpu.turn_off()
+
+
+SHAPES = st.lists(st.integers(1, 5), min_size=2, max_size=4)
+KINDS = st.sampled_from([torch.float32, torch.float64, torch.float16, torch.int64, torch.uint8])
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    st.lists(st.sampled_from(sorted(OPERATORS)), min_size=1, max_size=8),
+    SHAPES,
+    KINDS,
+    st.sampled_from(["contiguous", "transposed", "expanded", "part"]),
+    st.sampled_from(["plain", "no_grad", "inference"]),
+)
+def test_the_short_way_ends_where_the_long_one_does(
+    names: list[str], shape: list[int], dtype: torch.dtype, lies: str, mode: str
+) -> None:
+    def make(device: str) -> list[torch.Tensor]:
+        made = []
+        for start in (1, 3):
+            whole = torch.arange(start, start + 2 * torch.Size(shape).numel(), device=device).to(dtype)
+            tensor = whole[1::2].reshape(shape) if lies != "part" else whole[1::2].view(shape)
+            if lies == "transposed":
+                tensor = tensor.transpose(0, 1)
+            elif lies == "expanded":
+                # (Nothing is written where several elements are one.)
+                tensor = tensor[:1].expand(shape).contiguous().clone()
+            made.append(tensor)
+        return made
+
+    # Each twice: the second time it was met before.
+    names = [*names, *names]
+    state = {"plain": torch.enable_grad, "no_grad": torch.no_grad, "inference": torch.inference_mode}[mode]
+    with state():
+        host = run("", names, make, "cpu")[0]
+        with the_long_way():
+            long = run("real", names, make)
+        short = run("real", names, make)
+        standing_in = run("stand-in", names, make)
+    assert short == long
+    assert short[1] == standing_in[1]
+    for ours, its in zip(short[0], host, strict=True):
+        for mine, other in zip(ours, its, strict=True):
+            assert torch.allclose(torch.tensor(mine[-1]).double(), torch.tensor(other[-1]).double(), rtol=1e-3)
+            assert (mine[0], mine[3], *mine[5:10]) == (other[0], other[3], *other[5:10])
+
+
+@pytest.fixture
+def machine() -> Iterator[gpu.VirtualMachine]:
+    yield gpu.turn_on("T4,values=real")
+    gpu.turn_off()
+
+
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The operators that a function went to at once."""
+    taken: list[Any] = []
+    found = FunctionCalls.found
+
+    def spy(self: FunctionCalls, *call: Any) -> Any:
+        way = found(self, *call)
+        if way is not None:
+            taken.append(way[0])
+        return way
+
+    monkeypatch.setattr(FunctionCalls, "found", spy)
+    return taken
+
+
+LARGE: dict[str, Operator] = {
+    name: OPERATORS[name]
+    for name in ("add", "number", "sum", "sum along", "largest", "softmax", "cat", "half", "in place", "transposed", "cumulated")
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_what_a_kernel_takes_beside_its_result_is_taken_again(name: str) -> None:
+    """A sum of so many is shared by blocks, which take a buffer and semaphores (`reductions`)."""
+
+    def make(device: str) -> list[torch.Tensor]:
+        return [torch.ones(1024, 512, device=device) for _ in range(2)]
+
+    with the_long_way():
+        long = run("stand-in", [name] * 3, make)[1]
+    assert run("stand-in", [name] * 3, make)[1] == long
+    assert len(long) > 3 * 2
+
+
+def test_a_function_goes_to_its_operator_at_once_from_the_second_time_on(
+    machine: gpu.VirtualMachine, at_once: list[Any]
+) -> None:
+    x, y = torch.ones(4, device="cuda"), torch.full((4,), 2.0, device="cuda")
+    assert [torch.sub(x, y).tolist(), torch.sub(y, x).tolist(), torch.sub(x, x).tolist()] == [
+        [-1.0] * 4,
+        [1.0] * 4,
+        [0.0] * 4,
+    ]
+    # (Where both are one tensor, nothing was learnt of which is which, but it is known by now.)
+    assert at_once == [torch.ops.aten.sub.Tensor] * 2
+    assert [torch.sub(y, x).tolist(), torch.sub(x, y, alpha=2).tolist()] == [[1.0] * 4, [-3.0] * 4]
+    assert len(at_once) == 3
+
+
+def test_other_numbers_and_types_are_other_calls(machine: gpu.VirtualMachine) -> None:
+    x = torch.ones(4, 2, dtype=torch.int64, device="cuda")
+    for _ in range(2):
+        assert [(x * factor).dtype for factor in (2, 2.0, True)] == [torch.int64, torch.float32, torch.int64]
+        assert [x.sum(dim).shape for dim in (0, 1, -1)] == [(2,), (4,), (4,)]
+
+
+def test_what_autograd_follows_takes_the_long_way(machine: gpu.VirtualMachine, at_once: list[Any]) -> None:
+    x = torch.ones(4, device="cuda", requires_grad=True)
+    for _ in range(2):
+        with torch.no_grad():
+            x * 2
+    at_once.clear()
+    assert [(x * 2).requires_grad for _ in range(2)] == [True, True]
+    assert not at_once
+    with torch.no_grad():
+        assert not (x * 2).requires_grad
+    assert at_once
+
+
+def test_writing_counts_versions_and_asks_views(machine: gpu.VirtualMachine, at_once: list[Any]) -> None:
+    x = torch.ones(4, device="cuda")
+    for version in (1, 2, 3):
+        assert x.mul_(2.0)._version == version
+    assert at_once
+    leaf = torch.ones(4, device="cuda", requires_grad=True)
+    for _ in range(2):
+        torch.ones(2, device="cuda").mul_(2.0)
+        with torch.no_grad():
+            view = leaf[:2]
+        with pytest.raises(RuntimeError, match="is being modified inplace with grad mode enabled"):
+            view.mul_(2.0)
+    weight = torch.ones(4, device="cuda", requires_grad=True)
+    loss = (weight * weight).sum()
+    with torch.no_grad():
+        weight.mul_(2.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_modes_transforms_and_traces_see_every_operator(machine: gpu.VirtualMachine) -> None:
+    x, y = torch.ones(4, 4, device="cuda"), torch.ones(4, 4, device="cuda")
+    for _ in range(2):
+        x @ y, x.sum()
+    with torch.autocast("cuda", dtype=torch.float16):
+        assert (x @ y).dtype == torch.float16
+    seen = []
+
+    class Counts(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with Counts():
+        x.sum()
+    assert seen == [torch.ops.aten.sum.default]
+    assert torch.func.vmap(lambda row: row.sum())(x).tolist() == [4.0] * 4
+    assert torch.func.jvp(lambda a: a.sum(), (x,), (y,))[1].item() == 16.0
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, y)
+        assert torch.autograd.forward_ad.unpack_dual(dual.sum()).tangent.item() == 16.0
+    traced = torch.jit.trace(lambda a: a.sum().relu(), (x,))
+    assert "aten::sum" in str(traced.graph)
+
+
+def test_a_users_rule_is_obeyed_although_the_operator_was_met(machine: gpu.VirtualMachine) -> None:
+    x = torch.ones(256, device="cuda")
+    for _ in range(3):
+        x.erfinv()
+    asked = []
+
+    def rule(tensor: torch.Tensor) -> torch.Tensor:
+        asked.append(tensor.shape)
+        return tensor.new_empty(tensor.shape)
+
+    kernel_rules.register_kernel("aten::erfinv", rule)
+    try:
+        x.erfinv()
+    finally:
+        del kernel_rules._operators["aten::erfinv"]
+    assert asked == [(256,)]
+
+
+def test_a_device_that_is_off_says_so(machine: gpu.VirtualMachine) -> None:
+    x = torch.ones(4, device="cuda")
+    for _ in range(3):
+        x * 2
+    gpu.turn_off()
+    with pytest.raises(DeviceGone):
+        x * 2
+    gpu.turn_on("T4,values=real")
