@@ -226,6 +226,15 @@ def test_compiled_modules_move_with_their_parameters(make: Any) -> None:
     assert module.cpu()(torch.rand(2, 3)).device.type == "cpu"
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+def test_a_trace_has_numbers_that_are_constants() -> None:
+    """TorchScript reads each of them, as a tensor on the host."""
+    traced = torch.jit.trace(lambda x: (x * 2.5 + 1) / 3, torch.rand(2, 3, device="cuda"))
+    found = traced(torch.full((2, 3), 2.0, device="cuda"))
+    assert found.is_cuda
+    assert found.tolist() == [[2.0] * 3] * 2
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_compiled_functions_make_tensors_where_their_arguments_are() -> None:
     def made(x: torch.Tensor, n: int):  # type: ignore[no-untyped-def]

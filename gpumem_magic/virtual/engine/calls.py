@@ -12,6 +12,9 @@ from gpumem_magic.virtual.engine.modes import STATE
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
 
 
+_NUMBERS = frozenset((bool, int, float))
+
+
 def device_among(args: Any, kwargs: Any) -> int | None:
     """Index of the virtual device that the operator runs on: the first virtual tensor's, else the device argument's."""
     for arg in args:
@@ -67,6 +70,20 @@ def is_made_of_others(func: Any) -> bool:
 def run_in_parts(func: Any, args: Any, kwargs: Any) -> Any:
     """Runs such an operator as C++ does."""
     return func._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
+
+
+def with_constants(func: Any, args: Any) -> Any:
+    """The arguments of an operator on the host, with tensors for the constants that TorchScript reads and compares: they come as
+    the numbers that they are, which only some operators take for tensors."""
+    if _NUMBERS.isdisjoint(map(type, args)) or not hasattr(func, "_schema"):
+        return args
+    wanted = [type(argument.type) is torch.TensorType for argument in func._schema.arguments]
+    return tuple(
+        torch.tensor(arg, dtype=torch.float64 if type(arg) is float else None)
+        if type(arg) in _NUMBERS and is_tensor
+        else arg
+        for arg, is_tensor in zip(args, wanted, strict=False)
+    )
 
 
 def may_allocate(func: Any) -> bool:

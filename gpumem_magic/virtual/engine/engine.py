@@ -44,6 +44,7 @@ from gpumem_magic.virtual.engine.calls import (
     node_now,
     run_in_parts,
     users_line,
+    with_constants,
 )
 from gpumem_magic.virtual.engine.functions import FunctionCalls, Heard
 from gpumem_magic.virtual.engine.host_calls import FactoryCall
@@ -247,10 +248,13 @@ class Engine:
     def _handled(self, func: Any, args: Any, kwargs: Any) -> Any:
         device = device_among(args, kwargs)
         if device is None:
-            if func is _aten._local_scalar_dense.default and not isinstance(args[0], torch.Tensor):
-                # TorchScript reads a constant, which comes here as the number that it is.
-                return args[0]
-            return func(*args, **kwargs)
+            try:
+                return func(*args, **kwargs)
+            except RuntimeError:
+                given = with_constants(func, args)
+                if given is args:
+                    raise
+                return func(*given, **kwargs)
         if self.closed_because:
             raise DeviceGone(self.closed_because)
         if device >= self.device_count:
