@@ -11,7 +11,6 @@ from gpumem_magic.looks.code import TORCH, whose
 from gpumem_magic.virtual.engine.modes import STATE
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
 
-
 _NUMBERS = frozenset((bool, int, float))
 
 
