@@ -43,6 +43,7 @@ OPERATORS: dict[str, Operator] = {
     "softmax": lambda x, _: x.double().softmax(-1),
     "cat": lambda x, y: torch.cat([x, y]),
     "cat the other way": lambda x, y: torch.cat([y, x], -1),
+    "cat of one": lambda x, _: torch.cat([x]),
     "stack": lambda x, y: torch.stack((x, y)),
     "in place": lambda x, _: x.mul_(2),
     "in place of two": lambda x, y: x.add_(y),

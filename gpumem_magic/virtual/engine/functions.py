@@ -132,7 +132,8 @@ class FunctionCalls:
         if not writes and not (type(made) is tuple and made[3] is None):
             # Autograd has to know of a view.
             return None
-        flat = _flat((*args, *(kwargs or {}).values()))
+        given = (*args, *kwargs.values())
+        flat = _flat(given)
         places: dict[int, int] = {}
         for number, one in enumerate(flat):
             if isinstance(one, torch.Tensor):
@@ -143,7 +144,7 @@ class FunctionCalls:
         found = tuple(_place(places, one) for one in (*heard.args, *heard.kwargs.values()))
         if None in found:
             return None
-        nested = len(flat) != len(args) + len(kwargs or {})
+        nested = any(type(one) in (list, tuple) for one in given)
         device = device_among(heard.args, heard.kwargs)
         if device is None:
             return None
