@@ -5,6 +5,9 @@ from __future__ import annotations
 import gc
 from typing import Any
 
+import torch
+
+from gpumem_magic.looks import tensors
 from gpumem_magic.looks.objects import items
 
 
@@ -29,3 +32,13 @@ def test_a_dictionary_that_changes_as_garbage_is_collected_is_read() -> None:
         gc.set_threshold(*before)
     assert len(found) in (3000, 3003)
     assert found[:3000] == [(number, number) for number in range(3000)]
+
+
+def test_a_view_that_pytorch_refuses_to_differentiate_has_no_node() -> None:
+    """As FSDP's views of its flat parameter are."""
+    base = torch.ones(4, requires_grad=True) * 1
+    with torch.no_grad():
+        view = base[:2]
+    base.mul_(2)
+    assert tensors.grad_fn(view) is None
+    assert tensors.is_leaf(view) is False

@@ -295,6 +295,9 @@ def test_storages_resized_set_and_copied() -> None:
     y.set_(x.untyped_storage(), 2, (2,), (2,))
     assert y.to("cuda:1").tolist() == [2, 1]
     assert x.untyped_storage().cpu()[4:8].tolist() == list(b"\x00\x00\x80?")
+    saved = torch.UntypedStorage(32)
+    saved.copy_(x.untyped_storage(), non_blocking=False)
+    assert saved[4:8].tolist() == list(b"\x00\x00\x80?")
 
 
 def test_an_operator_without_a_shape_rule_has_the_shape_of_what_is_computed() -> None:

@@ -78,10 +78,11 @@ requires_grad = _flag("requires_grad")
 
 
 def is_leaf(tensor: torch.Tensor) -> bool:
-    """A view of what was written to since is none: PyTorch would make its node anew, and run the view for that."""
+    """A view of what was written to since is none: PyTorch would make its node anew, and run the view for that; or it refuses to,
+    of a view that was made under `no_grad`."""
     try:
         return bool(_BASE.is_leaf.__get__(tensor))
-    except NotImplementedError:
+    except RuntimeError:
         return False
 
 
@@ -97,7 +98,7 @@ def grad_fn(tensor: torch.Tensor) -> Any:
     """None of a view of what was written to since, as for `is_leaf`."""
     try:
         return _BASE.grad_fn.__get__(tensor)
-    except NotImplementedError:
+    except RuntimeError:
         return None
 
 

@@ -305,6 +305,13 @@ def _checkpoints(patches: Patches) -> None:
         # True where nothing is wrong; since 2.13 a list of what is.
         return [] if isinstance(validate(*args), list) else True
 
+    # (Every rank is taken to have the shards that this one has.)
+    names = ("validate_non_overlapping_shards_metadata", "check_tensor")
+    for home in ("sharded_tensor.utils", "sharding_spec.api"):
+        shards = importlib.import_module(f"torch.distributed._shard.{home}")
+        for name in names:
+            if hasattr(shards, name):
+                patches.set(shards, name, lambda *args, **kwargs: None)
     patches.set(wrapper, "__init__", init)
     patches.set(planner, "_validate_global_plan", validate_global_plan)
 

@@ -17,6 +17,7 @@ def install(patches: Patches, engine: Engine) -> None:
     original_device: Any = torch._C.StorageBase.device  # type: ignore[attr-defined]
     original_address = kind.data_ptr
     original_cpu = kind.cpu
+    original_copy: Any = kind.copy_
 
     def placed(storage: Any) -> Any:
         with engine.lock:
@@ -51,7 +52,14 @@ def install(patches: Patches, engine: Engine) -> None:
         engine.count_stand_in()
         return torch.zeros(self.nbytes(), dtype=torch.uint8).untyped_storage()
 
+    def copy_(self: Any, source: Any, non_blocking: Any = None) -> Any:
+        """(What is saved meanwhile, as `torch.distributed.checkpoint.async_save` does, is brought to the host so.)"""
+        if original_device.__get__(self).type == "cpu" and original_device.__get__(source).type == "meta":
+            source = cpu(source)
+        return original_copy(self, source, non_blocking)
+
     patches.set(kind, "device", property(device))
     patches.set(kind, "data_ptr", data_ptr)
     patches.set(kind, "cuda", cuda)
     patches.set(kind, "cpu", cpu)
+    patches.set(kind, "copy_", copy_)
