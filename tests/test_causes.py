@@ -1300,6 +1300,16 @@ def test_who_works_on_some_of_the_rows_at_a_time_is_not_told_to(cell: str) -> No
             "for _ in range(3):\n    for one in both:\n        one.zero_grad()\n        model(x).mean().backward()\n"
             "        one.step()",
         ),
+        # as Accelerate's, which passes everything on
+        (
+            "idle_states",
+            "class Passing(torch.optim.Optimizer):\n    def __init__(self, inner):\n        self.inner = inner\n"
+            "    state = property(lambda self: self.inner.state)\n"
+            "    param_groups = property(lambda self: self.inner.param_groups)\n"
+            "    def zero_grad(self):\n        self.inner.zero_grad()\n    def step(self):\n        self.inner.step()\n\n"
+            "optimizer = torch.optim.Adam(model.parameters())\noptimizer = Passing(optimizer)\n"
+            "for _ in range(3):\n    optimizer.zero_grad()\n    model(x).mean().backward()\n    optimizer.step()",
+        ),
         (
             "input_gradients",
             "images = mib(8).view(-1, 512)\nimages.requires_grad_()\noptimizer = torch.optim.Adam([images])\n"

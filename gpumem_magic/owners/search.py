@@ -195,7 +195,7 @@ def _optimizers(
     for number in numbers:
         thing = walk.objects[number]
         if tensors.is_optimizer(thing):
-            places = {one: tuple(_places(walk, one)) for one in tensors.parameters_of(thing)}
+            places = {one: tuple(_places(walk, one)) for one in tensors.parameters_of(tensors.working_optimizer(thing))}
             found[namer.place(number)] = frozenset(chain.from_iterable(places.values()))
             frozen.update(chain.from_iterable(its for one, its in places.items() if not tensors.requires_grad(one)))
     return found, frozenset(frozen)
