@@ -58,6 +58,21 @@ def test_positions_and_tokens_of_long_sequences_are_known(machine: gpu.VirtualMa
     assert not machine.reads.counts
 
 
+def test_what_follows_from_a_drawn_number_agrees_with_it(machine: gpu.VirtualMachine) -> None:
+    """A slice that begins at random has its length, as where windows of a text are cut on the host."""
+    for starts, least in (
+        (torch.randint(100, (3,), device="cuda"), 0),
+        (torch.randint(5, 100, (3,), device="cuda"), 5),
+        (torch.randint(5, high=100, size=(3,), device="cuda"), 5),
+    ):
+        assert [len(range(200)[start : start + 50]) for start in starts] == [50] * 3
+        assert starts.tolist() == [least] * 3
+        assert machine.reads.counts
+        machine.reads.counts.clear()
+    gpumem_magic.stand_in(9)
+    assert torch.randint(5, 100, (3,), device="cuda").tolist() == [9] * 3
+
+
 def test_known_values_stay_what_they_are() -> None:
     gpumem_magic.stand_in(2.5)
     assert torch.tensor(4.0, device="cuda").item() == 4.0

@@ -32,7 +32,7 @@ from gpumem_magic.looks import tensors
 from gpumem_magic.looks.objects import attribute, is_a
 from gpumem_magic.private import aten as _aten
 from gpumem_magic.uninterrupted import Uninterrupted
-from gpumem_magic.virtual.engine import contractions, indexing, kernel_rules, supplied
+from gpumem_magic.virtual.engine import contractions, indexing, kernel_rules, older_functions, supplied
 from gpumem_magic.virtual.engine.alike import AlikeCalls, Answer
 from gpumem_magic.virtual.engine.births import Births, Call
 from gpumem_magic.virtual.engine.calls import (
@@ -236,6 +236,14 @@ class Engine:
         if version >= indexing.LEFT_OUT_FROM or not isinstance(tensor, VirtualTensor) or not tensor.requires_grad:
             return None
         return indexing.with_full_slices(*args) if torch.is_grad_enabled() else None
+
+    def of_device(self, func: Any, args: Any) -> Any:
+        """One of `OTHERWISE` as the device's PyTorch has it."""
+        since = older_functions.LETTING_GO_FROM.get(func)
+        device = None if since is None else device_among(args, None)
+        if since is None or device is None or device >= self.device_count:
+            return func
+        return func if self.memory.torch_version(device) >= since else older_functions.holding(func)
 
     def handle(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if func is DEVICE_QUERY:

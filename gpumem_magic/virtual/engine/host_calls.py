@@ -217,6 +217,12 @@ class FactoryCall:
     def __call__(self) -> torch.Tensor:
         return self._original(*self._args, **self._kwargs)
 
+    def least(self) -> int:
+        """The smallest number that `randint` may draw."""
+        bounds = [arg for arg in self._args if isinstance(arg, int)]
+        has_both = len(bounds) + ("high" in self._kwargs) > 1
+        return int(self._kwargs.get("low", bounds[0] if has_both else 0))
+
     def one(self) -> torch.Tensor | None:
         """What `torch.zeros`, `ones` and `full` fill a tensor with, without the tensor. None for other factories."""
         if self.name not in ("zeros", "ones", "full"):

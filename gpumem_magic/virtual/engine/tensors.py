@@ -26,6 +26,7 @@ from gpumem_magic.virtual.engine.modes import (
     pushed,
     with_dispatch_of_its_own,
 )
+from gpumem_magic.virtual.engine.older_functions import LETTING_GO_FROM
 
 _NOTHING = nullcontext()
 # What runs no Python of the program's, so that it is over soon.
@@ -67,6 +68,9 @@ class TensorEngine(Protocol):
     def otherwise(self, func: Any, args: Any) -> Any:
         """What one of `OTHERWISE` gives where the device runs it in another way; else None."""
 
+    def of_device(self, func: Any, args: Any) -> Any:
+        """One of `OTHERWISE` as the device's PyTorch has it."""
+
     def host_of(self, tensor: VirtualTensor) -> torch.Tensor | None:
         """The tensor's values, as a host tensor that is not to be kept; None where they are not known for sure."""
 
@@ -106,7 +110,7 @@ _NO_MEMORY = (
 )
 
 # Functions that run in another way than here: in older versions, or for tensors that are no subclass.
-OTHERWISE = {torch.Tensor.__getitem__, torch.Tensor.__setitem__, torch.functional.einsum}
+OTHERWISE = {torch.Tensor.__getitem__, torch.Tensor.__setitem__, torch.functional.einsum, *LETTING_GO_FROM}
 
 # What PyTorch's fake tensors keep in a tensor's own dictionary, apart from what users put there.
 _FAKE_ATTRIBUTES = {
@@ -243,6 +247,7 @@ class VirtualTensor(FakeTensor, metaclass=VirtualKind):
                 found = engine.otherwise(func, args)
                 if found is not None:
                     return found
+                func = engine.of_device(func, args)
             if type(func) in _OF_C and types == _OURS:
                 # (Which cannot run Python of the program's.)
                 looks = engine.functions.looks(func, args, kwargs)

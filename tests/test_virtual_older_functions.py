@@ -1,0 +1,71 @@
+"""What functions that PyTorch writes in Python hold on a device with an older PyTorch."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from gpumem_magic.virtual import gpu
+from gpumem_magic.virtual.engine.older_functions import holding
+
+BATCH, LENGTH, WIDTH, HEADS = 4, 256, 512, 8
+UNIT = BATCH * LENGTH * WIDTH * 4
+SCORES = BATCH * HEADS * LENGTH * LENGTH * 4
+
+LETS_GO = "del q_scaled" in inspect.getsource(F.multi_head_attention_forward)
+
+
+@pytest.fixture(autouse=True)
+def _off() -> Iterator[None]:
+    yield
+    gpu.turn_off()
+
+
+def _highest(version: str) -> int:
+    """How much more than before is asked for at most in attention without gradients."""
+    gpu.turn_on(f"T4,torch={version}")
+    layer = torch.nn.MultiheadAttention(WIDTH, HEADS, batch_first=True, bias=False, device="cuda")
+    x = torch.empty(BATCH, LENGTH, WIDTH, device="cuda")
+    with torch.no_grad():
+        layer(x, x, x)
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_stats()["requested_bytes.all.current"]
+        layer(x, x, x)
+    return int(torch.cuda.memory_stats()["requested_bytes.all.peak"]) - before
+
+
+@pytest.mark.skipif(not LETS_GO, reason="this PyTorch's own function lets go of nothing")
+def test_attention_with_weights_keeps_the_scaled_query_before_2_12() -> None:
+    # Where softmax runs: the packed projection (3 units), the scores and their softmax; before 2.12 the scaled query, too.
+    assert _highest("2.12") == 3 * UNIT + 2 * SCORES
+    assert _highest("2.11") == 4 * UNIT + 2 * SCORES
+
+
+def test_results_are_those_of_the_function_itself() -> None:
+    torch.manual_seed(0)
+    layer = torch.nn.MultiheadAttention(16, 4)
+    x = torch.randn(5, 2, 16)
+    arguments = (x, x, x, 16, 4, layer.in_proj_weight, layer.in_proj_bias, None, None, False, 0.0)
+    for need_weights in (True, False):
+        results = [
+            function(*arguments, layer.out_proj.weight, layer.out_proj.bias, need_weights=need_weights)
+            for function in (F.multi_head_attention_forward, holding(F.multi_head_attention_forward))
+        ]
+        assert torch.equal(results[0][0], results[1][0])
+        assert (results[0][1] is None) == (results[1][1] is None)
+
+
+def test_lines_are_those_of_the_file() -> None:
+    """Recordings show where memory was asked for."""
+    copy, original = (
+        function.__code__ for function in (holding(F.multi_head_attention_forward), F.multi_head_attention_forward)
+    )
+    assert copy.co_filename == original.co_filename
+    assert copy.co_firstlineno == original.co_firstlineno
+    lines = {line for _, _, line in original.co_lines()} - {line for _, _, line in copy.co_lines()}
+    source, first = inspect.getsourcelines(F.multi_head_attention_forward)
+    assert all("del " in source[line - first] for line in lines if line is not None)
