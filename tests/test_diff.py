@@ -231,6 +231,7 @@ def test_two_recordings_are_compared_allocation_by_allocation(diff: Any) -> None
     b = snapshot((10, MODEL), (30, BATCH), (5, MODEL), freed=1)
     lines = diff(a, b, "--events")
     text = "\n".join(lines)
+    assert lines[3] == "B's peak is 25.00 % lower: 45.0 MiB more than at the start, A's 60.0 MiB."
     # 10 and 30 have partners: four of six, and 40 of 60 MiB.
     assert "66.67 % of the allocations match, and 66.67 % of A's bytes." in lines
     assert "They first part after 1 allocations: A asks for 20,971,520 bytes" in text
@@ -239,11 +240,27 @@ def test_two_recordings_are_compared_allocation_by_allocation(diff: Any) -> None
     assert any(line.startswith("growth at end") for line in lines)
 
 
+def test_what_is_freed_at_another_time_is_said(diff: Any) -> None:
+    kept, freed = snapshot((10, MODEL), (20, BATCH)), snapshot((10, MODEL), (20, BATCH), freed=1)
+    for a, b, when in ((kept, freed, "although A never does"), (freed, kept, "never")):
+        lines = diff(a, b, "--events")
+        at = lines.index("B frees at another time:")
+        assert lines[at + 1].split()[:4] == ["1", "x", "10,485,760", "bytes"]
+        assert f"  {when}: " in lines[at + 1]
+        assert "model.py:10" in lines[at + 1]
+
+
+def test_recordings_of_two_programs_are_said_to_be_that(diff: Any) -> None:
+    lines = diff(snapshot((10, MODEL), (20, BATCH), (5, BATCH)), snapshot((30, MODEL), (5, BATCH)), "--events")
+    assert lines[3].startswith("Hardly one program's: 40.00 % of the allocations match.")
+
+
 def test_a_recording_agrees_with_itself(diff: Any) -> None:
     same = snapshot((10, MODEL), (20, BATCH), freed=1)
     lines = diff(same, same, "--events")
     assert "100.00 % of the allocations match, and 100.00 % of A's bytes." in lines
-    assert not any(line.startswith(("Only in", "They first part")) for line in lines)
+    assert lines[3] == "The peak is the same: 30.0 MiB more than at the start."
+    assert not any(line.startswith(("Only in", "They first part", "B frees")) for line in lines)
 
 
 class Marked:

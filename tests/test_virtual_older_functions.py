@@ -45,6 +45,15 @@ def test_attention_with_weights_keeps_the_scaled_query_before_2_12() -> None:
     assert _highest("2.11") == 4 * UNIT + 2 * SCORES
 
 
+def test_it_runs_with_gradients() -> None:
+    gpu.turn_on("T4,torch=2.6")
+    layer = torch.nn.MultiheadAttention(WIDTH, HEADS, batch_first=True, device="cuda")
+    x = torch.empty(BATCH, LENGTH, WIDTH, device="cuda", requires_grad=True)
+    layer(x, x, x)[0].sum().backward()
+    assert x.grad is not None
+    assert x.grad.shape == x.shape
+
+
 def test_results_are_those_of_the_function_itself() -> None:
     torch.manual_seed(0)
     layer = torch.nn.MultiheadAttention(16, 4)

@@ -71,7 +71,8 @@ def main() -> int:
     options = parser.parse_args()
     cases = tomllib.loads((HERE / "cases.toml").read_text(encoding="utf-8"))["case"]
     results = []
-    for program in cases:
+    programs = [{**case, **other} for case in cases for other in ({}, *case.get("likewise", ()))]
+    for program in programs:
         of_one_run = [{**program, **other} for other in ({}, *program.get("also", ()))]
         wanted = [case for case in of_one_run if is_wanted(case, options.only)]
         for case, result in run(wanted, options.repositories, options.recordings, options.keep):

@@ -35,6 +35,7 @@ def main(case: dict[str, Any], kept: Path) -> None:
     # The script's folder, as Python has it, and those that the case names.
     own = [str(Path(case["script"]).parent.resolve())] if "script" in case else []
     sys.path[:0] = [*own, *(os.path.abspath(folder) for folder in case["path"])]
+    _have_versions(case["path"])
     for name in case.get("stand_ins", ()):
         try:
             importlib.import_module(name)
@@ -44,11 +45,26 @@ def main(case: dict[str, Any], kept: Path) -> None:
     _keep_snapshots(kept, case.get("dump"))
     if case.get("trace"):
         _keep_profiles()
+    sys.argv = [case.get("script", "entry"), *case.get("arguments", ())]
     if "entry" in case:
         exec(compile(case["entry"], "entry", "exec"), {"__name__": "__main__"})
         return
-    sys.argv = [case["script"], *case["arguments"]]
     runpy.run_path(case["script"], run_name="__main__")
+
+
+def _have_versions(folders: list[str]) -> None:
+    """A program that asks for the version of a package of its own gets one: it lies in these folders, and is not installed."""
+    installed = importlib.metadata.version
+
+    def version(name: str) -> str:
+        try:
+            return installed(name)
+        except importlib.metadata.PackageNotFoundError:
+            if any(Path(folder, name.replace("-", "_")).exists() for folder in folders):
+                return "0"
+            raise
+
+    importlib.metadata.version = version
 
 
 def _keep_snapshots(kept: Path, last: int | None) -> None:
@@ -86,18 +102,29 @@ def _keep_profiles() -> None:
 
     memory: Any = torch.cuda.memory
 
-    def start(profiler: Any) -> None:
+    def start(profiler: Any) -> Any:
         memory._record_memory_history(None)
         memory._record_memory_history()
+        return profiler
 
-    def stop(profiler: Any) -> None:
+    def stop(profiler: Any, *error: Any) -> None:
         memory._dump_snapshot()
         memory._record_memory_history(None)
 
     base: Any = profilers.profiler._KinetoProfile
     base.prepare_trace, base.start_trace, base.stop_trace = lambda profiler: None, start, stop
-    for name in ("key_averages", "events", "export_chrome_trace", "export_stacks", "export_memory_timeline"):
+    older: Any = torch.autograd.profiler.profile
+    older.__enter__, older.__exit__ = start, stop
+    for name in (
+        "key_averages",
+        "total_average",
+        "events",
+        "export_chrome_trace",
+        "export_stacks",
+        "export_memory_timeline",
+    ):
         setattr(base, name, MagicMock())
+        setattr(older, name, MagicMock())
 
 
 if __name__ == "__main__":

@@ -15,6 +15,8 @@ from gpumem_magic.snapshot.timeline import Timeline
 from gpumem_magic.snapshot.whole_file import printable
 from gpumem_magic.units import human
 
+# Below this share of partners two recordings are told to be of different programs.
+_HARDLY = 0.5
 _OPERATOR = re.compile(r"at::_ops::(?!empty)(\w+)::")
 
 
@@ -39,10 +41,14 @@ def print_comparison(a: str, b: str, device: int | None, most: int) -> int:
 def words(a: Recorded, b: Recorded, pairing: Pairing, most: int) -> Iterator[str]:
     """The comparison for a reader: the answer, the figures, where they first part, and up to `most` kinds of difference each."""
     share = 100 * pairing.bytes_paired / max(1, pairing.bytes_a)
+    yield _answer(a, b, pairing)
     yield f"{100 * pairing.matched:.2f} % of the allocations match, and {share:.2f} % of A's bytes."
     yield f"allocations     A {len(pairing.a):,}  B {len(pairing.b):,}  pairs {len(pairing.pairs):,}"
     places = "" if pairing.same_place is None else f"  at the same place {pairing.same_place:,}"
     yield f"of the pairs    same bytes {pairing.exact:,}  freed alike {pairing.freed_alike:,}{places}"
+    if a.start or b.start:
+        before = [human(side.timeline.allocated_at(0)) for side in (a, b)]
+        yield f"at the start    A {before[0]}  B {before[1]}  allocated before the first event"
     yield f"peak, growth    A {human(a.growth_at_peak)}  B {human(b.growth_at_peak)}{_error(a.growth_at_peak, b.growth_at_peak)}"
     yield f"growth at end   A {human(a.growth_at_end)}  B {human(b.growth_at_end)}{_error(a.growth_at_end, b.growth_at_end)}"
     yield f"peak reserved   A {human(a.peak_reserved)}  B {human(b.peak_reserved)}{_error(a.peak_reserved, b.peak_reserved)}"
@@ -54,8 +60,36 @@ def words(a: Recorded, b: Recorded, pairing: Pairing, most: int) -> Iterator[str
         groups = Counter((side.events[events[index]].size, place(side.events[events[index]])) for index in alone)
         if groups and most > 0:
             yield f"\nOnly in {name}:"
-        for (size, where), count in groups.most_common(max(0, most)):
-            yield f"  {count:>6,} x {size:>14,} bytes  {printable(where)}"
+        yield from _listed(groups, most)
+    groups = Counter(
+        (
+            b.events[pairing.b[pairing.pairs[number][1]]].size,
+            f"{when}: {place(b.events[pairing.b[pairing.pairs[number][1]]])}",
+        )
+        for number, when in pairing.freed_otherwise
+    )
+    if groups and most > 0:
+        yield "\nB frees at another time:"
+    yield from _listed(groups, most)
+
+
+def _answer(a: Recorded, b: Recorded, pairing: Pairing) -> str:
+    """Whether the one tells the other's peak."""
+    if pairing.matched < _HARDLY:
+        return f"Hardly one program's: {100 * pairing.matched:.2f} % of the allocations match. Do both begin at the same line?"
+    peaks = human(a.growth_at_peak), human(b.growth_at_peak)
+    if a.growth_at_peak == b.growth_at_peak:
+        return f"The peak is the same: {peaks[0]} more than at the start."
+    way = "higher" if b.growth_at_peak > a.growth_at_peak else "lower"
+    by = f"{100 * abs(b.growth_at_peak / a.growth_at_peak - 1):.2f} % " if a.growth_at_peak > 0 else ""
+    return f"B's peak is {by}{way}: {peaks[1]} more than at the start, A's {peaks[0]}."
+
+
+def _listed(groups: Counter[tuple[int, str]], most: int) -> Iterator[str]:
+    """Kinds of difference, those with the most bytes first."""
+    by_bytes = sorted(groups.items(), key=lambda group: -group[0][0] * group[1])
+    for (size, where), count in by_bytes[: max(0, most)]:
+        yield f"  {count:>6,} x {size:>14,} bytes  {printable(where)}"
 
 
 def _first(a: Recorded, b: Recorded, pairing: Pairing) -> str:

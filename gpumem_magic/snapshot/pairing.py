@@ -111,7 +111,8 @@ class Pairing:
     """Which allocation is which. a, b: each recording's allocations since its start, as indices of their events.
 
     pairs: positions in `a` and `b`. alone_a, alone_b: positions of those without a partner. Counts are of pairs: exact (the same
-    requested bytes), freed_alike (freed between the same two other pairs), same_place (in the same segment, counted in the order
+    requested bytes), freed_alike (freed between the same two other pairs; freed_otherwise: the others, by their number among the
+    pairs, and when the second side frees them), same_place (in the same segment, counted in the order
     in which they were opened, at the same distance from its start; None unless both recordings begin empty).
     """
 
@@ -122,6 +123,7 @@ class Pairing:
     alone_b: Sequence[int]
     exact: int
     freed_alike: int
+    freed_otherwise: Sequence[tuple[int, str]]
     same_place: int | None
     bytes_a: int
     bytes_paired: int
@@ -146,6 +148,7 @@ def pair(one: Recorded, other: Recorded) -> Pairing:
         _ends(side, [events[positions[number]] for positions in pairs])
         for number, (side, events) in enumerate(zip((one, other), sides, strict=True))
     ]
+    otherwise = [(number, _when(*both)) for number, both in enumerate(zip(*ends, strict=True)) if both[0] != both[1]]
     places = None
     if not any(side.start or side.timeline.unplaced for side in (one, other)):
         places = [_places(side) for side in (one, other)]
@@ -156,7 +159,8 @@ def pair(one: Recorded, other: Recorded) -> Pairing:
         [index for index in range(len(sides[0])) if index not in paired[0]],
         [index for index in range(len(sides[1])) if index not in paired[1]],
         sum(one.events[sides[0][i]].size == other.events[sides[1][j]].size for i, j in pairs),
-        sum(first == second for first, second in zip(*ends, strict=True)),
+        len(pairs) - len(otherwise),
+        otherwise,
         None if places is None else sum(places[0][sides[0][i]] == places[1][sides[1][j]] for i, j in pairs),
         sum(sizes[0]),
         sum(sizes[0][i] for i, _ in pairs),
@@ -175,6 +179,13 @@ def _ends(side: Recorded, births: Sequence[int]) -> list[int | None]:
         end = freed.get(birth)
         found.append(None if end is None else bisect_left(births, end))
     return found
+
+
+def _when(first: int | None, second: int | None) -> str:
+    """When the second side frees what the first frees before that many pairs (None: never)."""
+    if first is None or second is None:
+        return "never" if second is None else "although A never does"
+    return f"{abs(second - first):,} allocations {'later' if second > first else 'sooner'}"
 
 
 def _places(side: Recorded) -> dict[int, tuple[int, int]]:

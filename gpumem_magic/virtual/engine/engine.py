@@ -233,7 +233,12 @@ class Engine:
         if func is torch.functional.einsum:
             return None if version >= contractions.SWAPPED_FROM else contractions.in_given_order(args[0], args[1:])
         tensor = args[0]
-        if version >= indexing.LEFT_OUT_FROM or not isinstance(tensor, VirtualTensor) or not tensor.requires_grad:
+        if (
+            func is not torch.Tensor.__getitem__
+            or version >= indexing.LEFT_OUT_FROM
+            or not isinstance(tensor, VirtualTensor)
+            or not tensor.requires_grad
+        ):
             return None
         return indexing.with_full_slices(*args) if torch.is_grad_enabled() else None
 
