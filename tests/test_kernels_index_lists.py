@@ -66,8 +66,23 @@ def test_writing_takes_the_same() -> None:
     assert accumulated == wide
 
 
-def test_positions_of_a_mask_stand_in_one_table() -> None:
-    lies = index_lists.lies_of_positions(30, 2)
-    assert index_lists.bytes_laid_out(lies) == []
-    # Beside a list of the program's, with steps of one, both columns are laid out.
-    assert index_lists.bytes_laid_out([*lies, index_lists.Lie((30,), (1,))]) == [30 * 8, 30 * 8]
+def test_positions_of_a_mask_are_plain_lists() -> None:
+    # 32 flags known on the host, of two dimensions: eight places, one list for each dimension, with one of the program's beside.
+    table = torch.zeros(4, 8, 40, device="cuda")
+    mask = torch.zeros(4, 8, dtype=torch.bool)
+    mask[0] = True
+    indices = torch.zeros(8, dtype=torch.int64, device="cuda")
+    values = torch.zeros(8, device="cuda")
+    assert made(lambda: table.index_put_((mask.cuda(), indices), values))[-1] == 255 + 3 * 256
+    assert made(lambda: table.index_put_((mask, indices), values)) == [2 * 8 * 8]
+    assert index_lists.bytes_laid_out(index_lists.lies_of_positions(30, 2)) == []
+
+
+def test_a_mask_on_the_host_is_added_up_there() -> None:
+    table = torch.zeros(4, 8, 40, device="cuda")
+    mask = torch.zeros(4, 8, dtype=torch.bool)
+    mask[0] = True
+    values = torch.zeros(8, 40, device="cuda")
+    # Two lists come, the first holds their sum; then the places in order, where each stood, and their numbers.
+    wanted = [64, 64, 64, 64, 64, 1]
+    assert made(lambda: table.index_put_((mask,), values, accumulate=True)) == wanted

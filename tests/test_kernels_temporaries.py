@@ -85,7 +85,34 @@ def test_earlier_versions_keep_the_parts_of_few_rows_and_sort_by_all_bits() -> N
 def test_scaling_by_frequency_sorts_always_and_counts() -> None:
     # Up to 2304 pairs of eight bytes each are one tile of CUB's.
     lists = [8192, 8, 8192, COUNTED, 8000, 8000, COUNTED, 8, 1102 * 8]
-    assert of_gradient(1024, by_frequency=True) == [8192, 8192, 8192, 1, 8192, 256000, *lists, 1102 * 64 * 4]
+    # One tile of 224 x 10 scans by key: 33 states of 16 bytes, and two keys.
+    counts = [8192, COUNTED, COUNTED]
+    assert of_gradient(1024, by_frequency=True) == [8192, 8192, 8192, 1, *counts, 256000, *lists, 1102 * 64 * 4]
+
+
+@pytest.mark.parametrize(("card", "tile"), [("A100-40GB", 2240), ("H100", 2464), ("RTX3090", 2304), ("B200", 5888)])
+def test_counts_are_scanned_in_tiles_of_the_cards_generation(card: str, tile: int) -> None:
+    gpu.turn_off()
+    gpu.turn_on(f"{card},context=0MiB")
+    tiles = -(-400000 // tile)
+    up = lambda size: -(-size // 256) * 256  # noqa: E731
+    counts = up(16 * (tiles + 32)) + up(8 * (tiles + 1)) + 255
+    assert of_gradient(400000, by_frequency=True)[5:7] == [counts, counts]
+
+
+def test_the_largest_norm_sorts_the_indices_and_finds_each_once() -> None:
+    table = torch.zeros(1000, 16, device="cuda")
+    tokens = torch.zeros(8, 500, dtype=torch.int64, device="cuda")
+    run = lambda: torch.embedding_renorm_(table, tokens, 1.0, 2.0)  # noqa: E731
+    # A copy, the indices in order, where they stood, and numbers to sort by; then each once, how many, and CUB's 32 + 11 states
+    # of eight bytes in a block of its own.
+    assert made(run) == [32000, 32000, 32000, 32000, 32000, 8, 512 + 256 + 255]
+    gpu.turn_off()
+    gpu.turn_on("A100-40GB,torch=2.11,context=0MiB")
+    table = torch.zeros(1000, 16, device="cuda")
+    tokens = torch.zeros(8, 500, dtype=torch.int64, device="cuda")
+    # Each row of indices by itself.
+    assert made(run) == [32000, 32000, 500 * 8, 32000, 8, 512 + 256 + 255]
 
 
 def test_indices_of_four_bytes_make_shorter_lists() -> None:

@@ -3,8 +3,8 @@
 A rule is a function under `special` (`engine.engine`) in the module that fits:
 
 * results: `shapes` (PyTorch has no rule), `data_dependent` (values, and sizes that depend on values), `checks` (comparisons);
-* memory beside the results: `copies` (into another layout), `sorting` and `positions` (masks) with `cub`, `reductions`,
-  `convolutions` with `cudnn`, `norms`, `attention_gradients`, `made_of_others`, `fourier`, `linear_algebra`,
+* memory beside the results: `copies` (into another layout), `sorting`, `scattering` and `positions` (masks) with `cub`,
+  `reductions`, `convolutions` with `cudnn`, `norms`, `attention_gradients`, `made_of_others`, `fourier`, `linear_algebra`,
   `temporaries` (the rest); what is added in place: `gradients_that_meet`;
 * operators that C++ puts together differently for CUDA: `composites`, `attention`, `encoder_layers`, `written_gradients`;
   what older versions keep: `kept_inputs`;

@@ -432,14 +432,6 @@ def _checks(version: tuple[int, int], weights: Any) -> Any:
     return highest, lowest, valid, empty
 
 
-@special(_aten.scatter_reduce.two, _aten.scatter_reduce_.two, table=BESIDE)
-def _scattered(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> list[int]:
-    """A mean: how many values come to each place, and where none does (``TensorAdvancedIndexing.cpp``)."""
-    if args[4] != "mean":
-        return []
-    return [bytes_of(args[3]), bytes_of(out), out.numel()]
-
-
 @special(_aten.isin.Tensor_Tensor, table=BESIDE)
 def _is_in(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> list[int]:
     """Each element is compared with each, where these are few (``TensorCompare.cpp``); what sorts them is not known here."""

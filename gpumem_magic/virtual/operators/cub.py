@@ -48,6 +48,12 @@ _BY_KEY = {
     80: {(4, 4): (256, 11), (8, 4): (256, 7), (8, 8): (192, 7)},
     90: {(4, 4): (512, 14), (8, 4): (640, 7), (8, 8): (448, 11)},
 }
+# Scans that begin anew with each key, of the same size as its value.
+_BY_RUN = {
+    80: {4: (256, 15), 8: (224, 10)},
+    90: {4: (288, 14), 8: (224, 11)},
+    100: {4: (224, 20), 8: (256, 23)},
+}
 # Radix sorts on 9.0 and newer, of keys of one or two bytes, with values of eight and without.
 _SMALL_KEYS = {(1, 8): (384, 18), (2, 8): (512, 23), (1, 0): (512, 19), (2, 0): (512, 19)}
 _ONE_TILE, _NOMINAL_ONE = 256, 19
@@ -118,10 +124,11 @@ class Cub(NamedTuple):
         offset = 8 if self.version >= _LONG_OFFSETS_BY_KEY else 4
         return blob(self._states(_parts(count, threads * items), offset))
 
-    def running_sums_by_key(self, count: int) -> int:
-        """Sums of four bytes that begin anew with each key of four bytes."""
-        tiles = _parts(count, 256 * 9)
-        return blob(16 * (tiles + _PADDING), 4 * tiles)
+    def scan_by_key(self, count: int, item: int) -> int:
+        """Running results of `item` bytes that begin anew with each key of as many."""
+        threads, items = _BY_RUN.get(self._tuned_for, {}).get(item) or (256, 9)
+        tiles = _parts(count, threads * items)
+        return blob(16 * (tiles + _PADDING), item * (tiles + 1))
 
     def sum(self, count: int) -> int:
         """One sum of four bytes, of a block's sums each. Eight blocks of 256 threads run at a time where there is room."""

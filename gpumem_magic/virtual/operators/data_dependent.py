@@ -391,7 +391,7 @@ def _repeat_interleave(engine: Engine, func: Any, args: Any, kwargs: Any, device
     return out
 
 
-@special(_aten.index.Tensor)
+@special(_aten.index.Tensor, _aten._unsafe_index.Tensor)
 def _index(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     source, indices = args[0], list(args[1])
     if not isinstance(source, VirtualTensor):

@@ -31,8 +31,8 @@ def lie_of(index: torch.Tensor) -> Lie:
 
 
 def lies_of_positions(count: int, dims: int) -> list[Lie]:
-    """Of a mask's positions, which stand in one table: a list for each dimension."""
-    return [Lie((count,), (dims,))] * dims
+    """Of a mask's positions: a plain list for each dimension, also of one that comes from the host."""
+    return [Lie((count,), (1,))] * dims
 
 
 def bytes_to_device(index: torch.Tensor) -> int:
@@ -52,7 +52,14 @@ def bytes_laid_out(lies: Sequence[Lie]) -> list[int]:
     strides = [_expanded(lie, shape) for lie in lies]
     if all(one == strides[0] for one in strides):
         return []
-    return [prod(shape) * _INDEX for one in strides if not _is_contiguous(shape, one)]
+    return list(filter(None, plain_copies(lies)))
+
+
+def plain_copies(lies: Sequence[Lie]) -> list[int]:
+    """For each list, in the shape of all: the bytes of a plain copy, 0 where it is plain."""
+    shape = torch.broadcast_shapes(*(lie.shape for lie in lies))
+    plain = [_is_contiguous(shape, _expanded(lie, shape)) for lie in lies]
+    return [0 if is_plain else prod(shape) * _INDEX for is_plain in plain]
 
 
 def _expanded(lie: Lie, shape: Sequence[int]) -> tuple[int, ...]:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from gpumem_magic.private import aten as _aten
+from gpumem_magic.private import overloads
 from gpumem_magic.virtual.engine import values
 from gpumem_magic.virtual.engine.calls import bytes_of
 from gpumem_magic.virtual.engine.engine import Engine, special
@@ -131,7 +132,7 @@ def hold_for_selection(engine: Engine, device: int, source: Any, dim: int) -> No
         known.insert(0, 4 * slices)
     with engine.scratch(device, item * slices, *known, *counts, 4 * blocks, 4 * blocks):
         for _ in range(2):
-            with engine.scratch(device, cub.running_sums_by_key(blocks)):
+            with engine.scratch(device, cub.scan_by_key(blocks, 4)):
                 pass
 
 
@@ -244,23 +245,25 @@ def _accumulate(
     device: int,
     places: int,
     on_host: Sequence[bool],
-    rows: int,
-    copied: int,
+    unplain: Sequence[int],
+    highest: int,
+    copies: Sequence[int],
     is_checked: bool,
     positions: ExitStack,
 ) -> None:
     """What `index_put_` holds with accumulation, which sorts the places so that each is written once (``Indexing.cu``).
 
-    places: how many are written; on_host: for each index tensor that says which, whether it is on the host; rows: how many there
-    are to choose from; copied: bytes of the values where they have to be laid out anew; is_checked: whether the host looks at the
-    lowest and the highest index; positions: those of masks, which are given back before the sort.
+    places: how many are written; on_host: for each index tensor that says which, whether it is on the host; unplain: bytes of its
+    plain copy, if it needs one; highest: the highest number of a place; copies: bytes of the values and of the target where they
+    have to be laid out anew; is_checked: whether the host looks at the lowest and the highest index; positions: those of masks,
+    which are given back before the sort.
     """
     listed = places * _INDEX
     with ExitStack() as held:
-        for number, at_home in enumerate(on_host):
+        for number, (at_home, copied_index) in enumerate(zip(on_host, unplain, strict=True)):
             # Each index is wrapped around, then multiplied, and added to the first; where it is on the host, there, and copied.
             if not at_home and is_checked:
-                _hold_ends(engine, device)
+                _hold_ends(engine, device, copied_index)
             wrapped = 0 if at_home else listed
             if number:
                 with engine.scratch(device, wrapped, listed, first_out=True):
@@ -269,32 +272,35 @@ def _accumulate(
                 with engine.scratch(device, wrapped):
                     held.enter_context(engine.scratch(device, listed))
         positions.close()
-        bits = max(1, (rows - 1).bit_length())
-        sorting = cub_of(engine, device).radix_sort(places, _INDEX, _INDEX, bits)
-        with engine.scratch(device, copied, listed, listed, listed, sorting):
-            pass
+        sorting = cub_of(engine, device).radix_sort(places, _INDEX, _INDEX, max(1, highest.bit_length()))
+        with engine.scratch(device, *copies, listed, listed, listed):
+            growing.fill(engine, device, _INDEX)
+            with engine.scratch(device, sorting):
+                pass
 
 
 # Since when each end is compared on the device, and since when both are looked for at once.
 _COMPARED_FROM, _BOTH_ENDS_FROM = (2, 4), (2, 12)
 
 
-def _hold_ends(engine: Engine, device: int) -> None:
-    """The highest and the lowest index, each compared with what is allowed."""
+def _hold_ends(engine: Engine, device: int, copied: int) -> None:
+    """The highest and the lowest index, each compared with what is allowed. copied: bytes of a plain copy of the indices."""
     version = engine.memory.torch_version(device)
     compared = [1] if version >= _COMPARED_FROM else []
     if version >= _BOTH_ENDS_FROM:
         with engine.scratch(device, _INDEX, _INDEX, first_out=True):
-            for size in compared * 2:
+            for size in [copied, *compared * 2]:
                 with engine.scratch(device, size):
                     pass
         return
     for _ in range(2):
-        with engine.scratch(device, _INDEX, *compared):
-            pass
+        with engine.scratch(device, _INDEX):
+            for size in [copied, *compared]:
+                with engine.scratch(device, size):
+                    pass
 
 
-@special(_aten._index_put_impl_.default, _aten.index_put_.default, _aten.index_put.default)
+@special(*overloads("_index_put_impl_ index_put_ index_put _unsafe_index_put"))
 def _index_put(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     target, indices, source = args[:3]
     accumulate = args[3] if len(args) > 3 else kwargs.get("accumulate", False)
@@ -323,11 +329,9 @@ def _index_put(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -
             if _is_mask(index):
                 count = _positions(index, source)
                 listed = count * index.dim() * _INDEX
-                if at_home and not (accumulate or torch.are_deterministic_algorithms_enabled()):
+                if at_home and not (accumulate or _is_sorted_anyway(engine, device, source)):
                     moved += listed
-                elif at_home:
-                    positions.enter_context(engine.scratch(device, listed))
-                else:
+                elif not at_home:
                     _hold_positions(engine, device, index, listed, positions)
                 shapes += [(count,)] * index.dim()
                 lies += index_lists.lies_of_positions(count, index.dim())
@@ -342,7 +346,7 @@ def _index_put(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -
         if is_number:
             # A number comes to the device.
             positions.enter_context(engine.scratch(device, source.element_size()))
-        if not (accumulate or torch.are_deterministic_algorithms_enabled()):
+        if not (accumulate or _is_sorted_anyway(engine, device, source)):
             with engine.scratch(device, moved, *widened, *index_lists.bytes_laid_out(lies)):
                 return out
         positions.enter_context(engine.scratch(device, *widened))
@@ -352,11 +356,31 @@ def _index_put(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -
         is_plain = source.numel() == values_there and source.is_contiguous()
         copied = 0 if is_plain else values_there * source.element_size()
         adjacent = chosen_dims == list(range(chosen_dims[0], chosen_dims[-1] + 1))
-        laid_out = [] if target.is_contiguous() and adjacent else [bytes_of(target)]
-        with engine.scratch(device, *laid_out):
-            if values_there:
-                _accumulate(engine, device, places, on_host, rows, copied, is_checked, positions)
+        copies = [copied, 0 if adjacent else bytes_of(target)]
+        if values_there:
+            unplain = index_lists.plain_copies(lies)
+            last = sum((size - 1) * stride for size, stride in zip(target.shape, target.stride(), strict=True))
+            together = target.shape[chosen_dims[-1] + 1 :] if adjacent else _others(target, chosen_dims)
+            highest = last // max(1, prod(together))
+            with engine.scratch(device, 0 if target.is_contiguous() else bytes_of(target)):
+                _accumulate(engine, device, places, on_host, unplain, highest, copies, is_checked, positions)
     return out
+
+
+def _others(target: Any, dims: Sequence[int]) -> list[int]:
+    """The sizes of the dimensions that no index is about."""
+    return [size for dim, size in enumerate(target.shape) if dim not in dims]
+
+
+# Since when one number for all places is written without a sort. (2.11 does so, 2.6 does not; between them it is not known.)
+_ONE_NUMBER_FROM = (2, 7)
+
+
+def _is_sorted_anyway(engine: Engine, device: int, source: Any) -> bool:
+    """Without accumulation: where algorithms are deterministic, so that of several values for a place the same stays."""
+    if not torch.are_deterministic_algorithms_enabled():
+        return False
+    return source.numel() > 1 or engine.memory.torch_version(device) < _ONE_NUMBER_FROM
 
 
 def _hold_positions(engine: Engine, device: int, mask: Any, listed: int, held: ExitStack) -> None:

@@ -5,9 +5,8 @@ The dense gradient of an embedding, or of an embedding bag (``Embedding.cu``, ``
 place. More, and a bag's in any case, are sorted first, with a list of where they stood. Each run of one index is then added up in
 parts of ten: lists of runs and of parts, which are as long as they can become, and a row of the accumulation type (float32 for
 half precision) for each part. From 2.11 on, an embedding with few rows adds up into the gradient itself, or into one of float32.
-What CUB takes to find the runs and to count their parts is in `cub`; what it takes to count how often each index comes
-(``scale_grad_by_freq``) is not known here. Since 2.12 only the bits that a row's number has are sorted. A bag of maxima needs
-none of this.
+What CUB takes to find the runs, to count their parts and how often each index comes (``scale_grad_by_freq``) is in `cub`.
+Since 2.12 only the bits that a row's number has are sorted. A bag of maxima needs none of this.
 
 A number to the power of a tensor comes to the device in a tensor of its own (``Pow.cpp`` in ATen/native).
 
@@ -34,6 +33,8 @@ _INDICES_OF_A_PART = 10
 # Adding up without rows for the parts: since when, threads of a warp and of a block, blocks of a multiprocessor that are few.
 _FUSED_FROM = (2, 11)
 _FEWER_BITS_FROM = (2, 12)
+# Since when `max_norm` sees all indices as one list. (2.11 doesn't, 2.13 does; of 2.12 it is not known.)
+_ONE_LIST_FROM = (2, 12)
 _WARP, _MOST_THREADS, _FEW_BLOCKS = 32, 1024, 4
 _MAX = 2
 
@@ -67,6 +68,10 @@ def _by_sorting(
         with engine.scratch(device, listed, cub.radix_sort(count, item, item, bits)):
             pass
         with engine.scratch(device, listed if by_frequency else 0):
+            # How often each index occurs: the places in each run, and then the last one's for all of it.
+            for _ in range(2 if by_frequency else 0):
+                with engine.scratch(device, cub.scan_by_key(count, item)):
+                    pass
             out = engine.run(func, args, kwargs, device)
             with engine.scratch(device, listed, _COUNTER_BYTES):
                 with engine.scratch(device, listed, cub.first_of_each(count, item, item if is_newest else 4)):
@@ -90,6 +95,27 @@ def _embedding_backward(engine: Engine, func: Any, args: Any, kwargs: Any, devic
         if indices.numel() <= MOST_UNSORTED and not by_frequency:
             return engine.run(func, args, kwargs, device)
         return _by_sorting(engine, func, args, kwargs, device, rows, by_frequency, bags=False)
+
+
+@special(_aten.embedding_renorm_.default)
+def _shortened(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    """`max_norm`: the indices in order, and each of them once. All are one list with a newer PyTorch, and sorted from a copy."""
+    indices = args[1]
+    copied = None
+    with pushed(engine.mode):
+        if engine.memory.torch_version(device) >= _ONE_LIST_FROM:
+            indices = indices.reshape(-1)
+            copied = indices.clone()
+        in_order, places = indices.sort()
+        in_order = in_order.contiguous()
+    del places
+    engine.table.drain()
+    count, item = in_order.numel(), in_order.element_size()
+    with engine.scratch(device, count * item, _COUNTER_BYTES, cub_of(engine, device).differing(count, item)):
+        out = engine.run(func, args, kwargs, device)
+    del in_order
+    del copied
+    return out
 
 
 @special(_aten._embedding_bag.default, _aten._embedding_bag_forward_only.default)

@@ -45,7 +45,7 @@ def writes_into_zeros() -> bool:
 
 
 # Those that hold memory of their own call `writes_into_zeros` themselves.
-_ELSEWHERE = overloads("index_put masked_scatter")
+_ELSEWHERE = overloads("index_put masked_scatter index_add scatter_add scatter.src")
 
 
 def is_no_gradient(engine: Engine, args: Any, kwargs: Any) -> bool:
