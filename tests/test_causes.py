@@ -1126,6 +1126,25 @@ ONLY_MATH = """
 from torch.nn.attention import SDPBackend, sdpa_kernel
 q = torch.randn(1, 16, 8192, 64, device="cuda", dtype=torch.half)
 """
+WORDS = """
+from torch.utils.checkpoint import checkpoint
+body, head = net(256), nn.Linear(256, 50000).cuda()
+ids = torch.randint(0, 50000, (2048,), device="cuda")
+x = torch.randn(2048, 256, device="cuda")
+def loss_of(hidden, ids):
+    return nn.functional.cross_entropy(head(hidden), ids, reduction="sum")
+def step(parts):
+    pairs = list(zip(body(x).chunk(parts), ids.chunk(parts)))
+    if parts == 1:
+        loss = loss_of(*pairs[0])
+    else:
+        loss = sum(checkpoint(loss_of, *pair, use_reentrant=False) for pair in pairs)
+    loss.backward()
+    body.zero_grad(), head.zero_grad()
+"""
+PICTURES = """
+net2d = nn.Sequential(*[nn.Conv2d(3 if n == 0 else 32, 32, 3, padding=1) for n in range(4)]).cuda()
+"""
 GUILTY += [
     Case("growth", (TRAIN, ADDING.format(taken=""), "mean = evaluate(x.split(64))"), "in the graph of `mean`"),
     Case("growth", (TRAIN, VALIDATING.format(taken=""), "trainer.fit()"), "`trainer.seen[0…3]['out']`"),
@@ -1165,6 +1184,19 @@ GUILTY += [
         "`loss` (line 2, `loss = nn.functional.mse_loss(big, big)`) is one number, and keeps 64.0 MiB",
     ),
 ]
+GUILTY += [
+    Case(
+        "wide_loss",
+        (WORDS, "step(1)"),
+        "is a loss over 50,000 classes at 2,048 positions: 391 MiB in float32, and 3 of that shape",
+    ),
+    Case(
+        "large_images",
+        (PICTURES, "out = net2d(torch.rand(2, 3, 2048, 2048, device='cuda'))"),
+        "2,048 x 2,048 pixels",
+        "virtual:3GiB",
+    ),
+]
 INNOCENT += [
     Case("", (TRAIN, ADDING.format(taken=".item()"), "mean = evaluate(x.split(64))")),
     Case("", (TRAIN, VALIDATING.format(taken=".cpu()"), "trainer.fit()")),
@@ -1195,6 +1227,21 @@ def test_what_is_frozen_in_turn_is_not_frozen_too_late() -> None:
         report = book.measured(f"from operator import methodcaller\n{turned}\noptimizer.step()")
         assert report.error is None
         assert "frozen_too_late" not in names(report)
+
+
+def test_a_wide_loss_in_parts_and_pictures_of_half_the_size_need_less() -> None:
+    with notebook("virtual:3GiB,torch=2.13") as book:
+        book.cell(WORDS)
+        whole, parts = (book.measured(f"step({number})").peak.allocated for number in (1, 8))
+        # log_softmax's backward has three of (2048, 50000) float32 at once, and then of an eighth of it.
+        assert whole - parts >= 0.8 * 3 * 2048 * 50000 * 4
+    with notebook("virtual:3GiB,torch=2.13") as book:
+        book.cell(PICTURES)
+        fits, failed = (
+            book.measured(f"out = net2d(torch.rand(2, 3, {side}, {side}, device='cuda'))") for side in (1024, 2048)
+        )
+        assert failed.error is not None
+        assert fits.error is None
 
 
 def test_the_copies_that_autocast_keeps_are_no_iteration_of_their_own() -> None:

@@ -43,6 +43,8 @@ DESCRIBING = frozenset(
         "gradients_in_evaluation",
         "alike_buffers",
         "waiting_graphs",
+        "wide_loss",
+        "large_images",
         "steady",
     }
 )

@@ -6,18 +6,18 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
-from gpumem_magic.causes.model import Scene
+from gpumem_magic.causes.model import WORTH, Scene
 from gpumem_magic.devices.base import Birth
 from gpumem_magic.owners.model import size_of
 from gpumem_magic.recording.model import BACKWARD, FORWARD
 from gpumem_magic.report.failure import failed_row
 from gpumem_magic.report.model import OUTSIDE_CATEGORIES, Cause
 from gpumem_magic.snapshot.timeline import Allocation
-from gpumem_magic.units import MIB, human
+from gpumem_magic.units import human
 
 _LEAST = 4
-# A batch at the peak is worth a word from here on.
-_WORTH = 256 * MIB
+# The dimensions of several images.
+_IMAGES = 4
 # What is made of a batch.
 _OF_THE_BATCH = frozenset({"inputs", "activations", "activation_gradients", "temporaries"})
 # Beside the iteration that computes, one more may have left its last result.
@@ -66,17 +66,43 @@ def _at_the_peak(scene: Scene) -> Iterator[Cause]:
     living = scene.timeline.live_at(scene.moment)
     parts = batch.parts_of(living)
     size = size_of(parts)
-    if 2 * size < size_of(living) or size < _WORTH or _gathers(scene, parts):
+    if 2 * size < size_of(living) or size < WORTH or _gathers(scene, parts):
         return
     everything = batch.parts_of(scene.timeline.allocations)
     saved = scene.report.peak.allocated - scene.highest_without(everything, share=2)[0]
-    if saved < _WORTH // 2:
+    if saved < WORTH // 2:
         return
     yield Cause(
         "whole_batch",
         f"The batch of {batch.items:,} items takes {human(size)} of it, {human(size // batch.items)} an item.",
         f"Half the batch would take about {human(saved)} less.",
         size,
+    )
+
+
+def large_images(scene: Scene) -> Iterator[Cause]:
+    """Where a request failed, most was of one height and width, that of a convolution's result: fewer items may not do."""
+    error = scene.report.error
+    if error is None or error.wanted is None:
+        return
+    births = scene.recording.logs[scene.device].births
+    living = scene.timeline.live_at(scene.moment)
+    made = [(births.get(one.born), one.size) for one in living] + [(births.get(scene.moment - 1), error.wanted)]
+    sizes: Counter[tuple[int, ...]] = Counter()
+    for birth, size in made:
+        if birth is not None and birth.shape is not None and len(birth.shape) == _IMAGES:
+            sizes[birth.shape[2:]] += size
+    convolved = {birth.shape[2:] for birth in births.values() if birth.shape is not None and "conv" in birth.kernel}
+    found = next(((area, size) for area, size in sizes.most_common(1) if area in convolved), None)
+    if found is None or 2 * found[1] < size_of(living) + error.wanted:
+        return
+    (height, width), size = found
+    yield Cause(
+        "large_images",
+        f"Tensors of {height:,} x {width:,} pixels take {human(size)} up to here.",
+        "Images of half the height and width take a quarter of that; or give it parts of them (crops, tiles), one at a time.",
+        size,
+        describes=True,
     )
 
 

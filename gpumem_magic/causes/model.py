@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 # Below this nothing is worth a sentence.
 LEAST = MIB
+# What a sound training has at its peak is worth a word from here on.
+WORTH = 256 * MIB
 # Less than one part in so many of the peak is not what somebody looks for.
 _LARGE = 20
 

@@ -15,7 +15,7 @@ from gpumem_magic.causes.alike import (
     reader_of_a_view,
     size_words,
 )
-from gpumem_magic.causes.model import Scene
+from gpumem_magic.causes.model import WORTH, Scene
 from gpumem_magic.causes.pairs import COPIES, MULTIPLIES, PRODUCTS, broadcast, is_in_parts, pairs
 from gpumem_magic.devices.base import Birth
 from gpumem_magic.recording.model import BACKWARD
@@ -90,6 +90,23 @@ def wide_copies(scene: Scene) -> Iterator[Cause]:
                 alike.bytes,
             )
             return
+
+
+def wide_losses(scene: Scene) -> Iterator[Cause]:
+    """What a loss makes of logits over many classes: their log-softmax, their gradients, copies in another type."""
+    for alike, *_ in alive_in_shapes(scene, lambda birth: birth.kernel == "_log_softmax"):
+        if len(alike.shape) < 2 or alike.shape[-1] < _WORDS or alike.bytes < max(WORTH, scene.part_of_peak(3)):
+            continue
+        rows = prod(alike.shape[:-1])
+        yield Cause(
+            "wide_loss",
+            f"{made_by(scene, alike)} is a loss over {alike.shape[-1]:,} classes at {rows:,} positions: {size_words(alike)}.",
+            "Head and loss on some of the positions at a time, each part in a `torch.utils.checkpoint.checkpoint`, have one "
+            "part's at once.",
+            alike.bytes,
+            describes=True,
+        )
+        return
 
 
 # Which operators
