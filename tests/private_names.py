@@ -19,6 +19,7 @@ _DOCUMENTED = frozenset(
         "_fields",
         "_fields_",
         "_repr_mimebundle_",
+        "_extra_files",
         "_exit",
         "_getframe",
         "_current_frames",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import pickle
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,6 +25,7 @@ FOLDER = Path(__file__).parents[1] / "benchmarks" / "real_values"
 sys.path.append(str(FOLDER))
 
 import basics  # noqa: E402 - the programs of `benchmarks/real_values`
+import modern  # noqa: E402
 import networks  # noqa: E402
 import numerics  # noqa: E402
 
@@ -44,6 +46,9 @@ def printed(program: Callable[[str], None], device: str, capsys: pytest.CaptureF
 
 # One of each kind; `python benchmarks/real_values` runs all.
 PROGRAMS = [
+    modern.symbolic_trace, modern.own_operator, modern.hooks_of_all_kinds, modern.hessian_vector_products,
+    modern.modules_and_tensors_in_files, modern.checkpoints_across_devices, modern.arrays, modern.captured_graphs,
+    modern.prefetched_by_a_stream, modern.spline_network, modern.dreaming,
     basics.tensors, basics.classifier, basics.data_loader, basics.save_and_load, basics.optimizers,
     basics.fused_optimizers,
     basics.second_order_by_lbfgs, basics.early_stopping, basics.mixed_precision, basics.overflow_in_the_scaler,
@@ -371,3 +376,29 @@ def test_the_spec_and_the_report_say_so() -> None:
     text = str(measured.report.explain())
     assert "Values are real" in text
     assert "stand-in" not in text
+
+
+@pytest.mark.parametrize("values", ["real", "stand-in"])
+def test_a_pickle_brings_tensors_back_to_their_device(values: str) -> None:
+    gpu.turn_on(f"2xT4,values={values}")
+    weight = nn.Parameter(torch.arange(4.0, device="cuda:1"))
+    weight.note = "mine"  # type: ignore[attr-defined]
+    before = torch.cuda.memory_allocated(1)
+    again = pickle.loads(pickle.dumps(weight))
+    assert torch.cuda.memory_allocated(1) == before + 512
+    assert (str(again.device), again.note, again.requires_grad) == ("cuda:1", "mine", True)
+    assert isinstance(again, nn.Parameter)
+    assert again.tolist() == [0.0, 1.0, 2.0, 3.0]
+    plain = pickle.loads(pickle.dumps({"x": weight.detach()[1:]}))["x"]
+    assert (plain.is_cuda, plain.requires_grad, type(plain) == torch.Tensor) == (True, False, True)  # noqa: E721
+
+
+def test_shape_rules_that_see_the_meta_device_take_no_memory() -> None:
+    """The tangent of a tensor that does not depend on the direction is zero, and C++ asks for a product's shape alone."""
+    gpu.turn_on("T4,values=stand-in")
+    w, v = torch.ones(512, device="cuda"), torch.ones(512, device="cuda")
+    torch.cuda.reset_peak_memory_stats()
+    product = torch.func.jvp(torch.func.grad(lambda a: (a.sin() * a.flip(0)).sum()), (w,), (v,))[1]
+    assert product.shape == (512,)
+    with pytest.raises(RuntimeError, match="cuda:0 and meta"):
+        w * torch.empty(512, device="meta")

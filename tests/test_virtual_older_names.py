@@ -275,6 +275,25 @@ def test_compiled_modules_are_saved_from_the_device(tmp_path: Path) -> None:
     assert (tmp_path / "trained.pt").read_bytes() == b"a model that was trained for a week"
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+def test_compiled_modules_are_saved_with_values_that_are_real(tmp_path: Path) -> None:
+    gpu.turn_off()
+    gpu.turn_on("2xT4,values=real")
+    layer = nn.Linear(3, 4).to("cuda:1")
+    script, path, buffer = torch.jit.script(layer), tmp_path / "script.pt", io.BytesIO()
+    script.save(path)
+    torch.jit.save(script, buffer, _extra_files={"words": "some"})
+    for place, expected in ((None, "cuda:1"), ("cpu", "cpu"), ("cuda:0", "cuda:0")):
+        buffer.seek(0)
+        words = {"words": ""}
+        for loaded in (torch.jit.load(path, map_location=place), torch.jit.load(buffer, place, words)):
+            assert {str(parameter.device) for parameter in loaded.parameters()} == {expected}
+            assert loaded.weight.tolist() == layer.weight.tolist()
+            assert loaded.weight.requires_grad
+        assert words == {"words": b"some"}
+    assert script.weight.device.index == 1
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_the_default_device_can_be_asked_for_afterwards() -> None:
     torch.set_default_tensor_type(torch.cuda.FloatTensor)

@@ -2,7 +2,7 @@
 
     python benchmarks/real_values [--device T4] [--only WORD] [--overhead | --ways]
 
-The programs are in `basics`, `numerics`, `networks` and `deciding`: small ones in the shape of PyTorch's tutorials and
+The programs are in `basics`, `numerics`, `networks`, `modern` and `deciding`: small ones in the shape of PyTorch's tutorials and
 examples, each a function of the device. They print losses, predictions, choices and counts; what they print must be the same to
 the last digit that is printed. ``--ways`` runs them with stand-ins and with values=auto instead, and says which go another way
 than with real values though the report's first line has no word about it. ``--overhead`` times operators on tensors of 1 to 16
@@ -31,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import basics
 import deciding
 import heavy
+import modern
 import networks
 import numerics
 import torch
@@ -46,7 +47,7 @@ def programs() -> dict[str, Program]:
     """All programs by their names, in the order of the files."""
     return {
         name: function
-        for module in (basics, numerics, networks, deciding)
+        for module in (basics, numerics, networks, modern, deciding)
         for name, function in vars(module).items()
         if inspect.isfunction(function)
         and function.__module__ == module.__name__

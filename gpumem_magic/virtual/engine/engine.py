@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 from torch.autograd.graph import increment_version
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from gpumem_magic.devices.reads import Reads
 from gpumem_magic.failures import is_own_failure
@@ -442,6 +442,10 @@ class Engine:
             kwargs = dict(zip(names, named, strict=True))
             hosts = hosts or more
         if hosts:
+            if func.namespace == "prims" and any(map(_is_meta, tree_leaves((args, kwargs)))):
+                # A shape rule of PyTorch's, which C++ asks with what it has copied to the meta device, and with what lies there
+                # as it was told.
+                return self._as_meta(func, args, kwargs)
             refuse_mixed_devices(func, args, kwargs)
         refuse_mixed_types(func, args)
         STATE.depth += 1
@@ -467,6 +471,18 @@ class Engine:
             raise words from None
         finally:
             STATE.depth -= 1
+
+    def _as_meta(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What an operator gives on the meta device, for tensors that look so."""
+
+        def plain(leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor):
+                return leaf
+            return made_plainly(torch.empty_strided, leaf.size(), leaf.stride(), dtype=leaf.dtype, device=META)
+
+        with tensors.no_functions(), tensors.no_dispatch():
+            args, kwargs = tree_map(plain, (args, kwargs))
+            return made_plainly(func, *args, **kwargs)
 
     def settle(self, out: Any, allocates: bool = True) -> None:
         """Makes virtual tensors of what the fake mode returned, and gives new storages memory."""
@@ -621,6 +637,10 @@ class Engine:
             self.largest_sizes[operator] += 1
             return largest
         return said
+
+
+def _is_meta(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.is_meta
 
 
 def _no_attention(*args: Any, **kwargs: Any) -> NoReturn:

@@ -387,9 +387,12 @@ class VirtualTensor(FakeTensor, metaclass=VirtualKind):
         return _like(self, self.detach())
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickles as a host tensor of zeros: there are no values. `torch.save` has its own, careful way (see `saving`)."""
-        host = self.detach().cpu() if self.layout is not torch.strided else _host_twin(self)
-        return _like(self, host).__reduce_ex__(protocol)
+        """Pickles as a host tensor (of zeros where there are no values), which goes to its device where it is read.
+        `torch.save` has its own, careful way (see `saving`)."""
+        host = _like(self, self.detach().cpu() if self.layout is not torch.strided else _host_twin(self))
+        if _saving.twins is not None:
+            return host.__reduce_ex__(protocol)
+        return _read_again, (host, str(self.device))
 
     def pin_memory(self, *args: Any) -> Any:
         raise RuntimeError(f"cannot pin '{self.type()}' only dense CPU tensors can be pinned")
@@ -422,6 +425,18 @@ class VirtualTensor(FakeTensor, metaclass=VirtualKind):
 
 # Libraries that know arrays of many kinds (opt_einsum, autoray) go by where a class says that it is from.
 VirtualTensor.__module__, VirtualTensor.__name__, VirtualTensor.__qualname__ = "torch", "Tensor", "Tensor"
+
+
+def _read_again(host: torch.Tensor, device: str) -> torch.Tensor:
+    """A tensor out of a pickle, on its device."""
+    with torch.no_grad():
+        moved = host.to(device)
+    if isinstance(host, torch.nn.Parameter):
+        moved = torch.nn.Parameter(moved, requires_grad=host.requires_grad)
+    else:
+        moved.requires_grad_(host.requires_grad)
+    moved.__dict__.update(host.__dict__)
+    return moved
 
 
 def _with_device(text: str, words: list[str]) -> str:

@@ -7,12 +7,14 @@ overwritten, because it may hold a training run's only good copy, unless this pr
 
 from __future__ import annotations
 
+import copy
 import copyreg
 import functools
 import importlib
 import importlib.util
 import io
 import itertools
+import json
 import os
 import pickle
 import pkgutil
@@ -50,7 +52,11 @@ def install(patches: Patches, computes: bool) -> None:
     patches.set(torch.serialization, "location_tag", _location_tag(torch.serialization.location_tag))
     patches.set(torch.jit, "load", _load_script(torch.jit.load))
     scripted: Any = torch.jit.RecursiveScriptModule  # type: ignore[attr-defined]
-    patches.set(scripted, "save", _save_script(scripted.save, written))
+    if computes:
+        for name in ("save", "save_to_buffer"):
+            patches.set(scripted, name, _save_script_of_values(getattr(scripted, name)))
+    else:
+        patches.set(scripted, "save", _save_script(scripted.save, written))
     for kind in (VirtualKind, type(torch.Tensor), type(torch.nn.Parameter)):
         patches.entry(copyreg.dispatch_table, kind, _reduced_class)
     if importlib.util.find_spec("safetensors") is not None and not computes:
@@ -180,21 +186,50 @@ def _save_script(original: Callable[..., Any], written: set[str]) -> Callable[..
     return save
 
 
+# The part of a module's file that says of its tensors, by their names, on which device they were.
+_PLACES = "gpumem_magic.json"
+# The argument for further parts of it.
+_MORE = "_extra_files"
+
+
+def _save_script_of_values(original: Callable[..., Any]) -> Callable[..., Any]:
+    """C++ writes the host's copy of the module."""
+
+    def save(self: Any, *args: Any, **kwargs: Any) -> Any:
+        held = itertools.chain(self.named_parameters(), self.named_buffers())
+        places = {name: str(tensor.device) for name, tensor in held if isinstance(tensor, VirtualTensor)}
+        if not places:
+            return original(self, *args, **kwargs)
+        kwargs[_MORE] = {**(kwargs.get(_MORE) or {}), _PLACES: json.dumps(places)}
+        return original(copy.deepcopy(self).cpu(), *args, **kwargs)
+
+    return save
+
+
 def _load_script(original: Callable[..., Any]) -> Callable[..., Any]:
     """C++ reads a module straight to its device: ours are reached by way of the host.
 
-    A tensor that was saved from a virtual device comes back as a meta tensor, and belongs to that device if no other is named.
+    A tensor that was saved from a virtual device comes back as a meta tensor, or is named in `_PLACES`; it belongs to that device
+    if no other is named.
     """
 
     def load(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
         to_device = map_location is not None and torch.device(map_location).type == "cuda"
-        module = original(f, "cpu" if to_device else map_location, *args, **kwargs)
+        wanted = args[0] if args else kwargs.pop(_MORE, None)
+        args, extra = args[1:], {**(wanted or {}), _PLACES: ""}
+        module = original(f, "cpu" if to_device else map_location, extra, *args, **kwargs)
+        said = extra.pop(_PLACES)
+        places = json.loads(said) if said and map_location is None else {}
+        if wanted is not None:
+            wanted.update(extra)
         place = "cuda" if map_location is None else map_location
-        for part in module.modules():
+        for name, part in module.named_modules():
             for tensors in (part._parameters, part._buffers):
                 for key, tensor in list(tensors.items()):
-                    if tensor.is_meta:
-                        tensors[key] = torch.zeros_like(tensor, device=place).requires_grad_(tensor.requires_grad)
+                    found = places.get(f"{name}.{key}".lstrip("."))
+                    if tensor.is_meta or found:
+                        moved = torch.zeros_like(tensor, device=place) if tensor.is_meta else tensor.detach().to(found)
+                        tensors[key] = moved.requires_grad_(tensor.requires_grad)
         return module.to(map_location) if to_device else module
 
     return load
