@@ -101,6 +101,8 @@ model = nn.Sequential(*[nn.Linear(1024, 1024, bias=False) for _ in range(2)])
 for part in (*model, model):
     fully_shard(part)
 optimizer = train(model)
+model.set_requires_gradient_sync(False)
+accumulated = model(torch.randn(8, 1024, device="cuda")).sum().backward()
 del model, optimizer
 part = nn.Linear(1024, 1024, bias=False).cuda()
 rank = dist.get_rank()
@@ -114,6 +116,8 @@ schedule.step(*(() if rank else (given,)), target=given)
     kinds = ("parameters", "gradients", "optimizer_state")
     # Half of 2 x 4 MiB, as much for their gradients, and AdamW's two moments.
     assert [rows["optimizer"].categories[kind] >> 20 for kind in kinds] == [4, 4, 8]
+    # Those of the whole parameters wait beside those of the pieces.
+    assert [rows["accumulated"].categories[kind] >> 20 for kind in kinds] == [4, 4 + 8, 8]
     # At the end of the forward the last layer is whole.
     forward = next(part for part in rows["optimizer"].parts if part.label == "forward")
     assert [forward.categories[kind] >> 20 for kind in ("parameters", "activations")] == [8, 0]

@@ -8,6 +8,8 @@ import pickle
 import socket
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from torch import nn
 
 from gpumem_magic import cli
 from gpumem_magic.trials.roles import Roles
+from gpumem_magic.virtual.torch_face.letters import Letters
 
 if not torch.distributed.is_available():
     pytest.skip("this PyTorch has no torch.distributed", allow_module_level=True)
@@ -116,6 +119,24 @@ def test_objects_of_another_rank_are_that_ranks_and_one_without_memory_is_named(
     assert refused.startswith('rank 1 runs alone, and waits for "nobody\'s", which rank 0 was to set')
     assert "Rank 1 ran out of memory." in shown.err
     assert "not answered" not in shown.err, "nobody asked the others"
+
+
+def test_a_rank_waits_for_one_that_works_and_not_for_one_that_waits_for_it(tmp_path: Path) -> None:
+    def answer() -> None:
+        time.sleep(0.5)
+        Letters(1, tmp_path).send(1, "0", "late")
+
+    mine = Letters(0, tmp_path, patience=0.1)
+    # Rank 1 waits for rank 2, which works for longer than anybody's patience.
+    (tmp_path / "waits-1").write_text("2")
+    thread = threading.Thread(target=answer)
+    thread.start()
+    assert mine.receive(1, "0") == "late"
+    thread.join()
+    (tmp_path / "waits-1").write_text("0")
+    with pytest.raises(LookupError):
+        mine.receive(1, "0")
+    assert not (tmp_path / "waits-0").exists()
 
 
 def test_a_rank_that_leaves_with_a_status_has_failed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

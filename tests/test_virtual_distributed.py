@@ -92,6 +92,9 @@ def test_a_group_of_ones_own_and_what_a_program_asks() -> None:
     assert dist.group.WORLD._get_backend_name() == "nccl"
     host = dist.new_group([0], backend="gloo")
     assert (dist.get_backend(host), host._get_backend_name()) == ("gloo", "gloo")
+    dist.monitored_barrier(host)
+    with pytest.raises(ValueError, match="only implemented for GLOO"):
+        dist.monitored_barrier()
 
 
 def test_what_is_waited_for_lies_where_it_lay() -> None:

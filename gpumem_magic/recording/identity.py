@@ -20,6 +20,7 @@ import torch
 from gpumem_magic.devices.base import Machine
 from gpumem_magic.looks import objects, tensors
 from gpumem_magic.looks.code import OWN, whose
+from gpumem_magic.looks.sharding import waiting_gradients
 from gpumem_magic.looks.tensors import Named, no_dispatch, no_functions
 from gpumem_magic.recording import caches
 from gpumem_magic.recording.model import Sighting
@@ -110,8 +111,7 @@ class Witness:
         self._now.clear()
         self._last_gradients.clear()
         with no_functions(), no_dispatch():
-            for name, parameter in self._known_parameters():
-                self._see_gradient(name, parameter)
+            self._see_gradients()
 
     def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
         self._now.clear()
@@ -157,8 +157,7 @@ class Witness:
             for optimizer in _alive(self._optimizers):
                 self._see_groups(optimizer)
                 self._see_states(optimizer)
-            for name, parameter in self._known_parameters():
-                self._see_gradient(name, parameter)
+            self._see_gradients()
             for name in self._names:
                 self._see_variable(name, objects.entry(everything, name), END_LIMIT)
             for frame in _left_by(error):
@@ -252,6 +251,13 @@ class Witness:
             if id(parameter) not in seen:
                 seen.add(id(parameter))
                 yield name, parameter
+
+    def _see_gradients(self) -> None:
+        for name, parameter in self._known_parameters():
+            self._see_gradient(name, parameter)
+        for module in _alive(self._modules):
+            for name, gradient in waiting_gradients(module):
+                self._see(gradient, "gradient", name)
 
     def _see_gradient(self, name: str, parameter: torch.Tensor) -> None:
         gradient = tensors.grad(parameter) if tensors.is_leaf(parameter) else None

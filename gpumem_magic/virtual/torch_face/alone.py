@@ -49,7 +49,7 @@ class Alone:
     groups: list[tuple[str, tuple[int, ...]]] = field(default_factory=list)
     unknown: Counter[tuple[str, str, int]] = field(default_factory=Counter)
     backends: dict[str, str] = field(default_factory=dict)
-    letters: Letters = field(default_factory=lambda: Letters(None))
+    letters: Letters = field(default_factory=lambda: Letters(0, None))
 
     def hear(self, name: str, source: int, to: str) -> Any:
         """What another rank sent; None, noted as unknown, where that cannot be had."""
@@ -85,7 +85,7 @@ def environment(rank: int, world: int, local_world: int) -> dict[str, str]:
 @contextmanager
 def one_of_many(rank: int, world: int, folder: Path | None = None, patience: float = PATIENCE) -> Iterator[Alone]:
     """Inside, process groups need no other process. To be entered while a virtual GPU is on. folder, patience: for letters."""
-    alone = Alone(rank, world, letters=Letters(folder, patience))
+    alone = Alone(rank, world, letters=Letters(rank, folder, patience))
     patches = Patches()
     try:
         _install(patches, alone)

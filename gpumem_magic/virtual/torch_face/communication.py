@@ -226,6 +226,18 @@ def _process_groups(patches: Patches, engine: Engine) -> None:
 
         return get_backend
 
+    def refusing(original: Any) -> Any:
+        """NCCL has none, which PyTorch says where gloo does not stand for it."""
+
+        @functools.wraps(original)
+        def monitored_barrier(group: Any = None, *args: Any, **kwargs: Any) -> Any:
+            one = torch.distributed.group.WORLD if group is None else group
+            if getattr(one, "group_name", "") in asked:
+                raise ValueError("monitored_barrier is only implemented for GLOO backend.")
+            return original(group, *args, **kwargs)
+
+        return monitored_barrier
+
     def on_host(original: Any) -> Any:
         """Objects are sent as the host's bytes: those of a virtual device hold nothing."""
         signature = inspect.signature(original)
@@ -264,6 +276,7 @@ def _process_groups(patches: Patches, engine: Engine) -> None:
     everywhere(patches, module, dict.fromkeys(("init_process_group", "new_group"), with_gloo))
     everywhere(patches, module, {"batch_isend_irecv": together})
     everywhere(patches, module, {"destroy_process_group": giving_back})
+    everywhere(patches, module, {"monitored_barrier": refusing})
     names = ("broadcast_object_list", "send_object_list", "recv_object_list")
     everywhere(patches, module, dict.fromkeys(names, on_host))
     # Not in the module itself, which asks what it can send.

@@ -14,7 +14,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-# How long a rank waits for another's letter, in seconds, if that one still runs or has not begun.
+# How long ranks wait for letters of each other, in seconds. For one that works a rank waits.
 PATIENCE = 300.0
 _STEP = 0.02
 
@@ -23,7 +23,8 @@ class Letters:
     """One rank's letters, to and from others. folder: None where nobody would bring them. patience: how long to wait, in seconds;
     0 where the others run before or after, and not beside this one."""
 
-    def __init__(self, folder: Path | None, patience: float = PATIENCE) -> None:
+    def __init__(self, rank: int, folder: Path | None, patience: float = PATIENCE) -> None:
+        self._rank = rank
         self._folder = folder
         self._patience = patience
         self._sent: Counter[tuple[int, str]] = Counter()
@@ -65,15 +66,38 @@ class Letters:
 
     def _wait_for(self, path: Path, source: int) -> None:
         assert self._folder is not None
-        if not path.exists():
-            (self._folder / f"wanted-{source}").touch()
+        if path.exists():
+            return
+        (self._folder / f"wanted-{source}").touch()
+        if not self._patience:
+            raise LookupError
+        mine = self._folder / f"waits-{self._rank}"
+        mine.write_text(str(source))
         limit = time.monotonic() + self._patience
-        while not path.exists():
-            if (self._folder / f"ended-{source}").exists() and not path.exists():
-                raise LookupError
-            if time.monotonic() > limit:
-                raise LookupError
-            time.sleep(_STEP)
+        try:
+            while not path.exists():
+                if (self._folder / f"ended-{source}").exists() and not path.exists():
+                    raise LookupError
+                now = time.monotonic()
+                if self._works(source):
+                    limit = now + self._patience
+                elif now > limit:
+                    raise LookupError
+                time.sleep(_STEP)
+        finally:
+            mine.unlink()
+
+    def _works(self, rank: int) -> bool:
+        """Whether this rank does, or the one that it waits for, and so on."""
+        assert self._folder is not None
+        asked: set[int] = set()
+        while rank not in asked:
+            asked.add(rank)
+            try:
+                rank = int((self._folder / f"waits-{rank}").read_text())
+            except (OSError, ValueError):
+                return True
+        return False
 
 
 def _write(whole: Path, content: bytes) -> None:
