@@ -1521,6 +1521,52 @@ def test_a_view_of_what_was_written_to_since_hides_nobody() -> None:
         assert not [note for note in report.notes if "failed" in note], report.notes
 
 
+def test_what_most_of_the_memory_is_and_can_be_without_is_said_before_the_tensors() -> None:
+    setup = "layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(8)).cuda()"
+    scores = (
+        "h = torch.randn({}, 1024, 64, device='cuda')\nfor layer in layers:\n    k = layer(h)\n"
+        "    h = torch.softmax(k @ k.transpose(1, 2) / 8, -1) @ k\nh.sum().backward()"
+    )
+    with notebook("T4", SETUP) as book:
+        book.cell(setup)
+        most = book.measured(scores.format(64)).to_dict()["answer"]
+        less = book.measured("kept = torch.ones(1 << 27, device='cuda')\n" + scores.format(8)).to_dict()["answer"]
+        failed = book.measured(scores.format(448)).to_dict()["answer"]
+    assert most.startswith("Attention scores are stored in full"), most
+    assert ". Of " in most
+    assert less.startswith("Of "), less
+    assert "Attention scores" in less
+    assert failed.startswith("Out of memory at line 5. Attention scores are stored in full"), failed
+
+
+@pytest.mark.parametrize(
+    "loop",
+    [
+        "h = x\nfor _ in range(64):\n    h = lin(h)\n    h = h.relu()\nh.sum().backward()",
+        "losses = []\nfor _ in range(64):\n    losses.append(lin(x).relu().mean())\ntorch.stack(losses).sum().backward()",
+        "total = 0\nfor _ in range(64):\n    total = total + lin(x).relu().mean()\nscaler.scale(total).backward()",
+    ],
+)
+def test_graphs_that_wait_for_the_backward_behind_a_loop_are_not_to_be_detached(loop: str) -> None:
+    setup = (
+        "lin = nn.Linear(256, 256).cuda()\nx = torch.randn(262144, 256, device='cuda')\nscaler = torch.amp.GradScaler()"
+    )
+    with notebook("T4", SETUP) as book:
+        book.cell(setup)
+        answer = book.measured(loop).to_dict()["answer"]
+        behind = answer.partition(". ")[2]
+        head, last = (
+            number for number, line in enumerate(loop.splitlines(), 2) if "for _" in line or "backward" in line
+        )
+        assert behind.startswith("The graphs of "), answer
+        assert f" turns of the loop at line {head} wait for the backward behind it (line {last}): " in behind
+        assert "detach" not in answer
+        assert "keeps its inputs only" in answer
+        # Where a backward of each turn, or none at all, was to come, something is kept.
+        without = loop[: loop.rindex("\n")]
+        assert "wait for the backward" not in book.measured(without).to_dict()["answer"]
+
+
 def test_a_loop_whose_first_statement_fails_has_no_iterations() -> None:
     with notebook("T4") as book:
         report = book.measured("for _ in range(3):\n    whole = mib(16000)")

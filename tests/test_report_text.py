@@ -462,6 +462,17 @@ LEADS = [
         "gradients of `net`.",
         "8.1 MiB are workspace of `loss = f(x)`. Peak at f.",
     ),
+    (
+        "Out of memory at line 7. Attention scores are stored in full (`att.softmax(-1)`): 10.1 GiB in 9 tensors. Use less.",
+        "Out of memory at line 7. Attention scores are stored in full (`att.softmax(-1)`): 10.1 GiB in 9 tensors.",
+        "Use less.",
+    ),
+    (
+        "Out of memory at line 7: 5 GiB are one tensor. Use less.",
+        "Out of memory at line 7: 5 GiB are one tensor.",
+        "Use less.",
+    ),
+    ("KeyError at line 2. Peak 5 GiB.", "KeyError at line 2. Peak 5 GiB.", ""),
 ]
 
 

@@ -422,6 +422,15 @@ def test_an_error_that_was_caught_is_said_first(tmp_path: Path) -> None:
     assert "error" not in run(tmp_path, code.format(limit=-9))
 
 
+def test_what_a_library_compares_decides_nothing_but_an_error(tmp_path: Path) -> None:
+    # `torch.jit.trace` runs what it traced once more, and compares.
+    made = "net, other = torch.nn.Linear(8, 8).cuda(), torch.nn.ReLU()\nx = torch.randn(4, 8, device='cuda')\n"
+    assert "does not know" not in run(tmp_path, made + "traced = torch.jit.trace(net, x)\nout = traced(x)")
+    # What the program does with a comparison of its own is another matter.
+    code = "same = torch.allclose(x, net(x))\nchosen = net if same else other\nout = chosen(x)"
+    assert "Another object" in run(tmp_path, made + code)
+
+
 def test_in_a_cell_no_operator_is_needed_for_that() -> None:
     cell = """%%gpumem
         try:

@@ -56,7 +56,7 @@ class ChangeOutcome:
         least = _LEAST * base.need.allocated
         return self.need.ending != ERROR and (
             self.need.allocated <= base.need.allocated - least
-            or (self.run.fits and (not base.run.fits or self.run.used <= base.run.used - least))
+            or (self.run.fits and (not base.run.fits or self.run.used <= (1 - _LEAST) * base.run.used))
         )
 
 

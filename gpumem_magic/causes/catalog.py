@@ -155,6 +155,8 @@ _COVERED_IF_AS_LARGE = {
     # Many are there because they are kept, one from each iteration.
     "all_pairs": ("growth",),
     "expanded_copy": ("growth",),
+    # There is something better to do about them than fewer at once.
+    "waiting_graphs": ("attention_scores",),
 }
 
 

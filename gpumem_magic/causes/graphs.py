@@ -29,6 +29,7 @@ from gpumem_magic.causes.places import (
     variable_of,
 )
 from gpumem_magic.causes.program import Written, put_into
+from gpumem_magic.causes.waiting import FEWER_AT_ONCE
 from gpumem_magic.owners.holders import ELEMENT, detach_words
 from gpumem_magic.owners.model import THIS_ERROR, Held, Root, by_root, size_of
 from gpumem_magic.recording.model import BACKWARD, FORWARD, Span
@@ -66,6 +67,9 @@ def graphs_alive(scene: Scene) -> Iterator[Cause]:
         others = _other_names(scene, main, [one for one in main.held if not base(one).startswith(main.root)])
     if freed < LEAST:
         return
+    if (waits := _on_the_way_to_a_backward(scene, found, count, freed)) is not None:
+        yield waits
+        return
     place = added(scene, main)
     # An object that carries a state on, in an attribute of its own.
     roots = [one for one in scene.holdings.roots if one.name in others and one.type not in ("", "Tensor")]
@@ -98,6 +102,30 @@ def graphs_alive(scene: Scene) -> Iterator[Cause]:
         + _without_autograd(scene, found),
         freed,
     )
+
+
+def _on_the_way_to_a_backward(scene: Scene, found: Sequence[Spot], count: int, freed: int) -> Cause | None:
+    """Memory ran out in a loop behind which a backward would have used up the graphs of all its turns: layers one after the
+    other, steps in time, losses that are added up. Nothing is to be detached there."""
+    if (ahead := _backward_ahead(scene, found)) is None:
+        return None
+    loop, backward = ahead
+    return Cause(
+        "waiting_graphs",
+        f"The graphs of {count} turns of the loop at {loop.words} wait for the backward behind it ({backward.words}): "
+        f"{human(freed)}.",
+        FEWER_AT_ONCE,
+        freed,
+        describes=True,
+    )
+
+
+def _backward_ahead(scene: Scene, found: Sequence[Spot]) -> tuple[Written, Written] | None:
+    """The loop in which memory ran out, and the backward behind it, where the graphs were all made since the last backward."""
+    last = max(map(scene.end_of, scene.spans(BACKWARD)), default=-1)
+    if scene.report.error is None or any(_born(scene, one) < last for spot in found for one in spot.held):
+        return None
+    return scene.program.backward_behind_loop(scene.left.way)
 
 
 def _carried_on(carrier: str, where: Written, names: Sequence[str], count: int, freed: int) -> str:
@@ -317,6 +345,8 @@ def _is_a_graph(spot: Spot) -> bool:
 
 def _is_trained_on(scene: Scene, last: Iteration, spot: Spot) -> bool:
     """Whether what a loop gathered is what the next backward needs: a sequence's outputs, which a loss then reads."""
+    if any(one.kind == "graph" for one in spot.held) and _backward_ahead(scene, [spot]) is not None:
+        return True
     starts = [scene.start_of(one) for one in scene.spans(BACKWARD)]
     after = min((start for start in starts if start >= last.end), default=None)
     if after is None or any(last.start <= start < last.end for start in starts):

@@ -25,6 +25,7 @@ _ADDING_ONE = frozenset({"append", "appendleft", "add", "push"})
 _MAGIC = re.compile(r"^(\s*)[!%].*$", re.M)
 _HOOKS = re.compile(r"register_\w*hook$")
 _TRAINS = re.compile(r"backward|step|fit|train(?!ing)")
+_BACKWARD = re.compile(r"backward|^grad$")
 _SHORT = 60
 _LOOPS = (ast.For, ast.While)
 # What a tensor gives without its graph.
@@ -105,6 +106,22 @@ class Text:
         first = loops[0 if outermost else -1].lineno if loops else line
         end = around[functions[-1]].end_lineno if functions else None
         return StillToRun("\n".join(self.source.splitlines()[first - 1 : end]), bool(loops))
+
+    def backward_behind_loop(self, line: int) -> tuple[int, int] | None:
+        """Of the innermost loop around a line, in its function: the line of its head, and that of the first backward behind it.
+        None where the loop has one itself, or none follows in what is around it."""
+        around = sorted(self._around(line, (*_LOOPS, *_FUNCTIONS)), key=lambda node: node.lineno)
+        if not around or isinstance(around[-1], _FUNCTIONS):
+            return None
+        *outside, loop = around
+        end = outside[-1].end_lineno if outside else len(self.source.splitlines())
+        lines = sorted(
+            node.lineno
+            for top in _parsed(self.source)
+            for node in ast.walk(top)
+            if isinstance(node, ast.Call) and _BACKWARD.search(_last(node.func)) and loop.lineno <= node.lineno <= end
+        )
+        return (loop.lineno, lines[0]) if lines and lines[0] > loop.end_lineno else None
 
     def cached(self, name: str) -> ast.stmt | None:
         """The last ``return`` of a property whose value its object keeps."""
@@ -280,6 +297,17 @@ class ProgramText:
         """Whether neither the innermost loop around a line nor what follows it (in its function) has a backward or a step."""
         rest = next((one.rest(place.line - one.ahead) for one in self.cells if one.where == place.where), None)
         return rest is not None and rest.in_loop and not _TRAINS.search(rest.source)
+
+    def backward_behind_loop(self, way: Sequence[Written]) -> tuple[Written, Written] | None:
+        """Of the lines that lead to a failure, the innermost with a loop around it that has no backward, and one behind it: the
+        loop's head, and that backward."""
+        for place in reversed(way):
+            one = next((one for one in self.cells if one.where == place.where), None)
+            found = one.backward_behind_loop(place.line - one.ahead) if one is not None else None
+            if one is not None and found is not None:
+                loop, backward = (Written(one.where, line + one.ahead, "") for line in found)
+                return loop, backward
+        return None
 
     def may_go_backward(self, way: Sequence[Written]) -> bool:
         """Whether one of the functions that lead to a line has a backward or a step in what it would run next: in its rest and in

@@ -16,6 +16,10 @@ from gpumem_magic.report.model import Cause
 from gpumem_magic.snapshot.timeline import Allocation
 from gpumem_magic.units import human, listed
 
+FEWER_AT_ONCE = (
+    "Where their losses are only added up, `.backward()` after each keeps one graph at a time; else fewer at once take less, and "
+    "`torch.utils.checkpoint` around each keeps its inputs only."
+)
 # A model's two views of a batch, or a real and a generated one, are often meant.
 _FORWARDS = 5
 
@@ -43,8 +47,7 @@ def waiting_graphs(scene: Scene) -> Iterator[Cause]:
         "waiting_graphs",
         f"{len(sizes)} forwards of {quoted(label)} come before one backward{at}, and the graphs of all of them live until then: "
         f"{human(sum(sizes))}.",
-        "Where their losses are only added up, `.backward()` after each keeps one graph at a time; else fewer at once take "
-        "less, and `torch.utils.checkpoint` around each keeps its inputs only.",
+        FEWER_AT_ONCE,
         sum(sizes) - sizes[-1],
         describes=True,
     )

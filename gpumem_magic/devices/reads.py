@@ -22,8 +22,8 @@ _Line = tuple[str, int]
 class Reads:
     """counts: how often each line read. supplied: how often it was given a value of the user's.
 
-    marks: how often it was a whole number ("whole"), a list of them ("list"), a size ("sized"), or an error came of it that was
-    caught ("caught").
+    marks: how often it was a whole number ("whole"), a list of them ("list"), a size ("sized"), compared by
+    `torch.testing`, which raises or does nothing ("compared"), or an error came of it that was caught ("caught").
     stacks: where it was called from, at its first read: the program's places, behind an optimizer's own that read in its stead.
     """
 
@@ -49,6 +49,8 @@ class Reads:
         self.latest = line
         if sized:
             self.marks[line[0], line[1], "sized"] += 1
+        if _is_compared(line):
+            self.marks[line[0], line[1], "compared"] += 1
         if dtype is not None and not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool):
             self.marks[line[0], line[1], "whole"] += 1
             if several:
@@ -85,6 +87,16 @@ def _text_of(error: BaseException) -> str:
     """An error's text as it was given, without asking the error."""
     given = BaseException.args.__get__(error)  # type: ignore[attr-defined]
     return given[0] if given and type(given[0]) is str else ""
+
+
+def _is_compared(line: _Line) -> bool:
+    """Whether `torch.testing` reads in the line's stead, as `torch.jit.trace` has it check what it traced."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and (frame.f_code.co_filename, frame.f_lineno) != line:
+        if frame.f_globals.get("__name__", "").startswith("torch.testing."):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _stack(line: _Line) -> Iterator[_Line]:

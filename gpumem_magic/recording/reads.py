@@ -42,7 +42,7 @@ class ReadsWithin:
             place = place_of(file, line)
             places[place] += count
             by_user[place] += self._reads.supplied[file, line] - self._supplied_before[file, line]
-            decides[place] = decides.get(place) or _made_of((file, line), marks, self._reads.stacks)
+            decides[place] = decides.get(place) or _made_of((file, line), count, marks, self._reads.stacks)
         last = self._reads.latest
         latest = place_of(*last) if last is not None and last in read else None
         return tuple(
@@ -50,11 +50,18 @@ class ReadsWithin:
         )
 
 
-def _made_of(read: _Line, marks: Counter[tuple[str, int, str]], stacks: Mapping[_Line, Sequence[_Line]]) -> str:
+def _made_of(
+    read: _Line, count: int, marks: Counter[tuple[str, int, str]], stacks: Mapping[_Line, Sequence[_Line]]
+) -> str:
     """What a line's reads decide (see `StandIn`), as far as the source and the reads' `marks` tell."""
-    caught, whole, sized, listed = (marks[read[0], read[1], mark] for mark in ("caught", "whole", "sized", "list"))
+    caught, whole, sized, listed, compared = (
+        marks[read[0], read[1], mark] for mark in ("caught", "whole", "sized", "list", "compared")
+    )
     if caught:
         return "except"
+    if compared == count:
+        # Nothing but whether an error comes.
+        return ""
     stack = stacks.get(read, ())
     own = stack.index(read) if read in stack else 0
     callers = [file for file, _ in stack[own:]]

@@ -14,7 +14,7 @@ from gpumem_magic.allocator.verdict import CAPACITY, FRAGMENTATION
 from gpumem_magic.attribution.sites import GATHERERS
 from gpumem_magic.looks.decisions import may_be_of_a_value
 from gpumem_magic.report.failure import failed_request, failed_row
-from gpumem_magic.report.model import LABELS, OF_A_MODEL, OUTSIDE_CATEGORIES, Peak, ReportData, Row, TensorGroup
+from gpumem_magic.report.model import LABELS, OF_A_MODEL, OUTSIDE_CATEGORIES, Cause, Peak, ReportData, Row, TensorGroup
 from gpumem_magic.units import MIB, amount, shape_words
 
 # Groups are told until they are so much of what is allocated, in per cent, and at most so many; fewer where a sentence says what
@@ -22,8 +22,12 @@ from gpumem_magic.units import MIB, amount, shape_words
 _ENOUGH, _MOST, _MOST_BEFORE_ADVICE = 80, 3, 2
 # What only describes is told if it is one part in so many of the peak.
 _WORTH = 8
+# What says what to do about one part in so many is the answer, and comes before the tensors.
+_MAIN = 2
 # Its text says what the groups say.
 _LISTS_HOLDERS = "memory_ran_out"
+# These are there whatever fills the memory: the list, and that a smaller batch takes less.
+_OF_ANYTHING = frozenset({_LISTS_HOLDERS, "whole_batch"})
 _TELLS_TEMPORARIES = "optimizer_temporaries"
 # It says that nothing is wrong.
 _SOUND = "steady"
@@ -108,17 +112,15 @@ def _plain(report: ReportData) -> str:
         return "Nothing was put on the device."
     shown = report.shown_causes
     blaming = next((cause for cause in shown if not cause.describes), None)
-    if blaming is not None and _WORTH * blaming.bytes >= report.peak.allocated:
+    if blaming is not None and _is_part(blaming, report, _WORTH):
         return _composed(report, "", [blaming.sentence])
-    # What only describes is worth a word here where it says what to do about a good part of the memory.
-    useful = blaming or next(
-        (
-            cause
-            for cause in shown
-            if cause.remedy and _WORTH * cause.bytes >= report.peak.allocated and cause.name != _KEPT_AFTERWARDS
-        ),
-        None,
+    # What only describes is worth a word here where it says what to do about a good part of the memory, and comes first where
+    # that is most of it.
+    describing = [cause for cause in shown if cause.remedy and cause.name != _KEPT_AFTERWARDS]
+    main = next(
+        (cause for cause in describing if cause.name not in _OF_ANYTHING and _is_part(cause, report, _MAIN)), None
     )
+    useful = blaming or main or next((cause for cause in describing if _is_part(cause, report, _WORTH)), None)
     groups: Sequence[TensorGroup] = report.peak.tensors
     categories = report.peak.categories
     if report.error is not None and report.error.tensors:
@@ -128,21 +130,29 @@ def _plain(report: ReportData) -> str:
     told = [] if useful is None else [useful.remedy if useful.name == _LISTS_HOLDERS else useful.sentence]
     sound = [cause.sentence for cause in shown if cause.name == _SOUND]
     most = _MOST_BEFORE_ADVICE if told else _MOST
-    return _composed(report, in_words(groups, categories, most), told, sound)
+    return _composed(
+        report, in_words(groups, categories, most), told, sound, leads=useful is not None and useful is main
+    )
 
 
-def _composed(report: ReportData, words: str, told: Sequence[str], sound: Sequence[str] = ()) -> str:
-    """words: what is allocated, "" where a cause tells it. sound: that nothing is to be mended."""
+def _is_part(cause: Cause, report: ReportData, share: int) -> bool:
+    """Whether it is one part in `share` of the peak, or more."""
+    return share * cause.bytes >= report.peak.allocated
+
+
+def _composed(
+    report: ReportData, words: str, told: Sequence[str], sound: Sequence[str] = (), *, leads: bool = False
+) -> str:
+    """words: what is allocated, "" where a cause tells it. sound: that nothing is to be mended. leads: whether what is told comes
+    before the words."""
     sentences: list[str] = []
     error = report.error
     if error is not None and error.requested is not None:
-        sentences += [
-            f"{_failure(report)}: {words}." if words else f"{_failure(report)}.",
-            *told,
-            *sound,
-            _request(report),
-        ]
-        return " ".join(sentences)
+        if leads and words:
+            sentences += [f"{_failure(report)}.", *told, f"{words}."]
+        else:
+            sentences += [f"{_failure(report)}: {words}." if words else f"{_failure(report)}.", *told]
+        return " ".join([*sentences, *sound, _request(report)])
     if error is not None:
         sentences.append(f"{error.type}{error.at}.")
         if not report.peak.allocated:
@@ -150,7 +160,11 @@ def _composed(report: ReportData, words: str, told: Sequence[str], sound: Sequen
     sentences += sound
     size, on = amount(report.peak.allocated), _on(report)
     where = f" at {report.peak.where}{_since(report)}" if report.peak.where else ""
-    sentences += [*told, f"Peak {size}{on}{where}."] if not words else [f"Of {size} at the peak{on}, {words}.", *told]
+    if not words:
+        sentences += [*told, f"Peak {size}{on}{where}."]
+    else:
+        said = f"Of {size} at the peak{on}, {words}."
+        sentences += [*told, said] if leads else [said, *told]
     sentences += [f"Peak{where}."] if words and where else []
     sentences += [f"On cuda:{one.device.index} the peak is {amount(one.peak.allocated)}." for one in report.devices]
     return " ".join(sentences)

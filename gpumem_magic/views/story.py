@@ -19,6 +19,8 @@ _MOST_GROUPS, _MOST_SHOWN = 5, 8
 # So many words are read at a glance; what follows a part of a sentence begins one of its own.
 _LEAD = 25
 _PARTS = re.compile("[;:] (?=[0-9x])")
+# A sentence that says where it failed; the next says why.
+_FAILED = re.compile(r"(Out of memory|\w+(Error|Exception|Interrupt)\b)[^.:]*$")
 # Of the others so many categories are named.
 _MOST_NAMED = 2
 # A group of tensors with less than one part in so many of what is allocated joins the rest.
@@ -54,10 +56,13 @@ def story_of(report: ReportData) -> Story:
 
 
 def lead_of(answer: str) -> tuple[str, str]:
-    """The first sentence, which stands out, and the rest. A long one ends where one of its parts does."""
+    """The first sentence, which stands out, and the rest. A long one ends where one of its parts does; "Out of memory at line 7."
+    has the next with it, which says why."""
     bare = re.sub(r"`[^`]*`", lambda code: "x" * len(code[0]), answer)
-    end = bare.find(". ") % (len(answer) + 1)
-    ends = [end, *(part.start() for part in _PARTS.finditer(bare[:end]))]
+    sentences = [*(one.start() for one in re.finditer(r"\. ", bare)), len(bare.rstrip("."))]
+    only_where = len(sentences) > 1 and _FAILED.match(bare[: sentences[0]])
+    end = sentences[1] if only_where else sentences[0]
+    ends = [*(each for each in sentences if each <= end), *(part.start() for part in _PARTS.finditer(bare[:end]))]
     short = [each for each in ends if len(bare[:each].split()) <= _LEAD]
     end = max(short, default=min(ends))
     return f"{answer[:end].rstrip('.')}.", answer[end:].lstrip(".;: ")
