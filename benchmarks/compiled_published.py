@@ -9,6 +9,7 @@ Others: `benchmarks/torchtitan.py`, and the compiled rungs of `python benchmarks
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import warnings
 from collections.abc import Callable
@@ -17,13 +18,17 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import numpy as np
 import torch
 from torch import nn
 
+from gpumem_magic.units import MIB
 from gpumem_magic.virtual import gpu
 
 # Published: a GTX 1650, of the same generation, and cards that are not named. Small values say that no mask is needed.
 LLAMA_CARD, OTHER_CARD = "T4,torch=2.14,values=auto", "A100-80GB"
+# Published alike for an H100 and an H200.
+ATTENTION_CARD = "H200"
 Run = Callable[[], int]
 
 
@@ -103,6 +108,80 @@ def _radam(compiled: bool) -> Run:
     return run
 
 
+# Attention without heads, written out, eight sequences: MiB at the most by numbers in a row, length, and as it is or compiled.
+_ATTENTION: dict[int, dict[int, tuple[float, float]]] = {
+    16: {256: (72.625, 68.75), 1024: (194.5, 131), 4096: (2122, 1100), 8192: (8276, 4184), 16384: (32872, 16496)},
+    32: {256: (73.25, 69.5), 1024: (197, 134), 4096: (2132, 1112), 8192: (8296, 4208), 16384: (32912, 16544)},
+    64: {256: (74.5, 71), 1024: (202, 140), 4096: (2152, 1136), 8192: (8336, 4256), 16384: (32992, 16640)},
+    128: {256: (77, 74), 1024: (212, 152), 4096: (2192, 1184), 8192: (8416, 4352), 16384: (33152, 33152)},
+}
+# Published with it: the sum and its gradient, and what stays of them.
+_BESIDE = 1 << 10
+
+
+def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    # By NumPy, as published: for each size it makes a program of its own.
+    scores = torch.matmul(query, key.transpose(-2, -1)) / np.sqrt(query.size(-1))
+    return torch.matmul(torch.softmax(scores, dim=-1), value)
+
+
+@functools.cache
+def _attention_sweep() -> dict[tuple[int, int, bool], int]:
+    """All sizes one after another, as published: from the second on the compiler makes one program for many, and gives up after
+    eight."""
+    return {
+        (size, length, compiled): _attention_steps(size, length, compiled)
+        for size, lengths in _ATTENTION.items()
+        for length in lengths
+        for compiled in (False, True)
+    }
+
+
+def _attention_steps(size: int, length: int, compiled: bool) -> int:
+    run = torch.compile(_attention) if compiled else _attention
+    inputs = [torch.randn(8, length, size, device="cuda", requires_grad=True) for _ in range(3)]
+
+    def forget() -> None:
+        for one in inputs:
+            one.grad = None
+
+    for _ in range(2):
+        out = run(*inputs)
+        loss = out.sum()
+        loss.backward()
+        forget()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    for _ in range(2):
+        out = run(*inputs)
+    for _ in range(2):
+        out = run(*inputs)
+        loss = out.sum()
+        forget()
+        loss.backward()
+    return torch.cuda.max_memory_allocated()
+
+
+def _attention_rows() -> list[Row]:
+    source = "TianqGuo/MachineLearningNotes, CS336 assignment 2, torch_compile_benchmarking (PyTorch 2.6)"
+
+    def run(*cell: Any) -> Run:
+        return lambda: _attention_sweep()[cell]
+
+    return [
+        Row(
+            source,
+            f"attention, {size} x {length}, {'compiled' if compiled else 'eager'}",
+            int(peaks[compiled] * MIB) + _BESIDE,
+            ATTENTION_CARD,
+            run(size, length, compiled),
+        )
+        for size, lengths in _ATTENTION.items()
+        for length, peaks in lengths.items()
+        for compiled in (False, True)
+    ]
+
+
 def _rows() -> list[Row]:
     budgets = "siddddd17/ackaudit, results/measured_backward (PyTorch 2.14)"
     runs: dict[tuple[int, str], dict[float, int]] = {
@@ -122,6 +201,7 @@ def _rows() -> list[Row]:
         Row(radam, "RAdam, eager", 225280, OTHER_CARD, _radam(False)),
         Row(radam, 'RAdam, backend="eager"', 240640, OTHER_CARD, _radam(True)),
         *rows,
+        *_attention_rows(),
     ]
 
 
