@@ -317,6 +317,16 @@ def test_trials_of_max_autotune_take_what_they_compare(machine: gpu.VirtualMachi
     assert f"trials took {trial / MIB:.1f} MiB at most" in took
 
 
+def test_fusions_that_a_card_would_time_are_made(machine: gpu.VirtualMachine) -> None:
+    x, y = (torch.rand(4 * MIB, device="cuda") for _ in range(2))
+    options: dict[str, Any] = {"combo_kernels": True, "benchmark_combo_kernel": True, "benchmark_fusion": True}
+    fast = torch.compile(lambda: (wave(x), wave(y)), options=options)
+    assert fast()[1].shape == y.shape
+    assert peak(fast) == 2 * 16 * MIB
+    (note,) = machine.notes()
+    assert "1 graph ran with all fusions" in note
+
+
 def test_products_that_a_card_may_pad(
     machine: gpu.VirtualMachine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -43,7 +43,9 @@ _SETTINGS = {"compile_threads": 1}
 _AS_THEY_LIE = (2, 9), (2, 12)
 # Whatever the program set: nothing is timed, and the generated function is Python's.
 _TRIALS = ("max_autotune", "max_autotune_gemm", "max_autotune_pointwise")
-_UNTIMED = {**dict.fromkeys(_TRIALS, False), "coordinate_descent_tuning": False}
+# Whether what a fusion gains is timed, too. Without it all are made.
+_FUSIONS = ("benchmark_fusion", "benchmark_combo_kernel")
+_UNTIMED = {**dict.fromkeys((*_TRIALS, *_FUSIONS), False), "coordinate_descent_tuning": False}
 _PYTHON = {"cpp_wrapper": False}
 _UNKEPT = {"fx_graph_cache": False}
 _TAG = "cache_key_tag"
@@ -183,6 +185,8 @@ def _lowering(patches: Patches, otherwise: Counter[str], trials: Trials, padding
         wanted = any(getattr(config, name) for name in _TRIALS)
         if wanted:
             otherwise["with the kernels of the default mode: a faster one that max-autotune finds may fuse more"] += 1
+        if any(getattr(config, name) for name in _FUSIONS):
+            otherwise["with all fusions: a card that times them leaves out those that gain nothing"] += 1
         try:
             with config.patch(_UNTIMED), trials.during(wanted):
                 compiled = compile_(graph, *args, **kwargs)
