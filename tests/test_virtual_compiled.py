@@ -129,6 +129,20 @@ def test_example_inputs_are_the_traces_own_where_pytorch_asks_for_it(monkeypatch
     assert tracing.of_the_trace([x])[0] is x
 
 
+def test_what_a_graph_has_as_its_own_is_the_traces_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as an optimizer's states, which 2.9 to 2.11 refuse of another mode."""
+
+    def refuse(inputs: object) -> None:
+        raise AssertionError("of another mode")
+
+    torch.compile(wave)
+    monkeypatch.setattr(torch._guards, "detect_fake_mode", refuse)
+    state, mode = torch.rand(6, 4, device="cuda"), FakeTensorMode(shape_env=ShapeEnv())
+    whole = importlib.import_module("torch._functorch.aot_autograd")
+    with torch._guards.tracing(torch._guards.TracingContext(mode)):
+        assert whole.construct_fake_mode([state], None)[0] is mode
+
+
 def products_are_kept(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     product = operator is torch.ops.aten.mm.default
     return CheckpointPolicy.MUST_SAVE if product else CheckpointPolicy.PREFER_RECOMPUTE

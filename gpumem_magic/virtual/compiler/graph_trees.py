@@ -52,8 +52,7 @@ def install(patches: Patches, machine: MachineForTorch) -> None:
         with engine.lock:
             engine.table.drain()
             live = allocator(device).live_in(pool_id)
-            # In 2.9 copies of inputs outlive the recording here; why is not known.
-            return bool(live >= told if _BEFORE_2_10 else live == told)
+            return bool(live == told)
 
     def delete(address: int) -> None:
         with engine.lock:
@@ -104,7 +103,24 @@ def install(patches: Patches, machine: MachineForTorch) -> None:
         "_cudnn_set_conv_benchmark_empty_cache": nothing,
     }.items():
         patches.set(torch._C, name, function)
+    if _BEFORE_2_10:
+        _watch_weak_references(patches, engine)
     patches.also_undo(_reset)
+
+
+def _watch_weak_references(patches: Patches, engine: Any) -> None:
+    """Until 2.9 a storage that C++ has owned keeps its Python object until it is destroyed, which weak references delay
+    (`c10/core/impl/PyObjectSlot.h`); its memory is given back with the last strong one (`StorageImpl::release_resources`). The
+    trees hold weak ones to all results."""
+    weakly = torch.UntypedStorage._weak_ref
+    kind = importlib.import_module("torch.multiprocessing.reductions").StorageWeakRef
+
+    def weak_ref(storage: Any, *args: Any, **kwargs: Any) -> Any:
+        with engine.lock:
+            engine.table.held_weakly(kind.from_weakref(weakly(storage)))
+        return weakly(storage, *args, **kwargs)
+
+    patches.set(torch.UntypedStorage, "_weak_ref", weak_ref)
 
 
 def _reset() -> None:

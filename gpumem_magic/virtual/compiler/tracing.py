@@ -7,7 +7,7 @@ As our own fake mode does (`engine.modes`): C++ is told ``meta:i``, Python ``cud
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -94,6 +94,18 @@ def install(patches: Patches) -> None:
         return compile_(module, of_the_trace(inputs), *args, **kwargs)
 
     patches.set(backends, "aot_module_simplified", aot_module_simplified)
+    dispatch_of_all = importlib.import_module("torch._functorch.aot_autograd")
+    for name in ("construct_fake_mode", "process_inputs"):
+        # Beside the inputs, what a graph has as its own: an optimizer's states.
+        if (asked := getattr(dispatch_of_all, name, None)) is not None:
+            patches.set(dispatch_of_all, name, _with_the_traces(asked))
+
+
+def _with_the_traces(plain: Callable[..., Any]) -> Callable[..., Any]:
+    def ours(inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        return plain(of_the_trace(inputs), *args, **kwargs)
+
+    return ours
 
 
 def of_the_trace(inputs: Any) -> Any:

@@ -72,6 +72,7 @@ class StorageTable:
         self._free = free
         self._placements: dict[int, Placement] = {}
         self._ended: deque[_StorageReference] = deque()
+        self._weakly: dict[int, Any] = {}
         self.holds_overwritten = False
 
     def __len__(self) -> int:
@@ -90,6 +91,22 @@ class StorageTable:
                 del self._placements[watch.key]
                 if placement.nbytes:
                     self._free(placement.device, placement.address)
+        if self._weakly:
+            for key in [key for key, reference in self._weakly.items() if reference.expired()]:
+                self._expired(key)
+
+    def held_weakly(self, reference: Any) -> None:
+        """From now on asks C++'s own weak reference whether the storage lives: where PyTorch keeps a storage's Python object
+        until the last of those is gone, its memory is given back before. reference: `StorageWeakRef`."""
+        if reference.cdata in self._placements:
+            self._weakly.setdefault(reference.cdata, reference)
+
+    def _expired(self, key: int) -> None:
+        # (Nothing else lies there while the reference is held.)
+        placement = self._placements.pop(key, None)
+        if placement is not None and placement.nbytes:
+            self._free(placement.device, placement.address)
+        del self._weakly[key]
 
     def adopt(self, storage: Any, device: int, node: int = 0) -> bool:
         """Gives the storage memory on the device, unless it has some. True if it is new. node: see `Placement`.
