@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 KIB = 1 << 10
 MIB = 1 << 20
@@ -36,6 +36,17 @@ def counted(number: int, one: str, several: str | None = None) -> str:
 def listed(words: Sequence[str], joint: str = "and") -> str:
     """``a, b and c``."""
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} {joint} {words[-1]}"
+
+
+def spans(numbers: Iterable[int]) -> list[str]:
+    """Numbers that follow each other in one: ``["0", "2-7"]``."""
+    found: list[list[int]] = []
+    for number in sorted(numbers):
+        if found and number == found[-1][1] + 1:
+            found[-1][1] = number
+        else:
+            found.append([number, number])
+    return [str(low) if low == high else f"{low}-{high}" for low, high in found]
 
 
 def shape_words(shape: Sequence[int]) -> str:

@@ -236,10 +236,12 @@ def test_where_there_is_no_room_nccl_fails() -> None:
 
 def test_copies_between_a_process_own_devices() -> None:
     """`torch.nn.DataParallel`'s, on two T4: two channels, 10 MiB to receive and 2 to send, and blocks for both."""
-    gpu.turn_on("2xT4")
+    machine = gpu.turn_on("2xT4")
     try:
         x = torch.ones(1 << 20, device="cuda")
         torch.nn.parallel.comm.broadcast(x, [0, 1])
+        (note,) = machine.engine.memory.communication.notes()
+        assert " on each of cuda:0-1 beside " in note
         taken = (2 + 3 * 2) * 2 * MIB + 2 * 12 * MIB
         for index in (0, 1):
             free, total = torch.cuda.mem_get_info(index)

@@ -6,13 +6,16 @@ from dataclasses import replace
 
 import pytest
 import report_samples as samples
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import gpumem_magic
 from gpumem_magic.devices.base import DeviceFacts
 from gpumem_magic.recording.model import StandIn
 from gpumem_magic.report.failure import failed_request
 from gpumem_magic.report.model import ALLOCATED_CATEGORIES, CATEGORIES, Cause, Folded, ReportError, Skipped, TensorGroup
+from gpumem_magic.session import device
 from gpumem_magic.views import explain, what_failed
 from gpumem_magic.views.lines import Line, columns, first_line, fit, lines, shown_lines, wrap
 from gpumem_magic.views.palette import ASCII_LETTERS, LETTERS
@@ -479,3 +482,11 @@ LEADS = [
 @pytest.mark.parametrize(("answer", "first", "rest"), LEADS)
 def test_the_first_sentence_stands_out_and_is_short(answer: str, first: str, rest: str) -> None:
     assert lead_of(answer) == (first, rest)
+
+
+def test_devices_that_peak_alike_are_one_sentence() -> None:
+    with gpumem_magic.measure("4xT4") as measured:
+        kept = [torch.empty((2 if number == 2 else 1) << 20, device=f"cuda:{number}") for number in range(4)]
+    device.off()
+    assert len(kept) == 4
+    assert "On cuda:1, 3 the peak is 4.0 MiB each. On cuda:2 the peak is 8.0 MiB." in measured.report.answer

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gpumem_magic.units import GIB, MIB, human
+from gpumem_magic.units import GIB, MIB, human, spans
 
 WORDS = {
     0: "0 B",
@@ -16,3 +16,8 @@ WORDS = {
 
 def test_a_size_keeps_three_or_four_digits_and_names_its_unit() -> None:
     assert {size: human(size) for size in WORDS} == WORDS
+
+
+def test_numbers_that_follow_each_other_are_one_span() -> None:
+    assert spans([7, 0, 2, 3, 4]) == ["0", "2-4", "7"]
+    assert spans([]) == []

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from gpumem_magic.allocator.verdict import CAPACITY, FRAGMENTATION
 from gpumem_magic.attribution.sites import GATHERERS
 from gpumem_magic.looks.decisions import may_be_of_a_value
 from gpumem_magic.report.failure import failed_request, failed_row
 from gpumem_magic.report.model import LABELS, OF_A_MODEL, OUTSIDE_CATEGORIES, Cause, Peak, ReportData, Row, TensorGroup
-from gpumem_magic.units import MIB, amount, shape_words
+from gpumem_magic.units import MIB, amount, shape_words, spans
 
 # Groups are told until they are so much of what is allocated, in per cent, and at most so many; fewer where a sentence says what
 # to do, which is not to be buried. A table has the others.
@@ -166,8 +166,15 @@ def _composed(
         said = f"Of {size} at the peak{on}, {words}."
         sentences += [*told, said] if leads else [said, *told]
     sentences += [f"Peak{where}."] if words and where else []
-    sentences += [f"On cuda:{one.device.index} the peak is {amount(one.peak.allocated)}." for one in report.devices]
-    return " ".join(sentences)
+    return " ".join([*sentences, *_other_devices(report.devices)])
+
+
+def _other_devices(devices: Sequence[ReportData]) -> Iterator[str]:
+    by_peak = defaultdict(list)
+    for one in devices:
+        by_peak[amount(one.peak.allocated)].append(one.device.index)
+    for size, numbers in by_peak.items():
+        yield f"On cuda:{', '.join(spans(numbers))} the peak is {size}{' each' if len(numbers) > 1 else ''}."
 
 
 def _on(report: ReportData) -> str:

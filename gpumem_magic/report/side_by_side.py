@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from gpumem_magic.report.answer import in_words
 from gpumem_magic.report.model import LABELS, Peak, ReportData, Row, TensorGroup
 from gpumem_magic.report.ranks import DONE, ENDED, FAILED, GONE, OUT_OF_MEMORY, RUNNING, STATES, RankRow, Ranks
-from gpumem_magic.units import amount, counted
+from gpumem_magic.units import amount, counted, spans
 
 # How many lines are named at which ranks were.
 _PLACES = 4
@@ -243,12 +243,6 @@ def _places(found: Sequence[OfRank]) -> str:
 
 def ranks_in_words(ranks: Sequence[int]) -> str:
     """``Rank 3``, ``Ranks 0, 2-7``."""
-    spans: list[list[int]] = []
-    for rank in sorted(ranks):
-        if spans and rank == spans[-1][1] + 1:
-            spans[-1][1] = rank
-        else:
-            spans.append([rank, rank])
-    words = [str(low) if low == high else f"{low}-{high}" for low, high in spans]
+    words = spans(ranks)
     shown = words if len(words) <= 8 else [*words[:7], "..."]
     return f"{'Rank' if len(ranks) == 1 else 'Ranks'} {', '.join(shown)}"

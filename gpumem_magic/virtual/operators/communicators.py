@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from gpumem_magic.units import counted, human
+from gpumem_magic.units import counted, human, spans
 from gpumem_magic.virtual.card import nccl
 from gpumem_magic.virtual.card.models import GpuModel
 
@@ -100,10 +100,14 @@ class Communicators:
         self._groups = {} if name is None else {other: one for other, one in self._groups.items() if other != name}
 
     def notes(self) -> list[str]:
+        alike: dict[_Total, list[int]] = {}
+        for device, total in sorted(self._highest.items()):
+            alike.setdefault(total, []).append(device)
         return [
-            f"NCCL's own memory is an estimate: {human(total.taken)} on cuda:{device} beside PyTorch's allocator, counted with "
-            f"the CUDA context ({_between(total)}{counted(total.number, 'communicator')})."
-            for device, total in sorted(self._highest.items())
+            f"NCCL's own memory is an estimate: {human(total.taken)} on {'each of ' * (len(devices) > 1)}"
+            f"cuda:{', '.join(spans(devices))} beside PyTorch's allocator, counted with the CUDA context "
+            f"({_between(total)}{counted(total.number, 'communicator')})."
+            for total, devices in alike.items()
         ]
 
     # ---- which communicator
