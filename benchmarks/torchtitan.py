@@ -3,7 +3,7 @@
     git clone https://github.com/pytorch/torchtitan && git -C torchtitan checkout 9dec370
     git clone https://github.com/pytorch/ao && git -C ao checkout eab345c
     PYTHONPATH=ao python benchmarks/torchtitan.py torchtitan [--only "8B on 8"] [--expandable] [--root-stays-whole]
-        [--pipelining FOLDER] [--as RANKS] [--steps N]
+        [--buffers-as-then] [--pipelining FOLDER] [--as RANKS] [--steps N]
 
 Those are the commits of the published runs (torchtitan's benchmarks/llama3_h100_202412_torchtitan.md). It needs torchdata,
 datasets, tensorboard, tiktoken and triton. The text that it trains on and the tokenizer, of Llama's size, are made here: sizes do
@@ -12,7 +12,8 @@ are met: torchao is told of a new operator, and a buffer on meta may be selected
 
 The published figures are of long runs. Here a row takes a few steps, and says from which one on what is reserved rests (Adam's
 states are made in the first). PyTorch is today's; that of the published runs kept the root's parameters whole between forward and
-backward: `--root-stays-whole` has it so. Its pipelines kept what each stage gave until the step's end; with `--pipelining` they
+backward: `--root-stays-whole` has it so. Its compiler let buffers live longer: with `--buffers-as-then` they do, and the rows of
+70B are met to the printed digit. Its pipelines kept what each stage gave until the step's end; with `--pipelining` they
 are those of such a folder, `torch/distributed/pipelining` unpacked from a wheel of 2.7, say. With these a stage of 1F1B asks
 nothing of later ones, so that the first can run alone (`--as 0`); today's eight wait for each other.
 
