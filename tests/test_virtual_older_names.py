@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import warnings
 from collections.abc import Callable, Iterator
@@ -273,6 +274,28 @@ def test_compiled_modules_are_saved_from_the_device(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="left as it is"):
         torch.jit.save(script, str(tmp_path / "trained.pt"))
     assert (tmp_path / "trained.pt").read_bytes() == b"a model that was trained for a week"
+
+
+@pytest.mark.parametrize("values", ["real", "stand-in"])
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+def test_convolutions_are_traced(values: str) -> None:
+    """A trace keeps what `convolution` calls in C++."""
+    gpu.turn_off()
+    gpu.turn_on(f"T4,values={values}")
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ConvTranspose2d(4, 2, 2), nn.Flatten(), nn.Linear(98, 2)).cuda()
+    x = torch.rand(2, 3, 8, 8, device="cuda")
+    model(x).sum().backward()  # and cuBLAS takes its workspaces
+    model.zero_grad()
+    before = torch.cuda.memory_allocated()
+    traced = torch.jit.trace(model, x, check_trace=False)
+    assert [node.kind() for node in traced.inlined_graph.nodes()].count("aten::_convolution") == 2
+    assert traced(x).tolist() == model(x).tolist()
+    traced(x).sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    model.zero_grad()
+    del traced
+    gc.collect()
+    assert torch.cuda.memory_allocated() == before
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit")

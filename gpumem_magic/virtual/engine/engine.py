@@ -78,6 +78,9 @@ BESIDE: dict[Any, Callable[..., Sequence[int]]] = {}
 # Operators of which some results are on the host, where the fake mode has all on the device: rules
 # ``rule(engine, func, out, device)``, which give the results as they are. With `special`, too.
 ON_HOST: dict[Any, Callable[..., Any]] = {}
+# Operators that a trace of TorchScript's leaves out, since it has those that they call in C++: rules like handlers, which see to
+# that. Others come here when they were recorded, and the trace waits.
+TRACED: dict[Any, Callable[..., Any]] = {}
 # When an operator with a rule is like any other, and the rule would do nothing but run it: ``plain(engine, args, kwargs)``.
 PLAIN: dict[Any, Callable[..., bool]] = {}
 
@@ -274,6 +277,8 @@ class Engine:
             refuse_device(device)
         if get_eval_frame_callback() is not None:
             return self._unseen(func, args, kwargs, device)
+        if torch._C._get_tracing_state() is not None and func in TRACED:
+            return TRACED[func](self, func, args, kwargs, device)
         return self._handle(func, args, kwargs, device)
 
     def at_once(self, looks: tuple[Any, ...], args: Any, kwargs: Any) -> Any:

@@ -19,9 +19,10 @@ import torch
 
 from gpumem_magic.private import aten as _aten
 from gpumem_magic.virtual.engine.calls import bytes_of
-from gpumem_magic.virtual.engine.engine import Engine, special
+from gpumem_magic.virtual.engine.engine import TRACED, Engine, special
 from gpumem_magic.virtual.engine.half_precision import HALF
 from gpumem_magic.virtual.engine.memory import Convolution
+from gpumem_magic.virtual.engine.modes import pushed
 
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 _MOST_INDEXED = 2**31 - 1
@@ -98,6 +99,11 @@ class _Call:
         return int(self.fine[1] * self.points * prod(self.coarse[2:]) * self.weight.element_size())
 
 
+@special(_aten._convolution.default)
+def _inner(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    return _forward(engine, _aten.convolution.default, args[:9], kwargs, device)
+
+
 @special(_aten.convolution.default)
 def _forward(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     if kwargs or len(args) < 9 or not _is_plain_call(args[0], args[1]):
@@ -112,6 +118,16 @@ def _forward(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> 
         call = _Call(engine, device, fine, weight, coarse, stride, padding, dilation, transposed, groups)
         call.run("input" if transposed else "forward")
         return out
+
+
+@special(_aten.convolution.default, table=TRACED)
+def _traced(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    """A trace has the operator that this one calls in C++, and not it (``DONT_RECORD_TRACE`` in gen_trace_type.py)."""
+    cudnn, tracer = torch.backends.cudnn, torch._C.DispatchKeySet(torch._C._dispatch_key_parse("Tracer"))
+    flags = cudnn.benchmark, cudnn.deterministic, cudnn.enabled, cudnn.allow_tf32
+    included, kept_out = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+    with pushed(engine.mode), torch._C._ForceDispatchKeyGuard(included | tracer, kept_out - tracer):
+        return _aten._convolution.default(*args[:9], *flags)
 
 
 @special(_aten.convolution_backward.default)
