@@ -296,3 +296,51 @@ def test_the_sum_in_a_logarithm_of_a_sum_is_shared_by_blocks() -> None:
     assert len(shared) == 2
     # The highest, and what its blocks share; the exponentials; then their sum is written where it belongs.
     assert made(lambda: x.logsumexp(0))[-2:] == shared
+
+
+def test_chances_of_half_precision_are_widened_and_normal_numbers_come_in_a_tensor_of_their_own() -> None:
+    half, wide = torch.zeros(100, dtype=torch.half, device="cuda"), torch.zeros(100, device="cuda")
+    assert made(lambda: torch.bernoulli(half)) == [200, 400]
+    assert made(lambda: wide.bernoulli_(half)) == [400]
+    assert made(lambda: torch.bernoulli(wide)) == [400]
+    assert made(lambda: torch.normal(wide, 1.0)) == [400, 400]
+
+
+def test_chunks_of_several_tensors_have_lists_about_each() -> None:
+    large, small = torch.zeros(1000, 400, device="cuda"), torch.zeros(3, 4, device="cuda")
+    chunked = made(lambda: torch._chunk_cat([large, small] * 3, 0, 2))
+    # A chunk of the large one is 500 rows of 1600 bytes, which is 391 blocks of 2048; one of the small is one.
+    assert chunked == [3 * (1000 * 400 + 4 * 4) * 4, 8 * (6 * 6 + 2 + 3 * (391 + 1))]
+
+
+def test_gradients_of_atan2_and_aminmax_are_worked_out_in_place() -> None:
+    x, y = (torch.zeros(100, 10, device="cuda", requires_grad=True) for _ in range(2))
+    size = 100 * 10 * 4
+    angle, gradient = torch.atan2(x, y), torch.zeros(100, 10, device="cuda")
+    # Two squares, their sum, its reciprocal and where that is infinite; each gradient is two products, the second with a sign.
+    assert made(lambda: torch.autograd.grad(angle, (x, y), gradient)) == [
+        size,
+        size,
+        size,
+        size,
+        size // 4,
+        *[size] * 5,
+    ]
+    lowest, highest = x.aminmax(dim=0)
+    asked = made(lambda: torch.autograd.grad((lowest, highest), x, (torch.zeros_like(lowest),) * 2))
+    # For each end one tensor of all elements; the second is added to the first.
+    assert asked.count(size) == 2
+
+
+def test_a_group_norm_in_half_precision_has_its_statistics_in_float32_first() -> None:
+    x, weight = (
+        torch.zeros(4, 32, 64, dtype=torch.half, device="cuda"),
+        torch.zeros(32, dtype=torch.half, device="cuda"),
+    )
+    # The result, mean and deviation of 4 x 8 groups, both in float32, and factors for 4 x 32 channels.
+    assert made(lambda: F.group_norm(x, 8, weight, weight)) == [4 * 32 * 64 * 2, 64, 64, 128, 128, 512, 512]
+    assert made(lambda: F.group_norm(x.float(), 8))[-2:] == [128, 128]
+    gpu.turn_off()
+    gpu.turn_on("A100-40GB,torch=2.11")
+    x = torch.zeros(4, 32, 64, dtype=torch.half, device="cuda")
+    assert made(lambda: F.group_norm(x, 8)) == [4 * 32 * 64 * 2, 64, 64]

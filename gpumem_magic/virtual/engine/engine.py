@@ -256,9 +256,17 @@ class Engine:
     def handle(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if func is DEVICE_QUERY:
             return answer_device(args[0]) if isinstance(args[0], VirtualTensor) else func(*args, **kwargs)
+        heard = STATE.heard
+        if heard is None:
+            return self._handled(func, args, kwargs)
+        # (What a rule runs is not heard. A second operator ends it: the first one's tensors would live longer than on a device.)
+        STATE.heard = None
+        if heard:
+            heard.clear()
+            return self._handled(func, args, kwargs)
         out = self._handled(func, args, kwargs)
-        if STATE.heard is not None:
-            STATE.heard.append(Heard(func, args, kwargs, out))
+        heard.append(Heard(func, args, kwargs, out if isinstance(out, VirtualTensor) else None))
+        STATE.heard = heard
         return out
 
     def _handled(self, func: Any, args: Any, kwargs: Any) -> Any:

@@ -26,7 +26,7 @@ _included, _excluded = torch._C._dispatch_tls_local_include_set, torch._C._dispa
 
 
 class Heard(NamedTuple):
-    """An operator that ran while somebody listened (`ThreadState.heard`)."""
+    """An operator that ran while somebody listened (`ThreadState.heard`), and its result if that is one tensor."""
 
     func: Any
     args: Any

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from math import prod
 from typing import Any
 
 import torch
@@ -83,6 +84,8 @@ _SMOOTHED = overloads("_upsample_bilinear2d_aa _upsample_bicubic2d_aa")
 # The fewest channels for which a kernel of channels-last tensors enlarges them.
 _CHANNELS = 4
 _PIECE = 65536
+# Bytes that a block of `_chunk_cat` copies.
+_BLOCK = 2048
 # `multinomial`: since when the device checks the weights, and looks for the lowest and the highest together.
 _CHECKED_ON_DEVICE_FROM, _ENDS_AT_ONCE_FROM = (2, 5), (2, 12)
 # The longest row whose most frequent value is found without sorting.
@@ -430,6 +433,28 @@ def _checks(version: tuple[int, int], weights: Any) -> Any:
         return None
     empty.logical_not()
     return highest, lowest, valid, empty
+
+
+@special(*overloads("bernoulli bernoulli_.Tensor"), table=BESIDE)
+def _drawn_by(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> list[int]:
+    """Chances of half precision are made float32 (``DistributionTemplates.h``)."""
+    chances = args[0] if func is _aten.bernoulli.default else args[1]
+    return [chances.numel() * accumulator(chances.dtype).itemsize] if chances.dtype in HALF else []
+
+
+@special(*overloads("normal.Tensor_float normal.float_Tensor"), table=BESIDE)
+def _drawn_around(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> list[int]:
+    """What is drawn is in a tensor of its own first (`normal_out_impl` in ``DistributionTemplates.h``)."""
+    return [bytes_of(out)]
+
+
+@special(_aten._chunk_cat.default, _aten._chunk_cat.out, table=BESIDE)
+def _chunks(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> list[int]:
+    """Six lists about the tensors come to the device, and which of them each block of 2048 bytes copies (``TensorShape.cu``)."""
+    sources, dim, chunks = args[:3]
+    rows = [-(-one.shape[dim] // chunks) * prod(one.shape[dim + 1 :]) for one in sources]
+    blocks = sum(-(-count * out.element_size() // _BLOCK) for count in rows)
+    return [8 * (6 * len(rows) + 2 + blocks)]
 
 
 @special(_aten.isin.Tensor_Tensor, table=BESIDE)

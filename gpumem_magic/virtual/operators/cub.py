@@ -120,9 +120,36 @@ class Cub(NamedTuple):
 
     def first_of_each(self, count: int, key: int, value: int) -> int:
         """The first of each run of equal keys, with its value."""
-        threads, items = _BY_KEY.get(min(self._tuned_for, 90), {}).get((key, value)) or (64, max(1, 44 // key))
+        threads, items = self._run_policy(key, value)
         offset = 8 if self.version >= _LONG_OFFSETS_BY_KEY else 4
         return blob(self._states(_parts(count, threads * items), offset))
+
+    def _run_policy(self, key: int, value: int) -> tuple[int, int]:
+        return _BY_KEY.get(min(self._tuned_for, 90), {}).get((key, value)) or (64, max(1, 44 // key))
+
+    def differences(self) -> int:
+        """Whether each element differs from the one before: nothing."""
+        return blob()
+
+    def merge_sort(self, count: int, key: int, value: int = 0) -> int:
+        """Keys of eight bytes by a comparison of the program's own, in tiles of 256 x 8: all again, and where tiles meet."""
+        offset = 4 if self.version >= _THREE else 8
+        return blob(count * key, count * value, (_parts(count, 256 * 8) + 1) * offset)
+
+    def unique(self, count: int) -> int:
+        """Those of eight bytes that differ from the one before by a comparison of the program's own: Thrust's kernel."""
+        return self._of_thrust(_parts(count, 64 * 5))
+
+    def unique_by_key(self, count: int) -> int:
+        """The same with a value of eight bytes each; since CUB 3.0 by its kernel, with Thrust's storage around it."""
+        if self.version < _THREE:
+            return self.unique(count)
+        threads, items = self._run_policy(8, 8)
+        return self._of_thrust(_parts(count, threads * items))
+
+    def _of_thrust(self, tiles: int) -> int:
+        """How many there are, beside the tiles' states, which are a block of their own."""
+        return blob(_OFFSET, blob(self._states(tiles, 4)))
 
     def scan_by_key(self, count: int, item: int) -> int:
         """Running results of `item` bytes that begin anew with each key of as many."""

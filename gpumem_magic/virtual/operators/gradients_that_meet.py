@@ -20,6 +20,7 @@ from gpumem_magic.virtual.engine.modes import STATE
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
 from gpumem_magic.virtual.operators.attention import is_mask_added
 from gpumem_magic.virtual.operators.sorting import is_dense
+from gpumem_magic.virtual.operators.written_gradients import as_device_does
 
 _aten = torch.ops.aten
 
@@ -64,7 +65,7 @@ def _add(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
         if is_mask_added(args):
             # (A tensor of its own on the same memory: C++ makes it part of the graph.)
             return engine.run(_aten.detach.default, (engine.run(_aten.add_.Tensor, args, kwargs, device),), {}, device)
-        return engine.run(func, args, kwargs, device)
+        return engine.run(as_device_does(engine, func, args), args, kwargs, device)
     if is_free(args[0]):
         return engine.run(_aten.add_.Tensor, args, kwargs, device)
     out = engine.run(func, args, kwargs, device)

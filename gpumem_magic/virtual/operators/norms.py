@@ -16,6 +16,8 @@ from gpumem_magic.virtual.engine.half_precision import accumulator
 from gpumem_magic.virtual.engine.modes import pushed
 from gpumem_magic.virtual.operators.copies import laid_out
 
+# Of group norms in half precision: 2.13 has the statistics in float32 first, 2.11 does not; of 2.12 it is not known.
+_WIDE_FROM = (2, 12)
 # Of layer norms.
 _FROM = (2, 8)
 _FEW_ROWS = 64 * 1024
@@ -68,10 +70,17 @@ def _group_forward(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, 
     ``group_norm_kernel.cu`` in ATen/native/cuda. All are float32 for half precision, and are held until the kernels are on their
     way.
     """
-    input, weight, bias, samples, channels, inner = args[:6]
-    if not samples or inner == 1 or (weight is None and bias is None):
+    input, weight, bias, samples, channels, inner, groups = args[:7]
+    if not samples:
         return []
-    return [samples * channels * accumulator(input.dtype).itemsize] * 2
+    item = accumulator(input.dtype).itemsize
+    wide = []
+    if item > input.element_size() and engine.memory.torch_version(device) >= _WIDE_FROM:
+        # Mean and deviation of each group, before they are rounded.
+        wide = [samples * groups * item] * 2
+    if inner == 1 or (weight is None and bias is None):
+        return wide
+    return [*wide, *[samples * channels * item] * 2]
 
 
 @special(_aten.native_group_norm_backward.default, table=BESIDE)

@@ -15,7 +15,7 @@ from gpumem_magic.private import aten as _aten
 from gpumem_magic.private import overloads
 from gpumem_magic.virtual.engine.calls import bytes_of
 from gpumem_magic.virtual.engine.engine import Engine, special
-from gpumem_magic.virtual.engine.modes import pushed
+from gpumem_magic.virtual.engine.modes import STATE, pushed
 from gpumem_magic.virtual.operators.written_gradients import IN_PLACE, writes_into_zeros
 
 _BY_LIST = overloads("index_add index_add_ index_copy index_copy_")
@@ -26,7 +26,11 @@ _ADDED = frozenset(overloads("index_add index_add_ scatter_add scatter_add_"))
 _BY_DIMENSION_FROM = (2, 7)
 
 
-@special(*_BY_LIST, *_BY_PLACE)
+def _is_plain(engine: Engine, args: Any, kwargs: Any) -> bool:
+    return not (STATE.backward or torch.are_deterministic_algorithms_enabled())
+
+
+@special(*_BY_LIST, *_BY_PLACE, plain=_is_plain)
 def _write(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     if func in IN_PLACE and writes_into_zeros():
         func = IN_PLACE[func]

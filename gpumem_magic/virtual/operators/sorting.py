@@ -193,7 +193,7 @@ def _distinct_flags(engine: Engine, device: int, source: Any, most: int, inverte
 
 @special(_aten.unique_consecutive.default, _aten.unique_dim.default)
 def _unique_along(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
-    """Rows are compared where they lie (``Unique.cu``); what sorts them takes is not known here."""
+    """The numbers of the rows are sorted, by comparing rows where they lie (``Unique.cu``)."""
     source = args[0]
     by_dim = func is _aten.unique_dim.default
     names = "dim sorted return_inverse return_counts" if by_dim else "return_inverse return_counts dim"
@@ -201,15 +201,32 @@ def _unique_along(engine: Engine, func: Any, args: Any, kwargs: Any, device: int
     dim = flags.get("dim")
     if dim is None:
         return _distinct(engine, device, source, flags, is_sorted=True)
-    most = source.shape[dim]
-    listed = most * _INDEX
+    rows = source.shape[dim]
+    cub, listed = cub_of(engine, device), rows * _INDEX
     shape = list(source.shape)
-    shape[dim] = count = engine.selected("unique", most)
+    shape[dim] = count = engine.selected("unique", rows)
+    inverse, counts = (_placed(engine, (0,), torch.int64, device) for _ in range(2))
     with engine.scratch(device, 0 if source.movedim(dim, 0).is_contiguous() else bytes_of(source), listed):
-        with engine.scratch(device, listed if flags.get("return_inverse") else 0):
-            inverse = _placed(engine, (most if flags.get("return_inverse") else 0,), torch.int64, device)
-        with engine.scratch(device, listed + _INDEX if flags.get("return_counts") else 0):
-            counts = _placed(engine, (count if flags.get("return_counts") else 0,), torch.int64, device)
+        if by_dim and rows:
+            with engine.scratch(device, cub.merge_sort(rows, _INDEX)):
+                pass
+        if flags.get("return_inverse"):
+            # Where a row differs from the one before, and the sums of that.
+            with engine.scratch(device, listed):
+                inverse = _placed(engine, (rows,), torch.int64, device)
+                for size in (cub.differences(), cub.scan(rows, _INDEX, by_sum=cub.version >= (3, 0))):
+                    with engine.scratch(device, size):
+                        pass
+        if flags.get("return_counts"):
+            with engine.scratch(device, listed + _INDEX):
+                with engine.scratch(device, cub.unique_by_key(rows)):
+                    pass
+                counts = _placed(engine, (count,), torch.int64, device)
+                with engine.scratch(device, cub.differences()):
+                    pass
+        else:
+            with engine.scratch(device, cub.unique(rows)):
+                pass
         return _placed(engine, tuple(shape), source.dtype, device), inverse, counts
 
 

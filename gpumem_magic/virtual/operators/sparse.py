@@ -18,6 +18,7 @@ from gpumem_magic.private import aten as _aten
 from gpumem_magic.private import overloads
 from gpumem_magic.virtual.engine.engine import SPARSE, Engine, special
 from gpumem_magic.virtual.engine.mismatch import refuse_mixed_devices
+from gpumem_magic.virtual.operators.cub import cub_of
 from gpumem_magic.virtual.operators.data_dependent import _blank, _placed
 
 _INDEX_BYTES = 8
@@ -214,14 +215,23 @@ def _rearranged(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) 
 
 @_sparse(_aten._coalesce.default)
 def _coalesce(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
-    """Elements are sorted by place, and those of one place summed up: two lists of numbers beside the result."""
+    """Elements are sorted by their places' numbers, and those of one place summed up (``SparseCUDATensor.cu``)."""
     source = args[0]
     old = parts(engine, source)
     if old.elements < 2:
         return source._coalesced_(True)
     count = min(engine.selected("coalesce", old.elements), _places(source.shape, old.dims))
-    with engine.scratch(device, old.elements * _INDEX_BYTES), engine.scratch(device, old.elements * _INDEX_BYTES):
-        return _made(engine, source, source.shape, count, device)
+    listed, cub = old.elements * _INDEX_BYTES, cub_of(engine, device)
+    numbers = _placed(engine, (old.elements,), torch.int64, device)
+    # Where each stood, and where each place begins.
+    with engine.scratch(device, listed, listed):
+        for size in (cub.merge_sort(old.elements, _INDEX_BYTES, _INDEX_BYTES), cub.unique_by_key(old.elements)):
+            with engine.scratch(device, size):
+                pass
+        values = _placed(engine, (count, *old.values.shape[1:]), source.dtype, device)
+        shape = (old.dims, count)
+        indices = _placed(engine, shape, torch.int64, device) if old.dims > 1 else numbers.resize_(shape)
+    return join(indices, values, source.shape, True)
 
 
 @_sparse(_aten.cat.default)
@@ -261,8 +271,17 @@ def _mask(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any
     _check_pair(func, args, kwargs)
     source, mask = args[:2]
     old = parts(engine, mask)
-    values = _placed(engine, tuple(old.values.shape), source.dtype, device)
-    return join(_copy(engine, old.indices, device), values, mask.shape, mask.is_coalesced())
+    shape = tuple(old.values.shape)
+    if is_sparse(source):
+        values = _placed(engine, shape, source.dtype, device)
+        return join(_copy(engine, old.indices, device), values, mask.shape, mask.is_coalesced())
+    # A dense one is multiplied by ones at those places: the one, what stands there, and the product (`sparse_mask` in
+    # ``SparseTensor.cpp``).
+    item = source.element_size()
+    with engine.scratch(device, item, math.prod(shape) * item):
+        places = _copy(engine, old.indices, device)
+        values = _placed(engine, shape, source.dtype, device)
+    return join(places, values, mask.shape, mask.is_coalesced())
 
 
 # ---- dense results

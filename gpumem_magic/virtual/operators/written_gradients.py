@@ -3,8 +3,8 @@
 C++ takes another way for subclasses of tensors (``areAnyTensorSubclassLike`` in ``FunctionsManual.cpp``):
 there the zeros stay, and the gradient is written into a copy of them. On a device there is no copy, so there is none here.
 
-Likewise the gradients of `binary_cross_entropy_with_logits`, which is worked out in one tensor, of `trace`, and of `max`, `min`,
-the medians of a whole tensor and `clamp` by tensors, which find in one tensor who shares in them.
+Likewise the gradients of `binary_cross_entropy_with_logits`, which is worked out in one tensor, of `trace`, `atan2`, `aminmax`,
+and of `max`, `min`, the medians of a whole tensor and `clamp` by tensors, which find in one tensor who shares in them.
 """
 
 from __future__ import annotations
@@ -63,19 +63,24 @@ _SHARED = frozenset(
     f"{name}Backward{number}" for name in ("Max", "Min", "Median", "Nanmedian", "Clamp") for number in (0, 1)
 )
 _TRACE = frozenset(("TraceBackward0",))
+_ATAN2 = frozenset(("Atan2Backward0",))
+_BOTH_ENDS = frozenset(("AminmaxBackward0",))
 _STEPS: dict[Any, tuple[Any, frozenset[str]]] = {
     function: (in_place, nodes)
     for names, written, nodes in (
         ("sub.Tensor mul.Tensor", "sub_.Tensor mul_.Tensor", _LOGITS),
         ("logical_and logical_or", "logical_and_ logical_or_", _SHARED),
         ("index_fill.int_Tensor", "index_fill_.int_Tensor", _TRACE),
+        ("masked_fill.Scalar", "masked_fill_.Scalar", _ATAN2),
+        ("add.Tensor", "add_.Tensor", _BOTH_ENDS),
     )
     for function, in_place in zip(overloads(names), overloads(written), strict=True)
 }
 
 
 @special(
-    *(function for function in _STEPS if function not in overloads("logical_and logical_or")), plain=is_no_gradient
+    *(function for function in _STEPS if function not in overloads("logical_and logical_or add.Tensor")),
+    plain=is_no_gradient,
 )
 def _step(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     return engine.run(as_device_does(engine, func, args), args, kwargs, device)
