@@ -5,8 +5,9 @@
 
 Each kind of parallelism, and combinations of them, trains a small model for a few steps: in as many processes as there are ranks,
 which talk by gloo, and in ranks that are each alone in a process (`gpumem run --ranks`). For each it prints the number of events
-(addresses, sizes and streams) and the highest allocated bytes of rank 0, and *same*, or what differs first: also in what NCCL is
-said to take beside the allocator. With --script it is a program of anybody's, which starts its process group itself.
+(addresses, sizes and streams) and the highest allocated bytes of rank 0, and *same*, or the same blocks in another order, or what
+differs first: also in what NCCL is said to take beside the allocator. With --script it is a program of anybody's, which starts
+its process group itself.
 """
 
 from __future__ import annotations
@@ -534,6 +535,12 @@ def pp_looped() -> None:
 
 
 @kind
+def pp_zero_bubble() -> None:
+    """PyTorch walks a set here to let go of what a backward in two parts no longer needs: in another order each time."""
+    staged("ScheduleInterleavedZeroBubble", 2)
+
+
+@kind
 def pp_hugging_face() -> None:
     """A model of transformers', cut by the tracing front of `torch.distributed.pipelining`."""
     from torch.distributed import pipelining
@@ -630,7 +637,10 @@ def told(real: Any, alone: Any) -> str:
         return f"in processes: {first or 'runs'}; alone: {second or 'runs'}"
     if events == others:
         return "same"
+    plain = (sorted((action, size, stream) for action, size, _, stream in each) for each in (events, others))
     place = next((number for number, pair in enumerate(zip(events, others, strict=False)) if pair[0] != pair[1]), -1)
+    if len({tuple(each) for each in plain}) == 1:
+        return f"the same blocks, from number {place} on in another order"
     return f"{len(others)} events alone; number {place}: {events[place]} and {others[place]}"
 
 
