@@ -1126,6 +1126,17 @@ ONLY_MATH = """
 from torch.nn.attention import SDPBackend, sdpa_kernel
 q = torch.randn(1, 16, 8192, 64, device="cuda", dtype=torch.half)
 """
+CACHES = """
+class Caching(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("k", torch.zeros(64, 1 << 14))
+    def forward(self, x):
+        self.k[:, :16] = x
+        return x + self.k[:, :16]
+caches = nn.ModuleList(Caching() for _ in range(8)).cuda()
+x = torch.randn(64, 16, device="cuda")
+"""
 WORDS = """
 from torch.utils.checkpoint import checkpoint
 body, head = net(256), nn.Linear(256, 50000).cuda()
@@ -1197,6 +1208,26 @@ GUILTY += [
         "virtual:3GiB",
     ),
 ]
+GUILTY += [
+    Case(
+        "large_images",
+        (PICTURES.replace("2d", "3d"), "out = net3d(torch.rand(1, 3, 160, 160, 160, device='cuda'))"),
+        "160 x 160 x 160 voxels",
+        "virtual:2GiB",
+    ),
+    # The request that failed is the whole's.
+    Case("joined", ("parts = [mib(100) for _ in range(16)]\nwhole = torch.cat(parts)",), "", "virtual:3GiB"),
+    Case(
+        "data_on_device",
+        (
+            "data = torch.randn(400, 1 << 20)",
+            "data = data.cuda()\nfor i in range(0, 400, 100):\n    y = data[i : i + 100] * 2 + data[i : i + 100]",
+        ),
+        "`data`",
+        "virtual:2500MiB",
+    ),
+    Case("alike_buffers", (CACHES, "for layer in caches:\n    layer(x)"), "each layer needs its own"),
+]
 INNOCENT += [
     Case("", (TRAIN, ADDING.format(taken=".item()"), "mean = evaluate(x.split(64))")),
     Case("", (TRAIN, VALIDATING.format(taken=".cpu()"), "trainer.fit()")),
@@ -1242,6 +1273,17 @@ def test_a_wide_loss_in_parts_and_pictures_of_half_the_size_need_less() -> None:
         )
         assert failed.error is not None
         assert fits.error is None
+
+
+def test_weights_are_those_of_a_list_of_models_though_copies_of_their_dictionaries_share_them() -> None:
+    """Nothing of the models runs, and `state_dict()` has detached tensors on the same memory."""
+    with notebook("A100-40GB,torch=2.13") as book:
+        book.cell("nets = [nn.Linear(1024, 1024).cuda() for _ in range(4)]")
+        report = book.measured(
+            "dicts = [one.state_dict() for one in nets]\ntotal = sum(one['weight'] for one in dicts)"
+        )
+        assert report.peak.categories["parameters"] == 4 * (1024 * 1024 + 1024) * 4
+        assert "16.0 MiB are parameters of `nets`" in report.answer
 
 
 def test_the_copies_that_autocast_keeps_are_no_iteration_of_their_own() -> None:

@@ -102,6 +102,9 @@ NAMES = [
     ),
     ("def f():\n    y = [mib(8)]\n    return lambda: y\ng = f()", "closure variable `y[0]` of g", 8),
     ("x = mib(8)[:4]", "x", 8),
+    # A view, and what `state_dict()` gives, are not the first on their memory.
+    ("whole = mib(8)\na = whole[:4]", "whole", 8),
+    ("nets = [torch.nn.Linear(1024, 1024).cuda()]\na = nets[0].state_dict()", "nets[0].weight", 4),
 ]
 
 

@@ -16,8 +16,9 @@ from gpumem_magic.snapshot.timeline import Allocation
 from gpumem_magic.units import human
 
 _LEAST = 4
-# The dimensions of several images.
-_IMAGES = 4
+# The dimensions of several images, and of volumes.
+_IMAGES = (4, 5)
+_OF_AN_IMAGE = 2
 # What is made of a batch.
 _OF_THE_BATCH = frozenset({"inputs", "activations", "activation_gradients", "temporaries"})
 # Beside the iteration that computes, one more may have left its last result.
@@ -81,7 +82,8 @@ def _at_the_peak(scene: Scene) -> Iterator[Cause]:
 
 
 def large_images(scene: Scene) -> Iterator[Cause]:
-    """Where a request failed, most was of one height and width, that of a convolution's result: fewer items may not do."""
+    """Where a request failed, most was of one height and width, that of a convolution's result (or length, too): fewer items
+    may not do."""
     error = scene.report.error
     if error is None or error.wanted is None:
         return
@@ -90,17 +92,20 @@ def large_images(scene: Scene) -> Iterator[Cause]:
     made = [(births.get(one.born), one.size) for one in living] + [(births.get(scene.moment - 1), error.wanted)]
     sizes: Counter[tuple[int, ...]] = Counter()
     for birth, size in made:
-        if birth is not None and birth.shape is not None and len(birth.shape) == _IMAGES:
+        if birth is not None and birth.shape is not None and len(birth.shape) in _IMAGES:
             sizes[birth.shape[2:]] += size
     convolved = {birth.shape[2:] for birth in births.values() if birth.shape is not None and "conv" in birth.kernel}
     found = next(((area, size) for area, size in sizes.most_common(1) if area in convolved), None)
     if found is None or 2 * found[1] < size_of(living) + error.wanted:
         return
-    (height, width), size = found
+    area, size = found
+    dots, what, part = ("pixels", "Images of half the height and width", "a quarter")
+    if len(area) > _OF_AN_IMAGE:
+        dots, what, part = ("voxels", "Volumes of half the length in each direction", "an eighth")
     yield Cause(
         "large_images",
-        f"Tensors of {height:,} x {width:,} pixels take {human(size)} up to here.",
-        "Images of half the height and width take a quarter of that; or give it parts of them (crops, tiles), one at a time.",
+        f"Tensors of {' x '.join(f'{side:,}' for side in area)} {dots} take {human(size)} up to here.",
+        f"{what} take {part} of that; or give it parts of them (crops, tiles), one at a time.",
         size,
         describes=True,
     )

@@ -25,6 +25,10 @@ _COMMON = (0, 0)
 _SIZES = 4
 
 
+# More of them are told nobody: one is enough.
+_MOST_SETTINGS = 2
+
+
 def fragmentation(scene: Scene) -> Iterator[Cause]:
     """An allocation failed that packed perfectly would have fitted; or much is cached in pieces between live blocks."""
     found, error = failed_request(scene.report), scene.report.error
@@ -74,7 +78,7 @@ def _settings(found: FailedRequest, wanted: int) -> str:
     """The settings with which a replay of the recording passes, and whether later iterations are known to pass, too."""
     if not found.helpful:
         return ""
-    confs = " or ".join(f"`PYTORCH_CUDA_ALLOC_CONF={conf}`" for conf in found.helpful)
+    confs = " or ".join(f"`PYTORCH_CUDA_ALLOC_CONF={conf}`" for conf in found.helpful[:_MOST_SETTINGS])
     passes = f"{confs} passes when the recording is replayed"
     if not found.lasting:
         one_more = "; a second one of its size does not fit beside it" if (found.spare or 0) < wanted else ""

@@ -19,6 +19,8 @@ from gpumem_magic.units import human, shape_words
 
 _OPTIMIZER = "torch.optim.optimizer.Optimizer"
 _READS_GRADIENTS = re.compile(r"\.grad\b(?!\s*\()|retain_grad")
+# ``self.k[:, t] = key``, ``self.k[:, t].copy_(key)``, ``self.k.index_copy_(2, t, key)``.
+_WRITTEN_TO = r"\.{name}(?:\[[^\n=]*\])?(?:\.\w+_\(|(?<=\])\s*[-+*/]?=(?!=))"
 # So many buffers of one name are one for each layer.
 _LAYERS = 3
 
@@ -163,11 +165,16 @@ def alike_buffers(scene: Scene) -> Iterator[Cause]:
         registers = re.compile(rf"register_buffer\(\s*['\"]{re.escape(name)}['\"]")
         place = next((one for one in scene.program.calls("register_buffer") if registers.search(one.statement)), None)
         at = f" ({place.words}, `{place.shown}`)" if place is not None else ""
+        remedy = (
+            f"Where they are alike, give all layers one and the same tensor ({human(its[0].size)}), or make it in `forward` for "
+            "the length at hand."
+        )
+        if place is not None and scene.program.matches(re.compile(_WRITTEN_TO.format(name=re.escape(name))), place):
+            remedy = "The program writes to it, so each layer needs its own: half as long, they would take half."
         yield Cause(
             "alike_buffers",
             f"{len(its)} layers have a buffer `{name}`{each}{at}: {human(size_of(its))}.",
-            f"Where they are alike, give all layers one and the same tensor ({human(its[0].size)}), or make it in `forward` for "
-            "the length at hand.",
+            remedy,
             size_of(its) - its[0].size,
             describes=True,
         )

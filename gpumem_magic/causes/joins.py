@@ -68,21 +68,26 @@ def joined_in_a_loop(scene: Scene) -> Iterator[Cause]:
 def _joined_once(scene: Scene) -> Iterator[Cause]:
     """Parts that are all there still beside what they were joined to."""
     births = scene.recording.logs[scene.device].births
-    living = [(one, birth) for one in scene.timeline.live_at(scene.moment) if (birth := births.get(one.born))]
-    for one, birth in sorted(living, key=lambda pair: -pair[0].size):
-        if one.size < scene.part_of_peak(4):
+    living = [
+        (one.born, one.size, birth) for one in scene.timeline.live_at(scene.moment) if (birth := births.get(one.born))
+    ]
+    error, asked = scene.report.error, births.get(scene.moment - 1)
+    if error is not None and error.wanted and asked is not None:
+        living.append((scene.moment - 1, error.wanted, asked))
+    for born, whole, birth in sorted(living, key=lambda each: -each[1]):
+        if whole < scene.part_of_peak(4):
             return
         if birth.kernel not in ("cat", "stack") or birth.node or len(birth.inputs) < _PARTS:
             continue
         # Of many parts a birth knows only some.
         parts = set(birth.inputs)
-        alike_parts = (each.size for each, made in living if each.born < one.born and (made.shape, made.dtype) in parts)
-        size = min(sum(alike_parts), one.size)
-        if 10 * size >= 8 * one.size:
-            alike = Alike(birth.shape or (), 1, one.size, birth, one.born)
+        alike_parts = (size for event, size, made in living if event < born and (made.shape, made.dtype) in parts)
+        size = min(sum(alike_parts), whole)
+        if 10 * size >= 8 * whole:
+            alike = Alike(birth.shape or (), 1, whole, birth, born)
             yield Cause(
                 "joined",
-                f"{made_by(scene, alike)} needs its parts and the whole at once: {human(size)} and {human(one.size)}.",
+                f"{made_by(scene, alike)} needs its parts and the whole at once: {human(size)} and {human(whole)}.",
                 "Preallocate the result and write each part into it, or join the parts on the host.",
                 size,
                 describes=True,

@@ -20,7 +20,7 @@ _CACHE = "transformers.cache_utils.Cache"
 
 
 def data_on_device(scene: Scene) -> Iterator[Cause]:
-    """A request failed, and much of what is allocated is data from before the cell in one place."""
+    """A request failed, and much of what is allocated is data from before the cell, or moved by it, in one place."""
     error = scene.report.error
     if failed_request(scene.report) is None or error is None:
         return
@@ -29,7 +29,7 @@ def data_on_device(scene: Scene) -> Iterator[Cause]:
         for one in scene.held
         if one.kind == "tensor"
         and one.address in scene.alive
-        and scene.alive[one.address].born < 0
+        and (scene.alive[one.address].born < 0 or scene.labels[scene.alive[one.address].index].category == "inputs")
         and scene.holdings.roots[one.roots[0]].kind in ("variable", "module")
         and not any(base == _CACHE for station in one.trail for base in station.bases)
     ]

@@ -35,6 +35,8 @@ _ROOT_COSTS = {"variable": 0, "module": 100, "out": 400, "traceback": 800, "thre
 _OPTIMIZER = 300
 # A parameter that only an optimizer knows is one of its param_groups, rather than a key of its states.
 _STATE = 20
+# Memory is rather a parameter's, or a whole tensor's, than that of a view of it, or of a detached one (as in `state_dict()`).
+_SECOND = 50
 # An object is rather reached by its own name than by that of one of its methods.
 _METHOD = 20
 _TABLES = ("_parameters", "_buffers", "_modules")
@@ -247,6 +249,17 @@ def _states_of_optimizers(walk: Traversal, numbers: Iterable[int]) -> set[int]:
     return {number for number in found if number is not None}
 
 
+def _seconds(walk: Traversal) -> set[int]:
+    """The numbers of tensors on memory that is a parameter's, or a whole tensor's, without being that one."""
+    found: set[int] = set()
+    for numbers in walk.tensors.values():
+        its = {number: walk.objects[number] for number in numbers}
+        first = {number for number, tensor in its.items() if tensors.is_parameter(tensor)} if len(its) > 1 else set()
+        first = first or {number for number, tensor in its.items() if not tensors.is_view(tensor)}
+        found.update(its.keys() - first if first else ())
+    return found
+
+
 def _best_paths(
     walk: Traversal, roots: Sequence[int], children: Mapping[int, Sequence[int]]
 ) -> tuple[dict[int, int], dict[int, int]]:
@@ -260,6 +273,7 @@ def _best_paths(
         todo.append((cost, number, -1))
     heapq.heapify(todo)
     states = _states_of_optimizers(walk, children)
+    second = _seconds(walk)
     while todo:
         cost, number, holder = heapq.heappop(todo)
         if number in parent:
@@ -269,6 +283,7 @@ def _best_paths(
         thing = walk.objects[number]
         more = _OPTIMIZER if tensors.is_optimizer(thing) else _STATE if number in states else 0
         more += _METHOD if is_a(thing, types.MethodType) else 0
+        more += _SECOND if number in second else 0
         for child in children.get(number, ()):
             if child not in parent:
                 heapq.heappush(todo, (cost + more + _COSTS.get(walk.kinds.get((number, child), ""), 1), child, number))

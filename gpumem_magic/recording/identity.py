@@ -143,7 +143,7 @@ class Witness:
         that an error left."""
         self._now.clear()
         everything = self._namespace if namespace is None else namespace
-        for _, value in objects.items(everything):
+        for value in chain.from_iterable(_with_members(value) for _, value in objects.items(everything)):
             if tensors.is_module(value):
                 self._modules[id(value)] = weakref.ref(value)
             elif tensors.is_optimizer(value):
@@ -349,6 +349,15 @@ def tensors_in(value: Any, name: str, limit: int) -> list[Named]:
     At most `limit` of them, among the first `limit` items of each container: a long history of numbers costs no more.
     """
     return list(islice(_tensors_in(value, name, limit, _DEPTH), limit))
+
+
+def _with_members(value: Any) -> Iterator[Any]:
+    """A value, and the first ones in it where it is a list, a tuple or a dictionary: the models of an ensemble."""
+    yield value
+    if objects.is_a(value, (list, tuple)):
+        yield from islice(objects.members(value), ROW_LIMIT)
+    elif objects.is_a(value, dict):
+        yield from islice(dict.values(value), ROW_LIMIT)
 
 
 def _tensors_in(value: Any, name: str, limit: int, depth: int) -> Iterator[Named]:
