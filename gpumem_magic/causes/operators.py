@@ -94,7 +94,7 @@ def wide_copies(scene: Scene) -> Iterator[Cause]:
 
 def wide_losses(scene: Scene) -> Iterator[Cause]:
     """What a loss makes of logits over many classes: their log-softmax, their gradients, copies in another type."""
-    for alike, *_ in alive_in_shapes(scene, lambda birth: birth.kernel == "_log_softmax"):
+    for alike, *_ in alive_in_shapes(scene, lambda birth: "log_softmax" in birth.kernel):
         if len(alike.shape) < 2 or alike.shape[-1] < _WORDS or alike.bytes < max(WORTH, scene.part_of_peak(3)):
             continue
         rows = prod(alike.shape[:-1])
