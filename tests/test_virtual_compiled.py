@@ -391,6 +391,21 @@ def test_compiled_autograd() -> None:
     assert "backward()" in one.text
 
 
+def test_what_runs_in_a_backward_pass_may_trace() -> None:
+    """As the compiler does there with a graph from its cache: proxies are no tensors, and are asked for their own ways."""
+    traced = []
+
+    def trace(gradient: torch.Tensor) -> None:
+        module = torch.fx.symbolic_trace(lambda one: torch.ops.aten.view.default(one, [-1]))
+        traced.append(module(gradient).shape)
+
+    x = torch.rand(4, 2, device="cuda", requires_grad=True)
+    x.register_hook(trace)
+    x.sum().backward()
+    torch.autograd.grad(x.sum(), x)
+    assert traced == [(8,), (8,)]
+
+
 def test_loops_of_the_compilers_own_and_pinned_memory(machine: gpu.VirtualMachine) -> None:
     operators = importlib.import_module("torch._higher_order_ops")
     x = torch.rand(4, 64, device="cuda")

@@ -41,7 +41,8 @@ def _backward(patches: Patches, engine: Engine) -> None:
             STATE.last_device = first.fake_device.index
         STATE.backward += 1
         try:
-            with pushed(engine.mode):
+            # Hooks, functions and compilers that run in it call PyTorch as the program does elsewhere.
+            with pushed(engine.mode), torch._C._EnableTorchFunction():
                 return original(t_outputs, *args, **kwargs)
         finally:
             STATE.backward -= 1
