@@ -131,7 +131,10 @@ ASSUMED = {
 NOT_KNOWN = (
     "TITAN RTX with torch 1.4: nobody published its context; the predictions are 27 to 98 MiB more than nvidia-smi showed.",
     "Before torch 2.0 cuBLAS took its workspaces outside of PyTorch; they are not in the context here, and most of the one-GPU "
-    "guide's runs are 20 to 30 MiB low. Two, with optimizers of smaller states (rows 9 and 11), are 66 and 46 MiB high.",
+    "guide's runs are 18 to 30 MiB low. Two, with optimizers of smaller states (rows 9 and 11), are 66 and 46 MiB high: what is "
+    "allocated at their peak is that of row 4 but for the states; how much of the reserved memory lies free there, 218 and 348 "
+    "MiB here, follows from 1.10's order of allocations. With its linear layers and dropout alone they are 46 and 30 MiB high, "
+    "and row 4 is 34 low.",
     "fp16 autocast at batch 4 without checkpointing (row 7) is 3 % low: what torch 1.10's autocast kept beyond today's is not "
     "known.",
     "An LSTM's packed weights: cuDNN's buffer is about 100 KiB larger than the weights; its layout is cuDNN's own.",

@@ -138,6 +138,9 @@ def run(begin: Callable[[], object], cases: list[Any]) -> Iterator[Any]:
         except Exception as error:
             answer = said(error)
         os.environ.pop("STAND_IN_TOLD", None)
+        # What a case turned on, and did not get to turn off.
+        torch.set_grad_enabled(True)
+        torch.set_autocast_enabled(False)
         torch.use_deterministic_algorithms(False)
         if not torch.backends.cudnn.enabled:
             torch.backends.cudnn.enabled = True
