@@ -46,6 +46,7 @@ NAMES = [
     "RTX4080",
     "RTX4090",
     "RTX5090",
+    "RTX-PRO-6000",
     "A6000",
     "A10G",
     "TITAN-RTX",

@@ -278,13 +278,14 @@ def bus_id(index: int) -> str:
 
 def describe() -> str:
     """The names that can be written, one a line: name, GPU, memory, context."""
-    lines = [f"{'name':<12}{'GPU':<26}{'torch':>10}{'nvidia-smi':>12}{'context':>12}"]
     measured = calibration.known()
     models = [calibration.applied(model, calibrations=measured) for model in CATALOG.values()]
+    wide = max(len(model.name) for model in models)
+    lines = [f"{'name':<14}{'GPU':<{wide}}{'torch':>12}{'nvidia-smi':>12}{'context':>12}"]
     for model in models:
         context = f"{'about ' if model.context_is_estimate else ''}{model.context_bytes // MIB} MiB"
         total, smi = f"{model.total_bytes / GIB:.2f} GiB", f"{model.smi_total_bytes // MIB} MiB"
-        lines.append(f"{model.key:<12}{model.name:<26}{total:>10}{smi:>12}{context:>15}")
+        lines.append(f"{model.key:<14}{model.name:<{wide}}{total:>12}{smi:>12}{context:>15}")
     lines += [
         f"{'virtual:24GiB':<14}any size; otherwise like an A100",
         "",
