@@ -34,16 +34,16 @@ class Costs:
         count = self._iterations()
         return (self._flops[count - 1], self._moved[count - 1]) if count else (self._flops.total(), self._moved.total())
 
-    def _counted(self, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    def _counted(self, func: Any, args: Any, kwargs: Any, device: int, answer: Any = None) -> Any:
         formula = None if self._inside else flop_registry.get(getattr(func, "overloadpacket", None))
         if formula is None:
-            out = self._perform(func, args, kwargs, device)
+            out = self._perform(func, args, kwargs, device, answer)
             if (name := func.name()) in (_TO, _INTO):
                 self._moved[self._iterations()] += _between(*((args[0], out) if name == _TO else (args[1], args[0])))
             return out
         self._inside = True
         try:
-            out = self._perform(func, args, kwargs, device)
+            out = self._perform(func, args, kwargs, device, answer)
         finally:
             self._inside = False
         self._flops[self._iterations()] += int(formula(*args, **(kwargs or {}), out_val=out))
