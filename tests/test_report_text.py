@@ -466,8 +466,10 @@ LEADS = [
         "8.1 MiB are workspace of `loss = f(x)`. Peak at f.",
     ),
     (
-        "Out of memory at line 7. Attention scores are stored in full (`att.softmax(-1)`): 10.1 GiB in 9 tensors. Use less.",
-        "Out of memory at line 7. Attention scores are stored in full (`att.softmax(-1)`): 10.1 GiB in 9 tensors.",
+        "Out of memory at line 7. Attention scores are stored in full (`att.softmax(-1)`, line 3): 10.1 GiB in 9 tensors of "
+        "2048 x 2048 for each head. Use less.",
+        "Out of memory at line 7. Attention scores are stored in full (`att.softmax(-1)`, line 3): 10.1 GiB in 9 tensors of "
+        "2048 x 2048 for each head.",
         "Use less.",
     ),
     (

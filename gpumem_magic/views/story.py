@@ -63,7 +63,8 @@ def lead_of(answer: str) -> tuple[str, str]:
     only_where = len(sentences) > 1 and _FAILED.match(bare[: sentences[0]])
     end = sentences[1] if only_where else sentences[0]
     ends = [*(each for each in sentences if each <= end), *(part.start() for part in _PARTS.finditer(bare[:end]))]
-    short = [each for each in ends if len(bare[:each].split()) <= _LEAD]
+    most = _LEAD + (len(bare[: sentences[0]].split()) if only_where else 0)
+    short = [each for each in ends if len(bare[:each].split()) <= most]
     end = max(short, default=min(ends))
     return f"{answer[:end].rstrip('.')}.", answer[end:].lstrip(".;: ")
 
