@@ -310,6 +310,15 @@ GUILTY = [
         "`3`",
     ),
     Case(
+        "graphs_ahead",
+        (
+            "lin = nn.Linear(256, 256).cuda()\nx = torch.randn(262144, 256, device='cuda')",
+            "h = x\nfor _ in range(64):\n    h = lin(h)\n    h = h.relu()\nh.sum().backward()",
+        ),
+        "wait for the backward behind it (line 6)",
+        device="T4",
+    ),
+    Case(
         "attention_scores",
         (
             "q = nn.Linear(64, 64).cuda()\nx = torch.randn(8, 512, 64, device='cuda')",
@@ -1587,11 +1596,14 @@ def test_what_most_of_the_memory_is_and_can_be_without_is_said_before_the_tensor
         "h = x\nfor _ in range(64):\n    h = lin(h)\n    h = h.relu()\nh.sum().backward()",
         "losses = []\nfor _ in range(64):\n    losses.append(lin(x).relu().mean())\ntorch.stack(losses).sum().backward()",
         "total = 0\nfor _ in range(64):\n    total = total + lin(x).relu().mean()\nscaler.scale(total).backward()",
+        "def losses():\n    kept = []\n    for _ in range(64):\n        kept.append(both(x).mean())\n    return kept\n"
+        "total = sum(losses())\ntotal.backward()",
     ],
 )
 def test_graphs_that_wait_for_the_backward_behind_a_loop_are_not_to_be_detached(loop: str) -> None:
     setup = (
-        "lin = nn.Linear(256, 256).cuda()\nx = torch.randn(262144, 256, device='cuda')\nscaler = torch.amp.GradScaler()"
+        "lin = nn.Linear(256, 256).cuda()\nboth = nn.Sequential(lin, nn.ReLU())\nscaler = torch.amp.GradScaler()\n"
+        "x = torch.randn(262144, 256, device='cuda')"
     )
     with notebook("T4", SETUP) as book:
         book.cell(setup)
@@ -1607,6 +1619,18 @@ def test_graphs_that_wait_for_the_backward_behind_a_loop_are_not_to_be_detached(
         # Where a backward of each turn, or none at all, was to come, something is kept.
         without = loop[: loop.rindex("\n")]
         assert "wait for the backward" not in book.measured(without).to_dict()["answer"]
+
+
+def test_a_model_is_named_as_the_notebook_calls_it_and_not_by_its_parts() -> None:
+    with notebook("T4", SETUP) as book:
+        book.cell(
+            "class Model(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+            "        self.layers = nn.ModuleList(nn.Linear(256, 256) for _ in range(8))\n    def forward(self, x):\n"
+            "        for layer in self.layers:\n            x = layer(x).relu()\n        return x\n"
+            "lm = Model().cuda().eval()\nx = torch.randn(262144, 256, device='cuda')"
+        )
+        answer = book.measured("kept = []\nfor _ in range(64):\n    kept.append(lm(x))").to_dict()["answer"]
+    assert "`lm` is in evaluation mode" in answer, answer
 
 
 def test_a_loop_whose_first_statement_fails_has_no_iterations() -> None:

@@ -133,7 +133,7 @@ _COVERED = {
     "map_location_missing": ("held_checkpoint",),
     "all_pairs": ("attention_scores",),
     "wide_loss": ("float32_copy",),
-    "large_images": ("whole_batch",),
+    "large_images": ("whole_batch", "graphs_ahead"),
     "built_beside": ("left_over_copy",),
     "pinned_by_view": ("growth",),
     "unused_graphs": ("growth", "kept_graphs", "missing_no_grad", "retained_graph", "gradients_with_graphs"),
@@ -156,7 +156,7 @@ _COVERED_IF_AS_LARGE = {
     "all_pairs": ("growth",),
     "expanded_copy": ("growth",),
     # There is something better to do about them than fewer at once.
-    "waiting_graphs": ("attention_scores",),
+    "graphs_ahead": ("attention_scores",),
 }
 
 

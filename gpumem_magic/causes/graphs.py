@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from gpumem_magic.causes.ahead import backward_behind
 from gpumem_magic.causes.alike import made_at
 from gpumem_magic.causes.libraries import clearing_hook
 from gpumem_magic.causes.model import LEAST, Iteration, Scene
@@ -111,21 +112,21 @@ def _on_the_way_to_a_backward(scene: Scene, found: Sequence[Spot], count: int, f
         return None
     loop, backward = ahead
     return Cause(
-        "waiting_graphs",
+        "graphs_ahead",
         f"The graphs of {count} turns of the loop at {loop.words} wait for the backward behind it ({backward.words}): "
         f"{human(freed)}.",
         FEWER_AT_ONCE,
         freed,
-        describes=True,
     )
 
 
 def _backward_ahead(scene: Scene, found: Sequence[Spot]) -> tuple[Written, Written] | None:
-    """The loop in which memory ran out, and the backward behind it, where the graphs were all made since the last backward."""
+    """The loop in which memory ran out, and the backward behind it that goes through what it made, where the graphs were all made
+    since the last backward."""
     last = max(map(scene.end_of, scene.spans(BACKWARD)), default=-1)
     if scene.report.error is None or any(_born(scene, one) < last for spot in found for one in spot.held):
         return None
-    return scene.program.backward_behind_loop(scene.left.way)
+    return backward_behind(scene.program.texts, scene.left.way)
 
 
 def _carried_on(carrier: str, where: Written, names: Sequence[str], count: int, freed: int) -> str:
@@ -399,7 +400,7 @@ def graph_without_backward(scene: Scene) -> Cause | None:
     ours = [one for one in scene.held if one.kind == "graph" and _born(scene, one) >= starts[0]]
     freed = size_of(ours)
     kept = len({bisect_right(starts, _born(scene, one)) for one in ours})
-    if freed < LEAST:
+    if freed < LEAST or _backward_ahead(scene, spots(ours)) is not None:
         return None
     place = scene.left.place if scene.report.error is not None else None
     only_looks = place is not None and scene.program.loop_only_looks(place)

@@ -25,12 +25,11 @@ _ADDING_ONE = frozenset({"append", "appendleft", "add", "push"})
 _MAGIC = re.compile(r"^(\s*)[!%].*$", re.M)
 _HOOKS = re.compile(r"register_\w*hook$")
 _TRAINS = re.compile(r"backward|step|fit|train(?!ing)")
-_BACKWARD = re.compile(r"backward|^grad$")
 _SHORT = 60
-_LOOPS = (ast.For, ast.While)
+LOOPS = (ast.For, ast.While)
 # What a tensor gives without its graph.
 _NO_GRAPH = frozenset(("detach", "detach_", "item", "tolist", "data", "shape", "size"))
-_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 @dataclass(frozen=True)
@@ -71,6 +70,11 @@ class Text:
     whole: bool = False
 
     @cached_property
+    def tree(self) -> ast.Module:
+        """Empty where the text is no Python."""
+        return ast.Module(_parsed(self.source), [])
+
+    @cached_property
     def statements(self) -> list[ast.stmt]:
         """All simple statements, those in functions too (or only those)."""
         found: list[ast.stmt] = []
@@ -84,44 +88,29 @@ class Text:
         _simple(_parsed(self.source), True, found)
         return found
 
-    def around(self, line: int, kinds: tuple[Any, ...] = _FUNCTIONS) -> list[str]:
+    def around(self, line: int, kinds: tuple[Any, ...] = FUNCTIONS) -> list[str]:
         """The names of the functions (or classes) around a line."""
-        return [one.name for one in self._around(line, kinds)]
+        return [one.name for one in self.nodes_around(line, kinds)]
 
-    def _around(self, line: int, kinds: tuple[Any, ...]) -> list[Any]:
+    def nodes_around(self, line: int, kinds: tuple[Any, ...]) -> list[Any]:
+        """The loops, functions or classes around a line."""
         found = (node for top in _parsed(self.source) for node in ast.walk(top) if isinstance(node, kinds))
         return [one for one in found if one.lineno <= line <= (one.end_lineno or one.lineno)]
 
     def belongs(self, node: ast.stmt, name: str, function: str) -> bool:
         """Whether a variable in a statement is a function's own, or was handed on to another under the same name."""
-        around = self._around(node.lineno, _FUNCTIONS)
+        around = self.nodes_around(node.lineno, FUNCTIONS)
         return any(one.name == function or name in {given.arg for given in one.args.args} for one in around)
 
     def rest(self, line: int, *, outermost: bool = False) -> StillToRun:
         """What is still to run from a line on in its function, or outside of functions: from the head of the innermost (or the
         outermost) loop around it."""
-        around = sorted(self._around(line, (*_LOOPS, *_FUNCTIONS)), key=lambda node: node.lineno)
-        functions = [number for number, node in enumerate(around) if isinstance(node, _FUNCTIONS)]
+        around = sorted(self.nodes_around(line, (*LOOPS, *FUNCTIONS)), key=lambda node: node.lineno)
+        functions = [number for number, node in enumerate(around) if isinstance(node, FUNCTIONS)]
         loops = around[functions[-1] + 1 :] if functions else around
         first = loops[0 if outermost else -1].lineno if loops else line
         end = around[functions[-1]].end_lineno if functions else None
         return StillToRun("\n".join(self.source.splitlines()[first - 1 : end]), bool(loops))
-
-    def backward_behind_loop(self, line: int) -> tuple[int, int] | None:
-        """Of the innermost loop around a line, in its function: the line of its head, and that of the first backward behind it.
-        None where the loop has one itself, or none follows in what is around it."""
-        around = sorted(self._around(line, (*_LOOPS, *_FUNCTIONS)), key=lambda node: node.lineno)
-        if not around or isinstance(around[-1], _FUNCTIONS):
-            return None
-        *outside, loop = around
-        end = outside[-1].end_lineno if outside else len(self.source.splitlines())
-        lines = sorted(
-            node.lineno
-            for top in _parsed(self.source)
-            for node in ast.walk(top)
-            if isinstance(node, ast.Call) and _BACKWARD.search(_last(node.func)) and loop.lineno <= node.lineno <= end
-        )
-        return (loop.lineno, lines[0]) if lines and lines[0] > loop.end_lineno else None
 
     def cached(self, name: str) -> ast.stmt | None:
         """The last ``return`` of a property whose value its object keeps."""
@@ -214,7 +203,7 @@ class ProgramText:
     def filling(self, name: str) -> Written | None:
         """The last statement in a loop that gives a variable's parts their values, where nothing else in the loop names it."""
         for one in self._mentioning(name):
-            for loop in (node for top in _parsed(one.source) for node in ast.walk(top) if isinstance(node, _LOOPS)):
+            for loop in (node for top in _parsed(one.source) for node in ast.walk(top) if isinstance(node, LOOPS)):
                 inside = list(ast.walk(loop))
                 writes = [node for node in inside if isinstance(node, ast.stmt) and _fills(node, name)]
                 named = sum(isinstance(node, ast.Name) and node.id == name for node in inside)
@@ -262,7 +251,7 @@ class ProgramText:
         what is detached there."""
         found: dict[str, Written] = {}
         for one in self.cells:
-            for loop in (node for top in _parsed(one.source) for node in ast.walk(top) if isinstance(node, _LOOPS)):
+            for loop in (node for top in _parsed(one.source) for node in ast.walk(top) if isinstance(node, LOOPS)):
                 for node in ast.walk(loop):
                     if isinstance(node, ast.Assign) and not isinstance(node.value, ast.BinOp):
                         made = {part.id for target in node.targets for part in _plain_targets(target)}
@@ -298,21 +287,15 @@ class ProgramText:
         rest = next((one.rest(place.line - one.ahead) for one in self.cells if one.where == place.where), None)
         return rest is not None and rest.in_loop and not _TRAINS.search(rest.source)
 
-    def backward_behind_loop(self, way: Sequence[Written]) -> tuple[Written, Written] | None:
-        """Of the lines that lead to a failure, the innermost with a loop around it that has no backward, and one behind it: the
-        loop's head, and that backward."""
-        for place in reversed(way):
-            one = next((one for one in self.cells if one.where == place.where), None)
-            found = one.backward_behind_loop(place.line - one.ahead) if one is not None else None
-            if one is not None and found is not None:
-                loop, backward = (Written(one.where, line + one.ahead, "") for line in found)
-                return loop, backward
-        return None
+    @property
+    def texts(self) -> list[Text]:
+        """The cells and the files, the measured one first."""
+        return [*self.cells, *self._modules]
 
     def may_go_backward(self, way: Sequence[Written]) -> bool:
         """Whether one of the functions that lead to a line has a backward or a step in what it would run next: in its rest and in
         the loops around its line. Where a text is not known, it may."""
-        texts = {one.where: one for one in reversed([*self.cells, *self._modules])}
+        texts = {one.where: one for one in reversed(self.texts)}
         for place in way:
             one = texts.get(place.where)
             if one is None or _TRAINS.search(one.rest(place.line - one.ahead, outermost=True).source):

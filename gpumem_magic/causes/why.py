@@ -97,7 +97,7 @@ class Why:
                 _remember_lost(self._holdings)
                 if error is not None:
                     self._left = left_functions(error)
-                everything = {**self._left.modules, **dict(_modules_in(namespace))}
+                everything = _without_parts(self._left.modules, dict(_modules_in(namespace)))
                 self._left.modules.clear()
                 self._evaluating = _evaluating(everything)
                 self._evaluated = frozenset().union(
@@ -270,6 +270,12 @@ def _shell_of(namespace: Mapping[str, Any] | None) -> Any:
 def _evaluating(namespace: Mapping[str, Any]) -> frozenset[str]:
     """Variables that are modules in evaluation mode. No attribute is asked for that the user could have written."""
     return frozenset(name for name, module in _modules_in(namespace) if name and attribute(module, "training") is False)
+
+
+def _without_parts(left: Mapping[str, Any], named: Mapping[str, Any]) -> dict[str, Any]:
+    """The notebook's modules, and those of the functions that an error left, but for parts of the former (`self`)."""
+    parts = {id(one) for module in named.values() for _, one in tensors.modules_in(module)}
+    return {**{name: one for name, one in left.items() if id(one) not in parts}, **named}
 
 
 def _idle_checkpointing(namespace: Mapping[str, Any]) -> frozenset[str]:
