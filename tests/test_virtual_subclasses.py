@@ -159,7 +159,9 @@ def test_a_saved_tensor_of_a_class_comes_back_of_it_with_its_attributes(where: s
     assert loaded["it"].device == torch.device(where)
     assert (loaded["it"] + 1).label == "first"
     assert loaded["it"].untyped_storage()._cdata == loaded["view"].untyped_storage()._cdata
-    assert type(pickle.loads(pickle.dumps(tensor))) is Labelled
+    again = pickle.loads(pickle.dumps(tensor))
+    assert isinstance(again, Labelled)
+    assert (again.label, str(again.device)) == ("first", "cuda:0")
 
 
 def test_classes_of_tensors_are_pickled_as_those_that_they_have_on_the_host() -> None:
