@@ -58,6 +58,8 @@ def programs() -> dict[str, Program]:
 def printed(program: Program, device: str) -> str:
     """What a program prints, without the device's name; an error's text where it fails."""
     torch.manual_seed(0)
+    # (Compiling a program turns it off for all that follow.)
+    torch.distributions.Distribution.set_default_validate_args(True)
     out = io.StringIO()
     with contextlib.redirect_stdout(out), warnings.catch_warnings():
         warnings.simplefilter("ignore")
