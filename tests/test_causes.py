@@ -1172,7 +1172,7 @@ GUILTY += [
     Case(
         "growth",
         ("kept = ()", "for n in range(1, 16):\n    kept += (mib(n).view(n, -1)[-1],)"),
-        "keeps the whole tensor",
+        "held by `kept`, put there at line 3 (`kept += (mib(n).view(n, -1)[-1],)`). Each is a view",
         "A100-40GB,torch=2.13",
     ),
     Case(
@@ -1234,6 +1234,11 @@ GUILTY += [
         ),
         "`data`",
         "virtual:2500MiB",
+    ),
+    Case(
+        "grown_result",
+        ("tall = torch.randn(16, 1024, 64, device='cuda')", "u, s, v = torch.linalg.svd(tall)"),
+        "`full_matrices=False` makes (16, 1024, 64) of it",
     ),
     Case("alike_buffers", (CACHES, "for layer in caches:\n    layer(x)"), "each layer needs its own"),
 ]

@@ -235,6 +235,10 @@ def _other(scene: Scene, alike: Alike) -> Cause | None:
     remedy = "Work on a part at a time, or make it smaller before."
     if is_in_parts(scene, alike):
         remedy = "Fewer at a time take less."
+    elif "svd" in birth.kernel and alike.shape[-1] == alike.shape[-2]:
+        # (`torch.linalg.svd` makes all of U unless it is told not to.)
+        few = (*alike.shape[:-1], min(birth.inputs[0][0][-2:]))
+        remedy = f"`full_matrices=False` makes {shape_words(few)} of it."
     elif birth.kernel == "im2col":
         remedy = "Where the windows are multiplied with weights, `F.conv2d` does it without storing them."
     elif birth.kernel.startswith("upsample"):

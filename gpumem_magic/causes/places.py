@@ -186,8 +186,9 @@ def _named(spot: Spot) -> str:
     if spot.of:
         return f"the gradients of {quoted(spot.of)}"
     # Not the first one's place, where the next one's has another number: ``outs[0…7]['pred']``.
-    places = sorted({_NUMBERS.sub("", base(one)) for one in spot.held})
-    whole = number_range(places) if len(places) > 1 and _INDEX.search(spot.place) else ""
+    places = {base(one) for one in spot.held}
+    several = len(places) > 1 and _INDEX.search(spot.place)
+    whole = number_range(sorted({_NUMBERS.sub("", place) for place in places})) if several else ""
     return f"`{whole}`" if whole else quoted(spot.place)
 
 
