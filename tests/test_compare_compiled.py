@@ -56,6 +56,35 @@ def test_what_the_cell_compiles_runs_eagerly_in_one(book: Notebook) -> None:
     assert not [note for note in both.eager.notes if "break" in note]
 
 
+def test_what_a_checkpoint_runs_once_more_is_the_compiled_model_again(book: Notebook) -> None:
+    cell = (
+        MADE
+        + "from torch.utils.checkpoint import checkpoint\n"
+        + STEPS.replace("model(x)", "checkpoint(model, x, use_reentrant=False)")
+    )
+    book.cell("%%gpumem -o both --compare compile\n" + cell)
+    both = book.shell.user_ns["both"]
+    assert both.eager.ending == both.compiled.ending == FITS, both
+
+
+def test_what_jit_traces_stays_as_it_is(book: Notebook) -> None:
+    book.cell(
+        "%%gpumem -o both --compare compile\n"
+        + MADE
+        + "fast = torch.jit.trace(model.eval(), x)\nfast(x).sum().backward()"
+    )
+    both = book.shell.user_ns["both"]
+    assert both.eager.ending == both.compiled.ending == FITS, both
+
+
+@pytest.mark.parametrize("flag", ["--fit n=1..8", "--advise", "--compare compile"])
+def test_a_cell_that_awaits_is_refused_in_one_line(book: Notebook, flag: str) -> None:
+    said = book.cell(f"%%gpumem {flag}\nimport asyncio\nn = 1\nawait asyncio.sleep(0)\ntorch.ones(n).cuda()")
+    assert said.rstrip().endswith(
+        "a cell that awaits at its top level cannot be tried: only the notebook's event loop runs it"
+    ), said
+
+
 def test_a_report_of_compiled_code_has_the_eager_run_before_it(book: Notebook) -> None:
     def note(cell: str) -> str:
         book.cell(f"%%gpumem -q -o report\n{cell}")

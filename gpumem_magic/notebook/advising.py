@@ -49,7 +49,10 @@ def advise(
     from gpumem_magic.advice.answer import Advice
     from gpumem_magic.advice.trial import CellTrials
     from gpumem_magic.trials import cards
+    from gpumem_magic.trials.programs import AWAITS
 
+    if cell.needs_await:
+        raise UsageError(f"{magic}: {AWAITS}")
     line = ProgressLine(quiet=options.quiet)
     minutes = getattr(options, "minutes", None) or MINUTES
     python = cell.python.removeprefix("\n" * lines_above)

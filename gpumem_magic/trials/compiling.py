@@ -79,12 +79,14 @@ def _compile_models() -> None:
         # The compiler looks at how modules are called, and shall find what PyTorch has there.
         torch.nn.Module.__call__ = plain  # type: ignore[method-assign]
         try:
+            if id(self) in compiled:
+                # Also in a backward, where a checkpoint runs it once more.
+                return compiled[id(self)][1](*args, **kwargs)
             # (What `torch.jit` traces may not be compiled.)
             elsewhere = torch._C._current_graph_task_id() != -1 or torch.jit.is_tracing()  # type: ignore[attr-defined,no-untyped-call]
             if elsewhere or _is_compiled(self) or next(self.parameters(), None) is None:
                 return plain(self, *args, **kwargs)
-            if id(self) not in compiled:
-                compiled[id(self)] = self, torch.compile(self)
+            compiled[id(self)] = self, torch.compile(self)
             return compiled[id(self)][1](*args, **kwargs)
         finally:
             torch.nn.Module.__call__ = call  # type: ignore[method-assign]

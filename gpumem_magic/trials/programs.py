@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from gpumem_magic.trials.loops import LoopEnds
 
 
+AWAITS = "a cell that awaits at its top level cannot be tried: only the notebook's event loop runs it"
+
+
 class Running(Protocol):
     """A program with its values, ready to run once."""
 
@@ -76,9 +79,7 @@ class CellProgram:
 
     def __init__(self, shell: Any, cell: PreparedCell) -> None:
         if cell.needs_await:
-            raise VaryError(
-                "a cell that awaits at its top level cannot be tried: only the notebook's event loop runs it"
-            )
+            raise VaryError(AWAITS)
         self._shell = shell
         self._cell = cell
 
