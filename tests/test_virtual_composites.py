@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from asked_for import made
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -88,6 +89,21 @@ def test_a_norm_by_squares_keeps_one_number_for_each_row(machine: gpu.VirtualMac
     # Both gradients are there when the kernel ends; what forward kept goes then.
     assert torch.cuda.max_memory_allocated() - start == x.nbytes + 1024 * dtype.itemsize
     assert norm.weight.grad is not None
+
+
+@pytest.mark.parametrize("surrounding", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_before_2_9_a_norm_by_squares_is_several_operators(surrounding: Callable[[], Any]) -> None:
+    gpu.turn_on("A100-40GB,torch=2.8")
+    try:
+        x = torch.zeros(100, 64, dtype=torch.bfloat16, device="cuda")
+        weight = torch.zeros(64, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+        size = 100 * 64 * 2
+        with surrounding():
+            # The input in float32, its squares, their means, the factors, the product, that in bfloat16, and times the weight.
+            steps = [2 * size, 2 * size, 100 * 4, 100 * 4, 2 * size, size, size]
+            assert made(lambda: F.rms_norm(x, (64,), weight)) == steps
+    finally:
+        gpu.turn_off()
 
 
 def test_a_norm_by_squares_in_all_surroundings(machine: gpu.VirtualMachine) -> None:

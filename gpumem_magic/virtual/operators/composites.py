@@ -5,8 +5,8 @@ host's dropout keeps a mask in the input's type where CUDA keeps one byte for ea
 ``dtype=float32`` of float16 scores makes a float32 copy first. As in `Dropout.cpp` and `SoftMax.cpp`.
 
 The gradients of SiLU and Mish are one kernel on CUDA (`native_functions.yaml`); a build for the host knows them for CUDA as seven
-and eight smaller operators only, which would hold up to five tensors more for a moment. Likewise `rms_norm`, which keeps one
-number for each row beside its input (``layer_norm_kernel.cu``), and not the normalised input as well. Eigenvalues and singular
+and eight smaller operators only, which would hold up to five tensors more for a moment. Likewise `rms_norm` since 2.9, which keeps
+one number for each row beside its input (``layer_norm_kernel.cu``), and not the normalised input as well. Eigenvalues and singular
 values come without vectors where no gradient needs these; C++ takes subclasses of tensors for such as may have one.
 """
 
@@ -103,17 +103,29 @@ class _RmsNorm(torch.autograd.Function):
 
 
 def _by_smaller_operators(input: Any, normalized_shape: Any, weight: Any, eps: Any) -> tuple[Any, Any]:
+    """As `rms_norm_symint` in ``layer_norm.cpp`` does it before 2.9."""
     dims = list(range(-len(normalized_shape), 0))
     wide = input.float() if input.dtype in HALF else input
-    rstd = torch.rsqrt(wide.square().mean(dims, keepdim=True) + (torch.finfo(wide.dtype).eps if eps is None else eps))
-    out = wide * rstd
-    return (out if weight is None else out * weight).to(input.dtype), rstd
+    squares = wide.pow(2)
+    means = squares.mean(dims, keepdim=True).add_(torch.finfo(wide.dtype).eps if eps is None else eps)
+    rstd = torch.rsqrt(means)
+    # (In this order.)
+    del means
+    del squares
+    out = (wide * rstd).to(input.dtype)
+    return out if weight is None else out * weight, rstd
+
+
+# Since when `rms_norm` is one kernel.
+_ONE_KERNEL_FROM = (2, 9)
 
 
 def rms_norm(input: torch.Tensor, normalized_shape: Any, weight: torch.Tensor | None, eps: float | None) -> Any:
     """One kernel, which keeps a number for each row."""
     # How `vmap` and forward derivatives go through a kernel is known for the smaller operators; compilers take those, too.
     if torch._C._are_functorch_transforms_active() or not isinstance(input, VirtualTensor):
+        return _by_smaller_operators(input, normalized_shape, weight, eps)
+    if _version_of(input) < _ONE_KERNEL_FROM:
         return _by_smaller_operators(input, normalized_shape, weight, eps)
     return _RmsNorm.apply(input, normalized_shape, weight, eps)  # type: ignore[no-untyped-call]
 
@@ -292,4 +304,7 @@ def _without_autograd(engine: Engine, func: Any, args: Any, kwargs: Any, device:
 @special(*_KERNELS)
 def _whole(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     is_norm = _KERNELS[func] is rms_norm
+    if is_norm and engine.memory.torch_version(device) < _ONE_KERNEL_FROM:
+        with pushed(engine.mode):
+            return _by_smaller_operators(*args, **kwargs)
     return laid_out(engine, func, args, kwargs, device, (0,) if is_norm else ())
