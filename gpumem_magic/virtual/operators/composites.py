@@ -5,8 +5,8 @@ host's dropout keeps a mask in the input's type where CUDA keeps one byte for ea
 ``dtype=float32`` of float16 scores makes a float32 copy first. As in `Dropout.cpp` and `SoftMax.cpp`.
 
 The gradients of SiLU and Mish are one kernel on CUDA (`native_functions.yaml`); a build for the host knows them for CUDA as seven
-and eight smaller operators only, which would hold up to five tensors more for a moment. Likewise `rms_norm` since 2.9, which keeps
-one number for each row beside its input (``layer_norm_kernel.cu``), and not the normalised input as well. Eigenvalues and singular
+and eight smaller operators only, which would hold up to five tensors more for a moment. Likewise `rms_norm` since 2.9: it keeps
+a number for each row beside its input (``layer_norm_kernel.cu``), and not the normalised input as well. Eigenvalues and singular
 values come without vectors where no gradient needs these; C++ takes subclasses of tensors for such as may have one.
 """
 
