@@ -248,7 +248,7 @@ class VirtualTensor(FakeTensor, metaclass=VirtualKind):
                 if found is not None:
                     return found
                 func = engine.of_device(func, args)
-            if type(func) in _OF_C and types == _OURS:
+            if engine.computes and type(func) in _OF_C and types == _OURS:
                 # (Which cannot run Python of the program's.)
                 looks = engine.functions.looks(func, args, kwargs)
                 if looks is not None:
