@@ -9,14 +9,16 @@ from typing import Any
 import torch
 
 from gpumem_magic.looks import tensors
-from gpumem_magic.looks.objects import attribute, is_sequence, members
+from gpumem_magic.looks.objects import attribute, is_a, is_sequence, members
 from gpumem_magic.looks.tensors import Named
 
 
 def waiting_gradients(module: torch.nn.Module) -> Iterator[Named]:
     """Of `fully_shard`'s whole parameters, by the parameters' names, where the program accumulates without sharing out."""
     states: Any = sys.modules.get("torch.distributed._composable_state")
-    if states is None or "torch.distributed.fsdp._fully_shard._fsdp_state" not in sys.modules:
+    sharded = attribute(sys.modules.get("torch.distributed.fsdp"), "FSDPModule")
+    # (Another module, whose hash may be the program's own, is not looked up.)
+    if states is None or sharded is None or not is_a(module, sharded):
         return
     reference = states._module_state_mapping.get(module)
     state = None if reference is None else reference()
