@@ -120,5 +120,5 @@ def test_compiled_it_is_one_graph() -> None:
         layer(x)
         counters.clear()
         torch.compile(layer, backend="aot_eager")(x)
-    assert not counters["graph_break"]
+    assert not counters["graph_break"], next(iter(counters["graph_break"]))
     assert counters["stats"]["unique_graphs"] == 1

@@ -20,6 +20,8 @@ from gpumem_magic.virtual.compiler import dynamo, graph_trees, inductor, padding
 from gpumem_magic.virtual.engine.device import MachineForTorch
 from gpumem_magic.virtual.operators.factories import Factories
 
+# The module of `torch.export` that traces.
+EXPORTING = "torch.export._trace"
 # What PyTorch itself compiles as a whole in a `flex_attention` that nobody compiled: `libraries.flex` has a rule for it.
 _OWN_STEP = "_flex_attention_hop_wrapper"
 
@@ -33,6 +35,7 @@ class Compiler:
         self._factories = factories
         self._current_device = current_device
         self._ready: set[str] = set()
+        self._is_installed = False
         self._eager_calls = 0
         # A line about each kind of thing that went another way than on a card, and how often.
         self._otherwise: Counter[str] = Counter()
@@ -63,8 +66,11 @@ class Compiler:
             return inductor.compile_with(call, self._otherwise, self._whose, wrapper, *args, **kwargs)
 
         patches.set(torch._TorchCompileInductorWrapper, "__call__", compile_with_inductor)
+        self._is_installed = True
         if "torch._dynamo.eval_frame" in sys.modules:
             self._prepare(patches)
+        if (exporting := sys.modules.get(EXPORTING)) is not None:
+            self.ready_to_export(exporting, patches)
 
     def _prepare(self, patches: Patches) -> None:
         if "dynamo" in self._ready:
@@ -86,6 +92,9 @@ class Compiler:
     def ready_to_export(self, module: ModuleType, patches: Patches) -> None:
         """`torch.export` (and what is built on it) traces as `torch.compile` does, and what it makes runs operator by operator:
         also where values are computed."""
+        if not self._is_installed:
+            # It was imported before the device was turned on, and what the compiler looks at is not all in its place yet.
+            return
         self._prepare(patches)
         if self._engine.computes:
             self._trace(patches)
