@@ -6,8 +6,8 @@ import ast
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
-from gpumem_magic.causes.program import FUNCTIONS, LOOPS, Text, Written
-from gpumem_magic.looks.expressions import dotted, targets
+from gpumem_magic.causes.program import FUNCTIONS, Text, Written
+from gpumem_magic.looks.expressions import called, dotted, targets
 
 _BACKWARD = re.compile(r"backward|^grad$")
 # What puts its argument into the object that it is called on.
@@ -93,15 +93,15 @@ class _Reaching:
                 self.is_returned = self.is_returned or _RETURNED in self._names or self._mentioned(one)
                 if self.is_returned:
                     return self
-            for call in (inner for inner in _own(one) if isinstance(inner, ast.Call)):
+            for call in _calls(one):
                 if _goes_back(call) and self._mentioned(call):
                     self.backward = Written(self._text.where, call.lineno + self._text.ahead, "")
                     return self
                 if self._deep < _DEEPEST and (found := self._in_called(call)) is not None:
                     self.backward = found
                     return self
-                if isinstance(call.func, ast.Attribute) and call.func.attr in _PUTS and self._mentioned(*call.args):
-                    self._names.update(targets(call.func.value))
+                if self._mentioned(*call.args):
+                    self._names.update(_put_into(call))
             self._assigned(one)
         return self
 
@@ -139,23 +139,13 @@ class _Reaching:
 
 
 def _goes_back(node: ast.AST) -> bool:
-    return (
-        isinstance(node, ast.Call)
-        and _BACKWARD.search(dotted(node.func).rpartition(".")[2] or _method(node)) is not None
-    )
-
-
-def _method(call: ast.Call) -> str:
-    """``backward`` of ``scaler.scale(loss).backward()``."""
-    return call.func.attr if isinstance(call.func, ast.Attribute) else ""
+    return isinstance(node, ast.Call) and _BACKWARD.search(called(node)) is not None
 
 
 def _around(text: Text, line: int) -> tuple[ast.AST, ast.For | ast.While | None]:
     """The function around a line (or all of the text), and the innermost loop in it."""
-    around = sorted(text.nodes_around(line, (*LOOPS, *FUNCTIONS)), key=lambda node: node.lineno)
-    functions = [number for number, node in enumerate(around) if isinstance(node, FUNCTIONS)]
-    loops = around[functions[-1] + 1 :] if functions else around
-    return (around[functions[-1]] if functions else text.tree), (loops[-1] if loops else None)
+    function, loops = text.loops_around(line)
+    return (text.tree if function is None else function), (loops[-1] if loops else None)
 
 
 def _made_in(loop: ast.For | ast.While) -> set[str]:
@@ -163,9 +153,8 @@ def _made_in(loop: ast.For | ast.While) -> set[str]:
     found: set[str] = set()
     for one in _statements(loop, 0):
         found.update(_given(one))
-        for call in (inner for inner in _own(one) if isinstance(inner, ast.Call)):
-            if isinstance(call.func, ast.Attribute) and call.func.attr in _PUTS:
-                found.update(targets(call.func.value))
+        for call in _calls(one):
+            found.update(_put_into(call))
     return found - set(_given(loop))
 
 
@@ -187,10 +176,17 @@ def _statements(inside: ast.AST, behind: int) -> Iterator[ast.stmt]:
             yield from _statements(one, behind)
 
 
-def _own(one: ast.stmt) -> Iterator[ast.AST]:
-    """The nodes of a statement's own expressions, without the statements in it."""
+def _put_into(call: ast.Call) -> Iterator[str]:
+    """The object that a call puts its arguments into: ``outs`` of ``outs.append(y)``."""
+    if isinstance(call.func, ast.Attribute) and call.func.attr in _PUTS:
+        yield from targets(call.func.value)
+
+
+def _calls(one: ast.stmt) -> Iterator[ast.Call]:
+    """Those of a statement's own expressions, without the statements in it."""
     todo: list[ast.AST] = [one]
     while todo:
         node = todo.pop()
-        yield node
+        if isinstance(node, ast.Call):
+            yield node
         todo += [inner for inner in ast.iter_child_nodes(node) if not isinstance(inner, (ast.stmt, ast.excepthandler))]

@@ -26,7 +26,7 @@ _MAGIC = re.compile(r"^(\s*)[!%].*$", re.M)
 _HOOKS = re.compile(r"register_\w*hook$")
 _TRAINS = re.compile(r"backward|step|fit|train(?!ing)")
 _SHORT = 60
-LOOPS = (ast.For, ast.While)
+_LOOPS = (ast.For, ast.While)
 # What a tensor gives without its graph.
 _NO_GRAPH = frozenset(("detach", "detach_", "item", "tolist", "data", "shape", "size"))
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -71,21 +71,21 @@ class Text:
 
     @cached_property
     def tree(self) -> ast.Module:
-        """Empty where the text is no Python."""
+        """Parsed once, for all that ask. Empty where the text is no Python."""
         return ast.Module(_parsed(self.source), [])
 
     @cached_property
     def statements(self) -> list[ast.stmt]:
         """All simple statements, those in functions too (or only those)."""
         found: list[ast.stmt] = []
-        _simple(_parsed(self.source), self.whole, found)
+        _simple(self.tree.body, self.whole, found)
         return found
 
     @cached_property
     def everywhere(self) -> list[ast.stmt]:
         """All simple statements, those outside of functions too."""
         found: list[ast.stmt] = []
-        _simple(_parsed(self.source), True, found)
+        _simple(self.tree.body, True, found)
         return found
 
     def around(self, line: int, kinds: tuple[Any, ...] = FUNCTIONS) -> list[str]:
@@ -94,8 +94,14 @@ class Text:
 
     def nodes_around(self, line: int, kinds: tuple[Any, ...]) -> list[Any]:
         """The loops, functions or classes around a line."""
-        found = (node for top in _parsed(self.source) for node in ast.walk(top) if isinstance(node, kinds))
+        found = (node for top in self.tree.body for node in ast.walk(top) if isinstance(node, kinds))
         return [one for one in found if one.lineno <= line <= (one.end_lineno or one.lineno)]
+
+    def loops_around(self, line: int) -> tuple[Any, list[Any]]:
+        """The innermost function around a line, None outside of all; and the loops in it around the line, the outermost first."""
+        around = sorted(self.nodes_around(line, (*_LOOPS, *FUNCTIONS)), key=lambda node: node.lineno)
+        functions = [number for number, node in enumerate(around) if isinstance(node, FUNCTIONS)]
+        return (around[functions[-1]], around[functions[-1] + 1 :]) if functions else (None, around)
 
     def belongs(self, node: ast.stmt, name: str, function: str) -> bool:
         """Whether a variable in a statement is a function's own, or was handed on to another under the same name."""
@@ -105,16 +111,14 @@ class Text:
     def rest(self, line: int, *, outermost: bool = False) -> StillToRun:
         """What is still to run from a line on in its function, or outside of functions: from the head of the innermost (or the
         outermost) loop around it."""
-        around = sorted(self.nodes_around(line, (*LOOPS, *FUNCTIONS)), key=lambda node: node.lineno)
-        functions = [number for number, node in enumerate(around) if isinstance(node, FUNCTIONS)]
-        loops = around[functions[-1] + 1 :] if functions else around
+        function, loops = self.loops_around(line)
         first = loops[0 if outermost else -1].lineno if loops else line
-        end = around[functions[-1]].end_lineno if functions else None
+        end = function.end_lineno if function is not None else None
         return StillToRun("\n".join(self.source.splitlines()[first - 1 : end]), bool(loops))
 
     def cached(self, name: str) -> ast.stmt | None:
         """The last ``return`` of a property whose value its object keeps."""
-        for function in (node for top in _parsed(self.source) for node in ast.walk(top)):
+        for function in (node for top in self.tree.body for node in ast.walk(top)):
             if not isinstance(function, ast.FunctionDef) or function.name != name:
                 continue
             if any(_last(one) == "cached_property" for one in function.decorator_list):
@@ -203,7 +207,7 @@ class ProgramText:
     def filling(self, name: str) -> Written | None:
         """The last statement in a loop that gives a variable's parts their values, where nothing else in the loop names it."""
         for one in self._mentioning(name):
-            for loop in (node for top in _parsed(one.source) for node in ast.walk(top) if isinstance(node, LOOPS)):
+            for loop in (node for top in one.tree.body for node in ast.walk(top) if isinstance(node, _LOOPS)):
                 inside = list(ast.walk(loop))
                 writes = [node for node in inside if isinstance(node, ast.stmt) and _fills(node, name)]
                 named = sum(isinstance(node, ast.Name) and node.id == name for node in inside)
@@ -251,7 +255,7 @@ class ProgramText:
         what is detached there."""
         found: dict[str, Written] = {}
         for one in self.cells:
-            for loop in (node for top in _parsed(one.source) for node in ast.walk(top) if isinstance(node, LOOPS)):
+            for loop in (node for top in one.tree.body for node in ast.walk(top) if isinstance(node, _LOOPS)):
                 for node in ast.walk(loop):
                     if isinstance(node, ast.Assign) and not isinstance(node.value, ast.BinOp):
                         made = {part.id for target in node.targets for part in _plain_targets(target)}
@@ -310,7 +314,7 @@ class ProgramText:
         """The cell's own ``except`` blocks: the first line of what is tried, and their own first and last lines."""
         found = []
         for one in self.cells[:1]:
-            for node in (inner for top in _parsed(one.source) for inner in ast.walk(top)):
+            for node in (inner for top in one.tree.body for inner in ast.walk(top)):
                 if not isinstance(node, ast.Try):
                     continue
                 for handler in node.handlers:
