@@ -15,8 +15,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
-from gpumem_magic.looks import flows
-from gpumem_magic.looks.flows import FileFlows, Key, Uses
+from gpumem_magic.looks import flows, observers
+from gpumem_magic.looks.flows import FileFlows, Flow, Key, Uses
 
 # Errors that a wrong value brings about, as a wrong name does not.
 _OF_VALUES = (
@@ -33,6 +33,12 @@ _OF_GRAPHS = (
 # What a value flows into is as far from it as the farthest step on the way.
 _VALUE, _WHOLE, _COUNT, _WAY, _TOLD = range(5)
 _STEPS = {"value": _VALUE, "argument": _VALUE, "whole": _WHOLE, "count": _COUNT, "way": _WAY, "told": _TOLD}
+
+
+def forget() -> None:
+    """What was found out of classes that were alive: the program may have others since."""
+    observers.forget()
+    _reached_in.cache_clear()
 
 
 def may_be_of_a_value(kind: str, message: str) -> bool:
@@ -137,7 +143,7 @@ class _Reached:
         left = [
             (0, flow, _VALUE)
             for flow in self._files[0].flows
-            if flow.source.covers(line) and (flow.kind != "argument" or flow.source.reads)
+            if flow.source.covers(line) and (flow.kind != "argument" or flow.source.reads) and _is_let(flow)
         ]
         while left:
             number, flow, before = left.pop()
@@ -149,7 +155,9 @@ class _Reached:
                         for asked in self._keys_of(key, level):
                             flowing = self._files[place].by_key.get(asked, ())
                             left += [
-                                (place, one, level) for one in flowing if self._follows(one.source, place, key, level)
+                                (place, one, level)
+                                for one in flowing
+                                if self._follows(one.source, place, key, level) and _is_let(one)
                             ]
 
     def _keys_of(self, key: Key, level: int) -> Sequence[Key]:
@@ -202,3 +210,7 @@ class _Reached:
     def stands_in(self, used: tuple[int, Uses]) -> bool:
         number, source = used
         return number == 0 and source.covers(self._line)
+
+
+def _is_let(flow: Flow) -> bool:
+    return flow.through is None or not observers.give_back_unchanged(*flow.through)

@@ -65,10 +65,13 @@ _READS = (
 _PRINTS = frozenset((
     "print", "pprint", "write", "writelines", "writerow", "writerows", "display", "secho", "log", "debug", "info", "warning",
 ))  # fmt: skip
-# Attributes of a tensor that hold its values, and what does not tell them.
+# Attributes of a tensor that hold its values, and what asks for its shape, its type or its place, whatever the values are.
 _ITSELF = frozenset(("data", "T"))
 _OF_SHAPE = frozenset(("shape", "ndim", "device", "dtype"))
-_ASKING_SHAPE = frozenset(("size", "dim", "numel", "len", "isinstance"))
+_ASKING_SHAPE = frozenset((
+    "size", "dim", "numel", "nelement", "len", "isinstance", "stride", "storage_offset", "element_size", "data_ptr",
+    "is_contiguous", "is_floating_point", "is_complex", "get_device",
+))  # fmt: skip
 
 
 class Uses(NamedTuple):
@@ -91,13 +94,21 @@ class Uses(NamedTuple):
         return self.first <= line <= self.last
 
 
+class Through(NamedTuple):
+    """A method's name, and at which position (without ``self``) it is handed what it gives back."""
+
+    name: str
+    position: int
+
+
 class Flow(NamedTuple):
     """kind: what is set holds the "value" (an "argument" does), a "whole" number made of it, a "count" or a "way" follows from a
-    test, an object is "told"."""
+    test, an object is "told". through: it flows only if such methods let it."""
 
     source: Uses
     sets: tuple[Key, ...]
     kind: str
+    through: Through | None = None
 
 
 class Test(NamedTuple):
@@ -232,7 +243,8 @@ class _FlowReader:
         if isinstance(node, _ASSIGNMENTS):
             if node.value is not None:
                 names = tuple(self._targets(node))
-                self._flow(node.value, names)
+                if not self._handed_through(node, node.value, names):
+                    self._flow(node.value, names)
                 for one in selections(node.value):
                     self._flow(one, (*names, *map(length, names)), "count")
                 if is_mask(node.value):
@@ -361,6 +373,21 @@ class _FlowReader:
         names = tuple(map(self._key, targets(into)))
         self._flow(source, (*names, *map(length, names)), "count")
 
+    def _handed_through(self, node: ast.stmt | ast.NamedExpr, value: ast.expr, names: tuple[Key, ...]) -> bool:
+        """``control = handler.on_log(control, logs)``: the logs may be in it, `Through` what has this name."""
+        if not (isinstance(node, ast.Assign) and isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute)):
+            return False
+        given = list(map(dotted, value.args))
+        own = [dotted(one) for one in node.targets]
+        if len(own) != 1 or not own[0] or own[0] not in given:
+            return False
+        position = given.index(own[0])
+        back = self._uses(value.args[position])
+        back = back._replace(keys=back.keys | {(0, f"{called(value)}()"), (0, f"{called(value)}()[]")})
+        self._flows.append(Flow(back, names, "value"))
+        self._flows.append(Flow(self._uses(value), names, "value", Through(called(value), position)))
+        return True
+
     def _told(self, call: ast.Call) -> None:
         """An object whose method is called, or a function, is told of the arguments."""
         told = dotted(call.func.value if isinstance(call.func, ast.Attribute) else call.func)
@@ -403,8 +430,13 @@ class _FlowReader:
                 yield 0, f"{function}()"
         elif found := dotted(node):
             parts = found.split(".")
-            while len(parts) > 1 and (parts[-1] in _ITSELF or parts[-1] in _OF_SHAPE):
-                asked = "length" if parts.pop() in _OF_SHAPE else asked
+            # (Whatever is asked of a shape or a device, as in ``x.device.type``, says nothing of values.)
+            for number, part in enumerate(parts[1:], 1):
+                if part in _OF_SHAPE:
+                    parts, asked = parts[:number], "length"
+                    break
+            while len(parts) > 1 and parts[-1] in _ITSELF:
+                parts.pop()
             yield from _asked(self._key(".".join(parts)), asked)
             yield from (self._key(".".join(parts[:number])) for number in range(1, len(parts)))
         else:

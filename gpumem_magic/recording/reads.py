@@ -11,6 +11,7 @@ from gpumem_magic.looks.decisions import (
     chooses_a_way,
     chooses_an_object,
     ends_a_loop,
+    forget,
     is_printed,
     makes_a_size,
     selects,
@@ -32,6 +33,7 @@ class ReadsWithin:
 
     def stand_ins(self, place_of: Callable[[str, int], str]) -> tuple[StandIn, ...]:
         """Those since then. place_of: a file and a line as the report writes them."""
+        forget()
         read = self._reads.counts - self._before
         self._reads.note_caught()
         marks = self._reads.marks - self._marks_before

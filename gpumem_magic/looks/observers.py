@@ -1,0 +1,196 @@
+"""Whether what methods of a name are told stays out of an object that they are handed and give back.
+
+``self.control = handler.on_log(self.control, logs)`` hands `control` to everybody who listens, and gets it back. The logs are in
+it then only where somebody who defines ``on_log`` puts them there, or keeps them for another of its methods that does. So all
+classes that are alive and define it are asked, by the source of all their methods.
+"""
+
+from __future__ import annotations
+
+import ast
+import linecache
+import sys
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from types import FunctionType
+
+from gpumem_magic.looks.expressions import arguments, called, dotted
+
+_Function = ast.FunctionDef | ast.AsyncFunctionDef
+_PLACES = (ast.Attribute, ast.Subscript)
+
+
+@lru_cache(maxsize=64)
+def give_back_unchanged(name: str, position: int) -> bool:
+    """Whether all methods of this name that are alive give back what they are handed at a position (counted without ``self``),
+    with nothing set in it but constants. False where there is none, or a source is not to be had.
+
+    What is alive may change: `forget` has it asked anew.
+    """
+    if any(name in getattr(module, "__dict__", ()) for module in list(sys.modules.values())):
+        # A function, of which nobody knows what else it sets.
+        return False
+    owners = [one for one in _subclasses(object) if name in vars(one)]
+    return bool(owners) and all(_Listener(one, name).leaves(position) for one in owners)
+
+
+def forget() -> None:
+    give_back_unchanged.cache_clear()
+
+
+def _subclasses(of: type) -> Iterator[type]:
+    seen: set[type] = set()
+    left = [of]
+    one: type
+    while left:
+        for one in type.__subclasses__(left.pop()):
+            if one not in seen:
+                seen.add(one)
+                left.append(one)
+                yield one
+
+
+class _Listener:
+    """A class that defines the method."""
+
+    def __init__(self, owner: type, name: str) -> None:
+        self._owner = owner
+        self._name = name
+        self._functions = _functions_of(owner)
+
+    def leaves(self, position: int) -> bool:
+        method, own = vars(self._owner)[self._name], self._functions.get(self._name)
+        if own is None or not isinstance(method, FunctionType) or method.__code__.co_name != self._name:
+            return False
+        parameters = [one.arg for one in (*own.args.posonlyargs, *own.args.args)][1:]
+        if position >= len(parameters):
+            return False
+        if all(isinstance(one, ast.Pass) or _is_text(one) for one in own.body):
+            return True
+        if any(isinstance(one, ast.Raise) or _sets_elsewhere(one, parameters) for one in ast.walk(own)):
+            return False
+        handed = parameters[position]
+        heirs = [function for one in _subclasses(self._owner) for function in _functions_of(one).values()]
+        kept = {place.attr for place in ast.walk(own) if isinstance(place, ast.Attribute) and _is_self(place.value)}
+        return all(
+            self._is_left_alone(handed, function) and not _raises_by(kept, function)
+            for function in (*self._functions.values(), *heirs)
+        )
+
+    def _is_left_alone(self, handed: str, function: _Function) -> bool:
+        """Whether a method sets nothing in what it is handed but constants, in any case, and hands it to no others than these
+        methods, or what it calls of its own."""
+        allowed: set[int] = set()
+        for statement in function.body:
+            if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Constant):
+                allowed.update(map(id, statement.targets))
+        results = {handed}
+        for node in ast.walk(function):
+            if isinstance(node, ast.Attribute):
+                allowed.add(id(node.value))
+            elif isinstance(node, ast.Call) and self._is_dealt(node):
+                allowed.update(map(id, arguments(node)))
+            elif isinstance(node, ast.Compare) and any(isinstance(one, (ast.Is, ast.IsNot)) for one in node.ops):
+                allowed.update(map(id, (node.left, *node.comparators)))
+            elif isinstance(node, ast.Assign) and self._gives_it_back(node.value, handed):
+                results.update(one.id for one in node.targets if isinstance(one, ast.Name))
+        for node in ast.walk(function):
+            if isinstance(node, ast.Return) and isinstance(node.value, ast.Name) and node.value.id in results:
+                allowed.add(id(node.value))
+            elif isinstance(node, ast.Assign) and [dotted(one) for one in node.targets] == [handed]:
+                if not (isinstance(node.value, ast.Name) and node.value.id in results):
+                    return False
+                allowed.update(map(id, (*node.targets, node.value)))
+        for node in ast.walk(function):
+            if isinstance(node, _PLACES) and not isinstance(node.ctx, ast.Load):
+                if handed in _path(node) and id(node) not in allowed:
+                    return False
+            elif isinstance(node, ast.Name) and node.id == handed and id(node) not in allowed:
+                return False
+        return handed not in _names_of(function) or all(
+            self._gives_back(one.value, results) for one in ast.walk(function) if isinstance(one, ast.Return)
+        )
+
+    def _gives_it_back(self, value: ast.expr, handed: str) -> bool:
+        return (
+            isinstance(value, ast.Call)
+            and self._is_dealt(value)
+            and any(isinstance(one, ast.Name) and one.id == handed for one in arguments(value))
+        )
+
+    def _is_dealt(self, call: ast.Call) -> bool:
+        """Whether it calls a method of its own, one of the name, or one that it was told the name of."""
+        function = call.func
+        if isinstance(function, ast.Call):
+            return called(function) == "getattr"
+        if not isinstance(function, ast.Attribute):
+            return False
+        above = isinstance(function.value, ast.Call) and called(function.value) == "super"
+        return function.attr == self._name or above or (_is_self(function.value) and function.attr in self._functions)
+
+    def _gives_back(self, value: ast.expr | None, results: set[str]) -> bool:
+        return (
+            value is None
+            or (isinstance(value, ast.Constant) and value.value is None)
+            or (isinstance(value, ast.Name) and value.id in results)
+            or (isinstance(value, ast.Call) and self._is_dealt(value))
+        )
+
+
+def _functions_of(owner: type) -> dict[str, _Function]:
+    """The source of its own methods; empty where that is not to be had."""
+    code = next((one.__code__ for one in vars(owner).values() if isinstance(one, FunctionType)), None)
+    if code is None:
+        return {}
+    line = code.co_firstlineno
+    for node in _classes_in("".join(linecache.getlines(code.co_filename))):
+        if node.name == owner.__name__ and node.lineno <= line <= (node.end_lineno or line):
+            return {one.name: one for one in node.body if isinstance(one, _Function)}
+    return {}
+
+
+@lru_cache(maxsize=4)
+def _classes_in(source: str) -> list[ast.ClassDef]:
+    try:
+        return [one for one in ast.walk(ast.parse(source)) if isinstance(one, ast.ClassDef)]
+    except (SyntaxError, ValueError, RecursionError):
+        return []
+
+
+def _sets_elsewhere(node: ast.AST, parameters: Sequence[str]) -> bool:
+    """Whether it is an attribute that is set by a value in what was handed, or in what the listener knows."""
+    if not isinstance(node, (ast.Assign, ast.AugAssign)) or isinstance(node.value, ast.Constant):
+        return False
+    places = node.targets if isinstance(node, ast.Assign) else [node.target]
+    set_in = [_path(one) for one in places if isinstance(one, ast.Attribute)]
+    return any(path[0] in parameters or len(path) > 1 for path in set_in)
+
+
+def _raises_by(kept: set[str], function: _Function) -> bool:
+    """Whether an error comes by an attribute that may have been told."""
+    return any(
+        isinstance(one, ast.If)
+        and any(isinstance(part, ast.Raise) for part in ast.walk(one))
+        and any(isinstance(part, ast.Attribute) and part.attr in kept for part in ast.walk(one.test))
+        for one in ast.walk(function)
+    )
+
+
+def _path(place: ast.Attribute | ast.Subscript) -> list[str]:
+    """The names of what an attribute or an item is set in: of ``self.trainer.control.stop`` the first three."""
+    before: ast.expr = place.value
+    while isinstance(before, ast.Subscript):
+        before = before.value
+    return dotted(before).split(".")
+
+
+def _names_of(function: _Function) -> set[str]:
+    return {one.arg for one in (*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs)}
+
+
+def _is_self(node: ast.expr) -> bool:
+    return isinstance(node, ast.Name) and node.id == "self"
+
+
+def _is_text(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
