@@ -24,6 +24,7 @@ import torch.utils._foreach_utils
 from torch._subclasses import fake_tensor
 
 from gpumem_magic.patching import Patches
+from gpumem_magic.snapshot.rules import AllocatorSettings
 from gpumem_magic.virtual import gpu
 
 OPERATORS = ("mm", "linear", "softmax.int", "scaled_dot_product_attention", "binary_cross_entropy")
@@ -280,6 +281,46 @@ def test_settings_are_those_of_the_moment_when_it_is_turned_on(monkeypatch: pyte
     monkeypatch.delenv("PYTORCH_ALLOC_CONF")
     gpu.turn_on("T4")
     assert torch.cuda.memory._snapshot()["allocator_settings"]["expandable_segments"] is False
+
+
+def test_a_program_may_set_them_until_it_first_asks_for_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `gpumem run` meets them: the device is on before the script's first line (``CUDAAllocatorConfig::instance``)."""
+    gpu.turn_on("T4")
+    torch.cuda.get_device_name()
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    kept = torch.ones(3, device="cuda")
+    assert torch.cuda.memory_snapshot()[0]["is_expandable"]
+    assert torch.cuda.memory._snapshot()["allocator_settings"]["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
+    # Too late.
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:False")
+    other = torch.empty(2**25, device="cuda")
+    assert all(segment["is_expandable"] for segment in torch.cuda.memory_snapshot())
+    del kept, other
+
+
+def test_settings_that_pytorch_refuses_are_an_error_where_memory_is_first_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gpu.turn_on("T4")
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:5")
+    with pytest.raises(RuntimeError, match="max_split_size_mb must be at least 20"):
+        torch.ones(3, device="cuda")
+
+
+@pytest.mark.filterwarnings("ignore:torch.cuda._set_allocator_settings is deprecated")
+def test_settings_of_a_running_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the text doesn't name is reset for three options, and kept for the others (``parseArgs``)."""
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64,max_non_split_rounding_mb:32")
+    gpu.turn_on("T4")
+    kept = [torch.ones(3, device="cuda")]
+    torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+    kept.append(torch.empty(2**25, device="cuda"))
+    assert [segment["is_expandable"] for segment in torch.cuda.memory_snapshot()] == [False, True]
+    settings = gpu.current().devices[0].allocator.settings  # type: ignore[union-attr]
+    assert settings == AllocatorSettings(expandable_segments=True, max_non_split_rounding=32 * 2**20)
+    with pytest.raises(RuntimeError, match="unknown option 'what'"):
+        torch.cuda.memory._set_allocator_settings("what:1")
+    del kept
 
 
 def test_a_setting_that_is_not_emulated_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:

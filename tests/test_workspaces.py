@@ -131,6 +131,16 @@ def test_the_variable_for_the_workspace_counts(monkeypatch: pytest.MonkeyPatch) 
     assert torch.cuda.memory_allocated() - start == 128 * KIB
 
 
+def test_a_program_may_set_the_variable_until_its_first_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it sets it in its first lines, when `gpumem run` has turned the device on (``parseChosenWorkspaceSize``)."""
+    gpu.turn_on(KEEPS)
+    a, b = squares()
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    start = torch.cuda.memory_allocated()
+    a @ b
+    assert torch.cuda.memory_allocated() - start == 128 * KIB
+
+
 def test_a_recording_that_begins_later_knows_workspaces_of_every_size(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":2048:1")
     gpu.turn_on("A100-40GB,torch=2.9")

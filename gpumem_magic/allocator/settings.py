@@ -57,6 +57,18 @@ def parse_with_notes(text: str, base: AllocatorSettings = DEFAULT_SETTINGS) -> t
     return settings, notes
 
 
+def changed(settings: AllocatorSettings, text: str) -> tuple[AllocatorSettings, list[str]]:
+    """The settings after `_set_allocator_settings(text)` in a running program, and notes. Raises as `parse` does.
+
+    Three options are reset where the text doesn't name them (``parseArgs`` of ``AllocatorConfig.cpp``). The share of memory was
+    taken when the allocator was made.
+    """
+    reset = ("max_split_size", "roundup_power2_divisions", "garbage_collection_threshold")
+    base = replace(settings, **{name: getattr(DEFAULT_SETTINGS, name) for name in reset})
+    after, notes = parse_with_notes(text, base)
+    return replace(after, memory_fraction=settings.memory_fraction), notes
+
+
 @dataclass(frozen=True)
 class EnvironmentSettings:
     """text: as the variable has it, for snapshots; notes: sentences about what was understood but is not emulated."""

@@ -39,8 +39,9 @@ def turn_on(text: str) -> VirtualMachine:
     """Turns on the devices that `text` names (a catalogue name, `2xT4`, `virtual:24GiB`, options after a comma).
 
     Another virtual machine that is on is turned off first. The allocators take their settings from PYTORCH_CUDA_ALLOC_CONF or
-    PYTORCH_ALLOC_CONF as they are now; an option that is not emulated is a warning. Raises DeviceError with one line, and
-    changes nothing: an unknown name, a setting that PyTorch would refuse, CUDA in use already, or a mode that is active.
+    PYTORCH_ALLOC_CONF as they are now, and as they are when memory is first asked for; an option that is not emulated is a
+    warning. Raises DeviceError with one line, and changes nothing: an unknown name, a setting that PyTorch would refuse, CUDA in
+    use already, or a mode that is active.
     """
     with _turning, whole:
         spec = catalog.parse(text)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -28,7 +29,7 @@ import gpumem_magic.virtual.operators.sparse
 import gpumem_magic.virtual.operators.temporaries  # noqa: F401 - all register their handlers with the engine
 from gpumem_magic import private
 from gpumem_magic.allocator.failure import DeviceOutOfMemory, oom_text
-from gpumem_magic.allocator.settings import EnvironmentSettings
+from gpumem_magic.allocator.settings import EnvironmentSettings, changed, settings_from_environment
 from gpumem_magic.devices.base import Birth, Device, DeviceError, Label
 from gpumem_magic.devices.reads import Reads
 from gpumem_magic.patching import Patches
@@ -83,6 +84,7 @@ class VirtualMachine:
         self.spec = spec
         self.process = os.getpid()
         self._devices = [VirtualDevice(index, model, settings) for index, model in enumerate(spec.models)]
+        self._settings: EnvironmentSettings | None = settings
         self.engine: Engine
         if spec.computes:
             self.engine = RealEngine(self, len(self._devices))
@@ -179,6 +181,8 @@ class VirtualMachine:
 
     def malloc(self, device: int, nbytes: int) -> int:
         gpu = self._devices[device]
+        if self._settings is not None:
+            self._settle_settings()
         try:
             return gpu.malloc(nbytes, self.face.stream_of(device))
         except DeviceOutOfMemory as caught:
@@ -195,6 +199,34 @@ class VirtualMachine:
         error = torch.OutOfMemoryError(text)
         error.gpumem_failure = failure  # type: ignore[attr-defined]
         raise error
+
+    def _settle_settings(self) -> None:
+        """PyTorch reads PYTORCH_CUDA_ALLOC_CONF when memory is first asked for (``CUDAAllocatorConfig::instance``): a program
+        that sets it before that is heard."""
+        known, self._settings = self._settings, None
+        try:
+            found = settings_from_environment()
+        except ValueError as error:
+            raise RuntimeError(str(error)) from None
+        if known is not None and found.text != known.text:
+            self._apply_settings(found)
+
+    def _apply_settings(self, found: EnvironmentSettings) -> None:
+        for note in found.notes:
+            warnings.warn(note, stacklevel=2)
+        for gpu in self._devices:
+            gpu.allocator.settings, gpu.allocator.settings_text = found.settings, found.text
+
+    def set_allocator_settings(self, text: str) -> None:
+        """Settings of a running program, as `torch.cuda.memory._set_allocator_settings` takes them."""
+        with self.engine.lock:
+            if self._settings is not None:
+                self._settle_settings()
+            try:
+                settings, notes = changed(self._devices[0].allocator.settings, text)
+            except ValueError as error:
+                raise RuntimeError(str(error)) from None
+            self._apply_settings(EnvironmentSettings(settings, text, tuple(notes)))
 
     def free(self, device: int, address: int) -> None:
         self._devices[device].free(address)
@@ -275,6 +307,9 @@ class VirtualMachine:
             self._patches.set(torch._C, "_cuda_getDevice", self.face.current_device)
             # The public way to get cuBLAS's workspaces back; builds for the host lack it.
             self._patches.set(torch._C, "_cuda_clearCublasWorkspaces", self._clear_workspaces)
+            # What `torch.cuda.memory._set_allocator_settings` calls, until 2.9 and since.
+            for name in ("_cuda_cudaCachingAllocator_set_allocator_settings", "_accelerator_setAllocatorSettings"):
+                self._patches.set(torch._C, name, self.set_allocator_settings)
             # The way to a snapshot at the moment when memory runs out.
             self._patches.set(torch._C, "_cuda_attach_out_of_memory_observer", self.face.memory.attach_observer)
             attempt(self._captured.install)

@@ -52,15 +52,16 @@ class Workspaces:
         self._free = free
         self._stream_of = stream_of
         self._workspaces: dict[tuple[str, int, int, int], int] = {}
-        self._policies = [_policy(device) for device in devices]
-        self._orders = [_in_order(policy) for policy in self._policies]
+        self._devices = devices
+        self._policies: dict[int, BlasPolicy] = {}
+        self._orders: dict[int, list[tuple[str, int, bool]]] = {}
         self._versions = [parse_version(version_text(device)) for device in devices]
 
     def after(self, func: Any, args: Sequence[Any], device: int) -> None:
         """To be called when an operator has its results. Raises out of memory as the device would."""
         if id(func) not in _BLAS:
             return
-        policy = self._policies[device]
+        policy = self._policies.get(device) or self._decide(device)
         by_lt = policy.lt_bytes and (func in _LT or (func in _WITH_BIAS and adds_bias(args, self._versions[device])))
         passing: list[int] = []
         try:
@@ -71,6 +72,12 @@ class Workspaces:
             for address in passing:
                 if address:
                     self._free(device, address)
+
+    def _decide(self, device: int) -> BlasPolicy:
+        """At the first product, when PyTorch reads its variables too (``parseChosenWorkspaceSize``): a program may set them."""
+        policy = self._policies[device] = _policy(self._devices[device])
+        self._orders[device] = _in_order(policy)
+        return policy
 
     def _take(self, library: str, device: int, size: int, persistent: bool) -> int:
         """The address of a workspace for this call alone; 0 where there is none, or one that stays."""
