@@ -309,3 +309,35 @@ def test_a_wrapper_that_outlives_several_recordings_and_devices() -> None:
     finally:
         for (owner, name), original in before.items():
             setattr(owner, name, original)
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["wrapped before", "wrapped while it is on"])
+def test_a_function_in_python_that_is_counted_is_counted_once(before: bool) -> None:
+    # As ptflops does it; these hand themselves on by their public names (`torch.overrides.handle_torch_function`).
+    names = [
+        "relu",
+        "softmax",
+        "layer_norm",
+        "interpolate",
+        "binary_cross_entropy_with_logits",
+        "multi_head_attention_forward",
+    ]
+    library = Library()
+    wrapped = [(torch.nn.functional, name) for name in names]
+    if before:
+        library.wrap(wrapped)
+    gpu.turn_on("T4")
+    if not before:
+        library.wrap(wrapped)
+    try:
+        x = torch.randn(2, 4, 4, device="cuda", requires_grad=True)
+        out = torch.nn.functional.relu(x)
+        out = torch.nn.functional.layer_norm(torch.nn.functional.softmax(out, dim=-1), (4,))
+        out = torch.nn.functional.interpolate(out, scale_factor=2.0)
+        torch.nn.functional.binary_cross_entropy_with_logits(out, torch.ones_like(out)).backward()
+        # (With weights it would call softmax.)
+        torch.nn.MultiheadAttention(4, 2, device="cuda")(x, x, x, need_weights=False)
+        assert x.grad is not None
+    finally:
+        library.unwrap()
+    assert library.calls == dict.fromkeys(names, 1)

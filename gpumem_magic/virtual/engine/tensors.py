@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import re
+import sys
 import threading
 from collections import Counter
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
-from types import BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType
+from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, MethodDescriptorType, WrapperDescriptorType
 from typing import Any, Protocol
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import handle_torch_function
 
 from gpumem_magic.looks.objects import is_a
 from gpumem_magic.tracebacks import cut, cut_below_c, cut_below_operator
@@ -112,6 +114,9 @@ _NO_MEMORY = (
 # Functions that run in another way than here: in older versions, or for tensors that are no subclass.
 OTHERWISE = {torch.Tensor.__getitem__, torch.Tensor.__setitem__, torch.functional.einsum, *LETTING_GO_FROM}
 
+# PyTorch's functions in Python, by their code: those above, and what a tool's wrapper stands for.
+_BY_CODE: dict[CodeType, Any] = {one.__code__: one for one in OTHERWISE if isinstance(one, FunctionType)}
+
 # What PyTorch's fake tensors keep in a tensor's own dictionary, apart from what users put there.
 _FAKE_ATTRIBUTES = {
     "_fake_device", "fake_device", "fake_mode", "constant", "real_tensor", "pytype", "dispatch_keys", "_is_param", "_debug_trace",
@@ -119,6 +124,20 @@ _FAKE_ATTRIBUTES = {
     CHECKED, GUESS, "_nonzero_memo_vc", "_item_memo_vc", "_unique_memo_vc", "_unique_consecutive_memo_vc", "_nested_int_memo_vc",
     "_nonzero_memo_epoch", "_item_memo_epoch", "_unique_memo_epoch", "_unique_consecutive_memo_epoch", "_nested_int_memo_epoch",
 }  # fmt: skip
+
+
+def _behind_a_wrapper(func: FunctionType, caller: FrameType) -> Any:
+    """The function that was called. PyTorch's functions in Python hand themselves on by their public names; where a tool that
+    counts has put a wrapper under one, that was called before, and is not to be called again."""
+    frame: FrameType | None = caller
+    if caller.f_code is handle_torch_function.__code__:
+        frame = caller.f_back
+    if frame is None or frame.f_globals.get(frame.f_code.co_name) is not func or frame.f_code is func.__code__:
+        return func
+    code = frame.f_code
+    if code not in _BY_CODE and not code.co_freevars:
+        _BY_CODE[code] = FunctionType(code, frame.f_globals)
+    return _BY_CODE.get(code, func)
 
 
 def own_attributes(tensor: torch.Tensor) -> dict[str, Any]:
@@ -242,6 +261,8 @@ class VirtualTensor(FakeTensor, metaclass=VirtualKind):
                 func, args, kwargs = _plain_handler, (cls, func, types, args, kwargs or {}), {}
             elif any(_speaks_for_itself(kind) for kind in types):
                 return NotImplemented
+        if type(func) is FunctionType:
+            func = _behind_a_wrapper(func, sys._getframe(1))
         try:
             if func in engine.seen:
                 found = engine.otherwise(func, args)

@@ -12,7 +12,8 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from gpumem_magic.looks.objects import attribute, is_a
 from gpumem_magic.looks.tensors import PARAMETERS
 from gpumem_magic.patching import Patches
-from gpumem_magic.virtual.engine.tensors import HOST_CLASS, VirtualTensor, own_attributes
+from gpumem_magic.virtual.engine.tensors import HOST_CLASS, VirtualTensor, own_attributes, own_class
+from gpumem_magic.virtual.torch_face.wrappers import joined
 
 _LAZY: Any = (UninitializedParameter, UninitializedBuffer)
 # Under this name a parameter without a size keeps the device and the type that it is to have.
@@ -33,7 +34,9 @@ def become(tensor: torch.Tensor, other: torch.Tensor) -> None:
     hooks = tensor._backward_hooks
     accumulate_hooks = getattr(tensor, "_post_accumulate_grad_hooks", None)
     own = own_attributes(tensor)
-    host_class = type(tensor) if not isinstance(tensor, VirtualTensor) else tensor.__dict__.get(HOST_CLASS)
+    host_class = (
+        tensor.__dict__.get(HOST_CLASS, own_class(type(tensor))) if isinstance(tensor, VirtualTensor) else type(tensor)
+    )
     is_parameter = isinstance(tensor, torch.nn.Parameter)
     other = other.detach()
     fake = dict(other.__dict__) if isinstance(other, VirtualTensor) else {}
@@ -47,13 +50,13 @@ def become(tensor: torch.Tensor, other: torch.Tensor) -> None:
             "before the profiler starts"
         ) from None
     if fake:
-        tensor.__class__ = VirtualTensor
+        tensor.__class__ = joined(host_class)
         tensor.__dict__.clear()
         tensor.__dict__.update(own, **fake, **{HOST_CLASS: host_class})
         if is_parameter:
             tensor._is_param = True
     else:
-        tensor.__class__ = host_class or (torch.nn.Parameter if is_parameter else torch.Tensor)
+        tensor.__class__ = torch.nn.Parameter if is_parameter and host_class is torch.Tensor else host_class
         tensor.__dict__.clear()
         tensor.__dict__.update(own)
     with torch._C.DisableTorchFunctionSubclass():

@@ -47,27 +47,40 @@ def install(patches: Patches) -> None:
         return plain(cls, data, *args, **kwargs)
 
     patches.set(torch.Tensor, "_make_subclass", staticmethod(make_subclass))
+    made: Any = torch.nn.Parameter.__new__
+
+    def make_parameter(cls: Any, data: Any = None, requires_grad: bool = True) -> Any:
+        # (PyTorch takes a virtual tensor for one of a class of its own, which it leaves as it is.)
+        if cls is not torch.nn.Parameter and type(data) is VirtualTensor:
+            return _as_class(cls, data, requires_grad)
+        return made(cls, data, requires_grad)
+
+    patches.set(torch.nn.Parameter, "__new__", staticmethod(make_parameter))
     same: Any = torch.Tensor.as_subclass
 
     def as_subclass(self: Any, cls: Any) -> Any:
         if not isinstance(self, VirtualTensor):
             return same(self, torch.Tensor if cls is VirtualTensor else vars(cls).get(OWN, cls))
         tensor = torch.ops.aten.alias.default(self)
-        tensor.__class__ = _joined(cls)
+        tensor.__class__ = joined(cls)
         return tensor
 
     patches.set(torch.Tensor, "as_subclass", as_subclass)
 
 
 @functools.lru_cache(maxsize=64)
-def _joined(cls: Any) -> type:
+def joined(cls: Any) -> type:
     """A class that is the program's own first, and a virtual tensor where that one says nothing."""
-    if issubclass(VirtualTensor, cls):
+    if cls is torch.nn.Parameter or issubclass(VirtualTensor, cls):
         return VirtualTensor
     if issubclass(cls, VirtualTensor):
         joined: type = cls
         return joined
     own: dict[str, Any] = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, OWN: cls}
+    # What a class has from `Parameter` knows no virtual tensor.
+    for name in ("__repr__", "__reduce_ex__"):
+        if getattr(cls, name) is getattr(torch.nn.Parameter, name):
+            own[name] = getattr(VirtualTensor, name)
     if cls.__torch_function__ is torch._C._disabled_torch_function_impl:
         # Parameters have none, and would hide the virtual tensor's.
         own["__torch_function__"] = vars(VirtualTensor)["__torch_function__"]
@@ -83,7 +96,7 @@ def _joined(cls: Any) -> type:
 def _as_class(cls: type, data: VirtualTensor, requires_grad: bool = False, **kwargs: Any) -> Any:
     """A tensor of the program's class on the same memory; parameters of quantised layers are made so."""
     tensor: Any = data.detach()
-    tensor.__class__ = _joined(cls)
+    tensor.__class__ = joined(cls)
     if issubclass(cls, torch.nn.Parameter):
         tensor._is_param = True
     return tensor.requires_grad_(requires_grad)

@@ -1,0 +1,115 @@
+"""Parameters of a class of the program's own have it on a device, as `Module._apply` and `Parameter.__new__` keep it on a card."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from gpumem_magic.virtual import gpu
+
+
+@pytest.fixture(autouse=True)
+def device() -> Iterator[None]:
+    gpu.turn_on("T4")
+    yield
+    gpu.turn_off()
+
+
+class Named(torch.nn.Parameter):
+    """With a constructor of its own, and something to say."""
+
+    def __new__(cls, data: Any = None, requires_grad: bool = True, *, name: str = "") -> Any:
+        made: Any = super().__new__(cls, data, requires_grad)
+        made.told = name
+        return made
+
+    def twice(self) -> torch.Tensor:
+        return self * 2
+
+
+class Bare(torch.nn.Parameter):
+    """Nothing but another class."""
+
+
+class Module(torch.nn.Module):
+    def __init__(self, kind: Any = Named, size: int = 4) -> None:
+        super().__init__()
+        self.weight = kind(torch.ones(size, size))
+        self.bias = torch.nn.Parameter(torch.zeros(size))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight + self.bias
+
+
+def test_a_parameter_that_moves_keeps_its_class_and_what_it_holds() -> None:
+    module = Module()
+    weight: Any = module.weight
+    weight.told = "first"
+    module.cuda()
+    assert module.weight is weight
+    assert type(weight).__name__ == "Named"
+    assert isinstance(weight, Named)
+    assert weight.is_cuda
+    assert weight.told == "first"
+    # (What is no class of the program's stays PyTorch's.)
+    assert not isinstance(module.bias, Named)
+    module(torch.ones(2, 4, device="cuda")).sum().backward()
+    assert weight.grad is not None
+    assert not isinstance(weight.twice(), torch.nn.Parameter)
+    module.cpu()
+    assert type(weight) is Named
+    assert weight.told == "first"
+    assert module.cuda().half().weight is weight
+    assert isinstance(weight, Named)
+
+
+@pytest.mark.parametrize("kind", [Named, Bare])
+def test_a_parameter_that_is_made_on_the_device_has_its_class(kind: Any) -> None:
+    made = kind(torch.ones(3, device="cuda"), requires_grad=False)
+    assert isinstance(made, kind)
+    assert made.is_cuda
+    assert not made.requires_grad
+    assert repr(made).startswith("Parameter containing:\ntensor([1., 1., 1.]")
+    copied = copy.deepcopy(made)
+    assert isinstance(copied, kind)
+    assert copied.data_ptr() != made.data_ptr()
+    module = torch.nn.Module()
+    module.weight = made
+    assert dict(module.named_parameters()) == {"weight": made}
+
+
+def test_it_is_saved_and_read_again() -> None:
+    module = Module().cuda()
+    file = io.BytesIO()
+    torch.save(module.state_dict(), file)
+    file.seek(0)
+    again = Module()
+    again.load_state_dict(torch.load(file, map_location="cpu"))
+    assert type(again.weight) is Named
+    assert again.weight.tolist() == torch.ones(4, 4).tolist()
+    assert pickle.loads(pickle.dumps(module.weight)).is_cuda
+
+
+def _step_takes(kind: Any, **options: Any) -> int:
+    """What a step of Adam takes above what was there, in the second one, whose states are made."""
+    module = torch.nn.ParameterList([kind(torch.ones(1 << 20)) for _ in range(4)]).cuda()
+    optimizer = torch.optim.Adam(module.parameters(), **options)
+    for _ in range(2):
+        sum((one * 1).sum() for one in module).backward()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        optimizer.step()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def test_optimizers_take_such_parameters_one_by_one() -> None:
+    # `_default_to_fused_or_foreach` (torch/optim/optimizer.py) asks for the very types `Tensor` and `Parameter`.
+    alone = _step_takes(torch.nn.Parameter, foreach=False)
+    assert _step_takes(Bare) == alone
+    assert _step_takes(torch.nn.Parameter) > alone
