@@ -1,4 +1,4 @@
-"""Parameters of a class of the program's own have it on a device, as `Module._apply` and `Parameter.__new__` keep it on a card."""
+"""Parameters of a program's own class have it on a device, as `Module._apply` and `Parameter.__new__` keep it on a card."""
 
 from __future__ import annotations
 
