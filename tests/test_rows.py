@@ -164,6 +164,22 @@ def test_iterations_inside_a_call_are_turns_too() -> None:
     assert ("iteration 18", 1) in depths
 
 
+def test_calls_of_two_kinds_that_are_put_together_keep_their_own_numbers() -> None:
+    """Both are counted from one, so that a row for all of them would have a last number below its first."""
+    calls = [f"{name} {number}" for name in ("forward of Encoder", "forward of Decoder") for number in range(1, 9)]
+    parts = []
+    for place, label in enumerate(calls):
+        made = samples.row("", samples.state(activations=3 * place + place % 2), kind="part", label=label)
+        parts.append(made)
+    parts[-1] = replace(parts[-1], peak_allocated=300 * MIB)
+    whole = replace(state(4, 100, peak=300), parts=tuple(parts))
+    shown = [entry for entry, _ in opened(report_of([whole, state(5, 200)]), most=9)]
+    joined = [entry for entry in shown if entry.kind == SEVERAL]
+    assert len(joined) == 2
+    assert all(entry.first <= entry.last for entry in joined)
+    assert [entry.turns for entry in joined] == [len(entry.rows) for entry in joined]
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 3), st.integers(0, 40), st.integers(0, 60)), min_size=1, max_size=60),

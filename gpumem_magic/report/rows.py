@@ -342,9 +342,26 @@ class _Shown:
             if key is None or len(run) == 1:
                 found += run
             else:
-                entry = _run_of(SEVERAL, [one.entry for one in run])
-                found.append(_Place(entry, run[0].depth, run[0].body, False))
+                found += [_together_at(piece) for piece in _rising(run)]
         return found
+
+
+def _rising(run: Sequence[_Place]) -> Iterator[list[_Place]]:
+    """The run in pieces whose turns have rising numbers: calls of two kinds, or of two statements, are both counted from one."""
+    piece: list[_Place] = []
+    for one in run:
+        if piece and one.entry.turns and one.entry.first <= piece[-1].entry.last:
+            yield piece
+            piece = []
+        piece.append(one)
+    yield piece
+
+
+def _together_at(run: Sequence[_Place]) -> _Place:
+    first = run[0]
+    return (
+        first if len(run) == 1 else _Place(_run_of(SEVERAL, [one.entry for one in run]), first.depth, first.body, False)
+    )
 
 
 def _way(found: Sequence[Entry], leads: Callable[[Entry], bool]) -> set[int]:
