@@ -58,6 +58,33 @@ def test_a_trial_ends_the_loops_around_a_compiled_model_and_leaves_those_inside(
     assert all(one.iterations < 8 for one in found.trials)
 
 
+BROKEN = """
+class Telling(Stack):
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x).relu()
+        print("made", x.shape)
+        for power in range(2):
+            x = x.sin() + power
+        return x
+"""
+BROKEN_TRAINING = """
+model = torch.compile(Telling().cuda())
+for step in range(3):
+    loss = model(torch.ones(8, 64, device="cuda")).sum()
+    loss.backward()
+"""
+
+
+@pytest.mark.parametrize("flag", ["--into Telling.forward", "--compare compile", "--fit rows=8..16"])
+def test_a_graph_may_break_in_a_function_that_is_rewritten(book: Notebook, flag: str) -> None:
+    """Dynamo copies the function's constants then, ours among them."""
+    book.cell(BROKEN + "\nrows = 8")
+    said = book.cell(f"%%gpumem {flag}{BROKEN_TRAINING.replace('8,', 'rows,')}")
+    assert "Error" not in said
+    assert "raises" not in said
+
+
 FUNCTIONS = '''
 count = 0
 def documented(n):

@@ -180,6 +180,21 @@ def test_calls_of_two_kinds_that_are_put_together_keep_their_own_numbers() -> No
     assert [entry.turns for entry in joined] == [len(entry.rows) for entry in joined]
 
 
+def test_a_thousand_calls_of_modules_that_take_turns_are_no_thousand_lines() -> None:
+    """Calls in another thread, as in a program of remote calls: no statement and no loop is known of them."""
+    names = ("forward of Model", "forward of Loss", "backward of Loss")
+    parts = tuple(
+        samples.row("", samples.state(activations=20 + place % 3), kind="part", label=names[place % 3])
+        for place in range(3000)
+    )
+    report = report_of([state(4, 20)])
+    last = replace(report.checkpoints[-1], parts=parts, peak_allocated=22 * MIB)
+    report = replace(report, checkpoints=(*report.checkpoints[:-1], last))
+    assert len(opened(report)) <= MOST
+    told = [line.text for line in shown_lines(report)]
+    assert [text for text in told if "parts: forward of Model, forward of Loss" in text], told
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 3), st.integers(0, 40), st.integers(0, 60)), min_size=1, max_size=60),

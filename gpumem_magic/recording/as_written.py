@@ -9,6 +9,17 @@ from __future__ import annotations
 import ast
 from collections.abc import Sequence
 
+
+class InCode:
+    """An object of ours among the constants of a program's code. Dynamo copies a function's instructions with their constants
+    where its graph breaks, and the copy has to tell the same object."""
+
+    __slots__ = ()
+
+    def __deepcopy__(self, memo: object) -> InCode:
+        return self
+
+
 # No name of a program's; it is gone before the first statement, so that `locals()` does not have it.
 _ASKED = "_gpumem_is_compiling"
 Definition = ast.FunctionDef | ast.AsyncFunctionDef

@@ -19,7 +19,7 @@ from typing import Any, cast
 
 from gpumem_magic.failures import swallows
 from gpumem_magic.looks.objects import attribute, is_a, name_of_class
-from gpumem_magic.recording.as_written import Definition, keep_for_compiler
+from gpumem_magic.recording.as_written import Definition, InCode, keep_for_compiler
 from gpumem_magic.recording.hook import new_hook_name
 from gpumem_magic.recording.instrument import Instrumenter, Site, with_constants
 from gpumem_magic.recording.source import Source
@@ -162,7 +162,7 @@ def compiled_again(
     return _renamed(code.replace(co_firstlineno=function.__code__.co_firstlineno), function.__code__)
 
 
-class _Teller:
+class _Teller(InCode):
     """What a rewritten function calls. It tells the first runs of each plain statement, and never raises."""
 
     def __init__(self, function: str, sites: Sequence[Site], begins: Begins) -> None:

@@ -379,4 +379,6 @@ def _joint(place: _Place, chosen: Container[int]) -> tuple[bool, tuple[int, ...]
     if id(place) not in chosen:
         return None
     first = place.entry.rows[0]
-    return place.entry.turns > 0, first.loops, "" if place.entry.turns else function_of(first)
+    # A phase or a mark has no statement, and those of different names stand side by side.
+    function = "" if place.entry.turns or not first.statement else function_of(first)
+    return place.entry.turns > 0, first.loops, function

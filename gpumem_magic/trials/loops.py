@@ -19,7 +19,7 @@ from types import CodeType, FunctionType
 from typing import Any
 
 from gpumem_magic.looks.code import OWN, whose
-from gpumem_magic.recording.as_written import Definition, keep_for_compiler
+from gpumem_magic.recording.as_written import Definition, InCode, keep_for_compiler
 from gpumem_magic.recording.hook import new_hook_name
 from gpumem_magic.recording.inside import InsideError, compiled_again
 from gpumem_magic.recording.instrument import Statement, with_constants
@@ -182,7 +182,7 @@ def _comes_back(seen: Sequence[tuple[int, tuple[int, ...]]]) -> bool:
     return len(last) == _TURNS_ALIKE and len(set(last)) == 1
 
 
-class _Hook:
+class _Hook(InCode):
     """What the loops of a file or function call."""
 
     def __init__(self, limit: TrialLimit, name: str) -> None:

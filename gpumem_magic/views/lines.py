@@ -22,6 +22,7 @@ PEAK = "peak"  # the kind of the line that shows the report's peak; no row of th
 ELLIPSIS = "…"
 MARKED = "the peak within the row"  # what the mark beside a bar says
 _NUMBERED = re.compile(r"(.*) \(\d+\)", re.DOTALL)  # the second and further calls of one kind in a statement
+_NAMED = 2  # of parts that share a line, so many by name
 _TOLD = 100  # what the turns of a loop keep is said from one part in so many of the peak
 
 
@@ -108,7 +109,7 @@ def words_of(entry: Entry) -> str:
     if entry.kind == STILL:
         return f"{_lines_of(entry)}: {little(entry)}"
     if not entry.turns:
-        return f"{_lines_of(entry)} ({len(entry.rows)} statements)"
+        return f"{_lines_of(entry)} ({len(entry.rows)} statements)" if entry.rows[0].statement else _parts_of(entry)
     words = turns_in_words(entry)
     if not entry.in_call:
         return words
@@ -139,6 +140,12 @@ def _lines_of(entry: Entry) -> str:
     first, last = min(numbers), max(numbers)
     function = function_of(entry.rows[0])
     return f"{function}line {first}" if first == last else f"{function}lines {first}-{last}"
+
+
+def _parts_of(entry: Entry) -> str:
+    names = [*dict.fromkeys(first_line(row.label) for row in entry.rows)]
+    others = " and others" if len(names) > _NAMED else ""
+    return f"{counted(len(entry.rows), 'part')}: {', '.join(names[:_NAMED])}{others}"
 
 
 def little(entry: Entry) -> str:
