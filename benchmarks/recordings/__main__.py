@@ -31,6 +31,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
+import states
 import traces
 
 from gpumem_magic.commands.diff_events import recorded, words
@@ -52,6 +53,16 @@ class Result:
     seconds: float
 
 
+@dataclass(frozen=True)
+class StateResult:
+    """The outcome of a case whose snapshot has no history: what was allocated when it was made."""
+
+    case: Mapping[str, Any]
+    real: states.State
+    virtual: states.State
+    seconds: float
+
+
 class Skip(Exception):
     """A case cannot be run here. The text says why."""
 
@@ -70,7 +81,7 @@ def main() -> int:
     parser.add_argument("--keep", metavar="FOLDER", type=Path, help="also keep the virtual recordings in FOLDER")
     options = parser.parse_args()
     cases = tomllib.loads((HERE / "cases.toml").read_text(encoding="utf-8"))["case"]
-    results = []
+    results: list[Result | StateResult] = []
     programs = [{**case, **other} for case in cases for other in ({}, *case.get("likewise", ()))]
     for program in programs:
         of_one_run = [{**program, **other} for other in ({}, *program.get("also", ()))]
@@ -86,10 +97,16 @@ def main() -> int:
                 print(
                     f"Compiled by PyTorch {version('torch')}; the recording's program by {compiler}, which may fuse otherwise."
                 )
-            print("\n".join(words(result.real, result.virtual, result.pairing, options.details)), flush=True)
+            print("\n".join(told(result, options.details)), flush=True)
             if options.page is not None:
                 options.page.write_text(table(results), encoding="utf-8")
     return 0 if results else 1
+
+
+def told(result: Result | StateResult, details: int) -> Iterator[str]:
+    if isinstance(result, StateResult):
+        return states.words(result.real, result.virtual, details)
+    return words(result.real, result.virtual, result.pairing, details)
 
 
 def is_wanted(case: Mapping[str, Any], texts: Sequence[str] | None) -> bool:
@@ -98,7 +115,7 @@ def is_wanted(case: Mapping[str, Any], texts: Sequence[str] | None) -> bool:
 
 def run(
     cases: Sequence[Mapping[str, Any]], repositories: Path, recordings: Path, keep: Path | None = None
-) -> Iterator[tuple[Mapping[str, Any], Result | Skip]]:
+) -> Iterator[tuple[Mapping[str, Any], Result | StateResult | Skip]]:
     """Runs the program of these cases once, and compares each with the snapshot that is its own."""
     with tempfile.TemporaryDirectory() as scratch:
         try:
@@ -113,6 +130,9 @@ def run(
                     keep.mkdir(parents=True, exist_ok=True)
                     shutil.copy(mine, keep / case["recording"].removesuffix(".gz"))
                 file = recording_of(case, repositories, recordings, Path(scratch))
+                if case.get("state"):
+                    yield case, StateResult(case, states.state(file), states.state(mine, case.get("gpu")), seconds)
+                    continue
                 virtual = recorded(str(mine), case.get("gpu"))
                 if case.get("trace"):
                     real, addressed = traces.read(file)
@@ -219,8 +239,39 @@ def name_of(case: Mapping[str, Any]) -> str:
     return str(case["recording"]).removesuffix(".gz").removesuffix(".pickle")
 
 
-def table(results: Sequence[Result]) -> str:
-    """The documentation's table."""
+def table(results: Sequence[Result | StateResult]) -> str:
+    """The documentation's tables: of recordings, and of snapshots without a history."""
+    events = [result for result in results if isinstance(result, Result)]
+    moments = [result for result in results if isinstance(result, StateResult)]
+    return "\n".join([*([table_of_events(events)] if events else []), *([table_of_states(moments)] if moments else [])])
+
+
+def table_of_states(results: Sequence[StateResult]) -> str:
+    lines = [
+        "| program | card, PyTorch | blocks in use | matched | requested | reserved | segments alike |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for result in results:
+        real, virtual = result.real, result.virtual
+        cells = [
+            *named(result.case),
+            f"{real.sizes.total():,}",
+            f"{100 * states.matched(real, virtual):.2f} %",
+            f"{100 * (virtual.requested / real.requested - 1):+.3f} %",
+            f"{100 * (virtual.reserved / real.reserved - 1):+.3f} %",
+            f"{100 * states.alike(real, virtual):.1f} %",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def named(case: Mapping[str, Any]) -> tuple[str, str]:
+    """The program and the card, as the tables name them."""
+    card = case["device"].replace(",torch=", ", ").partition(",total=")[0].partition(",context=")[0]
+    return f"{case['repository'].partition('/')[0]}: {name_of(case)}", card
+
+
+def table_of_events(results: Sequence[Result]) -> str:
     lines = [
         "| program | card, PyTorch | allocations | matched | to the byte | freed alike | peak | end | reserved | same place |",
         "|---|---|---|---|---|---|---|---|---|---|",
@@ -236,8 +287,7 @@ def table(results: Sequence[Result]) -> str:
             (0 if case.get("trace") else real.peak_reserved, virtual.peak_reserved),
         )
         cells = [
-            f"{case['repository'].partition('/')[0]}: {name_of(case)}",
-            case["device"].replace(",torch=", ", ").partition(",total=")[0].partition(",context=")[0],
+            *named(case),
             f"{len(pairing.a):,}",
             *(f"{100 * share:.2f} %" for share in shares),
             *(f"{100 * (predicted / recorded - 1):+.3f} %" if recorded > 0 else "" for recorded, predicted in sizes),
