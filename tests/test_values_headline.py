@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from IPython.utils.capture import capture_output
@@ -546,3 +547,22 @@ def test_suppressed_boxes_of_torchvision(values: str) -> None:
         )
     finally:
         library._destroy()
+
+
+@pytest.mark.parametrize(("values", "told"), [("", 1), (",values=real", 0)])
+def test_what_numpy_warns_of_behind_a_stand_in_is_put_down_to_it_once(values: str, told: int) -> None:
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        gpu.turn_on(f"T4{values}")
+        zero, one = np.zeros(2), np.ones(2)
+        # Nothing was read yet: these are the program's own.
+        _ = one / zero
+        before = len(said)
+        features = (unknown() @ unknown()).cpu().numpy()
+        # By so much NumPy divides only where nobody computed.
+        _ = (features - features.mean(0)) / features.std(0)
+        _ = one / zero
+        _ = one + zero
+    assert before == 1
+    assert ["does not know" in str(one.message) for one in said[before:]].count(True) == told
+    assert [one.category for one in said[before:]] == [*[RuntimeWarning, UserWarning] * told, RuntimeWarning]

@@ -160,7 +160,8 @@ def judged(one: Mapping[str, Any], options: argparse.Namespace) -> Outcome:
         if on_host.status and on_host.last_error.split(":")[0] == error.split(":")[0]:
             verdict = "its own fault"
         else:
-            ways = ["auto", *["real"] * ("values=real" in found.report.get("answer", ""))]
+            # (Where a library's compiled code ends the process there is no report, but a warning before.)
+            ways = ["auto", *["real"] * ("values=real" in found.report.get("answer", "") + found.err)]
             for values in ways:
                 with_values = _once(one, source, f"{device},values={values}", options, values)
                 if not with_values.status:

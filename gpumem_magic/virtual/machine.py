@@ -282,7 +282,7 @@ class VirtualMachine:
             attempt(wrappers.install)
             attempt(saving.install, self.engine.computes)
             sharing.install()
-            surroundings.install(self._patches, self.engine.computes)
+            surroundings.install(self._patches, self.engine)
             attempt(legacy.install)
             attempt(self._libraries.install)
             attempt(kernel_rules.install)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import warnings
 from typing import Any
@@ -13,18 +14,46 @@ import torch.cuda.nvtx
 import torch.distributions
 import torch.profiler
 
+from gpumem_magic.devices.reads import Reads
 from gpumem_magic.patching import Patches
+from gpumem_magic.virtual.engine.engine import Engine
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
 from gpumem_magic.virtual.operators import checks
 from gpumem_magic.virtual.operators.convolutions import layout_of
 
+# NumPy's words: ``numpy/_core/src/umath/extobj.c`` and ``numpy/_core/_methods.py``, the same from 1.26 to 2.4.
+_OF_NUMBERS = re.compile(r"(?:invalid value|divide by zero|overflow) encountered in |Mean of empty slice")
+_MAY_BE_ZEROS = (
+    "the program has read values that the virtual GPU does not know, and this may come of them: values=real behind the card's "
+    "name computes them"
+)
 
-def install(patches: Patches, computes: bool) -> None:
-    """computes: whether tensors on the devices have values, which may be looked at."""
+
+def install(patches: Patches, engine: Engine) -> None:
+    """Where the engine computes, tensors on the devices have values, which may be looked at."""
     for step in (_profiler, _ctc_loss, _devices_of_modules, _convolution_formats):
         patches.attempt(step)
-    for step in () if computes else (_distributions, checks.install):
-        patches.attempt(step)
+    if not engine.computes:
+        for step in (_distributions, checks.install):
+            patches.attempt(step)
+        patches.attempt(_warnings_of_numbers, engine.reads)
+
+
+def _warnings_of_numbers(patches: Patches, reads: Reads) -> None:
+    """What NumPy warns of on the host, behind values that nobody knows, may come of those, and a library's compiled code may end
+    the process by them a moment later: so it is said at once, the first time."""
+    original = warnings.showwarning
+    told: list[int] = []
+
+    def show(
+        message: Any, category: type[Warning], filename: str, lineno: int, file: Any = None, line: str | None = None
+    ) -> None:
+        original(message, category, filename, lineno, file, line)
+        if category is RuntimeWarning and not told and reads.counts and _OF_NUMBERS.match(str(message)):
+            told.append(lineno)
+            original(UserWarning(_MAY_BE_ZEROS), UserWarning, filename, lineno, file, line)
+
+    patches.set(warnings, "showwarning", show)
 
 
 def _distributions(patches: Patches) -> None:
