@@ -566,3 +566,37 @@ def test_what_numpy_warns_of_behind_a_stand_in_is_put_down_to_it_once(values: st
     assert before == 1
     assert ["does not know" in str(one.message) for one in said[before:]].count(True) == told
     assert [one.category for one in said[before:]] == [*[RuntimeWarning, UserWarning] * told, RuntimeWarning]
+
+
+def _counted(x: torch.Tensor, times: int) -> torch.Tensor:
+    out = torch.zeros_like(x)
+    for number in range(times):
+        if bool(out.sum() < 5):
+            out = out + x * (number + 1)
+    return out
+
+
+class _Halves(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if bool(x.sum() > 3.0):
+            x = x / 2
+        return x
+
+
+class _Adds(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + 1
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+def test_a_way_that_torchscript_goes_by_a_stand_in_is_said_first() -> None:
+    scripted = torch.jit.script(_counted), torch.jit.script(_Halves()), torch.nn.Sequential(torch.jit.script(_Halves()))
+    for one in (lambda x: scripted[0](x, 3), scripted[1], scripted[2]):
+        with gpumem_magic.measure(device="T4") as measured:
+            one(unknown())
+        assert measured.report.answer.startswith("An `if` may go the other way on a GPU: it goes by a value")
+    # What decides nothing, and what the program reads of the result.
+    adds = torch.jit.script(_Adds())
+    with gpumem_magic.measure(device="T4") as measured:
+        print(adds(unknown()).sum().item())
+    assert "does not know" not in measured.report.answer

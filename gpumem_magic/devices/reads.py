@@ -16,6 +16,9 @@ from gpumem_magic.looks.decisions import leads_to, may_be_of_a_value, waits
 
 # Reads of one line behind which a loop is taken to wait for a value.
 _MANY = 1000
+_SCRIPTED = (torch.jit.ScriptFunction, torch._C.ScriptMethod)
+# What hands a call on, and under which name it has what is called: `VirtualTensor`, and our ``ScriptFunction.__call__``.
+_HANDED_ON = {"__torch_function__": "func", "called": "self"}
 _Line = tuple[str, int]
 
 
@@ -23,7 +26,8 @@ class Reads:
     """counts: how often each line read. supplied: how often it was given a value of the user's.
 
     marks: how often it was a whole number ("whole"), a list of them ("list"), a size ("sized"), compared by
-    `torch.testing`, which raises or does nothing ("compared"), or an error came of it that was caught ("caught").
+    `torch.testing`, which raises or does nothing ("compared"), read by TorchScript in the line's stead ("scripted"), or an
+    error came of it that was caught ("caught").
     stacks: where it was called from, at its first read: the program's places, behind an optimizer's own that read in its stead.
     """
 
@@ -49,13 +53,14 @@ class Reads:
         self.latest = line
         if sized:
             self.marks[line[0], line[1], "sized"] += 1
-        if _is_compared(line):
-            self.marks[line[0], line[1], "compared"] += 1
+        reader = _reader(line)
+        if reader:
+            self.marks[line[0], line[1], reader] += 1
         if dtype is not None and not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool):
             self.marks[line[0], line[1], "whole"] += 1
             if several:
                 self.marks[line[0], line[1], "list"] += 1
-        if self.counts[line] == _MANY and waits(*line):
+        if self.counts[line] == _MANY and (reader == "scripted" or waits(*line)):
             warnings.warn(
                 f"line {line[1]} of {os.path.basename(line[0])} has read values {_MANY:,} times that the virtual GPU does not "
                 "know: its loop may never end. values=real behind the card's name computes them; --until-repeat and "
@@ -89,14 +94,19 @@ def _text_of(error: BaseException) -> str:
     return given[0] if given and type(given[0]) is str else ""
 
 
-def _is_compared(line: _Line) -> bool:
-    """Whether `torch.testing` reads in the line's stead, as `torch.jit.trace` has it check what it traced."""
+def _reader(line: _Line) -> str:
+    """Who reads in the line's stead: `torch.testing` ("compared"), as `torch.jit.trace` has it check what it traced, or a
+    function or module in TorchScript ("scripted"), whose calls are handed on as other functions' are; else "".
+    """
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and (frame.f_code.co_filename, frame.f_lineno) != line:
         if frame.f_globals.get("__name__", "").startswith("torch.testing."):
-            return True
+            return "compared"
+        handed = _HANDED_ON.get(frame.f_code.co_name)
+        if handed is not None and isinstance(frame.f_locals.get(handed), _SCRIPTED):
+            return "scripted"
         frame = frame.f_back
-    return False
+    return ""
 
 
 def _stack(line: _Line) -> Iterator[_Line]:

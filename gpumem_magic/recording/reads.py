@@ -56,8 +56,8 @@ def _made_of(
     read: _Line, count: int, marks: Counter[tuple[str, int, str]], stacks: Mapping[_Line, Sequence[_Line]]
 ) -> str:
     """What a line's reads decide (see `StandIn`), as far as the source and the reads' `marks` tell."""
-    caught, whole, sized, listed, compared = (
-        marks[read[0], read[1], mark] for mark in ("caught", "whole", "sized", "list", "compared")
+    caught, whole, sized, listed, compared, scripted = (
+        marks[read[0], read[1], mark] for mark in ("caught", "whole", "sized", "list", "compared", "scripted")
     )
     if caught:
         return "except"
@@ -73,7 +73,8 @@ def _made_of(
         return "loop"
     if makes_a_size(*read, callers, whole=bool(whole)):
         return "size"
-    if any(chooses_a_way(*place) for place in places):
+    # What TorchScript reads in the midst of its function is for a test.
+    if scripted or any(chooses_a_way(*place) for place in places):
         return "branch"
     if chooses_an_object(*read, callers):
         return "choice"
