@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.torch_version import TorchVersion
 
 import gpumem_magic
 from gpumem_magic.recording.limit import IterationLimit
@@ -19,6 +20,8 @@ from gpumem_magic.report.schema import report_from_dict
 from gpumem_magic.virtual import gpu
 
 MIB = 1 << 20
+# 2.10 and older say nothing of a function that breaks its graph within a loop.
+SAYS_LOOPS = TorchVersion(torch.__version__) >= "2.11"
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +35,7 @@ def report() -> Iterator[Any]:
         @torch.compile
         def loss(x: torch.Tensor) -> torch.Tensor:
             y = x.sin().exp()
-            said.append(torch._dynamo.graph_break())
+            torch._dynamo.graph_break()
             return y.cos().tanh().sum()
 
         @torch.compile
@@ -55,7 +58,7 @@ def report() -> Iterator[Any]:
 
 def test_breaks_are_said_with_their_lines_and_reasons(report: Any) -> None:
     (note,) = (one for one in report.notes if "graphs break" in one)
-    assert "`said.append(torch._dynamo.graph_break())`" in note
+    assert "`torch._dynamo.graph_break()`" in note
     assert "test_compiled_report.py:" in note
     assert "Call to `torch._dynamo.graph_break()`" in note
     assert "graphs break" in str(report.explain())
@@ -97,6 +100,7 @@ def test_where_the_compiler_cuts_by_itself_is_said_without_a_line() -> None:
         gpu.turn_off()
 
 
+@pytest.mark.skipif(not SAYS_LOOPS, reason="this PyTorch does not say it")
 def test_what_was_not_compiled_is_said_with_the_line_and_the_reason(report: Any) -> None:
     (note,) = (one for one in report.notes if "could not compile" in one)
     assert "`said.append(x.mean().item())`" in note
@@ -115,7 +119,8 @@ def test_the_same_as_plain_data(report: Any) -> None:
     (one,) = data["compiled"]["breaks"]
     assert one["count"] == 1
     assert data["compiled"]["graphs"] == 4
-    assert data["compiled"]["again"][0]["count"] == data["compiled"]["failed"][0]["count"] == 1
+    assert [one["count"] for one in data["compiled"]["again"]] == [1]
+    assert [one["count"] for one in data["compiled"].get("failed", ())] == [1] * SAYS_LOOPS
     assert report_from_dict(data).compiled == report.compiled
 
 

@@ -53,12 +53,30 @@ def wave(x: torch.Tensor) -> torch.Tensor:
     return x.sin().exp().cos().tanh()
 
 
+class Waves(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return wave(x + self.bias)
+
+
 def test_what_is_fused_is_one_buffer() -> None:
     x = torch.rand(4 * MIB, device="cuda")
     fast = torch.compile(wave)
     fast(x)
     assert peak(lambda: fast(x)) == 16 * MIB
     assert peak(lambda: wave(x)) == 32 * MIB
+
+
+def test_an_input_that_begins_elsewhere_is_copied() -> None:
+    """Kernels that were made for inputs which begin at multiples of 16 bytes take a copy of one that does not."""
+    x = torch.rand(4 * MIB + 4, device="cuda")
+    fast = torch.compile(wave)
+    fast(x[4:])
+    assert peak(lambda: fast(x[4:])) == 16 * MIB
+    assert peak(lambda: fast(x[1:-3])) == 32 * MIB
 
 
 @pytest.mark.parametrize(("card", "buffer"), [("H100", 50), ("H100,torch=2.6", 256)])
@@ -141,6 +159,26 @@ def test_what_a_graph_has_as_its_own_is_the_traces_too(monkeypatch: pytest.Monke
     whole = importlib.import_module("torch._functorch.aot_autograd")
     with torch._guards.tracing(torch._guards.TracingContext(mode)):
         assert whole.construct_fake_mode([state], None)[0] is mode
+
+
+def test_what_is_traced_without_torch_compile() -> None:
+    """Operator by operator. Kept are what `sin` takes, what `exp` gives and `cos` takes, and the result, which `tanh` needs."""
+    ahead = importlib.import_module("functorch.compile")
+    x = torch.rand(MIB, device="cuda", requires_grad=True)
+    programs = (2, ahead.aot_function(wave, ahead.nop)), (3, ahead.aot_module(Waves().cuda(), ahead.nop))
+    for kept, fast in programs:
+        before = torch.cuda.memory_allocated()
+        out = fast(x)
+        assert torch.cuda.memory_allocated() - before == kept * x.nbytes
+        out.sum().backward()
+        assert x.grad is not None
+        x.grad = out = None
+    make_fx = importlib.import_module("torch.fx.experimental.proxy_tensor").make_fx
+    for mode in ("real", "fake", "symbolic"):
+        traced = make_fx(wave, tracing_mode=mode)(x)
+        targets = {node.target for node in traced.graph.nodes}
+        assert targets > {getattr(torch.ops.aten, name).default for name in ("sin", "exp", "cos", "tanh")}
+        assert traced(x).shape == x.shape
 
 
 def products_are_kept(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -562,20 +600,25 @@ def test_what_a_checkpoint_computes_anew_stays_compiled(machine: gpu.VirtualMach
     assert machine.notes() == []
 
 
-def test_a_checkpoints_policy_sees_the_first_run_of_a_compiled_part() -> None:
+def test_a_checkpoints_policy_sees_of_a_compiled_part_what_it_sees_on_the_host() -> None:
+    """The first run; in 2.11 and older, what is computed anew, too."""
     fast = torch.compile(wave, backend="aot_eager")
-    x = torch.rand(1024, device="cuda", requires_grad=True)
     seen: list[str] = []
 
     def keep(policy: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         seen.append(operator.__name__)
         return CheckpointPolicy.MUST_SAVE
 
-    for _ in range(2):
+    def seen_of(x: torch.Tensor) -> list[str]:
         seen.clear()
         selective = functools.partial(create_selective_checkpoint_contexts, keep)
         checkpoint(fast, x, use_reentrant=False, context_fn=selective).sum().backward()
-        assert seen == ["sin.default", "exp.default", "cos.default", "tanh.default"]
+        return list(seen)
+
+    on_host = seen_of(torch.rand(1024, requires_grad=True))
+    assert on_host[:4] == ["sin.default", "exp.default", "cos.default", "tanh.default"]
+    x = torch.rand(1024, device="cuda", requires_grad=True)
+    assert seen_of(x) == seen_of(x) == on_host
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from types import CodeType, FrameType
+from types import CodeType, FrameType, FunctionType
 from typing import Any
 
 import torch
@@ -180,8 +180,10 @@ def hide_from_the_compiler(patches: Patches) -> None:
             *more: Any,
             **given: Any,
         ) -> Any:
-            mentioned = [objects.entry(names, name) for name in code.co_names if name in names]
-            things = [*variables.values(), *mentioned, *_contents(closure or ())]
+            things = [*variables.values(), *_mentioned(code, names, closure)]
+            # (A function of PyTorch's own that calls the program's: that of `torch.compile`, until 2.11.)
+            for function in [thing for thing in things if objects.is_a(thing, FunctionType)]:
+                things.extend(_mentioned(function.__code__, function.__globals__, function.__closure__))
             with nullcontext() if _any_has_hooks(things) else _hooks_away():
                 return compile_(code, names, variables, builtins, closure, *more, **given)
 
@@ -215,9 +217,10 @@ def _when_imported(patches: Patches, name: str, install: Callable[[], None], *fi
 _away: list[tuple[dict[int, Any], int, Any]] = []
 
 
-def _contents(cells: Iterable[Any]) -> Iterator[Any]:
-    """What a closure's variables hold, but for those without a value yet."""
-    for cell in cells:
+def _mentioned(code: CodeType, names: dict[str, Any], closure: tuple[Any, ...] | None) -> Iterator[Any]:
+    """The global variables that a function mentions, and what those of its closure hold, but for those without a value yet."""
+    yield from (objects.entry(names, name) for name in code.co_names if name in names)
+    for cell in closure or ():
         with suppress(ValueError):
             yield cell.cell_contents
 

@@ -38,7 +38,7 @@ from gpumem_magic.units import counted
 from gpumem_magic.virtual.card import catalog, generations
 from gpumem_magic.virtual.card.nvml import VirtualNvml
 from gpumem_magic.virtual.card.smi import VirtualSmi
-from gpumem_magic.virtual.compiler.stages import EXPORTING, Compiler
+from gpumem_magic.virtual.compiler.stages import Compiler
 from gpumem_magic.virtual.engine import kernel_rules, values
 from gpumem_magic.virtual.engine.device import VirtualDevice
 from gpumem_magic.virtual.engine.engine import Engine
@@ -104,7 +104,7 @@ class VirtualMachine:
         self._factories = Factories(self.engine, self.face.current_device)
         self._captured = Captured(self._factories)
         self.compiler = Compiler(self, self._factories, self.face.current_device)
-        self._libraries = libraries({EXPORTING: self.compiler.ready_to_export})
+        self._libraries = libraries(self.compiler.tracers)
 
     # ---- what a machine can be asked
 

@@ -49,6 +49,10 @@ _UNTIMED = {**dict.fromkeys((*_TRIALS, *_FUSIONS), False), "coordinate_descent_t
 _PYTHON = {"cpp_wrapper": False}
 _UNKEPT = {"fx_graph_cache": False}
 _TAG = "cache_key_tag"
+# The functions of C++'s that generated code calls for an input that may begin anywhere: that of 2.13, and of 2.12. Older versions
+# do it in Python (`torch/_inductor/utils.py`, `copy_misaligned_inputs`).
+_ALIGNED_BY = ("copy_if_misaligned", "copy_misaligned")
+_ALIGNMENT = 16
 
 
 class Trials:
@@ -142,7 +146,6 @@ def _device(patches: Patches, cards: str) -> None:
 def _buffers(patches: Patches, engine: Engine, current_device: Callable[[], int]) -> None:
     guards = torch._C._dynamo.guards
     view = guards._reinterpret_tensor  # type: ignore[attr-defined]
-    align = getattr(guards, "copy_if_misaligned", None)
 
     def empty_strided_cuda(size: Any, stride: Any, dtype: Any) -> torch.Tensor:
         meta = made_plainly(torch.empty_strided, size, stride, dtype=dtype, device=META)
@@ -162,9 +165,9 @@ def _buffers(patches: Patches, engine: Engine, current_device: Callable[[], int]
     if hasattr(guards, "_empty_strided_cpu_pinned"):
         # Of 2.12 and newer; pinning needs a driver.
         patches.set(guards, "_empty_strided_cpu_pinned", guards._empty_strided_cpu)  # type: ignore[attr-defined]
-    if align is not None:
-        # Of 2.10 and newer. Blocks of the device begin at multiples of 512 bytes.
-        patches.set(guards, "copy_if_misaligned", lambda one: one if isinstance(one, VirtualTensor) else align(one))
+    for name in _ALIGNED_BY:
+        if hasattr(guards, name):
+            patches.set(guards, name, _aligned(getattr(guards, name)))
     if hasattr(guards, "assert_alignment"):
         check = guards.assert_alignment
 
@@ -173,6 +176,18 @@ def _buffers(patches: Patches, engine: Engine, current_device: Callable[[], int]
                 check(tensor, *args)
 
         patches.set(guards, "assert_alignment", assert_alignment)
+
+
+def _aligned(plain: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """An input for kernels that were made for one that begins at a multiple of 16 bytes: a copy, where it does not."""
+    copy = importlib.import_module("torch._inductor.utils").clone_preserve_strides
+
+    def aligned(tensor: Any) -> Any:
+        if not isinstance(tensor, VirtualTensor):
+            return plain(tensor)
+        return copy(tensor) if tensor.data_ptr() % _ALIGNMENT else tensor
+
+    return aligned
 
 
 def _lowering(patches: Patches, otherwise: Counter[str], trials: Trials, padding: Padding) -> None:

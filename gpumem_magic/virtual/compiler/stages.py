@@ -20,8 +20,10 @@ from gpumem_magic.virtual.compiler import dynamo, graph_trees, inductor, padding
 from gpumem_magic.virtual.engine.device import MachineForTorch
 from gpumem_magic.virtual.operators.factories import Factories
 
-# The module of `torch.export` that traces.
-EXPORTING = "torch.export._trace"
+# What traces without `torch.compile`: `torch.export`, and `functorch.compile`.
+_TRACERS = "torch.export._trace", "torch._functorch.aot_autograd"
+# And `make_fx`, which other parts of PyTorch import.
+_MAKE_FX = "torch.fx.experimental.proxy_tensor"
 # What PyTorch itself compiles as a whole in a `flex_attention` that nobody compiled: `libraries.flex` has a rule for it.
 _OWN_STEP = "_flex_attention_hop_wrapper"
 
@@ -69,8 +71,14 @@ class Compiler:
         self._is_installed = True
         if "torch._dynamo.eval_frame" in sys.modules:
             self._prepare(patches)
-        if (exporting := sys.modules.get(EXPORTING)) is not None:
-            self.ready_to_export(exporting, patches)
+        for name in _TRACERS:
+            if (module := sys.modules.get(name)) is not None:
+                self._ready_to_trace(module, patches)
+
+    @property
+    def tracers(self) -> dict[str, Callable[[ModuleType, Patches], None]]:
+        """Modules, and what makes the compiler ready for them when they are loaded."""
+        return {**dict.fromkeys(_TRACERS, self._ready_to_trace), _MAKE_FX: self._ready_for_make_fx}
 
     def _prepare(self, patches: Patches) -> None:
         if "dynamo" in self._ready:
@@ -83,21 +91,30 @@ class Compiler:
         patches.attempt(graph_trees.install, self._machine)
 
     def _trace(self, patches: Patches) -> None:
+        self._ready.add("trace")
         with warnings_remembered(), warnings.catch_warnings():
             # What PyTorch says of its own parts while they are imported.
             warnings.simplefilter("ignore", DeprecationWarning)
             tracing.install(patches)
             dynamo.install(patches, self._factories)
 
-    def ready_to_export(self, module: ModuleType, patches: Patches) -> None:
-        """`torch.export` (and what is built on it) traces as `torch.compile` does, and what it makes runs operator by operator:
-        also where values are computed."""
+    def _ready_to_trace(self, module: ModuleType, patches: Patches) -> None:
+        """These trace as `torch.compile` does, and what they make runs operator by operator: also where values are computed."""
         if not self._is_installed:
             # It was imported before the device was turned on, and what the compiler looks at is not all in its place yet.
             return
         self._prepare(patches)
-        if self._engine.computes:
+        if self._engine.computes and "trace" not in self._ready:
             self._trace(patches)
+
+    def _ready_for_make_fx(self, module: Any, patches: Patches) -> None:
+        trace = module._MakefxTracer.trace
+
+        def trace_when_ready(tracer: Any, *args: Any) -> Any:
+            self._ready_to_trace(module, patches)
+            return trace(tracer, *args)
+
+        patches.set(module._MakefxTracer, "trace", trace_when_ready)
 
     def _count(self) -> None:
         self._eager_calls += 1

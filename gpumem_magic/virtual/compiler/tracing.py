@@ -7,12 +7,13 @@ As our own fake mode does (`engine.modes`): C++ is told ``meta:i``, Python ``cud
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from gpumem_magic.patching import Patches
@@ -94,18 +95,49 @@ def install(patches: Patches) -> None:
         return compile_(module, of_the_trace(inputs), *args, **kwargs)
 
     patches.set(backends, "aot_module_simplified", aot_module_simplified)
-    dispatch_of_all = importlib.import_module("torch._functorch.aot_autograd")
-    for name in ("construct_fake_mode", "process_inputs"):
-        # Beside the inputs, what a graph has as its own: an optimizer's states.
-        if (asked := getattr(dispatch_of_all, name, None)) is not None:
-            patches.set(dispatch_of_all, name, _with_the_traces(asked))
+    whole = importlib.import_module("torch._functorch.aot_autograd")
+    construct, detect, process = whole.construct_fake_mode, whole.detect_fake_mode, whole.process_inputs
+
+    def construct_fake_mode(inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        return construct(_others(inputs), *args, **kwargs)
+
+    def detect_fake_mode(inputs: Any = None) -> Any:
+        return detect(_others(inputs))
+
+    def process_inputs(inputs: Any, settings: Any, mode: FakeTensorMode, *args: Any, **kwargs: Any) -> Any:
+        """Beside the inputs, what a graph has as its own: an optimizer's states."""
+        return process([_traced(one, mode) for one in inputs], settings, mode, *args, **kwargs)
+
+    patches.set(whole, "construct_fake_mode", construct_fake_mode)
+    patches.set(whole, "detect_fake_mode", detect_fake_mode)
+    patches.set(whole, "process_inputs", process_inputs)
+    checks = importlib.import_module("torch._dynamo.utils")
+    check = checks.assert_no_fake_params_or_buffers
+
+    def assert_no_fake_params_or_buffers(module: torch.nn.Module) -> None:
+        if not any(map(_is_the_programs, (*module.parameters(), *module.buffers()))):
+            check(module)
+
+    patches.set(checks, "assert_no_fake_params_or_buffers", assert_no_fake_params_or_buffers)
+    tracer = proxies._MakefxTracer
+    begin = tracer._init_modes_from_inputs
+
+    def init_modes_from_inputs(self: Any, function: Any, inputs: tuple[Any, ...]) -> Any:
+        return begin(self, function, tuple(_others(inputs)))
+
+    patches.set(tracer, "_init_modes_from_inputs", init_modes_from_inputs)
 
 
-def _with_the_traces(plain: Callable[..., Any]) -> Callable[..., Any]:
-    def ours(inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        return plain(of_the_trace(inputs), *args, **kwargs)
+def _others(inputs: Any) -> list[Any]:
+    """What tells the trace's mode."""
+    return [one for one in tree_leaves(inputs) if not _is_the_programs(one)]
 
-    return ours
+
+def _is_the_programs(value: Any) -> bool:
+    """Whether it is a tensor of the device's: a fake one by its class, and none of a trace's. Or one that wraps such tensors."""
+    if is_traceable_wrapper_subclass(value):
+        return any(_is_the_programs(getattr(value, name)) for name in value.__tensor_flatten__()[0])
+    return isinstance(value, VirtualTensor)
 
 
 def of_the_trace(inputs: Any) -> Any:
@@ -121,20 +153,21 @@ def of_the_trace(inputs: Any) -> Any:
     try:
         guards.detect_fake_mode(inputs)
     except AssertionError:
-        return [
-            _traced(one, tracing.fake_mode, tracing.tensor_to_context.get(one))
-            if isinstance(one, VirtualTensor)
-            else one
-            for one in inputs
-        ]
+        return [_traced(one, tracing.fake_mode) for one in inputs]
     return inputs
 
 
-def _traced(tensor: torch.Tensor, mode: FakeTensorMode, context: Any) -> torch.Tensor:
-    """context: which of its sizes Dynamo took for symbols."""
+def _traced(value: Any, mode: FakeTensorMode) -> Any:
+    """A tensor of the program's as one of the trace's, with those of its sizes as symbols that Dynamo took for symbols."""
+    if not _is_the_programs(value):
+        return value
+    tracing = importlib.import_module("torch._guards").TracingContext.try_get()
+    if tracing is None:
+        return mode.from_tensor(value)
+    context = tracing.tensor_to_context.get(value)
     if context is None:
-        return mode.from_tensor(tensor, static_shapes=True)
-    return mode.from_tensor(tensor, symbolic_context=context, source=context.tensor_source, trace=False)
+        return mode.from_tensor(value, static_shapes=True)
+    return mode.from_tensor(value, symbolic_context=context, source=context.tensor_source, trace=False)
 
 
 def _is_on(kind: str) -> property:
