@@ -75,6 +75,18 @@ class Autotuner:
         raise RuntimeError("0 active drivers ([]). There should only be one.")
 """
 
+TRITON_DRIVER = """
+class DriverConfig:
+    _active = None
+    @property
+    def active(self):
+        if self._active is None:
+            raise RuntimeError("0 active drivers ([]). There should only be one.")
+        return self._active
+
+driver = DriverConfig()
+"""
+
 
 def write(folder: Path, files: dict[str, str]) -> None:
     for name, text in files.items():
@@ -98,6 +110,9 @@ def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             "triton/runtime/__init__.py": "",
             "triton/runtime/jit.py": TRITON_JIT,
             "triton/runtime/autotuner.py": TRITON_AUTOTUNER,
+            "triton/runtime/driver.py": TRITON_DRIVER,
+            "triton/backends/__init__.py": "",
+            "triton/backends/compiler.py": "def GPUTarget(*parts): return parts\n",
         },
     )
     before = {name: module for name, module in sys.modules.items() if name.partition(".")[0] in NAMES}
@@ -294,6 +309,22 @@ def test_the_stream_that_kernels_are_launched_on() -> None:
     assert getattr(torch._C, "_cuda_getCurrentRawStream", None) is before
 
 
+def test_tritons_driver_answers_for_the_card(packages: None) -> None:
+    gpu.turn_on("2xT4")
+    driver = importlib.import_module("triton.runtime.driver").driver
+    assert driver.active.get_current_target() == ("cuda", 75, 32)
+    assert driver.active.get_active_torch_device() == torch.device("cuda:0")
+    driver.active.set_current_device(1)
+    assert driver.active.get_current_device() == 1
+    found = driver.active.utils.get_device_properties(1)
+    assert (found["max_shared_mem"], found["multiprocessor_count"]) == (64 << 10, 40)
+    _, most, _ = cost(lambda: driver.active.clear_cache(driver.active.get_empty_cache_for_benchmark()))
+    assert most == 256 << 20
+    gpu.turn_off()
+    with pytest.raises(RuntimeError, match="0 active drivers"):
+        driver.active  # noqa: B018
+
+
 def test_tritons_own_kernels_where_it_is_installed() -> None:
     triton = pytest.importorskip("triton", reason="Triton is not installed")
     language = importlib.import_module("triton.language")
@@ -308,6 +339,21 @@ def test_tritons_own_kernels_where_it_is_installed() -> None:
     tuned(triton.jit(add))[lambda meta: (triton.cdiv(1000, meta["SIZE"]),)](x, torch.empty_like(x), 1000)
     triton.jit(add)[(8,)](x, torch.empty_like(x), 1000, SIZE=128)
     assert machine.engine.kernels_not_run == 2
+    library = importlib.import_module("torch.library")
+    kernel = triton.jit(add)
+
+    @library.triton_op("gpumem_magic_tests::plus_one", mutates_args={})  # type: ignore[untyped-decorator]
+    def plus_one(x: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(x)
+        library.wrap_triton(kernel)[(8,)](x, out, x.numel(), SIZE=128)
+        return out
+
+    x = torch.zeros(1 << 20, device="cuda")
+    assert cost(lambda: plus_one(x))[1] == x.nbytes
+    fast = torch.compile(lambda x: plus_one(x.sin()).cos(), fullgraph=True)
+    fast(x)
+    # What goes into the kernel, and what it writes, in which the rest is done.
+    assert cost(lambda: fast(x))[1] == 2 * x.nbytes
 
 
 # ---- bitsandbytes

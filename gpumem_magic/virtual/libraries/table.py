@@ -37,6 +37,8 @@ _PREPARE: dict[str, Prepare] = {
     "torch.nn.attention.flex_attention": flex.prepare,
     "torch._prims.rng_prims": repeated_draws.prepare,
     "transformers.utils.import_utils": hugging_face.prepare,
+    "torch._higher_order_ops.triton_kernel_wrap": triton_kernels.prepare_operators,
+    "triton.runtime.driver": triton_kernels.prepare_driver,
     "triton.runtime.jit": triton_kernels.quiet("JITFunction"),
     "triton.runtime.autotuner": triton_kernels.quiet("Autotuner"),
 }
