@@ -11,9 +11,9 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
+from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any
 
 from gpumem_magic.commands import virtual_ranks
@@ -54,13 +54,7 @@ def run(options: argparse.Namespace) -> int:
         start = _launcher_of(options)
     except ValueError as error:
         parser.error(str(error))
-    launcher = _LAUNCHERS.get(options.script if options.is_module else os.path.basename(options.script))
-    if launcher is not None:
-        flag = f" --device {options.device}" if options.device else ""
-        parser.error(
-            f"{launcher} starts processes that would not be measured. Let it start the command in each of them: "
-            f"`{launcher} ARGUMENTS -m gpumem_magic.cli run{flag} SCRIPT -- ARGUMENTS`"
-        )
+    _refuse_launchers(parser, options)
     try:
         path, spec = program_of(options)
     except ValueError as error:
@@ -74,69 +68,115 @@ def run(options: argparse.Namespace) -> int:
         return 1
     except OSError as error:
         parser.error(str(error))
-    alone = os.environ.pop(ALONE, None)
+    alone = bool(os.environ.pop(ALONE, None))
     rank = from_environment()
-    # The script may change the folder; processes of one job write a file each.
-    whole = written_to
-    written_to = {flag: _of_rank(path, rank) for flag, path in written_to.items()}
     options.device = device_of_a_rank(options.device, rank)
-    found = _open(parser, options, script)
+    measured = _Measured(script, _open(parser, options, script), rank)
     if rank is not None:
-        rank.begin(lambda: None if found is None else found.close(), lambda: show(rank.folder, whole, elsewhere=True))
-    status = 0
-    early = True
-    where = ""
-    one: Any = None
+        rank.begin(measured.give_up, lambda: show(rank.folder, written_to, elsewhere=True))
     with as_main(path, options.arguments, spec) as main_module, ExitStack() as around:
         machine = chosen_device.virtual()
         children = around.enter_context(measured_children(None if machine is None else machine.spec.text))
         if alone and rank is not None:
             from gpumem_magic.virtual.torch_face.alone import one_of_many
 
-            one = around.enter_context(one_of_many(rank.file.rank, rank.file.world, rank.folder))
+            measured.alone = around.enter_context(one_of_many(rank.file.rank, rank.file.world, rank.folder))
         if stand_ins:
             from gpumem_magic.virtual.engine.supplied import stand_in
 
             for value, line in stand_ins:
                 around.enter_context(stand_in(value, line=line))
+        measured.run(main_module)
+    try:
+        measured.tell(written_to, has_children=bool(children))
+    except KeyboardInterrupt:
+        say("interrupted before the report was complete")
+    return measured.status
+
+
+@dataclass
+class _Measured:
+    """A script that is run and measured. found: its recording; None where it cannot be measured. alone: what stands for the other
+    ranks, where one is emulated by itself. status: its exit status. left_early: by an error or by ``sys.exit``. where: the place
+    of its error."""
+
+    script: ScriptRun
+    found: Any
+    rank: RankProcess | None
+    alone: Any = None
+    report: Any = None
+    status: int = 0
+    left_early: bool = True
+    where: str = ""
+
+    def give_up(self) -> None:
+        if self.found is not None:
+            self.found.close()
+
+    def run(self, main_module: ModuleType) -> None:
+        """Runs the script to its end, and makes the report. An error of its own is shown as Python shows it."""
         try:
             with suppress(StopRun):
                 try:
-                    script.run(main_module)
+                    self.script.run(main_module)
                 finally:
-                    if rank is not None:
-                        rank.leaves()
+                    if self.rank is not None:
+                        self.rank.leaves()
         except SystemExit as error:
             # Leaving by sys.exit is no failure, except of a rank that others wait for.
-            fails = rank is not None and error.code not in (None, 0)
-            report = _close(found, script, error if fails else None, main_module.__dict__)
-            status = _exit_status(error.code)
+            fails = self.rank is not None and error.code not in (None, 0)
+            self._close(error if fails else None, main_module)
+            self.status = _exit_status(error.code)
         except BaseException as error:
-            where = place_of(error)
-            traceback = script.own_frames(error.__traceback__)
-            report = _close(found, script, error, main_module.__dict__)
+            self.where = place_of(error)
+            traceback = self.script.own_frames(error.__traceback__)
+            self._close(error, main_module)
             _flush()
             leave_out_ours(error.with_traceback(traceback))
             sys.excepthook(type(error), error, traceback_of(error))
-            status = INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
+            self.status = INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
         else:
-            report = _close(found, script, None, main_module.__dict__)
-            early = False
-    try:
+            self._close(None, main_module)
+            self.left_early = False
+
+    def _close(self, failure: BaseException | None, main_module: ModuleType) -> None:
+        if self.found is None:
+            return
+        traceback: TracebackType | None = None if failure is None else failure.__traceback__
+        try:
+            place = None if failure is None else self.script.failed(traceback)
+            self.report = self.found.close(failure, place, main_module.__dict__)
+        except KeyboardInterrupt:
+            say("interrupted while the report was made: there is none")
+        except Exception as own:
+            say(f"the report could not be made ({swallowed(own).splitlines()[0]}); the script itself ran normally")
+
+    def tell(self, written_to: Mapping[str, Path], *, has_children: bool) -> None:
+        """Shows the report and writes it. written_to: the files for all ranks, by flag."""
         _flush()
-        if script.hook_failure is not None:
-            say(f"measuring stopped partway ({script.hook_failure}); the script itself ran on")
-        if report is not None and one is not None:
-            report = _with_notes(report, one.notes())
+        if self.script.hook_failure is not None:
+            say(f"measuring stopped partway ({self.script.hook_failure}); the script itself ran on")
+        report = self.report
+        if report is not None and self.alone is not None:
+            report = _with_notes(report, self.alone.notes())
         # A script that left before it touched a device has said why itself; its processes speak for themselves.
-        silent = (early or bool(children)) and (report is None or not _touched_a_device(report))
+        silent = (self.left_early or has_children) and (report is None or not _touched_a_device(report))
         if report is not None:
-            hand_over(report, written_to, line="" if silent else _of_one_rank(rank, report))
-        if rank is not None:
-            _answer(rank, report, one, whole, where)
-    except KeyboardInterrupt:
-        say("interrupted before the report was complete")
-    return status
+            # The processes of one job write a file each.
+            own = {flag: _of_rank(path, self.rank) for flag, path in written_to.items()}
+            hand_over(report, own, line="" if silent else _of_one_rank(self.rank, report))
+        if self.rank is not None:
+            _answer(self.rank, report, self.alone, written_to, self.where)
+
+
+def _refuse_launchers(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    launcher = _LAUNCHERS.get(options.script if options.is_module else os.path.basename(options.script))
+    if launcher is not None:
+        flag = f" --device {options.device}" if options.device else ""
+        parser.error(
+            f"{launcher} starts processes that would not be measured. Let it start the command in each of them: "
+            f"`{launcher} ARGUMENTS -m gpumem_magic.cli run{flag} SCRIPT -- ARGUMENTS`"
+        )
 
 
 def _of_rank(path: Path, rank: RankProcess | None) -> Path:
@@ -198,20 +238,6 @@ def _open(parser: argparse.ArgumentParser, options: argparse.Namespace, run: Scr
     except Exception as error:
         say(f"measuring is not possible here ({swallowed(error).splitlines()[0]}); the script runs unmeasured")
     return found
-
-
-def _close(found: Any, run: ScriptRun, failure: BaseException | None, namespace: dict[str, Any]) -> Any:
-    if found is None:
-        return None
-    traceback: TracebackType | None = None if failure is None else failure.__traceback__
-    try:
-        return found.close(failure, None if failure is None else run.failed(traceback), namespace)
-    except KeyboardInterrupt:
-        say("interrupted while the report was made: there is none")
-        return None
-    except Exception as own:
-        say(f"the report could not be made ({swallowed(own).splitlines()[0]}); the script itself ran normally")
-        return None
 
 
 def _of_one_rank(rank: RankProcess | None, report: Report) -> str | None:
