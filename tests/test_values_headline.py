@@ -227,6 +227,31 @@ def test_which_lines_choose_a_way(tmp_path: Path, code: str, chooses: bool) -> N
     assert chooses_a_way(str(place), 1) is chooses
 
 
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="before Python 3.11 a frame knows its line only")
+@pytest.mark.parametrize(
+    ("line", "chooses"),
+    [
+        ("if turn % 2: total += (batch * loss.item()).sum()", False),
+        ("if loss.item() > -1: total = train(batch)", True),
+        ("if loss > -1: total = train(batch)", True),
+        ("seen = loss.item(); total = train(batch) if turn else batch", False),
+        ("seen = loss.item(); total = train(batch) if seen > -1 else batch", True),
+        ("a, b = loss, turn; total = train(batch) if a > -1 else batch", True),
+        ("log(loss.item()) if turn else train(batch)", True),  # (one statement: which of the two reads is not told)
+    ],
+)
+def test_of_a_line_with_several_statements_the_one_that_reads_counts(tmp_path: Path, line: str, chooses: bool) -> None:
+    (tmp_path / "program.py").write_text(
+        "import torch\nlog = print\ntrain = torch.relu\nbatch = torch.rand(300, 300, device='cuda')\n"
+        f"loss = batch.sum()\ntotal = 0\nfor turn in range(3):\n    {line}\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "gpumem_magic", "run", "--device", "T4", "program.py"],
+        cwd=tmp_path, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert ("An `if` may go the other way" in done.stderr) is chooses, done.stderr
+
+
 @pytest.mark.parametrize(
     ("code", "chooses"),
     [

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
-from types import FrameType
+from itertools import islice
+from types import CodeType, FrameType
 
 import torch
 
@@ -29,6 +30,7 @@ class Reads:
     `torch.testing`, which raises or does nothing ("compared"), read by TorchScript in the line's stead ("scripted"), or an
     error came of it that was caught ("caught").
     stacks: where it was called from, at its first read: the program's places, behind an optimizer's own that read in its stead.
+    instructions: those of the line that read, as a line may have several statements, with their line and column in bytes.
     """
 
     def __init__(self) -> None:
@@ -36,6 +38,7 @@ class Reads:
         self.supplied: Counter[_Line] = Counter()
         self.marks: Counter[tuple[str, int, str]] = Counter()
         self.stacks: dict[_Line, tuple[_Line, ...]] = {}
+        self.instructions: dict[_Line, dict[int, tuple[int | None, int | None]]] = defaultdict(dict)
         # The line that read last.
         self.latest: _Line | None = None
         # The error (`id`) that the program handles, and that was looked at.
@@ -53,7 +56,9 @@ class Reads:
         self.latest = line
         if sized:
             self.marks[line[0], line[1], "sized"] += 1
-        reader = _reader(line)
+        frame, reader = _reader(line)
+        if frame is not None and frame.f_lasti not in (known := self.instructions[line]):
+            known[frame.f_lasti] = _position(frame.f_code, frame.f_lasti)
         if reader:
             self.marks[line[0], line[1], reader] += 1
         if dtype is not None and not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool):
@@ -67,6 +72,12 @@ class Reads:
                 "--max-iterations end a run",
                 stacklevel=3,
             )
+
+    def places(self, line: _Line) -> tuple[tuple[int, int], ...]:
+        """Where in the line it was read: lines, and columns in bytes. Empty where Python does not tell, as before 3.11."""
+        found = {*self.instructions.get(line, {}).values()}
+        known = [(first, column) for first, column in found if first is not None and column is not None]
+        return tuple(sorted(known)) if len(known) == len(found) else ()
 
     def note_caught(self) -> None:
         """To be called where the program may be in an ``except``: marks the lines that its error came of."""
@@ -88,25 +99,33 @@ class Reads:
             frame = frame.tb_next
 
 
+def _position(code: CodeType, offset: int) -> tuple[int | None, int | None]:
+    if sys.version_info < (3, 11):
+        return None, None
+    first, _, column, _ = next(islice(code.co_positions(), offset // 2, None), (None, None, None, None))
+    return first, column
+
+
 def _text_of(error: BaseException) -> str:
     """An error's text as it was given, without asking the error."""
     given = BaseException.args.__get__(error)  # type: ignore[attr-defined]
     return given[0] if given and type(given[0]) is str else ""
 
 
-def _reader(line: _Line) -> str:
-    """Who reads in the line's stead: `torch.testing` ("compared"), as `torch.jit.trace` has it check what it traced, or a
-    function or module in TorchScript ("scripted"), whose calls are handed on as other functions' are; else "".
+def _reader(line: _Line) -> tuple[FrameType | None, str]:
+    """The frame of the line, and who reads in its stead: `torch.testing` ("compared"), as `torch.jit.trace` has it check what it
+    traced, or a function or module in TorchScript ("scripted"), whose calls are handed on as other functions' are; else "".
     """
     frame: FrameType | None = sys._getframe(2)
+    reader = ""
     while frame is not None and (frame.f_code.co_filename, frame.f_lineno) != line:
-        if frame.f_globals.get("__name__", "").startswith("torch.testing."):
-            return "compared"
+        if not reader and frame.f_globals.get("__name__", "").startswith("torch.testing."):
+            reader = "compared"
         handed = _HANDED_ON.get(frame.f_code.co_name)
-        if handed is not None and isinstance(frame.f_locals.get(handed), _SCRIPTED):
-            return "scripted"
+        if not reader and handed is not None and isinstance(frame.f_locals.get(handed), _SCRIPTED):
+            reader = "scripted"
         frame = frame.f_back
-    return ""
+    return frame, reader
 
 
 def _stack(line: _Line) -> Iterator[_Line]:

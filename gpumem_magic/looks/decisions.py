@@ -6,7 +6,7 @@ in the test of any other ``if`` with work in it or behind it; an object, where t
 long as values say; and it may be printed. So does all that it flows into (`flows`).
 
 callers: further files, in which functions and attributes of these names are looked for. sized: the line makes a tensor whose
-length nobody knows.
+length nobody knows. places: where in the line it was read, if that is known; a line may have several statements.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
 from gpumem_magic.looks import flows, observers
-from gpumem_magic.looks.flows import FileFlows, Flow, Key, Uses
+from gpumem_magic.looks.flows import FileFlows, Flow, Key, Place, Uses
 
 # Errors that a wrong value brings about, as a wrong name does not.
 _OF_VALUES = (
@@ -32,6 +32,7 @@ _OF_GRAPHS = (
 )
 # What a value flows into is as far from it as the farthest step on the way.
 _VALUE, _WHOLE, _COUNT, _WAY, _TOLD = range(5)
+_Places = Sequence[Place]
 _STEPS = {"value": _VALUE, "argument": _VALUE, "whole": _WHOLE, "count": _COUNT, "way": _WAY, "told": _TOLD}
 
 
@@ -46,18 +47,18 @@ def may_be_of_a_value(kind: str, message: str) -> bool:
     return kind in _OF_VALUES and not any(words in message for words in _OF_GRAPHS)
 
 
-def ends_a_loop(file: str, line: int, callers: Sequence[str] = (), sized: bool = False) -> bool:
+def ends_a_loop(file: str, line: int, callers: Sequence[str] = (), sized: bool = False, places: _Places = ()) -> bool:
     """Whether a loop may go on or end by what this line reads. False where the source is not to be had."""
-    reached = _reached(file, line, callers, sized)
+    reached = _reached(file, line, callers, sized, places=places)
     return any(reached.stands_in(test) or reached.has(test, _VALUE, _TOLD) for test in reached.tests("loop")) or any(
         (sized and reached.stands_in(test)) or reached.has(test, _VALUE if sized else _COUNT, _COUNT)
         for test in reached.tests("each")
     )
 
 
-def makes_a_size(file: str, line: int, callers: Sequence[str] = (), whole: bool = True) -> bool:
+def makes_a_size(file: str, line: int, callers: Sequence[str] = (), whole: bool = True, places: _Places = ()) -> bool:
     """Whether a size may be made of the number that this line reads. whole: one that may be a size itself."""
-    reached = _reached(file, line, callers)
+    reached = _reached(file, line, callers, places=places)
     if any(
         reached.has(test, _VALUE if whole else _WHOLE, _COUNT) or (whole and test[1].reads and reached.stands_in(test))
         for test in reached.tests("size")
@@ -69,29 +70,29 @@ def makes_a_size(file: str, line: int, callers: Sequence[str] = (), whole: bool 
     )
 
 
-def chooses_a_way(file: str, line: int, callers: Sequence[str] = ()) -> bool:
+def chooses_a_way(file: str, line: int, callers: Sequence[str] = (), places: _Places = ()) -> bool:
     """Whether an ``if`` that does some work, or leaves it, may go by what this line reads."""
-    reached = _reached(file, line, callers)
+    reached = _reached(file, line, callers, places=places)
     return any(reached.stands_in(test) or reached.has(test, _VALUE, _WAY) for test in reached.tests("branch"))
 
 
-def chooses_an_object(file: str, line: int, callers: Sequence[str] = ()) -> bool:
+def chooses_an_object(file: str, line: int, callers: Sequence[str] = (), places: _Places = ()) -> bool:
     """Whether a function or a module is called, or asked to do something, that was chosen by what this line reads."""
-    reached = _reached(file, line, callers)
+    reached = _reached(file, line, callers, places=places)
     return any(reached.has(test, _VALUE, _WAY) for test in reached.tests("called")) or any(
         reached.has(test, _WAY, _WAY) for test in reached.tests("asked")
     )
 
 
-def selects(file: str, line: int, callers: Sequence[str] = ()) -> bool:
+def selects(file: str, line: int, callers: Sequence[str] = (), places: _Places = ()) -> bool:
     """Whether tensors may be made, or parts taken of them, of which what this line reads decides how many there are."""
-    reached = _reached(file, line, callers)
+    reached = _reached(file, line, callers, places=places)
     return reached.holds()
 
 
-def checks_for_none(file: str, line: int, callers: Sequence[str] = ()) -> bool:
+def checks_for_none(file: str, line: int, callers: Sequence[str] = (), places: _Places = ()) -> bool:
     """Whether an ``if`` goes by a check of what this line reads for numbers that are none."""
-    reached = _reached(file, line, callers)
+    reached = _reached(file, line, callers, places=places)
     return any(reached.stands_in(test) or reached.has(test, _VALUE, _WAY) for test in reached.tests("check"))
 
 
@@ -121,21 +122,23 @@ def waits(file: str, line: int) -> bool:
     )
 
 
-def _reached(file: str, line: int, callers: Sequence[str], sized: bool = False) -> _Reached:
-    return _reached_in(tuple(flows.of_file(one) for one in dict.fromkeys((file, *callers))), line, sized)
+def _reached(file: str, line: int, callers: Sequence[str], sized: bool = False, places: _Places = ()) -> _Reached:
+    return _reached_in(tuple(flows.of_file(one) for one in dict.fromkeys((file, *callers))), line, sized, tuple(places))
 
 
 # Each of the questions above is asked of a line.
 @lru_cache(maxsize=16)
-def _reached_in(files: tuple[FileFlows, ...], line: int, sized: bool) -> _Reached:
-    return _Reached(files, line, sized)
+def _reached_in(files: tuple[FileFlows, ...], line: int, sized: bool, places: tuple[Place, ...]) -> _Reached:
+    return _Reached(files, line, sized, places)
 
 
 class _Reached:
     """What the value flows into that a line reads: by the file's number, the key, and how far it is from the value."""
 
-    def __init__(self, files: tuple[FileFlows, ...], line: int, sized: bool) -> None:
+    def __init__(self, files: tuple[FileFlows, ...], line: int, sized: bool, places: tuple[Place, ...]) -> None:
         self._line = line
+        found = {files[0].statement_at(place) for place in places}
+        self._statements = None if None in found or not found else frozenset(one for one in found if one is not None)
         self._sized = sized
         self._files = files
         # The first line that gives each its value.
@@ -143,7 +146,9 @@ class _Reached:
         left = [
             (0, flow, _VALUE)
             for flow in self._files[0].flows
-            if flow.source.covers(line) and (flow.kind != "argument" or flow.source.reads) and _is_let(flow)
+            if flow.source.covers(line, self._statements)
+            and (flow.kind != "argument" or flow.source.reads)
+            and _is_let(flow)
         ]
         while left:
             number, flow, before = left.pop()
@@ -209,7 +214,7 @@ class _Reached:
 
     def stands_in(self, used: tuple[int, Uses]) -> bool:
         number, source = used
-        return number == 0 and source.covers(self._line)
+        return number == 0 and source.covers(self._line, self._statements)
 
 
 def _is_let(flow: Flow) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import linecache
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -42,6 +42,7 @@ from gpumem_magic.looks.expressions import (
 # arguments (``best(0``, ``best(limit``), which have no scope. ``seen[]`` is what is in ``seen``, ``seen#`` its length, ``seen?``
 # how many it selects as a mask.
 Key = tuple[int, str]
+Place = tuple[int, int]  # a line, and a column in bytes, as Python counts them
 _Scope = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _ASSIGNMENTS = (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.NamedExpr)
@@ -77,7 +78,7 @@ _ASKING_SHAPE = frozenset((
 class Uses(NamedTuple):
     """An expression: its lines, what it uses, and whether it makes a number of a tensor.
 
-    once: the scope in which it is evaluated in the order of lines; -1 within a loop.
+    once: the scope in which it is evaluated in the order of lines; -1 within a loop. statement: where its statement begins.
     """
 
     first: int
@@ -85,13 +86,15 @@ class Uses(NamedTuple):
     keys: frozenset[Key]
     reads: bool
     once: int = -1
+    statement: Place = (0, 0)
 
     def comes_before(self, key: Key, line: int) -> bool:
         """Whether it is evaluated before a line that gives the key's name a value."""
         return self.once == key[0] and self.first < line and not is_shared(key)
 
-    def covers(self, line: int) -> bool:
-        return self.first <= line <= self.last
+    def covers(self, line: int, statements: Container[Place] | None = None) -> bool:
+        """statements: those of the line that are meant, where that is known: an ``if`` and what it does may share one."""
+        return self.first <= line <= self.last and (statements is None or self.statement in statements)
 
 
 class Through(NamedTuple):
@@ -134,12 +137,17 @@ class StatementUses(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class FileFlows:
-    """by_key: the flows that a key flows into."""
+    """by_key: the flows that a key flows into. spans: of all statements, where they begin and end."""
 
     flows: tuple[Flow, ...]
     tests: tuple[Test, ...]
     statements: tuple[StatementUses, ...]
     by_key: Mapping[Key, Sequence[Flow]]
+    spans: tuple[tuple[Place, Place], ...] = ()
+
+    def statement_at(self, place: Place) -> Place | None:
+        """Where the innermost statement around a place begins."""
+        return max((first for first, last in self.spans if first <= place < last), default=None)
 
 
 def is_shared(key: Key) -> bool:
@@ -175,6 +183,7 @@ class _FlowReader:
         self._scopes: list[tuple[int, frozenset[str]]] = []
         self._keyed = keyed_names(tree)
         self._once = 0
+        self._statement: Place = (0, 0)
 
     def found(self) -> FileFlows:
         self._scope(self._tree, None)
@@ -182,7 +191,12 @@ class _FlowReader:
         for flow in self._flows:
             for key in flow.source.keys:
                 by_key[key].append(flow)
-        return FileFlows(tuple(self._flows), tuple(self._tests), tuple(self._statements), dict(by_key))
+        spans = tuple(
+            ((node.lineno, node.col_offset), (node.end_lineno or 0, node.end_col_offset or 0))
+            for node in ast.walk(self._tree)
+            if isinstance(node, ast.stmt)
+        )
+        return FileFlows(tuple(self._flows), tuple(self._tests), tuple(self._statements), dict(by_key), spans)
 
     # ---- scopes and names
 
@@ -222,7 +236,9 @@ class _FlowReader:
     # ---- statements
 
     def _block(self, body: Iterable[ast.AST], scope: _Scope, owner: ast.ClassDef | None, loop: _Loop | None) -> None:
+        around = self._statement
         for node in body:
+            self._statement = (node.lineno, node.col_offset) if isinstance(node, ast.stmt) else around
             if isinstance(node, _FUNCTIONS):
                 self._scope(node, owner)
             elif isinstance(node, ast.ClassDef):
@@ -231,6 +247,7 @@ class _FlowReader:
                 self._once = -1 if loop is not None or isinstance(node, ast.While) else self._scopes[-1][0]
                 self._node(node, scope, loop)
                 self._block(ast.iter_child_nodes(node), scope, None, node if isinstance(node, _LOOPS) else loop)
+        self._statement = around
 
     def _node(self, node: ast.AST, scope: _Scope, loop: _Loop | None) -> None:
         if isinstance(node, (ast.If, ast.While)):
@@ -410,7 +427,7 @@ class _FlowReader:
     def _uses(self, node: ast.expr | ast.stmt, as_test: bool = False) -> Uses:
         reads = any(called(call) in _READS for call in calls(node))
         keys = frozenset(self._keys(node, "truth" if as_test else ""))
-        return Uses(node.lineno, node.end_lineno or node.lineno, keys, reads, self._once)
+        return Uses(node.lineno, node.end_lineno or node.lineno, keys, reads, self._once, self._statement)
 
     def _lengths(self, node: ast.expr) -> Uses:
         uses = self._uses(node)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 
 from gpumem_magic.devices.reads import Reads
 from gpumem_magic.looks.decisions import (
@@ -44,7 +44,7 @@ class ReadsWithin:
             place = place_of(file, line)
             places[place] += count
             by_user[place] += self._reads.supplied[file, line] - self._supplied_before[file, line]
-            decides[place] = decides.get(place) or _made_of((file, line), count, marks, self._reads.stacks)
+            decides[place] = decides.get(place) or _made_of((file, line), count, marks, self._reads)
         last = self._reads.latest
         latest = place_of(*last) if last is not None and last in read else None
         return tuple(
@@ -52,9 +52,7 @@ class ReadsWithin:
         )
 
 
-def _made_of(
-    read: _Line, count: int, marks: Counter[tuple[str, int, str]], stacks: Mapping[_Line, Sequence[_Line]]
-) -> str:
+def _made_of(read: _Line, count: int, marks: Counter[tuple[str, int, str]], reads: Reads) -> str:
     """What a line's reads decide (see `StandIn`), as far as the source and the reads' `marks` tell."""
     caught, whole, sized, listed, compared, scripted = (
         marks[read[0], read[1], mark] for mark in ("caught", "whole", "sized", "list", "compared", "scripted")
@@ -64,23 +62,24 @@ def _made_of(
     if compared == count:
         # Nothing but whether an error comes.
         return ""
-    stack = stacks.get(read, ())
+    stack = reads.stacks.get(read, ())
     own = stack.index(read) if read in stack else 0
     callers = [file for file, _ in stack[own:]]
+    within = reads.places(read)
     # An optimizer that read in the program's stead decides by itself.
-    places = [(*read, callers), *((*place, ()) for place in stack[:own])]
-    if any(ends_a_loop(*place, sized=bool(sized)) for place in places):
+    asked = [(*read, callers, within), *((*place, (), ()) for place in stack[:own])]
+    if any(ends_a_loop(*one[:3], sized=bool(sized), places=one[3]) for one in asked):
         return "loop"
-    if makes_a_size(*read, callers, whole=bool(whole)):
+    if makes_a_size(*read, callers, whole=bool(whole), places=within):
         return "size"
     # What TorchScript reads in the midst of its function is for a test.
-    if scripted or any(chooses_a_way(*place) for place in places):
+    if scripted or any(chooses_a_way(*one) for one in asked):
         return "branch"
-    if chooses_an_object(*read, callers):
+    if chooses_an_object(*read, callers, within):
         return "choice"
-    if sized or selects(*read, callers):
+    if sized or selects(*read, callers, within):
         return "selection"
-    if checks_for_none(*read, callers):
+    if checks_for_none(*read, callers, within):
         return "check"
     # Tokens become a text, which looks like one; a single number is seen to be zero.
     return "text" if listed and any(is_printed(*place) for place in (read, *stack[own:])) else ""
