@@ -439,6 +439,20 @@ def test_zero_grad_frees_the_gradients_that_optimizers_know_and_no_more(machine:
     assert [one.place for one in found.freed_by_zero_grad()] == ["m.weight.grad"]
 
 
+def test_parameters_that_share_their_memory_have_a_gradient_each(machine: Any) -> None:
+    """As an LSTM's weights do on a device, and flattened parameters of a program's own."""
+    found = find_owners(
+        machine,
+        ran(
+            "flat = torch.zeros(2, 512, 512, device='cuda')\n"
+            "m = torch.nn.ParameterList(torch.nn.Parameter(part) for part in flat)\n"
+            "o = torch.optim.SGD(m.parameters())\n"
+            "(m[0] @ m[1]).sum().backward()\ndel flat"
+        ),
+    )
+    assert sorted(one.place for one in found.freed_by_zero_grad()) == ["m.0.grad", "m.1.grad"]
+
+
 @pytest.mark.filterwarnings("ignore:TwoTensor does not implement")
 def test_parameters_that_wrap_others_are_where_the_others_are(machine: Any) -> None:
     """So that nobody says that an optimizer's parameters have left the device: `DTensor`, by PyTorch's own class for tests."""

@@ -108,3 +108,30 @@ def test_parameters_that_a_loop_names_in_turn_are_their_models() -> None:
     counts = {one.kept_by: one.count for one in groups if one.category == "parameters"}
     # The last one has the loop's name to the end.
     assert counts == {"model": 7, "b": 1}
+
+
+def test_gradients_of_weights_that_share_their_memory_are_kept_by_their_model() -> None:
+    """Of an LSTM's weights, which are one allocation, one is named; under autocast each has a gradient of its own."""
+    setup = """
+class Reader(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.recurrent = torch.nn.LSTM(512, 512, batch_first=True)
+        self.out = torch.nn.Linear(512, 4)
+    def forward(self, x):
+        return self.out(self.recurrent(x)[0][:, -1])
+model = Reader().cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+"""
+    cell = """
+for turn in range(4):
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = model(torch.randn(64, 50, 512, device="cuda")).sum()
+    loss.backward()
+    if turn % 2:
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+    gradients = [one for one in groups_of([setup, cell]) if one.category == "gradients"]
+    assert [one.kept_by for one in gradients] == ["model"]
+    assert gradients[0].bytes > 8 * MIB

@@ -123,7 +123,7 @@ class Tensors:
             return (KEPT_BY_LIST if "[" in name else KEPT_BY_NAME), name
         if label.name and label.evidence == "identity" and label.name != let_go:
             # A gradient that is gone by the end is called as its parameter is within the model, which has no name of its own.
-            place = self._parameters.get(label.name, "") if label.category == "gradients" else label.name
+            place = self._place_of_parameter(label.name) if label.category == "gradients" else label.name
             # ``0.weight`` is a name within a model that nobody names.
             return KEPT_BY_NAME, place if place.partition(".")[0].isidentifier() else ""
         if label.name and label.evidence == "stack" and (label.category == "gradients" or label.name in GATHERERS):
@@ -163,7 +163,26 @@ class Tensors:
         point = self.statement_at(one.born)
         return one.freed is not None and point is not None and self.statement_at(one.freed) is point
 
+    def _place_of_parameter(self, name: str) -> str:
+        """Where the program has a parameter of this name within its model; "" where that is not known."""
+        module, _, own = name.rpartition(".")
+        place = self._parameters.get(name, "")
+        # Of parameters that share their memory, as an LSTM's weights do, one gives it its name.
+        models = self._models.get(module, set())
+        return place if place.endswith(own) or len(models) != 1 else f"{next(iter(models))}{name}"
+
     # What is looked up
+
+    @cached_property
+    def _models(self) -> Mapping[str, set[str]]:
+        """A module's path within its model -> how the program's places begin where it has the model: ``net.``."""
+        found: defaultdict[str, set[str]] = defaultdict(set)
+        for name, place in self._parameters.items():
+            module = name.rpartition(".")[0]
+            around = place.rpartition(".")[0]
+            if around.endswith(module):
+                found[module].add(around.removesuffix(module) if module else f"{around}.")
+        return found
 
     @cached_property
     def _parameters(self) -> dict[str, str]:

@@ -96,7 +96,8 @@ class Lost:
 @dataclass(frozen=True)
 class Holdings:
     """The answer of one search. held: largest first. optimizers: an optimizer's name -> the addresses, by device, of the
-    parameters that it knows. frozen: those of them that require no gradient. seconds: what the search took."""
+    parameters that it knows. frozen: those of them that require no gradient. learned: the parameters' own numbers in the graph
+    (several may share an address). seconds: what the search took."""
 
     roots: tuple[Root, ...] = ()
     held: tuple[Held, ...] = ()
@@ -104,6 +105,7 @@ class Holdings:
     graph: HoldGraph = field(default_factory=lambda: HoldGraph([], {}, {}))
     optimizers: Mapping[str, frozenset[tuple[int, int]]] = field(default_factory=dict)
     frozen: frozenset[tuple[int, int]] = frozenset()
+    learned: frozenset[int] = frozenset()
     seconds: float = 0.0
     objects: int = 0
 
@@ -142,10 +144,12 @@ class Holdings:
 
     def freed_by_zero_grad(self) -> list[Held]:
         """The gradients that would be freed if all optimizers let go of those of their parameters."""
-        known = {one.place for one in self.held if (one.device, one.address) in self.optimized}
-        gradients = [one for one in self.held if one.kind == "gradient" and one.place.removesuffix(".grad") in known]
-        nodes = frozenset(one.trail[-2].node for one in gradients if len(one.trail) > 1)
-        still_reachable = self.graph.reachable(without=("grad",), of=nodes)
+        gradients = [
+            one
+            for one in self.held
+            if one.kind == "gradient" and any(station.node in self.learned for station in one.trail)
+        ]
+        still_reachable = self.graph.reachable(without=("grad",), of=self.learned)
         return [one for one in gradients if one.node not in still_reachable]
 
     def freed_by_emptying(self, nodes: Iterable[int]) -> list[Held]:

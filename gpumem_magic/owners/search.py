@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
 from itertools import chain, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -61,7 +61,7 @@ def find_owners(
                 walk.add_root(root, values)
             walk.walk()
         with tensors.no_functions(), tensors.no_dispatch():
-            roots, held, graph, optimizers, frozen = _read(walk, blocks)
+            roots, held, graph, learned = _read(walk, blocks)
         objects = len(walk.objects)
     known = {(one.device, one.address) for one in held}
     workspace = Root("cuBLAS", "library", CLEAR_WORKSPACES)
@@ -80,7 +80,7 @@ def find_owners(
     held.sort(key=lambda one: (-one.size, _in_order(one.place)))
     lost.sort(key=lambda one: -one.size)
     seconds = time.perf_counter() - began
-    return Holdings(tuple(roots), tuple(held), tuple(lost), graph, optimizers, frozen, seconds, objects)
+    return Holdings(tuple(roots), tuple(held), tuple(lost), graph, *learned, seconds, objects)
 
 
 def _looks_for_cycles(
@@ -122,7 +122,7 @@ def _blocks(machine: Machine) -> dict[Place, tuple[int, int]]:
 
 def _read(
     walk: Traversal, blocks: Mapping[Place, tuple[int, int]]
-) -> tuple[list[Root], list[Held], HoldGraph, dict[str, frozenset[Place]], frozenset[Place]]:
+) -> tuple[list[Root], list[Held], HoldGraph, _Learned]:
     """The walk as numbers and strings."""
     live = {place: number for place, number in walk.storages.items() if place in blocks}
     children, is_root = _leading_to(walk, list(live.values()))
@@ -165,7 +165,7 @@ def _read(
                 stations.to(namer.path(node)),
             )
         )
-    return [walk.objects[number] for number in numbers], held, graph, *_optimizers(walk, namer, children)
+    return [walk.objects[number] for number in numbers], held, graph, _optimizers(walk, namer, children)
 
 
 def _leading_to(walk: Traversal, storages: list[int]) -> tuple[dict[int, list[int]], list[int]]:
@@ -186,19 +186,28 @@ def _leading_to(walk: Traversal, storages: list[int]) -> tuple[dict[int, list[in
     return children, sorted(roots)
 
 
-def _optimizers(
-    walk: Traversal, namer: Namer, numbers: Iterable[int]
-) -> tuple[dict[str, frozenset[Place]], frozenset[Place]]:
-    """The name of each optimizer among these -> where the parameters lie that it knows; and which of all require no gradient."""
+class _Learned(NamedTuple):
+    """What the optimizers know, as in `Holdings`."""
+
+    optimizers: dict[str, frozenset[Place]]
+    frozen: frozenset[Place]
+    learned: frozenset[int]
+
+
+def _optimizers(walk: Traversal, namer: Namer, numbers: Iterable[int]) -> _Learned:
+    """numbers: the objects among which optimizers are looked for."""
     found: dict[str, frozenset[Place]] = {}
     frozen: set[Place] = set()
+    learned: set[int | None] = set()
     for number in numbers:
         thing = walk.objects[number]
         if tensors.is_optimizer(thing):
-            places = {one: tuple(_places(walk, one)) for one in tensors.parameters_of(tensors.working_optimizer(thing))}
+            parameters = tensors.parameters_of(tensors.working_optimizer(thing))
+            places = {one: tuple(_places(walk, one)) for one in parameters}
             found[namer.place(number)] = frozenset(chain.from_iterable(places.values()))
             frozen.update(chain.from_iterable(its for one, its in places.items() if not tensors.requires_grad(one)))
-    return found, frozenset(frozen)
+            learned.update(map(walk.number_of, places))
+    return _Learned(found, frozenset(frozen), frozenset(one for one in learned if one is not None))
 
 
 def _places(walk: Traversal, tensor: torch.Tensor) -> Iterator[Place]:
