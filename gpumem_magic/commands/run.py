@@ -71,9 +71,9 @@ def run(options: argparse.Namespace) -> int:
     alone = bool(os.environ.pop(ALONE, None))
     rank = from_environment()
     options.device = device_of_a_rank(options.device, rank)
-    measured = _Measured(script, _open(parser, options, script), rank)
+    measured = _MeasuredScript(script, _open(parser, options, script), rank)
     if rank is not None:
-        rank.begin(measured.give_up, lambda: show(rank.folder, written_to, elsewhere=True))
+        rank.begin(measured.so_far, lambda: show(rank.folder, written_to, elsewhere=True))
     with as_main(path, options.arguments, spec) as main_module, ExitStack() as around:
         machine = chosen_device.virtual()
         children = around.enter_context(measured_children(None if machine is None else machine.spec.text))
@@ -95,7 +95,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 @dataclass
-class _Measured:
+class _MeasuredScript:
     """A script that is run and measured. found: its recording; None where it cannot be measured. alone: what stands for the other
     ranks, where one is emulated by itself. status: its exit status. left_early: by an error or by ``sys.exit``. where: the place
     of its error."""
@@ -109,9 +109,9 @@ class _Measured:
     left_early: bool = True
     where: str = ""
 
-    def give_up(self) -> None:
-        if self.found is not None:
-            self.found.close()
+    def so_far(self) -> Any:
+        """The report up to here, of a script that has to be left behind; None where it is not measured."""
+        return None if self.found is None else self.found.close()
 
     def run(self, main_module: ModuleType) -> None:
         """Runs the script to its end, and makes the report. An error of its own is shown as Python shows it."""
