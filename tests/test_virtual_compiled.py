@@ -394,6 +394,11 @@ def test_products_that_a_card_may_pad(
         assert peak(lambda: fast(x)) > 90 * MIB  # noqa: B023
         (note,) = (one for one in machine.notes() if "first launch" not in one)
         assert "(1 kind of products): a card times those padded" in note
+    # Rows that begin at multiples of 16 bytes, however many: a copy would gain nothing.
+    long, aligned = (torch.rand(size, 4096, device="cuda", dtype=torch.float16) for size in (4095, 4096))
+    tall = torch.compile(lambda: long @ aligned)
+    tall()
+    assert peak(tall) == 32 * MIB
     as_it_is = torch.compile(lambda value: value @ weight, options={"shape_padding": False})
     as_it_is(x)
     assert peak(lambda: as_it_is(x)) == 32 * MIB

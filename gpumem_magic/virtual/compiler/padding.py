@@ -1,9 +1,10 @@
 """Products whose sizes a card's kernels take slowly: Inductor times them padded, too, and takes the faster way.
 
-Here nothing is timed. Those that a card would time are padded, which is what they are timed for: they are bound by computation,
-and the kernels for rows that do not begin at multiples of 16 bytes are the slower ones. A published run whose peak tells the two
-ways apart had padded them (`benchmarks/accuracy`, GPT-2 with 50,257 words). Which ones they are is kept, also for graphs from
-the compiler's cache. After `torch/_inductor/fx_passes/pad_mm.py`, the same in 2.9 to 2.13.
+Here nothing is timed. Those that a card would time are padded where a matrix has rows that do not begin at multiples of 16 bytes,
+which is what they are timed for: they are bound by computation, and the kernels for such rows are the slower ones. Where all rows
+begin there, a copy would gain nothing. Published runs whose memory tells the two ways apart went so: GPT-2 with 50,257 words was
+padded (`benchmarks/accuracy`), 50 rows of 2,048 numbers were not (`benchmarks/compiled_published.py`). Which ones were padded is
+kept, also for graphs from the compiler's cache. After `torch/_inductor/fx_passes/pad_mm.py`, the same in 2.9 to 2.13.
 """
 
 from __future__ import annotations
@@ -11,16 +12,21 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+import torch
+
 from gpumem_magic.patching import Patches
 
 # What a compiled graph has beside its own attributes, and takes into the cache.
 _UNTIMED = "gpumem_magic_untimed_products"
+# Bytes.
+_ROW = 16
 
 
 class Padding:
-    """`untimed`: products of compiled graphs that a card would have timed, by sizes, strides and types."""
+    """`untimed`: products of compiled graphs that a card would have timed and that are padded, by sizes, strides and types."""
 
     def __init__(self) -> None:
+        self._gains: dict[str, bool] = {}
         self.untimed: set[str] = set()
         self._since_a_graph: set[str] = set()
 
@@ -36,6 +42,16 @@ class Padding:
         patches.set(compiled, "post_compile", post_compile)
         patches.set(padding, "has_triton", lambda: True)
         patches.set(padding, "get_cached_should_pad", self._padded)
+        name_of = padding.should_pad_bench_key
+
+        def should_pad_bench_key(
+            match: Any, first: torch.Tensor, second: torch.Tensor, *args: Any, **kwargs: Any
+        ) -> Any:
+            key = name_of(match, first, second, *args, **kwargs)
+            self._gains[key] = _gains(first, second)
+            return key
+
+        patches.set(padding, "should_pad_bench_key", should_pad_bench_key)
         if (decided := getattr(padding, "_should_pad", None)) is not None:
             # Without the table on disk, where a card's own trials are kept (2.11 and newer).
             patches.set(padding, "_should_pad", getattr(decided, "__wrapped__", decided))
@@ -47,5 +63,24 @@ class Padding:
 
     def _padded(self, key: str) -> bool:
         """Asked in place of the table of earlier trials, when only a trial is left to decide."""
-        self._since_a_graph.add(key)
-        return True
+        gains = self._gains.pop(key, True)
+        if gains:
+            self._since_a_graph.add(key)
+        return gains
+
+
+def _gains(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Whether a row of a factor's or of the product's begins elsewhere than at a multiple of 16 bytes, or may do so."""
+    product = second.shape[-1], first.shape[-2] * second.shape[-1]
+    steps = [*_steps(first), *_steps(second), *product[: first.dim() - 1]]
+    return any(type(step) is not int or step * first.itemsize % _ROW for step in steps)
+
+
+def _steps(matrix: torch.Tensor) -> list[Any]:
+    """From one row, column or matrix of a batch to the next, without the step from number to number."""
+    steps = [
+        step for step, size in zip(matrix.stride(), matrix.shape, strict=True) if type(size) is not int or size > 1
+    ]
+    if 1 in steps:
+        steps.remove(1)
+    return steps
