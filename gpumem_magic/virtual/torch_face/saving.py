@@ -201,7 +201,11 @@ def _save_script_of_values(original: Callable[..., Any]) -> Callable[..., Any]:
         if not places:
             return original(self, *args, **kwargs)
         kwargs[_MORE] = {**(kwargs.get(_MORE) or {}), _PLACES: json.dumps(places)}
-        return original(copy.deepcopy(self).cpu(), *args, **kwargs)
+        with warnings.catch_warnings():
+            # (Whose parameters are no leaves, which moving them asks for their gradients.)
+            warnings.simplefilter("ignore")
+            on_host = copy.deepcopy(self).cpu()
+        return original(on_host, *args, **kwargs)
 
     return save
 
