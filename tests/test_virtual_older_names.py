@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import io
 import warnings
@@ -326,3 +327,27 @@ def test_the_default_device_can_be_asked_for_afterwards() -> None:
     assert torch.get_default_device().type == "cuda"
     torch.set_default_tensor_type(torch.FloatTensor)
     assert torch.get_default_device().type == "cpu"
+
+
+def test_a_function_that_is_chosen_by_a_tensors_class_is_that_for_tensors() -> None:
+    @functools.singledispatch
+    def chosen(one: Any) -> str:
+        return "object"
+
+    chosen.register(torch.Tensor)(lambda one: "tensor")
+    chosen.register(list)(lambda one: "list")
+    layer = nn.LSTM(2, 3).cuda()
+    for tensor in (
+        torch.ones(2),
+        torch.ones(2, device="cuda"),
+        layer.weight_ih_l0,
+        layer(torch.ones(1, 1, 2).cuda())[0],
+    ):
+        assert chosen(tensor) == "tensor"
+    # (By whichever class it was asked first.)
+    chosen._clear_cache()  # type: ignore[attr-defined]
+    assert chosen(torch.ones(2, device="cuda")) == chosen(torch.ones(2)) == "tensor"
+    assert chosen([]) == "list"
+    # As programs compare them.
+    assert type(torch.ones(2, device="cuda")) == torch.Tensor  # noqa: E721
+    assert type(torch.ones(2, device="cuda")) in (list, torch.Tensor)

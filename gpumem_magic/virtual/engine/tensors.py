@@ -224,7 +224,10 @@ class VirtualKind(type(torch.Tensor)):  # type: ignore[misc]
     """
 
     def __eq__(cls, other: object) -> bool:
-        return other is cls or (other is not None and other is vars(cls).get(OWN))
+        if other is cls or other is None or other is not vars(cls).get(OWN):
+            return other is cls
+        # `functools.singledispatch` merges lists of classes by ``==``, in which both are.
+        return sys._getframe(1).f_globals.get("__name__") != "functools"
 
     def __hash__(cls) -> int:
         return type.__hash__(cls)
