@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from gpumem_magic.snapshot.model import ACTIVE, INACTIVE, Block, Segment
+
 FOLDER = Path(__file__).resolve().parents[1] / "benchmarks" / "recordings"
 PROGRAM = """
 import torch
@@ -106,3 +108,30 @@ def test_what_the_profiler_traces_is_compared_with_a_trace(tool: dict[str, Any],
     ((_, result),) = tool["run"]([case], tmp_path, tmp_path)
     assert (result.pairing.matched, result.pairing.freed_alike) == (1.0, 1)
     assert (result.real.growth_at_end, result.virtual.growth_at_end) == (4096, 4096)
+
+
+def test_snapshots_without_a_history_are_compared_block_by_block(tool: dict[str, Any]) -> None:
+    """Two of three blocks have a partner of the bytes that were asked for, and one of two segments lies in both."""
+    state, result = tool["states"].State, tool["StateResult"]
+
+    def segment(address: int, *blocks: tuple[int, int]) -> Segment:
+        """(size, requested) of its blocks; nothing was requested for a free one."""
+        places = [address + sum(size for size, _ in blocks[:number]) for number in range(len(blocks))]
+        made = (
+            Block(place, size, asked, ACTIVE if asked else INACTIVE)
+            for place, (size, asked) in zip(places, blocks, strict=True)
+        )
+        return Segment(0, address, sum(size for size, _ in blocks), 0, "small", tuple(made))
+
+    both = segment(0, (512, 500), (1024, 1000), (2**21 - 1536, 0))
+    real = state((both, segment(1 << 30, (2**21, 2**21))))
+    virtual = state(
+        (segment(1 << 31, *((block.size, block.requested_size) for block in both.blocks)), segment(0, (2**20, 2**20)))
+    )
+    case = {"repository": "someone/nets", "recording": "moment", "device": "T4,torch=2.2"}
+    row = tool["table"]([result(case, real, virtual, 1.0)]).splitlines()[-1]
+    assert row == "| someone: moment | T4, 2.2 | 3 | 66.67 % | -49.964 % | -25.000 % | 50.0 % |"
+    assert list(tool["told"](result(case, real, virtual, 1.0), 1))[-2:] == [
+        "only in A      1 x      2,097,152 bytes",
+        "only in B      1 x      1,048,576 bytes",
+    ]

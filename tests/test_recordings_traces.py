@@ -77,3 +77,28 @@ def test_a_recording_is_told_in_blocks(traces: ModuleType, tmp_path: Path) -> No
     real, _ = traces.read(written(tmp_path, [{"Addr": 5, "Bytes": 20 * MIB}, {"Addr": 5, "Bytes": -20 * MIB}]))
     found = pair(real, virtual)
     assert (found.matched, found.exact, found.freed_alike, found.same_place) == (1.0, 1, 1, None)
+
+
+def test_a_raw_timeline_is_one_without_addresses(traces: ModuleType, tmp_path: Path) -> None:
+    """Rows of `export_memory_timeline`: 1 was there before (a tensor's own bytes), 2 is made, 3 becomes another kind, 4 goes."""
+    path = tmp_path / "timeline.json"
+    path.write_text(
+        json.dumps(
+            [
+                [-1, 1, 500, 0],
+                [1, 2, 1024, 4],
+                [2, 3, -1024, 4],
+                [2, 3, 1024, 5],
+                [3, 2, 2048, 7],
+                [4, 4, -1024, 5],
+                [5, 4, -512, 0],
+            ]
+        )
+    )
+    recording, addressed = traces.read(path)
+    assert not addressed
+    assert [(event.action, event.size) for event in recording.events if event.action != "free_completed"] == [
+        ("alloc", 1024), ("alloc", 2048), ("free_requested", 1024), ("free_requested", 512),
+    ]  # fmt: skip
+    assert [segment.total_size for segment in recording.start] == [512]
+    assert (recording.growth_at_peak, recording.growth_at_end) == (3072, 1536)

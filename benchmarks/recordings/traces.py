@@ -1,7 +1,8 @@
-"""Memory events of the profiler's traces (`profile_memory=True`), as a recording that is compared like a snapshot's.
+"""Memory events of the profiler's traces (`profile_memory=True`) and of its timelines (`export_memory_timeline`, raw), as a
+recording that is compared like a snapshot's.
 
 Each event has the size of the block that the allocator gave, not what was asked for; the virtual side is told in blocks, too.
-Where a trace has no addresses (those of PyTorch 1.9), a free is that of the youngest block of its size, on both sides.
+Where there are no addresses (traces of PyTorch 1.9, timelines), a free is that of the youngest block of its size, on both sides.
 """
 
 from __future__ import annotations
@@ -18,12 +19,16 @@ from gpumem_magic.snapshot.timeline import Timeline
 
 # `c10::DeviceType` of CUDA.
 _CUDA = 1
+# Actions of a timeline's rows (``_ACTION_TO_INDEX`` of torch/profiler/_memory_profiler.py).
+_CREATE, _DESTROY = 2, 4
 
 
 def read(path: Path, device: int = 0) -> tuple[Recorded, bool]:
     """A trace's recording of that card, and whether it has addresses. Raises ValueError where it has no memory events."""
     content = path.read_bytes()
     trace = json.loads(gzip.decompress(content) if content[:2] == b"\x1f\x8b" else content)
+    if isinstance(trace, list):
+        return _of_blocks(((0, size) for _, action, size, _ in trace if action in (_CREATE, _DESTROY)), False), False
     found = [event["args"] for event in trace["traceEvents"] if event.get("name") == "[memory]"]
     found = [one for one in found if (one["Device Type"], one["Device Id"]) == (_CUDA, device)]
     if not found:
