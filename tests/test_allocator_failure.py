@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpumem_magic.allocator.failure import DeviceOutOfMemory, oom_text
-from gpumem_magic.allocator.memory import BASE_ADDRESS, DeviceMemory, FirstFitAddresses
+from gpumem_magic.allocator.memory import BASE_ADDRESS, ChunkedAddresses, DeviceMemory, FirstFitAddresses
 from gpumem_magic.units import GIB, MIB
 
 
@@ -173,6 +173,52 @@ def test_addresses_never_overlap_and_are_the_lowest(program: list[tuple[str, int
             address = sorted(taken)[number % len(taken)]
             del taken[address]
             addresses.give_back(address)
+
+
+def test_chunks_come_from_above_and_are_filled_from_below() -> None:
+    top = 1 << 40
+    addresses = ChunkedAddresses(top)
+
+    def take(size: int) -> int:
+        """How far below the top, in MiB."""
+        return (top - addresses.take(size * MIB)) // MIB
+
+    # A chunk of 32 MiB each, of 64 for the third; then what they leave free, the lowest first.
+    assert [take(size) for size in (20, 20, 44)] == [32, 64, 128]
+    assert [take(size) for size in (16, 12, 2, 14)] == [84, 44, 68, 160]
+    # A chunk goes when all of it is free, and its place is the highest.
+    addresses.give_back(top - 32 * MIB)
+    assert [take(22), take(20)] == [32, 192]
+    addresses.give_back(top - 64 * MIB)
+    addresses.give_back(top - 44 * MIB)
+    assert take(30) == 64
+    with pytest.raises(KeyError):
+        addresses.give_back(12345)
+
+
+@given(
+    st.lists(
+        st.one_of(st.integers(1, 90).map(lambda n: ("take", n * MIB)), st.tuples(st.just("give"), st.integers(0, 9)))
+    )
+)
+def test_chunked_addresses_never_overlap_and_come_back(program: list[tuple[str, int]]) -> None:
+    top = 1 << 40
+    addresses = ChunkedAddresses(top)
+    taken: dict[int, int] = {}
+    for action, number in program:
+        if action == "take":
+            start = addresses.take(number)
+            assert start % (2 * MIB) == 0
+            assert start + number <= top
+            assert all(start + number <= other or other + length <= start for other, length in taken.items())
+            taken[start] = number
+        elif taken:
+            address = sorted(taken)[number % len(taken)]
+            del taken[address]
+            addresses.give_back(address)
+    for address in taken:
+        addresses.give_back(address)
+    assert addresses.take(1) == top - 32 * MIB
 
 
 def test_memory_outside_counts() -> None:

@@ -1,4 +1,4 @@
-"""`mean` on a device whose PyTorch keeps its input for backward, and on one whose does not."""
+"""`mean` and `softmax` on a device whose PyTorch keeps their input for backward, and on one whose does not."""
 
 from __future__ import annotations
 
@@ -46,6 +46,15 @@ def test_the_devices_version_decides(mean: Callable[[torch.Tensor], torch.Tensor
     newer, _ = kept(mean, "2.2")
     assert older - newer == 2 * 64 * 32 * 32 * 4
     assert at_end == 0
+
+
+@pytest.mark.parametrize("of", [torch.softmax, torch.log_softmax])
+def test_softmax_kept_its_input(of: Callable[[torch.Tensor, int], torch.Tensor]) -> None:
+    size = 2 * 64 * 32 * 32 * 4
+    older, at_end = kept(lambda x: of(x, -1), "1.10")
+    newer, _ = kept(lambda x: of(x, -1), "1.11")
+    # Its result is there in either case.
+    assert (older, newer, at_end) == (2 * size - 512, size - 512, size - 512)
 
 
 def test_one_call_of_backward_lets_go_unless_the_graph_is_kept() -> None:

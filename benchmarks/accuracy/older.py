@@ -1,8 +1,4 @@
-"""What older releases kept for the backward pass, where it differs from today's.
-
-Softmax: until PyTorch 1.10 its derivative took the input for its type, and so kept it (1.11 takes the type alone; transformers'
-`softmax_backward_data` tells the two apart). BERT until transformers 4 always added its mask to the scores, in float32.
-"""
+"""Attention as transformers had it until version 4: BERT always added its mask to the scores, in float32."""
 
 from __future__ import annotations
 
@@ -11,20 +7,7 @@ from typing import Any
 
 import torch
 
-NAME = "as in torch 1.10"
-
-
-class _SoftmaxThatKeepsItsInput(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, scores: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        weights = torch.softmax(scores, dim=-1)
-        ctx.save_for_backward(scores, weights)
-        return weights
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        scores, weights = ctx.saved_tensors
-        return torch.ops.aten._softmax_backward_data(gradient, weights, -1, scores.dtype)
+NAME = "as in transformers 4"
 
 
 def _attention(
@@ -35,17 +18,14 @@ def _attention(
     attention_mask: torch.Tensor | None,
     dropout: float = 0.0,
     **others: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, None]:
     scores = torch.matmul(query, key.transpose(-1, -2))
     scores = scores / math.sqrt(query.shape[-1])
-    mask = torch.zeros(len(query), 1, 1, key.shape[-2], device=query.device)
-    scores = scores + mask
-    if torch.is_autocast_enabled("cuda"):
-        scores = scores.float()
-    weights = _SoftmaxThatKeepsItsInput.apply(scores)
+    scores = scores + torch.zeros(len(query), 1, 1, key.shape[-2], device=query.device)
+    weights = torch.softmax(scores, dim=-1)
     weights = torch.nn.functional.dropout(weights, dropout, module.training)
-    out = torch.matmul(weights, value).permute(0, 2, 1, 3).contiguous()
-    return out, weights
+    # Nobody holds the weights any longer: then they were returned only where they were asked for.
+    return torch.matmul(weights, value).permute(0, 2, 1, 3).contiguous(), None
 
 
 def old_attention() -> str:

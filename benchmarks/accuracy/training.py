@@ -12,7 +12,8 @@ import torch
 
 
 class OldAdamW(torch.optim.Optimizer):
-    """AdamW as transformers had it until version 4: one tensor after the other, one temporary the size of a parameter."""
+    """AdamW as transformers had it until version 4: one tensor after the other, with one temporary of its size until the next has
+    its own."""
 
     def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         super().__init__(parameters, {"lr": 1e-5})
@@ -28,7 +29,8 @@ class OldAdamW(torch.optim.Optimizer):
                     state["mean"], state["square"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
                 state["mean"].mul_(0.9).add_(parameter.grad, alpha=0.1)
                 state["square"].mul_(0.999).addcmul_(parameter.grad, parameter.grad, value=0.001)
-                parameter.addcdiv_(state["mean"], state["square"].sqrt().add_(1e-8), value=-group["lr"])
+                root = state["square"].sqrt().add_(1e-8)
+                parameter.addcdiv_(state["mean"], root, value=-group["lr"])
 
 
 class EightBitAdam(torch.optim.Optimizer):
@@ -61,6 +63,14 @@ class EightBitAdam(torch.optim.Optimizer):
                 state["scales"] = [torch.zeros(blocks, device=parameter.device) for _ in range(2)]
 
 
+def with_decay_first(model: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """The parameters as transformers' Trainer gives them to its optimizer: weights that decay, then biases and layer norms'."""
+    norms = [module for module in model.modules() if isinstance(module, torch.nn.LayerNorm)]
+    of_norms = {id(parameter) for norm in norms for parameter in norm.parameters()}
+    named = [(name.endswith("bias") or id(one) in of_norms, one) for name, one in model.named_parameters()]
+    return [one for is_last in (False, True) for stays, one in named if stays is is_last]
+
+
 def train(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -70,11 +80,12 @@ def train(
     accumulate: int = 1,
     half: bool = False,
     clip: float | None = 1.0,
-    keep_gradients: bool = False,
+    before_2: bool = False,
 ) -> None:
     """Optimizer steps as a trainer makes them: micro batches, the scaler, clipping, the step, gradients cleared.
 
-    half: fp16 autocast with a GradScaler. keep_gradients: cleared by writing zeros, as before torch 2.0.
+    half: fp16 autocast with a GradScaler. before_2: as before torch 2.0 gradients are cleared by writing zeros, and clipped
+    one by one.
     """
     scaler = torch.amp.GradScaler("cuda", enabled=half)
     model.train()
@@ -86,7 +97,7 @@ def train(
             del loss
         if clip is not None:
             scaler.unscale_(optimizer)
-            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip, foreach=False if before_2 else None)
         scaler.step(optimizer)
         scaler.update()
-        model.zero_grad(set_to_none=not keep_gradients)
+        model.zero_grad(set_to_none=not before_2)

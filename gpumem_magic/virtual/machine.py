@@ -92,7 +92,9 @@ class VirtualMachine:
             bounds = values.AUTO if spec.values == "auto" else values.FEW
             self.engine = KnownEngine(self, len(self._devices), bounds)
         self.face = CudaFace(self)
-        self.workspaces = workspaces.Workspaces(self._devices, self.malloc, self.face.stream_of, self.free)
+        self.workspaces = workspaces.Workspaces(
+            self._devices, self.malloc, self.face.stream_of, self.free, self.take_beside
+        )
         self.convolutions = cudnn.Scratch(self._devices, self.malloc, self.face.stream_of, self.free)
         self.communication = Communicators(self.take_beside, lambda index: self._devices[index].model)
         self.attention = Attention(self.capability, self.torch_version)
@@ -294,10 +296,11 @@ class VirtualMachine:
             if isinstance(self.engine, RealEngine):
                 attempt(random_numbers.install, self.engine.random, len(self._devices))
             attempt(graphs.install, self, self.face.stream_of)
-            attempt(self._autocast.install)
+            versions = [self.torch_version(gpu.index) for gpu in self._devices]
+            attempt(self._autocast.install, versions)
             attempt(self.attention.install)
             attempt(composites.install)
-            attempt(kept_inputs.install, [self.torch_version(gpu.index) for gpu in self._devices])
+            attempt(kept_inputs.install, versions)
             rocm = any(generations.is_rocm(workspaces.version_text(device)) for device in self._devices)
             attempt(recurrent.install, not rocm)
             # What Triton and libraries ask for the stream to launch on; builds for the host lack it.

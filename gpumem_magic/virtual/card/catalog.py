@@ -89,7 +89,7 @@ _COUNT = re.compile(r"(\d+)\s*[xX]\s*(.*)", re.DOTALL)
 # Only chooses between the contexts of older and newer releases.
 _A_RECENT_VERSION = "2.9"
 _REAL = re.compile(r"cuda(?::(\d{1,3}))?", re.IGNORECASE)
-_OPTIONS = ("context", "total", "idle", "name", "torch", "loading", "cudnn", "values")
+_OPTIONS = ("context", "total", "idle", "name", "torch", "loading", "cudnn", "addresses", "values")
 
 
 def parse_size(text: str) -> int:
@@ -179,7 +179,8 @@ def _given(options: list[str]) -> dict[str, str]:
         if name not in _OPTIONS or not equals or not value:
             raise UnknownDevice(
                 f"unknown option {option!r}: write context=, total=, idle= (sizes), name=, torch= (a version), loading= "
-                "(eager or lazy), cudnn= (estimate, none or a size) or values= (real, auto or stand-in)"
+                "(eager or lazy), cudnn= (estimate, none or a size), addresses= (rising or falling) or values= (real, auto or "
+                "stand-in)"
             )
         if name in given:
             raise UnknownDevice(f"option {name}= is given twice")
@@ -210,6 +211,10 @@ def _with_options(model: GpuModel, given: dict[str, str]) -> GpuModel:
         elif name == "cudnn":
             asks = value.casefold() != "estimate"
             model = replace(model, convolution_bytes=_convolution_bytes(value), asks_cudnn=asks)
+        elif name == "addresses":
+            if value.casefold() not in ("rising", "falling"):
+                raise UnknownDevice(f"addresses={value}: write addresses=rising or addresses=falling")
+            model = replace(model, addresses_fall=value.casefold() == "falling")
         elif name == "idle":
             model = replace(model, idle_bytes=parse_size(value))
         elif name == "total":
@@ -244,7 +249,8 @@ def _of_generation(model: GpuModel, version_text: str | None, loading: str | Non
     if version_text is None:
         return model
     workspace = generations.cublas_workspace_bytes(version, model.capability, generations.is_rocm(version_text))
-    return replace(model, torch_version=version_text, cublas_workspace_bytes=workspace)
+    falls = version < generations.ADDRESSES_MAY_RISE_FROM
+    return replace(model, torch_version=version_text, cublas_workspace_bytes=workspace, addresses_fall=falls)
 
 
 def _convolution_bytes(value: str) -> int | None:
@@ -295,6 +301,7 @@ def describe() -> str:
         "are loaded all at once (CUDA_MODULE_LOADING=EAGER).",
         "cudnn=none leaves out what cuDNN takes while it runs a convolution; cudnn=256MiB sets it. Else cuDNN is asked where it",
         "is installed, and it is an estimate elsewhere, or with cudnn=estimate.",
+        "addresses=falling gives out addresses as drivers do whose addresses are 0x7...: it can change what is reserved.",
         "values=real computes all values on the host, with memory as before: T4,values=real. values=auto computes small ones",
         "that follow from known ones. Without either, a program that reads a value is given a stand-in.",
         '"about": nobody published the context of that GPU with lazily loaded kernels; measure yours and set context=.',

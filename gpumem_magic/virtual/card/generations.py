@@ -2,10 +2,10 @@
 
 Imports neither torch nor anything of NVIDIA's, so that device names can be read without them.
 
-cuBLAS's workspaces come from PyTorch's allocator since 2.0 (pull requests 83461, 89027 and 91564 of pytorch/pytorch; before, the
-library took its own). cuBLASLt's, for a product with a bias: 1 MiB for the call (73439), kept for each handle and stream since
-2.9 (156495), one with cuBLAS's since 2.11 (168175). Blackwell got Hopper's 32 MiB with 2.12 (175344). From 2.15 nothing is kept
-(194311). AMD builds have them since 2.6 (138791).
+cuBLAS's workspaces come from PyTorch's allocator since 2.0 (pull requests 83461, 89027 and 91564 of pytorch/pytorch; before,
+the library took its own: `cublas_outside`). cuBLASLt's, for a product with a bias: 1 MiB for the call (73439), kept for each
+handle and stream since 2.9 (156495), one with cuBLAS's since 2.11 (168175). Blackwell got Hopper's 32 MiB with 2.12 (175344).
+From 2.15 nothing is kept (194311). AMD builds have them since 2.6 (138791).
 """
 
 from __future__ import annotations
@@ -24,6 +24,9 @@ WORKSPACE = 8_519_680
 LARGE_WORKSPACE = 32 * MIB
 """On Hopper, and on Blackwell since 2.12."""
 _LT_WORKSPACE = 1 * MIB
+ADDRESSES_MAY_RISE_FROM = (2, 1)
+"""The first PyTorch of which recordings have addresses from below (0x3... to 0xc...) that rise, which the driver decides: about
+half of those with 2.1 to 2.11. Those of the others are 0x7..., and fall."""
 _PAIR = re.compile(r":(\d+):(\d+)")
 
 
@@ -48,6 +51,17 @@ def cublas_workspace_bytes(version: Version, capability: tuple[int, int], rocm: 
         return 0
     large = capability[0] == 9 or (capability[0] in (10, 12) and version >= (2, 12))
     return LARGE_WORKSPACE if large else WORKSPACE
+
+
+def cublas_outside(version_text: str) -> tuple[int, int]:
+    """What the library takes from the driver for each handle, and once, where its workspaces are not PyTorch's.
+
+    By default (CUBLAS_WORKSPACE_CONFIG, since CUDA 10.2, with which PyTorch 1.5 came) two buffers of 4 MiB, and eight of 16 KiB;
+    the driver has small requests share 2 MiB. So nine published figures of nvidia-smi come out, each with two handles.
+    """
+    if is_rocm(version_text) or not (1, 5) <= parse_version(version_text) < (2, 0):
+        return 0, 0
+    return 8 * MIB, 2 * MIB
 
 
 def cudnn_version(version: Version) -> int | None:

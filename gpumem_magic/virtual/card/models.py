@@ -41,7 +41,7 @@ class GpuModel:
     whose library workspaces are used; None likewise. convolution_bytes: what cuDNN takes for each convolution while it runs; None
     for its own answer or the estimate (see `cudnn`). asks_cudnn: whether that is looked for. calibrated: when and with what
     `gpumem calibrate` measured these figures on this computer; empty for the catalogue's own. nvlinks: how many links to other
-    cards there are.
+    cards there are. addresses_fall: whether the driver gives out addresses downwards (see `generations.ADDRESSES_MAY_RISE_FROM`).
     """
 
     key: str
@@ -69,6 +69,7 @@ class GpuModel:
     asks_cudnn: bool = True
     calibrated: str = ""
     nvlinks: int = 0
+    addresses_fall: bool = False
 
     @property
     def driver_reserved_bytes(self) -> int:

@@ -7,7 +7,13 @@ from dataclasses import replace
 from typing import Protocol
 
 from gpumem_magic.allocator.caching import CachingAllocator
-from gpumem_magic.allocator.memory import BASE_ADDRESS, DeviceMemory, FirstFitAddresses
+from gpumem_magic.allocator.memory import (
+    BASE_ADDRESS,
+    CHUNK,
+    ChunkedAddresses,
+    DeviceMemory,
+    FirstFitAddresses,
+)
 from gpumem_magic.allocator.settings import EnvironmentSettings
 from gpumem_magic.devices.base import Birth, Counters, DeviceFacts, DeviceLog, GpuProcess, Label, Log
 from gpumem_magic.snapshot.model import Segment, TraceEvent
@@ -87,7 +93,10 @@ class VirtualDevice:
         self.uuid = catalog.device_uuid(model.name, index)
         self.in_use = False
         self._beside = 0
-        addresses = FirstFitAddresses(BASE_ADDRESS + index * _ADDRESS_STEP)
+        base = BASE_ADDRESS + index * _ADDRESS_STEP
+        # (From the top down with a distance, so that none of one device's ends where another's begins.)
+        top = base + _ADDRESS_STEP - CHUNK
+        addresses = ChunkedAddresses(top) if model.addresses_fall else FirstFitAddresses(base)
         self.memory = DeviceMemory(model.total_bytes, model.idle_bytes, addresses)
         self.allocator = CachingAllocator(index, self.memory, settings.settings)
         self.allocator.settings_text = settings.text

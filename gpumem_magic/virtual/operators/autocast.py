@@ -36,6 +36,14 @@ _FLOAT32 = """
 # Computed in float32 by asking the operator for that result type: its argument is not copied.
 _FLOAT32_RESULT = "cumprod cumsum linalg_matrix_norm linalg_vector_norm log_softmax prod softmax sum"
 _WIDEST = "addcdiv addcmul atan2 bilinear cross dot grid_sampler index_put scatter_add tensordot vdot"
+# What only some versions cast: to what, the first of them, and the first that does it no more. (The dispatcher of 1.9, 1.10, 2.0,
+# 2.1, 2.6 and 2.10 to 2.13 says which operators have a kernel of autocast's.)
+_Version = tuple[int, int]
+_OF_SOME: dict[str, tuple[str, _Version, _Version]] = {
+    "gelu": (_FLOAT32, (0, 0), (1, 10)),
+    "cat stack": (_WIDEST, (0, 0), (1, 10)),
+    "rms_norm": (_FLOAT32, (2, 12), (99, 0)),
+}
 
 
 class AutocastKernels:
@@ -46,14 +54,19 @@ class AutocastKernels:
         self._cast_weights: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._without_autocast = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
 
-    def install(self, patches: Patches) -> None:
-        policies = {
+    def install(self, patches: Patches, versions: list[_Version]) -> None:
+        """versions: of each device."""
+        policies: dict[str, Callable[[Any], Callable[..., Any]]] = {
             _LOWER: self._lower,
             _FLOAT32: self._float32,
             _FLOAT32_RESULT: self._float32_result,
             _WIDEST: self._widest,
         }
         kernels = [(operator, make(operator)) for names, make in policies.items() for operator in _overloads(names)]
+        for names, (like, since, until) in _OF_SOME.items():
+            casting = frozenset(index for index, version in enumerate(versions) if since <= version < until)
+            if casting:
+                kernels += [(one, self._on_some(one, policies[like](one), casting)) for one in _overloads(names)]
         patches.kernels(_KEY, [*kernels, (torch.ops.aten.binary_cross_entropy.default, _refuse)])
         clear = torch.clear_autocast_cache
 
@@ -102,6 +115,16 @@ class AutocastKernels:
                 return operator(*args, **kwargs)
 
         return kernel
+
+    def _on_some(self, operator: Any, kernel: Callable[..., Any], devices: frozenset[int]) -> Callable[..., Any]:
+        def kernel_of_some(*args: Any, **kwargs: Any) -> Any:
+            given = _castables((*args, *kwargs.values()))
+            if any(tensor.device.index in devices for tensor in given):
+                return kernel(*args, **kwargs)
+            with torch._C._ExcludeDispatchKeyGuard(self._without_autocast):
+                return operator(*args, **kwargs)
+
+        return kernel_of_some
 
     # ---- casting
 

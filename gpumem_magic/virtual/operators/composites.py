@@ -31,7 +31,7 @@ from gpumem_magic.virtual.operators.norms import by_cudnn
 
 
 def dropout(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
-    """Training: one kernel, which keeps a mask of one byte for each element, and makes it before the result."""
+    """Training: one kernel, which keeps a mask of one byte for each element."""
     if not train or p == 0 or not input.numel():
         return input
     if p == 1:
@@ -154,14 +154,19 @@ def batch_norm(
     return kernel(input, weight, bias, mean, variance, training, momentum, eps)[0]  # type: ignore[no-any-return]
 
 
+# Since when one call multiplies an input of three dimensions and adds the bias. (The builds for the host of 1.9 to 1.11 have two
+# nodes for it, that of 1.12 has one.)
+_BIAS_IN_ONE_CALL_FROM = (1, 12)
+
+
 def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Where one call can't do both, a product, to which the bias is added in place (``Linear.cpp``). For subclasses of tensors,
     which virtual ones are, C++ makes another tensor."""
     if (
         bias is None
         or input.dim() < 3
-        or input.is_contiguous()
         or not isinstance(input, VirtualTensor)
+        or (input.is_contiguous() and _version_of(input) >= _BIAS_IN_ONE_CALL_FROM)
         or torch._C._are_functorch_transforms_active()
     ):
         usual = torch._C.DispatchKey.CompositeImplicitAutograd
@@ -279,10 +284,14 @@ def install(patches: Patches) -> None:
     patches.kernels("CUDA", _KERNELS.items())
 
 
+# Since when dropout makes its mask before the result (``Dropout.cu``; 1.10 has it the other way round, 2.1 so).
+_MASK_FIRST_FROM = (1, 11)
+
+
 @special(_aten.native_dropout.default)
 def _mask_first(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     out = engine.fake_call(func, args, kwargs)
-    engine.settle(out[::-1])
+    engine.settle(out[::-1] if engine.memory.torch_version(device) >= _MASK_FIRST_FROM else out)
     return out
 
 

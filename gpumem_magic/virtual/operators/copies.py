@@ -188,6 +188,14 @@ def _laid_out_after(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any,
     return [bytes_of(args[place]) for place in _LAID_OUT_AFTER[func] if not args[place].is_contiguous()]
 
 
+# Since when the gradient of softmax is there before the product; 1.9 has it the other way round.
+_GRADIENT_FIRST_FROM = (1, 10)
+
+
+def _has_gradient_first(engine: Engine, args: Any, kwargs: Any) -> bool:
+    return engine.memory.torch_version(args[0].get_device()) >= _GRADIENT_FIRST_FROM
+
+
 @special(_aten._softmax_backward_data.default, table=BESIDE)
 def _softmax_backward(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> list[int]:
     """The gradient times the result, and plain copies of that and of the result (``SoftMax.cu``)."""
@@ -198,6 +206,18 @@ def _softmax_backward(engine: Engine, func: Any, args: Any, kwargs: Any, out: An
     product = engine.fake_call(_aten.mul.Tensor, (gradient, result), {})
     copied = bytes_of(result) if not result.is_contiguous() else 0
     return [size, 0 if product.is_contiguous() else size, copied]
+
+
+@special(_aten._softmax_backward_data.default, plain=_has_gradient_first)
+def _softmax_backward_in_order(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    if _has_gradient_first(engine, args, kwargs):
+        return engine.run(func, args, kwargs, device)
+    size, *copied = _softmax_backward(engine, func, args, kwargs, None, device)
+    with engine.scratch(device, size, *copied[:1]):
+        out = engine.fake_call(func, args, kwargs)
+        engine.settle(out)
+        with engine.scratch(device, *copied[1:]):
+            return out
 
 
 @special(*_LAID_OUT_LIKE, table=BESIDE)

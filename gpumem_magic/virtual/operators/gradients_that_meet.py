@@ -25,6 +25,10 @@ from gpumem_magic.virtual.operators.written_gradients import as_device_does
 _aten = torch.ops.aten
 
 
+# Since when the sum is made in place: the builds of 1.9 to 1.12 make a new tensor, those of 2.0 and 2.1 none (1.13 is not known).
+_IN_PLACE_FROM = (2, 0)
+
+
 class _Holders(NamedTuple):
     """How often a tensor is held when it comes here: by Python, by C++, and its storage."""
 
@@ -66,7 +70,7 @@ def _add(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
             # (A tensor of its own on the same memory: C++ makes it part of the graph.)
             return engine.run(_aten.detach.default, (engine.run(_aten.add_.Tensor, args, kwargs, device),), {}, device)
         return engine.run(as_device_does(engine, func, args), args, kwargs, device)
-    if is_free(args[0]):
+    if engine.memory.torch_version(device) >= _IN_PLACE_FROM and is_free(args[0]):
         return engine.run(_aten.add_.Tensor, args, kwargs, device)
     out = engine.run(func, args, kwargs, device)
     placement = engine.table.find(out.untyped_storage())

@@ -18,8 +18,8 @@ from gpumem_magic.virtual.operators.copies import laid_out
 
 # Of group norms in half precision: 2.13 has the statistics in float32 first, 2.11 does not; of 2.12 it is not known.
 _WIDE_FROM = (2, 12)
-# Of layer norms.
-_FROM = (2, 8)
+# Of layer norms: since when their rows are added up in parts, and since when the sums of each row are no tensors.
+_FROM, _ROWS_IN_ONE_KERNEL_FROM = (2, 8), (1, 11)
 _FEW_ROWS = 64 * 1024
 _COLUMNS_OF_A_BLOCK, _ROWS_OF_A_BLOCK, _MOST_BLOCKS = 32, 32, 32 * 1024
 
@@ -163,11 +163,17 @@ def _layer_backward(engine: Engine, func: Any, args: Any, kwargs: Any, device: i
     columns for the card, there is a row of each gradient for up to 32 rows of the input, and a second tensor for each gradient in
     place of the first. The first stages of Swin and ConvNeXt are such, most language models are not. In 2.13 and 2.8, and not in
     2.6. The gradient that comes is laid out once the results are there.
+
+    Up to 1.10 the input's gradient takes four numbers for each row: two sums, a factor and what is added (`ds`, `db`, `scale` and
+    `bias` there).
     """
     out = laid_out(engine, func, args, kwargs, device, (1,))
     gradient, input, columns = args[0], args[1], prod(args[2])
-    with engine.scratch(device, 0 if gradient.is_contiguous() else bytes_of(gradient)):
-        rows = input.numel() // max(1, columns)
+    rows = input.numel() // max(1, columns)
+    by_row = 0
+    if args[-1][0] and engine.memory.torch_version(device) < _ROWS_IN_ONE_KERNEL_FROM:
+        by_row = rows * accumulator(input.dtype).itemsize
+    with engine.scratch(device, 0 if gradient.is_contiguous() else bytes_of(gradient), *[by_row] * 4):
         processors = engine.memory.processors(device)[0]
         few_columns = columns // _COLUMNS_OF_A_BLOCK < processors // 2
         if rows <= _FEW_ROWS or not few_columns or engine.memory.torch_version(device) < _FROM:

@@ -3,6 +3,7 @@
 One for each handle and stream, kept for good. Handles belong to host threads, and the autograd engine has a thread of its own for
 each device: hence two workspaces after the first backward pass (a published table of 48 measured rows is met exactly only so).
 Sizes are the model's and the PyTorch version's (`generations`); a workspace is taken after the operator's result, as on a device.
+Before PyTorch 2.0 the library takes its own from the driver.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from gpumem_magic.virtual.card.generations import (
     BlasPolicy,
     Version,
     blas_policy,
+    cublas_outside,
     cublas_workspace_bytes,
     is_rocm,
     parse_version,
@@ -36,9 +38,8 @@ _BLAS = {id(func): func for func in _LT | _WITH_BIAS | _OTHERS}
 
 
 class Workspaces:
-    """Takes workspaces when they are first needed, or for a call. malloc(device, nbytes) and free(device, address) are
-
-    the machine's.
+    """Takes workspaces when they are first needed, or for a call. malloc(device, nbytes), free(device, address) and
+    take_beside(device, nbytes) are the machine's.
     """
 
     def __init__(
@@ -47,20 +48,28 @@ class Workspaces:
         malloc: Callable[[int, int], int],
         stream_of: Callable[[int], int],
         free: Callable[[int, int], None],
+        take_beside: Callable[[int, int], None],
     ) -> None:
         self._malloc = malloc
         self._free = free
+        self._take_beside = take_beside
         self._stream_of = stream_of
         self._workspaces: dict[tuple[str, int, int, int], int] = {}
         self._devices = devices
         self._policies: dict[int, BlasPolicy] = {}
         self._orders: dict[int, list[tuple[str, int, bool]]] = {}
         self._versions = [parse_version(version_text(device)) for device in devices]
+        # (The contexts of devices that name no version were measured with whatever was there.)
+        named = [device.model.torch_version for device in devices]
+        self._outside = [(0, 0) if text is None else cublas_outside(text) for text in named]
+        self._handles: set[tuple[int, int]] = set()
 
     def after(self, func: Any, args: Sequence[Any], device: int) -> None:
         """To be called when an operator has its results. Raises out of memory as the device would."""
         if id(func) not in _BLAS:
             return
+        if self._outside[device][0]:
+            self._library_takes(device)
         policy = self._policies.get(device) or self._decide(device)
         by_lt = policy.lt_bytes and (func in _LT or (func in _WITH_BIAS and adds_bias(args, self._versions[device])))
         passing: list[int] = []
@@ -83,8 +92,7 @@ class Workspaces:
         """The address of a workspace for this call alone; 0 where there is none, or one that stays."""
         if not size:
             return 0
-        thread = -1 if STATE.backward else threading.get_ident()
-        key = (library, device, thread, self._stream_of(device))
+        key = (library, *self._handle(device))
         if key in self._workspaces:
             return 0
         with origin("workspace"):
@@ -93,6 +101,23 @@ class Workspaces:
             return address
         self._workspaces[key] = address
         return 0
+
+    def _handle(self, device: int) -> tuple[int, int, int]:
+        thread = -1 if STATE.backward else threading.get_ident()
+        return device, thread, self._stream_of(device)
+
+    def _library_takes(self, device: int) -> None:
+        """From the driver, for a handle that is new: one for each thread."""
+        handle = self._handle(device)[:2]
+        if handle in self._handles:
+            return
+        each, once = self._outside[device]
+        is_first = all(index != device for index, _ in self._handles)
+        try:
+            self._take_beside(device, each + once * is_first)
+        except RuntimeError:
+            raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`") from None
+        self._handles.add(handle)
 
     def clear(self) -> None:
         """Gives all of them back, as `torch._C._cuda_clearCublasWorkspaces()` does."""
