@@ -7,7 +7,7 @@ ATen's, CUB's and the allocator's host code run over a CUDA runtime in which no 
 folder with `cc` and that environment's headers. The cases of `cases.txt` run here and there: what each allocates and frees, in
 order, is compared. With --opinfo, the samples of PyTorch's own tests are, each with its gradients.
 
-It was run with 2.6, 2.11 and 2.13. With 2.1 it runs, too, but for gradients.
+It was run with 2.1, 2.6, 2.11 and 2.13.
 """
 
 from __future__ import annotations

@@ -24,6 +24,9 @@ print(json.dumps({
 }))
 """
 
+# The driver's one answer that counts: before a backward pass older PyTorch asks it whether the device is in use.
+_IN_USE = "int cuDevicePrimaryCtxGetState(int device, unsigned *flags, int *active) { *flags = 0; *active = 1; return 0; }\n"
+
 
 class Unfit(Exception):
     """It cannot be built or run here. The text says why, in one line."""
@@ -68,7 +71,8 @@ def build(wheel: Wheel, folder: Path) -> dict[str, str]:
     stubs.write_text("#include <stddef.h>\n" + successes(emulated(listing) - own, declarations), encoding="utf-8")
     _run([*compiler, "-shared", "-o", str(folder / "runtime.so"), str(runtime), str(stubs)], "stubs do not link")
     words = (_header(wheel, "cuda.h") or HERE).read_text(encoding="utf-8", errors="replace")
-    stubs.write_text(successes(set(re.findall(r"\bcu[A-Z]\w*\b", words))), encoding="utf-8")
+    asked = set(re.findall(r"\bcu[A-Z]\w*\b", words)) - {"cuDevicePrimaryCtxGetState"}
+    stubs.write_text(_IN_USE + successes(asked), encoding="utf-8")
     _run([*compiler, "-shared", "-o", str(folder / "libcuda.so.1"), str(stubs)], "the driver's stubs do not link")
     paths = [str(folder), *map(str, wheel.libraries)]
     return {"LD_LIBRARY_PATH": ":".join(paths), "LD_PRELOAD": str(folder / "runtime.so")}
