@@ -25,7 +25,9 @@ print(json.dumps({
 """
 
 # The driver's one answer that counts: before a backward pass older PyTorch asks it whether the device is in use.
-_IN_USE = "int cuDevicePrimaryCtxGetState(int device, unsigned *flags, int *active) { *flags = 0; *active = 1; return 0; }\n"
+_IN_USE = (
+    "int cuDevicePrimaryCtxGetState(int device, unsigned *flags, int *active) { *flags = 0; *active = 1; return 0; }\n"
+)
 
 
 class Unfit(Exception):
