@@ -38,8 +38,8 @@ _STEPS = {"value": _VALUE, "argument": _VALUE, "whole": _WHOLE, "count": _COUNT,
 
 def forget() -> None:
     """What was found out of classes that were alive: the program may have others since."""
-    observers.forget()
-    _reached_in.cache_clear()
+    if observers.forget():
+        _reached_in.cache_clear()
 
 
 def may_be_of_a_value(kind: str, message: str) -> bool:

@@ -34,8 +34,11 @@ def give_back_unchanged(name: str, position: int) -> bool:
     return bool(owners) and all(_Listener(one, name).leaves(position) for one in owners)
 
 
-def forget() -> None:
+def forget() -> bool:
+    """Whether there was anything to forget."""
+    known = give_back_unchanged.cache_info().currsize > 0
     give_back_unchanged.cache_clear()
+    return known
 
 
 def _subclasses(of: type) -> Iterator[type]:
