@@ -9,7 +9,6 @@ import functools
 import importlib
 import inspect
 import sys
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
@@ -23,6 +22,7 @@ from gpumem_magic.virtual.engine.engine import Engine
 from gpumem_magic.virtual.engine.tensors import VirtualTensor, engine_of
 from gpumem_magic.virtual.operators import collectives
 from gpumem_magic.virtual.torch_face import data_parallel
+from gpumem_magic.virtual.torch_face.nccl_names import AskedForNccl
 
 # What a program is told that asks for the version (PyTorch's own checkpoints do): that of PyTorch 2.9's CUDA builds.
 _NCCL = (2, 27, 5)
@@ -180,112 +180,57 @@ def _handles(patches: Patches, engine: Engine) -> None:
 def _process_groups(patches: Patches, engine: Engine) -> None:
     """Where a program asks for NCCL, which needs GPUs, gloo stands for it."""
     module = importlib.import_module("torch.distributed.distributed_c10d")
-    # The groups for which the program asked for NCCL, by name.
-    asked: set[str] = set()
-
-    def with_gloo(original: Any) -> Any:
-        signature = inspect.signature(original)
-        first = original.__name__ == "init_process_group"
-
-        @functools.wraps(original)
-        def instead(*args: Any, **kwargs: Any) -> Any:
-            given = signature.bind(*args, **kwargs)
-            backend = given.arguments.get("backend")
-            if first:
-                asked.clear()
-            ours = backend is None or "nccl" in str(backend).lower()
-            if not ours:
-                return original(*args, **kwargs)
-            if backend is not None:
-                warnings.warn("a virtual GPU has no NCCL: gloo is used instead", stacklevel=3)
-            if backend is not None or first:
-                given.arguments["backend"] = "gloo"
-            # Gloo has no device to connect before it is used, and no options of NCCL's.
-            given.arguments.pop("device_id", None)
-            given.arguments.pop("pg_options", None)
-            made = original(*given.args, **given.kwargs)
-            group = torch.distributed.group.WORLD if first else made
-            inherits = backend is None and not first
-            if isinstance(group, torch.distributed.ProcessGroup) and (
-                not inherits or torch.distributed.group.WORLD.group_name in asked  # type: ignore[union-attr]
-            ):
-                asked.add(group.group_name)
-            return made
-
-        return instead
-
-    def as_asked(original: Any) -> Any:
-        """A program takes its way by the backend's name (and so does PyTorch, outside of its module for groups): that of a
-        card."""
-
-        @functools.wraps(original)
-        def get_backend(group: Any = None) -> Any:
-            found = original(group)
-            one = torch.distributed.group.WORLD if group is None else group
-            return torch.distributed.Backend.NCCL if getattr(one, "group_name", "") in asked else found
-
-        return get_backend
-
-    def refusing(original: Any) -> Any:
-        """NCCL has none, which PyTorch says where gloo does not stand for it."""
-
-        @functools.wraps(original)
-        def monitored_barrier(group: Any = None, *args: Any, **kwargs: Any) -> Any:
-            one = torch.distributed.group.WORLD if group is None else group
-            if getattr(one, "group_name", "") in asked:
-                raise ValueError("monitored_barrier is only implemented for GLOO backend.")
-            return original(group, *args, **kwargs)
-
-        return monitored_barrier
-
-    def on_host(original: Any) -> Any:
-        """Objects are sent as the host's bytes: those of a virtual device hold nothing."""
-        signature = inspect.signature(original)
-
-        @functools.wraps(original)
-        def instead(*args: Any, **kwargs: Any) -> Any:
-            given = signature.bind(*args, **kwargs)
-            given.arguments.pop("device", None)
-            return original(*given.args, **given.kwargs)
-
-        return instead
-
-    def giving_back(original: Any) -> Any:
-        @functools.wraps(original)
-        def destroy_process_group(group: Any = None) -> None:
-            original(group)
-            world = group is None or not torch.distributed.is_initialized()
-            engine.memory.communication.end(None if world else group)
-
-        return destroy_process_group
-
-    def together(original: Any) -> Any:
-        """NCCL sends these as one, through the group's communicator; gloo, which cannot, is given one after the other."""
-
-        @functools.wraps(original)
-        def batch_isend_irecv(p2p_op_list: Any) -> Any:
-            communication = engine.memory.communication
-            communication.together = True
-            try:
-                return original(p2p_op_list)
-            finally:
-                communication.together = False
-
-        return batch_isend_irecv
-
-    everywhere(patches, module, dict.fromkeys(("init_process_group", "new_group"), with_gloo))
-    everywhere(patches, module, {"batch_isend_irecv": together})
-    everywhere(patches, module, {"destroy_process_group": giving_back})
-    everywhere(patches, module, {"monitored_barrier": refusing})
+    nccl = AskedForNccl()
+    everywhere(patches, module, dict.fromkeys(("init_process_group", "new_group"), nccl.with_gloo))
+    everywhere(patches, module, {"batch_isend_irecv": functools.partial(_together, engine)})
+    everywhere(patches, module, {"destroy_process_group": functools.partial(_giving_back, engine)})
+    everywhere(patches, module, {"monitored_barrier": nccl.refusing})
     names = ("broadcast_object_list", "send_object_list", "recv_object_list")
-    everywhere(patches, module, dict.fromkeys(names, on_host))
+    everywhere(patches, module, dict.fromkeys(names, _on_host))
     # Not in the module itself, which asks what it can send.
-    everywhere(patches, module, {"get_backend": as_asked}, inside=False)
+    everywhere(patches, module, {"get_backend": nccl.as_asked}, inside=False)
     group: Any = module.ProcessGroup
-    named = group._get_backend_name
-    patches.set(group, "_get_backend_name", lambda one: "nccl" if one.group_name in asked else named(one))
+    patches.set(group, "_get_backend_name", nccl.named(group._get_backend_name))
     # That, too, would look there for NCCL's types.
     patches.set(torch.distributed, "is_nccl_available", lambda: True)
+
+
+def _on_host(original: Any) -> Any:
+    """Objects are sent as the host's bytes: those of a virtual device hold nothing."""
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def instead(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs)
+        given.arguments.pop("device", None)
+        return original(*given.args, **given.kwargs)
+
+    return instead
+
+
+def _giving_back(engine: Engine, original: Any) -> Any:
+    @functools.wraps(original)
+    def destroy_process_group(group: Any = None) -> None:
+        original(group)
+        world = group is None or not torch.distributed.is_initialized()
+        engine.memory.communication.end(None if world else group)
+
+    return destroy_process_group
+
+
+def _together(engine: Engine, original: Any) -> Any:
+    """NCCL sends these as one, through the group's communicator; gloo, which cannot, is given one after the other."""
+
+    @functools.wraps(original)
+    def batch_isend_irecv(p2p_op_list: Any) -> Any:
+        communication = engine.memory.communication
+        communication.together = True
+        try:
+            return original(p2p_op_list)
+        finally:
+            communication.together = False
+
+    return batch_isend_irecv
 
 
 def everywhere(patches: Patches, module: Any, makers: Mapping[str, Callable[[Any], Any]], inside: bool = True) -> None:
