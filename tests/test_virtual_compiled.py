@@ -356,6 +356,30 @@ def test_what_goes_another_way_is_named(machine: gpu.VirtualMachine, monkeypatch
     assert "and more" not in note
 
 
+def test_bfloat16_on_a_card_without_it_runs_eagerly_as_on_that_card() -> None:
+    """Inductor hands the graph back (`compile_fx._check_triton_bf16_support`), and Dynamo leaves the function as it is."""
+    found = []
+    for compiled in (False, True):
+        gpu.turn_off()
+        machine = gpu.turn_on("T4")
+        weight = torch.rand(512, 512, device="cuda", requires_grad=True)
+        x = torch.rand(4096, 512, device="cuda", dtype=torch.bfloat16)
+
+        def layer(value: torch.Tensor, weight: torch.Tensor = weight) -> torch.Tensor:
+            return wave(value @ weight.bfloat16()) * 2
+
+        def step(run: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor = x) -> None:
+            run(x).float().sum().backward()
+
+        if compiled:
+            with pytest.warns(UserWarning, match="does not support bfloat16 compilation natively"):
+                found.append(peak(functools.partial(step, torch.compile(layer))))
+        else:
+            found.append(peak(functools.partial(step, layer)))
+    assert found[0] == found[1]
+    assert [note for note in machine.notes() if "eagerly, as on a card (BF16 is not supported)" in note]
+
+
 def test_trials_of_max_autotune_take_what_they_compare(machine: gpu.VirtualMachine) -> None:
     x, weight = torch.rand(1024, 1024, device="cuda"), torch.rand(1024, 2048, device="cuda")
     # What would run the result's product in C++ is left alone.

@@ -195,6 +195,7 @@ def _lowering(patches: Patches, otherwise: Counter[str], trials: Trials, padding
     compiler = importlib.import_module("torch._inductor.compile_fx")
     output = importlib.import_module("torch._inductor.output_code")
     compile_ = compiler.fx_codegen_and_compile
+    skipped = importlib.import_module("torch._dynamo.exc").SkipFrame
 
     def fx_codegen_and_compile(graph: Any, *args: Any, **kwargs: Any) -> Any:
         wanted = any(getattr(config, name) for name in _TRIALS)
@@ -206,6 +207,10 @@ def _lowering(patches: Patches, otherwise: Counter[str], trials: Trials, padding
             with config.patch(_UNTIMED), trials.during(wanted):
                 compiled = compile_(graph, *args, **kwargs)
         except torch.OutOfMemoryError:
+            raise
+        except skipped as reason:
+            # (Bfloat16 on a card that has none.)
+            otherwise[f"eagerly, as on a card ({_first_line(str(reason))})"] += 1
             raise
         except Exception as error:
             why = swallowed(error)
@@ -237,7 +242,7 @@ def compile_with(
     **kwargs: Any,
 ) -> Any:
     """What `torch.compile` does with one of Dynamo's graphs, and eagerly where PyTorch's compiler fails."""
-    from torch._dynamo.exc import RestartAnalysis
+    from torch._dynamo.exc import RestartAnalysis, SkipFrame
 
     config = importlib.import_module("torch._inductor.config")
     settings = wrapper.config
@@ -248,8 +253,8 @@ def compile_with(
     try:
         with importlib.import_module("torch.compiler.config").patch({_TAG: tag}):
             return call(wrapper, model, of_the_trace(inputs), **kwargs)
-    except (torch.OutOfMemoryError, RestartAnalysis):
-        # (The second is no failure: Dynamo makes the graph anew, with what it has learnt.)
+    except (torch.OutOfMemoryError, RestartAnalysis, SkipFrame):
+        # (The last two are no failures: Dynamo makes the graph anew, with what it has learnt, or leaves the function be.)
         raise
     except Exception as error:
         why = swallowed(error)
