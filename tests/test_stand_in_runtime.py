@@ -11,10 +11,13 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+
+from gpumem_magic.virtual import gpu
 
 FOLDER = Path(__file__).resolve().parents[1] / "benchmarks" / "stand_in_runtime"
 
@@ -168,6 +171,67 @@ def test_a_tensor_is_packed_with_the_way_it_lies(tool: dict[str, Any], monkeypat
     assert (again.stride(), again.storage_offset()) == (tensor.stride(), tensor.storage_offset()) == ((1, 4), 1)
     with pytest.raises(TypeError, match="conjugated"):
         samples.Packed(torch.zeros(2, dtype=torch.complex64).conj())
+
+
+@pytest.fixture
+def device() -> Iterator[None]:
+    gpu.turn_on("A100-40GB")
+    yield
+    gpu.turn_off()
+
+
+def driven(ways: Any) -> dict[str, Any]:
+    """What each way gave, as both sides run them: each result is sent back."""
+    found, step = {}, next(ways, None)
+    while step is not None:
+        way, work = step
+        found[way] = work()
+        try:
+            step = ways.send(found[way])
+        except StopIteration:
+            step = None
+    return found
+
+
+def test_an_operator_runs_forward_backward_twice_in_place_and_into_a_result(tool: dict[str, Any], device: None) -> None:
+    samples = importlib.import_module("samples")
+    sine = SimpleNamespace(op=torch.sin, inplace_variant=torch.sin_, supports_gradgrad=True, supports_out=True)
+    ((given, gradients),) = samples.pickled([((torch.zeros(3, requires_grad=True), (), {}), True)])
+    found = driven(samples.ways("operators", sine, "sin", "float32", given, gradients))
+    assert list(found) == ["forward", "backward", "twice", "in-place", "out"]
+    assert found["forward"].device.type == "cuda"
+    assert found["forward"].requires_grad
+    first, second = found["twice"]
+    assert (first[0].requires_grad, second[0].shape) == (True, (3,))
+    assert not found["out"].requires_grad
+
+
+def test_a_module_runs_for_training_for_inference_and_with_autocast(tool: dict[str, Any], device: None) -> None:
+    samples = importlib.import_module("samples")
+    linear = SimpleNamespace(module_cls=torch.nn.Linear)
+    ((given, _),) = samples.pickled([(((3, 5), {}, (torch.zeros(2, 3, dtype=torch.float16),), {}), True)])
+    found = driven(samples.ways("modules", linear, "nn_Linear.eval", "float16", given, True))
+    assert list(found) == ["forward", "backward", "inference", "autocast", "autocast-backward"]
+    assert (found["forward"].dtype, found["inference"].is_inference()) == (torch.float16, True)
+    # The gradients of the weight and the bias.
+    assert [one.shape for one in found["backward"]] == [(5, 3), (5,)]
+
+
+def test_an_optimizer_runs_in_each_of_its_kinds(tool: dict[str, Any], device: None) -> None:
+    samples = importlib.import_module("samples")
+    sgd = SimpleNamespace(
+        optim_cls=torch.optim.SGD,
+        optim_inputs_func=lambda device: [SimpleNamespace(kwargs={"lr": 0.1})],
+        supported_impls=("foreach", "differentiable", "fused"),
+        step_requires_closure=False,
+    )
+    groups = list(samples.of_optimizer("SGD", sgd))
+    assert {name for name, _, _ in groups} == {"SGD.loop", "SGD.foreach", "SGD.fused"}
+    flags = {name: pickle.loads(found[0][0]) for name, _, found in groups}
+    assert flags["SGD.loop"] == {"lr": 0.1, "foreach": False, "fused": False}
+    assert flags["SGD.fused"] == {"lr": 0.1, "foreach": False, "fused": True}
+    found = driven(samples.ways("optimizers", sgd, "SGD.loop", "float32", groups[0][2][0][0], False))
+    assert list(found) == ["first", "second", "third"]
 
 
 # ---- Many cases in one process

@@ -1,11 +1,12 @@
 """What PyTorch's own CUDA build asks its allocator for, operator by operator, beside the virtual GPU. No GPU is needed.
 
-    python benchmarks/stand_in_runtime --python OTHER/bin/python [--card A100] [--only TEXT ...] [--opinfo]
+    python benchmarks/stand_in_runtime --python OTHER/bin/python [--card A100] [--only TEXT ...]
+        [--opinfo | --modules | --optimizers]
 
 OTHER is an environment with a CUDA build of PyTorch, as `pip install torch` makes it on Linux; its version is the one compared.
 ATen's, CUB's and the allocator's host code run over a CUDA runtime in which no kernel runs (`runtime.c`), built into a scratch
 folder with `cc` and that environment's headers. The cases of `cases.txt` run here and there: what each allocates and frees, in
-order, is compared. With --opinfo, the samples of PyTorch's own tests are, each with its gradients.
+order, is compared. With --opinfo, --modules or --optimizers, samples of PyTorch's own tests are, each with its gradients.
 
 It was run with 2.1, 2.6, 2.11 and 2.13.
 """
@@ -44,15 +45,19 @@ def main() -> int:
     )
     parser.add_argument("--card", default="A100", help="a card of `gpumem devices` (default: %(default)s)")
     parser.add_argument("--only", metavar="TEXT", nargs="+", help="cases, or operators, with a TEXT in their name")
-    parser.add_argument(
-        "--opinfo",
-        action="store_true",
-        help="PyTorch's own samples of each operator in place of the cases, with gradients; both environments need expecttest",
-    )
-    parser.add_argument("--most", type=int, default=4, help="samples of an operator and a type (default: %(default)s)")
+    for flag, of, drawn in (
+        ("--opinfo", "operators", "each operator, with gradients, once and twice, in place and with out="),
+        ("--modules", "modules", "each module, with gradients, for training and for inference, with autocast"),
+        ("--optimizers", "optimizers", "each optimizer, three steps"),
+    ):
+        text = f"PyTorch's own samples of {drawn}, in place of the cases; both environments need expecttest"
+        parser.add_argument(flag, dest="of", action="store_const", const=of, help=text)
+    parser.add_argument("--most", type=int, default=4, help="samples of one of these and a type (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="which samples, and their values (default: %(default)s)")
     options = parser.parse_args()
-    if options.opinfo:
-        return by_operator(options.python, options.card, options.only, options.most)
+    if options.of:
+        request = {"of": options.of, "only": options.only, "most": options.most, "seed": options.seed}
+        return by_sample(options.python, options.card, request)
     listed = read((HERE / "cases.txt").read_text(encoding="utf-8"))
     wanted = [case for case in listed if options.only is None or any(text in case.name for text in options.only)]
     if not wanted:
@@ -67,15 +72,14 @@ def main() -> int:
     return 0
 
 
-def by_operator(python: str, card: str, only: list[str] | None, most: int) -> int:
+def by_sample(python: str, card: str, request: dict[str, Any]) -> int:
     try:
         with tempfile.NamedTemporaryFile() as drawn:
-            request = json.dumps({"only": only, "most": most})
             command = [sys.executable, str(HERE / "samples.py"), drawn.name]
-            done = subprocess.run(command, input=request, capture_output=True, text=True, check=False)
+            done = subprocess.run(command, input=json.dumps(request), capture_output=True, text=True, check=False)
             if done.returncode:
                 raise Unfit(f"no samples: {(done.stderr.strip().splitlines() or ['no word why'])[-1]}")
-            title, there, here = both(python, card, {"samples": drawn.name})
+            title, there, here = both(python, card, {"of": request["of"], "samples": drawn.name})
     except (Unfit, catalog.UnknownDevice) as why:
         print(f"Not compared: {str(why).rstrip('.')}.", file=sys.stderr)
         return 1

@@ -1,8 +1,8 @@
 """Runs cases and writes what each asked the allocator for: python running.py OUT < JSON.
 
-JSON: {"cases": [[name, setup, expression], ...], "virtual": SPEC or null}, or "samples": FILE in place of the cases (see
-samples.py). They run in one forked child until one crashes, and in another from the next on. It runs in either environment, and
-so needs nothing but PyTorch.
+JSON: {"cases": [[name, setup, expression], ...], "virtual": SPEC or null}, or "samples": FILE, "of": WHAT in place of the cases
+(see samples.py). They run in one forked child until one crashes, and in another from the next on. It runs in either
+environment, and so needs nothing but PyTorch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def main(out: str) -> None:
     asked = json.load(sys.stdin)
     warnings.simplefilter("ignore")
     if "samples" in asked:
-        operators = {operator.formatted_name: operator.op for operator in samples.database()}
+        database = samples.database(asked["of"])
     if asked["virtual"]:
         from gpumem_magic.virtual import gpu
 
@@ -41,8 +41,7 @@ def main(out: str) -> None:
     if isinstance(nothing, str):
         sys.exit(nothing)
     if "samples" in asked:
-        groups = [group for group in pickle.loads(Path(asked["samples"]).read_bytes()) if group[0] in operators]
-        answers = sampled(begin, operators, groups)
+        answers = sampled(begin, asked["of"], database, pickle.loads(Path(asked["samples"]).read_bytes()))
     else:
         cases = asked["cases"]
         codes = [code for _, *code in cases]
@@ -51,16 +50,19 @@ def main(out: str) -> None:
     Path(out).write_text(json.dumps(answers), encoding="utf-8")
 
 
-def sampled(begin: Callable[[], object], operators: dict[str, Any], groups: list[Any]) -> dict[str, Any]:
-    """The events of each sample's call and of its gradients."""
+def sampled(
+    begin: Callable[[], object], of: str, database: dict[str, Any], groups: list[samples.Group]
+) -> dict[str, Any]:
+    """The events of all that is run of each sample."""
     every = [
-        (f"{name} {dtype} {number}", operators[name], *sample)
+        (f"{name} {dtype} {number}", (of, entry, name, dtype, *sample))
         for name, dtype, drawn in groups
+        if (entry := database.get(name) or database.get(name.rpartition(".")[0]))
         for number, sample in enumerate(drawn)
     ]
     answers: dict[str, Any] = {}
     found = until_all_are_done(lambda first: run_samples(begin, every[first:]), len(every))
-    for (name, *_), answer in zip(every, found, strict=True):
+    for (name, _), answer in zip(every, found, strict=True):
         of_ways = {"forward": answer} if isinstance(answer, str) else answer
         answers |= {f"{name} {way}": events for way, events in of_ways.items()}
     return answers
@@ -74,19 +76,23 @@ def until_all_are_done(work: Callable[[int], Iterable[Any]], count: int) -> list
     return answers
 
 
-def run_samples(begin: Callable[[], object], every: list[Any]) -> Iterator[Any]:
+def run_samples(begin: Callable[[], object], every: list[tuple[str, Any]]) -> Iterator[Any]:
     begin()
     first_products()
-    for _, operator, sample, with_gradients in every:
+    for _, sample in every:
         answer: dict[str, Any] = {}
+        way = "first"
         try:
-            call, gradients = samples.call(operator, sample)
-            answer["forward"], result = recorded(call)
-            if with_gradients:
-                answer["backward"], result = recorded(partial(gradients, result))
+            steps = samples.ways(*sample)
+            way, work = next(steps)
+            while True:
+                answer[way], result = recorded(work)
+                way, work = steps.send(result)
+        except StopIteration:
+            pass
         except Exception as error:
-            answer["backward" if "forward" in answer else "forward"] = said(error)
-        call = gradients = result = None
+            answer[way] = said(error)
+        steps = work = result = None
         torch.cuda.empty_cache()
         yield answer
 
