@@ -47,6 +47,7 @@ from gpumem_magic.virtual.engine.memory import Convolution
 from gpumem_magic.virtual.engine.real import RealEngine
 from gpumem_magic.virtual.libraries.table import libraries
 from gpumem_magic.virtual.operators import (
+    cells,
     composites,
     cudnn,
     encoder_layers,
@@ -303,6 +304,7 @@ class VirtualMachine:
             attempt(kept_inputs.install, versions)
             rocm = any(generations.is_rocm(workspaces.version_text(device)) for device in self._devices)
             attempt(recurrent.install, not rocm)
+            attempt(cells.install)
             # What Triton and libraries ask for the stream to launch on; builds for the host lack it.
             self._patches.set(torch._C, "_cuda_getCurrentRawStream", self.face.stream_of)
             # What DistributedDataParallel's tutorials and older libraries call.

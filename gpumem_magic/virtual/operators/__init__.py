@@ -6,7 +6,8 @@ A rule is a function under `special` (`engine.engine`) in the module that fits:
 * memory beside the results: `copies` (into another layout), `sorting`, `scattering` and `positions` (masks) with `cub`,
   `reductions`, `convolutions` with `cudnn`, `norms`, `attention_gradients`, `made_of_others`, `fourier`, `linear_algebra`,
   `temporaries` (the rest); what is added in place: `gradients_that_meet`;
-* operators that C++ puts together differently for CUDA: `composites`, `attention`, `encoder_layers`, `written_gradients`;
+* operators that C++ puts together differently for CUDA: `composites`, `cells`, `attention`, `encoder_layers`,
+  `written_gradients`;
   what older versions keep: `kept_inputs`;
 * tensors and processes: `factories`, `sparse`, `autocast`, `collectives`.
 

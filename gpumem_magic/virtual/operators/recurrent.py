@@ -23,6 +23,7 @@ from gpumem_magic.private import aten as _aten
 from gpumem_magic.virtual.engine.engine import Engine, special
 from gpumem_magic.virtual.engine.modes import origin, pushed
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
+from gpumem_magic.virtual.operators import cells
 
 # cuDNN's numbers for the kinds of cells (`cudnnRNNMode_t`).
 _RELU, _TANH, _LSTM, _GRU = range(4)
@@ -121,11 +122,13 @@ def _call(
     return (out, hy) if cx is None else (out, hy, cy)
 
 
-def _plain(operator: Any, mode: int) -> Callable[..., Any]:
+def _plain(operator: Any, kind: str, mode: int) -> Callable[..., Any]:
     """For sequences of one length, in one tensor."""
 
     def kernel(input: Any, states: Any, weights: Any, *rest: Any) -> Any:
         if not _acceptable(input, weights):
+            if cells.is_on_a_device(input) and input.numel():
+                return cells.run_layers(kind, input, states, weights, *rest)
             return operator.decompose(input, states, weights, *rest)
         has_biases, layers, dropout, train, bidirectional, batch_first = rest
         return _call(mode, input, None, states, weights, has_biases, layers, dropout, train, bidirectional, batch_first)
@@ -148,7 +151,7 @@ def _packed(operator: Any, mode: int) -> Callable[..., Any]:
 _WAYS: dict[Any, Callable[..., Any]] = {}
 for _name, _mode in _MODES.items():
     _operators = getattr(_aten, _name)
-    _WAYS[_operators.input] = _plain(_operators.input, _mode)
+    _WAYS[_operators.input] = _plain(_operators.input, _name, _mode)
     _WAYS[_operators.data] = _packed(_operators.data, _mode)
 
 
@@ -172,9 +175,9 @@ def install(patches: Patches, has_cudnn: bool) -> None:
         return bool(acceptable(tensor))
 
     patches.set(torch.backends.cudnn, "is_acceptable", is_acceptable)
+    patches.kernels("AutogradCUDA", _WAYS.items())
     if not has_cudnn:
         return
-    patches.kernels("AutogradCUDA", _WAYS.items())
     # Builds for the host have neither.
     patches.set(torch, "_use_cudnn_rnn_flatten_weight", lambda: True)
     patches.set(cudnn_rnn, "get_cudnn_mode", lambda mode: _MODES[mode.lower()])
