@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.nn.functional as F
-from asked_for import made
+from asked_for import events, made
 
 from gpumem_magic.units import MIB
 from gpumem_magic.virtual import gpu
@@ -135,3 +135,90 @@ def test_how_alike_rows_are_is_limited_by_a_number_of_the_host_in_older_versions
     with torch.inference_mode(inference):
         # Each norm and a copy of it; both divided, their product, and its sums.
         assert made(lambda: F.cosine_similarity(x, y)) == [row, row, row, row, *least, whole, whole, whole, row]
+
+
+def test_linear_in_inference_lays_out_an_input_for_a_weight_that_may_have_a_gradient() -> None:
+    x = torch.zeros(4, 3, 8, device="cuda").transpose(0, 1)
+    layer = torch.nn.Linear(8, 24, device="cuda")
+    torch.mm(x[0], layer.weight.detach().t())
+    copied, result = 4 * 3 * 8 * 4, 4 * 3 * 24 * 4
+    with torch.inference_mode():
+        assert made(lambda: layer(x)) == [copied, result]
+        assert made(lambda: F.linear(x, layer.weight)) == [copied, result]
+        assert made(lambda: layer(x.contiguous())) == [copied, result]
+        # One without gradients is multiplied matrix by matrix, as each lies.
+        assert made(lambda: F.linear(x, layer.weight.detach())) == [result]
+
+
+def test_batch_norm_in_inference_lets_go_of_its_first_statistic_first() -> None:
+    layer = torch.nn.BatchNorm2d(3, affine=False, device="cuda", dtype=torch.float64).eval()
+    x = torch.zeros(4, 3, 6, 6, device="cuda", dtype=torch.float64)
+    with torch.no_grad():
+        taken = events(lambda: layer(x))
+    _, mean, deviation, first, second = [one["addr"] for one in taken]
+    assert (first, second) == (mean, deviation)
+
+
+@pytest.mark.parametrize(("torch_version", "is_cast"), [("2.11", False), ("2.12", True)])
+def test_rms_norm_under_autocast_is_worked_out_in_float32_since_212(torch_version: str, is_cast: bool) -> None:
+    gpu.turn_off()
+    gpu.turn_on(f"A100-40GB,torch={torch_version}")
+    layer = torch.nn.RMSNorm(64, device="cuda", dtype=torch.float16)
+    x = torch.zeros(2, 16, 64, device="cuda", dtype=torch.float16)
+    half, rows = 2 * 16 * 64 * 2, 2 * 16 * 4
+    with torch.autocast("cuda"):
+        # The weight and the input, cast; the result; a number for each row.
+        assert made(lambda: layer(x)) == ([64 * 4, 2 * half, 2 * half, rows] if is_cast else [half, rows])
+
+
+def test_the_input_s_gradient_of_a_batch_norm_in_evaluation_needs_no_sums() -> None:
+    layer = torch.nn.BatchNorm1d(3, device="cuda").eval()
+    x = torch.zeros(4, 3, device="cuda", requires_grad=True)
+    size = 4 * 3 * 4
+    out = layer(x)
+    ones = torch.ones_like(out)
+    assert made(lambda: torch.autograd.grad(out, x, ones, retain_graph=True)) == [size]
+    # With those of weight and bias: both sums, the two gradients, the input's.
+    assert made(lambda: torch.autograd.grad(out, [x, *layer.parameters()], ones)) == [12, 12, 12, 12, size]
+
+
+def test_a_batch_norm_of_no_samples_has_gradients() -> None:
+    layer = torch.nn.BatchNorm2d(5, device="cuda")
+    x = torch.zeros(0, 5, 2, 2, device="cuda", requires_grad=True)
+    layer(x).sum().backward()
+    assert x.grad is not None
+    assert layer.weight.grad is not None
+    assert (x.grad.shape, layer.weight.grad.shape) == ((0, 5, 2, 2), (5,))
+
+
+@pytest.mark.parametrize(("torch_version", "fused"), [("2.11", False), ("2.12", True)])
+def test_an_encoder_layer_s_narrow_heads_take_a_fused_kernel_since_212(torch_version: str, fused: bool) -> None:
+    gpu.turn_off()
+    gpu.turn_on(f"A100-40GB,torch={torch_version}")
+    layer = torch.nn.TransformerEncoderLayer(16, 4, 32, batch_first=True, device="cuda").eval()
+    x = torch.zeros(2, 5, 16, device="cuda")
+    tokens = 2 * 5 * 16 * 4
+    with torch.inference_mode():
+        layer(x)
+        # Queries, keys and values in one, and the context; or all of them once more, and scores.
+        assert made(lambda: layer(x))[:3] == ([3 * tokens, tokens, tokens] if fused else [3 * tokens, 3 * tokens, 800])
+
+
+def test_an_encoder_looks_whether_its_padding_is_at_the_end() -> None:
+    inner = torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, device="cuda")
+    encoder = torch.nn.TransformerEncoder(inner, 1).eval()
+    x, padding = torch.zeros(2, 5, 16, device="cuda"), torch.zeros(2, 5, device="cuda", dtype=torch.bool)
+    with torch.inference_mode():
+        encoder(x, src_key_padding_mask=padding)
+        found = made(lambda: encoder(x, src_key_padding_mask=padding))
+    # The mask in float32, its opposite; a column of padding, both, as integers, each row's end, and how many each has;
+    # whether the two are the same, and all of them.
+    assert found[:10] == [40, 10, 2, 12, 48, 16, 80, 80, 2, 1]
+
+
+def test_of_a_depthwise_convolution_the_gradient_of_the_weight_comes_first() -> None:
+    x = torch.zeros(2, 4, 8, 8, device="cuda", requires_grad=True)
+    weight = torch.zeros(4, 1, 3, 3, device="cuda", requires_grad=True)
+    out = F.conv2d(x, weight, groups=4)
+    ones = torch.ones_like(out)
+    assert made(lambda: out.backward(ones)) == [4 * 9 * 4, 2 * 4 * 64 * 4]

@@ -344,3 +344,32 @@ def test_a_group_norm_in_half_precision_has_its_statistics_in_float32_first() ->
     gpu.turn_on("A100-40GB,torch=2.11")
     x = torch.zeros(4, 32, 64, dtype=torch.half, device="cuda")
     assert made(lambda: F.group_norm(x, 8)) == [4 * 32 * 64 * 2, 64, 64]
+
+
+@pytest.mark.parametrize(("size", "step", "held"), [(3, 1, 10), (3, 2, 9), (2, 4, 0)])
+def test_the_gradient_of_windows_numbers_the_places_that_lie_in_one(size: int, step: int, held: int) -> None:
+    x = torch.zeros(10, device="cuda", requires_grad=True)
+    out = x.unfold(0, size, step)
+    ones = torch.ones_like(out)
+    # Four windows of three by twos end at the ninth place; windows that do not meet need no numbers.
+    assert made(lambda: out.backward(ones)) == [10 * 4, *([held * 8] if held else [])]
+
+
+def test_a_gradient_with_a_graph_of_its_own_is_written_into_zeros() -> None:
+    x = torch.zeros(10, device="cuda", requires_grad=True)
+    index = torch.zeros(4, device="cuda", dtype=torch.int64)
+    out = x.gather(0, index)
+    ones = torch.ones_like(out, requires_grad=True)
+    kept: list[Any] = []
+    assert made(lambda: kept.append(torch.autograd.grad(out, x, ones, create_graph=True)[0])) == [10 * 4]
+    (again,) = torch.autograd.grad(kept[0].sum(), ones)
+    assert again.shape == (4,)
+
+
+def test_the_gradient_of_a_cross_entropy_s_target_is_worked_out_in_one_tensor() -> None:
+    x, target = (torch.zeros(8, 8, device="cuda", requires_grad=True) for _ in range(2))
+    out = F.binary_cross_entropy(x, target)
+    one = torch.ones_like(out)
+    size = 8 * 8 * 4
+    # The input's gradient, and the target's, which is multiplied where it lies.
+    assert made(lambda: out.backward(one)) == [size, size]

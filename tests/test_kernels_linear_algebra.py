@@ -180,3 +180,8 @@ def test_the_first_solution_takes_cublas_workspace() -> None:
     gpu.turn_on("A100-40GB,torch=2.13,context=0MiB")
     assert made(lambda: linalg.cholesky(matrix(100, 100))) == [BYTES, BYTES, 4, *ONE_CODE]
     assert made(lambda: linalg.inv(matrix(100, 100))).count(8_519_680) == 1
+
+
+@pytest.mark.parametrize("shape", [(0, 0), (2, 0, 0), (0, 3, 3)])
+def test_the_inverse_of_an_empty_matrix(shape: tuple[int, ...]) -> None:
+    assert torch.linalg.inv(torch.zeros(*shape, device="cuda")).shape == shape

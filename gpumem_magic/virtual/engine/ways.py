@@ -16,6 +16,8 @@ from gpumem_magic.virtual.engine.twins import leaves
 OVERWRITING = set(overloads("zero_ fill_.Scalar fill_.Tensor copy_"))
 # They make known values of a tensor whose own are not asked for.
 OF_SHAPES = set(overloads("zeros_like ones_like full_like new_zeros new_ones new_full"))
+# The host's function divides by the number of samples, which ends the process where there are none.
+_NOT_COMPUTED = set(overloads("native_batch_norm_backward"))
 # Other processes, if there are any, are taken to hold the same values; and nothing is sent to them.
 SENDING = ("c10d", "_c10d_functional")
 
@@ -42,7 +44,7 @@ def way_of(func: Any) -> Way:
     draws = torch.Tag.nondeterministic_seeded in func.tags
     gives = schema.is_mutable or any("Tensor" in str(value.type) for value in schema.returns)
     ours = kernel_rules.for_operator(func) is None or comes_first(func)
-    computes = gives and not draws and func.namespace not in SENDING and ours
+    computes = gives and not draws and func.namespace not in SENDING and ours and func not in _NOT_COMPUTED
     of_none = not any("Tensor" in str(argument.type) for argument in schema.arguments)
     constant = of_none and "empty" not in schema.name
     return Way(

@@ -151,7 +151,11 @@ def batch_norm(
     if enabled and by_cudnn(input, weight, mean, training) and not input.is_contiguous(memory_format=last):
         input = input.contiguous()
     kernel = _aten.native_batch_norm.default
-    return kernel(input, weight, bias, mean, variance, training, momentum, eps)[0]  # type: ignore[no-any-return]
+    out, used_mean, used_deviation = kernel(input, weight, bias, mean, variance, training, momentum, eps)
+    # (A tuple of C++ lets go of its first first.)
+    del used_mean
+    del used_deviation
+    return out  # type: ignore[no-any-return]
 
 
 # Since when one call multiplies an input of three dimensions and adds the bias. (The builds for the host of 1.9 to 1.11 have two
@@ -161,9 +165,14 @@ _BIAS_IN_ONE_CALL_FROM = (1, 12)
 
 def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Where one call can't do both, a product, to which the bias is added in place (``Linear.cpp``). For subclasses of tensors,
-    which virtual ones are, C++ makes another tensor."""
+    which virtual ones are, C++ makes another tensor.
+
+    A weight that may have a gradient is multiplied with the input's rows in one matrix (`should_fold` in ``LinearAlgebra.cpp``),
+    in inference mode, too. Here the operator comes below autograd then, where no transposed weight has one.
+    """
+    folds = weight.requires_grad and torch.is_inference_mode_enabled()
     if (
-        bias is None
+        (bias is None and not folds)
         or input.dim() < 3
         or not isinstance(input, VirtualTensor)
         or (input.is_contiguous() and _version_of(input) >= _BIAS_IN_ONE_CALL_FROM)
@@ -171,7 +180,13 @@ def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None 
     ):
         usual = torch._C.DispatchKey.CompositeImplicitAutograd
         return _aten.linear.default._op_dk(usual, input, weight, bias)  # type: ignore[no-any-return]
-    return torch.matmul(input, weight.t()).add_(bias)
+    if folds:
+        rows = input.reshape(-1, input.shape[-1])
+        product = torch.mm(rows, weight.t()).view(*input.shape[:-1], weight.shape[0])
+        del rows
+    else:
+        product = torch.matmul(input, weight.t())
+    return product if bias is None else product.add_(bias)
 
 
 def cumprod_backward(grad: torch.Tensor, input: torch.Tensor, dim: int, output: torch.Tensor) -> torch.Tensor:

@@ -25,6 +25,7 @@ from gpumem_magic.virtual.engine.memory import Convolution
 from gpumem_magic.virtual.engine.modes import pushed
 
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+_DIMENSIONS_OF_IMAGES = 4
 _MOST_INDEXED = 2**31 - 1
 
 
@@ -142,6 +143,10 @@ def _backward(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) ->
     call = _Call(engine, device, fine, weight, coarse, stride, padding, dilation, transposed, groups)
     with ExitStack() as held:
         held.enter_context(engine.scratch(device, _copy_bytes(gradient, layout)))
+        if call.by_depth and len(call.fine) == _DIMENSIONS_OF_IMAGES:
+            # Of a depthwise one the weight's comes first (``DepthwiseConv2d.cu``).
+            engine.settle((of_weight, of_input, of_bias))
+            return results
         if wanted[1]:
             held.enter_context(engine.scratch(device, _copy_bytes(input, layout)))
         if wanted[0]:

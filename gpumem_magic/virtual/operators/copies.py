@@ -139,8 +139,11 @@ def _searched(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, devic
 
 @special(_aten.unfold_backward.default, table=BESIDE)
 def _of_windows(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> list[int]:
-    """The numbers of a dimension's places (``UnfoldBackward.h``)."""
-    return [args[1][args[2]] * 8] if out.dim() else []
+    """The numbers of those places of a dimension that lie in a window, unless each lies in one only (``UnfoldBackward.h``)."""
+    gradient, sizes, dim, size, step = args
+    if not out.dim() or step >= size:
+        return []
+    return [min(sizes[dim], (gradient.shape[dim] - 1) * step + size) * 8]
 
 
 @special(_aten._cdist_backward.default, _aten._pdist_backward.default, table=BESIDE)

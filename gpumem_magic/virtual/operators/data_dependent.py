@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import cmath
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -340,23 +341,47 @@ def _ctc_loss(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) ->
     host = values.exact(target_lengths) if isinstance(target_lengths, VirtualTensor) else target_lengths
     longest = targets.shape[-1] if host is None else max((int(length) for length in host), default=0)
     batch = log_probs.shape[1] if log_probs.dim() == 3 else 1
-    # The lengths of both, and where each target begins, come to the device.
-    with engine.scratch(device, *[batch * 8] * 3):
+    with _lengths_on_the_device(engine, batch, device):
         table = _placed(engine, (batch, log_probs.shape[0], 2 * longest + 1), log_probs.dtype, device)
         return _placed(engine, (batch,), log_probs.dtype, device), table
+
+
+@contextmanager
+def _lengths_on_the_device(engine: Engine, batch: int, device: int) -> Iterator[None]:
+    """The lengths of both, and where each target begins; they go in the order in which ``LossCTC.cu`` has declared them."""
+    blocks = [_placed(engine, (batch,), torch.int64, device) for _ in range(3)]
+    try:
+        yield
+    finally:
+        for place in (1, 0, 0):
+            del blocks[place]
 
 
 @special(_aten._ctc_loss_backward.default, _aten._ctc_loss_backward.Tensor)
 def _ctc_loss_backward(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     """The gradient, and a second table like the forward pass's while it is worked out."""
     log_probs, log_alpha = args[1], args[6]
-    with engine.scratch(device, *[log_alpha.shape[0] * 8] * 3, bytes_of(log_alpha)):
+    with _lengths_on_the_device(engine, log_alpha.shape[0], device), engine.scratch(device, bytes_of(log_alpha)):
         return _placed(engine, tuple(log_probs.shape), log_probs.dtype, device)
 
 
 @special(_aten._nested_tensor_from_mask_left_aligned.default)
 def _left_aligned(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> bool:
-    """Nested tensors have sizes that depend on values; the dense way gives the same results."""
+    """Where each row of the mask ends, and how many it has (``NestedTensorTransformerFunctions.cpp``).
+
+    Nested tensors have sizes that depend on values; the dense way gives the same results.
+    """
+    mask = args[1]
+    with pushed(engine.mode):
+        padding = mask.new_zeros(mask.shape[0], 1)
+        padded = torch.cat([mask, padding], 1)
+        numbers = padded.to(torch.int32)
+        ends = numbers.argmin(1)
+        del numbers, padded
+        counts = mask.cumsum(1).select(1, -1)
+        same = counts == ends
+        every = same.all()
+        del every, same, ends, padding, counts
     return False
 
 

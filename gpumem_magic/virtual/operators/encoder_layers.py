@@ -8,7 +8,7 @@ queries, keys and values in one buffer, whose queries the context is written ove
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -16,11 +16,14 @@ import torch.nn.functional as F
 from gpumem_magic.patching import Patches
 from gpumem_magic.private import aten as _aten
 from gpumem_magic.virtual.engine.engine import Engine, special
-from gpumem_magic.virtual.engine.tensors import VirtualTensor
+from gpumem_magic.virtual.engine.tensors import VirtualTensor, engine_of
 from gpumem_magic.virtual.operators import attention
 
 # Where PyTorch's modules ask whether a tensor is one of somebody's own class.
 _ASKING = ("torch.nn.modules.activation", "torch.nn.modules.transformer")
+# Before, the fused kernels were for heads of eight, sixteen ... elements only. (2.11 asks for that, 2.13 does not; of 2.12 it is
+# not known.)
+_ANY_WIDTH_FROM = (2, 12)
 # The longest row that the masked softmax holds in registers; longer ones are filled in a copy first (``SoftMax.cu``).
 _LONGEST_ROW = 1024
 
@@ -66,17 +69,19 @@ def _attend(
     """The result, and the weights (of no elements where nobody asks for them)."""
     batch, length, _ = query.shape
     width = size // heads
-    if query is key and key is value and width % 8 == 0 and not need_weights and mask is None:
+    version = cast(Engine, engine_of(query)).memory.torch_version(query.get_device())
+    fits = width % 8 == 0 or version >= _ANY_WIDTH_FROM
+    if query is key and key is value and fits and not need_weights and mask is None:
         split = query.view(batch, length, heads, width).transpose(1, 2)
         capability = torch.cuda.get_device_capability(query.device)
         kernel = attention.choose(capability, split, split, split, None, False, False)
         if kernel in (attention.FLASH, attention.EFFICIENT):
             parts = F.linear(query, qkv_weight, qkv_bias).view(batch, length, 3, heads, width)
             queries, keys, values = parts.permute(2, 0, 3, 1, 4).unbind()
-            out = F.scaled_dot_product_attention(queries, keys, values)
-            out = out.transpose(1, 2).reshape(batch, length, size)
+            context = F.scaled_dot_product_attention(queries, keys, values)
+            out = context.transpose(1, 2).reshape(batch, length, size)
             projected = F.linear(out, proj_weight, proj_bias)
-            del out
+            del out, context
             return projected, query.new_empty(0)
     projected = _projected(query, key, value, size, qkv_weight)
     parts = torch.empty(3, batch, heads, length, width, dtype=qkv_bias.dtype, device=query.device)
@@ -84,7 +89,9 @@ def _attend(
     queries, keys, values = parts.view(3, batch * heads, length, width).unbind()
     scores: Any = torch.bmm(queries, keys.transpose(1, 2))
     if mask is not None:
+        mask = mask.to(torch.bool)
         scores = _masked_softmax(scores.view(batch, heads, length, length), mask, mask_type).view_as(scores)
+        mask = None
     torch.bmm(scores, values, out=queries)
     if not need_weights:
         scores = None
@@ -110,7 +117,6 @@ def _projected(query: Any, key: Any, value: Any, size: int, weight: Any) -> Any:
 
 
 def _masked_softmax(scores: Any, mask: Any, mask_type: int | None) -> Any:
-    mask = mask.to(torch.bool)
     if scores.shape[-1] <= _LONGEST_ROW:
         return torch.empty_like(scores)
     if mask.shape != scores.shape:

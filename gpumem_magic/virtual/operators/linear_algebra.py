@@ -168,6 +168,8 @@ def _solve_by_lu(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, de
 @special(_aten.linalg_inv_ex.default, table=BESIDE)
 def _inverse(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> tuple[int, ...]:
     matrices = args[0]
+    if not matrices.numel():
+        return ()
     with engine.scratch(device, bytes_of(matrices), matrices[..., 0].numel() * _PIVOT):
         _factorize(engine, device, matrices)
         _solve(engine, device, matrices, matrices.shape, _is_solved_transposed(matrices))

@@ -140,7 +140,11 @@ def _batch_own_forward(engine: Engine, func: Any, args: Any, kwargs: Any, out: A
 def _batch_own_backward(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     """The same kernel's gradient: the sums that the input's gradient needs, those of weight and bias, and then the first."""
     gradient, input, weight, mean, _, _, _, training, _, wanted = args
-    if by_cudnn(input, weight, mean, training) or not wanted[0] or not _channels_lie_last(input):
+    if not input.numel():
+        # (PyTorch's shape rule, and the host's function, divide by the number of rows.)
+        return _nothing_to_add_up(engine, args, device)
+    needs_sums = training or any(wanted[1:])
+    if by_cudnn(input, weight, mean, training) or not wanted[0] or not needs_sums or not _channels_lie_last(input):
         return engine.run(func, args, kwargs, device)
     each = input.shape[1] * accumulator(input.dtype).itemsize
     with engine.scratch(device, each, each):
@@ -150,6 +154,15 @@ def _batch_own_backward(engine: Engine, func: Any, args: Any, kwargs: Any, devic
             pass
         engine.settle(out[0])
     return out
+
+
+def _nothing_to_add_up(engine: Engine, args: Any, device: int) -> tuple[Any, ...]:
+    """Gradients for no samples: of the weight and the bias zeros."""
+    input, wanted = args[1], args[-1]
+    sums = torch.empty(input.shape[1], dtype=accumulator(input.dtype), device=input.device)
+    with pushed(engine.mode):
+        of_input = torch.empty_like(input) if wanted[0] else None
+        return of_input, *(sums.new_zeros(sums.shape) if is_wanted else None for is_wanted in wanted[1:])
 
 
 _RMS_BACKWARD = tuple(overloads("_fused_rms_norm_backward") if hasattr(_aten, "_fused_rms_norm_backward") else ())

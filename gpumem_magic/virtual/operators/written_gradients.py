@@ -37,8 +37,9 @@ _NODES = frozenset(f"{name}Backward{number}" for name in _OF_ZEROS for number in
 
 
 def writes_into_zeros() -> bool:
-    """Whether the operator that runs now is the last step of such a gradient, outside of a gradient's own gradient."""
-    if not STATE.backward or torch.is_grad_enabled():
+    """Whether the operator that runs now is the last step of such a gradient. (One that has a graph of its own is no other: zeros
+    have no gradient.)"""
+    if not STATE.backward:
         return False
     node = _current_node()
     return node is not None and node.name() in _NODES
@@ -57,7 +58,7 @@ def _written(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> 
     return engine.run(IN_PLACE[func] if writes_into_zeros() else func, args, kwargs, device)
 
 
-_LOGITS = frozenset(("BinaryCrossEntropyWithLogitsBackward0",))
+_CROSS_ENTROPY = frozenset(("BinaryCrossEntropyWithLogitsBackward0", "BinaryCrossEntropyBackward0"))
 # Which elements share in a gradient is found out in one tensor.
 _SHARED = frozenset(
     f"{name}Backward{number}" for name in ("Max", "Min", "Median", "Nanmedian", "Clamp") for number in (0, 1)
@@ -68,7 +69,7 @@ _BOTH_ENDS = frozenset(("AminmaxBackward0",))
 _STEPS: dict[Any, tuple[Any, frozenset[str]]] = {
     function: (in_place, nodes)
     for names, written, nodes in (
-        ("sub.Tensor mul.Tensor", "sub_.Tensor mul_.Tensor", _LOGITS),
+        ("sub.Tensor mul.Tensor", "sub_.Tensor mul_.Tensor", _CROSS_ENTROPY),
         ("logical_and logical_or", "logical_and_ logical_or_", _SHARED),
         ("index_fill.int_Tensor", "index_fill_.int_Tensor", _TRACE),
         ("masked_fill.Scalar", "masked_fill_.Scalar", _ATAN2),
@@ -97,8 +98,8 @@ def as_device_does(engine: Engine, func: Any, args: Any) -> Any:
 
 def _is_worked_out_here(engine: Engine, args: Any, nodes: frozenset[str]) -> bool:
     """Whether the first argument was made by the node which runs, and that is one of these."""
-    node = None if torch.is_grad_enabled() else _current_node()
-    if node is None or node.name() not in nodes or not isinstance(args[0], VirtualTensor):
+    node = _current_node()
+    if node is None or node.name() not in nodes or not isinstance(args[0], VirtualTensor) or args[0].requires_grad:
         return False
     placement = engine.table.find(args[0].untyped_storage())
     return placement is not None and placement.node == node_now()
