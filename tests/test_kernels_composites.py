@@ -222,3 +222,10 @@ def test_of_a_depthwise_convolution_the_gradient_of_the_weight_comes_first() -> 
     out = F.conv2d(x, weight, groups=4)
     ones = torch.ones_like(out)
     assert made(lambda: out.backward(ones)) == [4 * 9 * 4, 2 * 4 * 64 * 4]
+
+
+def test_a_sign_s_gradient_is_multiplied_by_numbers() -> None:
+    x = torch.zeros(10, device="cuda", requires_grad=True)
+    ((x * 2).sgn() * 3).sum().backward()
+    assert x.grad is not None
+    assert x.grad.shape == (10,)

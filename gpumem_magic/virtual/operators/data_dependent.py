@@ -14,7 +14,7 @@ from gpumem_magic.private import aten as _aten
 from gpumem_magic.private import overloads
 from gpumem_magic.virtual.engine import supplied, values
 from gpumem_magic.virtual.engine.asserts import asserted
-from gpumem_magic.virtual.engine.calls import bytes_of, users_line
+from gpumem_magic.virtual.engine.calls import bytes_of, users_line, with_constants
 from gpumem_magic.virtual.engine.engine import Engine, special
 from gpumem_magic.virtual.engine.mismatch import refuse_mixed_devices
 from gpumem_magic.virtual.engine.modes import STATE, origin, pushed
@@ -118,6 +118,8 @@ def _stays(engine: Engine, args: Any, kwargs: Any) -> bool:
 
 @special(_aten._to_copy.default, plain=_stays)
 def _to_copy(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    # (A number that C++ multiplies known zeros with comes as one.)
+    args = with_constants(func, args)
     source = args[0]
     target = kwargs.get("device")
     if not isinstance(source, VirtualTensor):

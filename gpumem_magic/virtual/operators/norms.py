@@ -159,10 +159,10 @@ def _batch_own_backward(engine: Engine, func: Any, args: Any, kwargs: Any, devic
 def _nothing_to_add_up(engine: Engine, args: Any, device: int) -> tuple[Any, ...]:
     """Gradients for no samples: of the weight and the bias zeros."""
     input, wanted = args[1], args[-1]
-    sums = torch.empty(input.shape[1], dtype=accumulator(input.dtype), device=input.device)
+    width, dtype = input.shape[1], accumulator(input.dtype)
     with pushed(engine.mode):
         of_input = torch.empty_like(input) if wanted[0] else None
-        return of_input, *(sums.new_zeros(sums.shape) if is_wanted else None for is_wanted in wanted[1:])
+        return of_input, *(input.new_zeros(width, dtype=dtype) if one else None for one in wanted[1:])
 
 
 _RMS_BACKWARD = tuple(overloads("_fused_rms_norm_backward") if hasattr(_aten, "_fused_rms_norm_backward") else ())
