@@ -309,6 +309,32 @@ def test_the_stream_that_kernels_are_launched_on() -> None:
     assert getattr(torch._C, "_cuda_getCurrentRawStream", None) is before
 
 
+def test_an_operator_that_the_program_wrote_takes_what_it_runs() -> None:
+    """On a card its body runs; its shape rule is for the compiler, and for a body that only runs on a card."""
+    library = importlib.import_module("torch.library")
+    gpu.turn_on("T4")
+
+    @library.custom_op("gpumem_magic_tests::widened", mutates_args=())  # type: ignore[untyped-decorator]
+    def widened(x: torch.Tensor, how: str) -> torch.Tensor:
+        if how == "wrong":
+            raise ValueError(how)
+        if how == "on a card":
+            raise RuntimeError("x must be a CUDA tensor")
+        return torch.cat([x, x, x]).view(3, -1).sum(0)
+
+    x = torch.zeros(1 << 20, device="cuda")
+    kept, most, _ = cost(lambda: widened(x, "here"))
+    assert (kept, most) == (x.nbytes, 4 * x.nbytes)
+    with pytest.raises(ValueError, match="wrong"):
+        widened(x, "wrong")
+    widened.register_fake(lambda x, how: torch.empty_like(x))
+    fast = torch.compile(lambda x: widened(x.sin(), "here").cos(), fullgraph=True)
+    fast(x)
+    # The sine, and what the body takes; the cosine takes the result's place.
+    assert cost(lambda: fast(x))[1] == 5 * x.nbytes
+    assert cost(lambda: widened(x, "on a card"))[:2] == (x.nbytes, x.nbytes)
+
+
 def test_tritons_driver_answers_for_the_card(packages: None) -> None:
     gpu.turn_on("2xT4")
     driver = importlib.import_module("triton.runtime.driver").driver

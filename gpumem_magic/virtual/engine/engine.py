@@ -27,7 +27,7 @@ from torch.autograd.graph import increment_version
 from torch.utils._pytree import tree_leaves, tree_map
 
 from gpumem_magic.devices.reads import Reads
-from gpumem_magic.failures import is_own_failure
+from gpumem_magic.failures import is_own_failure, swallowed
 from gpumem_magic.looks import tensors
 from gpumem_magic.looks.objects import attribute, is_a
 from gpumem_magic.private import aten as _aten
@@ -104,10 +104,15 @@ def special(
     return register
 
 
+# What the body of an operator that the program wrote may raise on a card, too.
+_PROGRAMS_OWN = torch.OutOfMemoryError, ValueError, AssertionError
+
+
 class _Met(NamedTuple):
     """What is true of each call of an operator: the rules for it, and what it does with memory.
 
     again: whether its results and its memory are the same for all arguments that look alike, unless `plain` says no.
+    body: what an operator of the program's own runs.
     """
 
     func: Any
@@ -119,6 +124,7 @@ class _Met(NamedTuple):
     beside: Callable[..., Sequence[int]] | None
     again: bool
     plain: Callable[..., bool] | None
+    body: Callable[..., Any] | None
 
 
 class Engine:
@@ -369,6 +375,15 @@ class Engine:
         if rule is not None:
             with pushed(self.mode):
                 return rule(*args, **kwargs)
+        if met.body is not None:
+            try:
+                with pushed(self.mode):
+                    return met.body(*args, **kwargs)
+            except _PROGRAMS_OWN:
+                raise
+            except Exception as error:  # it calls what only runs on a card: its shape rule is left
+                swallowed(error)
+                met = self._met[id(func)] = met._replace(body=None)
         if met.composite:
             # Below autograd (in inference mode, in distributed tensors' code) they come whole; each part may allocate.
             with pushed(self.mode):
@@ -379,9 +394,10 @@ class Engine:
         allocates, handler, plain = may_allocate(func), SPECIAL.get(func), PLAIN.get(func)
         resizes = not allocates and may_resize(func)
         composite, on_host = is_made_of_others(func), ON_HOST.get(func)
-        again = (handler is None or plain is not None) and on_host is None and not (composite or resizes)
+        body = kernel_rules.body_of(func)
+        again = (handler is None or plain is not None) and on_host is None and not (composite or resizes or body)
         met = self._met[id(func)] = _Met(
-            func, handler, composite, on_host, allocates, resizes, BESIDE.get(func), again, plain
+            func, handler, composite, on_host, allocates, resizes, BESIDE.get(func), again, plain, body
         )
         return met
 

@@ -92,6 +92,13 @@ def for_operator(func: Any) -> Callable[..., Any] | None:
         return found
 
 
+def body_of(func: Any) -> Callable[..., Any] | None:
+    """What an operator that the program wrote in Python (`torch.library.custom_op`) runs on a card; None for all others."""
+    found = torch._library.custom_ops.OPDEFS.get(func._schema.name) if hasattr(func, "_schema") else None
+    bodies = {} if found is None else found._backend_fns
+    return bodies.get("cuda") or bodies.get(None)
+
+
 def built_in(name: str) -> Callable[[_Rule], _Rule]:
     """Registers a rule of this package's own for a library's operator."""
 
