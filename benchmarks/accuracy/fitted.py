@@ -109,10 +109,10 @@ FITTED = (
 )
 
 ASSUMED = {
-    "HF efficient-training-on-single-GPU": "torch 1.9: the source gives January 2022 and no version. The guide's program ran with "
-    "the CUDA builds of 1.9.1 and 1.10.2 over the stand-in runtime, adapted to CUDA 10.2: 1.9.1's figure is 18 MiB below each of "
-    "the nine rows, 1.10.2's 466 MiB below row 7. Optimizers, attention, clipping and the clearing of gradients are those of "
-    "that time",
+    "HF efficient-training-on-single-GPU": "torch 1.9: the source gives January 2022 and no version. The guide's program ran "
+    "with the CUDA builds of 1.9.1 and 1.10.2 over the stand-in runtime, adapted to CUDA 10.2: 1.9.1's figure is 18 MiB below "
+    "each of the nine rows, 1.10.2's 466 MiB below row 7. Optimizers, attention, clipping and the clearing of gradients are "
+    "those of that time",
     "CS336 A2 attention sweep": "torch 2.6: the source gives a course of 2026 and no version; any from 2.0 to 2.14 "
     "keeps the same "
     "workspaces. A device of 46 GiB: it gives none, only less than 50 GB",
